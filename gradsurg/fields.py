@@ -1,0 +1,107 @@
+"""Validated, frozen dataclasses whose errors are one line a fault."""
+
+from dataclasses import fields
+from difflib import get_close_matches
+from functools import wraps
+from typing import TypeVar, dataclass_transform
+
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
+from pydantic_core import ErrorDetails
+
+Class = TypeVar("Class", bound=type)
+
+CONFIG = ConfigDict(extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
+
+RULES = {
+    "greater_than": "must be > {gt}",
+    "greater_than_equal": "must be >= {ge}",
+    "less_than": "must be < {lt}",
+    "less_than_equal": "must be <= {le}",
+    "finite_number": "must be finite",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "bool_parsing": "must be true or false",
+    "bool_type": "must be true or false",
+    "string_type": "must be a string",
+    "literal_error": "must be one of {expected}",
+    "is_instance_of": "must be a {class}",
+    "value_error": "{error}",
+}
+
+
+class FieldError(ValueError):
+    """Values that break a rule; `faults` holds one (field, sentence) for each."""
+
+    def __init__(self, owner: str, faults: list[tuple[str, str]]) -> None:
+        self.owner = owner
+        self.faults = faults
+        super().__init__(
+            "\n".join(
+                f"{owner}.{field}: {text}" if field else f"{owner}: {text}"
+                for field, text in faults
+            )
+        )
+
+
+class Contradiction(ValueError):
+    """Raised in `__post_init__` when two fields contradict each other; `field` is the one to name."""
+
+    def __init__(self, field: str, rule: str) -> None:
+        self.field = field
+        super().__init__(rule)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(Field,))
+def validated(cls: Class) -> Class:
+    """Make `cls` a frozen dataclass that checks its fields when it is made.
+
+    NaN and infinity are refused in every float field, unknown fields everywhere; each fault is
+    one line of a `FieldError`.
+    """
+    made = dataclass(frozen=True, config=CONFIG)(cls)
+    validate = made.__init__
+
+    @wraps(validate)
+    def init(self: object, *args: object, **kwargs: object) -> None:
+        try:
+            validate(self, *args, **kwargs)
+        except ValidationError as error:
+            names = [field.name for field in fields(made)]
+            faults = [_fault(details, names) for details in error.errors()]
+            raise FieldError(cls.__name__, faults) from None
+
+    made.__init__ = init
+    return made
+
+
+def nearest(name: str, choices: list[str]) -> str:
+    """The choices, in full, with the nearest one first in a question: for an error message."""
+    close = get_close_matches(name, choices, n=1, cutoff=0.5)
+    question = f" Did you mean '{close[0]}'?" if close else ""
+    return f"There are: {', '.join(choices) or 'none'}.{question}"
+
+
+def _fault(details: ErrorDetails, names: list[str]) -> tuple[str, str]:
+    path = [
+        names[part] if isinstance(part, int) and not index and part < len(names) else part
+        for index, part in enumerate(details["loc"])
+    ]
+    field = ".".join(str(part) for part in path)
+    context = details.get("ctx", {})
+    match details["type"]:
+        case "missing":
+            return field, "is required"
+        case "unexpected_keyword_argument":
+            return field, f"is not a field here. {nearest(field, names)}"
+        case "unexpected_positional_argument":
+            return "", f"takes at most {len(names)} values: {', '.join(names)}"
+        case "value_error" if isinstance(context.get("error"), Contradiction):
+            contradiction = context["error"]
+            return contradiction.field, str(contradiction)
+        case kind:
+            rule = RULES.get(kind, details["msg"]).format_map(context)
+            return field, f"{rule}, found {details['input']!r}"

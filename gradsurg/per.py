@@ -1,0 +1,85 @@
+"""Over which axes a reduction runs: `per` names what is kept apart."""
+
+from typing import Annotated
+
+import torch
+from einops import EinopsError, reduce
+from pydantic import AfterValidator, Field
+from torch import Tensor
+
+WORDS = ("tensor", "unit", "entry")
+
+
+def _check(per: str) -> str:
+    if per in WORDS:
+        return per
+    if per.count("->") != 1 or "(" in per:
+        raise ValueError(
+            "must be tensor, unit, entry or an einops reduce pattern without brackets, "
+            "as 'out in kh kw -> out'"
+        )
+    left = per.split("->")[0].split()
+    try:
+        reduce(torch.zeros((1,) * (len(left) - left.count("..."))), per, "sum")
+    except EinopsError as error:
+        raise ValueError(
+            f"must be an einops reduce pattern ({str(error).splitlines()[-1].strip()})"
+        ) from None
+    return per
+
+
+Per = Annotated[str, AfterValidator(_check)]
+"""`tensor`: one number for the whole tensor. `unit`: one for each index of axis 0 (an output unit
+of a linear or convolution weight), the whole tensor if it has fewer than two axes. `entry`: no
+reduction. Or an einops reduce pattern: `out in kh kw -> out` keeps `out` apart."""
+
+
+Order = Annotated[float, Field(ge=1, allow_inf_nan=True)]
+"""The p of a p-norm: 1 or more, `inf` for the largest magnitude."""
+
+
+def reduced_axes(per: str, ndim: int) -> tuple[int, ...]:
+    """The axes of an `ndim`-dimensional tensor that are reduced. Raises ValueError if it cannot fit."""
+    match per:
+        case "tensor":
+            return tuple(range(ndim))
+        case "unit":
+            return tuple(range(1 if ndim > 1 else 0, ndim))
+        case "entry":
+            return ()
+        case _:
+            return _pattern_axes(per, ndim)
+
+
+def norm(grad: Tensor, per: str, p: float = 2.0) -> Tensor:
+    """The p-norm over the reduced axes, broadcastable against `grad`; float32 or wider."""
+    axes = reduced_axes(per, grad.ndim)
+    wide = widened(grad)
+    if not axes or grad.numel() == 0:
+        return wide.abs()
+    return torch.linalg.vector_norm(wide, p, dim=axes, keepdim=True)
+
+
+def mean(grad: Tensor, per: str) -> Tensor:
+    """The mean over the reduced axes, broadcastable against `grad`; float32 or wider."""
+    axes = reduced_axes(per, grad.ndim)
+    wide = widened(grad)
+    return wide.mean(dim=axes, keepdim=True) if axes and grad.numel() else wide
+
+
+def widened(grad: Tensor) -> Tensor:
+    """`grad` in float32 if it is of half precision: sums of many halves lose what is small."""
+    return grad.float() if grad.dtype in (torch.bfloat16, torch.float16) else grad
+
+
+def _pattern_axes(per: str, ndim: int) -> tuple[int, ...]:
+    left, right = (side.split() for side in per.split("->"))
+    if "..." in left:
+        spread = left.index("...")
+        extra = ndim - len(left) + 1
+        names = [*left[:spread], *(["..."] * extra), *left[spread + 1 :]]
+    else:
+        extra, names = 0, left
+    if extra < 0 or len(names) != ndim:
+        raise ValueError(f"per: the pattern '{per}' does not fit a tensor of {ndim} axes")
+    return tuple(axis for axis, name in enumerate(names) if name not in right)

@@ -1,0 +1,1 @@
+"""What is done to a gradient: one transform a file."""

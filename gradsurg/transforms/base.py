@@ -1,0 +1,166 @@
+"""What a transform is: a frozen value that maps a gradient, its state and a context to a gradient."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+State = dict[str, Tensor]
+Scope = Literal["tensor", "group"]
+Law = Literal[
+    "elementwise",  # an entry of the result depends on the same entry of the gradient alone
+    "homogeneous",  # T(c g) = c T(g) for c > 0: safe on gradients scaled by a loss scale
+    "idempotent",  # T(T(g)) = T(g)
+    "linear",  # T(a g + b h) = a T(g) + b T(h): the same before and after accumulation
+    "odd",  # T(-g) = -T(g)
+    "sign_preserving",  # no entry changes from positive to negative or back
+    "norm_non_increasing",  # |T(g)| <= |g|
+    "unbiased",  # E[T(g)] = g over the random draws
+    "deterministic",  # draws no random numbers
+]
+
+
+@dataclass(slots=True)
+class Context:
+    """What a transform may ask about the gradient at hand.
+
+    `site` is the stable id of the place, `step` the optimizer steps done so far (from 0), `value`
+    the tensor whose gradient this is (None where there is none, as at a node), `call` counts the
+    gradients seen at this site in this step.
+    """
+
+    site: str = ""
+    step: int = 0
+    value: Tensor | None = None
+    seed: int = 0
+    call: int = 0
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """A generator that depends on (seed, site, step, call) alone; the global one is not touched."""
+        key = f"{self.seed}/{self.site}/{self.step}/{self.call}".encode()
+        # The CPU generator keeps only the low 32 bits of a seed, so the key is hashed first.
+        seed = int.from_bytes(blake2b(key, digest_size=4).digest(), "little")
+        return torch.Generator(device).manual_seed(seed)
+
+
+class Transform(ABC):
+    """A pure map from a gradient to one of the same shape, dtype and device.
+
+    Subclasses are made by `@validated`: their fields are their whole configuration. State belongs
+    to a site: `init` makes it from the first gradient there, `update` returns the next one.
+    Never in place, no `.item()`, no Python branch on the values of a tensor.
+    """
+
+    @property
+    @abstractmethod
+    def laws(self) -> frozenset[Law]:
+        """The laws that hold for these fields, each checked by the test-suite."""
+
+    @property
+    def scope(self) -> Scope:
+        """`group` if it needs all gradients of a group at once, as clipping by global norm does."""
+        return "tensor"
+
+    @property
+    def needs_value(self) -> bool:
+        """Whether it reads `context.value`."""
+        return False
+
+    @abstractmethod
+    def init(self, grad: Tensor) -> State:
+        """The state before the first gradient of a site."""
+
+    @abstractmethod
+    def update(self, grad: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+        """The new gradient and the new state."""
+
+
+class Stateless(Transform):
+    """A transform that remembers nothing: it writes only `apply`."""
+
+    @abstractmethod
+    def apply(self, grad: Tensor, context: Context) -> Tensor:
+        """The new gradient."""
+
+    def init(self, grad: Tensor) -> State:
+        return {}
+
+    def update(self, grad: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+        return self.apply(grad, context), state
+
+
+class GroupTransform(Transform):
+    """A transform of several gradients at once; a lone tensor is a group of one."""
+
+    @property
+    def scope(self) -> Scope:
+        return "group"
+
+    @abstractmethod
+    def init_group(self, grads: Sequence[Tensor]) -> State:
+        """The state before the first gradients of a group."""
+
+    @abstractmethod
+    def update_group(
+        self, grads: Sequence[Tensor], state: State, contexts: Sequence[Context]
+    ) -> tuple[list[Tensor], State]:
+        """The new gradients, in the same order, and the new state."""
+
+    def init(self, grad: Tensor) -> State:
+        return self.init_group([grad])
+
+    def update(self, grad: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+        grads, state = self.update_group([grad], state, [context])
+        return grads[0], state
+
+
+class Function(Stateless):
+    """A plain callable as a transform: nothing is known of its laws."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.function = function
+
+    def __repr__(self) -> str:
+        return getattr(self.function, "__qualname__", repr(self.function))
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        return frozenset()
+
+    def apply(self, grad: Tensor, context: Context) -> Tensor:
+        return self.function(grad)
+
+
+def init_all(transform: Transform, grads: Sequence[Tensor]) -> State:
+    """The state of `transform` over a group, whatever its scope; keys get the member's index."""
+    if isinstance(transform, GroupTransform):
+        return transform.init_group(grads)
+    return {
+        f"{index}.{key}": value
+        for index, grad in enumerate(grads)
+        for key, value in transform.init(grad).items()
+    }
+
+
+def update_all(
+    transform: Transform, grads: Sequence[Tensor], state: State, contexts: Sequence[Context]
+) -> tuple[list[Tensor], State]:
+    """Apply `transform` to a group, whatever its scope: member by member if it is a tensor's."""
+    if isinstance(transform, GroupTransform):
+        return transform.update_group(grads, state, contexts)
+    results = []
+    states = {}
+    for index, (grad, context) in enumerate(zip(grads, contexts, strict=True)):
+        result, own = transform.update(grad, substate(state, f"{index}."), context)
+        results.append(result)
+        states |= {f"{index}.{key}": value for key, value in own.items()}
+    return results, states
+
+
+def substate(state: State, prefix: str) -> State:
+    """The entries of `state` under `prefix`, without it."""
+    return {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}

@@ -1,0 +1,37 @@
+"""Clip: bound every entry symmetrically."""
+
+from typing import Annotated
+
+from pydantic import Field
+from torch import Tensor
+
+from gradsurg.fields import validated
+from gradsurg.transforms.base import Context, Law, Stateless
+
+
+@validated
+class Clip(Stateless):
+    """Bound every entry: min(max(g, -value), value).
+
+    Any shape. Zero stays zero, NaN stays NaN, an infinity becomes ±value, an empty tensor stays
+    empty. The same as `torch.nn.utils.clip_grad_value_`; on a recurrent layer's activations it is
+    the derivative clamp of Graves 2013 (arXiv 1308.0850).
+    """
+
+    value: Annotated[float, Field(gt=0)] = 0.01
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        return frozenset(
+            {
+                "elementwise",
+                "idempotent",
+                "odd",
+                "sign_preserving",
+                "norm_non_increasing",
+                "deterministic",
+            }
+        )
+
+    def apply(self, grad: Tensor, context: Context) -> Tensor:
+        return grad.clamp(-self.value, self.value)
