@@ -1,0 +1,47 @@
+"""Operate on the gradients of a live PyTorch model and measure what it does to learning.
+
+`gradsurg.Clip`, `gradsurg.Parameters` and the rest are found by name in the folders `transforms`
+and `sites`; `dir(gradsurg)` lists them.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from gradsurg.catalogue import find, names
+from gradsurg.ledger import SurgeryWarning
+from gradsurg.surgery import Intervention, Live, Surgery, hook
+from gradsurg.triggers import Always, Steps, Trigger
+
+try:
+    __version__ = version("gradsurg")
+except PackageNotFoundError:  # imported from a folder, never installed
+    __version__ = "0+unknown"
+
+KINDS = ("transforms", "sites")
+
+__all__ = [
+    "Always",
+    "Intervention",
+    "Live",
+    "Steps",
+    "Surgery",
+    "SurgeryWarning",
+    "Trigger",
+    "hook",
+]
+
+
+def __getattr__(name: str) -> Any:  # Any: the classes of every folder, found by their file's name
+    spelling = name.lower()
+    for kind in KINDS:
+        for stem in names(kind):
+            if stem.replace("_", "") == spelling:
+                found = find(kind, stem)
+                if found.__name__ == name:
+                    return found
+    raise AttributeError(f"module 'gradsurg' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    classes = [find(kind, stem).__name__ for kind in KINDS for stem in names(kind)]
+    return sorted([*__all__, *classes, "__version__"])

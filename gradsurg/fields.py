@@ -3,7 +3,7 @@
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import wraps
-from typing import TypeVar, dataclass_transform
+from typing import Any, TypeVar, dataclass_transform
 
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
@@ -48,7 +48,7 @@ class FieldError(ValueError):
 
 
 class Contradiction(ValueError):
-    """Raised in `__post_init__` when two fields contradict each other; `field` is the one to name."""
+    """Raised in `__post_init__` when two fields contradict each other; it names `field`."""
 
     def __init__(self, field: str, rule: str) -> None:
         self.field = field
@@ -62,7 +62,8 @@ def validated(cls: Class) -> Class:
     NaN and infinity are refused in every float field, unknown fields everywhere; each fault is
     one line of a `FieldError`.
     """
-    made = dataclass(frozen=True, config=CONFIG)(cls)
+    # Any: pydantic types its result as its own protocol, not as the class it was given.
+    made: Any = dataclass(frozen=True, config=CONFIG)(cls)
     validate = made.__init__
 
     @wraps(validate)
@@ -70,8 +71,10 @@ def validated(cls: Class) -> Class:
         try:
             validate(self, *args, **kwargs)
         except ValidationError as error:
-            names = [field.name for field in fields(made)]
-            faults = [_fault(details, names) for details in error.errors()]
+            ordered = sorted(fields(made), key=lambda field: bool(field.kw_only))
+            names = [field.name for field in ordered]
+            places = [field.name for field in ordered if not field.kw_only]
+            faults = [_fault(details, names, places) for details in error.errors()]
             raise FieldError(cls.__name__, faults) from None
 
     made.__init__ = init
@@ -85,9 +88,9 @@ def nearest(name: str, choices: list[str]) -> str:
     return f"There are: {', '.join(choices) or 'none'}.{question}"
 
 
-def _fault(details: ErrorDetails, names: list[str]) -> tuple[str, str]:
+def _fault(details: ErrorDetails, names: list[str], places: list[str]) -> tuple[str, str]:
     path = [
-        names[part] if isinstance(part, int) and not index and part < len(names) else part
+        places[part] if isinstance(part, int) and not index and part < len(places) else part
         for index, part in enumerate(details["loc"])
     ]
     field = ".".join(str(part) for part in path)
@@ -98,7 +101,7 @@ def _fault(details: ErrorDetails, names: list[str]) -> tuple[str, str]:
         case "unexpected_keyword_argument":
             return field, f"is not a field here. {nearest(field, names)}"
         case "unexpected_positional_argument":
-            return "", f"takes at most {len(names)} values: {', '.join(names)}"
+            return "", f"takes at most {len(places)} values without a name: {', '.join(places)}"
         case "value_error" if isinstance(context.get("error"), Contradiction):
             contradiction = context["error"]
             return contradiction.field, str(contradiction)

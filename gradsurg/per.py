@@ -39,7 +39,7 @@ Order = Annotated[float, Field(ge=1, allow_inf_nan=True)]
 
 
 def reduced_axes(per: str, ndim: int) -> tuple[int, ...]:
-    """The axes of an `ndim`-dimensional tensor that are reduced. Raises ValueError if it cannot fit."""
+    """The axes of a tensor of `ndim` axes that are reduced. ValueError if `per` cannot fit it."""
     match per:
         case "tensor":
             return tuple(range(ndim))
@@ -52,12 +52,24 @@ def reduced_axes(per: str, ndim: int) -> tuple[int, ...]:
 
 
 def norm(grad: Tensor, per: str, p: float = 2.0) -> Tensor:
-    """The p-norm over the reduced axes, broadcastable against `grad`; float32 or wider."""
+    """The p-norm over the reduced axes, broadcastable against `grad`; float32 or wider.
+
+    It neither overflows nor vanishes where the norm itself can be written: entries are divided by
+    the largest before they are raised to the power p.
+    """
     axes = reduced_axes(per, grad.ndim)
     wide = widened(grad)
     if not axes or grad.numel() == 0:
         return wide.abs()
-    return torch.linalg.vector_norm(wide, p, dim=axes, keepdim=True)
+    peak = wide.detach().abs().amax(dim=axes, keepdim=True)
+    unit = torch.where((peak > 0) & peak.isfinite(), peak, 1.0)
+    return unit * torch.linalg.vector_norm(wide / unit, p, dim=axes, keepdim=True)
+
+
+def direction(grad: Tensor, per: str, p: float = 2.0, eps: float = 0.0) -> Tensor:
+    """`grad` / (its norm + eps), zero where the norm is zero; float32 or wider."""
+    size = norm(grad, per, p)
+    return widened(grad) / torch.where(size == 0, 1.0, size + eps)
 
 
 def mean(grad: Tensor, per: str) -> Tensor:

@@ -1,10 +1,10 @@
-"""What a transform is: a frozen value that maps a gradient, its state and a context to a gradient."""
+"""What a transform is: a frozen value that maps (gradient, state, context) to a gradient."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ Law = Literal[
     "idempotent",  # T(T(g)) = T(g)
     "linear",  # T(a g + b h) = a T(g) + b T(h): the same before and after accumulation
     "odd",  # T(-g) = -T(g)
-    "sign_preserving",  # no entry changes from positive to negative or back
+    "sign_preserving",  # no entry changes from positive to negative or back; zero stays zero
     "norm_non_increasing",  # |T(g)| <= |g|
     "unbiased",  # E[T(g)] = g over the random draws
     "deterministic",  # draws no random numbers
@@ -40,7 +40,7 @@ class Context:
     call: int = 0
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """A generator that depends on (seed, site, step, call) alone; the global one is not touched."""
+        """A generator from (seed, site, step, call) alone; the global one is not touched."""
         key = f"{self.seed}/{self.site}/{self.step}/{self.call}".encode()
         # The CPU generator keeps only the low 32 bits of a seed, so the key is hashed first.
         seed = int.from_bytes(blake2b(key, digest_size=4).digest(), "little")
@@ -58,7 +58,11 @@ class Transform(ABC):
     @property
     @abstractmethod
     def laws(self) -> frozenset[Law]:
-        """The laws that hold for these fields, each checked by the test-suite."""
+        """The laws that hold for these fields, each checked by the test-suite.
+
+        For finite gradients, and for any fixed state and context: of a transform with state only
+        what its past cannot spoil.
+        """
 
     @property
     def scope(self) -> Scope:
@@ -72,7 +76,10 @@ class Transform(ABC):
 
     @abstractmethod
     def init(self, grad: Tensor) -> State:
-        """The state before the first gradient of a site."""
+        """The state before the first gradient of a site, from its shape, dtype and device alone.
+
+        Not from its values: inside a chain the first gradient has not met the earlier links.
+        """
 
     @abstractmethod
     def update(self, grad: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
@@ -133,6 +140,24 @@ class Function(Stateless):
 
     def apply(self, grad: Tensor, context: Context) -> Tensor:
         return self.function(grad)
+
+
+# Any, twice: what is neither a transform nor a callable is handed on, for the caller to refuse.
+def as_transform(thing: Any) -> Any:
+    """A plain callable as a `Function`; anything else, a class too, as it is."""
+    if isinstance(thing, Transform | type) or not callable(thing):
+        return thing
+    return Function(cast(Callable[[Tensor], Tensor], thing))
+
+
+def value_of(transform: Transform, context: Context) -> Tensor:
+    """The value that the gradient belongs to. Raises ValueError if the site has none."""
+    if context.value is None:
+        raise ValueError(
+            f"{type(transform).__name__} needs the tensor whose gradient this is, and the site "
+            f"'{context.site}' has none: use it at parameters, outputs or inputs."
+        )
+    return context.value.detach()
 
 
 def init_all(transform: Transform, grads: Sequence[Tensor]) -> State:

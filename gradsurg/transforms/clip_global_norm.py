@@ -1,24 +1,29 @@
 """ClipGlobalNorm: bound the norm of all gradients of a group together."""
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Annotated
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+# `torch.vmap` has no rule for the `_foreach` functions.
+from torch._C._functorch import is_batchedtensor
+
 from gradsurg.fields import validated
+from gradsurg.per import Order
 from gradsurg.transforms.base import Context, GroupTransform, Law, State
-from gradsurg.per import Order, widened
 
 
 @validated
 class ClipGlobalNorm(GroupTransform):
     """Scale all gradients of a group by min(1, max_norm / (N + eps)), N their common p-norm.
 
-    Any shapes. At N = 0 nothing changes. A NaN or an infinity in one gradient makes N non-finite
-    and with it every result NaN or zero, as `torch.nn.utils.clip_grad_norm_` does; put `Sanitize`
-    before it to change that. Empty tensors count nothing. Pascanu, Mikolov, Bengio, "On the
+    Any shapes and dtypes. At N = 0 nothing changes; empty tensors count nothing. A NaN or an
+    infinity in one gradient makes N non-finite and with it every result NaN or zero, as
+    `torch.nn.utils.clip_grad_norm_` does (put `Sanitize` before it to change that); an N whose
+    p-th power float32 cannot hold makes every result zero. Pascanu, Mikolov, Bengio, "On the
     difficulty of training recurrent neural networks", ICML 2013 (arXiv 1211.5063), algorithm 1;
     eps is placed as in PyTorch (optax has none).
     """
@@ -37,21 +42,25 @@ class ClipGlobalNorm(GroupTransform):
     def update_group(
         self, grads: Sequence[Tensor], state: State, contexts: Sequence[Context]
     ) -> tuple[list[Tensor], State]:
-        if not grads:
-            return [], state
-        norms = torch._foreach_norm([widened(grad) for grad in grads], self.p)
-        total = torch.linalg.vector_norm(_stack(norms), self.p)
+        norms = _norms([grad for grad in grads if grad.numel()], self.p)
+        if not norms:
+            return list(grads), state
+        total = torch.linalg.vector_norm(torch.stack(norms), self.p)
         factor = (self.max_norm / (total + self.eps)).clamp(max=1.0)
         return _scale(grads, factor), state
 
 
-def _stack(norms: Sequence[Tensor]) -> Tensor:
-    first = norms[0]
-    return torch.stack([norm.to(first.device, first.dtype) for norm in norms])
+def _norms(grads: Sequence[Tensor], p: float) -> list[Tensor]:
+    """The norm of each on the first one's device, in the widest of their dtypes."""
+    dtype = reduce(torch.promote_types, (grad.dtype for grad in grads), torch.float32)
+    if any(is_batchedtensor(grad) for grad in grads):
+        return [torch.linalg.vector_norm(grad, p, dtype=dtype) for grad in grads]
+    norms = torch.ops.aten._foreach_norm.Scalar(list(grads), p, dtype) if grads else []
+    return [norm.to(norms[0].device) for norm in norms]
 
 
 def _scale(grads: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
-    device = factor.device
-    if all(grad.device == device for grad in grads):
-        return list(torch._foreach_mul(list(grads), factor))
-    return [grad * factor.to(grad.device) for grad in grads]
+    same = all(grad.device == factor.device for grad in grads)
+    if same and not any(is_batchedtensor(grad) for grad in grads):
+        return list(torch.ops.aten._foreach_mul.Tensor(list(grads), factor))
+    return [(grad * factor.to(grad.device)).to(grad.dtype) for grad in grads]

@@ -1,0 +1,1 @@
+"""Small models to operate on: one a file."""

@@ -1,0 +1,119 @@
+"""What a sink promises, and the guard that keeps a broken one from killing training."""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+State = Literal["finished", "diverged", "failed"]
+
+_log = logging.getLogger("gradsurg")
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a sink is told about a run when it starts."""
+
+    study: str
+    arm: str
+    label: str
+    seed: int
+    directory: Path
+    config: dict[str, object]
+    tags: tuple[str, ...]
+    total_steps: int
+
+
+class Sink(ABC):
+    """A place for logged numbers; one object serves all runs of a study, one after the other."""
+
+    @abstractmethod
+    def start(self, run: RunInfo) -> None:
+        """Begin a run; the one before has been finished or abandoned."""
+
+    @abstractmethod
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Take one interval's numbers, as `train/loss` or `effect/<transform>/<site>/cosine`."""
+
+    @abstractmethod
+    def finish(self, state: State, summary: Mapping[str, float]) -> None:
+        """End the run with its outcome."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Let go of a run in which this sink raised, so that the next `start` finds it clean."""
+
+    @abstractmethod
+    def notes(self) -> list[str]:
+        """Lines to print at the end of everything, as where the runs lie."""
+
+
+class Guarded(Sink):
+    """A sink that cannot kill training: what it raises is told, and ends its use for that run.
+
+    A reason is logged as a warning the first time it is met; `notes` says in how many runs the
+    sink stopped, and why. The next run tries the sink again. `failure` is the latest reason.
+    """
+
+    def __init__(self, sink: Sink) -> None:
+        self.sink = sink
+        self.failure: str | None = None
+        self._name = type(sink).__name__.lower()
+        self._alive = False
+        self._runs = 0
+        self._failures: dict[str, int] = {}
+
+    def start(self, run: RunInfo) -> None:
+        self._runs += 1
+        self._alive = True
+        self._try("start", lambda: self.sink.start(run))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._try("log", lambda: self.sink.log(step, values))
+
+    def finish(self, state: State, summary: Mapping[str, float]) -> None:
+        self._try("finish", lambda: self.sink.finish(state, summary))
+        self._alive = False
+
+    def abandon(self) -> None:
+        if self._alive:
+            self._let_go()
+
+    def notes(self) -> list[str]:
+        lost = [
+            f"{self._name}: stopped in {count} of {self._runs} runs. {reason}"
+            for reason, count in self._failures.items()
+        ]
+        try:
+            return [*self.sink.notes(), *lost]
+        except Exception as error:  # a broken sink may raise anything
+            return [*lost, f"{self._name}: {_sentence('notes', error)}"]
+
+    def _try(self, name: str, call: Callable[[], None]) -> None:
+        if not self._alive:
+            return
+        try:
+            call()
+        except Exception as error:  # a broken sink may raise anything
+            self._record(_sentence(name, error))
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._alive = False
+        try:
+            self.sink.abandon()
+        except Exception as error:  # a broken sink may raise anything
+            self._record(_sentence("abandon", error))
+
+    def _record(self, reason: str) -> None:
+        if reason not in self._failures:
+            _log.warning("%s stopped logging; training goes on. %s", self._name, reason)
+        self._failures[reason] = self._failures.get(reason, 0) + 1
+        self.failure = reason
+
+
+def _sentence(call: str, error: Exception) -> str:
+    text = " ".join(str(error).split()) or "no reason given"
+    return f"In {call}: {type(error).__name__}: {text}"

@@ -1,0 +1,1 @@
+"""Where a gradient is met: one kind of site a file."""

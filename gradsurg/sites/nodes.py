@@ -1,0 +1,142 @@
+"""Nodes: what enters or leaves a node of the autograd graph."""
+
+from contextlib import ExitStack
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import AfterValidator, Field
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradsurg.fields import Contradiction, nearest, validated
+from gradsurg.sites._spans import Located, Spans
+from gradsurg.sites.base import (
+    Gates,
+    GradFn,
+    Selector,
+    Stage,
+    check_pattern,
+    matches,
+    nothing_matched,
+    through,
+)
+from gradsurg.transforms.base import Scope
+
+FAMILIES = {
+    "attention": ("ScaledDotProduct*",),
+    "conv": ("*Convolution",),
+    "matmul": ("Addmm", "Mm", "Bmm", "Baddbmm"),
+    "norm": ("NativeBatchNorm", "CudnnBatchNorm", "NativeLayerNorm", "NativeGroupNorm"),
+}
+
+
+@validated
+class Nodes(Selector):
+    """The autograd nodes of one kind, made inside the modules whose name fits `module`.
+
+    `pattern` is a node's name without `Backward0` (`Relu`, `Addmm`), a glob or `re:` on it, or a
+    family: attention, conv, matmul, norm. `side="enter"` acts by a node prehook on the gradients
+    with respect to what the operation returned; `side="leave"` by a node posthook on the gradients
+    with respect to what it took, `edge` picking one of them. `call` picks a call of the module,
+    `occurrence` one of several such nodes in it. Site ids are
+    `module#call/Name[occurrence]`, as `encoder.layers.0.linear1#0/AddmmBackward[0]`, and `.edge`
+    behind it at `side="leave"`. The module is the innermost one that was running when the node was
+    made; nodes of the model's own forward belong to `root`. Raises LookupError after the first
+    forward if no node is selected.
+    """
+
+    pattern: Annotated[str, AfterValidator(check_pattern)]
+    module: Annotated[str, AfterValidator(check_pattern)] = "*"
+    side: Literal["enter", "leave"] = "enter"
+    call: Annotated[int, Field(ge=0)] | None = None
+    occurrence: Annotated[int, Field(ge=0)] | None = None
+    edge: Annotated[int, Field(ge=0)] | None = None
+    stage: Stage | None = None
+
+    stages: ClassVar[tuple[Stage, ...]] = ("backward",)
+    has_value: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.edge is not None and self.side == "enter":
+            raise Contradiction("edge", f"needs side=leave, found {self.edge} with side=enter")
+
+    def find(self, model: nn.Module) -> list[str]:
+        modules = [name or "root" for name, _ in model.named_modules()]
+        found = [name for name in modules if matches(name, self.module)]
+        if not found:
+            raise nothing_matched("Nodes: module", self.module, modules)
+        return found
+
+    def hook(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        stage: Stage,
+        scope: Scope,
+        gates: Gates,
+        stack: ExitStack,
+    ) -> None:
+        self.find(model)
+
+        def made(nodes: list[Located], whole: bool) -> None:
+            chosen = [node for node in nodes if self._selects(node)]
+            if whole and not chosen and nodes:
+                raise self._nothing(nodes)
+            for located in chosen:
+                self._hook_node(located, gates)
+
+        Spans(made).hook(model, stack)
+
+    def _selects(self, node: Located) -> bool:
+        return (
+            _fits(node.name, self.pattern)
+            and matches(node.module, self.module)
+            and self.call in (None, node.call)
+            and self.occurrence in (None, node.occurrence)
+        )
+
+    def _nothing(self, nodes: list[Located]) -> LookupError:
+        names = sorted({node.name for node in nodes if matches(node.module, self.module)})
+        if not names:
+            return nothing_matched("Nodes: module", self.module, sorted({n.module for n in nodes}))
+        where = "" if self.module == "*" else f" in '{self.module}'"
+        return LookupError(
+            f"Nodes: no node{where} is selected by '{self.pattern}' (call={self.call}, "
+            f"occurrence={self.occurrence}). {nearest(self.pattern, [*names, *FAMILIES])}"
+        )
+
+    def _hook_node(self, located: Located, gates: Gates) -> None:
+        node = located.node
+        match self.side:
+            case "enter":
+                count = len(node._input_metadata)
+                entering = [
+                    gates.gate(located.id if count == 1 else f"{located.id}.{index}")
+                    for index in range(count)
+                ]
+                node.register_prehook(lambda grads: through(entering, grads))
+            case "leave":
+                leaving = self._edges(located, gates)
+                node.register_hook(lambda grads, _: through(leaving, grads))
+
+    def _edges(self, located: Located, gates: Gates) -> list[GradFn]:
+        sources = [source for source, _ in located.node.next_functions]
+        edges = [index for index, source in enumerate(sources) if source is not None]
+        if self.edge not in (None, *edges):
+            raise LookupError(
+                f"Nodes: {located.id} has no edge {self.edge} that takes a gradient. "
+                f"There are: {', '.join(map(str, edges))}."
+            )
+        chosen = edges if self.edge is None else [self.edge]
+        return [
+            gates.gate(f"{located.id}.{index}") if index in chosen else _pass
+            for index in range(len(sources))
+        ]
+
+
+def _fits(name: str, pattern: str) -> bool:
+    pattern = pattern.removesuffix("Backward0")
+    return any(matches(name, kind) for kind in FAMILIES.get(pattern, (pattern,)))
+
+
+def _pass(grad: Tensor | None) -> None:
+    return None

@@ -1,0 +1,290 @@
+"""The run directory: the durable record of one run, and its readers."""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import isfinite
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import polars as pl
+
+CONFIG, METRICS, EFFECTS = "config.yaml", "metrics.jsonl", "effects.jsonl"
+SUMMARY, CHECKPOINT = "summary.json", "checkpoint.pt"
+NOT_FINITE = "not_finite"
+MAX_LABEL = 80
+
+METRICS_KEYS = {"run": "String", "step": "Int64"}
+EFFECTS_KEYS = {
+    "run": "String",
+    "step": "Int64",
+    "transform": "String",
+    "site": "String",
+    "calls": "Int64",
+    "sampled": "Int64",
+    "nonfinite": "Int64",
+}
+
+
+def run_hash(config: Mapping[str, object]) -> str:
+    """Eight hex digits that stand for `config`: the sha256 of its canonical JSON.
+
+    The order of keys does not matter; a value that JSON cannot say is a TypeError or ValueError.
+    """
+    text = json.dumps(config, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def directory_name(label: str, config: Mapping[str, object]) -> str:
+    """`<label>-<hash8>`, with what is awkward in a file name as `_`."""
+    plain = re.sub(r"[^\w.,+=@-]+", "_", label, flags=re.ASCII)[:MAX_LABEL]
+    return f"{plain}-{run_hash(config)}"
+
+
+class RunDirectory:
+    """The files of one run: config, metrics, effects, checkpoint and, last of all, the summary.
+
+    Everything but the two JSONL files is replaced as a whole, so that a kill at any moment leaves
+    the old or the new one. JSON has no NaN and no infinity: such a number is written as null, and
+    the line's `not_finite` says which it was, as "train/loss=nan"; so nothing is lost. The first
+    write makes the directory. A failing write is an OSError that names the file.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has ended: its summary is there."""
+        return (self.path / SUMMARY).is_file()
+
+    def write_config(self, config: Mapping[str, object]) -> None:
+        """Keep the resolved config, as YAML."""
+        from omegaconf import OmegaConf
+
+        text = OmegaConf.to_yaml(OmegaConf.create(dict(config)))
+        self._replace(CONFIG, text.encode())
+
+    def append_metrics(self, row: Mapping[str, object]) -> None:
+        """Add one line to `metrics.jsonl`."""
+        self._append(METRICS, [row])
+
+    def append_effects(self, rows: Iterable[Mapping[str, object]]) -> None:
+        """Add a line for each row to `effects.jsonl`."""
+        self._append(EFFECTS, rows)
+
+    def write_summary(self, summary: Mapping[str, object]) -> None:
+        """Write the outcome: afterwards the run is finished, so this comes last."""
+        for name in (METRICS, EFFECTS):
+            self._sync(name)
+        self._replace(SUMMARY, json.dumps(_finite(summary), indent=2).encode())
+
+    def read_summary(self) -> dict[str, object]:
+        """The outcome of a finished run; FileNotFoundError if it is not finished."""
+        return json.loads((self.path / SUMMARY).read_bytes())
+
+    def save_checkpoint(self, state: Mapping[str, object]) -> None:
+        """Keep what resuming needs, with the present lengths of the JSONL files."""
+        from io import BytesIO
+
+        import torch
+
+        sizes = {name: self._sync(name) for name in (METRICS, EFFECTS)}
+        buffer = BytesIO()
+        torch.save({"state": dict(state), "sizes": sizes}, buffer)
+        self._replace(CHECKPOINT, buffer.getbuffer())
+
+    def load_checkpoint(self) -> dict[str, object] | None:
+        """What `save_checkpoint` kept, on the CPU, or None; then the run goes on from there.
+
+        The JSONL files are cut back to their lengths at that checkpoint, half-written last lines
+        included; to nothing if there is none. Raises ValueError if they are shorter than that.
+        """
+        import torch
+
+        path = self.path / CHECKPOINT
+        if not path.is_file():
+            self._cut({METRICS: 0, EFFECTS: 0})
+            return None
+        try:
+            kept = torch.load(path, map_location="cpu", weights_only=True)
+        except (RuntimeError, EOFError, UnpicklingError) as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(
+                f"{path} cannot be read ({reason}); force=true starts the run anew"
+            ) from error
+        self._cut(kept["sizes"])
+        return kept["state"]
+
+    def clear(self) -> None:
+        """Remove this run's own files, the summary first; other files stay."""
+        own = [SUMMARY, CHECKPOINT, EFFECTS, METRICS, CONFIG]
+        leftover = [path.name for name in own for path in self.path.glob(f".{name}.*.tmp")]
+        for name in own + leftover:
+            (self.path / name).unlink(missing_ok=True)
+
+    def _append(self, name: str, rows: Iterable[Mapping[str, object]]) -> None:
+        lines = b"".join(_line(row) for row in rows)
+        path = self.path / name
+        with _naming(path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            with path.open("ab", buffering=0) as file:
+                size = file.tell()
+                try:
+                    _write_all(file.fileno(), lines)
+                except OSError:
+                    # half a line would spoil the lines after it
+                    file.truncate(size)
+                    raise
+
+    def _replace(self, name: str, content: bytes | memoryview) -> None:
+        path = self.path / name
+        draft = self.path / f".{name}.{os.getpid()}.tmp"
+        with _naming(path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                with draft.open("wb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(draft, path)
+            finally:
+                draft.unlink(missing_ok=True)
+
+    def _sync(self, name: str) -> int:
+        """Bring a JSONL file to the disk; its size in bytes."""
+        path = self.path / name
+        if not path.is_file():
+            return 0
+        with _naming(path), path.open("ab") as file:
+            os.fsync(file.fileno())
+            return file.tell()
+
+    def _cut(self, sizes: Mapping[str, int]) -> None:
+        for name, size in sizes.items():
+            path = self.path / name
+            found = path.stat().st_size if path.is_file() else 0
+            if found < size:
+                raise ValueError(
+                    f"{path} has {found} bytes but had {size} at the checkpoint; "
+                    "force=true starts the run anew"
+                )
+            if found > size:
+                with _naming(path):
+                    os.truncate(path, size)
+
+
+def read_metrics(paths: Iterable[str | Path]) -> "pl.DataFrame":
+    """The metrics of these run directories, a row a line; `run` is the path as it was given.
+
+    A half-written last line is left out: it belongs to a run that was killed and will resume
+    before it. A file that is empty or not there yet has no rows. A broken line elsewhere is a
+    ValueError.
+    """
+    return _read(paths, METRICS, METRICS_KEYS)
+
+
+def read_effects(paths: Iterable[str | Path]) -> "pl.DataFrame":
+    """The effects of these run directories, read like their metrics."""
+    return _read(paths, EFFECTS, EFFECTS_KEYS)
+
+
+def effect_table(paths: Iterable[str | Path]) -> list[dict[str, object]]:
+    """For each transform and site, each number's mean: over a run's steps, then over the runs.
+
+    An interval counts as often as the site was called in it, a run counts once. Where a number is
+    null (not sampled, or not finite) its interval does not count. `runs`, `calls`, `sampled` and
+    `nonfinite` are totals. In the order in which they were first met.
+    """
+    import polars as pl
+    import polars.selectors as cs
+
+    rows = read_effects(paths)
+    numbers = list(cs.expand_selector(rows, cs.numeric() - cs.by_name(*EFFECTS_KEYS)))
+    totals = ["calls", "sampled", "nonfinite"]
+    means = [
+        (pl.col(name) * pl.col("calls")).sum()
+        / pl.col("calls").filter(pl.col(name).is_not_null()).sum()
+        for name in numbers
+    ]
+    keys = ["transform", "site"]
+    return (
+        rows.group_by(*keys, "run", maintain_order=True)
+        .agg(*means, pl.col(totals).sum())
+        .group_by(keys, maintain_order=True)
+        .agg(pl.len().alias("runs"), pl.col(totals).sum(), pl.col(numbers).fill_nan(None).mean())
+        .to_dicts()
+    )
+
+
+def _read(paths: Iterable[str | Path], name: str, keys: Mapping[str, str]) -> "pl.DataFrame":
+    import polars as pl
+
+    schema = {key: getattr(pl, kind) for key, kind in keys.items()}
+    frames = [pl.DataFrame(schema=schema)]
+    for path in map(Path, paths):
+        if not path.is_dir():
+            raise FileNotFoundError(f"there is no run directory {path}")
+        file = path / name
+        content = _whole_lines(file)
+        if content:
+            frame = _parse(file, content)
+            frames.append(frame.with_columns(pl.lit(str(path)).alias("run")))
+    return pl.concat(frames, how="diagonal_relaxed")
+
+
+def _parse(file: Path, content: bytes) -> "pl.DataFrame":
+    import polars as pl
+
+    try:
+        # every row is looked at, because some numbers are logged more seldom than others
+        return pl.scan_ndjson(content, infer_schema_length=None).collect()
+    except pl.exceptions.PolarsError as error:
+        raise ValueError(f"{file} has a line that is not JSON: {error}") from error
+
+
+def _whole_lines(file: Path) -> bytes:
+    content = file.read_bytes() if file.is_file() else b""
+    return content[: content.rfind(b"\n") + 1]
+
+
+def _line(row: Mapping[str, object]) -> bytes:
+    bad = [
+        f"{key}={value}"
+        for key, value in row.items()
+        if isinstance(value, float) and not isfinite(value)
+    ]
+    told = {**row, NOT_FINITE: " ".join(bad)} if bad else row
+    return json.dumps(_finite(told), separators=(",", ":")).encode() + b"\n"
+
+
+def _finite(value: object) -> object:
+    match value:
+        case float():
+            return value if isfinite(value) else None
+        case Mapping():
+            return {key: _finite(item) for key, item in value.items()}
+        case Sequence() if not isinstance(value, str):
+            return [_finite(item) for item in value]
+        case _:
+            return value
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    rest = memoryview(content)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Give an OSError the file that it is about: a full disk's has none."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error

@@ -1,0 +1,67 @@
+"""Rows of numbers as text: one format for the library, the runner and the README."""
+
+from collections.abc import Mapping, Sequence
+
+COLUMNS = {
+    "transform": "transform",
+    "site": "site",
+    "norm_before": "norm before",
+    "norm_after": "norm after",
+    "cosine": "cosine",
+    "changed": "changed",
+    "flipped": "sign flips",
+    "zeroed": "zeroed",
+    "nonfinite": "non-finite",
+    "calls": "calls",
+}
+FRACTIONS = ("changed", "flipped", "zeroed")
+ALWAYS = ("site", "norm_before", "calls")
+
+
+def effect_table(rows: Sequence[Mapping[str, object]]) -> str:
+    """The effect at each site, one row each; columns in which nothing happened are left out."""
+    if not rows:
+        return "no gradient was measured"
+    shown = [key for key in COLUMNS if _says_something(key, [row.get(key) for row in rows])]
+    cells = [[COLUMNS[key] for key in shown]]
+    cells += [[_cell(key, row.get(key)) for key in shown] for row in rows]
+    return aligned(cells, left=2 if "transform" in shown else 1)
+
+
+def aligned(cells: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Cells in columns: the first `left` to the left, the rest to the right; a rule under the head."""
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]
+    return "\n".join([lines[0], "-" * (sum(widths) + 2 * len(widths) - 2), *lines[1:]])
+
+
+def number(value: object) -> str:
+    """Four significant digits, short: 0.01234, 1.5e-07, 12.3; '-' for None."""
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _says_something(key: str, values: Sequence[object]) -> bool:
+    if key in ALWAYS:
+        return True
+    if key == "transform":
+        return len(set(values)) > 1
+    neutral = 1.0 if key == "cosine" else 0
+    if key == "norm_after":
+        return any(value is not None for value in values)
+    return any(value is not None and value != neutral for value in values)
+
+
+def _cell(key: str, value: object) -> str:
+    if key in FRACTIONS and isinstance(value, float):
+        return f"{value:.1%}"
+    if key == "cosine" and isinstance(value, float):
+        return f"{value:.4f}"
+    return number(value)

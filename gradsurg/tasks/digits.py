@@ -1,0 +1,79 @@
+"""Digits: scikit-learn's 1797 handwritten digits of 8 x 8 pixels, in ten classes."""
+
+from functools import cache
+from typing import Annotated
+
+import numpy as np
+import torch
+from einops import rearrange
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional
+
+from gradsurg.fields import validated
+from gradsurg.tasks.base import Data, Task
+
+NUM_CLASSES = 10
+
+
+@validated
+class Digits(Task):
+    """Classify handwritten digits by cross-entropy; nothing is downloaded.
+
+    The split is stratified and depends on `split_seed` alone, not on a run's seed. Images are
+    standardised by the mean and deviation of all training pixels. `label_noise` is the fraction
+    of training labels that are replaced by a wrong one; test labels stay right.
+    """
+
+    test_fraction: Annotated[float, Field(ge=0.01, le=0.9)] = 0.25
+    split_seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    label_noise: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+    def load(self) -> Data:
+        from sklearn.model_selection import train_test_split
+
+        images, labels = _arrays()
+        train, test = train_test_split(
+            np.arange(len(labels)),
+            test_size=self.test_fraction,
+            random_state=self.split_seed,
+            stratify=labels,
+        )
+        mean, deviation = images[train].mean(), images[train].std()
+        scaled = torch.from_numpy((images - mean) / deviation)
+        targets = torch.from_numpy(labels)
+        return Data(
+            train_inputs=scaled[train],
+            train_targets=self._with_noise(targets[train]),
+            test_inputs=scaled[test],
+            test_targets=targets[test],
+            input_shape=(1, 8, 8),
+            num_outputs=NUM_CLASSES,
+        )
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(outputs, targets)
+
+    def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
+        right = outputs.argmax(dim=1) == targets
+        return {
+            "loss": self.loss(outputs, targets).item(),
+            "accuracy": right.double().mean().item(),
+        }
+
+    def _with_noise(self, labels: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(self.split_seed)
+        chosen = torch.randperm(len(labels), generator=generator)
+        chosen = chosen[: round(self.label_noise * len(labels))]
+        shift = torch.randint(1, NUM_CLASSES, chosen.shape, generator=generator)
+        return labels.index_put((chosen,), (labels[chosen] + shift) % NUM_CLASSES)
+
+
+@cache
+def _arrays() -> tuple[np.ndarray, np.ndarray]:
+    """Images (N, 1, 8, 8) in [0, 1] as float32 and labels as int64: read once a process."""
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    images = rearrange(pixels, "digit (height width) -> digit 1 height width", height=8)
+    return images.astype(np.float32) / 16, labels.astype(np.int64)

@@ -1,0 +1,35 @@
+"""Centralize: take the mean of each unit away."""
+
+from torch import Tensor
+
+from gradsurg.fields import Contradiction, validated
+from gradsurg.per import Per, mean, widened
+from gradsurg.transforms.base import Context, Law, Stateless
+
+
+@validated
+class Centralize(Stateless):
+    """Subtract the mean of each unit: g - mean(g).
+
+    A unit is an index of axis 0, or what `per` keeps apart. As published, a tensor with fewer than
+    two axes (a bias) is returned as it is, whatever `per` says. A constant unit becomes zero; a NaN
+    makes its unit NaN, an infinity too; an empty tensor stays empty. Gradient centralization of
+    Yong, Huang, Hua, Zhang, ECCV 2020 (arXiv 2004.01461), equation 1.
+    """
+
+    per: Per = "unit"
+
+    def __post_init__(self) -> None:
+        if self.per == "entry":
+            raise Contradiction("per", "must not be entry: each would lose itself; use Zero")
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        return frozenset(
+            {"homogeneous", "idempotent", "linear", "odd", "norm_non_increasing", "deterministic"}
+        )
+
+    def apply(self, grad: Tensor, context: Context) -> Tensor:
+        if grad.ndim < 2:
+            return grad
+        return (widened(grad) - mean(grad, self.per)).to(grad.dtype)

@@ -1,0 +1,37 @@
+"""Clamp: bound every entry from below and from above."""
+
+from torch import Tensor
+
+from gradsurg.fields import Contradiction, validated
+from gradsurg.transforms.base import Context, Law, Stateless
+
+
+@validated
+class Clamp(Stateless):
+    """Bound every entry: min(max(g, low), high); a bound that is None does not bind.
+
+    Any shape. Zero stays zero if it lies between the bounds, else it becomes the nearer one; NaN
+    stays NaN, an infinity becomes the bound on its side (and stays where there is none), an empty
+    tensor stays empty. `Clip` is the symmetric one.
+    """
+
+    low: float | None = -0.01
+    high: float | None = 0.01
+
+    def __post_init__(self) -> None:
+        if self.low is None and self.high is None:
+            raise Contradiction("low", "must be a number if high is null")
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise Contradiction("low", f"must be <= high, found low={self.low}, high={self.high}")
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        laws: set[Law] = {"elementwise", "idempotent", "deterministic"}
+        if (self.low is None or self.low <= 0) and (self.high is None or self.high >= 0):
+            laws |= {"sign_preserving", "norm_non_increasing"}
+        if self.low is not None and self.high is not None and self.low == -self.high:
+            laws |= {"odd"}
+        return frozenset(laws)
+
+    def apply(self, grad: Tensor, context: Context) -> Tensor:
+        return grad.clamp(self.low, self.high)

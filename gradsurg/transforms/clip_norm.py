@@ -1,0 +1,41 @@
+"""ClipNorm: bound the norm of one gradient."""
+
+from dataclasses import KW_ONLY
+from typing import Annotated
+
+from pydantic import Field
+from torch import Tensor
+
+from gradsurg.fields import validated
+from gradsurg.per import Order, Per, norm, widened
+from gradsurg.transforms.base import Context, Law, Stateless
+
+
+@validated
+class ClipNorm(Stateless):
+    """Bound the p-norm: g * min(1, max_norm / (|g| + eps)).
+
+    Any shape; |g| is the norm of the tensor or of what `per` keeps apart. Zero stays zero, an empty
+    tensor empty; a NaN makes its group NaN, an infinity makes its group zero and itself NaN.
+    Pascanu, Mikolov, Bengio, ICML 2013 (arXiv 1211.5063), one tensor at a time; for all tensors
+    together see `ClipGlobalNorm`. eps is 0 here and 1e-6 in PyTorch's function.
+    """
+
+    max_norm: Annotated[float, Field(gt=0)] = 1.0
+    _: KW_ONLY
+    p: Order = 2.0
+    per: Per = "tensor"
+    eps: Annotated[float, Field(ge=0)] = 0.0
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        laws: set[Law] = {"odd", "sign_preserving", "norm_non_increasing", "deterministic"}
+        if self.eps == 0:
+            laws |= {"idempotent"}
+        if self.per == "entry":
+            laws |= {"elementwise"}
+        return frozenset(laws)
+
+    def apply(self, grad: Tensor, context: Context) -> Tensor:
+        factor = self.max_norm / (norm(grad, self.per, self.p) + self.eps)
+        return (widened(grad) * factor.clamp(max=1.0)).to(grad.dtype)

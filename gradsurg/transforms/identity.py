@@ -1,0 +1,34 @@
+"""Identity: leave the gradient as it is."""
+
+from torch import Tensor
+
+from gradsurg.fields import validated
+from gradsurg.transforms.base import Context, Law, Stateless
+
+
+@validated
+class Identity(Stateless):
+    """The gradient itself, the same object: g.
+
+    Any shape; zero, NaN, infinities and empty tensors pass. Training under it is bit-identical to
+    training without surgery.
+    """
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        return frozenset(
+            {
+                "elementwise",
+                "homogeneous",
+                "idempotent",
+                "linear",
+                "odd",
+                "sign_preserving",
+                "norm_non_increasing",
+                "unbiased",
+                "deterministic",
+            }
+        )
+
+    def apply(self, grad: Tensor, context: Context) -> Tensor:
+        return grad

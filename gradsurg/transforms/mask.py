@@ -1,0 +1,87 @@
+"""Mask: keep some entries, zero the rest."""
+
+from dataclasses import KW_ONLY
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from gradsurg.fields import Contradiction, validated
+from gradsurg.per import Per, reduced_axes
+from gradsurg.transforms.base import Context, Law, Stateless
+
+
+@validated
+class Mask(Stateless):
+    """Keep some entries and zero the rest; `by` says which, `amount` how many.
+
+    `largest`: the fraction `amount` of largest magnitude, rounded, at least one, in the tensor or
+    in what `per` keeps apart; of equal ones as many as are needed. `threshold`: those with
+    |g| > amount. `random`: each with probability `amount`. `rescale` divides by the fraction kept
+    (d / k for `largest`), which makes `random` unbiased.
+
+    Any shape; an empty tensor stays empty, zero stays zero. NaN counts as the largest and is kept,
+    as an infinity is; `random` may drop either. Aji and Heafield, EMNLP 2017 (arXiv 1704.05021)
+    for `largest` (without their residual) and `threshold`; Child-Tuning, Xu et al., EMNLP 2021
+    (arXiv 2109.05687) for `random` with `rescale`.
+    """
+
+    amount: Annotated[float, Field(gt=0)] = 0.1
+    _: KW_ONLY
+    by: Literal["largest", "threshold", "random"] = "largest"
+    per: Per = "tensor"
+    rescale: bool = False
+
+    def __post_init__(self) -> None:
+        if self.by != "threshold" and self.amount > 1:
+            raise Contradiction("amount", f"must be <= 1 with by={self.by}, found {self.amount}")
+        if self.by == "threshold" and self.rescale:
+            raise Contradiction("rescale", "must be false with by=threshold: no fraction is given")
+        if self.by != "largest" and self.per != "tensor":
+            raise Contradiction("per", f"must be tensor with by={self.by}, found {self.per}")
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        laws: set[Law] = {"odd", "sign_preserving"}
+        if not self.rescale:
+            laws |= {"norm_non_increasing"}
+        match self.by:
+            case "largest":
+                laws |= {"homogeneous", "deterministic"}
+                laws |= set() if self.rescale else {"idempotent"}
+            case "threshold":
+                laws |= {"elementwise", "idempotent", "deterministic"}
+            case "random":
+                # Not linear: the draws of two accumulated gradients differ from those of their sum.
+                laws |= {"elementwise", "homogeneous"}
+                laws |= {"unbiased"} if self.rescale else set()
+        return frozenset(laws)
+
+    def apply(self, grad: Tensor, context: Context) -> Tensor:
+        match self.by:
+            case "largest":
+                kept, gain = _largest(grad, self.amount, self.per)
+            case "threshold":
+                kept, gain = ~(grad.abs() <= self.amount), 1.0
+            case "random":
+                generator = context.generator(grad.device)
+                draws = torch.rand(grad.shape, generator=generator, device=grad.device)
+                kept, gain = draws < self.amount, 1 / self.amount
+        return torch.where(kept, grad * gain if self.rescale else grad, 0.0)
+
+
+def _largest(grad: Tensor, amount: float, per: str) -> tuple[Tensor, float]:
+    """Which entries are kept, exactly k in each group, and d / k."""
+    axes = reduced_axes(per, grad.ndim)
+    if grad.numel() == 0 or not axes:
+        return torch.ones_like(grad, dtype=torch.bool), 1.0
+    apart = [axis for axis in range(grad.ndim) if axis not in axes]
+    moved = grad.abs().permute(*apart, *axes)
+    rows = moved.flatten(start_dim=len(apart))
+    size = rows.shape[-1]
+    k = max(1, round(amount * size))
+    top = rows.topk(k, dim=-1, sorted=False).indices
+    kept = torch.zeros_like(rows, dtype=torch.bool).scatter(-1, top, True)
+    back = sorted(range(grad.ndim), key=[*apart, *axes].__getitem__)
+    return kept.reshape(moved.shape).permute(*back), size / k

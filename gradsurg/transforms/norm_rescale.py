@@ -1,0 +1,40 @@
+"""NormRescale: give the gradient a norm."""
+
+from dataclasses import KW_ONLY
+from typing import Annotated
+
+from pydantic import Field
+from torch import Tensor
+
+from gradsurg.fields import validated
+from gradsurg.per import Order, Per, direction
+from gradsurg.transforms.base import Context, Law, Stateless
+
+
+@validated
+class NormRescale(Stateless):
+    """Rescale to a given p-norm: norm * g / (|g| + eps).
+
+    Any shape; |g| is the norm of the tensor or of what `per` keeps apart. A zero gradient stays
+    zero, an empty tensor empty; a NaN makes its group NaN, an infinity makes its group zero and
+    itself NaN. With `per: tensor` the block-normalized gradient of Yu et al. 2017 (arXiv
+    1707.04822); optax's `normalize_by_update_norm` has eps 1e-6 and one norm for all tensors.
+    """
+
+    norm: Annotated[float, Field(gt=0)] = 1.0
+    _: KW_ONLY
+    p: Order = 2.0
+    per: Per = "tensor"
+    eps: Annotated[float, Field(ge=0)] = 0.0
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        laws: set[Law] = {"odd", "sign_preserving", "deterministic"}
+        if self.eps == 0:
+            laws |= {"idempotent"}
+        if self.per == "entry":
+            laws |= {"elementwise"}
+        return frozenset(laws)
+
+    def apply(self, grad: Tensor, context: Context) -> Tensor:
+        return (self.norm * direction(grad, self.per, self.p, self.eps)).to(grad.dtype)

@@ -1,0 +1,32 @@
+"""Reverse: turn the gradient round."""
+
+from typing import Annotated
+
+from pydantic import Field
+from torch import Tensor
+
+from gradsurg.fields import validated
+from gradsurg.transforms.base import Context, Law, Stateless
+
+
+@validated
+class Reverse(Stateless):
+    """Turn the gradient round: -strength * g.
+
+    Any shape. Zero stays zero, NaN stays NaN, an infinity changes its sign (NaN if the strength is
+    0), an empty tensor stays empty. The gradient reversal layer of Ganin and Lempitsky, ICML 2015
+    (arXiv 1409.7495), where strength is lambda; put it at the output of the feature extractor.
+    Their growing lambda is `Scheduled(Reverse(), start=0.5, stop=1.0, curve="saturating")`.
+    """
+
+    strength: Annotated[float, Field(ge=0)] = 1.0
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        laws: set[Law] = {"elementwise", "homogeneous", "linear", "odd", "deterministic"}
+        if self.strength <= 1:
+            laws |= {"norm_non_increasing"}
+        return frozenset(laws)
+
+    def apply(self, grad: Tensor, context: Context) -> Tensor:
+        return grad * -self.strength

@@ -1,0 +1,50 @@
+"""Sanitize: remove what is not finite."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gradsurg.fields import validated
+from gradsurg.transforms.base import Context, Law, Stateless
+
+
+@validated
+class Sanitize(Stateless):
+    """Remove NaN and infinities; a finite gradient stays as it is.
+
+    `zero`: each becomes 0. `clamp`: NaN becomes 0, an infinity the largest finite magnitude of the
+    gradient, with its sign. `drop`: the whole gradient becomes 0 if one entry is not finite.
+
+    Any shape; an empty tensor stays empty. The result is always finite. On gradients scaled for
+    mixed precision it hides their overflow from the `GradScaler`: use it at stage `step`. optax's
+    `zero_nans` leaves infinities; `torch.nan_to_num` makes them the largest number of the dtype.
+    """
+
+    on_nonfinite: Literal["zero", "clamp", "drop"] = "zero"
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        # Not homogeneous nor linear: where c * g overflows, c * T(g) does too, but not T(c * g).
+        laws: set[Law] = {
+            "idempotent",
+            "odd",
+            "sign_preserving",
+            "norm_non_increasing",
+            "deterministic",
+        }
+        if self.on_nonfinite == "zero":
+            laws |= {"elementwise"}
+        return frozenset(laws)
+
+    def apply(self, grad: Tensor, context: Context) -> Tensor:
+        finite = grad.isfinite()
+        zeroed = torch.where(finite, grad, 0.0)
+        match self.on_nonfinite:
+            case "zero":
+                return zeroed
+            case "clamp":
+                largest = zeroed.abs().amax() if grad.numel() else 0.0
+                return torch.where(grad.isinf(), grad.sign() * largest, zeroed)
+            case "drop":
+                return torch.where(finite.all(), zeroed, 0.0)

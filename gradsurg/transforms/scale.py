@@ -1,0 +1,34 @@
+"""Scale: multiply the gradient by a number."""
+
+from torch import Tensor
+
+from gradsurg.fields import validated
+from gradsurg.transforms.base import Context, Law, Stateless
+
+
+@validated
+class Scale(Stateless):
+    """Multiply every entry: factor * g.
+
+    Any shape. Zero stays zero, NaN stays NaN, an infinity stays one (NaN if the factor is 0: use
+    `Zero` to drop it), an empty tensor stays empty. MuZero halves the gradient at the input of its
+    dynamics function (Schrittwieser et al., Nature 2020), fairseq calls it GradMultiply.
+    """
+
+    factor: float = 0.1
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        laws: set[Law] = {"elementwise", "homogeneous", "linear", "odd", "deterministic"}
+        if self.factor >= 0:
+            laws |= {"sign_preserving"}
+        if abs(self.factor) <= 1:
+            laws |= {"norm_non_increasing"}
+        if self.factor in (0.0, 1.0):
+            laws |= {"idempotent"}
+        if self.factor == 1:
+            laws |= {"unbiased"}
+        return frozenset(laws)
+
+    def apply(self, grad: Tensor, context: Context) -> Tensor:
+        return grad * self.factor

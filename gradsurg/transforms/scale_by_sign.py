@@ -1,0 +1,82 @@
+"""ScaleBySign: one gain for positive entries, another for negative ones."""
+
+from dataclasses import KW_ONLY
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gradsurg.fields import validated
+from gradsurg.per import Per, reduced_axes
+from gradsurg.transforms.base import Context, Law, Stateless, value_of
+
+
+@validated
+class ScaleBySign(Stateless):
+    """Multiply by `positive` where the sign is positive, by `negative` where it is negative.
+
+    `of` says whose sign: the gradient's own, or that of the value it belongs to. `per` says who
+    has to agree: with `entry` each entry has its own sign; with `tensor`, `unit` or a pattern the
+    group has a sign if all its entries are >= 0 and one is > 0 (or the reverse), and is left
+    unchanged if they do not agree.
+
+    Any shape. Where the sign is zero or NaN the gradient stays as it is, so NaN stays NaN; a gain
+    of 0 removes an infinity too; an empty tensor stays empty. With (1, 0) at ReLU nodes it is the
+    rule of DeconvNet (Zeiler and Fergus, ECCV 2014), and guided backpropagation (Springenberg et
+    al., 2015, arXiv 1412.6806) where the ReLU's own mask acts too. What optax calls
+    `scale_by_sign` is another thing: `Sign` here.
+    """
+
+    positive: float = 1.0
+    negative: float = 0.0
+    _: KW_ONLY
+    of: Literal["grad", "value"] = "grad"
+    per: Per = "entry"
+
+    @property
+    def needs_value(self) -> bool:
+        return self.of == "value"
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        gains = (self.positive, self.negative)
+        own = self.of == "grad"
+        laws: set[Law] = {"homogeneous", "deterministic"}
+        if self.per == "entry" or not own:
+            laws |= {"elementwise"}
+        if not own or self.positive == self.negative:
+            laws |= {"odd"}
+        if not own or (self.positive == self.negative and (self.per == "entry" or gains[0] == 1)):
+            laws |= {"linear"}
+        if min(gains) >= 0:
+            laws |= {"sign_preserving"}
+        if max(map(abs, gains)) <= 1:
+            laws |= {"norm_non_increasing"}
+        if set(gains) <= {0.0, 1.0}:
+            laws |= {"idempotent"}
+        return frozenset(laws)
+
+    def apply(self, grad: Tensor, context: Context) -> Tensor:
+        match self.of:
+            case "grad":
+                signs = grad
+            case "value":
+                signs = value_of(self, context)
+        above, below = _agreement(signs, self.per)
+        scaled = torch.where(below, _gained(grad, self.negative), grad)
+        return torch.where(above, _gained(grad, self.positive), scaled)
+
+
+def _agreement(signs: Tensor, per: str) -> tuple[Tensor, Tensor]:
+    above, below = signs > 0, signs < 0
+    axes = reduced_axes(per, signs.ndim)
+    if not axes:
+        return above, below
+    known = ~signs.isnan().any(dim=axes, keepdim=True)
+    any_above = above.any(dim=axes, keepdim=True)
+    any_below = below.any(dim=axes, keepdim=True)
+    return known & any_above & ~any_below, known & any_below & ~any_above
+
+
+def _gained(grad: Tensor, gain: float) -> Tensor:
+    return grad * gain if gain else torch.zeros_like(grad)
