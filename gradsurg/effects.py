@@ -46,7 +46,7 @@ class Effects:
 
     def __init__(self, every: int) -> None:
         self.every = every
-        self.sampling = every > 0
+        self.sampling = False
         self._slots: list[_Slot] = []
         self._pending: list[tuple[int, Tensor, Tensor]] = []
         self._kept = 0
@@ -71,8 +71,8 @@ class Effects:
         if size > SMALL or self._kept > KEPT:
             self.flush()
 
-    def tick(self, step: int) -> None:
-        """A step ended, `step` is the next one: measure what is pending, decide about sampling."""
+    def begin(self, step: int) -> None:
+        """A step begins: measure what is pending of the last one, decide about sampling."""
         if self._pending:
             self.flush()
         self.sampling = self.every > 0 and step % self.every == 0

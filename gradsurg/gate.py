@@ -7,161 +7,234 @@ from torch import Tensor
 
 from gradsurg.effects import Effects
 from gradsurg.ledger import Entry
+from gradsurg.sites.base import SiteGate
 from gradsurg.transforms.base import Context, GroupTransform, State, Transform
 from gradsurg.triggers import Trigger
 
 ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
-class Clock:
-    """`step` counts optimizer steps done; `on` goes false for good when the block is left."""
-
-    __slots__ = ("on", "step")
-
-    def __init__(self, step: int = 0) -> None:
-        self.step = step
-        self.on = True
-
-
 class Operation:
-    """One attached intervention: what all its gates share."""
+    """One attached intervention: what its gates share. The flags are set once a step, not per call."""
+
+    __slots__ = (
+        "autocast",
+        "effects",
+        "firing",
+        "links",
+        "needs_value",
+        "on",
+        "sampling",
+        "seed",
+        "shadow",
+        "states",
+        "step",
+        "stepping",
+        "trigger",
+    )
 
     def __init__(
         self,
         links: Sequence[tuple[str, Transform]],
         trigger: Trigger,
-        clock: Clock,
         effects: Effects,
         states: dict[str, State],
         seed: int,
         shadow: bool,
+        stepping: bool,
     ) -> None:
         self.links = links
         self.trigger = trigger
-        self.clock = clock
         self.effects = effects
         self.states = states
         self.seed = seed
         self.shadow = shadow
+        self.stepping = stepping
         self.needs_value = any(link.needs_value for _, link in links)
-        self.firing = trigger.fires(clock.step)
+        self.on = True
 
-    def tick(self) -> None:
-        """The clock moved on: decide once for all sites whether the trigger fires."""
-        self.firing = self.trigger.fires(self.clock.step)
+    def begin(self, step: int) -> None:
+        """A step begins: decide for all sites whether the trigger fires and effects are sampled."""
+        self.step = step
+        self.firing = self.trigger.fires(step)
+        self.sampling = self.effects.sampling
+        self.autocast: bool | None = None
+
+    def under_autocast(self, device: str) -> bool:
+        """Whether the backward runs under autocast; asked once a step, each time if none is counted."""
+        autocast = self.autocast
+        if autocast is None:
+            autocast = torch.is_autocast_enabled(device)
+            if self.stepping:
+                self.autocast = autocast
+        return autocast
+
+
+class Link:
+    """One transform at one site, with its state there."""
+
+    __slots__ = ("context", "key", "label", "slot", "state", "states", "transform", "update")
+
+    def __init__(self, label: str, transform: Transform, operation: Operation, entry: Entry) -> None:
+        self.label = label
+        self.transform = transform
+        self.update = transform.update
+        self.key = f"{label}/{entry.site}"
+        self.slot = operation.effects.slot(label, entry)
+        self.states = operation.states
+        self.state: State | None = operation.states.get(self.key)
+        self.context = Context(self.key, operation.step, seed=operation.seed)
+
+    def keep(self, state: State) -> None:
+        """Take over the next state; under create_graph it must not hold on to the graph."""
+        if any(tensor.requires_grad for tensor in state.values()):
+            state = {name: tensor.detach() for name, tensor in state.items()}
+        self.state = state
+        if state:
+            self.states[self.key] = state
 
 
 class Gate:
-    """One intervention at one site: called by a hook with the gradient, gives the new one or None."""
+    """One intervention at one site. `hook` is what a hook calls: gradient in, new one or None out."""
 
-    __slots__ = ("_call", "_links", "_passing", "_seen", "_step", "_value", "entry", "operation")
+    __slots__ = ("_device", "_mark", "_seen", "_value", "entry", "hook", "links", "operation")
 
     def __init__(
         self, operation: Operation, entry: Entry, value: Callable[[], Tensor | None] | None
     ) -> None:
         self.operation = operation
         self.entry = entry
+        self.links = [Link(label, link, operation, entry) for label, link in operation.links]
         self._value = value
-        self._passing: Tensor | None = None
-        self._call = 0
-        self._step = -1
+        self._device = "cpu"
         self._seen = False
-        self._links = [
-            (label, link, f"{label}/{entry.site}", operation.effects.slot(label, entry))
-            for label, link in operation.links
-        ]
+        self._mark = entry.fired
+        self.hook = self._hook()
+
+    def begin(self, step: int) -> None:
+        """A step begins: transforms see its number, and calls are counted anew."""
+        self._mark = self.entry.fired
+        for link in self.links:
+            link.context.step = step
+            link.context.call = 0
 
     @property
     def calls_in_step(self) -> int:
         """How many gradients have passed in the step at hand."""
-        return self._call + 1 if self._step == self.operation.clock.step else 0
+        return self.entry.fired - self._mark
 
-    def __call__(self, grad: Tensor | None, value: Tensor | None = None) -> Tensor | None:
-        """`value` is the tensor whose gradient this is, where it is another one at each call."""
+    def _hook(self) -> SiteGate:
+        # A closure: called from autograd it costs half of what a method of an instance does.
+        operation, entry, links = self.operation, self.entry, self.links
+        effects = operation.effects
+
+        def hook(grad: Tensor | None, value: Tensor | None = None) -> Tensor | None:
+            if grad is None or not operation.on:
+                return None
+            entry.calls += 1
+            if not operation.firing:
+                return None
+            entry.fired += 1
+            if not self._seen or operation.needs_value or operation.under_autocast(self._device):
+                result = self._careful(grad, value)
+                return None if result is grad or operation.shadow else result
+            result = grad
+            for link in links:
+                before = result
+                try:
+                    result, state = link.update(before, link.state, link.context)
+                except ERRORS as error:
+                    error.add_note(self._where(link))
+                    raise
+                if result.shape != before.shape or result.dtype is not before.dtype:
+                    raise self._unfit(link, before, result)
+                if state is not link.state:
+                    link.keep(state)
+                if operation.sampling:
+                    effects.add(link.slot, before, result)
+                link.context.call += 1
+            return None if result is grad or operation.shadow else result
+
+        return hook
+
+    def _careful(self, grad: Tensor, value: Tensor | None) -> Tensor:
+        """As `hook`, under autocast, with values, and with the checks made on a site's first gradient."""
         operation = self.operation
-        if grad is None or not operation.clock.on:
-            return None
-        self.entry.calls += 1
-        if not operation.firing:
-            return None
-        self._count(grad)
-        self._passing = value
-        if torch.is_autocast_enabled(grad.device.type):
-            with torch.autocast(grad.device.type, enabled=False):
-                result = self._operate(grad)
-        else:
-            result = self._operate(grad)
-        self._passing = None
-        return None if result is grad or operation.shadow else result
-
-    def _count(self, grad: Tensor) -> None:
-        """A gradient passes: the call index starts anew with each step."""
-        step = self.operation.clock.step
-        self.entry.fired += 1
-        self._call = self._call + 1 if step == self._step else 0
-        self._step = step
+        if value is None and self._value is not None:
+            value = self._value()
+        self._device = grad.device.type
         if not self._seen and (grad.layout is not torch.strided or grad.is_complex()):
             raise TypeError(
                 f"site '{self.entry.site}': transforms take dense real gradients, "
                 f"found {grad.dtype} with layout {grad.layout}"
             )
-
-    def _operate(self, grad: Tensor) -> Tensor:
-        effects = self.operation.effects
-        for index, (label, link, _, slot) in enumerate(self._links):
-            before = grad
-            grad = self._update(index, before)
-            _check_like(label, link, self.entry.site, self._step, before, grad)
-            if effects.sampling:
-                effects.add(slot, before, grad)
+        result = grad
+        with torch.autocast(self._device, enabled=False):
+            for link in self.links:
+                before, version = result, result._version
+                result = self.apply(link, before, value)
+                if not self._seen:
+                    self._check_pure(link, before, version, result, value)
+                if operation.sampling:
+                    operation.effects.add(link.slot, before, result)
         self._seen = True
-        return grad
-
-    def _update(self, index: int, grad: Tensor) -> Tensor:
-        label, link, key, _ = self._links[index]
-        states = self.operation.states
-        state = states.get(key)
-        if state is None:
-            state = link.init(grad)
-        version = -1 if self._seen else grad._version
-        try:
-            result, state = link.update(grad, state, self._context(key))
-        except ERRORS as error:
-            error.add_note(f"while {label} acted at site '{self.entry.site}', step {self._step}")
-            raise
-        if not self._seen:
-            self._check_pure(label, grad, version, result)
-        if state:
-            states[key] = _detached(state) if result.requires_grad else state
         return result
 
-    def _context(self, key: str) -> Context:
-        operation = self.operation
-        value = self._current_value() if operation.needs_value else None
-        return Context(key, self._step, value, operation.seed, self._call)
+    def apply(self, link: Link, grad: Tensor, value: Tensor | None) -> Tensor:
+        """Apply one link, from its first state on, and check its result in full."""
+        context = link.context
+        context.value = value if self.operation.needs_value else None
+        try:
+            if link.state is None:
+                link.state = link.transform.init(grad)
+            result, state = link.update(grad, link.state, context)
+        except ERRORS as error:
+            error.add_note(self._where(link))
+            raise
+        if (
+            not isinstance(result, Tensor)
+            or result.shape != grad.shape
+            or result.dtype is not grad.dtype
+            or result.device != grad.device
+            or result.layout is not grad.layout
+        ):
+            raise self._unfit(link, grad, result)
+        link.keep(state)
+        context.value = None
+        context.call += 1
+        return result
 
-    def _current_value(self) -> Tensor | None:
-        if self._passing is not None or self._value is None:
-            return self._passing
-        return self._value()
+    def value(self) -> Tensor | None:
+        """The tensor whose gradient passes here, if the site has one."""
+        return self._value() if self._value is not None else None
 
-    def _check_pure(self, label: str, grad: Tensor, version: int, result: object) -> None:
-        """On the first gradient of a site: nothing was written to, and nothing shared comes back."""
+    def _check_pure(
+        self, link: Link, grad: Tensor, version: int, result: Tensor, value: Tensor | None
+    ) -> None:
         if grad._version != version:
             raise RuntimeError(
-                f"{label}: changed the gradient in place at site '{self.entry.site}', where other "
-                "branches may read it. Return a new tensor."
+                f"{link.label}: changed the gradient in place at site '{self.entry.site}', where "
+                "other branches may read it. Return a new tensor."
             )
-        value = self._current_value()
-        if value is not None and isinstance(result, Tensor) and _shares(result, value):
+        if value is not None and _shares(result, value):
             raise RuntimeError(
-                f"{label}: returned the storage of the value at site '{self.entry.site}', which "
-                "would then be the gradient too. Return a clone."
+                f"{link.label}: returned the storage of the value at site '{self.entry.site}', "
+                "which would then be the gradient too. Return a clone."
             )
+
+    def _where(self, link: Link) -> str:
+        return f"while {link.label} acted at site '{self.entry.site}', step {self.operation.step}"
+
+    def _unfit(self, link: Link, before: Tensor, after: object) -> TypeError:
+        return TypeError(
+            f"{link.label}: {link.transform!r} must return a tensor like the gradient. At site "
+            f"'{self.entry.site}', step {self.operation.step}, the gradient is {_kind(before)}, "
+            f"found {_kind(after)}."
+        )
 
 
 class GroupGate:
-    """One intervention at all its sites together, in the order in which the gates were made."""
+    """One intervention at all its sites together, in the order of its gates."""
 
     def __init__(self, operation: Operation, gates: Sequence[Gate]) -> None:
         self.operation = operation
@@ -169,10 +242,9 @@ class GroupGate:
 
     def __call__(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         operation = self.operation
-        present = [
-            (gate, grad) for gate, grad in zip(self.gates, grads, strict=True) if grad is not None
-        ]
-        if not operation.clock.on or not present:
+        pairs = zip(self.gates, grads, strict=True)
+        present = [(gate, grad) for gate, grad in pairs if grad is not None]
+        if not operation.on or not present:
             return grads
         gates = [gate for gate, _ in present]
         for gate in gates:
@@ -186,72 +258,57 @@ class GroupGate:
         return [None if grad is None else next(new) for grad in grads]
 
     def _operate(self, gates: Sequence[Gate], grads: list[Tensor]) -> list[Tensor]:
-        effects = self.operation.effects
-        for gate, grad in zip(gates, grads, strict=True):
-            gate._count(grad)
-        for index, (label, link) in enumerate(self.operation.links):
-            befores = grads
-            if isinstance(link, GroupTransform) and link.scope == "group":
-                grads = self._update(label, link, index, gates, befores)
-            else:
-                grads = [
-                    gate._update(index, grad) for gate, grad in zip(gates, befores, strict=True)
-                ]
-            for gate, before, after in zip(gates, befores, grads, strict=True):
-                if not gate._seen:
-                    _check_like(label, link, gate.entry.site, gate._step, before, after)
-                if effects.sampling:
-                    effects.add(gate._links[index][3], before, after)
+        operation = self.operation
         for gate in gates:
-            gate._seen = True
+            gate.entry.fired += 1
+        for index, (_, transform) in enumerate(operation.links):
+            befores = grads
+            links = [gate.links[index] for gate in gates]
+            if isinstance(transform, GroupTransform) and transform.scope == "group":
+                grads = self._update(transform, gates, links, befores)
+            else:
+                triples = zip(gates, links, befores, strict=True)
+                grads = [gate.apply(link, grad, gate.value()) for gate, link, grad in triples]
+            if operation.sampling:
+                for link, before, after in zip(links, befores, grads, strict=True):
+                    operation.effects.add(link.slot, before, after)
         return grads
 
     def _update(
         self,
-        label: str,
-        link: GroupTransform,
-        index: int,
+        transform: GroupTransform,
         gates: Sequence[Gate],
+        links: Sequence[Link],
         grads: list[Tensor],
     ) -> list[Tensor]:
         states = self.operation.states
-        key = f"{label}/group"
+        key = f"{links[0].label}/group"
         state = states.get(key)
-        if state is None:
-            state = link.init_group(grads)
-        contexts = [gate._context(gate._links[index][2]) for gate in gates]
         try:
-            results, state = link.update_group(grads, state, contexts)
+            if state is None:
+                state = transform.init_group(grads)
+            contexts = [link.context for link in links]
+            if transform.needs_value:
+                for gate, context in zip(gates, contexts, strict=True):
+                    context.value = gate.value()
+            results, state = transform.update_group(grads, state, contexts)
         except ERRORS as error:
-            error.add_note(f"while {label} acted on {len(grads)} sites, step {contexts[0].step}")
+            step = self.operation.step
+            error.add_note(f"while {links[0].label} acted on {len(grads)} sites, step {step}")
             raise
+        for gate, link, grad, result in zip(gates, links, grads, results, strict=True):
+            if result.shape != grad.shape or result.dtype is not grad.dtype:
+                raise gate._unfit(link, grad, result)
         if state:
             states[key] = state
         return results
 
 
-def _check_like(
-    label: str, link: Transform, site: str, step: int, before: Tensor, after: Tensor
-) -> None:
-    if (
-        isinstance(after, Tensor)
-        and after.shape == before.shape
-        and after.dtype is before.dtype
-        and after.device == before.device
-    ):
-        return
-    found = type(after).__name__
-    if isinstance(after, Tensor):
-        found = f"{list(after.shape)} {after.dtype} on {after.device}"
-    raise TypeError(
-        f"{label}: {link!r} must return a tensor like the gradient. At site '{site}', step {step}, "
-        f"the gradient is {list(before.shape)} {before.dtype} on {before.device}, found {found}."
-    )
+def _kind(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{list(value.shape)} {value.dtype} on {value.device}"
+    return type(value).__name__
 
 
 def _shares(result: Tensor, value: Tensor) -> bool:
     return result.untyped_storage().data_ptr() == value.untyped_storage().data_ptr() != 0
-
-
-def _detached(state: State) -> State:
-    return {key: value.detach() for key, value in state.items()}

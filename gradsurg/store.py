@@ -114,7 +114,7 @@ class RunDirectory:
         try:
             kept = torch.load(path, map_location="cpu", weights_only=True)
         except (RuntimeError, EOFError, UnpicklingError) as error:
-            reason = str(error).splitlines()[0]
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise ValueError(
                 f"{path} cannot be read ({reason}); force=true starts the run anew"
             ) from error
@@ -202,10 +202,14 @@ def effect_table(paths: Iterable[str | Path]) -> list[dict[str, object]]:
     `nonfinite` are totals. In the order in which they were first met.
     """
     import polars as pl
-    import polars.selectors as cs
 
     rows = read_effects(paths)
-    numbers = list(cs.expand_selector(rows, cs.numeric() - cs.by_name(*EFFECTS_KEYS)))
+    numbers = [
+        name
+        for name, kind in rows.schema.items()
+        if name not in EFFECTS_KEYS and (kind.is_numeric() or kind == pl.Null)
+    ]
+    rows = rows.with_columns(pl.col(numbers).cast(pl.Float64))
     totals = ["calls", "sampled", "nonfinite"]
     means = [
         (pl.col(name) * pl.col("calls")).sum()

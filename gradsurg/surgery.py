@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradsurg.effects import Effects
-from gradsurg.gate import Clock, Gate, GroupGate, Operation
+from gradsurg.gate import Gate, GroupGate, Operation
 from gradsurg.ledger import Entry, Ledger, SurgeryWarning
 from gradsurg.per import reduced_axes
 from gradsurg.sites.base import GroupFn, Selector, SiteGate, Stage, through
@@ -134,8 +134,7 @@ class Surgery:
         """
         if self._live is not None:
             raise RuntimeError("this surgery is attached already; make a second one")
-        live = Live(self, Clock(self._step), Effects(effects_every), shadow)
-        live.effects.tick(self._step)
+        live = Live(self, Effects(effects_every), shadow)
         with ExitStack() as stack:
             stack.callback(self._detach, live)
             self._live = live
@@ -163,7 +162,7 @@ class Surgery:
     def state_dict(self) -> dict[str, object]:
         """Step and transform state, for a checkpoint; plain tensors, numbers and strings."""
         states = {key: dict(state) for key, state in self._states.items()}
-        step = self._live.clock.step if self._live is not None else self._step
+        step = self._live.step if self._live is not None else self._step
         return {"step": step, "transforms": self._names(), "states": states}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -184,37 +183,30 @@ class Surgery:
         return [repr(intervention.transform) for intervention in self.interventions]
 
     def _detach(self, live: "Live") -> None:
-        live.clock.on = False
-        self._step = live.clock.step
+        live._retire()
+        self._step = live.step
         self._live = None
 
 
 class Live:
-    """A surgery while it is attached: its effects, its ledger, its clock."""
+    """A surgery while it is attached: its effects, its ledger, its step clock."""
 
-    def __init__(self, surgery: Surgery, clock: Clock, effects: Effects, shadow: bool) -> None:
+    def __init__(self, surgery: Surgery, effects: Effects, shadow: bool) -> None:
         self.effects = effects
         self.ledger = Ledger()
-        self.clock = clock
         self.shadow = shadow
+        self.step = surgery._step
         self._surgery = surgery
         self._gates: list[_Gates] = []
-        self._began = clock.step
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps done."""
-        return self.clock.step
+        self._began = self.step
+        effects.begin(self.step)
 
     def tick(self) -> None:
         """One optimizer step is done; called by the optimizer's own hook where one was given."""
-        clock = self.clock
+        self.step += 1
+        self.effects.begin(self.step)
         for gates in self._gates:
-            gates.end_of_step()
-        clock.step += 1
-        self.effects.tick(clock.step)
-        for gates in self._gates:
-            gates.operation.tick()
+            gates.begin(self.step)
 
     def _add(
         self,
@@ -228,22 +220,28 @@ class Live:
         operation = Operation(
             links=list(zip(labels, intervention.links, strict=True)),
             trigger=intervention.when,
-            clock=self.clock,
             effects=self.effects,
             states=surgery._states,
             seed=surgery.seed,
             shadow=self.shadow,
+            stepping=optimizer is not None,
         )
+        operation.begin(self.step)
         intervention.at.find(model)
         gates = _Gates(" -> ".join(labels), operation, self.ledger, _sum_matters(intervention))
         self._gates.append(gates)
         stage = intervention.stage
         intervention.at.hook(model, optimizer, stage, intervention.operator.scope, gates, stack)
 
+    def _retire(self) -> None:
+        """Hooks on graphs that are already built outlive their handles; from now on they pass."""
+        for gates in self._gates:
+            gates.operation.on = False
+
     def _complaints(self) -> list[str]:
         said = self.ledger.complaints()
         whens = {type(item.when).__name__ for item in self._surgery.interventions} - {"Always"}
-        if whens and self.clock.step == self._began and any(entry.calls for entry in self.ledger):
+        if whens and self.step == self._began and any(entry.calls for entry in self.ledger):
             said.append(
                 f"{', '.join(whens)}: no optimizer step was counted; attach(model, optimizer) or call "
                 "live.tick() after each step"
@@ -270,7 +268,7 @@ class _Gates:
         if gate is None:
             gate = Gate(self.operation, self._entry(site), value)
             self._made[site] = gate
-        return gate
+        return gate.hook
 
     def group(self, sites: Sequence[str], values: Sequence[Callable[[], Tensor | None]]) -> GroupFn:
         gates = [
@@ -280,17 +278,22 @@ class _Gates:
         self._made = dict(zip(sites, gates, strict=True))
         return GroupGate(self.operation, gates)
 
-    def end_of_step(self) -> None:
-        """Say once if several gradients of a parameter met a transform that is not linear."""
-        if not self.sum_matters:
-            return
+    def begin(self, step: int) -> None:
+        """A step begins; say once if the last one met a transform whose meaning the stage changes."""
+        if self.sum_matters:
+            self._check_sums()
+        self.operation.begin(step)
+        for gate in self._made.values():
+            gate.begin(step)
+
+    def _check_sums(self) -> None:
         for site, gate in self._made.items():
             if gate.calls_in_step > 1:
                 self.sum_matters = False
                 warnings.warn(
-                    f"{self.label}: site '{site}' had {gate.calls_in_step} gradients in one optimizer "
-                    "step and the transform is not linear: acting on each is not acting on their "
-                    "sum. Use stage='step' for the sum.",
+                    f"{self.label}: site '{site}' had {gate.calls_in_step} gradients in one "
+                    "optimizer step and the transform is not linear: acting on each is not acting "
+                    "on their sum. Use stage='step' for the sum.",
                     SurgeryWarning,
                     stacklevel=2,
                 )
@@ -311,13 +314,16 @@ def hook(place: Tensor | Node, transform: Transform | GradCallable) -> Removable
         raise ValueError(f"{transform!r} needs all gradients of a group at once; a hook has one")
     (labels,) = _labels([intervention])
     links = list(zip(labels, intervention.links, strict=True))
-    operation = Operation(links, Always(), Clock(), Effects(every=0), {}, seed=0, shadow=False)
+    operation = Operation(
+        links, Always(), Effects(every=0), {}, seed=0, shadow=False, stepping=False
+    )
+    operation.begin(0)
     ledger = Ledger()
     if isinstance(place, Tensor):
         gate = Gate(operation, ledger.enter("hook", "tensor"), ref(place))
-        return place.register_hook(gate)
+        return place.register_hook(gate.hook)
     gates = [
-        Gate(operation, ledger.enter("hook", f"{place.name()}.{index}"), None)
+        Gate(operation, ledger.enter("hook", f"{place.name()}.{index}"), None).hook
         for index in range(len(place._input_metadata))
     ]
     return place.register_prehook(lambda grads: through(gates, grads))

@@ -16,8 +16,9 @@ CONF = Path(__file__).parent.parent / "conf" / "model"
 NAMES = catalogue.names("models")
 
 
-def fields_of(name):
+def fields_of(name) -> dict:
     content = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
+    assert isinstance(content, dict)
     assert content.pop("name") == name
     return content
 
@@ -63,9 +64,9 @@ def test_mlp_is_what_its_formula_says():
     torch.manual_seed(0)
     model = MLP((2, 3), 4, hidden=[5], activation="tanh")
     inputs = torch.randn(7, 2, 3)
-    first, last = model.hidden[0], model.output
-    expected = torch.tanh(inputs.reshape(7, 6) @ first.linear.weight.T + first.linear.bias)
-    torch.testing.assert_close(model(inputs), expected @ last.weight.T + last.bias)
+    first, first_bias, last, last_bias = model.parameters()
+    expected = torch.tanh(inputs.reshape(7, 6) @ first.T + first_bias) @ last.T + last_bias
+    torch.testing.assert_close(model(inputs), expected)
 
 
 def test_mlp_without_hidden_layers_is_linear():
@@ -88,10 +89,10 @@ def test_convnet_is_what_its_formula_says():
     torch.manual_seed(0)
     model = Convnet((1, 4, 4), 3, channels=[2])
     images = torch.randn(5, 1, 4, 4)
-    conv = model.blocks[0].conv
-    maps = torch.relu(nn.functional.conv2d(images, conv.weight, conv.bias, padding=1))
+    kernel, kernel_bias, last, last_bias = model.parameters()
+    maps = torch.relu(nn.functional.conv2d(images, kernel, kernel_bias, padding=1))
     pooled = maps.reshape(5, 2, 2, 2, 2, 2).amax(dim=(3, 5))
-    expected = pooled.mean(dim=(2, 3)) @ model.output.weight.T + model.output.bias
+    expected = pooled.mean(dim=(2, 3)) @ last.T + last_bias
     torch.testing.assert_close(model(images), expected)
 
 

@@ -116,9 +116,7 @@ def test_verdict_says_what_the_interval_allows(low, high, words):
     assert verdict(Difference(0.2, low, high, 5, 0.1, 0.01)) == words
 
 
-def test_importing_stats_imports_neither_torch_nor_scipy():
-    code = (
-        "import sys, gradsurg.stats; print(sorted({'torch', 'scipy'} & set(sys.modules)))"
-    )
+def test_importing_stats_imports_no_scipy():
+    code = "import sys, gradsurg.stats; print('scipy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.strip() == "False"

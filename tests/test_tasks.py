@@ -14,11 +14,17 @@ from gradsurg.tasks.digits import Digits
 CONF = Path(__file__).parent.parent / "conf"
 
 
+def content_of(path) -> dict:
+    content = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(content, dict)
+    return content
+
+
 def test_every_task_has_a_yaml_with_its_defaults():
     stems = sorted(path.stem for path in (CONF / "task").glob("*.yaml"))
     assert stems == catalogue.names("tasks") != []
     for stem in stems:
-        content = OmegaConf.to_container(OmegaConf.load(CONF / "task" / f"{stem}.yaml"))
+        content = content_of(CONF / "task" / f"{stem}.yaml")
         assert content.pop("name") == stem
         made = catalogue.find("tasks", stem)
         assert made(**content) == made()
@@ -26,12 +32,13 @@ def test_every_task_has_a_yaml_with_its_defaults():
 
 @pytest.mark.parametrize("path", sorted((CONF / "optimizer").glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_optimizer_yaml_makes_an_optimizer(path):
-    content = OmegaConf.to_container(OmegaConf.load(path))
+    content = content_of(path)
     name = content.pop("name")
     assert name.lower() == path.stem
     made = getattr(torch.optim, name)([torch.nn.Parameter(torch.zeros(2))], **content)
     group = made.param_groups[0]
-    assert {key: group[key] for key in content} == content
+    for key, value in content.items():
+        assert group[key] == (tuple(value) if isinstance(value, list) else value), key
 
 
 def test_digits_are_all_there_once():

@@ -1,5 +1,6 @@
 """Wandb: each run as a Weights & Biases run, offline unless the user is logged in."""
 
+import logging
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
     import wandb
 
 Mode = Literal["online", "offline", "disabled"]
+INIT_TIMEOUT = 30.0
 REFUSED = "/\\#?%:"
+
+_log = logging.getLogger("gradsurg")
 
 
 def _check(project: str) -> str:
@@ -38,6 +42,7 @@ class _Session:
     offline: list[Path] = field(default_factory=list)
     urls: list[str] = field(default_factory=list)
     project: str = ""
+    unreachable: bool = False
     remarks: list[str] = field(default_factory=list)
 
 
@@ -46,7 +51,8 @@ class Wandb(Sink):
     """Logs to W&B with a study as the group, an arm as the job type and `global_step` as the axis.
 
     `auto` is what the user told wandb itself (`WANDB_MODE`, `wandb offline`), else online if wandb
-    finds a key, else offline. It never asks: without a key `online` becomes offline, and says so.
+    finds a key, else offline. It never asks: what should be online and has no key or no connection
+    becomes offline, and says so.
     """
 
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
@@ -60,22 +66,16 @@ class Wandb(Sink):
     def start(self, run: RunInfo) -> None:
         import wandb
 
-        mode = self._resolved_mode()
         # wandb would turn to the system's temporary directory, in silence
         run.directory.mkdir(parents=True, exist_ok=True)
-        live = wandb.init(
-            mode=mode,
-            project=self.project,
-            entity=self.entity,
-            dir=run.directory,
-            group=run.study,
-            job_type=run.arm,
-            name=run.label,
-            tags=run.tags,
-            config=run.config,
-            reinit="finish_previous",
-            settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
-        )
+        mode = self._resolved_mode()
+        try:
+            live = self._init(run, mode)
+        except wandb.Error as error:
+            if mode != "online":
+                raise
+            mode = self._turn_offline(f"wandb cannot go online ({str(error).splitlines()[0]})")
+            live = self._init(run, mode)
         self._session.run = live
         live.define_metric("*", step_metric="global_step")
         match mode:
@@ -121,6 +121,25 @@ class Wandb(Sink):
             raise RuntimeError("start() was not called")
         return self._session.run
 
+    def _init(self, run: RunInfo, mode: Mode) -> "wandb.Run":
+        import wandb
+
+        return wandb.init(
+            mode=mode,
+            project=self.project,
+            entity=self.entity,
+            dir=run.directory,
+            group=run.study,
+            job_type=run.arm,
+            name=run.label,
+            tags=run.tags,
+            config=run.config,
+            reinit="finish_previous",
+            settings=wandb.Settings(
+                silent=True, console="off", x_disable_stats=True, init_timeout=INIT_TIMEOUT
+            ),
+        )
+
     def _resolved_mode(self) -> Mode:
         import wandb
 
@@ -131,17 +150,21 @@ class Wandb(Sink):
                 return "disabled"
             case "offline" | "dryrun":
                 return "offline"
+            case _ if self._session.unreachable:
+                return "offline"
+            case _ if wandb.login(prompt=False, verify=False):
+                return "online"
+            case _ if chosen:
+                return self._turn_offline("wandb is not logged in (`wandb login`)")
             case _:
-                return self._online(chosen)
+                return "offline"
 
-    def _online(self, chosen: bool) -> Mode:
-        import wandb
-
-        if wandb.login(prompt=False, verify=False):
-            return "online"
-        remark = "W&B: not logged in, so runs stayed offline; `wandb login`, then sync them"
-        if chosen and remark not in self._session.remarks:
-            self._session.remarks.append(remark)
+    def _turn_offline(self, reason: str) -> Mode:
+        """Stay offline from now on: each further attempt would cost a run its timeout."""
+        remark = f"{reason}: runs stay offline"
+        self._session.unreachable = True
+        self._session.remarks.append(remark)
+        _log.warning(remark)
         return "offline"
 
 

@@ -31,6 +31,8 @@ class Clamp(Stateless):
             laws |= {"sign_preserving", "norm_non_increasing"}
         if self.low is not None and self.high is not None and self.low == -self.high:
             laws |= {"odd"}
+        if {self.low, self.high} <= {None, 0.0}:
+            laws |= {"homogeneous"}
         return frozenset(laws)
 
     def apply(self, grad: Tensor, context: Context) -> Tensor:

@@ -62,5 +62,8 @@ def _norms(grads: Sequence[Tensor], p: float) -> list[Tensor]:
 def _scale(grads: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
     same = all(grad.device == factor.device for grad in grads)
     if same and not any(is_batchedtensor(grad) for grad in grads):
-        return list(torch.ops.aten._foreach_mul.Tensor(list(grads), factor))
-    return [(grad * factor.to(grad.device)).to(grad.dtype) for grad in grads]
+        scaled = torch.ops.aten._foreach_mul.Tensor(list(grads), factor)
+    else:
+        scaled = [grad * factor.to(grad.device) for grad in grads]
+    # A gradient without axes takes on the factor's dtype.
+    return [result.to(grad.dtype) for result, grad in zip(scaled, grads, strict=True)]

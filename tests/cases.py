@@ -1,0 +1,142 @@
+"""The row of each transform: a gradient, and what has to come out, worked out by hand."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gradsurg.catalogue import find
+from gradsurg.transforms.base import Transform
+
+CONFIGS = Path(__file__).parents[1] / "conf" / "transform"
+
+Nested = float | Sequence["Nested"]
+
+NAN, INF = float("nan"), float("inf")
+
+
+@dataclass(frozen=True)
+class Row:
+    """The transform of `conf/transform/<name>.yaml`, with some fields changed, at one gradient."""
+
+    name: str
+    grad: Nested
+    expected: Nested
+    fields: Mapping[str, Any] = field(default_factory=dict)  # Any: fields have many types
+    value: Nested | None = None
+    step: int = 0
+    tolerance: float = 1e-6
+
+
+ROWS = (
+    # |w| = 5, bound 0.1 * 5 = 0.5, |g| = 10; second unit: |w| = 0 -> 1e-3, bound 1e-4, |g| = 1e-4.
+    Row(
+        "adaptive_clip",
+        [[6.0, 8.0], [0.0, 1e-4]],
+        [[0.3, 0.4], [0.0, 1e-4]],
+        {"clipping": 0.1},
+        value=[[3.0, 4.0], [0.0, 0.0]],
+    ),
+    # A vector is one unit: |w| = 2, bound 0.02, |g| = 2.
+    Row("adaptive_clip", [0.0, 2.0], [0.0, 0.02], value=[2.0, 0.0]),
+    # Noise cannot be worked out by hand: within 10 standard deviations.
+    Row("add_noise", [1.0, -2.0], [1.0, -2.0], {"sigma": 1e-3}, tolerance=1e-2),
+    # 1e-4 / 10^2 = 1e-6, the variance: a standard deviation of 1e-3.
+    Row("add_noise", [1.0], [1.0], {"eta": 1e-4, "gamma": 2.0}, step=9, tolerance=1e-2),
+    Row("noise", [1.0, -2.0], [1.0, -2.0], tolerance=0.1),
+    # The means are 2 and -1.
+    Row("centralize", [[1.0, 3.0], [-1.0, -1.0]], [[-1.0, 1.0], [0.0, 0.0]]),
+    Row("centralize", [1.0, 3.0], [1.0, 3.0]),
+    # Clipped to [0.01, -0.002], then halved.
+    Row("chain", [5.0, -0.002], [0.005, -0.001]),
+    Row("clamp", [-3.0, -0.001, 0.0, 2.0, NAN, INF], [-0.01, -0.001, 0.0, 0.01, NAN, 0.01]),
+    Row("clamp", [-3.0, 0.5], [0.0, 0.5], {"low": 0.0, "high": None}),
+    Row("clip", [-3.0, -0.001, 0.0, 2.0, NAN, INF], [-0.01, -0.001, 0.0, 0.01, NAN, 0.01]),
+    # N = 5; 1 / (5 + 1e-6) is 0.2 to seven digits.
+    Row("clip_global_norm", [3.0, 4.0], [0.6, 0.8]),
+    Row("clip_global_norm", [3.0, -6.0], [1.0, -2.0], {"p": INF, "max_norm": 2.0}),
+    Row("clip_norm", [3.0, 4.0], [0.6, 0.8]),
+    Row("clip_norm", [[3.0, 4.0], [0.3, 0.4]], [[0.6, 0.8], [0.3, 0.4]], {"per": "unit"}),
+    # |g|_1 = 4, so a quarter.
+    Row("clip_norm", [1.0, -3.0], [0.25, -0.75], {"p": 1.0}),
+    Row("identity", [1.0, NAN, -INF], [1.0, NAN, -INF]),
+    # At the first step m = g, so 3 g.
+    Row("low_pass", [1.0, -2.0], [3.0, -6.0]),
+    # A tenth of 10 entries is one.
+    Row("mask", [*range(-6, 4)], [-6.0, *[0.0] * 9]),
+    # Half of two, in each row; of three equal ones exactly two (2/3 of 3), times 3/2.
+    Row(
+        "mask", [[1.0, -2.0], [4.0, 3.0]], [[0.0, -2.0], [4.0, 0.0]], {"amount": 0.5, "per": "unit"}
+    ),
+    Row("mask", [0.0, 2.0, -4.0], [0.0, 3.0, -6.0], {"amount": 0.667, "rescale": True}),
+    Row("mask", [0.1, -0.2, 0.3, NAN], [0.0, 0.0, 0.3, NAN], {"amount": 0.25, "by": "threshold"}),
+    Row("random_mask", [1.0, -2.0], [1.0, -2.0], {"amount": 1.0}),
+    # Clipped to [0.01, 0.01], norm 0.01 sqrt 2; |g| = 5: times 0.002 sqrt 2 = 0.0028284271.
+    Row("norm_matched", [3.0, 4.0], [0.0084852814, 0.0113137085]),
+    Row("norm_rescale", [3.0, 4.0], [0.6, 0.8]),
+    Row("norm_rescale", [0.0, 0.0], [0.0, 0.0]),
+    Row(
+        "norm_rescale",
+        [[3.0, 4.0], [0.0, 0.0]],
+        [[1.2, 1.6], [0.0, 0.0]],
+        {"norm": 2.0, "per": "unit"},
+    ),
+    # |g|_1 = 4, + 1 = 5.
+    Row("norm_rescale", [1.0, -3.0], [0.2, -0.6], {"p": 1.0, "eps": 1.0}),
+    Row("reverse", [1.0, -2.0], [-0.5, 1.0], {"strength": 0.5}),
+    Row("sanitize", [1.0, NAN, INF, -INF], [1.0, 0.0, 0.0, 0.0]),
+    Row("sanitize", [1.0, NAN, -3.0, INF], [1.0, 0.0, -3.0, 3.0], {"on_nonfinite": "clamp"}),
+    Row("sanitize", [1.0, NAN, -3.0], [0.0, 0.0, 0.0], {"on_nonfinite": "drop"}),
+    Row("scale", [1.0, -2.0], [10.0, -20.0], {"factor": 10.0}),
+    Row("scale_by_sign", [1.0, -2.0, 0.0, NAN, INF, -INF], [1.0, 0.0, 0.0, NAN, INF, 0.0]),
+    Row("scale_by_sign", [1.0, -2.0], [2.0, -6.0], {"positive": 2.0, "negative": 3.0}),
+    # The value's signs are +, -, 0.
+    Row(
+        "scale_by_sign",
+        [5.0, 5.0, 5.0],
+        [10.0, 0.0, 5.0],
+        {"positive": 2.0, "of": "value"},
+        value=[0.1, -0.1, 0.0],
+    ),
+    # The rows agree on +, on -, and not at all.
+    Row(
+        "scale_by_sign",
+        [[0.0, 1.0], [-1.0, -2.0], [-1.0, 1.0]],
+        [[0.0, 2.0], [-3.0, -6.0], [-1.0, 1.0]],
+        {"positive": 2.0, "negative": 3.0, "per": "unit"},
+    ),
+    # s = 250 / 1000 and T(g) = 0: three quarters of g.
+    Row("scheduled", [4.0, NAN], [3.0, NAN], step=250),
+    Row("scheduled", [4.0, INF], [4.0, INF]),
+    Row("sign", [3.0, -0.1, 0.0, NAN, -INF], [1.0, -1.0, 0.0, NAN, -1.0]),
+    # The mean magnitude is 2.
+    Row("sign", [1.0, -5.0, 0.0], [2.0, -2.0, 0.0], {"scale": "mean"}),
+    Row("zero", [1.0, NAN, INF], [0.0, 0.0, 0.0]),
+)
+
+
+def names() -> list[str]:
+    """The configs that name a transform; one without (`none`) has no class to test."""
+    return sorted(path.stem for path in CONFIGS.glob("*.yaml") if config(path.stem))
+
+
+def config(name: str) -> dict[str, Any]:
+    """What stands in a config under its name."""
+    whole = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()) or {}
+    return whole.get(name) or {}
+
+
+def build(name: str, fields: Mapping[str, Any] | None = None) -> Transform:
+    """The transform of a config, with some fields changed."""
+    return _made(config(name) | dict(fields or {}))
+
+
+def _made(node: Any) -> Any:  # Any: a node of a config is of any type
+    if isinstance(node, list):
+        return [_made(part) for part in node]
+    if not isinstance(node, dict) or "name" not in node:
+        return node
+    fields = {key: _made(part) for key, part in node.items() if key != "name"}
+    return find("transforms", node["name"])(**fields)

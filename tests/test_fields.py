@@ -1,0 +1,116 @@
+"""What a wrong field is told."""
+
+from dataclasses import KW_ONLY, FrozenInstanceError
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import Field
+
+from gradsurg.fields import Contradiction, FieldError, nearest, validated
+from gradsurg.per import Order, Per
+
+
+@validated
+class Probe:
+    """One field of each kind."""
+
+    size: Annotated[float, Field(gt=0, le=10)] = 1.0
+    count: Annotated[int, Field(ge=0, lt=5)] = 1
+    _: KW_ONLY
+    kind: Literal["red", "blue"] = "red"
+    flag: bool = False
+    word: str = ""
+    per: Per = "tensor"
+    p: Order = 2.0
+    low: float | None = None
+    part: Any = None
+
+    def __post_init__(self) -> None:
+        if self.low is not None and self.low > self.size:
+            raise Contradiction("low", f"must be <= size, found low={self.low}, size={self.size}")
+
+
+@validated
+class Needy:
+    """A field without a default."""
+
+    factor: float
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"size": 0}, "Probe.size: must be > 0.0, found 0"),
+        ({"size": 11}, "Probe.size: must be <= 10.0, found 11"),
+        ({"count": -1}, "Probe.count: must be >= 0, found -1"),
+        ({"count": 5}, "Probe.count: must be < 5, found 5"),
+        ({"count": 1.5}, "Probe.count: must be a whole number, found 1.5"),
+        ({"count": "one"}, "Probe.count: must be a whole number, found 'one'"),
+        ({"size": "big"}, "Probe.size: must be a number, found 'big'"),
+        ({"size": None}, "Probe.size: must be a number, found None"),
+        ({"size": float("nan")}, "Probe.size: must be finite, found nan"),
+        ({"low": float("inf")}, "Probe.low: must be finite, found inf"),
+        ({"kind": "green"}, "Probe.kind: must be one of 'red' or 'blue', found 'green'"),
+        ({"flag": "perhaps"}, "Probe.flag: must be true or false, found 'perhaps'"),
+        ({"word": 3}, "Probe.word: must be a string, found 3"),
+        ({"p": 0.5}, "Probe.p: must be >= 1.0, found 0.5"),
+        ({"low": 2.0}, "Probe.low: must be <= size, found low=2.0, size=1.0"),
+    ],
+)
+def test_a_fault_names_field_rule_and_value(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(FieldError) as caught:
+        Probe(**values)
+    assert str(caught.value) == message
+
+
+def test_all_faults_are_told_at_once_one_a_line() -> None:
+    wrong: dict[str, Any] = {"size": -1, "count": 9, "kind": "green"}
+    with pytest.raises(FieldError) as caught:
+        Probe(**wrong)
+    assert [field for field, _ in caught.value.faults] == ["size", "count", "kind"]
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_an_unknown_field_is_told_the_nearest() -> None:
+    wrong: dict[str, Any] = {"sise": 1.0}
+    with pytest.raises(FieldError, match=r"Probe\.sise: is not a field here\. .*'size'\?"):
+        Probe(**wrong)
+
+
+def test_a_value_without_a_name_is_named_all_the_same() -> None:
+    with pytest.raises(FieldError, match=r"^Probe\.count: must be < 5, found 7$"):
+        Probe(1.0, 7)
+
+
+def test_only_the_first_fields_go_without_a_name() -> None:
+    values: list[Any] = [1.0, 2, "blue"]
+    with pytest.raises(FieldError) as caught:
+        Probe(*values)
+    message = "Probe: takes at most 2 values without a name: size, count"
+    assert str(caught.value) == message
+
+
+def test_a_missing_field_is_told() -> None:
+    nothing: dict[str, Any] = {}
+    with pytest.raises(FieldError, match=r"^Needy\.factor: is required$"):
+        Needy(**nothing)
+
+
+def test_a_wrong_per_is_told_the_choices() -> None:
+    with pytest.raises(FieldError, match=r"^Probe\.per: must be tensor, unit, entry or an einops"):
+        Probe(per="row")
+
+
+def test_it_is_a_value() -> None:
+    probe: Any = Probe(2.0, p=float("inf"))
+    assert probe == Probe(size=2, p=float("inf"))
+    assert hash(probe) == hash(Probe(size=2, p=float("inf")))
+    assert "size=2.0" in repr(probe)
+    with pytest.raises(FrozenInstanceError):
+        probe.size = 3.0
+
+
+def test_nearest_lists_the_choices_and_asks() -> None:
+    assert nearest("clp", ["clip", "zero"]) == "There are: clip, zero. Did you mean 'clip'?"
+    assert nearest("qqq", ["clip"]) == "There are: clip."
+    assert nearest("clip", []) == "There are: none."

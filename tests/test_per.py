@@ -1,0 +1,114 @@
+"""Which axes are reduced, and by what."""
+
+import math
+
+import pytest
+import torch
+from einops import reduce
+from torch import Tensor
+
+from gradsurg.fields import FieldError
+from gradsurg.per import direction, mean, norm, reduced_axes, widened
+from gradsurg.transforms.norm_rescale import NormRescale
+
+INF = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("per", "ndim", "axes"),
+    [
+        ("tensor", 0, ()),
+        ("tensor", 3, (0, 1, 2)),
+        ("unit", 0, ()),
+        ("unit", 1, (0,)),
+        ("unit", 2, (1,)),
+        ("unit", 4, (1, 2, 3)),
+        ("entry", 3, ()),
+        ("out in kh kw -> out", 4, (1, 2, 3)),
+        ("out in -> in", 2, (0,)),
+        ("a b -> b a", 2, ()),
+        ("a ... -> a", 3, (1, 2)),
+        ("a ... -> a", 1, ()),
+        ("... a -> ...", 3, (2,)),
+    ],
+)
+def test_per_names_what_is_kept_apart(per: str, ndim: int, axes: tuple[int, ...]) -> None:
+    assert reduced_axes(per, ndim) == axes
+
+
+@pytest.mark.parametrize(
+    ("per", "ndim"), [("out in -> out", 1), ("out in -> out", 4), ("a b ... -> a", 1)]
+)
+def test_a_pattern_that_does_not_fit_is_told(per: str, ndim: int) -> None:
+    with pytest.raises(ValueError, match=f"does not fit a tensor of {ndim} axes"):
+        reduced_axes(per, ndim)
+
+
+@pytest.mark.parametrize(
+    "per", ["", "row", "a b", "a -> b", "a -> a -> a", "(a b) -> a", "a b -> c"]
+)
+def test_what_is_no_pattern_is_refused(per: str) -> None:
+    with pytest.raises(FieldError, match=r"^NormRescale\.per: must be "):
+        NormRescale(per=per)
+
+
+@pytest.mark.parametrize("pattern", ["a b c -> a", "a b c -> c", "a b c -> b c"])
+def test_a_mean_is_that_of_einops(pattern: str) -> None:
+    grad = random(2, 3, 4)
+    found = mean(grad, pattern)
+    torch.testing.assert_close(found.squeeze(), reduce(grad, pattern, "mean").squeeze())
+    assert (grad - found).shape == grad.shape
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.5, INF])
+def test_a_norm_is_that_of_pytorch(p: float) -> None:
+    grad = random(2, 3, 4)
+    found = norm(grad, "unit", p)
+    assert found.shape == (2, 1, 1)
+    torch.testing.assert_close(found.flatten(), torch.linalg.vector_norm(grad.flatten(1), p, dim=1))
+
+
+@pytest.mark.parametrize("scale", [1e-42, 1e-30, 1e30])
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, INF])
+def test_a_norm_neither_vanishes_nor_overflows(scale: float, p: float) -> None:
+    grad = torch.full((8,), scale)
+    expected = grad[0].item() * 8 ** (0.0 if p == INF else 1 / p)
+    assert math.isclose(norm(grad, "tensor", p).item(), expected, rel_tol=1e-3)
+
+
+@pytest.mark.parametrize("per", ["tensor", "unit", "entry"])
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (3, 0)], ids=str)
+def test_empty_tensors_and_scalars_pass(per: str, shape: tuple[int, ...]) -> None:
+    grad = random(*shape)
+    for found in (norm(grad, per), norm(grad, per, INF), mean(grad, per), direction(grad, per)):
+        assert (grad * found).shape == grad.shape
+
+
+def test_zero_has_no_direction_and_no_norm() -> None:
+    grad = torch.tensor([[0.0, 0.0], [0.0, -2.0]])
+    assert norm(grad, "unit").flatten().tolist() == [0.0, 2.0]
+    assert torch.equal(direction(grad, "unit"), torch.tensor([[0.0, 0.0], [0.0, -1.0]]))
+
+
+def test_what_is_not_finite_shows() -> None:
+    assert norm(torch.tensor([1.0, float("nan")]), "tensor").isnan().all()
+    assert norm(torch.tensor([1.0, INF]), "tensor").item() == INF
+    assert direction(torch.tensor([1.0, float("nan")]), "tensor").isnan().all()
+
+
+def test_halves_are_summed_in_float32() -> None:
+    ones = torch.ones(100_000, dtype=torch.bfloat16)
+    assert norm(ones, "tensor", 1.0).item() == 100_000
+    assert norm(ones, "tensor").dtype == mean(ones, "tensor").dtype == torch.float32
+    assert widened(ones.double()).dtype == torch.float64
+
+
+def test_the_gradient_of_a_norm_is_the_direction() -> None:
+    grad = random(5).double().requires_grad_()
+    norm(grad, "tensor").sum().backward()
+    assert grad.grad is not None
+    torch.testing.assert_close(grad.grad, direction(grad.detach(), "tensor"))
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))

@@ -1,0 +1,440 @@
+"""Sinks: a broken one is told and survived; W&B and the console get what was logged."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import rich.console
+from omegaconf import OmegaConf
+
+from gradsurg import catalogue
+from gradsurg.fields import FieldError
+from gradsurg.sinks.base import Guarded, RunInfo, Sink
+from gradsurg.sinks.console import Console
+from gradsurg.sinks.wandb import Wandb, _pattern, _place
+
+ROOT = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
+
+
+def info(directory, seed=0, label="clip [0.01] seed 0"):
+    return RunInfo(
+        study="study",
+        arm="clip",
+        label=label,
+        seed=seed,
+        directory=Path(directory),
+        config={"lr": 0.1, "model": {"hidden": [64, 64]}},
+        tags=("clip", "mlp"),
+        total_steps=100,
+    )
+
+
+class Fragile(Sink):
+    """Raises in the calls named, until told not to; remembers what it was asked."""
+
+    def __init__(self, *broken):
+        self.broken = set(broken)
+        self.asked = []
+
+    def _ask(self, name):
+        self.asked.append(name)
+        if name in self.broken:
+            raise ConnectionError(f"{name}\nbroke")
+
+    def start(self, run):
+        self._ask("start")
+
+    def log(self, step, values):
+        self._ask("log")
+
+    def finish(self, state, summary):
+        self._ask("finish")
+
+    def abandon(self):
+        self._ask("abandon")
+
+    def notes(self):
+        self._ask("notes")
+        return ["a note"]
+
+
+def go(sink, directory="."):
+    sink.start(info(directory))
+    sink.log(10, {"train/loss": 1.0})
+    sink.log(20, {"train/loss": 0.5})
+    sink.finish("finished", {"test/accuracy": 0.9})
+
+
+def content_of(path) -> dict:
+    content = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(content, dict)
+    return content
+
+
+def test_every_sink_has_a_yaml_with_its_defaults_under_its_own_key():
+    conf = ROOT / "conf" / "sink"
+    assert sorted(path.stem for path in conf.glob("*.yaml")) == sorted(
+        [*catalogue.names("sinks"), "none"]
+    )
+    assert OmegaConf.load(conf / "none.yaml") == {}
+    for name in catalogue.names("sinks"):
+        content = content_of(conf / f"{name}.yaml")
+        assert list(content) == [name]
+        fields = content[name]
+        assert fields.pop("name") == name
+        made = catalogue.find("sinks", name)
+        assert made(**fields) == made()
+
+
+def test_a_guard_passes_everything_on_to_a_sink_that_works():
+    sink = Fragile()
+    guarded = Guarded(sink)
+    go(guarded)
+    assert sink.asked == ["start", "log", "log", "finish"]
+    assert guarded.failure is None
+    assert guarded.notes() == ["a note"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "asked"),
+    [
+        ("start", ["start", "abandon"]),
+        ("log", ["start", "log", "abandon"]),
+        ("finish", ["start", "log", "log", "finish", "abandon"]),
+    ],
+)
+def test_what_a_sink_raises_is_told_once_and_ends_its_use_for_that_run(caplog, broken, asked):
+    sink = Fragile(broken)
+    guarded = Guarded(sink)
+    with caplog.at_level(logging.WARNING):
+        go(guarded)
+    assert sink.asked == asked
+    reason = f"In {broken}: ConnectionError: {broken} broke"
+    assert guarded.failure == reason
+    assert [record.getMessage() for record in caplog.records] == [
+        f"fragile stopped logging; training goes on. {reason}"
+    ]
+    assert guarded.notes() == ["a note", f"fragile: stopped in 1 of 1 runs. {reason}"]
+
+
+def test_the_next_run_tries_a_failed_sink_again(caplog):
+    sink = Fragile("log")
+    guarded = Guarded(sink)
+    go(guarded)
+    go(guarded)
+    assert len(caplog.records) == 1
+    sink.broken.clear()
+    sink.asked.clear()
+    go(guarded)
+    assert sink.asked == ["start", "log", "log", "finish"]
+    assert guarded.notes()[1].startswith("fragile: stopped in 2 of 3 runs. In log: ")
+
+
+def test_a_sink_that_cannot_even_be_abandoned_or_asked_for_notes_is_survived(caplog):
+    guarded = Guarded(Fragile("log", "abandon", "notes"))
+    go(guarded)
+    assert len(caplog.records) == 2
+    notes = guarded.notes()
+    assert [note.split(" In ")[1].split(":")[0] for note in notes[:2]] == ["log", "abandon"]
+    assert notes[2] == "fragile: In notes: ConnectionError: notes broke"
+
+
+def test_an_interrupt_is_not_swallowed():
+    class Interrupted(Fragile):
+        def log(self, step, values):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        go(Guarded(Interrupted()))
+
+
+def test_abandoning_reaches_a_live_sink_once():
+    sink = Fragile()
+    guarded = Guarded(sink)
+    guarded.start(info("."))
+    guarded.abandon()
+    guarded.abandon()
+    guarded.log(1, {})
+    assert sink.asked == ["start", "abandon"]
+
+
+def console_on(monkeypatch, terminal):
+    file = StringIO()
+    screen = rich.console.Console(file=file, force_terminal=terminal, width=120)
+    monkeypatch.setattr(rich.console, "Console", lambda **_: screen)
+    return file
+
+
+def test_console_prints_one_line_a_run_where_there_is_no_terminal(monkeypatch):
+    file = console_on(monkeypatch, terminal=False)
+    sink = Console()
+    sink.start(info("."))
+    sink.log(10, {"train/loss": 1.0})
+    assert file.getvalue() == ""
+    sink.finish("diverged", {"train/loss": 7.0, "test/loss": 0.25, "test/accuracy": 0.91239})
+    line = "clip clip [0.01] seed 0: diverged at step 10, test/loss 0.25, test/accuracy 0.9124\n"
+    assert file.getvalue() == line
+    go(sink)
+    assert file.getvalue().count("\n") == 2
+    assert sink.notes() == []
+
+
+def test_console_shows_a_bar_on_a_terminal_and_takes_it_away(monkeypatch):
+    file = console_on(monkeypatch, terminal=True)
+    sink = Console()
+    sink.start(info("."))
+    sink.log(10, {"train/loss": 1.25})
+    sink.log(40, {"test/loss": 1.25})
+    progress = sink._screen.progress
+    assert progress is not None
+    assert progress.tasks[0].completed == 40
+    assert progress.tasks[0].total == 100
+    progress.refresh()
+    for words in ("clip [0.01] seed 0", "loss 1.25", "40/100", "steps/s"):
+        assert words in file.getvalue()
+    sink.finish("finished", {"test/accuracy": 0.9})
+    assert not progress.live.is_started
+    assert file.getvalue().endswith("\x1b[1A\x1b[2K")
+    assert "finished" not in file.getvalue()
+
+
+def test_console_abandons_its_bar(monkeypatch):
+    console_on(monkeypatch, terminal=True)
+    sink = Console()
+    sink.start(info("."))
+    progress = sink._screen.progress
+    assert progress is not None
+    sink.abandon()
+    sink.abandon()
+    assert not progress.live.is_started
+
+
+SCRIPT = """
+import json, os, signal, subprocess, sys
+from pathlib import Path
+from gradsurg.sinks.base import Guarded, RunInfo
+from gradsurg.sinks.wandb import Wandb
+
+def run(seed):
+    return RunInfo("study", "clip", f"clip {seed}", seed, Path("runs") / f"clip-{seed}",
+                   {"lr": 0.1, "model": {"hidden": [64, 64]}}, ("clip", "mlp"), 100)
+
+def kill_core():
+    out = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "pid,cmd"],
+                         capture_output=True, text=True).stdout
+    (pid,) = [line.split()[0] for line in out.splitlines() if "wandb-core" in line]
+    os.kill(int(pid), signal.SIGKILL)
+
+"""
+
+
+def run_wandb(tmp_path, code, mode=None):
+    """Runs `code` after SCRIPT in a process of its own, in `tmp_path`, with no account."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
+    env |= {
+        "HOME": str(tmp_path),
+        "NETRC": str(tmp_path / "netrc"),
+        "PYTHONPATH": str(ROOT),
+        "WANDB_CACHE_DIR": str(tmp_path / "cache"),
+        "WANDB_CONFIG_DIR": str(tmp_path / "config"),
+        "WANDB_DATA_DIR": str(tmp_path / "data"),
+        # nothing may be reached, whatever goes wrong
+        "WANDB_BASE_URL": "http://127.0.0.1:9",
+    }
+    if mode is not None:
+        env["WANDB_MODE"] = mode
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT + code],
+        cwd=tmp_path,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def inspect(path, *options):
+    done = subprocess.run(
+        [BIN / "wandb", "leet", "inspect", "--json", *options, path],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_wandb_run_read_back_has_what_was_logged(tmp_path):
+    done = run_wandb(
+        tmp_path,
+        """
+sink = Wandb(mode="offline", project="clipping")
+for seed, state in ((0, "finished"), (1, "diverged")):
+    sink.start(run(seed))
+    sink.log(10, {"train/loss": 1.5, "effect/clip/hidden.0.linear.weight/changed": 0.125})
+    sink.log(20, {"train/loss": float("nan") if seed else 0.75})
+    sink.finish(state, {"test/accuracy": 0.875})
+print(json.dumps(sink.notes()))
+""",
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    paths = [*sorted((tmp_path / "runs").glob("clip-*/wandb/offline-run-*"))]
+    assert len(paths) == 2
+    first, second = (inspect(path) for path in paths)
+
+    (begun,) = of_type(first, "run")
+    named = ("display_name", "run_group", "job_type", "project", "tags")
+    assert [begun[key] for key in named] == ["clip 0", "study", "clip", "clipping", ["clip", "mlp"]]
+    config = begun["config"]["update"]
+    assert (config["lr"], config["model"]) == (0.1, {"hidden": [64, 64]})
+    (axis,) = of_type(first, "metric")
+    assert (axis["glob_name"], axis["step_metric"]) == ("*", "global_step")
+    assert rows(first) == [
+        {"global_step": 10, "train/loss": 1.5, "effect/clip/hidden.0.linear.weight/changed": 0.125},
+        {"global_step": 20, "train/loss": 0.75},
+    ]
+    assert rows(second)[1] == {"global_step": 20, "train/loss": "NaN"}
+    outcomes = [
+        {key: update["update"][key] for key in ("state", "test/accuracy")}
+        for records in (first, second)
+        for update in of_type(records, "summary")
+        if "state" in update["update"]
+    ]
+    assert outcomes == [
+        {"state": "finished", "test/accuracy": 0.875},
+        {"state": "diverged", "test/accuracy": 0.875},
+    ]
+    assert [of_type(records, "exit")[0]["exit_code"] for records in (first, second)] == [0, 1]
+    assert json.loads(done.stdout) == [
+        "W&B (offline): 2 runs under runs",
+        "  to upload: wandb sync runs/*/wandb/offline-run-*",
+    ]
+
+
+def of_type(records, kind):
+    return [record[kind] for record in records if record["type"] == kind]
+
+
+def rows(records):
+    """What was logged, without wandb's own numbers."""
+    items = [history["item"] for history in of_type(records, "history")]
+    return [{key: item[key] for key in item if not key.startswith("_")} for item in items]
+
+
+def test_a_killed_wandb_core_is_survived_and_the_next_run_is_logged(tmp_path):
+    done = run_wandb(
+        tmp_path,
+        """
+sink = Guarded(Wandb(mode="offline"))
+sink.start(run(0))
+sink.log(10, {"train/loss": 1.5})
+kill_core()
+for step in range(20, 2000, 10):
+    sink.log(step, {"train/loss": 0.5})
+    if sink.failure: break
+sink.finish("finished", {})
+print(sink.failure)
+sink.start(run(1))
+sink.log(10, {"train/loss": 0.25})
+sink.finish("finished", {})
+print(sink.notes()[-1])
+""",
+    )
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+    assert "wandb stopped logging; training goes on. In log: " in done.stderr
+    failure, note = done.stdout.splitlines()
+    assert failure.startswith("In log: ConnectionResetError: ")
+    assert note == f"wandb: stopped in 1 of 2 runs. {failure}"
+    (second,) = (tmp_path / "runs" / "clip-1" / "wandb").glob("offline-run-*")
+    assert rows(inspect(second)) == [{"global_step": 10, "train/loss": 0.25}]
+
+
+@pytest.mark.parametrize(
+    ("mode", "field", "made", "notes"),
+    [
+        (None, "auto", "offline", 2),
+        ("offline", "auto", "offline", 2),
+        ("disabled", "auto", None, 0),
+        ("online", "auto", "offline", 3),
+        (None, "online", "offline", 3),
+        (None, "disabled", None, 0),
+    ],
+)
+def test_wandb_without_an_account_never_asks_and_does_what_the_user_said(
+    tmp_path, mode, field, made, notes
+):
+    done = run_wandb(
+        tmp_path,
+        f"""
+sink = Wandb(mode={field!r})
+for seed in range(2):
+    sink.start(run(seed))
+    sink.log(10, {{"train/loss": 1.5}})
+    sink.finish("finished", {{}})
+print(json.dumps(sink.notes()))
+""",
+        mode,
+    )
+    assert done.returncode == 0
+    found = json.loads(done.stdout)
+    assert len(found) == notes
+    told = "wandb is not logged in (`wandb login`): runs stay offline\n" if notes == 3 else ""
+    assert done.stderr == told
+    folders = [path.name.split("-")[0] for path in (tmp_path / "runs").glob("*/wandb/*run-*-*")]
+    assert folders == ([] if made is None else [made] * 2)
+
+
+def test_wandb_with_an_account_is_online_and_offline_where_it_cannot_connect(tmp_path):
+    done = run_wandb(
+        tmp_path,
+        """
+import wandb
+wandb.login = lambda **options: options == {"prompt": False, "verify": False}
+made, init = [], wandb.init
+def stub(**options):
+    made.append(options["mode"])
+    if options["mode"] == "online":
+        raise wandb.errors.CommError("no route\\nand more")
+    return init(**options)
+wandb.init = stub
+sink = Wandb()
+for seed in range(2):
+    sink.start(run(seed))
+    sink.finish("failed", {})
+print(json.dumps([made, sink.notes()[2:]]))
+""",
+    )
+    remark = "wandb cannot go online (no route): runs stay offline"
+    assert (done.returncode, done.stderr) == (0, f"{remark}\n")
+    assert json.loads(done.stdout) == [["online", "offline", "offline"], [remark]]
+
+
+def test_wandb_fields_are_checked():
+    with pytest.raises(FieldError) as caught:
+        catalogue.find("sinks", "wandb")(mode="sometimes", project="a/b")
+    assert [field for field, _ in caught.value.faults] == ["mode", "project"]
+
+
+def test_one_sink_has_one_session_and_two_have_two():
+    first, second = Wandb(), Wandb()
+    assert first == second
+    assert first._session is first._session
+    assert first._session is not second._session
+
+
+def test_the_line_to_upload_is_fit_for_a_shell():
+    one = [Path("my runs/s/a-1/wandb/offline-run-1-x")]
+    assert _pattern(one) == "'my runs/s/a-1/wandb/offline-run-1-x'"
+    assert _place(one) == "my runs/s/a-1/wandb/offline-run-1-x"
+    two = [*one, Path("my runs/s/b-2/wandb/offline-run-2-y")]
+    assert _pattern(two) == "'my runs/s'/*/wandb/offline-run-*"
+    assert _place(two) == "2 runs under my runs/s"
+    same = [Path("r/a/wandb/offline-run-1-x"), Path("r/a/wandb/offline-run-2-y")]
+    assert _pattern(same) == "r/a/wandb/offline-run-*"

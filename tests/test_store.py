@@ -1,0 +1,343 @@
+"""The run directory: nothing lost, nothing half, and readers that say what they skip."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+
+import polars as pl
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from gradsurg import store
+from gradsurg.store import (
+    RunDirectory,
+    directory_name,
+    effect_table,
+    read_effects,
+    read_metrics,
+    run_hash,
+)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDirectory(tmp_path / "study" / "clip-12345678")
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def effect(step, calls, sampled, **numbers):
+    found = {"step": step, "transform": "clip", "site": "w", "calls": calls, "sampled": sampled}
+    return {**found, "nonfinite": 0, **numbers}
+
+
+def test_hash_is_of_the_content_not_of_the_order():
+    config = {"lr": 0.1, "model": {"name": "mlp", "hidden": [64, 64]}}
+    same = {"model": {"hidden": (64, 64), "name": "mlp"}, "lr": 0.1}
+    assert run_hash(config) == run_hash(same)
+    assert run_hash(config) != run_hash({**config, "lr": 0.2})
+    # sha256 of {"a":1}: the first eight digits, from coreutils' sha256sum
+    assert run_hash({"a": 1}) == "015abd7f"
+
+
+def test_hash_refuses_what_json_cannot_say():
+    with pytest.raises(TypeError):
+        run_hash({"a": object()})
+    with pytest.raises(ValueError, match="Out of range"):
+        run_hash({"a": float("nan")})
+
+
+def test_directory_name_is_fit_for_a_file_system():
+    config = {"a": 1}
+    assert directory_name("clip=0.01,mlp", config) == "clip=0.01,mlp-015abd7f"
+    assert directory_name("a/b *c", config) == "a_b_c-015abd7f"
+    assert len(directory_name("x" * 500, config)) == store.MAX_LABEL + 9
+
+
+def test_making_one_writes_nothing(run):
+    assert not run.path.exists()
+    assert not run.finished
+
+
+def test_config_can_be_read_back(run):
+    config = {"lr": 1e-6, "model": {"hidden": (64, 64)}, "when": None, "path": "a: b"}
+    run.write_config(config)
+    expected = {"lr": 1e-6, "model": {"hidden": [64, 64]}, "when": None, "path": "a: b"}
+    assert OmegaConf.to_container(OmegaConf.load(run.path / "config.yaml")) == expected
+
+
+def test_rows_are_on_the_disk_at_once_one_a_line(run):
+    run.append_metrics({"step": 10, "train/loss": 0.1})
+    assert lines(run.path / "metrics.jsonl") == [{"step": 10, "train/loss": 0.1}]
+    run.append_effects([effect(10, 5, 5, cosine=0.5), effect(20, 5, 5, cosine=0.6)])
+    run.append_effects([])
+    assert [row["cosine"] for row in lines(run.path / "effects.jsonl")] == [0.5, 0.6]
+
+
+def test_a_number_that_is_not_finite_is_null_and_told(run):
+    row = {"step": 1, "train/loss": float("nan"), "a": float("-inf"), "b": 1.0}
+    run.append_metrics(row)
+    assert lines(run.path / "metrics.jsonl") == [
+        {"step": 1, "train/loss": None, "a": None, "b": 1.0, "not_finite": "train/loss=nan a=-inf"}
+    ]
+
+
+def test_summary_makes_a_run_finished(run):
+    run.append_metrics({"step": 1})
+    assert not run.finished
+    with pytest.raises(FileNotFoundError, match=r"summary\.json"):
+        run.read_summary()
+    run.write_summary({"state": "diverged", "test/loss": float("inf"), "sites": ("a", "b")})
+    assert run.finished
+    expected = {"state": "diverged", "test/loss": None, "sites": ["a", "b"]}
+    assert run.read_summary() == expected
+
+
+@pytest.mark.parametrize("moment", ["fsync", "replace"])
+def test_a_summary_that_was_not_written_whole_does_not_count(run, monkeypatch, moment):
+    def stop(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run.append_metrics({"step": 1})
+    (run.path / "metrics.jsonl").rename(run.path / "kept")
+    monkeypatch.setattr(store.os, moment, stop)
+    with pytest.raises(OSError, match=r"No space left on device: '.*summary\.json'"):
+        run.write_summary({"state": "finished"})
+    assert not run.finished
+    assert [path.name for path in run.path.iterdir()] == ["kept"]
+
+
+def test_a_failed_summary_leaves_the_one_before(run, monkeypatch):
+    run.write_summary({"state": "first"})
+    monkeypatch.setattr(store.os, "replace", lambda *_: os.listdir("/does/not/exist"))
+    with pytest.raises(FileNotFoundError):
+        run.write_summary({"state": "second"})
+    assert run.read_summary() == {"state": "first"}
+
+
+def test_a_line_that_fills_the_disk_is_taken_back_and_the_file_named(run, monkeypatch):
+    run.append_metrics({"step": 1})
+    write = os.write
+
+    def half(descriptor, content):
+        if len(content) < 10:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, content[: len(content) - 5])
+
+    monkeypatch.setattr(store.os, "write", half)
+    with pytest.raises(OSError, match=r"No space left on device: '.*metrics\.jsonl'"):
+        run.append_metrics({"step": 2, "train/loss": 0.25})
+    monkeypatch.undo()
+    run.append_metrics({"step": 3})
+    assert [row["step"] for row in lines(run.path / "metrics.jsonl")] == [1, 3]
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(OSError, match=r"file/run/config\.yaml"):
+        RunDirectory(tmp_path / "file" / "run").write_config({"a": 1})
+
+
+def test_checkpoint_comes_back_bit_by_bit(run):
+    torch.manual_seed(0)
+    state = {
+        "model": {"w": torch.randn(3, dtype=torch.float64)},
+        "rng": torch.random.get_rng_state(),
+        "step": 7,
+        "order": [3, 1, 2],
+    }
+    run.save_checkpoint(state)
+    found = run.load_checkpoint()
+    assert found is not None
+    assert torch.equal(found["model"]["w"], state["model"]["w"])
+    assert torch.equal(found["rng"], state["rng"])
+    assert (found["step"], found["order"]) == (7, [3, 1, 2])
+
+
+def test_resuming_drops_what_came_after_the_checkpoint(run):
+    run.append_metrics({"step": 10})
+    run.append_effects([effect(10, 5, 5)])
+    run.save_checkpoint({"step": 10})
+    kept = {name: (run.path / name).read_bytes() for name in (store.METRICS, store.EFFECTS)}
+    run.append_metrics({"step": 20})
+    run.append_effects([effect(20, 5, 5)])
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 30, "train/lo')
+    assert RunDirectory(run.path).load_checkpoint() == {"step": 10}
+    assert {name: (run.path / name).read_bytes() for name in kept} == kept
+    run.append_metrics({"step": 20})
+    assert [row["step"] for row in lines(run.path / "metrics.jsonl")] == [10, 20]
+
+
+def test_a_half_written_last_line_is_dropped_on_resuming(run):
+    run.append_metrics({"step": 10})
+    run.save_checkpoint({"step": 10})
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write('{"st')
+    run.load_checkpoint()
+    run.append_metrics({"step": 20})
+    assert [row["step"] for row in lines(run.path / "metrics.jsonl")] == [10, 20]
+
+
+def test_without_a_checkpoint_a_run_begins_with_empty_files(run):
+    assert run.load_checkpoint() is None
+    run.append_metrics({"step": 10})
+    run.append_effects([effect(10, 5, 5)])
+    assert run.load_checkpoint() is None
+    assert (run.path / "metrics.jsonl").read_bytes() == b""
+    assert (run.path / "effects.jsonl").read_bytes() == b""
+
+
+def test_lines_missing_before_the_checkpoint_stop_the_run(run):
+    run.append_metrics({"step": 10})
+    run.save_checkpoint({"step": 10})
+    (run.path / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl has 0 bytes but had 12 .*force=true"):
+        run.load_checkpoint()
+
+
+def test_a_later_checkpoint_replaces_the_earlier_or_leaves_it(run, monkeypatch):
+    run.save_checkpoint({"step": 1})
+    run.save_checkpoint({"step": 2})
+    monkeypatch.setattr(store.os, "replace", lambda *_: os.listdir("/does/not/exist"))
+    with pytest.raises(FileNotFoundError):
+        run.save_checkpoint({"step": 3})
+    assert run.load_checkpoint() == {"step": 2}
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04broken"])
+def test_a_broken_checkpoint_is_told_in_a_sentence(run, content):
+    run.path.mkdir(parents=True)
+    (run.path / "checkpoint.pt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"checkpoint\.pt cannot be read .*force=true"):
+        run.load_checkpoint()
+
+
+def test_a_checkpoint_with_code_in_it_is_not_loaded(run):
+    class Payload:
+        def __reduce__(self):
+            return (os.mkdir, (str(run.path / "executed"),))
+
+    run.path.mkdir(parents=True)
+    torch.save({"state": Payload(), "sizes": {}}, run.path / "checkpoint.pt")
+    with pytest.raises(ValueError, match="cannot be read"):
+        run.load_checkpoint()
+    assert not (run.path / "executed").exists()
+
+
+def test_clear_removes_the_runs_files_and_no_other(run):
+    run.clear()
+    run.write_config({"a": 1})
+    run.append_metrics({"step": 1})
+    run.append_effects([effect(1, 1, 1)])
+    run.save_checkpoint({"step": 1})
+    run.write_summary({"state": "finished"})
+    (run.path / ".summary.json.99.tmp").write_text("of a killed process")
+    (run.path / "wandb").mkdir()
+    run.clear()
+    assert [path.name for path in run.path.iterdir()] == ["wandb"]
+
+
+def test_clear_removes_the_summary_first(run, monkeypatch):
+    run.write_config({"a": 1})
+    run.write_summary({"state": "finished"})
+    removed = []
+    monkeypatch.setattr(store.Path, "unlink", lambda path, **_: removed.append(path.name))
+    run.clear()
+    assert removed[0] == "summary.json"
+
+
+def test_metrics_of_several_runs_are_one_table(tmp_path):
+    first, second = RunDirectory(tmp_path / "a"), RunDirectory(tmp_path / "b")
+    for step in range(1, 151):
+        first.append_metrics({"step": step, "train/loss": 1})
+    first.append_metrics({"step": 151, "train/loss": 0.5, "test/accuracy": 0.9})
+    second.append_metrics({"step": 1, "train/loss": float("nan")})
+    table = read_metrics([first.path, second.path])
+    assert table["run"].unique(maintain_order=True).to_list() == [str(first.path), str(second.path)]
+    assert table["train/loss"].to_list() == [1.0] * 150 + [0.5, None]
+    assert table["test/accuracy"].drop_nulls().to_list() == [0.9]
+    assert table["not_finite"].drop_nulls().to_list() == ["train/loss=nan"]
+
+
+def test_a_half_written_last_line_is_not_read(run):
+    run.append_metrics({"step": 1, "train/loss": 0.5})
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step":2,"train/loss":0.4')
+    assert read_metrics([run.path])["step"].to_list() == [1]
+
+
+@pytest.mark.parametrize("content", [None, "", '{"st'])
+def test_no_whole_line_is_no_row(run, content):
+    run.path.mkdir(parents=True)
+    if content is not None:
+        (run.path / "metrics.jsonl").write_text(content)
+        (run.path / "effects.jsonl").write_text(content)
+    assert read_metrics([run.path]).shape == (0, 2)
+    assert read_effects([run.path]).schema["site"] == pl.String
+    assert effect_table([run.path]) == []
+    assert effect_table([]) == []
+
+
+def test_a_broken_line_in_the_middle_is_an_error(run):
+    run.append_metrics({"step": 1})
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step":\n{"step":3}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl has a line that is not JSON"):
+        read_metrics([run.path])
+
+
+def test_a_run_directory_that_is_not_there_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no run directory .*nowhere"):
+        read_metrics([tmp_path / "nowhere"])
+
+
+def test_effect_table_is_that_worked_out_by_hand(tmp_path):
+    first, second = RunDirectory(tmp_path / "a"), RunDirectory(tmp_path / "b")
+    first.append_effects(
+        [
+            effect(10, 30, 3, cosine=0.5, changed=1, norm_before=2.0),
+            effect(20, 10, 1, cosine=0.9, changed=0, norm_before=4.0),
+            {**effect(20, 10, 1, cosine=0.1), "site": "b"},
+        ]
+    )
+    # a cosine that is not finite does not count, nor do the calls of its interval
+    second.append_effects(
+        [
+            effect(10, 10, 1, cosine=float("nan"), changed=0.5, norm_before=1.0),
+            effect(20, 10, 1, cosine=0.2, changed=0.5, norm_before=1.0),
+            {**effect(30, 10, 0), "nonfinite": 4},
+        ]
+    )
+    weight, bias = effect_table([first.path, second.path])
+    assert weight == {
+        "transform": "clip",
+        "site": "w",
+        "runs": 2,
+        "calls": 70,
+        "sampled": 6,
+        "nonfinite": 4,
+        "cosine": pytest.approx(((30 * 0.5 + 10 * 0.9) / 40 + 0.2) / 2),
+        "changed": pytest.approx((30 / 40 + 0.5) / 2),
+        "norm_before": pytest.approx(((30 * 2 + 10 * 4) / 40 + 1) / 2),
+    }
+    assert (bias["site"], bias["runs"], bias["cosine"]) == ("b", 1, pytest.approx(0.1))
+    assert bias["changed"] is None
+
+
+def test_effect_table_of_numbers_that_are_never_finite_is_null(run):
+    run.append_effects([effect(step, 5, 5, cosine=float("nan"), zeroed=0.5) for step in (1, 2)])
+    (row,) = effect_table([run.path])
+    assert row["cosine"] is None
+    assert row["zeroed"] == 0.5
+
+
+def test_importing_the_store_imports_no_polars():
+    code = "import sys, gradsurg.store; print('polars' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,226 @@
+"""Slow, obvious second versions, and PyTorch's own, of formulas that are easy to get wrong."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradsurg.transforms.adaptive_clip import AdaptiveClip
+from gradsurg.transforms.add_noise import AddNoise
+from gradsurg.transforms.base import Context, Transform, init_all, update_all
+from gradsurg.transforms.centralize import Centralize
+from gradsurg.transforms.clip import Clip
+from gradsurg.transforms.clip_global_norm import ClipGlobalNorm
+from gradsurg.transforms.clip_norm import ClipNorm
+from gradsurg.transforms.low_pass import LowPass
+from gradsurg.transforms.mask import Mask
+from gradsurg.transforms.norm_rescale import NormRescale
+from gradsurg.transforms.scale_by_sign import ScaleBySign
+from gradsurg.transforms.sign import Sign
+from tests.cases import INF, NAN
+
+
+def act(transform: Transform, grad: Tensor, value: Tensor | None = None, step: int = 0) -> Tensor:
+    context = Context("a.weight", step, value)
+    return transform.update(grad, transform.init(grad), context)[0]
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def euclid(numbers: list[float]) -> float:
+    return math.sqrt(sum(number * number for number in numbers))
+
+
+@pytest.mark.parametrize(
+    "shape", [(8, 4, 3, 3), (8, 4, 5), (8, 4), (8,), (1, 7), (1, 1, 1, 4)], ids=str
+)
+def test_adaptive_clip_is_the_papers_loop_over_units(shape: tuple[int, ...]) -> None:
+    grad, value = random(*shape) * 0.02, random(*shape, seed=1)
+    value[0] = 0.0  # A unit of zeros has eps for its norm.
+    expected = grad.clone()
+    units = [(grad[i], value[i], expected[i]) for i in range(shape[0])]
+    if len(shape) < 2:
+        units = [(grad, value, expected)]
+    clipped = 0
+    for g, w, out in units:
+        size, bound = euclid(g.flatten().tolist()), 0.01 * max(euclid(w.flatten().tolist()), 1e-3)
+        if size > bound:
+            clipped += 1
+            for index in range(g.numel()):
+                out.view(-1)[index] = g.flatten()[index] * bound / size
+    assert clipped
+    torch.testing.assert_close(act(AdaptiveClip(0.01), grad, value), expected)
+
+
+def test_adaptive_clip_says_that_it_needs_the_value() -> None:
+    with pytest.raises(ValueError, match=r"AdaptiveClip needs the tensor .* 'a\.weight' has none"):
+        act(AdaptiveClip(), random(3))
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, INF])
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_clip_global_norm_is_pytorchs(p: float, max_norm: float) -> None:
+    grads = [random(4, 3), random(5, seed=1), random(seed=2), random(2, 2, seed=3)]
+    params = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad.clone()
+    torch.nn.utils.clip_grad_norm_(params, max_norm, p)
+    for result, param in zip(group(ClipGlobalNorm(max_norm, p), grads), params, strict=True):
+        torch.testing.assert_close(result, param.grad)
+
+
+@pytest.mark.parametrize("p", [2.0, INF])
+def test_clip_global_norm_takes_mixed_dtypes_and_empty_tensors(p: float) -> None:
+    # 1e200 is out of float32's range: the common norm has to be of the widest dtype.
+    grads = [torch.tensor([0.0, 3.0]), torch.zeros(0), torch.tensor(1e100, dtype=torch.float64)]
+    grads += [torch.tensor(1.0, dtype=torch.bfloat16)]
+    results = group(ClipGlobalNorm(1.0, p, eps=0.0), grads)
+    assert [result.dtype for result in results] == [grad.dtype for grad in grads]
+    assert [result.shape for result in results] == [grad.shape for grad in grads]
+    torch.testing.assert_close(results[2], torch.tensor(1.0, dtype=torch.float64))
+    assert group(ClipGlobalNorm(1.0, p), []) == []
+    assert group(ClipGlobalNorm(1.0, p), [torch.zeros(0)])[0].shape == (0,)
+
+
+def test_clip_global_norm_measures_bfloat16_in_float32() -> None:
+    # In bfloat16 a sum of 256 ones and more stays 256.
+    grad = torch.ones(10_000, dtype=torch.bfloat16)
+    (result,) = group(ClipGlobalNorm(1.0), [grad])
+    torch.testing.assert_close(result, torch.full_like(grad, 0.01))
+
+
+def test_clip_global_norm_does_nothing_to_zeros() -> None:
+    assert torch.equal(group(ClipGlobalNorm(1.0, eps=0.0), [torch.zeros(3)])[0], torch.zeros(3))
+
+
+def test_clip_is_pytorchs() -> None:
+    param = torch.nn.Parameter(torch.zeros(50))
+    param.grad = random(50)
+    torch.nn.utils.clip_grad_value_([param], 0.3)
+    assert torch.equal(act(Clip(0.3), random(50)), param.grad)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e30])
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, INF])
+def test_norm_rescale_reaches_the_norm_at_every_scale(scale: float, p: float) -> None:
+    grad = random(3, 4) * scale
+    result = act(NormRescale(2.5, p=p, per="unit"), grad)
+    for row in range(3):
+        exact = grad[row].double()
+        expected = 2.5 * exact / torch.linalg.vector_norm(exact, p)
+        torch.testing.assert_close(result[row], expected.float())
+
+
+def test_clip_norm_leaves_alone_what_is_small_and_shortens_what_is_long() -> None:
+    grad = torch.stack([random(4) / 100, random(4, seed=1) * 100])
+    result = act(ClipNorm(1.0, per="unit"), grad)
+    assert torch.equal(result[0], grad[0])
+    torch.testing.assert_close(result[1], grad[1] / euclid(grad[1].tolist()))
+
+
+def test_centralize_takes_the_mean_of_each_filter() -> None:
+    grad = random(4, 3, 2, 2)
+    result = act(Centralize(), grad)
+    for i in range(4):
+        mean = sum(grad[i].flatten().tolist()) / 12
+        torch.testing.assert_close(result[i], grad[i] - mean)
+
+
+def test_low_pass_is_the_recursion_of_the_paper() -> None:
+    transform = LowPass(0.9, 2.0)
+    grads = [random(3, seed=seed) for seed in range(5)]
+    state = transform.init(grads[0])
+    m = grads[0].tolist()
+    for step, grad in enumerate(grads):
+        result, state = transform.update(grad, state, Context(step=step))
+        if step:
+            m = [0.9 * old + 0.1 * new for old, new in zip(m, grad.tolist(), strict=True)]
+        expected = [g + 2.0 * old for g, old in zip(grad.tolist(), m, strict=True)]
+        torch.testing.assert_close(result, torch.tensor(expected))
+
+
+def test_low_pass_of_a_constant_is_three_times_it_at_every_step() -> None:
+    transform = LowPass()
+    grad = torch.ones(2)
+    state = transform.init(grad)
+    for step in range(4):
+        result, state = transform.update(grad, state, Context(step=step))
+        torch.testing.assert_close(result, torch.full((2,), 3.0))
+
+
+@pytest.mark.parametrize("amount", [0.01, 0.3, 0.5, 1.0])
+def test_mask_keeps_the_largest_of_a_sort(amount: float) -> None:
+    grad = random(6, 5)
+    result = act(Mask(amount, per="unit"), grad)
+    for row in range(6):
+        order = sorted(range(5), key=lambda i: -abs(grad[row, i].item()))
+        kept = order[: max(1, round(amount * 5))]
+        expected = [grad[row, i].item() if i in kept else 0.0 for i in range(5)]
+        torch.testing.assert_close(result[row], torch.tensor(expected))
+
+
+@pytest.mark.parametrize("per", ["tensor", "unit", "a b c -> b", "a b c -> c a"])
+def test_mask_keeps_exactly_k_of_equal_entries_in_each_group(per: str) -> None:
+    result = act(Mask(0.5, per=per), torch.ones(4, 6, 2))
+    assert result.count_nonzero() == 24
+    if per == "a b c -> b":
+        assert result.count_nonzero(dim=(0, 2)).tolist() == [4] * 6
+
+
+def test_mask_by_a_pattern_puts_entries_back_where_they_were() -> None:
+    grad = random(4, 6, 2)
+    result = act(Mask(0.5, per="a b c -> b"), grad)
+    assert torch.equal(result[result != 0], grad[result != 0])
+
+
+def test_mask_at_random_keeps_the_fraction_asked_for() -> None:
+    grad = torch.ones(100_000)
+    kept = act(Mask(0.3, by="random"), grad)
+    assert abs(kept.mean().item() - 0.3) < 5 * math.sqrt(0.3 * 0.7 / 1e5)
+    torch.testing.assert_close(act(Mask(0.3, by="random", rescale=True), grad), kept / 0.3)
+
+
+@pytest.mark.parametrize("step", [0, 1, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_noise_has_the_variance_of_the_paper(step: int, dtype: torch.dtype) -> None:
+    noise = act(AddNoise(0.3), torch.zeros(200_000, dtype=dtype), step=step).double()
+    expected = math.sqrt(0.3 / (1 + step) ** 0.55)
+    assert abs(noise.std().item() / expected - 1) < 0.01
+    assert abs(noise.mean().item()) < 5 * expected / math.sqrt(200_000)
+
+
+def test_noise_of_a_fixed_deviation_does_not_fade() -> None:
+    noise = act(AddNoise(sigma=2.0), torch.zeros(200_000), step=1000)
+    assert abs(noise.std().item() / 2 - 1) < 0.01
+
+
+def test_sign_by_mean_is_the_mean_of_each_unit() -> None:
+    grad = random(3, 4)
+    result = act(Sign("mean", per="unit"), grad)
+    for row in range(3):
+        size = sum(abs(x) for x in grad[row].tolist()) / 4
+        torch.testing.assert_close(result[row], grad[row].sign() * size)
+
+
+def test_scale_by_sign_at_a_relu_is_deconvnet() -> None:
+    grad = random(5, 5)
+    assert torch.equal(act(ScaleBySign(), grad), grad.relu())
+
+
+def test_scale_by_sign_of_a_group_with_a_nan_is_unchanged() -> None:
+    grad = torch.tensor([[1.0, NAN], [1.0, 2.0]])
+    result = act(ScaleBySign(3.0, per="unit"), grad)
+    torch.testing.assert_close(result, torch.tensor([[1.0, NAN], [3.0, 6.0]]), equal_nan=True)
+
+
+def test_scale_by_sign_says_that_it_needs_the_value() -> None:
+    with pytest.raises(ValueError, match="ScaleBySign needs the tensor whose gradient this is"):
+        act(ScaleBySign(of="value"), random(3))
+
+
+def group(transform: Transform, grads: list[Tensor]) -> list[Tensor]:
+    contexts = [Context(f"site{index}") for index in range(len(grads))]
+    return update_all(transform, grads, init_all(transform, grads), contexts)[0]

@@ -1,0 +1,50 @@
+"""Every transform has a config and a row, and does what its row says."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from gradsurg import catalogue
+from gradsurg.transforms.base import Context
+from gradsurg.transforms.chain import Chain
+from tests.cases import CONFIGS, ROWS, Row, build, config, names
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.name}-{dict(row.fields)}-{row.step}")
+def test_a_transform_gives_what_its_row_says(row: Row) -> None:
+    transform = build(row.name, row.fields)
+    grad = torch.tensor(row.grad)
+    value = None if row.value is None else torch.tensor(row.value)
+    context = Context(site="a.weight", step=row.step, value=value)
+    result, _ = transform.update(grad, transform.init(grad), context)
+    torch.testing.assert_close(
+        result, torch.tensor(row.expected), rtol=row.tolerance, atol=row.tolerance, equal_nan=True
+    )
+
+
+def test_every_config_has_a_row_and_every_row_a_config() -> None:
+    assert {row.name for row in ROWS} == set(names())
+
+
+def test_every_transform_has_a_config_of_its_name() -> None:
+    assert set(catalogue.names("transforms")) <= set(names())
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_config_starts_with_its_command_and_has_one_key_its_name(name: str) -> None:
+    first, second, *_ = (CONFIGS / f"{name}.yaml").read_text().splitlines()
+    assert first.startswith(f"# python -m gradsurg.run transform={name}")
+    assert second == f"{name}:"
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_config_shows_every_field_and_a_plain_one_the_defaults(name: str) -> None:
+    made = build(name)
+    if isinstance(made, Chain):
+        assert set(config(name)) == {"name", "links"}
+        return
+    assert dataclasses.is_dataclass(made)
+    assert set(config(name)) == {"name", *(field.name for field in dataclasses.fields(made))}
+    if config(name)["name"] == name:
+        assert made == type(made)()

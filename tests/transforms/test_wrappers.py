@@ -1,0 +1,197 @@
+"""Transforms made of transforms: Chain, Scheduled, NormMatched, Function."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradsurg.fields import FieldError
+from gradsurg.transforms.add_noise import AddNoise
+from gradsurg.transforms.base import Context, Function, Transform, init_all, update_all
+from gradsurg.transforms.chain import Chain
+from gradsurg.transforms.clip import Clip
+from gradsurg.transforms.clip_global_norm import ClipGlobalNorm
+from gradsurg.transforms.identity import Identity
+from gradsurg.transforms.low_pass import LowPass
+from gradsurg.transforms.norm_matched import NormMatched
+from gradsurg.transforms.reverse import Reverse
+from gradsurg.transforms.scale import Scale
+from gradsurg.transforms.scale_by_sign import ScaleBySign
+from gradsurg.transforms.scheduled import Scheduled
+from gradsurg.transforms.sign import Sign
+from gradsurg.transforms.zero import Zero
+from tests.cases import INF, NAN
+
+GRADS = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])]
+CONTEXTS = [Context("a"), Context("b")]
+
+
+def act(transform: Transform, grad: Tensor, step: int = 0) -> Tensor:
+    return transform.update(grad, transform.init(grad), Context("a.weight", step))[0]
+
+
+def test_a_chain_runs_its_links_in_order() -> None:
+    grad = torch.tensor([5.0])
+    assert act(Chain(Clip(1.0), Scale(2.0)), grad).item() == 2.0
+    assert act(Chain(Scale(2.0), Clip(1.0)), grad).item() == 1.0
+
+
+def test_a_chain_of_chains_is_one_chain() -> None:
+    flat = Chain(Clip(1.0), Scale(2.0), Zero())
+    nested = Chain(Clip(1.0), Chain(Chain(Scale(2.0)), Zero()))
+    assert nested == flat
+    assert hash(nested) == hash(flat)
+    assert nested.links == (Clip(1.0), Scale(2.0), Zero())
+    assert repr(flat) == "Chain(Clip(value=1.0), Scale(factor=2.0), Zero())"
+    assert Chain(links=[Clip(1.0), Scale(2.0), Zero()]) == flat
+    assert Chain(Zero(), Clip(1.0)) != Chain(Clip(1.0), Zero())
+
+
+def test_a_chain_of_nothing_is_the_identity() -> None:
+    grad = torch.tensor([NAN, 1.0])
+    assert act(Chain(), grad) is grad
+    assert Chain().laws == Identity().laws
+
+
+def test_a_chain_cannot_be_changed() -> None:
+    chain: Any = Chain(Zero())
+    with pytest.raises(AttributeError, match="cannot be changed"):
+        chain.links = ()
+
+
+def test_a_chain_refuses_what_is_no_transform() -> None:
+    wrong: list[Any] = [Zero(), 3]
+    forgotten: Any = Zero
+    with pytest.raises(TypeError, match=r"Chain\.links\.1: must be a transform, found 3"):
+        Chain(*wrong)
+    with pytest.raises(TypeError, match=r"did you mean Zero\(\)\?"):
+        Chain(forgotten)
+
+
+def test_a_chain_takes_plain_functions_and_then_knows_no_laws() -> None:
+    chain = Chain(Scale(2.0), torch.neg)
+    assert isinstance(chain.links[1], Function)
+    assert chain.laws == frozenset()
+    assert act(chain, torch.tensor([1.0])).item() == -2.0
+
+
+def test_links_that_are_equal_draw_different_noise() -> None:
+    grad = torch.zeros(1000)
+    one = act(Chain(AddNoise(sigma=1.0)), grad)
+    two = act(Chain(AddNoise(sigma=1.0), AddNoise(sigma=1.0)), grad)
+    # Of independent draws the variances add up; of equal ones the sum would have four times it.
+    assert 1.7 < (two.var() / one.var()).item() < 2.3
+
+
+def test_each_link_of_a_chain_has_a_state_of_its_own() -> None:
+    chain = Chain(LowPass(0.5, 1.0), Scale(10.0), LowPass(0.5, 1.0))
+    grads = [torch.tensor([1.0]), torch.tensor([3.0])]
+    state = chain.init(grads[0])
+    assert sorted(state) == ["0.0.mean", "0.0.started", "2.0.mean", "2.0.started"]
+    first, second = LowPass(0.5, 1.0), LowPass(0.5, 1.0)
+    states = [first.init(grads[0]), second.init(grads[0])]
+    for grad in grads:
+        result, state = chain.update(grad, state, Context())
+        middle, states[0] = first.update(grad, states[0], Context())
+        expected, states[1] = second.update(10 * middle, states[1], Context())
+        torch.testing.assert_close(result, expected)
+
+
+def test_a_chain_sees_the_group_if_a_link_does() -> None:
+    assert Chain(Clip(1.0), Zero()).scope == "tensor"
+    chain = Chain(Scale(2.0), ClipGlobalNorm(1.0, eps=0.0), LowPass())
+    assert chain.scope == "group"
+    results, state = update_all(chain, GRADS, init_all(chain, GRADS), CONTEXTS)
+    # |(6, 8)| = 10, so [0.6, 0] and [0.8]; three times that at the first step of LowPass.
+    torch.testing.assert_close(results[0], torch.tensor([1.8, 0.0]))
+    torch.testing.assert_close(results[1], torch.tensor([[2.4]]))
+    assert {key for key in state if key.endswith("mean")} == {"2.0.mean", "2.1.mean"}
+
+
+@pytest.mark.parametrize("wrap", [Chain, Scheduled, NormMatched])
+def test_a_wrapper_needs_what_its_part_needs(wrap: Callable[[Any], Transform]) -> None:
+    assert wrap(ScaleBySign(of="value")).needs_value
+    assert not wrap(Zero()).needs_value
+    assert wrap(ClipGlobalNorm()).scope == "group"
+    assert wrap(Zero()).scope == "tensor"
+    assert wrap(torch.neg).laws <= {"sign_preserving"}
+
+
+def test_a_chain_of_two_is_not_called_idempotent() -> None:
+    assert "idempotent" in Chain(Sign()).laws
+    assert "idempotent" not in Chain(Sign(), Clip(0.5)).laws
+
+
+@pytest.mark.parametrize(
+    ("curve", "middle"),
+    [("linear", 0.25), ("cosine", 0.1464466), ("saturating", 2 / (1 + math.exp(-2.5)) - 1)],
+)
+def test_a_schedule_follows_its_curve_between_two_constants(curve: str, middle: float) -> None:
+    fields: dict[str, Any] = {"begin": 10, "steps": 8, "start": 1.0, "stop": 3.0, "curve": curve}
+    scheduled = Scheduled(Zero(), **fields)
+    assert [scheduled.strength(step) for step in (0, 10, 18, 1000)] == [1.0, 1.0, 3.0, 3.0]
+    assert math.isclose(scheduled.strength(12), 1 + 2 * middle, rel_tol=1e-6)
+
+
+def test_a_schedule_is_exact_at_both_ends() -> None:
+    grad = torch.tensor([0.1, 1e-30, INF, NAN])
+    scheduled = Scheduled(Scale(3e38), steps=10)
+    assert act(scheduled, grad, step=0) is grad
+    full = act(scheduled, grad, step=10)
+    assert torch.equal(full[:3], act(Scale(3e38), grad)[:3])
+
+
+def test_a_schedule_keeps_the_state_of_its_part_warm() -> None:
+    scheduled = Scheduled(LowPass(0.5, 1.0), begin=1, steps=1)
+    state = scheduled.init(torch.zeros(1))
+    _, state = scheduled.update(torch.tensor([2.0]), state, Context(step=0))
+    result, _ = scheduled.update(torch.tensor([4.0]), state, Context(step=2))
+    assert result.item() == 4.0 + (0.5 * 2.0 + 0.5 * 4.0)
+
+
+def test_a_schedule_of_a_reversal_is_that_of_ganin_and_lempitsky() -> None:
+    scheduled = Scheduled(Reverse(), start=0.5, stop=1.0, curve="saturating", steps=100)
+    for step in (0, 1, 30, 99):
+        strength = 2 / (1 + math.exp(-10 * step / 100)) - 1
+        result = act(scheduled, torch.tensor([1.0]), step=step).item()
+        assert math.isclose(result, -strength, abs_tol=1e-6)
+
+
+def test_a_schedule_takes_a_group() -> None:
+    scheduled = Scheduled(ClipGlobalNorm(1.0, eps=0.0), start=0.5, stop=0.5)
+    results, _ = update_all(scheduled, GRADS, init_all(scheduled, GRADS), CONTEXTS)
+    torch.testing.assert_close(results[0], torch.tensor([1.8, 0.0]))
+    torch.testing.assert_close(results[1], torch.tensor([[2.4]]))
+
+
+def test_a_wrapper_refuses_what_is_no_transform() -> None:
+    number: Any = 3
+    forgotten: Any = Zero
+    with pytest.raises(FieldError, match=r"^Scheduled\.of: must be a Transform, found 3$"):
+        Scheduled(number)
+    with pytest.raises(FieldError, match=r"^NormMatched\.of: must be a Transform, found"):
+        NormMatched(forgotten)
+
+
+def test_norm_matched_has_the_norm_of_the_other_and_the_direction_of_the_gradient() -> None:
+    grad = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    for other in (Clip(0.3), Sign(), Chain(Scale(5.0), ScaleBySign())):
+        result = act(NormMatched(other), grad)
+        torch.testing.assert_close(result.norm(), act(other, grad).norm())
+        torch.testing.assert_close(result / result.norm(), grad / grad.norm())
+
+
+def test_norm_matched_of_zero_is_zero() -> None:
+    grad = torch.zeros(3)
+    assert torch.equal(act(NormMatched(AddNoise(sigma=1.0)), grad), grad)
+    assert torch.equal(act(NormMatched(Zero()), torch.ones(3)), grad)
+
+
+def test_norm_matched_takes_a_group_and_matches_each_tensor() -> None:
+    matched = NormMatched(ClipGlobalNorm(1.0, eps=0.0))
+    results, _ = update_all(matched, GRADS, init_all(matched, GRADS), CONTEXTS)
+    torch.testing.assert_close(results[0], torch.tensor([0.6, 0.0]))
+    torch.testing.assert_close(results[1], torch.tensor([[0.8]]))
