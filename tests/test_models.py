@@ -120,12 +120,12 @@ def test_convnet_is_what_its_formula_says():
         ),
         (
             Convnet,
-            (1, 8, 9),
+            (1, 8, 64),
             {"channels": [4, 4, 4, 4]},
             [
                 (
                     "channels",
-                    "must have at most 3 entries, because each halves an image of 8 x 9, found 4",
+                    "must have at most 3 entries, because each halves an image of 8 x 64, found 4",
                 )
             ],
         ),

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 
 
-def info(directory, seed=0, label="clip [0.01] seed 0"):
+def info(directory, seed=0, label="clip [bold] seed 0"):
     return RunInfo(
         study="study",
         arm="clip",
@@ -178,7 +178,7 @@ def test_console_prints_one_line_a_run_where_there_is_no_terminal(monkeypatch):
     sink.log(10, {"train/loss": 1.0})
     assert file.getvalue() == ""
     sink.finish("diverged", {"train/loss": 7.0, "test/loss": 0.25, "test/accuracy": 0.91239})
-    line = "clip clip [0.01] seed 0: diverged at step 10, test/loss 0.25, test/accuracy 0.9124\n"
+    line = "clip clip [bold] seed 0: diverged at step 10, test/loss 0.25, test/accuracy 0.9124\n"
     assert file.getvalue() == line
     go(sink)
     assert file.getvalue().count("\n") == 2
@@ -196,7 +196,7 @@ def test_console_shows_a_bar_on_a_terminal_and_takes_it_away(monkeypatch):
     assert progress.tasks[0].completed == 40
     assert progress.tasks[0].total == 100
     progress.refresh()
-    for words in ("clip [0.01] seed 0", "loss 1.25", "40/100", "steps/s"):
+    for words in ("clip [bold] seed 0", "loss 1.25", "40/100", "steps/s"):
         assert words in file.getvalue()
     sink.finish("finished", {"test/accuracy": 0.9})
     assert not progress.live.is_started

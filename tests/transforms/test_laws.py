@@ -165,8 +165,9 @@ def assert_unbiased(transform: Transform, draw: Draw) -> None:
     state = transform.init(draw.g)
     contexts = [replace(draw.context, seed=seed) for seed in range(400)]
     results = torch.stack([transform.update(draw.g, state, one)[0] for one in contexts])
-    error = results.std(dim=0) / len(contexts) ** 0.5
-    assert ((results.mean(dim=0) - draw.g).abs() <= 6 * error + 1e-9 * draw.g.abs()).all()
+    mean = results.mean(dim=0)
+    error = (results - mean).square().mean(dim=0).sqrt() / len(contexts) ** 0.5
+    assert ((mean - draw.g).abs() <= 6 * error + 1e-9 * draw.g.abs()).all()
 
 
 def assert_deterministic(transform: Transform, draw: Draw) -> None:
@@ -203,7 +204,7 @@ def test_every_declared_law_holds(transform: Transform) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("transform", ALL, ids=str)
 def test_every_declared_law_holds_on_many_more(transform: Transform) -> None:
-    assert_laws(transform, 400)
+    assert_laws(transform, 120)
 
 
 def test_every_law_has_its_assertion() -> None:
@@ -235,13 +236,12 @@ class Liar(Stateless):
     """Declares one law it breaks."""
 
     def __init__(self, law: Law, breaks: Callable[[Tensor, Context], Tensor]) -> None:
-        self.law = law
+        self.law: Law = law
         self.breaks = breaks
 
     @property
     def laws(self) -> frozenset[Law]:
-        laws: set[Law] = {self.law}
-        return frozenset(laws)
+        return frozenset({self.law})
 
     def apply(self, grad: Tensor, context: Context) -> Tensor:
         return self.breaks(grad, context)

@@ -1,0 +1,261 @@
+"""Arms that are compared: run each of them once, seed by seed, and keep the record."""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from statistics import median
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gradsurg.effects import NUMBERS
+from gradsurg.ledger import SurgeryWarning
+from gradsurg.sinks.base import RunInfo, Sink
+from gradsurg.store import RunDirectory, directory_name
+from gradsurg.surgery import Live, Surgery
+from gradsurg.tasks.base import Data, Task
+from gradsurg.train import Batches, outputs_of, train
+
+ArmName = Literal["treated", "control"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long a run is, how often it logs and is saved, in optimizer steps."""
+
+    steps: int
+    batch_size: int
+    log_every: int
+    checkpoint_every: int
+    effects_every: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One arm with one seed. `identity` is the resolved config that the run is recognised by."""
+
+    study: str
+    arm: ArmName
+    label: str
+    seed: int
+    identity: dict[str, object]
+    tags: tuple[str, ...]
+    task: Task
+    make_model: Callable[[Data], nn.Module]
+    make_optimizer: Callable[[nn.Module], Optimizer]
+    surgery: Surgery
+    shadow: bool
+    schedule: Schedule
+    device: torch.device
+
+    def directory(self, out: Path) -> Path:
+        """Where it lies: `<out>/<study>/<label>-<hash8>`."""
+        return out / self.study / directory_name(f"{self.label}-seed{self.seed}", self.identity)
+
+
+@dataclass
+class Record:
+    """Where a run lies, how it ended, and what its user should know."""
+
+    run: Run
+    directory: Path
+    summary: dict[str, object]
+    reused: bool = False
+
+
+def execute(
+    run: Run, out: Path, sinks: Sequence[Sink], force: bool = False, threads: int | None = None
+) -> Record:
+    """Do a run, or take up a finished or an interrupted one; nothing is left behind in the process.
+
+    A finished run is not repeated unless `force`; an interrupted one goes on from its checkpoint and
+    ends as if it had never been interrupted.
+    """
+    place = RunDirectory(run.directory(out))
+    if force:
+        place.clear()
+    if place.finished:
+        return Record(run, place.path, place.read_summary(), reused=True)
+    place.write_config(run.identity)
+    info = RunInfo(
+        run.study,
+        run.arm,
+        f"{run.label}-seed{run.seed}",
+        run.seed,
+        place.path,
+        run.identity,
+        run.tags,
+        run.schedule.steps,
+    )
+    for sink in sinks:
+        sink.start(info)
+    state = "failed"
+    summary: dict[str, object] = {}
+    try:
+        with _quarantine(threads, run.device):
+            summary = _train(run, place, sinks)
+        state = "diverged" if summary["state"] == "diverged" else "finished"
+        place.write_summary(summary)
+    finally:
+        numbers = {key: value for key, value in summary.items() if isinstance(value, int | float)}
+        for sink in sinks:
+            sink.finish(state, numbers)
+    return Record(run, place.path, summary)
+
+
+def _train(run: Run, place: RunDirectory, sinks: Sequence[Sink]) -> dict[str, object]:
+    torch.manual_seed(run.seed)
+    data = run.task.load()
+    model = run.make_model(data).to(run.device)
+    optimizer = run.make_optimizer(model)
+    batches = Batches(
+        data.train_inputs.to(run.device),
+        data.train_targets.to(run.device),
+        run.schedule.batch_size,
+        run.seed,
+    )
+    start = _resume(run, place, model, optimizer)
+    log = _Log(run, place, sinks, seconds=[])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        attached = run.surgery.attach(
+            model, optimizer, effects_every=run.schedule.effects_every, shadow=run.shadow
+        )
+        with attached as live:
+            for step in train(
+                model, optimizer, run.task.loss, batches, run.schedule.steps, start
+            ):
+                log.seconds.append(step.seconds)
+                if step.done % run.schedule.log_every and step.done != run.schedule.steps:
+                    continue
+                if not log.interval(step.done, step.loss.item(), live):
+                    break
+                # Only here is nothing half-gathered, so the first log after a due step saves.
+                if step.done % run.schedule.checkpoint_every < run.schedule.log_every:
+                    place.save_checkpoint(_checkpoint(step.done, model, optimizer, run))
+            notes = _changed_nothing(run, live)
+    notes += [str(item.message) for item in caught if item.category is SurgeryWarning]
+    for item in caught:
+        if item.category is not SurgeryWarning:
+            warnings.warn_explicit(item.message, item.category, item.filename, item.lineno)
+    return log.summary(data, model, notes)
+
+
+@dataclass
+class _Log:
+    """What a run writes down as it goes."""
+
+    run: Run
+    place: RunDirectory
+    sinks: Sequence[Sink]
+    seconds: list[float]
+    loss: float = float("nan")
+    done: int = 0
+    diverged: bool = field(default=False)
+
+    def interval(self, done: int, loss: float, live: Live) -> bool:
+        """Log the interval that ends with step `done`; False if the loss is no longer finite."""
+        self.done, self.loss = done, loss
+        rows = live.effects.fetch()
+        self.place.append_metrics({"step": done, "train/loss": loss})
+        self.place.append_effects([{"step": done, **row} for row in rows])
+        values = {"train/loss": loss, "time/step_ms": 1000 * median(self.seconds[-100:])}
+        for row in rows:
+            prefix = f"effect/{row['transform']}/{row['site']}"
+            for name in ("calls", *NUMBERS):
+                value = row[name]
+                if isinstance(value, int | float):
+                    values[f"{prefix}/{name}"] = value
+        for sink in self.sinks:
+            sink.log(done, values)
+        self.diverged = not isfinite(loss)
+        return not self.diverged
+
+    def summary(self, data: Data, model: nn.Module, notes: list[str]) -> dict[str, object]:
+        """The outcome, on all training and all test examples."""
+        run = self.run
+        outcome: dict[str, object] = {
+            "state": "diverged" if self.diverged else "finished",
+            "arm": run.arm,
+            "label": run.label,
+            "seed": run.seed,
+            "steps": self.done,
+        }
+        parts = {
+            "train": (data.train_inputs, data.train_targets),
+            "test": (data.test_inputs, data.test_targets),
+        }
+        for part, (inputs, targets) in parts.items():
+            outputs = outputs_of(model, inputs.to(run.device))
+            for name, value in run.task.metrics(outputs, targets.to(run.device)).items():
+                outcome[f"{part}/{name}"] = value
+        outcome["time/step_ms"] = 1000 * median(self.seconds) if self.seconds else None
+        outcome["notes"] = notes
+        return outcome
+
+
+def _checkpoint(done: int, model: nn.Module, optimizer: Optimizer, run: Run) -> dict[str, object]:
+    return {
+        "step": done,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "surgery": run.surgery.state_dict(),
+        "rng": torch.get_rng_state(),
+        "device_rng": torch.cuda.get_rng_state() if run.device.type == "cuda" else None,
+    }
+
+
+def _resume(run: Run, place: RunDirectory, model: nn.Module, optimizer: Optimizer) -> int:
+    """Take up the checkpoint, if there is one: the number of steps it has behind it."""
+    kept = place.load_checkpoint()
+    if kept is None:
+        return 0
+    model.load_state_dict(kept["model"])
+    optimizer.load_state_dict(kept["optimizer"])
+    run.surgery.load_state_dict(kept["surgery"])
+    torch.set_rng_state(kept["rng"])
+    if kept["device_rng"] is not None:
+        torch.cuda.set_rng_state(kept["device_rng"], run.device)
+    return kept["step"]
+
+
+@contextmanager
+def _quarantine(threads: int | None, device: torch.device) -> Iterator[None]:
+    """Give back the random generators and the number of threads as they were."""
+    before = torch.get_num_threads()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        if threads is not None:
+            torch.set_num_threads(threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+
+def _changed_nothing(run: Run, live: Live) -> list[str]:
+    """Tell of each transform that changed no entry anywhere, and what would have."""
+    if run.shadow:
+        return []
+    rows = live.effects.rows()
+    notes = []
+    for transform in dict.fromkeys(str(row["transform"]) for row in rows):
+        own = [row for row in rows if row["transform"] == transform]
+        if any(row["changed"] for row in own):
+            continue
+        levels = (0.5, 0.9, 0.99, 1.0)
+        quantiles = live.effects.quantiles(transform, levels)
+        norms = [row["norm_before"] for row in own if isinstance(row["norm_before"], float)]
+        if not quantiles or not norms:
+            continue
+        shown = ", ".join(f"{q:.0%} {v:.2g}" for q, v in zip(levels, quantiles, strict=True))
+        notes.append(
+            f"{transform} changed nothing. Quantiles of |g|: {shown}; norms from {min(norms):.2g} to "
+            f"{max(norms):.2g}. A bound of {quantiles[1]:.2g} on entries, or of {median(norms):.2g} "
+            "on norms, would bite."
+        )
+    return notes
