@@ -4,6 +4,7 @@ import copy
 import hashlib
 import importlib
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from gradsurg import __version__, triggers
 from gradsurg.catalogue import find
 from gradsurg.fields import FieldError, nearest, validated
+from gradsurg.ledger import SurgeryWarning
 from gradsurg.sinks.base import Guarded, Sink
 from gradsurg.sites.base import Selector
 from gradsurg.study import Run, Schedule
@@ -367,8 +369,11 @@ def _probe(
     """Attach to a throw-away model and let two examples through: what matches nothing fails now."""
     at = intervention or Intervention(Identity(), selector)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with torch.random.fork_rng(devices=[]), Surgery(at)._probe(model, optimizer):
-        model(data.train_inputs[:2])
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # No gradient will pass here, which is what the ledger would warn of.
+        warnings.simplefilter("ignore", SurgeryWarning)
+        with Surgery(at).attach(model, optimizer, effects_every=0):
+            model(data.train_inputs[:2])
 
 
 def _device(settings: Settings | None, faults: _Faults) -> torch.device | None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from gradsurg.effects import Effects
 from gradsurg.ledger import Entry
 from gradsurg.sites.base import SiteGate
-from gradsurg.transforms.base import Context, GroupTransform, State, Transform
+from gradsurg.transforms.base import Context, GroupTransform, State, Stateless, Transform
 from gradsurg.triggers import Trigger
 
 ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -21,12 +21,14 @@ class Operation:
         "autocast",
         "effects",
         "firing",
+        "idle",
         "links",
         "needs_value",
         "on",
         "sampling",
         "seed",
         "shadow",
+        "stateless",
         "states",
         "step",
         "stepping",
@@ -51,6 +53,7 @@ class Operation:
         self.shadow = shadow
         self.stepping = stepping
         self.needs_value = any(link.needs_value for _, link in links)
+        self.stateless = all(isinstance(link, Stateless) for _, link in links)
         self.on = True
 
     def begin(self, step: int) -> None:
@@ -58,6 +61,8 @@ class Operation:
         self.step = step
         self.firing = self.trigger.fires(step)
         self.sampling = self.effects.sampling
+        # A shadowed transform without state leaves no trace in a step that is not measured.
+        self.idle = self.shadow and not self.sampling and self.stateless
         self.autocast: bool | None = None
 
     def under_autocast(self, device: str) -> bool:
@@ -135,6 +140,8 @@ class Gate:
             if not operation.firing:
                 return None
             entry.fired += 1
+            if operation.idle:
+                return None
             if not self._seen or operation.needs_value or operation.under_autocast(self._device):
                 result = self._careful(grad, value)
                 return None if result is grad or operation.shadow else result

@@ -176,6 +176,18 @@ class _Log:
         self.diverged = not isfinite(loss)
         return not self.diverged
 
+    def times(self) -> dict[str, float | None]:
+        """Median step times, apart for the steps whose effect was measured."""
+        every = self.run.schedule.effects_every
+        first = self.done - len(self.seconds)
+        steps = list(enumerate(self.seconds, first))
+        plain = [seconds for step, seconds in steps if not every or step % every]
+        measured = [seconds for step, seconds in steps if every and step % every == 0]
+        return {
+            "time/step_ms": _median_ms(plain or measured),
+            "time/measured_step_ms": _median_ms(measured),
+        }
+
     def summary(self, data: Data, model: nn.Module, notes: list[str]) -> dict[str, object]:
         """The outcome, on all training and all test examples."""
         run = self.run
@@ -194,9 +206,14 @@ class _Log:
             outputs = outputs_of(model, inputs.to(run.device))
             for name, value in run.task.metrics(outputs, targets.to(run.device)).items():
                 outcome[f"{part}/{name}"] = value
-        outcome["time/step_ms"] = 1000 * median(self.seconds) if self.seconds else None
+        outcome |= self.times()
+        outcome["effects_every"] = run.schedule.effects_every
         outcome["notes"] = notes
         return outcome
+
+
+def _median_ms(seconds: list[float]) -> float | None:
+    return 1000 * median(seconds) if seconds else None
 
 
 def _checkpoint(done: int, model: nn.Module, optimizer: Optimizer, run: Run) -> dict[str, object]:

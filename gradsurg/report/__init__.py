@@ -1,0 +1,1 @@
+"""From the files of runs to what a person reads."""

@@ -1,0 +1,163 @@
+"""What a job prints when it is done: the answer first, then the effect at each site."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from gradsurg.stats import Difference, paired_difference, verdict
+from gradsurg.store import RunDirectory, effect_table
+from gradsurg.tables import aligned, number
+from gradsurg.tables import effect_table as effect_text
+
+OUTCOMES = {"train/loss": "train loss", "test/loss": "test loss", "test/accuracy": "test accuracy"}
+HEADLINE = ("test/accuracy", "test/loss", "train/loss")
+
+Summary = dict[str, Any]  # Any: what JSON can hold
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The run directories of one seed; one of them can be missing."""
+
+    treated: Path | None
+    control: Path | None
+
+
+def report(runs: Sequence[Runs]) -> str:
+    """The outcome of all seeds, treated beside control, and the effect at each site."""
+    treated = [_summary(run.treated) for run in runs]
+    control = [_summary(run.control) for run in runs]
+    shown = [run.treated or run.control for run in runs]
+    parts = [_outcome(treated, control), _effects([path for path in shown if path is not None])]
+    parts += _notes([summary for summary in treated + control if summary is not None])
+    parts.append(_places(runs))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _summary(path: Path | None) -> Summary | None:
+    return RunDirectory(path).read_summary() if path is not None else None
+
+
+def _outcome(treated: Sequence[Summary | None], control: Sequence[Summary | None]) -> str:
+    both = [(a, b) for a, b in zip(treated, control, strict=True) if a and b]
+    if not both:
+        return _alone([summary for summary in [*treated, *control] if summary])
+    whole = [(a, b) for a, b in both if a["state"] == b["state"] == "finished"]
+    name, plain = both[0][0]["label"], both[0][1]["label"]
+    lost = [
+        f"{count} of {len(both)} {arm} runs diverged"
+        for arm, summaries in ((name, [a for a, _ in both]), (plain, [b for _, b in both]))
+        if (count := sum(summary["state"] == "diverged" for summary in summaries))
+    ]
+    if not whole:
+        return f"{name}: nothing to compare; {'; '.join(lost)}"
+    rows = [["", name, plain, "difference", "95 % interval"]]
+    differences = {}
+    for key in [key for key in OUTCOMES if key in whole[0][0]]:
+        values = [a[key] for a, _ in whole], [b[key] for _, b in whole]
+        differences[key] = paired_difference(*values)
+        rows.append(_row(OUTCOMES[key], fmean(values[0]), fmean(values[1]), differences[key]))
+    rows.append(_time_row(whole))
+    headline = next(key for key in HEADLINE if key in differences)
+    lines = [_answer(name, plain, headline, differences[headline]), *lost, "", aligned(rows)]
+    return "\n".join([*lines, _measured(whole, name)])
+
+
+def _answer(name: str, plain: str, key: str, difference: Difference) -> str:
+    against = "without" if plain == "none" else f"than {plain}"
+    told = verdict(difference)
+    amount = f"{difference.mean:+.2%}" if "accuracy" in key else f"{difference.mean:+.3g}"
+    seeds = f"{difference.n} seed{'s' if difference.n > 1 else ''}"
+    if difference.low is None:
+        return f"{name}: {OUTCOMES[key]} {amount} against {plain}; {told}."
+    between = f"95 % interval {_amount(key, difference.low)} to {_amount(key, difference.high)}"
+    match told:
+        case "no clear difference":
+            said = f"no clear difference in {OUTCOMES[key]} against {plain}"
+        case _:
+            said = f"{OUTCOMES[key]} is {told} {against}"
+    caution = " Fewer than 6 seeds cannot reach p < 0.05 in a sign-flip test."
+    few = caution if difference.n < 6 and told != "no clear difference" else ""
+    return f"{name}: {said}: {amount}, {between}, {seeds}, paired t.{few}"
+
+
+def _amount(key: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:+.2%}" if "accuracy" in key else f"{value:+.3g}"
+
+
+def _row(title: str, treated: float, control: float, difference: Difference) -> list[str]:
+    accuracy = "accuracy" in title
+    show = (lambda value: f"{value:.2%}") if accuracy else number
+    interval = "one seed: no interval"
+    if difference.low is not None and difference.high is not None:
+        low, high = _amount(title, difference.low), _amount(title, difference.high)
+        interval = f"{low} to {high}"
+    return [title, show(treated), show(control), _amount(title, difference.mean), interval]
+
+
+def _time_row(pairs: Sequence[tuple[Summary, Summary]]) -> list[str]:
+    treated = [a["time/step_ms"] for a, _ in pairs]
+    control = [b["time/step_ms"] for _, b in pairs]
+    ratios = [a / b for a, b in zip(treated, control, strict=True)]
+    times = [f"{median(treated):.3g} ms", f"{median(control):.3g} ms"]
+    spread = f"{min(ratios) - 1:+.0%} to {max(ratios) - 1:+.0%} (range)" if len(pairs) > 1 else ""
+    return ["step time", *times, f"{median(ratios) - 1:+.0%}", spread]
+
+
+def _measured(pairs: Sequence[tuple[Summary, Summary]], name: str) -> str:
+    times = [a["time/measured_step_ms"] for a, _ in pairs if a.get("time/measured_step_ms")]
+    if not times:
+        return ""
+    every = pairs[0][0]["effects_every"]
+    return (
+        f"step time is the median; a step whose effect is measured (one in {every}) takes "
+        f"{median(times):.3g} ms with {name}"
+    )
+
+
+def _alone(summaries: Sequence[Summary]) -> str:
+    """Runs with nothing to compare them with."""
+    whole = [summary for summary in summaries if summary["state"] == "finished"]
+    name = summaries[0]["label"]
+    title = "plain run, no surgery" if name == "none" else f"{name}, no control"
+    lines = [f"{title}: {len(summaries)} seed{'s' if len(summaries) > 1 else ''}"]
+    if len(whole) < len(summaries):
+        lines.append(f"{len(summaries) - len(whole)} of {len(summaries)} runs diverged")
+    for key, text in OUTCOMES.items():
+        values = [summary[key] for summary in whole if key in summary]
+        if values:
+            show = (lambda value: f"{value:.2%}") if "accuracy" in key else number
+            spread = f" ({show(min(values))} to {show(max(values))})" if len(values) > 1 else ""
+            lines.append(f"  {text}: {show(fmean(values))}{spread}")
+    return "\n".join(lines)
+
+
+def _effects(paths: Sequence[Path]) -> str:
+    rows = effect_table(paths)
+    if not rows:
+        return "The effect was not measured (effects_every=0)."
+    for row in rows:
+        if row["transform"] == "none":
+            row["norm_after"] = None
+    ranks = {transform: rank for rank, transform in enumerate(_in_order(rows))}
+    rows.sort(key=lambda row: ranks[row["transform"]])
+    return f"Gradients at each site, means over {len(paths)} runs:\n\n{effect_text(rows)}"
+
+
+def _in_order(rows: Sequence[dict[str, object]]) -> list[object]:
+    return list(dict.fromkeys(row["transform"] for row in rows))
+
+
+def _notes(summaries: Sequence[Summary]) -> list[str]:
+    counts = Counter(note for summary in summaries for note in summary.get("notes", []))
+    return ["\n".join(f"Note ({n} runs): {note}" for note, n in counts.items())] if counts else []
+
+
+def _places(runs: Sequence[Runs]) -> str:
+    paths = [path for run in runs for path in (run.treated, run.control) if path is not None]
+    return "Runs:\n" + "\n".join(f"  {path}" for path in dict.fromkeys(paths))
