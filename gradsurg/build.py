@@ -383,6 +383,8 @@ def _device(settings: Settings | None, faults: _Faults) -> torch.device | None:
         if settings.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         device = torch.device(settings.device)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError("cuda is not available here; auto takes what there is")
         torch.empty(0, device=device)
         return device
     return None

@@ -19,6 +19,7 @@ from gradsurg.build import ConfigError, build
 from gradsurg.fields import nearest
 
 LISTS = ("transform", "sink")
+NO_HEADER: dict[str, str | None] = {"package": None}
 
 
 def _config_dir() -> Path:
@@ -57,7 +58,12 @@ class DottedSource(ConfigSource):
         if group in LISTS:
             name = target.rpartition(".")[2]
             config = {re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower(): config}
-        return ConfigResult(OmegaConf.create(config), f"dotted://{target}", self.provider, {})
+        return ConfigResult(
+            provider=self.provider,
+            path=f"dotted://{target}",
+            config=OmegaConf.create(config),
+            header=NO_HEADER,
+        )
 
 
 def _stem(path: str) -> str:
@@ -71,38 +77,41 @@ def register() -> None:
 
 def check(overrides: Sequence[str], multirun: bool, config_dirs: Sequence[str]) -> None:
     """Compose and build every job, train nothing. Raises ConfigError with all that is wrong."""
-    faults: list[str] = []
-    jobs = list(_jobs(overrides, multirun))
-    for job in jobs:
-        try:
-            build(resolve(job, config_dirs))
-        except ConfigError as error:
-            faults += error.faults
-    if faults:
-        raise ConfigError(faults)
-
-
-def resolve(overrides: Sequence[str], config_dirs: Sequence[str]) -> dict[str, Any]:
-    """The config of one job as plain dicts. Raises ConfigError with all that is wrong."""
     register()
-    _refuse_twice(overrides)
     faults: list[str] = []
-    rest = list(overrides)
-    search = [f"hydra.searchpath=[dotted://,{','.join(_url(path) for path in config_dirs)}]"]
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        while True:
-            try:
-                config = compose("config", [*rest, *(search if config_dirs else [])])
-                break
-            except (HydraException, OmegaConfBaseException, ValueError) as error:
-                culprit = _culprit(error, rest)
-                if culprit is None:
-                    raise ConfigError([*faults, _one_line(error)]) from None
-                rest.remove(culprit)
-                faults.append(_sentence(error, culprit, rest))
-        faults = [_with_keys(fault, config) for fault in faults]
+        for job in _jobs(overrides, multirun):
+            faults += _faults(job, config_dirs)
     if faults:
         raise ConfigError(faults)
+
+
+def _faults(overrides: Sequence[str], config_dirs: Sequence[str]) -> list[str]:
+    """What is wrong with one job: with its overrides, and with what is left without the wrong ones."""
+    faults = _twice(overrides)
+    rest = list(overrides)
+    urls = ",".join(f"file://{Path(path).resolve()}" for path in config_dirs)
+    search = [f"hydra.searchpath=[dotted://,{urls}]"] if urls else []
+    while True:
+        try:
+            config = compose("config", [*rest, *search])
+            break
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
+            culprit = _culprit(error, rest)
+            if culprit is None:
+                return [*faults, _one_line(error)]
+            rest.remove(culprit)
+            faults.append(_sentence(error, culprit))
+    faults = [_with_keys(fault, config) for fault in faults]
+    try:
+        build(plain(config))
+    except ConfigError as error:
+        faults += error.faults
+    return faults
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """The config as dicts, lists and numbers. Raises ConfigError if a value is missing."""
     try:
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -116,7 +125,7 @@ def _jobs(overrides: Sequence[str], multirun: bool) -> Iterator[list[str]]:
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except OverrideParseException as error:
-        raise ConfigError([_one_line(error)]) from None
+        raise ConfigError([f"{error.override}: cannot be read: {_one_line(error)}"]) from None
     sweeps = [override for override in parsed if override.is_sweep_override()]
     if sweeps and not multirun:
         lines = [f"{item.input_line}: several values need a sweep: add -m" for item in sweeps]
@@ -133,20 +142,20 @@ def _values(override: Override) -> list[str]:
     return [f"{key}={value}" for value in override.sweep_string_iterator()]
 
 
-def _refuse_twice(overrides: Sequence[str]) -> None:
+def _twice(overrides: Sequence[str]) -> list[str]:
     """Hydra merges `[clip,clip]` into one without a word."""
+    faults = []
     for override in overrides:
         key, _, value = override.partition("=")
         names = [name.strip() for name in value.strip("[] ").split(",")]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if key.strip() in LISTS and value.strip().startswith("[") and twice:
-            name = twice[0]
-            raise ConfigError(
-                [
-                    f"{key}: '{name}' stands twice and would be merged into one; give the second "
-                    f"a key of its own: {key}=[{name}] +{key}.{name}_2={{name:{name}}}"
-                ]
-            )
+        twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+        if key in LISTS and value.startswith("["):
+            faults += [
+                f"{key}: '{name}' stands twice and would be merged into one; give the second a key "
+                f"of its own: '+{key}.{name}_2={{name: {name}}}'"
+                for name in twice
+            ]
+    return faults
 
 
 def _culprit(error: Exception, overrides: Sequence[str]) -> str | None:
@@ -166,7 +175,7 @@ def _culprit(error: Exception, overrides: Sequence[str]) -> str | None:
     return None
 
 
-def _sentence(error: Exception, culprit: str, rest: Sequence[str]) -> str:
+def _sentence(error: Exception, culprit: str) -> str:
     key, _, value = culprit.partition("=")
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
@@ -188,10 +197,6 @@ def _with_keys(fault: str, config: DictConfig) -> str:
     beside = OmegaConf.select(config, parent) if parent else config
     keys = [str(k) for k in beside] if isinstance(beside, DictConfig) else []
     return f"{fault} {nearest(name, keys)}"
-
-
-def _url(path: str) -> str:
-    return f"file://{Path(path).resolve()}"
 
 
 def _one_line(error: Exception) -> str:

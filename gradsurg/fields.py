@@ -29,6 +29,7 @@ RULES = {
     "string_type": "must be a string",
     "literal_error": "must be one of {expected}",
     "is_instance_of": "must be a {class}",
+    "string_pattern_mismatch": "must match {pattern}",
     "value_error": "{error}",
 }
 

@@ -45,12 +45,6 @@ class Intervention:
                 raise TypeError(
                     f"transform: must be a Transform or a callable, found {self.transform!r}"
                 )
-            warnings.warn(
-                f"{self.transform!r} is a plain callable: nothing is known of its laws, so a stage "
-                "that changes its meaning cannot be told",
-                SurgeryWarning,
-                stacklevel=3,
-            )
             object.__setattr__(self, "transform", Function(self.transform))
         if not isinstance(self.at, Selector):
             raise TypeError(
@@ -61,6 +55,14 @@ class Intervention:
         if self.names and len(self.names) != len(self.links):
             raise ValueError(f"names: {len(self.links)} links, found {len(self.names)} names")
         self._check_fit()
+        for link in self.links:
+            if isinstance(link, Function):
+                warnings.warn(
+                    f"{link!r} is a plain callable: nothing is known of its laws, so a stage that "
+                    "changes its meaning cannot be told",
+                    SurgeryWarning,
+                    stacklevel=4,
+                )
 
     @property
     def operator(self) -> Transform:

@@ -15,14 +15,13 @@ COLUMNS = {
     "calls": "calls",
 }
 FRACTIONS = ("changed", "flipped", "zeroed")
-ALWAYS = ("site", "norm_before", "calls")
 
 
 def effect_table(rows: Sequence[Mapping[str, object]]) -> str:
     """The effect at each site, one row each; columns in which nothing happened are left out."""
     if not rows:
         return "no gradient was measured"
-    shown = [key for key in COLUMNS if _says_something(key, [row.get(key) for row in rows])]
+    shown = [key for key in COLUMNS if _says_something(key, rows)]
     cells = [[COLUMNS[key] for key in shown]]
     cells += [[_cell(key, row.get(key)) for key in shown] for row in rows]
     return aligned(cells, left=2 if "transform" in shown else 1)
@@ -48,15 +47,19 @@ def number(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _says_something(key: str, values: Sequence[object]) -> bool:
-    if key in ALWAYS:
-        return True
-    if key == "transform":
-        return len(set(values)) > 1
-    neutral = 1.0 if key == "cosine" else 0
-    if key == "norm_after":
-        return any(value is not None for value in values)
-    return any(value is not None and value != neutral for value in values)
+def _says_something(key: str, rows: Sequence[Mapping[str, object]]) -> bool:
+    values = [row.get(key) for row in rows]
+    match key:
+        case "site" | "norm_before" | "calls":
+            return True
+        case "transform":
+            return len(set(values)) > 1
+        case "norm_after":
+            return any(value is not None for value in values)
+        case "cosine":
+            return any(row.get("changed") for row in rows)
+        case _:
+            return any(values)
 
 
 def _cell(key: str, value: object) -> str:

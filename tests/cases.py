@@ -88,6 +88,7 @@ ROWS = (
     Row("reverse", [1.0, -2.0], [-0.5, 1.0], {"strength": 0.5}),
     Row("sanitize", [1.0, NAN, INF, -INF], [1.0, 0.0, 0.0, 0.0]),
     Row("sanitize", [1.0, NAN, -3.0, INF], [1.0, 0.0, -3.0, 3.0], {"on_nonfinite": "clamp"}),
+    Row("sanitize", [1.0, -INF, 2.0], [1.0, -2.0, 2.0], {"on_nonfinite": "clamp"}),
     Row("sanitize", [1.0, NAN, -3.0], [0.0, 0.0, 0.0], {"on_nonfinite": "drop"}),
     Row("scale", [1.0, -2.0], [10.0, -20.0], {"factor": 10.0}),
     Row("scale_by_sign", [1.0, -2.0, 0.0, NAN, INF, -INF], [1.0, 0.0, 0.0, NAN, INF, 0.0]),

@@ -234,10 +234,10 @@ def kill_core():
 """
 
 
-def run_wandb(tmp_path, code, mode=None):
-    """Runs `code` after SCRIPT in a process of its own, in `tmp_path`, with no account."""
+def alone(tmp_path):
+    """An environment in which wandb finds no account, no settings and no server."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
-    env |= {
+    return env | {
         "HOME": str(tmp_path),
         "NETRC": str(tmp_path / "netrc"),
         "PYTHONPATH": str(ROOT),
@@ -247,6 +247,11 @@ def run_wandb(tmp_path, code, mode=None):
         # nothing may be reached, whatever goes wrong
         "WANDB_BASE_URL": "http://127.0.0.1:9",
     }
+
+
+def run_wandb(tmp_path, code, mode=None):
+    """Runs `code` after SCRIPT in a process of its own, in `tmp_path`."""
+    env = alone(tmp_path)
     if mode is not None:
         env["WANDB_MODE"] = mode
     return subprocess.run(
@@ -260,13 +265,16 @@ def run_wandb(tmp_path, code, mode=None):
     )
 
 
-def inspect(path, *options):
+def inspect(tmp_path, path):
     done = subprocess.run(
-        [BIN / "wandb", "leet", "inspect", "--json", *options, path],
+        [BIN / "wandb", "leet", "inspect", "--json", path],
+        env=alone(tmp_path),
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        check=True,
+        timeout=120,
     )
+    assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -286,7 +294,7 @@ print(json.dumps(sink.notes()))
     assert (done.returncode, done.stderr) == (0, "")
     paths = [*sorted((tmp_path / "runs").glob("clip-*/wandb/offline-run-*"))]
     assert len(paths) == 2
-    first, second = (inspect(path) for path in paths)
+    first, second = (inspect(tmp_path, path) for path in paths)
 
     (begun,) = of_type(first, "run")
     named = ("display_name", "run_group", "job_type", "project", "tags")
@@ -353,7 +361,7 @@ print(sink.notes()[-1])
     assert failure.startswith("In log: ConnectionResetError: ")
     assert note == f"wandb: stopped in 1 of 2 runs. {failure}"
     (second,) = (tmp_path / "runs" / "clip-1" / "wandb").glob("offline-run-*")
-    assert rows(inspect(second)) == [{"global_step": 10, "train/loss": 0.25}]
+    assert rows(inspect(tmp_path, second)) == [{"global_step": 10, "train/loss": 0.25}]
 
 
 @pytest.mark.parametrize(

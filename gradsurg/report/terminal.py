@@ -1,6 +1,5 @@
 """What a job prints when it is done: the answer first, then the effect at each site."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +30,12 @@ def report(runs: Sequence[Runs]) -> str:
     treated = [_summary(run.treated) for run in runs]
     control = [_summary(run.control) for run in runs]
     shown = [run.treated or run.control for run in runs]
-    parts = [_outcome(treated, control), _effects([path for path in shown if path is not None])]
-    parts += _notes([summary for summary in treated + control if summary is not None])
-    parts.append(_places(runs))
+    parts = [
+        _outcome(treated, control),
+        _notes([summary for summary in treated + control if summary is not None]),
+        _effects([path for path in shown if path is not None]),
+        _places(runs),
+    ]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -46,7 +48,8 @@ def _outcome(treated: Sequence[Summary | None], control: Sequence[Summary | None
     if not both:
         return _alone([summary for summary in [*treated, *control] if summary])
     whole = [(a, b) for a, b in both if a["state"] == b["state"] == "finished"]
-    name, plain = both[0][0]["label"], both[0][1]["label"]
+    name = both[0][0]["label"]
+    plain = "control" if both[0][1]["label"] == "none" else "norm-matched"
     lost = [
         f"{count} of {len(both)} {arm} runs diverged"
         for arm, summaries in ((name, [a for a, _ in both]), (plain, [b for _, b in both]))
@@ -67,21 +70,20 @@ def _outcome(treated: Sequence[Summary | None], control: Sequence[Summary | None
 
 
 def _answer(name: str, plain: str, key: str, difference: Difference) -> str:
-    against = "without" if plain == "none" else f"than {plain}"
     told = verdict(difference)
-    amount = f"{difference.mean:+.2%}" if "accuracy" in key else f"{difference.mean:+.3g}"
-    seeds = f"{difference.n} seed{'s' if difference.n > 1 else ''}"
+    amount, outcome = _amount(key, difference.mean), OUTCOMES[key]
     if difference.low is None:
-        return f"{name}: {OUTCOMES[key]} {amount} against {plain}; {told}."
-    between = f"95 % interval {_amount(key, difference.low)} to {_amount(key, difference.high)}"
-    match told:
-        case "no clear difference":
-            said = f"no clear difference in {OUTCOMES[key]} against {plain}"
-        case _:
-            said = f"{OUTCOMES[key]} is {told} {against}"
-    caution = " Fewer than 6 seeds cannot reach p < 0.05 in a sign-flip test."
-    few = caution if difference.n < 6 and told != "no clear difference" else ""
-    return f"{name}: {said}: {amount}, {between}, {seeds}, paired t.{few}"
+        return f"{name}: {outcome} {amount} against the {plain} arm; {told}."
+    if told == "no clear difference":
+        said = f"no clear difference in {outcome} against the {plain} arm"
+    else:
+        said = f"{outcome} is {told} than in the {plain} arm"
+    between = f"{_amount(key, difference.low)} to {_amount(key, difference.high)}"
+    few = difference.n < 6 and told != "no clear difference"
+    caution = " Fewer than 6 seeds cannot reach p < 0.05 in a sign-flip test." if few else ""
+    return (
+        f"{name}: {said}: {amount}, 95 % interval {between} ({difference.n} seeds, paired t).{caution}"
+    )
 
 
 def _amount(key: str, value: float | None) -> str:
@@ -140,24 +142,34 @@ def _alone(summaries: Sequence[Summary]) -> str:
 def _effects(paths: Sequence[Path]) -> str:
     rows = effect_table(paths)
     if not rows:
-        return "The effect was not measured (effects_every=0)."
+        return "No effect was measured: effects_every=0, or the transform never acted."
     for row in rows:
         if row["transform"] == "none":
-            row["norm_after"] = None
+            row["norm_after"] = None  # what it was before: nothing was done
     ranks = {transform: rank for rank, transform in enumerate(_in_order(rows))}
     rows.sort(key=lambda row: ranks[row["transform"]])
-    return f"Gradients at each site, means over {len(paths)} runs:\n\n{effect_text(rows)}"
+    return f"Gradients at each site, means over {_runs(len(paths))}:\n\n{effect_text(rows)}"
 
 
 def _in_order(rows: Sequence[dict[str, object]]) -> list[object]:
     return list(dict.fromkeys(row["transform"] for row in rows))
 
 
-def _notes(summaries: Sequence[Summary]) -> list[str]:
-    counts = Counter(note for summary in summaries for note in summary.get("notes", []))
-    return ["\n".join(f"Note ({n} runs): {note}" for note, n in counts.items())] if counts else []
+def _notes(summaries: Sequence[Summary]) -> str:
+    """Each kind of note once, with the wording of its first run: they differ in numbers only."""
+    kinds: dict[str, list[str]] = {}
+    for summary in summaries:
+        for note in summary.get("notes", []):
+            kinds.setdefault(note.partition(". ")[0], []).append(note)
+    return "\n".join(f"Note ({_runs(len(own))}): {own[0]}" for own in kinds.values())
+
+
+def _runs(count: int) -> str:
+    return f"{count} run{'s' if count > 1 else ''}"
 
 
 def _places(runs: Sequence[Runs]) -> str:
     paths = [path for run in runs for path in (run.treated, run.control) if path is not None]
-    return "Runs:\n" + "\n".join(f"  {path}" for path in dict.fromkeys(paths))
+    folder = paths[0].parent
+    names = " ".join(dict.fromkeys(path.name for path in sorted(paths)))
+    return f"{_runs(len(paths))} in {folder}: {names}"

@@ -4,6 +4,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import ClassVar, Literal, Protocol
 
@@ -124,4 +125,13 @@ def through(gates: Sequence[GradFn], grads: Sequence[Tensor | None]) -> tuple[Te
 
 def nothing_matched(kind: str, pattern: str, names: Iterable[str]) -> LookupError:
     """The error for a selector that selects nothing: it lists what there was."""
-    return LookupError(f"{kind}: nothing matches '{pattern}'. {nearest(pattern, list(names))}")
+    choices = list(names)
+    # A glob stands for a prefix, as 'hiden.*': the nearest prefix is what was meant.
+    literal = pattern.removeprefix("re:").strip("*.")
+    parts = [name.split(".") for name in choices]
+    prefixes = {".".join(part[:size]) for part in parts for size in range(1, len(part) + 1)}
+    close = get_close_matches(literal, sorted(prefixes), n=1, cutoff=0.6)
+    hint = ""
+    if close and literal != pattern:
+        hint = f" Did you mean '{pattern.replace(literal, close[0])}'?"
+    return LookupError(f"{kind}: nothing matches '{pattern}'. {nearest(pattern, choices)}{hint}")

@@ -42,6 +42,7 @@ OTHERS = (
     Clamp(low=-0.5, high=0.25),
     Clamp(low=0.1, high=0.2),
     Clamp(low=None, high=0.3),
+    Clamp(low=None, high=-0.5),
     Clamp(low=0.0, high=None),
     ClipNorm(0.5, p=1.0, per="unit"),
     ClipNorm(0.5, per="entry", eps=0.1),

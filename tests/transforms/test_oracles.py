@@ -90,6 +90,11 @@ def test_clip_global_norm_measures_bfloat16_in_float32() -> None:
     grad = torch.ones(10_000, dtype=torch.bfloat16)
     (result,) = group(ClipGlobalNorm(1.0), [grad])
     torch.testing.assert_close(result, torch.full_like(grad, 0.01))
+    # Nor is the factor rounded to eight bits: that would move about half of the entries.
+    grad = random(1000).bfloat16()
+    (result,) = group(ClipGlobalNorm(1.0), [grad])
+    exact = (grad.double() / (grad.double().norm() + 1e-6)).bfloat16()
+    assert (result != exact).float().mean() < 0.01
 
 
 def test_clip_global_norm_does_nothing_to_zeros() -> None:

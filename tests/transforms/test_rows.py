@@ -1,11 +1,14 @@
 """Every transform has a config and a row, and does what its row says."""
 
 import dataclasses
+import re
+from typing import Any
 
 import pytest
 import torch
 
 from gradsurg import catalogue
+from gradsurg.fields import FieldError
 from gradsurg.transforms.base import Context
 from gradsurg.transforms.chain import Chain
 from tests.cases import CONFIGS, ROWS, Row, build, config, names
@@ -21,6 +24,24 @@ def test_a_transform_gives_what_its_row_says(row: Row) -> None:
     torch.testing.assert_close(
         result, torch.tensor(row.expected), rtol=row.tolerance, atol=row.tolerance, equal_nan=True
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("clamp", {"low": 3, "high": 1}, "Clamp.low: must be <= high, found low=3.0, high=1.0"),
+        ("clamp", {"low": None, "high": None}, "Clamp.low: must be a number if high is null"),
+        ("centralize", {"per": "entry"}, "Centralize.per: must not be entry"),
+        ("mask", {"amount": 2}, "Mask.amount: must be <= 1 with by=largest, found 2.0"),
+        ("mask", {"by": "threshold", "rescale": True}, "Mask.rescale: must be false"),
+        ("mask", {"by": "random", "per": "unit"}, "Mask.per: must be tensor with by=random"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(
+    name: str, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(FieldError, match=f"^{re.escape(message)}"):
+        build(name, fields)
 
 
 def test_every_config_has_a_row_and_every_row_a_config() -> None:
