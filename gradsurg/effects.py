@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 from gradsurg.ledger import Entry
-from gradsurg.per import widened
 from gradsurg.tables import effect_table
 
 NUMBERS = (
@@ -24,9 +24,12 @@ NUMBERS = (
 entries changed, with the other sign, and made zero, |after - before| / |before|; `nonfinite` counts
 entries that are NaN or infinite before or after."""
 
-SMALL = 1 << 15  # entries; a larger gradient is measured at once instead of being kept
+CHUNK = 1 << 16  # entries worked on at a time on a CPU: what fits its cache
 KEPT = 1 << 22  # entries kept until they are measured together
+WAITING = 256  # measured steps whose sums wait to become numbers
 SKETCH = 512  # entries of a gradient kept for the quantiles of its magnitude
+NUM_SUMS = 8
+NUM_ROWS = NUM_SUMS + 4  # the sums' maps and what they are made from
 
 
 @dataclass(slots=True)
@@ -34,14 +37,26 @@ class _Slot:
     transform: str
     entry: Entry
     fetched_calls: int = 0
+    fresh: list[float] = field(default_factory=lambda: [0.0] * (len(NUMBERS) + 1))
     totals: list[float] = field(default_factory=lambda: [0.0] * (len(NUMBERS) + 1))
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Flat gradients of one device and dtype that are measured together."""
+
+    slots: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    befores: list[Tensor] = field(default_factory=list)
+    afters: list[Tensor] = field(default_factory=list)
+    total: int = 0
 
 
 class Effects:
     """Numbers for each (transform, site), gathered without waiting for the device.
 
-    Gradients are kept until the end of a step and measured together; `fetch` copies everything to
-    the host in one piece.
+    Gradients are kept until the end of their backward pass and measured together; `fetch` copies
+    everything to the host in one piece.
     """
 
     def __init__(self, every: int) -> None:
@@ -50,7 +65,8 @@ class Effects:
         self._slots: list[_Slot] = []
         self._pending: list[tuple[int, Tensor, Tensor]] = []
         self._kept = 0
-        self._sums: dict[torch.device, Tensor] = {}
+        self._rooms: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self._sums: list[tuple[list[int], list[int], Tensor]] = []
         self._sketches: dict[str, dict[str, Tensor]] = {}
         self._sketched: set[int] = set()
 
@@ -60,15 +76,18 @@ class Effects:
         return len(self._slots) - 1
 
     def add(self, slot: int, before: Tensor, after: Tensor) -> None:
-        """Take a pair of gradients; it is measured later if it is small."""
-        if before.requires_grad or after.requires_grad:
-            before, after = before.detach(), after.detach()
+        """Take a pair of gradients, to be measured when this backward pass ends."""
         if slot not in self._sketched:
             self._sketch(slot, before)
-        self._pending.append((slot, before, after))
+        # An alias: a second reference would keep autograd from taking the gradient over as it is.
+        kept = after.detach()
+        before = kept if before is after else before.detach()
+        if not self._pending and torch._C._current_graph_task_id() != -1:
+            Variable._execution_engine.queue_callback(self.flush)
+        self._pending.append((slot, before, kept))
         size = before.numel()
         self._kept += size
-        if size > SMALL or self._kept > KEPT:
+        if size > CHUNK or self._kept > KEPT:
             self.flush()
 
     def begin(self, step: int) -> None:
@@ -79,31 +98,36 @@ class Effects:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Measure the pending pairs, device by device."""
+        """Sum over the pending pairs; nothing is waited for."""
         pending, self._pending, self._kept = self._pending, [], 0
-        groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor, Tensor]]] = {}
-        for item in pending:
-            groups.setdefault((item[1].device, item[1].dtype), []).append(item)
-        for (device, _), items in groups.items():
-            slots = [slot for slot, _, _ in items]
-            rows = _measure([before for _, before, _ in items], [after for _, _, after in items])
-            sums = self._room(device)
-            sums.index_add_(0, _indices(slots, device), rows.to(sums.dtype))
+        batches: dict[tuple[torch.device, torch.dtype], _Batch] = {}
+        for slot, before, after in pending:
+            batch = batches.setdefault((before.device, before.dtype), _Batch())
+            size = before.numel()
+            if batch.total + size > CHUNK and batch.total and before.device.type == "cpu":
+                self._measure(batch)
+                batch = batches[before.device, before.dtype] = _Batch()
+            batch.slots.append(slot)
+            batch.sizes.append(size)
+            batch.befores.append(before.reshape(-1))
+            batch.afters.append(after.reshape(-1))
+            batch.total += size
+        for batch in batches.values():
+            self._measure(batch)
+        if len(self._sums) > WAITING:
+            self._collect()
 
     def fetch(self) -> list[dict[str, object]]:
         """The rows since the last fetch: means over the sampled gradients, one row a slot."""
         self.flush()
-        fresh = [[0.0] * (len(NUMBERS) + 1) for _ in self._slots]
-        for sums in self._sums.values():
-            for own, part in zip(fresh, sums.tolist(), strict=False):
-                own[:] = [a + b for a, b in zip(own, part, strict=True)]
-            sums.zero_()
+        self._collect()
         self._sketched.clear()
         rows = []
-        for slot, numbers in zip(self._slots, fresh, strict=True):
-            slot.totals = [a + b for a, b in zip(slot.totals, numbers, strict=True)]
-            if numbers[-1]:
-                rows.append(_row(slot, numbers, slot.entry.fired - slot.fetched_calls))
+        for slot in self._slots:
+            if slot.fresh[-1]:
+                rows.append(_row(slot, slot.fresh, slot.entry.fired - slot.fetched_calls))
+                slot.totals = [a + b for a, b in zip(slot.totals, slot.fresh, strict=True)]
+                slot.fresh = [0.0] * len(slot.fresh)
                 slot.fetched_calls = slot.entry.fired
         return rows
 
@@ -134,15 +158,47 @@ class Effects:
         sketch = before.detach().reshape(-1)[::stride].abs().float()
         self._sketches.setdefault(place.transform, {})[place.entry.site] = sketch
 
-    def _room(self, device: torch.device) -> Tensor:
-        sums = self._sums.get(device)
-        if sums is None or len(sums) < len(self._slots):
-            wide = torch.float32 if device.type == "mps" else torch.float64
-            grown = torch.zeros(2 * len(self._slots), len(NUMBERS) + 1, dtype=wide, device=device)
-            if sums is not None:
-                grown[: len(sums)] = sums
-            sums = self._sums[device] = grown
-        return sums
+    def _measure(self, batch: _Batch) -> None:
+        """A column of sums for each pair; one that is large is worked on chunk by chunk."""
+        befores, afters, sizes = batch.befores, batch.afters, batch.sizes
+        if batch.total > CHUNK and befores[0].device.type == "cpu":
+            befores, afters = list(befores[0].split(CHUNK)), list(afters[0].split(CHUNK))
+            parts = zip(befores, afters, strict=True)
+            sums = torch.stack([self._sum([b], [a], [b.numel()]) for b, a in parts]).sum(0)
+        else:
+            sums = self._sum(befores, afters, sizes)
+        self._sums.append((batch.slots, sizes, sums))
+
+    def _sum(self, befores: list[Tensor], afters: list[Tensor], sizes: list[int]) -> Tensor:
+        """A column of sums for each pair, worked out in memory that is kept for it."""
+        total = sum(sizes)
+        first = befores[0]
+        wide = torch.promote_types(first.dtype, torch.float32)
+        key = first.device, wide
+        room = self._rooms.get(key)
+        if room is None or room.shape[1] < total:
+            room = self._rooms[key] = first.new_empty(NUM_ROWS, total, dtype=wide)
+        room = room[:, :total]
+        before, after = room[NUM_SUMS], room[NUM_SUMS + 1]
+        torch.cat(befores, out=before)
+        torch.cat(afters, out=after)
+        _fill(room)
+        maps = room[:NUM_SUMS]
+        return torch.stack([piece.sum(1) for piece in maps.split(sizes, dim=1)], dim=1)
+
+    def _collect(self) -> None:
+        """Copy what was summed to the host, one copy a device, and turn it into numbers."""
+        devices: dict[torch.device, list[tuple[list[int], list[int], Tensor]]] = {}
+        for item in self._sums:
+            devices.setdefault(item[2].device, []).append(item)
+        self._sums = []
+        for items in devices.values():
+            wide = torch.cat([sums.to(items[0][2].dtype) for _, _, sums in items], dim=1).cpu()
+            slots = [slot for own, _, _ in items for slot in own]
+            sizes = [size for _, own, _ in items for size in own]
+            for slot, row in zip(slots, _numbers(wide.double(), sizes).tolist(), strict=True):
+                fresh = self._slots[slot].fresh
+                fresh[:] = [a + b for a, b in zip(fresh, row, strict=True)]
 
 
 def _row(slot: _Slot, numbers: Sequence[float], calls: int) -> dict[str, object]:
@@ -158,65 +214,45 @@ def _row(slot: _Slot, numbers: Sequence[float], calls: int) -> dict[str, object]
     return row
 
 
-def _indices(slots: list[int], device: torch.device) -> Tensor:
-    indices = torch.tensor(slots)
-    return indices if device.type == "cpu" else indices.pin_memory().to(device, non_blocking=True)
+def _fill(room: Tensor) -> None:
+    """Fill the maps whose sums are wanted from `before` and `after`, the first two rows behind them.
+
+    Comparisons are written into float rows: those that make booleans take four times as long.
+    """
+    squares, squares_after, squared, products, changed, flipped, zeroed, nonfinite = room[:NUM_SUMS]
+    before, after, difference, spare = room[NUM_SUMS:]
+    torch.mul(before, before, out=squares)
+    torch.mul(after, after, out=squares_after)
+    torch.sub(after, before, out=difference)
+    torch.mul(difference, difference, out=squared)
+    torch.mul(before, after, out=products)
+    # NaN differs from itself; a NaN that stays is no change.
+    torch.ne(before, before, out=changed)
+    torch.ne(after, after, out=spare)
+    spare.mul_(changed)
+    torch.ne(after, before, out=changed)
+    changed.sub_(spare)
+    torch.sign(before, out=flipped)
+    torch.sign(after, out=spare)
+    torch.lt(flipped.mul_(spare), 0, out=flipped)
+    torch.eq(after, 0, out=zeroed)
+    torch.ne(before, 0, out=spare)
+    zeroed.mul_(spare)
+    # x - x is 0 for every number, NaN for NaN and the infinities.
+    torch.sub(difference, difference, out=spare)
+    torch.ne(spare, 0, out=nonfinite)
 
 
-def _measure(befores: list[Tensor], afters: list[Tensor]) -> Tensor:
-    """One row for each pair: the numbers of NUMBERS and a one that counts it."""
-    sizes = [before.numel() for before in befores]
-    before = _flat(befores)
-    after = _flat(afters)
-    counts = befores[0].new_tensor(sizes, dtype=before.dtype).clamp(min=1)
-    sums = _sums(before, after, sizes)
-    norm_before, norm_after, distance = sums[:3].sqrt()
-    product = norm_before * norm_after
-    same = (norm_before == norm_after).to(before.dtype)
-    cosine = torch.where(product > 0, (sums[3] / product).clamp(-1, 1), same)
+def _numbers(sums: Tensor, sizes: list[int]) -> Tensor:
+    """From columns of sums to rows of NUMBERS and a one that counts the gradient."""
+    counts = sums.new_tensor(sizes).clamp(min=1)
+    before, after, distance = sums[:3].sqrt()
+    product = before * after
+    # Both zero: nothing has turned. One of them zero: nothing is left of the direction.
+    cosine = torch.where(product > 0, (sums[3] / product).clamp(-1, 1), (before == after).double())
+    cosine = torch.where(product.isnan(), product, cosine)
+    relative = torch.where(before > 0, distance / before, (after > 0).double())
+    relative = torch.where(product.isnan(), product, relative)
     changed, flipped, zeroed = sums[4:7] / counts
-    relative = torch.where(
-        norm_before > 0, distance / norm_before, (norm_after > 0).to(before.dtype)
-    )
-    return torch.stack(
-        [
-            norm_before,
-            norm_after,
-            # A NaN norm fails every comparison above; its cosine is as unknown as itself.
-            torch.where(product.isnan(), product, cosine),
-            changed,
-            flipped,
-            zeroed,
-            torch.where(norm_before.isnan(), norm_before, relative),
-            sums[7],
-            torch.ones_like(norm_before),
-        ],
-        dim=1,
-    )
-
-
-def _sums(before: Tensor, after: Tensor, sizes: list[int]) -> Tensor:
-    """Eight sums over each of the consecutive pieces: a row a sum, a column a piece."""
-    maps = before.new_empty(8, len(before))
-    difference = after - before
-    sign_before, sign_after = before.sign(), after.sign()
-    torch.mul(before, before, out=maps[0])
-    torch.mul(after, after, out=maps[1])
-    torch.mul(difference, difference, out=maps[2])
-    torch.mul(before, after, out=maps[3])
-    # NaN differs from itself, but a NaN that stays is no change.
-    torch.ne(after, before, out=maps[4]).sub_(
-        ((before != before) & (after != after)).to(maps.dtype)
-    )
-    torch.lt(sign_before * sign_after, 0, out=maps[5])
-    torch.logical_and(after == 0, before != 0, out=maps[6])
-    torch.logical_not(difference.isfinite(), out=maps[7])
-    if len(sizes) == 1:
-        return maps.sum(1, keepdim=True)
-    return torch.stack([piece.sum(1) for piece in maps.split(sizes, dim=1)], dim=1)
-
-
-def _flat(tensors: list[Tensor]) -> Tensor:
-    if len(tensors) == 1:
-        return widened(tensors[0].reshape(-1))
-    return widened(torch.cat([tensor.reshape(-1) for tensor in tensors]))
+    columns = [before, after, cosine, changed, flipped, zeroed, relative, sums[7]]
+    return torch.stack([*columns, torch.ones_like(before)], dim=1)
