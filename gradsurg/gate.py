@@ -178,10 +178,8 @@ class Gate:
         result = grad
         with torch.autocast(self._device, enabled=False):
             for link in self.links:
-                before, version = result, result._version
+                before = result
                 result = self.apply(link, before, value)
-                if not self._seen:
-                    self._check_pure(link, before, version, result, value)
                 if operation.sampling:
                     operation.effects.add(link.slot, before, result)
         self._seen = True
@@ -189,7 +187,7 @@ class Gate:
 
     def apply(self, link: Link, grad: Tensor, value: Tensor | None) -> Tensor:
         """Apply one link, from its first state on, and check its result in full."""
-        context = link.context
+        context, version = link.context, grad._version
         context.value = value if self.operation.needs_value else None
         try:
             if link.state is None:
@@ -206,6 +204,7 @@ class Gate:
             or result.layout is not grad.layout
         ):
             raise self._unfit(link, grad, result)
+        self._check_pure(link, grad, version, result, value)
         link.keep(state)
         context.value = None
         context.call += 1
@@ -246,28 +245,35 @@ class GroupGate:
     def __init__(self, operation: Operation, gates: Sequence[Gate]) -> None:
         self.operation = operation
         self.gates = gates
+        self._seen = False
 
     def __call__(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         operation = self.operation
-        pairs = zip(self.gates, grads, strict=True)
-        present = [(gate, grad) for gate, grad in pairs if grad is not None]
-        if not operation.on or not present:
+        if not operation.on:
             return grads
-        gates = [gate for gate, _ in present]
+        gates, present = self.gates, [grad for grad in grads if grad is not None]
+        if len(present) < len(grads):
+            gates = [gate for gate, grad in zip(gates, grads, strict=True) if grad is not None]
         for gate in gates:
             gate.entry.calls += 1
-        if not operation.firing:
+        if not present or not operation.firing:
             return grads
-        results = self._operate(gates, [grad for _, grad in present])
+        for gate in gates:
+            gate.entry.fired += 1
+        if operation.idle:
+            return grads
+        results = self._operate(gates, present)
+        if operation.sampling:
+            operation.effects.flush()  # before the optimizer can write to them
         if operation.shadow:
             return grads
+        if len(present) == len(grads):
+            return results
         new = iter(results)
         return [None if grad is None else next(new) for grad in grads]
 
     def _operate(self, gates: Sequence[Gate], grads: list[Tensor]) -> list[Tensor]:
         operation = self.operation
-        for gate in gates:
-            gate.entry.fired += 1
         for index, (_, transform) in enumerate(operation.links):
             befores = grads
             links = [gate.links[index] for gate in gates]
@@ -279,6 +285,7 @@ class GroupGate:
             if operation.sampling:
                 for link, before, after in zip(links, befores, grads, strict=True):
                     operation.effects.add(link.slot, before, after)
+        self._seen = True
         return grads
 
     def _update(
@@ -291,21 +298,22 @@ class GroupGate:
         states = self.operation.states
         key = f"{links[0].label}/group"
         state = states.get(key)
+        contexts = [link.context for link in links]
+        if transform.needs_value:
+            for gate, context in zip(gates, contexts, strict=True):
+                context.value = gate.value()
         try:
             if state is None:
                 state = transform.init_group(grads)
-            contexts = [link.context for link in links]
-            if transform.needs_value:
-                for gate, context in zip(gates, contexts, strict=True):
-                    context.value = gate.value()
             results, state = transform.update_group(grads, state, contexts)
         except ERRORS as error:
             step = self.operation.step
             error.add_note(f"while {links[0].label} acted on {len(grads)} sites, step {step}")
             raise
-        for gate, link, grad, result in zip(gates, links, grads, results, strict=True):
-            if result.shape != grad.shape or result.dtype is not grad.dtype:
-                raise gate._unfit(link, grad, result)
+        if not self._seen:
+            for gate, link, grad, result in zip(gates, links, grads, results, strict=True):
+                if result.shape != grad.shape or result.dtype is not grad.dtype:
+                    raise gate._unfit(link, grad, result)
         if state:
             states[key] = state
         return results

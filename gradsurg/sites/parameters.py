@@ -80,12 +80,7 @@ class Parameters(Selector):
                     raise ValueError("stage 'step' needs the optimizer: attach(model, optimizer)")
                 params = list(chosen.values())
                 _check_owned(optimizer, chosen)
-                if scope == "group":
-                    gate_all = gates.group(list(chosen), [ref(param) for param in params])
-                else:
-                    gate_all = _each(
-                        [gates.gate(name, ref(param)) for name, param in chosen.items()]
-                    )
+                gate_all = gates.group(list(chosen), [ref(param) for param in params])
                 stack.callback(
                     optimizer.register_step_pre_hook(_before_step(params, gate_all)).remove
                 )
@@ -111,13 +106,6 @@ def _in_place_of_grad(gate: GradFn) -> Callable[[Tensor], None]:
     return hook
 
 
-def _each(gates: Sequence[GradFn]) -> GroupFn:
-    def gate_all(grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        return [gate(grad) for gate, grad in zip(gates, grads, strict=True)]
-
-    return gate_all
-
-
 def _before_step(params: Sequence[nn.Parameter], gate_all: GroupFn) -> Callable[..., None]:
     """The hook before a step. It dies with the block, so it may hold the parameters."""
 
@@ -127,8 +115,10 @@ def _before_step(params: Sequence[nn.Parameter], gate_all: GroupFn) -> Callable[
                 "stage 'step' acts before optimizer.step(); with a closure the gradients are made "
                 "inside it. Use stage='accumulated' or 'backward'."
             )
-        for param, result in zip(params, gate_all([param.grad for param in params]), strict=True):
-            if result is not None:
+        grads = [param.grad for param in params]
+        results = gate_all(grads)
+        if results is not grads:
+            for param, result in zip(params, results, strict=True):
                 param.grad = result
 
     return hook
