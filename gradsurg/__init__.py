@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from gradsurg.catalogue import find, names
+from gradsurg.compare import Comparison, compare
 from gradsurg.ledger import SurgeryWarning
 from gradsurg.surgery import Intervention, Live, Surgery, hook
 from gradsurg.triggers import Always, Steps, Trigger
@@ -21,12 +22,14 @@ KINDS = ("transforms", "sites")
 
 __all__ = [
     "Always",
+    "Comparison",
     "Intervention",
     "Live",
     "Steps",
     "Surgery",
     "SurgeryWarning",
     "Trigger",
+    "compare",
     "hook",
 ]
 

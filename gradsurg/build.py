@@ -137,7 +137,9 @@ def build(config: Config) -> Experiment:
             intervention = Intervention(chain, selector, trigger, tuple(transforms))
     at = intervention.at if intervention is not None else selector
     if at is not None and model is not None and data is not None:
-        with faults.at("site.module" if config["site"].get("module", "*") != "*" else "site.pattern"):
+        with faults.at(
+            "site.module" if config["site"].get("module", "*") != "*" else "site.pattern"
+        ):
             _probe(at, intervention, model, data)
     if settings is not None and data is not None and settings.batch_size > len(data.train_inputs):
         count = len(data.train_inputs)

@@ -126,17 +126,17 @@ class Effects:
         for slot in self._slots:
             if slot.fresh[-1]:
                 rows.append(_row(slot, slot.fresh, slot.entry.fired - slot.fetched_calls))
-                slot.totals = [a + b for a, b in zip(slot.totals, slot.fresh, strict=True)]
+                slot.totals = _added(slot.totals, slot.fresh)
                 slot.fresh = [0.0] * len(slot.fresh)
                 slot.fetched_calls = slot.entry.fired
         return rows
 
     def rows(self) -> list[dict[str, object]]:
-        """The rows of everything so far."""
-        self.fetch()
-        return [
-            _row(slot, slot.totals, slot.entry.fired) for slot in self._slots if slot.totals[-1]
-        ]
+        """The rows of everything so far; the next `fetch` is not changed by it."""
+        self.flush()
+        self._collect()
+        pairs = [(slot, _added(slot.totals, slot.fresh)) for slot in self._slots]
+        return [_row(slot, numbers, slot.entry.fired) for slot, numbers in pairs if numbers[-1]]
 
     def table(self) -> str:
         """The rows of everything so far, as text."""
@@ -197,8 +197,11 @@ class Effects:
             slots = [slot for own, _, _ in items for slot in own]
             sizes = [size for _, own, _ in items for size in own]
             for slot, row in zip(slots, _numbers(wide.double(), sizes).tolist(), strict=True):
-                fresh = self._slots[slot].fresh
-                fresh[:] = [a + b for a, b in zip(fresh, row, strict=True)]
+                self._slots[slot].fresh = _added(self._slots[slot].fresh, row)
+
+
+def _added(numbers: Sequence[float], more: Sequence[float]) -> list[float]:
+    return [a + b for a, b in zip(numbers, more, strict=True)]
 
 
 def _row(slot: _Slot, numbers: Sequence[float], calls: int) -> dict[str, object]:

@@ -11,7 +11,7 @@ from gradsurg.sites.base import SiteGate
 from gradsurg.transforms.base import Context, GroupTransform, State, Stateless, Transform
 from gradsurg.triggers import Trigger
 
-ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+ERRORS = Exception  # whatever a user's transform raises: it gets a note and is raised again
 
 
 class Operation:
@@ -153,7 +153,11 @@ class Gate:
                 except ERRORS as error:
                     error.add_note(self._where(link))
                     raise
-                if result.shape != before.shape or result.dtype is not before.dtype:
+                if (
+                    not isinstance(result, Tensor)
+                    or result.shape != before.shape
+                    or result.dtype is not before.dtype
+                ):
                     raise self._unfit(link, before, result)
                 if state is not link.state:
                     link.keep(state)
@@ -170,11 +174,8 @@ class Gate:
         if value is None and self._value is not None:
             value = self._value()
         self._device = grad.device.type
-        if not self._seen and (grad.layout is not torch.strided or grad.is_complex()):
-            raise TypeError(
-                f"site '{self.entry.site}': transforms take dense real gradients, "
-                f"found {grad.dtype} with layout {grad.layout}"
-            )
+        if not self._seen:
+            self.check_dense(grad)
         result = grad
         with torch.autocast(self._device, enabled=False):
             for link in self.links:
@@ -210,6 +211,14 @@ class Gate:
         context.call += 1
         return result
 
+    def check_dense(self, grad: Tensor) -> None:
+        """Refuse what no transform can take."""
+        if grad.layout is not torch.strided or grad.is_complex():
+            raise TypeError(
+                f"site '{self.entry.site}': transforms take dense real gradients, "
+                f"found {grad.dtype} with layout {grad.layout}"
+            )
+
     def value(self) -> Tensor | None:
         """The tensor whose gradient passes here, if the site has one."""
         return self._value() if self._value is not None else None
@@ -217,15 +226,19 @@ class Gate:
     def _check_pure(
         self, link: Link, grad: Tensor, version: int, result: Tensor, value: Tensor | None
     ) -> None:
-        if grad._version != version:
-            raise RuntimeError(
-                f"{link.label}: changed the gradient in place at site '{self.entry.site}', where "
-                "other branches may read it. Return a new tensor."
-            )
+        self.check_untouched(link, grad, version)
         if value is not None and _shares(result, value):
             raise RuntimeError(
                 f"{link.label}: returned the storage of the value at site '{self.entry.site}', "
                 "which would then be the gradient too. Return a clone."
+            )
+
+    def check_untouched(self, link: Link, grad: Tensor, version: int) -> None:
+        """Refuse a transform that has written to its gradient, which was at `version` before."""
+        if grad._version != version:
+            raise RuntimeError(
+                f"{link.label}: changed the gradient in place at site '{self.entry.site}', where "
+                "other branches may read it. Return a new tensor."
             )
 
     def _where(self, link: Link) -> str:
@@ -262,7 +275,9 @@ class GroupGate:
             gate.entry.fired += 1
         if operation.idle:
             return grads
-        results = self._operate(gates, present)
+        device = present[0].device.type
+        with torch.autocast(device, enabled=False):
+            results = self._operate(gates, present)
         if operation.sampling:
             operation.effects.flush()  # before the optimizer can write to them
         if operation.shadow:
@@ -274,6 +289,9 @@ class GroupGate:
 
     def _operate(self, gates: Sequence[Gate], grads: list[Tensor]) -> list[Tensor]:
         operation = self.operation
+        if not self._seen:
+            for gate, grad in zip(gates, grads, strict=True):
+                gate.check_dense(grad)
         for index, (_, transform) in enumerate(operation.links):
             befores = grads
             links = [gate.links[index] for gate in gates]
@@ -299,6 +317,7 @@ class GroupGate:
         key = f"{links[0].label}/group"
         state = states.get(key)
         contexts = [link.context for link in links]
+        versions = [grad._version for grad in grads]
         if transform.needs_value:
             for gate, context in zip(gates, contexts, strict=True):
                 context.value = gate.value()
@@ -310,10 +329,19 @@ class GroupGate:
             step = self.operation.step
             error.add_note(f"while {links[0].label} acted on {len(grads)} sites, step {step}")
             raise
+        for context in contexts:
+            context.value = None
+            context.call += 1
+        for gate, link, grad, result in zip(gates, links, grads, results, strict=True):
+            if (
+                not isinstance(result, Tensor)
+                or result.shape != grad.shape
+                or result.dtype is not grad.dtype
+            ):
+                raise gate._unfit(link, grad, result)
         if not self._seen:
-            for gate, link, grad, result in zip(gates, links, grads, results, strict=True):
-                if result.shape != grad.shape or result.dtype is not grad.dtype:
-                    raise gate._unfit(link, grad, result)
+            for gate, link, grad, version in zip(gates, links, grads, versions, strict=True):
+                gate.check_untouched(link, grad, version)
         if state:
             states[key] = state
         return results

@@ -37,7 +37,15 @@ class Ledger:
         entry = self.entries.setdefault((intervention, site), Entry(intervention, site))
         entry.aliases.extend(alias for alias in aliases if alias not in entry.aliases)
         entry.skipped = skipped
+        for alias in aliases:
+            self.forget(intervention, alias)
         return entry
+
+    def forget(self, intervention: str, site: str) -> None:
+        """Take out a site that was expected and is another one, or several, unless it has acted."""
+        entry = self.entries.get((intervention, site))
+        if entry is not None and not entry.calls:
+            del self.entries[intervention, site]
 
     def complaints(self) -> list[str]:
         """One sentence for each way in which what was attached did not act."""
@@ -61,7 +69,8 @@ class Ledger:
         lines = [f"{'intervention':<20} {'calls':>8} {'fired':>8}  site"]
         for entry in self:
             names = " = ".join([entry.site, *entry.aliases])
-            note = f"  ({entry.skipped})" if entry.skipped else ""
+            # An evaluation without gradients says nothing about the training.
+            note = f"  ({entry.skipped})" if entry.skipped and not entry.calls else ""
             lines.append(
                 f"{entry.intervention:<20} {entry.calls:>8} {entry.fired:>8}  {names}{note}"
             )

@@ -127,9 +127,7 @@ def _train(run: Run, place: RunDirectory, sinks: Sequence[Sink]) -> dict[str, ob
             model, optimizer, effects_every=run.schedule.effects_every, shadow=run.shadow
         )
         with attached as live:
-            for step in train(
-                model, optimizer, run.task.loss, batches, run.schedule.steps, start
-            ):
+            for step in train(model, optimizer, run.task.loss, batches, run.schedule.steps, start):
                 log.seconds.append(step.seconds)
                 if step.done % run.schedule.log_every and step.done != run.schedule.steps:
                     continue

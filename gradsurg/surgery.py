@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain, count
 from weakref import ref
 
 import torch
@@ -19,7 +20,7 @@ from gradsurg.ledger import Entry, Ledger, SurgeryWarning
 from gradsurg.per import reduced_axes
 from gradsurg.sites.base import GroupFn, Selector, SiteGate, Stage, through
 from gradsurg.sites.parameters import Parameters
-from gradsurg.transforms.base import Function, State, Transform
+from gradsurg.transforms.base import Function, State, Transform, as_transform
 from gradsurg.transforms.chain import Chain
 from gradsurg.triggers import Always, Trigger
 
@@ -40,12 +41,13 @@ class Intervention:
     names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.transform, Transform):
-            if not callable(self.transform):
-                raise TypeError(
-                    f"transform: must be a Transform or a callable, found {self.transform!r}"
-                )
-            object.__setattr__(self, "transform", Function(self.transform))
+        transform = as_transform(self.transform)
+        if not isinstance(transform, Transform):
+            hint = f": did you mean {transform.__name__}()?" if isinstance(transform, type) else ""
+            raise TypeError(
+                f"transform: must be a Transform or a callable, found {transform!r}{hint}"
+            )
+        object.__setattr__(self, "transform", transform)
         if not isinstance(self.at, Selector):
             raise TypeError(
                 f"at: must be a selector of sites, as Parameters('*'), found {self.at!r}"
@@ -61,7 +63,7 @@ class Intervention:
                     f"{link!r} is a plain callable: nothing is known of its laws, so a stage that "
                     "changes its meaning cannot be told",
                     SurgeryWarning,
-                    stacklevel=4,
+                    stacklevel=3,
                 )
 
     @property
@@ -85,8 +87,9 @@ class Intervention:
         try:
             _ = self.stage
         except ValueError as error:
-            group = next(link for link in self.links if link.scope == "group")
-            raise ValueError(f"{type(group).__name__}: {error}") from None
+            # The link that needs a group is to blame, where there is one.
+            guilty = next((k for k in self.links if k.scope == "group"), self.operator)
+            raise ValueError(f"{type(guilty).__name__}: {error}") from None
         if self.operator.needs_value and not self.at.has_value:
             needy = next(link for link in self.links if link.needs_value)
             raise ValueError(
@@ -171,11 +174,11 @@ class Surgery:
         """Take up the state of an equal surgery. Raises ValueError if it is of another one."""
         if self._live is not None:
             raise RuntimeError("load the state before the surgery is attached")
-        if state["transforms"] != self._names():
+        if state.get("transforms") != self._names():
             raise ValueError(
-                f"this state is of {state['transforms']}, the surgery is {self._names()}"
+                f"this state is of {state.get('transforms')}, the surgery is {self._names()}"
             )
-        step, states = state["step"], state["states"]
+        step, states = state.get("step"), state.get("states")
         if not isinstance(step, int) or not isinstance(states, dict):
             raise ValueError("step must be a number and states a dict: is this a surgery's state?")
         self._step = step
@@ -242,11 +245,17 @@ class Live:
 
     def _complaints(self) -> list[str]:
         said = self.ledger.complaints()
+        met = {entry.intervention for entry in self.ledger}
+        said += [
+            f"{gates.label}: attached, but none of its sites was met: was the model called?"
+            for gates in self._gates
+            if gates.label not in met
+        ]
         whens = {type(item.when).__name__ for item in self._surgery.interventions} - {"Always"}
         if whens and self.step == self._began and any(entry.calls for entry in self.ledger):
             said.append(
-                f"{', '.join(whens)}: no optimizer step was counted; attach(model, optimizer) or call "
-                "live.tick() after each step"
+                f"{', '.join(sorted(whens))}: no optimizer step was counted; attach(model, optimizer) "
+                "or call live.tick() after each step"
             )
         return said
 
@@ -264,6 +273,9 @@ class _Gates:
 
     def expect(self, site: str, aliases: Sequence[str] = (), skipped: str = "") -> None:
         self.ledger.enter(self.label, site, aliases, skipped)
+
+    def forget(self, site: str) -> None:
+        self.ledger.forget(self.label, site)
 
     def gate(self, site: str, value: Callable[[], Tensor | None] | None = None) -> SiteGate:
         gate = self._made.get(site)
@@ -311,9 +323,13 @@ def hook(place: Tensor | Node, transform: Transform | GradCallable) -> Removable
     The handle's `remove()` takes it off; the handle is also a context manager. No step is counted
     here: `context.step` stays 0. Raises ValueError for a group transform.
     """
+    if not isinstance(place, Tensor | Node):
+        raise TypeError(f"place: must be a tensor or a node of the graph, found {place!r}")
     intervention = Intervention(transform)
     if intervention.operator.scope == "group":
         raise ValueError(f"{transform!r} needs all gradients of a group at once; a hook has one")
+    if intervention.operator.needs_value and not isinstance(place, Tensor):
+        raise ValueError(f"{transform!r} needs the value whose gradient it gets; a node has none")
     (labels,) = _labels([intervention])
     links = list(zip(labels, intervention.links, strict=True))
     operation = Operation(
@@ -333,11 +349,13 @@ def hook(place: Tensor | Node, transform: Transform | GradCallable) -> Removable
 
 def _labels(interventions: Sequence[Intervention]) -> list[tuple[str, ...]]:
     """A label for every link, its class's name in snake case unless given; a second one gets `_2`."""
-    taken: dict[str, int] = {}
+    taken: set[str] = set()
 
     def label(given: str) -> str:
-        taken[given] = taken.get(given, 0) + 1
-        return given if taken[given] == 1 else f"{given}_{taken[given]}"
+        numbered = (f"{given}_{number}" for number in count(2))
+        free = next(name for name in chain([given], numbered) if name not in taken)
+        taken.add(free)
+        return free
 
     return [
         tuple(

@@ -25,7 +25,9 @@ class Batches:
 
     def __post_init__(self) -> None:
         if self.size > len(self.inputs):
-            raise ValueError(f"batch_size: must be <= {len(self.inputs)} examples, found {self.size}")
+            raise ValueError(
+                f"batch_size: must be <= {len(self.inputs)} examples, found {self.size}"
+            )
 
     def start(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of `step`, `step` + 1 and so on, without end."""

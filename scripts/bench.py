@@ -28,7 +28,13 @@ def mlp() -> tuple[nn.Module, Tensor]:
 
 
 def convnet() -> tuple[nn.Module, Tensor]:
-    convolutions = [nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2)]
+    convolutions = [
+        nn.Conv2d(3, 32, 3),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+    ]
     head = [nn.Flatten(), nn.Linear(64 * 6 * 6, 128), nn.ReLU(), nn.Linear(128, 10)]
     return nn.Sequential(*convolutions, *head), torch.randn(32, 3, 16, 16)
 

@@ -81,9 +81,7 @@ def _answer(name: str, plain: str, key: str, difference: Difference) -> str:
     between = f"{_amount(key, difference.low)} to {_amount(key, difference.high)}"
     few = difference.n < 6 and told != "no clear difference"
     caution = " Fewer than 6 seeds cannot reach p < 0.05 in a sign-flip test." if few else ""
-    return (
-        f"{name}: {said}: {amount}, 95 % interval {between} ({difference.n} seeds, paired t).{caution}"
-    )
+    return f"{name}: {said}: {amount}, 95 % interval {between} ({difference.n} seeds, paired t).{caution}"
 
 
 def _amount(key: str, value: float | None) -> str:

@@ -63,7 +63,7 @@ class Spans:
     def hook(self, model: nn.Module, stack: ExitStack) -> None:
         """Hook every module of `model`; `made` gets the nodes and whether `model` itself was called."""
         for name, module in model.named_modules():
-            if hasattr(module, "_orig_mod"):
+            if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
                 raise ValueError(
                     "Nodes: a compiled model runs as one node; attach before torch.compile, or use "
                     "Parameters or Outputs"

@@ -28,6 +28,10 @@ class Gates(Protocol):
         """Put a site into the ledger, before any gradient has passed; `skipped` says why none will."""
         ...
 
+    def forget(self, site: str) -> None:
+        """An expected site turned out to be others: take it out of the ledger."""
+        ...
+
     def gate(self, site: str, value: Callable[[], Tensor | None] | None = None) -> "SiteGate":
         """The gate of a site, one for all time; `value` gives the tensor whose gradient passes."""
         ...
@@ -70,10 +74,12 @@ class Selector(ABC):
             )
         stage = self.stage or allowed[0]
         if stage not in allowed:
-            raise ValueError(
-                f"needs all gradients of a group at once, stage '{stage}' has one at a time; "
-                f"stages it can have: {', '.join(allowed)}"
+            why = (
+                f"{type(self).__name__} cannot have stage '{stage}'"
+                if stage not in self.stages
+                else f"needs all gradients of a group at once, stage '{stage}' has one at a time"
             )
+            raise ValueError(f"{why}; stages it can have: {', '.join(allowed)}")
         return stage
 
     @abstractmethod

@@ -1,5 +1,6 @@
 """Nodes: what enters or leaves a node of the autograd graph."""
 
+import re
 from contextlib import ExitStack
 from typing import Annotated, ClassVar, Literal
 
@@ -76,11 +77,15 @@ class Nodes(Selector):
         stack: ExitStack,
     ) -> None:
         self.find(model)
+        met = False
 
         def made(nodes: list[Located], whole: bool) -> None:
+            nonlocal met
             chosen = [node for node in nodes if self._selects(node)]
-            if whole and not chosen and nodes:
+            # A later forward may go another way, as one in evaluation mode does.
+            if whole and not chosen and nodes and not met:
                 raise self._nothing(nodes)
+            met = met or bool(chosen)
             for located in chosen:
                 self._hook_node(located, gates)
 
@@ -134,7 +139,7 @@ class Nodes(Selector):
 
 
 def _fits(name: str, pattern: str) -> bool:
-    pattern = pattern.removesuffix("Backward0")
+    pattern = re.sub(r"Backward\d*$", "", pattern)
     return any(matches(name, kind) for kind in FAMILIES.get(pattern, (pattern,)))
 
 

@@ -1,5 +1,6 @@
 """Outputs: the gradient with respect to what a module returns."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import fields, is_dataclass
@@ -11,9 +12,18 @@ import torch
 from pydantic import AfterValidator, Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from gradsurg.fields import validated
-from gradsurg.sites.base import Gates, Selector, Stage, check_pattern, matches, nothing_matched
+from gradsurg.sites.base import (
+    Gates,
+    GradFn,
+    Selector,
+    Stage,
+    check_pattern,
+    matches,
+    nothing_matched,
+)
 from gradsurg.transforms.base import Scope
 
 
@@ -52,7 +62,8 @@ class Outputs(Selector):
         gates: Gates,
         stack: ExitStack,
     ) -> None:
-        forward = _Forward()
+        forward = _Forward({})
+        stack.callback(forward.release)
         stack.callback(model.register_forward_pre_hook(forward.begin, prepend=True).remove)
         stack.callback(model.register_forward_hook(forward.end, always_call=True).remove)
         for name in self.find(model):
@@ -69,6 +80,8 @@ class Outputs(Selector):
                 return
             for path, tensor in tensors_in(output):
                 site = f"{name}#{call}{path}"
+                if path:
+                    gates.forget(f"{name}#{call}")
                 owner = forward.owner(tensor)
                 if owner is not None:
                     gates.expect(owner, [site])
@@ -80,18 +93,19 @@ class Outputs(Selector):
                     if gates.needs_value:
                         # Detached, or the hook would hold its own tensor and neither be freed.
                         gate = partial(gate, value=tensor.detach())
-                    tensor.register_hook(gate)
+                    forward.register(tensor, gate)
 
         return hook
 
 
-class _Forward:
+class _Forward(threading.local):
     """What is known within one call of the model: how often each module ran, who owns a tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self, leaves: "dict[int, tuple[ref[Tensor], RemovableHandle]]") -> None:
         self.inside = False
         self.calls: dict[str, int] = {}
         self.owners: dict[int, tuple[ref[Tensor], str]] = {}
+        self.leaves = leaves
 
     def begin(self, module: nn.Module, args: tuple[object, ...]) -> None:
         if torch._C._current_graph_task_id() == -1:
@@ -115,6 +129,21 @@ class _Forward:
 
     def own(self, tensor: Tensor, site: str) -> None:
         self.owners[id(tensor)] = ref(tensor), site
+
+    def register(self, tensor: Tensor, gate: GradFn) -> None:
+        """Hook a tensor. A leaf, as a parameter that a module returns, outlives the graph: once."""
+        if not tensor.is_leaf:
+            tensor.register_hook(gate)
+            return
+        for key in [key for key, (held, _) in self.leaves.items() if held() is None]:
+            del self.leaves[key]
+        if id(tensor) not in self.leaves:
+            self.leaves[id(tensor)] = ref(tensor), tensor.register_hook(gate)
+
+    def release(self) -> None:
+        """Unhook the leaves; hooks on other tensors end with their graph."""
+        for _, handle in self.leaves.values():
+            handle.remove()
 
 
 def tensors_in(value: object, path: str = "") -> Iterator[tuple[str, Tensor]]:

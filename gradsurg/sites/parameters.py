@@ -115,6 +115,12 @@ def _before_step(params: Sequence[nn.Parameter], gate_all: GroupFn) -> Callable[
                 "stage 'step' acts before optimizer.step(); with a closure the gradients are made "
                 "inside it. Use stage='accumulated' or 'backward'."
             )
+        # A fused optimizer unscales the gradients itself, after this hook.
+        if getattr(optimizer, "grad_scale", None) is not None:
+            raise RuntimeError(
+                "stage 'step': this optimizer gets gradients that are still times the loss scale; "
+                "call scaler.unscale_(optimizer) before scaler.step(optimizer)"
+            )
         grads = [param.grad for param in params]
         results = gate_all(grads)
         if results is not grads:

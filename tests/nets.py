@@ -1,0 +1,107 @@
+"""Small models, the plain training loop and the count of hooks that the attach tests share."""
+
+from collections import OrderedDict
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+
+from gradsurg.sites.base import Selector
+from gradsurg.sites.parameters import Parameters
+from gradsurg.surgery import Intervention, Live, Surgery
+from gradsurg.transforms.base import Transform
+from gradsurg.triggers import Always, Trigger
+
+FEATURES, CLASSES, BATCH = 6, 3, 8
+
+
+def small(seed: int = 0) -> nn.Sequential:
+    """Linear, ReLU, Linear; its parameters are `first.weight` to `last.bias`."""
+    torch.manual_seed(seed)
+    layers = [
+        ("first", nn.Linear(FEATURES, 5)),
+        ("act", nn.ReLU()),
+        ("last", nn.Linear(5, CLASSES)),
+    ]
+    return nn.Sequential(OrderedDict(layers))
+
+
+def noisy(seed: int = 0) -> nn.Sequential:
+    """A model with all that reads or moves global state: convolution, batch norm, dropout."""
+    torch.manual_seed(seed)
+    layers = [
+        ("conv", nn.Conv1d(2, 4, 2)),
+        ("norm", nn.BatchNorm1d(4)),
+        ("act", nn.ReLU()),
+        ("flat", nn.Flatten()),
+        ("drop", nn.Dropout(0.5)),
+        ("last", nn.Linear(8, CLASSES)),
+    ]
+    return nn.Sequential(OrderedDict(layers))
+
+
+def batch(step: int = 0) -> tuple[Tensor, Tensor]:
+    """The batch of a step, from a generator of its own."""
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(BATCH, FEATURES, generator=generator)
+    return x, torch.randint(CLASSES, (BATCH,), generator=generator)
+
+
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def backward(model: nn.Module, step: int = 0) -> None:
+    """One forward and one backward pass."""
+    x, y = batch(step)
+    if "conv" in dict(model.named_children()):
+        x = x.view(BATCH, 2, 3)
+    functional.cross_entropy(model(x), y).backward()
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: int, start: int = 0) -> None:
+    """The plain loop."""
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+
+
+def attached(
+    model: nn.Module,
+    transform: Transform,
+    at: Selector | None = None,
+    optimizer: Optimizer | None = None,
+    when: Trigger | None = None,
+    *,
+    effects_every: int = 1,
+    shadow: bool = False,
+) -> AbstractContextManager[Live]:
+    """A surgery of one intervention, attached."""
+    surgery = Surgery(Intervention(transform, at or Parameters(), when or Always()))
+    return surgery.attach(model, optimizer, effects_every=effects_every, shadow=shadow)
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    """Copies of all parameters and buffers."""
+    return [tensor.detach().clone() for tensor in model.state_dict().values()]
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the gradients there are."""
+    named = model.named_parameters()
+    return {name: param.grad.clone() for name, param in named if param.grad is not None}
+
+
+def num_hooks(model: nn.Module, *optimizers: Optimizer) -> int:
+    """All hooks on a model's modules and parameters and on optimizers."""
+    tables = []
+    for module in model.modules():
+        tables += [table for name, table in vars(module).items() if name.endswith("_hooks")]
+    for param in model.parameters():
+        tables += [param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)]
+    for optimizer in optimizers:
+        tables += [table for name, table in vars(optimizer).items() if name.endswith("_hooks")]
+    return sum(len(table) for table in tables if table)

@@ -1,0 +1,67 @@
+"""compare: treated and control with the same seeds, and what is said of them."""
+
+import pytest
+import torch
+from torch import nn
+
+import gradsurg as gs
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+
+def train(model: nn.Module, surgery: gs.Surgery) -> dict[str, float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.randn(16, 4)
+    loss = torch.tensor(0.0)
+    with surgery.attach(model, optimizer):
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+            loss.backward()
+            optimizer.step()
+    return {"loss": loss.item()}
+
+
+def test_a_surgery_that_does_nothing_makes_no_difference() -> None:
+    found = gs.compare(make_model, train, gs.Surgery(gs.Intervention(gs.Identity())), seeds=3)
+    assert found.treated == found.control
+    assert len({outcome["loss"] for outcome in found.treated}) == 3
+
+
+def test_a_surgery_that_does_something_is_compared_seed_by_seed() -> None:
+    found = gs.compare(make_model, train, gs.Surgery(gs.Intervention(gs.Zero())), seeds=3)
+    assert all(a["loss"] != b["loss"] for a, b in zip(found.treated, found.control, strict=True))
+    mean = sum(a["loss"] - b["loss"] for a, b in zip(found.treated, found.control, strict=True)) / 3
+    assert f"{mean:+.3g}" in found.table()
+    assert "higher" in found.table() or "no clear difference" in found.table()
+
+
+def test_one_seed_has_no_interval() -> None:
+    found = gs.compare(make_model, train, gs.Surgery(gs.Intervention(gs.Zero())), seeds=1)
+    assert "one seed: no interval" in found.table()
+
+
+def test_a_bare_number_is_the_outcome_and_a_lost_run_is_counted_apart() -> None:
+    outcomes = iter([float("nan"), 1.0, 2.0, 1.0, 2.5, 1.0])
+    found = gs.compare(make_model, lambda model, surgery: next(outcomes), gs.Surgery(), seeds=3)
+    assert "1 of 3 pairs not finite" in found.table()
+    assert "+1.25" in found.table()
+
+
+def test_the_global_generator_is_left_as_it_was() -> None:
+    before = torch.get_rng_state()
+    gs.compare(make_model, train, gs.Surgery(gs.Intervention(gs.Zero())), seeds=2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_no_seeds_are_refused() -> None:
+    with pytest.raises(ValueError, match="seeds: must be >= 1, found 0"):
+        gs.compare(make_model, train, gs.Surgery(), seeds=0)
+
+
+def test_arms_that_return_other_keys_are_refused() -> None:
+    outcomes = iter([{"loss": 1.0}, {"accuracy": 1.0}])
+    with pytest.raises(ValueError, match=r"returned \['accuracy'\]"):
+        gs.compare(make_model, lambda model, surgery: next(outcomes), gs.Surgery(), seeds=1)

@@ -1,0 +1,378 @@
+"""The wrapper around every transform: what passes, what is refused, and with which words."""
+
+import re
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradsurg as gs
+from gradsurg.fields import validated
+from gradsurg.sites.base import Selector
+from gradsurg.transforms.base import Context, GroupTransform, Law, State, Stateless
+from tests.nets import attached, backward, gradients, sgd, small, train
+
+Wrong = Callable[[Tensor], object]
+
+
+class Later(Stateless):
+    """Does wrong from the given call on, counted from 0."""
+
+    def __init__(self, wrong: Wrong, first: int) -> None:
+        self.wrong, self.first = wrong, first
+
+    def __repr__(self) -> str:
+        return "Later()"
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        return frozenset({"linear", "idempotent"})
+
+    def apply(self, grad: Tensor, context: Context) -> Tensor:
+        done = self.wrong(grad) if context.step >= self.first else grad
+        return done  # pyright: ignore[reportReturnType] wrong on purpose
+
+
+class LaterGroup(GroupTransform):
+    """As `Later`, for all gradients of a group."""
+
+    def __init__(self, wrong: Wrong, first: int) -> None:
+        self.wrong, self.first = wrong, first
+
+    def __repr__(self) -> str:
+        return "LaterGroup()"
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        return frozenset()
+
+    def init_group(self, grads: Sequence[Tensor]) -> State:
+        return {}
+
+    def update_group(
+        self, grads: Sequence[Tensor], state: State, contexts: Sequence[Context]
+    ) -> tuple[list[Tensor], State]:
+        wrong = self.wrong if contexts[0].step >= self.first else torch.clone
+        return [wrong(grad) for grad in grads], state  # pyright: ignore[reportReturnType] on purpose
+
+
+ONE = gs.Parameters("first.weight")
+PLACES = {
+    "backward": (ONE, "first.weight"),
+    "accumulated": (gs.Parameters("first.weight", stage="accumulated"), "first.weight"),
+    "step": (gs.Parameters("first.weight", stage="step"), "first.weight"),
+    "outputs": (gs.Outputs("first"), "first#0"),
+    "nodes": (gs.Nodes("Relu"), "act#0/ReluBackward[0]"),
+}
+at_each = pytest.mark.parametrize(("at", "site"), PLACES.values(), ids=PLACES.keys())
+at_once_or_later = pytest.mark.parametrize("first", [0, 2])
+
+
+@at_each
+@at_once_or_later
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [
+        (lambda grad: grad[:1], "found [1, "),
+        (lambda grad: grad.double(), "torch.float64"),
+        (lambda grad: None, "found NoneType"),
+        (lambda grad: 1.0, "found float"),
+        (lambda grad: grad.numpy(), "found ndarray"),
+    ],
+    ids=["shape", "dtype", "None", "float", "array"],
+)
+def test_a_result_unlike_the_gradient_is_refused_with_site_and_transform(
+    at: Selector, site: str, wrong: Wrong, found: str, first: int
+) -> None:
+    model = small()
+    optimizer = sgd(model)
+    with (
+        pytest.raises(TypeError, match=re.escape(found)) as caught,
+        attached(model, Later(wrong, first), at, optimizer),
+    ):
+        train(model, optimizer, 3)
+    assert f"'{site}', step {first}" in str(caught.value)
+    assert "later: Later() must return a tensor like the gradient" in str(caught.value)
+
+
+@at_once_or_later
+@pytest.mark.parametrize(
+    "wrong", [lambda grad: grad[:1], lambda grad: grad.double(), lambda grad: None]
+)
+def test_a_group_result_unlike_the_gradient_is_refused(wrong: Wrong, first: int) -> None:
+    model = small()
+    optimizer = sgd(model)
+    with (
+        pytest.raises(TypeError, match="LaterGroup.. must return a tensor like the gradient"),
+        attached(model, LaterGroup(wrong, first), None, optimizer),
+    ):
+        train(model, optimizer, 3)
+
+
+class Mishap(Exception):
+    """An exception that no library could know."""
+
+
+def _raise(grad: Tensor) -> None:
+    raise Mishap("mine")
+
+
+def _assert(grad: Tensor) -> None:
+    raise AssertionError("theirs")
+
+
+@at_each
+@at_once_or_later
+@pytest.mark.parametrize(("wrong", "kind"), [(_raise, Mishap), (_assert, AssertionError)])
+def test_an_exception_inside_a_transform_keeps_its_type_and_tells_site_and_step(
+    at: Selector, site: str, wrong: Wrong, kind: type[Exception], first: int
+) -> None:
+    model = small()
+    optimizer = sgd(model)
+    with (
+        pytest.raises(kind) as caught,
+        attached(model, Later(wrong, first), at, optimizer),
+    ):
+        train(model, optimizer, 3)
+    note = f"while later acted at site '{site}', step {first}"
+    assert caught.value.__notes__ == [note]
+
+
+def test_an_exception_inside_a_group_transform_tells_the_step() -> None:
+    model = small()
+    optimizer = sgd(model)
+    with (
+        pytest.raises(Mishap) as caught,
+        attached(model, LaterGroup(_raise, 1), None, optimizer),
+    ):
+        train(model, optimizer, 3)
+    assert caught.value.__notes__ == ["while later_group acted on 4 sites, step 1"]
+
+
+@at_each
+def test_a_transform_that_writes_to_its_gradient_is_refused(at: Selector, site: str) -> None:
+    model = small()
+    optimizer = sgd(model)
+    with (
+        pytest.raises(RuntimeError, match=re.escape(f"in place at site '{site}'")),
+        attached(model, Later(lambda grad: grad.mul_(2), 0), at, optimizer),
+    ):
+        train(model, optimizer, 1)
+
+
+def test_a_group_transform_that_writes_to_its_gradients_is_refused() -> None:
+    model = small()
+    optimizer = sgd(model)
+    with (
+        pytest.raises(RuntimeError, match="in place at site 'first.weight'"),
+        attached(model, LaterGroup(lambda grad: grad.mul_(2), 0), None, optimizer),
+    ):
+        train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("stage", ["backward", "accumulated", "step"])
+def test_a_transform_that_returns_the_parameter_is_refused(stage) -> None:
+    model = small()
+    optimizer = sgd(model)
+    with (
+        pytest.raises(RuntimeError, match=r"returned the storage of the value.*Return a clone"),
+        attached(
+            model,
+            Later(lambda grad: model.first.weight.detach(), 0),
+            gs.Parameters("first.weight", stage=stage),
+            optimizer,
+        ),
+    ):
+        train(model, optimizer, 1)
+
+
+def test_a_link_of_a_chain_is_the_one_named() -> None:
+    model = small()
+    chain = gs.Chain(gs.Identity(), Later(lambda grad: grad[0], 0))
+    with pytest.raises(TypeError, match=r"^later: Later"), attached(model, chain, ONE):
+        backward(model)
+
+
+# None
+
+
+class Two(nn.Module):
+    """Two outputs of one node, of which one is used; two layers, of which one is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(6, 4)
+        self.unused = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor, y: object = None) -> Tensor:
+        left, _ = self.used(x).unbind(dim=0)[:2]
+        return left
+
+
+@pytest.mark.parametrize("side", ["enter", "leave"])
+def test_missing_gradients_of_a_node_pass(side) -> None:
+    plain, model = Two(), Two()
+    model.load_state_dict(plain.state_dict())
+    x = torch.ones(2, 6)
+    plain(x).sum().backward()
+    with (
+        pytest.warns(gs.SurgeryWarning, match=r"UnbindBackward\[0\]\.1"),
+        attached(model, gs.Scale(2.0), gs.Nodes("Unbind", side="enter")) as live,
+    ):
+        model(x).sum().backward()
+    calls = {entry.site: entry.calls for entry in live.ledger}
+    assert calls == {"root#0/UnbindBackward[0].0": 1, "root#0/UnbindBackward[0].1": 0}
+    assert model.used.weight.grad is not None
+    assert plain.used.weight.grad is not None
+    torch.testing.assert_close(model.used.weight.grad, plain.used.weight.grad * 2)
+
+
+@pytest.mark.parametrize("transform", [gs.Scale(2.0), gs.ClipGlobalNorm(1e-3)], ids=repr)
+def test_a_parameter_without_a_gradient_stays_without_at_stage_step(transform) -> None:
+    model = Two()
+    optimizer = sgd(model)
+    with (
+        pytest.warns(gs.SurgeryWarning, match=r"unused\.weight, unused\.bias$"),
+        attached(model, transform, gs.Parameters(stage="step"), optimizer),
+    ):
+        model(torch.ones(2, 6)).sum().backward()
+        before = gradients(model)
+        optimizer.step()
+    assert model.unused.weight.grad is None
+    assert set(gradients(model)) == {"used.weight", "used.bias"}
+    assert not torch.equal(gradients(model)["used.bias"], before["used.bias"])
+
+
+def test_a_step_without_any_gradient_passes() -> None:
+    model = small()
+    optimizer = sgd(model)
+    with (
+        pytest.warns(gs.SurgeryWarning, match="no gradient ever passed"),
+        attached(model, gs.ClipGlobalNorm(), None, optimizer),
+    ):
+        optimizer.step()
+    assert not gradients(model)
+
+
+def test_a_frozen_part_passes() -> None:
+    plain, model = small(), small()
+    for net in (plain, model):
+        net.first.requires_grad_(False)
+        net.last.bias.requires_grad_(False)
+    backward(plain)
+    at = gs.Nodes("*", side="leave")
+    with (
+        pytest.warns(gs.SurgeryWarning, match="no gradient ever passed"),
+        attached(model, gs.Identity(), gs.Parameters()),
+        attached(model, gs.Identity(), at),
+    ):
+        backward(model)
+    assert list(gradients(model)) == ["last.weight"]
+    torch.testing.assert_close(gradients(model), gradients(plain), rtol=0, atol=0)
+
+
+# Kinds of gradients
+
+
+@pytest.mark.parametrize("stage", ["backward", "accumulated", "step"])
+def test_sparse_gradients_are_refused_by_name(stage) -> None:
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True))
+    optimizer = sgd(model)
+    with (
+        pytest.raises(TypeError, match="site '0.weight': transforms take dense real gradients"),
+        attached(model, gs.Clip(), gs.Parameters(stage=stage), optimizer),
+    ):
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+
+
+def test_complex_gradients_are_refused_by_name() -> None:
+    model = nn.ParameterDict({"w": nn.Parameter(torch.ones(2, dtype=torch.complex64))})
+    with (
+        pytest.raises(TypeError, match=r"site 'w'.*torch\.complex64"),
+        attached(model, gs.Clip()),
+    ):
+        model["w"].abs().sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_a_gradient_keeps_its_dtype(dtype: torch.dtype) -> None:
+    model = small().to(dtype)
+    with attached(model, gs.NormRescale(2.0)):
+        model(torch.ones(4, 6, dtype=dtype)).sum().backward()
+    weight = model.last.weight
+    assert weight.grad is not None
+    assert weight.grad.dtype is dtype
+    assert weight.grad.double().norm().item() == pytest.approx(2.0, rel=1e-2)
+
+
+@validated
+class Product(Stateless):
+    """Multiplies matrices, which autocast would do in half precision."""
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        return frozenset()
+
+    def apply(self, grad: Tensor, context: Context) -> Tensor:
+        AUTOCAST.append(torch.is_autocast_enabled("cpu"))
+        return grad @ torch.eye(grad.shape[1])
+
+
+AUTOCAST: list[bool] = []
+
+
+@pytest.mark.parametrize("stage", ["backward", "accumulated", "step"])
+def test_autocast_is_off_inside_a_transform(stage) -> None:
+    AUTOCAST.clear()
+    model = small()
+    optimizer = sgd(model)
+    with (
+        attached(model, Product(), gs.Parameters("*.weight", stage=stage), optimizer),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        for _ in range(3):
+            train(model, optimizer, 1)
+            assert torch.is_autocast_enabled("cpu")
+    assert AUTOCAST == [False] * 6
+
+
+def test_the_value_is_the_parameter_whose_gradient_it_is() -> None:
+    # |w| = 5, bound 0.1 * 5 = 0.5; |g| = 2.
+    model = nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[3.0, 4.0]]))
+    with attached(model, gs.AdaptiveClip(0.1)):
+        (model.weight * torch.tensor([[0.0, 2.0]])).sum().backward()
+    assert model.weight.grad is not None
+    torch.testing.assert_close(model.weight.grad, torch.tensor([[0.0, 0.5]]))
+
+
+@pytest.mark.parametrize("stage", ["backward", "accumulated", "step"])
+def test_the_value_is_there_at_every_stage(stage) -> None:
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = sgd(model)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[3.0, -4.0]]))
+    transform = gs.ScaleBySign(10.0, 0.0, of="value")
+    with attached(model, transform, gs.Parameters(stage=stage), optimizer):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            assert model.weight.grad is not None
+            assert model.weight.grad.tolist() == [[10.0, 0.0]]
+
+
+def test_the_value_is_the_activation_of_each_call() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Flatten())
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(2))
+    transform = gs.ScaleBySign(10.0, 0.0, of="value")
+    for x, expected in (([1.0, -1.0], [10.0, 0.0]), ([-1.0, 1.0], [0.0, 10.0])):
+        inputs = torch.tensor([x], requires_grad=True)
+        with attached(model, transform, gs.Outputs("0")):
+            model(inputs).sum().backward()
+        assert inputs.grad is not None
+        assert inputs.grad.tolist() == [expected]

@@ -1,0 +1,774 @@
+"""Attaching, detaching, what is left behind, and the state in between."""
+
+import gc
+import re
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import gradsurg as gs
+from gradsurg.fields import validated
+from gradsurg.sites.base import Selector
+from gradsurg.transforms.base import Context, Law, Stateless, Transform
+from tests.nets import (
+    BATCH,
+    attached,
+    backward,
+    batch,
+    gradients,
+    noisy,
+    num_hooks,
+    sgd,
+    small,
+    train,
+    weights,
+)
+
+SITES: dict[str, Selector] = {
+    "parameters-backward": gs.Parameters(),
+    "parameters-accumulated": gs.Parameters(stage="accumulated"),
+    "parameters-step": gs.Parameters(stage="step"),
+    "outputs": gs.Outputs(),
+    "nodes-enter": gs.Nodes("*"),
+    "nodes-leave": gs.Nodes("*", side="leave"),
+}
+everywhere = pytest.mark.parametrize("at", SITES.values(), ids=SITES.keys())
+in_backward = pytest.mark.parametrize(
+    "at", [gs.Parameters(), gs.Outputs(), gs.Nodes("*"), gs.Nodes("*", side="leave")], ids=repr
+)
+
+
+@everywhere
+def test_no_hook_is_left_after_the_block(at: Selector) -> None:
+    model = noisy()
+    optimizer = sgd(model)
+    before = num_hooks(model, optimizer)
+    with attached(model, gs.Identity(), at, optimizer):
+        assert num_hooks(model, optimizer) > before
+        train(model, optimizer, 1)
+    assert num_hooks(model, optimizer) == before
+
+
+@everywhere
+def test_no_hook_is_left_if_the_body_raises(at: Selector) -> None:
+    model = noisy()
+    optimizer = sgd(model)
+    with (
+        pytest.raises(KeyError, match="mine"),
+        attached(model, gs.Identity(), at, optimizer),
+    ):
+        raise KeyError("mine")
+    assert num_hooks(model, optimizer) == 0
+
+
+@everywhere
+def test_no_hook_is_left_if_the_second_intervention_cannot_be_attached(at: Selector) -> None:
+    model = noisy()
+    optimizer = sgd(model)
+    surgery = gs.Surgery(
+        gs.Intervention(gs.Identity(), at=at),
+        gs.Intervention(gs.Identity(), at=gs.Parameters("nowhere.*")),
+    )
+    with pytest.raises(LookupError), surgery.attach(model, optimizer):
+        pass
+    assert num_hooks(model, optimizer) == 0
+
+
+def test_a_surgery_whose_attaching_failed_can_be_attached_later() -> None:
+    surgery = gs.Surgery(gs.Intervention(gs.Zero(), at=gs.Parameters(stage="step")))
+    model = small()
+    with pytest.raises(ValueError, match="needs the optimizer"), surgery.attach(model):
+        pass
+    optimizer = sgd(model)
+    before = weights(model)
+    with surgery.attach(model, optimizer):
+        train(model, optimizer, 1)
+    assert all(map(torch.equal, before, weights(model)))
+
+
+def test_hooks_of_the_user_stay() -> None:
+    model = small()
+    calls = []
+    model.first.weight.register_hook(calls.append)
+    with attached(model, gs.Identity()):
+        backward(model)
+    backward(model)
+    assert len(calls) == 2
+    assert num_hooks(model) == 1
+
+
+@in_backward
+def test_a_graph_built_inside_the_block_gives_plain_gradients_after_it(at: Selector) -> None:
+    x, _ = batch()
+    plain, model = small(), small()
+    plain(x).sum().backward()
+    with pytest.warns(gs.SurgeryWarning), attached(model, gs.Scale(7.0), at):
+        loss = model(x).sum()
+    loss.backward()
+    torch.testing.assert_close(gradients(model), gradients(plain), rtol=0, atol=0)
+
+
+@in_backward
+def test_inside_the_block_it_does_not_give_plain_gradients(at: Selector) -> None:
+    x, _ = batch()
+    plain, model = small(), small()
+    plain(x).sum().backward()
+    with attached(model, gs.Scale(7.0), at):
+        model(x).sum().backward()
+    assert not torch.equal(gradients(model)["first.weight"], gradients(plain)["first.weight"])
+
+
+def _trained(surgery: AbstractContextManager[object], model: nn.Module, opt: Optimizer) -> None:
+    torch.manual_seed(5)
+    with surgery:
+        train(model, opt, 50)
+
+
+@everywhere
+@pytest.mark.parametrize("transform", [gs.Identity(), gs.Clamp(-1e9, 1e9)], ids=repr)
+def test_surgery_that_changes_nothing_leaves_training_bit_identical(
+    at: Selector, transform: Transform
+) -> None:
+    plain, model = noisy(), noisy()
+    optimizer = sgd(model)
+    _trained(nullcontext(), plain, sgd(plain))
+    _trained(attached(model, transform, at, optimizer, effects_every=7), model, optimizer)
+    assert all(map(torch.equal, weights(plain), weights(model)))
+
+
+@everywhere
+def test_a_shadowed_surgery_leaves_training_bit_identical(at: Selector) -> None:
+    plain, model = noisy(), noisy()
+    optimizer = sgd(model)
+    _trained(nullcontext(), plain, sgd(plain))
+    _trained(
+        attached(model, gs.Scale(-3.0), at, optimizer, effects_every=7, shadow=True),
+        model,
+        optimizer,
+    )
+    assert all(map(torch.equal, weights(plain), weights(model)))
+
+
+def test_a_shadowed_group_transform_leaves_training_bit_identical() -> None:
+    plain, model = noisy(), noisy()
+    optimizer = sgd(model)
+    _trained(nullcontext(), plain, sgd(plain))
+    surgery = attached(model, gs.ClipGlobalNorm(1e-3), None, optimizer, shadow=True)
+    _trained(surgery, model, optimizer)
+    assert all(map(torch.equal, weights(plain), weights(model)))
+
+
+@everywhere
+def test_a_surgery_that_acts_does_not_leave_training_as_it_is(at: Selector) -> None:
+    plain, model = noisy(), noisy()
+    optimizer = sgd(model)
+    _trained(nullcontext(), plain, sgd(plain))
+    _trained(attached(model, gs.Scale(0.5), at, optimizer), model, optimizer)
+    assert not torch.equal(plain.conv.weight, model.conv.weight)
+
+
+@everywhere
+def test_a_detached_surgery_leaves_training_bit_identical(at: Selector) -> None:
+    plain, model = noisy(), noisy()
+    optimizer = sgd(model)
+    with pytest.warns(gs.SurgeryWarning), attached(model, gs.Zero(), at, optimizer):
+        model(torch.ones(BATCH, 2, 3))
+    plain(torch.ones(BATCH, 2, 3))
+    _trained(nullcontext(), plain, sgd(plain))
+    _trained(nullcontext(), model, optimizer)
+    assert all(map(torch.equal, weights(plain), weights(model)))
+
+
+def test_attaching_twice_at_once_is_refused() -> None:
+    surgery = gs.Surgery(gs.Intervention(gs.Scale(2.0)))
+    model = small()
+    with surgery.attach(model):
+        before = num_hooks(model)
+        with pytest.raises(RuntimeError, match="attached already"), surgery.attach(model):
+            pass
+        assert num_hooks(model) == before
+        backward(model)
+
+
+def test_two_surgeries_act_one_after_the_other() -> None:
+    plain, model = small(), small()
+    backward(plain)
+    with attached(model, gs.Scale(2.0)), attached(model, gs.Clip(0.01)):
+        backward(model)
+    for name, grad in gradients(plain).items():
+        torch.testing.assert_close(gradients(model)[name], (grad * 2).clamp(-0.01, 0.01))
+
+
+def test_interventions_act_in_their_order() -> None:
+    plain, model = small(), small()
+    backward(plain)
+    surgery = gs.Surgery(gs.Intervention(gs.Clip(0.01)), gs.Intervention(gs.Scale(2.0)))
+    with surgery.attach(model):
+        backward(model)
+    for name, grad in gradients(plain).items():
+        torch.testing.assert_close(gradients(model)[name], grad.clamp(-0.01, 0.01) * 2)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"transform": 3}, TypeError, "must be a Transform or a callable, found 3"),
+        ({"transform": gs.Clip}, TypeError, "did you mean Clip()"),
+        ({"transform": gs.Zero(), "at": "*.weight"}, TypeError, "must be a selector"),
+        ({"transform": gs.Zero(), "when": 5}, TypeError, "must be a trigger"),
+        ({"transform": gs.Zero(), "names": ("a", "b")}, ValueError, "1 links, found 2"),
+        (
+            {"transform": gs.ClipGlobalNorm(), "at": gs.Outputs()},
+            ValueError,
+            "ClipGlobalNorm: needs all gradients of a group at once, Outputs meets them one",
+        ),
+        (
+            {"transform": gs.ClipGlobalNorm(), "at": gs.Nodes("Relu")},
+            ValueError,
+            "Nodes meets them one at a time; it can act at Parameters with stage=step",
+        ),
+        (
+            {"transform": gs.ClipGlobalNorm(), "at": gs.Parameters(stage="backward")},
+            ValueError,
+            "stage 'backward' has one at a time; stages it can have: step",
+        ),
+        (
+            {
+                "transform": gs.Chain(gs.Clip(), gs.ClipGlobalNorm()),
+                "at": gs.Parameters(stage="accumulated"),
+            },
+            ValueError,
+            "ClipGlobalNorm: needs all gradients",
+        ),
+        (
+            {"transform": gs.Clip(), "at": gs.Outputs(stage="step")},
+            ValueError,
+            "Clip: Outputs cannot have stage 'step'; stages it can have: backward",
+        ),
+        (
+            {"transform": gs.AdaptiveClip(), "at": gs.Nodes("Relu")},
+            ValueError,
+            "AdaptiveClip: needs the value",
+        ),
+        (
+            {"transform": gs.Chain(gs.Clip(), gs.ScaleBySign(of="value")), "at": gs.Nodes("Relu")},
+            ValueError,
+            "ScaleBySign: needs the value whose gradient it gets, and Nodes has none",
+        ),
+    ],
+)
+def test_what_cannot_be_an_intervention_is_refused_when_it_is_made(
+    kwargs: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        gs.Intervention(**kwargs)  # pyright: ignore[reportArgumentType] wrong on purpose
+
+
+def test_a_surgery_takes_nothing_but_interventions() -> None:
+    with pytest.raises(TypeError, match="found Zero"):
+        gs.Surgery(gs.Zero())  # pyright: ignore[reportArgumentType] wrong on purpose
+
+
+def test_a_plain_callable_acts_and_is_warned_about_where_it_is_made() -> None:
+    with pytest.warns(gs.SurgeryWarning, match="plain callable") as caught:
+        intervention = gs.Intervention(torch.zeros_like)
+    assert caught[0].filename == __file__
+    model = small()
+    with gs.Surgery(intervention).attach(model):
+        backward(model)
+    assert not any(grad.any() for grad in gradients(model).values())
+
+
+def test_a_pattern_that_does_not_fit_a_parameter_is_refused_when_attached() -> None:
+    transform = gs.NormRescale(per="row col -> row")
+    with (
+        pytest.raises(ValueError, match="does not fit a tensor of 1 axes, as 'first.bias' is"),
+        attached(small(), transform),
+    ):
+        pass
+    model = small()
+    with attached(model, transform, gs.Parameters("*.weight")):
+        backward(model)
+    assert model.last.weight.grad is not None
+    torch.testing.assert_close(model.last.weight.grad.norm(dim=1), torch.ones(3))
+
+
+def test_labels_are_class_names_in_snake_case_and_never_the_same_twice() -> None:
+    chain = gs.Chain(gs.Clip(), gs.ClipNorm(), gs.Clip())
+    surgery = gs.Surgery(gs.Intervention(chain), gs.Intervention(gs.Clip()))
+    assert surgery.labels == [("clip", "clip_norm", "clip_2"), ("clip_3",)]
+
+
+def test_given_labels_never_collide() -> None:
+    names = ("clip", "clip_2", "clip")
+    surgery = gs.Surgery(gs.Intervention(gs.Chain(gs.Clip(), gs.Clip(), gs.Clip()), names=names))
+    assert surgery.labels == [("clip", "clip_2", "clip_3")]
+
+
+def test_plan_says_what_would_be_hooked_and_hooks_nothing() -> None:
+    model = small()
+    surgery = gs.Surgery(
+        gs.Intervention(gs.Chain(gs.Clip(), gs.Scale()), at=gs.Parameters("*.weight")),
+        gs.Intervention(gs.ClipGlobalNorm(), when=gs.Steps(stop=3)),
+    )
+    text = surgery.plan(model)
+    assert "clip -> scale at Parameters(pattern='*.weight'" in text
+    assert "stage backward" in text
+    assert "stage step, when Steps(start=0, stop=3, every=1)" in text
+    assert text.count("first.weight") == 2
+    assert text.count("first.bias") == 1
+    assert num_hooks(model) == 0
+    assert gs.Surgery().plan(model) == "no intervention"
+
+
+# State
+
+
+def _grokked(steps: int, model: nn.Module, surgery: gs.Surgery, start: int = 0) -> None:
+    optimizer = sgd(model)
+    with surgery.attach(model, optimizer):
+        train(model, optimizer, steps, start)
+
+
+def _surgery() -> gs.Surgery:
+    return gs.Surgery(
+        gs.Intervention(gs.Chain(gs.LowPass(), gs.AddNoise(sigma=0.01))),
+        gs.Intervention(gs.Scale(2.0), when=gs.Steps(start=4, every=2)),
+        seed=3,
+    )
+
+
+def test_a_surgery_resumed_from_its_state_continues_as_if_never_stopped() -> None:
+    whole, halves = small(), small()
+    _grokked(10, whole, _surgery())
+    first = _surgery()
+    _grokked(5, halves, first)
+    second = _surgery()
+    second.load_state_dict(first.state_dict())
+    _grokked(5, halves, second, start=5)
+    assert all(map(torch.equal, weights(whole), weights(halves)))
+
+
+def test_without_its_state_it_would_not_continue_so() -> None:
+    whole, halves = small(), small()
+    _grokked(10, whole, _surgery())
+    _grokked(5, halves, _surgery())
+    _grokked(5, halves, _surgery(), start=5)
+    assert not torch.equal(whole.first.weight, halves.first.weight)
+
+
+def test_the_state_taken_inside_the_block_can_be_saved_and_loaded_as_weights(tmp_path) -> None:
+    model, surgery = small(), _surgery()
+    optimizer = sgd(model)
+    with surgery.attach(model, optimizer):
+        train(model, optimizer, 4)
+        torch.save(surgery.state_dict(), tmp_path / "state.pt")
+        kept = surgery.state_dict()["states"]
+        assert isinstance(kept, dict)
+        mean = kept["low_pass/first.weight"]["mean"].clone()
+        train(model, optimizer, 4)
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert state["step"] == 4
+    torch.testing.assert_close(state["states"]["low_pass/first.weight"]["mean"], mean)
+
+
+def test_a_group_transform_keeps_its_state_too() -> None:
+    whole, halves = small(), small()
+    group = gs.Scheduled(gs.ClipGlobalNorm(0.1), steps=4)
+    lowered = gs.Chain(gs.LowPass(), group)
+    _grokked(6, whole, gs.Surgery(gs.Intervention(lowered)))
+    first = gs.Surgery(gs.Intervention(lowered))
+    _grokked(3, halves, first)
+    second = gs.Surgery(gs.Intervention(lowered))
+    second.load_state_dict(first.state_dict())
+    _grokked(3, halves, second, start=3)
+    assert all(map(torch.equal, weights(whole), weights(halves)))
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"step": 0, "transforms": ["Scale(factor=3.0)"], "states": {}},
+        {"step": 0, "transforms": [], "states": {}},
+        {"step": "one", "transforms": ["Scale(factor=2.0)"], "states": {}},
+        {"step": 0, "transforms": ["Scale(factor=2.0)"], "states": None},
+        {"step": 0, "transforms": ["Scale(factor=2.0)"]},
+    ],
+)
+def test_the_state_of_something_else_is_refused(state: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"state"):
+        gs.Surgery(gs.Intervention(gs.Scale(2.0))).load_state_dict(state)
+
+
+def test_loading_state_into_an_attached_surgery_is_refused() -> None:
+    surgery = gs.Surgery(gs.Intervention(gs.Scale(2.0)))
+    model = small()
+    with surgery.attach(model):
+        with pytest.raises(RuntimeError, match="before the surgery is attached"):
+            surgery.load_state_dict(surgery.state_dict())
+        backward(model)
+
+
+def test_the_step_goes_on_when_a_surgery_is_attached_again() -> None:
+    model, surgery = small(), gs.Surgery(gs.Intervention(gs.Scale(2.0)))
+    _grokked(3, model, surgery)
+    _grokked(4, model, surgery)
+    assert surgery.state_dict()["step"] == 7
+
+
+# Randomness
+
+
+def _noise(model: nn.Module, seed: int = 0, steps: int = 1, start: int = 0) -> dict[str, Tensor]:
+    """What noise is added to the gradients of the last of some steps."""
+    surgery = gs.Surgery(gs.Intervention(gs.AddNoise(sigma=1.0)), seed=seed)
+    surgery.load_state_dict(surgery.state_dict() | {"step": start})
+    optimizer = sgd(model, lr=0.0)
+    with surgery.attach(model, optimizer):
+        train(model, optimizer, steps)
+    noisy_gradients = gradients(model)
+    optimizer.zero_grad()
+    backward(model, steps - 1)
+    return {name: noisy_gradients[name] - grad for name, grad in gradients(model).items()}
+
+
+def test_noise_depends_on_seed_and_step_but_not_on_the_global_generator() -> None:
+    first = _noise(small())
+    torch.manual_seed(99)
+    torch.rand(10)
+    again = _noise(small(seed=0))
+    torch.testing.assert_close(first, again, rtol=0, atol=0)
+    assert not torch.allclose(first["first.weight"], _noise(small(), seed=1)["first.weight"])
+    later = _noise(small(), start=1)["first.weight"]
+    assert not torch.allclose(first["first.weight"], later)
+    torch.testing.assert_close(later, _noise(small(), steps=2)["first.weight"])
+
+
+def test_noise_differs_from_site_to_site() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    noise = _noise(model)
+    assert not torch.allclose(noise["0.weight"], noise["1.weight"])
+
+
+def test_noise_differs_from_call_to_call_within_a_step() -> None:
+    weight = nn.Parameter(torch.zeros(1000))
+    model = nn.ParameterDict({"w": weight})
+    drawn = []
+    with attached(model, gs.AddNoise(sigma=1.0)):
+        for _ in range(2):
+            weight.grad = None
+            weight.sum().backward()
+            assert weight.grad is not None
+            drawn.append(weight.grad - 1)
+    assert abs(torch.corrcoef(torch.stack(drawn))[0, 1]) < 0.2
+
+
+def test_two_links_of_one_chain_draw_different_noise() -> None:
+    weight = nn.Parameter(torch.zeros(10_000))
+    model = nn.ParameterDict({"w": weight})
+    with attached(model, gs.Chain(gs.AddNoise(sigma=1.0), gs.AddNoise(sigma=1.0))):
+        (weight * 0).sum().backward()
+    assert weight.grad is not None
+    # Two equal draws add up to a variance of 4.
+    assert weight.grad.var().item() == pytest.approx(2.0, rel=0.1)
+
+
+def test_the_global_generator_is_not_touched() -> None:
+    model = small()
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    with attached(model, gs.Chain(gs.AddNoise(), gs.Mask(0.5, by="random"))):
+        backward(model)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+# Raw tensors and nodes
+
+
+def test_hook_acts_on_one_tensor_and_its_handle_takes_it_off() -> None:
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    y = x * 3
+    handle = gs.hook(y, gs.Clip(0.5))
+    (y * 10).sum().backward(retain_graph=True)
+    assert x.grad is not None
+    assert x.grad.tolist() == [1.5, 1.5]
+    handle.remove()
+    x.grad = None
+    (y * 10).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [30.0, 30.0]
+
+
+def test_hook_acts_on_what_enters_a_node() -> None:
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    y = x * 3
+    assert y.grad_fn is not None
+    with gs.hook(y.grad_fn, gs.Clip(0.5)):
+        (y * 10).sum().backward(retain_graph=True)
+    assert x.grad is not None
+    assert x.grad.tolist() == [1.5, 1.5]
+    (y * 10).sum().backward()
+    assert x.grad.tolist() == [31.5, 31.5]
+
+
+def test_hook_gives_the_transform_the_tensor() -> None:
+    x = torch.tensor([1.0, -2.0], requires_grad=True)
+    gs.hook(x, gs.ScaleBySign(positive=5.0, negative=0.0, of="value"))
+    (x * 10).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [50.0, 0.0]
+
+
+def test_hook_takes_a_plain_callable() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with pytest.warns(gs.SurgeryWarning, match="plain callable"):
+        gs.hook(x, torch.zeros_like)
+    x.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [0.0, 0.0]
+
+
+def test_hook_refuses_what_it_cannot_do() -> None:
+    y = torch.ones(2, requires_grad=True) * 2
+    assert y.grad_fn is not None
+    with pytest.raises(ValueError, match="a hook has one"):
+        gs.hook(y, gs.ClipGlobalNorm())
+    with pytest.raises(ValueError, match="a node has none"):
+        gs.hook(y.grad_fn, gs.AdaptiveClip())
+    with pytest.raises(TypeError, match="must be a tensor or a node of the graph, found None"):
+        gs.hook(torch.ones(2).grad_fn, gs.Zero())  # pyright: ignore[reportArgumentType] on purpose
+
+
+# Double backward
+
+
+def _penalty(scale: float, bound: float | None) -> tuple[Tensor, Tensor]:
+    """d/dx of (dy/dx)^2 for y = (T-hooked h = x^2)^2: by hand where T is known."""
+    x = torch.tensor([2.0], dtype=torch.float64, requires_grad=True)
+    h = x**2
+    gs.hook(h, gs.Scale(scale))
+    if bound is not None:
+        gs.hook(h, gs.Clamp(-bound, bound))
+    (grad,) = torch.autograd.grad((h**2).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(grad.sum(), x)
+    return grad.detach(), second
+
+
+def test_a_double_backward_through_scale_is_right() -> None:
+    # g(x) = s 2h 2x, h = x^2. d/dx = s 4h + (through h: s 4x, then the hook once more: s) 2x.
+    grad, second = _penalty(10.0, None)
+    assert grad.item() == 10 * 4 * 2**3
+    assert second.item() == 10 * 4 * 4 + 10 * 10 * 4 * 2 * 2 * 2
+
+
+def test_a_double_backward_through_a_clamp_that_binds_is_right() -> None:
+    # The clamped factor is the constant 3: g = 3 * 2x, so only x is differentiated.
+    grad, second = _penalty(1.0, 3.0)
+    assert grad.item() == 3 * 2 * 2
+    assert second.item() == 3 * 2
+
+
+class _Quartic(nn.Module):
+    """sum x^4, with the square as a module so that it can be hooked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.square = _Square()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.square(x) ** 2).sum()
+
+
+class _Square(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x**2
+
+
+@pytest.mark.parametrize("at", [gs.Outputs("square"), gs.Nodes("Pow", module="square")], ids=repr)
+def test_a_double_backward_through_an_attached_site_is_right(at: Selector) -> None:
+    x = torch.tensor([2.0], dtype=torch.float64, requires_grad=True)
+    model = _Quartic()
+    with attached(model, gs.Scale(10.0), at):
+        (grad,) = torch.autograd.grad(model(x), x, create_graph=True)
+        (second,) = torch.autograd.grad(grad.sum(), x)
+    assert grad.item() == 320
+    assert second.item() == 160 + 3200
+
+
+# Loss scaling
+
+ACCUMULATED = gs.Parameters(stage="accumulated")
+
+
+@pytest.mark.parametrize("at", [gs.Parameters(), ACCUMULATED, gs.Outputs(), gs.Nodes("*")], ids=repr)
+def test_a_transform_that_depends_on_size_is_refused_on_scaled_gradients(at: Selector) -> None:
+    model = small()
+    surgery = gs.Surgery(gs.Intervention(gs.Clip(0.1), at=at))
+    scaler = torch.amp.GradScaler("cpu")
+    with (
+        pytest.raises(ValueError, match=r"loss scale.*Parameters\(stage='step'\)"),
+        surgery.attach(model, sgd(model), scaler=scaler),
+    ):
+        pass
+    disabled = torch.amp.GradScaler("cpu", enabled=False)
+    with surgery.attach(model, sgd(model), scaler=disabled):
+        backward(model)
+
+
+def _scaled_step(model: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
+    x, y = batch()
+    loss = nn.functional.cross_entropy(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize(
+    ("transform", "at"),
+    [(gs.Clip(0.01), gs.Parameters(stage="step")), (gs.Reverse(2.0), gs.Parameters())],
+    ids=repr,
+)
+def test_under_a_scaler_the_update_is_what_it_is_without(
+    transform: Transform, at: Selector
+) -> None:
+    plain, model = small(), small()
+    plain_optimizer, optimizer = sgd(plain), sgd(model)
+    with attached(plain, transform, at, plain_optimizer):
+        train(plain, plain_optimizer, 1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    surgery = gs.Surgery(gs.Intervention(transform, at=at))
+    with surgery.attach(model, optimizer, scaler=scaler):
+        _scaled_step(model, optimizer, scaler)
+    torch.testing.assert_close(weights(model), weights(plain))
+
+
+def test_a_fused_optimizer_that_unscales_by_itself_is_refused_at_stage_step() -> None:
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with (
+        pytest.raises(RuntimeError, match="unscale_"),
+        attached(model, gs.Clip(0.01), gs.Parameters(stage="step"), optimizer),
+    ):
+        _scaled_step(model, optimizer, scaler)
+
+
+# Leaks
+
+
+@everywhere
+def test_model_activations_and_surgery_are_freed_after_the_block(at: Selector) -> None:
+    model = small()
+    optimizer = sgd(model)
+    surgery = gs.Surgery(gs.Intervention(gs.LowPass(), at=at))
+    x, _ = batch()
+    with surgery.attach(model, optimizer) as live:
+        hidden = model.first(x)
+        loss = model(x).sum() + hidden.sum()
+        loss.backward()
+        optimizer.step()
+    held = [ref(thing) for thing in (model, hidden, loss, live, surgery, optimizer)]
+    del model, optimizer, hidden, loss, live, surgery
+    gc.collect()
+    assert [item() for item in held] == [None] * 6
+
+
+@in_backward
+@pytest.mark.parametrize("transform", [gs.Scale(2.0), gs.LowPass()], ids=repr)
+def test_no_hook_keeps_an_activation_after_backward(at: Selector, transform: Transform) -> None:
+    model = small()
+    held = []
+    keep = model.act.register_forward_hook(lambda module, args, output: held.append(ref(output)))
+    with attached(model, transform, at):
+        backward(model)
+        gc.collect()
+        assert [item() for item in held] == [None]
+    keep.remove()
+
+
+def test_a_value_given_to_a_transform_is_not_kept_after_backward() -> None:
+    model = small()
+    held = []
+    keep = model.act.register_forward_hook(lambda module, args, output: held.append(ref(output)))
+    with attached(model, gs.ScaleBySign(of="value"), gs.Outputs("act")):
+        backward(model)
+        gc.collect()
+        assert [item() for item in held] == [None]
+    keep.remove()
+
+
+# What the live surgery tells
+
+
+def test_a_trigger_without_a_step_clock_is_warned_about() -> None:
+    model = small()
+    with (
+        pytest.warns(gs.SurgeryWarning, match=r"Steps: no optimizer step was counted") as caught,
+        attached(model, gs.Zero(), when=gs.Steps(stop=5)),
+    ):
+        backward(model)
+    assert caught[0].filename == __file__
+
+
+def test_a_clock_moved_by_hand_is_a_clock() -> None:
+    model = small()
+    fired = []
+    with attached(model, gs.Zero(), when=gs.Steps(start=1, stop=2)) as live:
+        for step in range(3):
+            model.zero_grad()
+            backward(model, step)
+            fired.append(not gradients(model)["first.weight"].any())
+            live.tick()
+    assert fired == [False, True, False]
+
+
+def test_sites_that_are_never_met_are_warned_about() -> None:
+    with (
+        pytest.warns(gs.SurgeryWarning, match="zero: attached, but none of its sites was met"),
+        attached(small(), gs.Zero(), gs.Nodes("Relu")),
+    ):
+        pass
+
+
+def test_an_error_in_the_block_is_not_buried_under_warnings() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(ZeroDivisionError), attached(small(), gs.Zero()):
+            _ = 1 / 0
+    assert not caught
+
+
+@validated
+class Recorder(Stateless):
+    """Remembers what it was told; for these tests alone."""
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        return frozenset()
+
+    def apply(self, grad: Tensor, context: Context) -> Tensor:
+        SEEN.append((context.site, context.step, context.call))
+        return grad
+
+
+SEEN: list[tuple[str, int, int]] = []
+
+
+def test_a_transform_is_told_its_site_the_step_and_the_call() -> None:
+    SEEN.clear()
+    model = small()
+    optimizer = sgd(model)
+    with attached(model, Recorder(), gs.Parameters("last.bias", stage="backward"), optimizer):
+        backward(model)
+        with pytest.warns(gs.SurgeryWarning, match="had 2 gradients in one optimizer step"):
+            backward(model)
+            optimizer.step()
+        train(model, optimizer, 1)
+    site = "recorder/last.bias"
+    assert SEEN == [(site, 0, 0), (site, 0, 1), (site, 1, 0)]
