@@ -18,9 +18,13 @@ FRACTIONS = ("changed", "flipped", "zeroed")
 
 
 def effect_table(rows: Sequence[Mapping[str, object]]) -> str:
-    """The effect at each site, one row each; columns in which nothing happened are left out."""
+    """The effect at each site, one row each, transform by transform; columns in which nothing
+    happened are left out.
+    """
     if not rows:
         return "no gradient was measured"
+    order = {row.get("transform"): rank for rank, row in reversed(list(enumerate(rows)))}
+    rows = sorted(rows, key=lambda row: order[row.get("transform")])
     shown = [key for key in COLUMNS if _says_something(key, rows)]
     cells = [[COLUMNS[key] for key in shown]]
     cells += [[_cell(key, row.get(key)) for key in shown] for row in rows]
