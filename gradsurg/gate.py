@@ -1,9 +1,11 @@
 """The one wrapper around every transform: checks, state, measuring, and the error's context."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
+from torch.amp import is_autocast_available
 
 from gradsurg.effects import Effects
 from gradsurg.ledger import Entry
@@ -69,7 +71,7 @@ class Operation:
         """Whether the backward runs under autocast; asked once a step, each time if none is counted."""
         autocast = self.autocast
         if autocast is None:
-            autocast = torch.is_autocast_enabled(device)
+            autocast = is_autocast_available(device) and torch.is_autocast_enabled(device)
             if self.stepping:
                 self.autocast = autocast
         return autocast
@@ -102,7 +104,7 @@ class Link:
 class Gate:
     """One intervention at one site. `hook` is what a hook calls: gradient in, new one or None out."""
 
-    __slots__ = ("_device", "_mark", "_seen", "_value", "entry", "hook", "links", "operation")
+    __slots__ = ("_device", "_mark", "_plain", "_value", "entry", "hook", "links", "operation")
 
     def __init__(
         self, operation: Operation, entry: Entry, value: Callable[[], Tensor | None] | None
@@ -112,7 +114,7 @@ class Gate:
         self.links = [Link(label, link, operation, entry) for label, link in operation.links]
         self._value = value
         self._device = "cpu"
-        self._seen = False
+        self._plain = False  # until the first gradient has shown that the short way will do
         self._mark = entry.fired
         self.hook = self._hook()
 
@@ -142,14 +144,17 @@ class Gate:
             entry.fired += 1
             if operation.idle:
                 return None
-            if not self._seen or operation.needs_value or operation.under_autocast(self._device):
+            if not self._plain or (
+                operation.autocast is not False and operation.under_autocast(self._device)
+            ):
                 result = self._careful(grad, value)
                 return None if result is grad or operation.shadow else result
             result = grad
             for link in links:
                 before = result
+                context = link.context
                 try:
-                    result, state = link.update(before, link.state, link.context)
+                    result, state = link.update(before, link.state, context)
                 except ERRORS as error:
                     error.add_note(self._where(link))
                     raise
@@ -163,7 +168,7 @@ class Gate:
                     link.keep(state)
                 if operation.sampling:
                     effects.add(link.slot, before, result)
-                link.context.call += 1
+                context.call += 1
             return None if result is grad or operation.shadow else result
 
         return hook
@@ -174,16 +179,15 @@ class Gate:
         if value is None and self._value is not None:
             value = self._value()
         self._device = grad.device.type
-        if not self._seen:
-            self.check_dense(grad)
+        self.check_dense(grad)
         result = grad
-        with torch.autocast(self._device, enabled=False):
+        with _without_autocast(self._device):
             for link in self.links:
                 before = result
                 result = self.apply(link, before, value)
                 if operation.sampling:
                     operation.effects.add(link.slot, before, result)
-        self._seen = True
+        self._plain = not operation.needs_value
         return result
 
     def apply(self, link: Link, grad: Tensor, value: Tensor | None) -> Tensor:
@@ -345,6 +349,10 @@ class GroupGate:
         if state:
             states[key] = state
         return results
+
+
+def _without_autocast(device: str) -> AbstractContextManager[object]:
+    return torch.autocast(device, enabled=False) if is_autocast_available(device) else nullcontext()
 
 
 def _kind(value: object) -> str:

@@ -1,0 +1,329 @@
+"""Outputs: which tensors are hooked, under which name, and with which gradient."""
+
+import threading
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import gradsurg as gs
+from gradsurg.sites.outputs import tensors_in
+from tests.nets import attached, backward, gradients, num_hooks, sgd, small
+
+
+class Double(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+class Shared(nn.Module):
+    """One module called twice, then a sum: d/dx = 4, d/d(first call) = 2, d/d(second) = 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double = Double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.double(self.double(x)).sum()
+
+
+def _x(*values: float) -> Tensor:
+    return torch.tensor(values or (1.0,), requires_grad=True)
+
+
+def _grad(x: Tensor) -> list[float]:
+    assert x.grad is not None
+    return x.grad.tolist()
+
+
+def _calls(live: gs.Live) -> dict[str, int]:
+    return {entry.site: entry.calls for entry in live.ledger}
+
+
+def test_it_is_the_gradient_of_what_the_module_returned() -> None:
+    plain, model = small(), small()
+    outputs = []
+    plain.act.register_forward_hook(lambda module, args, output: outputs.append(output))
+    x = torch.ones(2, 6)
+    y = plain(x).sum()
+    (at_act,) = torch.autograd.grad(y, outputs[0], retain_graph=True)
+    expected = torch.autograd.grad(outputs[0], plain.first.weight, at_act.clamp(-0.1, 0.1))[0]
+    with attached(model, gs.Clip(0.1), gs.Outputs("act")) as live:
+        model(x).sum().backward()
+    torch.testing.assert_close(gradients(model)["first.weight"], expected)
+    assert not torch.equal(at_act, at_act.clamp(-0.1, 0.1))
+    assert _calls(live) == {"act#0": 1}
+
+
+def test_an_output_used_twice_is_hooked_once_with_the_sum() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.double = Double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.double(x)
+            return (h * 3 + h * 5).sum()
+
+    model, x = Twice(), _x()
+    # 3 + 5 = 8, clipped to 6, times 2.
+    with attached(model, gs.Clip(6.0), gs.Outputs("double")):
+        model(x).backward()
+    assert _grad(x) == [12.0]
+
+
+def test_calls_of_a_shared_module_are_sites_of_their_own() -> None:
+    model, x = Shared(), _x()
+    with attached(model, gs.Scale(10.0), gs.Outputs("double")) as live:
+        for _ in range(2):
+            x.grad = None
+            model(x).backward()
+    assert _grad(x) == [400.0]
+    assert _calls(live) == {"double#0": 2, "double#1": 2}
+
+
+@pytest.mark.parametrize("call", [0, 1])
+def test_call_picks_one_call(call: int) -> None:
+    model, x = Shared(), _x()
+    # Clipped to 1.5: the first call has 2 (then times 2), the second 1.
+    with attached(model, gs.Clip(1.5), gs.Outputs("double", call=call)) as live:
+        model(x).backward()
+    assert _grad(x) == [[3.0], [4.0]][call]
+    assert _calls(live) == {f"double#{call}": 1}
+
+
+def test_a_call_that_does_not_come_is_told_at_the_end() -> None:
+    model = Shared()
+    with (
+        pytest.warns(gs.SurgeryWarning, match="no gradient ever passed at: double#7"),
+        attached(model, gs.Zero(), gs.Outputs("double", call=7)),
+    ):
+        model(_x()).backward()
+
+
+def test_a_module_called_without_the_model_is_at_its_call_0() -> None:
+    model = Shared()
+    with attached(model, gs.Zero(), gs.Outputs("double")) as live:
+        for _ in range(3):
+            model.double(_x()).sum().backward()
+    assert _calls(live) == {"double#0": 3}
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, (h, c) = self.lstm(x)
+        return output.sum() + h.sum() + c.sum()
+
+
+def test_every_tensor_of_a_nested_output_is_a_site() -> None:
+    model = Recurrent()
+    with attached(model, gs.Zero(), gs.Outputs("lstm")) as live:
+        model(torch.ones(2, 1, 3)).backward()
+    assert _calls(live) == {"lstm#0.0": 1, "lstm#0.1.0": 1, "lstm#0.1.1": 1}
+    assert not any(grad.any() for grad in gradients(model).values())
+
+
+@dataclass
+class Answer:
+    logits: Tensor
+    extra: dict[str, Tensor]
+    count: int = 3
+
+
+class Named(NamedTuple):
+    left: Tensor
+    right: list[Tensor]
+
+
+def test_tensors_are_found_in_dicts_lists_tuples_and_dataclasses() -> None:
+    one, two, whole = torch.ones(1), torch.ones(2), torch.ones(1, dtype=torch.long)
+    nested = Answer(one, {"loss": two, "index": whole})
+    assert [path for path, _ in tensors_in(nested)] == [".logits", ".extra.loss"]
+    assert [path for path, _ in tensors_in(Named(one, [two, two]))] == [".0", ".1.0", ".1.1"]
+    assert [path for path, _ in tensors_in(one)] == [""]
+    assert list(tensors_in((None, "text", Answer, whole))) == []
+
+
+class Answers(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner = _Inner(kind)
+
+    def forward(self, x: Tensor) -> Tensor:
+        match self.inner(x):
+            case Answer() as answer:
+                return answer.logits.sum() + answer.extra["loss"].sum()
+            case dict() as answer:
+                return answer["a"].sum() + answer["b"].sum()
+            case other:
+                raise AssertionError(other)
+
+
+class _Inner(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> object:
+        if self.kind == "dict":
+            return {"a": x * 2, "b": x * 3}
+        return Answer(x * 2, {"loss": x * 3})
+
+
+@pytest.mark.parametrize(
+    ("kind", "sites"),
+    [("dict", ["inner#0.a", "inner#0.b"]), ("data", ["inner#0.logits", "inner#0.extra.loss"])],
+)
+def test_dict_and_dataclass_outputs_are_hooked(kind: str, sites: list[str]) -> None:
+    model, x = Answers(kind), _x()
+    with attached(model, gs.Scale(10.0), gs.Outputs("inner")) as live:
+        model(x).backward()
+    assert _grad(x) == [50.0]
+    assert _calls(live) == dict.fromkeys(sites, 1)
+
+
+def test_modules_that_return_the_same_tensor_are_one_site_with_all_names() -> None:
+    inner = nn.Sequential(Double(), nn.Identity(), nn.Dropout(0.0).eval())
+    model = nn.Sequential(inner)
+    inner[2].eval()
+    x = _x()
+    with attached(model, gs.Scale(10.0), gs.Outputs()) as live:
+        model(x).sum().backward()
+    assert _grad(x) == [20.0]
+    (entry,) = live.ledger
+    assert (entry.site, entry.aliases) == ("0.0#0", ["0.1#0", "0.2#0", "0#0"])
+    assert "0.0#0 = 0.1#0 = 0.2#0 = 0#0" in live.ledger.table()
+
+
+class Prompt(nn.Module):
+    """Returns its parameter itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt = nn.Parameter(torch.ones(2))
+
+    def forward(self) -> Tensor:
+        return self.prompt
+
+
+class Prompted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.soft = Prompt()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.soft() * x).sum()
+
+
+def test_a_parameter_returned_by_a_module_is_hooked_once_and_unhooked_after_the_block() -> None:
+    model = Prompted()
+    with attached(model, gs.Scale(10.0), gs.Outputs("soft")) as live:
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.ones(2)).backward()
+            assert gradients(model)["soft.prompt"].tolist() == [10.0, 10.0]
+    assert _calls(live) == {"soft#0": 3}
+    assert num_hooks(model) == 0
+
+
+def test_inputs_that_an_identity_returns_are_not_hooked_again_and_again() -> None:
+    model, x = nn.Sequential(nn.Identity()), _x()
+    with attached(model, gs.Scale(10.0), gs.Outputs("0")):
+        for _ in range(3):
+            x.grad = None
+            model(x).sum().backward()
+    assert _grad(x) == [10.0]
+    assert not x._backward_hooks
+
+
+def test_an_output_that_needs_no_gradient_is_told() -> None:
+    model = small()
+    model.first.requires_grad_(False)
+    with (
+        pytest.warns(gs.SurgeryWarning, match=r"first#0 \(needs no gradient\)"),
+        attached(model, gs.Zero(), gs.Outputs("first|last".split("|")[0])),
+    ):
+        backward(model)
+
+
+def test_an_evaluation_without_gradients_is_not_held_against_a_site() -> None:
+    model = small()
+    with attached(model, gs.Zero(), gs.Outputs("first")) as live:
+        backward(model)
+        with torch.no_grad():
+            model(torch.ones(1, 6))
+    assert "needs no gradient" not in live.ledger.table()
+
+
+def test_non_reentrant_checkpoints_fire_once() -> None:
+    class Saved(Shared):
+        def forward(self, x: Tensor) -> Tensor:
+            y = checkpoint(self.double, x, use_reentrant=False)
+            assert isinstance(y, Tensor)
+            return y.pow(2).sum()
+
+    model, x = Saved(), _x(3.0)
+    with attached(model, gs.Scale(10.0), gs.Outputs("double")) as live:
+        model(x).backward()
+    # y = 2x, d y^2 / dx = 8x.
+    assert _grad(x) == [240.0]
+    assert _calls(live) == {"double#0": 1}
+
+
+def test_an_in_place_activation_behind_the_output_is_no_trouble() -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(inplace=True), nn.Linear(5, 3))
+    with attached(model, gs.Zero(), gs.Outputs("0")):
+        backward(model)
+    assert not gradients(model)["0.weight"].any()
+    assert gradients(model)["2.bias"].any()
+
+
+def test_threads_count_their_calls_apart() -> None:
+    model = Shared()
+    barrier = threading.Barrier(2)
+
+    def slow(module: nn.Module, args: object, output: object) -> None:
+        barrier.wait(timeout=10)
+
+    handle = model.double.register_forward_hook(slow)
+    results: list[list[float]] = []
+
+    def work() -> None:
+        x = _x()
+        model(x).backward()
+        results.append(_grad(x))
+
+    with attached(model, gs.Scale(10.0), gs.Outputs("double"), effects_every=0) as live:
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    handle.remove()
+    assert results == [[400.0], [400.0]]
+    assert sorted(_calls(live)) == ["double#0", "double#1"]
+
+
+def test_a_pattern_that_matches_nothing_lists_what_there_is_and_the_nearest() -> None:
+    with pytest.raises(LookupError) as caught, attached(small(), gs.Zero(), gs.Outputs("frist")):
+        pass
+    assert str(caught.value) == (
+        "Outputs: nothing matches 'frist'. There are: first, act, last. Did you mean 'first'?"
+    )
+
+
+def test_a_compiled_model_can_have_outputs_hooked_before_it_is_compiled() -> None:
+    model = small()
+    optimizer = sgd(model)
+    with attached(model, gs.Zero(), gs.Outputs("first"), optimizer):
+        compiled = torch.compile(model, backend="eager")
+        compiled(torch.ones(2, 6)).sum().backward()
+    assert not gradients(model)["first.weight"].any()
+    assert gradients(model)["last.weight"].any()

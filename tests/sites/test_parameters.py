@@ -1,0 +1,285 @@
+"""Parameters: which are selected, and the exact gradient at each stage."""
+
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradsurg as gs
+from gradsurg.fields import FieldError
+from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train
+
+
+class Tied(nn.Module):
+    """One weight under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(2, 2, bias=False)
+        self.decoder = nn.Linear(2, 2, bias=False)
+        self.decoder.weight = self.encoder.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.encoder(x))
+
+
+class Sums(nn.Module):
+    """d/dw of `forward(x)` is x: every gradient can be chosen."""
+
+    def __init__(self, *start: float) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(start or (0.0,)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.w * x).sum()
+
+
+def _grad(param: nn.Parameter) -> list[float]:
+    assert param.grad is not None
+    return param.grad.tolist()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("*", ["first.weight", "first.bias", "last.weight", "last.bias"]),
+        ("*.weight", ["first.weight", "last.weight"]),
+        ("first.*", ["first.weight", "first.bias"]),
+        ("last.bias", ["last.bias"]),
+        ("re:(first|last)[.]b.*", ["first.bias", "last.bias"]),
+    ],
+)
+def test_a_pattern_selects_and_the_rest_stays_as_it_is(pattern: str, names: list[str]) -> None:
+    assert gs.Parameters(pattern).find(small()) == names
+    plain, model = small(), small()
+    backward(plain)
+    with attached(model, gs.Zero(), gs.Parameters(pattern)):
+        backward(model)
+    zeroed = [name for name, grad in gradients(model).items() if not grad.any()]
+    assert zeroed == names
+    kept = gradients(model).keys() - set(names)
+    assert all(torch.equal(gradients(model)[name], gradients(plain)[name]) for name in kept)
+
+
+def test_a_pattern_that_matches_nothing_lists_what_there_is_and_the_nearest() -> None:
+    with pytest.raises(LookupError) as caught, attached(small(), gs.Zero(), gs.Parameters("frst.*")):
+        pass
+    assert str(caught.value) == (
+        "Parameters: nothing matches 'frst.*'. There are: first.weight, first.bias, last.weight, "
+        "last.bias. Did you mean 'first.*'?"
+    )
+
+
+def test_the_nearest_full_name_is_suggested_once() -> None:
+    with pytest.raises(LookupError) as caught:
+        gs.Parameters("first.wieght").find(small())
+    assert str(caught.value).count("Did you mean") == 1
+    assert "Did you mean 'first.weight'?" in str(caught.value)
+
+
+def test_if_all_that_matches_is_frozen_it_says_so() -> None:
+    model = small()
+    model.first.requires_grad_(False)
+    with (
+        pytest.raises(LookupError, match=re.escape("'first.*' matches is frozen: first.weight, ")),
+        attached(model, gs.Zero(), gs.Parameters("first.*")),
+    ):
+        pass
+
+
+def test_a_frozen_parameter_among_others_is_in_the_ledger_as_such() -> None:
+    model = small()
+    model.first.requires_grad_(False)
+    with (
+        pytest.warns(gs.SurgeryWarning, match=r"first\.weight \(frozen\), first\.bias \(frozen\)"),
+        attached(model, gs.Zero()) as live,
+    ):
+        backward(model)
+    skipped = {entry.site: entry.skipped for entry in live.ledger}
+    assert skipped == {
+        "first.weight": "frozen",
+        "first.bias": "frozen",
+        "last.weight": "",
+        "last.bias": "",
+    }
+
+
+@pytest.mark.parametrize("field", [{"pattern": ""}, {"pattern": "re:("}, {"stage": "never"}])
+def test_fields_that_make_no_sense_are_refused(field: dict[str, str]) -> None:
+    with pytest.raises(FieldError, match=rf"Parameters\.{next(iter(field))}"):
+        gs.Parameters(**field)  # pyright: ignore[reportArgumentType] wrong on purpose
+
+
+@pytest.mark.parametrize("stage", ["backward", "accumulated", "step"])
+@pytest.mark.parametrize("pattern", ["*", "decoder.*", "encoder.weight"])
+def test_a_tied_parameter_is_one_site_with_all_its_names(stage, pattern: str) -> None:
+    model = Tied()
+    optimizer = sgd(model, lr=0.0)
+    train_x = torch.ones(1, 2)
+    model(train_x).sum().backward()
+    plain = gradients(model)["encoder.weight"]
+    optimizer.zero_grad()
+    at = gs.Parameters(pattern, stage=stage)
+    with attached(model, gs.Scale(3.0), at, optimizer) as live:
+        model(train_x).sum().backward()
+        optimizer.step()
+    assert model.encoder.weight.grad is not None
+    torch.testing.assert_close(model.encoder.weight.grad, plain * 3)
+    (entry,) = live.ledger
+    assert (entry.site, entry.aliases) == ("encoder.weight", ["decoder.weight"])
+    assert (entry.calls, entry.fired) == (1, 1)
+
+
+# Two backward passes give +3 and -2: of the clamped ones the sum is 0, of the sum 1 the clamp 1.
+
+
+def test_stage_backward_acts_on_each_backward() -> None:
+    model = Sums()
+    with attached(model, gs.Clip(1.0)):
+        model(torch.tensor([3.0])).backward()
+        model(torch.tensor([-2.0])).backward()
+    assert _grad(model.w) == [0.0]
+
+
+def test_stage_accumulated_acts_on_the_running_sum() -> None:
+    model = Sums()
+    with attached(model, gs.Clip(1.0), gs.Parameters(stage="accumulated")):
+        model(torch.tensor([3.0])).backward()
+        assert _grad(model.w) == [1.0]
+        model(torch.tensor([-2.5])).backward()
+        # 1 - 2.5
+    assert _grad(model.w) == [-1.0]
+
+
+def test_stage_accumulated_scales_again_what_it_has_scaled() -> None:
+    model = Sums()
+    with attached(model, gs.Scale(10.0), gs.Parameters(stage="accumulated")):
+        model(torch.tensor([2.0])).backward()
+        model(torch.tensor([2.0])).backward()
+    assert _grad(model.w) == [220.0]
+
+
+def test_stage_step_acts_once_on_the_sum() -> None:
+    model = Sums()
+    optimizer = sgd(model, lr=1.0)
+    with attached(model, gs.Clip(1.0), gs.Parameters(stage="step"), optimizer):
+        model(torch.tensor([3.0])).backward()
+        model(torch.tensor([-2.0])).backward()
+        assert _grad(model.w) == [1.0]
+        model(torch.tensor([8.0])).backward()
+        assert _grad(model.w) == [9.0]
+        optimizer.step()
+    assert _grad(model.w) == [1.0]
+    assert model.w.tolist() == [-1.0]
+
+
+def test_a_group_transform_sees_all_gradients_of_its_group_and_no_other() -> None:
+    # |(3, 4)| = 5 -> 1; the 100 is of another group.
+    model = nn.ModuleDict({"a": Sums(), "b": Sums(), "other": Sums()})
+    optimizer = sgd(model)
+    at = gs.Parameters("re:[ab].*")
+    with attached(model, gs.ClipGlobalNorm(1.0, eps=0.0), at, optimizer):
+        for name, x in (("a", 3.0), ("b", 4.0), ("other", 100.0)):
+            model[name](torch.tensor([x])).backward()
+        optimizer.step()
+    grads = gradients(model)
+    assert [grads[f"{name}.w"].item() for name in ("a", "b", "other")] == pytest.approx(
+        [0.6, 0.8, 100.0]
+    )
+
+
+@pytest.mark.parametrize("stage", ["backward", "accumulated"])
+def test_a_stage_that_changes_the_meaning_under_accumulation_is_warned_about_once(stage) -> None:
+    model = small()
+    optimizer = sgd(model)
+    message = (
+        r"clip: site 'first\.weight' had 2 gradients in one optimizer step and the transform is "
+        r"not linear.*Use stage='step'"
+    )
+    with (
+        pytest.warns(gs.SurgeryWarning, match=message) as caught,
+        attached(model, gs.Clip(0.1), gs.Parameters(stage=stage), optimizer),
+    ):
+        for _ in range(3):
+            backward(model)
+            backward(model)
+            optimizer.step()
+    assert len(caught) == 1
+
+
+def test_a_linear_transform_is_the_same_before_accumulation_and_not_warned_about() -> None:
+    model = Sums()
+    optimizer = sgd(model)
+    with attached(model, gs.Scale(10.0), gs.Parameters(), optimizer):
+        model(torch.tensor([2.0])).backward()
+        model(torch.tensor([3.0])).backward()
+        optimizer.step()
+    assert _grad(model.w) == [50.0]
+
+
+def test_one_backward_a_step_is_not_warned_about() -> None:
+    model = small()
+    optimizer = sgd(model)
+    with attached(model, gs.Clip(0.1), gs.Parameters(), optimizer) as live:
+        train(model, optimizer, 3)
+    assert [entry.calls for entry in live.ledger] == [3] * 4
+
+
+# Optimizers
+
+
+@pytest.mark.parametrize("as_keyword", [True, False])
+def test_a_closure_is_refused_at_stage_step(as_keyword: bool) -> None:
+    model = small()
+    optimizer = torch.optim.LBFGS(model.parameters()) if as_keyword else sgd(model)
+
+    def closure() -> float:
+        return 0.0
+
+    with (
+        pytest.raises(RuntimeError, match=r"closure.*Use stage='accumulated' or 'backward'"),
+        attached(model, gs.Zero(), gs.Parameters(stage="step"), optimizer),
+    ):
+        if as_keyword:
+            optimizer.step(closure=closure)
+        else:
+            optimizer.step(closure)
+    assert num_hooks(model, optimizer) == 0
+
+
+def test_lbfgs_trains_with_stage_backward() -> None:
+    model = Sums(1.0)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1, lr=1.0)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.tensor([0.5]))
+        loss.backward()
+        return loss
+
+    with attached(model, gs.Scale(-1.0), gs.Parameters(), optimizer):
+        optimizer.step(closure)
+    # One step of min(1, 1 / |g|_1) * lr against the reversed gradient -0.5.
+    assert model.w.tolist() == [1.5]
+
+
+def test_stage_step_needs_the_optimizer() -> None:
+    with (
+        pytest.raises(ValueError, match=r"needs the optimizer: attach\(model, optimizer\)"),
+        attached(small(), gs.Zero(), gs.Parameters(stage="step")),
+    ):
+        pass
+
+
+def test_stage_step_needs_an_optimizer_that_has_the_parameters() -> None:
+    model = small()
+    optimizer = torch.optim.SGD(model.first.parameters(), lr=0.1)
+    with (
+        pytest.raises(ValueError, match=r"the optimizer does not have last\.weight, last\.bias"),
+        attached(model, gs.Zero(), gs.Parameters(stage="step"), optimizer),
+    ):
+        pass
+    with attached(model, gs.Zero(), gs.Parameters("first.*", stage="step"), optimizer):
+        train(model, optimizer, 1)
+    assert not gradients(model)["first.weight"].any()
