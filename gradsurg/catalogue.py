@@ -1,4 +1,4 @@
-"""The project's own directory of classes: what is in a folder can be asked for by its file's stem."""
+"""The project's own directory of classes: what a folder holds, by the stems of its files."""
 
 from importlib import import_module
 from pathlib import Path

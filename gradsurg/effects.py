@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
+from gradsurg import engine
 from gradsurg.ledger import Entry
 from gradsurg.tables import effect_table
 
@@ -82,8 +82,8 @@ class Effects:
         # An alias: a second reference would keep autograd from taking the gradient over as it is.
         kept = after.detach()
         before = kept if before is after else before.detach()
-        if not self._pending and torch._C._current_graph_task_id() != -1:
-            Variable._execution_engine.queue_callback(self.flush)
+        if not self._pending and engine.in_backward():
+            engine.at_end_of_backward(self.flush)
         self._pending.append((slot, before, kept))
         size = before.numel()
         self._kept += size

@@ -14,10 +14,11 @@ from gradsurg.transforms.base import Context, GroupTransform, State, Stateless, 
 from gradsurg.triggers import Trigger
 
 ERRORS = Exception  # whatever a user's transform raises: it gets a note and is raised again
+UNBORN: State = {}  # the state of a site that has met no gradient yet
 
 
 class Operation:
-    """One attached intervention: what its gates share. The flags are set once a step, not per call."""
+    """One attached intervention: what its gates share. Its flags are set once a step."""
 
     __slots__ = (
         "autocast",
@@ -68,7 +69,7 @@ class Operation:
         self.autocast: bool | None = None
 
     def under_autocast(self, device: str) -> bool:
-        """Whether the backward runs under autocast; asked once a step, each time if none is counted."""
+        """Whether the backward runs under autocast; asked once a step if steps are counted."""
         autocast = self.autocast
         if autocast is None:
             autocast = is_autocast_available(device) and torch.is_autocast_enabled(device)
@@ -82,14 +83,16 @@ class Link:
 
     __slots__ = ("context", "key", "label", "slot", "state", "states", "transform", "update")
 
-    def __init__(self, label: str, transform: Transform, operation: Operation, entry: Entry) -> None:
+    def __init__(
+        self, label: str, transform: Transform, operation: Operation, entry: Entry
+    ) -> None:
         self.label = label
         self.transform = transform
         self.update = transform.update
         self.key = f"{label}/{entry.site}"
         self.slot = operation.effects.slot(label, entry)
         self.states = operation.states
-        self.state: State | None = operation.states.get(self.key)
+        self.state = operation.states.get(self.key, UNBORN)
         self.context = Context(self.key, operation.step, seed=operation.seed)
 
     def keep(self, state: State) -> None:
@@ -102,9 +105,19 @@ class Link:
 
 
 class Gate:
-    """One intervention at one site. `hook` is what a hook calls: gradient in, new one or None out."""
+    """One intervention at one site. `hook` takes a gradient and gives the new one, or None."""
 
-    __slots__ = ("_device", "_mark", "_plain", "_value", "entry", "hook", "links", "operation")
+    __slots__ = (
+        "_contexts",
+        "_device",
+        "_mark",
+        "_plain",
+        "_value",
+        "entry",
+        "hook",
+        "links",
+        "operation",
+    )
 
     def __init__(
         self, operation: Operation, entry: Entry, value: Callable[[], Tensor | None] | None
@@ -112,23 +125,22 @@ class Gate:
         self.operation = operation
         self.entry = entry
         self.links = [Link(label, link, operation, entry) for label, link in operation.links]
+        self._contexts = [link.context for link in self.links]
         self._value = value
         self._device = "cpu"
         self._plain = False  # until the first gradient has shown that the short way will do
         self._mark = entry.fired
         self.hook = self._hook()
 
-    def begin(self, step: int) -> None:
-        """A step begins: transforms see its number, and calls are counted anew."""
-        self._mark = self.entry.fired
-        for link in self.links:
-            link.context.step = step
-            link.context.call = 0
-
-    @property
-    def calls_in_step(self) -> int:
-        """How many gradients have passed in the step at hand."""
-        return self.entry.fired - self._mark
+    def begin(self, step: int) -> int:
+        """A step begins: transforms see its number. How many gradients passed in the last one."""
+        fired = self.entry.fired
+        passed = fired - self._mark
+        self._mark = fired
+        for context in self._contexts:
+            context.step = step
+            context.call = 0
+        return passed
 
     def _hook(self) -> SiteGate:
         # A closure: called from autograd it costs half of what a method of an instance does.
@@ -174,7 +186,7 @@ class Gate:
         return hook
 
     def _careful(self, grad: Tensor, value: Tensor | None) -> Tensor:
-        """As `hook`, under autocast, with values, and with the checks made on a site's first gradient."""
+        """As `hook`, with all checks: the first time, and where values or autocast matter."""
         operation = self.operation
         if value is None and self._value is not None:
             value = self._value()
@@ -195,7 +207,7 @@ class Gate:
         context, version = link.context, grad._version
         context.value = value if self.operation.needs_value else None
         try:
-            if link.state is None:
+            if link.state is UNBORN:
                 link.state = link.transform.init(grad)
             result, state = link.update(grad, link.state, context)
         except ERRORS as error:

@@ -254,8 +254,8 @@ class Live:
         whens = {type(item.when).__name__ for item in self._surgery.interventions} - {"Always"}
         if whens and self.step == self._began and any(entry.calls for entry in self.ledger):
             said.append(
-                f"{', '.join(sorted(whens))}: no optimizer step was counted; attach(model, optimizer) "
-                "or call live.tick() after each step"
+                f"{', '.join(sorted(whens))}: no optimizer step was counted; "
+                "attach(model, optimizer) or call live.tick() after each step"
             )
         return said
 
@@ -293,25 +293,22 @@ class _Gates:
         return GroupGate(self.operation, gates)
 
     def begin(self, step: int) -> None:
-        """A step begins; say once if the last one met a transform whose meaning the stage changes."""
-        if self.sum_matters:
-            self._check_sums()
+        """A step begins; say once if the stage changed the transform's meaning in the last one."""
         self.operation.begin(step)
-        for gate in self._made.values():
-            gate.begin(step)
-
-    def _check_sums(self) -> None:
+        most, where = 1, ""
         for site, gate in self._made.items():
-            if gate.calls_in_step > 1:
-                self.sum_matters = False
-                warnings.warn(
-                    f"{self.label}: site '{site}' had {gate.calls_in_step} gradients in one "
-                    "optimizer step and the transform is not linear: acting on each is not acting "
-                    "on their sum. Use stage='step' for the sum.",
-                    SurgeryWarning,
-                    stacklevel=2,
-                )
-                return
+            passed = gate.begin(step)
+            if passed > most:
+                most, where = passed, site
+        if where and self.sum_matters:
+            self.sum_matters = False
+            warnings.warn(
+                f"{self.label}: site '{where}' had {most} gradients in one optimizer step and the "
+                "transform is not linear: acting on each is not acting on their sum. Use "
+                "stage='step' for the sum.",
+                SurgeryWarning,
+                stacklevel=2,
+            )
 
     def _entry(self, site: str) -> Entry:
         return self.ledger.enter(self.label, site)
@@ -348,7 +345,7 @@ def hook(place: Tensor | Node, transform: Transform | GradCallable) -> Removable
 
 
 def _labels(interventions: Sequence[Intervention]) -> list[tuple[str, ...]]:
-    """A label for every link, its class's name in snake case unless given; a second one gets `_2`."""
+    """A label for every link: as given, or its class's name in snake case; a second gets `_2`."""
     taken: set[str] = set()
 
     def label(given: str) -> str:
@@ -386,8 +383,8 @@ def _check_scaled(intervention: Intervention, scaler: torch.amp.GradScaler | Non
     scaled = scaler is not None and scaler.is_enabled() and intervention.stage != "step"
     if scaled and "homogeneous" not in intervention.operator.laws:
         raise ValueError(
-            f"{intervention.operator!r}: stage '{intervention.stage}' sees gradients times the loss "
-            "scale, and this transform depends on their size. Use Parameters(stage='step')."
+            f"{intervention.operator!r}: stage '{intervention.stage}' sees gradients times the "
+            "loss scale, and this transform depends on their size. Use Parameters(stage='step')."
         )
 
 
@@ -398,7 +395,9 @@ def _check_pattern(intervention: Intervention, model: nn.Module) -> None:
     params = dict(model.named_parameters(remove_duplicate=False))
     for link in intervention.links:
         per = getattr(link, "per", None)
-        for site in intervention.at.find(model) if isinstance(per, str) else []:
+        if not isinstance(per, str):
+            continue
+        for site in intervention.at.find(model):
             try:
                 reduced_axes(per, params[site].ndim)
             except ValueError as error:

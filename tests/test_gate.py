@@ -30,8 +30,7 @@ class Later(Stateless):
         return frozenset({"linear", "idempotent"})
 
     def apply(self, grad: Tensor, context: Context) -> Tensor:
-        done = self.wrong(grad) if context.step >= self.first else grad
-        return done  # pyright: ignore[reportReturnType] wrong on purpose
+        return self.wrong(grad) if context.step >= self.first else grad  # pyright: ignore[reportReturnType] wrong on purpose
 
 
 class LaterGroup(GroupTransform):
@@ -379,7 +378,7 @@ def test_the_value_is_the_activation_of_each_call() -> None:
 
 def test_gradients_without_numbers_pass_through_a_transform() -> None:
     model = nn.Linear(3, 2, device="meta")
-    with Surgery(Intervention(Clip(1.0))).attach(model, effects_every=0):
+    with gs.Surgery(gs.Intervention(gs.Clip(1.0))).attach(model, effects_every=0):
         model(torch.empty(4, 3, device="meta")).sum().backward()
     assert model.weight.grad is not None
     assert model.weight.grad.is_meta

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 from torch.autograd.graph import Node
 
+from gradsurg import engine
 from gradsurg.sites.outputs import tensors_in
 
 LEAF = 2**64 - 1  # the sequence number of every AccumulateGrad node
@@ -76,20 +76,20 @@ class Spans:
         thread = self.thread
 
         def enter(module: nn.Module, args: tuple[object, ...]) -> None:
-            if torch._C._current_graph_task_id() != -1:
+            if engine.in_backward():
                 return
             if not thread.open:
                 thread.calls.clear()
                 thread.closed.clear()
-            begin = torch._C._autograd._get_sequence_nr()
+            begin = engine.next_sequence_number()
             thread.open.append(_Span(name, thread.calls[name], begin))
             thread.calls[name] += 1
 
         def leave(module: nn.Module, args: tuple[object, ...], output: object) -> None:
-            if torch._C._current_graph_task_id() != -1 or not thread.open:
+            if engine.in_backward() or not thread.open:
                 return
             span = thread.open.pop()
-            span.end = torch._C._autograd._get_sequence_nr()
+            span.end = engine.next_sequence_number()
             thread.closed.append(span)
             if not thread.open and span.end > span.begin:
                 roots = [t.grad_fn for _, t in tensors_in(output) if t.grad_fn is not None]

@@ -137,7 +137,8 @@ def nothing_matched(kind: str, pattern: str, names: Iterable[str]) -> LookupErro
     parts = [name.split(".") for name in choices]
     prefixes = {".".join(part[:size]) for part in parts for size in range(1, len(part) + 1)}
     close = get_close_matches(literal, sorted(prefixes), n=1, cutoff=0.6)
-    hint = ""
+    listed = nearest(pattern, choices)
     if close and literal != pattern:
-        hint = f" Did you mean '{pattern.replace(literal, close[0])}'?"
-    return LookupError(f"{kind}: nothing matches '{pattern}'. {nearest(pattern, choices)}{hint}")
+        listed = listed.split(" Did you mean")[0]
+        listed += f" Did you mean '{pattern.replace(literal, close[0])}'?"
+    return LookupError(f"{kind}: nothing matches '{pattern}'. {listed}")

@@ -8,12 +8,12 @@ from functools import partial
 from typing import Annotated, ClassVar
 from weakref import ref
 
-import torch
 from pydantic import AfterValidator, Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from gradsurg import engine
 from gradsurg.fields import validated
 from gradsurg.sites.base import (
     Gates,
@@ -73,7 +73,7 @@ class Outputs(Selector):
 
     def _hook_output(self, name: str, gates: Gates, forward: "_Forward") -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
-            if torch._C._current_graph_task_id() != -1:
+            if engine.in_backward():
                 return
             call = forward.count(name)
             if self.call is not None and call != self.call:
@@ -108,13 +108,13 @@ class _Forward(threading.local):
         self.leaves = leaves
 
     def begin(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        if torch._C._current_graph_task_id() == -1:
+        if not engine.in_backward():
             self.inside = True
             self.calls = {}
             self.owners = {}
 
     def end(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
-        self.inside = self.inside and torch._C._current_graph_task_id() != -1
+        self.inside = self.inside and engine.in_backward()
 
     def count(self, name: str) -> int:
         """The index of this call; a module called by itself, outside the model, is at its call 0."""

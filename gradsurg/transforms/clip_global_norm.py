@@ -12,6 +12,7 @@ from torch import Tensor
 # `torch.vmap` has no rule for the `_foreach` functions.
 from torch._C._functorch import is_batchedtensor
 
+from gradsurg import engine
 from gradsurg.fields import validated
 from gradsurg.per import Order
 from gradsurg.transforms.base import Context, GroupTransform, Law, State
@@ -44,8 +45,8 @@ class ClipGlobalNorm(GroupTransform):
         self, grads: Sequence[Tensor], state: State, contexts: Sequence[Context]
     ) -> tuple[list[Tensor], State]:
         if self.p < inf and _alike(grads) and grads[0].dtype in (torch.float32, torch.float64):
-            factor = self._factor(torch._foreach_norm(list(grads), self.p))
-            return list(torch._foreach_mul(list(grads), factor)), state
+            factor = self._factor(engine.foreach_norm(list(grads), self.p))
+            return list(engine.foreach_mul(list(grads), factor)), state
         norms = _norms([grad for grad in grads if grad.numel()], self.p)
         if not norms:
             return list(grads), state
@@ -59,7 +60,7 @@ class ClipGlobalNorm(GroupTransform):
 def _alike(grads: Sequence[Tensor]) -> bool:
     """One dtype, one device and no vmap around: then the fused operations do it all."""
     kinds = {(grad.dtype, grad.device) for grad in grads}
-    return len(kinds) == 1 and torch._C._functorch.peek_interpreter_stack() is None
+    return len(kinds) == 1 and not engine.in_functorch()
 
 
 def _norms(grads: Sequence[Tensor], p: float) -> list[Tensor]:

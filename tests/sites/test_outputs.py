@@ -24,10 +24,10 @@ class Shared(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.double = Double()
+        self.twice = Double()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.double(self.double(x)).sum()
+        return self.twice(self.twice(x)).sum()
 
 
 def _x(*values: float) -> Tensor:
@@ -62,54 +62,54 @@ def test_an_output_used_twice_is_hooked_once_with_the_sum() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.double = Double()
+            self.twice = Double()
 
         def forward(self, x: Tensor) -> Tensor:
-            h = self.double(x)
+            h = self.twice(x)
             return (h * 3 + h * 5).sum()
 
     model, x = Twice(), _x()
     # 3 + 5 = 8, clipped to 6, times 2.
-    with attached(model, gs.Clip(6.0), gs.Outputs("double")):
+    with attached(model, gs.Clip(6.0), gs.Outputs("twice")):
         model(x).backward()
     assert _grad(x) == [12.0]
 
 
 def test_calls_of_a_shared_module_are_sites_of_their_own() -> None:
     model, x = Shared(), _x()
-    with attached(model, gs.Scale(10.0), gs.Outputs("double")) as live:
+    with attached(model, gs.Scale(10.0), gs.Outputs("twice")) as live:
         for _ in range(2):
             x.grad = None
             model(x).backward()
     assert _grad(x) == [400.0]
-    assert _calls(live) == {"double#0": 2, "double#1": 2}
+    assert _calls(live) == {"twice#0": 2, "twice#1": 2}
 
 
 @pytest.mark.parametrize("call", [0, 1])
 def test_call_picks_one_call(call: int) -> None:
     model, x = Shared(), _x()
     # Clipped to 1.5: the first call has 2 (then times 2), the second 1.
-    with attached(model, gs.Clip(1.5), gs.Outputs("double", call=call)) as live:
+    with attached(model, gs.Clip(1.5), gs.Outputs("twice", call=call)) as live:
         model(x).backward()
     assert _grad(x) == [[3.0], [4.0]][call]
-    assert _calls(live) == {f"double#{call}": 1}
+    assert _calls(live) == {f"twice#{call}": 1}
 
 
 def test_a_call_that_does_not_come_is_told_at_the_end() -> None:
     model = Shared()
     with (
-        pytest.warns(gs.SurgeryWarning, match="no gradient ever passed at: double#7"),
-        attached(model, gs.Zero(), gs.Outputs("double", call=7)),
+        pytest.warns(gs.SurgeryWarning, match="no gradient ever passed at: twice#7"),
+        attached(model, gs.Zero(), gs.Outputs("twice", call=7)),
     ):
         model(_x()).backward()
 
 
 def test_a_module_called_without_the_model_is_at_its_call_0() -> None:
     model = Shared()
-    with attached(model, gs.Zero(), gs.Outputs("double")) as live:
+    with attached(model, gs.Zero(), gs.Outputs("twice")) as live:
         for _ in range(3):
-            model.double(_x()).sum().backward()
-    assert _calls(live) == {"double#0": 3}
+            model.twice(_x()).sum().backward()
+    assert _calls(live) == {"twice#0": 3}
 
 
 class Recurrent(nn.Module):
@@ -265,16 +265,16 @@ def test_an_evaluation_without_gradients_is_not_held_against_a_site() -> None:
 def test_non_reentrant_checkpoints_fire_once() -> None:
     class Saved(Shared):
         def forward(self, x: Tensor) -> Tensor:
-            y = checkpoint(self.double, x, use_reentrant=False)
+            y = checkpoint(self.twice, x, use_reentrant=False)
             assert isinstance(y, Tensor)
             return y.pow(2).sum()
 
     model, x = Saved(), _x(3.0)
-    with attached(model, gs.Scale(10.0), gs.Outputs("double")) as live:
+    with attached(model, gs.Scale(10.0), gs.Outputs("twice")) as live:
         model(x).backward()
     # y = 2x, d y^2 / dx = 8x.
     assert _grad(x) == [240.0]
-    assert _calls(live) == {"double#0": 1}
+    assert _calls(live) == {"twice#0": 1}
 
 
 def test_an_in_place_activation_behind_the_output_is_no_trouble() -> None:
@@ -292,7 +292,7 @@ def test_threads_count_their_calls_apart() -> None:
     def slow(module: nn.Module, args: object, output: object) -> None:
         barrier.wait(timeout=10)
 
-    handle = model.double.register_forward_hook(slow)
+    handle = model.twice.register_forward_hook(slow)
     results: list[list[float]] = []
 
     def work() -> None:
@@ -300,7 +300,7 @@ def test_threads_count_their_calls_apart() -> None:
         model(x).backward()
         results.append(_grad(x))
 
-    with attached(model, gs.Scale(10.0), gs.Outputs("double"), effects_every=0) as live:
+    with attached(model, gs.Scale(10.0), gs.Outputs("twice"), effects_every=0) as live:
         threads = [threading.Thread(target=work) for _ in range(2)]
         for thread in threads:
             thread.start()
@@ -308,7 +308,7 @@ def test_threads_count_their_calls_apart() -> None:
             thread.join()
     handle.remove()
     assert results == [[400.0], [400.0]]
-    assert sorted(_calls(live)) == ["double#0", "double#1"]
+    assert sorted(_calls(live)) == ["twice#0", "twice#1"]
 
 
 def test_a_pattern_that_matches_nothing_lists_what_there_is_and_the_nearest() -> None:
