@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from gradsurg import engine
-from gradsurg.ledger import Entry
+from gradsurg.ledger import Entry, Ledger
 from gradsurg.tables import effect_table
 
 NUMBERS = (
@@ -25,7 +27,7 @@ entries changed, with the other sign, and made zero, |after - before| / |before|
 entries that are NaN or infinite before or after."""
 
 CHUNK = 1 << 16  # entries worked on at a time on a CPU: what fits its cache
-KEPT = 1 << 22  # entries kept until they are measured together
+KEPT = 1 << 22  # entries kept until they are measured together; worked on at a time elsewhere
 WAITING = 256  # measured steps whose sums wait to become numbers
 SKETCH = 512  # entries of a gradient kept for the quantiles of its magnitude
 NUM_SUMS = 8
@@ -52,6 +54,23 @@ class _Batch:
     total: int = 0
 
 
+class SlotState(TypedDict):
+    """A slot as a checkpoint keeps it."""
+
+    transform: str
+    intervention: str
+    site: str
+    fetched_calls: int
+    totals: list[float]
+
+
+class EffectsState(TypedDict):
+    """What a checkpoint keeps of the effects: all but what was gathered since the last fetch."""
+
+    slots: list[SlotState]
+    sketches: dict[str, dict[str, Tensor]]
+
+
 class Effects:
     """Numbers for each (transform, site), gathered without waiting for the device.
 
@@ -63,17 +82,22 @@ class Effects:
         self.every = every
         self.sampling = False
         self._slots: list[_Slot] = []
+        self._places: dict[tuple[str, str, str], int] = {}
         self._pending: list[tuple[int, Tensor, Tensor]] = []
         self._kept = 0
         self._rooms: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._sums: list[tuple[list[int], list[int], Tensor]] = []
         self._sketches: dict[str, dict[str, Tensor]] = {}
         self._sketched: set[int] = set()
+        self._task = -1  # the backward pass at whose end there will be a flush
 
     def slot(self, transform: str, entry: Entry) -> int:
         """A place for the numbers of one transform at one site."""
-        self._slots.append(_Slot(transform, entry))
-        return len(self._slots) - 1
+        place = transform, entry.intervention, entry.site
+        if place not in self._places:  # a resumed run has had it
+            self._places[place] = len(self._slots)
+            self._slots.append(_Slot(transform, entry))
+        return self._places[place]
 
     def add(self, slot: int, before: Tensor, after: Tensor) -> None:
         """Take a pair of gradients, to be measured when this backward pass ends."""
@@ -82,7 +106,11 @@ class Effects:
         # An alias: a second reference would keep autograd from taking the gradient over as it is.
         kept = after.detach()
         before = kept if before is after else before.detach()
-        if not self._pending and engine.in_backward():
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._task):
+            if self._pending:
+                self.flush()  # what a backward that failed has left
+            self._task = task
             engine.at_end_of_backward(self.flush)
         self._pending.append((slot, before, kept))
         size = before.numel()
@@ -104,7 +132,7 @@ class Effects:
         for slot, before, after in pending:
             batch = batches.setdefault((before.device, before.dtype), _Batch())
             size = before.numel()
-            if batch.total + size > CHUNK and batch.total and before.device.type == "cpu":
+            if batch.slots and batch.total + size > _limit(before):
                 self._measure(batch)
                 batch = batches[before.device, before.dtype] = _Batch()
             batch.slots.append(slot)
@@ -125,10 +153,10 @@ class Effects:
         rows = []
         for slot in self._slots:
             if slot.fresh[-1]:
-                rows.append(_row(slot, slot.fresh, slot.entry.fired - slot.fetched_calls))
+                rows.append(_row(slot, slot.fresh, slot.entry.all_fired - slot.fetched_calls))
                 slot.totals = _added(slot.totals, slot.fresh)
                 slot.fresh = [0.0] * len(slot.fresh)
-                slot.fetched_calls = slot.entry.fired
+                slot.fetched_calls = slot.entry.all_fired
         return rows
 
     def rows(self) -> list[dict[str, object]]:
@@ -136,34 +164,66 @@ class Effects:
         self.flush()
         self._collect()
         pairs = [(slot, _added(slot.totals, slot.fresh)) for slot in self._slots]
-        return [_row(slot, numbers, slot.entry.fired) for slot, numbers in pairs if numbers[-1]]
+        return [_row(slot, numbers, slot.entry.all_fired) for slot, numbers in pairs if numbers[-1]]
+
+    def state(self) -> EffectsState:
+        """What a checkpoint keeps, right after a fetch."""
+        slots = [
+            SlotState(
+                transform=slot.transform,
+                intervention=slot.entry.intervention,
+                site=slot.entry.site,
+                fetched_calls=slot.fetched_calls,
+                totals=slot.totals,
+            )
+            for slot in self._slots
+        ]
+        return EffectsState(
+            slots=slots, sketches={name: dict(own) for name, own in self._sketches.items()}
+        )
+
+    def resume(self, state: EffectsState, ledger: Ledger) -> None:
+        """Go on where `state` ended; `ledger` has been resumed before."""
+        for kept in state["slots"]:
+            entry = ledger.enter(kept["intervention"], kept["site"])
+            slot = self._slots[self.slot(kept["transform"], entry)]
+            slot.fetched_calls, slot.totals = kept["fetched_calls"], list(kept["totals"])
+        self._sketches = {name: dict(own) for name, own in state["sketches"].items()}
 
     def table(self) -> str:
         """The rows of everything so far, as text."""
         return effect_table(self.rows())
 
     def quantiles(self, transform: str, at: Sequence[float]) -> list[float]:
-        """Quantiles of |g| before `transform`, over a sample of the entries of its newest gradients."""
-        sketches = [sketch.cpu() for sketch in self._sketches.get(transform, {}).values()]
+        """Quantiles of |g| before `transform`, from a sample of its newest gradients' entries."""
+        sketches = self._sketches.get(transform, {})
         if not sketches:
             return []
-        entries = torch.cat(sketches)
-        entries = entries[entries.isfinite()]
-        return entries.quantile(torch.tensor(at)).tolist() if len(entries) else []
+        rows = torch.cat([sketch.cpu() for sketch in sketches.values()], dim=1)
+        entries, weights = rows[:, rows[0].isfinite()]
+        if not len(entries):
+            return []
+        entries, order = entries.sort()
+        # The smallest entry with at least this share of all entries at or below it.
+        shares = weights[order].double().cumsum(0)
+        ranks = torch.searchsorted(shares, torch.tensor(at).double() * shares[-1] * (1 - 1e-9))
+        return entries[ranks].tolist()
 
     def _sketch(self, slot: int, before: Tensor) -> None:
         self._sketched.add(slot)
         stride = max(1, before.numel() // SKETCH)
         place = self._slots[slot]
-        sketch = before.detach().reshape(-1)[::stride].abs().float()
+        sample = before.detach().reshape(-1)[::stride].abs().float()
+        # Beside each entry how many it stands for: a large gradient counts more than a small one.
+        sketch = torch.stack([sample, torch.full_like(sample, stride)])
         self._sketches.setdefault(place.transform, {})[place.entry.site] = sketch
 
     def _measure(self, batch: _Batch) -> None:
         """A column of sums for each pair; one that is large is worked on chunk by chunk."""
         befores, afters, sizes = batch.befores, batch.afters, batch.sizes
-        if batch.total > CHUNK and befores[0].device.type == "cpu":
-            befores, afters = list(befores[0].split(CHUNK)), list(afters[0].split(CHUNK))
-            parts = zip(befores, afters, strict=True)
+        limit = _limit(befores[0])
+        if batch.total > limit:
+            parts = zip(befores[0].split(limit), afters[0].split(limit), strict=True)
             sums = torch.stack([self._sum([b], [a], [b.numel()]) for b, a in parts]).sum(0)
         else:
             sums = self._sum(befores, afters, sizes)
@@ -193,11 +253,17 @@ class Effects:
             devices.setdefault(item[2].device, []).append(item)
         self._sums = []
         for items in devices.values():
-            wide = torch.cat([sums.to(items[0][2].dtype) for _, _, sums in items], dim=1).cpu()
+            dtype = reduce(torch.promote_types, [sums.dtype for _, _, sums in items])
+            wide = torch.cat([sums.to(dtype) for _, _, sums in items], dim=1).cpu()
             slots = [slot for own, _, _ in items for slot in own]
             sizes = [size for _, own, _ in items for size in own]
             for slot, row in zip(slots, _numbers(wide.double(), sizes).tolist(), strict=True):
                 self._slots[slot].fresh = _added(self._slots[slot].fresh, row)
+
+
+def _limit(grad: Tensor) -> int:
+    """Entries that are worked on at a time: twelve times as many are kept room for."""
+    return CHUNK if grad.device.type == "cpu" else KEPT
 
 
 def _added(numbers: Sequence[float], more: Sequence[float]) -> list[float]:
@@ -218,7 +284,7 @@ def _row(slot: _Slot, numbers: Sequence[float], calls: int) -> dict[str, object]
 
 
 def _fill(room: Tensor) -> None:
-    """Fill the maps whose sums are wanted from `before` and `after`, the first two rows behind them.
+    """Fill the maps whose sums are wanted from `before` and `after`, the two rows behind them.
 
     Comparisons are written into float rows: those that make booleans take four times as long.
     """
@@ -231,13 +297,10 @@ def _fill(room: Tensor) -> None:
     torch.mul(before, after, out=products)
     # NaN differs from itself; a NaN that stays is no change.
     torch.ne(before, before, out=changed)
-    torch.ne(after, after, out=spare)
-    spare.mul_(changed)
-    torch.ne(after, before, out=changed)
-    changed.sub_(spare)
-    torch.sign(before, out=flipped)
-    torch.sign(after, out=spare)
-    torch.lt(flipped.mul_(spare), 0, out=flipped)
+    torch.ne(after, after, out=spare).mul_(changed)
+    torch.ne(after, before, out=changed).sub_(spare)
+    torch.sign(before, out=spare)  # products of small numbers vanish, with a sign they do not
+    torch.lt(spare.mul_(after), 0, out=flipped)
     torch.eq(after, 0, out=zeroed)
     torch.ne(before, 0, out=spare)
     zeroed.mul_(spare)

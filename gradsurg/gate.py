@@ -283,16 +283,17 @@ class GroupGate:
         gates, present = self.gates, [grad for grad in grads if grad is not None]
         if len(present) < len(grads):
             gates = [gate for gate, grad in zip(gates, grads, strict=True) if grad is not None]
+        firing = operation.firing
         for gate in gates:
             gate.entry.calls += 1
-        if not present or not operation.firing:
-            return grads
-        for gate in gates:
-            gate.entry.fired += 1
-        if operation.idle:
+            gate.entry.fired += firing
+        if not present or not firing or operation.idle:
             return grads
         device = present[0].device.type
-        with torch.autocast(device, enabled=False):
+        if operation.under_autocast(device):
+            with torch.autocast(device, enabled=False):
+                results = self._operate(gates, present)
+        else:
             results = self._operate(gates, present)
         if operation.sampling:
             operation.effects.flush()  # before the optimizer can write to them
@@ -333,7 +334,7 @@ class GroupGate:
         key = f"{links[0].label}/group"
         state = states.get(key)
         contexts = [link.context for link in links]
-        versions = [grad._version for grad in grads]
+        versions = [] if self._seen else [grad._version for grad in grads]
         if transform.needs_value:
             for gate, context in zip(gates, contexts, strict=True):
                 context.value = gate.value()
@@ -348,16 +349,15 @@ class GroupGate:
         for context in contexts:
             context.value = None
             context.call += 1
-        for gate, link, grad, result in zip(gates, links, grads, results, strict=True):
+        for index, (grad, result) in enumerate(zip(grads, results, strict=True)):
             if (
                 not isinstance(result, Tensor)
                 or result.shape != grad.shape
                 or result.dtype is not grad.dtype
             ):
-                raise gate._unfit(link, grad, result)
-        if not self._seen:
-            for gate, link, grad, version in zip(gates, links, grads, versions, strict=True):
-                gate.check_untouched(link, grad, version)
+                raise gates[index]._unfit(links[index], grad, result)
+        for index, version in enumerate(versions):
+            gates[index].check_untouched(links[index], grads[index], version)
         if state:
             states[key] = state
         return results

@@ -1,7 +1,8 @@
 """What was expected to fire and what did."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 
 class SurgeryWarning(UserWarning):
@@ -11,7 +12,10 @@ class SurgeryWarning(UserWarning):
 
 @dataclass(slots=True)
 class Entry:
-    """One site of one intervention: gradients seen, and those the trigger let the transform act on."""
+    """One site of one intervention: gradients seen, and those the trigger let the transform act on.
+
+    `calls` and `fired` are of this attachment, `earlier_*` of those before it in a resumed run.
+    """
 
     intervention: str
     site: str
@@ -19,6 +23,29 @@ class Entry:
     skipped: str = ""
     calls: int = 0
     fired: int = 0
+    earlier_calls: int = 0
+    earlier_fired: int = 0
+
+    @property
+    def all_calls(self) -> int:
+        """Gradients seen, those before an interruption too."""
+        return self.earlier_calls + self.calls
+
+    @property
+    def all_fired(self) -> int:
+        """Gradients acted on, those before an interruption too."""
+        return self.earlier_fired + self.fired
+
+
+class EntryState(TypedDict):
+    """An entry as a checkpoint keeps it."""
+
+    intervention: str
+    site: str
+    aliases: list[str]
+    skipped: str
+    calls: int
+    fired: int
 
 
 class Ledger:
@@ -44,34 +71,58 @@ class Ledger:
     def forget(self, intervention: str, site: str) -> None:
         """Take out a site that was expected and is another one, or several, unless it has acted."""
         entry = self.entries.get((intervention, site))
-        if entry is not None and not entry.calls:
+        if entry is not None and not entry.all_calls:
             del self.entries[intervention, site]
+
+    def state(self) -> list[EntryState]:
+        """What a checkpoint keeps: the entries with all that they have counted."""
+        return [
+            EntryState(
+                intervention=entry.intervention,
+                site=entry.site,
+                aliases=list(entry.aliases),
+                skipped=entry.skipped,
+                calls=entry.all_calls,
+                fired=entry.all_fired,
+            )
+            for entry in self
+        ]
+
+    def resume(self, states: Iterable[EntryState]) -> None:
+        """Go on counting where `states` ended; what had been forgotten by then is forgotten."""
+        met = self.entries
+        self.entries = {}
+        for state in states:
+            key = state["intervention"], state["site"]
+            entry = self.entries[key] = met.get(key) or Entry(*key)
+            entry.aliases, entry.skipped = list(state["aliases"]), state["skipped"]
+            entry.earlier_calls, entry.earlier_fired = state["calls"], state["fired"]
 
     def complaints(self) -> list[str]:
         """One sentence for each way in which what was attached did not act."""
         said = []
         for name in dict.fromkeys(entry.intervention for entry in self):
             own = [entry for entry in self if entry.intervention == name]
-            silent = [entry for entry in own if not entry.calls]
+            silent = [entry for entry in own if not entry.all_calls]
             if silent:
                 sites = ", ".join(
                     entry.site + (f" ({entry.skipped})" if entry.skipped else "")
                     for entry in silent
                 )
                 said.append(f"{name}: attached, but no gradient ever passed at: {sites}")
-            if any(entry.calls for entry in own) and not any(entry.fired for entry in own):
-                calls = sum(entry.calls for entry in own)
+            calls = sum(entry.all_calls for entry in own)
+            if calls and not any(entry.all_fired for entry in own):
                 said.append(f"{name}: its trigger never fired in {calls} gradients")
         return said
 
     def table(self) -> str:
         """One line a site: what it is, its other names, gradients seen, gradients acted on."""
-        lines = [f"{'intervention':<20} {'calls':>8} {'fired':>8}  site"]
+        width = max([20, *(len(entry.intervention) for entry in self)])
+        lines = [f"{'intervention':<{width}} {'calls':>8} {'fired':>8}  site"]
         for entry in self:
             names = " = ".join([entry.site, *entry.aliases])
             # An evaluation without gradients says nothing about the training.
-            note = f"  ({entry.skipped})" if entry.skipped and not entry.calls else ""
-            lines.append(
-                f"{entry.intervention:<20} {entry.calls:>8} {entry.fired:>8}  {names}{note}"
-            )
+            note = f"  ({entry.skipped})" if entry.skipped and not entry.all_calls else ""
+            counts = f"{entry.all_calls:>8} {entry.all_fired:>8}"
+            lines.append(f"{entry.intervention:<{width}} {counts}  {names}{note}")
         return "\n".join(lines)

@@ -1,27 +1,30 @@
 """Arms that are compared: run each of them once, seed by seed, and keep the record."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Any, Literal, TypedDict, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradsurg.effects import NUMBERS
-from gradsurg.ledger import SurgeryWarning
-from gradsurg.sinks.base import RunInfo, Sink
+from gradsurg.effects import NUMBERS, EffectsState
+from gradsurg.ledger import EntryState, SurgeryWarning
+from gradsurg.sinks.base import Guarded, RunInfo, Sink, State
 from gradsurg.store import RunDirectory, directory_name
 from gradsurg.surgery import Live, Surgery
 from gradsurg.tasks.base import Data, Task
 from gradsurg.train import Batches, outputs_of, train
 
 ArmName = Literal["treated", "control"]
+
+LEVELS = (0.5, 0.9, 0.99, 1.0)  # the quantiles that are told of gradients that nothing changed
+NEARLY = 0.9  # of the largest: rounded to two digits it is still below it
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,8 @@ def execute(
 ) -> Record:
     """Do a run, or take up a finished or an interrupted one; nothing is left behind in the process.
 
-    A finished run is not repeated unless `force`; an interrupted one goes on from its checkpoint and
-    ends as if it had never been interrupted.
+    A finished run is not repeated unless `force`; an interrupted one goes on from its checkpoint
+    and ends as if it had never been interrupted. A sink that raises is left out from then on.
     """
     place = RunDirectory(run.directory(out))
     if force:
@@ -92,15 +95,16 @@ def execute(
         run.tags,
         run.schedule.steps,
     )
+    sinks = [sink if isinstance(sink, Guarded) else Guarded(sink) for sink in sinks]
     for sink in sinks:
         sink.start(info)
-    state = "failed"
+    state: State = "failed"
     summary: dict[str, object] = {}
     try:
         with _quarantine(threads, run.device):
             summary = _train(run, place, sinks)
-        state = "diverged" if summary["state"] == "diverged" else "finished"
         place.write_summary(summary)
+        state = "diverged" if summary["state"] == "diverged" else "finished"
     finally:
         numbers = {key: value for key, value in summary.items() if isinstance(value, int | float)}
         for sink in sinks:
@@ -119,14 +123,23 @@ def _train(run: Run, place: RunDirectory, sinks: Sequence[Sink]) -> dict[str, ob
         run.schedule.batch_size,
         run.seed,
     )
-    start = _resume(run, place, model, optimizer)
-    log = _Log(run, place, sinks, seconds=[])
+    # One of its own: that of the run has the state of whatever was executed with it before.
+    surgery = Surgery(*run.surgery.interventions, seed=run.surgery.seed)
+    kept = cast("Checkpoint | None", place.load_checkpoint())
+    if kept is not None:
+        _take_up(kept, run, model, optimizer, surgery)
+    start = kept["step"] if kept is not None else 0
+    said = kept["said"] if kept is not None else []
+    log = _Log(run, place, sinks, seconds=[], done=start)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        attached = run.surgery.attach(
+        attached = surgery.attach(
             model, optimizer, effects_every=run.schedule.effects_every, shadow=run.shadow
         )
         with attached as live:
+            if kept is not None:
+                live.ledger.resume(kept["ledger"])
+                live.effects.resume(kept["effects"], live.ledger)
             for step in train(model, optimizer, run.task.loss, batches, run.schedule.steps, start):
                 log.seconds.append(step.seconds)
                 if step.done % run.schedule.log_every and step.done != run.schedule.steps:
@@ -135,13 +148,36 @@ def _train(run: Run, place: RunDirectory, sinks: Sequence[Sink]) -> dict[str, ob
                     break
                 # Only here is nothing half-gathered, so the first log after a due step saves.
                 if step.done % run.schedule.checkpoint_every < run.schedule.log_every:
-                    place.save_checkpoint(_checkpoint(step.done, model, optimizer, run))
+                    place.save_checkpoint(
+                        _checkpoint(
+                            step.done,
+                            model,
+                            optimizer,
+                            surgery,
+                            live,
+                            _said(said, caught),
+                            run.device,
+                        )
+                    )
             notes = _changed_nothing(run, live)
-    notes += [str(item.message) for item in caught if item.category is SurgeryWarning]
+    _pass_on(caught)
+    return log.summary(data, model, notes + _said(said, caught))
+
+
+def _said(before: Iterable[str], caught: Iterable[warnings.WarningMessage]) -> list[str]:
+    """What the surgery has warned of, each once."""
+    new = [str(item.message) for item in caught if item.category is SurgeryWarning]
+    return list(dict.fromkeys([*before, *new]))
+
+
+def _pass_on(caught: Iterable[warnings.WarningMessage]) -> None:
+    """Warn of what was caught and is not the surgery's: a warning of every step once."""
+    told: dict[str | tuple[str, type[Warning], int], int] = {}
     for item in caught:
         if item.category is not SurgeryWarning:
-            warnings.warn_explicit(item.message, item.category, item.filename, item.lineno)
-    return log.summary(data, model, notes)
+            warnings.warn_explicit(
+                item.message, item.category, item.filename, item.lineno, registry=told
+            )
 
 
 @dataclass
@@ -204,6 +240,8 @@ class _Log:
             outputs = outputs_of(model, inputs.to(run.device))
             for name, value in run.task.metrics(outputs, targets.to(run.device)).items():
                 outcome[f"{part}/{name}"] = value
+                if not isfinite(value):  # the last step can break what no loss has seen
+                    outcome["state"] = "diverged"
         outcome |= self.times()
         outcome["effects_every"] = run.schedule.effects_every
         outcome["notes"] = notes
@@ -214,29 +252,62 @@ def _median_ms(seconds: list[float]) -> float | None:
     return 1000 * median(seconds) if seconds else None
 
 
-def _checkpoint(done: int, model: nn.Module, optimizer: Optimizer, run: Run) -> dict[str, object]:
-    return {
-        "step": done,
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "surgery": run.surgery.state_dict(),
-        "rng": torch.get_rng_state(),
-        "device_rng": torch.cuda.get_rng_state() if run.device.type == "cuda" else None,
-    }
+class Checkpoint(TypedDict):
+    """What a run goes on from."""
+
+    step: int
+    model: dict[str, Tensor]
+    optimizer: dict[str, Any]  # Any: torch says so
+    surgery: dict[str, object]
+    ledger: list[EntryState]
+    effects: EffectsState
+    said: list[str]
+    rng: Tensor
+    device_rng: Tensor | None
 
 
-def _resume(run: Run, place: RunDirectory, model: nn.Module, optimizer: Optimizer) -> int:
-    """Take up the checkpoint, if there is one: the number of steps it has behind it."""
-    kept = place.load_checkpoint()
-    if kept is None:
-        return 0
+def _checkpoint(
+    done: int,
+    model: nn.Module,
+    optimizer: Optimizer,
+    surgery: Surgery,
+    live: Live,
+    said: list[str],
+    device: torch.device,
+) -> Checkpoint:
+    return Checkpoint(
+        step=done,
+        model=model.state_dict(),
+        optimizer=optimizer.state_dict(),
+        surgery=surgery.state_dict(),
+        ledger=live.ledger.state(),
+        effects=live.effects.state(),
+        said=said,
+        rng=torch.get_rng_state(),
+        device_rng=torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    )
+
+
+def _take_up(
+    kept: Checkpoint, run: Run, model: nn.Module, optimizer: Optimizer, surgery: Surgery
+) -> None:
+    """Put model, optimizer, surgery and generators where the checkpoint has them."""
     model.load_state_dict(kept["model"])
     optimizer.load_state_dict(kept["optimizer"])
-    run.surgery.load_state_dict(kept["surgery"])
+    surgery.load_state_dict(_moved(kept["surgery"], run.device))
     torch.set_rng_state(kept["rng"])
     if kept["device_rng"] is not None:
         torch.cuda.set_rng_state(kept["device_rng"], run.device)
-    return kept["step"]
+
+
+def _moved(surgery: dict[str, object], device: torch.device) -> dict[str, object]:
+    """A surgery's state with its tensors on `device`: a checkpoint is read on the CPU."""
+    states = cast(dict[str, dict[str, Tensor]], surgery["states"])
+    moved = {
+        site: {name: tensor.to(device) for name, tensor in state.items()}
+        for site, state in states.items()
+    }
+    return surgery | {"states": moved}
 
 
 @contextmanager
@@ -262,15 +333,26 @@ def _changed_nothing(run: Run, live: Live) -> list[str]:
         own = [row for row in rows if row["transform"] == transform]
         if any(row["changed"] for row in own):
             continue
-        levels = (0.5, 0.9, 0.99, 1.0)
-        quantiles = live.effects.quantiles(transform, levels)
-        norms = [row["norm_before"] for row in own if isinstance(row["norm_before"], float)]
+        quantiles = live.effects.quantiles(transform, LEVELS)
+        norms = [row["norm_before"] for row in own]
+        norms = [norm for norm in norms if isinstance(norm, float) and isfinite(norm)]
         if not quantiles or not norms:
             continue
-        shown = ", ".join(f"{q:.0%} {v:.2g}" for q, v in zip(levels, quantiles, strict=True))
+        shown = ", ".join(f"{q:.0%} {v:.2g}" for q, v in zip(LEVELS, quantiles, strict=True))
+        reach = f"norms from {min(norms):.2g} to {max(norms):.2g}"
         notes.append(
-            f"{transform} changed nothing. Quantiles of |g|: {shown}; norms from {min(norms):.2g} to "
-            f"{max(norms):.2g}. A bound of {quantiles[1]:.2g} on entries, or of {median(norms):.2g} "
-            "on norms, would bite."
+            f"{transform} changed nothing. Quantiles of |g|: {shown}; {reach}. "
+            + _would_bite(quantiles, norms)
         )
     return notes
+
+
+def _would_bite(quantiles: Sequence[float], norms: Sequence[float]) -> str:
+    """Bounds that are surely below some entry and some norm, also once they are rounded."""
+    largest, norm = quantiles[-1], max(norms)
+    if not largest or not norm:
+        return "The gradients were zero."
+    usual = next(value for value in quantiles[1:] if value)
+    entry_bound = min(usual, NEARLY * largest)
+    norm_bound = min(median(norms) or norm, NEARLY * norm)
+    return f"A bound of {entry_bound:.2g} on entries, or of {norm_bound:.2g} on norms, would bite."

@@ -32,7 +32,7 @@ def effect_table(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def aligned(cells: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Cells in columns: the first `left` to the left, the rest to the right; a rule under the head."""
+    """Cells in columns, the first `left` of them to the left; a rule under the head."""
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     lines = [
         "  ".join(
@@ -68,7 +68,7 @@ def _says_something(key: str, rows: Sequence[Mapping[str, object]]) -> bool:
 
 def _cell(key: str, value: object) -> str:
     if key in FRACTIONS and isinstance(value, float):
-        return f"{value:.1%}"
+        return "<0.1%" if 0 < value < 0.0005 else f"{value:.1%}"
     if key == "cosine" and isinstance(value, float):
         return f"{value:.4f}"
     return number(value)

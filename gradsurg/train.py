@@ -24,16 +24,17 @@ class Batches:
     seed: int
 
     def __post_init__(self) -> None:
-        if self.size > len(self.inputs):
-            raise ValueError(
-                f"batch_size: must be <= {len(self.inputs)} examples, found {self.size}"
-            )
+        if not 1 <= self.size <= len(self.inputs):
+            count = len(self.inputs)
+            raise ValueError(f"batch_size: must be 1 to {count} examples, found {self.size}")
 
     def start(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of `step`, `step` + 1 and so on, without end."""
         epoch, skip = divmod(step, len(self.inputs) // self.size)
         while True:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            # A torch seed has 64 bits, one that a user gave may fill them.
+            seed = (self.seed * 1_000_003 + epoch) % 2**63
+            generator = torch.Generator().manual_seed(seed)
             order = torch.randperm(len(self.inputs), generator=generator)
             order = order[: len(order) - len(order) % self.size].to(self.inputs.device)
             for chosen in order.view(-1, self.size)[skip:]:
@@ -43,7 +44,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step: how many are done with it, the loss (still on the device), its seconds."""
+    """One optimizer step: how many are done with it, its loss (on the device), its seconds."""
 
     done: int
     loss: Tensor

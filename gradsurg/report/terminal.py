@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
+from textwrap import fill
 from typing import Any
 
 from gradsurg.stats import Difference, paired_difference, verdict
@@ -13,6 +14,8 @@ from gradsurg.tables import effect_table as effect_text
 
 OUTCOMES = {"train/loss": "train loss", "test/loss": "test loss", "test/accuracy": "test accuracy"}
 HEADLINE = ("test/accuracy", "test/loss", "train/loss")
+
+WIDTH = 100
 
 Summary = dict[str, Any]  # Any: what JSON can hold
 
@@ -56,7 +59,7 @@ def _outcome(treated: Sequence[Summary | None], control: Sequence[Summary | None
         if (count := sum(summary["state"] == "diverged" for summary in summaries))
     ]
     if not whole:
-        return f"{name}: nothing to compare; {'; '.join(lost)}"
+        return fill(f"{name}: nothing to compare; {'; '.join(lost)}", WIDTH)
     rows = [["", name, plain, "difference", "95 % interval"]]
     differences = {}
     for key in [key for key in OUTCOMES if key in whole[0][0]]:
@@ -65,8 +68,9 @@ def _outcome(treated: Sequence[Summary | None], control: Sequence[Summary | None
         rows.append(_row(OUTCOMES[key], fmean(values[0]), fmean(values[1]), differences[key]))
     rows.append(_time_row(whole))
     headline = next(key for key in HEADLINE if key in differences)
-    lines = [_answer(name, plain, headline, differences[headline]), *lost, "", aligned(rows)]
-    return "\n".join([*lines, _measured(whole, name)])
+    answer = fill(_answer(name, plain, headline, differences[headline]), WIDTH)
+    lines = [answer, *lost, "", aligned(rows), _measured(whole, name)]
+    return "\n".join(lines).rstrip()
 
 
 def _answer(name: str, plain: str, key: str, difference: Difference) -> str:
@@ -81,7 +85,8 @@ def _answer(name: str, plain: str, key: str, difference: Difference) -> str:
     between = f"{_amount(key, difference.low)} to {_amount(key, difference.high)}"
     few = difference.n < 6 and told != "no clear difference"
     caution = " Fewer than 6 seeds cannot reach p < 0.05 in a sign-flip test." if few else ""
-    return f"{name}: {said}: {amount}, 95 % interval {between} ({difference.n} seeds, paired t).{caution}"
+    interval = f"95 % interval {between} ({difference.n} seeds, paired t)"
+    return f"{name}: {said}: {amount}, {interval}.{caution}"
 
 
 def _amount(key: str, value: float | None) -> str:
@@ -101,11 +106,15 @@ def _row(title: str, treated: float, control: float, difference: Difference) -> 
 
 
 def _time_row(pairs: Sequence[tuple[Summary, Summary]]) -> list[str]:
-    treated = [a["time/step_ms"] for a, _ in pairs]
-    control = [b["time/step_ms"] for _, b in pairs]
-    ratios = [a / b for a, b in zip(treated, control, strict=True)]
+    """Step times; a run that was resumed after its last step has none."""
+    both = [(a["time/step_ms"], b["time/step_ms"]) for a, b in pairs]
+    both = [(a, b) for a, b in both if a and b]
+    if not both:
+        return ["step time", "-", "-", "-", ""]
+    treated, control = [a for a, _ in both], [b for _, b in both]
+    ratios = [a / b for a, b in both]
     times = [f"{median(treated):.3g} ms", f"{median(control):.3g} ms"]
-    spread = f"{min(ratios) - 1:+.0%} to {max(ratios) - 1:+.0%} (range)" if len(pairs) > 1 else ""
+    spread = f"{min(ratios) - 1:+.0%} to {max(ratios) - 1:+.0%} (range)" if len(both) > 1 else ""
     return ["step time", *times, f"{median(ratios) - 1:+.0%}", spread]
 
 
@@ -114,9 +123,10 @@ def _measured(pairs: Sequence[tuple[Summary, Summary]], name: str) -> str:
     if not times:
         return ""
     every = pairs[0][0]["effects_every"]
-    return (
+    return fill(
         f"step time is the median; a step whose effect is measured (one in {every}) takes "
-        f"{median(times):.3g} ms with {name}"
+        f"{median(times):.3g} ms with {name}",
+        WIDTH,
     )
 
 
@@ -159,7 +169,8 @@ def _notes(summaries: Sequence[Summary]) -> str:
     for summary in summaries:
         for note in summary.get("notes", []):
             kinds.setdefault(note.partition(". ")[0], []).append(note)
-    return "\n".join(f"Note ({_runs(len(own))}): {own[0]}" for own in kinds.values())
+    lines = [f"Note ({_runs(len(own))}): {own[0]}" for own in kinds.values()]
+    return "\n".join(_wrapped(line) for line in lines)
 
 
 def _runs(count: int) -> str:
@@ -170,4 +181,9 @@ def _places(runs: Sequence[Runs]) -> str:
     paths = [path for run in runs for path in (run.treated, run.control) if path is not None]
     folder = paths[0].parent
     names = " ".join(dict.fromkeys(path.name for path in sorted(paths)))
-    return f"{_runs(len(paths))} in {folder}: {names}"
+    return _wrapped(f"{_runs(len(paths))} in {folder}: {names}")
+
+
+def _wrapped(line: str) -> str:
+    """Names stay whole, so that they can be copied."""
+    return fill(line, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

@@ -1,6 +1,7 @@
 """Nodes: what enters or leaves a node of the autograd graph."""
 
 import re
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Annotated, ClassVar, Literal
 
@@ -113,12 +114,11 @@ class Nodes(Selector):
         node = located.node
         match self.side:
             case "enter":
-                count = len(node._input_metadata)
-                entering = [
-                    gates.gate(located.id if count == 1 else f"{located.id}.{index}")
-                    for index in range(count)
-                ]
-                node.register_prehook(lambda grads: through(entering, grads))
+                if len(node._input_metadata) == 1:
+                    entering = [gates.gate(located.id)]
+                    node.register_prehook(lambda grads: through(entering, grads))
+                else:
+                    node.register_prehook(lambda grads: _through_several(located.id, gates, grads))
             case "leave":
                 leaving = self._edges(located, gates)
                 node.register_hook(lambda grads, _: through(leaving, grads))
@@ -136,6 +136,16 @@ class Nodes(Selector):
             gates.gate(f"{located.id}.{index}") if index in chosen else _pass
             for index in range(len(sources))
         ]
+
+
+def _through_several(
+    site: str, gates: Gates, grads: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """Only outputs that get a gradient are sites: the statistics that a norm returns get none."""
+    entering = [
+        _pass if grad is None else gates.gate(f"{site}.{index}") for index, grad in enumerate(grads)
+    ]
+    return through(entering, grads)
 
 
 def _fits(name: str, pattern: str) -> bool:

@@ -59,8 +59,8 @@ class ClipGlobalNorm(GroupTransform):
 
 def _alike(grads: Sequence[Tensor]) -> bool:
     """One dtype, one device and no vmap around: then the fused operations do it all."""
-    kinds = {(grad.dtype, grad.device) for grad in grads}
-    return len(kinds) == 1 and not engine.in_functorch()
+    alike = len({grad.dtype for grad in grads}) == len({grad.device for grad in grads}) == 1
+    return alike and not engine.in_functorch()
 
 
 def _norms(grads: Sequence[Tensor], p: float) -> list[Tensor]:

@@ -1,0 +1,467 @@
+"""The numbers of an effect, against a slow and obvious second version, and when they are taken."""
+
+import gc
+from weakref import ref
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradsurg as gs
+from gradsurg import effects as effects_module
+from gradsurg.effects import CHUNK, NUMBERS, Effects
+from gradsurg.ledger import Ledger
+from tests.nets import attached, backward, batch, gradients, noisy, sgd, small, train, weights
+
+NAN, INF = float("nan"), float("inf")
+
+
+def by_hand(before: Tensor, after: Tensor) -> dict[str, float]:
+    """The numbers of one pair, entry by entry, in float64."""
+    pairs = list(
+        zip(
+            before.detach().double().flatten().tolist(),
+            after.detach().double().flatten().tolist(),
+            strict=True,
+        )
+    )
+    first, second = np.array([a for a, _ in pairs]), np.array([b for _, b in pairs])
+    with np.errstate(all="ignore"):
+        norm_before, norm_after = np.sqrt((first**2).sum()), np.sqrt((second**2).sum())
+        apart = np.sqrt(((second - first) ** 2).sum())
+        if np.isnan(norm_before * norm_after):
+            cosine = distance = NAN
+        else:
+            both = norm_before > 0 and norm_after > 0
+            cosine = (first * second).sum() / (norm_before * norm_after) if both else 0.0
+            cosine = 1.0 if norm_before == norm_after == 0 else cosine
+            distance = apart / norm_before if norm_before > 0 else float(norm_after > 0)
+    changed = sum(a != b and not (a != a and b != b) for a, b in pairs)
+    flipped = sum((a > 0 > b) or (a < 0 < b) for a, b in pairs)
+    zeroed = sum(a != 0 and b == 0 for a, b in pairs)
+    lost = sum(not (np.isfinite(a) and np.isfinite(b)) for a, b in pairs)
+    size = max(1, len(pairs))
+    return dict(
+        zip(
+            NUMBERS,
+            (
+                norm_before,
+                norm_after,
+                cosine,
+                changed / size,
+                flipped / size,
+                zeroed / size,
+                distance,
+                lost,
+            ),
+            strict=True,
+        )
+    )
+
+
+def assert_row(row: dict[str, object], pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """A row is the mean over its pairs; `nonfinite` is their total."""
+    numbers = [by_hand(before, after) for before, after in pairs]
+    assert row["sampled"] == len(pairs)
+    assert row["nonfinite"] == sum(each["nonfinite"] for each in numbers)
+    for name in NUMBERS[:-1]:
+        mean = sum(each[name] for each in numbers) / len(numbers)
+        assert row[name] == pytest.approx(mean, rel=2e-5, abs=1e-7, nan_ok=True), name
+
+
+def slots(*names: str, transform: str = "t") -> tuple[Effects, list[int]]:
+    effects, ledger = Effects(1), Ledger()
+    return effects, [effects.slot(transform, ledger.enter(transform, name)) for name in names]
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+BASE = random(3, 7)
+PAIRS = {
+    "unchanged": (BASE, BASE),
+    "equal but another tensor": (BASE, BASE.clone()),
+    "clipped": (BASE, BASE.clamp(-0.5, 0.5)),
+    "sign flipped": (BASE, -BASE),
+    "some signs flipped": (BASE, BASE * torch.arange(-10.0, 11).view(3, 7)),
+    "zeroed": (BASE, torch.zeros(3, 7)),
+    "some zeroed": (BASE, BASE.relu()),
+    "from zero": (torch.zeros(4), torch.ones(4)),
+    "zero to zero": (torch.zeros(4), torch.zeros(4)),
+    "negative zero": (torch.zeros(2), -torch.zeros(2)),
+    "NaN stays": (torch.tensor([1.0, NAN, 2.0]), torch.tensor([1.0, NAN, 1.0])),
+    "NaN removed": (torch.tensor([1.0, NAN, -2.0]), torch.tensor([1.0, 0.0, 2.0])),
+    "NaN made": (torch.tensor([1.0, 3.0, -2.0]), torch.tensor([1.0, NAN, 2.0])),
+    "infinity stays": (torch.tensor([INF, -INF, 2.0]), torch.tensor([INF, -INF, 2.0])),
+    "infinity clipped": (torch.tensor([INF, -INF, 2.0]), torch.tensor([1.0, -1.0, 1.0])),
+    "infinity zeroed": (torch.tensor([INF, 2.0]), torch.zeros(2)),
+    "infinity made": (torch.tensor([1.0, 2.0]), torch.tensor([-INF, 2.0])),
+    "0-dim": (torch.tensor(3.0), torch.tensor(-1.0)),
+    "empty": (torch.zeros(0, 3), torch.zeros(0, 3)),
+    "bf16": (random(5, 5, dtype=torch.bfloat16), random(5, 5, seed=1, dtype=torch.bfloat16)),
+    "float16": (random(9, dtype=torch.float16), random(9, seed=1, dtype=torch.float16)),
+    "float64": (random(9).double() * 1e30, random(9, seed=1).double() * 1e30),
+    "not contiguous": (random(4, 6).t(), random(4, 6, seed=1).t()),
+    "larger than a chunk": (random(CHUNK + 17), random(CHUNK + 17, seed=1)),
+    "several chunks": (random(3, CHUNK), random(3, CHUNK).clamp(-1, 1)),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+def test_each_number_is_that_of_the_slow_version(pair: tuple[Tensor, Tensor]) -> None:
+    effects, (slot,) = slots("w")
+    effects.add(slot, *pair)
+    (row,) = effects.fetch()
+    assert_row(row, [pair])
+
+
+def test_pairs_of_all_sizes_and_dtypes_measured_together_keep_to_their_own_numbers() -> None:
+    effects, places = slots(*PAIRS)
+    for slot, pair in zip(places, PAIRS.values(), strict=True):
+        effects.add(slot, *pair)
+    rows = effects.fetch()
+    assert [row["site"] for row in rows] == list(PAIRS)
+    for row, pair in zip(rows, PAIRS.values(), strict=True):
+        assert_row(row, [pair])
+
+
+def test_an_empty_gradient_before_a_large_one_does_not_take_its_place() -> None:
+    effects, (empty, large) = slots("empty", "large")
+    effects.add(empty, *PAIRS["empty"])
+    effects.add(large, *PAIRS["larger than a chunk"])
+    rows = effects.fetch()
+    assert_row(rows[0], [PAIRS["empty"]])
+    assert_row(rows[1], [PAIRS["larger than a chunk"]])
+
+
+def test_several_gradients_of_a_site_are_averaged() -> None:
+    effects, (slot,) = slots("w")
+    pairs = [(random(11, seed=seed), random(11, seed=seed).clamp(-seed, seed)) for seed in (0, 1)]
+    for pair in pairs:
+        effects.add(slot, *pair)
+    (row,) = effects.fetch()
+    assert_row(row, pairs)
+
+
+def test_more_gradients_than_are_kept_are_measured_all(monkeypatch) -> None:
+    monkeypatch.setattr(effects_module, "KEPT", 40)
+    monkeypatch.setattr(effects_module, "WAITING", 3)
+    effects, (slot,) = slots("w")
+    pairs = [(random(11, seed=seed), random(11, seed=seed + 1)) for seed in range(50)]
+    for pair in pairs:
+        effects.add(slot, *pair)
+    (row,) = effects.fetch()
+    assert_row(row, pairs)
+
+
+def test_fetch_gives_what_is_new_and_rows_all() -> None:
+    effects, (slot, other) = slots("w", "v")
+    first, second = (BASE, BASE.relu()), (BASE, BASE * 2)
+    effects.add(slot, *first)
+    assert_row(effects.rows()[0], [first])
+    assert_row(effects.fetch()[0], [first])
+    assert effects.fetch() == []
+    effects.add(slot, *second)
+    effects.add(other, *second)
+    both, alone = effects.rows()
+    assert_row(both, [first, second])
+    assert_row(alone, [second])
+    new, alone = effects.fetch()
+    assert_row(new, [second])
+    assert_row(alone, [second])
+
+
+def test_calls_are_all_calls_since_the_last_row_not_only_those_sampled() -> None:
+    model = small()
+    optimizer = sgd(model)
+    with attached(model, gs.Clip(0.1), gs.Parameters("last.*"), optimizer, effects_every=4) as live:
+        train(model, optimizer, 2)
+        assert [(row["calls"], row["sampled"]) for row in live.effects.fetch()] == [(2, 1)] * 2
+        train(model, optimizer, 1, start=2)
+        assert live.effects.fetch() == []
+        train(model, optimizer, 6, start=3)
+        assert [(row["calls"], row["sampled"]) for row in live.effects.fetch()] == [(7, 2)] * 2
+        assert [(row["calls"], row["sampled"]) for row in live.effects.rows()] == [(9, 3)] * 2
+
+
+@pytest.mark.parametrize(("every", "sampled"), [(0, 0), (1, 10), (3, 4), (100, 1)])
+def test_effects_every_says_which_steps_are_measured(every: int, sampled: int) -> None:
+    model = small()
+    optimizer = sgd(model)
+    with attached(model, gs.Identity(), None, optimizer, effects_every=every) as live:
+        train(model, optimizer, 10)
+        rows = live.effects.rows()
+    assert [row["sampled"] for row in rows] == [sampled] * (4 if sampled else 0)
+
+
+def plain_gradients(step: int = 0) -> dict[str, Tensor]:
+    model = small()
+    backward(model, step)
+    return gradients(model)
+
+
+@pytest.mark.parametrize("stage", ["backward", "accumulated", "step"])
+def test_each_link_of_a_chain_is_measured_by_itself(stage) -> None:
+    model = small()
+    optimizer = sgd(model)
+    chain = gs.Chain(gs.Clip(0.02), gs.Scale(-3.0), gs.Zero())
+    with attached(model, chain, gs.Parameters(stage=stage), optimizer) as live:
+        train(model, optimizer, 1)
+        rows = {(row["transform"], row["site"]): row for row in live.effects.rows()}
+    for name, grad in plain_gradients().items():
+        clipped = grad.clamp(-0.02, 0.02)
+        assert_row(rows["clip", name], [(grad, clipped)])
+        assert_row(rows["scale", name], [(clipped, -3 * clipped)])
+        assert_row(rows["zero", name], [(-3 * clipped, 0 * clipped)])
+    assert len(rows) == 12
+
+
+def test_a_shadowed_transform_is_measured_and_not_applied() -> None:
+    model = small()
+    with attached(model, gs.Scale(-2.0), shadow=True) as live:
+        backward(model)
+        rows = {str(row["site"]): row for row in live.effects.rows()}
+    plain = plain_gradients()
+    for name, grad in gradients(model).items():
+        assert torch.equal(grad, plain[name])
+        assert_row(rows[name], [(plain[name], -2 * plain[name])])
+
+
+@pytest.mark.parametrize("stage", ["backward", "accumulated", "step"])
+@pytest.mark.parametrize("transform", [gs.Identity(), gs.Clip(0.02)], ids=repr)
+def test_what_the_user_does_to_a_gradient_after_backward_is_not_measured(transform, stage) -> None:
+    model = small()
+    optimizer = sgd(model)
+    with attached(model, transform, gs.Parameters(stage=stage), optimizer) as live:
+        backward(model)
+        expected = {name: grad.clone() for name, grad in gradients(model).items()}
+        if stage == "step":
+            optimizer.step()
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.zero_()
+        rows = {str(row["site"]): row for row in live.effects.rows()}
+    for name, grad in plain_gradients().items():
+        after = expected[name] if stage != "step" else transform.apply(grad, None)
+        assert_row(rows[name], [(grad, after)])
+
+
+def test_clipping_by_hand_after_the_backward_does_not_change_the_numbers() -> None:
+    model = small()
+    optimizer = sgd(model)
+    with attached(model, gs.Identity(), None, optimizer) as live:
+        backward(model)
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-4)
+        optimizer.step()
+        rows = {str(row["site"]): row for row in live.effects.rows()}
+    for name, grad in plain_gradients().items():
+        assert_row(rows[name], [(grad, grad)])
+
+
+def test_a_second_backward_into_the_same_gradients_does_not_change_the_numbers_of_the_first() -> (
+    None
+):
+    model = small()
+    with attached(model, gs.Identity()) as live:
+        backward(model)
+        first = gradients(model)
+        backward(model, 1)
+        assert not torch.equal(gradients(model)["first.weight"], first["first.weight"])
+        rows = {str(row["site"]): row for row in live.effects.rows()}
+    second = plain_gradients(1)
+    for name, grad in plain_gradients().items():
+        assert_row(rows[name], [(grad, grad), (second[name], second[name])])
+
+
+@pytest.mark.parametrize("at", [gs.Parameters(), gs.Outputs(), gs.Nodes("*")], ids=repr)
+def test_measuring_leaves_training_bit_identical(at) -> None:
+    ends = []
+    for every in (0, 1):
+        model = noisy()
+        optimizer = sgd(model)
+        torch.manual_seed(3)
+        with attached(model, gs.Clip(0.01), at, optimizer, effects_every=every) as live:
+            train(model, optimizer, 20)
+            assert bool(live.effects.rows()) == bool(every)
+        ends.append(weights(model))
+    assert all(map(torch.equal, *ends))
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise FloatingPointError("broken on purpose")
+
+
+def failing_backward(model: nn.Module) -> None:
+    """The gradients of `last` are there before it fails."""
+    x, _ = batch()
+    hidden = Broken.apply(model.act(model.first(x)))
+    with pytest.raises(FloatingPointError):
+        model.last(hidden).square().sum().backward()
+
+
+def last_gradients() -> tuple[Tensor, Tensor]:
+    model, (x, _) = small(), batch()
+    model.last(model.act(model.first(x)).detach()).square().sum().backward()
+    return model.last.weight.grad, model.last.bias.grad
+
+
+def test_what_was_pending_when_a_backward_failed_is_measured() -> None:
+    model = small()
+    with attached(model, gs.Scale(2.0), gs.Parameters("last.*")) as live:
+        failing_backward(model)
+        rows = {str(row["site"]): row for row in live.effects.rows()}
+    weight, bias = last_gradients()
+    assert_row(rows["last.weight"], [(weight, 2 * weight)])
+    assert_row(rows["last.bias"], [(bias, 2 * bias)])
+
+
+def test_what_a_failed_backward_left_is_measured_before_the_next_one_adds_to_it() -> None:
+    model = small()
+    with attached(model, gs.Identity(), gs.Parameters("last.*")) as live:
+        failing_backward(model)
+        backward(model)
+        for param in model.parameters():
+            param.grad.zero_()
+        rows = {str(row["site"]): row for row in live.effects.rows()}
+    weight, _ = last_gradients()
+    plain = plain_gradients()["last.weight"]
+    assert_row(rows["last.weight"], [(weight, weight), (plain, plain)])
+
+
+def test_without_an_optimizer_every_backward_is_measured() -> None:
+    model = small()
+    with attached(model, gs.Clip(0.02)) as live:
+        for step in range(3):
+            backward(model, step)
+    rows = {str(row["site"]): row for row in live.effects.rows()}
+    grads = [plain_gradients(step)["first.weight"] for step in range(3)]
+    assert_row(rows["first.weight"], [(grad, grad.clamp(-0.02, 0.02)) for grad in grads])
+
+
+@pytest.mark.parametrize("stage", ["backward", "accumulated", "step"])
+def test_no_gradient_is_kept_after_the_backward(stage) -> None:
+    model = small()
+    optimizer = sgd(model)
+    seen: list[ref[Tensor]] = []
+    storages: list[object] = []
+
+    def scaled(grad: Tensor) -> Tensor:
+        seen.append(ref(grad))
+        result = grad * 0.5
+        storages.append(ref(result.untyped_storage()))
+        seen.append(ref(result))
+        return result
+
+    with pytest.warns(gs.SurgeryWarning, match="plain callable"):
+        surgery = gs.Surgery(gs.Intervention(scaled, gs.Parameters(stage=stage)))
+    with surgery.attach(model, optimizer) as live:
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        gc.collect()
+        assert len(seen) == 8
+        assert [one() for one in seen if one() is not None] == []
+        assert live.effects._pending == []
+        assert len(live.effects.rows()) == 4
+
+
+def test_nothing_pending_is_left_after_a_backward() -> None:
+    model = small()
+    with attached(model, gs.Clip(0.02)) as live:
+        for _ in range(2):
+            backward(model)
+            assert live.effects._pending == []
+            assert live.effects._kept == 0
+
+
+def test_a_backward_inside_a_backward_is_measured_too() -> None:
+    model, (x, _) = small(), batch()
+    with attached(model, gs.Identity()) as live:
+        hidden = torch.utils.checkpoint.checkpoint(
+            lambda y: model.act(model.first(y)), x.requires_grad_(), use_reentrant=True
+        )
+        model.last(hidden).square().sum().backward()
+        for param in model.parameters():
+            param.grad.zero_()
+        rows = {str(row["site"]): row for row in live.effects.rows()}
+    weight, _ = last_gradients()
+    assert_row(rows["last.weight"], [(weight, weight)])
+    assert rows["first.weight"]["sampled"] == 1
+    norm = rows["first.weight"]["norm_before"]
+    assert isinstance(norm, float)
+    assert norm > 0
+
+
+def test_quantiles_are_those_of_all_entries_each_gradient_counted_by_its_size() -> None:
+    effects, places = slots("large", "small", "lost")
+    large, tiny = random(400, 250), 100 * random(1000, seed=1)
+    lost = torch.tensor([NAN, INF])
+    for slot, grad in zip(places, (large, tiny, lost), strict=True):
+        effects.add(slot, grad, grad)
+    levels = (0.0, 0.25, 0.5, 0.9)
+    found = effects.quantiles("t", levels)
+    entries = torch.cat([large.flatten(), tiny]).abs().double().numpy()
+    expected = np.quantile(entries, levels)
+    assert found[0] < 0.02
+    assert found[1:] == pytest.approx(expected[1:], rel=0.15)
+    assert effects.quantiles("t", [1.0])[0] > 100
+    assert effects.quantiles("another", levels) == []
+
+
+def test_quantiles_of_few_entries_are_exact() -> None:
+    effects, (slot,) = slots("w")
+    grad = torch.tensor([-4.0, 3.0, 1.0, -2.0])
+    effects.add(slot, grad, grad)
+    assert effects.quantiles("t", [0.0, 0.25, 0.5, 0.51, 0.75, 0.9, 1.0]) == [1, 1, 2, 3, 3, 4, 4]
+
+
+def test_quantiles_of_nothing_finite_are_none() -> None:
+    effects, (slot,) = slots("w")
+    effects.add(slot, torch.tensor([NAN]), torch.tensor([NAN]))
+    assert effects.quantiles("t", [0.5]) == []
+
+
+def test_the_quantiles_are_of_the_newest_gradients() -> None:
+    effects, (slot,) = slots("w")
+    for grad in (torch.ones(3), 2 * torch.ones(3)):
+        effects.add(slot, grad, grad)
+        effects.fetch()
+    assert effects.quantiles("t", [0.5]) == [2]
+
+
+def test_effects_go_on_where_a_checkpoint_ended() -> None:
+    pairs = [(random(11, seed=seed), random(11, seed=seed + 1)) for seed in range(4)]
+    whole, (slot,) = slots("w")
+    ledger = Ledger()
+    part = Effects(1)
+    part.add(part.slot("t", ledger.enter("t", "w")), *pairs[0])
+    part.fetch()
+    kept, entries = part.state(), ledger.state()
+    ledger, again = Ledger(), Effects(1)
+    ledger.resume(entries)
+    again.resume(kept, ledger)
+    resumed = again.slot("t", ledger.enter("t", "w"))
+    whole.add(slot, *pairs[0])
+    whole.fetch()
+    assert again.quantiles("t", [0.5]) == whole.quantiles("t", [0.5])
+    assert again.rows() == whole.rows()
+    for pair in pairs[1:]:
+        whole.add(slot, *pair)
+        again.add(resumed, *pair)
+    assert again.fetch() == whole.fetch()
+    assert again.rows() == whole.rows()
+
+
+def test_the_table_says_so_if_nothing_was_measured() -> None:
+    model = small()
+    with attached(model, gs.Identity(), effects_every=0) as live:
+        backward(model)
+    assert live.effects.table() == "no gradient was measured"
