@@ -22,16 +22,16 @@ NUMBERS = (
     "distance",
     "nonfinite",
 )
-"""Means over the sampled gradients of a site: L2 norms, cosine of before and after, fraction of
-entries changed, with the other sign, and made zero, |after - before| / |before|; `nonfinite` counts
-entries that are NaN or infinite before or after."""
+"""Means over the sampled gradients of a site: L2 norms (in float32 one below 1e-19 reads 0), cosine
+of before and after, fraction of entries changed, with the other sign, and made zero,
+|after - before| / |before|; `nonfinite` counts entries that are NaN or infinite before or after."""
 
 CHUNK = 1 << 16  # entries worked on at a time on a CPU: what fits its cache
 KEPT = 1 << 22  # entries kept until they are measured together; worked on at a time elsewhere
 WAITING = 256  # measured steps whose sums wait to become numbers
 SKETCH = 512  # entries of a gradient kept for the quantiles of its magnitude
 NUM_SUMS = 8
-NUM_ROWS = NUM_SUMS + 4  # the sums' maps and what they are made from
+NUM_ROWS = NUM_SUMS + 2  # the maps that are summed, and two to work in
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ class Effects:
         # An alias: a second reference would keep autograd from taking the gradient over as it is.
         kept = after.detach()
         before = kept if before is after else before.detach()
-        task = torch._C._current_graph_task_id()
+        task = engine.backward_task()
         if task not in (-1, self._task):
             if self._pending:
                 self.flush()  # what a backward that failed has left
@@ -137,8 +137,8 @@ class Effects:
                 batch = batches[before.device, before.dtype] = _Batch()
             batch.slots.append(slot)
             batch.sizes.append(size)
-            batch.befores.append(before.reshape(-1))
-            batch.afters.append(after.reshape(-1))
+            batch.befores.append(before)
+            batch.afters.append(after)
             batch.total += size
         for batch in batches.values():
             self._measure(batch)
@@ -223,7 +223,8 @@ class Effects:
         befores, afters, sizes = batch.befores, batch.afters, batch.sizes
         limit = _limit(befores[0])
         if batch.total > limit:
-            parts = zip(befores[0].split(limit), afters[0].split(limit), strict=True)
+            flat = befores[0].reshape(-1), afters[0].reshape(-1)
+            parts = zip(flat[0].split(limit), flat[1].split(limit), strict=True)
             sums = torch.stack([self._sum([b], [a], [b.numel()]) for b, a in parts]).sum(0)
         else:
             sums = self._sum(befores, afters, sizes)
@@ -239,10 +240,7 @@ class Effects:
         if room is None or room.shape[1] < total:
             room = self._rooms[key] = first.new_empty(NUM_ROWS, total, dtype=wide)
         room = room[:, :total]
-        before, after = room[NUM_SUMS], room[NUM_SUMS + 1]
-        torch.cat(befores, out=before)
-        torch.cat(afters, out=after)
-        _fill(room)
+        _fill(room, engine.flat(befores).to(wide), engine.flat(afters).to(wide))
         maps = room[:NUM_SUMS]
         return torch.stack([piece.sum(1) for piece in maps.split(sizes, dim=1)], dim=1)
 
@@ -283,13 +281,13 @@ def _row(slot: _Slot, numbers: Sequence[float], calls: int) -> dict[str, object]
     return row
 
 
-def _fill(room: Tensor) -> None:
-    """Fill the maps whose sums are wanted from `before` and `after`, the two rows behind them.
+def _fill(room: Tensor, before: Tensor, after: Tensor) -> None:
+    """Fill the maps whose sums are wanted, with the help of the rows behind them.
 
     Comparisons are written into float rows: those that make booleans take four times as long.
     """
     squares, squares_after, squared, products, changed, flipped, zeroed, nonfinite = room[:NUM_SUMS]
-    before, after, difference, spare = room[NUM_SUMS:]
+    difference, spare = room[NUM_SUMS:]
     torch.mul(before, before, out=squares)
     torch.mul(after, after, out=squares_after)
     torch.sub(after, before, out=difference)

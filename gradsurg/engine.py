@@ -19,9 +19,18 @@ next_sequence_number: Callable[[], int] = import_module("torch._C._autograd")._g
 _interpreters: Callable[[], object] = import_module("torch._C._functorch").peek_interpreter_stack
 
 
+flat: Callable[[list[torch.Tensor]], torch.Tensor] = import_module("torch._utils")._flatten_dense_tensors
+"""The entries of several dense tensors of one dtype and device, one after the other."""
+
+
+def backward_task() -> int:
+    """The number of the backward pass that this thread is inside, -1 outside."""
+    return torch._C._current_graph_task_id()
+
+
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_task() != -1
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:

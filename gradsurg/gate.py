@@ -1,7 +1,7 @@
 """The one wrapper around every transform: checks, state, measuring, and the error's context."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -21,13 +21,13 @@ class Operation:
     """One attached intervention: what its gates share. Its flags are set once a step."""
 
     __slots__ = (
-        "autocast",
         "effects",
         "firing",
         "idle",
         "links",
         "needs_value",
         "on",
+        "ready",
         "sampling",
         "seed",
         "shadow",
@@ -66,28 +66,42 @@ class Operation:
         self.sampling = self.effects.sampling
         # A shadowed transform without state leaves no trace in a step that is not measured.
         self.idle = self.shadow and not self.sampling and self.stateless
-        self.autocast: bool | None = None
+        self.ready = False
 
-    def under_autocast(self, device: str) -> bool:
-        """Whether the backward runs under autocast; asked once a step if steps are counted."""
-        autocast = self.autocast
-        if autocast is None:
-            autocast = is_autocast_available(device) and torch.is_autocast_enabled(device)
-            if self.stepping:
-                self.autocast = autocast
+    def ask(self, device: str) -> bool:
+        """Whether the backward runs under autocast. If not, the short way is open for this step;
+        where no steps are counted it is asked anew each time.
+        """
+        autocast = is_autocast_available(device) and torch.is_autocast_enabled(device)
+        self.ready = self.stepping and not autocast
         return autocast
+
+    def retire(self) -> None:
+        """Hooks on graphs that are already built outlive their handles; from now on they pass."""
+        self.on = self.ready = False
 
 
 class Link:
     """One transform at one site, with its state there."""
 
-    __slots__ = ("context", "key", "label", "slot", "state", "states", "transform", "update")
+    __slots__ = (
+        "apply",
+        "context",
+        "key",
+        "label",
+        "slot",
+        "state",
+        "states",
+        "transform",
+        "update",
+    )
 
     def __init__(
         self, label: str, transform: Transform, operation: Operation, entry: Entry
     ) -> None:
         self.label = label
         self.transform = transform
+        self.apply = transform.apply if isinstance(transform, Stateless) else None
         self.update = transform.update
         self.key = f"{label}/{entry.site}"
         self.slot = operation.effects.slot(label, entry)
@@ -109,7 +123,6 @@ class Gate:
 
     __slots__ = (
         "_contexts",
-        "_device",
         "_mark",
         "_plain",
         "_value",
@@ -127,7 +140,6 @@ class Gate:
         self.links = [Link(label, link, operation, entry) for label, link in operation.links]
         self._contexts = [link.context for link in self.links]
         self._value = value
-        self._device = "cpu"
         self._plain = False  # until the first gradient has shown that the short way will do
         self._mark = entry.fired
         self.hook = self._hook()
@@ -148,25 +160,22 @@ class Gate:
         effects = operation.effects
 
         def hook(grad: Tensor | None, value: Tensor | None = None) -> Tensor | None:
-            if grad is None or not operation.on:
+            if grad is None:
                 return None
+            if not operation.ready or not self._plain:
+                return self._slow(grad, value)
             entry.calls += 1
-            if not operation.firing:
-                return None
             entry.fired += 1
-            if operation.idle:
-                return None
-            if not self._plain or (
-                operation.autocast is not False and operation.under_autocast(self._device)
-            ):
-                result = self._careful(grad, value)
-                return None if result is grad or operation.shadow else result
             result = grad
             for link in links:
                 before = result
                 context = link.context
                 try:
-                    result, state = link.update(before, link.state, context)
+                    if link.apply is not None:
+                        result = link.apply(before, context)
+                    else:
+                        result, state = link.update(before, link.state, context)
+                        link.keep(state)
                 except ERRORS as error:
                     error.add_note(self._where(link))
                     raise
@@ -176,8 +185,6 @@ class Gate:
                     or result.dtype is not before.dtype
                 ):
                     raise self._unfit(link, before, result)
-                if state is not link.state:
-                    link.keep(state)
                 if operation.sampling:
                     effects.add(link.slot, before, result)
                 context.call += 1
@@ -185,22 +192,30 @@ class Gate:
 
         return hook
 
-    def _careful(self, grad: Tensor, value: Tensor | None) -> Tensor:
-        """As `hook`, with all checks: the first time, and where values or autocast matter."""
+    def _slow(self, grad: Tensor, value: Tensor | None) -> Tensor | None:
+        """As `hook`, with all questions asked and all checks made."""
         operation = self.operation
+        if not operation.on:
+            return None
+        self.entry.calls += 1
+        if not operation.firing:
+            return None
+        self.entry.fired += 1
+        if operation.idle:
+            return None
+        self.check_dense(grad)
         if value is None and self._value is not None:
             value = self._value()
-        self._device = grad.device.type
-        self.check_dense(grad)
-        result = grad
-        with _without_autocast(self._device):
+        device = grad.device.type
+        with torch.autocast(device, enabled=False) if operation.ask(device) else nullcontext():
+            result = grad
             for link in self.links:
                 before = result
                 result = self.apply(link, before, value)
                 if operation.sampling:
                     operation.effects.add(link.slot, before, result)
         self._plain = not operation.needs_value
-        return result
+        return None if result is grad or operation.shadow else result
 
     def apply(self, link: Link, grad: Tensor, value: Tensor | None) -> Tensor:
         """Apply one link, from its first state on, and check its result in full."""
@@ -290,10 +305,7 @@ class GroupGate:
         if not present or not firing or operation.idle:
             return grads
         device = present[0].device.type
-        if operation.under_autocast(device):
-            with torch.autocast(device, enabled=False):
-                results = self._operate(gates, present)
-        else:
+        with torch.autocast(device, enabled=False) if operation.ask(device) else nullcontext():
             results = self._operate(gates, present)
         if operation.sampling:
             operation.effects.flush()  # before the optimizer can write to them
@@ -361,10 +373,6 @@ class GroupGate:
         if state:
             states[key] = state
         return results
-
-
-def _without_autocast(device: str) -> AbstractContextManager[object]:
-    return torch.autocast(device, enabled=False) if is_autocast_available(device) else nullcontext()
 
 
 def _kind(value: object) -> str:

@@ -241,7 +241,7 @@ class Live:
     def _retire(self) -> None:
         """Hooks on graphs that are already built outlive their handles; from now on they pass."""
         for gates in self._gates:
-            gates.operation.on = False
+            gates.operation.retire()
 
     def _complaints(self) -> list[str]:
         said = self.ledger.complaints()

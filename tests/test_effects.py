@@ -1,12 +1,12 @@
 """The numbers of an effect, against a slow and obvious second version, and when they are taken."""
 
 import gc
-from weakref import ref
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import gradsurg as gs
 from gradsurg import effects as effects_module
@@ -196,6 +196,13 @@ def test_effects_every_says_which_steps_are_measured(every: int, sampled: int) -
     assert [row["sampled"] for row in rows] == [sampled] * (4 if sampled else 0)
 
 
+def spoil(model: nn.Module) -> None:
+    """What a user may do to gradients once they are there."""
+    for param in model.parameters():
+        assert param.grad is not None
+        param.grad.zero_()
+
+
 def plain_gradients(step: int = 0) -> dict[str, Tensor]:
     model = small()
     backward(model, step)
@@ -239,9 +246,7 @@ def test_what_the_user_does_to_a_gradient_after_backward_is_not_measured(transfo
         expected = {name: grad.clone() for name, grad in gradients(model).items()}
         if stage == "step":
             optimizer.step()
-        for param in model.parameters():
-            assert param.grad is not None
-            param.grad.zero_()
+        spoil(model)
         rows = {str(row["site"]): row for row in live.effects.rows()}
     for name, grad in plain_gradients().items():
         after = expected[name] if stage != "step" else transform.apply(grad, None)
@@ -295,7 +300,7 @@ class Broken(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, *grads):
         raise FloatingPointError("broken on purpose")
 
 
@@ -307,10 +312,10 @@ def failing_backward(model: nn.Module) -> None:
         model.last(hidden).square().sum().backward()
 
 
-def last_gradients() -> tuple[Tensor, Tensor]:
+def last_gradients() -> list[Tensor]:
     model, (x, _) = small(), batch()
     model.last(model.act(model.first(x)).detach()).square().sum().backward()
-    return model.last.weight.grad, model.last.bias.grad
+    return list(gradients(model).values())
 
 
 def test_what_was_pending_when_a_backward_failed_is_measured() -> None:
@@ -328,8 +333,7 @@ def test_what_a_failed_backward_left_is_measured_before_the_next_one_adds_to_it(
     with attached(model, gs.Identity(), gs.Parameters("last.*")) as live:
         failing_backward(model)
         backward(model)
-        for param in model.parameters():
-            param.grad.zero_()
+        spoil(model)
         rows = {str(row["site"]): row for row in live.effects.rows()}
     weight, _ = last_gradients()
     plain = plain_gradients()["last.weight"]
@@ -350,14 +354,11 @@ def test_without_an_optimizer_every_backward_is_measured() -> None:
 def test_no_gradient_is_kept_after_the_backward(stage) -> None:
     model = small()
     optimizer = sgd(model)
-    seen: list[ref[Tensor]] = []
-    storages: list[object] = []
+    seen: list[StorageWeakRef] = []
 
     def scaled(grad: Tensor) -> Tensor:
-        seen.append(ref(grad))
         result = grad * 0.5
-        storages.append(ref(result.untyped_storage()))
-        seen.append(ref(result))
+        seen.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in (grad, result))
         return result
 
     with pytest.warns(gs.SurgeryWarning, match="plain callable"):
@@ -368,7 +369,7 @@ def test_no_gradient_is_kept_after_the_backward(stage) -> None:
         optimizer.zero_grad(set_to_none=True)
         gc.collect()
         assert len(seen) == 8
-        assert [one() for one in seen if one() is not None] == []
+        assert all(storage.expired() for storage in seen)
         assert live.effects._pending == []
         assert len(live.effects.rows()) == 4
 
@@ -389,8 +390,7 @@ def test_a_backward_inside_a_backward_is_measured_too() -> None:
             lambda y: model.act(model.first(y)), x.requires_grad_(), use_reentrant=True
         )
         model.last(hidden).square().sum().backward()
-        for param in model.parameters():
-            param.grad.zero_()
+        spoil(model)
         rows = {str(row["site"]): row for row in live.effects.rows()}
     weight, _ = last_gradients()
     assert_row(rows["last.weight"], [(weight, weight)])
@@ -411,7 +411,7 @@ def test_quantiles_are_those_of_all_entries_each_gradient_counted_by_its_size() 
     entries = torch.cat([large.flatten(), tiny]).abs().double().numpy()
     expected = np.quantile(entries, levels)
     assert found[0] < 0.02
-    assert found[1:] == pytest.approx(expected[1:], rel=0.15)
+    assert found[1:] == pytest.approx(expected[1:], rel=0.25)
     assert effects.quantiles("t", [1.0])[0] > 100
     assert effects.quantiles("another", levels) == []
 

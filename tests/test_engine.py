@@ -52,3 +52,17 @@ def test_foreach_operations_do_what_their_names_say() -> None:
     assert [norm.item() for norm in engine.foreach_norm(tensors, 2.0)] == [5.0, 2.0]
     halves = engine.foreach_mul(tensors, torch.tensor(0.5))
     assert [half.tolist() for half in halves] == [[1.5, 2.0], [[1.0]]]
+
+
+def test_each_backward_pass_has_a_number_of_its_own() -> None:
+    seen = []
+    leaf = torch.ones(2, requires_grad=True)
+    leaf.register_hook(lambda grad: seen.append(engine.backward_task()))
+    for _ in range(2):
+        leaf.sum().backward()
+    assert len(set(seen)) == 2
+    assert engine.backward_task() == -1
+
+
+def test_flat_puts_entries_one_after_the_other() -> None:
+    assert engine.flat([torch.ones(2, 2), torch.tensor(3.0)]).tolist() == [1, 1, 1, 1, 3]

@@ -61,7 +61,7 @@ class Spans:
         self.thread = _Thread()
 
     def hook(self, model: nn.Module, stack: ExitStack) -> None:
-        """Hook every module of `model`; `made` gets the nodes and whether `model` itself was called."""
+        """Hook every module; `made` gets the nodes and whether `model` itself was called."""
         for name, module in model.named_modules():
             if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
                 raise ValueError(

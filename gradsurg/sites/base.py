@@ -25,7 +25,7 @@ class Gates(Protocol):
     needs_value: bool
 
     def expect(self, site: str, aliases: Sequence[str] = (), skipped: str = "") -> None:
-        """Put a site into the ledger, before any gradient has passed; `skipped` says why none will."""
+        """Put a site into the ledger before a gradient passes; `skipped` says why none will."""
         ...
 
     def forget(self, site: str) -> None:
@@ -64,7 +64,7 @@ class Selector(ABC):
     stage: Stage | None
 
     def resolve(self, scope: Scope) -> Stage:
-        """The stage for a transform of this scope. Raises ValueError if it cannot have the one given."""
+        """The stage for a transform of this scope. ValueError if it cannot have the one given."""
         allowed = self.stages if scope == "tensor" else self.group_stages
         if not allowed:
             kind = type(self).__name__
@@ -103,7 +103,7 @@ class Selector(ABC):
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether `name` fits a glob (`layer1.*`, `*` also crosses dots) or a regex (`re:...`, whole name)."""
+    """Whether `name` fits a glob (`layer1.*`, `*` crosses dots) or, whole, a regex (`re:...`)."""
     if pattern.startswith("re:"):
         return re.fullmatch(pattern[3:], name) is not None
     return fnmatchcase(name, pattern)

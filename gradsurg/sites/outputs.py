@@ -31,11 +31,12 @@ from gradsurg.transforms.base import Scope
 class Outputs(Selector):
     """The outputs of the modules whose name fits `pattern`, a glob or `re:`; `call` picks one call.
 
-    A tensor hook on every floating tensor that a matching module returns, also inside tuples, lists,
-    dicts and dataclasses: the sum over all uses of that output. Site ids are `name#call`, with the
-    path of the tensor behind it where there are several: `encoder.lstm#0.1.0`. Calls are counted
-    from 0 within one call of the model. Modules that return one and the same tensor (a container and
-    its last child, an identity) are one site. The recomputation of a checkpoint is not hooked again.
+    A tensor hook on every floating tensor that a matching module returns, also inside tuples,
+    lists, dicts and dataclasses: the sum over all uses of that output. Site ids are `name#call`,
+    with the path of the tensor behind it where there are several: `encoder.lstm#0.1.0`. Calls are
+    counted from 0 within one call of the model. Modules that return one and the same tensor (a
+    container and its last child, an identity) are one site. The recomputation of a checkpoint is
+    not hooked again.
     """
 
     pattern: Annotated[str, AfterValidator(check_pattern)] = "*"
@@ -117,7 +118,7 @@ class _Forward(threading.local):
         self.inside = self.inside and engine.in_backward()
 
     def count(self, name: str) -> int:
-        """The index of this call; a module called by itself, outside the model, is at its call 0."""
+        """The index of this call; a module called outside the model is at its call 0."""
         call = self.calls.get(name, 0) if self.inside else 0
         self.calls[name] = call + 1
         return call

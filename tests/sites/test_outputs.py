@@ -248,7 +248,7 @@ def test_an_output_that_needs_no_gradient_is_told() -> None:
     model.first.requires_grad_(False)
     with (
         pytest.warns(gs.SurgeryWarning, match=r"first#0 \(needs no gradient\)"),
-        attached(model, gs.Zero(), gs.Outputs("first|last".split("|")[0])),
+        attached(model, gs.Zero(), gs.Outputs("first")),
     ):
         backward(model)
 

@@ -1,0 +1,302 @@
+"""What a job prints, against summaries made by hand."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from gradsurg.report.terminal import WIDTH, Runs, report
+from gradsurg.store import RunDirectory
+
+T_975_2 = 4.302652729911275  # Student's t, two degrees of freedom
+
+
+def summary(label: str, seed: int, accuracy: float | None, **more: object) -> dict[str, object]:
+    return {
+        "state": "finished",
+        "arm": "control" if label == "none" else "treated",
+        "label": label,
+        "seed": seed,
+        "steps": 100,
+        "train/loss": 0.5,
+        "train/accuracy": 0.9,
+        "test/loss": 0.25,
+        "test/accuracy": accuracy,
+        "time/step_ms": 1.0,
+        "time/measured_step_ms": 2.0,
+        "effects_every": 10,
+        "notes": [],
+        **more,
+    }
+
+
+def effect(site: str, **more: object) -> dict[str, object]:
+    return {
+        "step": 50,
+        "transform": "clip",
+        "site": site,
+        "calls": 50,
+        "sampled": 5,
+        "norm_before": 2.0,
+        "norm_after": 1.0,
+        "cosine": 0.9,
+        "changed": 0.25,
+        "flipped": 0.0,
+        "zeroed": 0.0,
+        "distance": 0.5,
+        "nonfinite": 0,
+        **more,
+    }
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(outcome: dict[str, object], *effects: dict[str, object]) -> Path:
+        place = RunDirectory(tmp_path / "study" / f"{outcome['label']}-seed{outcome['seed']}-1234")
+        place.append_effects(effects or [effect("hidden.0.linear.weight")])
+        place.write_summary(outcome)
+        return place.path
+
+    return write
+
+
+def pairs(write, treated: list[float], control: list[float], **more: object) -> list[Runs]:
+    """One pair a seed; `more` goes into the treated summaries."""
+    numbered = enumerate(zip(treated, control, strict=True))
+    return [
+        Runs(write(summary("clip", seed, a, **more)), write(summary("none", seed, b)))
+        for seed, (a, b) in numbered
+    ]
+
+
+def row_of(text: str, title: str) -> list[str]:
+    (line,) = [line for line in text.splitlines() if line.startswith(title)]
+    return line.removeprefix(title).split()
+
+
+def assert_readable(text: str) -> None:
+    assert max(len(line) for line in text.splitlines()) <= WIDTH, text
+    assert text == text.strip()
+    assert "\n\n\n" not in text
+
+
+def test_the_outcome_is_the_paired_difference_worked_out_by_hand(write) -> None:
+    text = report(pairs(write, [0.80, 0.84, 0.91], [0.90, 0.90, 0.90]))
+    mean = (-0.10 - 0.06 + 0.01) / 3
+    sd = math.sqrt(sum((d - mean) ** 2 for d in (-0.10, -0.06, 0.01)) / 2)
+    reach = T_975_2 * sd / math.sqrt(3)
+    assert row_of(text, "test accuracy") == [
+        "85.00%",
+        "90.00%",
+        "-5.00%",
+        f"{mean - reach:+.2%}",
+        "to",
+        f"{mean + reach:+.2%}",
+    ]
+    assert row_of(text, "test loss") == ["0.25", "0.25", "+0", "+0", "to", "+0"]
+    said = " ".join(text.split("\n\n")[0].split())
+    assert said == (
+        "clip: no clear difference in test accuracy against the control arm: -5.00%, 95 % interval "
+        f"{mean - reach:+.2%} to {mean + reach:+.2%} (3 seeds, paired t)."
+    )
+    assert_readable(text)
+
+
+@pytest.mark.parametrize(("treated", "word"), [(0.95, "higher"), (0.85, "lower")])
+@pytest.mark.parametrize("seeds", [3, 6])
+def test_a_clear_difference_is_said_with_a_caution_for_few_seeds(
+    write, treated: float, word: str, seeds: int
+) -> None:
+    shifts = [0.001 * seed for seed in range(seeds)]
+    text = report(pairs(write, [treated + shift for shift in shifts], [0.9] * seeds))
+    said = " ".join(text.split("\n\n")[0].split())
+    assert said.startswith(f"clip: test accuracy is {word} than in the control arm: ")
+    assert ("Fewer than 6 seeds cannot reach p < 0.05" in said) == (seeds < 6)
+    assert_readable(text)
+
+
+def test_one_seed_has_no_interval_and_says_so(write) -> None:
+    text = report(pairs(write, [0.8], [0.9]))
+    assert text.splitlines()[0] == (
+        "clip: test accuracy -10.00% against the control arm; one seed: no interval."
+    )
+    assert row_of(text, "test accuracy")[3:] == ["one", "seed:", "no", "interval"]
+    assert row_of(text, "step time") == ["1", "ms", "1", "ms", "+0%"]
+
+
+def test_a_diverged_run_is_counted_apart_with_its_pair(write) -> None:
+    runs = pairs(write, [0.8, 0.8, 0.8], [0.9, 0.9, 0.9])
+    write(summary("clip", 1, None, state="diverged", **{"test/loss": None}))
+    text = report(runs)
+    assert "1 of 3 clip runs diverged" in text.splitlines()
+    assert "control runs" not in text
+    assert "(2 seeds, paired t)" in text
+    assert row_of(text, "test accuracy")[:3] == ["80.00%", "90.00%", "-10.00%"]
+
+
+def test_if_all_have_diverged_there_is_nothing_to_compare(write) -> None:
+    runs = pairs(write, [0.8, 0.8], [0.9, 0.9], state="diverged")
+    write(summary("none", 0, None, state="diverged"))
+    assert report(runs).splitlines()[0] == (
+        "clip: nothing to compare; 2 of 2 clip runs diverged; 1 of 2 control runs diverged"
+    )
+
+
+def test_step_times_are_medians_and_ratios_seed_by_seed(write) -> None:
+    treated = [
+        write(summary("clip", seed, 0.9, **{"time/step_ms": time}))
+        for seed, time in enumerate((1.1, 1.2, 2.0))
+    ]
+    control = [write(summary("none", seed, 0.9)) for seed in range(3)]
+    text = report([Runs(a, b) for a, b in zip(treated, control, strict=True)])
+    assert row_of(text, "step time") == (
+        ["1.2", "ms", "1", "ms", "+20%", "+10%", "to", "+100%", "(range)"]
+    )
+    assert "a step whose effect is measured (one in 10) takes 2 ms with clip" in text
+
+
+def test_a_run_without_a_step_time_has_the_others_times(write) -> None:
+    runs = pairs(write, [0.8, 0.8], [0.9, 0.9])
+    write(summary("clip", 0, 0.8, **{"time/step_ms": None, "time/measured_step_ms": None}))
+    assert row_of(report(runs), "step time") == ["1", "ms", "1", "ms", "+0%"]
+    write(summary("none", 1, 0.9, **{"time/step_ms": None}))
+    assert row_of(report(runs), "step time") == ["-", "-", "-"]
+
+
+def test_notes_of_one_kind_are_told_once_with_their_number(write) -> None:
+    runs = [
+        Runs(
+            write(
+                summary(
+                    "clip",
+                    seed,
+                    0.9,
+                    notes=[
+                        f"clip changed nothing. Quantiles of |g|: {seed}",
+                        "zero: its trigger never fired in 10 gradients",
+                    ][: 2 - seed],
+                )
+            ),
+            write(summary("none", seed, 0.9)),
+        )
+        for seed in range(2)
+    ]
+    found = [line for line in report(runs).splitlines() if line.startswith("Note")]
+    assert found == [
+        "Note (2 runs): clip changed nothing. Quantiles of |g|: 0",
+        "Note (1 run): zero: its trigger never fired in 10 gradients",
+    ]
+
+
+def test_no_pairs_give_the_outcome_alone(write) -> None:
+    runs = [Runs(write(summary("clip", seed, 0.8 + seed / 10)), None) for seed in range(2)]
+    text = report(runs)
+    assert text.splitlines()[:4] == [
+        "clip, no control: 2 seeds",
+        "  train loss: 0.5 (0.5 to 0.5)",
+        "  test loss: 0.25 (0.25 to 0.25)",
+        "  test accuracy: 85.00% (80.00% to 90.00%)",
+    ]
+    write(summary("clip", 1, None, state="diverged"))
+    assert report(runs).splitlines()[1] == "1 of 2 runs diverged"
+    assert "  test accuracy: 80.00%" in report(runs).splitlines()
+    assert_readable(text)
+
+
+def test_a_plain_run_prints_its_gradients_without_a_norm_after(write) -> None:
+    rows = [
+        effect(site, transform="none", norm_after=norm, norm_before=norm, changed=0.0, cosine=1.0)
+        for site, norm in (("a.weight", 2.0), ("b.weight", 0.125))
+    ]
+    text = report([Runs(None, write(summary("none", 0, 0.9), *rows))])
+    assert text.splitlines()[0] == "plain run, no surgery: 1 seed"
+    table = text.split("\n\n")[2].splitlines()
+    assert [line.split() for line in table] == [
+        ["site", "norm", "before", "calls"],
+        [table[1]],
+        ["a.weight", "2", "50"],
+        ["b.weight", "0.125", "50"],
+    ]
+
+
+def test_the_table_has_the_means_over_runs_and_no_column_of_zeros(write) -> None:
+    runs = [
+        Runs(
+            write(summary("clip", seed, 0.9), effect("a.weight", changed=0.2 + 0.2 * seed)),
+            write(summary("none", seed, 0.9), effect("a.weight", transform="none")),
+        )
+        for seed in range(2)
+    ]
+    text = report(runs)
+    assert "Gradients at each site, means over 2 runs:" in text
+    assert row_of(text, "a.weight") == ["2", "1", "0.9000", "30.0%", "100"]
+    for column in ("zeroed", "sign flips", "non-finite", "transform"):
+        assert column not in text
+
+
+def test_links_of_a_chain_are_told_apart(write) -> None:
+    rows = [
+        effect(site, transform=transform)
+        for site in ("a.weight", "b.weight")
+        for transform in ("clip", "noise")
+    ]
+    text = report([Runs(write(summary("clip+noise", 0, 0.9), *rows), None)])
+    table = [line.split()[:2] for line in text.split("\n\n")[2].splitlines()[2:]]
+    assert table == [
+        ["clip", "a.weight"],
+        ["clip", "b.weight"],
+        ["noise", "a.weight"],
+        ["noise", "b.weight"],
+    ]
+
+
+def test_it_says_so_if_no_effect_was_measured(write, tmp_path) -> None:
+    path = write(summary("clip", 0, 0.9))
+    (path / "effects.jsonl").write_text("")
+    assert "No effect was measured: effects_every=0" in report([Runs(path, None)])
+
+
+def test_a_norm_matched_control_is_called_so(write) -> None:
+    runs = [
+        Runs(
+            write(summary("clip", seed, 0.8)),
+            write(summary("norm_matched-clip", seed, 0.9, arm="control")),
+        )
+        for seed in range(2)
+    ]
+    assert "than in the norm-matched arm" in " ".join(report(runs).split())
+
+
+def test_the_answer_comes_first_then_notes_then_effects_then_where_it_lies(write) -> None:
+    notes = ["clip changed nothing. " + "Quantiles and bounds that go on and on " * 5]
+    runs = pairs(write, [0.8] * 5, [0.9] * 5, notes=notes)
+    text = report(runs)
+    starts = [part.split()[0] for part in text.split("\n\n")]
+    assert starts[:1] == ["clip:"]
+    order = [text.index(word) for word in ("clip:", "step time", "Note (5", "Gradients", "10 runs")]
+    assert order == sorted(order)
+
+
+def test_a_report_of_five_seeds_is_readable_at_100_columns(write, tmp_path) -> None:
+    note = "clip changed nothing. Quantiles of |g|: 50% 0.0015, 90% 0.0074, 99% 0.026, 100% 0.11; "
+    note += (
+        "norms from 0.011 to 0.32. A bound of 0.0074 on entries, or of 0.05 on norms, would bite."
+    )
+    runs = pairs(write, [0.8, 0.81, 0.82, 0.83, 0.84], [0.9] * 5, notes=[note])
+    text = report(runs).replace(str(tmp_path), "runs")
+    assert_readable(text)
+    for run in runs:
+        for path in (run.treated, run.control):
+            assert path is not None
+            assert path.name in text.split()
+    assert " ".join(note.split()) in " ".join(text.split())
+
+
+def test_importing_the_report_imports_no_torch() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, gradsurg.report.terminal; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.lower()) is False

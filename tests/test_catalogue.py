@@ -1,0 +1,109 @@
+"""Files, classes and configs have one stem."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from gradsurg import triggers
+from gradsurg.catalogue import find, names
+from gradsurg.sinks.base import Sink
+from gradsurg.sites.base import Selector
+from gradsurg.tasks.base import Task
+from gradsurg.transforms.base import Transform
+from gradsurg.transforms.norm_rescale import NormRescale
+
+CONFIGS = Path(__file__).parents[1] / "conf"
+FOLDERS = {
+    "transforms": "transform",
+    "models": "model",
+    "tasks": "task",
+    "sinks": "sink",
+    "sites": "site",
+}
+BASES = {"transforms": Transform, "tasks": Task, "sinks": Sink, "sites": Selector}
+
+CLASSES = [(kind, stem) for kind in FOLDERS for stem in names(kind)]
+
+
+def _configs(folder: str) -> dict[str, dict[str, Any]]:
+    paths = sorted((CONFIGS / folder).glob("*.yaml"))
+    return {path.stem: yaml.safe_load(path.read_text()) or {} for path in paths}
+
+
+def _named(stem: str, config: dict[str, Any]) -> str | None:
+    """The class a config asks for; in groups that take lists it stands under the config's stem."""
+    whole = config.get(stem, config)
+    return whole.get("name")
+
+
+@pytest.mark.parametrize(("kind", "stem"), CLASSES)
+def test_every_file_defines_the_class_that_is_spelled_like_it(kind: str, stem: str) -> None:
+    found = find(kind, stem)
+    assert found.__name__.lower() == stem.replace("_", "")
+    assert found.__module__ == f"gradsurg.{kind}.{stem}"
+    assert issubclass(found, BASES.get(kind, object))
+
+
+@pytest.mark.parametrize(("kind", "stem"), CLASSES)
+def test_every_class_has_a_config_that_names_it(kind: str, stem: str) -> None:
+    configs = _configs(FOLDERS[kind])
+    assert stem in configs, f"write conf/{FOLDERS[kind]}/{stem}.yaml"
+    assert _named(stem, configs[stem]) == stem
+
+
+@pytest.mark.parametrize(
+    ("kind", "stem", "config"),
+    [(k, stem, config) for k in FOLDERS for stem, config in _configs(FOLDERS[k]).items()],
+    ids=lambda part: part if isinstance(part, str) else "",
+)
+def test_every_config_with_a_name_names_a_class(
+    kind: str, stem: str, config: dict[str, Any]
+) -> None:
+    name = _named(stem, config)
+    assert name in [*names(kind), None]
+    assert name is not None or config == {}
+
+
+@pytest.mark.parametrize("stem", _configs("when"))
+def test_every_config_of_a_trigger_names_one(stem: str) -> None:
+    name = str(_named(stem, _configs("when")[stem]))
+    assert issubclass(getattr(triggers, name.capitalize()), triggers.Trigger)
+
+
+@pytest.mark.parametrize("stem", _configs("optimizer"))
+def test_every_config_of_an_optimizer_names_one(stem: str) -> None:
+    name = str(_named(stem, _configs("optimizer")[stem]))
+    assert name.lower() == stem
+    assert issubclass(getattr(torch.optim, name), torch.optim.Optimizer)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.stem)
+def test_every_config_starts_with_the_command_that_uses_it(path: Path) -> None:
+    assert path.read_text().startswith("# python -m gradsurg.")
+
+
+def test_the_stems_are_those_of_the_files_without_the_contracts() -> None:
+    assert names("models") == ["convnet", "mlp"]
+    assert "norm_rescale" in names("transforms")
+    assert not {"base", "__init__", "_spans"} & {*names("sites"), *names("transforms")}
+
+
+def test_a_class_is_found_by_its_files_stem() -> None:
+    assert find("transforms", "norm_rescale") is NormRescale
+
+
+def test_an_unknown_name_is_refused_with_the_choices_and_the_nearest() -> None:
+    message = "there is no 'norm_rescal' in transforms. There are: adaptive_clip, add_noise,"
+    with pytest.raises(LookupError, match=re.escape(message)) as caught:
+        find("transforms", "norm_rescal")
+    assert str(caught.value).endswith("Did you mean 'norm_rescale'?")
+
+
+@pytest.mark.parametrize("name", ["base", "__init__", "../surgery", "os", ""])
+def test_what_is_no_choice_is_not_imported(name: str) -> None:
+    with pytest.raises(LookupError, match=re.escape(f"there is no '{name}' in sites")):
+        find("sites", name)

@@ -1,0 +1,73 @@
+"""What `import gradsurg` brings in, and what it does not."""
+
+import subprocess
+import sys
+
+import pytest
+
+import gradsurg as gs
+from gradsurg.catalogue import find, names
+from gradsurg.sites.nodes import Nodes
+from gradsurg.transforms.clip import Clip
+
+HEAVY = ("hydra", "matplotlib", "omegaconf", "plotly", "polars", "sklearn", "wandb")
+
+
+def _fresh(code: str) -> str:
+    """What a fresh interpreter prints that runs `code`, warnings being errors."""
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_no_public_name_brings_in_a_library_that_only_the_runner_needs() -> None:
+    code = f"""
+import sys
+import gradsurg
+assert len(dir(gradsurg)) > 20
+for name in dir(gradsurg):
+    getattr(gradsurg, name)
+print(sorted(set({HEAVY!r}) & set(sys.modules)))
+"""
+    assert _fresh(code).strip() == "[]"
+
+
+def test_the_check_above_would_see_such_a_library() -> None:
+    code = f"import sys, gradsurg.run\nprint(sorted(set({HEAVY!r}) & set(sys.modules)))"
+    assert "hydra" in _fresh(code)
+
+
+def test_importing_touches_neither_the_random_numbers_nor_the_threads() -> None:
+    code = """
+import torch
+torch.manual_seed(1)
+state, threads = torch.get_rng_state(), torch.get_num_threads()
+import gradsurg
+print(torch.equal(state, torch.get_rng_state()), threads == torch.get_num_threads())
+"""
+    assert _fresh(code).split() == ["True", "True"]
+
+
+def test_dir_lists_the_surgery_and_every_transform_and_site() -> None:
+    listed = set(dir(gs))
+    assert {"Surgery", "Intervention", "Steps", "Always", "SurgeryWarning", "hook"} <= listed
+    for kind in ("transforms", "sites"):
+        assert {find(kind, stem).__name__ for stem in names(kind)} <= listed
+    assert set(gs.__all__) <= listed
+
+
+@pytest.mark.parametrize("name", dir(gs))
+def test_every_listed_name_is_there(name: str) -> None:
+    assert getattr(gs, name) is not None
+
+
+def test_names_are_those_of_the_classes_themselves() -> None:
+    assert gs.Clip is Clip
+    assert gs.Nodes is Nodes
+
+
+@pytest.mark.parametrize("name", ["Clipp", "clip", "CLIP", "mlp", "Mlp", "__wrapped__"])
+def test_an_unknown_name_is_an_attribute_error(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"module 'gradsurg' has no attribute '{name}'"):
+        getattr(gs, name)

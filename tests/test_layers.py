@@ -1,0 +1,143 @@
+"""The floors of the house: imports point down only, and each outside library has one door."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "gradsurg"
+
+FLOORS = (
+    ("engine", "fields", "per", "catalogue", "ledger", "tables"),
+    ("transforms", "aggregators", "triggers", "models", "tasks", "sinks", "stats"),
+    ("sites",),
+    ("effects", "gate", "surgery"),
+    ("train", "compare", "__init__"),
+    ("store", "study"),
+    ("report", "build", "compose"),
+    ("run",),
+)
+"""Lowest first; a folder is one unit. On its own floor a unit may import what stands left of it."""
+
+STRANGERS = FLOORS[1]
+"""They know nothing of one another."""
+
+ALONE = ("train",)
+"""They import nothing of the house: the loop knows nothing of surgery."""
+
+DOORS = {
+    "hydra": ("run", "compose"),
+    "omegaconf": ("run", "compose", "store"),
+    "wandb": ("sinks.wandb",),
+    "rich": ("sinks.console",),
+    "polars": ("store", "report"),
+    "matplotlib": ("report",),
+    "plotly": ("report",),
+    "sklearn": ("tasks",),
+    "scipy": ("stats",),
+}
+"""Who may import a library: a unit or one module."""
+
+CLOSED = {"torch": ("report", "tables", "stats", "ledger", "triggers", "catalogue")}
+"""Who may not: what only reads or prints numbers works without it."""
+
+UNITS = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
+
+
+def _imports(source: str) -> Iterator[str]:
+    """The dotted names of all that is imported anywhere in a module, lazily or for types."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=aliases):
+                yield from (alias.name for alias in aliases)
+            case ast.ImportFrom(module="gradsurg", names=aliases):
+                for alias in aliases:
+                    yield f"gradsurg.{alias.name if alias.name in UNITS else '__init__'}"
+            case ast.ImportFrom(module=None) | ast.ImportFrom(level=1 | 2 | 3):
+                yield "a relative import"
+            case ast.ImportFrom(module=str(module)):
+                yield module
+            case _:
+                pass
+
+
+def _place(unit: str) -> tuple[int, int]:
+    floors = (number for number, floor in enumerate(FLOORS) if unit in floor)
+    number = next(floors, None)
+    assert number is not None, f"'{unit}' has no floor: give it one in {__file__}"
+    return number, FLOORS[number].index(unit)
+
+
+def faults(module: str, source: str) -> list[str]:
+    """What a module, as `sinks.wandb`, imports that it may not."""
+    unit = module.split(".")[0]
+    said = []
+    for name in _imports(source):
+        library, *inside = name.split(".")
+        if library == "a relative import":
+            said.append(f"{module} uses {name}")
+        elif library != "gradsurg":
+            doors = DOORS.get(library)
+            if doors is not None and not {unit, module} & set(doors):
+                said.append(f"{module} imports {library}, whose door is {' or '.join(doors)}")
+            if unit in CLOSED.get(library, ()):
+                said.append(f"{module} imports {library}")
+        else:
+            target = inside[0] if inside else "__init__"
+            apart = unit in STRANGERS and target in STRANGERS
+            if target != unit and (unit in ALONE or apart or _place(target) > _place(unit)):
+                said.append(f"{module} imports {name}, which is not below it")
+    return said
+
+
+def _modules() -> list[tuple[str, Path]]:
+    paths = sorted(PACKAGE.rglob("*.py"))
+    return [(".".join(path.relative_to(PACKAGE).with_suffix("").parts), path) for path in paths]
+
+
+@pytest.mark.parametrize(("module", "path"), _modules(), ids=[name for name, _ in _modules()])
+def test_a_module_imports_only_what_is_below_it(module: str, path: Path) -> None:
+    _place(module.split(".")[0])
+    assert faults(module, path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "message"),
+    [
+        ("per", "from gradsurg.transforms.base import State", "not below it"),
+        ("per", "from gradsurg import surgery", "not below it"),
+        ("per", "import gradsurg.surgery", "not below it"),
+        ("fields", "from gradsurg.per import norm", "not below it"),
+        ("triggers", "from gradsurg.transforms.base import State", "not below it"),
+        ("transforms.clip", "from gradsurg.stats import verdict", "not below it"),
+        ("sites.nodes", "def f():\n    from gradsurg.effects import Effects", "not below it"),
+        ("effects", "from gradsurg.surgery import Live", "not below it"),
+        ("train", "from gradsurg.fields import validated", "not below it"),
+        ("store", "from gradsurg.build import build", "not below it"),
+        ("study", "from gradsurg import Clip", ""),
+        ("surgery", "from gradsurg import Clip", "not below it"),
+        ("sites.nodes", "from .base import Selector", "relative import"),
+        ("build", "from omegaconf import DictConfig", "whose door is run or compose"),
+        ("build", "import wandb", "whose door is sinks.wandb"),
+        ("sinks.console", "import wandb.sdk", "whose door is sinks.wandb"),
+        ("sinks.wandb", "import wandb", ""),
+        ("study", "if True:\n    import polars as pl", "whose door is store or report"),
+        ("report.figures", "import matplotlib.pyplot as plt", ""),
+        ("report.figures", "from torch import Tensor", "imports torch"),
+        ("models.mlp", "import sklearn", "whose door is tasks"),
+        ("effects", "import scipy", "whose door is stats"),
+        ("sites.nodes", "from gradsurg.sites.base import Selector", ""),
+        ("surgery", "from gradsurg.gate import Gate", ""),
+    ],
+)
+def test_the_rules_find_what_they_are_for(module: str, source: str, message: str) -> None:
+    found = " ".join(faults(module, source))
+    assert message in found
+    assert bool(message) == bool(found)
+
+
+def test_every_unit_has_one_floor() -> None:
+    listed = [unit for floor in FLOORS for unit in floor]
+    assert len(listed) == len(set(listed))
+    assert {module.split(".")[0] for module, _ in _modules()} <= set(listed)

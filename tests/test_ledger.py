@@ -1,0 +1,125 @@
+"""What the ledger remembers and complains about."""
+
+import pytest
+import torch
+
+import gradsurg as gs
+from gradsurg.ledger import Ledger
+from tests.nets import attached, backward, sgd, small, train
+
+
+def test_an_entry_is_made_once_and_keeps_its_count() -> None:
+    ledger = Ledger()
+    ledger.enter("clip", "a").calls = 3
+    assert ledger.enter("clip", "a").calls == 3
+    assert ledger.enter("zero", "a").calls == 0
+    assert [(entry.intervention, entry.site) for entry in ledger] == [("clip", "a"), ("zero", "a")]
+
+
+def test_aliases_are_collected_once_each() -> None:
+    ledger = Ledger()
+    ledger.enter("clip", "a", ["b"])
+    assert ledger.enter("clip", "a", ["b", "c"]).aliases == ["b", "c"]
+
+
+def test_a_site_that_turns_out_to_be_another_one_is_forgotten_unless_it_has_acted() -> None:
+    ledger = Ledger()
+    ledger.enter("clip", "b")
+    ledger.enter("clip", "c").calls = 1
+    ledger.enter("clip", "a", ["b", "c"])
+    assert [entry.site for entry in ledger] == ["c", "a"]
+
+
+def test_what_acted_is_not_complained_about() -> None:
+    ledger = Ledger()
+    entry = ledger.enter("clip", "a")
+    entry.calls = entry.fired = 2
+    assert ledger.complaints() == []
+
+
+def test_silent_sites_are_complained_about_in_one_sentence_an_intervention() -> None:
+    ledger = Ledger()
+    ledger.enter("clip", "a")
+    ledger.enter("clip", "b", skipped="frozen")
+    fired = ledger.enter("clip", "c")
+    fired.calls = fired.fired = 1
+    ledger.enter("zero", "a")
+    assert ledger.complaints() == [
+        "clip: attached, but no gradient ever passed at: a, b (frozen)",
+        "zero: attached, but no gradient ever passed at: a",
+    ]
+
+
+def test_a_trigger_that_never_let_it_act_is_complained_about() -> None:
+    ledger = Ledger()
+    ledger.enter("clip", "a").calls = 3
+    ledger.enter("clip", "b").calls = 4
+    assert ledger.complaints() == ["clip: its trigger never fired in 7 gradients"]
+
+
+def test_a_trigger_that_fired_once_is_not() -> None:
+    ledger = Ledger()
+    ledger.enter("clip", "a").calls = 3
+    entry = ledger.enter("clip", "b")
+    entry.calls, entry.fired = 4, 1
+    assert ledger.complaints() == []
+
+
+def test_the_table_has_a_line_for_each_site() -> None:
+    ledger = Ledger()
+    entry = ledger.enter("clip", "a", ["b"])
+    entry.calls, entry.fired = 12, 5
+    ledger.enter("clip", "c", skipped="frozen")
+    assert [line.split() for line in ledger.table().splitlines()] == [
+        ["intervention", "calls", "fired", "site"],
+        ["clip", "12", "5", "a", "=", "b"],
+        ["clip", "0", "0", "c", "(frozen)"],
+    ]
+
+
+def test_columns_stand_under_each_other_whatever_the_label() -> None:
+    ledger = Ledger()
+    ledger.enter("a very long chain -> of many transforms -> one after the other", "x")
+    ledger.enter("clip", "x")
+    lines = ledger.table().splitlines()
+    assert len({line.rindex("  ") for line in lines}) == 1
+
+
+def test_calls_and_acts_of_an_attached_surgery_are_counted() -> None:
+    model = small()
+    optimizer = sgd(model)
+    at = gs.Parameters("last.*")
+    with attached(model, gs.Zero(), at, optimizer, gs.Steps(start=1, every=2)) as live:
+        train(model, optimizer, 6)
+    assert [(entry.site, entry.calls, entry.fired) for entry in live.ledger] == [
+        ("last.weight", 6, 3),
+        ("last.bias", 6, 3),
+    ]
+
+
+def test_a_trigger_that_never_fires_is_told_at_the_end_of_the_block() -> None:
+    model = small()
+    optimizer = sgd(model)
+    with (
+        pytest.warns(gs.SurgeryWarning, match="zero: its trigger never fired in 8 gradients"),
+        attached(model, gs.Zero(), None, optimizer, gs.Steps(start=100)),
+    ):
+        train(model, optimizer, 2)
+
+
+def test_a_site_that_never_fires_is_told_at_the_end_of_the_block() -> None:
+    model = small()
+    with (
+        pytest.warns(gs.SurgeryWarning, match=r"no gradient ever passed at: first\.weight$"),
+        attached(model, gs.Zero(), gs.Parameters("first.weight")) as live,
+    ):
+        model(torch.ones(1, 6))
+    assert "zero                        0        0  first.weight" in live.ledger.table()
+
+
+def test_a_shadowed_surgery_counts_too() -> None:
+    model = small()
+    with attached(model, gs.Zero(), gs.Parameters("last.bias"), shadow=True) as live:
+        backward(model)
+    (entry,) = live.ledger
+    assert (entry.calls, entry.fired) == (1, 1)
