@@ -151,7 +151,7 @@ class Surgery:
                 stack.callback(optimizer.register_step_post_hook(lambda *_: live.tick()).remove)
             yield live
             live.effects.flush()
-            for complaint in live._complaints():
+            for complaint in live._complaints(model):
                 warnings.warn(complaint, SurgeryWarning, stacklevel=3)
 
     def plan(self, model: nn.Module) -> str:
@@ -204,6 +204,7 @@ class Live:
         self._surgery = surgery
         self._gates: list[_Gates] = []
         self._began = self.step
+        self._params: dict[str, ref[nn.Parameter]] = {}
         effects.begin(self.step)
 
     def tick(self) -> None:
@@ -233,6 +234,8 @@ class Live:
         )
         operation.begin(self.step)
         intervention.at.find(model)
+        if isinstance(intervention.at, Parameters):
+            self._params |= {name: ref(param) for name, param in model.named_parameters()}
         gates = _Gates(" -> ".join(labels), operation, self.ledger, _sum_matters(intervention))
         self._gates.append(gates)
         stage = intervention.stage
@@ -243,7 +246,7 @@ class Live:
         for gates in self._gates:
             gates.operation.retire()
 
-    def _complaints(self) -> list[str]:
+    def _complaints(self, model: nn.Module) -> list[str]:
         said = self.ledger.complaints()
         met = {entry.intervention for entry in self.ledger}
         said += [
@@ -256,6 +259,13 @@ class Live:
             said.append(
                 f"{', '.join(sorted(whens))}: no optimizer step was counted; "
                 "attach(model, optimizer) or call live.tick() after each step"
+            )
+        now = dict(model.named_parameters())
+        replaced = [name for name, held in self._params.items() if now.get(name) is not held()]
+        if replaced:
+            said.append(
+                "parameters were replaced while the block was open, and what took their place is "
+                f"not hooked: {', '.join(replaced)}; attach after replacing"
             )
         return said
 

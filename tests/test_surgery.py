@@ -777,3 +777,14 @@ def test_a_transform_is_told_its_site_the_step_and_the_call() -> None:
         train(model, optimizer, 1)
     site = "recorder/last.bias"
     assert [(site, 0, 0), (site, 0, 1), (site, 1, 0)] == SEEN
+
+
+def test_a_parameter_that_was_replaced_is_reported() -> None:
+    model = small()
+    with (
+        pytest.warns(gs.SurgeryWarning, match=r"not hooked: first\.weight; attach after"),
+        gs.Surgery(gs.Intervention(gs.Identity())).attach(model),
+    ):
+        model(torch.ones(2, 6)).sum().backward()
+        model.first.weight = nn.Parameter(torch.ones(5, 6))
+        model(torch.ones(2, 6)).sum().backward()
