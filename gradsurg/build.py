@@ -4,14 +4,20 @@ import copy
 import hashlib
 import importlib
 import inspect
+import os
+import re
+import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial, update_wrapper
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from torch import nn
 from torch.optim import Optimizer
 
@@ -24,7 +30,7 @@ from gradsurg.sites.base import Selector
 from gradsurg.study import Run, Schedule
 from gradsurg.surgery import Intervention, Surgery
 from gradsurg.tasks.base import Data, Task
-from gradsurg.transforms.base import Transform
+from gradsurg.transforms.base import Transform, as_transform
 from gradsurg.transforms.chain import Chain
 from gradsurg.transforms.identity import Identity
 from gradsurg.transforms.norm_matched import NormMatched
@@ -33,7 +39,30 @@ from gradsurg.triggers import Trigger
 Config = Mapping[str, Any]  # Any: what a YAML file can hold
 
 Positive = Annotated[int, Field(ge=1)]
-NON_IDENTITY = ("transform", "site", "when")
+# YAML reads `study=2024` as a number.
+Text = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
+GROUPS = ("transform", "site", "when", "model", "task", "optimizer", "sink")
+REQUIRED = ("site", "when", "model", "task", "optimizer")
+TREATMENT = ("transform", "site", "when")
+ERRORS = Exception  # whatever a user's code raises: it is told as a fault of its key
+
+
+def _study_name(name: str) -> str:
+    if not re.fullmatch(r"\w[\w.,+=@-]*", name, flags=re.ASCII):
+        raise ValueError("must be a folder's name of letters, digits and any of _.,+=@-")
+    return name
+
+
+def _folder(path: str) -> str:
+    """Refuse what a folder cannot be made of."""
+    if not path:
+        raise ValueError("must not be empty")
+    parent = next(place for place in (Path(path), *Path(path).absolute().parents) if place.exists())
+    if not parent.is_dir():
+        raise ValueError(f"must be a folder, and {parent} is a file")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ValueError(f"must be a folder that can be written to, and {parent} cannot")
+    return path
 
 
 class ConfigError(ValueError):
@@ -54,11 +83,11 @@ class Settings:
     log_every: Positive
     checkpoint_every: Positive
     effects_every: Annotated[int, Field(ge=0)]
-    study: Annotated[str, Field(pattern=r"^[\w.,+=@-]+$")]
-    out: Annotated[str, Field(min_length=1)]
+    study: Annotated[Text, AfterValidator(_study_name)]
+    out: Annotated[Text, AfterValidator(_folder)]
     control: Literal["none", "plain", "norm_matched"]
     device: Annotated[str, Field(min_length=1)]
-    seed: Annotated[int, Field(ge=0)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     lr: Annotated[float, Field(gt=0)] | None = None
     threads: Positive | None = None
     force: bool = False
@@ -100,8 +129,7 @@ class _Faults:
             for field, text in error.faults:
                 self.lines.append(f"{'.'.join(part for part in (key, field) if part)}: {text}")
         except (ValueError, TypeError, LookupError, ImportError, RuntimeError) as error:
-            text = error.args[0] if error.args else type(error).__name__
-            self.lines.append(f"{key}: {' '.join(str(text).split())}")
+            self.lines.append(f"{key}: {_text(error)}")
 
     def stop(self) -> None:
         if self.lines:
@@ -111,9 +139,12 @@ class _Faults:
 def build(config: Config) -> Experiment:
     """Make every object of an experiment. Raises ConfigError with all that is wrong with it."""
     faults = _Faults()
+    faults.lines += _wrong_keys(config)
+    faults.stop()
     settings = transforms = selector = trigger = task = data = None
     with faults.at(""):
-        settings = Settings(**{key: config.get(key) for key in Settings.__annotations__})
+        given: dict[str, Any] = {key: config.get(key) for key in Settings.__annotations__}
+        settings = Settings(**given)
     with faults.at("transform"):
         transforms = _transforms(config.get("transform"), faults)
     with faults.at("site"):
@@ -122,9 +153,12 @@ def build(config: Config) -> Experiment:
         trigger = _trigger(config["when"])
     with faults.at("task"):
         task = _make("tasks", config["task"], Task)
-        data = task.load()
+        with _theirs(config["task"], "load"):
+            data = task.load()
+        if not isinstance(data, Data):
+            raise TypeError(f"load() must give a gradsurg.tasks.base.Data, found {data!r}")
     sinks = _sinks(config.get("sink"), faults)
-    model = _checked_model(config, data, faults)
+    model = _checked_model(config, task, data, faults)
     make_optimizer = _optimizer(config, settings)
     if model is not None:
         with faults.at("optimizer"):
@@ -134,7 +168,7 @@ def build(config: Config) -> Experiment:
         key = f"transform.{next(iter(transforms))}" if len(transforms) == 1 else "transform"
         with faults.at(key):
             chain = Chain(*transforms.values())
-            intervention = Intervention(chain, selector, trigger, tuple(transforms))
+            intervention = Intervention(chain, selector, trigger, _names(transforms))
     at = intervention.at if intervention is not None else selector
     if at is not None and model is not None and data is not None:
         with faults.at(
@@ -146,7 +180,12 @@ def build(config: Config) -> Experiment:
         faults.lines.append(f"batch_size: must be <= {count} examples, found {settings.batch_size}")
     device = _device(settings, faults)
     faults.stop()
-    assert settings and task and selector and device and data
+    # What is missing has been said, and `stop` has raised.
+    assert settings
+    assert task
+    assert selector
+    assert device
+    assert data
     plan = _Plan(config, settings, task, make_optimizer, device, selector, intervention)
     seeds = [settings.seed] if settings.seed is not None else range(settings.seeds)
     return Experiment(
@@ -181,7 +220,7 @@ class _Plan:
 
     def _treated(self, seed: int) -> Run:
         label = "+".join(self.config["transform"])
-        identity = self._identity(seed, {key: self.config[key] for key in NON_IDENTITY})
+        identity = self._identity(seed, {key: self.config[key] for key in TREATMENT})
         return self._run("treated", label, seed, identity, self.surgery(seed), shadow=False)
 
     def _control(self, seed: int) -> Run:
@@ -193,7 +232,7 @@ class _Plan:
                 Intervention(matched, intervention.at, intervention.when, ("norm_matched",)),
                 seed=seed,
             )
-            extra = {key: self.config[key] for key in NON_IDENTITY} | {"control": "norm_matched"}
+            extra = {key: self.config[key] for key in TREATMENT} | {"control": "norm_matched"}
             label = "norm_matched-" + "+".join(self.config["transform"])
             identity = self._identity(seed, extra)
             return self._run("control", label, seed, identity, surgery, shadow=False)
@@ -248,6 +287,33 @@ class _Plan:
         )
 
 
+def _wrong_keys(config: Config) -> list[str]:
+    """What stands at the top of the config and means nothing, and what is not there."""
+    known = [*GROUPS, *Settings.__annotations__]
+    faults = [
+        f"{key}: is not a key here. {nearest(key, known)}" for key in config if key not in known
+    ]
+    return faults + [
+        f"{key}: is required, a mapping with a name"
+        for key in REQUIRED
+        if not isinstance(config.get(key), Mapping)
+    ]
+
+
+def _names(transforms: Mapping[str, Transform]) -> tuple[str, ...]:
+    """A name for each link that the transforms make together: a chain among them has several."""
+    return tuple(
+        f"{key}.{snake(type(link).__name__)}" if isinstance(transform, Chain) else key
+        for key, transform in transforms.items()
+        for link in (transform.links if isinstance(transform, Chain) else (transform,))
+    )
+
+
+def snake(name: str) -> str:
+    """`ClipNorm` as `clip_norm`."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
 def _transforms(config: Config | None, faults: _Faults) -> dict[str, Transform]:
     made = {}
     for key, fields in (config or {}).items():
@@ -260,43 +326,148 @@ def _make(kind: str, config: Config, base: type) -> Any:  # Any: an instance of 
     """The object that a mapping with `name:` (ours) or `_target_:` (a dotted path) describes."""
     if not isinstance(config, Mapping):
         raise TypeError(f"must be a mapping with a name, found {config!r}")
-    fields = {key: value for key, value in config.items() if key not in ("name", "_target_")}
-    fields = {key: _nested(kind, value, base) for key, value in fields.items()}
-    made = _class(kind, config)(**fields)
-    if callable(made) and base is Transform and not isinstance(made, Transform):
-        return made
-    if not isinstance(made, base):
-        raise TypeError(f"must be a {base.__name__}, found {made!r}")
-    return made
+    found = _find(kind, config)
+    made = {}
+    for key, value in _fields(config).items():
+        with _within(key):
+            made[key] = _nested(kind, value, base)
+    with _theirs(config):
+        if base is Transform:
+            result = as_transform(_transform(found, made))
+        else:
+            result = _call(found, (), made)
+    if not isinstance(result, base):
+        raise TypeError(f"must be a {base.__name__}, found {result!r}")
+    return result
 
 
 def _nested(kind: str, value: object, base: type) -> object:
     match value:
-        case {"name": str()} | {"_target_": str()}:
+        case Mapping() if "name" in value or "_target_" in value:
             return _make(kind, value, base)
         case list():
-            return [_nested(kind, item, base) for item in value]
+            items = []
+            for index, item in enumerate(value):
+                with _within(str(index)):
+                    items.append(_nested(kind, item, base))
+            return items
         case _:
             return value
 
 
-def _class(kind: str, config: Config) -> Callable[..., object]:
+@contextmanager
+def _within(key: str) -> Iterator[None]:
+    """What goes wrong in this block is said of the field `key`."""
+    try:
+        yield
+    except FieldError as error:
+        faults = [(f"{key}.{field}" if field else key, text) for field, text in error.faults]
+        raise FieldError(error.owner, faults) from None
+    except (ValueError, TypeError, LookupError, ImportError) as error:
+        raise FieldError("", [(key, _text(error))]) from None
+
+
+@contextmanager
+def _theirs(config: Config, doing: str = "") -> Iterator[None]:
+    """A user's own code runs in this block: whatever it raises is a fault, with its place."""
+    target = config.get("_target_")
+    try:
+        yield
+    except FieldError:
+        raise
+    except ERRORS as error:
+        if target is None:
+            raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = "" if frame.filename == __file__ else f" ({frame.filename}, line {frame.lineno})"
+        what = f"{target}.{doing}" if doing else target
+        raise TypeError(f"{what} raised {type(error).__name__}: {_text(error)}{place}") from error
+
+
+def _text(error: BaseException) -> str:
+    """An error's message on one line."""
+    # str() of a KeyError quotes its message.
+    text = error.args[0] if isinstance(error, KeyError) and error.args else error
+    return " ".join(str(text).split()) or type(error).__name__
+
+
+def _fields(config: Config) -> dict[str, Any]:
+    says_what = "_target_" if "_target_" in config else "name"
+    return {key: value for key, value in config.items() if key != says_what}
+
+
+def _find(kind: str, config: Config) -> object:
+    """The class of ours, or what a user's dotted path leads to."""
     if "_target_" in config:
         return _import(config["_target_"])
     if "name" not in config:
         raise ValueError("needs a name (one of gradsurg's) or a _target_ (a dotted path)")
-    return find(kind, config["name"])
+    return find(kind, str(config["name"]))
 
 
-def _import(path: str) -> Callable[..., object]:
-    """The class or function at a dotted path. Raises ImportError, saying which part is not there."""
-    module_name, _, name = path.rpartition(".")
-    if not module_name:
+def _transform(found: object, fields: dict[str, Any]) -> object:
+    """A class makes a transform, and so may a function; one that takes a gradient is one."""
+    if isinstance(found, type):
+        return _call(found, (), fields)
+    if isinstance(found, Transform) or not callable(found):
+        if fields:
+            raise TypeError(f"is made already and takes no fields, found {', '.join(fields)}")
+        return found
+    try:
+        signature = inspect.signature(found)
+    except ValueError:  # it is written in C, as torch.sign
+        return found
+    try:
+        signature.bind(None, **fields)
+    except TypeError:
+        return _call(found, (), fields)
+    try:
+        signature.bind(**fields)
+    except TypeError:
+        return update_wrapper(partial(found, **fields), found) if fields else found
+    return found(**fields)
+
+
+def _call(make: object, args: tuple[object, ...], fields: dict[str, Any]) -> object:
+    """Call it, but refuse a field that it does not have."""
+    if not callable(make):
+        raise TypeError(f"must be a class or a function, found {make!r}")
+    try:
+        parameters = inspect.signature(make).parameters.values()
+    except ValueError:  # it is written in C
+        return make(*args, **fields)
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    known = [name for name in named if name not in named[: len(args)]]
+    unknown = [key for key in fields if key not in known]
+    if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        faults = [(key, f"is not a field here. {nearest(key, known)}") for key in unknown]
+        raise FieldError(getattr(make, "__name__", ""), faults)
+    return make(*args, **fields)
+
+
+def _import(path: object) -> object:
+    """What stands at a dotted path. Raises ImportError, saying which part is not there."""
+    module_name, _, name = str(path).rpartition(".")
+    if not module_name or not all(part.isidentifier() for part in str(path).split(".")):
         raise ImportError(f"'{path}' is not a dotted path, as my_package.my_module.MyTransform")
-    module = importlib.import_module(module_name)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and f"{module_name}.".startswith(f"{error.name}."):
+            raise ImportError(
+                f"there is no module '{error.name}' on the path, nor in this folder"
+            ) from None
+        raise ImportError(f"{module_name} cannot be imported: {_text(error)}") from error
+    except ERRORS as error:
+        kind = type(error).__name__
+        raise ImportError(f"{module_name} cannot be imported: {kind}: {_text(error)}") from error
     if not hasattr(module, name):
-        public = [key for key in vars(module) if not key.startswith("_")]
-        raise ImportError(f"{module_name} has no '{name}'. {nearest(name, public)}")
+        own = [
+            key
+            for key, value in vars(module).items()
+            if not key.startswith("_") and getattr(value, "__module__", None) == module_name
+        ]
+        raise ImportError(f"{module_name} has no '{name}'. {nearest(name, own)}")
     return getattr(module, name)
 
 
@@ -323,22 +494,32 @@ def _sinks(config: Config | None, faults: _Faults) -> tuple[Sink, ...]:
 
 
 def _model(config: Config, data: Data) -> nn.Module:
-    fields = dict(config["model"])
-    make = _class("models", fields)
-    for key in ("name", "_target_"):
-        fields.pop(key, None)
-    model = make(data.input_shape, data.num_outputs, **fields)
+    fields = config["model"]
+    make = _find("models", fields)
+    with _theirs(fields):
+        model = _call(make, (data.input_shape, data.num_outputs), _fields(fields))
     if not isinstance(model, nn.Module):
         raise TypeError(f"must make a torch.nn.Module, found {model!r}")
     return model
 
 
-def _checked_model(config: Config, data: Data | None, faults: _Faults) -> nn.Module | None:
-    """The model once over, without a trace in the global generator."""
-    if data is None:
+def _checked_model(
+    config: Config, task: Task | None, data: Data | None, faults: _Faults
+) -> nn.Module | None:
+    """The model once over, two examples through it, without a trace in the global generator."""
+    if task is None or data is None:
         return None
     with faults.at("model"), torch.random.fork_rng(devices=[]):
-        return _model(config, data)
+        model = _model(config, data)
+        try:
+            task.loss(model(data.train_inputs[:2]), data.train_targets[:2])
+        except ERRORS as error:
+            shape = list(data.train_inputs[:2].shape)
+            raise ValueError(
+                f"inputs {shape} do not pass through it and the task's loss: "
+                f"{type(error).__name__}: {_text(error)}"
+            ) from error
+        return model
     return None
 
 
@@ -356,13 +537,24 @@ def _optimizer(config: Config, settings: Settings | None) -> Callable[[nn.Module
         kinds = [key for key, kind in vars(torch.optim).items() if _is_optimizer(kind)]
         if name not in kinds:
             raise LookupError(f"there is no '{name}' in torch.optim. {nearest(name, kinds)}")
-        return getattr(torch.optim, name)(model.parameters(), **fields)
+        try:
+            made = _call(getattr(torch.optim, name), (model.parameters(),), fields)
+        except FieldError:
+            raise
+        except ERRORS as error:
+            shown = ", ".join(f"{key}={value}" for key, value in fields.items())
+            raise ValueError(f"{name}({shown}) is refused: {_text(error)}") from error
+        assert isinstance(made, Optimizer)
+        return made
 
     return make
 
 
 def _is_optimizer(kind: object) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+    """Whether the training loop can use it: one that needs a closure it cannot."""
+    if not isinstance(kind, type) or not issubclass(kind, Optimizer) or kind is Optimizer:
+        return False
+    return inspect.signature(kind.step).parameters["closure"].default is None
 
 
 def _probe(
@@ -384,10 +576,13 @@ def _device(settings: Settings | None, faults: _Faults) -> torch.device | None:
     with faults.at("device"):
         if settings.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        device = torch.device(settings.device)
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError("cuda is not available here; auto takes what there is")
-        torch.empty(0, device=device)
+        try:
+            device = torch.device(settings.device)
+            torch.zeros(1, device=device).item()
+        except (RuntimeError, AssertionError, NotImplementedError):
+            raise ValueError(
+                f"there is no '{settings.device}' here; auto takes what there is"
+            ) from None
         return device
     return None
 
@@ -397,8 +592,10 @@ def _sources(config: object) -> Iterator[tuple[str, str]]:
     if isinstance(config, Mapping):
         target = config.get("_target_")
         if isinstance(target, str):
-            source = inspect.getsource(inspect.getmodule(_import(target)) or _import(target))
-            yield target, hashlib.sha256(source.encode()).hexdigest()[:8]
+            modules = {target.rpartition(".")[0], getattr(_import(target), "__module__", None)}
+            files = [inspect.getsourcefile(sys.modules[name]) for name in modules & {*sys.modules}]
+            contents = sorted(Path(file).read_bytes() for file in files if file)
+            yield target, hashlib.sha256(b"".join(contents)).hexdigest()[:8]
         for value in config.values():
             yield from _sources(value)
     elif isinstance(config, list):

@@ -19,7 +19,8 @@ next_sequence_number: Callable[[], int] = import_module("torch._C._autograd")._g
 _interpreters: Callable[[], object] = import_module("torch._C._functorch").peek_interpreter_stack
 
 
-flat: Callable[[list[torch.Tensor]], torch.Tensor] = import_module("torch._utils")._flatten_dense_tensors
+flat: Callable[[list[torch.Tensor]], torch.Tensor]
+flat = import_module("torch._utils")._flatten_dense_tensors
 """The entries of several dense tensors of one dtype and device, one after the other."""
 
 

@@ -123,3 +123,41 @@ def test_a_shadowed_surgery_counts_too() -> None:
         backward(model)
     (entry,) = live.ledger
     assert (entry.calls, entry.fired) == (1, 1)
+
+
+def interrupted() -> Ledger:
+    """A ledger of two interventions: one acted at one of two sites, the other never."""
+    ledger = Ledger()
+    acted = ledger.enter("clip", "first.weight")
+    acted.calls, acted.fired = 10, 4
+    ledger.enter("clip", "first.bias")
+    ledger.enter("zero", "last.weight", aliases=["tied.weight"]).calls = 10
+    return ledger
+
+
+def test_a_resumed_ledger_goes_on_counting() -> None:
+    before, ledger = interrupted(), Ledger()
+    held = ledger.enter("clip", "first.weight")
+    expected = ledger.enter("clip", "was forgotten")
+    ledger.resume(before.state())
+    assert expected not in list(ledger)
+    assert ledger.state() == before.state()
+    assert ledger.complaints() == before.complaints() != []
+    assert ledger.table() == before.table()
+    held.calls, held.fired = held.calls + 1, held.fired + 1
+    assert (ledger.state()[0]["calls"], ledger.state()[0]["fired"]) == (11, 5)
+
+
+def test_what_acted_before_an_interruption_is_not_forgotten_after_it() -> None:
+    ledger = Ledger()
+    ledger.resume(interrupted().state())
+    ledger.forget("zero", "last.weight")
+    ledger.forget("clip", "first.bias")
+    assert [entry.site for entry in ledger] == ["first.weight", "last.weight"]
+
+
+def test_resuming_leaves_the_counts_of_this_attachment_alone() -> None:
+    ledger = Ledger()
+    entry = ledger.enter("clip", "first.weight")
+    ledger.resume(interrupted().state())
+    assert (entry.calls, entry.fired, entry.all_calls, entry.all_fired) == (0, 0, 10, 4)

@@ -1,0 +1,506 @@
+"""The command: what it prints, where its runs lie, and that a sweep or a kill changes nothing."""
+
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from gradsurg import run
+from tests.test_sinks import alone, inspect, of_type
+
+SHORT = ("steps=20", "seeds=1", "sink=none")
+
+FRAGILE = """
+import os, signal
+from pathlib import Path
+from torch import nn
+from gradsurg.models.mlp import MLP
+
+
+class Fragile(MLP):
+    calls = 0
+
+    def forward(self, inputs):
+        at = Path("kill_at")
+        self.calls += self.training
+        if self.training and at.exists() and self.calls == int(at.read_text()):
+            at.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(inputs)
+
+
+def make(shape, num_outputs, dropout=0.0):
+    return Fragile(shape, num_outputs, hidden=(16,), dropout=dropout)
+"""
+
+MINE = """
+from torch import nn
+from gradsurg.fields import validated
+from gradsurg.tasks.digits import Digits
+from gradsurg.transforms.base import Stateless
+
+
+@validated
+class Halve(Stateless):
+    @property
+    def laws(self):
+        return frozenset()
+
+    def apply(self, grad, context):
+        return grad / 2
+
+
+def linear(shape, num_outputs):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, num_outputs))
+
+
+class FewDigits(Digits):
+    pass
+"""
+
+Command = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys) -> Iterator[Command]:
+    """The command in this process, in an empty folder: what it prints, and says on stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # errors come through as they are
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def call(*words: str) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["gradsurg.run", *words])
+        run.main()
+        return capsys.readouterr()
+
+    yield call
+    for name in ("mine", "fragile"):
+        sys.modules.pop(name, None)
+
+
+def shell(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """The command as a user types it, in `folder`, with warnings as errors but for wandb's."""
+    return subprocess.run(
+        [sys.executable, "-m", "gradsurg.run", *words],
+        cwd=folder,
+        env={k: v for k, v in alone(folder).items() if k != "PYTHONPATH"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def directories(folder: Path, study: str = "default") -> list[str]:
+    """The names of a study's runs without their hashes."""
+    paths = (folder / "runs" / study).iterdir()
+    return sorted(path.name.rpartition("-")[0] for path in paths)
+
+
+def of(folder: Path, label: str, study: str = "default") -> Path:
+    (path,) = (folder / "runs" / study).glob(f"{label}-????????")
+    return path
+
+
+def numbers(path: Path) -> dict[str, object]:
+    """All that a run has written down but its times and its own name."""
+    summary = json.loads((path / "summary.json").read_text())
+    kept = {key: value for key, value in summary.items() if not key.startswith("time/")}
+    files = {name: (path / name).read_text() for name in ("metrics.jsonl", "effects.jsonl")}
+    return kept | files
+
+
+def untimed(printed: str) -> str:
+    """What is printed, without the lines that hold times."""
+    return "\n".join(line for line in printed.splitlines() if not line.startswith("step time"))
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """The main job, small, in a folder that is not the checkout, as a user starts it."""
+    folder = tmp_path_factory.mktemp("first")
+    words = ["transform=clip", "steps=60", "seeds=2", "log_every=20", "study=first"]
+    return folder, shell(folder, *words)
+
+
+def test_the_main_job_prints_the_answer_first_then_outcomes_then_effects(first) -> None:
+    _, done = first
+    assert done.returncode == 0, done.stderr
+    paragraphs = done.stdout.strip().split("\n\n")
+    assert re.match(r"clip: .*test accuracy", paragraphs[0])
+    assert "(2 seeds, paired t)" in " ".join(paragraphs[0].split())
+    head, _, *table = paragraphs[1].splitlines()
+    assert re.split(r"\s{2,}", head.strip()) == ["clip", "control", "difference", "95 % interval"]
+    titles = [re.split(r"\s{2,}", line)[0] for line in table[:4]]
+    assert titles == ["train loss", "test loss", "test accuracy", "step time"]
+    assert paragraphs[2] == "Gradients at each site, means over 2 runs:"
+    effects = paragraphs[3].splitlines()
+    assert re.split(r"\s{2,}", effects[0])[:3] == ["site", "norm before", "norm after"]
+    assert len(effects) == 2 + 6
+    assert effects[2].startswith("hidden.0.linear.weight")
+
+
+def test_the_main_job_ends_with_where_its_runs_lie_and_how_to_upload_them(first) -> None:
+    folder, done = first
+    ending = " ".join(done.stdout.split("\n\n")[-1].split())
+    found = re.fullmatch(
+        r"4 runs in runs/first: (.+) W&B \(offline\): 4 runs under runs/first "
+        r"to upload: wandb sync (\S+)",
+        ending,
+    )
+    assert found, ending
+    places = list((folder / "runs" / "first").iterdir())
+    assert sorted(found.group(1).split()) == sorted(path.name for path in places)
+    uploaded = folder.glob(found.group(2))
+    assert sorted(path.parents[1] for path in uploaded) == sorted(places)
+
+
+def test_each_run_has_a_directory_with_its_files(first) -> None:
+    folder, _ = first
+    assert not list(folder.rglob(".hydra"))
+    assert {path.name for path in (folder / "runs").iterdir()} == {"first"}
+    assert directories(folder, "first") == ["clip-seed0", "clip-seed1", "none-seed0", "none-seed1"]
+    for place in (folder / "runs" / "first").iterdir():
+        assert re.fullmatch(r"(clip|none)-seed[01]-[0-9a-f]{8}", place.name)
+        names = {path.name for path in place.iterdir() if path.is_file()}
+        assert names == {"config.yaml", "metrics.jsonl", "effects.jsonl", "summary.json"}
+        steps = [json.loads(line)["step"] for line in (place / "metrics.jsonl").open()]
+        assert steps == [20, 40, 60]
+
+
+def test_progress_goes_to_stderr_a_line_a_run_and_nothing_else(first) -> None:
+    _, done = first
+    lines = [line.partition(":")[0] for line in done.stderr.splitlines()]
+    assert lines == [
+        "control none-seed0",
+        "treated clip-seed0",
+        "control none-seed1",
+        "treated clip-seed1",
+    ]
+
+
+def test_the_offline_wandb_runs_have_study_arm_config_and_outcome(first) -> None:
+    folder, _ = first
+    for label, arm in (("clip-seed0", "treated"), ("none-seed0", "control")):
+        place = of(folder, label, "first")
+        (path,) = place.glob("wandb/offline-run-*")
+        records = inspect(folder, path)
+        (begun,) = of_type(records, "run")
+        assert (begun["run_group"], begun["job_type"]) == ("first", arm)
+        assert begun["tags"] == ["clip"]
+        config = OmegaConf.to_container(OmegaConf.load(place / "config.yaml"))
+        assert isinstance(config, dict)
+        told = {key: value for key, value in begun["config"].items() if key in config}
+        assert told == config
+        summary = json.loads((place / "summary.json").read_text())
+        last = {}
+        for update in of_type(records, "summary"):
+            last |= update["update"]
+        assert last["test/accuracy"] == summary["test/accuracy"]
+        assert last["state"] == "finished"
+
+
+def test_a_command_run_again_repeats_nothing_and_prints_the_same(command, tmp_path) -> None:
+    printed, _ = command("transform=clip", *SHORT)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    before = {path: path.stat().st_mtime_ns for path in files if path.parent.name != "runs"}
+    again, _ = command("transform=clip", *SHORT)
+    note = "2 of them had been finished before; force=true repeats them\n"
+    assert again == printed + note
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    forced, _ = command("transform=clip", *SHORT, "force=true")
+    assert untimed(forced) == untimed(printed)
+    summaries = [path for path in before if path.name == "summary.json"]
+    assert len(summaries) == 2
+    assert all(path.stat().st_mtime_ns > before[path] for path in summaries)
+
+
+def test_what_is_not_trained_differently_is_the_same_run(command, tmp_path) -> None:
+    command("transform=clip", *SHORT)
+    others = ("threads=2", "effects_every=10", "log_every=7", "checkpoint_every=5")
+    printed, _ = command("transform=clip", *SHORT, *others, "sink=console")
+    assert "2 of them had been finished before" in printed
+    command("transform=clip", *SHORT, "lr=0.2")
+    assert directories(tmp_path) == ["clip-seed0"] * 2 + ["none-seed0"] * 2
+
+
+def test_without_a_transform_it_is_a_plain_run_that_shows_the_gradients(command, tmp_path) -> None:
+    printed, _ = command("transform=none", *SHORT)
+    assert printed.startswith("plain run, no surgery: 1 seed\n")
+    assert "test accuracy: " in printed
+    head = next(line for line in printed.splitlines() if line.startswith("site "))
+    assert re.split(r"\s{2,}", head) == ["site", "norm before", "calls"]
+    assert len(re.findall(r"^(?:hidden|output)\S+ +0\.\d+ +20$", printed, re.MULTILINE)) == 6
+    assert directories(tmp_path) == ["none-seed0"]
+
+
+def test_an_empty_list_of_transforms_is_a_plain_run(command, tmp_path) -> None:
+    command("transform=[]", *SHORT)
+    printed, _ = command("transform=none", *SHORT)
+    assert "1 of them had been finished before" in printed
+    assert directories(tmp_path) == ["none-seed0"]
+
+
+def test_one_seed_says_that_there_is_no_interval(command) -> None:
+    printed, _ = command("transform=clip", *SHORT)
+    assert "against the control arm; one seed: no interval." in printed
+    assert "95 % interval" in printed
+
+
+def test_a_seed_can_be_pinned(command, tmp_path) -> None:
+    command("transform=clip", "steps=20", "seed=3", "sink=none")
+    assert directories(tmp_path) == ["clip-seed3", "none-seed3"]
+
+
+def test_without_a_control_the_treated_arm_stands_alone(command, tmp_path) -> None:
+    printed, _ = command("transform=clip", *SHORT, "control=none")
+    assert printed.startswith("clip, no control: 1 seed\n")
+    assert "difference" not in printed
+    assert directories(tmp_path) == ["clip-seed0"]
+
+
+def test_the_control_can_be_the_plain_direction_with_the_treated_norm(command, tmp_path) -> None:
+    printed, _ = command("transform=clip", *SHORT, "control=norm_matched")
+    assert "against the norm-matched arm" in printed
+    assert directories(tmp_path) == ["clip-seed0", "norm_matched-clip-seed0"]
+    rows = [
+        json.loads(line)
+        for line in (of(tmp_path, "norm_matched-clip-seed0") / "effects.jsonl").open()
+    ]
+    assert all(row["cosine"] > 1 - 1e-6 for row in rows)
+    assert any(row["norm_after"] < 0.9 * row["norm_before"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["transform=clip", "transform.clip.value=1e9"],
+        ["transform=identity"],
+        ["transform=add_noise", "when.start=1000000000"],
+    ],
+    ids=" ".join,
+)
+def test_an_arm_whose_transform_does_nothing_is_its_control_bit_by_bit(
+    command, tmp_path, words
+) -> None:
+    printed, _ = command(*words, *SHORT, "model.dropout=0.4", "log_every=1")
+    treated, control = (
+        [json.loads(line) for line in (path / "metrics.jsonl").open()]
+        for path in sorted((tmp_path / "runs" / "default").iterdir())
+    )
+    assert len(treated) == 20
+    assert treated == control
+    assert len({row["train/loss"] for row in treated}) == 20
+    assert "Note (1 run): " in printed
+
+
+def test_a_transform_that_changed_nothing_is_told_with_a_value_that_would(command) -> None:
+    printed, _ = command("transform=clip", "transform.clip.value=1e9", *SHORT)
+    flat = " ".join(printed.split())
+    found = re.search(r"clip changed nothing\. Quantiles .* A bound of (\S+) on entries", flat)
+    assert found
+    printed, _ = command("transform=clip", f"transform.clip.value={found.group(1)}", *SHORT)
+    assert "changed nothing" not in printed
+
+
+def test_a_trigger_that_never_fired_is_told(command) -> None:
+    printed, _ = command("transform=clip", "when.start=1000", *SHORT)
+    assert "Note (1 run): clip: its trigger never fired in 120 gradients" in printed
+    assert "No effect was measured" in printed
+
+
+def test_diverged_runs_are_counted_apart_and_the_command_ends_well(command, tmp_path) -> None:
+    words = ("transform=scale", "transform.scale.factor=1e9", "steps=40", "sink=none")
+    printed, _ = command(*words, "seeds=2", "log_every=10")
+    assert printed.startswith("scale: nothing to compare; 2 of 2 scale runs diverged\n")
+    summary = json.loads((of(tmp_path, "scale-seed1") / "summary.json").read_text())
+    assert summary["state"] == "diverged"
+    assert summary["steps"] < 40
+    again, _ = command(*words, "seeds=2", "log_every=10")
+    assert "4 of them had been finished before" in again
+
+
+def test_a_sweep_runs_every_combination_and_shares_the_controls(command, tmp_path) -> None:
+    words = ("transform=none,clip,[sign,clip]", "lr=0.1,0.2", "seed=0,1", "steps=5", "sink=none")
+    printed, _ = command("-m", *words)
+    labels = ["clip", "none", "sign+clip"]
+    names = sorted(f"{label}-seed{seed}" for label in labels for seed in (0, 1) for _ in (0, 1))
+    assert directories(tmp_path) == names
+    assert len(re.findall(r"^\d runs? in ", printed, re.MULTILINE)) == 12
+    # the plain jobs come first; each of the eight others finds its control
+    assert printed.count("1 of them had been finished before") == 8
+    rates = [
+        OmegaConf.select(OmegaConf.load(path / "config.yaml"), "optimizer.lr")
+        for path in (tmp_path / "runs" / "default").iterdir()
+    ]
+    assert sorted(rates) == [0.1] * 6 + [0.2] * 6
+
+
+def test_a_job_of_a_sweep_ends_as_it_would_alone(command, tmp_path) -> None:
+    words = ("steps=20", "seeds=1", "sink=none", "model.dropout=0.3")
+    command("-m", "transform=add_noise,low_pass,clip", "study=sweep", *words)
+    command("transform=clip", "study=alone", *words)
+    swept, alone = (of(tmp_path, "clip-seed0", study) for study in ("sweep", "alone"))
+    assert swept.name == alone.name
+    assert numbers(swept) == numbers(alone)
+
+
+def test_a_command_leaves_generator_threads_and_warnings_as_they_were(command) -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state(), torch.get_num_threads(), list(warnings.filters)
+    hooks = dict(torch.nn.modules.module._global_forward_hooks)
+    command("-m", "transform=add_noise,clip", "steps=5", "seeds=1", "sink=none", "threads=2")
+    after = torch.get_rng_state(), torch.get_num_threads(), list(warnings.filters)
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]
+    assert dict(torch.nn.modules.module._global_forward_hooks) == hooks
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-m", "transform=clip,sign", "steps=5"],
+        ["transform=clip,sign", "-m", "steps=5"],
+        ["transform=clip,sign", "steps=5", "-m"],
+        ["transform=clip,sign", "--multirun", "steps=5"],
+    ],
+    ids=" ".join,
+)
+def test_options_may_stand_anywhere(command, tmp_path, words) -> None:
+    command(*words, "seeds=1", "sink=none")
+    assert directories(tmp_path) == ["clip-seed0", "none-seed0", "sign-seed0"]
+
+
+def test_a_plan_is_printed_and_nothing_is_trained(command, tmp_path) -> None:
+    printed, _ = command("transform=[clip,noise]", "site.pattern=*.bias", "when=warmup", "plan=true")
+    assert printed.splitlines() == [
+        "clip -> noise at Parameters(pattern='*.bias', stage=None)",
+        "  stage backward, when Steps(start=0, stop=100, every=1)",
+        "  hidden.0.linear.bias",
+        "  hidden.1.linear.bias",
+        "  output.bias",
+    ]
+    assert list(tmp_path.rglob("*")) == []
+
+
+def test_the_files_of_a_user_are_found_in_the_folder_where_the_command_is_given(
+    command, tmp_path
+) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    words = ("model=mine.linear", "task=mine.FewDigits")
+    printed, _ = command("transform=[clip,mine.Halve]", *words, *SHORT)
+    assert re.search(r"^clip +1\.weight", printed, re.MULTILINE)
+    assert re.search(r"^halve +1\.weight", printed, re.MULTILINE)
+    assert directories(tmp_path) == ["clip+halve-seed0", "none-seed0"]
+
+
+def test_a_folder_of_yaml_files_adds_options(command, tmp_path) -> None:
+    (tmp_path / "confs" / "transform").mkdir(parents=True)
+    text = "tight:\n  name: clip\n  value: 0.001\n"
+    (tmp_path / "confs" / "transform" / "tight.yaml").write_text(text)
+    printed, _ = command("--config-dir", "confs", "transform=tight", *SHORT)
+    assert printed.startswith("tight: ")
+    assert directories(tmp_path) == ["none-seed0", "tight-seed0"]
+
+
+def test_a_folder_of_yaml_files_that_is_not_there_is_told(command, tmp_path, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command("--config-dir", "confs", "transform=clip", *SHORT)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "--config-dir: there is no folder 'confs'\n"
+
+
+def test_wrong_words_are_all_told_and_nothing_is_trained(command, tmp_path, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command("transform=[clip,clop]", "lr=-1", "steps=0")
+    assert ended.value.code == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    keys = [line.partition(":")[0] for line in told.err.splitlines()]
+    assert sorted(keys) == ["lr", "steps", "transform"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "start"),
+    [
+        (["transform=clop"], "transform: there is no 'clop'. There are: adaptive_clip, "),
+        (["transform=clip", "transform.clip.value=-1"], "transform.clip.value: must be > 0"),
+        (["-m", "transform=clip,clop"], "transform: there is no 'clop'."),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_input_ends_with_2_and_no_traceback(tmp_path, words, start) -> None:
+    done = shell(tmp_path, *words)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(start)
+    assert len(done.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_names_the_groups_and_five_commands(command, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command("--help")
+    assert not ended.value.code
+    told = capsys.readouterr().out
+    commands = re.findall(r"^  python -m gradsurg\.run (.+)$", told, re.MULTILINE)
+    assert len(commands) == 5
+    for group in ("transform", "site", "when", "model", "task", "optimizer", "sink"):
+        assert re.search(rf"^{group}: \w+", told, re.MULTILINE), group
+    assert "clip_global_norm" in told
+
+
+def test_the_commands_of_the_help_compose() -> None:
+    text = (run.compose.CONFIG_DIR / "config.yaml").read_text()
+    commands = re.findall(r"^ +python -m gradsurg\.run (.+)$", text, re.MULTILINE)
+    assert len(commands) == 5
+    for line in commands:
+        words = shlex.split(line)
+        overrides = [word for word in words if word != "-m"]
+        run.compose.check(overrides, "-m" in words, [])
+
+
+def test_ctrl_c_is_one_line_that_says_how_to_go_on(command, capsys, monkeypatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "execute", interrupt)
+    with pytest.raises(SystemExit) as ended:
+        command("transform=clip", *SHORT)
+    assert ended.value.code == 130
+    told = capsys.readouterr()
+    assert told.err == "interrupted; the same command goes on from the last checkpoint\n"
+
+
+def test_a_killed_command_given_again_ends_as_if_it_never_had_been(
+    command, tmp_path, tmp_path_factory
+) -> None:
+    words = ["transform=[low_pass,noise]", "model=fragile.make", "+model.dropout=0.3"]
+    words += ["steps=60", "seeds=1", "log_every=10", "checkpoint_every=20", "sink=none"]
+    torn = tmp_path_factory.mktemp("torn")
+    for folder in (tmp_path, torn):
+        (folder / "fragile.py").write_text(FRAGILE)
+    (torn / "kill_at").write_text("47")
+    done = shell(torn, *words, "control=none")
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    place = of(torn, "low_pass+noise-seed0")
+    assert not (place / "summary.json").exists()
+    assert (place / "checkpoint.pt").exists()
+    with (place / "metrics.jsonl").open("a") as file:
+        file.write('{"step":50,"tra')
+    assert shell(torn, *words, "control=none").returncode == 0
+    command(*words, "control=none")
+    whole = of(tmp_path, "low_pass+noise-seed0")
+    assert whole.name == place.name
+    assert numbers(whole) == numbers(place)
