@@ -270,7 +270,8 @@ class _Plan:
             label=label,
             seed=seed,
             identity=identity,
-            tags=tuple(self.config.get("transform") or ("none",)),
+            # A control is of every treated arm that has its site and seed.
+            tags=tuple(self.config["transform"]) if arm == "treated" else (label.split("-")[0],),
             task=self.task,
             make_model=lambda data: _model(self.config, data),
             make_optimizer=self.make_optimizer,

@@ -1,7 +1,9 @@
 """The run directory: the durable record of one run, and its readers."""
 
+import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     import polars as pl
 
 CONFIG, METRICS, EFFECTS = "config.yaml", "metrics.jsonl", "effects.jsonl"
-SUMMARY, CHECKPOINT = "summary.json", "checkpoint.pt"
+SUMMARY, CHECKPOINT, LOCK = "summary.json", "checkpoint.pt", ".lock"
 NOT_FINITE = "not_finite"
 MAX_LABEL = 80
 
@@ -29,6 +31,9 @@ EFFECTS_KEYS = {
     "sampled": "Int64",
     "nonfinite": "Int64",
 }
+
+
+_log = logging.getLogger("gradsurg")
 
 
 def run_hash(config: Mapping[str, object]) -> str:
@@ -62,6 +67,27 @@ class RunDirectory:
     def finished(self) -> bool:
         """Whether the run has ended: its summary is there."""
         return (self.path / SUMMARY).is_file()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Have this run to oneself in a block; if another process is at it, wait until it is done.
+
+        Two commands can come to the same control at once. A lock dies with its process.
+        """
+        path = self.path / LOCK
+        while True:
+            with _naming(path):
+                self.path.mkdir(parents=True, exist_ok=True)
+                file = path.open("a")
+                _wait_for(file.fileno(), path)
+            if _is_still(path, file.fileno()):
+                break
+            file.close()  # who had it has taken the file away
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            file.close()
 
     def write_config(self, config: Mapping[str, object]) -> None:
         """Keep the resolved config, as YAML."""
@@ -277,6 +303,21 @@ def _finite(value: object) -> object:
             return [_finite(item) for item in value]
         case _:
             return value
+
+
+def _wait_for(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        _log.warning("waiting for another process that is at %s", path.parent)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def _is_still(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def _write_all(descriptor: int, content: bytes) -> None:

@@ -80,10 +80,19 @@ def execute(
     and ends as if it had never been interrupted. A sink that raises is left out from then on.
     """
     place = RunDirectory(run.directory(out))
-    if force:
-        place.clear()
-    if place.finished:
+    if place.finished and not force:
         return Record(run, place.path, place.read_summary(), reused=True)
+    with place.held():
+        if force:
+            place.clear()
+        if place.finished:  # another process was at it
+            return Record(run, place.path, place.read_summary(), reused=True)
+        return Record(run, place.path, _execute(run, place, sinks, threads))
+
+
+def _execute(
+    run: Run, place: RunDirectory, sinks: Sequence[Sink], threads: int | None
+) -> dict[str, object]:
     place.write_config(run.identity)
     info = RunInfo(
         run.study,
@@ -109,7 +118,7 @@ def execute(
         numbers = {key: value for key, value in summary.items() if isinstance(value, int | float)}
         for sink in sinks:
             sink.finish(state, numbers)
-    return Record(run, place.path, summary)
+    return summary
 
 
 def _train(run: Run, place: RunDirectory, sinks: Sequence[Sink]) -> dict[str, object]:

@@ -1,8 +1,10 @@
 """The wrapper around every transform: what passes, what is refused, and with which words."""
 
+import gc
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -11,17 +13,24 @@ from torch import Tensor, nn
 import gradsurg as gs
 from gradsurg.fields import validated
 from gradsurg.sites.base import Selector
-from gradsurg.transforms.base import Context, GroupTransform, Law, State, Stateless
+from gradsurg.transforms.base import (
+    Context,
+    GroupTransform,
+    Law,
+    State,
+    Stateless,
+    value_of,
+)
 from tests.nets import attached, backward, gradients, sgd, small, train
 
 Wrong = Callable[[Tensor], Any]  # Any: what no transform may return
 
 
 class Later(Stateless):
-    """Does wrong from the given call on, counted from 0."""
+    """Does wrong from the given step on, at one site."""
 
-    def __init__(self, wrong: Wrong, first: int) -> None:
-        self.wrong, self.first = wrong, first
+    def __init__(self, wrong: Wrong, first: int, site: str = "") -> None:
+        self.wrong, self.first, self.site = wrong, first, site
 
     def __repr__(self) -> str:
         return "Later()"
@@ -31,7 +40,8 @@ class Later(Stateless):
         return frozenset({"linear", "idempotent"})
 
     def apply(self, grad: Tensor, context: Context) -> Tensor:
-        return self.wrong(grad) if context.step >= self.first else grad
+        wrong = context.step >= self.first and context.site.endswith(self.site)
+        return self.wrong(grad) if wrong else grad
 
 
 class LaterGroup(GroupTransform):
@@ -59,12 +69,14 @@ class LaterGroup(GroupTransform):
 
 ONE = gs.Parameters("first.weight")
 PLACES = {
-    "backward": (ONE, "first.weight"),
-    "accumulated": (gs.Parameters("first.weight", stage="accumulated"), "first.weight"),
-    "step": (gs.Parameters("first.weight", stage="step"), "first.weight"),
-    "outputs": (gs.Outputs("first"), "first#0"),
-    "nodes": (gs.Nodes("Relu"), "act#0/ReluBackward[0]"),
+    "backward": (gs.Parameters(), "first.weight"),
+    "accumulated": (gs.Parameters(stage="accumulated"), "first.weight"),
+    "step": (gs.Parameters(stage="step"), "first.weight"),
+    "outputs": (gs.Outputs(), "first#0"),
+    "nodes": (gs.Nodes("*"), "act#0/ReluBackward[0]"),
 }
+"""A site that is not the first to get a gradient, for there the short way is open."""
+
 at_each = pytest.mark.parametrize(("at", "site"), PLACES.values(), ids=PLACES.keys())
 at_once_or_later = pytest.mark.parametrize("first", [0, 2])
 
@@ -89,7 +101,7 @@ def test_a_result_unlike_the_gradient_is_refused_with_site_and_transform(
     optimizer = sgd(model)
     with (
         pytest.raises(TypeError, match=re.escape(found)) as caught,
-        attached(model, Later(wrong, first), at, optimizer),
+        attached(model, Later(wrong, first, site), at, optimizer),
     ):
         train(model, optimizer, 3)
     assert f"'{site}', step {first}" in str(caught.value)
@@ -132,7 +144,7 @@ def test_an_exception_inside_a_transform_keeps_its_type_and_tells_site_and_step(
     optimizer = sgd(model)
     with (
         pytest.raises(kind) as caught,
-        attached(model, Later(wrong, first), at, optimizer),
+        attached(model, Later(wrong, first, site), at, optimizer),
     ):
         train(model, optimizer, 3)
     note = f"while later acted at site '{site}', step {first}"
@@ -156,7 +168,7 @@ def test_a_transform_that_writes_to_its_gradient_is_refused(at: Selector, site: 
     optimizer = sgd(model)
     with (
         pytest.raises(RuntimeError, match=re.escape(f"in place at site '{site}'")),
-        attached(model, Later(lambda grad: grad.mul_(2), 0), at, optimizer),
+        attached(model, Later(lambda grad: grad.mul_(2), 0, site), at, optimizer),
     ):
         train(model, optimizer, 1)
 
@@ -380,3 +392,42 @@ def test_gradients_without_numbers_pass_through_a_transform() -> None:
         model(torch.empty(4, 3, device="meta")).sum().backward()
     assert model.weight.grad is not None
     assert model.weight.grad.is_meta
+
+
+class TimesValue(GroupTransform):
+    """Multiplies each gradient of a group by its value."""
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        return frozenset()
+
+    @property
+    def needs_value(self) -> bool:
+        return True
+
+    def init_group(self, grads: Sequence[Tensor]) -> State:
+        return {}
+
+    def update_group(
+        self, grads: Sequence[Tensor], state: State, contexts: Sequence[Context]
+    ) -> tuple[list[Tensor], State]:
+        values = [value_of(self, context) for context in contexts]
+        return [grad * value for grad, value in zip(grads, values, strict=True)], state
+
+
+def test_a_group_transform_gets_the_values_and_they_are_not_held_afterwards() -> None:
+    model = small()
+    optimizer = sgd(model, lr=0.0)
+    with attached(model, TimesValue(), None, optimizer) as live:
+        backward(model)
+        expected = {
+            name: param.detach() * gradients(model)[name]
+            for name, param in model.named_parameters()
+        }
+        optimizer.step()
+    torch.testing.assert_close(gradients(model), expected)
+    held = ref(model.first.weight)
+    del model, optimizer
+    gc.collect()
+    assert held() is None
+    assert len(live.effects.rows()) == 4

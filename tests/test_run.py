@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,6 +113,10 @@ def of(folder: Path, label: str, study: str = "default") -> Path:
     return path
 
 
+def lines(place: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (place / name).read_text().splitlines()]
+
+
 def numbers(path: Path) -> dict[str, object]:
     """All that a run has written down but its times and its own name."""
     summary = json.loads((path / "summary.json").read_text())
@@ -174,8 +179,7 @@ def test_each_run_has_a_directory_with_its_files(first) -> None:
         assert re.fullmatch(r"(clip|none)-seed[01]-[0-9a-f]{8}", place.name)
         names = {path.name for path in place.iterdir() if path.is_file()}
         assert names == {"config.yaml", "metrics.jsonl", "effects.jsonl", "summary.json"}
-        steps = [json.loads(line)["step"] for line in (place / "metrics.jsonl").open()]
-        assert steps == [20, 40, 60]
+        assert [row["step"] for row in lines(place, "metrics.jsonl")] == [20, 40, 60]
 
 
 def test_progress_goes_to_stderr_a_line_a_run_and_nothing_else(first) -> None:
@@ -197,10 +201,10 @@ def test_the_offline_wandb_runs_have_study_arm_config_and_outcome(first) -> None
         records = inspect(folder, path)
         (begun,) = of_type(records, "run")
         assert (begun["run_group"], begun["job_type"]) == ("first", arm)
-        assert begun["tags"] == ["clip"]
+        assert begun["tags"] == [label.partition("-")[0]]
         config = OmegaConf.to_container(OmegaConf.load(place / "config.yaml"))
         assert isinstance(config, dict)
-        told = {key: value for key, value in begun["config"].items() if key in config}
+        told = {key: value for key, value in begun["config"]["update"].items() if key in config}
         assert told == config
         summary = json.loads((place / "summary.json").read_text())
         last = {}
@@ -273,10 +277,7 @@ def test_the_control_can_be_the_plain_direction_with_the_treated_norm(command, t
     printed, _ = command("transform=clip", *SHORT, "control=norm_matched")
     assert "against the norm-matched arm" in printed
     assert directories(tmp_path) == ["clip-seed0", "norm_matched-clip-seed0"]
-    rows = [
-        json.loads(line)
-        for line in (of(tmp_path, "norm_matched-clip-seed0") / "effects.jsonl").open()
-    ]
+    rows = lines(of(tmp_path, "norm_matched-clip-seed0"), "effects.jsonl")
     assert all(row["cosine"] > 1 - 1e-6 for row in rows)
     assert any(row["norm_after"] < 0.9 * row["norm_before"] for row in rows)
 
@@ -295,8 +296,7 @@ def test_an_arm_whose_transform_does_nothing_is_its_control_bit_by_bit(
 ) -> None:
     printed, _ = command(*words, *SHORT, "model.dropout=0.4", "log_every=1")
     treated, control = (
-        [json.loads(line) for line in (path / "metrics.jsonl").open()]
-        for path in sorted((tmp_path / "runs" / "default").iterdir())
+        lines(path, "metrics.jsonl") for path in sorted((tmp_path / "runs" / "default").iterdir())
     )
     assert len(treated) == 20
     assert treated == control
@@ -382,7 +382,9 @@ def test_options_may_stand_anywhere(command, tmp_path, words) -> None:
 
 
 def test_a_plan_is_printed_and_nothing_is_trained(command, tmp_path) -> None:
-    printed, _ = command("transform=[clip,noise]", "site.pattern=*.bias", "when=warmup", "plan=true")
+    printed, _ = command(
+        "transform=[clip,noise]", "site.pattern=*.bias", "when=warmup", "plan=true"
+    )
     assert printed.splitlines() == [
         "clip -> noise at Parameters(pattern='*.bias', stage=None)",
         "  stage backward, when Steps(start=0, stop=100, every=1)",
@@ -417,7 +419,7 @@ def test_a_folder_of_yaml_files_that_is_not_there_is_told(command, tmp_path, cap
     with pytest.raises(SystemExit) as ended:
         command("--config-dir", "confs", "transform=clip", *SHORT)
     assert ended.value.code == 2
-    assert capsys.readouterr().err == "--config-dir: there is no folder 'confs'\n"
+    assert capsys.readouterr().err == "--config-dir: there is no folder confs\n"
 
 
 def test_wrong_words_are_all_told_and_nothing_is_trained(command, tmp_path, capsys) -> None:
@@ -504,3 +506,27 @@ def test_a_killed_command_given_again_ends_as_if_it_never_had_been(
     whole = of(tmp_path, "low_pass+noise-seed0")
     assert whole.name == place.name
     assert numbers(whole) == numbers(place)
+
+
+def test_two_commands_at_once_share_their_controls(tmp_path) -> None:
+    words = ["steps=600", "seeds=2", "log_every=10", "checkpoint_every=20", "study=shared"]
+    env = {key: value for key, value in alone(tmp_path).items() if key != "PYTHONPATH"}
+    begun = [
+        subprocess.Popen(
+            [sys.executable, "-m", "gradsurg.run", f"transform={name}", "sink=none", *words],
+            cwd=tmp_path,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name in ("clip", "sign")
+    ]
+    told = [process.communicate(timeout=240)[1] for process in begun]
+    assert [process.returncode for process in begun] == [0, 0], told
+    assert len(directories(tmp_path, "shared")) == 6
+    for place in (tmp_path / "runs" / "shared").iterdir():
+        steps = [row["step"] for row in lines(place, "metrics.jsonl")]
+        assert steps == list(range(10, 601, 10))
+        assert not (place / ".lock").exists()

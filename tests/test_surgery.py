@@ -115,6 +115,20 @@ def test_a_graph_built_inside_the_block_gives_plain_gradients_after_it(at: Selec
 
 
 @in_backward
+def test_so_does_one_in_a_step_in_which_the_transform_has_acted(at: Selector) -> None:
+    x, _ = batch()
+    plain, model = small(), small()
+    optimizer = sgd(model)
+    plain(x).sum().backward()
+    with attached(model, gs.Scale(7.0), at, optimizer):
+        loss = model(x).sum()
+        backward(model)
+    optimizer.zero_grad()
+    loss.backward()
+    torch.testing.assert_close(gradients(model), gradients(plain), rtol=0, atol=0)
+
+
+@in_backward
 def test_inside_the_block_it_does_not_give_plain_gradients(at: Selector) -> None:
     x, _ = batch()
     plain, model = small(), small()
@@ -570,6 +584,13 @@ def test_a_double_backward_through_scale_is_right() -> None:
     assert second.item() == 10 * 4 * 4 + 10 * 10 * 4 * 2 * 2 * 2
 
 
+def test_a_double_backward_through_a_clamp_that_does_not_bind_is_right() -> None:
+    # x^4: 4 x^3 and 12 x^2.
+    grad, second = _penalty(1.0, 1e6)
+    assert grad.item() == 4 * 2**3
+    assert second.item() == 12 * 2**2
+
+
 def test_a_double_backward_through_a_clamp_that_binds_is_right() -> None:
     # The clamped factor is the constant 3: g = 3 * 2x, so only x is differentiated.
     grad, second = _penalty(1.0, 3.0)
@@ -682,6 +703,21 @@ def test_model_activations_and_surgery_are_freed_after_the_block(at: Selector) -
     del model, optimizer, hidden, loss, live, surgery
     gc.collect()
     assert [item() for item in held] == [None] * 6
+
+
+@everywhere
+def test_what_is_kept_of_the_surgery_does_not_hold_the_model(at: Selector) -> None:
+    model = small()
+    optimizer = sgd(model)
+    surgery = gs.Surgery(gs.Intervention(gs.LowPass(), at=at))
+    with surgery.attach(model, optimizer) as live:
+        train(model, optimizer, 2)
+    held = [ref(model), ref(model.first.weight), ref(optimizer)]
+    del model, optimizer
+    gc.collect()
+    assert [item() for item in held] == [None] * 3
+    assert live.effects.rows()
+    assert surgery.state_dict()["step"] == 2
 
 
 @in_backward

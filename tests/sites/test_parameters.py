@@ -63,6 +63,25 @@ def test_a_pattern_selects_and_the_rest_stays_as_it_is(pattern: str, names: list
     assert all(torch.equal(gradients(model)[name], gradients(plain)[name]) for name in kept)
 
 
+@pytest.mark.parametrize("pattern", ["first", "first.w", "weight", "re:first", "FIRST.*"])
+def test_a_pattern_is_of_the_whole_name(pattern: str) -> None:
+    with pytest.raises(LookupError, match=f"nothing matches '{re.escape(pattern)}'"):
+        gs.Parameters(pattern).find(small())
+
+
+@pytest.mark.parametrize("stage", ["backward", "accumulated", "step"])
+def test_what_is_measured_at_a_site_is_of_that_parameter(stage) -> None:
+    model = small()
+    optimizer = sgd(model)
+    at = gs.Parameters(stage=stage)
+    with attached(model, gs.Identity(), at, optimizer) as live:
+        backward(model)
+        norms = {name: grad.norm().item() for name, grad in gradients(model).items()}
+        optimizer.step()
+    found = {row["site"]: row["norm_before"] for row in live.effects.rows()}
+    assert found == pytest.approx(norms, rel=1e-5)
+
+
 def test_a_pattern_that_matches_nothing_lists_what_there_is_and_the_nearest() -> None:
     with (
         pytest.raises(LookupError) as caught,
