@@ -16,7 +16,7 @@ def _check(per: str) -> str:
     if per.count("->") != 1 or "(" in per:
         raise ValueError(
             "must be tensor, unit, entry or an einops reduce pattern without brackets, "
-            "as 'out in kh kw -> out'"
+            "as 'o i kh kw -> o'"
         )
     left = per.split("->")[0].split()
     try:
@@ -31,7 +31,7 @@ def _check(per: str) -> str:
 Per = Annotated[str, AfterValidator(_check)]
 """`tensor`: one number for the whole tensor. `unit`: one for each index of axis 0 (an output unit
 of a linear or convolution weight), the whole tensor if it has fewer than two axes. `entry`: no
-reduction. Or an einops reduce pattern: `out in kh kw -> out` keeps `out` apart."""
+reduction. Or an einops reduce pattern: `o i kh kw -> o` keeps the axis `o` apart."""
 
 
 Order = Annotated[float, Field(ge=1, allow_inf_nan=True)]

@@ -26,6 +26,8 @@ from gradsurg.triggers import Always, Trigger
 
 GradCallable = Callable[[Tensor], Tensor]
 
+_HOOKS = count()  # tells places hooked by `hook` apart: two of them draw different noise
+
 
 @dataclass(frozen=True)
 class Intervention:
@@ -185,7 +187,7 @@ class Surgery:
         self._states = {key: dict(own) for key, own in states.items()}
 
     def _names(self) -> list[str]:
-        return [repr(intervention.transform) for intervention in self.interventions]
+        return [f"{item.transform!r} at {item.at!r}" for item in self.interventions]
 
     def _detach(self, live: "Live") -> None:
         live._retire()
@@ -328,7 +330,8 @@ def hook(place: Tensor | Node, transform: Transform | GradCallable) -> Removable
     """Put a transform on one tensor's gradient, or on what enters one autograd node.
 
     The handle's `remove()` takes it off; the handle is also a context manager. No step is counted
-    here: `context.step` stays 0. Raises ValueError for a group transform.
+    here: `context.step` stays 0; the n-th place hooked in a process draws the n-th noise. Raises
+    ValueError for a group transform.
     """
     if not isinstance(place, Tensor | Node):
         raise TypeError(f"place: must be a tensor or a node of the graph, found {place!r}")
@@ -345,10 +348,10 @@ def hook(place: Tensor | Node, transform: Transform | GradCallable) -> Removable
     operation.begin(0)
     ledger = Ledger()
     if isinstance(place, Tensor):
-        gate = Gate(operation, ledger.enter("hook", "tensor"), ref(place))
+        gate = Gate(operation, ledger.enter("hook", f"tensor{next(_HOOKS)}"), ref(place))
         return place.register_hook(gate.hook)
     gates = [
-        Gate(operation, ledger.enter("hook", f"{place.name()}.{index}"), None).hook
+        Gate(operation, ledger.enter("hook", f"{place.name()}{next(_HOOKS)}.{index}"), None).hook
         for index in range(len(place._input_metadata))
     ]
     return place.register_prehook(lambda grads: through(gates, grads))

@@ -406,15 +406,20 @@ def test_a_group_transform_keeps_its_state_too() -> None:
     assert all(map(torch.equal, weights(whole), weights(halves)))
 
 
+NAMES = gs.Surgery(gs.Intervention(gs.Scale(2.0))).state_dict()["transforms"]
+ELSEWHERE = gs.Surgery(gs.Intervention(gs.Scale(2.0), at=gs.Outputs())).state_dict()
+
+
 @pytest.mark.parametrize(
     "state",
     [
         {},
+        ELSEWHERE,
         {"step": 0, "transforms": ["Scale(factor=3.0)"], "states": {}},
         {"step": 0, "transforms": [], "states": {}},
-        {"step": "one", "transforms": ["Scale(factor=2.0)"], "states": {}},
-        {"step": 0, "transforms": ["Scale(factor=2.0)"], "states": None},
-        {"step": 0, "transforms": ["Scale(factor=2.0)"]},
+        {"step": "one", "transforms": NAMES, "states": {}},
+        {"step": 0, "transforms": NAMES, "states": None},
+        {"step": 0, "transforms": NAMES},
     ],
 )
 def test_the_state_of_something_else_is_refused(state: dict[str, object]) -> None:
@@ -824,3 +829,11 @@ def test_a_parameter_that_was_replaced_is_reported() -> None:
         model(torch.ones(2, 6)).sum().backward()
         model.first.weight = nn.Parameter(torch.ones(5, 6))
         model(torch.ones(2, 6)).sum().backward()
+
+
+def test_two_places_hooked_one_by_one_draw_different_noise() -> None:
+    first, second = (torch.zeros(8, requires_grad=True) for _ in range(2))
+    for place in (first, second):
+        gs.hook(place, gs.AddNoise())
+        place.sum().backward()
+    assert not torch.equal(first.grad, second.grad)
