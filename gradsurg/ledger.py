@@ -104,6 +104,9 @@ class Ledger:
         for name in dict.fromkeys(entry.intervention for entry in self):
             own = [entry for entry in self if entry.intervention == name]
             silent = [entry for entry in own if not entry.all_calls]
+            if any(entry.all_calls for entry in own):
+                # What was left out for a reason is told by the table alone.
+                silent = [entry for entry in silent if not entry.skipped]
             if silent:
                 sites = ", ".join(
                     entry.site + (f" ({entry.skipped})" if entry.skipped else "")

@@ -64,7 +64,7 @@ def job(config: DictConfig) -> None:
 
 
 def _check() -> None:
-    """Say all that is wrong with the command line, and what the surgery warns of, before it runs."""
+    """Say all that is wrong with the command line, and what the surgery warns of, at once."""
     sys.argv[1:] = _options_first(sys.argv[1:])
     arguments = get_args_parser().parse_args()
     compose.register()

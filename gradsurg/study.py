@@ -20,6 +20,7 @@ from gradsurg.store import RunDirectory, directory_name
 from gradsurg.surgery import Live, Surgery
 from gradsurg.tasks.base import Data, Task
 from gradsurg.train import Batches, outputs_of, train
+from gradsurg.transforms.identity import Identity
 
 ArmName = Literal["treated", "control"]
 
@@ -336,11 +337,12 @@ def _changed_nothing(run: Run, live: Live) -> list[str]:
     """Tell of each transform that changed no entry anywhere, and what would have."""
     if run.shadow:
         return []
+    idle = _identities(run.surgery)
     rows = live.effects.rows()
     notes = []
     for transform in dict.fromkeys(str(row["transform"]) for row in rows):
         own = [row for row in rows if row["transform"] == transform]
-        if any(row["changed"] for row in own):
+        if transform in idle or any(row["changed"] for row in own):
             continue
         quantiles = live.effects.quantiles(transform, LEVELS)
         norms = [row["norm_before"] for row in own]
@@ -354,6 +356,16 @@ def _changed_nothing(run: Run, live: Live) -> list[str]:
             + _would_bite(quantiles, norms)
         )
     return notes
+
+
+def _identities(surgery: Surgery) -> set[str]:
+    """The labels of what is meant to change nothing."""
+    return {
+        label
+        for item, labels in zip(surgery.interventions, surgery.labels, strict=True)
+        for label, link in zip(labels, item.links, strict=True)
+        if isinstance(link, Identity)
+    }
 
 
 def _would_bite(quantiles: Sequence[float], norms: Sequence[float]) -> str:

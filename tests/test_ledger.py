@@ -44,10 +44,13 @@ def test_silent_sites_are_complained_about_in_one_sentence_an_intervention() -> 
     fired = ledger.enter("clip", "c")
     fired.calls = fired.fired = 1
     ledger.enter("zero", "a")
+    ledger.enter("zero", "b", skipped="frozen")
     assert ledger.complaints() == [
-        "clip: attached, but no gradient ever passed at: a, b (frozen)",
-        "zero: attached, but no gradient ever passed at: a",
+        # b is told of by the table: others of its intervention acted
+        "clip: attached, but no gradient ever passed at: a",
+        "zero: attached, but no gradient ever passed at: a, b (frozen)",
     ]
+    assert "b  (frozen)" in ledger.table()
 
 
 def test_a_trigger_that_never_let_it_act_is_complained_about() -> None:

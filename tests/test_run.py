@@ -117,7 +117,7 @@ def lines(place: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (place / name).read_text().splitlines()]
 
 
-def numbers(path: Path) -> dict[str, object]:
+def numbers(path: Path) -> dict[str, Any]:
     """All that a run has written down but its times and its own name."""
     summary = json.loads((path / "summary.json").read_text())
     kept = {key: value for key, value in summary.items() if not key.startswith("time/")}
@@ -301,7 +301,8 @@ def test_an_arm_whose_transform_does_nothing_is_its_control_bit_by_bit(
     assert len(treated) == 20
     assert treated == control
     assert len({row["train/loss"] for row in treated}) == 20
-    assert "Note (1 run): " in printed
+    # The identity is meant to change nothing.
+    assert ("Note (1 run): " in printed) == ("transform=identity" not in words)
 
 
 def test_a_transform_that_changed_nothing_is_told_with_a_value_that_would(command) -> None:
@@ -437,8 +438,16 @@ def test_wrong_words_are_all_told_and_nothing_is_trained(command, tmp_path, caps
     ("words", "start"),
     [
         (["transform=clop"], "transform: there is no 'clop'. There are: adaptive_clip, "),
-        (["transform=clip", "transform.clip.value=-1"], "transform.clip.value: must be > 0"),
-        (["-m", "transform=clip,clop"], "transform: there is no 'clop'."),
+        pytest.param(
+            ["transform=clip", "transform.clip.value=-1"],
+            "transform.clip.value: must be > 0",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["-m", "transform=clip,clop"],
+            "transform: there is no 'clop'.",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -485,6 +494,7 @@ def test_ctrl_c_is_one_line_that_says_how_to_go_on(command, capsys, monkeypatch)
     assert told.err == "interrupted; the same command goes on from the last checkpoint\n"
 
 
+@pytest.mark.slow
 def test_a_killed_command_given_again_ends_as_if_it_never_had_been(
     command, tmp_path, tmp_path_factory
 ) -> None:
@@ -508,6 +518,7 @@ def test_a_killed_command_given_again_ends_as_if_it_never_had_been(
     assert numbers(whole) == numbers(place)
 
 
+@pytest.mark.slow
 def test_two_commands_at_once_share_their_controls(tmp_path) -> None:
     words = ["steps=600", "seeds=2", "log_every=10", "checkpoint_every=20", "study=shared"]
     env = {key: value for key, value in alone(tmp_path).items() if key != "PYTHONPATH"}

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from threading import Thread
 
 import polars as pl
 import pytest
@@ -25,6 +26,33 @@ from gradsurg.store import (
 @pytest.fixture
 def run(tmp_path):
     return RunDirectory(tmp_path / "study" / "clip-12345678")
+
+
+def test_a_run_that_is_held_is_waited_for(run, caplog):
+    order = []
+
+    def second():
+        with RunDirectory(run.path).held():
+            order.append("second")
+
+    with run.held():
+        waiting = Thread(target=second)
+        waiting.start()
+        while not caplog.messages:
+            assert not order
+            assert waiting.is_alive()
+        order.append("first")
+    waiting.join()
+    assert caplog.messages == [f"waiting for another process that is at {run.path}"]
+    assert order == ["first", "second"]
+    assert list(run.path.iterdir()) == []
+
+
+def test_a_run_is_let_go_after_an_error(run):
+    with pytest.raises(KeyError), run.held():
+        raise KeyError
+    with run.held():
+        assert [path.name for path in run.path.iterdir()] == [".lock"]
 
 
 def lines(path):
