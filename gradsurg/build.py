@@ -220,7 +220,7 @@ class _Plan:
 
     def _treated(self, seed: int) -> Run:
         label = "+".join(self.config["transform"])
-        identity = self._identity(seed, {key: self.config[key] for key in TREATMENT})
+        identity = self._identity(seed, self._treatment())
         return self._run("treated", label, seed, identity, self.surgery(seed), shadow=False)
 
     def _control(self, seed: int) -> Run:
@@ -232,7 +232,7 @@ class _Plan:
                 Intervention(matched, intervention.at, intervention.when, ("norm_matched",)),
                 seed=seed,
             )
-            extra = {key: self.config[key] for key in TREATMENT} | {"control": "norm_matched"}
+            extra = self._treatment() | {"control": "norm_matched"}
             label = "norm_matched-" + "+".join(self.config["transform"])
             identity = self._identity(seed, extra)
             return self._run("control", label, seed, identity, surgery, shadow=False)
@@ -240,6 +240,11 @@ class _Plan:
         # The site stands here because the control's gradients are measured there.
         identity = self._identity(seed, {"site": self.config["site"]})
         return self._run("control", "none", seed, identity, surgery, shadow=True)
+
+    def _treatment(self) -> dict[str, object]:
+        """What is done to gradients; a hash knows no order of keys, so that is said apart."""
+        parts: dict[str, object] = {key: self.config[key] for key in TREATMENT}
+        return parts | {"order": list(self.config["transform"])}
 
     def _identity(self, seed: int, extra: Config) -> dict[str, object]:
         parts = {key: self.config[key] for key in ("model", "task")} | dict(extra)
@@ -412,7 +417,8 @@ def _transform(found: object, fields: dict[str, Any]) -> object:
         return _call(found, (), fields)
     if isinstance(found, Transform) or not callable(found):
         if fields:
-            raise TypeError(f"is made already and takes no fields, found {', '.join(fields)}")
+            text = f"is made already and takes no fields, found {', '.join(fields)}"
+            raise FieldError("", [("", text)])
         return found
     try:
         signature = inspect.signature(found)
@@ -430,20 +436,20 @@ def _transform(found: object, fields: dict[str, Any]) -> object:
 
 
 def _call(make: object, args: tuple[object, ...], fields: dict[str, Any]) -> object:
-    """Call it, but refuse a field that it does not have."""
+    """Call it; a field that it does not have is told with those that it has."""
     if not callable(make):
-        raise TypeError(f"must be a class or a function, found {make!r}")
+        raise FieldError("", [("", f"must be a class or a function, found {make!r}")])
     try:
-        parameters = inspect.signature(make).parameters.values()
-    except ValueError:  # it is written in C
         return make(*args, **fields)
-    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    known = [name for name in named if name not in named[: len(args)]]
-    unknown = [key for key in fields if key not in known]
-    if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        known = list(inspect.signature(make).parameters)[len(args) :]
+        unknown = [key for key in fields if key not in known]
+        if not unknown:
+            raise
         faults = [(key, f"is not a field here. {nearest(key, known)}") for key in unknown]
-        raise FieldError(getattr(make, "__name__", ""), faults)
-    return make(*args, **fields)
+        raise FieldError("", faults) from error
 
 
 def _import(path: object) -> object:

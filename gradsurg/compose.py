@@ -117,8 +117,9 @@ def _wrong_dirs(config_dirs: Sequence[str]) -> list[str]:
 def _faults(overrides: Sequence[str], config_dirs: Sequence[str], config_name: str) -> list[str]:
     """What is wrong with one job: its overrides, and what is left without the wrong ones."""
     rest, faults = _known_options(overrides, config_dirs)
-    faults += _twice(rest, config_dirs)
     unknown = {fault.partition(":")[0] for fault in faults}
+    rest, twice = _each_once(rest, config_dirs)
+    faults += twice
     urls = ",".join(f"'{_url(path)}'" for path in config_dirs)
     search = [f"hydra.searchpath=[dotted://,{urls}]"] if urls else []
 
@@ -249,25 +250,32 @@ def _known_options(
     return rest, faults
 
 
-def _twice(overrides: Sequence[str], config_dirs: Sequence[str]) -> list[str]:
-    """Hydra merges `[clip,clip]`, and two options with one key, into one without a word."""
-    faults = []
+def _each_once(overrides: Sequence[str], config_dirs: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The overrides with each key of a list once, and a fault for each that stands there twice.
+
+    Hydra merges `[clip,clip]`, and two options with one key, into one without a word.
+    """
+    rest, faults = [], []
     for word in overrides:
         group, names, several = _group(word)
         if group not in LISTS or not several:
+            rest.append(word)
             continue
-        keys = [_key(name) for name in names]
-        for key in dict.fromkeys(key for key in keys if keys.count(key) > 1):
-            same = [name for name in names if _key(name) == key]
-            what = f"'{same[0]}' stands twice"
-            if len(set(same)) > 1:
-                what = f"{' and '.join(same)} have the same key '{key}'"
-            second = _content(group, same[-1], config_dirs)
+        first: dict[str, str] = {}
+        for name in names:
+            key = _key(name)
+            if key not in first:
+                first[key] = name
+                continue
+            what = f"'{name}' stands twice"
+            if name != first[key]:
+                what = f"'{first[key]}' and '{name}' have the same key '{key}'"
             faults.append(
                 f"{group}: {what} and would be merged into one; give the second a key of its own: "
-                f"'+{group}.{key}_2={second}'"
+                f"'+{group}.{key}_2={_content(group, name, config_dirs)}'"
             )
-    return faults
+        rest.append(f"{group}=[{','.join(first.values())}]")
+    return rest, faults
 
 
 def _key(name: str) -> str:

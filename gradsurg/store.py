@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import polars as pl
@@ -103,6 +103,10 @@ class RunDirectory:
     def append_effects(self, rows: Iterable[Mapping[str, object]]) -> None:
         """Add a line for each row to `effects.jsonl`."""
         self._append(EFFECTS, rows)
+
+    def read_rows(self, name: str) -> list[dict[str, Any]]:  # Any: what JSON can hold
+        """The lines of `metrics.jsonl` or `effects.jsonl`; none if it is not there."""
+        return [json.loads(line) for line in _whole_lines(self.path / name).splitlines()]
 
     def write_summary(self, summary: Mapping[str, object]) -> None:
         """Write the outcome: afterwards the run is finished, so this comes last."""

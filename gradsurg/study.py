@@ -1,7 +1,7 @@
 """Arms that are compared: run each of them once, seed by seed, and keep the record."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import isfinite
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from gradsurg.effects import NUMBERS, EffectsState
 from gradsurg.ledger import EntryState, SurgeryWarning
 from gradsurg.sinks.base import Guarded, RunInfo, Sink, State
-from gradsurg.store import RunDirectory, directory_name
+from gradsurg.store import EFFECTS, METRICS, RunDirectory, directory_name
 from gradsurg.surgery import Live, Surgery
 from gradsurg.tasks.base import Data, Task
 from gradsurg.train import Batches, outputs_of, train
@@ -141,6 +141,7 @@ def _train(run: Run, place: RunDirectory, sinks: Sequence[Sink]) -> dict[str, ob
     start = kept["step"] if kept is not None else 0
     said = kept["said"] if kept is not None else []
     log = _Log(run, place, sinks, seconds=[], done=start)
+    log.again()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         attached = surgery.attach(
@@ -208,7 +209,22 @@ class _Log:
         rows = live.effects.fetch()
         self.place.append_metrics({"step": done, "train/loss": loss})
         self.place.append_effects([{"step": done, **row} for row in rows])
-        values = {"train/loss": loss, "time/step_ms": 1000 * median(self.seconds[-100:])}
+        self._tell(done, loss, rows, {"time/step_ms": 1000 * median(self.seconds[-100:])})
+        self.diverged = not isfinite(loss)
+        return not self.diverged
+
+    def again(self) -> None:
+        """Tell the sinks what was logged before an interruption: to them this is a new run."""
+        effects: dict[int, list[dict[str, Any]]] = {}
+        for effect in self.place.read_rows(EFFECTS):
+            effects.setdefault(effect["step"], []).append(effect)
+        for row in self.place.read_rows(METRICS):
+            self._tell(row["step"], row["train/loss"], effects.get(row["step"], []), {})
+
+    def _tell(
+        self, done: int, loss: float, rows: Sequence[Mapping[str, object]], times: dict[str, float]
+    ) -> None:
+        values = {"train/loss": loss, **times}
         for row in rows:
             prefix = f"effect/{row['transform']}/{row['site']}"
             for name in ("calls", *NUMBERS):
@@ -217,8 +233,6 @@ class _Log:
                     values[f"{prefix}/{name}"] = value
         for sink in self.sinks:
             sink.log(done, values)
-        self.diverged = not isfinite(loss)
-        return not self.diverged
 
     def times(self) -> dict[str, float | None]:
         """Median step times, apart for the steps whose effect was measured."""

@@ -34,6 +34,7 @@ def test_a_run_that_is_held_is_waited_for(run, caplog):
     def second():
         with RunDirectory(run.path).held():
             order.append("second")
+            order.extend(path.name for path in run.path.iterdir())
 
     with run.held():
         waiting = Thread(target=second)
@@ -44,7 +45,7 @@ def test_a_run_that_is_held_is_waited_for(run, caplog):
         order.append("first")
     waiting.join()
     assert caplog.messages == [f"waiting for another process that is at {run.path}"]
-    assert order == ["first", "second"]
+    assert order == ["first", "second", ".lock"]
     assert list(run.path.iterdir()) == []
 
 

@@ -35,8 +35,8 @@ class Outputs(Selector):
     lists, dicts and dataclasses: the sum over all uses of that output. Site ids are `name#call`,
     with the path of the tensor behind it where there are several: `encoder.lstm#0.1.0`. Calls are
     counted from 0 within one call of the model. Modules that return one and the same tensor (a
-    container and its last child, an identity) are one site. The recomputation of a checkpoint is
-    not hooked again.
+    container and its last child, an identity) are one site, unless it was changed in place between
+    them. The recomputation of a checkpoint is not hooked again.
     """
 
     pattern: Annotated[str, AfterValidator(check_pattern)] = "*"
@@ -92,8 +92,7 @@ class Outputs(Selector):
                     forward.own(tensor, site)
                     gate = gates.gate(site)
                     if gates.needs_value:
-                        # Detached, or the hook would hold its own tensor and neither be freed.
-                        gate = partial(gate, value=tensor.detach())
+                        gate = partial(gate, value=_value(tensor))
                     forward.register(tensor, gate)
 
         return hook
@@ -105,7 +104,7 @@ class _Forward(threading.local):
     def __init__(self, leaves: "dict[int, tuple[ref[Tensor], RemovableHandle]]") -> None:
         self.inside = False
         self.calls: dict[str, int] = {}
-        self.owners: dict[int, tuple[ref[Tensor], str]] = {}
+        self.owners: dict[int, tuple[ref[Tensor], int, str]] = {}
         self.leaves = leaves
 
     def begin(self, module: nn.Module, args: tuple[object, ...]) -> None:
@@ -124,12 +123,15 @@ class _Forward(threading.local):
         return call
 
     def owner(self, tensor: Tensor) -> str | None:
-        held, site = self.owners.get(id(tensor), (None, ""))
+        held, number, site = self.owners.get(id(tensor), (None, 0, ""))
         # An id is used again once its tensor is gone.
-        return site if held is not None and held() is tensor else None
+        if held is None or held() is not tensor:
+            return None
+        # What was changed in place is another value, with another gradient.
+        return site if number == _number(tensor) else None
 
     def own(self, tensor: Tensor, site: str) -> None:
-        self.owners[id(tensor)] = ref(tensor), site
+        self.owners[id(tensor)] = ref(tensor), _number(tensor), site
 
     def register(self, tensor: Tensor, gate: GradFn) -> None:
         """Hook a tensor. A leaf, as a parameter that a module returns, outlives the graph: once."""
@@ -145,6 +147,20 @@ class _Forward(threading.local):
         """Unhook the leaves; hooks on other tensors end with their graph."""
         for _, handle in self.leaves.values():
             handle.remove()
+
+
+def _value(tensor: Tensor) -> Tensor:
+    """What a hook on a tensor may hold of it: were it the tensor itself, neither would be freed.
+
+    An activation is copied, for what comes next may change it in place. A leaf is hooked for many
+    steps, and its value is the one of the day.
+    """
+    return tensor.detach() if tensor.is_leaf else tensor.detach().clone()
+
+
+def _number(tensor: Tensor) -> int:
+    """Which node made a tensor; -1 for a leaf."""
+    return -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()
 
 
 def tensors_in(value: object, path: str = "") -> Iterator[tuple[str, Tensor]]:

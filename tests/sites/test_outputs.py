@@ -233,6 +233,19 @@ def test_a_parameter_returned_by_a_module_is_hooked_once_and_unhooked_after_the_
     assert num_hooks(model) == 0
 
 
+def test_the_value_of_a_parameter_returned_by_a_module_is_that_of_the_step() -> None:
+    model = Prompted()
+    optimizer = sgd(model, lr=1.0)
+    transform = gs.ScaleBySign(positive=3.0, negative=0.0, of="value")
+    with attached(model, transform, gs.Outputs("soft"), optimizer):
+        for expected, start in (([3.0, 3.0], 1.0), ([0.0, 0.0], -2.0)):
+            assert model.soft.prompt.tolist() == [start, start]
+            optimizer.zero_grad()
+            model(torch.ones(2)).backward()
+            assert gradients(model)["soft.prompt"].tolist() == expected
+            optimizer.step()
+
+
 def test_inputs_that_an_identity_returns_are_not_hooked_again_and_again() -> None:
     model, x = nn.Sequential(nn.Identity()), _x()
     with attached(model, gs.Scale(10.0), gs.Outputs("0")):
@@ -283,6 +296,48 @@ def test_an_in_place_activation_behind_the_output_is_no_trouble() -> None:
         backward(model)
     assert not gradients(model)["0.weight"].any()
     assert gradients(model)["2.bias"].any()
+
+
+def test_an_in_place_activation_has_a_site_of_its_own() -> None:
+    # 2 comes to the ReLU, 1 if clipped; both times 10 behind it, times 10 before it, times 2.
+    model = nn.Sequential(Double(), nn.ReLU(inplace=True), Double())
+    plain, after, both = _x(3.0, -3.0), _x(3.0, -3.0), _x(3.0, -3.0)
+    model(plain).sum().backward()
+    assert _grad(plain) == [4.0, 0.0]
+    with attached(model, gs.Clip(1.0), gs.Outputs("1")):
+        model(after).sum().backward()
+    assert _grad(after) == [2.0, 0.0]
+    with (
+        attached(model, gs.Clip(1.0), gs.Outputs("1")),
+        attached(model, gs.Scale(10.0), gs.Outputs("[01]")) as live,
+    ):
+        model(both).sum().backward()
+    assert _grad(both) == [200.0, 0.0]
+    assert _calls(live) == {"0#0": 1, "1#0": 1}
+    assert [entry.aliases for entry in live.ledger] == [[], []]
+
+
+class Negate(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.neg_()
+
+
+def test_the_value_is_what_the_module_returned_though_it_was_changed_in_place_since() -> None:
+    model, x = nn.Sequential(Double(), Negate()), _x(1.0, -1.0)
+    transform = gs.ScaleBySign(positive=10.0, negative=0.0, of="value")
+    with attached(model, transform, gs.Outputs("0")):
+        model(x).sum().backward()
+    assert _grad(x) == [-20.0, 0.0]
+
+
+def test_an_in_place_module_that_changes_nothing_has_none() -> None:
+    model = nn.Sequential(Double(), nn.Dropout(0.5, inplace=True).eval())
+    x = _x()
+    with attached(model, gs.Scale(10.0), gs.Outputs()) as live:
+        model(x).sum().backward()
+    assert _grad(x) == [20.0]
+    (entry,) = live.ledger
+    assert (entry.site, entry.aliases) == ("0#0", ["1#0"])
 
 
 def test_threads_count_their_calls_apart() -> None:

@@ -1,0 +1,349 @@
+"""What is made of a config: transforms, names, labels, and the identity of runs."""
+
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from torch import Tensor
+
+import gradsurg as gs
+from gradsurg import build as build_module
+from gradsurg import compose
+from gradsurg.build import ConfigError, Experiment, build
+from gradsurg.store import run_hash
+from gradsurg.transforms.base import Transform
+from gradsurg.transforms.norm_matched import NormMatched
+from tests import theirs
+
+pytestmark = pytest.mark.filterwarnings("ignore::gradsurg.SurgeryWarning")
+
+GRAD = torch.tensor([3.0, -4.0])
+
+
+def config(*words: str) -> dict[str, Any]:  # Any: what a YAML file can hold
+    compose.register()
+    with initialize_config_dir(str(compose.CONFIG_DIR), version_base="1.3"):
+        return compose.plain(hydra_compose("config", ["sink=none", "seeds=1", *words]))
+
+
+def built(*words: str) -> Experiment:
+    return build(config(*words))
+
+
+def links(*words: str) -> list[Transform]:
+    return [link for part in built(*words).surgery.interventions for link in part.links]
+
+
+def labels(*words: str) -> tuple[str, ...]:
+    (own,) = built(*words).surgery.labels
+    return own
+
+
+def applied(transform: Transform, grad: Tensor = GRAD) -> list[float]:
+    result, _ = transform.update(grad, transform.init(grad), gs.transforms.base.Context())
+    return result.tolist()
+
+
+def test_transforms_act_in_the_order_of_the_command_line() -> None:
+    assert labels("transform=[clip,scale]") == ("clip", "scale")
+    assert labels("transform=[scale,clip]") == ("scale", "clip")
+    clip, scale = links("transform=[clip,scale]", "transform.clip.value=0.5")
+    assert (clip, scale) == (gs.Clip(0.5), gs.Scale(0.1))
+
+
+def test_a_second_instance_has_a_key_of_its_own() -> None:
+    words = ("transform=clip", "+transform.again={name: clip, value: 0.25}")
+    assert links(*words) == [gs.Clip(0.01), gs.Clip(0.25)]
+    assert labels(*words) == ("clip", "again")
+
+
+@pytest.mark.parametrize("word", ["transform=[]", "transform=none"])
+def test_without_a_transform_there_is_one_plain_run_a_seed(word: str) -> None:
+    experiment = built(word, "seeds=3")
+    assert experiment.surgery.interventions == ()
+    assert [(pair.seed, pair.treated) for pair in experiment.pairs] == [
+        (0, None),
+        (1, None),
+        (2, None),
+    ]
+    assert {pair.control.label for pair in experiment.pairs if pair.control} == {"none"}
+
+
+def test_a_scheduled_transform_is_built_with_the_one_inside() -> None:
+    (scheduled,) = links("transform=scheduled", "transform.scheduled.of.factor=0.5")
+    assert scheduled.of == gs.Scale(0.5)
+
+
+def test_a_norm_matched_transform_is_built_with_the_one_inside() -> None:
+    assert links("transform=norm_matched", "transform.norm_matched.of.value=2") == [
+        NormMatched(gs.Clip(2.0))
+    ]
+
+
+def test_each_link_of_a_chain_is_measured_under_a_name_of_its_own() -> None:
+    words = ("transform=[chain,sign]", "transform.chain.links.0.value=2")
+    assert links(*words)[:2] == [gs.Clip(2.0), gs.Scale(0.5)]
+    assert labels(*words) == ("chain.clip", "chain.scale", "sign")
+
+
+def test_two_links_of_a_kind_in_a_chain_have_two_names() -> None:
+    words = ("transform=chain", "transform.chain.links=[{name: sign},{name: sign}]")
+    assert labels(*words) == ("chain.sign", "chain.sign_2")
+
+
+def test_a_users_transform_gets_its_fields() -> None:
+    assert links("transform=tests.theirs.Twice") == [theirs.Twice(2.0)]
+    words = ("transform=[clip,tests.theirs.Twice]", "+transform.twice.factor=7")
+    assert links(*words) == [gs.Clip(0.01), theirs.Twice(7.0)]
+
+
+def test_a_users_field_may_be_called_name() -> None:
+    (named,) = links("transform=tests.theirs.Named", "+transform.named.name=me")
+    assert named.name == "me"
+
+
+def test_a_plain_callable_acts_on_gradients() -> None:
+    (halve,) = links("transform=tests.theirs.halve")
+    assert applied(halve) == [1.5, -2.0]
+    (sign,) = links("transform=torch.sign")
+    assert applied(sign) == [1.0, -1.0]
+
+
+def test_a_plain_callable_gets_its_other_arguments_from_the_config() -> None:
+    (scaled,) = links("transform=tests.theirs.scaled", "+transform.scaled.factor=3")
+    assert applied(scaled) == [9.0, -12.0]
+    # A resumed run is told from another one by this.
+    assert repr(scaled) == "scaled"
+
+
+def test_a_function_that_makes_a_transform_is_called() -> None:
+    words = ("transform=tests.theirs.maker", "+transform.maker.factor=0.75")
+    assert links("transform=tests.theirs.maker") == [gs.Scale(0.25)]
+    assert links(*words) == [gs.Scale(0.75)]
+
+
+def test_a_transform_that_is_made_already_is_taken_as_it_is() -> None:
+    assert links("transform=tests.theirs.ready") == [theirs.ready]
+
+
+def test_a_plain_callable_can_stand_inside_another_transform() -> None:
+    words = ("transform=norm_matched", "~transform.norm_matched.of")
+    of = "+transform.norm_matched.of={_target_: tests.theirs.halve}"
+    (matched,) = links(*words, of)
+    assert applied(matched.of) == [1.5, -2.0]
+
+
+def test_a_plain_callable_is_warned_of() -> None:
+    with pytest.warns(gs.SurgeryWarning, match="halve is a plain callable"):
+        built("transform=tests.theirs.halve")
+
+
+def test_a_users_model_and_task_are_used() -> None:
+    experiment = built("model=tests.theirs.linear", "+model.bias=false", "transform=clip")
+    names = [name for name, _ in experiment.make_model().named_parameters()]
+    assert names == ["1.weight"]
+    experiment = built("task=tests.theirs.Lines", "transform=clip")
+    run = experiment.pairs[0].treated
+    assert run is not None
+    assert isinstance(run.task, theirs.Lines)
+
+
+def test_lr_wins_over_the_optimizers_own() -> None:
+    run = built("transform=clip", "optimizer.lr=3", "lr=0.5").pairs[0].treated
+    assert run is not None
+    optimizer = run.make_optimizer(torch.nn.Linear(1, 1))
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    run = built("transform=clip", "optimizer.lr=3").pairs[0].treated
+    assert run is not None
+    optimizer = run.make_optimizer(torch.nn.Linear(1, 1))
+    assert optimizer.param_groups[0]["lr"] == 3
+
+
+def test_seed_pins_one_seed_and_seeds_counts_from_zero() -> None:
+    assert [pair.seed for pair in built("transform=clip", "seed=7", "seeds=3").pairs] == [7]
+    assert [pair.seed for pair in built("transform=clip", "seeds=3").pairs] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("control", "label"), [("none", None), ("plain", "none"), ("norm_matched", "norm_matched-clip")]
+)
+def test_control_names_the_arm_to_compare_with(control: str, label: str | None) -> None:
+    (pair,) = built("transform=clip", f"control={control}").pairs
+    assert pair.treated is not None
+    assert pair.treated.label == "clip"
+    assert (pair.control and pair.control.label) == label
+
+
+def test_building_leaves_no_trace_in_the_random_generator() -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    built("transform=[clip,noise]", "site=outputs")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_error_of_gradsurgs_own_code_is_not_taken_for_the_users(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(self: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("gradsurg.transforms.identity.Identity.__init__", broken)
+    with pytest.raises(ZeroDivisionError):
+        build(config("transform=identity"))
+
+
+# The identity of runs.
+
+OUTSIDE = (
+    "out=elsewhere",
+    "study=other",
+    "log_every=7",
+    "sink=console",
+    "force=true",
+    "plan=true",
+    "threads=2",
+    "effects_every=3",
+    "checkpoint_every=7",
+    "control=none",
+    "seeds=4",
+)
+INSIDE = (
+    "transform=sign",
+    "transform=[clip,sign]",
+    "transform.clip.value=0.5",
+    "site=outputs",
+    "site.pattern=*.weight",
+    "when.start=5",
+    "when=always",
+    "seed=1",
+    "lr=0.2",
+    "steps=30",
+    "model=convnet",
+    "model.hidden=[8]",
+    "batch_size=32",
+    "optimizer=adamw",
+    "task.label_noise=0.1",
+    "model=tests.theirs.linear",
+)
+BASE = ("transform=clip", "seed=0", "steps=20")
+
+
+def identity(*words: str) -> str:
+    run = built(*BASE, *words).pairs[0].treated
+    assert run is not None
+    return run_hash(run.identity)
+
+
+@pytest.fixture(scope="module")
+def base() -> Iterator[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield identity()
+
+
+@pytest.mark.parametrize("word", OUTSIDE)
+def test_what_does_not_change_the_numbers_does_not_change_the_hash(base: str, word: str) -> None:
+    assert identity(word) == base
+
+
+@pytest.mark.parametrize("word", INSIDE)
+def test_what_changes_the_numbers_changes_the_hash(base: str, word: str) -> None:
+    assert identity(word) != base
+
+
+def test_the_order_of_transforms_changes_the_hash() -> None:
+    one, other = identity("transform=[clip,sign]"), identity("transform=[sign,clip]")
+    assert one != other
+
+
+def test_lr_is_the_same_by_its_short_and_its_long_key() -> None:
+    assert identity("lr=0.2") == identity("optimizer.lr=0.2")
+
+
+def test_the_version_is_part_of_the_identity(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_module, "__version__", "99")
+    assert identity() != base
+
+
+SOURCE = (
+    "from torch import Tensor\n\n\ndef gentle(grad: Tensor) -> Tensor:\n    return grad * 0.5\n"
+)
+
+
+def test_editing_a_users_file_changes_the_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "their_ops.py"
+    file.write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "their_ops", raising=False)
+    first = identity("transform=their_ops.gentle")
+    assert identity("transform=their_ops.gentle") == first
+    file.write_text(SOURCE.replace("0.5", "0.25"))
+    assert identity("transform=their_ops.gentle") != first
+
+
+def test_editing_a_file_behind_a_re_export_changes_the_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "their_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("from their_package.ops import gentle\n")
+    file = package / "ops.py"
+    file.write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("their_package", "their_package.ops"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    first = identity("transform=their_package.gentle")
+    file.write_text(SOURCE.replace("0.5", "0.25"))
+    assert identity("transform=their_package.gentle") != first
+
+
+def test_a_dotted_path_inside_another_transform_is_part_of_the_identity() -> None:
+    words = ("transform=norm_matched", "~transform.norm_matched.of")
+    of = "+transform.norm_matched.of={_target_: tests.theirs.halve}"
+    run = built(*words, of).pairs[0].treated
+    assert run is not None
+    assert list(run.identity["sources"]) == ["tests.theirs.halve"]
+
+
+def test_two_transforms_of_one_study_share_their_control() -> None:
+    first, second = (built(word).pairs[0].control for word in ("transform=clip", "transform=sign"))
+    third = built("transform=sign", "site=outputs").pairs[0].control
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    out = Path("runs")
+    assert first.directory(out) == second.directory(out)
+    # The control's gradients are measured at the treated sites, so these are two.
+    assert first.directory(out) != third.directory(out)
+
+
+def test_a_norm_matched_control_is_a_transforms_own() -> None:
+    words = ("control=norm_matched", "transform=clip", "seed=0")
+    first, second = (
+        built(*words, f"transform.clip.value={value}").pairs[0].control for value in (0.01, 0.02)
+    )
+    assert first is not None
+    assert second is not None
+    assert run_hash(first.identity) != run_hash(second.identity)
+
+
+def test_a_config_with_a_missing_part_is_refused() -> None:
+    whole = config("transform=clip")
+    for key in ("site", "when", "model", "task", "optimizer"):
+        part = {name: value for name, value in whole.items() if name != key}
+        with pytest.raises(ConfigError, match=f"^{key}: is required"):
+            build(part)
+
+
+def test_each_fault_is_kept_once() -> None:
+    error = ConfigError(["lr: wrong", "lr: wrong", "steps: wrong"])
+    assert error.faults == ["lr: wrong", "steps: wrong"]
+    assert str(error) == "lr: wrong\nsteps: wrong"

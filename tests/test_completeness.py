@@ -1,0 +1,185 @@
+"""Nothing is half there: a class has its config, a config its class and its command."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+
+FOLDERS = {
+    "transforms": "transform",
+    "models": "model",
+    "tasks": "task",
+    "sinks": "sink",
+    "sites": "site",
+}
+"""The folder of classes and the one of their configs."""
+
+LISTS = ("transform", "sink")
+"""Groups of which several configs are taken at once, so that each stands under a key of its own."""
+
+COMMAND = ["python", "-m", "gradsurg.run"]
+
+
+def missing(root: Path) -> list[str]:
+    """One sentence for each thing that a class or a config of the project at `root` lacks."""
+    said = []
+    for folder, group in FOLDERS.items():
+        classes = _classes(root / "gradsurg" / folder)
+        configs = {path.stem: path for path in sorted((root / "conf" / group).glob("*.yaml"))}
+        if not classes:
+            said.append(f"gradsurg/{folder} has no class")
+        said += [
+            f"gradsurg/{folder}/{stem}.py has no conf/{group}/{stem}.yaml"
+            for stem in classes
+            if stem not in configs
+        ]
+        for stem, path in configs.items():
+            place = f"conf/{group}/{stem}.yaml"
+            config = yaml.safe_load(path.read_text())
+            said += [f"{place} {fault}" for fault in _faults(group, stem, config, classes)]
+    for path in sorted((root / "conf").glob("*/*.yaml")):
+        text = path.read_text()
+        first, names = text.partition("\n")[0], {path.stem, *yaml.safe_load(text)}
+        if not _uses(first, path.parent.name, names):
+            place = path.relative_to(root)
+            said.append(f"{place} does not begin with a '# {' '.join(COMMAND)}' that uses it")
+    return said
+
+
+def _classes(folder: Path) -> list[str]:
+    stems = sorted(path.stem for path in folder.glob("*.py"))
+    return [stem for stem in stems if stem not in ("__init__", "base") and stem[0] != "_"]
+
+
+def _faults(group: str, stem: str, config: Any, classes: list[str]) -> Iterator[str]:
+    if stem == "none" and config == {}:
+        return
+    if group in LISTS:
+        if list(config) != [stem]:
+            yield f"has the keys {list(config)}, it must have one, named after the file"
+            return
+        config = config[stem]
+    name = config.get("name")
+    if name not in classes:
+        yield f"names '{name}', which is none of {', '.join(classes)}"
+    if stem in classes and name != stem:
+        yield f"names '{name}', though there is a {stem}.py"
+
+
+def _uses(first: str, group: str, names: set[str]) -> bool:
+    """Whether a first line is a command that takes one of `names` out of a group, or sets it."""
+    if not first.startswith("# "):
+        return False
+    words = shlex.split(first[2:])
+    if words[:3] != COMMAND:
+        return False
+    for key, _, value in (word.partition("=") for word in words[3:]):
+        asked, *inside = key.split(".")
+        if asked == group and names & set(inside[:1] or re.findall(r"\w+", value)):
+            return True
+    return False
+
+
+def test_every_class_has_its_config_and_every_config_its_class_and_its_command() -> None:
+    assert missing(ROOT) == []
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A small project in which nothing is missing."""
+    for folder, group in FOLDERS.items():
+        where = tmp_path / "gradsurg" / folder
+        where.mkdir(parents=True)
+        for stem in ("__init__", "base", "_inside", "one"):
+            (where / f"{stem}.py").touch()
+        _write(tmp_path / "conf" / group / "one.yaml", _config(group, "one"))
+    _write(tmp_path / "conf" / "transform" / "none.yaml", f"{_command('transform=none')}{{}}\n")
+    assert missing(tmp_path) == []
+    return tmp_path
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_text(text)
+
+
+def _command(*words: str) -> str:
+    return f"# {' '.join([*COMMAND, *words])}\n"
+
+
+def _config(group: str, stem: str, name: str = "one") -> str:
+    text = f"{stem}:\n  name: {name}\n  size: 3\n" if group in LISTS else f"name: {name}\nsize: 3\n"
+    return _command(f"{group}={stem}") + text
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_class_without_a_config_is_told(project: Path, folder: str) -> None:
+    (project / "gradsurg" / folder / "two.py").touch()
+    assert missing(project) == [
+        f"gradsurg/{folder}/two.py has no conf/{FOLDERS[folder]}/two.yaml",
+    ]
+
+
+@pytest.mark.parametrize("group", FOLDERS.values())
+def test_a_config_without_a_class_is_told(project: Path, group: str) -> None:
+    _write(project / "conf" / group / "two.yaml", _config(group, "two", name="two"))
+    assert missing(project) == [f"conf/{group}/two.yaml names 'two', which is none of one"]
+
+
+@pytest.mark.parametrize("group", FOLDERS.values())
+def test_a_config_may_be_a_second_one_of_a_class(project: Path, group: str) -> None:
+    _write(project / "conf" / group / "two.yaml", _config(group, "two", name="one"))
+    assert missing(project) == []
+
+
+def test_a_folder_without_classes_is_told(project: Path) -> None:
+    (project / "gradsurg" / "sites" / "one.py").unlink()
+    assert missing(project)[0] == "gradsurg/sites has no class"
+
+
+@pytest.mark.parametrize("group", LISTS)
+@pytest.mark.parametrize("body", ["name: one\n", "two:\n  name: one\n", "one: {}\ntwo: {}\n"])
+def test_a_config_of_a_list_has_one_key_named_after_the_file(
+    project: Path, group: str, body: str
+) -> None:
+    _write(project / "conf" / group / "one.yaml", _command(f"{group}=one") + body)
+    (told,) = missing(project)
+    assert told.startswith(f"conf/{group}/one.yaml has the keys [")
+
+
+@pytest.mark.parametrize("first", ["# A sink", "# python -m gradsurg.run sink=two"])
+def test_a_config_without_its_command_is_told(project: Path, first: str) -> None:
+    _write(project / "conf" / "sink" / "one.yaml", f"{first}\none:\n  name: one\n")
+    assert missing(project) == [
+        "conf/sink/one.yaml does not begin with a '# python -m gradsurg.run' that uses it"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("first", "right"),
+    [
+        ("# python -m gradsurg.run sink=one", True),
+        ("# python -m gradsurg.run sink=[two,one]", True),
+        ("# python -m gradsurg.run 'sink=[one, two]'", True),
+        ("# python -m gradsurg.run sink.one.size=4", True),
+        ("# python -m gradsurg.run sink.size=4", True),
+        ("# python -m gradsurg.run model=two sink=one", True),
+        ("# python -m gradsurg.run sink=ones", False),
+        ("# python -m gradsurg.run sink=two sink.two.size=4", False),
+        ("# python -m gradsurg.run sink.two.one=4", False),
+        ("# python -m gradsurg.run model=one", False),
+        ("# python -m gradsurg.run", False),
+        ("# python -m gradsurg.study sink=one", False),
+        ("python -m gradsurg.run sink=one", False),
+        ("# A sink: python -m gradsurg.run sink=one", False),
+        ("", False),
+    ],
+)
+def test_the_first_line_is_a_command_that_uses_the_file(first: str, right: bool) -> None:
+    assert _uses(first, "sink", {"one", "size"}) == right

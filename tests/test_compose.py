@@ -1,0 +1,384 @@
+"""A command line that is wrong is refused in sentences, all at once, before any training."""
+
+import shlex
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+
+from gradsurg import compose
+from gradsurg.build import ConfigError
+from gradsurg.ledger import SurgeryWarning
+
+# The line of tests/theirs.py that raises.
+STUBBORN = 1 + next(
+    index
+    for index, line in enumerate((Path(__file__).parent / "theirs.py").read_text().splitlines())
+    if "not today" in line
+)
+MINE = "mine:\n  name: clip\n  value: 0.02\n"
+
+
+def faults(line: str, config_dirs: Sequence[str] = ()) -> list[str]:
+    """What is said of `python -m gradsurg.run <line>`; nothing if it is right."""
+    words = shlex.split(line)
+    overrides = [word for word in words if word != "-m"]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SurgeryWarning)
+            compose.check(overrides, "-m" in words, list(config_dirs))
+    except ConfigError as error:
+        return error.faults
+    return []
+
+
+def composed(*words: str) -> dict[str, Any]:  # Any: what a YAML file can hold
+    compose.register()
+    with initialize_config_dir(str(compose.CONFIG_DIR), version_base="1.3"):
+        return compose.plain(hydra_compose("config", list(words)))
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A command line, and for each sentence it must get, how that begins and how it ends."""
+
+    line: str
+    begins: str
+    ends: str = ""
+
+
+WRONG = (
+    # options
+    Wrong("transform=clop", "transform: there is no 'clop'. There are: adaptive_clip,", "'clip'?"),
+    Wrong("transform=[clip,nose]", "transform: there is no 'nose'. There are: ", "'noise'?"),
+    Wrong("transform=", "transform: there is no ''. There are: adaptive_clip,", "zero."),
+    Wrong("site=output", "site: there is no 'output'. There are: nodes, outputs,", "'outputs'?"),
+    Wrong("hydra/launcher=nope", "hydra/launcher: there is no 'nope'. There are: basic."),
+    Wrong("transform=null", "transform: must name an option, found null; 'transform=none' is a"),
+    Wrong("site=null", "site: must name an option, found null"),
+    Wrong("transform=[clip,clip]", "transform: 'clip' stands twice", "{name: clip, value: 0.01}'"),
+    Wrong(
+        "transform=[tests.theirs.Clip,clip]",
+        "transform: 'tests.theirs.Clip' and 'clip' have the same key 'clip'",
+        "'+transform.clip_2={name: clip, value: 0.01}'",
+    ),
+    Wrong(
+        "transform=[tests.theirs.Twice,tests.theirs.Twice]",
+        "transform: 'tests.theirs.Twice' stands twice",
+        "'+transform.twice_2={_target_: tests.theirs.Twice}'",
+    ),
+    # keys
+    Wrong("step=20", "step: 'step' is not a key here. There are: transform, site,", "'steps'?"),
+    Wrong("+step=20", "step: is not a key here. There are: transform, site,", "'steps'?"),
+    Wrong("++step=20", "step: is not a key here. There are: transform, site,", "'steps'?"),
+    Wrong(
+        "transform=clip transform.clip.valu=1",
+        "transform.clip.valu: 'valu' is not a key here. There are: name, value.",
+        "'value'?",
+    ),
+    Wrong(
+        "transform=clip +transform.clip.valu=1",
+        "transform.clip.valu: is not a field here. There are: value.",
+        "'value'?",
+    ),
+    Wrong(
+        "transform=clip transform.clop.value=1",
+        "transform.clop.value: 'clop' is not a key here. There are: clip.",
+        "'clip'?",
+    ),
+    Wrong("seed.x=1", "seed.x: is not a key here. seed is None, with no keys below."),
+    Wrong(
+        "model=tests.theirs.linear model.bias=true", "model.bias: ", "'+model.bias=...' adds it."
+    ),
+    Wrong(
+        "transform=scheduled 'transform.scheduled.of={_target_: tests.theirs.halve}'",
+        "transform.scheduled.of: cannot get other keys than it has.",
+        "~transform.scheduled.of '+transform.scheduled.of={...}'",
+    ),
+    Wrong("~model", "model: is required, a mapping with a name"),
+    Wrong("+optimizer.momentun=1", "optimizer.momentun: is not a field here.", "'momentum'?"),
+    # values of fields
+    Wrong(
+        "transform=clip transform.clip.value=-1", "transform.clip.value: must be > 0", "found -1"
+    ),
+    Wrong("transform=clip transform.clip.value=nan", "transform.clip.value: must be finite, found"),
+    Wrong(
+        "transform=clip transform.clip=3", "transform.clip: must be a mapping with a name, found 3"
+    ),
+    Wrong(
+        "transform=clamp transform.clamp.low=3 transform.clamp.high=1",
+        "transform.clamp.low: must be <= high, found low=3.0, high=1.0",
+    ),
+    Wrong(
+        "transform=scheduled transform.scheduled.of.factor=x",
+        "transform.scheduled.of.factor: must be a number, found 'x'",
+    ),
+    Wrong(
+        "transform=scheduled transform.scheduled.of.name=scal",
+        "transform.scheduled.of: there is no 'scal' in transforms.",
+        "'scale'?",
+    ),
+    Wrong(
+        "transform=chain transform.chain.links.0.value=-1",
+        "transform.chain.links.0.value: must be > 0",
+    ),
+    Wrong("when.start=10 when.stop=5", "when.stop: must be > start (10), found 5"),
+    Wrong("when.name=stepz", "when: there is no trigger 'stepz'. There are: always, ", "'steps'?"),
+    Wrong("model.hidden=[0]", "model.hidden.0: must be > 0, found 0"),
+    Wrong("task.test_fraction=2", "task.test_fraction: must be <= 0.9, found 2"),
+    Wrong("optimizer.name=SDG", "optimizer: there is no 'SDG' in torch.optim.", "'SGD'?"),
+    Wrong("optimizer.name=LBFGS", "optimizer: there is no 'LBFGS' in torch.optim."),
+    Wrong(
+        "optimizer=adamw optimizer.betas=[0.9]",
+        "optimizer: AdamW(lr=0.001, betas=[0.9],",
+        "is refused: list index out of range",
+    ),
+    # the short keys
+    Wrong("lr=-1", "lr: must be > 0", "found -1"),
+    Wrong("lr=nan", "lr: must be finite, found nan"),
+    Wrong("steps=2.5", "steps: must be a whole number, found 2.5"),
+    Wrong("seeds=[1,2]", "seeds: must be a whole number, found [1, 2]"),
+    Wrong("seed=9999999999999999999999", "seed: must be < "),
+    Wrong("batch_size=100000", "batch_size: must be <= 1347 examples, found 100000"),
+    Wrong("control=plane", "control: must be one of 'none', 'plain' or 'norm_matched', found"),
+    Wrong("device=gpu", "device: there is no 'gpu' here; auto takes what there is"),
+    Wrong("device=meta", "device: there is no 'meta' here; auto takes what there is"),
+    Wrong("study=..", "study: must be a folder's name of letters, digits", "found '..'"),
+    Wrong("study=", "study: must be a folder's name of letters, digits", "found ''"),
+    Wrong("out=''", "out: must not be empty"),
+    Wrong("out=file.txt/runs", "out: must be a folder, and ", "'file.txt/runs'"),
+    Wrong("steps='${nope}'", "steps: Interpolation key 'nope' not found"),
+    # places
+    Wrong("site.pattern=hiden.*", "site.pattern: Parameters: nothing matches", "'hidden.*'?"),
+    Wrong(
+        "transform=clip site=outputs site.pattern=hiden.*", "site.pattern: Outputs: ", "'hidden.*'?"
+    ),
+    Wrong("site=nodes site.module=hiden", "site.module: Nodes: ", "'hidden'?"),
+    Wrong(
+        "site.stage=foo", "site.stage: must be one of 'backward', 'accumulated' or 'step', found"
+    ),
+    Wrong(
+        "transform=clip_global_norm site.stage=backward",
+        "transform.clip_global_norm: ClipGlobalNorm: needs all gradients of a group at once",
+        "stages it can have: step",
+    ),
+    Wrong(
+        "transform=[clip,clip_global_norm] site=outputs",
+        "transform: ClipGlobalNorm: needs all gradients of a group at once",
+        "it can act at Parameters with stage=step",
+    ),
+    Wrong("transform=adaptive_clip site=nodes", "transform.adaptive_clip: AdaptiveClip: needs the"),
+    # words
+    Wrong("transform=[clip", "transform=[clip: cannot be read: ", "spaces need quotes"),
+    Wrong("site.pattern=*.weight,", "site.pattern=*.weight,: cannot be read: ", "need quotes"),
+    Wrong("clip", "clip: is not key=value"),
+    Wrong("=3", "=3: has no key before the ="),
+    Wrong("transform=clip,noise", "transform=clip,noise: several values need a sweep: add -m"),
+    Wrong("-m lr=interval(0,1)", "lr=interval(0,1): cannot be swept: "),
+    # a user's own
+    Wrong("transform=tests.their.halve", "transform.halve: there is no module 'tests.their' on"),
+    Wrong("transform=[clip,tests.theirs.halv]", "transform.halv: tests.theirs has no", "'halve'?"),
+    Wrong("transform=.halve", "transform.halve: '.halve' is not a dotted path"),
+    Wrong(
+        "transform=tests.theirs.Stubborn",
+        "transform.stubborn: tests.theirs.Stubborn raised ZeroDivisionError: not today (",
+        f"theirs.py, line {STUBBORN})",
+    ),
+    Wrong(
+        "transform=tests.theirs.Keyed",
+        "transform.keyed: tests.theirs.Keyed raised KeyError: no such thing (",
+    ),
+    Wrong(
+        "transform=tests.theirs.Unfinished", "transform.unfinished: tests.theirs.Unfinished raised"
+    ),
+    Wrong("transform=tests.theirs.number", "transform.number: must be a Transform, found 3"),
+    Wrong(
+        "transform=tests.theirs.scaled +transform.scaled.facto=2",
+        "transform.scaled.facto: is not a field here. There are: grad, factor.",
+        "'factor'?",
+    ),
+    Wrong(
+        "transform=tests.theirs.ready +transform.ready.factor=2",
+        "transform.ready: is made already and takes no fields, found factor",
+    ),
+    Wrong("model=tests.theirs.no_module", "model: must make a torch.nn.Module, found 10"),
+    Wrong("model=tests.theirs.misfit", "model: inputs [2, 1, 8, 8] do not pass through it and"),
+    Wrong("task=tests.theirs.halve", "task: tests.theirs.halve raised TypeError: "),
+    Wrong("task=tests.theirs.ready", "task: must be a class or a function, found Scale"),
+    Wrong(
+        "task=tests.theirs.Lost",
+        "task: tests.theirs.Lost.load raised FileNotFoundError: points.csv (",
+    ),
+    Wrong(
+        "'+transform.b={value: 1}'", "transform.b: needs a name (one of gradsurg's) or a _target_"
+    ),
+)
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=[wrong.line for wrong in WRONG])
+def test_what_is_wrong_is_said_in_one_line_under_the_key_as_typed(
+    wrong: Wrong, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file.txt").touch()
+    (said,) = faults(wrong.line)
+    assert said.startswith(wrong.begins)
+    assert said.endswith(wrong.ends)
+    assert "\n" not in said
+    assert {path.name for path in tmp_path.iterdir()} == {"file.txt"}
+
+
+RIGHT = (
+    "",
+    "transform=clip",
+    "transform=[]",
+    "transform=none",
+    "transform=[clip,noise] transform.clip.value=0.5",
+    "transform=clip '+transform.again={name: clip, value: 1}'",
+    "transform=scheduled ~transform.scheduled.of '+transform.scheduled.of={name: zero}'",
+    "transform=clip site.pattern='*.weight' site.stage=step when=warmup",
+    "transform=scale_by_sign site=relu_nodes",
+    "transform=clip model=convnet optimizer=adamw lr=1e-3",
+    "transform=clip study=2024 out=7",
+    "transform=tests.theirs.Twice +transform.twice.factor=3",
+    "transform=tests.theirs.maker",
+    "transform=tests.theirs.ready",
+    "transform=torch.sign",
+    "transform=tests.theirs.Named +transform.named.name=me",
+    "-m transform=none,clip,[clip,noise],tests.theirs.halve seed='range(0,2)'",
+    "-m transform='glob(sc*)'",
+    "-m site.pattern='*.weight','*.bias'",
+    "-m ++lr=0.1,0.2",
+)
+
+
+@pytest.mark.parametrize("line", RIGHT)
+def test_what_is_right_passes_without_a_word(line: str) -> None:
+    assert faults(line) == []
+
+
+def test_all_faults_of_a_line_are_said_at_once() -> None:
+    line = (
+        "lr=-1 steps=0 transform=[clip,clop,nose] transform.clip.value=-2 when=never "
+        "site.pattern=hiden.* foo=3 study=a/b"
+    )
+    keys = [said.partition(":")[0] for said in faults(line)]
+    assert keys[:3] == ["transform", "transform", "when"]
+    assert set(keys[3:]) == {"foo", "steps", "lr", "study", "transform.clip.value", "site.pattern"}
+
+
+def test_the_keys_of_an_option_that_is_not_there_are_not_faults_of_their_own() -> None:
+    (said,) = faults("transform=clop transform.clop.value=3")
+    assert said.startswith("transform: there is no 'clop'")
+
+
+def test_the_faults_of_all_jobs_of_a_sweep_are_said_each_once() -> None:
+    said = faults("-m transform=clip,clop,nose transform.clip.value=0.1 lr=-1,-2")
+    assert [text.partition(". There")[0] for text in said if text.startswith("tr")] == [
+        "transform: there is no 'clop'",
+        "transform: there is no 'nose'",
+    ]
+    assert [text for text in said if text.startswith("lr")] == [
+        "lr: must be > 0.0, found -1",
+        "lr: must be > 0.0, found -2",
+    ]
+
+
+def test_words_that_cannot_be_read_are_all_said() -> None:
+    said = faults("transform=[clip clip lr=1,2")
+    assert [text.partition(": ")[0] for text in said] == ["transform=[clip", "clip", "lr=1,2"]
+
+
+def config_dir(path: Path, **files: str) -> str:
+    folder = path / "my own, (config)" / "transform"
+    folder.mkdir(parents=True)
+    for name, text in files.items():
+        (folder / f"{name}.yaml").write_text(text)
+    return str(folder.parent)
+
+
+def test_a_users_yaml_is_found_in_a_folder_with_an_awkward_name(tmp_path: Path) -> None:
+    folder = config_dir(tmp_path, mine=MINE)
+    assert faults("transform=[mine,noise] transform.mine.value=0.5", [folder]) == []
+    assert faults("transform=mine transform.mine.value=-1", [folder]) == [
+        "transform.mine.value: must be > 0.0, found -1"
+    ]
+
+
+def test_a_users_yaml_stands_among_the_choices(tmp_path: Path) -> None:
+    (said,) = faults("transform=min", [config_dir(tmp_path, mine=MINE)])
+    assert ", mine, " in said
+    assert said.endswith("Did you mean 'mine'?")
+
+
+@pytest.mark.parametrize(
+    ("text", "begins"),
+    [
+        ("mine:\n  value: 3\n", "transform.mine: needs a name (one of gradsurg's) or a _target_"),
+        ("mine:\n  name: clip\n  value: ???\n", "transform.mine.value: is required"),
+        ("mine:\n  name: clop\n", "transform.mine: there is no 'clop' in transforms. There are: "),
+        ("mine: [1\n", "transform: 'mine' cannot be read: while parsing a flow sequence in "),
+        ("3\n", "transform: 'mine' cannot be read: Invalid loaded object type: int"),
+        ("name: clip\nvalue: 3\n", "transform.name: must be a mapping with a name, found 'clip'"),
+    ],
+)
+def test_a_users_broken_yaml_is_a_sentence(tmp_path: Path, text: str, begins: str) -> None:
+    said = faults("transform=mine", [config_dir(tmp_path, mine=text)])
+    assert said[0].startswith(begins)
+    assert not any("\n" in line for line in said)
+
+
+def test_a_config_dir_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    assert faults("transform=clip", [str(tmp_path / "no")]) == [
+        f"--config-dir: there is no folder {tmp_path / 'no'}"
+    ]
+
+
+def test_a_users_yaml_that_hydra_would_pass_over_is_refused(tmp_path: Path) -> None:
+    (said,) = faults("transform=clip", [config_dir(tmp_path, clip=MINE)])
+    assert said.endswith(
+        "clip.yaml has the name of one of gradsurg's own and would not be read; give it another"
+    )
+
+
+def test_a_second_of_a_kind_can_be_added_as_the_error_says() -> None:
+    (said,) = faults("transform=[noise,noise]")
+    advice = shlex.split(said)[-1]
+    assert faults(f"transform=noise '{advice}'") == []
+    assert list(composed("transform=noise", advice)["transform"]) == ["noise", "noise_2"]
+
+
+def test_transforms_keep_the_order_of_the_command_line() -> None:
+    assert list(composed("transform=[clip,noise]")["transform"]) == ["clip", "noise"]
+    assert list(composed("transform=[noise,clip]")["transform"]) == ["noise", "clip"]
+
+
+def test_a_dotted_path_stands_under_its_last_name_in_snake_case() -> None:
+    config = composed("transform=[clip,my_package.ops.SignMix]", "model=my_package.make_net")
+    assert list(config["transform"]) == ["clip", "sign_mix"]
+    assert config["transform"]["sign_mix"] == {"_target_": "my_package.ops.SignMix"}
+    assert config["model"] == {"_target_": "my_package.make_net"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path", sorted(compose.CONFIG_DIR.glob("*/*.yaml")), ids=lambda path: path.stem
+)
+def test_the_command_in_the_first_line_of_a_yaml_file_is_right(path: Path) -> None:
+    first = path.read_text().splitlines()[0]
+    command = first.removeprefix("# python -m gradsurg.run ")
+    assert command != first
+    assert faults(command) == []
+
+
+@pytest.mark.parametrize(
+    "path", sorted(compose.CONFIG_DIR.glob("transform/*.yaml")), ids=lambda path: path.stem
+)
+def test_a_transforms_yaml_has_one_key_named_after_itself(path: Path) -> None:
+    assert list(yaml.safe_load(path.read_text())) == ([] if path.stem == "none" else [path.stem])

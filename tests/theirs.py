@@ -1,0 +1,112 @@
+"""What a user could have written: transforms, models and tasks that are named by a dotted path."""
+
+import torch
+from torch import Tensor, nn
+
+import gradsurg as gs
+from gradsurg.fields import validated
+from gradsurg.tasks.base import Data, Task
+from gradsurg.transforms.base import Context, Law, Stateless, Transform
+
+ready = gs.Scale(0.5)
+number = 3
+
+
+@validated
+class Twice(Stateless):
+    """A transform with a field, made as gradsurg's own are."""
+
+    factor: float = 2.0
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        return frozenset()
+
+    def apply(self, grad: Tensor, context: Context) -> Tensor:
+        return grad * self.factor
+
+
+class Clip(Twice):
+    """It has the key of one of gradsurg's own."""
+
+
+class Named(Stateless):
+    """It has a field that is called `name`, and is no dataclass."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        return frozenset()
+
+    def apply(self, grad: Tensor, context: Context) -> Tensor:
+        return grad
+
+
+class Stubborn:
+    """It cannot be made."""
+
+    def __init__(self) -> None:
+        raise ZeroDivisionError("not today")
+
+
+class Keyed:
+    """It cannot be made, and a KeyError quotes its message."""
+
+    def __init__(self) -> None:
+        raise KeyError("no such thing")
+
+
+class Unfinished(Stateless):
+    """It lacks its methods."""
+
+
+def halve(grad: Tensor) -> Tensor:
+    return grad / 2
+
+
+def scaled(grad: Tensor, factor: float) -> Tensor:
+    return grad * factor
+
+
+def total(grad: Tensor) -> Tensor:
+    return grad.sum()
+
+
+def maker(factor: float = 0.25) -> Transform:
+    return gs.Scale(factor)
+
+
+def linear(shape: tuple[int, ...], num_outputs: int, bias: bool = True) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, num_outputs, bias=bias))
+
+
+def no_module(shape: tuple[int, ...], num_outputs: int) -> int:
+    return num_outputs
+
+
+def misfit(shape: tuple[int, ...], num_outputs: int) -> nn.Module:
+    return nn.Linear(3, num_outputs)
+
+
+class Lines(Task):
+    """Two classes of points on a line."""
+
+    def load(self) -> Data:
+        inputs = torch.linspace(-1, 1, 200)[:, None]
+        targets = (inputs[:, 0] > 0).long()
+        return Data(inputs, targets, inputs, targets, (1,), 2)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs, targets)
+
+    def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
+        return {"loss": self.loss(outputs, targets).item()}
+
+
+class Lost(Lines):
+    """Its data are not there."""
+
+    def load(self) -> Data:
+        raise FileNotFoundError("points.csv")
