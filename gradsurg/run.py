@@ -71,11 +71,12 @@ def _check() -> None:
     asks_only = arguments.help or arguments.hydra_help or arguments.info
     if asks_only or arguments.cfg or arguments.shell_completion:
         return
+    name = arguments.config_name or "config"
     dirs = [arguments.config_dir] if arguments.config_dir else []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SurgeryWarning)
         try:
-            compose.check(arguments.overrides, arguments.multirun, dirs)
+            compose.check(arguments.overrides, arguments.multirun, dirs, name)
         except ConfigError as error:
             for fault in error.faults:
                 print(fault, file=sys.stderr)

@@ -183,7 +183,7 @@ def test_control_names_the_arm_to_compare_with(control: str, label: str | None) 
 def test_building_leaves_no_trace_in_the_random_generator() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    built("transform=[clip,noise]", "site=outputs")
+    built("transform=[clip,noise]", "site=outputs", "model.dropout=0.5")
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -193,9 +193,9 @@ def test_an_error_of_gradsurgs_own_code_is_not_taken_for_the_users(
     def broken(self: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("gradsurg.transforms.identity.Identity.__init__", broken)
+    monkeypatch.setattr("gradsurg.transforms.zero.Zero.__init__", broken)
     with pytest.raises(ZeroDivisionError):
-        build(config("transform=identity"))
+        build(config("transform=zero"))
 
 
 # The identity of runs.

@@ -296,7 +296,7 @@ def test_words_that_cannot_be_read_are_all_said() -> None:
 
 
 def config_dir(path: Path, **files: str) -> str:
-    folder = path / "my own, (config)" / "transform"
+    folder = path / "mother's own, (config)" / "transform"
     folder.mkdir(parents=True)
     for name, text in files.items():
         (folder / f"{name}.yaml").write_text(text)

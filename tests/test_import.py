@@ -67,6 +67,26 @@ def test_names_are_those_of_the_classes_themselves() -> None:
     assert gs.Nodes is Nodes
 
 
+def test_the_spellings_that_users_have_learnt_are_kept() -> None:
+    made = {
+        "Clamp": gs.Clamp(low=-1.0, high=1.0),
+        "Clip": gs.Clip(0.5),
+        "ScaleBySign": gs.ScaleBySign(positive=1.0, negative=0.0),
+        "Scale": gs.Scale(10.0),
+        "Zero": gs.Zero(),
+        "LowPass": gs.LowPass(),
+        "Parameters": gs.Parameters("*.weight", stage="step"),
+        "Outputs": gs.Outputs("layer1.*", call=0),
+        "Nodes": gs.Nodes("Relu", module="layer1.*"),
+        "Steps": gs.Steps(start=1, stop=2, every=3),
+    }
+    assert {name: type(thing).__name__ for name, thing in made.items()} == {n: n for n in made}
+    assert gs.Scale(10.0) == gs.Scale(factor=10.0)
+    assert {"hook", "compare", "Surgery", "Intervention", *made} <= set(dir(gs))
+    for method in ("attach", "plan", "state_dict", "load_state_dict"):
+        assert callable(getattr(gs.Surgery, method))
+
+
 @pytest.mark.parametrize("name", ["Clipp", "clip", "CLIP", "mlp", "Mlp", "__wrapped__"])
 def test_an_unknown_name_is_an_attribute_error(name: str) -> None:
     with pytest.raises(AttributeError, match=f"module 'gradsurg' has no attribute '{name}'"):

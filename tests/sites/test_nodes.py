@@ -53,6 +53,11 @@ class Twice(nn.Module):
         return x * 2
 
 
+class Cube(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * x * x).sum()
+
+
 class Pair(nn.Module):
     """Three nodes of one kind in one call."""
 
@@ -178,6 +183,42 @@ def test_scale_by_sign_at_relu_nodes_is_guided_backpropagation() -> None:
     assert len(_calls(live)) == 2
 
 
+def test_so_it_is_in_a_convolutional_net_hooked_at_its_functional_relus() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Conv2d(1, 4, 3)
+            self.two = nn.Conv2d(4, 4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.behind(functional.relu(self.two(functional.relu(self.one(x)))))
+
+        def behind(self, y: Tensor) -> Tensor:
+            return y.flatten(1)
+
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(2, 1, 7, 7)
+    weights = torch.randn(2, 36)
+    by_hand, plain, ours = (x.clone().requires_grad_() for _ in range(3))
+    # The rule itself: what enters a ReLU is cut at zero, what leaves it has the ReLU's own mask.
+    before_one = model.one(by_hand)
+    after_one = before_one.clamp(min=0)
+    before_two = model.two(after_one)
+    entering = weights.view_as(before_two).clamp(min=0)
+    leaving = entering * (before_two > 0)
+    (entering,) = torch.autograd.grad(before_two, after_one, leaving, retain_graph=True)
+    leaving = entering.clamp(min=0) * (before_one > 0)
+    (expected,) = torch.autograd.grad(before_one, by_hand, leaving)
+    (model(plain) * weights).sum().backward()
+    with attached(model, gs.ScaleBySign(1.0, 0.0), gs.Nodes("ReluBackward0")) as live:
+        (model(ours) * weights).sum().backward()
+    assert ours.grad is not None
+    assert plain.grad is not None
+    torch.testing.assert_close(ours.grad, expected)
+    assert not torch.allclose(plain.grad, expected)
+    assert _calls(live) == {"root#0/ReluBackward[0]": 1, "root#0/ReluBackward[1]": 1}
+
+
 # Selection
 
 
@@ -294,6 +335,51 @@ def test_a_function_of_the_users_own_is_a_node(side) -> None:
     assert _grad(x) == [5.0]
 
 
+@pytest.mark.parametrize("side", ["enter", "leave"])
+def test_an_in_place_relu_is_a_node_like_another(side) -> None:
+    # 2 enters the ReLU and leaves it where x is positive.
+    model = nn.Sequential(Twice(), nn.ReLU(inplace=True), Twice())
+    x = _x(1.0, -1.0)
+    with attached(model, gs.Scale(10.0), gs.Nodes("Relu", side=side)) as live:
+        model(x).sum().backward()
+    assert _grad(x) == [40.0, 0.0]
+    end = "" if side == "enter" else ".0"
+    assert _calls(live) == {f"1#0/ReluBackward[0]{end}": 1}
+
+
+def test_a_module_called_without_the_model_is_at_its_call_0() -> None:
+    model = Cubes()
+    with attached(model, gs.Scale(10.0), gs.Nodes("Mul", module="twice")) as live:
+        for _ in range(3):
+            x = _x()
+            model.twice(x).sum().backward()
+            assert _grad(x) == [20.0]
+    assert _calls(live) == {"twice#0/MulBackward[0]": 3}
+
+
+@pytest.mark.parametrize("field", ["pattern", "module"])
+def test_a_regex_that_does_not_compile_is_refused_when_made(field: str) -> None:
+    with pytest.raises(FieldError, match=rf"Nodes\.{field}: is not a regular expression"):
+        gs.Nodes(**{"pattern": "Relu", field: "re:["})
+
+
+@pytest.mark.parametrize(
+    ("module", "sites"),
+    [
+        ("body.*", {"body.first#0", "body.last#0"}),
+        ("re:body[.](first|act)", {"body.first#0"}),
+        ("*last", {"body.last#0"}),
+        ("*", {"body.first#0", "body.last#0"}),
+    ],
+)
+def test_a_module_pattern_is_of_the_whole_path(module: str, sites: set[str]) -> None:
+    model = nn.Sequential()
+    model.body = small()
+    with attached(model, gs.Identity(), gs.Nodes("Addmm", module=module)) as live:
+        backward(model)
+    assert {site.split("/")[0] for site in _calls(live)} == sites
+
+
 def test_ids_are_the_same_at_every_step() -> None:
     model = noisy()
     optimizer = sgd(model)
@@ -375,6 +461,69 @@ def test_non_reentrant_checkpoints_fire_exactly_once(side) -> None:
         backward(model)
     assert set(_calls(live).values()) == {1}
     torch.testing.assert_close(gradients(model.body), gradients(plain))
+
+
+def test_a_recomputation_that_ends_early_does_not_upset_the_next_forward() -> None:
+    # The recomputation stops at the last tensor that backward needs, inside the modules.
+    class Saved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Sequential(Twice(), nn.Tanh()), nn.ReLU(), Twice())
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = checkpoint(self.body, x, use_reentrant=False)
+            assert isinstance(y, Tensor)
+            return y.sum()
+
+    model = Saved()
+    with attached(model, gs.Identity(), gs.Nodes("*")) as live:
+        model(_x()).backward()
+        first = _calls(live)
+        for _ in range(2):
+            model(_x()).backward()
+    assert "body.0.1#0/TanhBackward[0]" in first
+    assert set(first.values()) == {1}
+    assert _calls(live) == dict.fromkeys(first, 3)
+
+
+def test_a_backward_inside_forward_does_not_end_the_span_it_is_in() -> None:
+    # A force is the gradient of an energy, which is a checkpoint and so runs again.
+    class Force(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.energy = Cube()
+
+        def forward(self, x: Tensor) -> Tensor:
+            energy = checkpoint(self.energy, x, use_reentrant=False)
+            assert isinstance(energy, Tensor)
+            (force,) = torch.autograd.grad(energy, x, create_graph=True)
+            return functional.relu(force).sum()
+
+    model, x = Force(), _x(2.0)
+    with attached(model, gs.Scale(10.0), gs.Nodes("Relu")) as live:
+        model(x).backward()
+    # (x^3)'' = 6 x
+    assert _grad(x) == [120.0]
+    assert _calls(live) == {"root#0/ReluBackward[0]": 1}
+
+
+def test_a_reentrant_checkpoint_hides_its_nodes_and_that_is_told() -> None:
+    class Saved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = checkpoint(self.act, x * 2, use_reentrant=True)
+            assert isinstance(y, Tensor)
+            return y.sum()
+
+    model = Saved()
+    with (
+        pytest.raises(LookupError, match=r"'Relu'.*There are: CheckpointFunction, Mul, Sum"),
+        attached(model, gs.Zero(), gs.Nodes("Relu")),
+    ):
+        model(_x())
 
 
 def test_a_forward_without_gradients_makes_no_site() -> None:

@@ -2,7 +2,7 @@
 
 import threading
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
+from gradsurg.fields import FieldError
 from gradsurg.sites.outputs import tensors_in
 from tests.nets import attached, backward, gradients, num_hooks, sgd, small
 
@@ -290,6 +291,22 @@ def test_non_reentrant_checkpoints_fire_once() -> None:
     assert _calls(live) == {"twice#0": 1}
 
 
+def test_inside_a_reentrant_checkpoint_nothing_is_hooked_and_that_is_told() -> None:
+    class Saved(Shared):
+        def forward(self, x: Tensor) -> Tensor:
+            y = checkpoint(self.twice, x, use_reentrant=True)
+            assert isinstance(y, Tensor)
+            return y.sum()
+
+    model, x = Saved(), _x()
+    with (
+        pytest.warns(gs.SurgeryWarning, match=r"no gradient ever.* twice#0 \(needs no gradient\)"),
+        attached(model, gs.Scale(10.0), gs.Outputs("twice")),
+    ):
+        model(x).backward()
+    assert _grad(x) == [2.0]
+
+
 def test_an_in_place_activation_behind_the_output_is_no_trouble() -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(inplace=True), nn.Linear(5, 3))
     with attached(model, gs.Zero(), gs.Outputs("0")):
@@ -372,6 +389,34 @@ def test_a_pattern_that_matches_nothing_lists_what_there_is_and_the_nearest() ->
     assert str(caught.value) == (
         "Outputs: nothing matches 'frist'. There are: first, act, last. Did you mean 'first'?"
     )
+
+
+@pytest.mark.parametrize("field", [{"pattern": ""}, {"pattern": "re:("}, {"call": -1}])
+def test_fields_that_make_no_sense_are_refused(field: dict[str, Any]) -> None:
+    with pytest.raises(FieldError, match=rf"Outputs\.{next(iter(field))}"):
+        gs.Outputs(**field)
+
+
+def test_an_exception_in_forward_leaves_the_calls_counted_right() -> None:
+    class Breaks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.twice = Double()
+
+        def forward(self, x: Tensor, breaks: bool) -> Tensor:
+            y = self.twice(x)
+            if breaks:
+                raise OSError("gone")
+            return self.twice(y).sum()
+
+    model, x = Breaks(), _x()
+    with attached(model, gs.Scale(10.0), gs.Outputs("twice")) as live:
+        with pytest.raises(OSError, match="gone"):
+            model(x, True)
+        model.twice(x).sum().backward()
+        model(x, False).backward()
+    assert _grad(x) == [20.0 + 400.0]
+    assert _calls(live) == {"twice#0": 2, "twice#1": 1}
 
 
 @pytest.mark.filterwarnings("ignore")  # Dynamo trips over its own warnings when they are errors

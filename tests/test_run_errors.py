@@ -1,0 +1,205 @@
+"""How the command ends when a run fails or is interrupted, and how it goes on afterwards."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from gradsurg import run
+
+SHORT = ("steps=20", "seeds=1", "sink=none")
+OFTEN = ("checkpoint_every=1", "log_every=1")
+LINE = "interrupted; the same command goes on from the last checkpoint"
+THEIRS = """
+calls = 0
+
+
+def halve(grad):
+    return grad / 2
+
+
+def total(grad):
+    return grad.sum()
+
+
+def interrupts(grad):
+    return _late(grad, KeyboardInterrupt())
+
+
+def fails(grad):
+    return _late(grad, RuntimeError("the disk\\nis on fire"))
+
+
+def _late(grad, error):
+    global calls
+    calls += 1
+    if calls > 60:
+        raise error
+    return grad / 2
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a command printed, and how it ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+@dataclass(frozen=True)
+class Here:
+    """The command in this process, which is quicker, in a folder that has `their_module`."""
+
+    monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str]
+
+    def __call__(self, *words: str) -> Ended:
+        self.monkeypatch.setattr(sys, "argv", ["run.py", *words])
+        self.capsys.readouterr()
+        code = 0
+        try:
+            run.main()
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else 1
+        out, err = self.capsys.readouterr()
+        return Ended(code, out, err)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder: it holds a module of a user's own and nothing else."""
+    (tmp_path / "their_module.py").write_text(THEIRS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "their_module", raising=False)
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+    return Here(monkeypatch, capsys)
+
+
+def started(folder: Path, *words: str) -> subprocess.Popen[str]:
+    """The command in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-m", "gradsurg.run", *words],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finished(folder: Path) -> list[str]:
+    return sorted(path.parent.name.rpartition("-")[0] for path in folder.rglob("summary.json"))
+
+
+def test_a_users_callable_is_run_with_a_warning_of_one_line(folder: Path) -> None:
+    process = started(folder, "transform=[clip,their_module.halve]", *SHORT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert out.startswith("clip+halve: test accuracy ")
+    assert re.fullmatch(r"warning: halve is a plain callable: [^\n]*\n", err)
+    assert finished(folder) == ["clip+halve-seed0", "none-seed0"]
+
+
+def test_ctrl_c_ends_a_run_with_one_line_and_code_130(folder: Path) -> None:
+    words = ("transform=clip", "steps=1000000", "seeds=1", "sink=none", *OFTEN)
+    process = started(folder, *words)
+    deadline = time.monotonic() + 60
+    while not any(folder.rglob("checkpoint.pt")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", f"{LINE}\n")
+
+
+def test_an_interrupt_inside_a_transform_ends_the_same_way(here: Here, folder: Path) -> None:
+    ended = here("transform=their_module.interrupts", *OFTEN, *SHORT)
+    assert ended.code == 130
+    assert ended.err.splitlines()[1:] == [LINE]
+    assert finished(folder) == ["none-seed0"]
+
+
+def test_what_a_transform_raises_is_told_in_one_line(here: Here, folder: Path) -> None:
+    ended = here("transform=their_module.total", *SHORT)
+    assert ended.code == 1
+    assert ended.out == ""
+    warning, line = ended.err.splitlines()
+    assert warning.startswith("warning: total is a plain callable")
+    (log,) = folder.glob("runs/default/total-*/error.log")
+    assert line.startswith("total, seed 0: TypeError: total: total must return a tensor like the ")
+    assert "site 'output.bias', step 0" in line
+    assert line.endswith(f" (the traceback is in {log.relative_to(folder)})")
+    assert log.read_text().startswith("Traceback (most recent call last):\n")
+    assert "in _train" in log.read_text()
+
+
+def test_a_run_that_failed_goes_on_once_its_cause_is_gone(here: Here, folder: Path) -> None:
+    words = ("transform=their_module.fails", *OFTEN, *SHORT)
+    ended = here(*words)
+    assert ended.code == 1
+    assert "RuntimeError: the disk is on fire; while fails acted at site '" in ended.err
+    assert re.search(r"site '[\w.]+', step 10 \(", ended.err)
+    (log,) = folder.glob("runs/default/*/error.log")
+    rows = (log.parent / "metrics.jsonl").read_text()
+    assert rows.count("\n") == 10
+    sys.modules["their_module"].calls = -1000
+    assert here(*words).code == 0
+    assert not log.exists()
+    assert (log.parent / "metrics.jsonl").read_text().startswith(rows)
+    # Ten steps of six parameters: it did not begin anew.
+    assert sys.modules["their_module"].calls == -1000 + 60
+    assert (log.parent / "summary.json").is_file()
+
+
+def test_hydras_full_error_still_gives_the_traceback(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(TypeError, match="must return a tensor like the gradient"):
+        here("transform=their_module.total", *SHORT)
+
+
+def test_a_job_that_fails_does_not_stop_the_others_of_a_sweep(here: Here, folder: Path) -> None:
+    ended = here("-m", "transform=their_module.total,clip", "seed=0,1", *SHORT)
+    assert ended.code == 1
+    assert finished(folder) == ["clip-seed0", "clip-seed1", "none-seed0", "none-seed1"]
+    assert "Traceback" not in ended.err
+    lines = ended.err.splitlines()
+    failed = [line.partition(": TypeError: ")[0] for line in lines if ": TypeError: " in line]
+    assert failed == ["total, seed 0", "total, seed 1"]
+    assert "the runs above failed, the other jobs have been run" in lines
+    assert sum("is a plain callable" in line for line in lines) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_told_in_a_line(here: Here) -> None:
+    ended = here("transform=clip", "out=/proc/no/runs", *SHORT)
+    assert ended.code in (run.FAILED, run.WRONG_INPUT)  # root is told only by the failing write
+    (line,) = ended.err.splitlines()
+    assert "/proc" in line
+
+
+def test_a_config_name_of_a_users_own_that_is_not_there_is_wrong_input(here: Here) -> None:
+    ended = here("--config-name", "other", "transform=clip")
+    assert ended.code == run.WRONG_INPUT
+    assert "other" in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_notes_of_an_error_stand_behind_it() -> None:
+    error = ValueError("one\n  two")
+    error.add_note("while clip acted")
+    assert run._sentence(error) == "ValueError: one two; while clip acted"
+    assert run._sentence(ValueError()) == "ValueError: no message"
