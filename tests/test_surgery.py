@@ -837,3 +837,15 @@ def test_two_places_hooked_one_by_one_draw_different_noise() -> None:
         gs.hook(place, gs.AddNoise())
         place.sum().backward()
     assert not torch.equal(first.grad, second.grad)
+
+
+class Doubling:
+    def __call__(self, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2
+
+
+def test_the_state_of_a_callable_object_is_known_to_an_equal_surgery() -> None:
+    with pytest.warns(gs.SurgeryWarning, match="Doubling is a plain callable"):
+        first, second = (gs.Surgery(gs.Intervention(Doubling())) for _ in range(2))
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict() == first.state_dict()

@@ -132,7 +132,8 @@ class Function(Stateless):
         self.function = function
 
     def __repr__(self) -> str:
-        return getattr(self.function, "__qualname__", repr(self.function))
+        # Never an address: the state of a surgery is recognised by its transforms' names.
+        return getattr(self.function, "__qualname__", type(self.function).__qualname__)
 
     @property
     def laws(self) -> frozenset[Law]:
