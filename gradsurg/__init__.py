@@ -1,7 +1,7 @@
 """Operate on the gradients of a live PyTorch model and measure what it does to learning.
 
-`gradsurg.Clip`, `gradsurg.Parameters` and the rest are found by name in the folders `transforms`
-and `sites`; `dir(gradsurg)` lists them.
+`gradsurg.Clip`, `gradsurg.Parameters`, `gradsurg.Steps` and the rest are found by name in the
+folders `transforms`, `sites` and `triggers`; `dir(gradsurg)` lists them.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -9,23 +9,24 @@ from typing import Any
 
 from gradsurg.catalogue import find, names
 from gradsurg.compare import Comparison, compare
+from gradsurg.hook import hook
+from gradsurg.intervention import Intervention
 from gradsurg.ledger import SurgeryWarning
-from gradsurg.surgery import Intervention, Live, Surgery, hook
-from gradsurg.triggers import Always, Steps, Trigger
+from gradsurg.live import Live
+from gradsurg.surgery import Surgery
+from gradsurg.triggers.base import Trigger
 
 try:
     __version__ = version("gradsurg")
 except PackageNotFoundError:  # imported from a folder, never installed
     __version__ = "0+unknown"
 
-KINDS = ("transforms", "sites")
+KINDS = ("transforms", "sites", "triggers")
 
 __all__ = [
-    "Always",
     "Comparison",
     "Intervention",
     "Live",
-    "Steps",
     "Surgery",
     "SurgeryWarning",
     "Trigger",

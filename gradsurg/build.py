@@ -21,20 +21,21 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from torch import nn
 from torch.optim import Optimizer
 
-from gradsurg import __version__, triggers
+from gradsurg import __version__
 from gradsurg.catalogue import find
 from gradsurg.fields import FieldError, nearest, validated
+from gradsurg.intervention import Intervention
 from gradsurg.ledger import SurgeryWarning
 from gradsurg.sinks.base import Guarded, Sink
 from gradsurg.sites.base import Selector
 from gradsurg.study import Run, Schedule
-from gradsurg.surgery import Intervention, Surgery
+from gradsurg.surgery import Surgery
 from gradsurg.tasks.base import Data, Task
 from gradsurg.transforms.base import Transform, as_transform
 from gradsurg.transforms.chain import Chain
 from gradsurg.transforms.identity import Identity
 from gradsurg.transforms.norm_matched import NormMatched
-from gradsurg.triggers import Trigger
+from gradsurg.triggers.base import Trigger
 
 Config = Mapping[str, Any]  # Any: what a YAML file can hold
 
@@ -150,7 +151,7 @@ def build(config: Config) -> Experiment:
     with faults.at("site"):
         selector = _make("sites", config["site"], Selector)
     with faults.at("when"):
-        trigger = _trigger(config["when"])
+        trigger = _make("triggers", config["when"], Trigger)
     with faults.at("task"):
         task = _make("tasks", config["task"], Task)
         with _theirs(config["task"], "load"):
@@ -476,20 +477,6 @@ def _import(path: object) -> object:
         ]
         raise ImportError(f"{module_name} has no '{name}'. {nearest(name, own)}")
     return getattr(module, name)
-
-
-def _trigger(config: Config) -> Trigger:
-    if "_target_" in config:
-        return _make("triggers", config, Trigger)
-    kinds = {
-        name.lower(): kind
-        for name, kind in vars(triggers).items()
-        if isinstance(kind, type) and issubclass(kind, Trigger) and kind is not Trigger
-    }
-    name = str(config.get("name"))
-    if name not in kinds:
-        raise LookupError(f"there is no trigger '{name}'. {nearest(name, list(kinds))}")
-    return kinds[name](**{key: value for key, value in config.items() if key != "name"})
 
 
 def _sinks(config: Config | None, faults: _Faults) -> tuple[Sink, ...]:

@@ -38,6 +38,7 @@ NUM_ROWS = NUM_SUMS + 2  # the maps that are summed, and two to work in
 class _Slot:
     transform: str
     entry: Entry
+    fetched_fired: int = 0
     fetched_calls: int = 0
     fresh: list[float] = field(default_factory=lambda: [0.0] * (len(NUMBERS) + 1))
     totals: list[float] = field(default_factory=lambda: [0.0] * (len(NUMBERS) + 1))
@@ -60,6 +61,7 @@ class SlotState(TypedDict):
     transform: str
     intervention: str
     site: str
+    fetched_fired: int
     fetched_calls: int
     totals: list[float]
 
@@ -146,17 +148,22 @@ class Effects:
             self._collect()
 
     def fetch(self) -> list[dict[str, object]]:
-        """The rows since the last fetch: means over the sampled gradients, one row a slot."""
+        """The rows since the last fetch: means over the sampled gradients, one row a slot.
+
+        A site whose trigger did not fire has None for them: its gradients are counted all the same.
+        """
         self.flush()
         self._collect()
         self._sketched.clear()
         rows = []
         for slot in self._slots:
-            if slot.fresh[-1]:
-                rows.append(_row(slot, slot.fresh, slot.entry.all_fired - slot.fetched_calls))
+            fired, calls = slot.entry.all_fired, slot.entry.all_calls
+            counts = fired - slot.fetched_fired, calls - slot.fetched_calls
+            if slot.fresh[-1] or (self.every and calls > slot.fetched_calls and not counts[0]):
+                rows.append(_row(slot, slot.fresh, *counts))
                 slot.totals = _added(slot.totals, slot.fresh)
                 slot.fresh = [0.0] * len(slot.fresh)
-                slot.fetched_calls = slot.entry.all_fired
+                slot.fetched_fired, slot.fetched_calls = fired, calls
         return rows
 
     def rows(self) -> list[dict[str, object]]:
@@ -164,7 +171,11 @@ class Effects:
         self.flush()
         self._collect()
         pairs = [(slot, _added(slot.totals, slot.fresh)) for slot in self._slots]
-        return [_row(slot, numbers, slot.entry.all_fired) for slot, numbers in pairs if numbers[-1]]
+        return [
+            _row(slot, numbers, slot.entry.all_fired, slot.entry.all_calls)
+            for slot, numbers in pairs
+            if numbers[-1]
+        ]
 
     def state(self) -> EffectsState:
         """What a checkpoint keeps, right after a fetch."""
@@ -173,6 +184,7 @@ class Effects:
                 transform=slot.transform,
                 intervention=slot.entry.intervention,
                 site=slot.entry.site,
+                fetched_fired=slot.fetched_fired,
                 fetched_calls=slot.fetched_calls,
                 totals=slot.totals,
             )
@@ -187,7 +199,8 @@ class Effects:
         for kept in state["slots"]:
             entry = ledger.enter(kept["intervention"], kept["site"])
             slot = self._slots[self.slot(kept["transform"], entry)]
-            slot.fetched_calls, slot.totals = kept["fetched_calls"], list(kept["totals"])
+            slot.fetched_fired, slot.fetched_calls = kept["fetched_fired"], kept["fetched_calls"]
+            slot.totals = list(kept["totals"])
         self._sketches = {name: dict(own) for name, own in state["sketches"].items()}
 
     def table(self) -> str:
@@ -268,15 +281,17 @@ def _added(numbers: Sequence[float], more: Sequence[float]) -> list[float]:
     return [a + b for a, b in zip(numbers, more, strict=True)]
 
 
-def _row(slot: _Slot, numbers: Sequence[float], calls: int) -> dict[str, object]:
+def _row(slot: _Slot, numbers: Sequence[float], fired: int, calls: int) -> dict[str, object]:
     *sums, sampled = numbers
     row: dict[str, object] = {
         "transform": slot.transform,
         "site": slot.entry.site,
-        "calls": calls,
+        "seen": calls,
+        "calls": fired,
         "sampled": int(sampled),
     }
-    row |= {name: value / sampled for name, value in zip(NUMBERS, sums, strict=True)}
+    means = [value / sampled if sampled else None for value in sums]
+    row |= dict(zip(NUMBERS, means, strict=True))
     row["nonfinite"] = int(sums[-1])
     return row
 

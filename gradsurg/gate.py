@@ -10,8 +10,8 @@ from torch.amp import is_autocast_available
 from gradsurg.effects import Effects
 from gradsurg.ledger import Entry
 from gradsurg.sites.base import SiteGate
-from gradsurg.transforms.base import Context, GroupTransform, State, Stateless, Transform
-from gradsurg.triggers import Trigger
+from gradsurg.transforms.base import Context, State, Stateless, Transform
+from gradsurg.triggers.base import Clock, Moment, Trigger
 
 ERRORS = Exception  # whatever a user's transform raises: it gets a note and is raised again
 UNBORN: State = {}  # the state of a site that has met no gradient yet
@@ -21,9 +21,12 @@ class Operation:
     """One attached intervention: what its gates share. Its flags are set once a step."""
 
     __slots__ = (
+        "at_once",
+        "clock",
         "effects",
         "firing",
         "idle",
+        "label",
         "links",
         "needs_value",
         "on",
@@ -33,7 +36,6 @@ class Operation:
         "shadow",
         "stateless",
         "states",
-        "step",
         "stepping",
         "trigger",
     )
@@ -44,25 +46,45 @@ class Operation:
         trigger: Trigger,
         effects: Effects,
         states: dict[str, State],
-        seed: int,
-        shadow: bool,
-        stepping: bool,
+        clock: Clock,
+        seed: int = 0,
+        shadow: bool = False,
+        stepping: bool = False,
+        at_once: bool = False,
     ) -> None:
-        self.links = links
-        self.trigger = trigger
+        self.label = " -> ".join(label for label, _ in links)
         self.effects = effects
         self.states = states
+        self.clock = clock
         self.seed = seed
         self.shadow = shadow
         self.stepping = stepping
-        self.needs_value = any(link.needs_value for _, link in links)
-        self.stateless = all(isinstance(link, Stateless) for _, link in links)
+        # What passes outside a backward may be written to before a backward ends: measure it now.
+        self.at_once = at_once
         self.on = True
+        self.set(links, trigger)
 
-    def begin(self, step: int) -> None:
-        """A step begins: decide for all sites whether the trigger fires and effects are sampled."""
-        self.step = step
-        self.firing = self.trigger.fires(step)
+    def set(self, links: Sequence[tuple[str, Transform]], trigger: Trigger) -> None:
+        """What acts and when, now or anew."""
+        self.links = links
+        self.trigger = trigger
+        asks_value = any(getattr(part, "source", "") == "value" for part in trigger.parts)
+        self.needs_value = asks_value or any(link.needs_value for _, link in links)
+        self.stateless = all(isinstance(link, Stateless) for _, link in links)
+        self.begin()
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.clock.step
+
+    def begin(self) -> None:
+        """A step begins: decide for all sites whether the trigger fires and effects are sampled.
+
+        A trigger that has to see the site or its gradient says None: it is asked there.
+        """
+        fires = self.trigger.fires(Moment(self.clock, self.seed, self.label))
+        self.firing = fires if isinstance(fires, bool) else None
         self.sampling = self.effects.sampling
         # A shadowed transform without state leaves no trace in a step that is not measured.
         self.idle = self.shadow and not self.sampling and self.stateless
@@ -73,8 +95,20 @@ class Operation:
         where no steps are counted it is asked anew each time.
         """
         autocast = is_autocast_available(device) and torch.is_autocast_enabled(device)
-        self.ready = self.stepping and not autocast
+        self.ready = self.stepping and not autocast and self.firing is True
         return autocast
+
+    def fires(self, site: str, grad: Tensor, value: Tensor | None) -> bool | Tensor:
+        """Whether the trigger fires at this gradient."""
+        key = f"{self.label}/{site}/when"
+        moment = Moment(self.clock, self.seed, self.label, site, grad, value)
+        moment.state = dict(self.states.get(key, {}))
+        fires = self.trigger.fires(moment)
+        if fires is None:
+            raise TypeError(f"{self.trigger!r}: fires() said None where the gradient was at hand")
+        if moment.state:
+            self.states[key] = moment.state
+        return fires
 
     def retire(self) -> None:
         """Hooks on graphs that are already built outlive their handles; from now on they pass."""
@@ -109,8 +143,14 @@ class Link:
         self.state = operation.states.get(self.key, UNBORN)
         self.context = Context(self.key, operation.step, seed=operation.seed)
 
-    def keep(self, state: State) -> None:
-        """Take over the next state; under create_graph it must not hold on to the graph."""
+    def keep(self, state: State, fires: Tensor | None = None) -> None:
+        """Take over the next state; under create_graph it must not hold on to the graph.
+
+        Where the device decides, the old state stays unless the trigger fires.
+        """
+        if fires is not None and state:
+            before = self.state
+            state = {name: torch.where(fires, new, before[name]) for name, new in state.items()}
         if any(tensor.requires_grad for tensor in state.values()):
             state = {name: tensor.detach() for name, tensor in state.items()}
         self.state = state
@@ -141,18 +181,37 @@ class Gate:
         self._contexts = [link.context for link in self.links]
         self._value = value
         self._plain = False  # until the first gradient has shown that the short way will do
-        self._mark = entry.fired
+        self._mark = entry.acted
         self.hook = self._hook()
 
-    def begin(self, step: int) -> int:
-        """A step begins: transforms see its number. How many gradients passed in the last one."""
-        fired = self.entry.fired
-        passed = fired - self._mark
-        self._mark = fired
+    def begin(self) -> int:
+        """A step begins: transforms see its number. How many gradients it met in the last one."""
+        acted = self.entry.acted
+        passed = acted - self._mark
+        self._mark = acted
         for context in self._contexts:
-            context.step = step
+            context.step = self.operation.step
             context.call = 0
         return passed
+
+    def renew(self) -> None:
+        """Its operation was set anew: a link of the same class keeps its state."""
+        old = list(self.links)
+        self.links[:] = [
+            Link(label, link, self.operation, self.entry) for label, link in self.operation.links
+        ]
+        for new, before in zip(self.links, old, strict=True):
+            if type(new.transform) is type(before.transform):
+                new.state = before.state
+            new.context.call = before.context.call
+        self._contexts = [link.context for link in self.links]
+        self._plain = False
+
+    def refresh(self, states: dict[str, State]) -> None:
+        """States were loaded: take up those of this site."""
+        for link in self.links:
+            link.state = states.get(link.key, UNBORN)
+        self._plain = False
 
     def _hook(self) -> SiteGate:
         # A closure: called from autograd it costs half of what a method of an instance does.
@@ -184,7 +243,7 @@ class Gate:
                     or result.shape != before.shape
                     or result.dtype is not before.dtype
                 ):
-                    raise self._unfit(link, before, result)
+                    raise self.unfit(link, before, result)
                 if operation.sampling:
                     effects.add(link.slot, before, result)
                 context.call += 1
@@ -198,27 +257,35 @@ class Gate:
         if not operation.on:
             return None
         self.entry.calls += 1
-        if not operation.firing:
+        if operation.firing is False:
             return None
-        self.entry.fired += 1
-        if operation.idle:
-            return None
-        self.check_dense(grad)
         if value is None and self._value is not None:
             value = self._value()
+        fires = operation.firing or operation.fires(self.entry.site, grad, value)
+        if not self.entry.count(fires) or operation.idle:
+            return None
+        on_device = None if fires is True else fires
+        self.check_dense(grad)
         device = grad.device.type
         with torch.autocast(device, enabled=False) if operation.ask(device) else nullcontext():
             result = grad
             for link in self.links:
                 before = result
-                result = self.apply(link, before, value)
+                result = self.apply(link, before, value, on_device)
                 if operation.sampling:
                     operation.effects.add(link.slot, before, result)
-        self._plain = not operation.needs_value
+        if operation.sampling and operation.at_once:
+            operation.effects.flush()
+        self._plain = not operation.needs_value and not operation.at_once
         return None if result is grad or operation.shadow else result
 
-    def apply(self, link: Link, grad: Tensor, value: Tensor | None) -> Tensor:
-        """Apply one link, from its first state on, and check its result in full."""
+    def apply(
+        self, link: Link, grad: Tensor, value: Tensor | None, fires: Tensor | None = None
+    ) -> Tensor:
+        """Apply one link, from its first state on, and check its result in full.
+
+        `fires`, where the device decides it, chooses between the result and the gradient.
+        """
         context, version = link.context, grad._version
         context.value = value if self.operation.needs_value else None
         try:
@@ -235,12 +302,12 @@ class Gate:
             or result.device != grad.device
             or result.layout is not grad.layout
         ):
-            raise self._unfit(link, grad, result)
+            raise self.unfit(link, grad, result)
         self._check_pure(link, grad, version, result, value)
-        link.keep(state)
+        link.keep(state, fires)
         context.value = None
         context.call += 1
-        return result
+        return result if fires is None else torch.where(fires, result, grad)
 
     def check_dense(self, grad: Tensor) -> None:
         """Refuse what no transform can take."""
@@ -275,104 +342,13 @@ class Gate:
     def _where(self, link: Link) -> str:
         return f"while {link.label} acted at site '{self.entry.site}', step {self.operation.step}"
 
-    def _unfit(self, link: Link, before: Tensor, after: object) -> TypeError:
+    def unfit(self, link: Link, before: Tensor, after: object) -> TypeError:
+        """The error for a result that is not like the gradient."""
         return TypeError(
             f"{link.label}: {link.transform!r} must return a tensor like the gradient. At site "
             f"'{self.entry.site}', step {self.operation.step}, the gradient is {_kind(before)}, "
             f"found {_kind(after)}."
         )
-
-
-class GroupGate:
-    """One intervention at all its sites together, in the order of its gates."""
-
-    def __init__(self, operation: Operation, gates: Sequence[Gate]) -> None:
-        self.operation = operation
-        self.gates = gates
-        self._seen = False
-
-    def __call__(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        operation = self.operation
-        if not operation.on:
-            return grads
-        gates, present = self.gates, [grad for grad in grads if grad is not None]
-        if len(present) < len(grads):
-            gates = [gate for gate, grad in zip(gates, grads, strict=True) if grad is not None]
-        firing = operation.firing
-        for gate in gates:
-            gate.entry.calls += 1
-            gate.entry.fired += firing
-        if not present or not firing or operation.idle:
-            return grads
-        device = present[0].device.type
-        with torch.autocast(device, enabled=False) if operation.ask(device) else nullcontext():
-            results = self._operate(gates, present)
-        if operation.sampling:
-            operation.effects.flush()  # before the optimizer can write to them
-        if operation.shadow:
-            return grads
-        if len(present) == len(grads):
-            return results
-        new = iter(results)
-        return [None if grad is None else next(new) for grad in grads]
-
-    def _operate(self, gates: Sequence[Gate], grads: list[Tensor]) -> list[Tensor]:
-        operation = self.operation
-        if not self._seen:
-            for gate, grad in zip(gates, grads, strict=True):
-                gate.check_dense(grad)
-        for index, (_, transform) in enumerate(operation.links):
-            befores = grads
-            links = [gate.links[index] for gate in gates]
-            if isinstance(transform, GroupTransform) and transform.scope == "group":
-                grads = self._update(transform, gates, links, befores)
-            else:
-                triples = zip(gates, links, befores, strict=True)
-                grads = [gate.apply(link, grad, gate.value()) for gate, link, grad in triples]
-            if operation.sampling:
-                for link, before, after in zip(links, befores, grads, strict=True):
-                    operation.effects.add(link.slot, before, after)
-        self._seen = True
-        return grads
-
-    def _update(
-        self,
-        transform: GroupTransform,
-        gates: Sequence[Gate],
-        links: Sequence[Link],
-        grads: list[Tensor],
-    ) -> list[Tensor]:
-        states = self.operation.states
-        key = f"{links[0].label}/group"
-        state = states.get(key)
-        contexts = [link.context for link in links]
-        versions = [] if self._seen else [grad._version for grad in grads]
-        if transform.needs_value:
-            for gate, context in zip(gates, contexts, strict=True):
-                context.value = gate.value()
-        try:
-            if state is None:
-                state = transform.init_group(grads)
-            results, state = transform.update_group(grads, state, contexts)
-        except ERRORS as error:
-            step = self.operation.step
-            error.add_note(f"while {links[0].label} acted on {len(grads)} sites, step {step}")
-            raise
-        for context in contexts:
-            context.value = None
-            context.call += 1
-        for index, (grad, result) in enumerate(zip(grads, results, strict=True)):
-            if (
-                not isinstance(result, Tensor)
-                or result.shape != grad.shape
-                or result.dtype is not grad.dtype
-            ):
-                raise gates[index]._unfit(links[index], grad, result)
-        for index, version in enumerate(versions):
-            gates[index].check_untouched(links[index], grads[index], version)
-        if state:
-            states[key] = state
-        return results
 
 
 def _kind(value: object) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import Any, TypedDict
 
 
 class SurgeryWarning(UserWarning):
@@ -15,16 +15,34 @@ class Entry:
     """One site of one intervention: gradients seen, and those the trigger let the transform act on.
 
     `calls` and `fired` are of this attachment, `earlier_*` of those before it in a resumed run.
+    `foreign` names the hooks of others at the same place.
     """
 
     intervention: str
     site: str
     aliases: list[str] = field(default_factory=list)
     skipped: str = ""
+    foreign: list[str] = field(default_factory=list)
     calls: int = 0
     fired: int = 0
+    fired_on_device: Any = 0  # Any: a tensor, and this floor does without torch
+    asked_device: int = 0
     earlier_calls: int = 0
     earlier_fired: int = 0
+
+    def count(self, fires: Any) -> bool:  # Any: a bool, or a tensor where the device decides
+        """Count a gradient that the trigger fires at; whether the transform is to be called."""
+        if fires is True:
+            self.fired += 1
+        elif fires is not False:
+            self.fired_on_device = self.fired_on_device + fires
+            self.asked_device += 1
+        return fires is not False
+
+    @property
+    def acted(self) -> int:
+        """Gradients that the transform was called for; the device may have left some alone."""
+        return self.fired + self.asked_device
 
     @property
     def all_calls(self) -> int:
@@ -34,7 +52,7 @@ class Entry:
     @property
     def all_fired(self) -> int:
         """Gradients acted on, those before an interruption too."""
-        return self.earlier_fired + self.fired
+        return self.earlier_fired + self.fired + int(self.fired_on_device)
 
 
 class EntryState(TypedDict):
@@ -58,11 +76,19 @@ class Ledger:
         return iter(self.entries.values())
 
     def enter(
-        self, intervention: str, site: str, aliases: Sequence[str] = (), skipped: str = ""
+        self,
+        intervention: str,
+        site: str,
+        aliases: Sequence[str] = (),
+        skipped: str = "",
+        foreign: Sequence[str] = (),
     ) -> Entry:
         """The entry of a site, made when it is first met."""
-        entry = self.entries.setdefault((intervention, site), Entry(intervention, site))
+        entry = self.entries.get((intervention, site))
+        if entry is None:
+            entry = self.entries[intervention, site] = Entry(intervention, site)
         entry.aliases.extend(alias for alias in aliases if alias not in entry.aliases)
+        entry.foreign.extend(name for name in foreign if name not in entry.foreign)
         entry.skipped = skipped
         for alias in aliases:
             self.forget(intervention, alias)
@@ -126,6 +152,8 @@ class Ledger:
             names = " = ".join([entry.site, *entry.aliases])
             # An evaluation without gradients says nothing about the training.
             note = f"  ({entry.skipped})" if entry.skipped and not entry.all_calls else ""
+            if entry.foreign:
+                note += f"  (beside hooks of others: {', '.join(entry.foreign)})"
             counts = f"{entry.all_calls:>8} {entry.all_fired:>8}"
             lines.append(f"{entry.intervention:<{width}} {counts}  {names}{note}")
         return "\n".join(lines)

@@ -27,6 +27,7 @@ EFFECTS_KEYS = {
     "step": "Int64",
     "transform": "String",
     "site": "String",
+    "seen": "Int64",
     "calls": "Int64",
     "sampled": "Int64",
     "nonfinite": "Int64",
@@ -228,8 +229,8 @@ def effect_table(paths: Iterable[str | Path]) -> list[dict[str, object]]:
     """For each transform and site, each number's mean: over a run's steps, then over the runs.
 
     An interval counts as often as the site was called in it, a run counts once. Where a number is
-    null (not sampled, or not finite) its interval does not count. `runs`, `calls`, `sampled` and
-    `nonfinite` are totals. In the order in which they were first met.
+    null (not sampled, or not finite) its interval does not count. `runs`, `seen`, `calls`,
+    `sampled` and `nonfinite` are totals. In the order in which they were first met.
     """
     import polars as pl
 
@@ -240,7 +241,7 @@ def effect_table(paths: Iterable[str | Path]) -> list[dict[str, object]]:
         if name not in EFFECTS_KEYS and (kind.is_numeric() or kind == pl.Null)
     ]
     rows = rows.with_columns(pl.col(numbers).cast(pl.Float64))
-    totals = ["calls", "sampled", "nonfinite"]
+    totals = ["seen", "calls", "sampled", "nonfinite"]
     means = [
         (pl.col(name) * pl.col("calls")).sum()
         / pl.col("calls").filter(pl.col(name).is_not_null()).sum()

@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 
 from gradsurg.effects import NUMBERS, EffectsState
 from gradsurg.ledger import EntryState, SurgeryWarning
+from gradsurg.live import Live
 from gradsurg.sinks.base import Guarded, RunInfo, Sink, State
 from gradsurg.store import EFFECTS, METRICS, RunDirectory, directory_name
-from gradsurg.surgery import Live, Surgery
+from gradsurg.surgery import Surgery
 from gradsurg.tasks.base import Data, Task
 from gradsurg.train import Batches, outputs_of, train
 from gradsurg.transforms.identity import Identity
@@ -145,7 +146,11 @@ def _train(run: Run, place: RunDirectory, sinks: Sequence[Sink]) -> dict[str, ob
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         attached = surgery.attach(
-            model, optimizer, effects_every=run.schedule.effects_every, shadow=run.shadow
+            model,
+            optimizer,
+            effects_every=run.schedule.effects_every,
+            shadow=run.shadow,
+            steps_per_epoch=len(data.train_inputs) // run.schedule.batch_size,
         )
         with attached as live:
             if kept is not None:
@@ -227,7 +232,7 @@ class _Log:
         values = {"train/loss": loss, **times}
         for row in rows:
             prefix = f"effect/{row['transform']}/{row['site']}"
-            for name in ("calls", *NUMBERS):
+            for name in ("seen", "calls", *NUMBERS):
                 value = row[name]
                 if isinstance(value, int | float):
                     values[f"{prefix}/{name}"] = value

@@ -12,9 +12,10 @@ COLUMNS = {
     "flipped": "sign flips",
     "zeroed": "zeroed",
     "nonfinite": "non-finite",
+    "fired": "fired",
     "calls": "calls",
 }
-FRACTIONS = ("changed", "flipped", "zeroed")
+FRACTIONS = ("changed", "flipped", "zeroed", "fired")
 
 
 def effect_table(rows: Sequence[Mapping[str, object]]) -> str:
@@ -24,6 +25,7 @@ def effect_table(rows: Sequence[Mapping[str, object]]) -> str:
     if not rows:
         return "no gradient was measured"
     order = {row.get("transform"): rank for rank, row in reversed(list(enumerate(rows)))}
+    rows = [row | {"fired": _fired(row)} for row in rows]
     rows = sorted(rows, key=lambda row: order[row.get("transform")])
     shown = [key for key in COLUMNS if _says_something(key, rows)]
     cells = [[COLUMNS[key] for key in shown]]
@@ -51,6 +53,12 @@ def number(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def _fired(row: Mapping[str, object]) -> float | None:
+    """The share of the gradients at a site that the trigger let the transform act on."""
+    calls, seen = row.get("calls"), row.get("seen")
+    return calls / seen if isinstance(calls, int) and isinstance(seen, int) and seen else None
+
+
 def _says_something(key: str, rows: Sequence[Mapping[str, object]]) -> bool:
     values = [row.get(key) for row in rows]
     match key:
@@ -62,6 +70,8 @@ def _says_something(key: str, rows: Sequence[Mapping[str, object]]) -> bool:
             return any(value is not None for value in values)
         case "cosine":
             return any(row.get("changed") for row in rows)
+        case "fired":
+            return any(value not in (None, 1.0) for value in values)
         case _:
             return any(values)
 

@@ -17,6 +17,7 @@ FOLDERS = {
     "tasks": "task",
     "sinks": "sink",
     "sites": "site",
+    "triggers": "when",
 }
 """The folder of classes and the one of their configs."""
 

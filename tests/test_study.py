@@ -20,16 +20,18 @@ import gradsurg as gs
 from gradsurg.build import build
 from gradsurg.compose import CONFIG_DIR, plain, register
 from gradsurg.effects import NUMBERS
+from gradsurg.intervention import Intervention
 from gradsurg.models.mlp import MLP
 from gradsurg.sinks.base import Guarded, RunInfo, Sink, State
 from gradsurg.sites.base import Selector
 from gradsurg.store import RunDirectory, run_hash
 from gradsurg.study import Record, Run, Schedule, _would_bite, execute
-from gradsurg.surgery import Intervention, Surgery
+from gradsurg.surgery import Surgery
 from gradsurg.tasks.base import Data, Task
 from gradsurg.tasks.digits import Digits
 from gradsurg.transforms.base import Transform
-from gradsurg.triggers import Always, Trigger
+from gradsurg.triggers.always import Always
+from gradsurg.triggers.base import Trigger
 from tests.test_sinks import alone, inspect, of_type, rows
 
 ROOT = Path(__file__).parent.parent

@@ -317,13 +317,13 @@ def test_a_pattern_that_does_not_fit_a_parameter_is_refused_when_attached() -> N
 def test_labels_are_class_names_in_snake_case_and_never_the_same_twice() -> None:
     chain = gs.Chain(gs.Clip(), gs.ClipNorm(), gs.Clip())
     surgery = gs.Surgery(gs.Intervention(chain), gs.Intervention(gs.Clip()))
-    assert surgery.labels == [("clip", "clip_norm", "clip_2"), ("clip_3",)]
+    assert surgery.labels == (("clip", "clip_norm", "clip_2"), ("clip_3",))
 
 
 def test_given_labels_never_collide() -> None:
     names = ("clip", "clip_2", "clip")
     surgery = gs.Surgery(gs.Intervention(gs.Chain(gs.Clip(), gs.Clip(), gs.Clip()), names=names))
-    assert surgery.labels == [("clip", "clip_2", "clip_3")]
+    assert surgery.labels == (("clip", "clip_2", "clip_3"),)
 
 
 def test_plan_says_what_would_be_hooked_and_hooks_nothing() -> None:
@@ -427,13 +427,22 @@ def test_the_state_of_something_else_is_refused(state: dict[str, object]) -> Non
         gs.Surgery(gs.Intervention(gs.Scale(2.0))).load_state_dict(state)
 
 
-def test_loading_state_into_an_attached_surgery_is_refused() -> None:
-    surgery = gs.Surgery(gs.Intervention(gs.Scale(2.0)))
-    model = small()
-    with surgery.attach(model):
-        with pytest.raises(RuntimeError, match="before the surgery is attached"):
-            surgery.load_state_dict(surgery.state_dict())
+def test_state_can_be_loaded_while_the_surgery_is_attached() -> None:
+    kept, model = gs.Surgery(gs.Intervention(gs.LowPass())), small()
+    _grokked(3, model, kept)
+    surgery, other = gs.Surgery(gs.Intervention(gs.LowPass())), small()
+    other.load_state_dict(model.state_dict())
+    with surgery.attach(other, sgd(other)) as live:
+        backward(other)
+        surgery.load_state_dict(kept.state_dict())
+        assert live.step == 3
+        other.zero_grad()
+        backward(other)
+    with kept.attach(model, sgd(model)):
+        model.zero_grad()
         backward(model)
+    for name, grad in gradients(model).items():
+        assert torch.equal(grad, gradients(other)[name])
 
 
 def test_the_step_goes_on_when_a_surgery_is_attached_again() -> None:

@@ -8,6 +8,7 @@ import torch
 import gradsurg as gs
 from gradsurg.fields import FieldError
 from gradsurg.sites.base import Selector
+from gradsurg.triggers.base import Clock, Moment
 from tests.nets import attached, backward, gradients, sgd, small
 
 
@@ -27,7 +28,7 @@ from tests.nets import attached, backward, gradients, sgd, small
     ],
 )
 def test_a_trigger_fires_at_its_steps(trigger: gs.Trigger, steps: list[int]) -> None:
-    assert [step for step in range(8) if trigger.fires(step)] == steps
+    assert [step for step in range(8) if trigger.fires(Moment(Clock(step)))] == steps
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from gradsurg import engine
-from gradsurg.sites.outputs import tensors_in
+from gradsurg.sites._nested import tensors_in
 
 LEAF = 2**64 - 1  # the sequence number of every AccumulateGrad node
 
@@ -25,6 +25,7 @@ class Located:
     module: str
     call: int
     occurrence: int
+    thing: nn.Module
 
     @property
     def id(self) -> str:
@@ -36,6 +37,7 @@ class _Span:
     module: str
     call: int
     begin: int
+    thing: nn.Module
     end: int = 0
 
 
@@ -82,7 +84,7 @@ class Spans:
                 thread.calls.clear()
                 thread.closed.clear()
             begin = engine.next_sequence_number()
-            thread.open.append(_Span(name, thread.calls[name], begin))
+            thread.open.append(_Span(name, thread.calls[name], begin, module))
             thread.calls[name] += 1
 
         def leave(module: nn.Module, args: tuple[object, ...], output: object) -> None:
@@ -111,7 +113,7 @@ def _locate(roots: list[Node], closed: list[_Span]) -> Iterator[Located]:
             span = owner[number - outermost.begin]
             name = re.sub(r"Backward\d*$", "", node.name())
             key = (span.module, span.call, name)
-            yield Located(node, name, span.module, span.call, seen[key])
+            yield Located(node, name, span.module, span.call, seen[key], span.thing)
             seen[key] += 1
 
 

@@ -2,11 +2,12 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,34 +15,31 @@ from torch.optim import Optimizer
 from gradsurg.fields import nearest
 from gradsurg.transforms.base import Scope
 
-Stage = Literal["backward", "accumulated", "step"]
+Stage = Literal[
+    "use",  # the gradient of one use of a tensor
+    "backward",  # one backward's gradient
+    "accumulating",  # the same, only where it is then added to `.grad`
+    "accumulated",  # the running sum in `.grad`
+    "settled",  # the same, after all that others do at that moment
+    "backward_end",  # the running sums of a group, when a backward has ended
+    "step",  # what the optimizer is about to use; of weights: what it has left
+    "captured",  # what `torch.autograd.grad` returns
+    "forward",  # what flows forward
+    "saved",  # what backward reads back of the forward
+]
+SCALED: tuple[Stage, ...] = (
+    "use",
+    "backward",
+    "accumulating",
+    "accumulated",
+    "settled",
+    "backward_end",
+    "captured",
+)
+"""The stages at which a gradient is still times the loss scale."""
+
 GradFn = Callable[[Tensor | None], Tensor | None]
 """What a hook calls: it gets a gradient and gives the new one, or None to leave it."""
-
-
-class Gates(Protocol):
-    """How a selector reaches the surgery: it asks for the gate of a site and hooks that."""
-
-    needs_value: bool
-
-    def expect(self, site: str, aliases: Sequence[str] = (), skipped: str = "") -> None:
-        """Put a site into the ledger before a gradient passes; `skipped` says why none will."""
-        ...
-
-    def forget(self, site: str) -> None:
-        """An expected site turned out to be others: take it out of the ledger."""
-        ...
-
-    def gate(self, site: str, value: Callable[[], Tensor | None] | None = None) -> "SiteGate":
-        """The gate of a site, one for all time; `value` gives the tensor whose gradient passes."""
-        ...
-
-    def group(
-        self, sites: Sequence[str], values: Sequence[Callable[[], Tensor | None]]
-    ) -> "GroupFn":
-        """The gate of all sites together."""
-        ...
-
 
 GroupFn = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 """All gradients of a group in, the new ones out (None: leave it), in the same order."""
@@ -53,15 +51,101 @@ class SiteGate(Protocol):
     def __call__(self, grad: Tensor | None, value: Tensor | None = None) -> Tensor | None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a selector decides on: a parameter or a module by one of its names, and as far as it is
+    known the call of the module, the autograd node made in it and its occurrence there. The `owner`
+    of a parameter is its module. It is `whole` when nothing more will be known of it.
+
+    `mechanism` says which hook it would get: selectors of another one do not select it.
+    """
+
+    mechanism: tuple[object, ...]
+    name: str
+    thing: nn.Module | Tensor | None = None
+    call: int | None = None
+    node: str | None = None
+    occurrence: int | None = None
+    owner: nn.Module | None = None
+    whole: bool = False
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What tells it from every other place."""
+        return (self.mechanism, self.name, self.call, self.node, self.occurrence)
+
+
+Keeps = Callable[[Place], bool | None]
+"""Whether a place is selected; None if that depends on what is not known of it yet."""
+
+
+class Gates(Protocol):
+    """How a selector reaches the surgery: it asks for the gate of a site and hooks that."""
+
+    needs_value: bool
+
+    def keeps(self, place: Place) -> bool | None:
+        """Whether the place is selected; None if that depends on what is not known of it yet."""
+        ...
+
+    def expect(
+        self,
+        site: str,
+        aliases: Sequence[str] = (),
+        skipped: str = "",
+        foreign: Sequence[str] = (),
+    ) -> None:
+        """Put a site into the ledger before a gradient passes; `skipped` says why none will,
+        `foreign` names the hooks of others that are there.
+        """
+        ...
+
+    def forget(self, site: str) -> None:
+        """An expected site turned out to be others: take it out of the ledger."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Say something once about this intervention when the block ends."""
+        ...
+
+    def gate(self, site: str, value: Callable[[], Tensor | None] | None = None) -> SiteGate:
+        """The gate of a site, one for all time; `value` gives the tensor whose gradient passes."""
+        ...
+
+    def group(self, sites: Sequence[str], values: Sequence[Callable[[], Tensor | None]]) -> GroupFn:
+        """The gate of all sites together."""
+        ...
+
+
 class Selector(ABC):
-    """Names places in a model; `stage` is the moment of the backward pass (None: the default)."""
+    """Names places in a model; `stage` is the moment of the backward pass (None: the default).
+
+    Selectors combine: `a | b` is what one of them selects, `a & b` what both do, `~a` what `a` does
+    not; `a.expect(n)` refuses any other number of sites, `a.first(n)` keeps the first n that are
+    met, `a.where(test)` those `Place`s that a function of the user's says True of.
+    """
 
     stages: ClassVar[tuple[Stage, ...]]
     group_stages: ClassVar[tuple[Stage, ...]] = ()
     has_value: ClassVar[bool]
+    known_at_once: ClassVar[bool] = False  # whether its sites are known before the model is called
 
-    pattern: str
     stage: Stage | None
+
+    @property
+    def mechanism(self) -> tuple[object, ...]:
+        """Which hook its sites get: selectors that share one are hooked together."""
+        return (type(self).__name__, self.stage)
+
+    @property
+    def kinds(self) -> tuple["Selector", ...]:
+        """The selectors that hook: this one, or those that a combination is made of."""
+        return (self,)
+
+    @property
+    def expected(self) -> int | None:
+        """How many sites there must be, if that was said."""
+        return None
 
     def resolve(self, scope: Scope) -> Stage:
         """The stage for a transform of this scope. ValueError if it cannot have the one given."""
@@ -70,7 +154,7 @@ class Selector(ABC):
             kind = type(self).__name__
             raise ValueError(
                 f"needs all gradients of a group at once, {kind} meets them one at a time; "
-                "it can act at Parameters with stage=step"
+                "it can act at Parameters with stage=step, or at Group"
             )
         stage = self.stage or allowed[0]
         if stage not in allowed:
@@ -83,10 +167,18 @@ class Selector(ABC):
         return stage
 
     @abstractmethod
-    def find(self, model: nn.Module) -> list[str]:
-        """The ids of what is selected, as far as they are known before the model is called.
+    def selects(self, place: Place) -> bool | None:
+        """Whether the fields of this selector fit the place; None if that cannot be known yet."""
 
-        Raises LookupError, with what there is, if nothing is selected.
+    def keeper(self) -> Keeps:
+        """`selects`, or a test with a memory of its own, for the length of one attachment."""
+        return self.selects
+
+    @abstractmethod
+    def find(self, model: nn.Module, keeps: Keeps | None = None) -> list[str]:
+        """The names of what is selected, as far as they are known before the model is called.
+
+        `keeps` takes the place of `selects`. Raises LookupError, with what there is, if nothing is.
         """
 
     @abstractmethod
@@ -99,11 +191,46 @@ class Selector(ABC):
         gates: Gates,
         stack: ExitStack,
     ) -> None:
-        """Hook every selected site at `stage`; each handle goes on `stack` as it is made."""
+        """Hook at `stage` whatever `gates` keeps; each handle goes on `stack` as it is made."""
+
+    def __or__(self, other: "Selector") -> "Selector":
+        return _combined((self, other), "any")
+
+    def __and__(self, other: "Selector") -> "Selector":
+        return _combined((self, other), "all")
+
+    def __invert__(self) -> "Selector":
+        return _combined((self,), "none")
+
+    def expect(self, count: int) -> "Selector":
+        """The same sites, of which there must be `count`."""
+        return _combined((self,), "all", count=count)
+
+    def first(self, count: int) -> "Selector":
+        """The first `count` sites, in the order in which they are met."""
+        return _combined((self,), "all", limit=count)
+
+    def where(self, test: Callable[[Place], bool]) -> "Selector":
+        """Those places that `test` is True of."""
+        return _combined((self,), "all", test=test)
+
+
+def _combined(
+    of: Sequence[object], by: Literal["any", "all", "none"], **fields: Any
+) -> Selector:  # Any: fields have types
+    # Imported here, for a combination is itself a selector.
+    from gradsurg.sites.combined import Combined
+
+    for selector in of:
+        if not isinstance(selector, Selector):
+            raise TypeError(f"a selector combines with selectors, found {selector!r}")
+    return Combined(tuple(of), by=by, **fields)
 
 
 def matches(name: str, pattern: str) -> bool:
     """Whether `name` fits a glob (`layer1.*`, `*` crosses dots) or, whole, a regex (`re:...`)."""
+    if pattern == "*":
+        return True
     if pattern.startswith("re:"):
         return re.fullmatch(pattern[3:], name) is not None
     return fnmatchcase(name, pattern)
@@ -127,6 +254,22 @@ def through(gates: Sequence[GradFn], grads: Sequence[Tensor | None]) -> tuple[Te
     return tuple(
         grad if result is None else result for result, grad in zip(results, grads, strict=True)
     )
+
+
+def foreign(*tables: object) -> list[str]:
+    """The names of the hooks in PyTorch's hook tables that are not gradsurg's own."""
+    return [
+        f"{module}.{getattr(hook, '__qualname__', type(hook).__qualname__)}"
+        for module, hook in _hooks(tables)
+        if module.partition(".")[0] != "gradsurg"
+    ]
+
+
+def _hooks(tables: Iterable[object]) -> Iterator[tuple[str, object]]:
+    for table in tables:
+        for hook in list(table.values()) if isinstance(table, dict) else []:
+            hook = getattr(hook, "func", hook)  # of a partial
+            yield getattr(hook, "__module__", None) or type(hook).__module__, hook
 
 
 def nothing_matched(kind: str, pattern: str, names: Iterable[str]) -> LookupError:

@@ -5,18 +5,20 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurg.fields import Contradiction, nearest, validated
+from gradsurg.sites._modules import Pattern, Types, matches_type, names_of
 from gradsurg.sites._spans import Located, Spans
 from gradsurg.sites.base import (
     Gates,
     GradFn,
+    Keeps,
+    Place,
     Selector,
     Stage,
-    check_pattern,
     matches,
     nothing_matched,
     through,
@@ -36,22 +38,23 @@ class Nodes(Selector):
     """The autograd nodes of one kind, made inside the modules whose name fits `module`.
 
     `pattern` is a node's name without `Backward0` (`Relu`, `Addmm`), a glob or `re:` on it, or a
-    family: attention, conv, matmul, norm. `side="enter"` acts by a node prehook on the gradients
-    with respect to what the operation returned; `side="leave"` by a node posthook on the gradients
-    with respect to what it took, `edge` picking one of them. `call` picks a call of the module,
-    `occurrence` one of several such nodes in it. Site ids are
-    `module#call/Name[occurrence]`, as `encoder.layers.0.linear1#0/AddmmBackward[0]`, and `.edge`
-    behind it at `side="leave"`. The module is the innermost one that was running when the node was
-    made; nodes of the model's own forward belong to `root`. Raises LookupError after the first
-    forward if no node is selected.
+    family: attention, conv, matmul, norm. `types` is a pattern on the class of the module.
+    `side="enter"` acts by a node prehook on the gradients with respect to what the operation
+    returned; `side="leave"` by a node posthook on the gradients with respect to what it took,
+    `edge` picking one of them. `call` picks a call of the module, `occurrence` one of several such
+    nodes in it. Site ids are `module#call/Name[occurrence]`, as
+    `encoder.layers.0.linear1#0/AddmmBackward[0]`, and `.edge` behind it at `side="leave"`. The
+    module is the innermost one that was running when the node was made; nodes of the model's own
+    forward belong to `root`. Raises LookupError after the first forward if no node is selected.
     """
 
-    pattern: Annotated[str, AfterValidator(check_pattern)]
-    module: Annotated[str, AfterValidator(check_pattern)] = "*"
+    pattern: Pattern
+    module: Pattern = "*"
     side: Literal["enter", "leave"] = "enter"
     call: Annotated[int, Field(ge=0)] | None = None
     occurrence: Annotated[int, Field(ge=0)] | None = None
     edge: Annotated[int, Field(ge=0)] | None = None
+    types: Types = "*"
     stage: Stage | None = None
 
     stages: ClassVar[tuple[Stage, ...]] = ("backward",)
@@ -61,11 +64,38 @@ class Nodes(Selector):
         if self.edge is not None and self.side == "enter":
             raise Contradiction("edge", f"needs side=leave, found {self.edge} with side=enter")
 
-    def find(self, model: nn.Module) -> list[str]:
-        modules = [name or "root" for name, _ in model.named_modules()]
-        found = [name for name in modules if matches(name, self.module)]
+    @property
+    def mechanism(self) -> tuple[object, ...]:
+        return ("Nodes", self.stage, self.side, self.edge)
+
+    def selects(self, place: Place) -> bool | None:
+        if (
+            place.mechanism != self.mechanism
+            or not matches(place.name, self.module)
+            or not isinstance(place.thing, nn.Module)
+            or not matches_type(place.thing, self.types)
+        ):
+            return False
+        if place.node is None:
+            return None
+        return (
+            _fits(place.node, self.pattern)
+            and self.call in (None, place.call)
+            and self.occurrence in (None, place.occurrence)
+        )
+
+    def find(self, model: nn.Module, keeps: Keeps | None = None) -> list[str]:
+        keeps = keeps or self.selects
+        named = names_of(model)
+        found = [
+            name
+            for module, names in named.items()
+            for name in names
+            if keeps(Place(self.mechanism, name, module)) is not False
+        ]
         if not found:
-            raise nothing_matched("Nodes: module", self.module, modules)
+            choices = [name for names in named.values() for name in names]
+            raise nothing_matched("Nodes: module", self.module, choices)
         return found
 
     def hook(
@@ -77,12 +107,19 @@ class Nodes(Selector):
         gates: Gates,
         stack: ExitStack,
     ) -> None:
-        self.find(model)
+        self.find(model, gates.keeps)
         met = False
+        known: dict[str, bool] = {}
 
         def made(nodes: list[Located], whole: bool) -> None:
             nonlocal met
-            chosen = [node for node in nodes if self._selects(node)]
+            chosen = []
+            for node in nodes:
+                kept = known.get(node.id)
+                if kept is None:
+                    kept = known[node.id] = bool(gates.keeps(self._place(node)))
+                if kept:
+                    chosen.append(node)
             # A later forward may go another way, as one in evaluation mode does.
             if whole and not chosen and nodes and not met:
                 raise self._nothing(nodes)
@@ -92,12 +129,15 @@ class Nodes(Selector):
 
         Spans(made).hook(model, stack)
 
-    def _selects(self, node: Located) -> bool:
-        return (
-            _fits(node.name, self.pattern)
-            and matches(node.module, self.module)
-            and self.call in (None, node.call)
-            and self.occurrence in (None, node.occurrence)
+    def _place(self, node: Located) -> Place:
+        return Place(
+            self.mechanism,
+            node.module,
+            node.thing,
+            node.call,
+            node.name,
+            node.occurrence,
+            whole=True,
         )
 
     def _nothing(self, nodes: list[Located]) -> LookupError:

@@ -1,25 +1,18 @@
 """Parameters: the gradient of each parameter."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Annotated, ClassVar
+from typing import ClassVar
 from weakref import ref
 
-from pydantic import AfterValidator
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.optim import Optimizer
 
 from gradsurg.fields import validated
-from gradsurg.sites.base import (
-    Gates,
-    GradFn,
-    GroupFn,
-    Selector,
-    Stage,
-    check_pattern,
-    matches,
-    nothing_matched,
-)
+from gradsurg.sites._modules import Pattern, Range, Types
+from gradsurg.sites._params import chooses, expected, found
+from gradsurg.sites.base import Gates, GradFn, GroupFn, Keeps, Place, Selector, Stage
 from gradsurg.transforms.base import Scope
 
 
@@ -28,28 +21,39 @@ class Parameters(Selector):
     """The parameters whose name fits `pattern`, a glob or `re:`.
 
     Stages: `backward`, one backward's gradient before it is added to `.grad` (the default of tensor
-    transforms); `accumulated`, the running sum in `.grad` after each backward; `step`, what the
-    optimizer is about to use, unscaled and accumulated (the default of group transforms). A tied
-    parameter is one site with several names; a frozen one is left out, and the ledger says so.
+    transforms); `accumulating`, the same, after all tensor hooks and only in a backward that adds
+    to `.grad`, not in `autograd.grad`; `accumulated`, the running sum in `.grad` after each
+    backward; `settled`, the same after all post-accumulate hooks; `step`, what the optimizer is
+    about to use, unscaled and accumulated (the default of group transforms). `types` is a pattern
+    on the class of the module it belongs to; `depth`, `index`, `ndim` and `size` (its number of
+    entries) are a number or a lowest and a highest. A tied parameter is one site with several
+    names; a frozen one is left out, and the ledger says so.
     """
 
-    pattern: Annotated[str, AfterValidator(check_pattern)] = "*"
+    pattern: Pattern = "*"
+    types: Types = "*"
+    depth: Range | None = None
+    index: Range | None = None
+    ndim: Range | None = None
+    size: Range | None = None
     stage: Stage | None = None
 
-    stages: ClassVar[tuple[Stage, ...]] = ("backward", "accumulated", "step")
+    stages: ClassVar[tuple[Stage, ...]] = (
+        "backward",
+        "accumulating",
+        "accumulated",
+        "settled",
+        "step",
+    )
     group_stages: ClassVar[tuple[Stage, ...]] = ("step",)
     has_value: ClassVar[bool] = True
+    known_at_once: ClassVar[bool] = True
 
-    def find(self, model: nn.Module) -> list[str]:
-        selected = self._select(model)
-        if not any(param.requires_grad for param, _ in selected):
-            if selected:
-                frozen = ", ".join(names[0] for _, names in selected)
-                raise LookupError(
-                    f"Parameters: all that '{self.pattern}' matches is frozen: {frozen}"
-                )
-            raise nothing_matched("Parameters", self.pattern, dict(model.named_parameters()))
-        return [names[0] for param, names in selected if param.requires_grad]
+    def selects(self, place: Place) -> bool | None:
+        return place.mechanism == self.mechanism and chooses(self, place)
+
+    def find(self, model: nn.Module, keeps: Keeps | None = None) -> list[str]:
+        return found(self, model, keeps or self.selects)
 
     def hook(
         self,
@@ -60,12 +64,7 @@ class Parameters(Selector):
         gates: Gates,
         stack: ExitStack,
     ) -> None:
-        chosen: dict[str, nn.Parameter] = {}
-        for param, (name, *aliases) in self._select(model):
-            skipped = "" if param.requires_grad else "frozen"
-            gates.expect(name, aliases, skipped)
-            if not skipped:
-                chosen[name] = param
+        chosen = expected(self, model, gates)
         match stage:
             case "backward":
                 for name, param in chosen.items():
@@ -75,26 +74,51 @@ class Parameters(Selector):
                 for name, param in chosen.items():
                     gate = _in_place_of_grad(gates.gate(name, ref(param)))
                     stack.callback(param.register_post_accumulate_grad_hook(gate).remove)
+            case "accumulating":
+                for name, param in chosen.items():
+                    gate = gates.gate(name, ref(param))
+                    node = held_node(param, stack)
+                    stack.callback(node.register_prehook(_of_one(gate)).remove)
+            case "settled":
+                for name, param in chosen.items():
+                    gate = _in_place_of_grad(gates.gate(name, ref(param)))
+                    node = held_node(param, stack)
+                    stack.callback(node.register_hook(_settled(gate, ref(param))).remove)
             case "step":
                 if optimizer is None:
                     raise ValueError("stage 'step' needs the optimizer: attach(model, optimizer)")
                 params = list(chosen.values())
-                _check_owned(optimizer, chosen)
+                check_owned(optimizer, chosen)
                 gate_all = gates.group(list(chosen), [ref(param) for param in params])
                 stack.callback(
                     optimizer.register_step_pre_hook(_before_step(params, gate_all)).remove
                 )
+            case _:
+                raise AssertionError(stage)
 
-    def _select(self, model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
-        """Each parameter once, with all its names, if one of them fits."""
-        names: dict[nn.Parameter, list[str]] = {}
-        for name, param in model.named_parameters(remove_duplicate=False):
-            names.setdefault(param, []).append(name)
-        return [
-            (param, own)
-            for param, own in names.items()
-            if any(matches(name, self.pattern) for name in own)
-        ]
+
+def held_node(param: nn.Parameter, stack: ExitStack) -> Node:
+    """The AccumulateGrad node of a parameter, kept alive: its hooks would vanish with it."""
+    node = get_gradient_edge(param).node
+    stack.callback(lambda: node)  # the stack holds on to it
+    return node
+
+
+def _of_one(gate: GradFn) -> Callable[[Sequence[Tensor | None]], tuple[Tensor | None, ...] | None]:
+    def hook(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...] | None:
+        result = gate(grads[0])
+        return None if result is None else (result,)
+
+    return hook
+
+
+def _settled(change: Callable[[Tensor], None], param: ref[nn.Parameter]) -> Callable[..., None]:
+    def hook(grads: Sequence[Tensor], incoming: Sequence[Tensor | None]) -> None:
+        held = param()
+        if held is not None and held.grad is not None:
+            change(held)
+
+    return hook
 
 
 def _in_place_of_grad(gate: GradFn) -> Callable[[Tensor], None]:
@@ -130,8 +154,9 @@ def _before_step(params: Sequence[nn.Parameter], gate_all: GroupFn) -> Callable[
     return hook
 
 
-def _check_owned(optimizer: Optimizer, chosen: dict[str, nn.Parameter]) -> None:
+def check_owned(optimizer: Optimizer, chosen: Mapping[str, nn.Parameter]) -> None:
+    """Refuse parameters that the optimizer does not have."""
     owned = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    foreign = [name for name, param in chosen.items() if id(param) not in owned]
-    if foreign:
-        raise ValueError(f"stage 'step': the optimizer does not have {', '.join(foreign)}")
+    strangers = [name for name, param in chosen.items() if id(param) not in owned]
+    if strangers:
+        raise ValueError(f"stage 'step': the optimizer does not have {', '.join(strangers)}")

@@ -1,0 +1,173 @@
+"""What, where and when: an intervention."""
+
+import re
+import warnings
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
+from itertools import chain, count
+
+import torch
+from torch import Tensor, nn
+
+from gradsurg.ledger import SurgeryWarning
+from gradsurg.per import reduced_axes
+from gradsurg.sites.base import SCALED, Selector, Stage
+from gradsurg.sites.parameters import Parameters
+from gradsurg.transforms.base import Function, Transform, as_transform
+from gradsurg.transforms.chain import Chain
+from gradsurg.triggers.always import Always
+from gradsurg.triggers.base import Trigger
+
+GradCallable = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Intervention:
+    """What, where and when: a transform (or a plain callable) at the sites of a selector.
+
+    `names` labels the transform, or each link of a `Chain`, in logs. Raises ValueError if the
+    transform cannot act at the selector's stage or needs a value that the sites do not have.
+    """
+
+    transform: Transform | GradCallable
+    at: Selector = field(default_factory=Parameters)
+    when: Trigger = field(default_factory=Always)
+    names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        transform = as_transform(self.transform)
+        if not isinstance(transform, Transform):
+            hint = f": did you mean {transform.__name__}()?" if isinstance(transform, type) else ""
+            raise TypeError(
+                f"transform: must be a Transform or a callable, found {transform!r}{hint}"
+            )
+        object.__setattr__(self, "transform", transform)
+        if not isinstance(self.at, Selector):
+            raise TypeError(
+                f"at: must be a selector of sites, as Parameters('*'), found {self.at!r}"
+            )
+        if not isinstance(self.when, Trigger):
+            raise TypeError(f"when: must be a trigger, as Steps(stop=100), found {self.when!r}")
+        if self.names and len(self.names) != len(self.links):
+            raise ValueError(f"names: {len(self.links)} links, found {len(self.names)} names")
+        self._check_fit()
+        for link in self.links:
+            if isinstance(link, Function):
+                warnings.warn(
+                    f"{link!r} is a plain callable: nothing is known of its laws, so a stage that "
+                    "changes its meaning cannot be told",
+                    SurgeryWarning,
+                    stacklevel=3,
+                )
+
+    @property
+    def operator(self) -> Transform:
+        """The transform; a plain callable has become one."""
+        assert isinstance(self.transform, Transform)
+        return self.transform
+
+    @property
+    def links(self) -> tuple[Transform, ...]:
+        """The transforms that act one after the other, each measured by itself."""
+        operator = self.operator
+        return operator.links if isinstance(operator, Chain) else (operator,)
+
+    @property
+    def stage(self) -> Stage:
+        """The moment at which it acts."""
+        return self.at.resolve(self.operator.scope)
+
+    def _check_fit(self) -> None:
+        try:
+            _ = self.stage
+        except ValueError as error:
+            raise ValueError(f"{type(guilty(self)).__name__}: {error}") from None
+        if self.operator.needs_value and not self.at.has_value:
+            needy = next(link for link in self.links if link.needs_value)
+            raise ValueError(
+                f"{type(needy).__name__}: needs the value whose gradient it gets, and "
+                f"{type(self.at).__name__} has none; it can act at Parameters, Outputs or Inputs"
+            )
+        for part in self.when.parts:
+            source = part.source if isinstance(part, Sourced) else ""
+            if source == "value" and not self.at.has_value:
+                raise ValueError(
+                    f"{part!r}: source 'value' is the tensor whose gradient passes, and "
+                    f"{type(self.at).__name__} has none; it can look at 'grad' or the 'batch'"
+                )
+            if source in ("grad", "value") and self.operator.scope == "group":
+                raise ValueError(
+                    f"{part!r} looks at one gradient, and {type(guilty(self)).__name__} acts on "
+                    "all of a group at once; it can look at the 'batch' or at a module"
+                )
+
+
+def guilty(intervention: Intervention) -> Transform:
+    """The link that needs a group, where there is one."""
+    needy = (link for link in intervention.links if link.scope == "group")
+    return next(needy, intervention.operator)
+
+
+def labels_of(intervention: Intervention, given: Container[str] = ()) -> tuple[str, ...]:
+    """A label for every link: as given, or its class's name in snake case; a second gets `_2`.
+
+    `given` are those that are taken.
+    """
+    taken: set[str] = set()
+
+    def label(wanted: str) -> str:
+        numbered = (f"{wanted}_{number}" for number in count(2))
+        free = next(
+            name for name in chain([wanted], numbered) if name not in taken and name not in given
+        )
+        taken.add(free)
+        return free
+
+    wanted = intervention.names or [_snake(type(link)) for link in intervention.links]
+    return tuple(label(name) for name in wanted)
+
+
+def sum_matters(intervention: Intervention) -> bool:
+    """Whether acting on each of several backward passes differs from acting on their sum."""
+    laws = intervention.operator.laws
+    match intervention.stage:
+        case "backward" | "accumulating" if _of_parameters(intervention.at):
+            return "linear" not in laws
+        case "accumulated" | "settled" | "backward_end":
+            return not {"linear", "idempotent"} <= laws
+        case _:
+            return False
+
+
+def check_scaled(intervention: Intervention, scaler: torch.amp.GradScaler | None) -> None:
+    """Refuse a transform that depends on the size of gradients where a loss scale is on them."""
+    scaled = scaler is not None and scaler.is_enabled() and intervention.stage in SCALED
+    if scaled and "homogeneous" not in intervention.operator.laws:
+        raise ValueError(
+            f"{intervention.operator!r}: stage '{intervention.stage}' sees gradients times the "
+            "loss scale, and this transform depends on their size. Use Parameters(stage='step')."
+        )
+
+
+def check_pattern(intervention: Intervention, model: nn.Module) -> None:
+    """A pattern that cannot fit a parameter is refused now, not at its first gradient."""
+    if not _of_parameters(intervention.at):
+        return
+    params = dict(model.named_parameters(remove_duplicate=False))
+    for link in intervention.links:
+        per = getattr(link, "per", None)
+        if not isinstance(per, str):
+            continue
+        for site in intervention.at.find(model):
+            try:
+                reduced_axes(per, params[site].ndim)
+            except ValueError as error:
+                raise ValueError(f"{type(link).__name__}.{error}, as '{site}' is") from None
+
+
+def _of_parameters(at: Selector) -> bool:
+    return all(isinstance(kind, Parameters) for kind in at.kinds)
+
+
+def _snake(cls: type) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()

@@ -1,0 +1,234 @@
+"""Selecting modules by name, type, depth and index, and telling their calls apart."""
+
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Annotated, Any
+
+import torch
+from pydantic import AfterValidator, BeforeValidator, Field
+from torch import nn
+
+from gradsurg import engine
+from gradsurg.fields import validated
+from gradsurg.sites.base import (
+    Gates,
+    Keeps,
+    Place,
+    Selector,
+    Stage,
+    check_pattern,
+    foreign,
+    matches,
+    nothing_matched,
+)
+
+ROOT = "root"  # what the model itself goes by
+TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+Chosen = Callable[[nn.Module, tuple[str, int]], str | None]
+"""The site id of a module's call, None if it is not selected."""
+
+Pattern = Annotated[str, AfterValidator(check_pattern)]
+
+
+def _type_name(given: Any) -> Any:  # Any: pydantic refuses what is neither a class nor a string
+    return given.__name__ if isinstance(given, type) else given
+
+
+def _range(given: Any) -> Any:  # Any: as above
+    return (given, given) if type(given) is int else given
+
+
+def _check_range(given: tuple[int, int]) -> tuple[int, int]:
+    low, high = given
+    if not 0 <= low <= high:
+        raise ValueError("must be a number >= 0 or two of them, low and high")
+    return given
+
+
+Types = Annotated[str, BeforeValidator(_type_name), AfterValidator(check_pattern)]
+"""A glob or `re:` on a class's name or that of one of its bases, or the class itself."""
+
+Range = Annotated[tuple[int, int], BeforeValidator(_range), AfterValidator(_check_range)]
+"""A number, or the lowest and the highest."""
+
+
+@validated
+class ModuleSelector(Selector):
+    """The modules whose name fits `pattern`, a glob or `re:`.
+
+    `types` is a pattern on the class's name or on that of a base class (or the class itself);
+    `depth` counts the parts of the name (children of the model have 1, the model itself 0), `index`
+    is the number in the name's last numbered part, as the place in a Sequential; each is a number
+    or a lowest and a highest. `call` picks one call, counted from 0 within one call of the model. A
+    module with several names answers to each: its calls take its names in turn. The model itself is
+    `root`, which a pattern has to spell out unless the model has no modules inside.
+    """
+
+    pattern: Pattern = "*"
+    types: Types = "*"
+    depth: Range | None = None
+    index: Range | None = None
+    call: Annotated[int, Field(ge=0)] | None = None
+    stage: Stage | None = None
+
+    def selects(self, place: Place) -> bool | None:
+        if place.mechanism != self.mechanism or not (
+            isinstance(place.thing, nn.Module)
+            and matches(place.name, self.pattern)
+            and (place.name != ROOT or self.pattern == ROOT or not any(place.thing.children()))
+            and matches_type(place.thing, self.types)
+            and within(depth(place.name), self.depth)
+            and within(index(place.name), self.index)
+        ):
+            return False
+        if self.call is None:
+            return True
+        return None if place.call is None else place.call == self.call
+
+    def find(self, model: nn.Module, keeps: Keeps | None = None) -> list[str]:
+        keeps = keeps or self.selects
+        named = names_of(model)
+        found = [
+            name
+            for module, names in named.items()
+            for name in names
+            if keeps(Place(self.mechanism, name, module)) is not False
+        ]
+        if not found:
+            choices = [name for names in named.values() for name in names if name != ROOT]
+            raise nothing_matched(type(self).__name__, self.said(), choices)
+        return found
+
+    def hookable(self, named: Mapping[nn.Module, Sequence[str]], gates: Gates) -> list[nn.Module]:
+        """The modules that may be selected, their sites put into the ledger."""
+        found = []
+        for module, names in named.items():
+            kept = [
+                name
+                for name in names
+                if gates.keeps(Place(self.mechanism, name, module)) is not False
+            ]
+            others = foreign(*(table for key, table in vars(module).items() if key in TABLES))
+            if kept:
+                # Under its other names it may be called or not: that is seen when it is.
+                gates.expect(f"{kept[0]}#{self.call or 0}", foreign=others)
+                found.append(module)
+        return found
+
+    def chosen(self, gates: Gates) -> Chosen:
+        """A memory of which calls are selected, and of the ids of their sites."""
+        known: dict[tuple[nn.Module, tuple[str, int]], str | None] = {}
+
+        def chosen(module: nn.Module, call: tuple[str, int]) -> str | None:
+            key = module, call
+            if key not in known:
+                name, number = call
+                kept = gates.keeps(Place(self.mechanism, name, module, number, whole=True))
+                known[key] = f"{name}#{number}" if kept else None
+                if not kept:
+                    gates.forget(f"{name}#{number}")
+            return known[key]
+
+        return chosen
+
+    def said(self) -> str:
+        """What was asked for, for an error."""
+        asked = {
+            "types": self.types if self.types != "*" else None,
+            "depth": self.depth,
+            "index": self.index,
+        }
+        extra = ", ".join(f"{key}={value}" for key, value in asked.items() if value is not None)
+        return f"{self.pattern}' with '{extra}" if extra else self.pattern
+
+
+class Calls(threading.local):
+    """Tells the calls of each module apart within one call of the model, thread by thread."""
+
+    def __init__(self, names: Mapping[nn.Module, Sequence[str]]) -> None:
+        self.names = names
+        self.inside = False
+        self.counts: Counter[nn.Module] = Counter()
+        self.blank: list[tuple[nn.Module, tuple[str, int]]] = []
+        self.latest = "", 0
+
+    def hook(self, model: nn.Module, stack: ExitStack) -> None:
+        """Follow the calls of the model itself."""
+        stack.callback(model.register_forward_pre_hook(self._begin, prepend=True).remove)
+        stack.callback(model.register_forward_hook(self._end, always_call=True).remove)
+
+    def next(self, module: nn.Module) -> tuple[str, int] | None:
+        """The name that this call of the module goes by, and its index under that name.
+
+        A module called outside the model is at its call 0. None for a recomputation inside a
+        backward, but not for that of a reentrant checkpoint: it makes the graph which the call in
+        the forward did not make, and goes by the name and index of the first such call.
+        """
+        if engine.in_backward():
+            return self._again(module)
+        count = self.counts[module] if self.inside else 0
+        self.counts[module] = count + 1
+        names = self.names[module]
+        self.latest = names[count % len(names)], count // len(names)
+        return self.latest
+
+    def without_graph(self, module: nn.Module) -> None:
+        """The call that `next` has just told of has made no graph."""
+        if not engine.in_backward():
+            self.blank.append((module, self.latest))
+
+    def begin(self) -> None:
+        """The model is called: what a subclass counts begins again."""
+
+    def _again(self, module: nn.Module) -> tuple[str, int] | None:
+        for place, (blank, call) in enumerate(self.blank):
+            if blank is module and torch.is_grad_enabled():
+                del self.blank[place]
+                return call
+        return None
+
+    def _begin(self, module: nn.Module, args: tuple[object, ...]) -> None:
+        if not engine.in_backward():
+            self.inside = True
+            self.counts.clear()
+            self.blank.clear()
+            self.begin()
+
+    def _end(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
+        self.inside = self.inside and engine.in_backward()
+
+
+def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Every module with all its names; the model's own is `root`."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name or ROOT)
+    return names
+
+
+def matches_type(module: nn.Module | None, pattern: str) -> bool:
+    """Whether the class of a module, or a base of it below nn.Module, fits the pattern."""
+    if pattern == "*":
+        return True
+    bases = [base for base in type(module).__mro__ if base not in nn.Module.__mro__]
+    return any(matches(base.__name__, pattern) for base in bases)
+
+
+def depth(name: str) -> int:
+    """How many parts a name has; the model's own has none."""
+    return 0 if name == ROOT else len(name.split("."))
+
+
+def index(name: str) -> int | None:
+    """The number in the last numbered part of a name."""
+    numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)
+    return int(numbers[-1]) if numbers else None
+
+
+def within(number: int | None, bounds: tuple[int, int] | None) -> bool:
+    """Whether a number is inside its bounds; no bounds hold it all."""
+    return bounds is None or (number is not None and bounds[0] <= number <= bounds[1])

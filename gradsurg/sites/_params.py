@@ -1,0 +1,85 @@
+"""Selecting parameters by name, by their module, by their shape."""
+
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from gradsurg.sites._modules import Range, depth, index, matches_type, within
+from gradsurg.sites.base import Gates, Keeps, Place, foreign, matches, nothing_matched
+
+
+class ParamSelector(Protocol):
+    """The fields that parameters are selected by."""
+
+    @property
+    def pattern(self) -> str: ...
+    @property
+    def types(self) -> str: ...
+    @property
+    def depth(self) -> Range | None: ...
+    @property
+    def index(self) -> Range | None: ...
+    @property
+    def ndim(self) -> Range | None: ...
+    @property
+    def size(self) -> Range | None: ...
+    @property
+    def mechanism(self) -> tuple[object, ...]: ...
+
+
+def chooses(fields: ParamSelector, place: Place) -> bool:
+    """Whether a parameter, under one of its names, fits the fields."""
+    param = place.thing
+    owner = place.name.rpartition(".")[0]
+    return (
+        isinstance(param, Tensor)
+        and matches(place.name, fields.pattern)
+        and (fields.types == "*" or matches_type(place.owner, fields.types))
+        and within(depth(owner), fields.depth)
+        and within(index(place.name), fields.index)
+        and within(param.ndim, fields.ndim)
+        and within(param.numel(), fields.size)
+    )
+
+
+def selected(
+    fields: ParamSelector, model: nn.Module, keeps: Keeps
+) -> list[tuple[nn.Parameter, list[str]]]:
+    """Each parameter once, with all its names, if one of them is kept."""
+    names: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for own, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            name = f"{prefix}.{own}" if prefix else own
+            names.setdefault(param, []).append((name, module))
+    return [
+        (param, [name for name, _ in own])
+        for param, own in names.items()
+        if any(
+            keeps(Place(fields.mechanism, name, param, owner=owner, whole=True))
+            for name, owner in own
+        )
+    ]
+
+
+def found(fields: ParamSelector, model: nn.Module, keeps: Keeps) -> list[str]:
+    """The first name of each trainable parameter that is kept. Raises LookupError if none is."""
+    kind = type(fields).__name__
+    chosen = selected(fields, model, keeps)
+    if not chosen:
+        raise nothing_matched(kind, fields.pattern, dict(model.named_parameters()))
+    if not any(param.requires_grad for param, _ in chosen):
+        frozen = ", ".join(names[0] for _, names in chosen)
+        raise LookupError(f"{kind}: all that '{fields.pattern}' matches is frozen: {frozen}")
+    return [names[0] for param, names in chosen if param.requires_grad]
+
+
+def expected(fields: ParamSelector, model: nn.Module, gates: Gates) -> dict[str, nn.Parameter]:
+    """The parameters that are kept, by name, their sites put into the ledger."""
+    chosen: dict[str, nn.Parameter] = {}
+    for param, (name, *aliases) in selected(fields, model, gates.keeps):
+        skipped = "" if param.requires_grad else "frozen"
+        tables = param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)
+        gates.expect(name, aliases, skipped, foreign(*tables))
+        if not skipped:
+            chosen[name] = param
+    return chosen

@@ -1,0 +1,25 @@
+"""AllSameSign: when a tensor agrees with itself."""
+
+from torch import Tensor
+
+from gradsurg.fields import validated
+from gradsurg.triggers.base import Moment, Source, Sourced
+
+
+@validated
+class AllSameSign(Sourced):
+    """When all entries of the source are positive, or all are negative; the device decides.
+
+    A zero or a NaN among them, or no entry at all, does not fire.
+    """
+
+    source: Source = "grad"
+
+    def look(self, tensor: Tensor) -> object:
+        tensor = tensor.detach()
+        same = (tensor > 0).all() | (tensor < 0).all()
+        return same if tensor.numel() else ~same
+
+    def judge(self, look: object, moment: Moment) -> bool | Tensor:
+        assert isinstance(look, Tensor)
+        return look

@@ -1,0 +1,36 @@
+"""AnyOf: one condition of several."""
+
+from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import Field
+
+from gradsurg.fields import validated
+from gradsurg.triggers.base import Fires, Moment, Trigger
+
+
+@validated
+class AnyOf(Trigger):
+    """When one of the triggers `of` fires: `a | b`.
+
+    Those behind one that says yes are not asked.
+    """
+
+    of: Annotated[tuple[Trigger, ...], Field(min_length=1)]
+
+    @property
+    def parts(self) -> Iterator[Trigger]:
+        for trigger in self.of:
+            yield from trigger.parts
+
+    def fires(self, moment: Moment) -> Fires:
+        result: Fires = False
+        for trigger in self.of:
+            fires = trigger.fires(moment)
+            if fires is True:
+                return True
+            if fires is None or result is None:
+                result = None
+            elif fires is not False:
+                result = fires if result is False else result | fires
+        return result

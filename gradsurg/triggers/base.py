@@ -1,0 +1,170 @@
+"""What a trigger is: a condition as data, decided on the host where it can be."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Annotated, ClassVar
+
+from pydantic import AfterValidator
+from torch import Tensor
+
+Fires = bool | Tensor | None
+"""True or False; where the device decides, a bool tensor of no dimension; None: not known yet."""
+
+
+@dataclass(slots=True)
+class Clock:
+    """What all interventions of an attachment share: steps and epochs done, flags, what was seen.
+
+    `seen` holds what sourced triggers have looked at in the forward at hand.
+    """
+
+    step: int = 0
+    epoch_length: int | None = None
+    counted_epochs: int = 0
+    flags: dict[str, bool] = field(default_factory=dict)
+    seen: "dict[Trigger, object]" = field(default_factory=dict)
+
+    @property
+    def epoch(self) -> int:
+        """Epochs done: from the steps where an epoch's length is known, else as they were told."""
+        if self.epoch_length is not None:
+            return self.step // self.epoch_length
+        return self.counted_epochs
+
+
+@dataclass(slots=True)
+class Moment:
+    """What a trigger may ask. When a step begins there is no site and no gradient yet.
+
+    `label` is the intervention's, `site` the id of the place, `grad` what passes there, `value` the
+    tensor whose gradient that is, `state` the trigger's own tensors at this site.
+    """
+
+    clock: Clock
+    seed: int = 0
+    label: str = ""
+    site: str | None = None
+    grad: Tensor | None = None
+    value: Tensor | None = None
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done, from 0."""
+        return self.clock.step
+
+    @property
+    def epoch(self) -> int:
+        """Epochs done, from 0."""
+        return self.clock.epoch
+
+    def chance(self, *key: object) -> float:
+        """A number in [0, 1) from the seed, the intervention, the step and `key` alone."""
+        text = "/".join(map(str, (self.seed, self.label, self.step, *key)))
+        digest = blake2b(text.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") / 2**64
+
+
+class Trigger(ABC):
+    """A condition: a frozen value made by `@validated`, its fields its whole configuration.
+
+    Triggers combine: `a & b`, `a | b`, `~a`. `clocked` says that it reads the step clock, which
+    somebody has to move.
+    """
+
+    clocked: ClassVar[bool] = False
+
+    @abstractmethod
+    def fires(self, moment: Moment) -> Fires:
+        """Whether the transform acts.
+
+        It is asked once when a step begins, and if it then says None again at every gradient. What
+        the host can decide is a bool, and the transform is not called at False; what depends on the
+        values of a tensor is a tensor, and nothing waits for it.
+        """
+
+    @property
+    def parts(self) -> "Iterator[Trigger]":
+        """The conditions that it is made of: itself, unless it is a combination."""
+        yield self
+
+    def __and__(self, other: "Trigger") -> "Trigger":
+        from gradsurg.triggers.all_of import AllOf
+
+        return AllOf((self, _trigger(other)))
+
+    def __or__(self, other: "Trigger") -> "Trigger":
+        from gradsurg.triggers.any_of import AnyOf
+
+        return AnyOf((self, _trigger(other)))
+
+    def __invert__(self) -> "Trigger":
+        from gradsurg.triggers.unless import Unless
+
+        return Unless(self)
+
+
+class Sourced(Trigger):
+    """A condition on a tensor: its `source` says which.
+
+    `grad` is what passes at the site, `value` the tensor whose gradient that is; `batch` is the
+    model's first input, `input:<module>` and `output:<module>` are those of a module. What a
+    trigger wants of the last three is remembered from the forward to the backward: of several
+    calls, the last one's.
+    """
+
+    source: str
+
+    @abstractmethod
+    def look(self, tensor: Tensor) -> object:
+        """What is remembered of a tensor: a shape, or a measurement that stays on the device."""
+
+    @abstractmethod
+    def judge(self, look: object, moment: Moment) -> bool | Tensor:
+        """Whether what was seen fires it."""
+
+    def fires(self, moment: Moment) -> Fires:
+        if moment.site is None:
+            return None
+        match self.source:
+            case "grad":
+                tensor = moment.grad
+            case "value":
+                tensor = moment.value
+            case _:
+                if self not in moment.clock.seen:
+                    raise RuntimeError(
+                        f"{self!r}: nothing was seen of its source '{self.source}' before the "
+                        f"gradient at '{moment.site}': was the model called?"
+                    )
+                return self.judge(moment.clock.seen[self], moment)
+        if tensor is None:
+            raise ValueError(
+                f"{self!r}: source 'value' is the tensor whose gradient passes, and the site "
+                f"'{moment.site}' has none"
+            )
+        return self.judge(self.look(tensor), moment)
+
+
+def _check_source(source: str) -> str:
+    kind, colon, name = source.partition(":")
+    if source in ("grad", "value", "batch") or (kind in ("input", "output") and colon and name):
+        return source
+    raise ValueError("must be grad, value, batch, input:<module> or output:<module>")
+
+
+Source = Annotated[str, AfterValidator(_check_source)]
+
+
+def module_of(site: str) -> str:
+    """The module that a site is in: ids are `module#call...`, or a parameter's name."""
+    module, mark, _ = site.partition("#")
+    return module if mark else site.rpartition(".")[0]
+
+
+def _trigger(other: object) -> Trigger:
+    if not isinstance(other, Trigger):
+        raise TypeError(f"a trigger combines with triggers, found {other!r}")
+    return other

@@ -1,0 +1,30 @@
+"""Depth: by how deep a module lies."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from gradsurg.fields import Contradiction, validated
+from gradsurg.triggers.base import Fires, Moment, Trigger, module_of
+
+
+@validated
+class Depth(Trigger):
+    """At sites whose module's name has from `low` to `high` parts (None: no bound).
+
+    The model itself has none, its children have one. A parameter counts with its module.
+    """
+
+    low: Annotated[int, Field(ge=0)] = 0
+    high: Annotated[int, Field(ge=0)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.high is not None and self.high < self.low:
+            raise Contradiction("high", f"must be >= low ({self.low}), found {self.high}")
+
+    def fires(self, moment: Moment) -> Fires:
+        if moment.site is None:
+            return None
+        module = module_of(moment.site)
+        depth = 0 if module in ("", "root") else module.count(".") + 1
+        return depth >= self.low and (self.high is None or depth <= self.high)

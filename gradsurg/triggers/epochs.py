@@ -1,0 +1,31 @@
+"""Epochs: a range of epochs."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from gradsurg.fields import Contradiction, validated
+from gradsurg.triggers.base import Fires, Moment, Trigger
+
+
+@validated
+class Epochs(Trigger):
+    """The epochs from `start` up to, not including, `stop` (None: no end), `every` so many.
+
+    An epoch is `length` steps; None: as long as `attach(steps_per_epoch=)` says, or as
+    `live.next_epoch()` tells.
+    """
+
+    start: Annotated[int, Field(ge=0)] = 0
+    stop: Annotated[int, Field(ge=1)] | None = None
+    every: Annotated[int, Field(ge=1)] = 1
+    length: Annotated[int, Field(ge=1)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.stop is not None and self.stop <= self.start:
+            raise Contradiction("stop", f"must be > start ({self.start}), found {self.stop}")
+
+    def fires(self, moment: Moment) -> Fires:
+        epoch = moment.step // self.length if self.length is not None else moment.epoch
+        inside = epoch >= self.start and (self.stop is None or epoch < self.stop)
+        return inside and (epoch - self.start) % self.every == 0

@@ -1,0 +1,38 @@
+"""Phase: warm-up, training, fine-tuning."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from gradsurg.fields import Contradiction, validated
+from gradsurg.triggers.base import Fires, Moment, Trigger
+
+
+@validated
+class Phase(Trigger):
+    """One phase of a run: `warm_up` are the first so many steps, `fine_tune` those from that step
+    on (None: there is no fine-tuning), `train` all between.
+    """
+
+    phase: Literal["warm_up", "train", "fine_tune"]
+    warm_up: Annotated[int, Field(ge=0)] = 0
+    fine_tune: Annotated[int, Field(ge=1)] | None = None
+
+    clocked: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.fine_tune is not None and self.fine_tune < self.warm_up:
+            raise Contradiction(
+                "fine_tune", f"must be >= warm_up ({self.warm_up}), found {self.fine_tune}"
+            )
+        if self.phase == "warm_up" and not self.warm_up:
+            raise Contradiction("warm_up", "must be > 0 steps for this phase, found 0")
+        if self.phase == "fine_tune" and self.fine_tune is None:
+            raise Contradiction("fine_tune", "must be the step at which the phase begins")
+
+    def fires(self, moment: Moment) -> Fires:
+        if moment.step < self.warm_up:
+            return self.phase == "warm_up"
+        if self.fine_tune is not None and moment.step >= self.fine_tune:
+            return self.phase == "fine_tune"
+        return self.phase == "train"

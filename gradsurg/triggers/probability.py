@@ -1,0 +1,29 @@
+"""Probability: by chance."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from gradsurg.fields import validated
+from gradsurg.triggers.base import Fires, Moment, Trigger
+
+
+@validated
+class Probability(Trigger):
+    """With probability `p`, drawn on the host from (seed, step) alone.
+
+    `per="step"` draws once a step for all sites together, `per="site"` once a step for each site.
+    The global random generators are not touched.
+    """
+
+    p: Annotated[float, Field(ge=0, le=1)]
+    per: Literal["step", "site"] = "step"
+
+    clocked: ClassVar[bool] = True
+
+    def fires(self, moment: Moment) -> Fires:
+        match self.per:
+            case "step":
+                return moment.chance() < self.p
+            case "site":
+                return None if moment.site is None else moment.chance(moment.site) < self.p

@@ -1,0 +1,41 @@
+"""Shape: by the size of a tensor."""
+
+from typing import Annotated
+
+from pydantic import Field
+from torch import Tensor
+
+from gradsurg.fields import Contradiction, validated
+from gradsurg.triggers.base import Moment, Source, Sourced
+
+
+@validated
+class Shape(Sourced):
+    """When dimension `dim` of the source is larger than `above` and smaller than `below`.
+
+    By default the source is the batch, and its dimension 0 the number of examples. Raises
+    ValueError at a tensor that has no such dimension.
+    """
+
+    above: Annotated[int, Field(ge=0)] | None = None
+    below: Annotated[int, Field(ge=1)] | None = None
+    dim: int = 0
+    source: Source = "batch"
+
+    def __post_init__(self) -> None:
+        if self.above is None and self.below is None:
+            raise Contradiction("above", "is required, or below")
+
+    def look(self, tensor: Tensor) -> object:
+        return tuple(tensor.shape)
+
+    def judge(self, look: object, moment: Moment) -> bool | Tensor:
+        assert isinstance(look, tuple)
+        if not -len(look) <= self.dim < len(look):
+            raise ValueError(
+                f"{self!r}: the source has the shape {list(look)}, so dim {self.dim} is not there"
+            )
+        size = look[self.dim]
+        return (self.above is None or size > self.above) and (
+            self.below is None or size < self.below
+        )

@@ -1,0 +1,25 @@
+"""Unless: the opposite of a condition."""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from gradsurg.fields import validated
+from gradsurg.triggers.base import Fires, Moment, Trigger
+
+
+@validated
+class Unless(Trigger):
+    """When the trigger `of` does not fire: `~a`."""
+
+    of: Trigger
+
+    @property
+    def parts(self) -> Iterator[Trigger]:
+        yield from self.of.parts
+
+    def fires(self, moment: Moment) -> Fires:
+        fires = self.of.fires(moment)
+        if fires is None:
+            return None
+        return ~fires if isinstance(fires, Tensor) else not fires
