@@ -264,7 +264,7 @@ class Gate:
         fires = operation.firing or operation.fires(self.entry.site, grad, value)
         if not self.entry.count(fires) or operation.idle:
             return None
-        on_device = None if fires is True else fires
+        on_device = fires if isinstance(fires, Tensor) else None
         self.check_dense(grad)
         device = grad.device.type
         with torch.autocast(device, enabled=False) if operation.ask(device) else nullcontext():

@@ -16,7 +16,7 @@ from gradsurg.sites.parameters import Parameters
 from gradsurg.transforms.base import Function, Transform, as_transform
 from gradsurg.transforms.chain import Chain
 from gradsurg.triggers.always import Always
-from gradsurg.triggers.base import Trigger
+from gradsurg.triggers.base import Sourced, Trigger
 
 GradCallable = Callable[[Tensor], Tensor]
 

@@ -1,6 +1,6 @@
 """What triggers look at in a forward, remembered until its backward."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ def _seen(
     return hook
 
 
-def _tensors(values: Iterable[object]) -> Iterable[Tensor]:
+def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
     """All tensors in nested values: a batch of token numbers has a shape too."""
     for value in values:
         if isinstance(value, Tensor):

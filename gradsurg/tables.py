@@ -25,7 +25,7 @@ def effect_table(rows: Sequence[Mapping[str, object]]) -> str:
     if not rows:
         return "no gradient was measured"
     order = {row.get("transform"): rank for rank, row in reversed(list(enumerate(rows)))}
-    rows = [row | {"fired": _fired(row)} for row in rows]
+    rows = [{**row, "fired": _fired(row)} for row in rows]
     rows = sorted(rows, key=lambda row: order[row.get("transform")])
     shown = [key for key in COLUMNS if _says_something(key, rows)]
     cells = [[COLUMNS[key] for key in shown]]

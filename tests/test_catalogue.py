@@ -43,8 +43,8 @@ def _configs(folder: str) -> dict[str, dict[str, Any]]:
 
 def _named(stem: str, config: dict[str, Any]) -> str | None:
     """The class a config asks for; in groups that take lists it stands under the config's stem."""
-    whole = config.get(stem, config)
-    return whole.get("name")
+    inside = config.get(stem)
+    return (inside if isinstance(inside, dict) else config).get("name")
 
 
 @pytest.mark.parametrize(("kind", "stem"), CLASSES)

@@ -42,7 +42,8 @@ def rebuilt(value: object, change: Callable[[str, Tensor], Tensor], path: str = 
         parts = [rebuilt(item, change, f"{path}.{index}") for index, item in enumerate(value)]
         if all(new is old for new, old in zip(parts, value, strict=True)):
             return value
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        kind: Any = type(value)  # Any: a named tuple takes its parts one by one
+        return kind(*parts) if hasattr(value, "_fields") else kind(parts)
     if is_dataclass(value) and not isinstance(value, type):
         changed = {
             field.name: rebuilt(getattr(value, field.name), change, f"{path}.{field.name}")

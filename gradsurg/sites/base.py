@@ -82,7 +82,10 @@ Keeps = Callable[[Place], bool | None]
 class Gates(Protocol):
     """How a selector reaches the surgery: it asks for the gate of a site and hooks that."""
 
-    needs_value: bool
+    @property
+    def needs_value(self) -> bool:
+        """Whether the tensor whose gradient passes is asked for."""
+        ...
 
     def keeps(self, place: Place) -> bool | None:
         """Whether the place is selected; None if that depends on what is not known of it yet."""
@@ -221,10 +224,10 @@ def _combined(
     # Imported here, for a combination is itself a selector.
     from gradsurg.sites.combined import Combined
 
-    for selector in of:
-        if not isinstance(selector, Selector):
-            raise TypeError(f"a selector combines with selectors, found {selector!r}")
-    return Combined(tuple(of), by=by, **fields)
+    selectors = tuple(selector for selector in of if isinstance(selector, Selector))
+    if len(selectors) < len(of):
+        raise TypeError(f"a selector combines with selectors, found {of[-1]!r}")
+    return Combined(selectors, by=by, **fields)
 
 
 def matches(name: str, pattern: str) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 from torch import nn
@@ -29,10 +29,11 @@ class Combined(Selector):
     limit: Annotated[int, Field(ge=1)] | None = None
     count: Annotated[int, Field(ge=1)] | None = None
     test: Callable[[Place], bool] | None = None
-
-    stage: ClassVar[None] = None
+    stage: Stage | None = None
 
     def __post_init__(self) -> None:
+        if self.stage is not None:
+            raise Contradiction("stage", "is that of the selectors: give it to each of them")
         if any(selector.expected is not None for selector in self.of):
             raise Contradiction("of", "a number that is expected belongs to the whole: expect last")
         if self.by == "all":
@@ -54,13 +55,13 @@ class Combined(Selector):
         return self.count
 
     def resolve(self, scope: Scope) -> Stage:
-        stages = dict.fromkeys(kind.resolve(scope) for kind in self.kinds)
+        stages: list[Stage] = list({kind.resolve(scope) for kind in self.kinds})
         if len(stages) > 1:
             raise ValueError(
-                f"acts at one stage, and these are several: {', '.join(stages)}; "
+                f"acts at one stage, and these are several: {', '.join(sorted(stages))}; "
                 "make an intervention of each"
             )
-        return next(iter(stages))
+        return stages[0]
 
     def selects(self, place: Place) -> bool | None:
         said = self._agreed([selector.selects(place) for selector in self.of])
