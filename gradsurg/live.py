@@ -275,7 +275,7 @@ class Attached:
         self.ledger = ledger
         self.label = operation.label
         self.labels = tuple(label for label, _ in operation.links)
-        self.keeps: Callable[[Place], bool | None] = intervention.at.keeper()
+        self._keeps = intervention.at.keeper()
         self.stack = ExitStack()
         self.notes: list[str] = []
         self._sum_matters = sum_matters(intervention)
@@ -316,6 +316,9 @@ class Attached:
         self.operation.retire()
         self._made = {}
         self.stack.close()
+
+    def keeps(self, place: Place) -> bool | None:
+        return self._keeps(place)
 
     def expect(
         self,
