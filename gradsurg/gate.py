@@ -121,6 +121,7 @@ class Link:
     __slots__ = (
         "apply",
         "context",
+        "keeps_shape",
         "key",
         "label",
         "slot",
@@ -137,6 +138,8 @@ class Link:
         self.transform = transform
         self.apply = transform.apply if isinstance(transform, Stateless) else None
         self.update = transform.update
+        # By its laws, and its first result here was looked at in full.
+        self.keeps_shape = "elementwise" in transform.laws
         self.key = f"{label}/{entry.site}"
         self.slot = operation.effects.slot(label, entry)
         self.states = operation.states
@@ -223,7 +226,6 @@ class Gate:
                 return None
             if not operation.ready or not self._plain:
                 return self._slow(grad, value)
-            entry.calls += 1
             entry.fired += 1
             result = grad
             for link in links:
@@ -238,7 +240,7 @@ class Gate:
                 except ERRORS as error:
                     error.add_note(self._where(link))
                     raise
-                if (
+                if not link.keeps_shape and (
                     not isinstance(result, Tensor)
                     or result.shape != before.shape
                     or result.dtype is not before.dtype
@@ -256,8 +258,8 @@ class Gate:
         operation = self.operation
         if not operation.on:
             return None
-        self.entry.calls += 1
         if operation.firing is False:
+            self.entry.count(False)
             return None
         if value is None and self._value is not None:
             value = self._value()

@@ -25,8 +25,9 @@ class GroupGate:
         gates, present = self.gates, [grad for grad in grads if grad is not None]
         if len(present) < len(grads):
             gates = [gate for gate, grad in zip(gates, grads, strict=True) if grad is not None]
-        for gate in gates:
-            gate.entry.calls += 1
+        if operation.firing is False:
+            for gate in gates:
+                gate.entry.count(False)
         if not present or operation.firing is False:
             return grads
         fires = self._fires(gates, present)

@@ -14,8 +14,10 @@ class SurgeryWarning(UserWarning):
 class Entry:
     """One site of one intervention: gradients seen, and those the trigger let the transform act on.
 
-    `calls` and `fired` are of this attachment, `earlier_*` of those before it in a resumed run.
-    `foreign` names the hooks of others at the same place.
+    `fired` are those that the host let it act on, `left` those that it did not, `asked_device`
+    those that the device decided on, `fired_on_device` how often it said yes; all of this
+    attachment, `earlier_*` of those before it in a resumed run. `foreign` names the hooks of others
+    at the same place.
     """
 
     intervention: str
@@ -23,10 +25,10 @@ class Entry:
     aliases: list[str] = field(default_factory=list)
     skipped: str = ""
     foreign: list[str] = field(default_factory=list)
-    calls: int = 0
     fired: int = 0
-    fired_on_device: Any = 0  # Any: a tensor, and this floor does without torch
+    left: int = 0
     asked_device: int = 0
+    fired_on_device: Any = 0  # Any: a tensor, and this floor does without torch
     earlier_calls: int = 0
     earlier_fired: int = 0
 
@@ -34,10 +36,17 @@ class Entry:
         """Count a gradient that the trigger fires at; whether the transform is to be called."""
         if fires is True:
             self.fired += 1
-        elif fires is not False:
+        elif fires is False:
+            self.left += 1
+        else:
             self.fired_on_device = self.fired_on_device + fires
             self.asked_device += 1
         return fires is not False
+
+    @property
+    def calls(self) -> int:
+        """Gradients seen in this attachment."""
+        return self.fired + self.left + self.asked_device
 
     @property
     def acted(self) -> int:

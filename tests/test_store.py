@@ -61,8 +61,8 @@ def lines(path):
 
 
 def effect(step, calls, sampled, **numbers):
-    found = {"step": step, "transform": "clip", "site": "w", "calls": calls, "sampled": sampled}
-    return {**found, "nonfinite": 0, **numbers}
+    found = {"step": step, "transform": "clip", "site": "w", "seen": 2 * calls, "calls": calls}
+    return {**found, "sampled": sampled, "nonfinite": 0, **numbers}
 
 
 def test_hash_is_of_the_content_not_of_the_order():
@@ -348,6 +348,7 @@ def test_effect_table_is_that_worked_out_by_hand(tmp_path):
         "transform": "clip",
         "site": "w",
         "runs": 2,
+        "seen": 140,
         "calls": 70,
         "sampled": 6,
         "nonfinite": 4,

@@ -228,7 +228,7 @@ def assert_effects_match(
         step = row["step"]
         assert isinstance(step, int)
         prefix = f"effect/{row['transform']}/{row['site']}"
-        expected[step] |= {f"{prefix}/{name}": row[name] for name in ("calls", *NUMBERS)}
+        expected[step] |= {f"{prefix}/{name}": row[name] for name in ("seen", "calls", *NUMBERS)}
     found = {
         step: {key: value for key, value in values.items() if key.startswith("effect/")}
         for step, values in logged.items()
@@ -567,7 +567,9 @@ def test_each_link_that_changes_nothing_is_told_by_itself(tmp_path) -> None:
 def test_a_trigger_that_never_fired_is_told(tmp_path) -> None:
     record = execute(a_run(gs.Clip(0.01), when=gs.Steps(start=10**6)), tmp_path, [])
     assert notes(record) == ["clip: its trigger never fired in 120 gradients"]
-    assert lines(record, "effects.jsonl") == []
+    rows = lines(record, "effects.jsonl")
+    assert {(row["calls"], row["norm_before"]) for row in rows} == {(0, None)}
+    assert sum(row["seen"] for row in rows) == 120
 
 
 def test_a_control_has_nothing_to_tell(tmp_path) -> None:

@@ -1,0 +1,26 @@
+"""Forward hooks: double what a module takes, and what it gives.
+
+The same transforms act on values that flow forward. The gradient follows: what is doubled on the way
+forward is doubled on the way back, unless the transform is to be passed straight through.
+"""
+
+import torch
+from torch import nn
+
+import gradsurg as gs
+
+model = nn.Sequential(nn.Linear(1, 1, bias=False))
+nn.init.constant_(model[0].weight, 3.0)
+for name, sites in {
+    "as it is": (),
+    "input doubled": (gs.Values("0", side="input"),),
+    "output doubled": (gs.Values("0"),),
+    "both": (gs.Values("0", side="input"), gs.Values("0")),
+    "output doubled, gradient straight through": (gs.Values("0", backward="straight"),),
+}.items():
+    x = torch.tensor([1.0], requires_grad=True)
+    surgery = gs.Surgery(*(gs.Intervention(gs.Scale(2.0), at=at) for at in sites))
+    with surgery.attach(model):
+        y = model(x)
+        y.backward()
+    print(f"{name}: f(1) = {y.item():g}, df/dx = {x.grad.item():g}")

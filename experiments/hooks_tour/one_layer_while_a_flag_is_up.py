@@ -1,0 +1,27 @@
+"""Act at one layer only, and only while a flag is up.
+
+A common text finds a layer's place with `list(model.layers).index(module)`: for a module that stands
+there twice that is always the first place. Sites count calls, so both places have their own.
+"""
+
+import torch
+from torch import nn
+
+import gradsurg as gs
+
+shared = nn.Linear(4, 4)
+model = nn.Sequential(shared, nn.Tanh(), shared)
+print("index of the third layer, as the text finds it:", list(model).index(model[2]))
+print("sites:", ", ".join(gs.Outputs(types="Linear").find(model)))
+
+torch.manual_seed(0)
+inputs = torch.randn(8, 4)
+frozen = gs.Intervention(gs.Zero(), at=gs.Outputs("0"), when=gs.Flag("freeze"))
+with gs.Surgery(frozen).attach(model) as live:
+    for on in (False, True, False):
+        live.switch("freeze", on=on)
+        model.zero_grad()
+        model(inputs).pow(2).mean().backward()
+        norm = shared.weight.grad.norm()
+        print(f"freeze {'on ' if on else 'off'}: |grad| of the shared weight {norm:.4f}")
+print(live.ledger.table())

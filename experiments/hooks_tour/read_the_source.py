@@ -1,0 +1,31 @@
+"""Read a module's source beside the sites in it.
+
+What can be hooked inside a forward is what autograd makes of each line: the names of the nodes tell.
+"""
+
+import inspect
+
+import torch
+from torch import Tensor, nn
+
+import gradsurg as gs
+
+
+class Attention(nn.Module):
+    """One head, written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        scores = q @ k.transpose(-2, -1) / 8**0.5
+        return x + self.out(scores.softmax(-1) @ v)
+
+
+torch.manual_seed(0)
+model = Attention()
+print(inspect.getsource(Attention.forward))
+print(gs.sites.tree(model, torch.randn(2, 5, 8), at=gs.Nodes("Softmax")))
