@@ -95,7 +95,7 @@ class Operation:
         where no steps are counted it is asked anew each time.
         """
         autocast = is_autocast_available(device) and torch.is_autocast_enabled(device)
-        self.ready = self.stepping and not autocast and self.firing is True
+        self.ready = self.stepping and not autocast and self.firing is True and not self.shadow
         return autocast
 
     def fires(self, site: str, grad: Tensor, value: Tensor | None) -> bool | Tensor:
@@ -165,14 +165,14 @@ class Gate:
     """One intervention at one site. `hook` takes a gradient and gives the new one, or None."""
 
     __slots__ = (
-        "_contexts",
-        "_mark",
-        "_plain",
+        "_renewed",
         "_value",
+        "contexts",
         "entry",
         "hook",
         "links",
         "operation",
+        "plain",
     )
 
     def __init__(
@@ -181,21 +181,11 @@ class Gate:
         self.operation = operation
         self.entry = entry
         self.links = [Link(label, link, operation, entry) for label, link in operation.links]
-        self._contexts = [link.context for link in self.links]
+        self.contexts = [link.context for link in self.links]
         self._value = value
-        self._plain = False  # until the first gradient has shown that the short way will do
-        self._mark = entry.acted
+        self.plain = False  # until the first gradient has shown that the short way will do
+        self._renewed = False
         self.hook = self._hook()
-
-    def begin(self) -> int:
-        """A step begins: transforms see its number. How many gradients it met in the last one."""
-        acted = self.entry.acted
-        passed = acted - self._mark
-        self._mark = acted
-        for context in self._contexts:
-            context.step = self.operation.step
-            context.call = 0
-        return passed
 
     def renew(self) -> None:
         """Its operation was set anew: a link of the same class keeps its state."""
@@ -207,24 +197,26 @@ class Gate:
             if type(new.transform) is type(before.transform):
                 new.state = before.state
             new.context.call = before.context.call
-        self._contexts = [link.context for link in self.links]
-        self._plain = False
+        self.contexts = [link.context for link in self.links]
+        self.plain = False
+        self._renewed = True  # the short way knows the old ones
 
     def refresh(self, states: dict[str, State]) -> None:
         """States were loaded: take up those of this site."""
         for link in self.links:
             link.state = states.get(link.key, UNBORN)
-        self._plain = False
+        self.plain = False
 
     def _hook(self) -> SiteGate:
-        # A closure: called from autograd it costs half of what a method of an instance does.
+        # A closure: called from autograd it costs half of what a method of an instance does, and
+        # with one transform that keeps no state there is no loop.
         operation, entry, links = self.operation, self.entry, self.links
         effects = operation.effects
 
         def hook(grad: Tensor | None, value: Tensor | None = None) -> Tensor | None:
             if grad is None:
                 return None
-            if not operation.ready or not self._plain:
+            if not operation.ready or not self.plain:
                 return self._slow(grad, value)
             entry.fired += 1
             result = grad
@@ -240,18 +232,37 @@ class Gate:
                 except ERRORS as error:
                     error.add_note(self._where(link))
                     raise
-                if not link.keeps_shape and (
-                    not isinstance(result, Tensor)
-                    or result.shape != before.shape
-                    or result.dtype is not before.dtype
-                ):
+                if not link.keeps_shape and not _alike(result, before):
                     raise self.unfit(link, before, result)
                 if operation.sampling:
                     effects.add(link.slot, before, result)
                 context.call += 1
-            return None if result is grad or operation.shadow else result
+            return None if result is grad else result
 
-        return hook
+        if len(links) > 1 or links[0].apply is None:
+            return hook
+        apply, context, slot = links[0].apply, links[0].context, links[0].slot
+        keeps_shape = links[0].keeps_shape
+
+        def hook_one(grad: Tensor | None, value: Tensor | None = None) -> Tensor | None:
+            if grad is None:
+                return None
+            if not operation.ready or not self.plain:
+                return self._slow(grad, value)
+            entry.fired += 1
+            try:
+                result = apply(grad, context)
+            except ERRORS as error:
+                error.add_note(self._where(links[0]))
+                raise
+            if not keeps_shape and not _alike(result, grad):
+                raise self.unfit(links[0], grad, result)
+            if operation.sampling:
+                effects.add(slot, grad, result)
+            context.call += 1
+            return None if result is grad else result
+
+        return hook_one
 
     def _slow(self, grad: Tensor, value: Tensor | None) -> Tensor | None:
         """As `hook`, with all questions asked and all checks made."""
@@ -278,7 +289,7 @@ class Gate:
                     operation.effects.add(link.slot, before, result)
         if operation.sampling and operation.at_once:
             operation.effects.flush()
-        self._plain = not operation.needs_value and not operation.at_once
+        self.plain = not (operation.needs_value or operation.at_once or self._renewed)
         return None if result is grad or operation.shadow else result
 
     def apply(
@@ -351,6 +362,10 @@ class Gate:
             f"'{self.entry.site}', step {self.operation.step}, the gradient is {_kind(before)}, "
             f"found {_kind(after)}."
         )
+
+
+def _alike(result: object, grad: Tensor) -> bool:
+    return isinstance(result, Tensor) and result.shape == grad.shape and result.dtype is grad.dtype
 
 
 def _kind(value: object) -> str:

@@ -354,12 +354,14 @@ class Attached:
 
     def begin(self) -> None:
         """A step begins; say once if the stage changed the transform's meaning in the last one."""
-        self.operation.begin()
-        most, where = 1, ""
+        operation = self.operation
+        operation.begin()
+        step, most, where = operation.step, 1, ""
         for site, gate in self._made.items():
-            passed = gate.begin()
-            if passed > most:
-                most, where = passed, site
+            for context in gate.contexts:
+                if context.call > most:
+                    most, where = context.call, site
+                context.step, context.call = step, 0
         if where and self._sum_matters:
             self._sum_matters = False
             warnings.warn(

@@ -106,15 +106,15 @@ class OwnedTensors(Calls):
             self.register(tensor, gate)
 
     def owner(self, tensor: Tensor) -> str | None:
-        held, number, site = self.owners.get(id(tensor), (None, 0, ""))
+        held, version, site = self.owners.get(id(tensor), (None, 0, ""))
         # An id is used again once its tensor is gone.
         if held is None or held() is not tensor:
             return None
         # What was changed in place is another value, with another gradient.
-        return site if number == _number(tensor) else None
+        return site if version == tensor._version else None
 
     def own(self, tensor: Tensor, site: str) -> None:
-        self.owners[id(tensor)] = ref(tensor), _number(tensor), site
+        self.owners[id(tensor)] = ref(tensor), tensor._version, site
 
     def register(self, tensor: Tensor, gate: GradFn) -> None:
         """Hook a tensor. A leaf, as a parameter that a module returns, outlives the graph: once."""
@@ -139,8 +139,3 @@ def value_of(tensor: Tensor) -> Tensor:
     steps, and its value is the one of the day.
     """
     return tensor.detach() if tensor.is_leaf else tensor.detach().clone()
-
-
-def _number(tensor: Tensor) -> int:
-    """Which node made a tensor; -1 for a leaf."""
-    return -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()
