@@ -157,22 +157,37 @@ class Calls(threading.local):
         self.latest = "", 0
 
     def hook(self, model: nn.Module, stack: ExitStack) -> None:
-        """Follow the calls of the model itself."""
-        stack.callback(model.register_forward_pre_hook(self._begin, prepend=True).remove)
-        stack.callback(model.register_forward_hook(self._end, always_call=True).remove)
+        """Follow the calls of the model itself; a copy of it, made in the block, is left alone."""
+        # Functions, not methods: a model is copied with its hooks, and a method with its object.
+
+        def begin(module: nn.Module, args: tuple[object, ...]) -> None:
+            if module in self.names and not engine.in_backward():
+                self.inside = True
+                self.counts.clear()
+                self.blank.clear()
+                self.begin()
+
+        def end(module: nn.Module, args: tuple[object, ...], output: object) -> None:
+            self.inside = self.inside and engine.in_backward()
+
+        stack.callback(model.register_forward_pre_hook(begin, prepend=True).remove)
+        stack.callback(model.register_forward_hook(end, always_call=True).remove)
 
     def next(self, module: nn.Module) -> tuple[str, int] | None:
         """The name that this call of the module goes by, and its index under that name.
 
-        A module called outside the model is at its call 0. None for a recomputation inside a
-        backward, but not for that of a reentrant checkpoint: it makes the graph which the call in
-        the forward did not make, and goes by the name and index of the first such call.
+        A module called outside the model is at its call 0. None for a module of a copy; and for a
+        recomputation inside a backward, but not for that of a reentrant checkpoint: it makes the
+        graph which the call in the forward did not make, and goes by the name and index of the
+        first such call.
         """
         if engine.in_backward():
             return self._again(module)
+        names = self.names.get(module)
+        if names is None:
+            return None
         count = self.counts[module] if self.inside else 0
         self.counts[module] = count + 1
-        names = self.names[module]
         self.latest = names[count % len(names)], count // len(names)
         return self.latest
 
@@ -190,16 +205,6 @@ class Calls(threading.local):
                 del self.blank[place]
                 return call
         return None
-
-    def _begin(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        if not engine.in_backward():
-            self.inside = True
-            self.counts.clear()
-            self.blank.clear()
-            self.begin()
-
-    def _end(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
-        self.inside = self.inside and engine.in_backward()
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:

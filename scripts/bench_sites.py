@@ -1,0 +1,175 @@
+"""What a site costs: microseconds of each kind beside a hook of the same kind written by hand.
+
+python scripts/bench_sites.py [--rounds 60] [--only outputs nodes]
+"""
+
+import argparse
+from collections.abc import Callable
+from contextlib import ExitStack
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import gradsurg as gs
+from gradsurg.sites.base import Selector
+from gradsurg.tables import aligned
+
+BOUND = 0.001
+LAYERS = 24
+STEPS = 5  # timed together
+
+
+def clamp(grad: Tensor) -> Tensor:
+    return grad.clamp(-BOUND, BOUND)
+
+
+class Arm:
+    """One way of training a deep, narrow network, in which hooks cost the most."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(LAYERS)))
+        self.inputs = torch.randn(8, 32, requires_grad=True)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        self.stack = stack
+
+    def seconds(self) -> float:
+        began = perf_counter()
+        for _ in range(STEPS):
+            self.optimizer.zero_grad()
+            self.model(self.inputs).sum().backward()
+            self.optimizer.step()
+        return (perf_counter() - began) / STEPS
+
+
+def surgery(arm: Arm, at: Selector) -> None:
+    item = gs.Intervention(gs.Clip(BOUND), at=at)
+    attached = gs.Surgery(item).attach(arm.model, arm.optimizer, effects_every=0)
+    arm.stack.enter_context(attached)
+
+
+def of_weights(hook: Callable[[nn.Parameter], Any]) -> Callable[[Arm], None]:
+    def by_hand(arm: Arm) -> None:
+        for layer in arm.model:
+            arm.stack.callback(hook(layer.weight).remove)
+
+    return by_hand
+
+
+def of_layers(hook: Callable[[nn.Module], Any]) -> Callable[[Arm], None]:
+    def by_hand(arm: Arm) -> None:
+        for layer in arm.model:
+            arm.stack.callback(hook(layer).remove)
+
+    return by_hand
+
+
+def accumulated(param: Tensor) -> None:
+    param.grad = clamp(param.grad)
+
+
+def accumulating(param: nn.Parameter) -> Any:
+    node = torch.autograd.graph.get_gradient_edge(param).node
+    param.node = node  # held, else the hook vanishes
+    return node.register_prehook(lambda grads: (clamp(grads[0]),))
+
+
+def settled(param: nn.Parameter) -> Any:
+    node = torch.autograd.graph.get_gradient_edge(param).node
+    param.node = node
+    return node.register_hook(lambda _, __: accumulated(param))
+
+
+def before_step(arm: Arm) -> None:
+    weights = [layer.weight for layer in arm.model]
+
+    def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for weight in weights:
+            accumulated(weight)
+
+    arm.optimizer.register_step_pre_hook(hook)
+
+
+def on_output(layer: nn.Module) -> Any:
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.register_hook(clamp)
+
+    return layer.register_forward_hook(hook)
+
+
+def on_node(layer: nn.Module) -> Any:
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.grad_fn.register_prehook(lambda grads: (clamp(grads[0]),))
+
+    return layer.register_forward_hook(hook)
+
+
+def behind_node(layer: nn.Module) -> Any:
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.grad_fn.register_hook(
+            lambda grads, _: (grads[0], clamp(grads[1]), grads[2])  # the edge of the layer's input
+        )
+
+    return layer.register_forward_hook(hook)
+
+
+KINDS: dict[str, tuple[Callable[[Arm], None], Callable[[], Selector]]] = {
+    "parameters backward": (
+        of_weights(lambda param: param.register_hook(clamp)),
+        lambda: gs.Parameters("*.weight"),
+    ),
+    "parameters accumulating": (
+        of_weights(accumulating),
+        lambda: gs.Parameters("*.weight", stage="accumulating"),
+    ),
+    "parameters accumulated": (
+        of_weights(lambda param: param.register_post_accumulate_grad_hook(accumulated)),
+        lambda: gs.Parameters("*.weight", stage="accumulated"),
+    ),
+    "parameters settled": (
+        of_weights(settled),
+        lambda: gs.Parameters("*.weight", stage="settled"),
+    ),
+    "parameters step": (before_step, lambda: gs.Parameters("*.weight", stage="step")),
+    "outputs": (of_layers(on_output), lambda: gs.Outputs()),
+    "nodes enter": (of_layers(on_node), lambda: gs.Nodes("Addmm")),
+    "nodes leave": (of_layers(behind_node), lambda: gs.Nodes("Addmm", side="leave", edge=1)),
+}
+
+
+def measure(kind: str, rounds: int) -> list[str]:
+    """One line of the table: medians, and the ratio of minima, which other work disturbs less."""
+    by_hand, selector = KINDS[kind]
+    with ExitStack() as stack:
+        arms = {name: Arm(stack) for name in ("plain", "hand", "ours")}
+        by_hand(arms["hand"])
+        surgery(arms["ours"], selector())
+        times: dict[str, list[float]] = {name: [] for name in arms}
+        for turn in range(rounds + 3):
+            for name in list(arms)[:: 1 if turn % 2 else -1]:
+                seconds = arms[name].seconds()
+                if turn >= 3:
+                    times[name].append(1e6 * seconds)
+    middle = {name: median(own) for name, own in times.items()}
+    least = {name: min(own) for name, own in times.items()}
+    sites = [(least[name] - least["plain"]) / LAYERS for name in ("hand", "ours")]
+    step = f"{middle['ours'] / middle['hand']:.3f} ({least['ours'] / least['hand']:.3f})"
+    return [kind, *(f"{micros:.1f}" for micros in sites), f"{sites[1] / sites[0]:.2f}", step]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--only", nargs="+", default=[""])
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    kinds = [kind for kind in KINDS if any(kind.startswith(wanted) for wanted in args.only)]
+    head = ["kind", "by hand, us a site", "gradsurg", "ratio", "step time, ratio (of minima)"]
+    print(aligned([head, *(measure(kind, args.rounds) for kind in kinds)]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""The contexts in which users attach, each a training step whose probe can be looked at."""
+
+import copy
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad
+from torch.utils.checkpoint import checkpoint
+
+import gradsurg as gs
+from tests.contexts.kinds import FACTOR, Kind, Net
+
+Attach = Callable[..., gs.Live]
+Step = Callable[[Kind, Attach], Tensor]
+"""A training step: builds a model, attaches (or, for the plain run, does nothing), gives the probe."""
+
+
+def _net(**fields: bool) -> Net:
+    torch.manual_seed(0)
+    return Net(**fields)
+
+
+def _inputs() -> Tensor:
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(1)).abs()
+
+
+def _sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+def _probe(model: nn.Module, kind: Kind) -> Tensor:
+    param = dict(model.named_parameters())[kind.probe]
+    found = param if kind.of == "value" else param.grad
+    return torch.zeros_like(param) if found is None else found.detach().clone()
+
+
+def _run(model: nn.Module, loss: Tensor, kind: Kind, optimizer: torch.optim.Optimizer) -> Tensor:
+    if kind.of == "captured":
+        (captured,) = torch.autograd.grad(loss, [dict(model.named_parameters())[kind.probe]])
+        return captured
+    loss.backward()
+    optimizer.step()
+    return _probe(model, kind)
+
+
+def eager(kind: Kind, attach: Attach) -> Tensor:
+    model = _net()
+    optimizer = _sgd(model)
+    with attach(model, optimizer):
+        return _run(model, model(_inputs()).sum(), kind, optimizer)
+
+
+def no_grad(kind: Kind, attach: Attach) -> Tensor:
+    """An evaluation inside the block: what it gives is looked at."""
+    model = _net()
+    with attach(model, _sgd(model)), torch.no_grad():
+        return model(_inputs())
+
+
+def in_place_consumer(kind: Kind, attach: Attach) -> Tensor:
+    model = _net(inplace=True)
+    optimizer = _sgd(model)
+    with attach(model, optimizer):
+        return _run(model, model(_inputs()).sum(), kind, optimizer)
+
+
+class _Checkpointed(Net):
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = checkpoint(
+            lambda x: self.last(self.act(self.first(x))), x, use_reentrant=self.reentrant
+        )
+        assert isinstance(h, Tensor)
+        return h
+
+
+def _checkpointed(kind: Kind, attach: Attach, reentrant: bool) -> Tensor:
+    torch.manual_seed(0)
+    model = _Checkpointed()
+    model.reentrant = reentrant
+    optimizer = _sgd(model)
+    with attach(model, optimizer):
+        return _run(model, model(_inputs().requires_grad_()).sum(), kind, optimizer)
+
+
+def checkpoint_non_reentrant(kind: Kind, attach: Attach) -> Tensor:
+    return _checkpointed(kind, attach, reentrant=False)
+
+
+def checkpoint_reentrant(kind: Kind, attach: Attach) -> Tensor:
+    return _checkpointed(kind, attach, reentrant=True)
+
+
+def autocast_and_scaler(kind: Kind, attach: Attach) -> Tensor:
+    model = _net()
+    optimizer = _sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with attach(model, optimizer, scaler=scaler):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(_inputs()).float().sum()
+        if kind.of == "captured":
+            return _run(model, loss, kind, optimizer)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return _probe(model, kind)
+
+
+def accumulation(kind: Kind, attach: Attach) -> Tensor:
+    """Two backward passes before a step. A stage that sees running sums acts on the first twice."""
+    model = _net()
+    optimizer = _sgd(model)
+    with attach(model, optimizer):
+        if kind.of == "captured":
+            return _run(model, model(_inputs()).sum(), kind, optimizer)
+        for _ in range(2):
+            model(_inputs()).sum().backward()
+        optimizer.step()
+        return _probe(model, kind)
+
+
+def compiled_after_attach(kind: Kind, attach: Attach) -> Tensor:
+    model = _net()
+    optimizer = _sgd(model)
+    with attach(model, optimizer):
+        compiled = torch.compile(model, backend="aot_eager")
+        return _run(model, compiled(_inputs()).sum(), kind, optimizer)
+
+
+def compiled_before_attach(kind: Kind, attach: Attach) -> Tensor:
+    """Hooks that are added after the first compiled call are not seen by it, says PyTorch."""
+    model = _net()
+    optimizer = _sgd(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(_inputs()).sum()
+    with attach(compiled, optimizer):
+        return _run(model, compiled(_inputs()).sum(), kind, optimizer)
+
+
+def torch_func(kind: Kind, attach: Attach) -> Tensor:
+    model = _net()
+    params = dict(model.named_parameters())
+    with attach(model, _sgd(model)):
+        found = grad(lambda own: functional_call(model, own, (_inputs(),)).sum())(params)
+        return found[kind.probe].detach()
+
+
+def double_backward(kind: Kind, attach: Attach) -> Tensor:
+    model = _net()
+    optimizer = _sgd(model)
+    with attach(model, optimizer):
+        loss = model(_inputs()).sum()
+        if kind.of == "captured":
+            probe = dict(model.named_parameters())[kind.probe]
+            return torch.autograd.grad(loss, [probe], create_graph=True)[0].detach()
+        # A penalty whose second backward reaches no hooked place, so that factors stay readable.
+        penalty = torch.autograd.grad(loss, [model.last.weight], create_graph=True)[0]
+        (loss + 0.0 * penalty.sum()).backward()
+        optimizer.step()
+        return _probe(model, kind)
+
+
+def autograd_grad(kind: Kind, attach: Attach) -> Tensor:
+    model = _net()
+    optimizer = _sgd(model)
+    with attach(model, optimizer):
+        loss = model(_inputs()).sum()
+        if kind.of == "value":
+            return _run(model, loss, kind, optimizer)
+        return torch.autograd.grad(loss, [dict(model.named_parameters())[kind.probe]])[0]
+
+
+def deepcopied(kind: Kind, attach: Attach) -> Tensor:
+    """A copy made inside the block is trained; the attached model is not."""
+    model = _net()
+    with attach(model, _sgd(model)):
+        twin = copy.deepcopy(model)
+        optimizer = _sgd(twin)
+        return _run(twin, twin(_inputs()).sum(), kind, optimizer)
+
+
+def load_state_dict_assign(kind: Kind, attach: Attach) -> Tensor:
+    model = _net()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with attach(model, _sgd(model)):
+        model.load_state_dict(state, assign=True)
+        optimizer = _sgd(model)
+        return _run(model, model(_inputs()).sum(), kind, optimizer)
+
+
+def threads(kind: Kind, attach: Attach) -> Tensor:
+    """Forward and backward in another thread than the one that attached."""
+    model = _net()
+    optimizer = _sgd(model)
+    found: list[Tensor] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            found.append(_run(model, model(_inputs()).sum(), kind, optimizer))
+        except RuntimeError as error:
+            errors.append(error)
+
+    with attach(model, optimizer):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    if errors:
+        raise errors[0]
+    return found[0]
+
+
+CONTEXTS: dict[str, Step] = {
+    "eager": eager,
+    "no_grad": no_grad,
+    "in-place consumer": in_place_consumer,
+    "checkpoint, non-reentrant": checkpoint_non_reentrant,
+    "checkpoint, reentrant": checkpoint_reentrant,
+    "autocast + GradScaler": autocast_and_scaler,
+    "accumulation": accumulation,
+    "torch.compile inside the block": compiled_after_attach,
+    "torch.compile before it": compiled_before_attach,
+    "torch.func": torch_func,
+    "double backward": double_backward,
+    "autograd.grad": autograd_grad,
+    "deepcopy": deepcopied,
+    "load_state_dict(assign=True)": load_state_dict_assign,
+    "threads": threads,
+}
+
+__all__ = ["CONTEXTS", "FACTOR", "Attach", "Step"]

@@ -1,0 +1,62 @@
+"""One selection of each site kind, and what ten times the gradient there does to a probe."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+import gradsurg as gs
+from gradsurg.sites.base import Selector
+
+FACTOR = 10.0
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A row of the table: `probe` names the parameter whose gradient becomes FACTOR times as large.
+
+    `of` says what of it: its gradient, its value after a step, or what `autograd.grad` returns.
+    """
+
+    make: Callable[[], Selector]
+    probe: str = "first.weight"
+    of: str = "gradient"
+
+
+KINDS = {
+    "Parameters backward": Kind(lambda: gs.Parameters("first.weight")),
+    "Parameters accumulating": Kind(lambda: gs.Parameters("first.weight", stage="accumulating")),
+    "Parameters accumulated": Kind(lambda: gs.Parameters("first.weight", stage="accumulated")),
+    "Parameters settled": Kind(lambda: gs.Parameters("first.weight", stage="settled")),
+    "Parameters step": Kind(lambda: gs.Parameters("first.weight", stage="step")),
+    "Outputs": Kind(lambda: gs.Outputs("first")),
+    "Inputs branch": Kind(lambda: gs.Inputs("act")),
+    "Inputs total": Kind(lambda: gs.Inputs("act", path="total")),
+    "Nodes enter": Kind(lambda: gs.Nodes("Relu", module="act")),
+    "Nodes leave": Kind(lambda: gs.Nodes("Relu", module="act", side="leave")),
+    "ModuleGradients pre": Kind(lambda: gs.ModuleGradients("act")),
+    "ModuleGradients": Kind(lambda: gs.ModuleGradients("act", hook="full_backward")),
+    "EveryModule backward pre": Kind(
+        lambda: gs.EveryModule(types="ReLU", hook="full_backward_pre")
+    ),
+    "EveryModule forward": Kind(lambda: gs.EveryModule(types="ReLU", hook="forward")),
+    "Values": Kind(lambda: gs.Values("act")),
+    "Weights": Kind(lambda: gs.Weights("first.weight"), of="value"),
+    "SavedTensors module": Kind(lambda: gs.SavedTensors("last"), probe="last.weight"),
+    "Uses": Kind(lambda: gs.Uses("first")),
+    "Group": Kind(lambda: gs.Group("first.weight")),
+    "Captured": Kind(lambda: gs.Captured("first.weight"), of="captured"),
+}
+
+
+class Net(nn.Module):
+    """Two linear layers and a ReLU between them: linear in every gradient, so factors show."""
+
+    def __init__(self, inplace: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.act = nn.ReLU(inplace=inplace)
+        self.last = nn.Linear(6, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.act(self.first(x)))

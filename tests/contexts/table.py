@@ -1,0 +1,73 @@
+"""Which site kind does what in which context: run, not claimed.
+
+python -m tests.contexts.table writes the table into gradsurg/sites/README.md.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import gradsurg as gs
+from tests.contexts.contexts import CONTEXTS
+from tests.contexts.kinds import FACTOR, KINDS, Kind
+
+README = Path(__file__).parents[2] / "gradsurg" / "sites" / "README.md"
+BEGIN, END = "<!-- contexts: begin -->", "<!-- contexts: end -->"
+
+
+def outcome(kind: Kind, context: str) -> tuple[str, str]:
+    """`acts`, `refused` or `reported`, or else what is wrong; and what gradsurg said."""
+
+    @contextmanager
+    def attach(model: nn.Module, optimizer: torch.optim.Optimizer, **kwargs: object) -> Iterator:
+        surgery = gs.Surgery(gs.Intervention(gs.Scale(FACTOR), at=kind.make()))
+        with surgery.attach(model, optimizer, **kwargs) as live:
+            yield live
+
+    @contextmanager
+    def nothing(*args: object, **kwargs: object) -> Iterator:
+        yield
+
+    torch._dynamo.reset()
+    step = CONTEXTS[context]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = step(kind, nothing)
+    torch._dynamo.reset()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            treated = step(kind, attach)
+        except (RuntimeError, ValueError, TypeError, LookupError) as error:
+            return "refused", " ".join(str(error).split())
+    said = " ".join(str(item.message) for item in caught if item.category is gs.SurgeryWarning)
+    if torch.allclose(treated, FACTOR * plain, rtol=0.02):
+        return "acts", said
+    if torch.allclose(treated, plain, rtol=0.02):
+        return ("reported", said) if said else ("IGNORED", "nothing was said")
+    return ("warned" if said else "WRONG"), f"{(treated.norm() / plain.norm()).item():.3g}: {said}"
+
+
+def table() -> str:
+    """Kinds down, contexts across."""
+    head = ["site", *CONTEXTS]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for name, kind in KINDS.items():
+        cells = [outcome(kind, context)[0] for context in CONTEXTS]
+        lines.append(f"| {' | '.join([name, *cells])} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    text = README.read_text()
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    README.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()
