@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from gradsurg.fields import validated
 from gradsurg.sites._modules import Calls, Chosen, ModuleSelector, names_of
 from gradsurg.sites._nested import tensors_in
-from gradsurg.sites.base import Gates, GradFn, Stage, foreign
+from gradsurg.sites.base import Gates, Stage, foreign
 from gradsurg.transforms.base import Scope
 
 
@@ -42,7 +42,7 @@ class Outputs(ModuleSelector):
         gates: Gates,
         stack: ExitStack,
     ) -> None:
-        tensors = OwnedTensors(names_of(model), {})
+        tensors = OwnedTensors(names_of(model), {}, {})
         stack.callback(tensors.release)
         tensors.hook(model, stack)
         for module in self.hookable(tensors.names, gates):
@@ -56,12 +56,13 @@ def _hook_output(gates: Gates, tensors: "OwnedTensors", chosen: Chosen) -> Calla
         if call is None:
             return
         base = chosen(module, call)
-        if base is not None:
-            if isinstance(output, Tensor):
-                tensors.hook_tensor(output, base, "", module, gates)
-            else:
-                for path, tensor in tensors_in(output):
-                    tensors.hook_tensor(tensor, base, path, module, gates)
+        if base is None:
+            return
+        if isinstance(output, Tensor):
+            tensors.hook_tensor(output, base, "", module, gates)
+        else:
+            for path, tensor in tensors_in(output):
+                tensors.hook_tensor(tensor, base, path, module, gates)
 
     return hook
 
@@ -73,58 +74,52 @@ class OwnedTensors(Calls):
         self,
         names: dict[nn.Module, list[str]],
         leaves: dict[int, tuple[ref[Tensor], RemovableHandle]],
+        sites: dict[object, str],
     ) -> None:
         super().__init__(names)
-        self.owners: dict[int, tuple[ref[Tensor], int, str]] = {}
-        self.leaves = leaves  # of all threads
-
-    def begin(self) -> None:
-        self.owners.clear()
+        # Of all threads: the leaves that are hooked, and the site of each gate.
+        self.leaves = leaves
+        self.sites = sites
 
     def hook_tensor(
         self, tensor: Tensor, base: str, path: str, module: nn.Module, gates: Gates
     ) -> None:
         """Hook a tensor at the site `base` + `path`, unless another site has it already."""
-        if not tensor.is_floating_point():
-            return
         site = base + path
         if path:
             gates.forget(base)
-        owner = self.owner(tensor)
-        if owner is not None:
-            gates.expect(owner, [site])
-        elif not tensor.requires_grad:
-            gates.expect(site, skipped="needs no gradient")
-            self.without_graph(module)
-        else:
-            self.own(tensor, site)
-            if tensor._backward_hooks:
-                gates.expect(site, foreign=foreign(tensor._backward_hooks))
-            gate = gates.gate(site)
-            if gates.needs_value:
-                gate = partial(gate, value=value_of(tensor))
-            self.register(tensor, gate)
+        if not tensor.requires_grad:
+            if tensor.is_floating_point():
+                gates.expect(site, skipped="needs no gradient")
+                self.without_graph(module)
+            return
+        if tensor._backward_hooks:
+            owner = self.owner(tensor)
+            # A leaf keeps its hook from step to step.
+            if owner is not None:
+                if owner != site:
+                    gates.expect(owner, [site])
+                return
+            gates.expect(site, foreign=foreign(tensor._backward_hooks))
+        gate = gates.gate(site)
+        self.sites[gate] = site
+        if gates.needs_value:
+            gate = partial(gate, value=value_of(tensor))
+        handle = tensor.register_hook(gate)
+        if tensor.is_leaf:  # it outlives the graph, and so does its hook
+            for key in [key for key, (held, _) in self.leaves.items() if held() is None]:
+                del self.leaves[key]
+            self.leaves[id(tensor)] = ref(tensor), handle
 
     def owner(self, tensor: Tensor) -> str | None:
-        held, version, site = self.owners.get(id(tensor), (None, 0, ""))
-        # An id is used again once its tensor is gone.
-        if held is None or held() is not tensor:
-            return None
-        # What was changed in place is another value, with another gradient.
-        return site if version == tensor._version else None
-
-    def own(self, tensor: Tensor, site: str) -> None:
-        self.owners[id(tensor)] = ref(tensor), tensor._version, site
-
-    def register(self, tensor: Tensor, gate: GradFn) -> None:
-        """Hook a tensor. A leaf, as a parameter that a module returns, outlives the graph: once."""
-        if not tensor.is_leaf:
-            tensor.register_hook(gate)
-            return
-        for key in [key for key, (held, _) in self.leaves.items() if held() is None]:
-            del self.leaves[key]
-        if id(tensor) not in self.leaves:
-            self.leaves[id(tensor)] = ref(tensor), tensor.register_hook(gate)
+        """The site that has hooked a tensor. PyTorch forgets its hooks when it is changed in place,
+        for then it is another value, with another gradient.
+        """
+        for hook in (tensor._backward_hooks or {}).values():
+            site = self.sites.get(hook.func if isinstance(hook, partial) else hook)
+            if site is not None:
+                return site
+        return None
 
     def release(self) -> None:
         """Unhook the leaves; hooks on other tensors end with their graph."""
