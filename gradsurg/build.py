@@ -128,7 +128,9 @@ class _Faults:
             yield
         except FieldError as error:
             for field, text in error.faults:
-                self.lines.append(f"{'.'.join(part for part in (key, field) if part)}: {text}")
+                # As it was typed: YAML's null, Python's None.
+                typed = re.sub(r"found None$", "found null", text)
+                self.lines.append(f"{'.'.join(part for part in (key, field) if part)}: {typed}")
         except (ValueError, TypeError, LookupError, ImportError, RuntimeError) as error:
             self.lines.append(f"{key}: {_text(error)}")
 

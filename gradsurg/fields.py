@@ -27,6 +27,7 @@ RULES = {
     "bool_parsing": "must be true or false",
     "bool_type": "must be true or false",
     "string_type": "must be a string",
+    "string_too_short": "must not be empty",
     "literal_error": "must be one of {expected}",
     "is_instance_of": "must be a {class}",
     "string_pattern_mismatch": "must match {pattern}",
