@@ -1,18 +1,13 @@
 """From a resolved config, plain dicts and numbers, to the objects of a study."""
 
 import copy
-import hashlib
-import importlib
 import inspect
 import os
 import re
-import sys
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,22 +17,30 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradsurg import __version__
-from gradsurg.catalogue import find
 from gradsurg.fields import FieldError, nearest, validated
 from gradsurg.intervention import Intervention
 from gradsurg.ledger import SurgeryWarning
+from gradsurg.make import (
+    ERRORS,
+    Config,
+    called,
+    fields_of,
+    make,
+    named,
+    sentence,
+    sources_of,
+    theirs,
+)
 from gradsurg.sinks.base import Guarded, Sink
 from gradsurg.sites.base import Selector
 from gradsurg.study import Run, Schedule
 from gradsurg.surgery import Surgery
 from gradsurg.tasks.base import Data, Task
-from gradsurg.transforms.base import Transform, as_transform
+from gradsurg.transforms.base import Transform
 from gradsurg.transforms.chain import Chain
 from gradsurg.transforms.identity import Identity
 from gradsurg.transforms.norm_matched import NormMatched
 from gradsurg.triggers.base import Trigger
-
-Config = Mapping[str, Any]  # Any: what a YAML file can hold
 
 Positive = Annotated[int, Field(ge=1)]
 # YAML reads `study=2024` as a number.
@@ -45,7 +48,6 @@ Text = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is
 GROUPS = ("transform", "site", "when", "model", "task", "optimizer", "sink")
 REQUIRED = ("site", "when", "model", "task", "optimizer")
 TREATMENT = ("transform", "site", "when")
-ERRORS = Exception  # whatever a user's code raises: it is told as a fault of its key
 
 
 def _study_name(name: str) -> str:
@@ -132,7 +134,7 @@ class _Faults:
                 typed = re.sub(r"found None$", "found null", text)
                 self.lines.append(f"{'.'.join(part for part in (key, field) if part)}: {typed}")
         except (ValueError, TypeError, LookupError, ImportError, RuntimeError) as error:
-            self.lines.append(f"{key}: {_text(error)}")
+            self.lines.append(f"{key}: {sentence(error)}")
 
     def stop(self) -> None:
         if self.lines:
@@ -151,12 +153,12 @@ def build(config: Config) -> Experiment:
     with faults.at("transform"):
         transforms = _transforms(config.get("transform"), faults)
     with faults.at("site"):
-        selector = _make("sites", config["site"], Selector)
+        selector = make("sites", config["site"], Selector)
     with faults.at("when"):
-        trigger = _make("triggers", config["when"], Trigger)
+        trigger = make("triggers", config["when"], Trigger)
     with faults.at("task"):
-        task = _make("tasks", config["task"], Task)
-        with _theirs(config["task"], "load"):
+        task = make("tasks", config["task"], Task)
+        with theirs(config["task"], "load"):
             data = task.load()
         if not isinstance(data, Data):
             raise TypeError(f"load() must give a gradsurg.tasks.base.Data, found {data!r}")
@@ -259,7 +261,7 @@ class _Plan:
             "device": self.device.type,
             "optimizer": _optimizer_config(self.config, self.settings),
             **copy.deepcopy(parts),
-            "sources": dict(sorted(_sources(parts))),
+            "sources": dict(sorted(sources_of(parts))),
         }
 
     def _run(
@@ -327,173 +329,23 @@ def _transforms(config: Config | None, faults: _Faults) -> dict[str, Transform]:
     made = {}
     for key, fields in (config or {}).items():
         with faults.at(f"transform.{key}"):
-            made[key] = _make("transforms", fields, Transform)
+            made[key] = make("transforms", fields, Transform)
     return made
-
-
-def _make(kind: str, config: Config, base: type) -> Any:  # Any: an instance of `base`
-    """The object that a mapping with `name:` (ours) or `_target_:` (a dotted path) describes."""
-    if not isinstance(config, Mapping):
-        raise TypeError(f"must be a mapping with a name, found {config!r}")
-    found = _find(kind, config)
-    made = {}
-    for key, value in _fields(config).items():
-        with _within(key):
-            made[key] = _nested(kind, value, base)
-    with _theirs(config):
-        if base is Transform:
-            result = as_transform(_transform(found, made))
-        else:
-            result = _call(found, (), made)
-    if not isinstance(result, base):
-        raise TypeError(f"must be a {base.__name__}, found {result!r}")
-    return result
-
-
-def _nested(kind: str, value: object, base: type) -> object:
-    match value:
-        case Mapping() if "name" in value or "_target_" in value:
-            return _make(kind, value, base)
-        case list():
-            items = []
-            for index, item in enumerate(value):
-                with _within(str(index)):
-                    items.append(_nested(kind, item, base))
-            return items
-        case _:
-            return value
-
-
-@contextmanager
-def _within(key: str) -> Iterator[None]:
-    """What goes wrong in this block is said of the field `key`."""
-    try:
-        yield
-    except FieldError as error:
-        faults = [(f"{key}.{field}" if field else key, text) for field, text in error.faults]
-        raise FieldError(error.owner, faults) from None
-    except (ValueError, TypeError, LookupError, ImportError) as error:
-        raise FieldError("", [(key, _text(error))]) from None
-
-
-@contextmanager
-def _theirs(config: Config, doing: str = "") -> Iterator[None]:
-    """A user's own code runs in this block: whatever it raises is a fault, with its place."""
-    target = config.get("_target_")
-    try:
-        yield
-    except FieldError:
-        raise
-    except ERRORS as error:
-        if target is None:
-            raise
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        place = "" if frame.filename == __file__ else f" ({frame.filename}, line {frame.lineno})"
-        what = f"{target}.{doing}" if doing else target
-        raise TypeError(f"{what} raised {type(error).__name__}: {_text(error)}{place}") from error
-
-
-def _text(error: BaseException) -> str:
-    """An error's message on one line."""
-    # str() of a KeyError quotes its message.
-    text = error.args[0] if isinstance(error, KeyError) and error.args else error
-    return " ".join(str(text).split()) or type(error).__name__
-
-
-def _fields(config: Config) -> dict[str, Any]:
-    says_what = "_target_" if "_target_" in config else "name"
-    return {key: value for key, value in config.items() if key != says_what}
-
-
-def _find(kind: str, config: Config) -> object:
-    """The class of ours, or what a user's dotted path leads to."""
-    if "_target_" in config:
-        return _import(config["_target_"])
-    if "name" not in config:
-        raise ValueError("needs a name (one of gradsurg's) or a _target_ (a dotted path)")
-    return find(kind, str(config["name"]))
-
-
-def _transform(found: object, fields: dict[str, Any]) -> object:
-    """A class makes a transform, and so may a function; one that takes a gradient is one."""
-    if isinstance(found, type):
-        return _call(found, (), fields)
-    if isinstance(found, Transform) or not callable(found):
-        if fields:
-            text = f"is made already and takes no fields, found {', '.join(fields)}"
-            raise FieldError("", [("", text)])
-        return found
-    try:
-        signature = inspect.signature(found)
-    except ValueError:  # it is written in C, as torch.sign
-        return found
-    try:
-        signature.bind(None, **fields)
-    except TypeError:
-        return _call(found, (), fields)
-    try:
-        signature.bind(**fields)
-    except TypeError:
-        return update_wrapper(partial(found, **fields), found) if fields else found
-    return found(**fields)
-
-
-def _call(make: object, args: tuple[object, ...], fields: dict[str, Any]) -> object:
-    """Call it; a field that it does not have is told with those that it has."""
-    if not callable(make):
-        raise FieldError("", [("", f"must be a class or a function, found {make!r}")])
-    try:
-        return make(*args, **fields)
-    except TypeError as error:
-        if "unexpected keyword argument" not in str(error):
-            raise
-        known = list(inspect.signature(make).parameters)[len(args) :]
-        unknown = [key for key in fields if key not in known]
-        if not unknown:
-            raise
-        faults = [(key, f"is not a field here. {nearest(key, known)}") for key in unknown]
-        raise FieldError("", faults) from error
-
-
-def _import(path: object) -> object:
-    """What stands at a dotted path. Raises ImportError, saying which part is not there."""
-    module_name, _, name = str(path).rpartition(".")
-    if not module_name or not all(part.isidentifier() for part in str(path).split(".")):
-        raise ImportError(f"'{path}' is not a dotted path, as my_package.my_module.MyTransform")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and f"{module_name}.".startswith(f"{error.name}."):
-            raise ImportError(
-                f"there is no module '{error.name}' on the path, nor in this folder"
-            ) from None
-        raise ImportError(f"{module_name} cannot be imported: {_text(error)}") from error
-    except ERRORS as error:
-        kind = type(error).__name__
-        raise ImportError(f"{module_name} cannot be imported: {kind}: {_text(error)}") from error
-    if not hasattr(module, name):
-        own = [
-            key
-            for key, value in vars(module).items()
-            if not key.startswith("_") and getattr(value, "__module__", None) == module_name
-        ]
-        raise ImportError(f"{module_name} has no '{name}'. {nearest(name, own)}")
-    return getattr(module, name)
 
 
 def _sinks(config: Config | None, faults: _Faults) -> tuple[Sink, ...]:
     made = []
     for key, fields in (config or {}).items():
         with faults.at(f"sink.{key}"):
-            made.append(Guarded(_make("sinks", fields, Sink)))
+            made.append(Guarded(make("sinks", fields, Sink)))
     return tuple(made)
 
 
 def _model(config: Config, data: Data) -> nn.Module:
     fields = config["model"]
-    make = _find("models", fields)
-    with _theirs(fields):
-        model = _call(make, (data.input_shape, data.num_outputs), _fields(fields))
+    made = named("models", fields)
+    with theirs(fields):
+        model = called(made, (data.input_shape, data.num_outputs), fields_of(fields))
     if not isinstance(model, nn.Module):
         raise TypeError(f"must make a torch.nn.Module, found {model!r}")
     return model
@@ -513,7 +365,7 @@ def _checked_model(
             shape = list(data.train_inputs[:2].shape)
             raise ValueError(
                 f"inputs {shape} do not pass through it and the task's loss: "
-                f"{type(error).__name__}: {_text(error)}"
+                f"{type(error).__name__}: {sentence(error)}"
             ) from error
         return model
     return None
@@ -534,12 +386,12 @@ def _optimizer(config: Config, settings: Settings | None) -> Callable[[nn.Module
         if name not in kinds:
             raise LookupError(f"there is no '{name}' in torch.optim. {nearest(name, kinds)}")
         try:
-            made = _call(getattr(torch.optim, name), (model.parameters(),), fields)
+            made = called(getattr(torch.optim, name), (model.parameters(),), fields)
         except FieldError:
             raise
         except ERRORS as error:
             shown = ", ".join(f"{key}={value}" for key, value in fields.items())
-            raise ValueError(f"{name}({shown}) is refused: {_text(error)}") from error
+            raise ValueError(f"{name}({shown}) is refused: {sentence(error)}") from error
         assert isinstance(made, Optimizer)
         return made
 
@@ -581,19 +433,3 @@ def _device(settings: Settings | None, faults: _Faults) -> torch.device | None:
             ) from None
         return device
     return None
-
-
-def _sources(config: object) -> Iterator[tuple[str, str]]:
-    """Dotted paths in a config, each with a hash of its module's source: its run's identity too."""
-    if isinstance(config, Mapping):
-        target = config.get("_target_")
-        if isinstance(target, str):
-            modules = {target.rpartition(".")[0], getattr(_import(target), "__module__", None)}
-            files = [inspect.getsourcefile(sys.modules[name]) for name in modules & {*sys.modules}]
-            contents = sorted(Path(file).read_bytes() for file in files if file)
-            yield target, hashlib.sha256(b"".join(contents)).hexdigest()[:8]
-        for value in config.values():
-            yield from _sources(value)
-    elif isinstance(config, list):
-        for value in config:
-            yield from _sources(value)

@@ -15,7 +15,7 @@ FLOORS = (
     ("effects", "gate", "group_gate", "intervention", "sources", "live", "surgery", "hook"),
     ("train", "compare", "__init__"),
     ("store", "study"),
-    ("report", "build", "compose"),
+    ("report", "make", "build", "compose"),
     ("run",),
 )
 """Lowest first; a folder is one unit. On its own floor a unit may import what stands left of it."""
