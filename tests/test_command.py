@@ -245,7 +245,7 @@ def test_what_a_transform_raises_is_told_in_one_line(here: Here, folder: Path) -
     assert "site 'output.bias', step 0" in line
     assert line.endswith(f" (the traceback is in {log.relative_to(folder)})")
     assert log.read_text().startswith("Traceback (most recent call last):\n")
-    assert "_unfit" in log.read_text()
+    assert "unfit" in log.read_text()
 
 
 def test_a_run_that_failed_goes_on_once_its_cause_is_gone(here: Here, folder: Path) -> None:

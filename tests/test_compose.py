@@ -58,7 +58,7 @@ WRONG = (
     Wrong("transform=clop", "transform: there is no 'clop'. There are: adaptive_clip,", "'clip'?"),
     Wrong("transform=[clip,nose]", "transform: there is no 'nose'. There are: ", "'noise'?"),
     Wrong("transform=", "transform: there is no ''. There are: adaptive_clip,", "zero."),
-    Wrong("site=output", "site: there is no 'output'. There are: nodes, outputs,", "'outputs'?"),
+    Wrong("site=output", "site: there is no 'output'. There are: ", "'outputs'?"),
     Wrong("hydra/launcher=nope", "hydra/launcher: there is no 'nope'. There are: basic."),
     Wrong("transform=null", "transform: must name an option, found null; 'transform=none' is a"),
     Wrong("site=null", "site: must name an option, found null"),
@@ -129,7 +129,7 @@ WRONG = (
         "transform.chain.links.0.value: must be > 0",
     ),
     Wrong("when.start=10 when.stop=5", "when.stop: must be > start (10), found 5"),
-    Wrong("when.name=stepz", "when: there is no trigger 'stepz'. There are: always, ", "'steps'?"),
+    Wrong("when.name=stepz", "when: there is no 'stepz' in triggers. There are: all_of, ", "'steps'?"),
     Wrong("model.hidden=[0]", "model.hidden.0: must be > 0, found 0"),
     Wrong("task.test_fraction=2", "task.test_fraction: must be <= 0.9, found 2"),
     Wrong("optimizer.name=SDG", "optimizer: there is no 'SDG' in torch.optim.", "'SGD'?"),
@@ -160,9 +160,7 @@ WRONG = (
         "transform=clip site=outputs site.pattern=hiden.*", "site.pattern: Outputs: ", "'hidden.*'?"
     ),
     Wrong("site=nodes site.module=hiden", "site.module: Nodes: ", "'hidden'?"),
-    Wrong(
-        "site.stage=foo", "site.stage: must be one of 'backward', 'accumulated' or 'step', found"
-    ),
+    Wrong("site.stage=foo", "site.stage: must be one of 'use', 'backward', ", "found 'foo'"),
     Wrong(
         "transform=clip_global_norm site.stage=backward",
         "transform.clip_global_norm: ClipGlobalNorm: needs all gradients of a group at once",
@@ -171,7 +169,7 @@ WRONG = (
     Wrong(
         "transform=[clip,clip_global_norm] site=outputs",
         "transform: ClipGlobalNorm: needs all gradients of a group at once",
-        "it can act at Parameters with stage=step",
+        "it can act at Parameters with stage=step, or at Group",
     ),
     Wrong("transform=adaptive_clip site=nodes", "transform.adaptive_clip: AdaptiveClip: needs the"),
     # words
