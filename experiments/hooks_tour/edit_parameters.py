@@ -10,17 +10,23 @@ from torch import nn
 
 import gradsurg as gs
 
+
+def double(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+    module.weight = nn.Parameter(module.weight * 2)
+
+
 model = nn.Linear(1, 1, bias=False)
 nn.init.constant_(model.weight, 3.0)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-old = model.weight
-model.weight = nn.Parameter(model.weight.detach() * 2)
-for _ in range(3):
-    optimizer.zero_grad()
-    model(torch.ones(1)).backward()
-    optimizer.step()
-print(f"replaced: the model's weight is {model.weight.item():.1f} and stays, no step reaches it")
-print(f"the optimizer has another one, {old.item():.1f}, which nobody computes with")
+known = model.weight  # the one that the optimizer has
+with model.register_forward_hook(double):
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(1)).backward()
+        optimizer.step()
+        print(
+            f"replaced: the model has {model.weight.item():.1f}, the optimizer {known.item():.1f}"
+        )
 
 model = nn.Linear(1, 1, bias=False)
 nn.init.constant_(model.weight, 3.0)

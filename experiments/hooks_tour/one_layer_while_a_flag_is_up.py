@@ -9,12 +9,12 @@ from torch import nn
 
 import gradsurg as gs
 
+torch.manual_seed(0)
 shared = nn.Linear(4, 4)
 model = nn.Sequential(shared, nn.Tanh(), shared)
 print("index of the third layer, as the text finds it:", list(model).index(model[2]))
 print("sites:", ", ".join(gs.Outputs(types="Linear").find(model)))
 
-torch.manual_seed(0)
 inputs = torch.randn(8, 4)
 frozen = gs.Intervention(gs.Zero(), at=gs.Outputs("0"), when=gs.Flag("freeze"))
 with gs.Surgery(frozen).attach(model) as live:

@@ -35,11 +35,11 @@ KINDS = {
     "Nodes enter": Kind(lambda: gs.Nodes("Relu", module="act")),
     "Nodes leave": Kind(lambda: gs.Nodes("Relu", module="act", side="leave")),
     "ModuleGradients pre": Kind(lambda: gs.ModuleGradients("act")),
-    "ModuleGradients": Kind(lambda: gs.ModuleGradients("act", hook="full_backward")),
+    "ModuleGradients": Kind(lambda: gs.ModuleGradients("act", kind="full_backward")),
     "EveryModule backward pre": Kind(
-        lambda: gs.EveryModule(types="ReLU", hook="full_backward_pre")
+        lambda: gs.EveryModule(types="ReLU", kind="full_backward_pre")
     ),
-    "EveryModule forward": Kind(lambda: gs.EveryModule(types="ReLU", hook="forward")),
+    "EveryModule forward": Kind(lambda: gs.EveryModule(types="ReLU", kind="forward")),
     "Values": Kind(lambda: gs.Values("act")),
     "Weights": Kind(lambda: gs.Weights("first.weight"), of="value"),
     "SavedTensors module": Kind(lambda: gs.SavedTensors("last"), probe="last.weight"),

@@ -55,11 +55,14 @@ def outcome(kind: Kind, context: str) -> tuple[str, str]:
 def table() -> str:
     """Kinds down, contexts across."""
     head = ["site", *CONTEXTS]
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    for name, kind in KINDS.items():
-        cells = [outcome(kind, context)[0] for context in CONTEXTS]
-        lines.append(f"| {' | '.join([name, *cells])} |")
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *map(row, KINDS)]
     return "\n".join(lines)
+
+
+def row(name: str) -> str:
+    """The line of one kind."""
+    cells = [outcome(KINDS[name], context)[0] for context in CONTEXTS]
+    return f"| {' | '.join([name, *cells])} |"
 
 
 def main() -> None:
