@@ -1,8 +1,8 @@
 """Log the norm of every gradient, without changing anything.
 
-A hand-written logger reads `p.grad.norm()` after `backward()`: for an activation there is no `.grad`
-to read. A common text registers a hook on `x = torch.randn(2, 2, requires_grad=True) * 10` and prints
-`x.grad` to see it work. It cannot: x is not a leaf, its `.grad` stays None.
+A hand-written logger reads `p.grad.norm()` after `backward()`: for an activation there is no
+`.grad` to read. A common text registers a hook on `x = torch.randn(2, 2, requires_grad=True) * 10`
+and prints `x.grad` to see it work. It cannot: x is not a leaf, its `.grad` stays None.
 """
 
 import warnings

@@ -1,7 +1,7 @@
 """Act at one layer only, and only while a flag is up.
 
-A common text finds a layer's place with `list(model.layers).index(module)`: for a module that stands
-there twice that is always the first place. Sites count calls, so both places have their own.
+A common text finds a layer's place with `list(model.layers).index(module)`: for a module that
+stands there twice that is always the first place. Here both places have sites of their own.
 """
 
 import torch

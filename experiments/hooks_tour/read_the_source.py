@@ -1,6 +1,6 @@
 """Read a module's source beside the sites in it.
 
-What can be hooked inside a forward is what autograd makes of each line: the names of the nodes tell.
+What can be hooked inside a forward is what autograd makes of each line: its nodes tell.
 """
 
 import inspect

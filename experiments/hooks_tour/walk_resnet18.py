@@ -1,8 +1,8 @@
 """Walk every module of a ResNet-18 in the order in which it runs.
 
 By hand this is a loop over `named_modules()` with a forward hook on each, handles kept in a list.
-Common slips: `named_modules()` lists the order of definition, a module that stands in two places once
-only, and `hooks.clear()` on the list of handles removes no hook.
+Common slips: `named_modules()` lists the order of definition, a module that stands in two places
+once only, and `hooks.clear()` on the list of handles removes no hook.
 """
 
 import torch

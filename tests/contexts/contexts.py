@@ -3,6 +3,7 @@
 import copy
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 import gradsurg as gs
 from tests.contexts.kinds import FACTOR, Kind, Net
 
-Attach = Callable[..., gs.Live]
+Attach = Callable[..., AbstractContextManager[gs.Live | None]]
 Step = Callable[[Kind, Attach], Tensor]
-"""A training step: builds a model, attaches (or, for the plain run, does nothing), gives the probe."""
+"""A training step: builds a model, attaches (for the plain run, does nothing), gives the probe."""
 
 
 def _net(**fields: bool) -> Net:
