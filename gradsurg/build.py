@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import AfterValidator, BeforeValidator, Field
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurg import __version__
@@ -114,6 +114,7 @@ class Experiment:
     pairs: tuple[Pair, ...]
     surgery: Surgery
     make_model: Callable[[], nn.Module]
+    example_input: Tensor  # two examples of the task's data
     sinks: tuple[Sink, ...]
 
 
@@ -176,9 +177,7 @@ def build(config: Config) -> Experiment:
             intervention = Intervention(chain, selector, trigger, _names(transforms))
     at = intervention.at if intervention is not None else selector
     if at is not None and model is not None and data is not None:
-        with faults.at(
-            "site.module" if config["site"].get("module", "*") != "*" else "site.pattern"
-        ):
+        with faults.at(_culprit(config["site"])):
             _probe(at, intervention, model, data)
     if settings is not None and data is not None and settings.batch_size > len(data.train_inputs):
         count = len(data.train_inputs)
@@ -198,6 +197,7 @@ def build(config: Config) -> Experiment:
         tuple(plan.pair(seed) for seed in seeds),
         plan.surgery(0),
         lambda: _model(config, data),
+        data.train_inputs[:2],
         sinks,
     )
 
@@ -344,8 +344,9 @@ def _sinks(config: Config | None, faults: _Faults) -> tuple[Sink, ...]:
 def _model(config: Config, data: Data) -> nn.Module:
     fields = config["model"]
     made = named("models", fields)
+    options = data.told(made, fields_of(fields))
     with theirs(fields):
-        model = called(made, (data.input_shape, data.num_outputs), fields_of(fields))
+        model = called(made, (data.input_shape, data.num_outputs), options)
     if not isinstance(model, nn.Module):
         raise TypeError(f"must make a torch.nn.Module, found {model!r}")
     return model
@@ -403,6 +404,13 @@ def _is_optimizer(kind: object) -> bool:
     if not isinstance(kind, type) or not issubclass(kind, Optimizer) or kind is Optimizer:
         return False
     return inspect.signature(kind.step).parameters["closure"].default is None
+
+
+def _culprit(site: Config) -> str:
+    """The key to which it is due if a selector does not find what it should."""
+    if site.get("module", "*") != "*":
+        return "site.module"
+    return "site.pattern" if "pattern" in site else "site"
 
 
 def _probe(

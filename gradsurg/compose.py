@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from hydra import compose, initialize_config_dir
 from hydra._internal.sources_registry import SourcesRegistry
@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
@@ -337,8 +337,9 @@ def _with_keys(fault: str, config: DictConfig) -> str:
     place: object = config
     parts = path.split(".")
     above = 0
-    while above < len(parts) - 1 and isinstance(place, DictConfig) and parts[above] in place:
-        place = place[parts[above]]
+    while above < len(parts) - 1 and _has(place, parts[above]):
+        part = parts[above]
+        place = place[int(part)] if isinstance(place, ListConfig) else place[part]
         above += 1
     if not isinstance(place, DictConfig):
         return f"{fault} {'.'.join(parts[:above])} is {place!r}, with no keys below."
@@ -349,6 +350,13 @@ def _with_keys(fault: str, config: DictConfig) -> str:
     keys = [str(key) for key in place]
     own = f" '+{path}=...' adds it." if "_target_" in keys else ""
     return f"{path}: '{parts[above]}' {NO_KEY} {nearest(parts[above], keys)}{own}"
+
+
+def _has(place: object, key: str) -> TypeGuard[DictConfig | ListConfig]:
+    """Whether something stands under a key, or under a number of a list."""
+    if isinstance(place, ListConfig):
+        return key.isdecimal() and int(key) < len(place)
+    return isinstance(place, DictConfig) and key in place
 
 
 def _one_line(error: Exception) -> str:

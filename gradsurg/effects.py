@@ -147,6 +147,10 @@ class Effects:
         if len(self._sums) > WAITING:
             self._collect()
 
+    def close(self) -> None:
+        """The block has ended: let go of all gradients and of the memory that was worked in."""
+        self._pending, self._kept, self._rooms = [], 0, {}
+
     def fetch(self) -> list[dict[str, object]]:
         """The rows since the last fetch: means over the sampled gradients, one row a slot.
 
@@ -170,12 +174,13 @@ class Effects:
         """The rows of everything so far; the next `fetch` is not changed by it."""
         self.flush()
         self._collect()
-        pairs = [(slot, _added(slot.totals, slot.fresh)) for slot in self._slots]
-        return [
-            _row(slot, numbers, slot.entry.all_fired, slot.entry.all_calls)
-            for slot, numbers in pairs
-            if numbers[-1]
-        ]
+        rows = []
+        for slot in self._slots:
+            numbers = _added(slot.totals, slot.fresh)
+            fired, calls = slot.entry.all_fired, slot.entry.all_calls
+            if numbers[-1] or (self.every and calls and not fired):
+                rows.append(_row(slot, numbers, fired, calls))
+        return rows
 
     def state(self) -> EffectsState:
         """What a checkpoint keeps, right after a fetch."""

@@ -5,6 +5,7 @@ Each is used by PyTorch's own Python code, and each is pinned by a test in `test
 
 from collections.abc import Callable
 from importlib import import_module
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import Variable
@@ -16,7 +17,9 @@ foreach_mul = _foreach["_foreach_mul"]
 next_sequence_number: Callable[[], int] = import_module("torch._C._autograd")._get_sequence_nr
 """The number that the next autograd node of this thread will get."""
 
-_interpreters: Callable[[], object] = import_module("torch._C._functorch").peek_interpreter_stack
+_functorch = import_module("torch._C._functorch")
+_interpreters: Callable[[], object] = _functorch.peek_interpreter_stack
+_running_node: Callable[[], object] = vars(torch._C)["_current_autograd_node"]
 
 
 flat: Callable[[list[torch.Tensor]], torch.Tensor]
@@ -24,9 +27,8 @@ flat = import_module("torch._utils")._flatten_dense_tensors
 """The entries of several dense tensors of one dtype and device, one after the other."""
 
 
-def backward_task() -> int:
-    """The number of the backward pass that this thread is inside, -1 outside."""
-    return torch._C._current_graph_task_id()
+backward_task: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward pass that this thread is inside, -1 outside."""
 
 
 def in_backward() -> bool:
@@ -39,6 +41,73 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(call)
 
 
+def running_node() -> object:
+    """The autograd node that is being executed in this thread, None if none is."""
+    return _running_node()
+
+
+def in_inner_backward() -> bool:
+    """In a call at the end of a backward: whether it is one inside another, that still runs."""
+    return _running_node() is not None
+
+
+def is_wrapped(tensor: torch.Tensor) -> bool:
+    """Whether it is one of a transform of `torch.func` or of a vmap: it has no storage to tell."""
+    return _functorch.is_functorch_wrapped_tensor(tensor) or _functorch.is_legacy_batchedtensor(
+        tensor
+    )
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether it stands for many tensors at once, as those inside a vmap do."""
+    while _functorch.is_gradtrackingtensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return _functorch.is_batchedtensor(tensor) or _functorch.is_legacy_batchedtensor(tensor)
+
+
 def in_functorch() -> bool:
     """Whether vmap, grad or another transform of `torch.func` is at work."""
     return _interpreters() is not None
+
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def untraced(function: Function) -> Function:
+    """The same function, and Dynamo runs it as it is: traced, what it remembers would be lost."""
+    disable: Callable[..., Any] = torch.compiler.disable  # Any: it gives back what it was given
+    return disable(function)
+
+
+Pair = tuple[Callable[[torch.Tensor], object], Callable[[Any], torch.Tensor]]
+"""A pack hook and an unpack hook. Any: whatever pack has made of a saved tensor."""
+
+_saved = import_module("torch._C._autograd")
+
+
+def saving() -> Pair | None:
+    """The innermost pair of hooks for tensors saved for backward that is in force here."""
+    return _saved._top_saved_tensors_default_hooks(False)
+
+
+def begin_saving(pair: Pair) -> None:
+    """Put a pair of hooks in force in this thread."""
+    _saved._push_saved_tensors_default_hooks(*pair)
+
+
+def end_saving(pair: Pair) -> None:
+    """Take that pair out of force and no other, though it is not the innermost any more."""
+    inner: list[Pair] = []
+    while (top := saving()) is not None:
+        _saved._pop_saved_tensors_default_hooks()
+        if top[0] is pair[0]:
+            break
+        inner.append(top)
+    for other in reversed(inner):
+        begin_saving(other)
+
+
+def in_checkpoint() -> bool:
+    """Whether this is the forward of a checkpoint that is not reentrant: it will be run again."""
+    top = saving()
+    return top is not None and top[0].__qualname__.startswith("_checkpoint_hook")

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 from torch.amp import is_autocast_available
 
+from gradsurg import engine
 from gradsurg.effects import Effects
 from gradsurg.ledger import Entry
 from gradsurg.sites.base import SiteGate
 from gradsurg.transforms.base import Context, State, Stateless, Transform
-from gradsurg.triggers.base import Clock, Moment, Trigger
+from gradsurg.triggers.base import Clock, Fires, Moment, Sourced, Trigger
 
 ERRORS = Exception  # whatever a user's transform raises: it gets a note and is raised again
 UNBORN: State = {}  # the state of a site that has met no gradient yet
@@ -28,6 +29,7 @@ class Operation:
         "idle",
         "label",
         "links",
+        "looks",
         "needs_value",
         "on",
         "ready",
@@ -68,8 +70,9 @@ class Operation:
         """What acts and when, now or anew."""
         self.links = links
         self.trigger = trigger
-        asks_value = any(getattr(part, "source", "") == "value" for part in trigger.parts)
-        self.needs_value = asks_value or any(link.needs_value for _, link in links)
+        sources = {part.source for part in trigger.parts if isinstance(part, Sourced)}
+        self.looks = "grad" in sources
+        self.needs_value = "value" in sources or any(link.needs_value for _, link in links)
         self.stateless = all(isinstance(link, Stateless) for _, link in links)
         self.begin()
 
@@ -83,7 +86,7 @@ class Operation:
 
         A trigger that has to see the site or its gradient says None: it is asked there.
         """
-        fires = self.trigger.fires(Moment(self.clock, self.seed, self.label))
+        fires = self._ask(Moment(self.clock, self.seed, self.label))
         self.firing = fires if isinstance(fires, bool) else None
         self.sampling = self.effects.sampling
         # A shadowed transform without state leaves no trace in a step that is not measured.
@@ -103,11 +106,38 @@ class Operation:
         key = f"{self.label}/{site}/when"
         moment = Moment(self.clock, self.seed, self.label, site, grad, value)
         moment.state = dict(self.states.get(key, {}))
-        fires = self.trigger.fires(moment)
+        fires = self._ask(moment)
         if fires is None:
             raise TypeError(f"{self.trigger!r}: fires() said None where the gradient was at hand")
         if moment.state:
-            self.states[key] = moment.state
+            if any(engine.is_batched(tensor) for tensor in moment.state.values()):
+                raise RuntimeError(
+                    f"{self.trigger!r} remembers one thing for each site, and inside vmap the site "
+                    f"'{site}' has many gradients at once"
+                )
+            self.states[key] = {name: own.detach() for name, own in moment.state.items()}
+        if isinstance(fires, Tensor) and fires.device != grad.device:
+            return fires.to(grad.device, non_blocking=True)
+        return fires
+
+    def _ask(self, moment: Moment) -> Fires:
+        """What the trigger says, if it may say that."""
+        try:
+            fires = self.trigger.fires(moment)
+        except ERRORS as error:
+            where = f"at site '{moment.site}'" if moment.site else "before a gradient was there"
+            error.add_note(f"while {self.trigger!r} was asked {where}, step {self.step}")
+            raise
+        if isinstance(fires, Tensor):
+            found = f"{fires.dtype} of shape {list(fires.shape)}"
+            fits = fires.dtype is torch.bool and not fires.ndim
+        else:
+            found, fits = repr(fires), fires is None or isinstance(fires, bool)
+        if not fits:
+            raise TypeError(
+                f"{self.trigger!r}: fires() must say True, False, None or a bool tensor of no "
+                f"dimension, found {found}"
+            )
         return fires
 
     def retire(self) -> None:
@@ -153,6 +183,12 @@ class Link:
         """
         if fires is not None and state:
             before = self.state
+            if state.keys() != before.keys():
+                raise TypeError(
+                    f"{self.label}: {self.transform!r} has a state of {', '.join(state)} and began "
+                    f"with {', '.join(before) or 'none'}: init() must make all of it, for the "
+                    "trigger may keep what was before"
+                )
             state = {name: torch.where(fires, new, before[name]) for name, new in state.items()}
         if any(tensor.requires_grad for tensor in state.values()):
             state = {name: tensor.detach() for name, tensor in state.items()}
@@ -274,8 +310,10 @@ class Gate:
             return None
         if value is None and self._value is not None:
             value = self._value()
+        if operation.looks:
+            self.check_dense(grad)
         fires = operation.firing or operation.fires(self.entry.site, grad, value)
-        if not self.entry.count(fires) or operation.idle:
+        if not self.count(fires) or operation.idle:
             return None
         on_device = fires if isinstance(fires, Tensor) else None
         self.check_dense(grad)
@@ -299,7 +337,7 @@ class Gate:
 
         `fires`, where the device decides it, chooses between the result and the gradient.
         """
-        context, version = link.context, grad._version
+        context, version = link.context, _version(grad)
         context.value = value if self.operation.needs_value else None
         try:
             if link.state is UNBORN:
@@ -320,7 +358,14 @@ class Gate:
         link.keep(state, fires)
         context.value = None
         context.call += 1
-        return result if fires is None else torch.where(fires, result, grad)
+        return result if fires is None or result is grad else torch.where(fires, result, grad)
+
+    def count(self, fires: bool | Tensor) -> bool:
+        """Count a gradient; whether the transform is to be called. What has no number to tell, as
+        on the meta device or inside vmap, counts as one that it fires at.
+        """
+        told = not isinstance(fires, Tensor) or not (fires.is_meta or engine.is_batched(fires))
+        return self.entry.count(fires if told else True)
 
     def check_dense(self, grad: Tensor) -> None:
         """Refuse what no transform can take."""
@@ -346,7 +391,7 @@ class Gate:
 
     def check_untouched(self, link: Link, grad: Tensor, version: int) -> None:
         """Refuse a transform that has written to its gradient, which was at `version` before."""
-        if grad._version != version:
+        if _version(grad) != version:
             raise RuntimeError(
                 f"{link.label}: changed the gradient in place at site '{self.entry.site}', where "
                 "other branches may read it. Return a new tensor."
@@ -374,5 +419,12 @@ def _kind(value: object) -> str:
     return type(value).__name__
 
 
+def _version(tensor: Tensor) -> int:
+    """How often it was written to; what inference mode has made does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def _shares(result: Tensor, value: Tensor) -> bool:
+    if engine.is_wrapped(result) or engine.is_wrapped(value):
+        return False
     return result.untyped_storage().data_ptr() == value.untyped_storage().data_ptr() != 0

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradsurg.gate import ERRORS, Gate, Link, Operation
-from gradsurg.transforms.base import GroupTransform
+from gradsurg.transforms.base import GroupTransform, State
 
 
 class GroupGate:
@@ -17,23 +17,24 @@ class GroupGate:
         self.operation = operation
         self.gates = gates
         self._seen = False
+        self._members: dict[str, list[str]] = {}
 
     def __call__(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         operation = self.operation
         if not operation.on:
             return grads
-        gates, present = self.gates, [grad for grad in grads if grad is not None]
-        if len(present) < len(grads):
-            gates = [gate for gate, grad in zip(gates, grads, strict=True) if grad is not None]
-        if operation.firing is False:
-            for gate in gates:
-                gate.entry.count(False)
-        if not present or operation.firing is False:
+        acting: list[int] = []
+        fires: list[bool | Tensor] = []
+        for index, (gate, grad) in enumerate(zip(self.gates, grads, strict=True)):
+            if grad is not None:
+                one = self._fires(gate, grad)
+                if gate.count(one):  # where the host says no, a gradient is not of the group
+                    acting.append(index)
+                    fires.append(one)
+        if not acting or operation.idle:
             return grads
-        fires = self._fires(gates, present)
-        acting = [gate.entry.count(one) for gate, one in zip(gates, fires, strict=True)]
-        if not any(acting) or operation.idle:
-            return grads
+        gates = [self.gates[index] for index in acting]
+        present = [grad for index in acting if (grad := grads[index]) is not None]
         device = present[0].device.type
         with torch.autocast(device, enabled=False) if operation.ask(device) else nullcontext():
             results = self._operate(gates, present, fires)
@@ -41,19 +42,16 @@ class GroupGate:
             operation.effects.flush()  # before the optimizer can write to them
         if operation.shadow:
             return grads
-        if len(present) == len(grads):
+        if len(results) == len(grads):
             return results
-        new = iter(results)
-        return [None if grad is None else next(new) for grad in grads]
+        new = dict(zip(acting, results, strict=True))
+        return [new.get(index, grad) for index, grad in enumerate(grads)]
 
-    def _fires(self, gates: Sequence[Gate], grads: list[Tensor]) -> list[bool | Tensor]:
+    def _fires(self, gate: Gate, grad: Tensor) -> bool | Tensor:
         operation = self.operation
-        if operation.firing is True:
-            return [True] * len(gates)
-        return [
-            operation.fires(gate.entry.site, grad, gate.value())
-            for gate, grad in zip(gates, grads, strict=True)
-        ]
+        if operation.firing is not None:
+            return operation.firing
+        return operation.fires(gate.entry.site, grad, gate.value())
 
     def _operate(
         self, gates: Sequence[Gate], grads: list[Tensor], fires: list[bool | Tensor]
@@ -66,12 +64,10 @@ class GroupGate:
             befores = grads
             links = [gate.links[index] for gate in gates]
             if isinstance(transform, GroupTransform) and transform.scope == "group":
-                grads = self._update(transform, gates, links, befores)
+                grads = self._update(transform, gates, links, befores, fires)
             else:
                 grads = [
-                    grad
-                    if one is False
-                    else gate.apply(link, grad, gate.value(), None if one is True else one)
+                    gate.apply(link, grad, gate.value(), one if isinstance(one, Tensor) else None)
                     for gate, link, grad, one in zip(gates, links, befores, fires, strict=True)
                 ]
             if operation.sampling:
@@ -86,19 +82,22 @@ class GroupGate:
         gates: Sequence[Gate],
         links: Sequence[Link],
         grads: list[Tensor],
+        fires: list[bool | Tensor],
     ) -> list[Tensor]:
         states = self.operation.states
         key = f"{links[0].label}/group"
-        state = states.get(key)
+        before = states.get(key)
+        if before:
+            self._check_members(links)
         contexts = [link.context for link in links]
         versions = [] if self._seen else [grad._version for grad in grads]
         if transform.needs_value:
             for gate, context in zip(gates, contexts, strict=True):
                 context.value = gate.value()
         try:
-            if state is None:
-                state = transform.init_group(grads)
-            results, state = transform.update_group(grads, state, contexts)
+            if before is None:
+                before = transform.init_group(grads)
+            results, state = transform.update_group(grads, before, contexts)
         except ERRORS as error:
             step = self.operation.step
             error.add_note(f"while {links[0].label} acted on {len(grads)} sites, step {step}")
@@ -116,5 +115,31 @@ class GroupGate:
         for index, version in enumerate(versions):
             gates[index].check_untouched(links[index], grads[index], version)
         if state:
-            states[key] = state
-        return results
+            self._check_members(links)
+            states[key] = _chosen(fires, state, before)
+        return [
+            torch.where(one, result, grad)
+            if isinstance(one, Tensor) and result is not grad
+            else result
+            for one, result, grad in zip(fires, results, grads, strict=True)
+        ]
+
+    def _check_members(self, links: Sequence[Link]) -> None:
+        """A state is of a group in its order: with other members it would be that of others."""
+        sites = [link.context.site for link in links]
+        first = self._members.setdefault(links[0].label, sites)
+        if sites != first:
+            raise RuntimeError(
+                f"{links[0].label}: {links[0].transform!r} keeps a state of its group, whose "
+                f"members must stay the same: at first {', '.join(first)}, now {', '.join(sites)}"
+            )
+
+
+def _chosen(fires: list[bool | Tensor], new: State, before: State) -> State:
+    """The next state of a group; where the device decides, the old one unless it acts at all."""
+    asked = [one for one in fires if isinstance(one, Tensor)]
+    if len(asked) < len(fires):
+        return new
+    device = asked[0].device
+    acts = torch.stack([one.to(device, non_blocking=True) for one in asked]).any()
+    return {name: torch.where(acts.to(own.device), own, before[name]) for name, own in new.items()}

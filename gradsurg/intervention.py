@@ -50,6 +50,9 @@ class Intervention:
             raise TypeError(f"when: must be a trigger, as Steps(stop=100), found {self.when!r}")
         if self.names and len(self.names) != len(self.links):
             raise ValueError(f"names: {len(self.links)} links, found {len(self.names)} names")
+        wrong = [name for name in self.names if not name or "/" in name]
+        if wrong:
+            raise ValueError(f"names: must not be empty nor hold a '/', found {wrong[0]!r}")
         self._check_fit()
         for link in self.links:
             if isinstance(link, Function):

@@ -63,6 +63,10 @@ class Entry:
         """Gradients acted on, those before an interruption too."""
         return self.earlier_fired + self.fired + int(self.fired_on_device)
 
+    def settle(self) -> None:
+        """Turn what the device has counted into a number."""
+        self.fired_on_device = int(self.fired_on_device)
+
 
 class EntryState(TypedDict):
     """An entry as a checkpoint keeps it."""
@@ -108,6 +112,11 @@ class Ledger:
         entry = self.entries.get((intervention, site))
         if entry is not None and not entry.all_calls:
             del self.entries[intervention, site]
+
+    def settle(self) -> None:
+        """Wait for what the device has counted: no tensor is held afterwards."""
+        for entry in self:
+            entry.settle()
 
     def state(self) -> list[EntryState]:
         """What a checkpoint keeps: the entries with all that they have counted."""

@@ -25,11 +25,10 @@ from gradsurg.intervention import (
 )
 from gradsurg.ledger import Entry, Ledger, SurgeryWarning
 from gradsurg.sites.base import GroupFn, Place, SiteGate
-from gradsurg.sites.parameters import Parameters
-from gradsurg.sources import watch
+from gradsurg.sources import watch, watched
 from gradsurg.transforms.base import State, Transform
 from gradsurg.transforms.chain import Chain
-from gradsurg.triggers.base import Clock, Trigger
+from gradsurg.triggers.base import Clock, Sourced, Trigger
 from gradsurg.triggers.epochs import Epochs
 from gradsurg.triggers.flag import Flag
 
@@ -65,6 +64,9 @@ class Live:
         self._states = states
         self._seed = seed
         self._attached: list[Attached] = []
+        self._notes: list[str] = []  # of interventions that were removed
+        self._waiting: list[Callable[[], None]] = []  # for the backward at hand to end
+        self._alarm = ExitStack()  # the hook that ends the waiting where the backward has failed
         self._began = clock.step, clock.counted_epochs
         self._params: dict[str, ref[nn.Parameter]] = {}
         effects.begin(clock.step)
@@ -92,57 +94,68 @@ class Live:
 
     def tick(self) -> None:
         """One optimizer step is done; called by the optimizer's own hook where one was given."""
+        self._settle()
         self.clock.step += 1
         self.effects.begin(self.clock.step)
         for attached in self._attached:
             attached.begin()
 
     def next_epoch(self) -> None:
-        """One epoch is done, where no `steps_per_epoch` tells."""
+        """One epoch is done. Raises RuntimeError where `steps_per_epoch` tells that already."""
+        if self.clock.epoch_length is not None:
+            raise RuntimeError(
+                f"epochs are counted already: steps_per_epoch={self.clock.epoch_length}"
+            )
         self.clock.counted_epochs += 1
         for attached in self._attached:
             attached.operation.begin()
 
     def switch(self, flag: str, *, on: bool) -> None:
-        """Flip the switch of `Flag(flag)`. Raises LookupError if no trigger asks for it."""
-        if flag not in self.clock.flags:
-            raise LookupError(f"no Flag '{flag}'. {nearest(flag, list(self.clock.flags))}")
+        """Flip the switch of `Flag(flag)`, from any thread, at once.
+
+        Raises LookupError if no trigger asks for it.
+        """
+        _ = self._patient
+        flags = list(dict.fromkeys(part.flag for own in self._attached for part in own.flags))
+        if flag not in flags:
+            raise LookupError(f"no trigger asks for a Flag '{flag}'. {nearest(flag, flags)}")
+        if not isinstance(on, bool):
+            raise TypeError(f"on: must be True or False, found {on!r}")
         self.clock.flags[flag] = on
 
     def add(self, intervention: Intervention) -> str:
         """Attach one more, from the next backward on; its label, for `remove` and `set`.
 
-        What is wrong with it is told now. Inside a backward it waits until that has ended.
+        What hooks tensors in the forward, as Outputs do, and what looks at the batch acts from the
+        next forward on. Inside a backward it waits until that has ended. What is wrong with it is
+        told now, but for what only hooking can show, and then nothing of it is left.
         """
         attached = self._admit(intervention)
-        _soon(lambda: self._hook(attached))
+        self._soon(lambda: self._hook(attached))
         return attached.label
 
     def remove(self, label: str) -> None:
-        """Detach the intervention of this label, from the next backward on.
+        """Detach the intervention of this label, from the next backward on, and drop its state.
 
         Raises LookupError, with the labels there are.
         """
         attached = self._find(label)
         if label != attached.label:
             raise LookupError(f"'{label}' is a link of '{attached.label}': remove the whole")
-
-        def remove() -> None:
-            if attached in self._attached:
-                self._attached.remove(attached)
-                attached.close()
-
-        _soon(remove)
+        self._soon(lambda: self._dismiss(attached))
 
     def set(self, label: str, *, when: Trigger | None = None, **changes: Any) -> None:
         """Change fields of one transform, or `when` it acts, from the next backward on.
 
-        `live.set("clip", value=0.1)`, `live.set("clip", when=gs.Steps(stop=100))`. Its state is
-        kept. Raises LookupError for a label that is not there, ValueError for a wrong field, and
-        for a transform or a trigger that could not act there.
+        `live.set("clip", value=0.1)`, `live.set("clip", when=gs.Steps(stop=100))`. The transform's
+        state is kept, the memory of a trigger that is replaced is not. Raises LookupError for a
+        label that is not there, ValueError for a wrong field, and for a transform or a trigger that
+        could not act there.
         """
         attached = self._find(label)
-        old = attached.intervention
+        if when is None and not changes:
+            raise ValueError(f"'{label}': nothing to change was given, no field and no `when`")
+        old = attached.wanted
         links = [
             _changed(link, label, changes) if name == label and changes else link
             for name, link in zip(attached.labels, old.links, strict=True)
@@ -155,13 +168,14 @@ class Live:
         if changes:
             transform = Chain(*links) if isinstance(transform, Chain) else links[0]
         new = Intervention(transform, old.at, when or old.when, old.names)
-        self._check(new)
-
-        def change() -> None:
-            attached.change(new)
-            self._watch(attached)
-
-        _soon(change)
+        if (new.stage, new.operator.scope) != (old.stage, old.operator.scope):
+            raise ValueError(
+                f"'{label}' is hooked at stage '{old.stage}' for a {old.operator.scope}, and would "
+                f"act at stage '{new.stage}' for a {new.operator.scope}: remove it and add another"
+            )
+        self._check(new, attached)
+        attached.wanted = new
+        self._soon(lambda: self._change(attached, new))
 
     def _admit(self, intervention: Intervention) -> "Attached":
         """Make room for an intervention, with its label; nothing is hooked yet."""
@@ -184,31 +198,91 @@ class Live:
         self._attached.append(attached)
         return attached
 
-    def _check(self, intervention: Intervention) -> None:
+    def _check(self, intervention: Intervention, instead: "Attached | None" = None) -> None:
+        """Refuse what could not act; `instead` is the one whose place it takes."""
         check_scaled(intervention, self._patient.scaler)
         check_pattern(intervention, self._patient.model)
         intervention.at.find(self._patient.model)
+        watched(intervention.when, self._patient.model)
+        others = [part for own in self._attached if own is not instead for part in own.flags]
+        check_flags([*others, *flags_of(intervention)])
 
     def _hook(self, attached: "Attached") -> None:
         """Hook all its sites, or none of them."""
         model, at = self._patient.model, attached.intervention.at
-        if any(isinstance(kind, Parameters) for kind in at.kinds):
+        if any(kind.known_at_once for kind in at.kinds):
             self._params |= {name: ref(param) for name, param in model.named_parameters()}
-        attached.operation.begin()
-        with ExitStack() as stack:
+        with ExitStack() as undo:
+            undo.callback(self._dismiss, attached)
             self._watch(attached)
-            attached.hook(self._patient, stack)
-            attached.stack.push(stack.pop_all().__exit__)
+            attached.operation.begin()
+            attached.hook(self._patient)
+            undo.pop_all()
+
+    def _change(self, attached: "Attached", new: Intervention) -> None:
+        if attached not in self._attached:
+            return
+        old = attached.intervention
+        attached.change(new)
+        if new.when is not old.when:
+            attached.forget_memory()
+            attached.eyes.close()
+            self._unsee(old.when)
+            self._watch(attached)
+
+    def _dismiss(self, attached: "Attached") -> None:
+        """Take an intervention off and out, with all that only it has needed."""
+        if attached not in self._attached:
+            return
+        self._attached.remove(attached)
+        self._notes += attached.notes
+        attached.close()
+        attached.forget_states()
+        self._unsee(attached.intervention.when)
+        for entry in [entry for entry in self.ledger if entry.intervention == attached.label]:
+            self.ledger.forget(entry.intervention, entry.site)
 
     def _watch(self, attached: "Attached") -> None:
         """Let its trigger see what it looks at, and know the switches that it asks for."""
-        trigger = attached.intervention.when
+        for flag in flags_of(attached.intervention):
+            self.clock.flags.setdefault(flag.flag, flag.on)
+        watch(attached.intervention.when, self._patient.model, self.clock, attached.eyes)
+
+    def _unsee(self, trigger: Trigger) -> None:
+        """Forget what a trigger has seen, unless another intervention has the same."""
+        others = [part for own in self._attached for part in own.intervention.when.parts]
         for part in trigger.parts:
-            if isinstance(part, Flag):
-                self.clock.flags.setdefault(part.flag, part.on)
-        watch(trigger, self._patient.model, self.clock, attached.stack)
+            if isinstance(part, Sourced) and part not in others:
+                self.clock.seen.pop(part, None)
+
+    def _soon(self, action: Callable[[], None]) -> None:
+        """Now, or when the backward at hand has ended."""
+        self._settle()
+        if not engine.in_backward():
+            action()
+            return
+        if not self._waiting:
+            # At the latest before the next forward: a backward that fails has no end to wait for.
+            hook = self._patient.model.register_forward_pre_hook(lambda *_: self._settle())
+            self._alarm.callback(hook.remove)
+        self._waiting.append(action)
+        engine.at_end_of_backward(self._at_end)
+
+    def _at_end(self) -> None:
+        if not engine.in_inner_backward():
+            self._settle(ended=True)
+
+    def _settle(self, ended: bool = False) -> None:
+        """Do what has waited for the end of a backward."""
+        if not self._waiting or (engine.in_backward() and not ended):
+            return
+        self._alarm.close()
+        while self._waiting:
+            self._waiting.pop(0)()
 
     def _find(self, label: str) -> "Attached":
+        _ = self._patient
+        self._settle()
         for attached in self._attached:
             if label in (attached.label, *attached.labels):
                 return attached
@@ -222,13 +296,19 @@ class Live:
 
     def _close(self) -> None:
         """Take all hooks off; those on graphs that are already built pass from now on."""
+        self._held = None
         with ExitStack() as stack:
             for attached in self._attached:
                 stack.callback(attached.close)
-        self._held = None
+            stack.callback(self._alarm.close)
+        self._waiting = []
         self._params = {}
+        self.clock.seen.clear()
+        self.ledger.settle()
+        self.effects.close()
 
     def _complaints(self) -> list[str]:
+        self._settle()
         said = self.ledger.complaints()
         met = {entry.intervention for entry in self.ledger}
         said += [
@@ -236,6 +316,7 @@ class Live:
             for attached in self._attached
             if attached.label not in met
         ]
+        said += self._notes
         said += [note for attached in self._attached for note in attached.notes]
         said += self._idle_clocks()
         now = dict(self._patient.model.named_parameters())
@@ -251,15 +332,18 @@ class Live:
         """Triggers that read a clock which nobody has moved."""
         if not any(entry.calls for entry in self.ledger):
             return
-        parts = {part for item in self.interventions for part in item.when.parts}
+        parts = [part for item in self.interventions for part in item.when.parts]
+        epochs = [part for part in parts if isinstance(part, Epochs)]
+        told = self.clock.epoch_length is not None
         timed = {type(part).__name__ for part in parts if part.clocked}
+        timed |= {type(part).__name__ for part in epochs if told or part.length is not None}
         if timed and self.step == self._began[0]:
             yield (
                 f"{', '.join(sorted(timed))}: no optimizer step was counted; "
                 "attach(model, optimizer) or call live.tick() after each step"
             )
-        told = self.clock.epoch_length or self.clock.counted_epochs > self._began[1]
-        if any(isinstance(part, Epochs) and part.length is None for part in parts) and not told:
+        told = told or self.clock.counted_epochs > self._began[1]
+        if any(part.length is None for part in epochs) and not told:
             yield (
                 "Epochs: no epoch was counted; give Epochs a length, attach with steps_per_epoch, "
                 "or call live.next_epoch()"
@@ -271,12 +355,14 @@ class Attached:
 
     def __init__(self, intervention: Intervention, operation: Operation, ledger: Ledger) -> None:
         self.intervention = intervention
+        self.wanted = intervention  # what it is to be once the backward at hand has ended
         self.operation = operation
         self.ledger = ledger
         self.label = operation.label
         self.labels = tuple(label for label, _ in operation.links)
         self._keeps = intervention.at.keeper()
         self.stack = ExitStack()
+        self.eyes = ExitStack()  # the hooks by which its trigger sees a forward
         self.notes: list[str] = []
         self._sum_matters = sum_matters(intervention)
         self._made: dict[str, Gate] = {}
@@ -286,20 +372,58 @@ class Attached:
         """Whether its transform or its trigger looks at the tensor whose gradient passes."""
         return self.operation.needs_value
 
-    def hook(self, patient: Patient, stack: ExitStack) -> None:
+    @property
+    def stateful(self) -> str:
+        """The first of its transforms and triggers that keeps a memory of each site."""
+        for _, link in self.operation.links:
+            if link.init(torch.zeros(1)):
+                return repr(link)
+        # What a trigger remembers is known once it has been asked.
+        states = self.operation.states
+        remembers = any(_is_of(key, self.label) and key.endswith("/when") for key in states)
+        return repr(self.intervention.when) if remembers else ""
+
+    @property
+    def unsteady(self) -> str:
+        """Why a tensor that passes twice may have two results."""
+        operation = self.operation
+        if self.stateful:
+            return f"{self.stateful} remembers what it has met"
+        for _, link in operation.links:
+            if "deterministic" not in link.laws:
+                return f"{link!r} is not known to draw no random numbers"
+        for part in self.intervention.when.parts:
+            if isinstance(part, Sourced) and part.source not in ("grad", "value"):
+                return f"{part!r} looks at the newest forward"
+        return ""
+
+    @property
+    def moment(self) -> object:
+        """What else decides about a result: step, switches and fields as they are now."""
+        item, clock = self.intervention, self.operation.clock
+        return item.operator, item.when, clock.step, clock.epoch, tuple(clock.flags.items())
+
+    @property
+    def flags(self) -> list[Flag]:
+        """The switches that its trigger asks for, or is to ask for."""
+        return flags_of(self.intervention) + flags_of(self.wanted)
+
+    def hook(self, patient: Patient) -> None:
         """Hook all that its selector selects."""
-        item = self.intervention
+        item, stack = self.intervention, self.stack
         scope = item.operator.scope
         item.at.hook(patient.model, patient.optimizer, item.stage, scope, self, stack)
         if item.at.expected is not None:
             if all(kind.known_at_once for kind in item.at.kinds):
                 self._count()
             else:
-                handle = patient.model.register_forward_hook(self._count_once(stack))
+                handle = patient.model.register_forward_hook(self._count_once())
                 stack.callback(handle.remove)
 
     def change(self, intervention: Intervention) -> None:
         """Another transform of the same links, or another trigger, in the same places."""
+        if intervention.operator != self.intervention.operator:
+            self._sum_matters = sum_matters(intervention)
         self.intervention = intervention
         links = list(zip(self.labels, intervention.links, strict=True))
         self.operation.set(links, intervention.when)
@@ -316,6 +440,20 @@ class Attached:
         self.operation.retire()
         self._made = {}
         self.stack.close()
+        self.eyes.close()
+
+    def forget_memory(self) -> None:
+        """Drop what its trigger has remembered at each site."""
+        states = self.operation.states
+        for key in [key for key in states if _is_of(key, self.label) and key.endswith("/when")]:
+            del states[key]
+
+    def forget_states(self) -> None:
+        """Drop the states of its transforms too."""
+        self.forget_memory()
+        states = self.operation.states
+        for key in [key for key in states if any(_is_of(key, label) for label in self.labels)]:
+            del states[key]
 
     def keeps(self, place: Place) -> bool | None:
         return self._keeps(place)
@@ -375,7 +513,7 @@ class Attached:
     def _entry(self, site: str) -> Entry:
         return self.ledger.enter(self.label, site)
 
-    def _count_once(self, stack: ExitStack) -> Callable[..., None]:
+    def _count_once(self) -> Callable[..., None]:
         counted = False
 
         def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
@@ -387,8 +525,7 @@ class Attached:
         return hook
 
     def _count(self) -> None:
-        own = [entry for entry in self.ledger if entry.intervention == self.label]
-        sites = [entry.site for entry in own if not entry.skipped]
+        sites = list(self._made)
         expected = self.intervention.at.expected
         if len(sites) != expected:
             raise LookupError(
@@ -397,12 +534,22 @@ class Attached:
             )
 
 
-def _soon(action: Callable[[], None]) -> None:
-    """Now, or when the backward at hand has ended."""
-    if engine.in_backward():
-        engine.at_end_of_backward(action)
-    else:
-        action()
+def flags_of(intervention: Intervention) -> list[Flag]:
+    """The switches that its trigger asks for."""
+    return [part for part in intervention.when.parts if isinstance(part, Flag)]
+
+
+def check_flags(flags: Sequence[Flag]) -> None:
+    """Refuse a switch that would be both on and off at first."""
+    first: dict[str, Flag] = {}
+    for flag in flags:
+        if first.setdefault(flag.flag, flag).on != flag.on:
+            raise ValueError(f"{flag!r}: another trigger has this switch as on={not flag.on}")
+
+
+def _is_of(key: str, label: str) -> bool:
+    """Whether a state is that of a link, or of an intervention: no label has a slash."""
+    return key.partition("/")[0] == label
 
 
 def _changed(link: Transform, label: str, changes: dict[str, object]) -> Transform:

@@ -25,10 +25,12 @@ def make(kind: str, config: Config, base: type) -> Any:  # Any: an instance of `
     if not isinstance(config, Mapping):
         raise TypeError(f"must be a mapping with a name, found {config!r}")
     found = named(kind, config)
-    made = {}
+    made, faults = {}, []
     for key, value in fields_of(config).items():
-        with _within(key):
+        with _within(key, faults):
             made[key] = _nested(kind, value, base)
+    if faults:
+        raise FieldError("", faults)
     with theirs(config):
         if base is Transform:
             result = as_transform(_transform(found, made))
@@ -44,25 +46,26 @@ def _nested(kind: str, value: object, base: type) -> object:
         case Mapping() if "name" in value or "_target_" in value:
             return make(kind, value, base)
         case list():
-            items = []
+            items, faults = [], []
             for index, item in enumerate(value):
-                with _within(str(index)):
+                with _within(str(index), faults):
                     items.append(_nested(kind, item, base))
+            if faults:
+                raise FieldError("", faults)
             return items
         case _:
             return value
 
 
 @contextmanager
-def _within(key: str) -> Iterator[None]:
-    """What goes wrong in this block is said of the field `key`."""
+def _within(key: str, faults: list[tuple[str, str]]) -> Iterator[None]:
+    """What goes wrong in this block is added to `faults`, of the field `key`."""
     try:
         yield
     except FieldError as error:
-        faults = [(f"{key}.{field}" if field else key, text) for field, text in error.faults]
-        raise FieldError(error.owner, faults) from None
+        faults += [(f"{key}.{field}" if field else key, text) for field, text in error.faults]
     except (ValueError, TypeError, LookupError, ImportError) as error:
-        raise FieldError("", [(key, sentence(error))]) from None
+        faults.append((key, sentence(error)))
 
 
 @contextmanager

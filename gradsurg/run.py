@@ -47,7 +47,7 @@ def job(config: DictConfig) -> None:
         warnings.simplefilter("ignore", SurgeryWarning)  # said while the config was checked
         experiment = build(compose.plain(config))
     if experiment.settings.plan:
-        print(experiment.surgery.plan(experiment.make_model()))
+        print(experiment.surgery.plan(experiment.make_model(), experiment.example_input))
         return
     runs = []
     reused = 0

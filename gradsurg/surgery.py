@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,10 @@ from gradsurg.effects import Effects
 from gradsurg.intervention import Intervention, labels_of
 from gradsurg.ledger import SurgeryWarning
 from gradsurg.live import Live, Patient
-from gradsurg.transforms.base import State
+from gradsurg.sites import tree
+from gradsurg.sites._recorder import Like
+from gradsurg.sites._rows import many
+from gradsurg.transforms.base import State, Stateless, init_all
 from gradsurg.triggers.base import Clock
 
 
@@ -72,6 +76,9 @@ class Surgery:
         """
         if self._live is not None:
             raise RuntimeError("this surgery is attached already; make a second one")
+        if steps_per_epoch is not None and steps_per_epoch < 1:
+            raise ValueError(f"steps_per_epoch: must be >= 1, found {steps_per_epoch}")
+        model = getattr(model, "_orig_mod", model)  # of a compiled one: names are those of inside
         self._clock.epoch_length = steps_per_epoch
         live = Live(
             Patient(model, optimizer, scaler),
@@ -93,15 +100,30 @@ class Surgery:
             for complaint in live._complaints():
                 warnings.warn(complaint, SurgeryWarning, stacklevel=3)
 
-    def plan(self, model: nn.Module) -> str:
-        """What would be hooked, where and at what stage; nothing is touched."""
-        lines = []
-        for intervention, labels in zip(self.interventions, self.labels, strict=True):
-            sites = intervention.at.find(model)
-            lines.append(f"{' -> '.join(labels)} at {intervention.at!r}")
-            lines.append(f"  stage {intervention.stage}, when {intervention.when!r}")
-            lines.extend(f"  {site}" for site in sites)
-        return "\n".join(lines) or "no intervention"
+    def plan(self, model: nn.Module, example_input: Any = None) -> str:
+        """What would be hooked, where, at what stage and with how much state; nothing is touched.
+
+        With an example of what the model takes, as `gradsurg.sites.tree` has it, the tree of the
+        modules as they run; without it what is known before that. (Any: the inputs of a model.)
+        """
+        model = getattr(model, "_orig_mod", model)
+        params = {name: Like.of(param) for name, param in model.named_parameters()}
+        parts = []
+        for item, labels in zip(self.interventions, self.labels, strict=True):
+            said = f"stage {item.stage}, when {item.when!r}"
+            if example_input is None:
+                sites = item.at.find(model)
+                said += _state(item, {site: params.get(site) for site in sites}, params)
+                below = [f"  {line}" for line in (said, *sites)]
+            else:
+                seen = tree(model, example_input, item.at)
+                hits = {mark.site: mark.like for mark in seen.marks if mark.hit}
+                said += f", {many(len(hits), 'site')}{_state(item, hits, params)}"
+                below = [str(seen), said]
+            parts.append("\n".join([f"{' -> '.join(labels)} at {item.at!r}", *below]))
+        if example_input is None:
+            return "\n".join(parts) or "no intervention"
+        return "\n\n".join(parts) or f"{tree(model, example_input)}\nno intervention"
 
     def state_dict(self) -> dict[str, object]:
         """Step, epoch, switches and the state of transforms and triggers, for a checkpoint.
@@ -149,3 +171,19 @@ class Surgery:
             self._interventions = live.interventions
         self._live = None
         live._close()
+
+
+def _state(
+    item: Intervention, sites: Mapping[str, Like | None], params: Mapping[str, Like | None]
+) -> str:
+    """What an intervention will remember at its sites, as far as their shapes are known."""
+    if all(isinstance(link, Stateless) for link in item.links):
+        return ""
+    likes = [like for like in sites.values() if like is not None]
+    made = [torch.empty(like.shape, dtype=like.dtype, device="meta") for like in likes]
+    size = sum(kept.nbytes for kept in init_all(item.operator, made).values()) if made else 0
+    said = f", {many(size, 'byte')} of state" if size else ""
+    if size and any(like is not None and site not in params for site, like in sites.items()):
+        said += " with this input"
+    unknown = len(sites) - len(likes)
+    return said + (f", state of unknown size at {many(unknown, 'site')}" if unknown else "")

@@ -1,6 +1,8 @@
 """What surgery costs: ratios of step times, from alternating runs in one process.
 
-python scripts/bench.py [--rounds 60] [--threads 1 2]
+python scripts/bench.py [--rounds 60] [--threads 1 2]     training with and without it
+python scripts/bench.py sites [--only outputs nodes]      each kind of site beside a hook by hand
+python scripts/bench.py nodes                             finding nodes in a 12-block transformer
 """
 
 import argparse
@@ -10,6 +12,8 @@ from functools import partial
 from statistics import median
 from time import perf_counter
 
+import bench_nodes
+import bench_sites
 import torch
 from torch import Tensor, nn
 
@@ -102,24 +106,39 @@ def measure(make: Callable[[], tuple[nn.Module, Tensor]], rounds: int) -> dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", nargs="?", choices=["training", "sites", "nodes"])
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--only", nargs="+", default=[""])
     args = parser.parse_args()
+    match args.what:
+        case "sites":
+            print(bench_sites.table(args.rounds, args.only))
+        case "nodes":
+            print(bench_nodes.table(args.rounds, args.only))
+        case _:
+            print(table(args.rounds, args.threads))
+
+
+def table(rounds: int, threads: list[int]) -> str:
+    """A line for each model and number of threads."""
     head = ["model", "threads", "a plain, ms", "b/a", *[f"{k} <= {v:g}" for k, v in RATIOS.items()]]
-    rows = []
+    lines = []
     for make in (mlp, convnet):
-        for threads in args.threads:
-            torch.set_num_threads(threads)
-            times = measure(make, args.rounds)
-            row = [make.__name__, str(threads), f"{1000 * median(times['a']):.2f}"]
+        for count in threads:
+            torch.set_num_threads(count)
+            times = measure(make, rounds)
+            row = [make.__name__, str(count), f"{1000 * median(times['a']):.2f}"]
             for ratio in ("b/a", *RATIOS):
                 over, under = (times[key] for key in ratio.split("/"))
                 row.append(f"{median(over) / median(under):.3f} ({min(over) / min(under):.3f})")
-            rows.append(row)
-    print("; ".join(ARMS))
-    print("ratios of medians (of minima in brackets), from", args.rounds, "alternating rounds")
-    print(aligned([head, *rows]))
+            lines.append(row)
+    arms = "; ".join(ARMS)
+    note = f"ratios of medians (of minima in brackets), from {rounds} alternating rounds"
+    return f"{arms}\n{note}\n{aligned([head, *lines])}"
 
 
 if __name__ == "__main__":

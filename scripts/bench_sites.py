@@ -1,9 +1,8 @@
 """What a site costs: microseconds of each kind beside a hook of the same kind written by hand.
 
-python scripts/bench_sites.py [--rounds 60] [--only outputs nodes]
+python scripts/bench.py sites
 """
 
-import argparse
 from collections.abc import Callable
 from contextlib import ExitStack
 from statistics import median
@@ -20,9 +19,10 @@ from gradsurg.tables import aligned
 BOUND = 0.001
 LAYERS = 24
 STEPS = 5  # timed together
+HELD: list[Any] = []
 
 
-def clamp(grad: Tensor) -> Tensor:
+def clamp(grad: Any) -> Any:  # Any: hooks are typed in many ways
     return grad.clamp(-BOUND, BOUND)
 
 
@@ -31,7 +31,8 @@ class Arm:
 
     def __init__(self, stack: ExitStack) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(LAYERS)))
+        self.layers = [nn.Linear(32, 32) for _ in range(LAYERS)]
+        self.model = nn.Sequential(*self.layers)
         self.inputs = torch.randn(8, 32, requires_grad=True)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         self.stack = stack
@@ -51,9 +52,9 @@ def surgery(arm: Arm, at: Selector) -> None:
     arm.stack.enter_context(attached)
 
 
-def of_weights(hook: Callable[[nn.Parameter], Any]) -> Callable[[Arm], None]:
+def of_weights(hook: Callable[[Any], Any]) -> Callable[[Arm], None]:
     def by_hand(arm: Arm) -> None:
-        for layer in arm.model:
+        for layer in arm.layers:
             arm.stack.callback(hook(layer.weight).remove)
 
     return by_hand
@@ -61,7 +62,7 @@ def of_weights(hook: Callable[[nn.Parameter], Any]) -> Callable[[Arm], None]:
 
 def of_layers(hook: Callable[[nn.Module], Any]) -> Callable[[Arm], None]:
     def by_hand(arm: Arm) -> None:
-        for layer in arm.model:
+        for layer in arm.layers:
             arm.stack.callback(hook(layer).remove)
 
     return by_hand
@@ -71,20 +72,20 @@ def accumulated(param: Tensor) -> None:
     param.grad = clamp(param.grad)
 
 
-def accumulating(param: nn.Parameter) -> Any:
+def accumulating(param: Tensor) -> Any:
     node = torch.autograd.graph.get_gradient_edge(param).node
-    param.node = node  # held, else the hook vanishes
+    HELD.append(node)  # else the hook vanishes
     return node.register_prehook(lambda grads: (clamp(grads[0]),))
 
 
-def settled(param: nn.Parameter) -> Any:
+def settled(param: Tensor) -> Any:
     node = torch.autograd.graph.get_gradient_edge(param).node
-    param.node = node
+    HELD.append(node)
     return node.register_hook(lambda _, __: accumulated(param))
 
 
 def before_step(arm: Arm) -> None:
-    weights = [layer.weight for layer in arm.model]
+    weights = [layer.weight for layer in arm.layers]
 
     def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for weight in weights:
@@ -100,16 +101,37 @@ def on_output(layer: nn.Module) -> Any:
     return layer.register_forward_hook(hook)
 
 
+def on_input(layer: nn.Module) -> Any:
+    def hook(module: nn.Module, args: tuple[Tensor]) -> None:
+        if not args[0].is_leaf:  # on a leaf it would be one more at every call
+            args[0].register_hook(clamp)
+
+    return layer.register_forward_pre_hook(hook)
+
+
+def on_branch(layer: nn.Module) -> Any:
+    def hook(module: nn.Module, args: tuple[Tensor]) -> Tensor:
+        alias = args[0].view_as(args[0])
+        alias.register_hook(clamp)
+        return alias
+
+    return layer.register_forward_pre_hook(hook)
+
+
 def on_node(layer: nn.Module) -> Any:
     def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-        output.grad_fn.register_prehook(lambda grads: (clamp(grads[0]),))
+        node = output.grad_fn
+        assert node is not None
+        node.register_prehook(lambda grads: (clamp(grads[0]),))
 
     return layer.register_forward_hook(hook)
 
 
 def behind_node(layer: nn.Module) -> Any:
     def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-        output.grad_fn.register_hook(
+        node = output.grad_fn
+        assert node is not None
+        node.register_hook(
             lambda grads, _: (grads[0], clamp(grads[1]), grads[2])  # the edge of the layer's input
         )
 
@@ -135,6 +157,16 @@ KINDS: dict[str, tuple[Callable[[Arm], None], Callable[[], Selector]]] = {
     ),
     "parameters step": (before_step, lambda: gs.Parameters("*.weight", stage="step")),
     "outputs": (of_layers(on_output), lambda: gs.Outputs()),
+    "inputs branch": (of_layers(on_branch), lambda: gs.Inputs()),
+    "inputs total": (of_layers(on_input), lambda: gs.Inputs(path="total")),
+    "module gradients": (
+        of_layers(lambda layer: layer.register_full_backward_pre_hook(lambda _, g: (clamp(g[0]),))),
+        lambda: gs.ModuleGradients(),
+    ),
+    "values": (
+        of_layers(lambda layer: layer.register_forward_hook(lambda _, __, out: clamp(out))),
+        lambda: gs.Values(),
+    ),
     "nodes enter": (of_layers(on_node), lambda: gs.Nodes("Addmm")),
     "nodes leave": (of_layers(behind_node), lambda: gs.Nodes("Addmm", side="leave", edge=1)),
 }
@@ -160,16 +192,9 @@ def measure(kind: str, rounds: int) -> list[str]:
     return [kind, *(f"{micros:.1f}" for micros in sites), f"{sites[1] / sites[0]:.2f}", step]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--only", nargs="+", default=[""])
-    args = parser.parse_args()
+def table(rounds: int, only: list[str]) -> str:
+    """A line for each kind whose name begins with one of `only`."""
     torch.set_num_threads(1)
-    kinds = [kind for kind in KINDS if any(kind.startswith(wanted) for wanted in args.only)]
+    kinds = [kind for kind in KINDS if any(kind.startswith(wanted) for wanted in only)]
     head = ["kind", "by hand, us a site", "gradsurg", "ratio", "step time, ratio (of minima)"]
-    print(aligned([head, *(measure(kind, args.rounds) for kind in kinds)]))
-
-
-if __name__ == "__main__":
-    main()
+    return aligned([head, *(measure(kind, rounds) for kind in kinds)])

@@ -1,6 +1,9 @@
 """What gradsurg relies on in PyTorch without it being exported."""
 
+import pytest
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from gradsurg import engine
 
@@ -66,3 +69,119 @@ def test_each_backward_pass_has_a_number_of_its_own() -> None:
 
 def test_flat_puts_entries_one_after_the_other() -> None:
     assert engine.flat([torch.ones(2, 2), torch.tensor(3.0)]).tolist() == [1, 1, 1, 1, 3]
+
+
+def test_the_running_node_is_the_one_whose_backward_is_at_work() -> None:
+    seen = []
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: object, *grads: torch.Tensor) -> torch.Tensor:
+            seen.append(engine.running_node())
+            return grads[0] * 2
+
+    result = Twice.apply(torch.ones(2, requires_grad=True))
+    assert isinstance(result, torch.Tensor)
+    result.sum().backward()
+    assert seen == [result.grad_fn]
+    assert engine.running_node() is None
+
+
+def _pair(seen: list[str], name: str) -> engine.Pair:
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(name)
+        return tensor.detach()
+
+    return pack, lambda tensor: tensor
+
+
+def test_pairs_of_hooks_for_saved_tensors_are_left_in_any_order() -> None:
+    seen: list[str] = []
+    first, second = _pair(seen, "first"), _pair(seen, "second")
+    x = torch.ones(1, requires_grad=True)
+    assert engine.saving() is None
+    engine.begin_saving(first)
+    engine.begin_saving(second)
+    x.exp()
+    engine.end_saving(first)
+    x.exp()
+    assert engine.saving() == second
+    engine.end_saving(second)
+    x.exp()
+    assert engine.saving() is None
+    assert seen == ["second", "second"]
+
+
+def test_the_forward_of_a_checkpoint_that_is_not_reentrant_is_told() -> None:
+    seen: list[bool] = []
+
+    def run(x: Tensor) -> Tensor:
+        seen.append(engine.in_checkpoint())
+        return x.exp()
+
+    x = torch.ones(1, requires_grad=True)
+    run(x)
+    for reentrant in (False, True):
+        y = checkpoint(run, x, use_reentrant=reentrant)
+        assert isinstance(y, Tensor)
+        y.backward()
+    assert seen == [False, True, False, False, False]
+
+
+@pytest.mark.filterwarnings("ignore")  # Dynamo trips over its own warnings when they are errors
+def test_an_untraced_function_runs_as_it_is_in_compiled_code() -> None:
+    seen: list[bool] = []
+
+    @engine.untraced
+    def look(x: Tensor) -> Tensor:
+        seen.append(torch.compiler.is_compiling())
+        return x + len(seen)
+
+    called = torch.compile(lambda x: look(x) * 2, backend="eager")
+    assert [called(torch.ones(1)).item() for _ in range(3)] == [4.0, 6.0, 8.0]
+    assert seen == [False] * 3
+
+
+def test_the_end_of_a_backward_inside_a_backward_is_told_from_that_of_the_whole() -> None:
+    seen = []
+
+    def at_end(grad: Tensor) -> None:
+        engine.at_end_of_backward(lambda: seen.append(engine.in_inner_backward()))
+
+    def inner(grad: Tensor) -> None:
+        with torch.enable_grad():
+            leaf = torch.ones(1, requires_grad=True)
+            (leaf * 2).register_hook(at_end)
+            loss = leaf * 3
+        loss.register_hook(at_end)
+        loss.backward()
+
+    leaf = torch.ones(1, requires_grad=True)
+    middle = leaf * 2
+    middle.grad_fn.register_hook(lambda *grads: inner(grads[0][0]))  # pyright: ignore[reportOptionalMemberAccess]
+    middle.register_hook(at_end)
+    middle.backward()
+    assert seen == [True, False]
+
+
+def test_what_stands_for_many_tensors_is_batched_and_what_has_no_storage_is_wrapped() -> None:
+    seen = []
+
+    def look(row: Tensor) -> Tensor:
+        seen.append((engine.is_batched(row), engine.is_wrapped(row)))
+        return row.sum()
+
+    leaf = torch.ones(3, requires_grad=True)
+    look(leaf)
+    torch.func.grad(look)(torch.ones(3))
+    torch.func.vmap(look)(torch.ones(2, 3))
+    torch.func.vmap(torch.func.grad(look))(torch.ones(2, 3))
+    leaf.register_hook(lambda grad: (look(grad), None)[1])
+    torch.autograd.grad(leaf * 2, leaf, torch.eye(3), is_grads_batched=True)
+    plain, wrapped, batched = (False, False), (False, True), (True, True)
+    assert seen[:4] == [plain, wrapped, batched, batched]
+    assert seen[4:] == [batched]

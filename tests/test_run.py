@@ -385,15 +385,28 @@ def test_options_may_stand_anywhere(command, tmp_path, words) -> None:
 
 def test_a_plan_is_printed_and_nothing_is_trained(command, tmp_path) -> None:
     printed, _ = command(
-        "transform=[clip,noise]", "site.pattern=*.bias", "when=warmup", "plan=true"
+        "transform=[clip,noise]", "site.pattern=output.*", "when=warmup", "plan=true"
     )
-    assert printed.splitlines() == [
-        "clip -> noise at Parameters(pattern='*.bias', stage=None)",
-        "  stage backward, when Steps(start=0, stop=100, every=1)",
-        "  hidden.0.linear.bias",
-        "  hidden.1.linear.bias",
-        "  output.bias",
+    title, *tree, empty, size, selected, said = printed.splitlines()
+    assert title.startswith("clip -> noise at Parameters(pattern='output.*', ")
+    assert [line.split() for line in tree if line[0] == "*"] == [
+        ["*", "output.weight", "10x64"],
+        ["*", "output.bias", "10"],
     ]
+    assert tree[-3].split() == ["output#0", "Linear", "2x10", "650", "T,", "Addmm"]
+    assert (empty, size) == ("", "10 calls, 8,970 parameters, 8 nodes")
+    assert selected == "2 sites selected (*)"
+    assert said == "stage backward, when Steps(start=0, stop=100, every=1), 2 sites"
+    assert list(tmp_path.rglob("*")) == []
+
+
+def test_a_plan_marks_the_calls_that_are_hooked_with_two_examples_of_the_data(
+    command, tmp_path
+) -> None:
+    printed, _ = command("transform=clip", "site=outputs", "model=convnet", "plan=true")
+    marked = [line.split()[1:4] for line in printed.splitlines() if line.startswith("*")]
+    assert marked[0] == ["blocks.0.conv#0", "Conv2d", "2x16x8x8"]
+    assert marked[-1] == ["output#0", "Linear", "2x10"]
     assert list(tmp_path.rglob("*")) == []
 
 

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -292,6 +293,25 @@ def test_a_run_that_raised_and_is_run_again_ends_as_if_it_never_had(tmp_path, wh
     assert_same(execute(run, tmp_path, []), whole)
 
 
+REMEMBERS = gs.Value(0.15, "max_abs", release=0.1) & gs.Probability(0.8, per="site")
+
+
+@pytest.mark.parametrize("step", [5, 11, 15, 21])
+def test_a_trigger_that_remembers_or_draws_resumes_too(tmp_path, step: int) -> None:
+    transform = gs.Chain(gs.LowPass(), gs.Clip(0.05))
+    record = execute(a_run(transform, when=REMEMBERS), tmp_path / "whole", [])
+    rows = lines(record, "effects.jsonl")
+    calls, seen = (sum(int(str(row[name])) for row in rows) for name in ("calls", "seen"))
+    assert 0.1 * seen < calls < 0.9 * seen
+    kept = RunDirectory(record.directory).load_checkpoint() or {}
+    surgery: Any = kept["surgery"]
+    memories = [state for key, state in surgery["states"].items() if key.endswith("/when")]
+    assert {value.item() for state in memories for value in state.values()} == {True, False}
+    with pytest.raises(Torn):
+        execute(a_run(transform, when=REMEMBERS, task=Wrapped(step, "raise")), tmp_path, [])
+    assert_same(execute(a_run(transform, when=REMEMBERS), tmp_path, []), record)
+
+
 @pytest.mark.parametrize("step", [5, 14, 21])
 def test_a_sink_of_a_resumed_run_hears_of_all_steps(tmp_path, step) -> None:
     expected, torn, resumed = Listening(), Listening(), Listening()
@@ -330,6 +350,7 @@ def raising(*args: object) -> None:
 
 KILLED = """
 from pathlib import Path
+from typing import Any
 from gradsurg.study import execute
 from tests.test_study import MIXED, Wrapped, a_run
 execute(a_run(MIXED, task=Wrapped(17, "kill")), Path("."), [], threads=1)
@@ -598,6 +619,7 @@ def test_the_default_clip_changes_five_to_twenty_five_percent_of_all_entries(tmp
 
 WITH_WANDB = """
 from pathlib import Path
+from typing import Any
 import gradsurg as gs
 from gradsurg.sinks.wandb import Wandb
 from gradsurg.study import execute

@@ -342,6 +342,48 @@ def test_plan_says_what_would_be_hooked_and_hooks_nothing() -> None:
     assert gs.Surgery().plan(model) == "no intervention"
 
 
+def test_with_an_example_the_plan_is_the_tree_of_each_intervention() -> None:
+    model = small()
+    relu = gs.Outputs("act")
+    surgery = gs.Surgery(
+        gs.Intervention(gs.LowPass(), at=relu), gs.Intervention(gs.Clip(), at=gs.Parameters())
+    )
+    x = batch()[0]
+    first, second = surgery.plan(model, x).split("\n\nclip at ")
+    # A mean of as many floats as the output has entries, and whether it has begun.
+    said = "stage backward, when Always(), 1 site, 161 bytes of state with this input"
+    assert first == f"low_pass at {relu!r}\n{gs.sites.tree(model, x, relu)}\n{said}"
+    assert second.endswith("4 sites selected (*)\nstage backward, when Always(), 4 sites")
+    assert num_hooks(model) == 0
+    assert gs.Surgery().plan(model, x) == f"{gs.sites.tree(model, x)}\nno intervention"
+
+
+def test_a_plan_says_how_much_state_there_will_be_as_far_as_shapes_are_known() -> None:
+    model, x = small(), batch()[0]
+
+    def planned(at: Selector, example: Tensor | None = None) -> str:
+        return gs.Surgery(gs.Intervention(gs.LowPass(), at=at)).plan(model, example)
+
+    assert ", 74 bytes of state\n" in planned(gs.Parameters("last.*")) + "\n"
+    assert ", 74 bytes of state" in planned(gs.Parameters("last.*"), x)
+    assert "when Always(), state of unknown size at 1 site" in planned(gs.Outputs("act"))
+    with attached(model, gs.LowPass(), gs.Parameters("last.*")) as live:
+        backward(model)
+        held = [own for state in live._states.values() for own in state.values()]
+    assert sum(own.nbytes for own in held) == 74
+
+
+def test_a_plan_of_an_attached_surgery_disturbs_nothing() -> None:
+    model = small()
+    surgery = gs.Surgery(gs.Intervention(gs.Clip(), at=gs.Outputs("act")))
+    alone = surgery.plan(model, batch()[0])
+    with surgery.attach(model) as live:
+        assert surgery.plan(model, batch()[0]) == alone
+        assert [entry.calls for entry in live.ledger] == [0]
+        backward(model)
+        assert [entry.calls for entry in live.ledger] == [1]
+
+
 # State
 
 

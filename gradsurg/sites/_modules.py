@@ -38,21 +38,19 @@ def _type_name(given: Any) -> Any:  # Any: pydantic refuses what is neither a cl
     return given.__name__ if isinstance(given, type) else given
 
 
-def _range(given: Any) -> Any:  # Any: as above
-    return (given, given) if type(given) is int else given
-
-
-def _check_range(given: tuple[int, int]) -> tuple[int, int]:
-    low, high = given
-    if not 0 <= low <= high:
-        raise ValueError("must be a number >= 0 or two of them, low and high")
-    return given
+def _range(given: Any) -> tuple[int, int]:  # Any: as above
+    bounds = (given, given) if type(given) is int else given
+    match bounds:
+        case [int(low), int(high)] if 0 <= low <= high and bool not in map(type, bounds):
+            return low, high
+        case _:
+            raise ValueError("must be a number >= 0 or two of them, low and high")
 
 
 Types = Annotated[str, BeforeValidator(_type_name), AfterValidator(check_pattern)]
 """A glob or `re:` on a class's name or that of one of its bases, or the class itself."""
 
-Range = Annotated[tuple[int, int], BeforeValidator(_range), AfterValidator(_check_range)]
+Range = Annotated[tuple[int, int], BeforeValidator(_range)]
 """A number, or the lowest and the highest."""
 
 
@@ -79,7 +77,7 @@ class ModuleSelector(Selector):
         if place.mechanism != self.mechanism or not (
             isinstance(place.thing, nn.Module)
             and matches(place.name, self.pattern)
-            and (place.name != ROOT or self.pattern == ROOT or not any(place.thing.children()))
+            and self.offers(place)
             and matches_type(place.thing, self.types)
             and within(depth(place.name), self.depth)
             and within(index(place.name), self.index)
@@ -88,6 +86,10 @@ class ModuleSelector(Selector):
         if self.call is None:
             return True
         return None if place.call is None else place.call == self.call
+
+    def offers(self, place: Place) -> bool:
+        inside = isinstance(place.thing, nn.Module) and any(place.thing.children())
+        return place.name != ROOT or self.pattern == ROOT or not inside
 
     def find(self, model: nn.Module, keeps: Keeps | None = None) -> list[str]:
         keeps = keeps or self.selects
@@ -103,8 +105,10 @@ class ModuleSelector(Selector):
             raise nothing_matched(type(self).__name__, self.said(), choices)
         return found
 
-    def hookable(self, named: Mapping[nn.Module, Sequence[str]], gates: Gates) -> list[nn.Module]:
-        """The modules that may be selected, their sites put into the ledger."""
+    def hookable(
+        self, named: Mapping[nn.Module, Sequence[str]], gates: Gates, tail: str = ""
+    ) -> list[nn.Module]:
+        """The modules that may be selected, their sites put into the ledger; ids end in `tail`."""
         found = []
         for module, names in named.items():
             kept = [
@@ -115,11 +119,11 @@ class ModuleSelector(Selector):
             others = foreign(*(table for key, table in vars(module).items() if key in TABLES))
             if kept:
                 # Under its other names it may be called or not: that is seen when it is.
-                gates.expect(f"{kept[0]}#{self.call or 0}", foreign=others)
+                gates.expect(f"{kept[0]}#{self.call or 0}{tail}", foreign=others)
                 found.append(module)
         return found
 
-    def chosen(self, gates: Gates) -> Chosen:
+    def chosen(self, gates: Gates, tail: str = "") -> Chosen:
         """A memory of which calls are selected, and of the ids of their sites."""
         known: dict[tuple[nn.Module, tuple[str, int]], str | None] = {}
 
@@ -128,9 +132,9 @@ class ModuleSelector(Selector):
             if key not in known:
                 name, number = call
                 kept = gates.keeps(Place(self.mechanism, name, module, number, whole=True))
-                known[key] = f"{name}#{number}" if kept else None
+                known[key] = f"{name}#{number}{tail}" if kept else None
                 if not kept:
-                    gates.forget(f"{name}#{number}")
+                    gates.forget(f"{name}#{number}{tail}")
             return known[key]
 
         return chosen
@@ -161,17 +165,26 @@ class Calls(threading.local):
         # Functions, not methods: a model is copied with its hooks, and a method with its object.
 
         def begin(module: nn.Module, args: tuple[object, ...]) -> None:
-            if module in self.names and not engine.in_backward():
-                self.inside = True
-                self.counts.clear()
-                self.blank.clear()
-                self.begin()
+            if module in self.names:
+                self.start()
 
         def end(module: nn.Module, args: tuple[object, ...], output: object) -> None:
-            self.inside = self.inside and engine.in_backward()
+            self.stop()
 
         stack.callback(model.register_forward_pre_hook(begin, prepend=True).remove)
         stack.callback(model.register_forward_hook(end, always_call=True).remove)
+
+    def start(self) -> None:
+        """A call of the model begins, or a part of it is recomputed."""
+        if not engine.in_backward():
+            self.inside = True
+            self.counts.clear()
+            self.blank.clear()
+            self.begin()
+
+    def stop(self) -> None:
+        """A call of the model has ended, or a recomputation."""
+        self.inside = self.inside and engine.in_backward()
 
     def next(self, module: nn.Module) -> tuple[str, int] | None:
         """The name that this call of the module goes by, and its index under that name.

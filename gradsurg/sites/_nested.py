@@ -7,20 +7,22 @@ from typing import Any, cast
 from torch import Tensor
 
 
-def tensors_in(value: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The floating tensors in a nested value, each with its path; a bare tensor's path is empty."""
+def tensors_in(value: object, path: str = "", every: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """The floating tensors in a nested value, or `every` one, each with its path; a bare tensor's
+    path is empty.
+    """
     if isinstance(value, Tensor):
-        if value.is_floating_point():
+        if every or value.is_floating_point():
             yield path, value
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from tensors_in(item, f"{path}.{key}")
+            yield from tensors_in(item, f"{path}.{key}", every)
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            yield from tensors_in(item, f"{path}.{index}")
+            yield from tensors_in(item, f"{path}.{index}", every)
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
-            yield from tensors_in(getattr(value, field.name), f"{path}.{field.name}")
+            yield from tensors_in(getattr(value, field.name), f"{path}.{field.name}", every)
 
 
 def rebuilt(value: object, change: Callable[[str, Tensor], Tensor], path: str = "") -> object:

@@ -1,10 +1,11 @@
 """Selecting parameters by name, by their module, by their shape."""
 
+from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor, nn
 
-from gradsurg.sites._modules import Range, depth, index, matches_type, within
+from gradsurg.sites._modules import ROOT, Range, depth, index, matches_type, within
 from gradsurg.sites.base import Gates, Keeps, Place, foreign, matches, nothing_matched
 
 
@@ -28,13 +29,17 @@ class ParamSelector(Protocol):
 
 
 def chooses(fields: ParamSelector, place: Place) -> bool:
-    """Whether a parameter, under one of its names, fits the fields."""
+    """Whether a parameter fits the fields, under one of its names."""
+    return any(_fits(fields, own) for own in (place, *place.aliases))
+
+
+def _fits(fields: ParamSelector, place: Place) -> bool:
     param = place.thing
-    owner = place.name.rpartition(".")[0]
+    owner = place.name.rpartition(".")[0] or ROOT
     return (
         isinstance(param, Tensor)
         and matches(place.name, fields.pattern)
-        and (fields.types == "*" or matches_type(place.owner, fields.types))
+        and matches_type(place.owner, fields.types)
         and within(depth(owner), fields.depth)
         and within(index(place.name), fields.index)
         and within(param.ndim, fields.ndim)
@@ -45,20 +50,20 @@ def chooses(fields: ParamSelector, place: Place) -> bool:
 def selected(
     fields: ParamSelector, model: nn.Module, keeps: Keeps
 ) -> list[tuple[nn.Parameter, list[str]]]:
-    """Each parameter once, with all its names, if one of them is kept."""
+    """Each parameter that is kept, once, with all its names."""
     names: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for own, param in module.named_parameters(recurse=False, remove_duplicate=False):
             name = f"{prefix}.{own}" if prefix else own
             names.setdefault(param, []).append((name, module))
-    return [
-        (param, [name for name, _ in own])
-        for param, own in names.items()
-        if any(
-            keeps(Place(fields.mechanism, name, param, owner=owner, whole=True))
-            for name, owner in own
+    chosen = []
+    for param, own in names.items():
+        first, *others = (
+            Place(fields.mechanism, name, param, owner=owner, whole=True) for name, owner in own
         )
-    ]
+        if keeps(replace(first, aliases=tuple(others))):
+            chosen.append((param, [name for name, _ in own]))
+    return chosen
 
 
 def found(fields: ParamSelector, model: nn.Module, keeps: Keeps) -> list[str]:
@@ -66,11 +71,18 @@ def found(fields: ParamSelector, model: nn.Module, keeps: Keeps) -> list[str]:
     kind = type(fields).__name__
     chosen = selected(fields, model, keeps)
     if not chosen:
-        raise nothing_matched(kind, fields.pattern, dict(model.named_parameters()))
+        raise nothing_matched(kind, _said(fields), dict(model.named_parameters()))
     if not any(param.requires_grad for param, _ in chosen):
         frozen = ", ".join(names[0] for _, names in chosen)
         raise LookupError(f"{kind}: all that '{fields.pattern}' matches is frozen: {frozen}")
     return [names[0] for param, names in chosen if param.requires_grad]
+
+
+def _said(fields: ParamSelector) -> str:
+    """What was asked for, for an error."""
+    asked = {key: getattr(fields, key) for key in ("types", "depth", "index", "ndim", "size")}
+    extra = ", ".join(f"{key}={value}" for key, value in asked.items() if value not in (None, "*"))
+    return f"{fields.pattern}' with '{extra}" if extra else fields.pattern
 
 
 def expected(fields: ParamSelector, model: nn.Module, gates: Gates) -> dict[str, nn.Parameter]:

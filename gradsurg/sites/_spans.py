@@ -1,130 +1,422 @@
-"""Which module made which autograd node, told by the sequence numbers of the nodes."""
+"""Which module call made which autograd node, told by the sequence numbers of the nodes."""
 
 import re
+import sys
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
+from itertools import islice
+from operator import itemgetter
+from typing import ClassVar, NamedTuple
 
+import torch
 from torch import nn
-from torch.autograd.graph import Node
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node, get_gradient_edge
 
 from gradsurg import engine
+from gradsurg.sites._modules import ROOT, names_of
 from gradsurg.sites._nested import tensors_in
+from gradsurg.sites._resolver import Call, Edge, Made, Returned, Take, Use
 
 LEAF = 2**64 - 1  # the sequence number of every AccumulateGrad node
+FORWARD = -1  # the number of the backward pass that a forward is inside
+REMEMBERED = 2**14  # calls without a graph that a recomputation may ask for
+WRAPPER = "BackwardHookFunctionBackward"  # around a module with full-backward hooks
+_CALL = nn.Module._call_impl.__code__
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
-    """A node with its place: the innermost module call it was made in, its occurrence there."""
-
-    node: Node
-    name: str
-    module: str
-    call: int
-    occurrence: int
-    thing: nn.Module
-
-    @property
-    def id(self) -> str:
-        return f"{self.module}#{self.call}/{self.name}Backward[{self.occurrence}]"
+@cache
+def plain(name: str) -> str:
+    """A node's name without its overload: `MulBackward` for `MulBackward1`."""
+    name = name.rpartition("::")[2]
+    return re.sub(r"(?<=Backward)(Autograd[A-Za-z]+)?\d+(_copy)?$", "", name)
 
 
-@dataclass(slots=True)
-class _Span:
-    module: str
-    call: int
-    begin: int
-    thing: nn.Module
-    end: int = 0
+class Followed:
+    """A module that is followed, and its calls, which are the same objects at every step."""
+
+    __slots__ = ("calls", "left", "module", "names")
+
+    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
+        self.module = module
+        self.names = names
+        self.calls: list[Call] = []
+        self.left = Left(self)
+
+    def call(self, count: int) -> Call:
+        """Its call of this number; a module with several names goes by them in turn."""
+        while count >= len(self.calls):
+            number, turn = divmod(len(self.calls), len(self.names))
+            self.calls.append(Call(self.names[turn], number, self.module))
+        return self.calls[count]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Left:
+    """Stands among the marks for the end of a call."""
+
+    of: Followed
+
+
+class Track:
+    """One outermost call while it runs: its marks are all that is kept of the calls inside.
+
+    At the sequence number `numbers[i]` a call of `marks[i]` began, or ended if that is a `Left`.
+    """
+
+    __slots__ = (
+        "before",
+        "blank",
+        "deeper",
+        "marks",
+        "numbers",
+        "outer",
+        "recomputed",
+        "returned",
+    )
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.outer: nn.Module | None = None
+        self.deeper = 0  # calls of the outermost module inside itself
+        self.blank: list[int] = []  # the marks of calls that make no graph: gradients were off
+        self.numbers: list[int] = []
+        self.marks: list[Followed | Left] = []
+        self.returned: list[tuple[int, str, Edge]] = []  # by the mark of the call's end
+        self.recomputed: list[Call] | None = None  # which calls these are, if it is known
+        self.before: set[Node] = set()
+
+    def begin(self, module: nn.Module, given: object) -> None:
+        """An outermost call begins, with these inputs: how they were made is not its own."""
+        self.clear()
+        self.outer = module
+        self.before = {t.grad_fn for _, t in tensors_in(given) if t.grad_fn is not None}
+
+
+class Reading:
+    """What the marks of a track say: which call was the innermost from each mark on."""
+
+    __slots__ = ("begun", "ended", "marks", "owners")
+
+    def __init__(self, track: Track) -> None:
+        self.marks = track.marks
+        self.begun: dict[int, Call] = {}  # by their marks
+        self.ended: dict[int, Call] = {}
+        self.owners: list[Call] = []
+        known = iter(track.recomputed) if track.recomputed is not None else None
+        counts: dict[Followed, int] = {}
+        opened: list[Call] = []
+        for place, mark in enumerate(track.marks):
+            if isinstance(mark, Followed):
+                count = counts[mark] = counts.get(mark, -1) + 1
+                opened.append(mark.call(count) if known is None else next(known))
+                self.begun[place] = opened[-1]
+            elif any(call.module is mark.of.module for call in opened):
+                # What is open inside it was left by an exception that runs no hooks.
+                while opened[-1].module is not mark.of.module:
+                    opened.pop()
+                self.ended[place] = opened.pop()
+            if opened:
+                self.owners.append(opened[-1])
+
+
+class Blank(NamedTuple):
+    """A call that has made no graph, for gradients were off."""
+
+    thread: int
+    number: int
+    call: Call
 
 
 class _Thread(threading.local):
-    """Sequence numbers are counted per thread, so spans are kept per thread too."""
+    """Sequence numbers are counted per thread, so calls are followed per thread too."""
 
     def __init__(self) -> None:
-        self.open: list[_Span] = []
-        self.closed: list[_Span] = []
-        self.calls: Counter[str] = Counter()
+        self.ident = threading.get_ident()
+        self.forward = Track()
+        self.latest = Reading(self.forward)
+        self.again: dict[int, Track] = {}  # by the backward pass that recomputes
+        self.recomputing: tuple[int, int] = FORWARD, LEAF  # that pass, and the checkpoint's node
+        self.coming: Iterator[Blank] = iter(())
 
 
 class Spans:
-    """Follows the calls of every module and hands over the nodes that an outermost call has made.
+    """Tells nodes by sequence numbers, which go up by one with each differentiable node.
 
-    Sequence numbers go up by one with each differentiable node, so those of a call form a span, and
-    the innermost span that holds a node's number is its module's. Calls inside a backward pass, the
-    recomputation of a checkpoint, are not followed.
+    Those of a call form a span, and the innermost span that holds a node's number is its module's.
+    A call inside a backward is the recomputation of a checkpoint: not followed, unless the forward
+    has made no graph of it. Then it is reentrant, and the call goes by the same name and number.
     """
 
-    def __init__(self, made: Callable[[list[Located], bool], None]) -> None:
-        self.made = made
-        self.thread = _Thread()
+    needs: ClassVar[str] = ""
 
-    def hook(self, model: nn.Module, stack: ExitStack) -> None:
-        """Hook every module; `made` gets the nodes and whether `model` itself was called."""
-        for name, module in model.named_modules():
+    def __init__(self) -> None:
+        self._thread = _Thread()
+        self._blanks: list[Blank] = []
+        self._since: frozenset[nn.Module] = frozenset()
+
+    def follow(
+        self,
+        model: nn.Module,
+        modules: Collection[nn.Module],
+        take: Take,
+        stack: ExitStack,
+        outputs: Collection[nn.Module] = (),
+        since: Collection[nn.Module] = (),
+    ) -> None:
+        names = names_of(model)
+        self._since = frozenset(since)
+        for module in modules:
             if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
                 raise ValueError(
-                    "Nodes: a compiled model runs as one node; attach before torch.compile, or use "
-                    "Parameters or Outputs"
+                    "Nodes, Uses: a compiled model runs as one node; attach before torch.compile, "
+                    "or use Parameters or Outputs"
                 )
-            enter, leave = self._follow(name or "root")
-            stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+            me = Followed(module, names[module])
+            enter = self._enter(me, module is model)
+            handle = module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+            stack.callback(handle.remove)
+            leave = self._leave(me.left, take, module in outputs)
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
 
-    def _follow(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        thread = self.thread
+    # These two run at every call of every module: they look up as little as they can.
 
-        def enter(module: nn.Module, args: tuple[object, ...]) -> None:
-            if engine.in_backward():
+    def _enter(self, me: Followed, is_model: bool) -> Callable[..., None]:
+        thread, module = self._thread, me.module
+        task_now, number_now = engine.backward_task, engine.next_sequence_number
+        gradients_on = torch.is_grad_enabled
+
+        def enter(_: nn.Module, args: object, kwargs: object) -> None:
+            if task_now() != FORWARD:
+                self._again(me)
                 return
-            if not thread.open:
-                thread.calls.clear()
-                thread.closed.clear()
-            begin = engine.next_sequence_number()
-            thread.open.append(_Span(name, thread.calls[name], begin, module))
-            thread.calls[name] += 1
+            track = thread.forward
+            outer = track.outer
+            if outer is None or outer is module or is_model:
+                self._begin(track, module, (args, kwargs))
+            if not gradients_on():
+                track.blank.append(len(track.marks))
+            track.numbers.append(number_now())
+            track.marks.append(me)
 
-        def leave(module: nn.Module, args: tuple[object, ...], output: object) -> None:
-            if engine.in_backward() or not thread.open:
+        return enter
+
+    def _leave(self, left: Left, take: Take, tells: bool) -> Callable[..., None]:
+        thread, module = self._thread, left.of.module
+        task_now, number_now = engine.backward_task, engine.next_sequence_number
+
+        def leave(_: nn.Module, args: object, output: object) -> None:
+            task = task_now()
+            track = thread.forward if task == FORWARD else thread.again.get(task)
+            if track is None or track.outer is None:
                 return
-            span = thread.open.pop()
-            span.end = engine.next_sequence_number()
-            thread.closed.append(span)
-            if not thread.open and span.end > span.begin:
-                roots = [t.grad_fn for _, t in tensors_in(output) if t.grad_fn is not None]
-                self.made(list(_locate(roots, thread.closed)), name == "root")
+            track.numbers.append(number_now())
+            track.marks.append(left)
+            if tells:
+                place = len(track.marks) - 1
+                track.returned += ((place, path, edge) for path, edge in _edges(output))
+            if track.outer is module:
+                if track.deeper:
+                    track.deeper -= 1
+                else:
+                    self._end(track, task, output, take)
 
-        return enter, leave
+        return leave
 
+    def _begin(self, track: Track, module: nn.Module, given: object) -> None:
+        """A call begins that may be the outermost: is the one that is open still running?
 
-def _locate(roots: list[Node], closed: list[_Span]) -> Iterator[Located]:
-    outermost = closed[-1]
-    owner = [outermost] * (outermost.end - outermost.begin)
-    # Inner calls close before outer ones: painting backwards leaves the innermost on top.
-    for span in reversed(closed):
-        low, high = span.begin - outermost.begin, span.end - outermost.begin
-        owner[low:high] = [span] * (high - low)
-    seen: Counter[tuple[str, int, str]] = Counter()
-    for number, node in sorted(_walk(roots, outermost.begin).items()):
-        if number < outermost.end:
-            span = owner[number - outermost.begin]
-            name = re.sub(r"Backward\d*$", "", node.name())
-            key = (span.module, span.call, name)
-            yield Located(node, name, span.module, span.call, seen[key], span.thing)
-            seen[key] += 1
+        It may have been left by a KeyboardInterrupt, which runs no forward hook.
+        """
+        if track.outer is None or not _runs(track.outer, module):
+            self._thread.again.clear()
+            track.begin(module, given)
+        elif track.outer is module:
+            track.deeper += 1
 
+    def _end(self, track: Track, task: int, output: object, take: Take) -> None:
+        thread = self._thread
+        if track.recomputed is not None or track.marks != thread.latest.marks:
+            thread.latest = Reading(track)
+        reading = thread.latest
+        if track.blank:
+            self._remember(track, reading)
+        made = track.numbers[-1] > track.numbers[0]
+        graph = SpanGraph(track, reading, task == FORWARD, output, self._since) if made else None
+        if track.recomputed is not None:
+            thread.latest = Reading(Track())
+        track.clear()
+        thread.again.pop(task, None)
+        if graph is not None:
+            take(graph)
 
-def _walk(roots: list[Node], begin: int) -> dict[int, Node]:
-    """Every node reachable from `roots` and made since `begin`, by its sequence number."""
-    found: dict[int, Node] = {}
-    waiting = list(roots)
-    while waiting:
-        node = waiting.pop()
+    def _remember(self, track: Track, reading: Reading) -> None:
+        ident = self._thread.ident
+        for mark in track.blank:
+            self._blanks.append(Blank(ident, track.numbers[mark], reading.begun[mark]))
+        if len(self._blanks) > 2 * REMEMBERED:
+            del self._blanks[:REMEMBERED]
+
+    def _again(self, me: Followed) -> None:
+        """A call inside a backward: follow it if it makes the graph that the forward did not."""
+        thread, task, node = self._thread, engine.backward_task(), engine.running_node()
+        if not isinstance(node, BackwardCFunction):
+            return
         number = node._sequence_nr()
-        if number >= begin and number != LEAF and number not in found:
-            found[number] = node
-            waiting.extend(source for source, _ in node.next_functions if source is not None)
-    return found
+        if thread.recomputing != (task, number):
+            # From here on its calls come in the order of the forward.
+            thread.recomputing = task, number
+            thread.coming = self._made_after(number)
+        blank = next(thread.coming, None)
+        if blank is None or blank.call.module is not me.module:
+            thread.coming = iter(())
+            return
+        track = thread.again.setdefault(task, Track())
+        if track.outer is None:
+            track.begin(me.module, ())
+            track.recomputed = []
+        elif track.outer is me.module:
+            track.deeper += 1
+        assert track.recomputed is not None
+        track.recomputed.append(blank.call)
+        if not torch.is_grad_enabled():
+            track.blank.append(len(track.marks))
+        track.numbers.append(engine.next_sequence_number())
+        track.marks.append(me)
+
+    def _made_after(self, number: int) -> Iterator[Blank]:
+        """The calls without a graph that came after a node of this thread was made.
+
+        On a GPU a backward runs in a thread of its own: then those of the newest one.
+        """
+        own = self._thread.ident
+        if self._blanks and all(blank.thread != own for blank in self._blanks):
+            own = self._blanks[-1].thread
+        mine = [blank for blank in self._blanks if blank.thread == own]
+        # Numbers go up within a thread, so a search from the newest ends early.
+        start = len(mine)
+        while start and mine[start - 1].number > number:
+            start -= 1
+        return islice(mine, start, None)
+
+
+def _runs(outer: nn.Module, module: nn.Module) -> bool:
+    """Whether a call of `outer` is around the call of `module` that has just begun."""
+    frame, own = sys._getframe(3), True
+    while frame is not None:
+        if frame.f_code is _CALL:
+            running = frame.f_locals["self"]
+            if own and running is not module:
+                return True  # another library calls modules in its own way: trust the hooks
+            if not own and running is outer:
+                return True
+            own = False
+        frame = frame.f_back
+    return own
+
+
+class SpanGraph:
+    """What one outermost call has made."""
+
+    def __init__(
+        self,
+        track: Track,
+        reading: Reading,
+        forward: bool,
+        output: object,
+        since: frozenset[nn.Module],
+    ) -> None:
+        self._numbers, self._reading = track.numbers, reading
+        self._before, self._since = track.before, since
+        self._blanks = {track.numbers[mark] for mark in track.blank}
+        self._roots = {t.grad_fn for _, t in tensors_in(output) if t.grad_fn is not None}
+        self.whole = forward and reading.begun[0].name == ROOT
+        self.returned = [
+            Returned(reading.ended[mark], path, edge) for mark, path, edge in track.returned
+        ]
+
+    @property
+    def empty(self) -> bool:
+        return not self._roots
+
+    def nodes(self, wanted: Callable[[str], bool] | None = None) -> Iterator[Made]:
+        found = [(number, node, node.name()) for number, node in self._reached()]
+        if wanted is not None:
+            # All overloads of a name count as its occurrences, so if one is wanted, all are told.
+            names = {name for _, _, name in found}
+            kinds = {plain(name) for name in names if wanted(name)}
+            names = {name for name in names if plain(name) in kinds}
+            found = [made for made in found if made[2] in names]
+        if len(found) > 1:
+            found.sort(key=itemgetter(0))
+        numbers, owners = self._numbers, self._reading.owners
+        seen: dict[tuple[Call, str], int] = {}
+        for number, node, name in found:
+            call = owners[bisect_right(numbers, number) - 1]
+            key = call, plain(name)
+            occurrence = seen.get(key, 0)
+            seen[key] = occurrence + 1
+            yield Made(node, name, call, occurrence)
+
+    def uses(self, edges: Collection[Edge]) -> Sequence[Use]:
+        return [use for _, use in self._uses(edges)]
+
+    def _uses(self, edges: Collection[Edge]) -> list[tuple[int, Use]]:
+        found = [
+            (number, Use(edge, node, index))
+            for number, node in self._reached()
+            for index, edge in enumerate(node.next_functions)
+            if edge in edges
+        ]
+        # Full-backward hooks put a node around what a module takes and returns: look behind it.
+        inside: dict[Edge, Edge] = {
+            (use.node, use.input): use.edge for _, use in found if use.node.name() == WRAPPER
+        }
+        if inside:
+            found = [(number, use) for number, use in found if use.node.name() != WRAPPER]
+            for number, use in self._uses(inside):
+                found.append((number, use._replace(edge=inside[use.edge])))
+        found.sort(key=lambda item: (item[0], item[1].input))
+        return found
+
+    def hides(self) -> bool:
+        return bool(self._blanks) and any(
+            isinstance(node, BackwardCFunction) and number + 1 in self._blanks
+            for number, node in self._reached()
+        )
+
+    def _reached(self) -> list[tuple[int, Node]]:
+        """The nodes made in the call that its outputs depend on, each with its number."""
+        begin, end = self._first(), self._numbers[-1]
+        waiting = list(self._roots.difference(self._before))
+        seen, found = self._before.union(waiting), []
+        while waiting:
+            node = waiting.pop()
+            number = node._sequence_nr()
+            if number >= begin and number != LEAF:
+                # An output that is a view may get its node when it is looked at, after the end.
+                if number < end:
+                    found.append((number, node))
+                for source, _ in node.next_functions:
+                    if source is not None and source not in seen:
+                        seen.add(source)
+                        waiting.append(source)
+        return found
+
+    def _first(self) -> int:
+        """The number at which the first call of interest began."""
+        if not self._since:
+            return self._numbers[0]
+        calls = zip(self._numbers, self._reading.owners, strict=False)
+        return next((n for n, call in calls if call.module in self._since), self._numbers[-1])
+
+
+def _edges(output: object) -> Iterator[tuple[str, Edge]]:
+    for path, tensor in tensors_in(output):
+        yield path, get_gradient_edge(tensor)[:2] if tensor.requires_grad else (None, 0)

@@ -55,7 +55,8 @@ class SiteGate(Protocol):
 class Place:
     """What a selector decides on: a parameter or a module by one of its names, and as far as it is
     known the call of the module, the autograd node made in it and its occurrence there. The `owner`
-    of a parameter is its module. It is `whole` when nothing more will be known of it.
+    of a parameter is its module, `aliases` are the same parameter by its other names. It is `whole`
+    when nothing more will be known of it.
 
     `mechanism` says which hook it would get: selectors of another one do not select it.
     """
@@ -67,6 +68,7 @@ class Place:
     node: str | None = None
     occurrence: int | None = None
     owner: nn.Module | None = None
+    aliases: tuple["Place", ...] = ()
     whole: bool = False
 
     @property
@@ -85,6 +87,21 @@ class Gates(Protocol):
     @property
     def needs_value(self) -> bool:
         """Whether the tensor whose gradient passes is asked for."""
+        ...
+
+    @property
+    def stateful(self) -> str:
+        """What keeps a memory of each site, as `LowPass(...)`; empty if nothing does."""
+        ...
+
+    @property
+    def unsteady(self) -> str:
+        """Why a tensor that passes twice may have two results; empty if it cannot."""
+        ...
+
+    @property
+    def moment(self) -> object:
+        """What else decides about a result: step, switches and fields as they are now."""
         ...
 
     def keeps(self, place: Place) -> bool | None:
@@ -172,6 +189,10 @@ class Selector(ABC):
     @abstractmethod
     def selects(self, place: Place) -> bool | None:
         """Whether the fields of this selector fit the place; None if that cannot be known yet."""
+
+    def offers(self, place: Place) -> bool:
+        """Whether the place is one of those of which `~` takes what is not selected."""
+        return True
 
     def keeper(self) -> Keeps:
         """`selects`, or a test with a memory of its own, for the length of one attachment."""

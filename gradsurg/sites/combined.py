@@ -36,11 +36,32 @@ class Combined(Selector):
             raise Contradiction("stage", "is that of the selectors: give it to each of them")
         if any(selector.expected is not None for selector in self.of):
             raise Contradiction("of", "a number that is expected belongs to the whole: expect last")
+        for kind in self.kinds:
+            if kind.stage is None and any(
+                type(other) is type(kind) and other.stage is not None for other in self.kinds
+            ):
+                name = type(kind).__name__
+                raise Contradiction(
+                    "of", f"give each of these {name} a stage, or none of them; {kind!r} has none"
+                )
         if self.by == "all":
             shared = set.intersection(*({k.mechanism for k in own.kinds} for own in self.of))
             if not shared:
                 kinds = ", ".join(dict.fromkeys(type(kind).__name__ for kind in self.kinds))
                 raise Contradiction("of", f"nothing is at once a site of each of {kinds}")
+
+    def __repr__(self) -> str:
+        # Never an address: the state of a surgery is recognised by its selectors' names.
+        name = getattr(self.test, "__qualname__", type(self.test).__qualname__)
+        shown = {
+            "of": self.of,
+            "by": self.by,
+            "limit": self.limit,
+            "count": self.count,
+            "test": None if self.test is None else name,
+        }
+        given = (f"{key}={value}" for key, value in shown.items() if value is not None)
+        return f"Combined({', '.join(given)})"
 
     @property
     def has_value(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -64,20 +85,25 @@ class Combined(Selector):
         return stages[0]
 
     def selects(self, place: Place) -> bool | None:
-        said = self._agreed([selector.selects(place) for selector in self.of])
+        said = self._agreed(place, [selector.selects(place) for selector in self.of])
         return self._tested(place, said)
+
+    def offers(self, place: Place) -> bool:
+        return any(k.offers(place) for k in self.kinds if k.mechanism == place.mechanism)
 
     def keeper(self) -> Keeps:
         keepers = [selector.keeper() for selector in self.of]
-        admitted: set[object] = set()
+        admitted: set[tuple[object, ...]] = set()
 
         def keeps(place: Place) -> bool | None:
-            said = self._tested(place, self._agreed([keeper(place) for keeper in keepers]))
-            if self.limit is None or not said:
+            said = self._tested(place, self._agreed(place, [keeper(place) for keeper in keepers]))
+            if self.limit is None or said is False:
                 return said
+            full = len(admitted) >= self.limit
             if not place.whole:
-                return None
-            if place.key not in admitted and len(admitted) < self.limit:
+                # Once it is full, nothing is that is not a part of what was admitted.
+                return None if not full or place.key[:2] in {key[:2] for key in admitted} else False
+            if said and not full:
                 admitted.add(place.key)
             return place.key in admitted
 
@@ -106,7 +132,7 @@ class Combined(Selector):
     ) -> None:
         for kind in self._hooked():
             try:
-                kind.find(model, self.keeper())
+                kind.find(model, gates.keeps)
             except LookupError:
                 continue  # the others have something, or `find` has told before
             kind.hook(model, optimizer, stage, scope, gates, stack)
@@ -115,14 +141,16 @@ class Combined(Selector):
         """One selector for each mechanism: it hooks what all of them keep."""
         return list({kind.mechanism: kind for kind in reversed(self.kinds)}.values())[::-1]
 
-    def _agreed(self, said: list[bool | None]) -> bool | None:
+    def _agreed(self, place: Place, said: list[bool | None]) -> bool | None:
         match self.by:
             case "any":
                 return True if True in said else None if None in said else False
             case "all":
                 return False if False in said else None if None in said else True
             case "none":
-                return False if True in said else None if None in said else True
+                if True in said or not self.offers(place):
+                    return False
+                return None if None in said else True
 
     def _tested(self, place: Place, said: bool | None) -> bool | None:
         if not said or self.test is None:

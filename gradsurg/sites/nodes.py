@@ -1,17 +1,20 @@
 """Nodes: what enters or leaves a node of the autograd graph."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import cache
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
 from gradsurg.fields import Contradiction, nearest, validated
 from gradsurg.sites._modules import Pattern, Types, matches_type, names_of
-from gradsurg.sites._spans import Located, Spans
+from gradsurg.sites._resolver import Graph, Made, around, resolver
+from gradsurg.sites._spans import plain
 from gradsurg.sites.base import (
     Gates,
     GradFn,
@@ -21,31 +24,56 @@ from gradsurg.sites.base import (
     Stage,
     matches,
     nothing_matched,
-    through,
 )
 from gradsurg.transforms.base import Scope
 
 FAMILIES = {
-    "attention": ("ScaledDotProduct*",),
-    "conv": ("*Convolution",),
-    "matmul": ("Addmm", "Mm", "Bmm", "Baddbmm"),
-    "norm": ("NativeBatchNorm", "CudnnBatchNorm", "NativeLayerNorm", "NativeGroupNorm"),
+    "activation": (
+        *("Relu", "LeakyRelu", "RreluWithNoise", "PreluKernel", "Threshold", "Elu", "Celu"),
+        *("Gelu", "Silu", "Mish", "Glu", "Sigmoid", "LogSigmoid", "Tanh", "Softplus"),
+        *("Hardtanh", "Hardsigmoid", "Hardswish", "Hardshrink", "Softshrink"),
+    ),
+    "attention": ("ScaledDotProduct*", "FlashAttention", "EfficientAttention", "CudnnAttention"),
+    "conv": ("*Convolution", "*ConvolutionTranspose", "ConvDepthwise?D", "ConvTbc", "SlowConv*D"),
+    "loss": (
+        *("NllLoss", "NllLoss2D", "LogSoftmax", "MseLoss", "HuberLoss", "SmoothL1Loss"),
+        *("BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "SoftMarginLoss"),
+        *("MultiMarginLoss", "MultilabelMarginLoss", "*CtcLoss"),
+    ),
+    "matmul": (
+        *("Addmm", "Mm", "Bmm", "Baddbmm", "Addbmm", "Addmv", "Mv", "Dot", "GroupedMm"),
+        *("Linear", "Matmul", "MkldnnLinear", "SparseAddmm"),
+    ),
+    "norm": (
+        *("NativeBatchNorm", "NativeBatchNormLegit*", "BatchNormWithUpdate", "BatchNormNoUpdate"),
+        *("CudnnBatchNorm", "MiopenBatchNorm", "NativeLayerNorm", "NativeGroupNorm"),
+        "FusedRmsNorm",
+    ),
+    "rnn": ("MkldnnRnnLayer", "CudnnRnn", "MiopenRnn", "LstmMps", "ThnnFused*Cell"),
+    "softmax": ("Softmax", "LogSoftmax", "SafeSoftmax", "MaskedSoftmax", "Sparse*Softmax"),
 }
+"""Names vary with shape, dtype and device. Dropout has none: on a CPU it is a product."""
 
 
 @validated
 class Nodes(Selector):
     """The autograd nodes of one kind, made inside the modules whose name fits `module`.
 
-    `pattern` is a node's name without `Backward0` (`Relu`, `Addmm`), a glob or `re:` on it, or a
-    family: attention, conv, matmul, norm. `types` is a pattern on the class of the module.
-    `side="enter"` acts by a node prehook on the gradients with respect to what the operation
-    returned; `side="leave"` by a node posthook on the gradients with respect to what it took,
-    `edge` picking one of them. `call` picks a call of the module, `occurrence` one of several such
-    nodes in it. Site ids are `module#call/Name[occurrence]`, as
-    `encoder.layers.0.linear1#0/AddmmBackward[0]`, and `.edge` behind it at `side="leave"`. The
-    module is the innermost one that was running when the node was made; nodes of the model's own
-    forward belong to `root`. Raises LookupError after the first forward if no node is selected.
+    `pattern` is a node's name: `Mul` fits every overload, `MulBackward1` that one; a glob or `re:`
+    on either; or a family: activation, attention, conv, loss, matmul, norm, rnn, softmax. `types`
+    is a pattern on the class of the module. `side="enter"` acts by a node prehook on the gradients
+    with respect to what the operation returned; `side="leave"` by a node posthook on the gradients
+    with respect to what it took, `edge` picking one of them. `call` picks a call of the module,
+    `occurrence` one of several such nodes in it, in the order in which they were made. Site ids are
+    `module#call/Name[occurrence]`, as `encoder.layers.0.linear1#0/AddmmBackward[0]`, and `.edge`
+    behind it at `side="leave"`. Raises LookupError after the first forward if no node is selected.
+
+    The module is the innermost one that was running when the node was made; nodes of the model's
+    own forward belong to `root`. So a weight's cast under autocast, made once, belongs to the call
+    that was first, and a view of what was changed in place to who looked at it first. Those of a
+    reentrant checkpoint are met in the backward, but not what it computes outside of modules. What
+    is made after the model, as the loss, or in a backward is not found: `gs.hook(loss.grad_fn,
+    ...)` reaches it. Nor is what no output of the model depends on.
     """
 
     pattern: Pattern
@@ -76,13 +104,13 @@ class Nodes(Selector):
             or not matches_type(place.thing, self.types)
         ):
             return False
-        if place.node is None:
-            return None
-        return (
-            _fits(place.node, self.pattern)
-            and self.call in (None, place.call)
-            and self.occurrence in (None, place.occurrence)
-        )
+        if place.node is not None and not fits(place.node, self.pattern):
+            return False
+        asked = ((self.call, place.call), (self.occurrence, place.occurrence))
+        if any(number not in (None, found) for number, found in asked if found is not None):
+            return False
+        known = all(number is None or found is not None for number, found in asked)
+        return True if known and place.node is not None else None
 
     def find(self, model: nn.Module, keeps: Keeps | None = None) -> list[str]:
         keeps = keeps or self.selects
@@ -108,90 +136,124 @@ class Nodes(Selector):
         stack: ExitStack,
     ) -> None:
         self.find(model, gates.keeps)
+        names = names_of(model)
+        own = [
+            (name, module)
+            for module in names
+            for name in names[module]
+            if gates.keeps(Place(self.mechanism, name, module)) is not False
+        ]
         met = False
-        known: dict[str, bool] = {}
+        sites: dict[tuple[object, ...], Callable[[Node], object] | None] = {}
 
-        def made(nodes: list[Located], whole: bool) -> None:
+        @cache
+        def wanted(node: str) -> bool:
+            places = (Place(self.mechanism, name, module, node=node) for name, module in own)
+            return any(gates.keeps(place) is not False for place in places)
+
+        def take(graph: Graph) -> None:
             nonlocal met
-            chosen = []
-            for node in nodes:
-                kept = known.get(node.id)
-                if kept is None:
-                    kept = known[node.id] = bool(gates.keeps(self._place(node)))
-                if kept:
-                    chosen.append(node)
+            chosen = False
+            for made in graph.nodes(wanted):
+                key = made[1:]
+                if key not in sites:
+                    sites[key] = self._site(made, gates)
+                site = sites[key]
+                if site is not None:
+                    chosen = True
+                    site(made.node)
             # A later forward may go another way, as one in evaluation mode does.
-            if whole and not chosen and nodes and not met:
-                raise self._nothing(nodes)
-            met = met or bool(chosen)
-            for located in chosen:
-                self._hook_node(located, gates)
+            if not (chosen or met) and graph.whole and not graph.empty and not graph.hides():
+                # Others may have all the places that a combination has room for.
+                places = (Place(self.mechanism, name, module) for name, module in own)
+                if any(gates.keeps(place) is not False for place in places):
+                    raise self._nothing(graph)
+            met = met or chosen
 
-        Spans(made).hook(model, stack)
+        chosen = {module for _, module in own}
+        resolver().follow(model, around(names, chosen, inside=True), take, stack, since=chosen)
 
-    def _place(self, node: Located) -> Place:
-        return Place(
-            self.mechanism,
-            node.module,
-            node.thing,
-            node.call,
-            node.name,
-            node.occurrence,
-            whole=True,
-        )
-
-    def _nothing(self, nodes: list[Located]) -> LookupError:
-        names = sorted({node.name for node in nodes if matches(node.module, self.module)})
-        if not names:
-            return nothing_matched("Nodes: module", self.module, sorted({n.module for n in nodes}))
+    def _nothing(self, graph: Graph) -> LookupError:
+        made = [made for made in graph.nodes() if matches(made.call.name, self.module)]
+        names = sorted({plain(node.name).removesuffix("Backward") for node in made})
         where = "" if self.module == "*" else f" in '{self.module}'"
         return LookupError(
             f"Nodes: no node{where} is selected by '{self.pattern}' (call={self.call}, "
             f"occurrence={self.occurrence}). {nearest(self.pattern, [*names, *FAMILIES])}"
         )
 
-    def _hook_node(self, located: Located, gates: Gates) -> None:
-        node = located.node
-        match self.side:
-            case "enter":
-                if len(node._input_metadata) == 1:
-                    entering = [gates.gate(located.id)]
-                    node.register_prehook(lambda grads: through(entering, grads))
-                else:
-                    node.register_prehook(lambda grads: _through_several(located.id, gates, grads))
-            case "leave":
-                leaving = self._edges(located, gates)
-                node.register_hook(lambda grads, _: through(leaving, grads))
+    def _site(self, made: Made, gates: Gates) -> Callable[[Node], object] | None:
+        """How to hook a node at this place, None if it is not selected."""
+        call = made.call
+        where = self.mechanism, call.name, call.module, call.number, made.name, made.occurrence
+        if not gates.keeps(Place(*where, whole=True)):
+            return None
+        site = f"{call.id}/{plain(made.name)}[{made.occurrence}]"
+        if self.side == "enter":
+            entering = _entering(site, gates, len(made.node._input_metadata) == 1)
+            return lambda node: node.register_prehook(entering)
+        leaving: dict[tuple[bool, ...], Callable[..., object]] = {}
 
-    def _edges(self, located: Located, gates: Gates) -> list[GradFn]:
-        sources = [source for source, _ in located.node.next_functions]
-        edges = [index for index, source in enumerate(sources) if source is not None]
+        def leave(node: Node) -> None:
+            live = tuple([source is not None for source, _ in node.next_functions])
+            if live not in leaving:
+                leaving[live] = self._leaving(site, gates, live)
+            node.register_hook(leaving[live])
+
+        return leave
+
+    def _leaving(self, site: str, gates: Gates, live: Sequence[bool]) -> Callable[..., object]:
+        edges = [index for index, takes in enumerate(live) if takes]
         if self.edge not in (None, *edges):
             raise LookupError(
-                f"Nodes: {located.id} has no edge {self.edge} that takes a gradient. "
+                f"Nodes: {site} has no edge {self.edge} that takes a gradient. "
                 f"There are: {', '.join(map(str, edges))}."
             )
         chosen = edges if self.edge is None else [self.edge]
-        return [
-            gates.gate(f"{located.id}.{index}") if index in chosen else _pass
-            for index in range(len(sources))
-        ]
+        return leaving([(index, gates.gate(f"{site}.{index}")) for index in chosen])
 
 
-def _through_several(
-    site: str, gates: Gates, grads: Sequence[Tensor | None]
-) -> tuple[Tensor | None, ...]:
-    """Only outputs that get a gradient are sites: the statistics that a norm returns get none."""
-    entering = [
-        _pass if grad is None else gates.gate(f"{site}.{index}") for index, grad in enumerate(grads)
-    ]
-    return through(entering, grads)
+def leaving(pairs: Sequence[tuple[int, GradFn]]) -> Callable[..., object]:
+    """A node posthook that passes what leaves by some edges through a gate each."""
+
+    def hook(
+        grads: Sequence[Tensor | None], _: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...] | None:
+        changed: list[Tensor | None] | None = None
+        for index, gate in pairs:
+            result = gate(grads[index])
+            if result is not None:
+                changed = changed or list(grads)
+                changed[index] = result
+        return None if changed is None else tuple(changed)
+
+    return hook
 
 
-def _fits(name: str, pattern: str) -> bool:
-    pattern = re.sub(r"Backward\d*$", "", pattern)
-    return any(matches(name, kind) for kind in FAMILIES.get(pattern, (pattern,)))
+def _entering(site: str, gates: Gates, alone: bool) -> Callable[..., object]:
+    """A node prehook. Only outputs that get a gradient are sites: a norm's statistics get none."""
+    entering: dict[int, GradFn] = {0: gates.gate(site)} if alone else {}
+
+    def hook(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...] | None:
+        changed: list[Tensor | None] | None = None
+        for index, grad in enumerate(grads):
+            if grad is not None:
+                gate = entering.get(index)
+                if gate is None:
+                    gate = entering[index] = gates.gate(f"{site}.{index}")
+                result = gate(grad)
+                if result is not None:
+                    changed = changed or list(grads)
+                    changed[index] = result
+        return None if changed is None else tuple(changed)
+
+    return hook
 
 
-def _pass(grad: Tensor | None) -> None:
-    return None
+def fits(name: str, pattern: str) -> bool:
+    kinds = FAMILIES.get(pattern, (pattern,))
+    spelled = {name.rpartition("::")[2], plain(name)}
+    # A pattern that spells `Backward` out does not mean the node of a backward's backward.
+    if not re.search(r"Backward\d*$", pattern):
+        spelled.add(plain(name).removesuffix("Backward"))
+    return any(matches(own, kind) for kind in kinds for own in spelled)

@@ -16,6 +16,8 @@ from gradsurg.sites._nested import tensors_in
 from gradsurg.sites.base import Gates, Stage, foreign
 from gradsurg.transforms.base import Scope
 
+ORIGINAL = "_gradsurg_original"  # where an alias keeps what it is one of
+
 
 @validated
 class Outputs(ModuleSelector):
@@ -85,6 +87,7 @@ class OwnedTensors(Calls):
         self, tensor: Tensor, base: str, path: str, module: nn.Module, gates: Gates
     ) -> None:
         """Hook a tensor at the site `base` + `path`, unless another site has it already."""
+        tensor = original(tensor)
         site = base + path
         if path:
             gates.forget(base)
@@ -125,6 +128,22 @@ class OwnedTensors(Calls):
         """Unhook the leaves; hooks on other tensors end with their graph."""
         for _, handle in self.leaves.values():
             handle.remove()
+
+
+def alias_of(tensor: Tensor) -> Tensor:
+    """The same tensor with a place of its own in the graph, for the gradient of one branch."""
+    # Unlike `view_as`, which makes the stride of a dimension of size 1 anew.
+    alias = tensor[...]
+    setattr(alias, ORIGINAL, (ref(tensor), tensor._version))
+    return alias
+
+
+def original(tensor: Tensor) -> Tensor:
+    """What an alias stands for: what a module hands on is the tensor that it was given."""
+    held, version = getattr(tensor, ORIGINAL, (None, 0))
+    given = None if held is None else held()
+    # What was written to since is another value, with another gradient.
+    return tensor if given is None or given._version != version else original(given)
 
 
 def value_of(tensor: Tensor) -> Tensor:

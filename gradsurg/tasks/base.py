@@ -1,14 +1,30 @@
 """What a task promises: data, a loss to differentiate, and metrics to report."""
 
+import inspect
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from torch import Tensor
+from torch.nn import functional
+
+from gradsurg.fields import FieldError
+
+SAID = {
+    "num_tokens": "the inputs of this task are tokens",
+    "every_step": "this task has a target for every step of its inputs",
+}
+"""What a model is told by name, where the data has it to tell, and what it means."""
 
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """What is learnt from and what is tested on, whole, with the first axis the examples."""
+    """What is learnt from and what is tested on, whole, with the first axis the examples.
+
+    Inputs are real numbers, or with `num_tokens` the numbers 0 to `num_tokens` - 1 of tokens.
+    A model gives (examples, num_outputs); with `every_step` the targets are (examples, time) and
+    it gives (examples, time, num_outputs). A model is told of the two by name if they are set.
+    """
 
     train_inputs: Tensor
     train_targets: Tensor
@@ -16,6 +32,39 @@ class Data:
     test_targets: Tensor
     input_shape: tuple[int, ...]
     num_outputs: int
+    num_tokens: int | None = None
+    every_step: bool = False
+
+    def copy(self) -> "Data":
+        """The same with tensors of its own, which its user may change."""
+        return replace(
+            self,
+            train_inputs=self.train_inputs.clone(),
+            train_targets=self.train_targets.clone(),
+            test_inputs=self.test_inputs.clone(),
+            test_targets=self.test_targets.clone(),
+        )
+
+    def told(self, model: object, fields: Mapping[str, object]) -> dict[str, object]:
+        """What `model` is made with by name: `fields`, and what the data has to tell it.
+
+        Raises ValueError if the model does not take that, or needs what the data has not.
+        """
+        own = {"num_tokens": self.num_tokens} if self.num_tokens is not None else {}
+        own |= {"every_step": True} if self.every_step else {}
+        if not callable(model):
+            return {**fields, **own}
+        taken = inspect.signature(model).parameters
+        if doubled := [name for name in own if name in fields]:
+            raise FieldError("", [(name, "is for the task to say") for name in doubled])
+        if not any(param.kind is param.VAR_KEYWORD for param in taken.values()):
+            for name in own:
+                if name not in taken:
+                    raise ValueError(f"takes no {name}, and {SAID[name]}")
+        asked = taken.get("num_tokens")
+        if asked and asked.default is asked.empty and "num_tokens" not in {*own, *fields}:
+            raise ValueError("needs tokens, and the inputs of this task are real numbers")
+        return {**fields, **own}
 
 
 class Task(ABC):
@@ -32,3 +81,31 @@ class Task(ABC):
     @abstractmethod
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
         """Numbers for evaluation, by name, `loss` among them; waits for the device."""
+
+
+class Classification(Task):
+    """Cross-entropy and accuracy; with a target for every step, the means over all steps."""
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+    def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
+        right = outputs.argmax(dim=-1) == targets
+        return {
+            "loss": self.loss(outputs, targets).item(),
+            "accuracy": right.double().mean().item(),
+        }
+
+
+class Regression(Task):
+    """Mean squared error, and the share of the targets' variance that it explains, `r2`."""
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if outputs.shape != targets.shape:  # torch would broadcast them
+            found = f"{list(outputs.shape)} and {list(targets.shape)}"
+            raise ValueError(f"outputs and targets must have one shape, found {found}")
+        return functional.mse_loss(outputs, targets)
+
+    def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
+        loss = self.loss(outputs, targets).item()
+        return {"loss": loss, "r2": 1 - loss / targets.var(correction=0).item()}

@@ -8,16 +8,15 @@ import torch
 from einops import rearrange
 from pydantic import Field
 from torch import Tensor
-from torch.nn import functional
 
 from gradsurg.fields import validated
-from gradsurg.tasks.base import Data, Task
+from gradsurg.tasks.base import Classification, Data
 
 NUM_CLASSES = 10
 
 
 @validated
-class Digits(Task):
+class Digits(Classification):
     """Classify handwritten digits by cross-entropy; nothing is downloaded.
 
     The split is stratified and depends on `split_seed` alone, not on a run's seed. Images are
@@ -50,16 +49,6 @@ class Digits(Task):
             input_shape=(1, 8, 8),
             num_outputs=NUM_CLASSES,
         )
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return functional.cross_entropy(outputs, targets)
-
-    def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        right = outputs.argmax(dim=1) == targets
-        return {
-            "loss": self.loss(outputs, targets).item(),
-            "accuracy": right.double().mean().item(),
-        }
 
     def _with_noise(self, labels: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(self.split_seed)

@@ -1,17 +1,22 @@
 """AllOf: several conditions at once."""
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Annotated
 
 from pydantic import Field
 
 from gradsurg.fields import validated
-from gradsurg.triggers.base import Fires, Moment, Trigger
+from gradsurg.triggers.base import Fires, Moment, Trigger, host_first
 
 
 @validated
 class AllOf(Trigger):
-    """When all of the triggers `of` fire: `a & b`. Those behind one that says no are not asked."""
+    """When all of the triggers `of` fire: `a & b`.
+
+    Those that the host decides are asked first, and behind one that says no none is asked: then the
+    memory of a `Value(release=)` stands still.
+    """
 
     of: Annotated[tuple[Trigger, ...], Field(min_length=1)]
 
@@ -20,9 +25,13 @@ class AllOf(Trigger):
         for trigger in self.of:
             yield from trigger.parts
 
+    @cached_property
+    def _asked(self) -> list[Trigger]:
+        return host_first(self.of)
+
     def fires(self, moment: Moment) -> Fires:
         result: Fires = True
-        for trigger in self.of:
+        for trigger in self._asked:
             fires = trigger.fires(moment)
             if fires is False:
                 return False

@@ -1,5 +1,7 @@
 """AllSameSign: when a tensor agrees with itself."""
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from gradsurg.fields import validated
@@ -15,8 +17,9 @@ class AllSameSign(Sourced):
 
     source: Source = "grad"
 
+    on_device: ClassVar[bool] = True
+
     def look(self, tensor: Tensor) -> object:
-        tensor = tensor.detach()
         same = (tensor > 0).all() | (tensor < 0).all()
         return same if tensor.numel() else ~same
 

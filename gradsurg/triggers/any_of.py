@@ -1,19 +1,21 @@
 """AnyOf: one condition of several."""
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Annotated
 
 from pydantic import Field
 
 from gradsurg.fields import validated
-from gradsurg.triggers.base import Fires, Moment, Trigger
+from gradsurg.triggers.base import Fires, Moment, Trigger, host_first
 
 
 @validated
 class AnyOf(Trigger):
     """When one of the triggers `of` fires: `a | b`.
 
-    Those behind one that says yes are not asked.
+    Those that the host decides are asked first, and behind one that says yes none is asked: then
+    the memory of a `Value(release=)` stands still.
     """
 
     of: Annotated[tuple[Trigger, ...], Field(min_length=1)]
@@ -23,9 +25,13 @@ class AnyOf(Trigger):
         for trigger in self.of:
             yield from trigger.parts
 
+    @cached_property
+    def _asked(self) -> list[Trigger]:
+        return host_first(self.of)
+
     def fires(self, moment: Moment) -> Fires:
         result: Fires = False
-        for trigger in self.of:
+        for trigger in self._asked:
             fires = trigger.fires(moment)
             if fires is True:
                 return True

@@ -1,11 +1,12 @@
 """What a trigger is: a condition as data, decided on the host where it can be."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Annotated, ClassVar
 
+import torch
 from pydantic import AfterValidator
 from torch import Tensor
 
@@ -61,8 +62,11 @@ class Moment:
         return self.clock.epoch
 
     def chance(self, *key: object) -> float:
-        """A number in [0, 1) from the seed, the intervention, the step and `key` alone."""
-        text = "/".join(map(str, (self.seed, self.label, self.step, *key)))
+        """A number in [0, 1) from the surgery's seed, the step and `key` alone.
+
+        Not from the intervention: an arm and its control draw the same.
+        """
+        text = "/".join(map(str, (self.seed, self.step, *key)))
         digest = blake2b(text.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") / 2**64
 
@@ -71,16 +75,19 @@ class Trigger(ABC):
     """A condition: a frozen value made by `@validated`, its fields its whole configuration.
 
     Triggers combine: `a & b`, `a | b`, `~a`. `clocked` says that it reads the step clock, which
-    somebody has to move.
+    somebody has to move; `on_device` that it says a tensor, so that in a combination it is asked
+    after those that the host decides.
     """
 
     clocked: ClassVar[bool] = False
+    on_device: ClassVar[bool] = False
 
     @abstractmethod
     def fires(self, moment: Moment) -> Fires:
         """Whether the transform acts.
 
-        It is asked once when a step begins, and if it then says None again at every gradient. What
+        It is asked once when a step begins, and if it then says None again at every gradient, where
+        None is refused. What
         the host can decide is a bool, and the transform is not called at False; what depends on the
         values of a tensor is a tensor, and nothing waits for it.
         """
@@ -110,16 +117,19 @@ class Sourced(Trigger):
     """A condition on a tensor: its `source` says which.
 
     `grad` is what passes at the site, `value` the tensor whose gradient that is; `batch` is the
-    model's first input, `input:<module>` and `output:<module>` are those of a module. What a
-    trigger wants of the last three is remembered from the forward to the backward: of several
-    calls, the last one's.
+    model's first input, `input:<module>` and `output:<module>` are the first tensors that a module
+    takes and gives. What a trigger wants of the last three is remembered from the forward to the
+    backward: of several calls, the last one's, and nothing of an earlier forward of the model.
     """
 
     source: str
 
     @abstractmethod
     def look(self, tensor: Tensor) -> object:
-        """What is remembered of a tensor: a shape, or a measurement that stays on the device."""
+        """What is remembered of a tensor: a shape, or a measurement that stays on the device.
+
+        It is called without gradients.
+        """
 
     @abstractmethod
     def judge(self, look: object, moment: Moment) -> bool | Tensor:
@@ -136,8 +146,10 @@ class Sourced(Trigger):
             case _:
                 if self not in moment.clock.seen:
                     raise RuntimeError(
-                        f"{self!r}: nothing was seen of its source '{self.source}' before the "
-                        f"gradient at '{moment.site}': was the model called?"
+                        f"{self!r}: nothing was seen of its source '{self.source}' in the forward "
+                        f"before the gradient at '{moment.site}': it is called, with a tensor, "
+                        "inside the model's forward, and is seen from the forward on that follows "
+                        "attaching"
                     )
                 return self.judge(moment.clock.seen[self], moment)
         if tensor is None:
@@ -145,7 +157,9 @@ class Sourced(Trigger):
                 f"{self!r}: source 'value' is the tensor whose gradient passes, and the site "
                 f"'{moment.site}' has none"
             )
-        return self.judge(self.look(tensor), moment)
+        with torch.no_grad():
+            look = self.look(tensor)
+        return self.judge(look, moment)
 
 
 def _check_source(source: str) -> str:
@@ -156,6 +170,11 @@ def _check_source(source: str) -> str:
 
 
 Source = Annotated[str, AfterValidator(_check_source)]
+
+
+def host_first(triggers: Sequence[Trigger]) -> list[Trigger]:
+    """In the order in which they are asked: what the host decides can spare the device its work."""
+    return sorted(triggers, key=lambda trigger: any(part.on_device for part in trigger.parts))
 
 
 def module_of(site: str) -> str:

@@ -25,6 +25,10 @@ class Shape(Sourced):
     def __post_init__(self) -> None:
         if self.above is None and self.below is None:
             raise Contradiction("above", "is required, or below")
+        if self.above is not None and self.below is not None and self.below <= self.above + 1:
+            raise Contradiction(
+                "below", f"must be > above + 1 ({self.above + 1}), found {self.below}"
+            )
 
     def look(self, tensor: Tensor) -> object:
         return tuple(tensor.shape)

@@ -1,6 +1,7 @@
 """Value: by a measurement of a tensor."""
 
-from typing import Annotated, Literal
+import math
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -16,25 +17,28 @@ class Value(Sourced):
 
     `measure`: `mean_abs` is mean |x|, `norm` the L2 norm, `rms` the root of the mean square,
     `max_abs` max |x|, `quantile` the `q` quantile of |x| (the smallest entry with that share at or
-    below it), `nan` the fraction of entries that are NaN. With `release` there is hysteresis: once
-    it fires it goes on until the measurement is below `release`. A measurement that is NaN does not
-    fire. The measurement of an empty tensor is 0. Half-precision tensors are measured in float32.
+    below it, a NaN being larger than all numbers), `nan` the fraction of entries that are NaN. With
+    `release` there is hysteresis: once it fires at a site it goes on there until the measurement is
+    below `release`. A measurement that is NaN does not fire, and ends what has gone on. The
+    measurement of an empty tensor is 0. Half-precision tensors are measured in float32.
     """
 
-    above: float
+    above: Annotated[float, Field(ge=0)]
     measure: Literal["mean_abs", "norm", "rms", "max_abs", "quantile", "nan"] = "mean_abs"
-    release: float | None = None
+    release: Annotated[float, Field(ge=0)] | None = None
     q: Annotated[float, Field(ge=0, le=1)] = 0.99
     source: Source = "grad"
 
+    on_device: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
+        if self.measure == "nan" and self.above >= 1:
+            raise Contradiction("above", f"must be < 1, a fraction of entries, found {self.above}")
         if self.release is not None and self.release > self.above:
             raise Contradiction("release", f"must be <= above ({self.above}), found {self.release}")
 
-    @torch.no_grad()
     def look(self, tensor: Tensor) -> object:
-        wide = tensor.detach()
-        wide = wide.to(torch.promote_types(wide.dtype, torch.float32))
+        wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         if not wide.numel():
             return wide.new_zeros(())
         match self.measure:
@@ -47,10 +51,11 @@ class Value(Sourced):
             case "max_abs":
                 return wide.abs().amax()
             case "quantile":
-                rank = max(1, -int(-self.q * wide.numel() // 1))
-                return wide.abs().flatten().kthvalue(rank).values
+                # Less by what a product in floating point can be too much: 0.07 * 100 is over 7.
+                rank = max(1, math.ceil(self.q * wide.numel() * (1 - 1e-12)))
+                return wide.abs().reshape(-1).kthvalue(rank).values
             case "nan":
-                return wide.isnan().to(wide.dtype).mean()
+                return wide.isnan().float().mean()
 
     def judge(self, look: object, moment: Moment) -> bool | Tensor:
         assert isinstance(look, Tensor)

@@ -1,9 +1,10 @@
 """Nodes: which are found, in which module, and the exact gradient on either side."""
 
+import gc
 import re
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from weakref import ref
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
+from gradsurg import engine
 from gradsurg.fields import FieldError
-from gradsurg.sites._spans import Located, Spans
+from gradsurg.ledger import SurgeryWarning
+from gradsurg.sites.nodes import FAMILIES, fits
 from tests.nets import attached, backward, gradients, noisy, num_hooks, sgd, small, train
 
 
@@ -397,7 +400,7 @@ def test_ids_are_the_same_at_every_step() -> None:
     [
         (gs.Nodes("Rleu"), "no node is selected by 'Rleu'"),
         (gs.Nodes("Rleu"), "Did you mean 'Relu'?"),
-        (gs.Nodes("Rleu"), "There are: Addmm, Relu, T, attention, conv, matmul, norm"),
+        (gs.Nodes("Rleu"), f"There are: Addmm, Relu, T, {', '.join(FAMILIES)}"),
         (gs.Nodes("Relu", module="first"), "no node in 'first' is selected by 'Relu'"),
         (gs.Nodes("Relu", call=3), "call=3"),
         (gs.Nodes("Relu", occurrence=3), "occurrence=3"),
@@ -507,23 +510,142 @@ def test_a_backward_inside_forward_does_not_end_the_span_it_is_in() -> None:
     assert _calls(live) == {"root#0/ReluBackward[0]": 1}
 
 
-def test_a_reentrant_checkpoint_hides_its_nodes_and_that_is_told() -> None:
-    class Saved(nn.Module):
-        def __init__(self) -> None:
+class Twin(nn.Module):
+    """One body, called twice, perhaps in checkpoints, then a ReLU of its own."""
+
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.body = _Body()
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = self.run(x)
+        return functional.relu(x).sum()
+
+    def run(self, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            return self.body(x)
+        y = checkpoint(self.body, x, use_reentrant=self.reentrant)
+        assert isinstance(y, Tensor)
+        return y
+
+
+class _Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.act = nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.act(self.linear(x))) * 2
+
+
+@pytest.mark.parametrize("side", ["enter", "leave"])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("pattern", ["Tanh", "Addmm", "Mul"])
+def test_checkpoints_have_the_same_sites_and_gradients_as_none(side, reentrant, pattern) -> None:
+    results = []
+    for kind in (None, reentrant):
+        torch.manual_seed(0)
+        model, x = Twin(kind), torch.randn(2, 3, requires_grad=True)
+        at = gs.Nodes(pattern, side=side, module="body*")
+        with attached(model, gs.Clip(0.01), at) as live:
+            for _ in range(2):
+                model(x).backward()
+        results.append((_calls(live), gradients(model), x.grad))
+    (sites, plain, x_plain), (again, own, x_own) = results
+    assert len(sites) in (2, 4, 6)
+    assert set(sites.values()) == {2}
+    assert again == sites
+    torch.testing.assert_close((own, x_own), (plain, x_plain))
+
+
+def test_a_reentrant_checkpoint_runs_its_calls_last_first_and_each_keeps_its_number() -> None:
+    model, seen = Twin(True), []
+    with attached(model, gs.Identity(), gs.Nodes("Addmm")) as live:
+        model(torch.randn(2, 3, requires_grad=True)).backward()
+        seen = list(_calls(live))
+    assert seen == ["body.linear#1/AddmmBackward[0]", "body.linear#0/AddmmBackward[0]"]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_reentrant_checkpoints_inside_one_another_are_followed() -> None:
+    class Nest(nn.Module):
+        def __init__(self, depth: int, saving: bool) -> None:
             super().__init__()
-            self.act = nn.ReLU()
+            self.act = nn.Tanh()
+            self.saving = saving
+            self.inner = Nest(depth - 1, saving) if depth else nn.Sigmoid()
 
         def forward(self, x: Tensor) -> Tensor:
-            y = checkpoint(self.act, x * 2, use_reentrant=True)
+            if not self.saving:
+                return self.act(self.inner(self.act(x)))
+            y = checkpoint(self.inner, self.act(x), use_reentrant=True)
             assert isinstance(y, Tensor)
-            return y.sum()
+            return self.act(y)
 
-    model = Saved()
+    results = []
+    for saving in (False, True):
+        model, x = Nest(2, saving), _x(0.3)
+        with attached(model, gs.Scale(3.0), gs.Nodes("activation")) as live:
+            model(x).sum().backward()
+        results.append((_grad(x), dict(sorted(_calls(live).items()))))
+    assert results[0] == results[1]
+    assert len(results[0][1]) == 7
+
+
+def test_a_model_that_is_itself_in_a_reentrant_checkpoint_is_followed() -> None:
+    model = small()
+    x = torch.ones(1, 6, requires_grad=True)
+    with attached(model, gs.Zero(), gs.Nodes("Relu")) as live:
+        y = checkpoint(model, x, use_reentrant=True)
+        assert isinstance(y, Tensor)
+        y.sum().backward()
+    assert _calls(live) == {"act#0/ReluBackward[0]": 1}
+    assert not gradients(model)["first.weight"].any()
+
+
+def test_a_misspelt_node_in_a_reentrant_checkpoint_is_told_when_the_block_ends() -> None:
+    model = Twin(True)
     with (
-        pytest.raises(LookupError, match=r"'Relu'.*There are: CheckpointFunction, Mul, Sum"),
-        attached(model, gs.Zero(), gs.Nodes("Relu")),
+        pytest.warns(SurgeryWarning, match="none of its sites was met"),
+        attached(model, gs.Zero(), gs.Nodes("Tahn")),
     ):
-        model(_x())
+        model(torch.randn(2, 3, requires_grad=True)).backward()
+
+
+def test_a_teacher_without_gradients_does_not_excuse_a_misspelt_node() -> None:
+    class Taught(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own, self.teacher = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                y = self.teacher(x)
+            return (self.own(x) - y).sum()
+
+    model = Taught()
+    with (
+        pytest.raises(LookupError, match="no node is selected by 'Rleu'"),
+        attached(model, gs.Zero(), gs.Nodes("Rleu")),
+    ):
+        model(torch.ones(1, 3))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_an_evaluation_between_forward_and_backward_does_not_upset_a_recomputation() -> None:
+    model, x = Twin(True), torch.randn(2, 3, requires_grad=True)
+    with attached(model, gs.Identity(), gs.Nodes("Addmm")) as live:
+        loss = model(x)
+        with torch.no_grad():
+            model(x)
+        other = model(x)
+        loss.backward()
+        other.backward()
+    assert set(_calls(live).values()) == {2}
+    assert len(_calls(live)) == 2
 
 
 def test_a_forward_without_gradients_makes_no_site() -> None:
@@ -618,7 +740,7 @@ def _compiled_inside(model: nn.Module) -> nn.Module:
     return nn.Sequential(_compiled(model))
 
 
-@pytest.mark.parametrize("compiling", [_compiled, _compiled_in_place, _compiled_inside])
+@pytest.mark.parametrize("compiling", [_compiled_in_place, _compiled_inside])
 def test_a_compiled_model_is_refused_with_the_reason(
     compiling: Callable[[nn.Module], nn.Module],
 ) -> None:
@@ -632,28 +754,288 @@ def test_a_compiled_model_is_refused_with_the_reason(
     assert num_hooks(model) == before
 
 
-# The spans themselves
+# What HOOKS.md calls the care that spans need
 
 
-def test_spans_hand_over_every_node_with_its_innermost_module() -> None:
-    taken: list[tuple[list[Located], bool]] = []
+def test_a_view_of_what_was_changed_in_place_belongs_to_who_looks_at_it_first() -> None:
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.late = Twice()
+
+        def forward(self, x: Tensor) -> Tensor:
+            base = x * 1
+            view = base[:1]
+            base.mul_(3)
+            return self.late(view).sum()
+
+    model, x = Views(), _x(1.0, 1.0)
+    with attached(model, gs.Scale(10.0), gs.Nodes("AsStrided")) as live:
+        model(x).backward()
+    assert set(_calls(live)) == {"late#0/AsStridedBackward[0]"}
+    assert _grad(x) == [60.0, 0.0]
+
+
+def test_a_change_in_place_through_a_view_is_a_node_of_its_own() -> None:
+    class Part(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 1
+            y[:1].mul_(3)
+            return y.sum()
+
+    model, x = Part(), _x(1.0, 1.0)
+    with attached(model, gs.Scale(10.0), gs.Nodes("CopySlices")) as live:
+        model(x).backward()
+    assert set(_calls(live)) == {"root#0/CopySlices[0]"}
+    assert _grad(x) == [30.0, 10.0]
+
+
+def test_a_weights_cast_under_autocast_is_made_once_by_the_first_call() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(self.linear(x)).float().sum()
+
+    model = Shared()
+    at = gs.Nodes("ToCopy", module="linear")
+    with attached(model, gs.Identity(), at) as live, torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(2, 3)).backward()
+    # Two casts would be the weight's and, did it need a gradient, that of the input.
+    assert set(_calls(live)) == {"linear#0/ToCopyBackward[0]"}
+
+
+def test_full_backward_hooks_put_a_node_into_the_module_and_one_behind_it() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Twice()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x).sum()
+
+    model, x = Outer(), _x()
+    handle = model.inner.register_full_backward_hook(lambda *_: None)
+    with attached(model, gs.Identity(), gs.Nodes("BackwardHookFunction")) as live:
+        model(x).backward()
+    handle.remove()
+    assert set(_calls(live)) == {
+        "inner#0/BackwardHookFunctionBackward[0]",
+        "root#0/BackwardHookFunctionBackward[0]",
+    }
+
+
+def test_what_is_made_after_the_model_is_reached_by_its_node() -> None:
+    model = small()
+    x, y = torch.randn(2, 6), torch.tensor([0, 1])
+    with attached(model, gs.Identity(), gs.Nodes("*")) as live:
+        loss = functional.cross_entropy(model(x), y)
+        assert loss.grad_fn is not None
+        with gs.hook(loss.grad_fn, gs.Zero()):
+            loss.backward()
+    assert not any("NllLoss" in site for site in _calls(live))
+    assert not gradients(model)["last.weight"].any()
+
+
+def test_nodes_of_a_double_backward_belong_to_no_module() -> None:
+    # y = x^2: dy/dx = 2 x, times 10 at the Pow; the second derivative passes it again.
+    class Square(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x**2
+
+    model, x = Square(), _x(3.0)
+    with attached(model, gs.Scale(10.0), gs.Nodes("*")) as live:
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        slope.sum().backward()
+    assert slope.item() == 60.0
+    assert _grad(x) == [20.0]
+    assert set(_calls(live)) == {"root#0/PowBackward[0]"}
+
+
+def test_a_parameter_used_outside_its_module_makes_nodes_of_the_user() -> None:
+    model = nn.MultiheadAttention(4, 2, batch_first=True)
+    x = torch.randn(1, 3, 4)
+    with attached(model, gs.Identity(), gs.Nodes("matmul")) as live:
+        model(x, x, x)[0].sum().backward()
+    assert {site.split("/")[0] for site in _calls(live)} == {"root#0"}
+
+
+def test_a_module_with_two_names_goes_by_them_in_turn() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = self.two = Twice()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(self.one(self.two(self.one(x)))).sum()
+
+    model, x = Two(), _x()
+    with attached(model, gs.Scale(10.0), gs.Nodes("Mul", module="two", call=1)) as live:
+        model(x).backward()
+    assert _grad(x) == [160.0]
+    assert set(_calls(live)) == {"two#1/MulBackward[0]"}
+
+
+def test_a_module_inside_takes_its_nodes_from_the_one_that_is_selected() -> None:
     model = Functional()
-    with ExitStack() as stack:
-        Spans(lambda nodes, whole: taken.append((nodes, whole))).hook(model, stack)
-        x = torch.ones(2, 3, requires_grad=True) * 2
-        model(x)
-        model.inner(x)
-    (nodes, whole), (part, partly) = taken
-    assert (whole, partly) == (True, False)
-    assert [node.id for node in nodes] == [
-        "inner.linear#0/TBackward[0]",
-        "inner.linear#0/AddmmBackward[0]",
-        "inner#0/ReluBackward[0]",
-        "root#0/SubBackward[0]",
-        "root#0/ReluBackward[0]",
-        "out#0/TBackward[0]",
-        "out#0/AddmmBackward[0]",
+    with attached(model, gs.Identity(), gs.Nodes("*", module="inner")) as live:
+        model(torch.randn(2, 3)).backward()
+    assert set(_calls(live)) == {"inner#0/ReluBackward[0]"}
+
+
+class Interrupt(nn.Module):
+    """Is interrupted in a module inside, as long as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = _Interrupted()
+        self.act = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.part(x)).sum()
+
+
+class _Interrupted(nn.Module):
+    on = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.on:
+            raise KeyboardInterrupt
+        return x * 2
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_interrupted_forward_does_not_stay_open(inside) -> None:
+    model, x = Interrupt(), _x()
+    with attached(model, gs.Scale(10.0), gs.Nodes("*", module="*")) as live:
+        model.part.on = True
+        with pytest.raises(KeyboardInterrupt):
+            (model.part if inside else model)(x)
+        model.part.on = False
+        model(x).backward()
+    assert _grad(x) == [2000.0]
+    assert set(_calls(live)) == {
+        "part#0/MulBackward[0]",
+        "act#0/ReluBackward[0]",
         "root#0/SumBackward[0]",
-    ]
-    assert [node.id for node in part] == [node.id for node in nodes[:3]]
+    }
+
+
+def test_a_module_that_calls_itself_is_not_taken_for_an_interrupted_one() -> None:
+    class Deep(nn.Module):
+        def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+            return self(x * 2, depth - 1) * 3 if depth else x * 5
+
+    model, x = Deep(), _x()
+    with attached(model, gs.Identity(), gs.Nodes("Mul")) as live:
+        model(x).sum().backward()
+    assert set(_calls(live)) == {
+        "root#0/MulBackward[0]",
+        "root#0/MulBackward[1]",
+        "root#1/MulBackward[0]",
+        "root#1/MulBackward[1]",
+        "root#2/MulBackward[0]",
+    }
+
+
+def test_what_was_made_in_another_thread_is_not_of_the_model() -> None:
+    # Numbers are counted per thread: those of the input are among the model's own.
+    given: list[Tensor] = []
+
+    def work(until: int) -> None:
+        x = _x(2.0)
+        while engine.next_sequence_number() < until:
+            given[:] = [x * 3]
+
+    thread = threading.Thread(target=work, args=(engine.next_sequence_number() + 3,))
+    thread.start()
+    thread.join()
+    model = Cubes()
+    with attached(model, gs.Identity(), gs.Nodes("Mul", module="twice")) as live:
+        model(given[0]).backward()
+    assert set(_calls(live)) == {"twice#0/MulBackward[0]", "twice#1/MulBackward[0]"}
+
+
+# Names
+
+
+class Muls(nn.Module):
+    """Two nodes of one name and two overloads: by a tensor, then by a number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.aten.mul.Scalar(x * x, 3.0).sum()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("Mul", {"[0]", "[1]"}),
+        ("MulBackward", {"[0]", "[1]"}),
+        ("MulBackward0", {"[0]"}),
+        ("MulBackward1", {"[1]"}),
+        ("re:Mul.*1", {"[1]"}),
+        ("re:Mul", {"[0]", "[1]"}),
+        ("M?l", {"[0]", "[1]"}),
+    ],
+)
+def test_a_name_fits_every_overload_and_a_spelled_out_one_its_own(pattern, found) -> None:
+    model, x = Muls(), _x()
+    with attached(model, gs.Identity(), gs.Nodes(pattern)) as live:
+        model(x).backward()
+    assert {site.removeprefix("root#0/MulBackward") for site in _calls(live)} == found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_name_of_a_family_is_one_of_torch(family: str) -> None:
+    known = {name for name in dir(torch._C._functions) if "BackwardBackward" not in name}
+    for name in FAMILIES[family]:
+        assert any(fits(own, name) for own in known), name
+
+
+X, IMAGE = torch.linspace(-1, 1, 12).view(3, 4), torch.linspace(-1, 1, 18).view(1, 2, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("family", "module", "given", "names"),
+    [
+        ("matmul", nn.Linear(4, 2), X, {"Addmm"}),
+        ("matmul", nn.Linear(4, 2, bias=False), X, {"Mm"}),
+        ("matmul", nn.Linear(4, 2, bias=False), X[None], {"Mm"}),
+        ("conv", nn.Conv2d(2, 2, 2), IMAGE, {"Convolution"}),
+        ("conv", nn.ConvTranspose2d(2, 2, 2), IMAGE, {"Convolution"}),
+        ("activation", nn.ReLU6(), X, {"Hardtanh"}),
+        ("activation", nn.GELU(), X, {"Gelu"}),
+        ("activation", nn.SELU(), X, {"Elu"}),
+        ("activation", nn.PReLU(), X, {"PreluKernel"}),
+        ("softmax", nn.Softmax(-1), X, {"Softmax"}),
+        ("loss", nn.LogSoftmax(-1), X, {"LogSoftmax"}),
+        ("norm", nn.InstanceNorm2d(2), IMAGE, {"NativeBatchNorm"}),
+        ("rnn", nn.LSTM(4, 2), X[:, None], {"MkldnnRnnLayer"}),
+    ],
+    ids=str,
+)
+def test_a_family_finds_what_its_modules_are_made_of(family, module, given, names) -> None:
+    given = given.clone().requires_grad_()
+    with attached(module, gs.Identity(), gs.Nodes(family)) as live:
+        out = module(given)
+        (out[0] if isinstance(out, tuple) else out).sum().backward()
+    found = {site.partition("/")[2].partition("Backward")[0] for site in _calls(live)}
+    assert found == names
+
+
+def test_no_hook_stays_and_no_step_leaves_anything_alive() -> None:
+    model = small()
+    with attached(model, gs.Identity(), gs.Nodes("*")):
+        y = model(torch.randn(2, 6) + torch.zeros((), requires_grad=True))
+        held = ref(y)
+        y.sum().backward()
+        del y
+        gc.collect()
+        assert held() is None
+    known = ref(model)
     assert num_hooks(model) == 0
+    del model
+    gc.collect()
+    assert known() is None

@@ -1,11 +1,14 @@
 """Parameters: which are selected, and the exact gradient at each stage."""
 
+import gc
 import re
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 import gradsurg as gs
 from gradsurg.fields import FieldError
@@ -303,3 +306,268 @@ def test_stage_step_needs_an_optimizer_that_has_the_parameters() -> None:
     with attached(model, gs.Zero(), gs.Parameters("first.*", stage="step"), optimizer):
         train(model, optimizer, 1)
     assert not gradients(model)["first.weight"].any()
+
+
+# Order: tensor hooks, what enters the accumulation, the accumulation, post-accumulate hooks, what
+# leaves it, the optimizer's hooks.
+
+STAGES = ("backward", "accumulating", "accumulated", "settled", "step")
+
+each_stage = pytest.mark.parametrize("stage", STAGES)
+
+
+def test_stages_follow_one_another_whatever_the_order_of_attaching() -> None:
+    for order in (STAGES, STAGES[::-1]):
+        model, met = Sums(), []
+        optimizer = sgd(model, lr=0.0)
+
+        def noted(name: str, met: list[str] = met) -> gs.Intervention:
+            def note(grad: Tensor) -> Tensor:
+                met.append(name)
+                return grad + 1
+
+            with pytest.warns(gs.SurgeryWarning, match="plain callable"):
+                return gs.Intervention(note, gs.Parameters(stage=name), names=(name,))  # pyright: ignore[reportArgumentType]
+
+        with gs.Surgery(*map(noted, order)).attach(model, optimizer):
+            model(torch.tensor([1.0])).backward()
+            assert _grad(model.w) == [5.0]
+            optimizer.step()
+        assert met == list(STAGES)
+        assert _grad(model.w) == [6.0]
+        assert num_hooks(model, optimizer) == 0
+
+
+@each_stage
+def test_a_stage_acts_on_one_backward_or_on_the_sum(stage) -> None:
+    model = Sums()
+    optimizer = sgd(model, lr=0.0)
+    with attached(model, gs.Clip(1.0), gs.Parameters(stage=stage), optimizer):
+        model(torch.tensor([3.0])).backward()
+        model(torch.tensor([-2.5])).backward()
+        found = _grad(model.w)
+        if stage == "step":
+            optimizer.step()
+    # 1 - 1, or 1 - 2.5 and that clipped, or the sum as it is.
+    expected = {"backward": 0.0, "accumulating": 0.0, "accumulated": -1.0, "settled": -1.0}
+    assert found == [expected.get(stage, 0.5)]
+
+
+@each_stage
+def test_autograd_grad_sees_the_tensor_hooks_alone(stage) -> None:
+    model = Sums()
+    at = gs.Parameters(stage=stage)
+    with attached(model, gs.Scale(10.0), at, sgd(model)) as live:
+        (grad,) = torch.autograd.grad(model(torch.tensor([2.0])), model.w)
+        (entry,) = live.ledger
+        assert grad.item() == (20.0 if stage == "backward" else 2.0)
+        assert entry.calls == (stage == "backward")
+        assert model.w.grad is None
+        model(torch.tensor([2.0])).backward()
+        live.tick()
+        if stage == "step":
+            live.remove("scale")
+
+
+@pytest.mark.parametrize("stage", ["backward", "accumulating"])
+def test_what_acts_on_one_backward_leaves_what_was_accumulated_alone(stage) -> None:
+    model = Sums()
+    model.w.grad = torch.tensor([100.0])
+    with attached(model, gs.Scale(3.0), gs.Parameters(stage=stage)):
+        model(torch.tensor([2.0])).backward()
+    assert _grad(model.w) == [106.0]
+
+
+def test_backward_with_inputs_accumulates_into_those_alone() -> None:
+    model = small()
+    for stage in ("accumulating", "accumulated", "settled"):
+        model.zero_grad()
+        with attached(model, gs.Zero(), gs.Parameters("first.*", stage=stage)) as live:
+            model(torch.ones(2, 6)).sum().backward(inputs=[model.first.weight])
+            calls = {entry.site: entry.calls for entry in live.ledger}
+            assert calls == {"first.weight": 1, "first.bias": 0}
+            model(torch.ones(2, 6)).sum().backward()
+        assert not gradients(model)["first.weight"].any()
+
+
+def test_a_node_that_nobody_holds_loses_its_hooks_and_gradsurg_holds_it() -> None:
+    called = []
+    model = Sums()
+    node = get_gradient_edge(model.w).node
+    node.register_prehook(lambda grads: called.append(1))
+    del node
+    gc.collect()
+    model(torch.tensor([1.0])).backward()
+    assert called == []
+    for stage in ("accumulating", "settled"):
+        model.zero_grad()
+        with attached(model, gs.Scale(10.0), gs.Parameters(stage=stage)) as live:
+            for _ in range(3):
+                gc.collect()
+                model.zero_grad()
+                model(torch.tensor([1.0])).backward()
+                assert _grad(model.w) == [10.0]
+            assert [entry.calls for entry in live.ledger] == [3]
+
+
+@pytest.mark.parametrize("stage", ["accumulating", "settled"])
+def test_a_held_node_is_let_go_after_the_block(stage) -> None:
+    model = Sums()
+    with attached(model, gs.Scale(10.0), gs.Parameters(stage=stage)):
+        model(torch.tensor([1.0])).backward()
+    kept = get_gradient_edge(model.w).node
+    assert not kept.metadata
+    model.zero_grad()
+    model(torch.tensor([1.0])).backward()
+    assert _grad(model.w) == [1.0]
+    held = ref(model.w)
+    del model, kept
+    gc.collect()
+    assert held() is None
+
+
+# Hooks of others
+
+
+def _double(grad: Tensor) -> Tensor:
+    return grad * 2
+
+
+def _double_sum(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad = param.grad * 2
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["theirs first", "ours first"])
+@pytest.mark.parametrize(
+    ("stage", "after_double", "after_double_sum"),
+    [
+        # Clipped to 1 by us, doubled by them: 2 if we are first, 1 if we are last.
+        ("backward", None, 2.0),
+        ("accumulating", 1.0, 2.0),
+        ("accumulated", 1.0, None),
+        ("settled", 1.0, 1.0),
+        ("step", 1.0, 1.0),
+    ],
+)
+def test_a_hook_of_another_stands_where_it_stands(
+    stage, after_double: float | None, after_double_sum: float | None, first: bool
+) -> None:
+    in_turn = 1.0 if first else 2.0
+    for register, expected in (
+        ("register_hook", after_double),
+        ("register_post_accumulate_grad_hook", after_double_sum),
+    ):
+        model = Sums()
+        optimizer = sgd(model, lr=0.0)
+        hook = _double if register == "register_hook" else _double_sum
+
+        def add(model: Sums = model, register: str = register, hook: object = hook) -> None:
+            getattr(model.w, register)(hook)
+
+        if first:
+            add()
+        with attached(model, gs.Clip(1.0), gs.Parameters(stage=stage), optimizer) as live:
+            if not first:
+                add()
+            model(torch.tensor([3.0])).backward()
+            optimizer.step()
+            assert _grad(model.w) == [in_turn if expected is None else expected]
+            told = f"beside hooks of others: {__name__}.{hook.__qualname__}" in live.ledger.table()
+            assert told == first
+        assert num_hooks(model) == 1
+        model.zero_grad()
+        model(torch.tensor([3.0])).backward()
+        assert _grad(model.w) == [6.0]
+
+
+# Which
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.extra = nn.ParameterList([torch.zeros(4), torch.zeros(2, 3)])
+
+
+class Block(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(2, 3), nn.LayerNorm(3))
+
+
+EVERY = [
+    "scale",
+    "blocks.0.0.weight",
+    "blocks.0.0.bias",
+    "blocks.0.1.weight",
+    "blocks.0.1.bias",
+    "blocks.1.0.weight",
+    "blocks.1.0.bias",
+    "blocks.1.1.weight",
+    "blocks.1.1.bias",
+    "extra.0",
+    "extra.1",
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"types": "Linear"}, [1, 2, 5, 6]),
+        ({"types": nn.Linear}, [1, 2, 5, 6]),
+        ({"types": "L*"}, [1, 2, 3, 4, 5, 6, 7, 8]),
+        ({"types": "re:Linear|ParameterList"}, [1, 2, 5, 6, 9, 10]),
+        ({"types": Net}, [0]),
+        ({"depth": 0}, [0]),
+        ({"depth": 1}, [9, 10]),
+        ({"depth": (0, 1)}, [0, 9, 10]),
+        ({"depth": [3, 9]}, [1, 2, 3, 4, 5, 6, 7, 8]),
+        ({"index": 0}, [1, 2, 5, 6, 9]),
+        ({"index": 1, "pattern": "blocks.0.*"}, [3, 4]),
+        ({"ndim": 0}, [0]),
+        ({"ndim": 2}, [1, 5, 10]),
+        ({"ndim": (1, 9)}, list(range(1, 11))),
+        ({"size": 4}, [9]),
+        ({"size": (4, 6)}, [1, 5, 9, 10]),
+        ({"types": "Linear", "ndim": 1, "pattern": "re:.*1.*"}, [6]),
+    ],
+    ids=str,
+)
+def test_fields_select_by_type_depth_index_and_shape(
+    fields: dict[str, Any], expected: list[int]
+) -> None:
+    assert gs.Parameters(**fields).find(Net()) == [EVERY[number] for number in expected]
+
+
+def test_a_base_class_selects_what_is_made_of_it() -> None:
+    class Mine(nn.Linear):
+        pass
+
+    model = nn.Sequential(Mine(2, 2), nn.Linear(2, 2))
+    assert gs.Parameters(types=nn.Linear).find(model) == gs.Parameters().find(model)
+    assert gs.Parameters(types=Mine).find(model) == ["0.weight", "0.bias"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"depth": -1}, "Parameters.depth: must be a number >= 0 or two of them, low and high"),
+        ({"depth": (2, 1)}, "Parameters.depth: must be a number >= 0 or two of them, low and high"),
+        ({"index": "a"}, "Parameters.index: must be a number >= 0 or two of them, low and high"),
+        ({"ndim": (1, 2, 3)}, "Parameters.ndim: must be a number >= 0 or two of them"),
+        ({"size": 1.5}, "Parameters.size: must be a number >= 0 or two of them, low and high"),
+        ({"size": True}, "Parameters.size: must be a number >= 0 or two of them, low and high"),
+        ({"types": ""}, "Parameters.types: must not be empty"),
+        ({"types": "re:("}, "Parameters.types: is not a regular expression"),
+    ],
+)
+def test_a_range_that_makes_no_sense_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(FieldError, match=re.escape(message)):
+        gs.Parameters(**fields)
+
+
+def test_what_was_asked_for_is_told_if_nothing_is_it() -> None:
+    with pytest.raises(LookupError, match=re.escape("nothing matches '*' with 'types=Conv2d, dep")):
+        gs.Parameters(types=nn.Conv2d, depth=1).find(small())

@@ -1,0 +1,60 @@
+"""Blocks of a transformer, which the small GPT and the small ViT share."""
+
+from collections import OrderedDict
+
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+
+class Block(nn.Module):
+    """Attention, then two linear layers, each after a norm and each added to what it was given.
+
+    Its modules are `attention_norm`, `attention.qkv`, `attention.output`, `mlp_norm`, `mlp.up`,
+    `mlp.gelu`, `mlp.down`.
+    """
+
+    def __init__(self, width: int, num_heads: int, causal: bool) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = Attention(width, num_heads, causal)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            OrderedDict(
+                up=nn.Linear(width, 4 * width),
+                gelu=nn.GELU(),
+                down=nn.Linear(4 * width, width),
+            )
+        )
+
+    def forward(self, stream: Tensor) -> Tensor:
+        stream = stream + self.attention(self.attention_norm(stream))
+        return stream + self.mlp(self.mlp_norm(stream))
+
+
+class Attention(nn.Module):
+    """Self-attention of `num_heads` heads; `causal`, a position sees itself and those before."""
+
+    def __init__(self, width: int, num_heads: int, causal: bool) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+        self.output = nn.Linear(width, width)
+        self.num_heads = num_heads
+        self.causal = causal
+
+    def forward(self, stream: Tensor) -> Tensor:
+        pattern = "batch time (kind head width) -> kind batch head time width"
+        queries, keys, values = rearrange(
+            self.qkv(stream), pattern, kind=3, head=self.num_heads
+        ).unbind()
+        mixed = scaled_dot_product_attention(queries, keys, values, is_causal=self.causal)
+        return self.output(rearrange(mixed, "batch head time width -> batch time (head width)"))
+
+
+def init_as_gpt2(model: nn.Module) -> None:
+    """Weights from N(0, 0.02), biases zero: a head tied to an embedding needs small ones."""
+    for part in model.modules():
+        if isinstance(part, nn.Linear | nn.Embedding):
+            nn.init.normal_(part.weight, std=0.02)
+        if isinstance(part, nn.Linear) and part.bias is not None:
+            nn.init.zeros_(part.bias)

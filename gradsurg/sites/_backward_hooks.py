@@ -1,0 +1,260 @@
+"""What a full backward hook does not say: which call of its module it is at."""
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal
+from weakref import WeakValueDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from gradsurg import engine
+from gradsurg.sites._modules import Calls, Chosen
+from gradsurg.sites._nested import tensors_in
+from gradsurg.sites.base import Gates, GradFn, through
+
+Grads = tuple[Tensor | None, ...]
+Hook = Callable[..., Any]  # Any: PyTorch's own types know no missing gradients
+Side = Literal["full_backward_pre", "full_backward"]
+
+IN_PLACE = (
+    "gradsurg: a module with full backward hooks hands out views that must not be written to, and "
+    "what comes behind it does so. Use Outputs, which hands out the tensor itself."
+)
+
+
+class Notes(list[tuple[int, ref[nn.Module], Sequence[GradFn]]]):
+    """What calls have to say to the backward hook they got: thread, module, and its gates."""
+
+    def write(self, module: nn.Module, gates: Sequence[GradFn]) -> None:
+        """The gates of a call of this thread, one for each gradient."""
+        self.append((threading.get_ident(), ref(module), gates))
+
+    def hook(self) -> Hook:
+        """A backward hook that goes by them."""
+
+        # A function: a model is copied with its hooks, and a method with its object.
+        def hook(module: nn.Module, grads: Grads, *_: object) -> Grads | None:
+            own = [note for note in self if note[1]() is module]
+            if len(own) > 1:
+                own = [note for note in own if note[0] == threading.get_ident()]
+                if not own:
+                    raise RuntimeError(
+                        f"several threads have called a {type(module).__name__} at a time, and in "
+                        "the backward of another thread a full backward hook cannot tell these "
+                        "calls apart. Use Outputs or Inputs."
+                    )
+            return through(own[0][2], grads) if own else None
+
+        return hook
+
+
+class _Turns:
+    """The place in PyTorch's table of hooks where a new hook stands for every call."""
+
+    def __init__(self, register: Callable[[Hook], RemovableHandle]) -> None:
+        self.lock = threading.Lock()
+        self.number = 0
+        self.newest = Notes()
+        self.alive = WeakValueDictionary({0: self.newest})  # as long as their graphs
+        self.handle = register(self.newest.hook())
+
+    def next(self) -> int:
+        """Put a new hook in place; the number of the one that was there."""
+        with self.lock:
+            number, self.number, self.newest = self.number, self.number + 1, Notes()
+            self.alive[self.number] = self.newest
+            table = self.handle.hooks_dict_ref()
+            if table is not None and self.handle.id in table:
+                table[self.handle.id] = self.newest.hook()
+            return number
+
+    def between(self, first: int, last: int) -> list[Notes]:
+        """The notes of the graphs there are, from one number to another."""
+        if first == last:
+            found = [self.alive.get(first)]
+        else:
+            found = [self.alive.get(key) for key in list(self.alive) if first <= key <= last]
+        return [notes for notes in found if notes is not None]
+
+
+class Tickets(threading.local):
+    """A full backward hook that is another one for every call.
+
+    PyTorch reads the table of backward hooks before it runs the forward pre-hooks of a call. The
+    pre-hook puts a new one there for the next call, and the forward hook tells the one that was
+    read which gates there are. Another thread may have come between: then it is one of those that
+    stood there since the last call in this thread, and all of them are told.
+    """
+
+    def __init__(self, turns: _Turns) -> None:
+        self.turns = turns
+        self.first = 0
+        self.open: list[tuple[nn.Module, list[Notes]]] = []
+
+    def take(self, module: nn.Module) -> None:
+        """A call of `module` begins."""
+        last = self.turns.next()
+        self.open.append((module, self.turns.between(self.first, last)))
+        self.first = last + 1
+
+    def give(self, module: nn.Module) -> list[Notes]:
+        """Where the call of `module` that ends may write; calls that raised are passed over."""
+        while self.open:
+            called, notes = self.open.pop()
+            if called is module:
+                return notes
+        return []
+
+    def remove(self) -> None:
+        """Take the hook off; those that calls have read stay with their graphs."""
+        self.turns.handle.remove()
+
+
+def tickets(register: Callable[[Hook], RemovableHandle]) -> Tickets:
+    """Register a hook that is another one for every call."""
+    return Tickets(_Turns(register))
+
+
+def entering(calls: Calls, one: Tickets, kind: str) -> Callable[..., None]:
+    """The forward pre-hook that goes with the backward hooks of `one`."""
+
+    @engine.untraced
+    def hook(module: nn.Module, args: tuple[object, ...]) -> None:
+        names = calls.names.get(module)
+        if names is None:  # a copy of the module, made in the block
+            return
+        if engine.in_functorch():
+            raise RuntimeError(
+                f"{kind}: module '{names[0]}' is called inside torch.func, which has no full "
+                "backward hooks. Use Outputs or Inputs."
+            )
+        one.take(module)
+
+    return hook
+
+
+def leaving(
+    calls: Calls, one: Tickets, chosen: Chosen, gates: Gates, side: Side, refuses: str
+) -> Callable[..., None]:
+    """The forward hook that goes with them; `refuses` is who refuses a call that they do not see.
+
+    Without, the ledger alone tells of it.
+    """
+    instead = "Outputs" if side == "full_backward_pre" else "Inputs"
+
+    # Any: a user's values
+    @engine.untraced
+    def hook(
+        module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object
+    ) -> None:
+        told, call = one.give(module), calls.next(module)
+        base = None if call is None else chosen(module, call)
+        if base is None:
+            return
+        if not torch.is_grad_enabled():
+            calls.without_graph(module)
+        ended = Ended(args, kwargs, output)
+        where = ended.unseen(side)
+        if where and refuses:
+            raise RuntimeError(
+                f"{refuses}: site '{base}': PyTorch calls a {side} hook for tensors and tuples of "
+                f"them, and those that need a gradient are inside {where}. Use {instead}."
+            )
+        passed = gates_of(side, ended, base, gates)
+        for notes in told:
+            notes.write(module, passed)
+
+    return hook
+
+
+def forbid_legacy(flag: bool | None, whose: str, kind: str) -> None:
+    """Refuse full hooks where PyTorch has legacy ones, by its own flag."""
+    if flag is False:
+        raise ValueError(
+            f"{kind}: {whose} had hooks of the deprecated register_backward_hook kind, which "
+            "PyTorch does not have beside full ones. Use Outputs or Inputs."
+        )
+
+
+def gates_of(side: Side, call: "Ended", base: str, gates: Gates) -> list[GradFn]:
+    """The gates of the gradients that the hook gets, in order; what it does not see is told."""
+    found = []
+    direct = call.direct(side)
+    if not any(_needs_gradient(tensor) for _, tensor in call.tensors(side)):
+        gates.expect(base, skipped="needs no gradient")
+        return [_pass] * len(direct)
+    for path, tensor in call.tensors(side):
+        if path:
+            gates.forget(base)
+        if not _needs_gradient(tensor):
+            gates.expect(f"{base}{path}", skipped="needs no gradient")
+        elif all(tensor is not other for _, other in direct):
+            gates.expect(f"{base}{path}", skipped="a full backward hook does not see it")
+    for path, value in direct:
+        seen = isinstance(value, Tensor) and value.is_floating_point() and _needs_gradient(value)
+        found.append(gates.gate(f"{base}{path}") if seen else _pass)
+    return found
+
+
+@dataclass(slots=True, frozen=True)
+class Ended:
+    """A call of a module that has ended: what it took and what it gave."""
+
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    output: object
+
+    def direct(self, side: Side) -> list[tuple[str, object]]:
+        """What has a place in the gradients that the hook gets, with its path."""
+        match side:
+            case "full_backward_pre":
+                several, values = isinstance(self.output, tuple), self.output
+            case "full_backward":
+                bare = len(self.args) == 1 and not self.kwargs and isinstance(self.args[0], Tensor)
+                several, values = not bare, self.args
+        listed = values if isinstance(values, tuple) else (values,)
+        return [(f".{place}" if several else "", value) for place, value in enumerate(listed)]
+
+    def tensors(self, side: Side) -> list[tuple[str, Tensor]]:
+        """All floating tensors, those too that the hook does not see."""
+        words = list(self.kwargs.items()) if side == "full_backward" else []
+        values = self.direct(side) + [(f".{key}", value) for key, value in words]
+        return [found for path, value in values for found in tensors_in(value, path)]
+
+    def unseen(self, side: Side) -> str:
+        """Where the tensors that need a gradient are, if the hook sees none of them."""
+        seen = {id(value) for _, value in self.direct(side)}
+        wanting = [tensor for _, tensor in self.tensors(side) if _needs_gradient(tensor)]
+        if not wanting or any(id(tensor) in seen for tensor in wanting):
+            return ""
+        if side == "full_backward":
+            return "a list, a dict or a dataclass, or given by keyword"
+        return f"a {type(self.output).__name__}"
+
+
+def note_in_place(model: nn.Module, stack: ExitStack) -> None:
+    """Let PyTorch's error about a write to what a hooked module has returned say what to do."""
+
+    def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
+        error = sys.exception()
+        if (
+            isinstance(error, RuntimeError)
+            and "BackwardHookFunction" in str(error)
+            and IN_PLACE not in getattr(error, "__notes__", ())
+        ):
+            error.add_note(IN_PLACE)
+
+    stack.callback(model.register_forward_hook(hook, always_call=True).remove)
+
+
+def _needs_gradient(tensor: Tensor) -> bool:
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def _pass(grad: Tensor | None) -> None:
+    return None

@@ -1,0 +1,248 @@
+"""The modules of a model in the order in which they run, with what a selection hits."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradsurg import engine
+from gradsurg.sites._modules import ROOT, Calls, names_of
+from gradsurg.sites._nested import tensors_in
+from gradsurg.sites._recorder import Like, Mark, Seen, marked
+from gradsurg.sites._resolver import Graph, resolver
+from gradsurg.sites._rows import Row, Tree
+from gradsurg.sites._spans import plain
+from gradsurg.sites._untouched import copied, untouched, versions
+from gradsurg.sites.base import Selector
+
+ERRORS = Exception  # whatever a forward raises: it gets a note and is raised again
+
+
+def tree(model: nn.Module, example_input: Any, at: Selector | None = None) -> Tree:
+    """The modules of `model` in the order in which they run, and what `at` would hook.
+
+    `example_input` is what the model takes: a value, a tuple of several, or a dict of keyword
+    inputs. The model runs once on a copy of it, and once more to see what `at` meets; nothing of
+    that stays behind: no statistics, random numbers, gradients, hooks. There is no backward. Raises
+    LookupError, with what there is, if nothing is selected. (Any: the inputs of a model.)
+    """
+    if engine.in_backward():
+        raise RuntimeError("a tree takes a forward of its own: not inside a backward")
+    model = getattr(model, "_orig_mod", model)
+    before = versions(model)
+    walk = _walked(model, example_input)
+    rows = [_row(call, walk) for call in walk.calls]
+    loose: list[Mark] = []
+    if at is not None:
+
+        def forward(stack: ExitStack) -> None:
+            _uncompile(model, stack)
+            _run(model, example_input)
+
+        with untouched(model):
+            seen = Seen([row.label for row in rows], walk.likes, walk.edges, walk.hides)
+            marks = marked(model, at, forward, seen)
+        rows, loose = _placed(rows, walk, marks)
+    changed = [name for name, version in versions(model).items() if before.get(name) != version]
+    return Tree(
+        rows=tuple(rows),
+        num_params=sum(param.numel() for param in model.parameters()),
+        loose=tuple(loose),
+        selected=at is not None,
+        expected=None if at is None else at.expected,
+        notes=tuple(_notes(model, walk, changed)),
+    )
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call of a module, as it was seen."""
+
+    module: nn.Module
+    name: str
+    number: int | None
+    depth: int
+    grads_on: bool = True
+    again: bool = False
+    output: tuple[tuple[str, Like | None], ...] = ()
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}#{self.number}"
+
+
+@dataclass(slots=True)
+class _Walk:
+    """What a forward has shown."""
+
+    names: Mapping[nn.Module, Sequence[str]]
+    calls: list[_Call] = field(default_factory=list)
+    nodes: dict[str, Counter[str]] = field(default_factory=dict)  # by the call they were made in
+    likes: dict[str, Like | None] = field(default_factory=dict)  # of what could be a site
+    edges: dict[str, list[str]] = field(default_factory=dict)
+    told: bool = False  # whether there was a graph to tell of
+    hides: bool = False
+
+    def take(self, graph: Graph) -> None:
+        """Note down the nodes of the model's call, and which of their outputs get a gradient."""
+        self.told = self.told or not graph.empty
+        self.hides = self.hides or graph.hides()
+        made = list(graph.nodes())
+        taken = {edge for node in made for edge in node.node.next_functions}
+        taken |= {returned.edge for returned in graph.returned}
+        for node, name, call, occurrence in made:
+            self.nodes.setdefault(call.id, Counter())[_short(name)] += 1
+            site = f"{call.id}/{plain(name)}[{occurrence}]"
+            likes = [_like(given) for given in node._input_metadata]
+            self.likes |= {f"{site}.{index}": like for index, like in enumerate(likes)}
+            self.likes[site] = likes[0]
+            self.edges[site] = [
+                f"{site}.{index}" for index in range(len(likes)) if (node, index) in taken
+            ]
+
+
+def _walked(model: nn.Module, example: Any) -> _Walk:
+    """One forward, with the calls and the nodes in it, and all modules that it leaves out."""
+    walk = _Walk(names_of(model))
+    open_calls: list[_Call] = []
+    with untouched(model), ExitStack() as stack:
+        calls, called = Calls(walk.names), set[nn.Module]()
+
+        # Any: a user's keyword inputs
+        def enter(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
+            named = None if engine.in_backward() else calls.next(module)
+            if named is None:
+                return
+            call = _Call(module, *named, len(open_calls), torch.is_grad_enabled(), module in called)
+            called.add(module)
+            open_calls.append(call)
+            walk.calls.append(call)
+            alone = len(args) == 1 and not kwargs
+            given = args[0] if alone else dict(enumerate(args)) | kwargs
+            walk.likes |= {f"{call.label}.input{path}": like for path, like in _shapes(given)}
+
+        def leave(module: nn.Module, args: tuple[object, ...], output: object) -> None:
+            if any(call.module is module for call in open_calls) and not engine.in_backward():
+                # What a model's own `except` has caught is still open above it.
+                while open_calls[-1].module is not module:
+                    open_calls.pop()
+                call = open_calls.pop()
+                call.output = _shapes(output)
+                walk.likes |= {f"{call.label}{path}": like for path, like in call.output}
+
+        for module in walk.names:
+            handle = module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+            stack.callback(handle.remove)
+            stack.callback(module.register_forward_hook(leave).remove)
+        calls.hook(model, stack)
+        _uncompile(model, stack)
+        inside = [module for module in walk.names if not hasattr(module, "_orig_mod")]
+        resolver().follow(model, inside, walk.take, stack, outputs=[model])
+        try:
+            _run(model, example)
+        except ERRORS as error:
+            if open_calls:
+                error.add_note(f"in {open_calls[-1].label}, called with the example input")
+            raise
+    for module, names in walk.names.items():
+        if module not in called and not _is_container(module):
+            walk.calls.append(_Call(module, names[0], None, 0))
+    return walk
+
+
+def _run(model: nn.Module, example: Any) -> None:  # Any: the inputs of a model
+    example = copied(example)
+    if isinstance(example, Mapping):
+        model(**example)
+    # A named tuple, as a packed sequence is one, is one input.
+    elif isinstance(example, tuple) and not hasattr(example, "_fields"):
+        model(*example)
+    else:
+        model(example)
+
+
+def _uncompile(model: nn.Module, stack: ExitStack) -> None:
+    """Have modules run eagerly that are compiled: a compiled call shows nothing of what is inside.
+
+    Their attributes are put back with the others.
+    """
+    for module in model.modules():
+        if module._compiled_call_impl is not None:
+            vars(module)["_compiled_call_impl"] = None
+    if any(hasattr(module, "_orig_mod") for module in model.modules()):
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Whether it only holds modules: it is never called, and has nothing of its own."""
+    return type(module).forward is nn.Module.forward and not list(module.parameters(recurse=False))
+
+
+def _shapes(value: object) -> tuple[tuple[str, Like | None], ...]:
+    """The tensors in a value, each with its path; of what holds none the class."""
+    found = tuple((path, Like.of(tensor)) for path, tensor in tensors_in(value, every=True))
+    return found or (() if value is None else ((type(value).__name__, None),))
+
+
+def _like(given: Any) -> Like | None:  # Any: the class of what a node says of a tensor is hidden
+    return None if given.is_nested_tensor else Like(tuple(given.shape), given.dtype)
+
+
+def _short(name: str) -> str:
+    return plain(name).removesuffix("Backward")
+
+
+def _row(call: _Call, walk: _Walk) -> Row:
+    return Row(
+        name=call.name,
+        call=call.number,
+        depth=call.depth,
+        kind=type(call.module).__name__,
+        outputs=call.output,
+        num_params=sum(param.numel() for param in call.module.parameters(recurse=False)),
+        again=call.again,
+        nodes=tuple(walk.nodes.get(call.label, {}).items()),
+        no_grad=not call.grads_on,
+    )
+
+
+def _placed(
+    rows: Sequence[Row], walk: _Walk, marks: Sequence[Mark]
+) -> tuple[list[Row], list[Mark]]:
+    """The rows with their marks, and the marks that have no row."""
+    modules = {name: module for module, names in walk.names.items() for name in names}
+    labels: dict[object, int] = {}
+    for index, (row, call) in enumerate(zip(rows, walk.calls, strict=True)):
+        labels.setdefault(row.label, index)
+        labels.setdefault(call.module, index)
+    held: dict[int, list[Mark]] = {}
+    loose = []
+    for mark in marks:
+        call = re.match(r"([^#]*)#\d+", mark.site)
+        name = call[1] if call else mark.site.rpartition(".")[0] or ROOT
+        label = call[0] if call else None
+        place = labels.get(label, labels.get(modules.get(name)))
+        if place is None:
+            loose.append(mark)
+        else:
+            held.setdefault(place, []).append(mark)
+    return [replace(row, marks=tuple(held.get(index, ()))) for index, row in enumerate(rows)], loose
+
+
+def _notes(model: nn.Module, walk: _Walk, changed: Sequence[str]) -> list[str]:
+    notes = []
+    output = next((call.output for call in walk.calls), ())
+    if not walk.told and any(param.requires_grad for param in model.parameters()):
+        what = ", ".join(path for path, like in output if like is None) or "what it returns"
+        notes.append(f"no autograd node can be told: none leads to {what}")
+    if walk.hides:
+        notes.append("a reentrant checkpoint makes its nodes in the backward: not all are here")
+    if changed:
+        names = ", ".join(changed)
+        notes.append(f"the forward has written to parameters, and they stay so: {names}")
+    return notes

@@ -1,0 +1,236 @@
+"""EveryModule: the global hooks of PyTorch, for all modules of the process."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, ClassVar, Literal
+from weakref import WeakKeyDictionary, ref
+
+from torch import nn
+from torch.nn.modules import module as process
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from gradsurg.fields import validated
+from gradsurg.sites._backward_hooks import (
+    Hook,
+    Side,
+    entering,
+    forbid_legacy,
+    leaving,
+    note_in_place,
+    tickets,
+)
+from gradsurg.sites._modules import ROOT, Calls, Chosen, Pattern, Types, matches_type, names_of
+from gradsurg.sites.base import Gates, Keeps, Place, Selector, Stage, foreign, matches
+from gradsurg.sites.values import Done, Flow
+from gradsurg.sites.values import entering as entering_values
+from gradsurg.sites.values import leaving as leaving_values
+from gradsurg.transforms.base import Scope
+
+TABLES = (
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+)
+
+
+@validated
+class EveryModule(Selector):
+    """Every module of the process whose name fits `pattern`, those outside the model too.
+
+    A module of the model goes by its name (the model itself by `root`, spelled out), any other by
+    that of its class: a loss is `CrossEntropyLoss#0`. `types` is a pattern on the class's name.
+    Calls are counted within one call of the model, outside it each is call 0. Sites are those of
+    the kind of hook: `forward_pre` and `forward` change what flows into a module by place and out
+    of it, as `Values` does; `full_backward_pre` and `full_backward` change gradients, as
+    `ModuleGradients` does, with its limits, which then hold for every module of the process.
+
+    All threads are seen. Compiled code is not: it keeps no global hook that was registered after
+    it was compiled. What is outside the model is known when it is met: a name that never comes is
+    told when the block ends.
+    """
+
+    pattern: Pattern = "*"
+    types: Types = "*"
+    kind: Literal["forward_pre", "forward", "full_backward_pre", "full_backward"] = "forward"
+    stage: Stage | None = None
+
+    stages: ClassVar[tuple[Stage, ...]] = ("forward", "backward")
+    has_value: ClassVar[bool] = False
+
+    @property
+    def mechanism(self) -> tuple[object, ...]:
+        return ("EveryModule", self.stage, self.kind)
+
+    @property
+    def side(self) -> str:
+        """The side of the module that the hook is at."""
+        return "input" if self.kind in ("forward_pre", "full_backward") else "output"
+
+    @property
+    def backward(self) -> str:
+        """How a gradient passes what was done to a value."""
+        return "through"
+
+    def resolve(self, scope: Scope) -> Stage:
+        stage = super().resolve(scope) if scope == "group" or self.stage else self._stage
+        if stage != self._stage:
+            raise ValueError(
+                f"EveryModule with kind '{self.kind}' cannot have stage '{stage}'; stages it can "
+                f"have: {self._stage}"
+            )
+        return stage
+
+    def selects(self, place: Place) -> bool | None:
+        return (
+            place.mechanism == self.mechanism
+            and isinstance(place.thing, nn.Module)
+            and matches(place.name, self.pattern)
+            and self.offers(place)
+            and matches_type(place.thing, self.types)
+        )
+
+    def offers(self, place: Place) -> bool:
+        inside = isinstance(place.thing, nn.Module) and any(place.thing.children())
+        return place.name != ROOT or self.pattern == ROOT or not inside
+
+    def find(self, model: nn.Module, keeps: Keeps | None = None) -> list[str]:
+        keeps = keeps or self.selects
+        found = [
+            name
+            for module, names in names_of(model).items()
+            for name in names
+            if keeps(Place(self.mechanism, name, module)) is not False
+        ]
+        return found or [f"what fits {self!r} outside the model"]
+
+    def chosen(self, gates: Gates, tail: str = "") -> Chosen:
+        """A memory of which calls are selected, and of the ids of their sites."""
+        known: WeakKeyDictionary[nn.Module, dict[tuple[str, int], str | None]]
+        known = WeakKeyDictionary()
+
+        def chosen(module: nn.Module, call: tuple[str, int]) -> str | None:
+            own = known.setdefault(module, {})
+            if call not in own:
+                name, number = call
+                kept = gates.keeps(Place(self.mechanism, name, module, number, whole=True))
+                own[call] = f"{name}#{number}{tail}" if kept else None
+                if not kept:
+                    gates.forget(f"{name}#{number}{tail}")
+            return own[call]
+
+        return chosen
+
+    def hook(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        stage: Stage,
+        scope: Scope,
+        gates: Gates,
+        stack: ExitStack,
+    ) -> None:
+        names = _Names(names_of(model))
+        tail = ".input" if self.side == "input" else ""
+        others = foreign(*(vars(process)[table] for table in TABLES))
+        for module, (name, *_) in names.items():
+            if gates.keeps(Place(self.mechanism, name, module)) is not False:
+                gates.expect(f"{name}#0{tail}", foreign=others)
+        match self.kind:
+            case "forward_pre" | "forward":
+                self._hook_values(model, names, gates, stack)
+            case "full_backward_pre" | "full_backward":
+                self._hook_gradients(model, names, gates, stack, self.kind)
+
+    @property
+    def _stage(self) -> Stage:
+        return "forward" if self.kind in ("forward_pre", "forward") else "backward"
+
+    def _hook_values(
+        self, model: nn.Module, names: "_Names", gates: Gates, stack: ExitStack
+    ) -> None:
+        block = ["open"]
+        stack.callback(block.clear)
+        done: WeakKeyDictionary[nn.Module, Done] = WeakKeyDictionary()
+        flow = Flow(names, self, gates, done, block)
+        _follow_begin(flow, model, stack)
+        if self.kind == "forward_pre":
+            handle = process.register_module_forward_pre_hook(_by_place(entering_values(flow)))
+        else:
+            # PyTorch's type says that such a hook returns nothing; it may return a new output.
+            leave: Callable[..., Any] = leaving_values(flow)
+            handle = process.register_module_forward_hook(leave)
+        stack.callback(handle.remove)
+        _follow_end(flow, model, stack)
+
+    def _hook_gradients(
+        self, model: nn.Module, names: "_Names", gates: Gates, stack: ExitStack, side: Side
+    ) -> None:
+        calls = Calls(names)
+        forbid_legacy(process._global_is_full_backward_hook, "the process", "EveryModule")
+        one = tickets(self._register(side, stack))
+        stack.callback(one.remove)
+        _follow_begin(calls, model, stack)
+        enter = entering(calls, one, "EveryModule")
+        stack.callback(process.register_module_forward_pre_hook(enter).remove)
+        tail = ".input" if side == "full_backward" else ""
+        leave = leaving(calls, one, self.chosen(gates, tail), gates, side, refuses="")
+        leave_handle = process.register_module_forward_hook(leave, with_kwargs=True)
+        stack.callback(leave_handle.remove)
+        _follow_end(calls, model, stack)
+        note_in_place(model, stack)
+
+    def _register(self, side: Side, stack: ExitStack) -> Callable[[Hook], RemovableHandle]:
+        if side == "full_backward_pre":
+            return process.register_module_full_backward_pre_hook
+        before = process._global_is_full_backward_hook
+
+        def restore() -> None:
+            # PyTorch does not, and would refuse the hooks of the other kind for ever.
+            if not process._global_backward_hooks:
+                process._global_is_full_backward_hook = before
+
+        stack.callback(restore)
+        return process.register_module_full_backward_hook
+
+
+class _Names(dict[nn.Module, list[str]]):
+    """The names of the model's modules; that of a stranger is its class's."""
+
+    def __missing__(self, module: nn.Module) -> list[str]:
+        return [type(module).__name__]
+
+    def get(self, key: nn.Module, default: object = None) -> list[str]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self[key]
+
+
+def _by_place(enter: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook on all arguments, where PyTorch tells of those by place only. Any: a user's values."""
+
+    def hook(module: nn.Module, args: tuple[object, ...]) -> tuple[object, ...] | None:
+        given = enter(module, args, {})
+        return None if given is None else given[0]
+
+    return hook
+
+
+def _follow_begin(calls: Calls, model: nn.Module, stack: ExitStack) -> None:
+    """As `Calls.hook`, and in time for global hooks, which run before those of the model."""
+    held = ref(model)
+
+    def begin(module: nn.Module, args: tuple[object, ...]) -> None:
+        if module is held():
+            calls.start()
+
+    stack.callback(process.register_module_forward_pre_hook(begin).remove)
+
+
+def _follow_end(calls: Calls, model: nn.Module, stack: ExitStack) -> None:
+    held = ref(model)
+
+    def end(module: nn.Module, args: tuple[object, ...], output: object) -> None:
+        if module is held():
+            calls.stop()
+
+    stack.callback(process.register_module_forward_hook(end, always_call=True).remove)

@@ -1,0 +1,271 @@
+"""Inputs: the gradient with respect to what a module takes."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from gradsurg import engine
+from gradsurg.fields import validated
+from gradsurg.sites._modules import ModuleSelector, names_of
+from gradsurg.sites._nested import rebuilt, tensors_in
+from gradsurg.sites.base import Gates, Stage
+from gradsurg.sites.outputs import OwnedTensors, alias_of, value_of
+from gradsurg.transforms.base import Scope
+
+TAIL = ".input"
+NO_GRADIENT = "needs no gradient"
+NO_TENSOR = "takes no floating tensor"
+
+Given = tuple[tuple[object, ...], dict[str, Any]]  # Any: a user's values
+Change = Callable[[str, Tensor], Tensor]
+
+
+@validated
+class Inputs(ModuleSelector):
+    """The floating tensors that the modules whose name fits `pattern` take, by place or by keyword.
+
+    `path="branch"`: the gradient that comes out of this module alone. The module gets an alias of
+    its input, and that is hooked, so that in `h + f(h)` what goes past `f` is left alone. A
+    container and its first child are two sites, and one gradient passes both. An input that is
+    written to in place is refused, for the hook would see nothing or a part of its gradient.
+    `path="total"`: a hook on the tensor itself, the sum over all its uses; modules that take one
+    tensor are one site.
+
+    Site ids are `name#call.input`, with the path of the tensor behind it if the module is given
+    anything but one tensor: `mix#0.input.1` by place, `mix#0.input.mask` by keyword, `.input.0.h`
+    inside. A tensor that is given twice is one site with two names. Calls are counted and
+    recomputed ones are hooked as those of `Outputs` are; inside a reentrant checkpoint a total is
+    that of the uses in there. What is called without gradients is not hooked.
+
+    An alias changes no value; but where a module reads its input several times and others read it
+    too, gradients are summed branch by branch, which may move the last bit of the sum.
+    """
+
+    path: Literal["branch", "total"] = "branch"
+
+    stages: ClassVar[tuple[Stage, ...]] = ("backward",)
+    has_value: ClassVar[bool] = True
+
+    @property
+    def mechanism(self) -> tuple[object, ...]:
+        return ("Inputs", self.stage, self.path)
+
+    def hook(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        stage: Stage,
+        scope: Scope,
+        gates: Gates,
+        stack: ExitStack,
+    ) -> None:
+        taken = _Taken(names_of(model), {}, {}, self, gates)
+        stack.callback(taken.release)
+        for module in self.hookable(taken.names, gates, TAIL):
+            _register(module, _entering(taken), stack)
+            leaving = module.register_forward_hook(_leaving(taken), always_call=True)
+            stack.callback(leaving.remove)
+        stack.callback(model.register_forward_hook(_ending(taken)).remove)
+        taken.hook(model, stack)
+
+
+def _register(module: nn.Module, hook: Callable[..., object], stack: ExitStack) -> None:
+    """Register a forward pre-hook behind those of others and before those that make an alias.
+
+    The alias that is made last is the first that a gradient comes to; and a total has to meet the
+    tensor before an alias takes its place.
+    """
+    table = module._forward_pre_hooks
+    later = [key for key, other in table.items() if getattr(other, "makes_alias", False)]
+    stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+    for key in later:
+        table[key] = table.pop(key)
+
+
+def _entering(taken: "_Taken") -> Callable[..., Given | None]:
+    # Any: a user's values
+    @engine.untraced
+    def hook(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> Given | None:
+        taken.open.append(_Call(module))
+        call = taken.next(module)
+        base = None if call is None else taken.chosen(module, call)
+        if base is None:
+            return None
+        new = taken.enter(args, kwargs, base)
+        if not torch.is_grad_enabled():
+            taken.without_graph(module)
+        return None if new[0] is args and new[1] is kwargs else new
+
+    vars(hook)["makes_alias"] = taken.at.path == "branch"
+    return hook
+
+
+def _leaving(taken: "_Taken") -> Callable[..., None]:
+    @engine.untraced
+    def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
+        while taken.open:
+            call = taken.open.pop()
+            # What a hook of others broke off before it came here is passed over.
+            if call.module is module:
+                taken.leave(call, output)
+                return
+
+    return hook
+
+
+def _ending(taken: "_Taken") -> Callable[..., None]:
+    @engine.untraced
+    def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
+        taken.end()
+
+    return hook
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call of a module that has not ended: the tensors, and the copies of what holds them, that
+    it was given and must not write to.
+    """
+
+    module: nn.Module
+    tensors: list[tuple[ref[Tensor], int, str]] = field(default_factory=list)
+    copies: list[tuple[object, object, str]] = field(default_factory=list)
+
+
+class _Taken(OwnedTensors):
+    """What modules have taken within one call of the model."""
+
+    def __init__(
+        self,
+        names: dict[nn.Module, list[str]],
+        leaves: dict[int, tuple[ref[Tensor], RemovableHandle]],
+        sites: dict[object, str],
+        at: Inputs,
+        gates: Gates,
+    ) -> None:
+        super().__init__(names, leaves, sites)
+        self.at = at
+        self.gates = gates
+        self.chosen = at.chosen(gates, TAIL)
+        self.open: list[_Call] = []
+        self.returned: list[tuple[Tensor, int, str]] = []
+
+    def begin(self) -> None:
+        super().begin()
+        self.open.clear()
+        self.returned.clear()
+
+    def enter(self, args: tuple[object, ...], kwargs: dict[str, Any], base: str) -> Given:
+        """What a module is to be given instead of this. Any: a user's values."""
+        sites: dict[int, tuple[Tensor, str]] = {}
+
+        def change(path: str, tensor: Tensor) -> Tensor:
+            site = base + path
+            if path:
+                self.gates.forget(base)
+            if not (tensor.requires_grad and torch.is_grad_enabled()):
+                self.gates.expect(site, skipped="needs no gradient")
+                sites[id(tensor)] = tensor, site
+            elif id(tensor) in sites:
+                self.gates.expect(sites[id(tensor)][1], [site])
+            else:
+                sites[id(tensor)] = self._hooked(tensor, base, path), site
+            return sites[id(tensor)][0]
+
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+            alone = self._changed(args[0], change, base, "")
+            given = (args if alone is args[0] else (alone,)), kwargs
+        else:
+            places = [self._changed(arg, change, base, f".{at}") for at, arg in enumerate(args)]
+            same = all(new is old for new, old in zip(places, args, strict=True))
+            words = {
+                key: self._changed(arg, change, base, f".{key}") for key, arg in kwargs.items()
+            }
+            given = (
+                args if same else tuple(places),
+                kwargs if all(words[key] is kwargs[key] for key in words) else words,
+            )
+        if not sites:
+            self.gates.expect(base, skipped="takes no floating tensor")
+        return given
+
+    def leave(self, call: _Call, output: object) -> None:
+        """A module has returned: refuse it if what it was given was written to."""
+        for held, version, site in call.tensors:
+            tensor = held()
+            if tensor is None:
+                continue
+            if tensor._version != version:
+                raise self._written(site, "wrote to its input in place")
+            if self.inside:
+                self.returned += [
+                    (other.detach(), version, site)
+                    for _, other in tensors_in(output)
+                    if _base(other) is _base(tensor)
+                ]
+        for copy, layout, site in call.copies:
+            if _layout(copy) != layout:
+                raise self._written(site, "wrote to a container that it took, and got a copy of it")
+
+    def end(self) -> None:
+        """The model has returned: refuse it if an input that a module handed on was written to."""
+        returned, self.returned = self.returned, []
+        for tensor, version, site in returned:
+            if tensor._version != version:
+                raise self._written(site, "handed on its input, which was then written to in place")
+
+    def _changed(self, value: object, change: Change, base: str, path: str) -> object:
+        new = rebuilt(value, change, path)
+        if new is not value and not isinstance(new, Tensor):
+            self.open[-1].copies.append((new, _layout(new), base + path))
+        return new
+
+    def _hooked(self, tensor: Tensor, base: str, path: str) -> Tensor:
+        """The tensor that the module is given: its gradient is the one that is wanted."""
+        site = base + path
+        match self.at.path:
+            case "branch":
+                given = alias_of(tensor)
+                gate = self.gates.gate(site)
+                if self.gates.needs_value:
+                    gate = partial(gate, value=value_of(given))
+                given.register_hook(gate)
+            case "total":
+                given = tensor
+                self.hook_tensor(tensor, base, path, self.open[-1].module, self.gates)
+        if given is not tensor or given._is_view():
+            self.open[-1].tensors.append((ref(given), given._version, site))
+        return given
+
+    def _written(self, site: str, what: str) -> RuntimeError:
+        match self.at.path:
+            case "branch":
+                why = "the gradient of this branch cannot be told from that of the tensor itself"
+                instead = "Use path='total', or Outputs of the module before"
+            case "total":
+                why = "PyTorch drops the hooks of a view that is written to"
+                instead = "Use Inputs or Outputs of a module before"
+        return RuntimeError(f"Inputs: site '{site}': the module {what}, and {why}. {instead}.")
+
+
+def _base(tensor: Tensor) -> Tensor | None:
+    return tensor._base if tensor._is_view() else tensor
+
+
+def _layout(value: object) -> object:
+    """What a nested value holds, for telling whether it was written to."""
+    if isinstance(value, dict):
+        return [(key, _layout(item)) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [_layout(item) for item in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [_layout(getattr(value, item.name)) for item in fields(value)]
+    return id(value)

@@ -1,0 +1,228 @@
+"""Uses: the gradient of one use of a tensor, before those of all its uses are summed."""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Annotated, ClassVar, NamedTuple
+
+from pydantic import Field
+from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.optim import Optimizer
+
+from gradsurg.fields import validated
+from gradsurg.sites._modules import ROOT, Pattern, names_of
+from gradsurg.sites._resolver import Edge, Graph, around, resolver
+from gradsurg.sites.base import (
+    Gates,
+    GradFn,
+    Keeps,
+    Place,
+    Selector,
+    Stage,
+    matches,
+    nothing_matched,
+)
+from gradsurg.sites.nodes import leaving
+from gradsurg.transforms.base import Scope
+
+NO_GRADIENT = "needs no gradient"
+NO_USE = "no use of it inside the model's call"
+
+
+class Used(NamedTuple):
+    """A tensor that may be used: what a call returned, or a parameter with its other names."""
+
+    site: str
+    place: Place
+    aliases: tuple[str, ...] = ()
+
+
+@validated
+class Uses(Selector):
+    """Each use of the module outputs and of the parameters whose name fits `pattern`.
+
+    A hook on a tensor gets the sum over all its uses, once; here every operation that takes the
+    tensor is a site of its own, by a posthook on that node. `use` picks the n-th of them, in the
+    order in which they were made; an operation that takes a tensor twice is two. Site ids are
+    `encoder.0#0/use[1]`, with the path of the tensor before the slash where a module returns
+    several, and `embed.weight/use[0]`. The model itself is `root`, which a pattern must spell out.
+
+    Only uses inside the outermost module call are found, and those that an output of it depends on:
+    a use in the loss is not. A view of the tensor is one use, whatever is made of the view, as is a
+    weight's cast under autocast; what changes the tensor in place is its last. Modules that return
+    one and the same tensor share its uses. In a reentrant checkpoint uses are met in the backward,
+    where those of a parameter are counted from 0 again in each recomputation; that of what the
+    checkpoint returns is not found. Raises LookupError after the first forward if no use is
+    selected.
+    """
+
+    pattern: Pattern
+    use: Annotated[int, Field(ge=0)] | None = None
+    stage: Stage | None = None
+
+    stages: ClassVar[tuple[Stage, ...]] = ("use",)
+    has_value: ClassVar[bool] = False
+
+    def selects(self, place: Place) -> bool | None:
+        names = [own.name for own in (place, *place.aliases)]
+        if place.mechanism != self.mechanism or not any(
+            matches(name, self.pattern) and (name != ROOT or self.pattern == ROOT) for name in names
+        ):
+            return False
+        if self.use is None:
+            return True
+        return None if place.occurrence is None else place.occurrence == self.use
+
+    def find(self, model: nn.Module, keeps: Keeps | None = None) -> list[str]:
+        modules, params = self._chosen(model, keeps or self.selects)
+        if not modules and not params:
+            names = [name for own in names_of(model).values() for name in own if name != ROOT]
+            names += [name for name, _ in model.named_parameters()]
+            raise nothing_matched("Uses", self.pattern, names)
+        if not modules and not any(param.requires_grad for param in params):
+            frozen = ", ".join(used.site for used in params.values())
+            raise LookupError(f"Uses: all that '{self.pattern}' matches is frozen: {frozen}")
+        trained = [used.site for param, used in params.items() if param.requires_grad]
+        return [*(names[0] for names in modules.values()), *trained]
+
+    def hook(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        stage: Stage,
+        scope: Scope,
+        gates: Gates,
+        stack: ExitStack,
+    ) -> None:
+        modules, params = self._chosen(model, gates.keeps)
+        for names in modules.values():
+            gates.expect(names[0])
+        for param, used in params.items():
+            gates.expect(used.site, skipped="" if param.requires_grad else "frozen")
+        owners = {
+            place.owner for used in params.values() for place in (used.place, *used.place.aliases)
+        }
+        chosen = {*modules, *(owner for owner in owners if owner is not None)}
+        take = _Take(self, modules, params, gates)
+        followed = around(names_of(model), chosen, inside=False)
+        resolver().follow(model, followed, take, stack, outputs=set(modules))
+
+    def _chosen(
+        self, model: nn.Module, keeps: Keeps
+    ) -> tuple[dict[nn.Module, list[str]], dict[nn.Parameter, Used]]:
+        """The modules and the parameters that may be selected, with their names."""
+        modules: dict[nn.Module, list[str]] = {}
+        places: dict[nn.Parameter, list[Place]] = {}
+        for module, names in names_of(model).items():
+            kept = [n for n in names if keeps(Place(self.mechanism, n, module)) is not False]
+            if kept:
+                modules[module] = kept
+            for prefix in names:
+                for own, param in module.named_parameters(recurse=False, remove_duplicate=False):
+                    name = own if prefix == ROOT else f"{prefix}.{own}"
+                    place = Place(self.mechanism, name, param, owner=module)
+                    places.setdefault(param, []).append(place)
+        params: dict[nn.Parameter, Used] = {}
+        for param, (first, *others) in places.items():
+            place = replace(first, aliases=tuple(others))
+            if keeps(place) is not False:
+                params[param] = Used(place.name, place, tuple(other.name for other in others))
+        return modules, params
+
+
+class _Take:
+    """Hooks the uses in the graph of each outermost call."""
+
+    def __init__(
+        self,
+        selector: Uses,
+        modules: dict[nn.Module, list[str]],
+        params: dict[nn.Parameter, Used],
+        gates: Gates,
+    ) -> None:
+        self.selector = selector
+        self.modules = modules
+        self.params = params
+        self.gates = gates
+        self.known: dict[tuple[str, int], bool] = {}
+        self.met: set[str] = set()
+        self.told: set[str] = set()
+
+    def __call__(self, graph: Graph) -> None:
+        if graph.empty:
+            return
+        tensors = self._tensors(graph)
+        counts: Counter[Edge] = Counter()
+        hooks: defaultdict[Node, list[tuple[int, GradFn]]] = defaultdict(list)
+        for edge, node, index in graph.uses(tensors):
+            gate = self._gate(tensors[edge], counts[edge])
+            counts[edge] += 1
+            if gate is not None:
+                hooks[node].append((index, gate))
+        for node, pairs in hooks.items():
+            node.register_hook(leaving(pairs))
+        found = {used.site: counts[edge] for edge, owners in tensors.items() for used in owners}
+        if not hooks and not self.met and graph.whole and not graph.hides():
+            raise self._nothing(found)
+        for used in (used for owners in tensors.values() for used in owners):
+            if used.site in self.told:
+                continue
+            if found[used.site]:
+                self._told(used)
+            elif graph.whole:
+                self._leave_out(used, NO_USE)
+
+    def _tensors(self, graph: Graph) -> dict[Edge, list[Used]]:
+        """The tensors whose uses are looked for, each by its edge with all that it goes by."""
+        tensors: dict[Edge, list[Used]] = {}
+        mechanism = self.selector.mechanism
+        for call, path, edge in graph.returned:
+            used = Used(call.id + path, Place(mechanism, call.name, call.module, call.number))
+            if edge[0] is not None:
+                tensors.setdefault(edge, []).append(used)
+            elif graph.whole:
+                self._leave_out(used, NO_GRADIENT)
+        for param, used in self.params.items():
+            if param.requires_grad:
+                tensors.setdefault((get_gradient_edge(param).node, 0), []).append(used)
+        return tensors
+
+    def _gate(self, owners: list[Used], number: int) -> GradFn | None:
+        """The gate of a use: that of the first owner which is selected; the others are aliases."""
+        chosen = [used for used in owners if self._keeps(used, number)]
+        if not chosen:
+            return None
+        names = [name for used in chosen for name in (used.site, *used.aliases)]
+        first, *others = (f"{name}/use[{number}]" for name in names)
+        if first not in self.met:
+            self.met.add(first)
+            self.gates.expect(first, others)
+        return self.gates.gate(first)
+
+    def _keeps(self, used: Used, number: int) -> bool:
+        key = used.site, number
+        if key not in self.known:
+            place = replace(used.place, occurrence=number, whole=True)
+            self.known[key] = bool(self.gates.keeps(place))
+        return self.known[key]
+
+    def _leave_out(self, used: Used, why: str) -> None:
+        """An expected site has no uses: say why, once."""
+        if used.site not in self.told:
+            self._told(used)
+            self.gates.expect(f"{used.site}/use[{self.selector.use or 0}]", skipped=why)
+
+    def _told(self, used: Used) -> None:
+        """The site that was expected before the call is known by its uses now."""
+        self.told.add(used.site)
+        thing = used.place.thing
+        self.gates.forget(self.modules[thing][0] if isinstance(thing, nn.Module) else used.site)
+
+    def _nothing(self, found: Mapping[str, int]) -> LookupError:
+        uses = ", ".join(f"{site}: {count}" for site, count in found.items()) or "none"
+        return LookupError(
+            f"Uses: no use is selected by '{self.selector.pattern}' (use={self.selector.use}). "
+            f"Uses inside the model's call: {uses}. One in the loss is not found."
+        )

@@ -1,0 +1,46 @@
+"""Adding: two of many numbers are marked, and their sum is asked for when all have gone by."""
+
+from functools import lru_cache
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+
+from gradsurg.fields import validated
+from gradsurg.tasks._generated import Seed, drawn
+from gradsurg.tasks.base import Data, Regression
+
+
+@validated
+class Adding(Regression):
+    """The adding problem (Hochreiter and Schmidhuber 1997; in this form Arjovsky et al. 2016).
+
+    A step is a number uniform in [0, 1] and a mark, which is 1 once in each half of the sequence
+    and else 0. To say 1 always has a loss of 1/6, and about the half of the length is what a
+    gradient has to travel back. All depends on `data_seed` alone.
+    """
+
+    length: Annotated[int, Field(ge=2)] = 30
+    num_train: Annotated[int, Field(ge=2)] = 10000
+    num_test: Annotated[int, Field(ge=2)] = 1000
+    data_seed: Seed = 0
+
+    def load(self) -> Data:
+        return _data(self).copy()
+
+    def draw(self, generator: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Sequences (count, length, 2) and sums (count, 1)."""
+        numbers = generator.random((count, self.length))
+        half = self.length // 2
+        marks = np.zeros_like(numbers)
+        rows = np.arange(count)
+        marks[rows, generator.integers(0, half, count)] = 1
+        marks[rows, generator.integers(half, self.length, count)] = 1
+        sums = (numbers * marks).sum(axis=1, keepdims=True)
+        return np.stack([numbers, marks], axis=2), sums
+
+
+@lru_cache(maxsize=2)
+def _data(task: Adding) -> Data:
+    parts = drawn(task.draw, task.data_seed, task.num_train, task.num_test)
+    return Data(*parts, input_shape=(task.length, 2), num_outputs=1)

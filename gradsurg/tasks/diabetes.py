@@ -1,0 +1,37 @@
+"""Diabetes: scikit-learn's 442 patients of ten measurements, and how far the disease went."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from gradsurg.fields import validated
+from gradsurg.tasks._generated import Seed
+from gradsurg.tasks._tables import split, standardised
+from gradsurg.tasks.base import Data, Regression
+
+
+@validated
+class Diabetes(Regression):
+    """Predict the disease a year on by squared error (Efron et al. 2004); nothing is downloaded.
+
+    The split depends on `split_seed` alone. Measurements and target are standardised by their
+    mean and deviation in training, so that a loss of 1 is that of a constant.
+    """
+
+    test_fraction: Annotated[float, Field(ge=0.01, le=0.9)] = 0.25
+    split_seed: Seed = 0
+
+    def load(self) -> Data:
+        from sklearn.datasets import load_diabetes
+
+        measured, progress = load_diabetes(return_X_y=True, scaled=False)
+        train, test = split(progress, self.test_fraction, self.split_seed, stratify=False)
+        inputs, targets = standardised(measured, train), standardised(progress[:, None], train)
+        return Data(
+            train_inputs=inputs[train],
+            train_targets=targets[train],
+            test_inputs=inputs[test],
+            test_targets=targets[test],
+            input_shape=(10,),
+            num_outputs=1,
+        )

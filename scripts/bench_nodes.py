@@ -1,0 +1,109 @@
+"""What node resolution costs: the step of a 12-block transformer, with nodes chosen and without.
+
+CPU time on one thread, which other work on the machine disturbs less than the time on the clock.
+
+python scripts/bench.py nodes
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from statistics import median
+from time import process_time
+
+import torch
+from torch import Tensor, nn
+
+import gradsurg as gs
+from gradsurg.sites.base import Selector
+from gradsurg.tables import aligned
+
+BLOCKS, TOKENS, WIDTH, BATCH = 12, 16, 128, 8
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward part, each behind a norm and beside a residual path."""
+
+    def __init__(self, width: int, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.feed = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        parts = self.query_key_value(self.norm1(x)).view(batch, tokens, 3, self.heads, -1)
+        query, key, value = parts.permute(2, 0, 3, 1, 4).unbind()
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
+        return x + self.feed(self.norm2(x))
+
+
+class Arm:
+    """One way of training, kept attached while the arms take turns."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(Block(WIDTH) for _ in range(BLOCKS)))
+        self.inputs = torch.randn(BATCH, TOKENS, WIDTH)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+
+    def seconds(self) -> float:
+        began = process_time()
+        self.optimizer.zero_grad()
+        self.model(self.inputs).square().mean().backward()
+        self.optimizer.step()
+        return process_time() - began
+
+
+KINDS: dict[str, Callable[[], Selector | None]] = {
+    "plain": lambda: None,
+    "plain again": lambda: None,
+    "nothing attached to nodes": lambda: gs.Parameters("0.norm1.weight"),
+    "Relu": lambda: gs.Nodes("Relu"),
+    "attention": lambda: gs.Nodes("attention"),
+    "Relu of one block": lambda: gs.Nodes("Relu", module="3.*"),
+    "matmul": lambda: gs.Nodes("matmul"),
+}
+
+
+def measure(rounds: int, chosen: list[str]) -> dict[str, list[float]]:
+    """Milliseconds a step, one number a round for each arm."""
+    with ExitStack() as stack:
+        arms = {name: Arm() for name in chosen}
+        for name, arm in arms.items():
+            if (at := KINDS[name]()) is not None:
+                surgery = gs.Surgery(gs.Intervention(gs.Identity(), at=at))
+                stack.enter_context(surgery.attach(arm.model, arm.optimizer, effects_every=0))
+        times: dict[str, list[float]] = {name: [] for name in arms}
+        for turn in range(rounds + 3):
+            # Every other round goes backwards, so that no arm always follows the same one.
+            for name in list(arms)[:: 1 if turn % 2 else -1]:
+                seconds = arms[name].seconds()
+                if turn >= 3:
+                    times[name].append(1000 * seconds)
+    return times
+
+
+def table(rounds: int, only: list[str]) -> str:
+    """A line for each selection whose name begins with one of `only`."""
+    torch.set_num_threads(1)
+    names = [name for name in KINDS if any(name.startswith(wanted) for wanted in only)]
+    times = measure(rounds, ["plain", *(name for name in names if name != "plain")])
+    plain = times["plain"]
+    head = ["nodes", "ms, median", "ms, min", "ratio of medians", "of minima", "of pairs"]
+    rows = [
+        [
+            name,
+            f"{median(own):.2f}",
+            f"{min(own):.2f}",
+            f"{median(own) / median(plain):.3f}",
+            f"{min(own) / min(plain):.3f}",
+            f"{median(a / b for a, b in zip(own, plain, strict=True)):.3f}",
+        ]
+        for name, own in times.items()
+    ]
+    return aligned([head, *rows])

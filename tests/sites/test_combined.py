@@ -1,0 +1,491 @@
+"""Combined: the algebra of selectors, and how many sites it must or may give."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from torch import Tensor, nn
+
+import gradsurg as gs
+from gradsurg.build import ConfigError, build
+from gradsurg.compose import CONFIG_DIR, check, plain, register
+from gradsurg.fields import FieldError
+from gradsurg.sites.base import Place, Selector
+from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train
+
+P, M, N = gs.Parameters, gs.Outputs, gs.Nodes
+
+
+def sites(model: nn.Module, at: Selector, x: Tensor | None = None) -> list[str]:
+    """The sites that a gradient has passed, each once, in the order in which they were met."""
+    optimizer = torch.optim.SGD([torch.zeros(1), *model.parameters()], lr=0.0)
+    with attached(model, gs.Scale(1.0), at, optimizer) as live:
+        model(torch.ones(2, 6) if x is None else x).sum().backward()
+        optimizer.step()
+    met = [entry.site for entry in live.ledger if entry.calls]
+    assert {entry.calls for entry in live.ledger if not entry.skipped} == {1}
+    assert num_hooks(model, optimizer) == 0
+    return met
+
+
+FIRST = ["first.weight", "first.bias"]
+LAST = ["last.weight", "last.bias"]
+
+
+@pytest.mark.parametrize(
+    ("at", "expected"),
+    [
+        (P("first.*") | P("*.bias"), [*FIRST, "last.bias"]),
+        (P("first.*") & P("*.bias"), ["first.bias"]),
+        (~P("first.*"), LAST),
+        (P() & ~P("first.*"), LAST),
+        (~(P("first.*") | P("*.bias")), ["last.weight"]),
+        (~(P("first.*") & P("*.bias")), ["first.weight", *LAST]),
+        (~~P("first.*"), FIRST),
+        ((P("first.*") | P("last.*")) & P(ndim=2), ["first.weight", "last.weight"]),
+        (P("first.*") | P("first.*"), FIRST),
+        (P().first(3), [*FIRST, "last.weight"]),
+        (P("last.*").first(9), LAST),
+        (~P().first(3), ["last.bias"]),
+        (P("*.bias") & P().first(2), ["first.bias"]),
+        ((P("*.bias") & P()).first(1), ["first.bias"]),
+        ((P("*.bias").first(1) | P("last.*").first(1)), ["first.bias", "last.weight"]),
+        (P().expect(4), [*FIRST, *LAST]),
+        ((P("first.*") | P("last.bias")).expect(3), [*FIRST, "last.bias"]),
+        (P().first(2).expect(2), FIRST),
+        (P().where(lambda place: "weight" in place.name), ["first.weight", "last.weight"]),
+        (P().where(lambda place: isinstance(place.thing, Tensor) and place.thing.numel() == 5),
+         ["first.bias"]),
+        (P().where(lambda place: place.name == "last.bias") | P("first.bias"),
+         ["first.bias", "last.bias"]),
+        (~P().where(lambda place: place.name == "last.bias"), [*FIRST, "last.weight"]),
+        (P().where(lambda place: "bias" in place.name).first(1), ["first.bias"]),
+        (P(stage="step") & ~P("first.*", stage="step"), LAST),
+        (P("first.*", stage="settled") | P("last.bias", stage="settled"), [*FIRST, "last.bias"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_parameters_are_a_set(at: Selector, expected: list[str]) -> None:
+    assert at.find(small()) == expected
+    assert sites(small(), at) == expected
+
+
+OUTPUTS = ["first#0", "act#0", "last#0"]
+
+
+@pytest.mark.parametrize(
+    ("at", "expected"),
+    [
+        (M("first") | M("last"), ["first#0", "last#0"]),
+        (M() & ~M("act"), ["first#0", "last#0"]),
+        (M(types="Linear") & M("l*"), ["last#0"]),
+        (~M(types="Linear"), ["act#0"]),
+        (M().first(2), ["first#0", "act#0"]),
+        (~M().first(2), ["last#0"]),
+        (M("a*") | M().first(1), ["first#0", "act#0"]),
+        (M().expect(3), OUTPUTS),
+        (M().where(lambda place: isinstance(place.thing, nn.ReLU)), ["act#0"]),
+        (M().where(lambda place: place.call == 0), OUTPUTS),
+        (M(types="Linear").where(lambda place: place.name != "first"), ["last#0"]),
+    ],
+    ids=str,
+)
+def test_outputs_are_a_set(at: Selector, expected: list[str]) -> None:
+    assert sorted(sites(small(), at)) == sorted(expected)
+
+
+def _nodes(name: str) -> str:
+    return f"{name}Backward[0]"
+
+
+@pytest.mark.parametrize(
+    ("at", "expected"),
+    [
+        (N("Relu") | N("Addmm"), ["act#0/Relu", "first#0/Addmm", "last#0/Addmm"]),
+        (N("*") & ~N("T"), ["act#0/Relu", "first#0/Addmm", "last#0/Addmm"]),
+        (N("*") & N("*", module="first"), ["first#0/Addmm", "first#0/T"]),
+        (N("Addmm") & ~N("*", types="ReLU"), ["first#0/Addmm", "last#0/Addmm"]),
+        (N("Addmm").first(1), ["first#0/Addmm"]),
+        (N("matmul").expect(2), ["first#0/Addmm", "last#0/Addmm"]),
+        (N("*").where(lambda place: "Relu" in str(place.node)), ["act#0/Relu"]),
+    ],
+    ids=str,
+)
+def test_nodes_are_a_set(at: Selector, expected: list[str]) -> None:
+    found = [site.replace("Backward[0]", "") for site in sites(small(), at)]
+    assert sorted(found) == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    ("at", "expected"),
+    [
+        (P("last.*") | M("act"), ["last.weight", "last.bias", "act#0"]),
+        (P("last.bias") | M("act") | N("Addmm", module="first"),
+         ["last.bias", "act#0", "first#0/AddmmBackward[0]"]),
+        (~(P("first.*") | M("act")), ["last.weight", "last.bias", "first#0", "last#0"]),
+        ((P() | M()) & (P("last.*") | M("act")), ["last.weight", "last.bias", "act#0"]),
+        ((P() | M()) & P("last.*"), ["last.weight", "last.bias"]),
+        ((P("last.*") | M("act")).first(2), ["last.weight", "last.bias"]),
+        ((P("last.bias") | M()).first(2), ["last.bias", "first#0"]),
+        ((P("last.*") | N("Relu")).first(2), ["last.weight", "last.bias"]),
+        ((P("last.*") | M("act")).expect(3), ["last.weight", "last.bias", "act#0"]),
+        ((P() | M()).where(lambda place: place.name.startswith("l")),
+         ["last.weight", "last.bias", "last#0"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_kinds_mix(at: Selector, expected: list[str]) -> None:
+    assert sorted(sites(small(), at)) == sorted(expected)
+
+
+def test_a_site_that_two_selectors_select_is_acted_on_once() -> None:
+    model = small()
+    backward(model)
+    plain = gradients(model)
+    model.zero_grad()
+    at = P("first.*") | P("*.bias") | M("last") | M(types="Linear", call=0)
+    with attached(model, gs.Scale(-1.0), at, effects_every=0):
+        backward(model)
+    signs = {
+        name: (grad / plain[name]).nanmean().round().item()
+        for name, grad in gradients(model).items()
+    }
+    # Through last#0 once, through first#0 once more, and the parameters themselves.
+    assert signs == {"first.weight": -1, "first.bias": -1, "last.weight": -1, "last.bias": 1}
+
+
+def test_the_group_of_a_combination_is_the_combination() -> None:
+    model = small()
+    optimizer = sgd(model)
+    at = P("first.weight") | P("last.bias")
+    with attached(model, gs.ClipGlobalNorm(1e-3, eps=0.0), at, optimizer) as live:
+        train(model, optimizer, 1)
+    grads = gradients(model)
+    norm = torch.cat([grads["first.weight"].flatten(), grads["last.bias"]]).norm()
+    assert norm.item() == pytest.approx(1e-3)
+    assert grads["last.weight"].norm() > 1e-3
+    assert [entry.calls for entry in live.ledger] == [1, 1]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = (nn.Linear(6, 6, bias=False) for _ in range(2))
+        self.decoder.weight = self.encoder.weight
+        self.head = nn.Linear(6, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.decoder(self.encoder(x)))
+
+
+@pytest.mark.parametrize(
+    ("at", "expected"),
+    [
+        (P("decoder.*"), ["encoder.weight"]),
+        (P("encoder.*") & P("decoder.*"), ["encoder.weight"]),
+        (P("encoder.*") | P("decoder.*"), ["encoder.weight"]),
+        (~P("decoder.*"), ["head.weight"]),
+        (~P("encoder.*"), ["head.weight"]),
+        (P().first(2), ["encoder.weight", "head.weight"]),
+        (P().where(lambda place: any(own.name == "decoder.weight" for own in place.aliases)),
+         ["encoder.weight"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_tied_parameter_is_one_element_of_the_set(at: Selector, expected: list[str]) -> None:
+    assert sites(Tied(), at) == expected
+
+
+class Double(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+def _shared() -> nn.Sequential:
+    shared = Double()
+    return nn.Sequential(shared, Double(), shared)
+
+
+X = torch.ones(1, 6, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("at", "expected"),
+    [
+        (M(), ["0#0", "1#0", "2#0"]),
+        (M(index=0), ["0#0"]),
+        (M(index=2), ["2#0"]),
+        (M(index=(1, 2)), ["1#0", "2#0"]),
+        (~M(index=1), ["0#0", "2#0"]),
+        (M("0") | M(index=2), ["0#0", "2#0"]),
+        (M().first(2), ["0#0", "1#0"]),
+        (M(depth=1).expect(3), ["0#0", "1#0", "2#0"]),
+        (N("Mul", module="2"), ["2#0/MulBackward[0]"]),
+    ],
+    ids=str,
+)
+def test_a_module_that_stands_twice_has_two_sites(at: Selector, expected: list[str]) -> None:
+    assert sorted(sites(_shared(), at, X)) == expected
+
+
+# How many
+
+
+@pytest.mark.parametrize(
+    ("at", "message"),
+    [
+        (P().expect(3), "3 sites were expected, found 4: first.weight, first.bias, last.weight"),
+        (P("first.*").first(1).expect(2), "2 sites were expected, found 1: first.weight"),
+    ],
+)
+def test_parameters_are_counted_at_once(at: Selector, message: str) -> None:
+    model = small()
+    with (
+        pytest.raises(LookupError, match=re.escape(f"zero: {message}")),
+        attached(model, gs.Zero(), at),
+    ):
+        raise AssertionError("attached")
+    assert num_hooks(model) == 0
+
+
+@pytest.mark.parametrize(
+    ("at", "message"),
+    [
+        (M().expect(2), "2 sites were expected, found 3: first#0, act#0, last#0"),
+        ((P("last.*") | M("act")).expect(2), "2 sites were expected, found 3: last.weight, "),
+        (N("Addmm").expect(1), "1 sites were expected, found 2: "),
+        (M().first(1).expect(2), "2 sites were expected, found 1: first#0"),
+    ],
+    ids=str,
+)
+def test_what_only_a_forward_shows_is_counted_after_the_first(at: Selector, message: str) -> None:
+    model = small()
+    with (
+        pytest.raises(LookupError, match=re.escape(f"zero: {message}")),
+        attached(model, gs.Zero(), at),
+    ):
+        with torch.no_grad():
+            model(torch.ones(2, 6))  # nothing can be hooked here
+        model(torch.ones(2, 6))
+        raise AssertionError("nothing was counted")
+    assert num_hooks(model) == 0
+
+
+def test_what_was_not_called_does_not_count() -> None:
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(6, 2), nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)
+
+    model = Skips()
+    with (
+        pytest.raises(LookupError, match="2 sites were expected, found 1: used#0"),
+        attached(model, gs.Zero(), M(types="Linear").expect(2)),
+    ):
+        model(torch.ones(2, 6))
+
+
+def test_what_needs_no_gradient_does_not_count() -> None:
+    model = small()
+    model.first.requires_grad_(False)
+    with attached(model, gs.Scale(1.0), (P() | M("last")).expect(3)):
+        backward(model)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: P() & M(), "Combined.of: nothing is at once a site of each of Parameters, Out"),
+        (lambda: P() & N("Relu"), "nothing is at once a site of each of Parameters, Nodes"),
+        (
+            lambda: N("Relu") & N("Relu", side="leave"),
+            "nothing is at once a site of each of Nodes",
+        ),
+        (
+            lambda: P(stage="accumulated") & P(stage="step"),
+            "nothing is at once a site of each of Parameters",
+        ),
+        (
+            lambda: P("first.*", stage="backward") | P(),
+            "give each of these Parameters a stage, or none of them; Parameters(pattern='*', ",
+        ),
+        (lambda: P().expect(2) | M(), "a number that is expected belongs to the whole: expect"),
+        (lambda: ~P().expect(2), "a number that is expected belongs to the whole: expect last"),
+        (lambda: P().first(0), "Combined.limit: must be >= 1, found 0"),
+        (lambda: P().expect(0), "Combined.count: must be >= 1, found 0"),
+        (lambda: P().where(3), "Combined.test: "),  # pyright: ignore[reportArgumentType]
+        (lambda: gs.Combined((P(),), stage="step"), "Combined.stage: is that of the selectors"),
+        (lambda: gs.Combined(()), "Combined.of: "),
+        (lambda: gs.Combined((P(), 3)), "Combined.of.1: must be a Selector, found 3"),
+        (lambda: gs.Combined((P(),), by="most"), "Combined.by: must be one of 'any', 'all' or"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_when_it_is_made(
+    make: Callable[[], object], message: str
+) -> None:
+    with pytest.raises(FieldError, match=re.escape(message)):
+        make()
+
+
+@pytest.mark.parametrize("other", [3, None, P, gs.Always(), "first.*"])
+def test_selectors_combine_with_selectors_only(other: Any) -> None:
+    for combine in (lambda: P() | other, lambda: P() & other):
+        with pytest.raises(TypeError, match="a selector combines with selectors, found"):
+            combine()
+
+
+def test_several_stages_take_several_interventions() -> None:
+    at = P("first.*", stage="accumulated") | P("last.*", stage="step")
+    with pytest.raises(
+        ValueError, match="acts at one stage, and these are several: accumulated, s"
+    ):
+        gs.Intervention(gs.Zero(), at)
+
+
+def test_what_selects_nothing_lists_what_there_is() -> None:
+    for at in (P("first.*") & P("last.*"), ~P(), P("nope") | P("neither")):
+        with (
+            pytest.raises(LookupError) as caught,
+            attached(small(), gs.Zero(), at),
+        ):
+            pass
+        assert "nothing is selected by Combined(" in str(caught.value)
+        assert "There are: first.weight, first.bias, last.weight, last.bias" in str(caught.value)
+
+
+def test_a_kind_that_has_no_value_makes_none_of_the_whole() -> None:
+    with pytest.raises(ValueError, match="needs the value whose gradient it gets"):
+        gs.Intervention(gs.ScaleBySign(of="value"), M("act") | N("Relu"))
+    gs.Intervention(gs.ScaleBySign(of="value"), M("act") | P())
+
+
+# A value
+
+
+def _big(place: Place) -> bool:
+    return isinstance(place.thing, Tensor) and place.thing.numel() > 5
+
+
+def test_a_combination_is_a_value_and_its_name_holds_no_address() -> None:
+    one, same = (P("a*") | M()).where(_big), (P("a*") | M()).where(_big)
+    assert (one == same, hash(one) == hash(same), repr(one) == repr(same)) == (True,) * 3
+    assert repr(one).endswith(", by=all, test=_big)")
+    assert one != (P("a*") | M()).where(lambda place: True)
+    assert " at 0x" not in repr(P().where(lambda place: True))
+    assert repr(P("a").first(2)) == f"Combined(of=({P('a')!r},), by=all, limit=2)"
+
+
+def test_a_surgery_at_what_a_test_selects_resumes_from_its_state() -> None:
+    def surgery() -> gs.Surgery:
+        return gs.Surgery(gs.Intervention(gs.LowPass(), P().where(lambda place: "w" in place.name)))
+
+    one, other = surgery(), surgery()
+    model = small()
+    with one.attach(model):
+        backward(model)
+    other.load_state_dict(one.state_dict())
+    assert other.state_dict()["transforms"] == one.state_dict()["transforms"]
+
+
+# From the command line
+
+
+def _found(*words: str) -> list[str]:
+    register()
+    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        config = plain(hydra_compose("config", ["transform=clip", *words]))
+    experiment = build(config)
+    (item,) = experiment.surgery.interventions
+    return item.at.find(experiment.make_model())
+
+
+LINEAR = ("hidden.0.linear", "hidden.1.linear", "output")
+WEIGHTS, BIASES = ([f"{name}.{kind}" for name in LINEAR] for kind in ("weight", "bias"))
+RELUS = ["hidden.0.relu", "hidden.1.relu"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("site=combined", [name for pair in zip(WEIGHTS, BIASES, strict=True) for name in pair]),
+        ("site=combined site.limit=1", WEIGHTS[:1]),
+        ("site=combined site.of.0.pattern=*.bias site.count=3", BIASES),
+        (
+            "site=combined site.by=all"
+            " site.of=[{name:parameters,index:1},{name:parameters,ndim:2}]",
+            ["hidden.1.linear.weight"],
+        ),
+        (
+            "site=combined site.of=[{name:outputs,types:ReLU},{name:parameters,size:[10,64]}]",
+            RELUS + BIASES,
+        ),
+        ("site.depth=1", ["output.weight", "output.bias"]),
+        ("site.depth=[2,3] site.ndim=1", BIASES[:2]),
+        ("site.types=Linear site.index=0", ["hidden.0.linear.weight", "hidden.0.linear.bias"]),
+        ("site=outputs site.types=ReLU site.depth=[1,3]", RELUS),
+        ("site=outputs site.index=[1,9] site.depth=3", ["hidden.1.linear", "hidden.1.relu"]),
+    ],
+)
+def test_the_command_line_says_what_python_says(words: str, expected: list[str]) -> None:
+    assert _found(*words.split()) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "faults"),
+    [
+        (
+            ["site=combined", "site.of=[{name:parameters,patern:x},{name:outputs,dept:1}]"],
+            [
+                "site.of.0.patern: is not a field here. There are: pattern, types, ",
+                "site.of.1.dept: is not a field here. There are: ",
+            ],
+        ),
+        (
+            ["site=combined", "site.of.0.patern=x"],
+            ["site.of.0.patern: 'patern' is not a key here. There are: name, pattern. Did you"],
+        ),
+        (
+            ["site=combined", "site.of=[{name:parameter},{pattern:x}]"],
+            [
+                "site.of.0: there is no 'parameter' in sites.",
+                "site.of.1: must be a Selector, found {'pattern': 'x'}",
+            ][:1],
+        ),
+        (
+            ["site=combined", "site.of.1.ndim=[2,1]", "+site.of.0.size=big"],
+            [
+                "site.of.0.size: must be a number >= 0 or two of them, low and high, found 'big'",
+                "site.of.1.ndim: must be a number >= 0 or two of them, low and high, found [2, 1]",
+            ],
+        ),
+        (["site=combined", "site.count=5"], ["site: clip: 5 sites were expected, found 6: "]),
+        (
+            ["site=combined", "site.of=[{name:outputs}]", "site.count=1"],
+            ["site: clip: 1 sites were expected, found "],
+        ),
+        (["site=combined", "site.by=most"], ["site.by: must be one of 'any', 'all' or 'none'"]),
+        (["site=combined", "site.limit=0"], ["site.limit: must be >= 1, found 0"]),
+        (["site.depth=9"], ["site.pattern: Parameters: nothing matches '*' with 'depth=(9, 9)'."]),
+        (["site.depth=true"], ["site.depth: must be a number >= 0 or two of them"]),
+        (
+            ["when=all_of", "when.of.0.stop=-1", "when.of.1.source=bach"],
+            ["when.of.0.stop: must be >= 1, found -1", "when.of.1.source: must be grad, value, "],
+        ),
+    ],
+)
+def test_what_is_wrong_is_one_line_a_fault(words: list[str], faults: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(["transform=clip", "sink=none", *words], False, [])
+    assert len(caught.value.faults) == len(faults), caught.value.faults
+    for found, expected in zip(caught.value.faults, faults, strict=True):
+        assert found.startswith(expected)

@@ -1,0 +1,396 @@
+"""EveryModule: the global module hooks, for the model and for what is outside it."""
+
+import gc
+import threading
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as process
+from torch.utils.checkpoint import checkpoint
+
+import gradsurg as gs
+from gradsurg.sites.every_module import TABLES
+from tests.nets import attached, backward, batch, gradients, num_hooks, sgd, small, train, weights
+
+FORWARD = ("forward_pre", "forward")
+BACKWARD = ("full_backward_pre", "full_backward")
+FIRING = "ignore:Full backward hook is firing"
+
+
+class Double(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice = Double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.twice(self.twice(x)).sum()
+
+
+def _x(*values: float) -> Tensor:
+    return torch.tensor(values or (1.0,), requires_grad=True)
+
+
+def _grad(x: Tensor) -> list[Any]:
+    assert x.grad is not None
+    return x.grad.tolist()
+
+
+def _calls(live: gs.Live) -> dict[str, int]:
+    return {entry.site: entry.calls for entry in live.ledger}
+
+
+def _global_hooks() -> int:
+    return sum(len(vars(process)[table]) for table in TABLES)
+
+
+def _tail(kind: str) -> str:
+    return ".input" if kind in ("forward_pre", "full_backward") else ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "grad"),
+    [
+        # x is 1, and 2 x + 1 comes out of the module: its input clipped to 0.5, its output to 2.
+        ("forward_pre", 2.0, 0.0),
+        ("forward", 2.0, 0.0),
+        ("full_backward_pre", 3.0, 1.0),
+        ("full_backward", 3.0, 0.5),
+    ],
+)
+def test_each_kind_of_hook_changes_what_it_is_for(kind: Any, value: float, grad: float) -> None:
+    model, x = nn.Sequential(nn.Linear(1, 1)), _x(1.0)
+    nn.init.constant_(model[0].weight, 2.0)
+    nn.init.constant_(model[0].bias, 1.0)
+    limit = 2.0 if kind == "forward" else 0.5
+    with attached(model, gs.Clip(limit), gs.EveryModule("0", kind=kind)) as live:
+        y = model(x)
+        y.sum().backward()
+    assert (y.item(), _grad(x)) == (value, [grad])
+    assert _calls(live) == {f"0#0{_tail(kind)}": 1}
+
+
+@pytest.mark.parametrize("kind", [*FORWARD, *BACKWARD])
+def test_a_module_outside_the_model_goes_by_its_class(kind: Any) -> None:
+    model, loss = nn.Sequential(Double()), nn.L1Loss()
+    x, values = _x(3.0), []
+    at = gs.EveryModule("L1Loss", kind=kind)
+    with attached(model, gs.Scale(10.0), at) as live:
+        for _ in range(2):
+            x.grad = None
+            y = loss(model(x), torch.zeros(1))
+            values.append(y.item())
+            y.backward()
+    # A loss is linear here: ten times its input, its output or a gradient come to the same.
+    assert _grad(x) == [20.0]
+    assert values == [60.0 if kind in FORWARD else 6.0] * 2
+    place = {"forward_pre": ".input.0", "full_backward": ".input.0"}.get(kind, "")
+    seen = {site: calls for site, calls in _calls(live).items() if calls}
+    assert seen.pop(f"L1Loss#0{place}") == 2
+    assert set(seen) <= {"L1Loss#0.input.1"}  # the target is a value too, and has no gradient
+
+
+def test_calls_are_counted_within_the_model_and_are_0_outside() -> None:
+    model, alone = Shared(), Double()
+    with attached(model, gs.Identity(), gs.EveryModule(types="Double")) as live:
+        for _ in range(2):
+            model(_x())
+            alone(_x())
+            alone(_x())
+            model.twice(_x())
+    assert _calls(live) == {"twice#0": 4, "twice#1": 2, "Double#0": 4}
+
+
+@pytest.mark.parametrize("kind", BACKWARD)
+def test_backward_calls_are_told_apart(kind: Any) -> None:
+    model, x = nn.Sequential(Shared()), _x()
+    with attached(model, gs.Scale(10.0), gs.EveryModule(types="Double", kind=kind)) as live:
+        for _ in range(2):
+            x.grad = None
+            model(x).backward()
+    assert _grad(x) == [400.0]
+    assert _calls(live) == {f"0.twice#{call}{_tail(kind)}": 2 for call in (0, 1)}
+
+
+@pytest.mark.parametrize("kind", FORWARD)
+def test_a_tensor_that_is_handed_on_is_changed_once(kind: Any) -> None:
+    model, x = nn.Sequential(nn.Sequential(Double(), nn.Identity())), _x()
+    with attached(model, gs.Scale(10.0), gs.EveryModule(kind=kind)) as live:
+        y = model(x)
+    if kind == "forward":
+        assert y.item() == 20.0
+        (entry,) = live.ledger
+        assert (entry.site, entry.aliases) == ("0.0#0", ["0.1#0", "0#0"])
+    else:
+        assert y.item() == 200.0  # into the container, and out of its first child
+        assert _calls(live) == {"0#0.input": 1, "0.1#0.input": 1}
+
+
+def test_the_stage_follows_from_the_kind() -> None:
+    assert [gs.EveryModule(kind=kind).resolve("tensor") for kind in (*FORWARD, *BACKWARD)] == [
+        "forward",
+        "forward",
+        "backward",
+        "backward",
+    ]
+    assert gs.EveryModule(kind="forward", stage="forward").resolve("tensor") == "forward"
+    with pytest.raises(
+        ValueError,
+        match="EveryModule with kind 'forward' cannot have stage 'backward'; stages it can have: "
+        "forward",
+    ):
+        gs.Intervention(gs.Clip(1.0), gs.EveryModule(kind="forward", stage="backward"))
+    with pytest.raises(ValueError, match="EveryModule cannot have stage 'step'"):
+        gs.Intervention(gs.Clip(1.0), gs.EveryModule(stage="step"))
+    with pytest.raises(ValueError, match="needs all gradients of a group at once"):
+        gs.Intervention(gs.ClipGlobalNorm(1.0), gs.EveryModule())
+
+
+def test_a_name_that_never_comes_is_told_when_the_block_ends() -> None:
+    model = small()
+    with (
+        pytest.warns(gs.SurgeryWarning, match="none of its sites was met"),
+        attached(model, gs.Zero(), gs.EveryModule("CrossEntropyLos")),
+    ):
+        backward(model)
+    plan = gs.Surgery(gs.Intervention(gs.Zero(), gs.EveryModule("NLLLoss"))).plan(model)
+    assert "what fits EveryModule(pattern='NLLLoss'" in plan
+
+
+@pytest.mark.parametrize("kind", BACKWARD)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradients_inside_both_checkpoints_pass_once(reentrant: bool, kind: Any) -> None:
+    class Saved(Shared):
+        def forward(self, x: Tensor) -> Tensor:
+            y = checkpoint(self.twice, x, use_reentrant=reentrant)
+            assert isinstance(y, Tensor)
+            return y.pow(2).sum()
+
+    model, x = Saved(), _x(3.0)
+    with attached(model, gs.Scale(10.0), gs.EveryModule("twice", kind=kind)) as live:
+        model(x).backward()
+    assert _grad(x) == [240.0]
+    assert _calls(live) == {f"twice#0{_tail(kind)}": 1}
+
+
+@pytest.mark.parametrize("kind", FORWARD)
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_values_inside_both_checkpoints_are_changed_again(
+    reentrant: bool, outside: bool, kind: Any
+) -> None:
+    inner = Double()
+
+    class Saved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = None if outside else inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = checkpoint(lambda x: inner(x).pow(2), x, use_reentrant=reentrant)
+            assert isinstance(y, Tensor)
+            return y.sum()
+
+    model, x = Saved(), _x(3.0)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    with attached(model, gs.Scale(10.0), gs.EveryModule(types="Double", kind=kind), optimizer):
+        for _ in range(2):
+            x.grad = None
+            model(x).backward()
+            optimizer.step()
+            # (20 x)^2 has the derivative 800 x.
+            assert _grad(x) == [2400.0]
+
+
+def test_a_recomputation_that_could_give_another_value_is_refused() -> None:
+    class Saved(Shared):
+        def forward(self, x: Tensor) -> Tensor:
+            y = checkpoint(self.twice, x, use_reentrant=False)
+            assert isinstance(y, Tensor)
+            return y.sum()
+
+    model = Saved()
+    with (
+        pytest.raises(RuntimeError, match="EveryModule: site 'twice#0' is recomputed by a chec"),
+        attached(model, gs.LowPass(), gs.EveryModule("twice")),
+    ):
+        model(_x()).backward()
+
+
+def test_values_are_changed_in_an_evaluation_too() -> None:
+    model = nn.Sequential(Double())
+    with attached(model, gs.Scale(10.0), gs.EveryModule("0")), torch.no_grad():
+        assert model(torch.ones(1)).item() == 20.0
+
+
+def test_what_is_inside_nested_values_is_changed() -> None:
+    class Nested(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            return {"a": x, "b": (x * 2, 3, torch.ones(1, dtype=torch.long))}
+
+    model = nn.Sequential(Nested())
+    with attached(model, gs.Scale(10.0), gs.EveryModule("0")) as live:
+        found = model(torch.ones(1))
+    assert (found["a"].item(), found["b"][0].item(), found["b"][1]) == (10.0, 20.0, 3)
+    assert _calls(live) == {"0#0.a": 1, "0#0.b.0": 1}
+
+
+def test_an_output_that_the_backward_hooks_do_not_see_is_told() -> None:
+    class Answers(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"a": x * 2}
+
+    model = nn.Sequential(Answers())
+    with (
+        pytest.warns(gs.SurgeryWarning, match=r"0#0\.a \(a full backward hook does not see it\)"),
+        pytest.warns(UserWarning, match="module output should be a Tensor"),
+        attached(model, gs.Zero(), gs.EveryModule("0", kind="full_backward_pre")),
+    ):
+        model(_x())["a"].sum().backward()
+
+
+@pytest.mark.parametrize("kind", [*FORWARD, *BACKWARD])
+@pytest.mark.filterwarnings(FIRING)
+def test_an_identity_leaves_training_bit_identical(kind: Any) -> None:
+    plain, model = small(), small()
+    train(plain, sgd(plain), 3)
+    optimizer = sgd(model)
+    with attached(model, gs.Identity(), gs.EveryModule(kind=kind), optimizer):
+        train(model, optimizer, 3)
+    assert all(torch.equal(a, b) for a, b in zip(weights(plain), weights(model), strict=True))
+
+
+@pytest.mark.parametrize("kind", [*FORWARD, *BACKWARD])
+@pytest.mark.filterwarnings(FIRING)
+def test_the_block_takes_all_its_hooks_off_also_when_it_raises(kind: Any) -> None:
+    model, before = small(), _global_hooks()
+    flag = process._global_is_full_backward_hook
+    with (
+        pytest.raises(OSError, match="gone"),
+        attached(model, gs.Scale(2.0), gs.EveryModule(kind=kind)),
+    ):
+        backward(model)
+        assert _global_hooks() > before
+        raise OSError("gone")
+    assert (_global_hooks(), num_hooks(model)) == (before, 0)
+    assert process._global_is_full_backward_hook is flag
+
+
+@pytest.mark.parametrize("kind", BACKWARD)
+def test_a_graph_that_outlives_the_block_passes(kind: Any) -> None:
+    model, x = Shared(), _x()
+    with attached(model, gs.Scale(10.0), gs.EveryModule("twice", kind=kind)):
+        model(_x()).backward()
+        loss = model(x)
+    loss.backward()
+    assert _grad(x) == [4.0]
+
+
+@pytest.mark.parametrize("kind", [*FORWARD, *BACKWARD])
+@pytest.mark.filterwarnings(FIRING)
+def test_nothing_is_kept_alive(kind: Any) -> None:
+    alive: list[ref[Any]] = []
+    model = small()
+    held = ref(model)
+    with attached(model, gs.Scale(2.0), gs.EveryModule(kind=kind), effects_every=0):
+        for _ in range(2):
+            x, loss = batch()[0].requires_grad_(), nn.MSELoss()
+            y = model(x)
+            z = loss(y, torch.zeros_like(y))
+            alive += [ref(x), ref(y), ref(z), ref(loss)]
+            z.backward()
+            del x, y, z, loss
+        model(batch()[0])
+        gc.collect()
+        assert [held() for held in alive] == [None] * len(alive)
+    del model
+    gc.collect()
+    assert held() is None
+
+
+def test_selectors_combine() -> None:
+    def sites(at: Any) -> dict[str, int]:
+        model = small()
+        with attached(model, gs.Identity(), at) as live:
+            nn.MSELoss()(model(batch()[0].requires_grad_()), torch.zeros(8, 3)).backward()
+        return {site: calls for site, calls in _calls(live).items() if calls}
+
+    every = gs.EveryModule
+    assert sites(every("first") | every("MSELoss")) == {"first#0": 1, "MSELoss#0": 1}
+    assert sites(~every("re:first|last")) == {"act#0": 1, "MSELoss#0": 1}
+    assert sites(every() & ~every(types="Linear")) == {"act#0": 1, "MSELoss#0": 1}
+    assert sites(every().first(1)) == {"first#0": 1}
+    assert sites(every("MSELoss").first(1)) == {"MSELoss#0": 1}
+    backward = every("act", kind="full_backward") | every("act", kind="full_backward_pre")
+    assert sites(backward) == {"act#0.input": 1, "act#0": 1}
+    with pytest.raises(ValueError, match="acts at one stage, and these are several"):
+        sites(every("act", kind="forward") | every("act", kind="full_backward"))
+
+
+@pytest.mark.parametrize("kind", ["forward", "full_backward_pre"])
+def test_all_threads_are_seen(kind: Any) -> None:
+    model, barrier = Shared(), threading.Barrier(2)
+    results: list[Any] = []
+
+    def work() -> None:
+        x = _x()
+        barrier.wait(timeout=10)
+        for _ in range(50):
+            x.grad = None
+            model(x).backward()
+            results.append(_grad(x))
+
+    with attached(model, gs.Scale(10.0), gs.EveryModule("twice", kind=kind), effects_every=0):
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert results == [[400.0]] * 100
+
+
+def test_functional_transforms_are_refused_for_gradients_and_not_for_values() -> None:
+    model = Shared()
+    with attached(model, gs.Scale(10.0), gs.EveryModule("twice")):
+        assert torch.func.grad(model)(torch.ones(1)).tolist() == [400.0]
+    with (
+        pytest.raises(RuntimeError, match=r"EveryModule: module '.*' is called inside torch\.func"),
+        attached(model, gs.Zero(), gs.EveryModule("twice", kind="full_backward_pre")),
+    ):
+        torch.func.grad(model)(torch.ones(1))
+
+
+def test_global_hooks_of_the_deprecated_kind_are_refused() -> None:
+    before = process._global_is_full_backward_hook
+    handle = process.register_module_backward_hook(lambda module, entering, leaving: None)
+    try:
+        with (
+            pytest.raises(ValueError, match="the process had hooks of the deprecated"),
+            attached(small(), gs.Zero(), gs.EveryModule(kind="full_backward")),
+        ):
+            pass
+    finally:
+        handle.remove()
+        process._global_is_full_backward_hook = before
+
+
+def test_a_foreign_global_hook_is_left_alone_and_reported() -> None:
+    def others(module: nn.Module, args: object) -> None:
+        seen.append(type(module).__name__)
+
+    seen: list[str] = []
+    handle = process.register_module_forward_pre_hook(others)
+    model = small()
+    with attached(model, gs.Identity(), gs.EveryModule("first")) as live:
+        backward(model)
+    handle.remove()
+    assert "Linear" in seen
+    assert "others" in live.ledger.table()
+    assert gradients(model)

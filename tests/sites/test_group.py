@@ -1,0 +1,536 @@
+"""Group: all `.grad`s of a group at once, when a backward has ended, and once."""
+
+import gc
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.checkpoint import checkpoint
+
+import gradsurg as gs
+from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train, weights
+
+
+class Weighted(nn.Module):
+    """The sum of a * x, b * y, c * z: each gradient is what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(1))
+        self.b = nn.Parameter(torch.zeros(1))
+        self.c = nn.Parameter(torch.zeros(1))
+
+    def forward(self, *values: float) -> Tensor:
+        params = (self.a, self.b, self.c)
+        return sum((p * v for p, v in zip(params, values, strict=False)), torch.zeros(1)).sum()
+
+
+def _grads(model: nn.Module) -> list[float | None]:
+    return [None if p.grad is None else p.grad.item() for p in model.parameters()]
+
+
+def _calls(live: gs.Live) -> dict[str, int]:
+    return {entry.site: entry.calls for entry in live.ledger}
+
+
+CLIP = gs.ClipGlobalNorm(1.0, eps=0.0)
+AT_ROOT = "a backward has failed, and the group was left as it is"
+
+
+def test_it_acts_on_the_gradients_of_a_group_together_without_an_optimizer() -> None:
+    model = Weighted()
+    with attached(model, CLIP, gs.Group("re:[ab]")) as live:
+        model(3.0, 4.0, 100.0).backward()
+        # |(3, 4)| = 5; the 100 is of no group. And it was done when backward() came back.
+        assert _grads(model) == pytest.approx([0.6, 0.8, 100.0])
+    assert _calls(live) == {"a": 1, "b": 1}
+    assert num_hooks(model) == 0
+
+
+def test_it_is_the_default_stage_of_both_scopes_and_the_only_one() -> None:
+    for transform in (CLIP, gs.Zero()):
+        assert gs.Intervention(transform, gs.Group()).stage == "backward_end"
+    with pytest.raises(ValueError, match="Group cannot have stage 'step'; stages it can have"):
+        gs.Intervention(gs.Zero(), gs.Group(stage="step"))
+
+
+def test_a_transform_of_one_tensor_acts_on_each_with_its_value() -> None:
+    model = Weighted()
+    with torch.no_grad():
+        model.a.fill_(1.0)
+        model.b.fill_(-1.0)
+    transform = gs.ScaleBySign(positive=10.0, negative=2.0, of="value")
+    with attached(model, transform, gs.Group()):
+        model(3.0, 4.0, 5.0).backward()
+    assert _grads(model)[:2] == [30.0, 8.0]
+
+
+def test_it_acts_on_the_running_sum_after_each_backward() -> None:
+    model = Weighted()
+    with attached(model, CLIP, gs.Group("a")):
+        model(3.0).backward()
+        assert _grads(model)[0] == pytest.approx(1.0)
+        model(-2.5).backward()
+    # 1 - 2.5, clipped.
+    assert _grads(model)[0] == pytest.approx(-1.0)
+
+
+def test_what_this_backward_has_not_reached_is_left_with_its_old_gradient() -> None:
+    model = Weighted()
+    model.c.grad = torch.tensor([100.0])
+    with attached(model, CLIP, gs.Group()) as live:
+        model(3.0, 4.0).backward()
+        assert _grads(model) == pytest.approx([0.6, 0.8, 100.0])
+        model.zero_grad()
+        model(3.0, 4.0).backward(inputs=[model.b])
+        assert _grads(model) == [None, pytest.approx(1.0), None]
+        model(0.0, 0.0, 1.0).backward()
+    assert _calls(live) == {"a": 2, "b": 3, "c": 1}
+
+
+def test_gradient_accumulation_of_what_is_not_linear_is_warned_about() -> None:
+    model = small()
+    optimizer = sgd(model)
+    with (
+        pytest.warns(gs.SurgeryWarning, match="had 2 gradients in one optimizer step"),
+        attached(model, CLIP, gs.Group(), optimizer),
+    ):
+        backward(model)
+        backward(model)
+        optimizer.step()
+
+
+def test_an_identity_is_bit_identical_to_no_surgery_and_makes_no_new_gradients() -> None:
+    plain, model = small(), small()
+    train(plain, sgd(plain), 5)
+    optimizer = sgd(model)
+    with attached(model, gs.Identity(), gs.Group(), optimizer):
+        train(model, optimizer, 5)
+        before = [p.grad for p in model.parameters()]
+        optimizer.zero_grad(set_to_none=False)
+        backward(model)
+        assert all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
+    assert all(map(torch.equal, weights(plain), weights(model)))
+
+
+def test_it_is_what_clip_grad_norm_does_by_hand() -> None:
+    plain, model = small(), small()
+    backward(plain)
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    with attached(model, gs.ClipGlobalNorm(0.1), gs.Group()):
+        backward(model)
+    for name, grad in gradients(model).items():
+        torch.testing.assert_close(grad, gradients(plain)[name])
+
+
+# PyTorch's own multi-grad hook: why it is not what is used here (P32)
+
+
+def test_p32_a_multi_grad_hook_never_fires_on_a_root() -> None:
+    root, calls = torch.ones(1, requires_grad=True), []
+    register_multi_grad_hook((root,), calls.append)
+    root.backward()
+    assert calls == []
+    model = nn.ParameterDict({"root": nn.Parameter(torch.ones(()))})
+    with attached(model, gs.Scale(10.0), gs.Group()):
+        model["root"].backward()
+    assert _grads(model) == [10.0]
+
+
+@pytest.mark.parametrize(
+    ("inside", "parts"), [((0,), [[1], [0]]), ((1,), [[0], [1]]), ((0, 1), [[1], [0]])]
+)
+def test_p32_a_multi_grad_hook_fires_with_parts_around_a_reentrant_checkpoint(
+    inside: tuple[int, ...], parts: list[list[int]]
+) -> None:
+    model = Checkpointed(reentrant=True, inside=inside, size=2)
+    biases = [layer.bias for layer in model.layers]
+    calls: list[list[int]] = []
+
+    def note(grads: Sequence[Tensor | None]) -> None:
+        calls.append([index for index, grad in enumerate(grads) if grad is not None])
+
+    hook = register_multi_grad_hook(biases, note)
+    model(_x()).backward()
+    hook.remove()
+    assert sorted(calls) == sorted(parts)
+    with attached(model, CLIP, gs.Group("*.bias")) as live:
+        model(_x()).backward()
+    assert set(_calls(live).values()) == {1}
+
+
+def test_p32_a_multi_grad_hook_breaks_autograd_grad() -> None:
+    model = Weighted()
+    hook = register_multi_grad_hook(tuple(model.parameters()), lambda grads: None)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(model(3.0, 4.0, 5.0), (model.a, model.b))
+    hook.remove()
+    with (
+        pytest.warns(gs.SurgeryWarning, match="no gradient ever passed at: a, b, c"),
+        attached(model, gs.Zero(), gs.Group()),
+    ):
+        a, b = torch.autograd.grad(model(3.0, 4.0, 5.0), (model.a, model.b))
+    assert (a.item(), b.item()) == (3.0, 4.0)
+    assert _grads(model) == [None] * 3
+
+
+# Backwards inside backwards
+
+
+class Checkpointed(nn.Module):
+    """Layers, those in `inside` each in a checkpoint of its own."""
+
+    def __init__(self, reentrant: bool, inside: tuple[int, ...] = (1,), size: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(size))
+        self.reentrant = reentrant
+        self.inside = inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            if index in self.inside:
+                saved = checkpoint(layer, x, use_reentrant=self.reentrant)
+                assert isinstance(saved, Tensor)
+                x = saved
+            else:
+                x = layer(x)
+        return x.pow(2).sum()
+
+
+def _x() -> Tensor:
+    return torch.ones(1, 2, requires_grad=True)
+
+
+def _norm(model: nn.Module) -> float:
+    return torch.cat([grad.flatten() for grad in gradients(model).values()]).norm().item()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("inside", [(1,), (0,), (2,), (0, 2), (0, 1, 2)])
+def test_around_checkpoints_it_acts_once_on_all(reentrant: bool, inside: tuple[int, ...]) -> None:
+    plain, model = Checkpointed(reentrant, ()), Checkpointed(reentrant, inside)
+    plain(_x()).backward()
+    with attached(model, gs.ClipGlobalNorm(0.5, eps=0.0), gs.Group()) as live:
+        for _ in range(2):
+            model.zero_grad()
+            model(_x()).backward()
+            assert _norm(model) == pytest.approx(0.5)
+    for name, grad in gradients(plain).items():
+        torch.testing.assert_close(gradients(model)[name], grad * 0.5 / _norm(plain))
+    assert _calls(live) == dict.fromkeys(gradients(plain), 2)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the first forward
+def test_checkpoints_inside_checkpoints_hand_on_to_the_outermost() -> None:
+    model = Checkpointed(reentrant=True, inside=(0, 1, 2))
+    x = _x()
+    with attached(model, CLIP, gs.Group()) as live:
+        loss = checkpoint(lambda x: checkpoint(model, x, use_reentrant=True), x, use_reentrant=True)
+        assert isinstance(loss, Tensor)
+        loss.backward()
+    assert _norm(model) == pytest.approx(1.0)
+    assert set(_calls(live).values()) == {1}
+
+
+def test_a_failure_after_an_inner_backward_is_told_and_nothing_of_it_is_kept() -> None:
+    model = Checkpointed(reentrant=True, inside=(1,))
+    x = _x()
+
+    def fails(grad: Tensor) -> None:
+        raise OSError("gone")
+
+    with (
+        pytest.warns(gs.SurgeryWarning, match=AT_ROOT),
+        attached(model, CLIP, gs.Group()) as live,
+    ):
+        hidden: list[Tensor] = []
+        handle = model.layers[0].register_forward_hook(lambda *args: hidden.append(args[-1]))
+        loss = model(x)
+        hidden.pop().register_hook(fails)
+        handle.remove()
+        with pytest.raises(OSError, match="gone"):
+            loss.backward()
+        del loss
+        assert set(_calls(live).values()) == {0}
+        model.zero_grad()
+        model(x).backward()
+        assert _norm(model) == pytest.approx(1.0)
+    assert set(_calls(live).values()) == {1}
+
+
+def test_a_backward_called_by_a_hook_on_a_leaf_is_told() -> None:
+    model, other = Weighted(), torch.ones(1, requires_grad=True)
+
+    @torch.enable_grad()
+    def more(param: Tensor) -> None:
+        model(3.0, 4.0).backward()
+
+    other.register_post_accumulate_grad_hook(more)
+    with (
+        pytest.warns(gs.SurgeryWarning, match="called by a hook on a leaf, inside another"),
+        attached(model, CLIP, gs.Group("re:[ab]")) as live,
+    ):
+        (other * 2).backward()
+        assert _grads(model)[:2] == [3.0, 4.0]
+        model.zero_grad()
+        model(3.0, 4.0).backward()
+    assert _calls(live) == {"a": 1, "b": 1}
+
+
+# What goes wrong
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise OSError("gone")
+
+
+def _failing(model: Weighted) -> Tensor:
+    """Reaches `a`, and fails on the way to `b`: what was made last runs first."""
+    b = Fails.apply(model.b * 4.0)
+    assert isinstance(b, Tensor)
+    return (b + model.a * 3.0).sum()
+
+
+def test_a_backward_that_fails_is_told_and_the_next_one_is_whole() -> None:
+    model = Weighted()
+    with (
+        pytest.warns(gs.SurgeryWarning, match=AT_ROOT) as caught,
+        attached(model, CLIP, gs.Group("re:[ab]")) as live,
+    ):
+        for _ in range(2):
+            model.zero_grad()
+            with pytest.raises(OSError, match="gone"):
+                _failing(model).backward()
+            assert _grads(model) == [3.0, None, None]
+        model.zero_grad()
+        model(3.0, 4.0).backward()
+        assert _grads(model)[:2] == pytest.approx([0.6, 0.8])
+    assert _calls(live) == {"a": 1, "b": 1}
+    assert len(caught) == 1
+    assert num_hooks(model) == 0
+
+
+def test_a_backward_that_fails_last_is_told_too() -> None:
+    model = Weighted()
+    with (
+        pytest.warns(gs.SurgeryWarning, match=AT_ROOT),
+        attached(model, gs.Scale(2.0), gs.Group("a")),
+    ):
+        model(1.0).backward()
+        with pytest.raises(OSError, match="gone"):
+            _failing(model).backward()
+
+
+def test_an_error_of_the_transform_comes_out_of_backward_with_its_place() -> None:
+    model = Weighted()
+
+    def breaks(grad: Tensor) -> Tensor:
+        raise OSError("gone")
+
+    with pytest.warns(gs.SurgeryWarning, match="plain callable"):
+        surgery = gs.Surgery(gs.Intervention(breaks, gs.Group("a")))
+    with pytest.raises(OSError, match="gone") as caught, surgery.attach(model):
+        model(1.0).backward()
+    assert "while function acted at site 'a', step 0" in caught.value.__notes__
+    assert num_hooks(model) == 0
+
+
+def test_an_exception_in_the_block_leaves_no_hook() -> None:
+    model = small()
+    with pytest.raises(OSError, match="gone"), attached(model, CLIP, gs.Group()):
+        assert num_hooks(model) == 4
+        raise OSError("gone")
+    assert num_hooks(model) == 0
+
+
+def test_an_optimizer_inside_the_backward_that_does_not_wait_is_told() -> None:
+    model = Weighted()
+
+    def step(param: Tensor) -> None:
+        with torch.no_grad():
+            param.sub_(param.grad)
+        param.grad = None
+
+    handles = [param.register_post_accumulate_grad_hook(step) for param in model.parameters()]
+    with (
+        pytest.warns(gs.SurgeryWarning) as caught,
+        attached(model, CLIP, gs.Group("re:[ab]")) as live,
+    ):
+        model(3.0, 4.0).backward()
+    for handle in handles:
+        handle.remove()
+    said = " ".join(str(warning.message) for warning in caught)
+    assert "the .grad of a, b was gone when the backward had ended" in said
+    assert "step" in live.ledger.table()  # as the hook of another
+    assert [param.item() for param in model.parameters()] == [-3.0, -4.0, 0.0]
+
+
+def test_an_optimizer_that_waits_for_the_end_of_the_backward_gets_what_the_group_has_made() -> None:
+    model = Weighted()
+    queued: list[bool] = []
+
+    def step(param: Tensor) -> None:
+        if not queued:
+            queued.append(True)
+            torch.autograd.Variable._execution_engine.queue_callback(optimizer.step)
+
+    optimizer = sgd(model, lr=1.0)
+    with attached(model, CLIP, gs.Group("re:[ab]")):
+        # Registered after those of the group: their callback is queued first.
+        handles = [param.register_post_accumulate_grad_hook(step) for param in model.parameters()]
+        model(3.0, 4.0).backward()
+    for handle in handles:
+        handle.remove()
+    assert [param.item() for param in model.parameters()] == pytest.approx([-0.6, -0.8, 0.0])
+
+
+def test_a_sparse_gradient_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True))
+    with (
+        pytest.raises(TypeError, match=r"site '0\.weight': transforms take dense real gradients"),
+        attached(model, gs.ClipGlobalNorm(1.0), gs.Group()),
+    ):
+        model(torch.tensor([1])).sum().backward()
+
+
+def test_a_transform_that_depends_on_the_size_is_refused_with_a_loss_scale() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    model = small()
+    surgery = gs.Surgery(gs.Intervention(CLIP, gs.Group()))
+    with (
+        pytest.raises(ValueError, match="stage 'backward_end' sees gradients times the loss scale"),
+        surgery.attach(model, scaler=scaler),
+    ):
+        pass
+
+
+# Contexts
+
+
+def test_under_create_graph_the_new_gradients_have_a_graph() -> None:
+    model = nn.ParameterDict({"w": nn.Parameter(torch.tensor([2.0]))})
+    w = model["w"]
+    with attached(model, gs.Scale(10.0), gs.Group()):
+        with pytest.warns(UserWarning, match="create_graph=True will create a reference cycle"):
+            (w**3).backward(create_graph=True)
+        grad = w.grad
+        assert grad is not None
+        # 10 * 3 w^2, and the derivative of that.
+        assert grad.item() == 120.0
+        assert torch.autograd.grad(grad, w)[0].item() == 120.0
+        w.grad = None
+
+
+def test_without_create_graph_the_value_puts_no_graph_on_the_gradient() -> None:
+    model = small()
+    with attached(model, gs.AdaptiveClip(0.01), gs.Group()):
+        backward(model)
+    assert not any(grad.requires_grad for grad in gradients(model).values())
+
+
+def test_threads_act_each_at_the_end_of_their_own_backward() -> None:
+    model = Weighted()
+    barrier = threading.Barrier(2)
+
+    def work(values: tuple[float, ...]) -> None:
+        barrier.wait(timeout=10)
+        model(*values).backward()
+
+    with attached(model, gs.Scale(2.0), gs.Group(), effects_every=0) as live:
+        # They share no parameter: (1, 2) are a's and b's, 3 is c's.
+        hidden = model.c
+        threads = [
+            threading.Thread(target=work, args=((1.0, 2.0),)),
+            threading.Thread(target=lambda: (barrier.wait(timeout=10), (hidden * 3).backward())),
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert _grads(model) == [2.0, 4.0, 6.0]
+    assert _calls(live) == {"a": 1, "b": 1, "c": 1}
+
+
+@pytest.mark.filterwarnings("ignore")  # Dynamo trips over its own warnings when they are errors
+@pytest.mark.parametrize("attach_first", [True, False])
+def test_a_compiled_model_has_its_group(attach_first: bool) -> None:
+    plain, model = small(), small()
+    backward(plain)
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    if not attach_first:
+        backward(compiled)
+        model.zero_grad()
+    with attached(model, gs.ClipGlobalNorm(0.1), gs.Group()):
+        backward(compiled)
+    for name, grad in gradients(model).items():
+        torch.testing.assert_close(grad, gradients(plain)[name])
+
+
+def test_functional_gradients_reach_no_group_and_the_ledger_says_so() -> None:
+    model = small()
+
+    def loss(params: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, params, torch.ones(1, 6)).sum()
+
+    with (
+        pytest.warns(gs.SurgeryWarning, match="no gradient ever passed at: first.weight"),
+        attached(model, gs.Zero(), gs.Group()),
+    ):
+        grads = torch.func.grad(loss)(dict(model.named_parameters()))
+    assert grads["last.bias"].any()
+
+
+def test_a_frozen_parameter_is_no_member_and_the_ledger_says_so() -> None:
+    model = small()
+    model.first.requires_grad_(False)
+    with attached(model, CLIP, gs.Group()) as live:
+        backward(model)
+    assert _norm(model) <= 1.0
+    assert {entry.site: entry.skipped for entry in live.ledger}["first.weight"] == "frozen"
+
+
+def test_groups_combine_and_count() -> None:
+    model = Weighted()
+    at = (gs.Group("a") | gs.Group("b")).expect(2)
+    with attached(model, CLIP, at):
+        model(3.0, 4.0, 100.0).backward()
+    assert _grads(model) == pytest.approx([0.6, 0.8, 100.0])
+    with (
+        pytest.raises(LookupError, match="3 sites were expected, found 2"),
+        attached(model, CLIP, (gs.Group("a") | gs.Group("b")).expect(3)),
+    ):
+        pass
+    assert num_hooks(model) == 0
+
+
+def test_nothing_is_held_after_the_block() -> None:
+    def run(act: Callable[[nn.Module], None]) -> ref[Any]:
+        model = Checkpointed(reentrant=True)
+        with attached(model, CLIP, gs.Group()):
+            act(model)
+        return ref(next(model.parameters()))
+
+    held = [run(lambda model: model(_x()).backward())]
+    gc.collect()
+    assert held[0]() is None
+
+
+def test_a_graph_that_outlives_the_block_passes() -> None:
+    model = Weighted()
+    with pytest.warns(gs.SurgeryWarning), attached(model, gs.Zero(), gs.Group()):
+        loss = model(3.0, 4.0, 5.0)
+    loss.backward()
+    assert _grads(model) == [3.0, 4.0, 5.0]

@@ -1,0 +1,491 @@
+"""ModuleGradients: PyTorch's full backward hooks, and their limits told instead of suffered."""
+
+import gc
+import threading
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import gradsurg as gs
+from gradsurg.fields import FieldError
+from gradsurg.sites._backward_hooks import Notes
+from tests.nets import attached, backward, batch, gradients, num_hooks, sgd, small, train, weights
+
+KINDS = ("full_backward_pre", "full_backward")
+
+
+class Double(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+class Shared(nn.Module):
+    """One module called twice: each gives its input twice the gradient of its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice = Double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.twice(self.twice(x)).sum()
+
+
+def _x(*values: float) -> Tensor:
+    return torch.tensor(values or (1.0,), requires_grad=True)
+
+
+def _grad(x: Tensor) -> list[Any]:
+    assert x.grad is not None
+    return x.grad.tolist()
+
+
+def _calls(live: gs.Live) -> dict[str, int]:
+    return {entry.site: entry.calls for entry in live.ledger}
+
+
+def _tail(kind: str) -> str:
+    return ".input" if kind == "full_backward" else ""
+
+
+def test_the_pre_hook_has_the_gradient_of_the_output_and_the_other_that_of_the_input() -> None:
+    found = {}
+    for kind in KINDS:
+        model, x = nn.Sequential(nn.Linear(1, 1)), _x(3.0)
+        nn.init.constant_(model[0].weight, 2.0)
+        with attached(model, gs.Clip(0.5), gs.ModuleGradients("0", kind=kind)) as live:
+            model(x).sum().backward()
+        found[kind] = _grad(x)[0], gradients(model)["0.weight"].item()
+        assert _calls(live) == {f"0#0{_tail(kind)}": 1}
+    # The output has 1, clipped to 0.5; the input 2, clipped without the weight being told.
+    assert found == {"full_backward_pre": (1.0, 1.5), "full_backward": (0.5, 3.0)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("call", "expected"), [(None, 400.0), (0, 40.0), (1, 40.0)])
+def test_calls_of_a_shared_module_are_told_apart(
+    kind: Any, call: int | None, expected: float
+) -> None:
+    model, x = Shared(), _x()
+    at = gs.ModuleGradients("twice", call=call, kind=kind)
+    with attached(model, gs.Scale(10.0), at) as live:
+        for _ in range(2):
+            x.grad = None
+            model(x).backward()
+    assert _grad(x) == [expected]
+    calls = (0, 1) if call is None else (call,)
+    assert _calls(live) == {f"twice#{number}{_tail(kind)}": 2 for number in calls}
+
+
+def test_call_clips_the_gradient_of_that_call_alone() -> None:
+    found = []
+    for call in (0, 1):
+        model, x = Shared(), _x()
+        at = gs.ModuleGradients("twice", call=call, kind="full_backward")
+        with attached(model, gs.Clip(1.5), at):
+            model(x).backward()
+        found.append(_grad(x))
+    assert found == [[1.5], [1.5 * 2]]
+
+
+def test_two_forwards_before_their_backwards_keep_their_calls() -> None:
+    model, first, second = Shared(), _x(), _x()
+    at = gs.ModuleGradients("twice", call=0)
+    with attached(model, gs.Clip(0.5), at) as live:
+        losses = model(first), model(second)
+        losses[0].backward()
+        losses[1].backward()
+    assert (_grad(first), _grad(second)) == ([1.0], [1.0])
+    assert _calls(live) == {"twice#0": 2}
+
+
+class Several(nn.Module):
+    def forward(self, a: Tensor, b: Tensor, *rest: Any, **words: Any) -> tuple[Any, ...]:
+        return a * 3, b * 5, [value * 7 for value in words.values()], len(rest)
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.several = Several()
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        a, b, c = (tensor * 1 for tensor in tensors)
+        three, five, (seven,), _ = self.several(a, b, None, c=c)
+        return (three + five + seven).sum()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_have_their_place_and_what_is_not_seen_is_told(kind: Any) -> None:
+    model, xs = Around(), [_x(), _x(), _x()]
+    with attached(model, gs.Scale(10.0), gs.ModuleGradients("several", kind=kind)) as live:
+        model(*xs).backward()
+    assert [_grad(x) for x in xs] == [[30.0], [50.0], [7.0]]
+    hidden = "several#0.input.c" if kind == "full_backward" else "several#0.2.0"
+    tail = _tail(kind)
+    assert _calls(live) == {f"several#0{tail}.0": 1, f"several#0{tail}.1": 1, hidden: 0}
+    assert f"{hidden}  (a full backward hook does not see it)" in live.ledger.table()
+
+
+@dataclass
+class Answer:
+    logits: Tensor
+
+
+class Answers(nn.Module):
+    def __init__(self, answer: Any) -> None:
+        super().__init__()
+        self.answer = answer
+        self.inner = nn.Identity()
+        self.inner.forward = lambda x: answer(x * 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        (lambda x: {"a": x}, "a dict"),
+        (Answer, "a Answer"),
+        (lambda x: [x], "a list"),
+        (lambda x: ({"a": x},), "a tuple"),
+    ],
+)
+def test_an_output_that_pytorch_would_pass_over_is_refused(answer: Any, found: str) -> None:
+    model = Answers(answer)
+    with (
+        pytest.raises(RuntimeError) as caught,
+        attached(model, gs.Zero(), gs.ModuleGradients("inner")),
+    ):
+        model(_x())
+    assert str(caught.value) == (
+        "ModuleGradients: site 'inner#0': PyTorch calls a full_backward_pre hook for tensors and "
+        f"tuples of them, and those that need a gradient are inside {found}. Use Outputs."
+    )
+    assert num_hooks(model) == 0
+
+
+def test_inputs_that_pytorch_would_pass_over_are_refused() -> None:
+    class Keyword(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(1, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(input=x)
+
+    model = Keyword()
+    with (
+        pytest.raises(RuntimeError, match=r"'inner#0\.input'.*or given by keyword\. Use Inputs\."),
+        attached(model, gs.Zero(), gs.ModuleGradients("inner", kind="full_backward")),
+    ):
+        model(_x())
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_inputs_that_need_no_gradient_are_told() -> None:
+    model = small()
+    with (
+        pytest.warns(gs.SurgeryWarning, match=r"first#0\.input \(needs no gradient\)"),
+        attached(model, gs.Zero(), gs.ModuleGradients("first", kind="full_backward")),
+    ):
+        backward(model)
+    with attached(model, gs.Zero(), gs.ModuleGradients(types="Linear", kind="full_backward")) as on:
+        backward(model)
+    assert _calls(on) == {"first#0.input": 0, "last#0.input": 1}
+
+
+def test_the_deprecated_hook_is_refused_with_the_reason() -> None:
+    with pytest.raises(FieldError) as caught:
+        gs.ModuleGradients(kind="backward")
+    assert str(caught.value) == (
+        "ModuleGradients.kind: must be full_backward_pre or full_backward: the hook of "
+        "register_backward_hook, which is deprecated, sees the inputs of the last operation inside "
+        "the module as those of the module"
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_module_with_a_deprecated_hook_is_refused(kind: Any) -> None:
+    model = small()
+    model.last.register_backward_hook(lambda module, entering, leaving: None)
+    before = num_hooks(model)
+    with (
+        pytest.raises(ValueError, match=r"module 'last' had hooks of the deprecated"),
+        attached(model, gs.Zero(), gs.ModuleGradients(kind=kind)),
+    ):
+        pass
+    assert num_hooks(model) == before
+
+
+def test_a_module_can_have_a_deprecated_hook_again_after_the_block() -> None:
+    model = small()
+    with attached(model, gs.Identity(), gs.ModuleGradients("last", kind="full_backward")):
+        backward(model)
+    model.last.register_backward_hook(lambda module, entering, leaving: None)
+
+
+class Behind(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act = nn.Linear(1, 1), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.first(x)).sum()
+
+
+def test_a_write_behind_the_module_is_pytorchs_error_with_what_to_do() -> None:
+    model = Behind()
+    with (
+        pytest.raises(RuntimeError, match="BackwardHookFunction.* modified inplace") as caught,
+        attached(model, gs.Zero(), gs.ModuleGradients("first")),
+    ):
+        model(batch()[0][:, :1])
+    (note,) = caught.value.__notes__
+    assert note.endswith("Use Outputs, which hands out the tensor itself.")
+    with attached(model, gs.Zero(), gs.Outputs("first")):
+        model(batch()[0][:, :1]).backward()
+
+
+def test_other_errors_get_no_such_note() -> None:
+    model = small()
+    with (
+        pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught,
+        attached(model, gs.Zero(), gs.ModuleGradients("first")),
+    ):
+        model(torch.ones(1, 2))
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_an_unused_input_gets_zeros_from_pytorch() -> None:
+    class Uses(nn.Module):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return a * 2
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.uses = Uses()
+
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return self.uses(a, b).sum()
+
+    model, a, b = Outer(), _x(), _x()
+    model(a, b).backward()
+    assert b.grad is None
+    with attached(model, gs.Identity(), gs.ModuleGradients("uses", kind="full_backward")):
+        model(a, b).backward()
+    assert _grad(b) == [0.0]
+
+
+def test_asking_for_the_gradient_of_a_weight_alone_does_not_come_by_the_full_hook() -> None:
+    found = []
+    for kind in KINDS:
+        model = small()
+        with attached(model, gs.Identity(), gs.ModuleGradients("first", kind=kind)) as live:
+            x = batch()[0].requires_grad_()
+            torch.autograd.grad(model(x).sum(), model.first.weight)
+            before = sum(_calls(live).values())
+            model(x).sum().backward()
+            found.append((before, sum(_calls(live).values())))
+    assert found == [(1, 2), (0, 1)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_inside_both_checkpoints_a_gradient_passes_once(reentrant: bool, kind: Any) -> None:
+    class Saved(Shared):
+        def forward(self, x: Tensor) -> Tensor:
+            y = checkpoint(self.twice, x, use_reentrant=reentrant)
+            assert isinstance(y, Tensor)
+            return y.pow(2).sum()
+
+    model, x = Saved(), _x(3.0)
+    with attached(model, gs.Scale(10.0), gs.ModuleGradients("twice", kind=kind)) as live:
+        for _ in range(2):
+            x.grad = None
+            model(x).backward()
+            assert _grad(x) == [240.0]
+    assert _calls(live) == {f"twice#0{_tail(kind)}": 2}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_without_gradients_is_left_alone(kind: Any) -> None:
+    model, x = Shared(), _x()
+    with attached(model, gs.Scale(10.0), gs.ModuleGradients("twice", kind=kind)) as live:
+        with torch.no_grad():
+            model(x)
+        model(x).backward()
+    assert _grad(x) == [400.0]
+    assert "needs no gradient" not in live.ledger.table()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_functional_transforms_are_refused(kind: Any) -> None:
+    model = Shared()
+    with (
+        pytest.raises(RuntimeError, match=r"module 'twice' is called inside torch\.func"),
+        attached(model, gs.Zero(), gs.ModuleGradients("twice", kind=kind)),
+    ):
+        torch.func.grad(model)(torch.ones(1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_an_identity_leaves_training_bit_identical(kind: Any) -> None:
+    plain, model = small(), small()
+    train(plain, sgd(plain), 3)
+    optimizer = sgd(model)
+    with attached(model, gs.Identity(), gs.ModuleGradients(kind=kind), optimizer):
+        train(model, optimizer, 3)
+    assert all(torch.equal(a, b) for a, b in zip(weights(plain), weights(model), strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_block_takes_all_its_hooks_off_also_when_it_raises(kind: Any) -> None:
+    model, x = small(), batch()[0].requires_grad_()
+    with (
+        pytest.raises(OSError, match="gone"),
+        attached(model, gs.Zero(), gs.ModuleGradients(kind=kind)),
+    ):
+        model(x).sum().backward()
+        assert num_hooks(model)
+        raise OSError("gone")
+    assert num_hooks(model) == 0
+    assert {module._is_full_backward_hook for module in model.modules()} == {None}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_graph_that_outlives_the_block_passes(kind: Any) -> None:
+    model, x = Shared(), _x()
+    with attached(model, gs.Scale(10.0), gs.ModuleGradients("twice", kind=kind)):
+        model(_x()).backward()
+        loss = model(x)
+    loss.backward()
+    assert _grad(x) == [4.0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_kept_alive(kind: Any) -> None:
+    alive: list[ref[Any]] = []
+    model = small()
+    held = ref(model)
+    with attached(model, gs.Scale(2.0), gs.ModuleGradients(kind=kind), effects_every=0):
+        for _ in range(2):
+            x = batch()[0].requires_grad_()
+            y = model(x)
+            alive += [ref(x), ref(y)]
+            y.sum().backward()
+            del x, y
+        x = batch()[0].requires_grad_()
+        y = model(x)
+        alive += [ref(x), ref(y)]
+        del x, y
+        gc.collect()
+        assert [held() for held in alive] == [None] * len(alive)
+    del model
+    gc.collect()
+    assert held() is None
+
+
+def test_an_exception_in_a_forward_leaves_the_calls_right() -> None:
+    class Breaks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if broken:
+                raise OSError("gone")
+            return x * 2
+
+    model, x, broken = nn.Sequential(nn.Sequential(Double(), Breaks())), _x(), True
+    with attached(model, gs.Scale(10.0), gs.ModuleGradients()) as live:
+        with pytest.raises(OSError, match="gone"):
+            model(x)
+        broken = False
+        model(x).sum().backward()
+    assert _grad(x) == [4000.0]
+    assert _calls(live) == {"0#0": 1, "0.0#0": 1, "0.1#0": 1}
+
+
+def test_selectors_combine() -> None:
+    def sites(at: Any) -> dict[str, int]:
+        model = small()
+        with attached(model, gs.Identity(), at) as live:
+            model(batch()[0].requires_grad_()).sum().backward()
+        return _calls(live)
+
+    module = gs.ModuleGradients
+    assert sites(module("first") | module("last")) == {"first#0": 1, "last#0": 1}
+    assert sites(~module("re:first|last")) == {"act#0": 1}
+    assert sites(module().first(1)) == {"first#0": 1}
+    both = module("act") | module("act", kind="full_backward") | gs.Outputs("act")
+    assert sorted(sites(both)) == ["act#0", "act#0.input"]
+
+
+def test_threads_keep_their_calls_apart() -> None:
+    model, barrier = Shared(), threading.Barrier(2)
+    results: list[list[Any]] = []
+
+    def wait(module: nn.Module, args: object) -> None:
+        barrier.wait(timeout=10)
+
+    def work() -> None:
+        x = _x()
+        model(x).backward()
+        results.append(_grad(x))
+
+    # Both threads have read the table of backward hooks before one of them takes its ticket.
+    handle = model.twice.register_forward_pre_hook(wait)
+    at = gs.ModuleGradients("twice", call=1)
+    with attached(model, gs.Scale(10.0), at, effects_every=0) as live:
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    handle.remove()
+    assert results == [[40.0], [40.0]]
+    assert list(_calls(live)) == ["twice#1"]
+
+
+def test_a_backward_in_a_third_thread_that_cannot_tell_two_calls_apart_is_refused() -> None:
+    notes, module, barrier = Notes(), Double(), threading.Barrier(2)
+
+    def work() -> None:
+        notes.write(module, [lambda grad: None if grad is None else grad * 2])
+        barrier.wait(timeout=10)  # two threads at a time have two numbers
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with pytest.raises(RuntimeError, match="several threads have called a Double at a time"):
+        notes.hook()(module, (torch.ones(1),))
+    assert notes.hook()(Double(), (torch.ones(1),)) is None
+
+
+def test_it_acts_on_scaled_losses_in_autocast() -> None:
+    model = small()
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    before = weights(model)
+    with attached(model, gs.Zero(), gs.ModuleGradients("last")):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = functional.cross_entropy(model(batch()[0].requires_grad_()), batch()[1])
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert not any(grad.any() for grad in gradients(model).values())
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
+
+
+def test_a_pattern_that_matches_nothing_lists_what_there_is() -> None:
+    with (
+        pytest.raises(LookupError, match="ModuleGradients: nothing matches 'frist'"),
+        attached(small(), gs.Zero(), gs.ModuleGradients("frist")),
+    ):
+        pass

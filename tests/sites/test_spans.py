@@ -1,0 +1,172 @@
+"""The resolver: which calls it follows, which nodes it tells, and what it asks of torch."""
+
+from contextlib import ExitStack
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import graph
+from torch.nn import functional
+
+import gradsurg as gs
+from gradsurg.sites import _spans
+from gradsurg.sites._modules import names_of
+from gradsurg.sites._resolver import Graph, around, resolver
+from gradsurg.sites._spans import Spans, plain
+from tests.nets import attached, num_hooks, small
+
+
+class Functional(nn.Module):
+    """ReLUs without modules, in two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _Inner()
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(functional.relu(self.inner(x) - 0.1)).sum()
+
+
+class _Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.relu(self.linear(x))
+
+
+def _ids(made: Graph) -> list[str]:
+    return [f"{node.call.id}/{plain(node.name)}[{node.occurrence}]" for node in made.nodes()]
+
+
+def test_every_node_is_told_with_its_innermost_module() -> None:
+    taken: list[Graph] = []
+    model = Functional()
+    with ExitStack() as stack:
+        resolver().follow(model, list(model.modules()), taken.append, stack)
+        x = torch.ones(2, 3, requires_grad=True) * 2
+        model(x)
+        model.inner(x)
+    whole, part = taken
+    assert (whole.whole, part.whole) == (True, False)
+    assert _ids(whole) == [
+        "inner.linear#0/TBackward[0]",
+        "inner.linear#0/AddmmBackward[0]",
+        "inner#0/ReluBackward[0]",
+        "root#0/SubBackward[0]",
+        "root#0/ReluBackward[0]",
+        "out#0/TBackward[0]",
+        "out#0/AddmmBackward[0]",
+        "root#0/SumBackward[0]",
+    ]
+    assert _ids(part) == _ids(whole)[:3]
+    assert num_hooks(model) == 0
+
+
+def test_a_call_is_the_same_object_at_every_step() -> None:
+    taken: list[Graph] = []
+    model = small()
+    with ExitStack() as stack:
+        resolver().follow(model, list(model.modules()), taken.append, stack)
+        for _ in range(2):
+            model(torch.ones(1, 6))
+    one, two = ([made.call for made in own.nodes()] for own in taken)
+    assert all(a is b for a, b in zip(one, two, strict=True))
+
+
+def test_a_forward_without_gradients_is_not_told() -> None:
+    taken: list[Graph] = []
+    model = small()
+    with ExitStack() as stack, torch.no_grad():
+        resolver().follow(model, list(model.modules()), taken.append, stack)
+        model(torch.ones(1, 6))
+    assert not taken
+
+
+def test_nodes_before_the_first_call_of_interest_are_passed_over() -> None:
+    taken: list[Graph] = []
+    model = small()
+    with ExitStack() as stack:
+        resolver().follow(model, list(model.modules()), taken.append, stack, since=[model.act])
+        model(torch.ones(1, 6))
+    assert _ids(taken[0]) == [
+        "act#0/ReluBackward[0]",
+        "last#0/TBackward[0]",
+        "last#0/AddmmBackward[0]",
+    ]
+
+
+def test_all_overloads_of_a_name_are_told_where_one_is_wanted() -> None:
+    class Muls(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.ops.aten.mul.Scalar(x * x, 3.0).sum()
+
+    taken: list[Graph] = []
+    model = Muls()
+    with ExitStack() as stack:
+        resolver().follow(model, [model], taken.append, stack)
+        model(torch.ones(1, requires_grad=True))
+    told = [(made.name, made.occurrence) for made in taken[0].nodes("MulBackward1".__eq__)]
+    assert told == [("MulBackward0", 0), ("MulBackward1", 1)]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "inside", "followed"),
+    [
+        ("inner", True, ["root", "inner", "inner.linear"]),
+        ("inner", False, ["root", "inner"]),
+        ("inner.linear", True, ["root", "inner", "inner.linear"]),
+        ("out", True, ["root", "out"]),
+        ("root", True, ["root", "inner", "inner.linear", "out"]),
+        ("root", False, ["root"]),
+    ],
+)
+def test_only_modules_that_can_matter_are_followed(chosen, inside, followed) -> None:
+    model = Functional()
+    names = names_of(model)
+    (module,) = (module for module, (name,) in names.items() if name == chosen)
+    found = around(names, [module], inside)
+    assert [names[module][0] for module in found] == followed
+
+
+def test_only_modules_that_can_matter_get_hooks_and_none_if_no_node_is_asked_for() -> None:
+    model = Functional()
+    with attached(model, gs.Identity(), gs.Nodes("Addmm", module="out")):
+        assert not model.inner._forward_hooks
+        assert not model.inner.linear._forward_pre_hooks
+        assert model.out._forward_hooks
+        model(torch.ones(2, 3)).backward()
+    with attached(model, gs.Identity()):
+        assert not any(module._forward_hooks for module in model.modules())
+        model(torch.ones(2, 3)).backward()
+
+
+def test_a_name_loses_its_overload_and_its_namespace() -> None:
+    assert plain("MulBackward0") == plain("MulBackward12") == "MulBackward"
+    assert plain("torch::autograd::CopySlices") == "CopySlices"
+    assert plain("HalveBackward") == "HalveBackward"
+    assert plain("GeluBackwardBackward0") == "GeluBackwardBackward"
+    assert plain("SoftmaxBackwardDataBackward0") == "SoftmaxBackwardDataBackward"
+    assert plain("SumBackwardAutogradNestedTensor0") == "SumBackward"
+    assert plain("TBackward0_copy") == "TBackward"
+
+
+def test_a_resolver_is_chosen_by_what_torch_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(resolver(), Spans)
+
+    class Needy(Spans):
+        needs: ClassVar[str] = "not_in_any_torch"
+
+    monkeypatch.setattr(_spans, "Spans", Needy)
+    with pytest.raises(StopIteration):
+        resolver()
+    monkeypatch.setattr(graph, "not_in_any_torch", None, raising=False)
+    assert isinstance(resolver(), Needy)
+
+
+def test_this_torch_tells_no_nodes_as_they_are_made() -> None:
+    """Once it does, a resolver that asks for it can go before the spans."""
+    assert not hasattr(graph, "node_creation_hook")

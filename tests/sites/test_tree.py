@@ -1,0 +1,596 @@
+"""The tree: what it prints, what it marks, and that it leaves nothing behind."""
+
+import gc
+import random
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any
+from weakref import ref
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import gradsurg as gs
+from gradsurg.sites import tree
+from gradsurg.sites.base import Place, Selector
+from tests.nets import attached, backward, noisy, num_hooks, small, weights
+
+X = torch.linspace(-1, 1, 48).view(8, 6)
+
+
+class Many(nn.Module):
+    """A module called twice, one under no_grad, one frozen, one tied, one in a checkpoint, one that
+    is never called, operations of the model's own, keyword inputs and a dict of outputs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(7, 4)
+        self.shared = nn.Linear(4, 4)
+        self.teacher = nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.tied = nn.Linear(4, 7, bias=False)
+        self.tied.weight = self.words.weight
+        self.scale = nn.Parameter(torch.ones(4))
+        self.spares = nn.ModuleList([nn.Linear(4, 2)])
+
+    def forward(self, ids: Tensor, *, gain: float) -> dict[str, Any]:
+        h = self.shared(functional.gelu(self.shared(self.words(ids)))) * self.scale * gain
+        with torch.no_grad():
+            target = self.teacher(h)
+        h = checkpoint(self.body, self.frozen(h), use_reentrant=False)
+        return {"logits": self.tied(h), "hidden": [h, target], "top": ids.max()}
+
+
+MANY = {"ids": torch.arange(6).view(2, 3), "gain": 2.0}
+
+
+class Block(nn.Module):
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(before, after, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(after)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(after, after, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(after)
+        self.downsample = nn.Sequential()
+        if stride > 1:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        return self.relu(y + self.downsample(x))
+
+
+def _resnet18(width: int = 4) -> nn.Sequential:
+    widths = [width, width, 2 * width, 4 * width, 8 * width]
+    model = nn.Sequential(nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width))
+    model.append(nn.ReLU(inplace=True)).append(nn.MaxPool2d(3, 2, 1))
+    for number, (before, after) in enumerate(pairwise(widths)):
+        first = Block(before, after, 2 if number else 1)
+        model.add_module(f"layer{number + 1}", nn.Sequential(first, Block(after, after, 1)))
+    model.add_module("pool", nn.AdaptiveAvgPool2d(1))
+    model.add_module("flat", nn.Flatten())
+    model.add_module("fc", nn.Linear(8 * width, 10))
+    return model
+
+
+def _sites(model: nn.Module, example: object, at: Selector) -> list[str]:
+    return sorted(tree(model, example, at).sites)
+
+
+# What it prints
+
+
+def test_the_tree_of_a_small_model() -> None:
+    assert str(tree(small(), X)) == (
+        "  module#call  class       output  params  nodes\n"
+        "  root#0       Sequential  8x3\n"
+        "    first#0    Linear      8x5         35  T, Addmm\n"
+        "    act#0      ReLU        8x5             Relu\n"
+        "    last#0     Linear      8x3         18  T, Addmm\n"
+        "\n"
+        "4 calls, 53 parameters, 5 nodes"
+    )
+
+
+def test_the_margin_says_what_is_selected_and_parameters_stand_under_their_module() -> None:
+    model = small()
+    model.last.bias.requires_grad_(False)
+    at = gs.Parameters("last.*") | gs.Outputs("act") | gs.Nodes("matmul", module="first")
+    seen = tree(model, X, at)
+    assert str(seen) == (
+        "  module#call  class       output  params  nodes\n"
+        "  root#0       Sequential  8x3\n"
+        "    first#0    Linear      8x5         35  T, Addmm\n"
+        "*     first#0/AddmmBackward[0]  8x5\n"
+        "*   act#0      ReLU        8x5             Relu\n"
+        "    last#0     Linear      8x3         18  T, Addmm\n"
+        "*     last.weight          3x5\n"
+        "-     last.bias: frozen\n"
+        "\n"
+        "4 calls, 53 parameters, 5 nodes\n"
+        "3 sites selected (*), 1 left out (-)"
+    )
+    assert repr(seen) == str(seen)
+    assert seen.sites == ("first#0/AddmmBackward[0]", "act#0", "last.weight")
+
+
+def test_calls_stand_in_their_order_and_a_shared_module_has_a_row_for_each() -> None:
+    rows = tree(Many(), MANY).rows
+    order = "root words shared shared teacher frozen body body.0 body.1 tied spares.0"
+    assert [row.name for row in rows] == order.split()
+    assert [row.call for row in rows] == [0, 0, 0, 1, 0, 0, 0, 0, 0, 0, None]
+    assert [row.depth for row in rows] == [0, 1, 1, 1, 1, 1, 1, 2, 2, 1, 0]
+    assert [row.num_params for row in rows] == [4, 28, 20, 20, 20, 20, 0, 20, 0, 28, 10]
+    assert [row.label for row in rows if row.again] == ["shared#1"]
+    assert [row.label for row in rows if row.no_grad] == ["teacher#0"]
+    nodes = {row.label: dict(row.nodes) for row in rows}
+    assert nodes["root#0"] == {"Gelu": 1, "Mul": 2}
+    assert nodes["shared#1"] == {"View": 2, "T": 1, "Addmm": 1}
+    assert nodes["body.1#0"] == {"Relu": 1}
+    assert nodes["teacher#0"] == nodes["spares.0"] == {}
+
+
+def test_outputs_are_told_by_their_keys_and_long_cells_are_cut_with_what_is_left_out() -> None:
+    text = str(tree(Many(), MANY))
+    assert "  logits 2x3x7, hidden.0 2x3x4, +2 more  " in text
+    assert "    shared#1    Linear      2x3x4                                    (20)  View" in text
+    assert "\n  never called:\n  spares.0      Linear " in text
+    shapes = dict(tree(Many(), MANY).rows[0].outputs)
+    assert list(shapes) == [".logits", ".hidden.0", ".hidden.1", ".top"]
+    assert str(shapes[".top"]) == "()"
+
+
+def test_marks_say_what_is_left_out_why_and_what_is_another_site_too() -> None:
+    marks = tree(Many(), MANY, gs.Outputs() | gs.Parameters()).marks
+    out = {mark.site: mark.left_out for mark in marks if mark.left_out}
+    assert out == {
+        "teacher#0": "needs no gradient",
+        "frozen.weight": "frozen",
+        "frozen.bias": "frozen",
+        "spares.0#0": "not met",
+        "spares#0": "not met",
+    }
+    # A list of modules is never called, so it has no row.
+    text = str(tree(Many(), MANY, gs.Outputs()))
+    assert "\n  elsewhere:\n-   spares#0: not met\n\n10 calls" in text
+    same = {mark.site: mark.is_also for mark in marks if mark.is_also}
+    assert same == {"body#0": "body.1#0", "tied.weight": "words.weight"}
+    spare = tree(Many(), MANY, gs.Parameters()).rows[-1]
+    assert [mark.site for mark in spare.marks] == ["spares.0.weight", "spares.0.bias"]
+
+
+def test_long_names_leave_out_what_their_caller_says() -> None:
+    deep = nn.Sequential()
+    deep.add_module("encoder_of_the_first_kind", nn.Sequential())
+    deep[0].add_module("self_attention_block", nn.Sequential(nn.Linear(6, 3)))
+    lines = str(tree(deep, X, gs.Outputs(types="Linear"))).splitlines()
+    assert [line[:54].rstrip() for line in lines[1:6]] == [
+        "  root#0                         Sequential  8x3",
+        "    encoder_of_the_first_kind#0  Sequential  8x3",
+        "      .self_attention_block#0    Sequential  8x3",
+        "        .0#0                     Linear      8x3",
+        "*         encoder_of_the_first_kind.self_attention_blo",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "example"),
+    [
+        (_resnet18(), torch.ones(2, 3, 32, 32)),
+        (
+            nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2),
+            torch.ones(2, 5, 16),
+        ),
+        (nn.LSTM(4, 6, num_layers=2), torch.ones(5, 2, 4)),
+    ],
+    ids=["resnet18", "transformer", "lstm"],
+)
+def test_a_table_of_a_real_model_is_aligned_and_fits_into_120_columns(
+    model: nn.Module, example: Tensor
+) -> None:
+    seen = tree(model, example, gs.Outputs() | gs.Parameters() | gs.Nodes("*"))
+    lines = str(seen).splitlines()
+    assert max(map(len, lines)) <= 120
+    start = lines[0].index("class")
+    rows = [line for line in lines[1 : lines.index("")] if line[:1] in " *" and "#" in line[:start]]
+    called = [row for row in seen.rows if row.call is not None]
+    assert len(rows) >= len(called)
+    assert all(any(line[start:].startswith(row.kind) for line in rows) for row in called)
+    assert sum(row.num_params for row in seen.rows if not row.again) == seen.num_params
+
+
+# What it marks: the same as an attachment hooks
+
+IMAGES = torch.linspace(-1, 1, 48).view(8, 2, 3)
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        gs.Parameters("*.weight"),
+        gs.Parameters(stage="step"),
+        gs.Outputs(),
+        gs.Outputs(types=["ReLU", "Linear"][0]),
+        gs.Outputs().first(2),
+        gs.Outputs() & ~gs.Outputs("act"),
+        gs.Nodes("*"),
+        gs.Nodes("norm"),
+        gs.Nodes("*", side="leave"),
+        gs.Nodes("matmul") | gs.Parameters("last.*") | gs.Outputs("act"),
+        gs.Outputs().where(lambda place: isinstance(place.thing, nn.BatchNorm1d)),
+        gs.Inputs("act"),
+        gs.Values("act"),
+        gs.Weights("*.bias"),
+        gs.SavedTensors("last"),
+    ],
+    ids=repr,
+)
+def test_it_marks_what_an_attachment_hooks(at: Selector) -> None:
+    seen = _sites(noisy(), IMAGES, at)
+    model = noisy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attached(model, gs.Identity(), at, optimizer) as live:
+        backward(model)
+        optimizer.step()
+    fired = sorted(entry.site for entry in live.ledger if entry.calls)
+    assert seen == fired
+    assert seen
+
+
+class Parts(nn.Module):
+    """Of the three outputs of its Split node the first and the last are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, _, last = self.linear(x).split(2, dim=1)
+        return first * last
+
+
+def test_of_a_node_with_several_outputs_those_are_sites_that_get_a_gradient() -> None:
+    at = gs.Nodes("Split")
+    seen = tree(Parts(), X, at)
+    assert seen.sites == ("root#0/SplitBackward[0].0", "root#0/SplitBackward[0].2")
+    assert [str(mark.like) for mark in seen.marks] == ["8x2", "8x2"]
+    model = Parts()
+    with attached(model, gs.Identity(), at) as live:
+        model(X).sum().backward()
+    assert tuple(entry.site for entry in live.ledger) == seen.sites
+
+
+def test_an_output_of_such_a_node_that_the_model_returns_gets_a_gradient() -> None:
+    class Middle(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.split(2, dim=1)[1]
+
+    seen = tree(Middle(), X.clone().requires_grad_(), gs.Nodes("Split"))
+    assert seen.sites == ("root#0/SplitBackward[0].1",)
+
+
+def test_what_a_model_catches_of_a_module_does_not_hide_what_comes_after() -> None:
+    class Tries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wrong, self.right = nn.Sequential(nn.Linear(5, 2)), nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return self.wrong(x)
+            except RuntimeError:
+                return self.right(x)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tries, self.last = Tries(), nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.tries(x))
+
+    rows = tree(Outer(), X).rows
+    named = {row.name: row for row in rows}
+    assert [named[name].depth for name in ("tries", "tries.wrong", "last")] == [1, 2, 1]
+    assert named["tries"].outputs == named["tries.right"].outputs == named["last"].outputs
+    assert named["tries.wrong"].outputs == ()
+
+
+def test_a_wrong_number_of_sites_is_told_in_the_tree() -> None:
+    assert "3 sites selected (*) where 12 are expected" in str(
+        tree(small(), X, gs.Outputs().expect(12))
+    )
+    assert "expected" not in str(tree(small(), X, gs.Outputs().expect(3)))
+
+
+@pytest.mark.parametrize(
+    ("at", "message"),
+    [
+        (gs.Outputs("frst"), r"nothing matches 'frst'. There are: first, act, last. Did you mean"),
+        (gs.Parameters("x"), r"nothing matches 'x'. There are: first.weight, first.bias, last"),
+        (gs.Nodes("Rlu"), r"no node is selected by 'Rlu'.*There are: Addmm, Relu, T"),
+        (gs.Outputs("first", call=5), r"nothing that was called .*call=5.*There are: root#0, fir"),
+        (gs.Outputs("act") & gs.Outputs("last"), r"nothing is selected by"),
+    ],
+    ids=repr,
+)
+def test_an_empty_selection_is_refused_with_what_there_is(at: Selector, message: str) -> None:
+    model = small()
+    with pytest.raises(LookupError, match=message):
+        tree(model, X, at)
+    assert num_hooks(model) == 0
+
+
+def test_predicates_see_the_modules_of_the_model_itself() -> None:
+    model = small()
+    seen: list[object] = []
+
+    def remembers(place: Place) -> bool:
+        seen.append(place.thing)
+        return True
+
+    tree(model, X, gs.Outputs("act").where(remembers))
+    assert seen == [model.act]
+
+
+# What it takes
+
+
+class Two(nn.Module):
+    def forward(self, x: Tensor, y: Tensor, *, z: float = 1.0) -> Tensor:
+        return x * z - y
+
+
+@pytest.mark.parametrize(
+    ("model", "example"),
+    [
+        (nn.Linear(6, 2), X),
+        (Two(), (X, X)),
+        (Two(), {"x": X, "y": X, "z": 2.0}),
+        (nn.GRU(6, 2), nn.utils.rnn.pack_sequence([X, X[:3]])),
+    ],
+    ids=["tensor", "tuple", "keywords", "named_tuple"],
+)
+def test_an_example_is_a_value_or_a_tuple_of_several_or_a_dict_of_keywords(
+    model: nn.Module, example: object
+) -> None:
+    assert [row.label for row in tree(model, example).rows] == ["root#0"]
+
+
+def test_it_needs_no_gradients_to_be_on() -> None:
+    model = small()
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            assert _sites(model, X, gs.Nodes("Relu")) == ["act#0/ReluBackward[0]"]
+
+
+def test_a_compiled_model_is_shown_as_the_eager_one() -> None:
+    model, plain = small(), str(tree(small(), X, gs.Outputs()))
+    model.act.compile(backend="eager")
+    compiled = model.act._compiled_call_impl
+    assert str(tree(model, X, gs.Outputs())) == plain
+    assert model.act._compiled_call_impl is compiled is not None
+    whole = torch.compile(small(), backend="eager")
+    assert str(tree(whole, X, gs.Outputs())) == plain
+    part = nn.Sequential(torch.compile(nn.Linear(6, 2), backend="eager"), nn.ReLU())
+    assert dict(tree(part, X).rows[2].nodes) == {"T": 1, "Addmm": 1}
+
+
+def test_what_returns_no_tensor_is_shown_with_a_note_that_its_nodes_are_not() -> None:
+    class Answer:
+        def __init__(self, value: Tensor) -> None:
+            self.value = value
+
+    class Answers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Answer:
+            return Answer(self.linear(x))
+
+    text = str(tree(Answers(), X))
+    assert "Answers  Answer" in text
+    assert text.endswith("note: no autograd node can be told: none leads to Answer")
+
+
+def test_a_reentrant_checkpoint_is_noted() -> None:
+    class Saves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = small()
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.inner, x, use_reentrant=True)
+
+    seen = tree(Saves(), X.clone().requires_grad_(), gs.Nodes("Relu"))
+    assert seen.notes == (
+        "a reentrant checkpoint makes its nodes in the backward: not all are here",
+    )
+    assert seen.sites == ()
+
+
+def test_a_lazy_module_is_refused_for_it_could_not_be_left_as_it_was() -> None:
+    model = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(ValueError, match=r"lazy module.*Not made yet: 0.weight, 0.bias"):
+        tree(model, X)
+    assert isinstance(model[0], nn.LazyLinear)
+
+
+def test_it_is_refused_inside_a_backward() -> None:
+    model = small()
+    x = X.clone().requires_grad_()
+    y = model(x)
+    y.register_hook(lambda grad: print(tree(model, X)))
+    with pytest.raises(RuntimeError, match="not inside a backward"):
+        y.sum().backward()
+
+
+# It leaves nothing behind
+
+
+class Restless(nn.Module):
+    """All that a forward may change."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.drop = nn.Dropout(0.5)
+        self.linear = nn.Linear(6, 2)
+        self.other = nn.Linear(6, 2).requires_grad_(False)
+        self.relu = nn.ReLU(inplace=True)
+        self.noise = torch.Generator().manual_seed(3)
+        self.plain = torch.zeros(2)
+        self.count, self.seen, self.cache = 0, [], {"x": 1}
+        self.fails = fails
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.seen.append(x)
+        self.cache["y"] = x
+        self.plain.add_(1)
+        self.made = x
+        self.linear.bias.requires_grad_(False)
+        x.mul_(random.random() + np.random.rand() + torch.rand((), generator=self.noise))
+        y = self.linear(self.drop(self.norm(self.relu(x))))
+        self.linear.weight.sum().backward()
+        self.train(not self.training)
+        if self.fails:
+            raise ValueError("broken")
+        return y + self.other(x)
+
+
+def _trace(model: nn.Module) -> dict[str, Any]:
+    """All that could show that a forward has been: values, and the objects they are in."""
+    return {
+        "tensors": [
+            (id(t), t._version, t.tolist()) for t in model.state_dict(keep_vars=True).values()
+        ],
+        "grads": [
+            (id(p.grad), None if p.grad is None else p.grad.tolist(), p.requires_grad)
+            for p in model.parameters()
+        ],
+        "modes": [module.training for module in model.modules()],
+        "hooks": num_hooks(model),
+        "attributes": [sorted(vars(module)) for module in model.modules()],
+        "random": [torch.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state())],
+    }
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize(
+    "at",
+    [
+        None,
+        gs.Outputs() | gs.Parameters(),
+        gs.Nodes("*"),
+        gs.Weights(),
+        gs.Parameters(stage="settled"),
+    ],
+    ids=repr,
+)
+def test_a_forward_leaves_no_trace(at: Selector | None, fails: bool, training: bool) -> None:
+    model = Restless(fails=fails).train(training)
+    model.linear.weight.grad = torch.ones(2, 6)
+    x = X.clone()
+    before, noise = _trace(model), model.noise.get_state()
+    with pytest.raises(ValueError, match="broken") if fails else nullcontext():
+        tree(model, x, at)
+    assert _trace(model) == before
+    assert torch.equal(x, X)
+    assert torch.equal(model.noise.get_state(), noise)
+    assert (model.count, model.seen, model.cache, model.plain.tolist()) == (0, [], {"x": 1}, [0, 0])
+
+
+def test_the_trace_would_show_a_forward() -> None:
+    model = Restless()
+    before = _trace(model)
+    model(X.clone())
+    after = _trace(model)
+    unequal = {key for key in before if before[key] != after[key]}
+    assert unequal == {"tensors", "grads", "modes", "attributes", "random"}
+
+
+def test_an_error_of_the_forward_says_in_which_module_it_was() -> None:
+    model = small()
+    with pytest.raises(RuntimeError, match="shapes") as caught:
+        tree(model, X[:, :3])
+    assert caught.value.__notes__ == ["in first#0, called with the example input"]
+
+
+def test_training_goes_on_as_if_there_had_been_no_tree() -> None:
+    with_tree, without = noisy(), noisy()
+    torch.manual_seed(1)
+    backward(without)
+    torch.manual_seed(1)
+    tree(with_tree, IMAGES, gs.Outputs() | gs.Nodes("*"))
+    backward(with_tree)
+    for mine, theirs in zip(weights(with_tree), weights(without), strict=True):
+        assert torch.equal(mine, theirs)
+    for mine, theirs in zip(with_tree.parameters(), without.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_nothing_of_the_model_or_of_the_forward_is_kept() -> None:
+    model, x = noisy(), IMAGES.clone()
+    outputs: list[ref[Tensor]] = []
+    handle = model.register_forward_hook(lambda *given: outputs.append(ref(given[2])))
+    seen = tree(model, x, gs.Outputs() | gs.Nodes("*"))
+    handle.remove()
+    gc.collect()
+    assert [output() for output in outputs] == [None, None]
+    gone = ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert seen.sites
+
+
+def test_casts_that_autocast_keeps_are_not_those_of_the_tree() -> None:
+    model = small()
+    with torch.autocast("cpu", torch.bfloat16):
+        first = str(tree(model, X))
+        assert torch.is_autocast_cache_enabled()
+        # A cast that was kept would have been made before the second one.
+        assert str(tree(model, X)) == first
+    assert "ToCopy" in first
+
+
+def test_a_parameter_that_the_forward_writes_to_is_told() -> None:
+    class Writes(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.bias.clamp_(max=0.0)
+            return super().forward(input)
+
+    notes = tree(nn.Sequential(Writes(6, 2)), X).notes
+    assert notes == ("the forward has written to parameters, and they stay so: 0.bias",)
+
+
+def test_an_open_surgery_does_not_see_it() -> None:
+    model = small()
+    calls: list[int] = []
+    with attached(model, gs.Scale(2.0), gs.Values("act")) as live:
+        before, plain = num_hooks(model), model(X)
+        model.register_forward_hook(lambda *_: calls.append(1))
+        counted = [(entry.site, entry.calls) for entry in live.ledger]
+        shown = tree(model, X, gs.Values())
+        assert [(entry.site, entry.calls) for entry in live.ledger] == counted
+        assert num_hooks(model) == before + 1
+        assert torch.equal(model(X), plain)
+        model.zero_grad()
+        model(X).sum().backward()
+    assert shown.sites == ("first#0", "act#0", "last#0")
+    assert calls == [1, 1, 1, 1]

@@ -1,0 +1,431 @@
+"""Uses: the gradient of each use of a tensor, which no hook on the tensor itself ever sees."""
+
+import gc
+from collections.abc import Callable
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import gradsurg as gs
+from gradsurg.ledger import SurgeryWarning
+from gradsurg.sites.base import Selector
+from gradsurg.transforms.base import as_transform
+from tests.nets import attached, backward, gradients, num_hooks, small
+
+
+def _x(*values: float) -> Tensor:
+    return torch.tensor(values or (1.0,), requires_grad=True)
+
+
+def _calls(live: gs.Live) -> dict[str, int]:
+    return {entry.site: entry.calls for entry in live.ledger if not entry.skipped}
+
+
+def _skipped(live: gs.Live) -> dict[str, str]:
+    return {entry.site: entry.skipped for entry in live.ledger if entry.skipped}
+
+
+def _changed(make: Callable[[], nn.Module], at: Selector, factor: float = 10.0) -> list[float]:
+    """What the gradient of the input is once the uses are scaled."""
+    model, x = make(), _x()
+    with attached(model, gs.Scale(factor), at):
+        model(x).backward()
+    assert x.grad is not None
+    return x.grad.tolist()
+
+
+class Once(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1
+
+
+class Reused(nn.Module):
+    """x 2 + x 3 + x 5 of what a module has returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Once()
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.kept = self.part(x)
+        return (y * 2 + y * 3 + y * 5).sum()
+
+
+def test_each_use_is_seen_by_itself_where_a_tensor_hook_sees_their_sum_once() -> None:
+    model, seen, summed = Reused(), [], []
+
+    def look(grad: Tensor) -> Tensor:
+        seen.append(grad.item())
+        return grad
+
+    def hook(module: nn.Module, args: object, output: Tensor) -> None:
+        output.register_hook(lambda grad: summed.append(grad.item()))
+
+    handle = model.part.register_forward_hook(hook)
+    with (
+        pytest.warns(SurgeryWarning, match="plain callable"),
+        attached(model, as_transform(look), gs.Uses("part")) as live,
+    ):
+        model(_x()).backward()
+    handle.remove()
+    assert sorted(seen) == [2.0, 3.0, 5.0]
+    assert summed == [10.0]
+    assert _calls(live) == {f"part#0/use[{use}]": 1 for use in range(3)}
+
+
+@pytest.mark.parametrize(("use", "expected"), [(0, 28.0), (1, 37.0), (2, 55.0)])
+def test_use_picks_one_in_the_order_in_which_consumers_were_made(use, expected) -> None:
+    assert _changed(Reused, gs.Uses("part", use=use)) == [expected]
+
+
+def test_uses_combine_with_one_another_by_place() -> None:
+    both = gs.Uses("part", use=0) | gs.Uses("part", use=2)
+    assert _changed(Reused, both) == [73.0]
+    assert _changed(Reused, gs.Uses("part") & ~gs.Uses("part", use=1)) == [73.0]
+    assert _changed(Reused, gs.Uses("part").first(2)) == [55.0]
+    assert _changed(Reused, gs.Uses("part").where(lambda place: place.occurrence == 1)) == [37.0]
+    assert _changed(Reused, gs.Uses("part").expect(3)) == [100.0]
+    with pytest.raises(LookupError, match="4 sites were expected, found 3"):
+        _changed(Reused, gs.Uses("part").expect(4))
+
+
+def test_a_tensor_used_once_is_a_site_too_and_the_last_output_has_no_use_in_the_model() -> None:
+    model = small()
+    with attached(model, gs.Identity(), gs.Uses("*")) as live:
+        backward(model)
+    names = ["first#0", "act#0", "first.weight", "first.bias", "last.weight", "last.bias"]
+    assert set(_calls(live)) == {f"{name}/use[0]" for name in names}
+    assert _skipped(live) == {"last#0/use[0]": "no use of it inside the model's call"}
+
+
+def test_a_use_equals_a_hook_on_an_alias_for_that_use() -> None:
+    one, two = small(), small()
+    x = torch.randn(4, 6)
+    first = one.first(x)
+    alias = first.view_as(first)
+    alias.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    one.last(one.act(alias)).square().sum().backward()
+    with attached(two, gs.Clip(0.01), gs.Uses("first")):
+        two(x).square().sum().backward()
+    torch.testing.assert_close(gradients(two), gradients(one), rtol=0, atol=0)
+
+
+class Tied(nn.Module):
+    """One weight, read by an embedding and by the output, as in language models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embed(tokens)).square().sum()
+
+
+def test_the_uses_of_a_tied_weight_are_told_apart_under_all_its_names() -> None:
+    plain, parts = Tied(), []
+    plain(torch.tensor([0, 1])).backward()
+    for use in range(2):
+        model = Tied()
+        with attached(model, gs.Zero(), gs.Uses("head.weight", use=use)) as live:
+            model(torch.tensor([0, 1])).backward()
+        assert model.embed.weight.grad is not None
+        parts.append(model.embed.weight.grad)
+        (entry,) = live.ledger
+        assert entry.site == f"embed.weight/use[{use}]"
+        assert entry.aliases == [f"head.weight/use[{use}]"]
+    assert plain.embed.weight.grad is not None
+    torch.testing.assert_close(parts[0] + parts[1], plain.embed.weight.grad)
+    # Without the embedding's use, only the output's is left, and that reaches every row.
+    assert parts[0].any(dim=1).all()
+    assert parts[1].any(dim=1).tolist() == [True, True, False, False, False]
+
+
+def test_a_weight_shared_by_calls_has_a_use_in_each() -> None:
+    class Thrice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(self.linear(self.linear(x))).sum()
+
+    model = Thrice()
+    with attached(model, gs.Identity(), gs.Uses("linear*")) as live:
+        model(torch.ones(2, 3)).backward()
+    params = {f"linear.{own}/use[{use}]" for own in ("weight", "bias") for use in range(3)}
+    assert set(_calls(live)) == {*params, "linear#0/use[0]", "linear#1/use[0]", "linear#2/use[0]"}
+
+
+def test_an_operation_that_takes_a_tensor_twice_is_two_uses() -> None:
+    class Square(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Once()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.part(x) * 3
+            return (self.part(y) ** 1 * 0 + torch.mul(*[self.part(x)] * 2)).sum()
+
+    assert _changed(Square, gs.Uses("re:part", use=1)) == [11.0]
+
+
+def test_a_view_is_one_use_whatever_is_made_of_it() -> None:
+    class Viewed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Once()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.part(x)
+            view = y.view(1, 1)
+            return (view * 2 + view * 3).sum() + (y * 5).sum()
+
+    assert _changed(Viewed, gs.Uses("part", use=0)) == [55.0]
+    assert _changed(Viewed, gs.Uses("part", use=1)) == [55.0]
+    model = Viewed()
+    with attached(model, gs.Identity(), gs.Uses("part")) as live:
+        model(_x()).backward()
+    assert set(_calls(live)) == {"part#0/use[0]", "part#0/use[1]"}
+
+
+def test_a_change_in_place_is_the_last_use_of_what_was_there() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Once()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.part(x)
+            z = y * 2
+            y.mul_(3)
+            return (z + y * 5 + y * 7).sum()
+
+    model = InPlace()
+    with attached(model, gs.Identity(), gs.Uses("part")) as live:
+        model(_x()).backward()
+    assert set(_calls(live)) == {"part#0/use[0]", "part#0/use[1]"}
+    assert _changed(InPlace, gs.Uses("part", use=0)) == [56.0]
+    assert _changed(InPlace, gs.Uses("part", use=1)) == [362.0]
+
+
+def test_modules_that_return_one_and_the_same_tensor_share_its_uses() -> None:
+    model = nn.Sequential(nn.Sequential(Once(), nn.Identity()), Once())
+    x = _x()
+    with attached(model, gs.Scale(10.0), gs.Uses("0*")) as live:
+        model(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [10.0]
+    (entry,) = live.ledger
+    assert [entry.site, *entry.aliases] == [f"{name}#0/use[0]" for name in ("0.0", "0.1", "0")]
+
+
+def test_several_tensors_of_one_call_have_paths() -> None:
+    class Pair(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"a": x * 1, "b": x * 2}
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pair = Pair()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.pair(x)
+            return (out["a"] * out["b"] + out["a"]).sum()
+
+    model = Outer()
+    with attached(model, gs.Identity(), gs.Uses("pair")) as live:
+        model(_x()).backward()
+    assert set(_calls(live)) == {"pair#0.a/use[0]", "pair#0.a/use[1]", "pair#0.b/use[0]"}
+
+
+def test_full_backward_hooks_do_not_hide_the_uses() -> None:
+    def make() -> nn.Module:
+        model = Reused()
+        model.part.register_full_backward_hook(lambda *_: None)
+        return model
+
+    assert _changed(make, gs.Uses("part", use=1)) == [37.0]
+
+
+def test_what_autograd_grad_captures_has_the_change_in_it_whatever_else_is_asked_for() -> None:
+    # 1c: a tensor hook is not in the value when the input is asked for as well; this is.
+    values = []
+    for also in (False, True):
+        model, x = Reused(), _x()
+        with attached(model, gs.Scale(10.0), gs.Uses("part", use=1)):
+            loss = model(x)
+            assert model.kept is not None
+            asked = (model.kept, x) if also else (model.kept,)
+            values.append([grad.item() for grad in torch.autograd.grad(loss, asked)])
+    assert values == [[37.0], [37.0, 37.0]]
+
+
+def test_autocast_casts_a_shared_weight_once_so_it_has_one_use() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(self.linear(x)).float().sum()
+
+    model = Twice()
+    at = gs.Uses("linear.weight")
+    with attached(model, gs.Identity(), at) as live, torch.autocast("cpu", torch.bfloat16):
+        model(torch.ones(2, 3)).backward()
+    assert set(_calls(live)) == {"linear.weight/use[0]"}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_have_the_same_uses_as_none(reentrant: bool) -> None:
+    class Body(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Reused()
+            self.linear = nn.Linear(1, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(self.part(x)[None])
+
+    class Saved(nn.Module):
+        def __init__(self, saving: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.body = Body()
+            self.saving = saving
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.saving:
+                return self.body(x).sum()
+            y = checkpoint(self.body, x, use_reentrant=reentrant)
+            assert isinstance(y, Tensor)
+            return y.sum()
+
+    results = []
+    for saving in (False, True):
+        model, x = Saved(saving), _x()
+        with attached(model, gs.Scale(3.0), gs.Uses("re:.*(part|weight|bias)", use=0)) as live:
+            model(x).backward()
+        assert x.grad is not None
+        results.append((_calls(live), x.grad.tolist(), gradients(model)["body.linear.weight"]))
+    assert results[0] == results[1]
+    assert len(results[0][0]) == 4
+
+
+def test_a_model_called_through_its_modules_alone_is_served() -> None:
+    model = nn.ModuleDict({"part": Reused()})
+    x = _x()
+    with attached(model, gs.Scale(10.0), gs.Uses("part.part", use=2)) as live:
+        for _ in range(2):
+            model["part"](x).backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [110.0]
+    assert _calls(live) == {"part.part#0/use[2]": 2}
+
+
+# What there is not
+
+
+def test_a_use_that_is_not_there_is_refused_with_those_that_are() -> None:
+    with pytest.raises(LookupError) as caught:
+        _changed(Reused, gs.Uses("part", use=3))
+    assert str(caught.value) == (
+        "Uses: no use is selected by 'part' (use=3). Uses inside the model's call: part#0: 3. "
+        "One in the loss is not found."
+    )
+
+
+def test_a_tensor_that_only_the_loss_uses_is_refused() -> None:
+    model = small()
+    with (
+        pytest.raises(LookupError, match=r"last#0: 0\. One in the loss is not found"),
+        attached(model, gs.Zero(), gs.Uses("last")),
+    ):
+        backward(model)
+    assert num_hooks(model) == 0
+
+
+def test_a_name_that_is_not_there_is_refused_when_attached() -> None:
+    with pytest.raises(LookupError, match="Uses: nothing matches 'fist'.*'first'"):
+        gs.Uses("fist").find(small())
+
+
+def test_a_frozen_parameter_is_left_out_and_alone_it_is_refused() -> None:
+    model = small()
+    model.first.weight.requires_grad_(False)
+    with attached(model, gs.Identity(), gs.Uses("first.*")) as live:
+        backward(model)
+    assert _calls(live) == {"first.bias/use[0]": 1}
+    assert _skipped(live) == {"first.weight": "frozen"}
+    with pytest.raises(LookupError, match=r"all that 'first.weight' matches is frozen"):
+        gs.Uses("first.weight").find(model)
+
+
+def test_an_output_that_needs_no_gradient_is_left_out_with_the_reason() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3, 2))
+    with attached(model, gs.Identity(), gs.Uses("*")) as live:
+        model(torch.ones(2, 3)).sum().backward()
+    assert _skipped(live)["0#0/use[0]"] == "needs no gradient"
+
+
+def test_a_module_that_is_not_called_is_told() -> None:
+    model = Reused()
+    model.spare = Once()
+    with (
+        pytest.warns(SurgeryWarning, match="no gradient ever passed at: spare$"),
+        attached(model, gs.Identity(), gs.Uses("*")),
+    ):
+        model(_x()).backward()
+
+
+def test_a_transform_that_needs_a_value_or_a_group_is_refused() -> None:
+    for transform in (gs.AdaptiveClip(), gs.ClipGlobalNorm()):
+        with pytest.raises(ValueError, match="Uses"):
+            gs.Intervention(transform, gs.Uses("part"))
+
+
+def test_nothing_changes_when_the_transform_changes_nothing() -> None:
+    one, two = small(), small()
+    backward(one)
+    with attached(two, gs.Identity(), gs.Uses("*")):
+        backward(two)
+    assert gradients(one).keys() == gradients(two).keys()
+    for name, grad in gradients(one).items():
+        assert torch.equal(grad, gradients(two)[name])
+
+
+def test_hooks_on_a_graph_that_outlives_the_block_pass() -> None:
+    model, x = Reused(), _x()
+    with (
+        pytest.warns(SurgeryWarning, match="no gradient ever passed"),
+        attached(model, gs.Zero(), gs.Uses("part")),
+    ):
+        loss = model(x)
+    loss.backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [10.0]
+    assert num_hooks(model) == 0
+
+
+def test_no_tensor_and_no_model_is_kept_alive() -> None:
+    model = small()
+    with attached(model, gs.Identity(), gs.Uses("*")):
+        y = model(torch.randn(2, 6))
+        held = ref(y)
+        functional.cross_entropy(y, torch.tensor([0, 1])).backward()
+        del y
+        gc.collect()
+        assert held() is None
+    known = ref(model)
+    del model
+    gc.collect()
+    assert known() is None

@@ -1,0 +1,539 @@
+"""Values: what flows forward is changed once at each site, and backward follows."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import gradsurg as gs
+from gradsurg.fields import FieldError
+from gradsurg.transforms.base import Context, Law, Stateless
+from tests.nets import attached, backward, batch, gradients, num_hooks, sgd, small, train, weights
+
+
+class Round(Stateless):
+    """A quantisation: its derivative is zero."""
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        return frozenset({"elementwise", "deterministic"})
+
+    def apply(self, grad: Tensor, context: Context) -> Tensor:
+        return grad.round()
+
+
+class Times(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice = Times(2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.twice(self.twice(x)).sum()
+
+
+def _x(*values: float) -> Tensor:
+    return torch.tensor(values or (1.0,), requires_grad=True)
+
+
+def _grad(x: Tensor) -> list[float]:
+    assert x.grad is not None
+    return x.grad.tolist()
+
+
+def _calls(live: gs.Live) -> dict[str, int]:
+    return {entry.site: entry.calls for entry in live.ledger}
+
+
+def test_an_output_is_doubled_and_the_gradient_goes_through() -> None:
+    model, x = nn.Sequential(Times(3.0), Times(5.0)), _x()
+    with attached(model, gs.Scale(2.0), gs.Values("0")) as live:
+        y = model(x)
+        y.sum().backward()
+    assert y.tolist() == [30.0]
+    assert _grad(x) == [30.0]
+    assert _calls(live) == {"0#0": 1}
+    assert model(x).tolist() == [15.0]
+
+
+@pytest.mark.parametrize(
+    ("how", "value", "grad"), [("through", 14.0, 0.0), ("straight", 14.0, 12.0)]
+)
+def test_a_rounded_value_has_no_gradient_or_that_of_an_identity(
+    how: Any, value: float, grad: float
+) -> None:
+    # 3 * 2.25 = 6.75, rounded 7, times 2; then d/dx = 2 * 1 * 6 where it passes straight.
+    model, x = nn.Sequential(Times(6.0), Times(2.0)), _x(1.125)
+    with attached(model, Round(), gs.Values("0", backward=how)):
+        y = model(x)
+        y.sum().backward()
+    assert y.tolist() == [value]
+    assert _grad(x) == [grad]
+
+
+def test_straight_through_is_exact_in_the_forward_also_where_a_difference_is_not() -> None:
+    values = (0.1, -0.3, 1e30, -0.0, float("inf"), 3.3e-7)
+    model, x = nn.Sequential(Times(1.0)), _x(*values)
+    expected = torch.tensor(values) * 0.7
+    with attached(model, gs.Scale(0.7), gs.Values("0", backward="straight")):
+        y = model(x)
+    assert torch.equal(y, expected)
+    assert torch.equal(y.signbit(), expected.signbit())
+    assert not torch.equal(x + (expected - x), expected)
+
+
+def test_straight_through_can_be_written_to_and_differentiated_twice() -> None:
+    model, x = nn.Sequential(Times(3.0), nn.ReLU(inplace=True)), _x(1.0)
+    with attached(model, Round(), gs.Values("0", backward="straight")):
+        (first,) = torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
+        first.sum().backward()
+    # y = relu(round(3x)), d y^2 / dx = 2 * 3 * 3, again 2 * 3 * 3.
+    assert first.tolist() == [18.0]
+    assert _grad(x) == [18.0]
+
+
+def test_a_double_backward_goes_through_the_transform() -> None:
+    model, x = nn.Sequential(Times(1.0)), _x(3.0)
+    square = gs.Intervention(gs.Scale(2.0), gs.Values("0"))
+    with gs.Surgery(square).attach(model):
+        (first,) = torch.autograd.grad(model(x).pow(3).sum(), x, create_graph=True)
+        first.sum().backward()
+    # y = (2x)^3 = 8 x^3.
+    assert first.tolist() == [216.0]
+    assert _grad(x) == [144.0]
+
+
+def test_a_no_op_is_bit_identical() -> None:
+    plain, model = small(), small()
+    optimizer = sgd(model)
+    train(plain, sgd(plain), 5)
+    with (
+        attached(model, gs.Identity(), gs.Values(), optimizer),
+        attached(model, gs.Identity(), gs.Values(side="input", backward="straight"), optimizer),
+        attached(model, gs.Scale(3.0), gs.Values(), optimizer, shadow=True),
+    ):
+        train(model, optimizer, 5)
+    for ours, theirs in zip(weights(model), weights(plain), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_it_acts_in_evaluation_without_gradients_and_in_inference_mode() -> None:
+    model = nn.Sequential(Times(3.0)).eval()
+    with attached(model, gs.Scale(2.0), gs.Values("0")) as live:
+        with torch.no_grad():
+            assert model(torch.ones(1)).item() == 6.0
+        with torch.inference_mode():
+            assert model(torch.ones(1)).item() == 6.0
+    assert _calls(live) == {"0#0": 2}
+
+
+def test_what_it_does_is_measured() -> None:
+    model = nn.Sequential(Times(1.0))
+    with attached(model, gs.Scale(2.0), gs.Values("0")) as live:
+        # In place right behind it: what was measured is what passed.
+        model(torch.tensor([3.0, 4.0])).zero_()
+    (row,) = live.effects.rows()
+    assert (row["site"], row["norm_before"], row["norm_after"]) == ("0#0", 5.0, 10.0)
+    assert "0#0" in live.effects.table()
+
+
+def test_hooks_are_gone_after_the_block_and_after_an_exception() -> None:
+    model = small()
+    for side in ("output", "input"):
+        before = num_hooks(model)
+        with attached(model, gs.Scale(2.0), gs.Values(side=side)):
+            assert num_hooks(model) > before
+            model(torch.ones(1, 6))
+        assert num_hooks(model) == before
+        with pytest.raises(OSError, match="gone"), attached(model, gs.Zero(), gs.Values(side=side)):
+            raise OSError("gone")
+        assert num_hooks(model) == before
+
+
+def test_a_transform_that_changes_the_shape_is_refused_by_site() -> None:
+    class Half(Stateless):
+        @property
+        def laws(self) -> frozenset[Law]:
+            return frozenset()
+
+        def apply(self, grad: Tensor, context: Context) -> Tensor:
+            return grad[:1]
+
+    model = small()
+    with (
+        pytest.raises(TypeError, match="At site 'act#0'"),
+        attached(model, Half(), gs.Values("act")),
+    ):
+        backward(model)
+
+
+def test_nothing_is_kept_alive() -> None:
+    model = small()
+    with attached(model, gs.LowPass(), gs.Values()) as live:
+        y = model(torch.ones(2, 6, requires_grad=True))
+        held = [ref(y), ref(model)]
+        y.sum().backward()
+        del y
+        gc.collect()
+        assert held[0]() is None
+    del model
+    gc.collect()
+    assert held[1]() is None
+    assert live.ledger
+
+
+# One tensor, one site.
+
+
+def test_a_container_and_an_identity_do_not_change_a_value_again() -> None:
+    model = nn.Sequential(nn.Sequential(Times(3.0), nn.Identity(), nn.Dropout(0.5).eval()))
+    with attached(model, gs.Scale(10.0), gs.Values()) as live:
+        assert model(torch.ones(1)).item() == 30.0
+    (entry,) = live.ledger
+    assert (entry.site, entry.aliases) == ("0.0#0", ["0.1#0", "0.2#0", "0#0"])
+
+
+def test_a_tensor_that_is_given_again_is_another_value() -> None:
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Identity(), nn.Identity()
+
+        def forward(self, x: Tensor, left: bool) -> Tensor:
+            return self.left(x) if left else self.right(x)
+
+    model, x = Either(), torch.ones(1)
+    with attached(model, gs.Identity(), gs.Values()) as live:
+        for left in (True, True, False):
+            model(x, left)
+        model.right(x)
+        model.right(x)
+    assert _calls(live) == {"left#0": 2, "right#0": 3}
+
+
+def test_inputs_handed_down_are_changed_once_and_side_by_side_each() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Sequential(Times(3.0)), Times(5.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.left(x) + self.right(x)
+
+    model = Both()
+    with attached(model, gs.Scale(10.0), gs.Values(side="input")) as live:
+        assert model(torch.ones(1)).item() == 80.0
+    assert _calls(live) == {"left#0.input": 1, "right#0.input": 1}
+    assert next(iter(live.ledger)).aliases == ["left.0#0.input"]
+    # Also where the transform leaves it alone.
+    with attached(model, gs.Identity(), gs.Values(side="input")) as live:
+        model(torch.ones(1))
+    assert _calls(live) == {"left#0.input": 1, "right#0.input": 1}
+
+
+def test_what_was_changed_in_place_is_another_value() -> None:
+    model = nn.Sequential(Times(-3.0), nn.ReLU(inplace=True), Times(1.0))
+    with attached(model, gs.Scale(-1.0), gs.Values("re:[01]")) as live:
+        # -3 becomes 3, which relu leaves as it is and the transform makes -3.
+        assert model(torch.ones(1)).item() == -3.0
+    assert _calls(live) == {"0#0": 1, "1#0": 1}
+
+
+def test_a_module_that_writes_to_its_input_writes_to_the_transformed_one() -> None:
+    model, x = nn.Sequential(nn.ReLU(inplace=True)), torch.tensor([-1.0])
+    with attached(model, gs.Scale(-2.0), gs.Values("0", side="input")):
+        assert model(x).item() == 2.0
+    assert x.item() == -1.0
+    model(x)
+    assert x.item() == 0.0
+
+
+def test_the_input_and_the_output_of_a_module_are_two_sites_when_both_are_asked_for() -> None:
+    model = nn.Sequential(Times(3.0))
+    both = gs.Values("0") | gs.Values("0", side="input")
+    with attached(model, gs.Scale(10.0), both) as live:
+        assert model(torch.ones(1)).item() == 300.0
+    assert _calls(live) == {"0#0": 1, "0#0.input": 1}
+
+
+# Where.
+
+
+def test_calls_of_a_shared_module_are_sites_and_call_picks_one() -> None:
+    model = Shared()
+    with attached(model, gs.Scale(10.0), gs.Values("twice")) as live:
+        assert model(torch.ones(1)).item() == 400.0
+    assert _calls(live) == {"twice#0": 1, "twice#1": 1}
+    with attached(model, gs.Scale(10.0), gs.Values("twice", call=1)) as live:
+        assert model(torch.ones(1)).item() == 40.0
+    assert _calls(live) == {"twice#1": 1}
+
+
+class Mix(nn.Module):
+    def forward(self, x: Tensor, other: dict[str, Any], *, mask: Tensor, count: Tensor) -> Any:
+        return {"sum": x + other["h"] + mask, "count": count}
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = Mix()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.mix(x, {"h": x * 2}, mask=x * 4, count=torch.ones(1, dtype=torch.long))
+
+
+def test_nested_values_and_keyword_inputs_are_rebuilt_and_integers_left() -> None:
+    model = Mixed()
+    with attached(model, gs.Scale(10.0), gs.Values("mix", side="input")) as live:
+        y = model(torch.ones(1))
+    assert (y["sum"].item(), y["count"].item()) == (70.0, 1)
+    assert _calls(live) == {"mix#0.input.0": 1, "mix#0.input.1.h": 1, "mix#0.input.mask": 1}
+    with attached(model, gs.Scale(10.0), gs.Values("mix")) as live:
+        assert model(torch.ones(1))["sum"].item() == 70.0
+    assert _calls(live) == {"mix#0.sum": 1}
+
+
+@pytest.mark.parametrize("field", [{"side": "both"}, {"backward": "twice"}, {"pattern": "re:("}])
+def test_fields_that_make_no_sense_are_refused(field: dict[str, Any]) -> None:
+    with pytest.raises(FieldError, match=rf"Values\.{next(iter(field))}"):
+        gs.Values(**field)
+
+
+def test_a_transform_that_needs_a_value_or_a_group_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs the value whose gradient it gets"):
+        gs.Intervention(gs.ScaleBySign(of="value"), gs.Values())
+    with pytest.raises(ValueError, match="needs all gradients of a group at once"):
+        gs.Intervention(gs.ClipGlobalNorm(), gs.Values())
+
+
+def test_a_module_called_on_its_own_is_changed_too() -> None:
+    model = Shared()
+    with attached(model, gs.Scale(10.0), gs.Values("twice")) as live:
+        for _ in range(3):
+            assert model.twice(torch.ones(1)).item() == 20.0
+    assert _calls(live) == {"twice#0": 3}
+
+
+def test_an_exception_in_forward_leaves_the_calls_counted_right() -> None:
+    class Breaks(Shared):
+        def forward(self, x: Tensor, breaks: bool = False) -> Tensor:
+            y = self.twice(x)
+            if breaks:
+                raise OSError("gone")
+            return self.twice(y)
+
+    model = Breaks()
+    with attached(model, gs.Scale(10.0), gs.Values("twice")) as live:
+        with pytest.raises(OSError, match="gone"):
+            model(torch.ones(1), True)
+        model(torch.ones(1))
+    assert _calls(live) == {"twice#0": 2, "twice#1": 1}
+
+
+# Checkpoints.
+
+
+class Saved(nn.Module):
+    """The inner modules under a checkpoint; y = inner(x)^2, what is saved depends on the value."""
+
+    def __init__(self, *inner: nn.Module, reentrant: bool = False) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*inner)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(self._run, x, use_reentrant=self.reentrant)
+        assert isinstance(y, Tensor)
+        return y.sum()
+
+    def _run(self, x: Tensor) -> Tensor:
+        return self.inner(x).pow(2)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("how", ["through", "straight"])
+@pytest.mark.parametrize(("pattern", "side"), [("*", "output"), ("inner*", "input")])
+def test_a_recomputation_gives_the_same_values(
+    reentrant: bool, how: Any, pattern: str, side: Any
+) -> None:
+    model, plain = (
+        Saved(Times(2.0), nn.Identity(), nn.Tanh(), reentrant=reentrant),
+        nn.Sequential(Times(2.0), nn.Identity(), nn.Tanh()),
+    )
+    x, z = _x(0.3), _x(0.3)
+    at = gs.Values(pattern, side=side, backward=how)
+    with attached(plain, gs.Scale(1.5), gs.Values(side=side, backward=how)):
+        y = plain(z).pow(2).sum()
+    y.backward()
+    with attached(model, gs.Scale(1.5), at) as live:
+        out = model(x)
+        out.backward()
+    assert out.item() == y.item()
+    assert _grad(x) == _grad(z)
+    assert all(calls in (1, 2) for calls in _calls(live).values())
+
+
+def test_a_recomputation_is_counted_again() -> None:
+    model, x = Saved(Times(2.0), nn.Tanh()), _x(0.3)
+    with attached(model, gs.Scale(1.5), gs.Values("inner.0")) as live:
+        model(x).backward()
+    assert _calls(live) == {"inner.0#0": 2}
+
+
+@pytest.mark.parametrize(
+    ("transform", "why"),
+    [
+        (gs.LowPass(), r"LowPass\(.*\) remembers what it has met"),
+        (gs.AddNoise(), r"AddNoise\(.*\) is not known to draw no random numbers"),
+    ],
+)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_transform_that_would_give_other_values_is_refused_in_a_recomputation(
+    transform: Any, why: str, reentrant: bool
+) -> None:
+    model, x = Saved(Times(2.0), nn.Tanh(), reentrant=reentrant), _x(0.3)
+    with (
+        pytest.raises(RuntimeError, match=rf"site 'inner\.0#0' is recomputed .*{why}"),
+        attached(model, transform, gs.Values("inner.0")),
+    ):
+        model(x).backward()
+
+
+def test_a_scheduled_transform_has_no_memory_and_is_repeated() -> None:
+    model, x = Saved(Times(2.0), nn.Tanh()), _x(0.3)
+    with attached(model, gs.Scheduled(gs.Scale(3.0), start=1.0), gs.Values("inner.0")) as live:
+        model(x).backward()
+    assert _calls(live) == {"inner.0#0": 2}
+
+
+def test_a_surgery_that_was_changed_since_the_forward_is_refused_in_a_recomputation() -> None:
+    changes: list[Callable[[gs.Live], None]] = [
+        lambda live: live.tick(),
+        lambda live: live.set("scale", factor=3.0),
+        lambda live: live.switch("flag", on=False),
+    ]
+    for change in changes:
+        model, x = Saved(Times(2.0), nn.Tanh()), _x(0.3)
+        at = gs.Values("inner.0")
+        with attached(model, gs.Scale(1.5), at, when=gs.Flag("flag", on=True)) as live:
+            y = model(x)
+            change(live)
+            with pytest.raises(RuntimeError, match=r"site 'inner\.0#0' .* changed since the forw"):
+                y.backward()
+
+
+def test_a_backward_after_the_block_is_refused_where_values_would_be_recomputed() -> None:
+    model, x = Saved(Times(2.0), nn.Tanh()), _x(0.3)
+    with attached(model, gs.Scale(1.5), gs.Values("inner.0")):
+        y = model(x)
+    with pytest.raises(RuntimeError, match=r"site 'inner\.0#0' .*the block has ended"):
+        y.backward()
+
+
+def test_calls_that_differ_cannot_be_told_apart_in_a_recomputation() -> None:
+    twice = Times(2.0)
+    model = Saved(twice, nn.Tanh(), twice)
+    with (
+        pytest.raises(RuntimeError, match=r"'inner\.0#0' .*does not say which call it is"),
+        attached(model, gs.Scale(1.5), gs.Values("inner.0", call=0)),
+    ):
+        model(_x(0.3)).backward()
+    x, z = _x(0.3), _x(0.3)
+    with attached(model, gs.Scale(1.5), gs.Values("re:inner.[02]")):
+        model(x).backward()
+    (3 * torch.tanh(3 * z)).pow(2).sum().backward()
+    torch.testing.assert_close(x.grad, z.grad)
+
+
+def test_an_early_stop_leaves_nothing_unbalanced() -> None:
+    model, x = Saved(nn.Sequential(nn.Tanh(), nn.Identity()), Times(2.0)), _x(0.3)
+    with attached(model, gs.Scale(1.5), gs.Values()) as live:
+        for _ in range(2):
+            model(x).backward()
+        y = model(x)
+    (entry,) = [entry for entry in live.ledger if entry.site == "inner.0.0#0"]
+    assert entry.aliases == ["inner.0.1#0", "inner.0#0"]
+    torch.testing.assert_close(y, (torch.tanh(x) * 1.5 * 2.0 * 1.5).pow(2).sum())
+
+
+# Other contexts.
+
+
+def test_under_autocast_the_value_has_the_dtype_of_the_layer() -> None:
+    model, seen = small(), []
+
+    class Look(Round):
+        def apply(self, grad: Tensor, context: Context) -> Tensor:
+            seen.append((grad.dtype, torch.is_autocast_enabled("cpu")))
+            return grad * 2
+
+    with attached(model, Look(), gs.Values("first")), torch.autocast("cpu", torch.bfloat16):
+        model(batch()[0]).float().sum().backward()
+    assert seen == [(torch.bfloat16, False)]
+    assert gradients(model)["first.weight"].any()
+
+
+@pytest.mark.parametrize("how", ["through", "straight"])
+def test_it_works_in_a_functional_gradient_and_under_vmap(how: Any) -> None:
+    model = nn.Sequential(Times(3.0))
+    with attached(model, gs.Scale(2.0), gs.Values("0", backward=how), effects_every=0):
+        grads = torch.func.vmap(torch.func.grad(lambda x: model(x).pow(2)))(torch.ones(2))
+    # (6x)^2: 72 through; 2 * 6 * 3 straight.
+    assert grads.tolist() == ([72.0] * 2 if how == "through" else [36.0] * 2)
+
+
+@pytest.mark.filterwarnings("ignore")  # Dynamo trips over its own warnings when they are errors
+@pytest.mark.parametrize("transform", [gs.LowPass(), gs.AddNoise(0.1), gs.Scale(2.0)])
+def test_a_model_compiled_inside_the_block_is_changed_as_in_eager(transform: Any) -> None:
+    def run(compiles: bool) -> tuple[list[Tensor], str]:
+        torch.compiler.reset()
+        model = small()
+        optimizer = sgd(model)
+        at = gs.Values("first") | gs.Values("last", side="input", backward="straight")
+        with attached(model, transform, at, optimizer, when=gs.Steps(stop=3)) as live:
+            called = torch.compile(model, backend="eager") if compiles else model
+            for step in range(5):
+                optimizer.zero_grad()
+                called(batch(step)[0]).pow(2).mean().backward()
+                optimizer.step()
+        return weights(model), live.ledger.table()
+
+    (ours, table), (theirs, expected) = run(True), run(False)
+    assert table == expected
+    for left, right in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(left, right)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_called_compiled_before_the_block_is_told_not_to_be_changed() -> None:
+    model = small()
+    compiled = torch.compile(model, backend="eager")
+    x = batch()[0]
+    before = compiled(x)
+    with (
+        pytest.warns(gs.SurgeryWarning, match="no gradient ever passed at: first#0"),
+        attached(model, gs.Scale(2.0), gs.Values("first")),
+    ):
+        assert torch.equal(compiled(x), before)
+
+
+def test_a_trigger_can_look_at_the_value_that_passes() -> None:
+    model = nn.Sequential(Times(1.0))
+    with attached(model, gs.Scale(10.0), gs.Values("0"), when=gs.Value(above=2.0)) as live:
+        assert model(torch.tensor([1.0])).item() == 1.0
+        assert model(torch.tensor([3.0])).item() == 30.0
+    assert _calls(live) == {"0#0": 2}

@@ -1,0 +1,768 @@
+"""Changing a surgery while it is attached: from when on, with what kept, and what is refused."""
+
+import gc
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import gradsurg as gs
+from gradsurg.fields import FieldError
+from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train
+
+
+class Sums(nn.Module):
+    """d/dw of `forward(x)` is x: every gradient can be chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: float) -> Tensor:
+        return (self.w * x).sum()
+
+
+def _passed(model: nn.Module, x: float = 1.0) -> float:
+    """What comes of a gradient."""
+    model.zero_grad()
+    model(x).backward()
+    (param,) = model.parameters()
+    assert param.grad is not None
+    return param.grad.item()
+
+
+def _scale(factor: float, name: str = "", at: gs.Trigger | None = None) -> gs.Intervention:
+    names = (name,) if name else ()
+    return gs.Intervention(gs.Scale(factor), when=at or gs.Always(), names=names)
+
+
+def in_backward(model: nn.Module, name: str, action: Callable[[], object]) -> None:
+    """Have `action` done once, when the gradient of a module's output comes by."""
+
+    def hook(module: nn.Module, args: object, output: Tensor) -> None:
+        handle.remove()
+        output.register_hook(lambda grad: (action(), None)[1])
+
+    handle = model.get_submodule(name).register_forward_hook(hook)
+
+
+# From the next backward on
+
+
+def test_what_is_added_acts_after_what_is_there_from_the_next_backward_on() -> None:
+    model = Sums()
+    with attached(model, gs.Clip(2.0)) as live:
+        assert _passed(model, 3.0) == 2.0
+        assert live.add(_scale(10.0)) == "scale"
+        assert _passed(model, 3.0) == 20.0
+        live.remove("scale")
+        assert _passed(model, 3.0) == 2.0
+    assert num_hooks(model) == 0
+
+
+def test_what_is_set_acts_from_the_next_backward_on() -> None:
+    model = Sums()
+    with attached(model, gs.Clip(2.0)) as live:
+        live.set("clip", value=1.0)
+        assert _passed(model, 3.0) == 1.0
+        live.set("clip", when=gs.Flag("on"))
+        assert _passed(model, 3.0) == 3.0
+        live.set("clip", value=0.5, when=gs.Always())
+        assert _passed(model, 3.0) == 0.5
+
+
+def test_between_forward_and_backward_a_change_acts_on_that_backward() -> None:
+    model = Sums()
+    with attached(model, gs.Scale(2.0)) as live:
+        for change, expected in (
+            (lambda: live.set("scale", factor=3.0), 3.0),
+            (lambda: live.add(_scale(10.0)), 30.0),
+            (lambda: live.remove("scale"), 10.0),
+        ):
+            model.zero_grad()
+            loss = model(1.0)
+            change()
+            loss.backward()
+            assert model.w.grad is not None
+            assert model.w.grad.item() == expected
+
+
+def test_what_hooks_the_forward_and_is_added_after_it_acts_from_the_next_one_on() -> None:
+    model = small()
+    with attached(model, gs.Identity()) as live:
+        loss = model(torch.ones(2, 6)).sum()
+        live.add(gs.Intervention(gs.Zero(), gs.Outputs("first")))
+        loss.backward()
+        assert gradients(model)["first.bias"].any()
+        model.zero_grad()
+        model(torch.ones(2, 6)).sum().backward()
+        assert not gradients(model)["first.bias"].any()
+
+
+def test_what_hooks_the_forward_is_set_and_removed_on_a_graph_that_is_there() -> None:
+    model = small()
+    plain = torch.autograd.grad(model(torch.ones(2, 6)).sum(), model.first.bias)[0]
+    with attached(model, gs.Scale(2.0), gs.Outputs("first")) as live:
+        loss = model(torch.ones(2, 6)).sum()
+        live.set("scale", factor=3.0)
+        (found,) = torch.autograd.grad(loss, model.first.bias, retain_graph=True)
+        torch.testing.assert_close(found, plain * 3)
+        live.remove("scale")
+        (found,) = torch.autograd.grad(loss, model.first.bias)
+        torch.testing.assert_close(found, plain)
+
+
+def _zeroed(model: nn.Module) -> list[str]:
+    return [name for name, grad in gradients(model).items() if not grad.any()]
+
+
+ALL = ["first.weight", "first.bias", "last.weight", "last.bias"]
+
+
+def test_from_a_hook_a_change_waits_until_the_backward_has_ended() -> None:
+    model = small()
+
+    def again() -> list[str]:
+        model.zero_grad()
+        backward(model)
+        return _zeroed(model)
+
+    with attached(model, gs.Scale(1.0)) as live:
+        # The gradient of act comes before those of first: they are passed as if nothing were.
+        in_backward(model, "act", lambda: live.set("scale", factor=0.0))
+        assert again() == []
+        assert again() == ALL
+        in_backward(model, "act", lambda: live.set("scale", factor=1.0))
+        assert again() == ALL
+        assert again() == []
+        in_backward(model, "act", lambda: live.add(gs.Intervention(gs.Zero())))
+        assert again() == []
+        assert again() == ALL
+        in_backward(model, "act", lambda: live.remove("zero"))
+        assert again() == ALL
+        assert again() == []
+    assert num_hooks(model) == 0
+
+
+def test_changes_of_one_backward_are_all_made_in_their_order() -> None:
+    model = small()
+
+    def change() -> None:
+        live.set("clip", value=0.25)
+        live.set("clip", when=gs.Flag("a"))
+        live.add(_scale(3.0))
+        live.set("scale", factor=5.0)
+        live.add(_scale(7.0, "gone"))
+        live.remove("gone")
+        assert live.interventions[0].when == gs.Always()
+
+    with attached(model, gs.Clip(1.0)) as live:
+        in_backward(model, "act", change)
+        backward(model)
+        clip, scale = live.interventions
+        assert (clip.transform, clip.when) == (gs.Clip(0.25), gs.Flag("a"))
+        assert scale.transform == gs.Scale(5.0)
+        backward(model)
+    assert {entry.intervention for entry in live.ledger if entry.calls} == {"clip", "scale"}
+
+
+def test_a_change_in_a_backward_that_fails_is_made_before_the_next_forward() -> None:
+    model = small()
+
+    def fail() -> None:
+        live.set("scale", factor=0.0)
+        live.add(gs.Intervention(gs.Identity()))
+        raise ZeroDivisionError
+
+    with attached(model, gs.Scale(1.0)) as live:
+        in_backward(model, "act", fail)
+        with pytest.raises(ZeroDivisionError):
+            backward(model)
+        before = num_hooks(model)
+        model.zero_grad()
+        backward(model)
+        assert _zeroed(model) == ALL
+        # Four parameters are hooked once more, and what has waited is no more.
+        assert num_hooks(model) == before + 4 - 1
+    assert num_hooks(model) == 0
+
+
+def test_it_is_made_before_the_next_step_or_change_too() -> None:
+    model = small()
+    with attached(model, gs.Scale(1.0)) as live:
+        for event in (live.tick, lambda: live.set("scale", when=gs.Flag("a"))):
+            in_backward(model, "act", lambda: (live.set("scale", factor=0.0), 1 / 0))
+            with pytest.raises(ZeroDivisionError):
+                backward(model)
+            event()
+            assert live.interventions[0].transform == gs.Scale(0.0)
+            live.set("scale", factor=1.0)
+        live.set("scale", when=gs.Always())
+        backward(model)
+
+
+def test_a_block_that_ends_with_it_drops_it_and_all_hooks() -> None:
+    model = small()
+    with pytest.raises(ZeroDivisionError), attached(model, gs.Scale(1.0)) as live:
+        in_backward(model, "act", lambda: (live.add(_scale(2.0)), 1 / 0))
+        backward(model)
+    assert num_hooks(model) == 0
+
+
+def test_the_end_of_a_backward_inside_a_backward_is_not_the_end() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.act = nn.Linear(2, 2), nn.Tanh()
+            self.last = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            h = checkpoint(lambda h: self.last(self.act(h)), h, use_reentrant=True)
+            assert isinstance(h, Tensor)
+            return h.sum()
+
+    model = Checkpointed()
+    inner = []
+
+    def hook(module: nn.Module, args: object, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda grad: change())
+
+    def change() -> None:
+        inner.append(torch._C._current_graph_task_id())
+        live.set("zero", when=gs.Flag("a"))
+
+    handle = model.act.register_forward_hook(hook)
+    model.first.weight.register_hook(lambda grad: inner.append(torch._C._current_graph_task_id()))
+    with attached(model, gs.Zero(), gs.Parameters()) as live:
+        model(torch.ones(1, 2)).backward()
+        assert inner[0] != inner[1]
+        # The gradients of first come after the inner backward has ended.
+        assert set(_zeroed(model)) == {name for name, _ in model.named_parameters()}
+        handle.remove()
+        model.zero_grad()
+        model(torch.ones(1, 2)).backward()
+        assert _zeroed(model) == []
+
+
+# What is kept
+
+
+def test_set_keeps_the_state_of_the_transform() -> None:
+    model = Sums()
+    with attached(model, gs.LowPass(decay=0.5, strength=1.0), effects_every=0) as live:
+        assert _passed(model, 4.0) == 8.0  # m = 4
+        live.set("low_pass", strength=2.0)
+        assert _passed(model, 8.0) == 20.0  # m = 6
+        live.set("low_pass", when=gs.Value(0.0))
+        assert _passed(model, 2.0) == 10.0  # m = 4
+
+
+def test_what_is_set_is_that_from_the_next_backward_on_at_every_site_met_before_and_after() -> None:
+    model = nn.ModuleDict({"a": Sums(), "b": Sums()})
+    with attached(model, gs.Scale(2.0)) as live:
+        for factor in (2.0, 5.0):
+            live.set("scale", factor=factor)
+            for own in (model["a"], model["b"]) if factor == 5.0 else (model["a"],):
+                assert _passed(own) == factor
+
+
+def test_it_holds_on_the_short_way_of_later_steps_too() -> None:
+    model = small()
+    optimizer = sgd(model, lr=0.0)
+    norms = []
+    with attached(model, gs.Scale(1.0), gs.Parameters("last.bias"), optimizer) as live:
+        for step in range(8):
+            if step == 4:
+                live.set("scale", factor=2.0)
+            optimizer.zero_grad()
+            backward(model)
+            norms.append(gradients(model)["last.bias"].norm().item())
+            optimizer.step()
+    assert norms == [norms[0]] * 4 + [norms[0] * 2] * 4
+
+
+def test_the_memory_of_a_trigger_that_is_replaced_is_dropped() -> None:
+    model = Sums()
+    first, second = gs.Value(2.0, release=1.0), gs.Value(2.5, release=1.0)
+    with attached(model, gs.Scale(10.0), when=first, effects_every=0) as live:
+        assert [_passed(model, x) for x in (3.0, 1.5)] == [30.0, 15.0]
+        live.set("scale", factor=2.0)
+        assert _passed(model, 1.5) == 3.0
+        live.set("scale", when=second)
+        assert _passed(model, 1.5) == 1.5
+        live.set("scale", when=first)
+        assert _passed(model, 1.5) == 1.5
+
+
+def test_what_is_removed_takes_its_state_with_it() -> None:
+    model = Sums()
+    low_pass = gs.Intervention(gs.LowPass(decay=0.5, strength=1.0))
+    surgery = gs.Surgery(low_pass, _scale(1.0, at=gs.Value(0.0, release=0.0)))
+    with surgery.attach(model) as live:
+        _passed(model, 4.0)
+        live.remove("low_pass")
+        states: Any = surgery.state_dict()["states"]
+        assert list(states) == ["scale/w/when"]
+        assert live.add(low_pass) == "low_pass"
+        assert _passed(model, 8.0) == 16.0  # it has begun anew: m = 8
+        live.remove("scale")
+        assert list(surgery.state_dict()["states"]) == ["low_pass/w"]  # pyright: ignore[reportArgumentType]
+
+
+def test_noise_goes_on_where_it_was() -> None:
+    def draws(change: bool) -> list[float]:
+        model = Sums()
+        with attached(model, gs.AddNoise(1.0)) as live:
+            found = [_passed(model, 0.0)]
+            if change:
+                live.set("add_noise", when=gs.Flag("on", on=True))
+            return [*found, _passed(model, 0.0)]
+
+    assert draws(True) == draws(False)
+    assert len(set(draws(False))) == 2
+
+
+def test_an_equal_change_changes_nothing() -> None:
+    plain, model = small(), small()
+    optimizer, other = sgd(model), sgd(plain)
+    with attached(plain, gs.Clip(0.05), None, other):
+        train(plain, other, 4)
+    with attached(model, gs.Clip(0.05), None, optimizer) as live:
+        train(model, optimizer, 2)
+        live.set("clip", value=0.05)
+        train(model, optimizer, 2, start=2)
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_group_can_be_set_too() -> None:
+    model = small()
+    optimizer = sgd(model, lr=0.0)
+    norms = []
+    with attached(model, gs.ClipGlobalNorm(1.0, eps=0.0), None, optimizer) as live:
+        for bound in (0.01, 0.02):
+            live.set("clip_global_norm", max_norm=bound)
+            train(model, optimizer, 1)
+            norms.append(torch.cat([g.flatten() for g in gradients(model).values()]).norm().item())
+    assert norms == pytest.approx([0.01, 0.02])
+
+
+def test_one_link_of_a_chain_is_set_by_its_own_label() -> None:
+    model = Sums()
+    with attached(model, gs.Chain(gs.Scale(2.0), gs.Clip(5.0))) as live:
+        assert live.labels == (("scale", "clip"),)
+        live.set("scale", factor=4.0)
+        assert _passed(model, 1.0) == 4.0
+        live.set("clip", value=3.0)
+        assert _passed(model, 1.0) == 3.0
+        live.set("scale -> clip", when=gs.Flag("a"))
+        assert _passed(model, 1.0) == 1.0
+        live.remove("scale -> clip")
+        assert live.interventions == ()
+
+
+# Labels, and what the surgery knows
+
+
+def test_labels_are_never_the_same_twice() -> None:
+    model = Sums()
+    with attached(model, gs.Scale(2.0)) as live:
+        chain = gs.Intervention(gs.Chain(gs.Scale(1.0), gs.Scale(1.0)))
+        labels = [live.add(_scale(1.0)), live.add(chain), live.add(_scale(1.0, "mine"))]
+        labels.append(live.add(_scale(1.0, "mine")))
+        assert labels == ["scale_2", "scale_3 -> scale_4", "mine", "mine_2"]
+        live.remove("scale")
+        assert live.add(_scale(1.0)) == "scale"
+        _passed(model)
+
+
+def test_the_surgery_follows_and_stays_so_after_the_block() -> None:
+    model = Sums()
+    surgery = gs.Surgery(_scale(2.0), _scale(3.0, "gone"))
+    with surgery.attach(model) as live:
+        live.set("scale", factor=4.0)
+        live.add(gs.Intervention(gs.LowPass(decay=0.5, strength=1.0), names=("new",)))
+        live.remove("gone")
+        expected = (
+            _scale(4.0),
+            gs.Intervention(gs.LowPass(decay=0.5, strength=1.0), names=("new",)),
+        )
+        _passed(model)
+        assert (surgery.interventions, live.interventions) == (expected, expected)
+        assert surgery.labels == live.labels == (("scale",), ("new",))
+        state = surgery.state_dict()
+    assert surgery.interventions == expected
+    assert surgery.labels == (("scale",), ("new",))
+    assert state["transforms"] == surgery.state_dict()["transforms"]
+    other = gs.Surgery(*expected)
+    other.load_state_dict(state)
+    with pytest.raises(ValueError, match="this state is of"):
+        gs.Surgery(_scale(2.0), _scale(3.0)).load_state_dict(state)
+    with surgery.attach(model), other.attach(model):
+        # The mean stays 4, so 4 + 4; of that 4 times is 32, the mean (4 + 32) / 2, so 32 + 18.
+        assert _passed(model) == 50.0
+
+
+def test_effects_and_ledger_know_what_was_added_and_what_was_removed() -> None:
+    model = Sums()
+    with attached(model, gs.Scale(2.0)) as live:
+        _passed(model)
+        live.add(gs.Intervention(gs.Clip(1.0)))
+        _passed(model)
+        live.remove("scale")
+        _passed(model)
+    counts = {entry.intervention: entry.all_fired for entry in live.ledger}
+    assert counts == {"scale": 2, "clip": 2}
+    assert [(row["transform"], row["calls"]) for row in live.effects.rows()] == [
+        ("scale", 2),
+        ("clip", 2),
+    ]
+
+
+def test_what_was_added_and_removed_before_a_backward_is_not_complained_about() -> None:
+    model = Sums()
+    with attached(model, gs.Scale(2.0)) as live:
+        live.remove(live.add(_scale(1.0)))
+        _passed(model)
+
+
+def test_what_was_added_and_never_met_is_told() -> None:
+    model = small()
+    with (
+        pytest.warns(gs.SurgeryWarning, match="zero: attached, but no gradient ever passed"),
+        attached(model, gs.Scale(2.0)) as live,
+    ):
+        backward(model)
+        live.add(gs.Intervention(gs.Zero()))
+
+
+# Hooks
+
+
+def test_a_trigger_that_is_set_brings_its_eyes_and_takes_them_along() -> None:
+    model = small()
+    with attached(model, gs.Scale(1.0)) as live:
+        bare = num_hooks(model)
+        for _ in range(3):
+            live.set("scale", when=gs.Shape(above=7, source="output:act"))
+            assert num_hooks(model) == bare + 2  # of the module, and of the model's beginning
+            backward(model)
+            live.set("scale", factor=2.0)
+            assert num_hooks(model) == bare + 2
+        live.set("scale", when=gs.Shape(above=7))
+        assert num_hooks(model) == bare + 1
+        assert live.clock.seen == {}
+        backward(model)
+        live.set("scale", when=gs.Always())
+        assert num_hooks(model) == bare
+        assert live.clock.seen == {}
+    assert num_hooks(model) == 0
+
+
+def test_what_another_has_seen_is_not_forgotten_with_one() -> None:
+    model = small()
+    surgery = gs.Surgery(_scale(2.0, at=gs.Shape(above=7)), _scale(2.0, at=gs.Shape(above=7)))
+    with surgery.attach(model) as live:
+        loss = model(torch.ones(8, 6)).sum()
+        live.remove("scale")
+        loss.backward()
+    assert {entry.intervention for entry in live.ledger if entry.all_fired} == {"scale_2"}
+
+
+def test_a_trigger_set_after_the_forward_it_would_have_looked_at_says_so() -> None:
+    model = small()
+    with attached(model, gs.Scale(1.0)) as live:
+        loss = model(torch.ones(8, 6)).sum()
+        live.set("scale", when=gs.Shape(above=7))
+        with pytest.raises(RuntimeError, match="is seen from the forward on that follows"):
+            loss.backward()
+        backward(model)
+
+
+@pytest.mark.parametrize("when", [gs.Always(), gs.Shape(above=1, source="output:act")], ids=repr)
+def test_an_add_that_fails_half_way_undoes_itself(when: gs.Trigger) -> None:
+    model = small()
+    optimizer = sgd(model)
+    other = torch.optim.SGD(model.first.parameters(), lr=0.1)
+    with attached(model, gs.Scale(1.0), None, optimizer) as live:
+        before = num_hooks(model), live.interventions, live.labels, list(live.ledger)
+        wrong = gs.Intervention(gs.Zero(), gs.Parameters(stage="step"), when)
+        live._held = type(live._patient)(model, other, None)
+        with pytest.raises(ValueError, match="the optimizer does not have last.weight"):
+            live.add(wrong)
+        live._held = type(live._patient)(model, optimizer, None)
+        assert (num_hooks(model), live.interventions, live.labels, list(live.ledger)) == before
+        assert live.add(gs.Intervention(gs.Zero(), gs.Parameters("last.bias"))) == "zero"
+        train(model, optimizer, 1)
+    assert num_hooks(model, optimizer, other) == 0
+
+
+def test_an_add_that_fails_at_the_end_of_a_backward_undoes_itself_too() -> None:
+    model = small()
+    at = gs.Parameters("last.*").expect(3)
+    with attached(model, gs.Scale(1.0)) as live:
+        before = num_hooks(model)
+        in_backward(model, "act", lambda: live.add(gs.Intervention(gs.Zero(), at)))
+        with pytest.raises(LookupError, match="zero: 3 sites were expected, found 2"):
+            backward(model)
+        assert len(live.interventions) == 1
+        assert num_hooks(model) == before
+        backward(model)
+
+
+def test_all_hooks_are_gone_after_the_block() -> None:
+    model = small()
+    optimizer = sgd(model)
+    with attached(model, gs.Scale(1.0), None, optimizer, gs.Shape(above=0)) as live:
+        for at in (gs.Parameters(stage="settled"), gs.Outputs(), gs.Parameters(stage="step")):
+            live.add(gs.Intervention(gs.Scale(1.0), at, gs.Value(0.0, source="output:act")))
+        train(model, optimizer, 2)
+        live.set("scale_2", when=gs.Shape(above=0, source="input:last"))
+        live.remove("scale_3")
+        train(model, optimizer, 2)
+    assert num_hooks(model, optimizer) == 0
+
+
+# What is refused
+
+
+def test_a_label_that_is_not_there_is_named_with_those_there_are() -> None:
+    model = Sums()
+    with attached(model, gs.Scale(2.0)) as live:
+        live.add(gs.Intervention(gs.Clip(1.0)))
+        for call in (
+            lambda: live.remove("scal"),
+            lambda: live.set("scal", factor=1.0),
+        ):
+            with pytest.raises(LookupError) as caught:
+                call()
+            assert str(caught.value) == (
+                "there is no intervention 'scal'. There are: scale, clip. Did you mean 'scale'?"
+            )
+        _passed(model)
+
+
+def test_a_link_alone_is_not_removed_and_a_whole_has_no_fields() -> None:
+    model = Sums()
+    with attached(model, gs.Chain(gs.Scale(2.0), gs.Clip(5.0))) as live:
+        with pytest.raises(LookupError, match="'clip' is a link of 'scale -> clip': remove the"):
+            live.remove("clip")
+        with pytest.raises(LookupError, match="'scale -> clip' has several links: scale, clip"):
+            live.set("scale -> clip", factor=1.0)
+        _passed(model)
+
+
+WRONG: Any = 3
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (
+            lambda live: live.set("clip", vale=1.0),
+            FieldError,
+            "clip.vale: is not a field here. There are: value. Did you mean 'value'?",
+        ),
+        (lambda live: live.set("clip", value=-1.0), FieldError, "Clip.value: must be > 0"),
+        (lambda live: live.set("clip"), ValueError, "'clip': nothing to change was given"),
+        (lambda live: live.set("clip", when=WRONG), TypeError, "when: must be a trigger, as Steps"),
+        (lambda live: live.add(WRONG), TypeError, "a surgery takes Interventions, found 3"),
+        (
+            lambda live: live.add(gs.Intervention(gs.Zero(), gs.Parameters("frist.*"))),
+            LookupError,
+            "Parameters: nothing matches 'frist.*'. There are:",
+        ),
+        (
+            lambda live: live.add(gs.Intervention(gs.Zero(), when=gs.Shape(1, source="input:x"))),
+            LookupError,
+            "there is no module 'x'. There are: first, act, last, root.",
+        ),
+        (
+            lambda live: live.set("clip", when=gs.Value(1.0, source="output:x")),
+            LookupError,
+            "there is no module 'x'. There are: first, act, last, root.",
+        ),
+        (
+            lambda live: live.set("double", value=1.0),
+            FieldError,
+            "double.value: is not a field here. There are: none.",
+        ),
+        (
+            lambda live: live.set("scheduled", of=gs.ClipGlobalNorm(1.0)),
+            ValueError,
+            "'scheduled' is hooked at stage 'backward' for a tensor, and would act at stage 'step'",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_now_and_nothing_is_changed(
+    call: Callable[[gs.Live], object], kind: type[Exception], message: str
+) -> None:
+    model = small()
+    with pytest.warns(gs.SurgeryWarning, match="plain callable"):
+        double = gs.Intervention(_double, names=("double",))
+    surgery = gs.Surgery(
+        gs.Intervention(gs.Clip(1.0)), double, gs.Intervention(gs.Scheduled(gs.Scale(1.0)))
+    )
+    with surgery.attach(model) as live:
+        before = live.interventions, live.labels, num_hooks(model), list(live.ledger)
+        with pytest.raises(kind, match=re.escape(message)):
+            call(live)
+        # From inside a backward too, at once and not at its end.
+        told: list[Exception] = []
+        in_backward(model, "act", lambda: told.append(_raised(lambda: call(live))))
+        backward(model)
+        assert (live.interventions, live.labels, num_hooks(model), list(live.ledger)) == before
+        assert message in str(told[0])
+
+
+def _double(grad: Tensor) -> Tensor:
+    return grad * 2
+
+
+def _raised(call: Callable[[], object]) -> Exception:
+    try:
+        call()
+    except (ValueError, TypeError, LookupError) as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def test_on_a_scaler_what_depends_on_size_cannot_be_added() -> None:
+    model = small()
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler("cpu")
+    surgery = gs.Surgery(_scale(1.0))
+    with surgery.attach(model, optimizer, scaler=scaler) as live:
+        with pytest.raises(ValueError, match="sees gradients times the loss scale"):
+            live.add(gs.Intervention(gs.Clip(1.0)))
+        backward(model)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda live: live.add(_scale(1.0)),
+        lambda live: live.remove("scale"),
+        lambda live: live.set("scale", factor=1.0),
+        lambda live: live.remove("nothing"),
+        lambda live: live.switch("a", on=True),
+    ],
+)
+def test_after_the_block_nothing_can_be_changed(call: Callable[[gs.Live], object]) -> None:
+    model = Sums()
+    with attached(model, gs.Scale(2.0)) as live:
+        _passed(model)
+    with pytest.raises(RuntimeError, match="the block has ended, and with it the surgery"):
+        call(live)
+    assert num_hooks(model) == 0
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "/"])
+def test_a_name_with_a_slash_or_none_is_refused(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"names: must not be empty nor hold a '/', found '{name}'"
+    ):
+        gs.Intervention(gs.Zero(), names=(name,))
+
+
+# Memory
+
+
+def test_what_is_kept_of_it_after_the_block_holds_neither_model_nor_gradient() -> None:
+    model = small()
+    optimizer = sgd(model)
+    surgery = gs.Surgery(
+        _scale(1.0, at=gs.Value(0.0) & gs.Shape(above=0)),
+        gs.Intervention(gs.Scale(1.0), gs.Parameters(stage="settled")),
+        gs.Intervention(gs.Scale(1.0), gs.Outputs(), gs.Value(0.0, source="output:act")),
+        gs.Intervention(gs.Scale(1.0), gs.Parameters() | gs.Outputs("act")),
+    )
+    with surgery.attach(model, optimizer) as live:
+        live.add(gs.Intervention(gs.Scale(1.0), gs.Parameters(stage="accumulating")))
+        live.set("scale", when=gs.Value(0.0, source="input:last"))
+        train(model, optimizer, 2)
+        live.remove("scale_2")
+        train(model, optimizer, 2)
+    held = [ref(thing) for thing in (*model.modules(), *model.parameters(), optimizer)]
+    held += [ref(param.grad) for param in model.parameters() if param.grad is not None]
+    del model, optimizer
+    gc.collect()
+    assert [thing() for thing in held if thing() is not None] == []
+    assert live.ledger.table()
+    assert live.effects.rows()
+    assert surgery.state_dict()
+
+
+def test_after_a_block_that_failed_in_a_backward_nothing_is_held_either() -> None:
+    model = small()
+    with pytest.raises(ZeroDivisionError), attached(model, gs.Scale(1.0)) as live:
+        in_backward(model, "act", lambda: 1 / 0)
+        backward(model)
+    held = [ref(thing) for thing in (*model.modules(), *model.parameters())]
+    held += [ref(param.grad) for param in model.parameters() if param.grad is not None]
+    del model
+    gc.collect()
+    assert [thing() for thing in held if thing() is not None] == []
+    assert live.ledger.table()
+
+
+def test_no_tensor_is_left_in_the_ledger() -> None:
+    model = small()
+    with attached(model, gs.Scale(1.0), when=gs.Value(0.0)) as live:
+        backward(model)
+    assert {type(entry.fired_on_device) for entry in live.ledger} == {int}
+
+
+def test_many_rounds_of_changes_leave_nothing_behind() -> None:
+    model = small()
+    surgery = gs.Surgery(_scale(1.0))
+
+    def tensors() -> int:
+        gc.collect()
+        return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+    counts = []
+    with surgery.attach(model, effects_every=0) as live:
+        for _ in range(4):
+            for _ in range(5):
+                low_pass = gs.Intervention(gs.LowPass(), gs.Outputs(), gs.Value(0.0, release=0.0))
+                label = live.add(low_pass)
+                backward(model)
+                live.set(label, when=gs.Value(1e-9, source="output:act"))
+                backward(model)
+                live.remove(label)
+            backward(model)
+            counts.append(tensors())
+        assert num_hooks(model) == 4
+    # The first round makes what stays: the ledger's counts.
+    assert counts[1:] == counts[1:2] * 3
+
+
+def test_threads_that_train_apart_do_not_end_one_anothers_wait() -> None:
+    model = small()
+    with attached(model, gs.Scale(1.0)) as live:
+
+        def elsewhere() -> None:
+            other = small(1)
+            thread = threading.Thread(target=lambda: backward(other))
+            thread.start()
+            thread.join()
+
+        def change() -> None:
+            live.set("scale", factor=0.0)
+            elsewhere()
+
+        in_backward(model, "act", change)
+        backward(model)
+        assert _zeroed(model) == []
+        model.zero_grad()
+        backward(model)
+        assert _zeroed(model) == ALL

@@ -1,0 +1,324 @@
+"""What triggers look at: from which tensor, of which call, and for how long it is remembered."""
+
+import gc
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import gradsurg as gs
+from gradsurg.triggers.base import Moment, Sourced
+from tests.nets import attached, backward, num_hooks, sgd, small
+
+
+class Keeps(Sourced):
+    """Fires always, and keeps what it was shown: all that it looked at, and what it judged."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.looks: list[Tensor] = []
+        self.judged: list[Tensor] = []
+
+    def look(self, tensor: Tensor) -> object:
+        self.looks.append(tensor.clone())
+        return self.looks[-1]
+
+    def judge(self, look: object, moment: Moment) -> bool | Tensor:
+        assert isinstance(look, Tensor)
+        self.judged.append(look)
+        return True
+
+
+class Two(nn.Module):
+    """Two modules one after the other; the second can be left out, or called twice."""
+
+    def __init__(self, seconds: int = 1) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 3), nn.Linear(3, 3)
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        for _ in range(self.seconds):
+            h = self.second(h)
+        return h
+
+
+def _same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+ONE = gs.Parameters("first.weight")
+
+
+def test_each_source_is_the_tensor_of_that_name() -> None:
+    model, x = Two(), torch.ones(4, 2)
+    h = model.first(x).detach()
+    y = model.second(h).detach()
+    sources = {
+        "batch": x,
+        "input:root": x,
+        "output:root": y,
+        "input:first": x,
+        "output:first": h,
+        "input:second": h,
+        "output:second": y,
+        "value": model.first.weight.detach(),
+    }
+    for source, expected in sources.items():
+        when = Keeps(source)
+        with attached(model, gs.Scale(1.0), ONE, when=when):
+            model(x).sum().backward()
+        assert _same(when.judged, [expected]), source
+    assert num_hooks(model) == 0
+
+
+def test_grad_is_what_passes_at_the_site_and_value_whose_gradient_that_is() -> None:
+    model, x = Two(), torch.ones(4, 2)
+    grad, value = Keeps("grad"), Keeps("value")
+    with attached(model, gs.Scale(1.0), gs.Outputs("second"), when=grad & value):
+        y = model(x)
+        (y * 3).sum().backward()
+    assert _same(grad.judged, [torch.full((4, 3), 3.0)])
+    assert _same(value.judged, [y.detach()])
+
+
+def test_of_several_forwards_before_a_backward_it_is_the_last() -> None:
+    model, when = Two(), Keeps("batch")
+    batches = [torch.full((4, 2), float(number)) for number in range(3)]
+    with attached(model, gs.Scale(1.0), ONE, when=when):
+        loss = model(batches[0]).sum()
+        model(batches[1])
+        model(batches[2])
+        loss.backward()
+        model(batches[0]).sum().backward()
+    assert _same(when.judged, [batches[2], batches[0]])
+
+
+def test_of_several_calls_of_a_module_it_is_the_last() -> None:
+    model, when = Two(seconds=2), Keeps("output:second")
+    with attached(model, gs.Scale(1.0), ONE, when=when):
+        y = model(torch.ones(4, 2))
+        y.sum().backward()
+    assert len(when.looks) == 2
+    assert _same(when.judged, [y.detach()])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_the_recomputation_of_a_checkpoint_is_not_looked_at(reentrant: bool) -> None:
+    class Checkpointed(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            h = checkpoint(self.second, self.first(x), use_reentrant=reentrant)
+            assert isinstance(h, Tensor)
+            return h
+
+    model, when = Checkpointed(), Keeps("input:second")
+    with attached(model, gs.Scale(1.0), when=when):
+        model(torch.ones(4, 2)).sum().backward()
+    assert len(when.looks) == 1
+    assert len(when.judged) == 4
+
+
+def test_a_forward_in_between_that_makes_no_graph_counts_too() -> None:
+    model, when = Two(), Keeps("batch")
+    with attached(model, gs.Scale(1.0), ONE, when=when):
+        loss = model(torch.ones(4, 2)).sum()
+        with torch.no_grad():
+            model(torch.zeros(1, 2))
+        loss.backward()
+    assert _same(when.judged, [torch.zeros(1, 2)])
+
+
+@dataclass
+class Pair:
+    number: int
+    tensor: Tensor
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        (([3, {"x": torch.arange(3)}],), {}),
+        ((), {"tokens": torch.arange(3)}),
+        (("text", (1, [torch.arange(3), torch.zeros(2)])), {}),
+        ((Pair(1, torch.arange(3)),), {}),
+        ((), {"a": None, "b": {"c": torch.arange(3)}}),
+    ],
+)
+def test_a_batch_may_be_nested_and_of_whole_numbers(args: Any, kwargs: Any) -> None:
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(()))
+
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            return self.w * 2
+
+    model, when = Takes(), Keeps("batch")
+    with attached(model, gs.Scale(1.0), when=when):
+        model(*args, **kwargs).backward()
+    assert _same(when.judged, [torch.arange(3)])
+
+
+def test_a_source_of_two_triggers_is_seen_by_both() -> None:
+    model = small()
+    surgery = gs.Surgery(
+        gs.Intervention(gs.Scale(1.0), gs.Parameters("first.*"), gs.Shape(above=7)),
+        gs.Intervention(gs.Scale(1.0), gs.Parameters("last.*"), gs.Shape(above=7)),
+        gs.Intervention(gs.Scale(1.0), gs.Parameters("last.*"), gs.Shape(above=0, below=8)),
+    )
+    with (
+        pytest.warns(gs.SurgeryWarning, match="scale_3: its trigger never fired in 2"),
+        surgery.attach(model) as live,
+    ):
+        backward(model)
+    assert [entry.all_fired for entry in live.ledger] == [1, 1, 1, 1, 0, 0]
+
+
+# What is not there
+
+
+def test_a_module_that_is_not_there_is_named_with_the_nearest() -> None:
+    model = small()
+    with (
+        pytest.raises(LookupError) as caught,
+        attached(model, gs.Zero(), when=gs.Value(1.0, source="input:lsat")),
+    ):
+        pass
+    assert "there is no module 'lsat'. There are: first, act, last, root." in str(caught.value)
+    assert str(caught.value).endswith("Did you mean 'last'?")
+    assert num_hooks(model) == 0
+
+
+def test_a_shared_module_answers_to_each_of_its_names() -> None:
+    shared = nn.Linear(2, 2)
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+    for name in ("0", "2"):
+        when = Keeps(f"input:{name}")
+        with attached(model, gs.Scale(1.0), gs.Parameters("0.bias"), when=when):
+            model(torch.ones(1, 2)).sum().backward()
+        assert len(when.looks) == 2
+
+
+def test_it_is_an_error_if_the_module_was_not_called() -> None:
+    model = Two(seconds=0)
+    message = r"nothing was seen of its source 'output:second' in the forward before the gradient"
+    with (
+        pytest.raises(RuntimeError, match=message),
+        attached(model, gs.Zero(), ONE, when=gs.Shape(1, source="output:second")),
+    ):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def test_what_an_earlier_forward_has_shown_is_not_taken_for_this_one() -> None:
+    model, when = Two(), Keeps("output:second")
+    with (
+        pytest.raises(RuntimeError, match="nothing was seen of its source 'output:second'"),
+        attached(model, gs.Zero(), ONE, when=when),
+    ):
+        model(torch.ones(1, 2)).sum().backward()
+        assert len(when.judged) == 1
+        model.seconds = 0
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def test_it_is_an_error_if_the_batch_holds_no_tensor() -> None:
+    class Constant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(()))
+
+        def forward(self, number: float) -> Tensor:
+            return self.w * number
+
+    model = Constant()
+    with (
+        pytest.raises(RuntimeError, match="it is called, with a tensor"),
+        attached(model, gs.Zero(), when=gs.Shape(above=1)),
+    ):
+        model(2.0).backward()
+
+
+def test_it_is_an_error_if_only_a_part_of_the_model_was_called() -> None:
+    model = Two()
+    with (
+        pytest.raises(RuntimeError, match="nothing was seen of its source 'batch'"),
+        attached(model, gs.Zero(), ONE, when=gs.Shape(above=1)),
+    ):
+        model.first(torch.ones(2, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("when", [gs.Value(1.0, source="value"), gs.AllSameSign("value")])
+def test_a_site_without_a_value_is_refused_at_once(when: gs.Trigger) -> None:
+    with pytest.raises(ValueError, match="Nodes has none; it can look at 'grad' or the 'batch'"):
+        gs.Intervention(gs.Zero(), gs.Nodes("Relu"), when)
+
+
+@pytest.mark.parametrize("source", ["grad", "value"])
+def test_one_gradient_is_no_source_for_a_group(source) -> None:
+    with pytest.raises(ValueError, match="looks at one gradient, and ClipGlobalNorm acts on all"):
+        gs.Intervention(gs.ClipGlobalNorm(1.0), when=~gs.Value(1.0, source=source))
+
+
+def test_the_batch_is_a_source_for_a_group() -> None:
+    model = small()
+    optimizer = sgd(model)
+    fired = []
+    when = gs.Value(0.5, source="batch")
+    with attached(model, gs.ClipGlobalNorm(1e-3, eps=0.0), None, optimizer, when):
+        for scale in (0.1, 1.0):
+            optimizer.zero_grad()
+            model(torch.full((2, 6), scale)).sum().backward()
+            optimizer.step()
+            norm = torch.cat([param.grad.flatten() for param in model.parameters()]).norm()  # pyright: ignore[reportOptionalMemberAccess]
+            fired.append(norm.item() == pytest.approx(1e-3))
+    assert fired == [False, True]
+
+
+# What is kept
+
+
+def test_nothing_seen_is_kept_after_the_block() -> None:
+    model = small()
+    surgery = gs.Surgery(
+        gs.Intervention(gs.Scale(1.0), when=gs.Value(0.0, source="output:act") | gs.Shape(0))
+    )
+    with surgery.attach(model) as live:
+        backward(model)
+        assert len(live.clock.seen) == 2
+    assert live.clock.seen == {}
+
+
+def test_what_is_seen_holds_neither_graph_nor_activation() -> None:
+    model = small()
+    held: list[ref[Tensor]] = []
+
+    def remember(module: Any, args: Any, output: Tensor) -> None:
+        held.append(ref(output))
+
+    model.act.register_forward_hook(remember)
+    when = gs.Value(0.0, source="output:act")
+    with attached(model, gs.Scale(1.0), when=when) as live:
+        y = model(torch.ones(2, 6))
+        (look,) = live.clock.seen.values()
+        assert isinstance(look, Tensor)
+        assert (look.grad_fn, look.requires_grad) == (None, False)
+        del y
+        gc.collect()
+        assert held[0]() is None
+        backward(model)
+
+
+@pytest.mark.parametrize("source", ["batch", "input:act", "output:act"])
+def test_no_hook_of_a_source_is_left_if_attaching_fails(source: str) -> None:
+    model = small()
+    with (
+        pytest.raises(ValueError, match="stage 'step' needs the optimizer"),
+        attached(model, gs.Zero(), gs.Parameters(stage="step"), when=gs.Shape(1, source=source)),
+    ):
+        pass
+    assert num_hooks(model) == 0

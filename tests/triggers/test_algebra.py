@@ -1,0 +1,338 @@
+"""Triggers combined, and triggers that a user writes: three values, and nothing asked in vain."""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import gradsurg as gs
+from gradsurg.fields import validated
+from gradsurg.transforms.base import Context, Law, Stateless
+from gradsurg.triggers.base import Clock, Fires, Moment, Sourced
+from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train
+
+YES, NO = torch.tensor(True), torch.tensor(False)
+
+
+@dataclass(frozen=True)
+class Says(gs.Trigger):
+    """Says what it was told to, and counts how often it was asked."""
+
+    answer: Any
+    asked: list[Moment] = field(default_factory=list, compare=False)
+
+    def fires(self, moment: Moment) -> Fires:
+        self.asked.append(moment)
+        return self.answer
+
+
+class Looks(Says):
+    """As `Says`, where the device decides."""
+
+    on_device = True
+
+
+class Counts(Stateless):
+    """Counts how often it is called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        return frozenset({"linear"})
+
+    def apply(self, grad: Tensor, context: Context) -> Tensor:
+        self.calls += 1
+        return grad * 2
+
+
+def _plain(fires: Fires) -> object:
+    return ("device", bool(fires)) if isinstance(fires, Tensor) else fires
+
+
+DEVICE = ("device", True), ("device", False)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "both", "either"),
+    [
+        (True, True, True, True),
+        (True, False, False, True),
+        (False, False, False, False),
+        (True, None, None, True),
+        (False, None, False, None),
+        (None, None, None, None),
+        (True, YES, DEVICE[0], True),
+        (True, NO, DEVICE[1], True),
+        (False, YES, False, DEVICE[0]),
+        (False, NO, False, DEVICE[1]),
+        (YES, NO, DEVICE[1], DEVICE[0]),
+        (YES, YES, DEVICE[0], DEVICE[0]),
+        (NO, NO, DEVICE[1], DEVICE[1]),
+        (None, YES, None, None),
+        (None, NO, None, None),
+    ],
+)
+def test_three_values_and_those_of_the_device(
+    one: Fires, other: Fires, both: object, either: object
+) -> None:
+    for pair in ((one, other), (other, one)):
+        first, second = (Says(answer) for answer in pair)
+        assert _plain((first & second).fires(Moment(Clock()))) == both
+        assert _plain((first | second).fires(Moment(Clock()))) == either
+
+
+@pytest.mark.parametrize(
+    ("answer", "opposite"),
+    [(True, False), (False, True), (None, None), (YES, DEVICE[1]), (NO, DEVICE[0])],
+)
+def test_the_opposite_of_each(answer: Fires, opposite: object) -> None:
+    assert _plain((~Says(answer)).fires(Moment(Clock()))) == opposite
+
+
+@pytest.mark.parametrize("looks_first", [True, False])
+def test_what_the_host_has_decided_spares_the_device_its_work(looks_first: bool) -> None:
+    for answer, combine in ((False, gs.AllOf), (True, gs.AnyOf)):
+        host, device = Says(answer), Looks(YES)
+        combined = combine((device, host) if looks_first else (host, device))
+        assert combined.fires(Moment(Clock())) is answer
+        assert (len(host.asked), len(device.asked)) == (1, 0)
+
+
+def test_it_does_so_from_inside_other_combinations_too() -> None:
+    device, other = Looks(YES), Looks(NO)
+    trigger = (~device | (other & Says(True))) & Says(False)
+    assert trigger.fires(Moment(Clock())) is False
+    assert device.asked == other.asked == []
+
+
+def _measured(trigger: Says) -> int:
+    return sum(moment.grad is not None for moment in trigger.asked)
+
+
+def test_where_the_host_says_no_neither_transform_nor_measurement_is_called() -> None:
+    model, transform, device = small(), Counts(), Looks(YES)
+    optimizer = sgd(model)
+    when = device & gs.Steps(start=2) & gs.Depth(high=1)
+    at = gs.Parameters("last.*")
+    with attached(model, transform, at, optimizer, when, effects_every=0) as live:
+        train(model, optimizer, 2)
+        assert (transform.calls, _measured(device)) == (0, 0)
+        train(model, optimizer, 1)
+        assert (transform.calls, _measured(device)) == (2, 2)
+    assert [(entry.calls, entry.all_fired) for entry in live.ledger] == [(3, 1), (3, 1)]
+
+
+def test_a_site_of_which_the_host_says_no_is_not_measured() -> None:
+    model, device = small(), Looks(YES)
+    with (
+        pytest.warns(gs.SurgeryWarning, match="never fired in 2 gradients"),
+        attached(model, gs.Scale(2.0), gs.Parameters("*.bias"), when=device & gs.Index(0)),
+    ):
+        backward(model)
+    assert _measured(device) == 0
+
+
+@validated
+class Loud(gs.Trigger):
+    """A user's trigger: where the largest entry is over `bound`."""
+
+    bound: float = 0.0
+
+    def fires(self, moment: Moment) -> Fires:
+        return None if moment.grad is None else moment.grad.abs().max() > self.bound
+
+
+class Twice(gs.Trigger):
+    """A user's trigger that is no dataclass: at the first `count` gradients of a site."""
+
+    def __init__(self, count: int = 2) -> None:
+        self.count = count
+
+    def fires(self, moment: Moment) -> Fires:
+        if moment.site is None or moment.grad is None:
+            return None
+        seen = moment.state.get("seen", torch.zeros((), dtype=torch.int64))
+        moment.state["seen"] = seen + 1
+        return seen < self.count
+
+
+def test_a_users_trigger_fires_by_what_it_says() -> None:
+    plain, model = small(), small()
+    backward(plain)
+    bound = sorted(grad.abs().max().item() for grad in gradients(plain).values())[1]
+    with attached(model, gs.Zero(), when=Loud(bound)):
+        backward(model)
+    for name, grad in gradients(plain).items():
+        loud = grad.abs().max() > bound
+        expected = torch.zeros_like(grad) if loud else grad
+        assert torch.equal(gradients(model)[name], expected)
+
+
+def test_it_combines_with_those_of_gradsurg() -> None:
+    model = small()
+    optimizer = sgd(model)
+    when = Loud() & gs.Every(2) & ~Loud(1e9)
+    with attached(model, gs.Scale(1.0), None, optimizer, when) as live:
+        train(model, optimizer, 4)
+    assert {entry.all_fired for entry in live.ledger} == {2}
+
+
+def test_its_memory_is_of_each_site_and_in_the_state() -> None:
+    model = small()
+    surgery = gs.Surgery(gs.Intervention(gs.Scale(1.0), gs.Parameters("last.*"), Twice()))
+    with surgery.attach(model) as live:
+        for _ in range(3):
+            backward(model)
+    assert [entry.all_fired for entry in live.ledger] == [2, 2]
+    states = surgery.state_dict()["states"]
+    assert isinstance(states, dict)
+    seen = {key: state["seen"].item() for key, state in states.items()}
+    assert seen == {"scale/last.weight/when": 3, "scale/last.bias/when": 3}
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        (1, "found 1"),
+        (0, "found 0"),
+        ("no", "found 'no'"),
+        (torch.ones(3, dtype=torch.bool), "found torch.bool of shape [3]"),
+        (torch.tensor(1.0), "found torch.float32 of shape []"),
+    ],
+)
+@pytest.mark.parametrize("later", [False, True])
+def test_what_is_no_answer_is_refused(answer: object, found: str, later: bool) -> None:
+    class Wrong(gs.Trigger):
+        def __repr__(self) -> str:
+            return "Wrong()"
+
+        def fires(self, moment: Moment) -> Any:
+            return None if later and moment.site is None else answer
+
+    model = small()
+    message = "Wrong(): fires() must say True, False, None or a bool tensor of no dimension, "
+    with (
+        pytest.raises(TypeError, match=re.escape(message + found)),
+        attached(model, gs.Zero(), when=Wrong()),
+    ):
+        backward(model)
+    assert num_hooks(model) == 0
+
+
+def test_none_where_the_gradient_is_at_hand_is_refused() -> None:
+    model = small()
+    with (
+        pytest.raises(TypeError, match="said None where the gradient was at hand"),
+        attached(model, gs.Zero(), when=Says(None)),
+    ):
+        backward(model)
+
+
+@pytest.mark.parametrize(
+    ("later", "note"), [(False, "before a gradient was there"), (True, "at site 'last.bias'")]
+)
+def test_what_a_trigger_raises_is_told_with_its_place(later: bool, note: str) -> None:
+    class Broken(gs.Trigger):
+        def __repr__(self) -> str:
+            return "Broken()"
+
+        def fires(self, moment: Moment) -> Fires:
+            if later and moment.site is None:
+                return None
+            raise ZeroDivisionError("mine")
+
+    model = small()
+    with (
+        pytest.raises(ZeroDivisionError, match="mine") as caught,
+        attached(model, gs.Zero(), gs.Parameters("last.bias"), when=Broken()),
+    ):
+        backward(model)
+    assert caught.value.__notes__ == [f"while Broken() was asked {note}, step 0"]
+    assert num_hooks(model) == 0
+
+
+def test_a_users_trigger_may_look_at_a_source() -> None:
+    class Wide(Sourced):
+        source = "output:act"
+
+        def look(self, tensor: Tensor) -> object:
+            return tensor  # it can look at nothing that holds the graph
+
+        def judge(self, look: object, moment: Moment) -> bool | Tensor:
+            assert isinstance(look, Tensor)
+            assert not look.requires_grad
+            assert look.grad_fn is None
+            return look.shape[1] == 5
+
+    model = small()
+    with attached(model, gs.Scale(1.0), gs.Parameters("last.bias"), when=Wide()) as live:
+        backward(model)
+    assert [entry.all_fired for entry in live.ledger] == [1]
+
+
+@pytest.mark.filterwarnings("ignore:clip_global_norm. its trigger never fired")
+@pytest.mark.parametrize("answer", [YES, NO], ids=["yes", "no"])
+def test_an_answer_of_the_device_changes_a_group_as_a_whole_or_not(answer: Tensor) -> None:
+    class Late(gs.Trigger):
+        def fires(self, moment: Moment) -> Fires:
+            return None if moment.site is None else answer
+
+    model, plain = small(), small()
+    optimizer, other = sgd(model), sgd(plain)
+    train(plain, other, 1)
+    with attached(model, gs.ClipGlobalNorm(1e-3), None, optimizer, Late()) as live:
+        train(model, optimizer, 1)
+    alike = [torch.equal(gradients(model)[name], grad) for name, grad in gradients(plain).items()]
+    assert alike == [not answer] * 4
+    assert {entry.all_fired for entry in live.ledger} == {int(answer)}
+
+
+def test_a_group_with_a_state_keeps_it_where_the_device_says_no() -> None:
+    answers = [True, False, True]
+
+    class Late(gs.Trigger):
+        def fires(self, moment: Moment) -> Fires:
+            return None if moment.site is None else torch.tensor(answers[moment.step])
+
+    def norms(when: gs.Trigger) -> list[float]:
+        model = small()
+        optimizer = sgd(model, lr=0.0)
+        transform = gs.Chain(gs.NormMatched(gs.Chain(gs.LowPass(0.5), gs.ClipGlobalNorm(1e9))))
+        at = gs.Parameters(stage="step")
+        found = []
+        with attached(model, transform, at, optimizer, when):
+            for step in range(3):
+                optimizer.zero_grad()
+                backward(model, step)
+                optimizer.step()
+                found.append(gradients(model)["last.bias"].norm().item())
+        return found
+
+    @validated
+    class Only(gs.Trigger):
+        def fires(self, moment: Moment) -> Fires:
+            return answers[moment.step % 3]
+
+    assert norms(Late()) == norms(Only())
+    assert norms(Late()) != norms(gs.Always())
+
+
+def test_a_group_with_a_state_keeps_its_members() -> None:
+    model = small()
+    optimizer = sgd(model)
+    transform = gs.NormMatched(gs.Chain(gs.LowPass(), gs.ClipGlobalNorm(1.0)))
+
+    class First(gs.Trigger):
+        def fires(self, moment: Moment) -> Fires:
+            return None if moment.site is None else not moment.step or "bias" in moment.site
+
+    with (
+        pytest.raises(RuntimeError, match=r"members must stay the same: at first .*, now "),
+        attached(model, transform, None, optimizer, First()),
+    ):
+        train(model, optimizer, 2)

@@ -1,0 +1,107 @@
+"""How often each trigger fired: in the ledger, in the effects, in their tables and files."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradsurg as gs
+from gradsurg.store import RunDirectory, effect_table
+from gradsurg.tables import effect_table as effect_text
+from tests.nets import attached
+
+
+class Sums(nn.Module):
+    """d/dw of `forward(x)` is x: every gradient can be chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: float) -> Tensor:
+        return (self.w * x).sum()
+
+
+def _live(model: nn.Module, when: gs.Trigger, sizes: list[float]) -> gs.Live:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with attached(model, gs.Scale(2.0), None, optimizer, when) as live:
+        for size in sizes:
+            optimizer.zero_grad()
+            model(size).backward()
+            optimizer.step()
+    return live
+
+
+@pytest.mark.parametrize("when", [gs.Value(2.0), gs.Every(3, offset=1)], ids=repr)
+def test_ledger_and_effects_count_what_host_or_device_has_decided(when: gs.Trigger) -> None:
+    live = _live(Sums(), when, [1.0, 3.0, 1.0, 1.0, 4.0, 1.0, 1.0, 5.0])
+    (entry,), (row,) = live.ledger, live.effects.rows()
+    assert (entry.calls, entry.all_fired) == (8, 3)
+    assert (row["seen"], row["calls"]) == (8, 3)
+    assert live.ledger.table().splitlines()[1].split() == ["scale", "8", "3", "w"]
+    head, _, line = live.effects.table().splitlines()
+    assert head.split()[-2:] == ["fired", "calls"]
+    assert line.split()[-2:] == ["37.5%", "3"]
+
+
+def test_the_numbers_of_a_gradient_that_the_device_leaves_alone_are_of_no_change() -> None:
+    (row,) = _live(Sums(), gs.Value(2.0), [1.0, 4.0]).effects.rows()
+    # Half of the two was doubled: |g| is 1 and 4 before, 1 and 8 after.
+    assert (row["norm_before"], row["norm_after"], row["changed"]) == (2.5, 4.5, 0.5)
+
+
+@pytest.mark.parametrize("when", [gs.Always(), gs.Value(0.0), gs.Flag("a", on=True)], ids=repr)
+def test_a_trigger_that_always_fires_has_no_column(when: gs.Trigger) -> None:
+    assert "fired" not in _live(Sums(), when, [1.0, 2.0]).effects.table()
+
+
+def test_a_site_at_which_it_never_fires_is_told_beside_the_others() -> None:
+    model = nn.Sequential(Sums(), nn.Sequential(nn.Linear(1, 1)))
+    with attached(model, gs.Scale(2.0), when=gs.Depth(high=1)) as live:
+        (model[0](1.0) + model[1](torch.ones(1))).backward()
+    rows = {row["site"]: (row["seen"], row["calls"]) for row in live.effects.rows()}
+    assert rows == {"0.w": (1, 1), "1.0.weight": (1, 0), "1.0.bias": (1, 0)}
+    assert [line.split()[-2:] for line in live.effects.table().splitlines()[2:]] == [
+        ["100.0%", "1"],
+        ["0.0%", "0"],
+        ["0.0%", "0"],
+    ]
+
+
+def test_fetches_count_apart_and_add_up() -> None:
+    model = Sums()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    counts = []
+    with attached(model, gs.Scale(2.0), None, optimizer, gs.Value(2.0)) as live:
+        for sizes in ([3.0, 1.0], [1.0], [1.0, 5.0, 5.0]):
+            for size in sizes:
+                optimizer.zero_grad()
+                model(size).backward()
+                optimizer.step()
+            (row,) = live.effects.fetch()
+            counts.append((row["seen"], row["calls"], row["sampled"]))
+    assert counts == [(2, 1, 2), (1, 0, 1), (3, 2, 3)]
+
+
+def test_the_files_carry_them_and_their_table_adds_them_up(tmp_path: Path) -> None:
+    model = Sums()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    run = RunDirectory(tmp_path / "run")
+    with attached(model, gs.Scale(2.0), None, optimizer, gs.Value(2.0)) as live:
+        for step, sizes in enumerate(([3.0, 1.0], [1.0], [1.0, 5.0, 5.0])):
+            for size in sizes:
+                optimizer.zero_grad()
+                model(size).backward()
+                optimizer.step()
+            run.append_effects([{"step": step, **row} for row in live.effects.fetch()])
+    lines = (run.path / "effects.jsonl").read_text().splitlines()
+    assert [(json.loads(line)["seen"], json.loads(line)["calls"]) for line in lines] == [
+        (2, 1),
+        (1, 0),
+        (3, 2),
+    ]
+    (row,) = effect_table([run.path])
+    assert (row["runs"], row["seen"], row["calls"]) == (1, 6, 3)
+    assert "50.0%" in effect_text([row])

@@ -1,0 +1,136 @@
+"""A trigger is a value: what it refuses, how it compares, what its config holds."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import gradsurg as gs
+from gradsurg.catalogue import find, names
+from gradsurg.fields import FieldError
+from gradsurg.triggers.base import Clock, Moment
+
+KINDS = [find("triggers", stem) for stem in names("triggers")]
+CONFIGS = sorted((Path(__file__).parents[2] / "conf" / "when").glob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "message"),
+    [
+        (gs.Steps, {"start": -1}, "Steps.start: must be >= 0, found -1"),
+        (gs.Steps, {"stop": 0}, "Steps.stop: must be >= 1, found 0"),
+        (gs.Steps, {"every": 0}, "Steps.every: must be >= 1, found 0"),
+        (gs.Steps, {"start": 5, "stop": 5}, "Steps.stop: must be > start (5), found 5"),
+        (gs.Steps, {"start": 1.5}, "Steps.start: must be a whole number, found 1.5"),
+        (gs.Steps, {"strat": 5}, "Did you mean 'start'?"),
+        (gs.Every, {}, "Every.count: is required"),
+        (gs.Every, {"count": 0}, "Every.count: must be >= 1, found 0"),
+        (gs.Every, {"count": 2, "offset": -1}, "Every.offset: must be >= 0, found -1"),
+        (gs.Epochs, {"start": -1}, "Epochs.start: must be >= 0, found -1"),
+        (gs.Epochs, {"start": 3, "stop": 2}, "Epochs.stop: must be > start (3), found 2"),
+        (gs.Epochs, {"every": 0}, "Epochs.every: must be >= 1, found 0"),
+        (gs.Epochs, {"length": 0}, "Epochs.length: must be >= 1, found 0"),
+        (gs.Phase, {"phase": "late"}, "Phase.phase: must be one of 'warm_up', 'train' or"),
+        (gs.Phase, {"phase": "warm_up"}, "Phase.warm_up: must be > 0 steps for this phase"),
+        (gs.Phase, {"phase": "fine_tune"}, "Phase.fine_tune: must be the step at which"),
+        (
+            gs.Phase,
+            {"phase": "train", "warm_up": 5, "fine_tune": 4},
+            "Phase.fine_tune: must be >= warm_up (5), found 4",
+        ),
+        (gs.Probability, {"p": 1.5}, "Probability.p: must be <= 1.0, found 1.5"),
+        (gs.Probability, {"p": float("nan")}, "Probability.p: must be finite, found nan"),
+        (gs.Probability, {"p": 0.5, "per": "day"}, "Probability.per: must be one of 'step' or"),
+        (gs.Probability, {"p": 0.5, "seed": -1}, "Probability.seed: must be >= 0, found -1"),
+        (gs.Flag, {"flag": ""}, "Flag.flag: "),
+        (gs.Flag, {"flag": "a", "on": "perhaps"}, "Flag.on: must be true or false"),
+        (gs.Shape, {}, "Shape.above: is required, or below"),
+        (gs.Shape, {"above": -1}, "Shape.above: must be >= 0, found -1"),
+        (gs.Shape, {"above": 3, "below": 4}, "Shape.below: must be > above + 1 (4), found 4"),
+        (gs.Shape, {"above": 3, "source": "inputs"}, "Shape.source: must be grad, value, batch"),
+        (gs.Value, {"above": -1.0}, "Value.above: must be >= 0.0, found -1.0"),
+        (gs.Value, {"above": 1, "release": 2}, "Value.release: must be <= above (1.0), found 2.0"),
+        (gs.Value, {"above": 1, "release": -1}, "Value.release: must be >= 0.0, found -1"),
+        (gs.Value, {"above": 1, "measure": "mean"}, "Value.measure: must be one of 'mean_abs'"),
+        (gs.Value, {"above": 1, "measure": "nan"}, "Value.above: must be < 1, a fraction"),
+        (gs.Value, {"above": 1, "q": 1.5}, "Value.q: must be <= 1.0, found 1.5"),
+        (gs.Value, {"above": 1, "source": "input:"}, "Value.source: must be grad, value, batch"),
+        (gs.AllSameSign, {"source": "output"}, "AllSameSign.source: must be grad, value"),
+        (gs.Depth, {"low": -1}, "Depth.low: must be >= 0, found -1"),
+        (gs.Depth, {"low": 2, "high": 1}, "Depth.high: must be >= low (2), found 1"),
+        (gs.Index, {"start": 2, "stop": 2}, "Index.stop: must be > start (2), found 2"),
+        (gs.AllOf, {"of": ()}, "AllOf.of: "),
+        (gs.AllOf, {"of": (3,)}, "AllOf.of.0: must be a Trigger, found 3"),
+        (gs.AnyOf, {"of": (gs.Always(), None)}, "AnyOf.of.1: must be a Trigger, found None"),
+        (gs.Unless, {"of": "steps"}, "Unless.of: must be a Trigger, found 'steps'"),
+    ],
+)
+def test_a_field_that_makes_no_sense_is_refused(
+    kind: Any, given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(FieldError, match=re.escape(message)):
+        kind(**given)
+
+
+EACH = [
+    (gs.Always(), gs.Always()),
+    (gs.Steps(1, 5), gs.Steps(start=1, stop=5)),
+    (gs.Every(2), gs.Every(count=2)),
+    (gs.Epochs(1, length=2), gs.Epochs(start=1, length=2)),
+    (gs.Phase("train"), gs.Phase(phase="train")),
+    (gs.Probability(0.5), gs.Probability(p=0.5)),
+    (gs.Flag("a"), gs.Flag(flag="a")),
+    (gs.Shape(above=2), gs.Shape(2)),
+    (gs.Value(1), gs.Value(above=1.0)),
+    (gs.AllSameSign(), gs.AllSameSign("grad")),
+    (gs.Depth(1), gs.Depth(low=1)),
+    (gs.Index(1), gs.Index(start=1)),
+    (gs.Flag("a") & gs.Every(2), gs.AllOf((gs.Flag("a"), gs.Every(2)))),
+    (gs.Flag("a") | gs.Every(2), gs.AnyOf((gs.Flag("a"), gs.Every(2)))),
+    (~gs.Every(2), gs.Unless(gs.Every(2))),
+]
+
+
+@pytest.mark.parametrize(("one", "same"), EACH, ids=[repr(one) for one, _ in EACH])
+def test_a_trigger_is_a_value(one: gs.Trigger, same: gs.Trigger) -> None:
+    assert one == same
+    assert hash(one) == hash(same)
+    assert repr(one) == repr(same)
+    one.fires(Moment(Clock()))  # what it was asked is no part of it
+    assert (one == same, hash(one) == hash(same), repr(one) == repr(same)) == (True,) * 3
+    assert [other for other, _ in EACH if other == one] == [one]
+    assert eval(repr(one), {kind.__name__: kind for kind in KINDS}) == one
+    first = next(iter(fields(one)), None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(AttributeError):
+        setattr(one, first.name if first else "new", 1)
+
+
+def test_each_trigger_is_compared() -> None:
+    assert {type(one) for one, _ in EACH} == set(KINDS)
+
+
+@pytest.mark.parametrize("combine", [lambda a, b: a & b, lambda a, b: a | b])
+@pytest.mark.parametrize("other", [3, None, gs.Steps, gs.Parameters()])
+def test_triggers_combine_with_triggers_only(combine: Any, other: Any) -> None:
+    with pytest.raises(TypeError, match="a trigger combines with triggers, found"):
+        combine(gs.Always(), other)
+
+
+def _made(node: Any) -> Any:  # Any: a node of a config is of any type
+    if isinstance(node, list):
+        return [_made(part) for part in node]
+    if not isinstance(node, dict):
+        return node
+    given = {key: _made(part) for key, part in node.items() if key != "name"}
+    return find("triggers", node["name"])(**given)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
+def test_a_config_makes_its_trigger_and_shows_every_field(path: Path) -> None:
+    config = yaml.safe_load(path.read_text())
+    made = _made(config)
+    assert isinstance(made, gs.Trigger)
+    assert set(config) - {"name"} == {field.name for field in fields(made)}  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,450 @@
+"""Triggers that look at a tensor: what they measure, and that nothing waits for the device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradsurg as gs
+from gradsurg.transforms.base import Context, Law, State, Transform
+from gradsurg.triggers.base import Clock, Moment, Sourced
+from tests.nets import attached, backward, gradients, sgd, small, train
+
+NAN = float("nan")
+
+never_fires = pytest.mark.filterwarnings("ignore:.* its trigger never fired")
+
+
+class Sums(nn.Module):
+    """d/dw of `forward(x)` is x: every gradient can be chosen."""
+
+    def __init__(self, *start: float) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(start or (0.0, 0.0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.w * x).sum()
+
+
+def _look(trigger: Sourced, tensor: Tensor) -> float:
+    look = trigger.look(tensor)
+    assert isinstance(look, Tensor)
+    assert look.ndim == 0
+    return look.item()
+
+
+@pytest.mark.parametrize(
+    ("fields", "values", "expected"),
+    [
+        ({"measure": "mean_abs"}, [3.0, -1.0, 2.0], 2.0),
+        ({"measure": "norm"}, [3.0, -4.0], 5.0),
+        ({"measure": "rms"}, [1.0, -7.0], 5.0),
+        ({"measure": "max_abs"}, [3.0, -4.0], 4.0),
+        ({"measure": "quantile", "q": 0.5}, [4.0, -1.0, 3.0, 2.0], 2.0),
+        ({"measure": "quantile", "q": 0.51}, [4.0, -1.0, 3.0, 2.0], 3.0),
+        ({"measure": "quantile", "q": 0.0}, [4.0, -1.0], 1.0),
+        ({"measure": "quantile", "q": 1.0}, [4.0, -1.0], 4.0),
+        # 0.07 * 100 is 7.000000000000001, and seven of a hundred are seven percent.
+        ({"measure": "quantile", "q": 0.07}, [float(i) for i in range(1, 101)], 7.0),
+        ({"measure": "nan"}, [NAN, 1.0, NAN, 0.0], 0.5),
+        ({"measure": "mean_abs"}, [NAN, 1.0], NAN),
+        ({"measure": "norm"}, [NAN, 1.0], NAN),
+        ({"measure": "rms"}, [NAN, 1.0], NAN),
+        ({"measure": "max_abs"}, [1.0, NAN], NAN),
+        ({"measure": "quantile", "q": 1.0}, [NAN, 1.0], NAN),
+        ({"measure": "quantile", "q": 0.5}, [NAN, 1.0], 1.0),
+    ],
+)
+def test_a_measurement_is_that_worked_out_by_hand(
+    fields: dict[str, Any], values: list[float], expected: float
+) -> None:
+    found = _look(gs.Value(above=0.0, **fields), torch.tensor(values))
+    assert found == pytest.approx(expected, nan_ok=True)
+
+
+MEASURES = ("mean_abs", "norm", "rms", "max_abs", "quantile", "nan")
+
+each_measure = pytest.mark.parametrize("measure", MEASURES)
+
+
+@each_measure
+def test_an_empty_tensor_measures_nothing(measure) -> None:
+    assert _look(gs.Value(0.0, measure), torch.zeros(0, 3)) == 0.0
+
+
+@each_measure
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3), (2, 1, 3)])
+def test_a_measurement_is_of_all_entries_whatever_the_shape(measure, shape) -> None:
+    tensor = torch.full(shape, -2.0)
+    norm = 2.0 * tensor.numel() ** 0.5
+    expected = {"norm": norm, "nan": 0.0}.get(measure, 2.0)
+    assert _look(gs.Value(0.0, measure), tensor) == pytest.approx(expected)
+    assert _look(gs.Value(0.0, measure), tensor.expand(3, *shape)) >= 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("measure", "expected"), [("norm", 300.0 * 300), ("mean_abs", 300.0)])
+def test_half_precision_is_measured_in_single(dtype: torch.dtype, measure, expected) -> None:
+    # The sums of 90000 entries and of their squares are over what a float16 can hold.
+    tensor = torch.full((90000,), 300.0, dtype=dtype)
+    assert _look(gs.Value(0.0, measure), tensor) == pytest.approx(expected, rel=1e-3)
+    assert gs.Value(0.0, measure).look(tensor.double()).dtype is torch.float64  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("values", "same"),
+    [
+        ([1.0, 2.0], True),
+        ([-1.0, -2.0], True),
+        ([1.0, -2.0], False),
+        ([1.0, 0.0], False),
+        ([0.0], False),
+        ([1.0, NAN], False),
+        ([], False),
+        ([3.0], True),
+    ],
+)
+def test_all_of_one_sign(values: list[float], same: bool) -> None:
+    look = gs.AllSameSign().look(torch.tensor(values))
+    assert isinstance(look, Tensor)
+    assert (look.dtype, look.ndim, look.item()) == (torch.bool, 0, same)
+
+
+@pytest.mark.parametrize(
+    ("trigger", "sizes"),
+    [
+        (gs.Shape(above=2), [3, 4]),
+        (gs.Shape(below=2), [0, 1]),
+        (gs.Shape(above=0, below=3), [1, 2]),
+        (gs.Shape(above=0, below=3, dim=-2), [1, 2]),
+        (gs.Shape(above=6, dim=1), [0, 1, 2, 3, 4]),
+        (gs.Shape(above=7, dim=1), []),
+    ],
+)
+def test_a_shape_is_between_its_bounds(trigger: Sourced, sizes: list[int]) -> None:
+    fired = []
+    for size in range(5):
+        fires = trigger.judge(trigger.look(torch.zeros(size, 7)), Moment(Clock()))
+        assert isinstance(fires, bool)  # the host knows it
+        fired += [size] * fires
+    assert fired == sizes
+
+
+def test_a_dimension_that_is_not_there_is_an_error() -> None:
+    model = small()
+    message = r"the source has the shape \[8, 6\], so dim 2 is not there"
+    with (
+        pytest.raises(ValueError, match=message),
+        attached(model, gs.Zero(), when=gs.Shape(above=1, dim=2)),
+    ):
+        backward(model)
+
+
+@never_fires
+@pytest.mark.parametrize("above", [0.9, 1.0])
+def test_it_fires_above_its_bound_and_not_at_it(above: float) -> None:
+    model = Sums()
+    with attached(model, gs.Zero(), when=gs.Value(above)):
+        model(torch.tensor([1.0, -1.0])).backward()
+    assert model.w.grad is not None
+    assert model.w.grad.tolist() == ([0.0, 0.0] if above < 1 else [1.0, -1.0])
+
+
+@never_fires
+@each_measure
+def test_nan_does_not_fire_but_where_it_is_asked_for(measure) -> None:
+    model = Sums()
+    when = gs.Value(0.4, measure)
+    with attached(model, gs.Zero(), when=when):
+        model(torch.tensor([NAN, 5.0])).backward()
+    assert model.w.grad is not None
+    # Of two entries the 0.99 quantile is the larger, and NaN is the largest.
+    assert model.w.grad.tolist()[1] == (0.0 if measure == "nan" else 5.0)
+
+
+def test_what_it_leaves_alone_is_bit_identical() -> None:
+    plain, model = small(), small()
+    optimizer, other = sgd(model), sgd(plain)
+    train(plain, other, 5)
+    never = gs.Value(1e30) | gs.Value(1e30, "max_abs", release=1e29)
+    with (
+        pytest.warns(gs.SurgeryWarning, match="never fired"),
+        attached(model, gs.Zero(), None, optimizer, never),
+    ):
+        train(model, optimizer, 5)
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_gradient_that_is_chosen_is_the_transforms() -> None:
+    # 3 > 2 -> clipped; 1 is left alone.
+    model = nn.ModuleList([Sums(), Sums()])
+    with attached(model, gs.Clip(0.5), when=gs.Value(2.0, "max_abs")):
+        model[0](torch.tensor([3.0, -1.0])).backward()
+        model[1](torch.tensor([1.0, -1.0])).backward()
+    grads = [param.grad.tolist() for param in model.parameters() if param.grad is not None]
+    assert grads == [[0.5, -0.5], [1.0, -1.0]]
+
+
+EVERY = [
+    *(gs.Value(0.1, measure) for measure in MEASURES),
+    gs.Value(0.1, release=0.05),
+    gs.Value(0.1, source="value"),
+    gs.Value(0.1, source="batch"),
+    gs.Value(0.1, source="output:act"),
+    gs.AllSameSign(),
+    gs.AllSameSign("input:last"),
+    gs.Value(0.1) & ~gs.AllSameSign() | gs.Value(2.0, "norm"),
+]
+
+every_trigger = pytest.mark.parametrize("when", EVERY, ids=repr)
+
+
+@every_trigger
+@pytest.mark.parametrize("at", [gs.Parameters(), gs.Outputs("first"), gs.Parameters(stage="step")])
+def test_nothing_waits_for_the_device(when: gs.Trigger, at) -> None:
+    """On the meta device there are no numbers to wait for, and to ask for one raises."""
+    model = small().to("meta")
+    optimizer = sgd(model)
+    with pytest.raises(RuntimeError):
+        torch.zeros((), device="meta").item()
+    with attached(model, gs.LowPass(), at, optimizer, when, effects_every=0) as live:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 6, device="meta")).sum().backward()
+            optimizer.step()
+        assert live.ledger.table()
+    assert all(param.grad is not None for param in model.parameters())
+    # What cannot be told is not told as something that never happened.
+    assert all((entry.calls, entry.all_fired) == (2, 2) for entry in live.ledger)
+
+
+def _loss(model: nn.Module) -> Callable[..., Tensor]:
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        out = torch.func.functional_call(model, params, (x,))
+        return (out * torch.tensor([1.0, -2.0, 0.5])).sum()
+
+    return loss
+
+
+WITHOUT_MEMORY = [trigger for trigger in EVERY if "release=0" not in repr(trigger)]
+
+
+@pytest.mark.parametrize("when", WITHOUT_MEMORY, ids=repr)
+@never_fires
+def test_inside_vmap_each_example_is_chosen_by_itself(when: gs.Trigger) -> None:
+    model = small()
+    at = gs.Outputs("first")
+    params = {name: param.detach() for name, param in model.named_parameters()}
+    batch = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+    with attached(model, gs.Scale(3.0), at, when=when, effects_every=0) as live:
+        many = torch.func.vmap(torch.func.grad(_loss(model)), (None, 0))(params, batch)
+        ones = [torch.func.grad(_loss(model))(params, example) for example in batch]
+        assert live.ledger.table()
+    for name, grads in many.items():
+        torch.testing.assert_close(grads, torch.stack([one[name] for one in ones]))
+
+
+def test_inside_vmap_some_are_chosen_and_some_are_not() -> None:
+    model = small()
+    params = {name: param.detach() for name, param in model.named_parameters()}
+    batch = torch.tensor([[0.1], [9.0]]).expand(2, 6)
+    when = gs.Value(1.0, source="batch")
+    at = gs.Outputs("first")
+    plain = torch.func.vmap(torch.func.grad(_loss(model)), (None, 0))(params, batch)
+    with attached(model, gs.Scale(3.0), at, when=when, effects_every=0):
+        many = torch.func.vmap(torch.func.grad(_loss(model)), (None, 0))(params, batch)
+    factors = many["first.bias"].norm(dim=1) / plain["first.bias"].norm(dim=1)
+    assert factors.tolist() == pytest.approx([1.0, 3.0])
+
+
+@pytest.mark.parametrize("when", WITHOUT_MEMORY, ids=repr)
+@never_fires
+def test_so_is_each_of_a_batch_of_gradients(when: gs.Trigger) -> None:
+    model = small()
+    y = [torch.eye(3)[k].expand(4, 3) * scale for k, scale in ((0, 0.01), (1, 10.0))]
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    with attached(model, gs.Scale(3.0), gs.Outputs("act"), when=when, effects_every=0):
+        weight = model.first.weight
+        ones = [torch.autograd.grad(model(x), weight, own)[0] for own in y]
+        (many,) = torch.autograd.grad(model(x), weight, torch.stack(y), is_grads_batched=True)
+    torch.testing.assert_close(many, torch.stack(ones))
+
+
+def test_what_remembers_is_refused_inside_vmap() -> None:
+    model = small()
+    params = {name: param.detach() for name, param in model.named_parameters()}
+    when = gs.Value(0.1, release=0.05)
+    with (
+        pytest.raises(RuntimeError, match="inside vmap the site 'first#0' has many gradients"),
+        attached(model, gs.Scale(3.0), gs.Outputs("first"), when=when, effects_every=0),
+    ):
+        torch.func.vmap(torch.func.grad(_loss(model)), (None, 0))(params, torch.ones(2, 6))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [gs.Parameters(), gs.Outputs("act")], ids=["params", "outputs"])
+@pytest.mark.parametrize(
+    "when",
+    [
+        gs.Value(0.02),
+        gs.Value(0.02, release=0.01),
+        gs.Value(0.02, source="batch"),
+        gs.Value(0.02, source="output:act"),
+        gs.Shape(above=2),
+    ],
+    ids=repr,
+)
+@never_fires
+@pytest.mark.filterwarnings("ignore:.*lru_cache:UserWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_in_a_compiled_model_it_chooses_as_in_a_plain_one(when: gs.Trigger, at) -> None:
+    found = []
+    for compiled in (False, True):
+        torch.compiler.reset()
+        model = small()
+        optimizer = sgd(model)
+        with attached(model, gs.Clip(1e-3), at, optimizer, when, effects_every=0) as live:
+            called: nn.Module = torch.compile(model, backend="aot_eager") if compiled else model  # pyright: ignore[reportAssignmentType]
+            for step in range(3):
+                optimizer.zero_grad()
+                backward(called, step)
+                optimizer.step()
+        fired = [(entry.site, entry.calls, entry.all_fired) for entry in live.ledger]
+        found.append((fired, [param.detach().clone() for param in model.parameters()]))
+    assert found[0][0] == found[1][0]
+    torch.testing.assert_close(found[0][1], found[1][1])
+
+
+# State: of the transform, and of the trigger itself.
+
+
+def _sweep(when: gs.Trigger, sizes: list[float], transform: Transform) -> list[float]:
+    """What comes of gradients of these sizes, one after the other."""
+    model, found = Sums(0.0), []
+    with attached(model, transform, when=when, effects_every=0):
+        for size in sizes:
+            model.zero_grad()
+            model(torch.tensor([size])).backward()
+            assert model.w.grad is not None
+            found.append(model.w.grad.item())
+    return found
+
+
+def test_a_state_does_not_advance_where_the_device_says_no() -> None:
+    # At 4: m = 4, 4 + 2 * 4 = 12. At 1 nothing. At 8: m = 0.5 * 4 + 0.5 * 8 = 6, 8 + 12 = 20.
+    found = _sweep(gs.Value(2.0), [4.0, 1.0, 1.0, 8.0], gs.LowPass(decay=0.5, strength=2.0))
+    assert found == [12.0, 1.0, 1.0, 20.0]
+
+
+def test_a_state_is_not_begun_by_a_gradient_that_the_device_leaves_alone() -> None:
+    found = _sweep(gs.Value(2.0), [1.0, 1.0, 4.0], gs.LowPass(decay=0.5, strength=2.0))
+    assert found == [1.0, 1.0, 12.0]
+
+
+def test_nan_that_is_left_alone_does_not_get_into_a_state() -> None:
+    found = _sweep(gs.Value(2.0), [4.0, NAN, 8.0], gs.LowPass(decay=0.5, strength=2.0))
+    assert found == pytest.approx([12.0, NAN, 20.0], nan_ok=True)
+
+
+def test_noise_is_that_of_its_step_whether_it_was_drawn_before_or_not() -> None:
+    def grads(when: gs.Trigger) -> list[Tensor]:
+        model = small()
+        optimizer = sgd(model, lr=0.0)
+        found = []
+        with attached(model, gs.AddNoise(1.0), gs.Parameters("last.bias"), optimizer, when):
+            for step in range(3):
+                optimizer.zero_grad()
+                backward(model, step)
+                found.append(gradients(model)["last.bias"])
+                optimizer.step()
+        return found
+
+    # Both leave the first steps alone: the device by asking, the host by not asking.
+    loud = gs.Value(0.0) & gs.Steps(start=1)
+    assert all(map(torch.equal, grads(loud), grads(gs.Steps(start=1))))
+    assert not torch.equal(grads(loud)[1], grads(gs.Steps(start=2))[1])
+
+
+def test_a_trigger_with_a_release_goes_on_until_it_is_below() -> None:
+    sizes = [1.0, 2.5, 1.5, 1.0, 0.5, 1.5, 3.0, NAN, 1.5]
+    found = _sweep(gs.Value(2.0, release=1.0), sizes, gs.Scale(10.0))
+    fired = [after == 10 * before for after, before in zip(found, sizes, strict=True)]
+    # NaN neither fires nor lets it go on.
+    assert fired == [False, True, True, True, False, False, True, False, False]
+
+
+def test_a_release_at_the_bound_and_one_at_zero() -> None:
+    sizes = [1.0, 3.0, 2.0, 1.0, 0.0]
+    assert _sweep(gs.Value(2.0, release=2.0), sizes, gs.Scale(10.0)) == [1.0, 30.0, 20.0, 1.0, 0.0]
+    # Nothing is below 0: it never ends.
+    assert _sweep(gs.Value(2.0, release=0.0), [1.0, 3.0, 1.0], gs.Scale(10.0)) == [1.0, 30.0, 10.0]
+
+
+def test_the_memory_is_of_each_site_and_in_the_state() -> None:
+    model = nn.ModuleDict({"a": Sums(0.0), "b": Sums(0.0)})
+    when = gs.Value(2.0, release=1.0)
+    surgery = gs.Surgery(gs.Intervention(gs.Scale(10.0), when=when))
+
+    def passed(surgery: gs.Surgery, a: float, b: float) -> list[float]:
+        model.zero_grad()
+        with surgery.attach(model):
+            (model["a"](torch.tensor([a])) + model["b"](torch.tensor([b]))).backward()
+        return [param.grad.item() for param in model.parameters() if param.grad is not None]
+
+    assert passed(surgery, 3.0, 1.5) == [30.0, 1.5]
+    states: Any = surgery.state_dict()["states"]
+    said = {key: state[repr(when)].item() for key, state in states.items()}
+    assert said == {"scale/a.w/when": True, "scale/b.w/when": False}
+    other = gs.Surgery(gs.Intervention(gs.Scale(10.0), when=when))
+    other.load_state_dict(surgery.state_dict())
+    assert passed(other, 1.5, 3.0) == [15.0, 30.0]
+
+
+def test_two_triggers_of_one_combination_have_a_memory_each() -> None:
+    # The second has gone off at 3 and goes on at 1.5, the first needs 4.
+    when = gs.Value(4.0, release=3.5) | gs.Value(2.0, release=1.0)
+    assert _sweep(when, [3.0, 1.5, 0.5], gs.Scale(10.0)) == [30.0, 15.0, 0.5]
+
+
+def test_a_state_that_init_has_not_made_cannot_stay() -> None:
+    class Grows(Transform):
+        def __repr__(self) -> str:
+            return "Grows()"
+
+        @property
+        def laws(self) -> frozenset[Law]:
+            return frozenset()
+
+        def init(self, grad: Tensor) -> State:
+            return {}
+
+        def update(self, grad: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+            return grad * 2, {"last": grad}
+
+    with pytest.raises(TypeError, match=r"Grows\(\) has a state of last and began with none"):
+        _sweep(gs.Value(0.0), [1.0], Grows())
+
+
+def test_a_double_backward_through_a_choice_is_right() -> None:
+    def penalty(when: gs.Trigger) -> Tensor:
+        model = small()
+        with attached(model, gs.Scale(3.0), gs.Outputs("first"), when=when, effects_every=0):
+            x = torch.ones(2, 6, requires_grad=True)
+            (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+            grad.square().sum().backward()
+        return gradients(model)["first.weight"]
+
+    torch.testing.assert_close(penalty(gs.Value(0.0)), penalty(gs.Always()))
+
+
+@pytest.mark.parametrize("when", [gs.Value(0.1), gs.AllSameSign()], ids=repr)
+def test_sparse_gradients_are_refused_by_name(when: gs.Trigger) -> None:
+    model = nn.Embedding(4, 2, sparse=True)
+    with (
+        pytest.raises(TypeError, match=r"site 'weight'.*dense real gradients.*sparse_coo"),
+        attached(model, gs.Scale(2.0), when=when),
+    ):
+        model(torch.tensor([1])).sum().backward()
