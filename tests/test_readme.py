@@ -3,10 +3,14 @@
 import re
 import runpy
 import tomllib
+from collections import OrderedDict
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
+
+import gradsurg as gs
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -17,7 +21,7 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_python_example_runs_and_prints_an_effect_table(capsys, tmp_path) -> None:
-    (code,) = blocks("python")
+    code, _ = blocks("python")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
     names = {
@@ -33,6 +37,36 @@ def test_the_python_example_runs_and_prints_an_effect_table(capsys, tmp_path) ->
     assert "1#0/ReluBackward[0]" in printed
     assert "0.weight" in printed
     assert "0.bias" not in printed
+
+
+def test_the_example_of_where_and_when_runs_and_shows_its_three_sites(capsys, tmp_path) -> None:
+    _, code = blocks("python")
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)]
+    head = nn.Sequential(nn.ReLU(), nn.Linear(8, 2))
+    model = nn.Sequential(OrderedDict(body=nn.Sequential(*layers), head=head))
+    names = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "example_input": torch.randn(2, 8),
+    }
+    script = tmp_path / "example.py"
+    script.write_text(f"import gradsurg as gs\n{code}\n    model(example_input).sum().backward()")
+    with pytest.warns(gs.SurgeryWarning, match="clip_norm: its trigger never fired in 3 gradients"):
+        runpy.run_path(str(script), init_globals=names)
+    assert "3 sites selected" in capsys.readouterr().out
+
+
+def test_the_examples_of_choosing_run() -> None:
+    text = (ROOT / "gradsurg" / "sites" / "README.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    found: dict[str, object] = {}
+    lines = [line for line in code.splitlines() if line.startswith(("gs.", "(gs."))]
+    exec(
+        f"import gradsurg as gs\nmade = [{', '.join(line.split('  #')[0] for line in lines)}]",
+        found,
+    )
+    assert isinstance(found["made"], list)
+    assert len(found["made"]) == 7
 
 
 def test_the_two_commands_stand_on_lines_of_their_own() -> None:
