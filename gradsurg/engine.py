@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.autograd import Variable
+from torch.overrides import TorchFunctionMode
 
 _foreach = vars(torch)
 foreach_norm = _foreach["_foreach_norm"]
@@ -111,3 +112,29 @@ def in_checkpoint() -> bool:
     """Whether this is the forward of a checkpoint that is not reentrant: it will be run again."""
     top = saving()
     return top is not None and top[0].__qualname__.startswith("_checkpoint_hook")
+
+
+Mode = TorchFunctionMode
+
+_overrides = vars(torch.overrides)
+
+
+def function_modes() -> list[Mode]:
+    """The modes that see the torch functions of this thread, the innermost last."""
+    return _overrides["_get_current_function_mode_stack"]()
+
+
+def begin_functions(mode: Mode) -> None:
+    """Let a mode see the torch functions that this thread calls."""
+    _overrides["_push_mode"](mode)
+
+
+def end_functions(mode: Mode) -> None:
+    """Take that mode out of force and no other, though it is not the innermost any more."""
+    if all(other is not mode for other in function_modes()):
+        return
+    inner: list[Mode] = []
+    while (top := _overrides["_pop_mode"]()) is not mode:
+        inner.append(top)
+    for other in reversed(inner):
+        begin_functions(other)

@@ -54,13 +54,13 @@ class Seen(NamedTuple):
     """What a forward without a selection has shown.
 
     `calls` are the names of its calls, `likes` is what its sites would pass, `edges` the outputs of
-    each node that get a gradient; it `hides` nodes that a checkpoint makes only in the backward.
+    each node that get a gradient. There may be `more` sites, that no forward of the model shows.
     """
 
     calls: list[str]
     likes: Mapping[str, Like | None]
     edges: Mapping[str, list[str]]
-    hides: bool
+    more: bool
 
 
 def marked(
@@ -84,12 +84,12 @@ def marked(
         at.hook(model, optimizer, stage, scope, recorder, stack)
         recorder.running = True
         forward(stack)
-    if stage == "captured" and not recorder.hits:
-        recorder.hits |= dict.fromkeys(at.find(model))
+    if not recorder.hits and all(kind.known_at_once for kind in at.kinds):
+        recorder.hits |= dict.fromkeys(at.find(model))  # its gates are asked for in a backward
     named = dict(model.named_parameters(remove_duplicate=False))
     likes = {name: Like.of(param) for name, param in named.items()} | dict(seen.likes)
     marks = recorder.marks(seen.edges, likes)
-    if not seen.hides and all(mark.left_out == NOT_MET for mark in marks):
+    if not seen.more and all(mark.left_out == NOT_MET for mark in marks):
         pattern = str(getattr(at, "pattern", "*"))
         raise LookupError(
             f"nothing that was called is selected by {at!r}. {nearest(pattern, seen.calls)}"

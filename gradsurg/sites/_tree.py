@@ -19,6 +19,7 @@ from gradsurg.sites._rows import Row, Tree
 from gradsurg.sites._spans import plain
 from gradsurg.sites._untouched import copied, untouched, versions
 from gradsurg.sites.base import Selector
+from gradsurg.sites.every_module import EveryModule
 
 ERRORS = Exception  # whatever a forward raises: it gets a note and is raised again
 
@@ -45,7 +46,8 @@ def tree(model: nn.Module, example_input: Any, at: Selector | None = None) -> Tr
             _run(model, example_input)
 
         with untouched(model):
-            seen = Seen([row.label for row in rows], walk.likes, walk.edges, walk.hides)
+            more = walk.hides or _reaches_out(at)
+            seen = Seen([row.label for row in rows], walk.likes, walk.edges, more)
             marks = marked(model, at, forward, seen)
         rows, loose = _placed(rows, walk, marks)
     changed = [name for name, version in versions(model).items() if before.get(name) != version]
@@ -55,7 +57,7 @@ def tree(model: nn.Module, example_input: Any, at: Selector | None = None) -> Tr
         loose=tuple(loose),
         selected=at is not None,
         expected=None if at is None else at.expected,
-        notes=tuple(_notes(model, walk, changed)),
+        notes=tuple(_notes(model, walk, at, changed)),
     )
 
 
@@ -234,7 +236,11 @@ def _placed(
     return [replace(row, marks=tuple(held.get(index, ()))) for index, row in enumerate(rows)], loose
 
 
-def _notes(model: nn.Module, walk: _Walk, changed: Sequence[str]) -> list[str]:
+def _reaches_out(at: Selector | None) -> bool:
+    return at is not None and any(isinstance(kind, EveryModule) for kind in at.kinds)
+
+
+def _notes(model: nn.Module, walk: _Walk, at: Selector | None, changed: Sequence[str]) -> list[str]:
     notes = []
     output = next((call.output for call in walk.calls), ())
     if not walk.told and any(param.requires_grad for param in model.parameters()):
@@ -242,6 +248,8 @@ def _notes(model: nn.Module, walk: _Walk, changed: Sequence[str]) -> list[str]:
         notes.append(f"no autograd node can be told: none leads to {what}")
     if walk.hides:
         notes.append("a reentrant checkpoint makes its nodes in the backward: not all are here")
+    if _reaches_out(at):
+        notes.append("EveryModule meets modules outside the model too: they are not here")
     if changed:
         names = ", ".join(changed)
         notes.append(f"the forward has written to parameters, and they stay so: {names}")

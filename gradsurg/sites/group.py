@@ -30,9 +30,9 @@ class Group(Selector):
     are of the group: what an earlier one has left in the `.grad` of the others is left alone.
 
     A backward inside a backward, as a reentrant checkpoint makes one, does not act: its parameters
-    are handed on to the one around it. `autograd.grad` adds to no `.grad` and does not act, nor does
-    a backward that fails; what it has added by then stays, and the block says so when it ends. An
-    optimizer that steps and clears a `.grad` inside the backward has not waited: that is said too.
+    are handed on to the one around it. `autograd.grad` adds to no `.grad` and does not act, nor
+    does a backward that fails; what it has added by then stays, and the block says so when it ends.
+    An optimizer that steps and clears a `.grad` inside the backward has not waited: that is said.
     """
 
     pattern: Pattern = "*"
@@ -81,7 +81,7 @@ def _reaching(backwards: "_Backwards", name: str) -> Callable[[Tensor], None]:
 
 @dataclass(eq=False)
 class _Reached:
-    """What one backward has reached. Only what will act on it holds it: it is gone if that fails."""
+    """What one backward has reached. Only what is to act on it holds it: failing, it is gone."""
 
     names: set[str] = field(default_factory=set)
 

@@ -111,12 +111,12 @@ def _entering(taken: "_Taken") -> Callable[..., Given | None]:
 def _leaving(taken: "_Taken") -> Callable[..., None]:
     @engine.untraced
     def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
-        while taken.open:
-            call = taken.open.pop()
-            # What a hook of others broke off before it came here is passed over.
-            if call.module is module:
-                taken.leave(call, output)
-                return
+        # A hook of others may have broken this call off before its pre-hook came here.
+        own = [place for place, call in enumerate(taken.open) if call.module is module]
+        if own:
+            call = taken.open[own[-1]]
+            del taken.open[own[-1] :]
+            taken.leave(call, output)
 
     return hook
 

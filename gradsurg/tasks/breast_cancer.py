@@ -1,5 +1,6 @@
 """Breast cancer: scikit-learn's 569 tumours of 30 measurements, malignant (0) or benign (1)."""
 
+from functools import cache
 from typing import Annotated
 
 import numpy as np
@@ -24,9 +25,7 @@ class BreastCancer(Classification):
     split_seed: Seed = 0
 
     def load(self) -> Data:
-        from sklearn.datasets import load_breast_cancer
-
-        measured, kinds = load_breast_cancer(return_X_y=True)
+        measured, kinds = _arrays()
         train, test = split(kinds, self.test_fraction, self.split_seed, stratify=True)
         inputs = standardised(measured, train)
         targets = torch.from_numpy(kinds.astype(np.int64))
@@ -38,3 +37,12 @@ class BreastCancer(Classification):
             input_shape=(30,),
             num_outputs=2,
         )
+
+
+@cache
+def _arrays() -> tuple[np.ndarray, np.ndarray]:
+    """Measurements and kinds: read once a process."""
+    from sklearn.datasets import load_breast_cancer
+
+    measured, kinds = load_breast_cancer(return_X_y=True)
+    return measured, kinds

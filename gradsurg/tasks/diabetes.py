@@ -1,7 +1,9 @@
 """Diabetes: scikit-learn's 442 patients of ten measurements, and how far the disease went."""
 
+from functools import cache
 from typing import Annotated
 
+import numpy as np
 from pydantic import Field
 
 from gradsurg.fields import validated
@@ -22,9 +24,7 @@ class Diabetes(Regression):
     split_seed: Seed = 0
 
     def load(self) -> Data:
-        from sklearn.datasets import load_diabetes
-
-        measured, progress = load_diabetes(return_X_y=True, scaled=False)
+        measured, progress = _arrays()
         train, test = split(progress, self.test_fraction, self.split_seed, stratify=False)
         inputs, targets = standardised(measured, train), standardised(progress[:, None], train)
         return Data(
@@ -35,3 +35,12 @@ class Diabetes(Regression):
             input_shape=(10,),
             num_outputs=1,
         )
+
+
+@cache
+def _arrays() -> tuple[np.ndarray, np.ndarray]:
+    """Measurements and the disease a year on: read once a process."""
+    from sklearn.datasets import load_diabetes
+
+    measured, progress = load_diabetes(return_X_y=True, scaled=False)
+    return np.asarray(measured), np.asarray(progress)

@@ -4,7 +4,6 @@ from functools import lru_cache
 from typing import Annotated
 
 import numpy as np
-import torch
 from pydantic import Field
 
 from gradsurg.fields import Contradiction, validated

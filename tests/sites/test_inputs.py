@@ -644,7 +644,8 @@ def test_nothing_is_kept_alive(path: Any) -> None:
     alive: list[ref[Any]] = []
     model = nn.Sequential(Marked(), nn.Flatten(0), Marked())
     model_ref = ref(model)
-    with attached(model, gs.Scale(2.0), gs.Inputs(path=path), effects_every=0):
+    transform = gs.ScaleBySign(of="value")
+    with attached(model, transform, gs.Inputs(path=path), effects_every=0):
         for _ in range(2):
             y = model(torch.ones(2, 2, requires_grad=True) * 1)
             alive.append(ref(y))
@@ -677,6 +678,30 @@ def test_an_exception_in_a_forward_leaves_no_trace() -> None:
         model(x).sum().backward()
     assert _grad(x) == [400.0]
     assert _calls(live) == {"0.0#0.input": 1, "0.1#0.input": 1}
+
+
+def test_a_call_that_a_hook_of_others_broke_off_does_not_end_the_one_around_it() -> None:
+    class Tries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return self.inner(x)
+            except OSError:
+                return x.mul_(2)
+
+    def breaks(module: nn.Module, args: object) -> None:
+        raise OSError("gone")
+
+    model = nn.Sequential(Double(), Tries())
+    model[1].inner.register_forward_pre_hook(breaks)
+    with (
+        pytest.raises(RuntimeError, match=r"'1#0\.input': the module wrote to its input"),
+        attached(model, gs.Zero(), gs.Inputs("1*")),
+    ):
+        model(_x())
 
 
 def test_selectors_combine() -> None:

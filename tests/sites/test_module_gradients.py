@@ -411,6 +411,29 @@ def test_an_exception_in_a_forward_leaves_the_calls_right() -> None:
     assert _calls(live) == {"0#0": 1, "0.0#0": 1, "0.1#0": 1}
 
 
+def test_a_call_that_was_broken_off_inside_another_does_not_take_its_place() -> None:
+    class Breaks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise OSError("gone")
+
+    class Tries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Breaks()
+
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return self.inner(x)
+            except OSError:
+                return x * 2
+
+    model, x = nn.Sequential(Tries()), _x()
+    with attached(model, gs.Scale(10.0), gs.EveryModule("0", kind="full_backward_pre")) as live:
+        model(x).sum().backward()
+    assert _grad(x) == [20.0]
+    assert _calls(live) == {"0#0": 1}
+
+
 def test_selectors_combine() -> None:
     def sites(at: Any) -> dict[str, int]:
         model = small()

@@ -949,7 +949,7 @@ def test_what_was_made_in_another_thread_is_not_of_the_model() -> None:
         while engine.next_sequence_number() < until:
             given[:] = [x * 3]
 
-    thread = threading.Thread(target=work, args=(engine.next_sequence_number() + 3,))
+    thread = threading.Thread(target=work, args=(engine.next_sequence_number() + 1,))
     thread.start()
     thread.join()
     model = Cubes()

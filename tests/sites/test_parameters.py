@@ -402,8 +402,8 @@ def test_a_node_that_nobody_holds_loses_its_hooks_and_gradsurg_holds_it() -> Non
     for stage in ("accumulating", "settled"):
         model.zero_grad()
         with attached(model, gs.Scale(10.0), gs.Parameters(stage=stage)) as live:
+            gc.collect()
             for _ in range(3):
-                gc.collect()
                 model.zero_grad()
                 model(torch.tensor([1.0])).backward()
                 assert _grad(model.w) == [10.0]

@@ -231,6 +231,12 @@ IMAGES = torch.linspace(-1, 1, 48).view(8, 2, 3)
         gs.Values("act"),
         gs.Weights("*.bias"),
         gs.SavedTensors("last"),
+        gs.SavedTensors("last", node="matmul"),
+        gs.SavedTensors("block"),
+        gs.Uses("act"),
+        gs.ModuleGradients("act"),
+        gs.Group("*.weight"),
+        gs.EveryModule("act"),
     ],
     ids=repr,
 )
@@ -303,6 +309,43 @@ def test_what_a_model_catches_of_a_module_does_not_hide_what_comes_after() -> No
     assert [named[name].depth for name in ("tries", "tries.wrong", "last")] == [1, 2, 1]
     assert named["tries"].outputs == named["tries.right"].outputs == named["last"].outputs
     assert named["tries.wrong"].outputs == ()
+
+
+def test_shapes_are_told_of_what_enters_a_node_not_of_what_leaves_it() -> None:
+    # What leaves is summed to the shape of its source only afterwards.
+    entering = tree(small(), X, gs.Nodes("Relu")).marks
+    leaving = tree(small(), X, gs.Nodes("Relu", side="leave")).marks
+    assert [str(mark.like) for mark in entering] == ["8x5"]
+    assert [(mark.site, mark.like) for mark in leaving] == [("act#0/ReluBackward[0].0", None)]
+
+
+class Later(Selector):
+    """Knows its sites, and asks for their gates in a backward."""
+
+    stages = ("captured",)
+    has_value = False
+    known_at_once = True
+    stage = None
+
+    def selects(self, place: Place) -> bool | None:
+        return place.mechanism == self.mechanism
+
+    def find(self, model: nn.Module, keeps: object = None) -> list[str]:
+        return ["first.weight"]
+
+    def hook(self, *given: object, **named: object) -> None:
+        pass
+
+
+def test_sites_that_are_known_but_met_only_in_a_backward_are_marked() -> None:
+    assert tree(small(), X, Later()).sites == ("first.weight",)
+
+
+def test_what_lies_outside_the_model_is_noted_and_no_error() -> None:
+    seen = tree(small(), X, gs.EveryModule("CrossEntropyLoss"))
+    assert "selected (*)" in str(seen)
+    assert seen.sites == ()
+    assert str(seen).endswith("outside the model too: they are not here")
 
 
 def test_a_wrong_number_of_sites_is_told_in_the_tree() -> None:

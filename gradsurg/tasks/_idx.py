@@ -1,0 +1,110 @@
+"""MNIST and what is laid out like it: four IDX files, zipped or not, or one npz file."""
+
+import gzip
+import zlib
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import new
+from pathlib import Path
+from zipfile import BadZipFile
+
+import numpy as np
+
+from gradsurg.tasks._images import NUM_CLASSES, Images, folder, refused
+
+NAMES = {
+    "train-images-idx3-ubyte": "x_train",
+    "train-labels-idx1-ubyte": "y_train",
+    "t10k-images-idx3-ubyte": "x_test",
+    "t10k-labels-idx1-ubyte": "y_test",
+}
+"""The files of the IDX layout, and what their arrays are called in an npz file."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A data set: torchvision's folder for it, its npz file, where to get it, what it hashes to.
+
+    Hashed are the unzipped IDX files, in the order of NAMES; arrays from an npz file are hashed
+    as the IDX files they would be.
+    """
+
+    title: str
+    folder: str
+    npz: str
+    address: str
+    algorithm: str
+    hashes: tuple[str, str, str, str]
+
+    @property
+    def where(self) -> str:
+        """What a user should give."""
+        return (
+            f"the folder with {self.title}: {', '.join(f'{name}.gz' for name in NAMES)} from "
+            f"{self.address}, unzipped or not, here or in {self.folder}/raw, or {self.npz}"
+        )
+
+
+@lru_cache(maxsize=1)
+def read(layout: Layout, root: str | None, verify: bool) -> Images:
+    """The images of a data set, or a FieldError that says what is missing or wrong."""
+    place = folder(root, layout.where)
+    arrays = _from_npz(place / layout.npz, place, layout) or _from_idx(place, layout)
+    for array, name, expected in zip(arrays, NAMES, layout.hashes, strict=True):
+        digest = new(layout.algorithm, _as_idx(array), usedforsecurity=False).hexdigest()
+        if verify and digest != expected:
+            what = f"{name} has another {layout.algorithm} (verify=false takes it as it is)"
+            raise refused(place, what, layout.where)
+    for images, labels in (arrays[:2], arrays[2:]):
+        if images.ndim != 3 or labels.shape != images.shape[:1] or not len(labels):
+            shapes = f"{list(images.shape)} and {list(labels.shape)}"
+            raise refused(place, f"images and labels have the shapes {shapes}", layout.where)
+        if labels.max() >= NUM_CLASSES:
+            raise refused(place, f"a label is {labels.max()}", layout.where)
+    train_images, train_labels, test_images, test_labels = arrays
+    return Images(train_images[:, None], train_labels, test_images[:, None], test_labels)
+
+
+def _from_npz(path: Path, place: Path, layout: Layout) -> list[np.ndarray] | None:
+    if not path.is_file():
+        return None
+    try:
+        with np.load(path, allow_pickle=False) as held:
+            arrays = [held[key] for key in NAMES.values()]
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
+        raise refused(place, f"{path.name} cannot be read ({error})", layout.where) from error
+    if any(array.dtype != np.uint8 for array in arrays):
+        raise refused(place, f"{path.name} holds other numbers than bytes", layout.where)
+    return arrays
+
+
+def _from_idx(place: Path, layout: Layout) -> list[np.ndarray]:
+    folders = [place, place / "raw", place / layout.folder, place / layout.folder / "raw"]
+    arrays = []
+    for name in NAMES:
+        paths = [folder / f"{name}{end}" for folder in folders for end in ("", ".gz")]
+        path = next((path for path in paths if path.is_file()), None)
+        if path is None:
+            raise refused(place, f"there is no {name}", layout.where)
+        try:
+            content = path.read_bytes()
+            arrays.append(_array(gzip.decompress(content) if path.suffix == ".gz" else content))
+        except (OSError, EOFError, ValueError, zlib.error) as error:
+            raise refused(place, f"{path.name} cannot be read ({error})", layout.where) from error
+    return arrays
+
+
+def _array(content: bytes) -> np.ndarray:
+    """An IDX file of bytes: 0, 0, 8, the number of axes, their lengths, the entries."""
+    if content[:3] != b"\0\0\x08" or len(content) < 4 + 4 * content[3]:
+        raise ValueError("it is not an IDX file of bytes")
+    num_axes = content[3]
+    shape = np.frombuffer(content, ">u4", num_axes, offset=4).tolist()
+    entries = np.frombuffer(content, np.uint8, offset=4 + 4 * num_axes)
+    return entries.reshape(shape)
+
+
+def _as_idx(array: np.ndarray) -> bytes:
+    """The inverse of `_array`."""
+    head = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
+    return head + array.tobytes()

@@ -1,0 +1,93 @@
+"""CIFAR-10: 60,000 photographs of 32 x 32 pixels in ten classes, from files that the user has."""
+
+import pickle
+from functools import lru_cache
+from hashlib import sha256
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+from einops import EinopsError, rearrange
+
+from gradsurg.fields import validated
+from gradsurg.tasks._generated import Count, Seed
+from gradsurg.tasks._images import NUM_CLASSES, Images, folder, refused
+from gradsurg.tasks.base import Classification, Data
+
+INNER = "cifar-10-batches-py"
+HASHES = {
+    "data_batch_1": "54636561a3ce25bd3e19253c6b0d8538147b0ae398331ac4a2d86c6d987368cd",
+    "data_batch_2": "766b2cef9fbc745cf056b3152224f7cf77163b330ea9a15f9392beb8b89bc5a8",
+    "data_batch_3": "0f00d98ebfb30b3ec0ad19f9756dc2630b89003e10525f5e148445e82aa6a1f9",
+    "data_batch_4": "3f7bb240661948b8f4d53e36ec720d8306f5668bd0071dcb4e6c947f78e9682b",
+    "data_batch_5": "d91802434d8376bbaeeadf58a737e3a1b12ac839077e931237e0dcd43adcb154",
+    "test_batch": "f53d8d457504f7cff4ea9e021afcf0e0ad8e24a91f3fc42091b8adef61157831",
+}
+WHERE = (
+    f"the folder with {INNER}, as https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz unpacks"
+)
+BROKEN = (pickle.UnpicklingError, EinopsError, EOFError, ValueError, TypeError, LookupError)
+
+
+@validated
+class CIFAR10(Classification):
+    """Classify photographs (Krizhevsky 2009) by cross-entropy; nothing is downloaded.
+
+    `root` is the folder around or of the batch files for Python, where torchvision leaves them.
+    They are pickles, read by an unpickler that makes numpy arrays and nothing else. With `verify`
+    other files than the known ones are refused. `num_train` and `num_test` take so many examples,
+    chosen by `split_seed`; without them all are taken.
+    """
+
+    root: str | None = None
+    num_train: Count | None = None
+    num_test: Count | None = None
+    split_seed: Seed = 0
+    verify: bool = True
+
+    def load(self) -> Data:
+        images = _read(self.root, self.verify)
+        return images.data(self.num_train, self.num_test, self.split_seed)
+
+
+@lru_cache(maxsize=1)
+def _read(root: str | None, verify: bool) -> Images:
+    place = folder(root, WHERE)
+    *train, test = (_batch(place, name, verify) for name in HASHES)
+    images, labels = (np.concatenate(parts) for parts in zip(*train, strict=True))
+    return Images(images, labels, *test)
+
+
+def _batch(place: Path, name: str, verify: bool) -> tuple[np.ndarray, np.ndarray]:
+    path = next((path for path in (place / INNER / name, place / name) if path.is_file()), None)
+    if path is None:
+        raise refused(place, f"there is no {name}", WHERE)
+    content = path.read_bytes()
+    if verify and sha256(content).hexdigest() != HASHES[name]:
+        raise refused(place, f"{name} has another sha256 (verify=false takes it)", WHERE)
+    try:
+        held = _Arrays(BytesIO(content), encoding="bytes").load()
+        pixels, labels = held[b"data"], np.array(held[b"labels"])
+        images = rearrange(pixels, "example (rgb y x) -> example rgb y x", rgb=3, y=32, x=32)
+    except BROKEN as error:
+        raise refused(place, f"{name} cannot be read ({error})", WHERE) from error
+    if images.dtype != np.uint8 or labels.shape != (len(images),) or not len(labels):
+        raise refused(place, f"{name} does not hold images and as many labels", WHERE)
+    if not 0 <= labels.min() <= labels.max() < NUM_CLASSES:
+        raise refused(place, f"{name} has labels other than 0 to {NUM_CLASSES - 1}", WHERE)
+    return images, labels
+
+
+class _Arrays(pickle.Unpickler):
+    """Makes what a pickle of a numpy array asks for, and nothing else."""
+
+    def find_class(self, module_name: str, global_name: str) -> object:
+        match module_name, global_name:
+            case "numpy.core.multiarray", "_reconstruct":
+                return np.empty(0).__reduce__()[0]  # it has moved in numpy 2
+            case "numpy", "ndarray":
+                return np.ndarray
+            case "numpy", "dtype":
+                return np.dtype
+            case _:
+                raise pickle.UnpicklingError(f"it asks for {module_name}.{global_name}")

@@ -1,0 +1,40 @@
+"""Fashion-MNIST: 70,000 pieces of clothing of 28 x 28 pixels, from files that the user has."""
+
+from gradsurg.fields import validated
+from gradsurg.tasks import _idx
+from gradsurg.tasks._generated import Count, Seed
+from gradsurg.tasks.base import Classification, Data
+
+LAYOUT = _idx.Layout(
+    title="Fashion-MNIST",
+    folder="FashionMNIST",
+    npz="fashion_mnist.npz",
+    address="http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+    algorithm="md5",
+    hashes=(
+        "f4a8712d7a061bf5bd6d2ca38dc4d50a",
+        "9018921c3c673c538a1fc5bad174d6f9",
+        "8181f5470baa50b63fa0f6fddb340f0a",
+        "15d484375f8d13e6eb1aabb0c3f46965",
+    ),
+)
+
+
+@validated
+class FashionMNIST(Classification):
+    """Classify clothing (Xiao et al. 2017, arXiv 1708.07747) by cross-entropy; from files.
+
+    `root` is the folder with the four files, or torchvision's around it, or one with
+    fashion_mnist.npz. With `verify` other files than the known ones are refused. `num_train` and
+    `num_test` take so many examples, chosen by `split_seed`; without them all are taken.
+    """
+
+    root: str | None = None
+    num_train: Count | None = None
+    num_test: Count | None = None
+    split_seed: Seed = 0
+    verify: bool = True
+
+    def load(self) -> Data:
+        images = _idx.read(LAYOUT, self.root, self.verify)
+        return images.data(self.num_train, self.num_test, self.split_seed)

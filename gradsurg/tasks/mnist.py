@@ -1,0 +1,40 @@
+"""MNIST: 70,000 handwritten digits of 28 x 28 pixels, from files that the user has."""
+
+from gradsurg.fields import validated
+from gradsurg.tasks import _idx
+from gradsurg.tasks._generated import Count, Seed
+from gradsurg.tasks.base import Classification, Data
+
+LAYOUT = _idx.Layout(
+    title="MNIST",
+    folder="MNIST",
+    npz="mnist.npz",
+    address="https://ossci-datasets.s3.amazonaws.com/mnist/",
+    algorithm="sha256",
+    hashes=(
+        "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+        "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+        "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+        "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+    ),
+)
+
+
+@validated
+class MNIST(Classification):
+    """Classify handwritten digits (LeCun et al. 1998) by cross-entropy; nothing is downloaded.
+
+    `root` is the folder with the four files, or torchvision's around it, or one with Keras's
+    mnist.npz. With `verify` other files than the known ones are refused. `num_train` and
+    `num_test` take so many examples, chosen by `split_seed`; without them all are taken.
+    """
+
+    root: str | None = None
+    num_train: Count | None = None
+    num_test: Count | None = None
+    split_seed: Seed = 0
+    verify: bool = True
+
+    def load(self) -> Data:
+        images = _idx.read(LAYOUT, self.root, self.verify)
+        return images.data(self.num_train, self.num_test, self.split_seed)

@@ -1,0 +1,593 @@
+"""Captured: what `torch.autograd.grad` returns, the same whichever inputs are asked for."""
+
+import copy
+import gc
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import grad as grad_by_name
+from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+import gradsurg as gs
+from gradsurg.fields import FieldError
+from tests.nets import attached, num_hooks, small
+
+
+class Chain(nn.Module):
+    """a -> x = 3a -> y = 5x, as two modules; a is a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(2))
+        self.three = Times(3.0)
+        self.five = Times(5.0)
+        self.x = torch.empty(0)
+
+    def forward(self) -> Tensor:
+        self.x = self.three(self.a)
+        return self.five(self.x).sum()
+
+
+class Times(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def _modes() -> list[object]:
+    return vars(torch.overrides)["_get_current_function_mode_stack"]()
+
+
+def _calls(live: gs.Live) -> dict[str, int]:
+    return {entry.site: entry.calls for entry in live.ledger if entry.calls}
+
+
+def _list(grads: tuple[Tensor | None, ...]) -> list[list[float] | None]:
+    return [None if grad is None else grad.tolist() for grad in grads]
+
+
+def test_parameters_and_outputs_are_known_by_what_they_are() -> None:
+    model = Chain()
+    with attached(model, gs.Scale(10.0), gs.Captured()) as live:
+        y = model()
+        grads = torch.autograd.grad(y, (model.x, model.a))
+    # x's is 5, and a's 15: what x's has become does not flow on.
+    assert _list(grads) == [[50.0, 50.0], [150.0, 150.0]]
+    assert _calls(live) == {"three#0": 1, "a": 1}
+    assert num_hooks(model) == 0
+
+
+@pytest.mark.parametrize("asked", ["x", "xa", "ax", "xax"])
+def test_p11_an_output_with_hooks_has_the_gradient_after_them_whatever_else_is_asked(
+    asked: str,
+) -> None:
+    model = Chain()
+
+    def grads(call: Callable[..., Any]) -> list[float]:
+        y = model()
+        model.x.register_hook(lambda grad: grad * 2)
+        inputs = tuple(getattr(model, name) for name in asked)
+        return [grad[0].item() for grad in call(y, inputs)]
+
+    # PyTorch alone: before the hook unless x is asked for alone; for a always after it.
+    alone = {"x": 10.0 if asked == "x" else 5.0, "a": 30.0}
+    assert grads(torch.autograd.grad) == [alone[name] for name in asked]
+    here = {"x": 10.0, "a": 30.0}
+    with attached(model, gs.Identity(), gs.Captured()):
+        assert grads(torch.autograd.grad) == [here[name] for name in asked]
+    with attached(model, gs.Scale(10.0), gs.Captured("three")):
+        assert grads(torch.autograd.grad) == [
+            100.0 if name == "x" else here[name] for name in asked
+        ]
+
+
+def test_what_flows_on_is_that_of_outputs_and_both_go_together() -> None:
+    model = Chain()
+    surgery = gs.Surgery(
+        gs.Intervention(gs.Scale(2.0), gs.Outputs("three")),
+        gs.Intervention(gs.Scale(10.0), gs.Captured("three")),
+    )
+    with surgery.attach(model):
+        y = model()
+        grads = torch.autograd.grad(y, (model.x, model.a))
+    assert _list(grads) == [[100.0, 100.0], [30.0, 30.0]]
+
+
+def test_inputs_that_are_nobodys_get_what_pytorch_returns() -> None:
+    model = Chain()
+    leaf = torch.ones(2, requires_grad=True)
+    with attached(model, gs.Zero(), gs.Captured("a")) as live:
+        y = model() + (leaf * 7).sum()
+        edge = get_gradient_edge(model.x)
+        grads = torch.autograd.grad(y, (leaf, model.x, edge, model.a))
+        y = model()
+        assert _list(torch.autograd.grad(y, get_gradient_edge(model.x))) == [[5.0, 5.0]]
+    assert _list(grads) == [[7.0, 7.0], [5.0, 5.0], [5.0, 5.0], [0.0, 0.0]]
+    assert _calls(live) == {"a": 1}
+
+
+def test_the_function_may_have_been_imported_by_name_and_take_any_form_of_inputs() -> None:
+    model = Chain()
+    with attached(model, gs.Scale(10.0), gs.Captured("a")):
+        assert _list(grad_by_name(model(), model.a)) == [[150.0] * 2]
+        assert _list(grad_by_name([model()], inputs=model.parameters())) == [[150.0] * 2]
+        by_key = torch.autograd.grad(model(), {"a": model.a})
+        assert {key: grad.tolist() for key, grad in by_key.items()} == {"a": [150.0] * 2}
+        once = torch.autograd.grad(model(), (model.a, model.a))
+        assert _list(once) == [[150.0] * 2] * 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "sites"),
+    [
+        ({"pattern": "three"}, {"three#0"}),
+        ({"pattern": "*", "call": 0}, {"three#0"}),
+        ({"pattern": "*", "ndim": 1}, {"a"}),
+        ({"pattern": "*", "size": [2, 5]}, {"a"}),
+        ({"pattern": "re:a|three"}, {"a", "three#0"}),
+        ({"types": "Times"}, {"three#0"}),
+        ({"types": "Chain"}, {"a"}),
+    ],
+)
+def test_the_fields_choose(fields: dict[str, Any], sites: set[str]) -> None:
+    model = Chain()
+    with attached(model, gs.Zero(), gs.Captured(**fields)) as live:
+        torch.autograd.grad(model(), (model.x, model.a))
+    assert set(_calls(live)) == sites
+
+
+def test_a_pattern_that_matches_nothing_lists_modules_and_parameters() -> None:
+    with pytest.raises(LookupError, match="'thee'. There are: root, three, five, a. Did you mean"):
+        gs.Captured("thee").find(Chain())
+    model = Chain()
+    model.requires_grad_(False)
+    with pytest.raises(LookupError, match="all that 'a' matches is frozen: a"):
+        gs.Captured("a").find(model)
+
+
+@pytest.mark.parametrize("field", [{"pattern": ""}, {"call": -1}, {"ndim": -1}])
+def test_fields_that_make_no_sense_are_refused(field: dict[str, Any]) -> None:
+    with pytest.raises(FieldError, match=rf"Captured\.{next(iter(field))}"):
+        gs.Captured(**field)
+
+
+def test_selections_combine_and_count() -> None:
+    model = Chain()
+    at = (gs.Captured("a") | gs.Captured("three")).expect(2)
+    with attached(model, gs.Zero(), at):
+        assert _list(torch.autograd.grad(model(), (model.x, model.a))) == [[0.0] * 2] * 2
+    with (
+        pytest.raises(LookupError, match="3 sites were expected, found 2: a, three#0"),
+        attached(model, gs.Zero(), (gs.Captured("a") | gs.Captured("three")).expect(3)),
+    ):
+        model()
+    assert num_hooks(model) == 0
+    with attached(model, gs.Zero(), gs.Captured().first(1)) as live:
+        torch.autograd.grad(model(), (model.x, model.a))
+    assert _calls(live) == {"a": 1}
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice = Times(2.0)
+        self.same = nn.Identity()
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        first = self.same(self.twice(x))
+        return [first, self.twice(first)]
+
+
+def test_calls_of_a_shared_module_are_told_apart_and_one_tensor_is_one_site() -> None:
+    model, x = Twice(), torch.ones(1, requires_grad=True)
+    with attached(model, gs.Scale(10.0), gs.Captured("re:twice|same")) as live:
+        for _ in range(2):
+            first, second = model(x)
+            grads = torch.autograd.grad(second.sum() * 3, (first, second))
+    assert _list(grads) == [[60.0], [30.0]]
+    assert {entry.site: entry.aliases for entry in live.ledger if entry.calls} == {
+        "twice#0": ["same#0"],
+        "twice#1": [],
+    }
+
+
+def test_a_nested_output_has_a_site_for_each_tensor() -> None:
+    model = nn.Sequential(nn.LSTM(3, 4))
+    with attached(model, gs.Zero(), gs.Captured("0")) as live:
+        output, (h, c) = model(torch.ones(2, 1, 3))
+        grads = torch.autograd.grad(output.sum() + h.sum() + c.sum(), (output, h, c))
+    assert not any(grad.any() for grad in grads)
+    assert list(_calls(live)) == ["0#0.0", "0#0.1.0", "0#0.1.1"]
+
+
+def test_a_parameter_that_a_module_returns_goes_by_its_own_name() -> None:
+    class Prompt(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.prompt = nn.Parameter(torch.ones(1))
+
+        def forward(self) -> Tensor:
+            return self.prompt
+
+    model = nn.Sequential(Prompt())
+    with attached(model, gs.Scale(10.0), gs.Captured("re:0.*")) as live:
+        (prompt,) = [model[0]()]
+        assert _list(torch.autograd.grad((prompt * 2).sum(), prompt)) == [[20.0]]
+        with torch.no_grad():
+            prompt.add_(1.0)  # as an optimizer does
+        assert _list(torch.autograd.grad((prompt * 2).sum(), prompt)) == [[20.0]]
+    assert [(entry.site, entry.aliases) for entry in live.ledger] == [("0.prompt", ["0#0"])]
+
+
+def test_what_was_changed_in_place_is_another_value_and_left_alone_aloud() -> None:
+    model = Chain()
+    with (
+        pytest.warns(gs.SurgeryWarning, match="'three#0' was asked for and left alone: it was chan"),
+        attached(model, gs.Zero(), gs.Captured("three")),
+    ):
+        x = model.three(model.a)
+        torch.autograd.grad(x.sum(), x)
+        x.mul_(2.0)
+        assert _list(torch.autograd.grad(x.sum(), x)) == [[1.0, 1.0]]
+
+
+# What `torch.autograd.grad` can be asked for
+
+
+def test_create_graph_goes_through_the_transform() -> None:
+    model = nn.ParameterDict({"w": nn.Parameter(torch.tensor([2.0]))})
+    w = model["w"]
+    with attached(model, gs.Scale(10.0), gs.Captured("w")):
+        (first,) = torch.autograd.grad(w**3, w, create_graph=True)
+        # 10 * 3 w^2; of that 10 * 6 w, times 10 for being captured again.
+        assert first.item() == 120.0
+        assert torch.autograd.grad(first, w)[0].item() == 1200.0
+        (first,) = torch.autograd.grad(w**3, w, create_graph=True)
+        first.backward()
+    assert w.grad is not None
+    assert w.grad.item() == 120.0
+
+
+def test_a_value_that_the_transform_looks_at_puts_no_graph_on_the_gradient() -> None:
+    model = nn.ParameterDict({"w": nn.Parameter(torch.tensor([2.0]))})
+    w = model["w"]
+
+    with attached(model, gs.AdaptiveClip(0.01), gs.Captured("w")):
+        (bare,) = torch.autograd.grad(w**3, w)
+    assert bare.item() == pytest.approx(0.02)
+    assert not bare.requires_grad
+
+
+def test_with_hooks_and_create_graph_the_gradient_after_them_has_its_graph() -> None:
+    model = Chain()
+    with attached(model, gs.Scale(10.0), gs.Captured("three")):
+        x = model.three(model.a)
+        x.register_hook(lambda grad: grad * 2)
+        first, _ = torch.autograd.grad((x**2).sum(), (x, model.a), create_graph=True)
+        # 10 * 2 * 2x with x = 3; its derivative by a is 10 * 2 * 2 * 3, through x's hook once more.
+        assert first.tolist() == [120.0, 120.0]
+        assert _list(torch.autograd.grad(first.sum(), model.a)) == [[240.0, 240.0]]
+
+
+def test_what_is_not_used_has_no_gradient_and_is_left_out() -> None:
+    model = Chain()
+    with (
+        pytest.warns(gs.SurgeryWarning, match=r"a \(what was differentiated does not depend on it"),
+        attached(model, gs.AddNoise(1.0), gs.Captured("a")),
+    ):
+        other = torch.ones(1, requires_grad=True)
+        assert _list(torch.autograd.grad(other * 2, model.a, allow_unused=True)) == [None]
+        zeros = torch.autograd.grad(other * 2, model.a, materialize_grads=True)
+        assert _list(zeros) == [[0.0, 0.0]]
+        with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
+            torch.autograd.grad(other * 2, model.a)
+    assert not model.a._backward_hooks
+
+
+def test_a_tensor_can_be_asked_for_the_gradient_of_itself() -> None:
+    model = Chain()
+    with attached(model, gs.Scale(10.0), gs.Captured()):
+        x = model.three(model.a)
+        assert _list(torch.autograd.grad(x, x, torch.ones(2))) == [[10.0, 10.0]]
+        a = model.a
+        assert _list(torch.autograd.grad(a, a, torch.ones(2))) == [[10.0, 10.0]]
+
+
+def test_many_gradients_at_once_are_refused_by_name() -> None:
+    model = Chain()
+    with attached(model, gs.Identity(), gs.Captured("a")):
+        y = model.a * 2
+        with pytest.raises(RuntimeError, match="Captured: site 'a' gets many gradients at once by"):
+            torch.autograd.grad(y, model.a, torch.eye(2), is_grads_batched=True)
+        x = model.three(model.a)  # nobody's
+        rows = torch.autograd.grad(x * 2, x, torch.eye(2), is_grads_batched=True)
+        assert rows[0].tolist() == [[2.0, 0.0], [0.0, 2.0]]
+        torch.autograd.grad(model(), model.a)
+
+
+def test_backward_is_not_captured_and_the_ledger_says_what_would_be() -> None:
+    model = Chain()
+    with (
+        pytest.warns(gs.SurgeryWarning) as caught,
+        attached(model, gs.Zero(), gs.Captured("re:a|three")),
+    ):
+        model().backward()
+    assert model.a.grad is not None
+    assert model.a.grad.tolist() == [15.0, 15.0]
+    (warning,) = caught
+    assert str(warning.message) == (
+        "zero: attached, but no gradient ever passed at: a (torch.autograd.grad was not asked for "
+        "it), three#0 (torch.autograd.grad was not asked for it)"
+    )
+
+
+def test_an_identity_returns_the_very_same_bits() -> None:
+    plain, model = small(), small()
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    expected = torch.autograd.grad(plain(x).sum(), tuple(plain.parameters()))
+    with attached(model, gs.Identity(), gs.Captured()):
+        found = torch.autograd.grad(model(x).sum(), tuple(model.parameters()))
+    assert all(map(torch.equal, expected, found))
+
+
+def test_what_is_returned_may_be_written_to_before_it_is_measured() -> None:
+    model = Chain()
+    with attached(model, gs.Scale(2.0), gs.Captured("a")) as live:
+        (grad,) = torch.autograd.grad(model(), model.a)
+        grad.zero_()
+    (row,) = live.effects.rows()
+    assert row["norm_before"] == pytest.approx(15 * 2**0.5)
+    assert row["norm_after"] == pytest.approx(30 * 2**0.5)
+
+
+# The mode
+
+
+def test_the_mode_is_gone_after_the_block_and_after_an_exception() -> None:
+    model = Chain()
+    for error in (None, OSError("gone")):
+        with (
+            pytest.raises(OSError, match="gone") if error else pytest.warns(gs.SurgeryWarning),
+            attached(model, gs.Identity(), gs.Captured()),
+        ):
+            assert len(_modes()) == 1
+            if error:
+                raise error
+        assert _modes() == []
+        assert num_hooks(model) == 0
+
+
+class Counting(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_of_others_are_left_in_force_though_it_is_taken_out_from_below_them() -> None:
+    model = Chain()
+    surgery = gs.Surgery(
+        gs.Intervention(gs.Scale(10.0), gs.Captured("a"), names=("tens",)),
+        gs.Intervention(gs.Identity(), gs.Captured("a")),
+    )
+    with surgery.attach(model) as live, Counting() as counting:
+        assert _list(torch.autograd.grad(model(), model.a)) == [[150.0, 150.0]]
+        seen = counting.count
+        assert seen > 0
+        live.remove("tens")
+        assert _modes()[-1] is counting
+        assert _list(torch.autograd.grad(model(), model.a)) == [[15.0, 15.0]]
+        assert counting.count > seen
+    assert _modes() == []
+
+
+def test_two_surgeries_act_one_after_the_other() -> None:
+    model = Chain()
+    with attached(model, gs.Scale(10.0), gs.Captured("a")):
+        with attached(model, gs.Clip(20.0), gs.Captured("a")):
+            # What was attached first acts first: 150, then 20.
+            assert _list(torch.autograd.grad(model(), model.a)) == [[20.0, 20.0]]
+        assert _list(torch.autograd.grad(model(), model.a)) == [[150.0, 150.0]]
+
+
+def test_another_thread_is_not_seen_and_the_ledger_says_so() -> None:
+    model = Chain()
+    found: list[Any] = []
+
+    def work() -> None:
+        found.extend(_list(torch.autograd.grad(model(), model.a)))
+
+    with (
+        pytest.warns(gs.SurgeryWarning, match="no gradient ever passed at: a "),
+        attached(model, gs.Zero(), gs.Captured("a")),
+    ):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert found == [[15.0, 15.0]]
+
+
+# Contexts
+
+
+@pytest.mark.filterwarnings("ignore")  # Dynamo trips over its own warnings when they are errors
+@pytest.mark.parametrize("pattern", ["*.weight", "first"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_model_gives_the_same(pattern: str, backend: str) -> None:
+    torch.compiler.reset()
+    model, x = small(), torch.ones(2, 6)
+    outputs: list[Tensor] = []
+    # A parameter's gradient leaves the graph whole; an output has to be seen, which breaks it.
+    compiled = torch.compile(model, backend=backend, fullgraph=pattern == "*.weight")
+    with attached(model, gs.Scale(10.0), gs.Captured(pattern)) as live:
+        handle = model.first.register_forward_hook(lambda *args: outputs.append(args[-1]))
+        expected = torch.autograd.grad(model(x).sum(), outputs[:1] + [model.first.weight])
+        handle.remove()
+        torch.compiler.reset()
+        if pattern == "first":
+            handle = model.first.register_forward_hook(
+                torch.compiler.disable(lambda *args: outputs.append(args[-1]))
+            )
+        with nullcontext() if pattern == "first" else _whole(compiled, x):
+            y = compiled(x).sum()
+        inputs = [model.first.weight] if pattern != "first" else [outputs[-1]]
+        found = torch.autograd.grad(y, inputs)
+        handle.remove()
+    torch.testing.assert_close(found[0], expected[int(pattern != "first")])
+    assert set(_calls(live)) == ({"first#0"} if pattern == "first" else {"first.weight"})
+    torch.compiler.reset()
+
+
+def _whole(compiled: Any, x: Tensor) -> Any:
+    """Compiled as one graph, or it would have raised."""
+    compiled(x)
+    return nullcontext()
+
+
+def test_functional_transforms_are_left_alone_and_work() -> None:
+    model, x = small(), torch.ones(1, 6)
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, params, x).sum()
+
+    params = dict(model.named_parameters())
+    expected = torch.func.grad(loss)(params, x)
+    with attached(model, gs.Scale(10.0), gs.Captured()):
+        found = torch.func.grad(loss)(params, x)
+        rows = torch.vmap(torch.func.grad(loss), (None, 0))(params, x[None].expand(3, 1, 6))
+        torch.func.jacrev(loss)(params, x)
+        torch.func.hessian(lambda x: x.pow(3).sum())(x)
+        y = model(x).sum()
+        (tens,) = torch.autograd.grad(y, model.last.bias)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert rows["first.weight"].shape == (3, 5, 6)
+    assert tens.tolist() == [10.0] * 3
+
+
+def test_a_site_asked_for_inside_a_functional_transform_is_left_alone_aloud() -> None:
+    model = Chain()
+
+    def row(scale: Tensor) -> Tensor:
+        return torch.autograd.grad((model.a * scale.detach()).sum(), model.a)[0]
+
+    with (
+        pytest.warns(gs.SurgeryWarning, match="autograd.grad for a inside torch.func is left alone"),
+        attached(model, gs.Zero(), gs.Captured("a")),
+    ):
+        rows = torch.vmap(row)(torch.tensor([[1.0], [2.0]]))
+        torch.autograd.grad(model(), model.a)
+    assert rows.tolist() == [[1.0, 1.0], [2.0, 2.0]]
+
+
+def test_the_functional_api_of_autograd_works() -> None:
+    model = small()
+    with (
+        pytest.warns(gs.SurgeryWarning, match="no gradient ever passed"),
+        attached(model, gs.Zero(), gs.Captured()),
+    ):
+        jacobian = torch.autograd.functional.jacobian(lambda x: x * 2, torch.ones(2))
+    assert isinstance(jacobian, Tensor)
+    assert jacobian.tolist() == [[2.0, 0.0], [0.0, 2.0]]
+
+
+def test_under_autocast_the_gradient_is_that_of_the_parameter() -> None:
+    model, x = small(), torch.ones(2, 6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = torch.autograd.grad(model(x).sum(), model.first.weight)
+        with attached(model, gs.Scale(2.0), gs.Captured("first.weight")):
+            found = torch.autograd.grad(model(x).sum(), model.first.weight)
+    assert found[0].dtype is torch.float32
+    torch.testing.assert_close(found[0], expected[0] * 2)
+
+
+def test_with_a_checkpoint_that_is_not_reentrant_each_output_is_one_site() -> None:
+    model = Twice()
+
+    class Saved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    saved, x = Saved(), torch.ones(1, requires_grad=True)
+    with attached(saved, gs.Scale(10.0), gs.Captured("inner.twice")) as live:
+        first, second = saved(x)
+        grads = torch.autograd.grad((second**2).sum(), (first, second, x))
+    # second = 4: 8, then 16, then 32.
+    assert _list(grads) == [[160.0], [80.0], [32.0]]
+    assert _calls(live) == {"inner.twice#0": 1, "inner.twice#1": 1}
+
+
+def test_with_a_reentrant_checkpoint_it_is_pytorch_that_refuses() -> None:
+    model = small()
+    x = torch.ones(1, 6, requires_grad=True)
+    with (
+        pytest.warns(gs.SurgeryWarning, match="no gradient ever passed"),
+        attached(model, gs.Zero(), gs.Captured("first.weight")),
+    ):
+        y = checkpoint(model, x, use_reentrant=True)
+        assert isinstance(y, Tensor)
+        with pytest.raises(RuntimeError, match="use_reentrant=True"):
+            torch.autograd.grad(y.sum(), model.first.weight, allow_unused=True)
+
+
+def test_a_copy_of_the_model_is_left_alone() -> None:
+    model = Chain()
+    with attached(model, gs.Zero(), gs.Captured()):
+        twin = copy.deepcopy(model)
+        y = twin()
+        assert _list(torch.autograd.grad(y, (twin.x, twin.a))) == [[5.0] * 2, [15.0] * 2]
+        torch.autograd.grad(model(), model.a)
+
+
+def test_an_error_of_the_transform_has_its_place() -> None:
+    model = Chain()
+
+    def breaks(grad: Tensor) -> Tensor:
+        raise OSError("gone")
+
+    with pytest.warns(gs.SurgeryWarning, match="plain callable"):
+        surgery = gs.Surgery(gs.Intervention(breaks, gs.Captured("three")))
+    with pytest.raises(OSError, match="gone") as caught, surgery.attach(model):
+        torch.autograd.grad(model(), model.x)
+    assert caught.value.__notes__ == ["while function acted at site 'three#0', step 0"]
+    assert not model.x._backward_hooks
+    assert (_modes(), num_hooks(model)) == ([], 0)
+
+
+def test_outputs_and_graphs_are_not_held() -> None:
+    model = Chain()
+    with attached(model, gs.Identity(), gs.Captured()) as live:
+        torch.autograd.grad(model(), model.x)
+        held = ref(model.x)
+        model.x = torch.empty(0)
+        gc.collect()
+        assert held() is None
+        assert _calls(live) == {"three#0": 1}
+    weight = ref(model.a)
+    del model
+    gc.collect()
+    assert weight() is None
+
+
+def test_group_transforms_are_refused_with_where_they_can_act() -> None:
+    with pytest.raises(ValueError, match="needs all gradients of a group at once"):
+        gs.Intervention(gs.ClipGlobalNorm(1.0), gs.Captured())
