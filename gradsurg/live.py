@@ -32,7 +32,8 @@ from gradsurg.triggers.base import Clock, Sourced, Trigger
 from gradsurg.triggers.epochs import Epochs
 from gradsurg.triggers.flag import Flag
 
-FORWARD = ("forward", "step", "captured")  # what passes outside a backward can be written to at once
+# What passes outside a backward can be written to at once.
+FORWARD = ("forward", "step", "captured")
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class Captured(ModuleSelector):
     the one before them if it is asked for together with what it was made of; here it is always the
     one after them. An input that is not used has no gradient, and none is made; zeros that
     `materialize_grads` makes of it are left alone. `is_grads_batched` is refused, for a transform
-    takes one gradient; calls that `torch.func` makes are left alone.
+    takes one gradient; what `torch.func` asks for is of tensors of its own, and nobody's.
 
     A mode sees the torch functions of the thread that has opened the block, which costs each of
     them about 2.5 us (one core, torch 2.13); calls in other threads are not seen. Inside compiled
@@ -98,9 +98,7 @@ class Captured(ModuleSelector):
         """The modules that may be selected, with the names by which they are."""
         kept = {
             module: [
-                name
-                for name in names
-                if keeps(Place(self.mechanism, name, module)) is not False
+                name for name in names if keeps(Place(self.mechanism, name, module)) is not False
             ]
             for module, names in named.items()
         }
@@ -224,9 +222,6 @@ class _Sites:
                 self.gates.note(f"'{site}' was asked for and left alone: {CHANGED}")
         site = next(filter(None, map(self.of, inputs)), "")
         if not site:
-            return False
-        if engine.in_functorch():
-            self.gates.note(f"torch.autograd.grad for {site} inside torch.func is left alone")
             return False
         if batched:
             raise RuntimeError(

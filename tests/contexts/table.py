@@ -20,7 +20,7 @@ BEGIN, END = "<!-- contexts: begin -->", "<!-- contexts: end -->"
 
 
 def outcome(kind: Kind, context: str) -> tuple[str, str]:
-    """`acts`, `refused` or `reported`, or else what is wrong; and what gradsurg said."""
+    """`acts`, `refused`, `reported`, `warned`, `n/a`, or what is wrong; and what was said."""
 
     @contextmanager
     def attach(model: nn.Module, optimizer: torch.optim.Optimizer, **kwargs: object) -> Iterator:
@@ -36,7 +36,10 @@ def outcome(kind: Kind, context: str) -> tuple[str, str]:
     step = CONTEXTS[context]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        plain = step(kind, nothing)
+        try:
+            plain = step(kind, nothing)
+        except RuntimeError as error:
+            return "n/a", " ".join(str(error).split())  # PyTorch itself does not do that
     torch._dynamo.reset()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -9,7 +9,7 @@ from tests.contexts.contexts import CONTEXTS
 from tests.contexts.kinds import KINDS, Kind
 from tests.contexts.table import BEGIN, END, README, outcome, row
 
-FINE = {"acts", "refused", "reported", "warned"}
+FINE = {"acts", "refused", "reported", "warned", "n/a"}
 
 
 def _documented() -> dict[str, str]:
