@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd import Variable
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 _foreach = vars(torch)
 foreach_norm = _foreach["_foreach_norm"]
@@ -138,3 +139,11 @@ def end_functions(mode: Mode) -> None:
         inner.append(top)
     for other in reversed(inner):
         begin_functions(other)
+
+
+def remove_global_forward_hook(handle: RemovableHandle) -> None:
+    """Take off a global forward hook; what PyTorch notes of one with keywords it leaves behind."""
+    handle.remove()
+    vars(import_module("torch.nn.modules.module"))["_global_forward_hooks_with_kwargs"].pop(
+        handle.id, None
+    )

@@ -291,7 +291,8 @@ class Live:
         raise LookupError(f"there is no intervention '{label}'. {nearest(label, names)}")
 
     def _refresh(self) -> None:
-        """States were loaded: the gates take them up."""
+        """States were loaded, and a step with them: the gates take them up."""
+        self.effects.begin(self.clock.step)
         for attached in self._attached:
             attached.refresh(self._states)
 
@@ -432,9 +433,12 @@ class Attached:
             gate.renew()
 
     def refresh(self, states: dict[str, State]) -> None:
-        """Take up states that were loaded."""
+        """Take up states that were loaded, at the step of the day."""
+        self.operation.begin()
         for gate in self._made.values():
             gate.refresh(states)
+            for context in gate.contexts:
+                context.step, context.call = self.operation.step, 0
 
     def close(self) -> None:
         """Hooks on graphs that are already built outlive their handles; from now on they pass."""

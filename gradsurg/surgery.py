@@ -17,6 +17,7 @@ from gradsurg.sites import tree
 from gradsurg.sites._recorder import Like
 from gradsurg.sites._rows import many
 from gradsurg.transforms.base import State, Stateless, init_all
+from gradsurg.travel import travel
 from gradsurg.triggers.base import Clock
 
 
@@ -65,14 +66,17 @@ class Surgery:
         shadow: bool = False,
         scaler: torch.amp.GradScaler | None = None,
         steps_per_epoch: int | None = None,
+        in_state_dict: bool = False,
     ) -> "Iterator[Live]":
         """Hook `model` for the length of a block; all hooks are gone after it, whatever happens.
 
         `optimizer` moves the step clock that triggers read, and is needed by stage `step`. Effects
         are measured every `effects_every` steps, 0 for never. `shadow` measures without applying.
         Tell the `scaler` if losses are scaled: a transform for which the scale matters is then
-        refused at stages that see scaled gradients. Raises LookupError if a selector matches
-        nothing, with what there is to match.
+        refused at stages that see scaled gradients. With `in_state_dict` the surgery's state is a
+        tensor of bytes in `model.state_dict()`, under `_gradsurg`, and is taken up again by
+        `model.load_state_dict()`; one surgery of a model at a time can travel so. Raises
+        LookupError if a selector matches nothing, with what there is to match.
         """
         if self._live is not None:
             raise RuntimeError("this surgery is attached already; make a second one")
@@ -93,6 +97,8 @@ class Surgery:
             for intervention in self._interventions:
                 live._hook(live._admit(intervention))
             self._live = live
+            if in_state_dict:
+                travel(self, model, stack)
             if optimizer is not None:
                 stack.callback(optimizer.register_step_post_hook(lambda *_: live.tick()).remove)
             yield live

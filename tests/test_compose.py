@@ -129,7 +129,9 @@ WRONG = (
         "transform.chain.links.0.value: must be > 0",
     ),
     Wrong("when.start=10 when.stop=5", "when.stop: must be > start (10), found 5"),
-    Wrong("when.name=stepz", "when: there is no 'stepz' in triggers. There are: all_of, ", "'steps'?"),
+    Wrong(
+        "when.name=stepz", "when: there is no 'stepz' in triggers. There are: all_of, ", "'steps'?"
+    ),
     Wrong("model.hidden=[0]", "model.hidden.0: must be > 0, found 0"),
     Wrong("task.test_fraction=2", "task.test_fraction: must be <= 0.9, found 2"),
     Wrong("optimizer.name=SDG", "optimizer: there is no 'SDG' in torch.optim.", "'SGD'?"),

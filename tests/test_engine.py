@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.modules import module
 from torch.utils.checkpoint import checkpoint
 
 from gradsurg import engine
@@ -185,3 +186,12 @@ def test_what_stands_for_many_tensors_is_batched_and_what_has_no_storage_is_wrap
     plain, wrapped, batched = (False, False), (False, True), (True, True)
     assert seen[:4] == [plain, wrapped, batched, batched]
     assert seen[4:] == [batched]
+
+
+def test_a_global_forward_hook_with_keywords_leaves_nothing_behind() -> None:
+    tables = vars(module)
+    handle = module.register_module_forward_hook(lambda *_: None, with_kwargs=True)
+    assert handle.id in tables["_global_forward_hooks_with_kwargs"]
+    engine.remove_global_forward_hook(handle)
+    assert handle.id not in tables["_global_forward_hooks_with_kwargs"]
+    assert handle.id not in tables["_global_forward_hooks"]

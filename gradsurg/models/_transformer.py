@@ -49,12 +49,3 @@ class Attention(nn.Module):
         ).unbind()
         mixed = scaled_dot_product_attention(queries, keys, values, is_causal=self.causal)
         return self.output(rearrange(mixed, "batch head time width -> batch time (head width)"))
-
-
-def init_as_gpt2(model: nn.Module) -> None:
-    """Weights from N(0, 0.02), biases zero: a head tied to an embedding needs small ones."""
-    for part in model.modules():
-        if isinstance(part, nn.Linear | nn.Embedding):
-            nn.init.normal_(part.weight, std=0.02)
-        if isinstance(part, nn.Linear) and part.bias is not None:
-            nn.init.zeros_(part.bias)

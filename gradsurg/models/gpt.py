@@ -7,7 +7,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from gradsurg.fields import Contradiction, validated
-from gradsurg.models._transformer import Block, init_as_gpt2
+from gradsurg.models._transformer import Block
 
 Size = Annotated[int, Field(gt=0)]
 
@@ -70,7 +70,9 @@ class GPT(nn.Module):
         )
         self.norm = nn.LayerNorm(width)
         self.output = nn.Linear(width, options.num_outputs, bias=False)
-        init_as_gpt2(self)
+        for table in (self.tokens, self.positions):
+            # Read out by the same weights, a normed stream then gives numbers of deviation one.
+            nn.init.normal_(table.weight, std=width**-0.5)
         if options.tied:
             self.output.weight = self.tokens.weight
         self.every_step = options.every_step

@@ -88,8 +88,10 @@ class ModuleSelector(Selector):
         return None if place.call is None else place.call == self.call
 
     def offers(self, place: Place) -> bool:
-        inside = isinstance(place.thing, nn.Module) and any(place.thing.children())
-        return place.name != ROOT or self.pattern == ROOT or not inside
+        module = place.thing
+        if not isinstance(module, nn.Module) or type(module).forward is nn.Module.forward:
+            return False  # a ModuleList, as it were: nobody calls it
+        return place.name != ROOT or self.pattern == ROOT or not any(module.children())
 
     def find(self, model: nn.Module, keeps: Keeps | None = None) -> list[str]:
         keeps = keeps or self.selects
@@ -157,7 +159,7 @@ class Calls(threading.local):
         self.names = names
         self.inside = False
         self.counts: Counter[nn.Module] = Counter()
-        self.blank: list[tuple[nn.Module, tuple[str, int]]] = []
+        self.blank: list[tuple[int, nn.Module, tuple[str, int]]] = []
         self.latest = "", 0
 
     def hook(self, model: nn.Module, stack: ExitStack) -> None:
@@ -191,8 +193,7 @@ class Calls(threading.local):
 
         A module called outside the model is at its call 0. None for a module of a copy; and for a
         recomputation inside a backward, but not for that of a reentrant checkpoint: it makes the
-        graph which the call in the forward did not make, and goes by the name and index of the
-        first such call.
+        graph which the call in the forward did not make, and goes by its name and index.
         """
         if engine.in_backward():
             return self._again(module)
@@ -207,17 +208,24 @@ class Calls(threading.local):
     def without_graph(self, module: nn.Module) -> None:
         """The call that `next` has just told of has made no graph."""
         if not engine.in_backward():
-            self.blank.append((module, self.latest))
+            self.blank.append((engine.next_sequence_number(), module, self.latest))
 
     def begin(self) -> None:
         """The model is called: what a subclass counts begins again."""
 
     def _again(self, module: nn.Module) -> tuple[str, int] | None:
-        for place, (blank, call) in enumerate(self.blank):
-            if blank is module and torch.is_grad_enabled():
-                del self.blank[place]
-                return call
-        return None
+        node = engine.running_node()
+        if node is None or not torch.is_grad_enabled():
+            return None
+        # A checkpoint has one node, made before its modules were called: those that were called
+        # next after it are its own, and they are called again in the same order.
+        made = node._sequence_nr()
+        own = [blank for blank in self.blank if blank[0] > made and blank[1] is module]
+        if not own:
+            return None
+        again = min(own, key=lambda blank: blank[0])
+        self.blank.remove(again)
+        return again[2]
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:

@@ -12,13 +12,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradsurg import engine
 from gradsurg.fields import validated
-from gradsurg.sites._modules import Calls, Chosen, ModuleSelector, Range, names_of
+from gradsurg.sites._modules import ROOT, Calls, Chosen, ModuleSelector, Range, names_of
 from gradsurg.sites._nested import tensors_in
 from gradsurg.sites._params import chooses, expected, found, selected
 from gradsurg.sites.base import Gates, Keeps, Place, Stage, nothing_matched
 from gradsurg.transforms.base import Scope
 
-NOT_ASKED = "torch.autograd.grad was not asked for it"
+NOT_ASKED = "not asked of autograd.grad"
 UNUSED = "what was differentiated does not depend on it"
 CHANGED = "it was changed in place since its module returned it"
 
@@ -57,6 +57,9 @@ class Captured(ModuleSelector):
             return super().selects(place)
         return place.mechanism == self.mechanism and self.call is None and chooses(self, place)
 
+    def offers(self, place: Place) -> bool:
+        return not isinstance(place.thing, nn.Module) or super().offers(place)
+
     def find(self, model: nn.Module, keeps: Keeps | None = None) -> list[str]:
         keeps = keeps or self.selects
         named = names_of(model)
@@ -65,7 +68,7 @@ class Captured(ModuleSelector):
             return found(self, model, keeps)
         params = [names[0] for param, names in selected(self, model, keeps) if param.requires_grad]
         if not params and not modules:
-            choices = [name for names in named.values() for name in names]
+            choices = [name for names in named.values() for name in names if name != ROOT]
             choices += dict(model.named_parameters())
             raise nothing_matched(type(self).__name__, self.said(), choices)
         return params + modules
@@ -209,9 +212,9 @@ class _Sites:
 
     def of(self, tensor: object) -> str:
         """The site of an input, empty if it is nobody's."""
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor) or tensor not in self.known:
             return ""
-        site, version = self.known.get(tensor, ("", 0))
+        site, version = self.known[tensor]
         return site if version == _version(tensor) else ""
 
     def admit(self, inputs: Sequence[object], batched: bool) -> bool:

@@ -10,6 +10,7 @@ from torch.nn.modules import module as process
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from gradsurg import engine
 from gradsurg.fields import validated
 from gradsurg.sites._backward_hooks import (
     Hook,
@@ -177,7 +178,7 @@ class EveryModule(Selector):
         tail = ".input" if side == "full_backward" else ""
         leave = leaving(calls, one, self.chosen(gates, tail), gates, side, refuses="")
         leave_handle = process.register_module_forward_hook(leave, with_kwargs=True)
-        stack.callback(leave_handle.remove)
+        stack.callback(engine.remove_global_forward_hook, leave_handle)
         _follow_end(calls, model, stack)
         note_in_place(model, stack)
 

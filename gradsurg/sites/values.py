@@ -144,6 +144,8 @@ class Flow(Calls):
         """What `rebuild` makes of the values with the change that is due at this call."""
         if engine.in_backward() and module in self.done:
             return rebuild(self._repeated(module, self.done[module]))
+        if self.names.get(module) is None:  # of a copy
+            return rebuild(lambda path, tensor: tensor)
         call = self.next(module) or (self.names[module][0], 0)
         if not self.inside:
             self.owners = {key: own for key, own in self.owners.items() if own[0]() is not None}

@@ -426,3 +426,50 @@ def test_a_compiled_model_can_have_outputs_hooked_before_it_is_compiled() -> Non
         compiled(torch.ones(2, 6)).sum().backward()
     assert not gradients(model)["first.weight"].any()
     assert gradients(model)["last.weight"].any()
+
+
+def test_a_call_inside_a_reentrant_checkpoint_is_the_one_of_the_forward() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.doubled = Double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                y = checkpoint(self.doubled, x, use_reentrant=True)
+                assert isinstance(y, Tensor)
+                x = y * y
+            return x.sum()
+
+    # f(x) = (2 (2 x)^2)^2 = 64 x^4.
+    seen: list[float] = []
+
+    def note(grad: Tensor) -> Tensor:
+        seen.append(grad.item())
+        return grad
+
+    model, x = Twice(), torch.tensor([1.0], requires_grad=True)
+    with pytest.warns(gs.SurgeryWarning, match="plain callable"):
+        surgery = gs.Surgery(gs.Intervention(note, gs.Outputs("doubled", call=0)))
+    with surgery.attach(model):
+        model(x).backward()
+    # d/dy of (2 y^2)^2 = 16 y^3 at y = 2.
+    assert seen == [128.0]
+    assert _grad(x) == [256.0]
+
+
+def test_a_list_of_modules_is_no_site() -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    model = Listed()
+    with attached(model, gs.Scale(2.0), gs.Outputs()) as live:
+        model(torch.ones(1, 2)).sum().backward()
+    assert [entry.site for entry in live.ledger] == ["layers.0#0", "layers.1#0"]
