@@ -1,48 +1,33 @@
 """A surgery while it is attached."""
 
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 from weakref import ref
 
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from gradsurg import engine
+from gradsurg.attached import Attached, Patient, check_flags, flags_of
 from gradsurg.effects import Effects
 from gradsurg.fields import FieldError, nearest
-from gradsurg.gate import Gate, Operation
-from gradsurg.group_gate import GroupGate
+from gradsurg.gate import Operation
 from gradsurg.intervention import (
     Intervention,
     check_pattern,
     check_scaled,
     labels_of,
-    sum_matters,
 )
-from gradsurg.ledger import Entry, Ledger, SurgeryWarning
-from gradsurg.sites.base import GroupFn, Place, SiteGate
+from gradsurg.ledger import Ledger
 from gradsurg.sources import watch, watched
 from gradsurg.transforms.base import State, Transform
 from gradsurg.transforms.chain import Chain
 from gradsurg.triggers.base import Clock, Sourced, Trigger
 from gradsurg.triggers.epochs import Epochs
-from gradsurg.triggers.flag import Flag
 
 # What passes outside a backward can be written to at once.
 FORWARD = ("forward", "step", "captured")
-
-
-@dataclass(frozen=True)
-class Patient:
-    """What a surgery is attached to."""
-
-    model: nn.Module
-    optimizer: Optimizer | None
-    scaler: torch.amp.GradScaler | None
 
 
 class Live:
@@ -178,7 +163,7 @@ class Live:
         attached.wanted = new
         self._soon(lambda: self._change(attached, new))
 
-    def _admit(self, intervention: Intervention) -> "Attached":
+    def _admit(self, intervention: Intervention) -> Attached:
         """Make room for an intervention, with its label; nothing is hooked yet."""
         if not isinstance(intervention, Intervention):
             raise TypeError(f"a surgery takes Interventions, found {intervention!r}")
@@ -199,7 +184,7 @@ class Live:
         self._attached.append(attached)
         return attached
 
-    def _check(self, intervention: Intervention, instead: "Attached | None" = None) -> None:
+    def _check(self, intervention: Intervention, instead: Attached | None = None) -> None:
         """Refuse what could not act; `instead` is the one whose place it takes."""
         check_scaled(intervention, self._patient.scaler)
         check_pattern(intervention, self._patient.model)
@@ -208,7 +193,7 @@ class Live:
         others = [part for own in self._attached if own is not instead for part in own.flags]
         check_flags([*others, *flags_of(intervention)])
 
-    def _hook(self, attached: "Attached") -> None:
+    def _hook(self, attached: Attached) -> None:
         """Hook all its sites, or none of them."""
         model, at = self._patient.model, attached.intervention.at
         if any(kind.known_at_once for kind in at.kinds):
@@ -220,7 +205,7 @@ class Live:
             attached.hook(self._patient)
             undo.pop_all()
 
-    def _change(self, attached: "Attached", new: Intervention) -> None:
+    def _change(self, attached: Attached, new: Intervention) -> None:
         if attached not in self._attached:
             return
         old = attached.intervention
@@ -231,7 +216,7 @@ class Live:
             self._unsee(old.when)
             self._watch(attached)
 
-    def _dismiss(self, attached: "Attached") -> None:
+    def _dismiss(self, attached: Attached) -> None:
         """Take an intervention off and out, with all that only it has needed."""
         if attached not in self._attached:
             return
@@ -243,7 +228,7 @@ class Live:
         for entry in [entry for entry in self.ledger if entry.intervention == attached.label]:
             self.ledger.forget(entry.intervention, entry.site)
 
-    def _watch(self, attached: "Attached") -> None:
+    def _watch(self, attached: Attached) -> None:
         """Let its trigger see what it looks at, and know the switches that it asks for."""
         for flag in flags_of(attached.intervention):
             self.clock.flags.setdefault(flag.flag, flag.on)
@@ -281,7 +266,7 @@ class Live:
         while self._waiting:
             self._waiting.pop(0)()
 
-    def _find(self, label: str) -> "Attached":
+    def _find(self, label: str) -> Attached:
         _ = self._patient
         self._settle()
         for attached in self._attached:
@@ -350,211 +335,6 @@ class Live:
                 "Epochs: no epoch was counted; give Epochs a length, attach with steps_per_epoch, "
                 "or call live.next_epoch()"
             )
-
-
-class Attached:
-    """One intervention in place: its gates, made as its selector asks for them, and its hooks."""
-
-    def __init__(self, intervention: Intervention, operation: Operation, ledger: Ledger) -> None:
-        self.intervention = intervention
-        self.wanted = intervention  # what it is to be once the backward at hand has ended
-        self.operation = operation
-        self.ledger = ledger
-        self.label = operation.label
-        self.labels = tuple(label for label, _ in operation.links)
-        self._keeps = intervention.at.keeper()
-        self.stack = ExitStack()
-        self.eyes = ExitStack()  # the hooks by which its trigger sees a forward
-        self.notes: list[str] = []
-        self._sum_matters = sum_matters(intervention)
-        self._made: dict[str, Gate] = {}
-
-    @property
-    def needs_value(self) -> bool:
-        """Whether its transform or its trigger looks at the tensor whose gradient passes."""
-        return self.operation.needs_value
-
-    @property
-    def stateful(self) -> str:
-        """The first of its transforms and triggers that keeps a memory of each site."""
-        for _, link in self.operation.links:
-            if link.init(torch.zeros(1)):
-                return repr(link)
-        # What a trigger remembers is known once it has been asked.
-        states = self.operation.states
-        remembers = any(_is_of(key, self.label) and key.endswith("/when") for key in states)
-        return repr(self.intervention.when) if remembers else ""
-
-    @property
-    def unsteady(self) -> str:
-        """Why a tensor that passes twice may have two results."""
-        operation = self.operation
-        if self.stateful:
-            return f"{self.stateful} remembers what it has met"
-        for _, link in operation.links:
-            if "deterministic" not in link.laws:
-                return f"{link!r} is not known to draw no random numbers"
-        for part in self.intervention.when.parts:
-            if isinstance(part, Sourced) and part.source not in ("grad", "value"):
-                return f"{part!r} looks at the newest forward"
-        return ""
-
-    @property
-    def moment(self) -> object:
-        """What else decides about a result: step, switches and fields as they are now."""
-        item, clock = self.intervention, self.operation.clock
-        return item.operator, item.when, clock.step, clock.epoch, tuple(clock.flags.items())
-
-    @property
-    def flags(self) -> list[Flag]:
-        """The switches that its trigger asks for, or is to ask for."""
-        return flags_of(self.intervention) + flags_of(self.wanted)
-
-    def hook(self, patient: Patient) -> None:
-        """Hook all that its selector selects."""
-        item, stack = self.intervention, self.stack
-        scope = item.operator.scope
-        item.at.hook(patient.model, patient.optimizer, item.stage, scope, self, stack)
-        if item.at.expected is not None:
-            if all(kind.known_at_once for kind in item.at.kinds):
-                self._count()
-            else:
-                handle = patient.model.register_forward_hook(self._count_once())
-                stack.callback(handle.remove)
-
-    def change(self, intervention: Intervention) -> None:
-        """Another transform of the same links, or another trigger, in the same places."""
-        if intervention.operator != self.intervention.operator:
-            self._sum_matters = sum_matters(intervention)
-        self.intervention = intervention
-        links = list(zip(self.labels, intervention.links, strict=True))
-        self.operation.set(links, intervention.when)
-        for gate in self._made.values():
-            gate.renew()
-
-    def refresh(self, states: dict[str, State]) -> None:
-        """Take up states that were loaded, at the step of the day."""
-        self.operation.begin()
-        for gate in self._made.values():
-            gate.refresh(states)
-            for context in gate.contexts:
-                context.step, context.call = self.operation.step, 0
-
-    def close(self) -> None:
-        """Hooks on graphs that are already built outlive their handles; from now on they pass."""
-        self.operation.retire()
-        self._made = {}
-        self.stack.close()
-        self.eyes.close()
-
-    def forget_memory(self) -> None:
-        """Drop what its trigger has remembered at each site."""
-        states = self.operation.states
-        for key in [key for key in states if _is_of(key, self.label) and key.endswith("/when")]:
-            del states[key]
-
-    def forget_states(self) -> None:
-        """Drop the states of its transforms too."""
-        self.forget_memory()
-        states = self.operation.states
-        for key in [key for key in states if any(_is_of(key, label) for label in self.labels)]:
-            del states[key]
-
-    def keeps(self, place: Place) -> bool | None:
-        return self._keeps(place)
-
-    def expect(
-        self,
-        site: str,
-        aliases: Sequence[str] = (),
-        skipped: str = "",
-        foreign: Sequence[str] = (),
-    ) -> None:
-        self.ledger.enter(self.label, site, aliases, skipped, foreign)
-
-    def forget(self, site: str) -> None:
-        self.ledger.forget(self.label, site)
-
-    def note(self, text: str) -> None:
-        said = f"{self.label}: {text}"
-        if said not in self.notes:
-            self.notes.append(said)
-
-    def gate(self, site: str, value: Callable[[], Tensor | None] | None = None) -> SiteGate:
-        gate = self._made.get(site)
-        if gate is None:
-            gate = Gate(self.operation, self._entry(site), value)
-            self._made[site] = gate
-        return gate.hook
-
-    def group(self, sites: Sequence[str], values: Sequence[Callable[[], Tensor | None]]) -> GroupFn:
-        gates = [
-            Gate(self.operation, self._entry(site), value)
-            for site, value in zip(sites, values, strict=True)
-        ]
-        self._made |= dict(zip(sites, gates, strict=True))
-        return GroupGate(self.operation, gates)
-
-    def begin(self) -> None:
-        """A step begins; say once if the stage changed the transform's meaning in the last one."""
-        operation = self.operation
-        operation.begin()
-        step, most, where = operation.step, 1, ""
-        for site, gate in self._made.items():
-            for context in gate.contexts:
-                if context.call > most:
-                    most, where = context.call, site
-                context.step, context.call = step, 0
-        if where and self._sum_matters:
-            self._sum_matters = False
-            warnings.warn(
-                f"{self.label}: site '{where}' had {most} gradients in one optimizer step and the "
-                "transform is not linear: acting on each is not acting on their sum. Use "
-                "stage='step' for the sum.",
-                SurgeryWarning,
-                stacklevel=2,
-            )
-
-    def _entry(self, site: str) -> Entry:
-        return self.ledger.enter(self.label, site)
-
-    def _count_once(self) -> Callable[..., None]:
-        counted = False
-
-        def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
-            nonlocal counted
-            if not counted and torch.is_grad_enabled() and not engine.in_backward():
-                counted = True
-                self._count()
-
-        return hook
-
-    def _count(self) -> None:
-        sites = list(self._made)
-        expected = self.intervention.at.expected
-        if len(sites) != expected:
-            raise LookupError(
-                f"{self.label}: {expected} sites were expected, found {len(sites)}: "
-                f"{', '.join(sites) or 'none'}"
-            )
-
-
-def flags_of(intervention: Intervention) -> list[Flag]:
-    """The switches that its trigger asks for."""
-    return [part for part in intervention.when.parts if isinstance(part, Flag)]
-
-
-def check_flags(flags: Sequence[Flag]) -> None:
-    """Refuse a switch that would be both on and off at first."""
-    first: dict[str, Flag] = {}
-    for flag in flags:
-        if first.setdefault(flag.flag, flag).on != flag.on:
-            raise ValueError(f"{flag!r}: another trigger has this switch as on={not flag.on}")
-
-
-def _is_of(key: str, label: str) -> bool:
-    """Whether a state is that of a link, or of an intervention: no label has a slash."""
-    return key.partition("/")[0] == label
 
 
 def _changed(link: Transform, label: str, changes: dict[str, object]) -> Transform:

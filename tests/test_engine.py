@@ -1,9 +1,12 @@
 """What gradsurg relies on in PyTorch without it being exported."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.modules import module
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from gradsurg import engine
@@ -195,3 +198,30 @@ def test_a_global_forward_hook_with_keywords_leaves_nothing_behind() -> None:
     engine.remove_global_forward_hook(handle)
     assert handle.id not in tables["_global_forward_hooks_with_kwargs"]
     assert handle.id not in tables["_global_forward_hooks"]
+
+
+class _Passing(TorchFunctionMode):
+    """A mode that lets everything pass, and counts it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_of_torch_functions_are_left_in_any_order() -> None:
+    outer, inner = _Passing(), _Passing()
+    engine.begin_functions(outer)
+    engine.begin_functions(inner)
+    assert engine.function_modes() == [outer, inner]
+    engine.end_functions(outer)
+    assert engine.function_modes() == [inner]
+    engine.end_functions(outer)  # again, and nothing else is taken out
+    torch.ones(1).neg()
+    engine.end_functions(inner)
+    torch.ones(1).neg()
+    assert engine.function_modes() == []
+    assert (outer.count, inner.count) == (0, 2)

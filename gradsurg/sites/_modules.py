@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import AfterValidator, BeforeValidator, Field
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 
 from gradsurg import engine
 from gradsurg.fields import validated
@@ -215,7 +216,7 @@ class Calls(threading.local):
 
     def _again(self, module: nn.Module) -> tuple[str, int] | None:
         node = engine.running_node()
-        if node is None or not torch.is_grad_enabled():
+        if not isinstance(node, BackwardCFunction) or not torch.is_grad_enabled():
             return None
         # A checkpoint has one node, made before its modules were called: those that were called
         # next after it are its own, and they are called again in the same order.

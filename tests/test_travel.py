@@ -1,0 +1,347 @@
+"""A surgery's state inside `model.state_dict()`: out, in, and never where it was not asked for."""
+
+import copy
+import gc
+import io
+import warnings
+from collections import OrderedDict
+from contextlib import nullcontext
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradsurg as gs
+from gradsurg.travel import KEY, packed, unpacked
+from tests.nets import backward, gradients, num_hooks, sgd, small, train, weights
+
+# What these surgeries have is asked for, not whether it acts.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:scale. its trigger never fired"),
+    pytest.mark.filterwarnings("ignore:Steps. no optimizer step was counted"),
+]
+
+
+def _surgery(beta: float = 0.5) -> gs.Surgery:
+    """With a step clock, a switch, a transform with state and random numbers."""
+    return gs.Surgery(
+        gs.Intervention(gs.LowPass(beta), gs.Parameters("first.*")),
+        gs.Intervention(gs.AddNoise(0.1), gs.Parameters("last.*"), gs.Steps(stop=4)),
+        gs.Intervention(gs.Scale(0.5), gs.Parameters("last.bias"), gs.Flag("half", on=False)),
+        seed=3,
+    )
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+    return left == right
+
+
+def _saved(steps: int = 3) -> tuple[dict[str, Tensor], dict[str, object]]:
+    """What a model has saved after some steps, and the state of its surgery then."""
+    model, surgery = small(), _surgery()
+    optimizer = sgd(model)
+    with surgery.attach(model, optimizer, in_state_dict=True) as live:
+        live.switch("half", on=True)
+        train(model, optimizer, steps)
+        # Copies: a state dict holds the parameters themselves.
+        kept = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    return kept, surgery.state_dict()
+
+
+def test_off_by_default_there_is_no_key_and_no_hook() -> None:
+    model = small()
+    keys = set(model.state_dict())
+    with _surgery().attach(model):
+        assert set(model.state_dict()) == keys
+        assert not model._state_dict_hooks
+        assert not model._load_state_dict_pre_hooks
+        backward(model)
+
+
+def test_a_state_is_one_tensor_of_bytes_that_is_read_without_running_code() -> None:
+    kept, state = _saved()
+    data = kept[KEY]
+    assert (data.dtype, data.ndim, data.is_contiguous()) == (torch.uint8, 1, True)
+    assert list(kept) == [*small().state_dict(), KEY]
+    assert _same(unpacked(data), state)
+    assert state["step"] == 3
+    assert _same(unpacked(packed(state)), state)
+
+
+def test_what_was_interrupted_goes_on_as_if_it_had_not_been() -> None:
+    whole, surgery = small(), _surgery()
+    optimizer = sgd(whole)
+    with surgery.attach(whole, optimizer) as live:
+        live.switch("half", on=True)
+        train(whole, optimizer, 6)
+
+    kept, state = _saved(3)
+    buffer = io.BytesIO()
+    torch.save(kept, buffer)
+    buffer.seek(0)
+    read = torch.load(buffer, weights_only=True)
+    model, surgery = small(seed=1), _surgery()
+    optimizer = sgd(model)
+    with surgery.attach(model, optimizer, in_state_dict=True) as live:
+        assert str(model.load_state_dict(read)) == "<All keys matched successfully>"
+        assert live.step == 3
+        assert _same(surgery.state_dict(), state)
+        train(model, optimizer, 3, start=3)
+    assert all(map(torch.equal, weights(whole), weights(model)))
+    assert KEY in read  # what was given is left as it is
+
+
+def test_a_trigger_reads_the_loaded_step_from_the_next_backward_on() -> None:
+    """In the middle of a run, not only before its first step."""
+    kept, _ = _saved(steps=5)  # the noise has stopped at 4
+    plain, model = small(), small()
+    optimizer = sgd(model)
+    surgery = _surgery()
+    with surgery.attach(model, optimizer, in_state_dict=True) as live:
+        train(model, optimizer, 1)
+        model.load_state_dict(kept)
+        plain.load_state_dict({key: tensor for key, tensor in kept.items() if key != KEY})
+        live.switch("half", on=False)
+        optimizer.zero_grad()
+        backward(model)
+        backward(plain)
+        assert torch.equal(gradients(model)["last.weight"], gradients(plain)["last.weight"])
+        assert not torch.equal(gradients(model)["first.weight"], gradients(plain)["first.weight"])
+
+
+def test_training_is_bit_identical_with_and_without_it() -> None:
+    def run(in_state_dict: bool) -> list[Tensor]:
+        model, surgery = small(), _surgery()
+        optimizer = sgd(model)
+        with surgery.attach(model, optimizer, in_state_dict=in_state_dict):
+            for step in range(3):
+                train(model, optimizer, 1, start=step)
+                model.state_dict()
+            backward(model)
+        return weights(model)
+
+    assert all(map(torch.equal, run(True), run(False)))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_state_dict_without_the_key_is_told_once(strict: bool) -> None:
+    model, surgery = small(), _surgery()
+    plain = small(seed=1).state_dict()
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        surgery.attach(model, in_state_dict=True),
+    ):
+        warnings.simplefilter("always")
+        for _ in range(2):
+            result = model.load_state_dict(plain, strict=strict)
+            assert (result.missing_keys, result.unexpected_keys) == ([], [])
+        assert [str(warning.message) for warning in caught] == [
+            "in_state_dict: what was loaded has no '_gradsurg': the model is as it was saved, the "
+            "surgery goes on as it is"
+        ]
+        assert caught[0].category is gs.SurgeryWarning
+        assert torch.equal(model.first.weight, plain["first.weight"])
+
+
+def test_into_a_plain_model_it_is_pytorchs_own_error() -> None:
+    kept, _ = _saved()
+    model = small(seed=1)
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "_gradsurg"'):
+        model.load_state_dict(kept)
+    assert model.load_state_dict(kept, strict=False).unexpected_keys == [KEY]
+    # And into one whose surgery does not travel.
+    with (
+        pytest.raises(RuntimeError, match="Unexpected key"),
+        _surgery().attach(model),
+    ):
+        model.load_state_dict(kept)
+
+
+def test_the_state_of_another_surgery_is_refused_with_both_and_nothing_is_loaded() -> None:
+    kept, _ = _saved()
+    model, surgery = small(seed=1), _surgery(beta=0.75)
+    before, state = weights(model), surgery.state_dict()
+    with (
+        pytest.raises(ValueError, match=r"this state is of .*0\.5.*, the surgery is .*0\.75"),
+        surgery.attach(model, in_state_dict=True),
+    ):
+        model.load_state_dict(kept)
+    assert all(map(torch.equal, before, weights(model)))
+    assert _same(surgery.state_dict(), {**state, "flags": {"half": False}})
+    assert (num_hooks(model), _state_hooks(model)) == (0, 0)
+
+
+def _state_hooks(model: nn.Module) -> int:
+    return len(model._state_dict_hooks) + len(model._load_state_dict_pre_hooks)
+
+
+def test_other_keys_that_do_not_fit_are_still_told_by_pytorch() -> None:
+    kept, _ = _saved()
+    kept["more"] = torch.ones(1)
+    del kept["first.bias"]
+    model = small()
+    with _surgery().attach(model, in_state_dict=True):
+        with pytest.raises(RuntimeError) as caught:
+            model.load_state_dict(kept)
+        backward(model)
+    assert 'Missing key(s) in state_dict: "first.bias"' in str(caught.value)
+    assert 'Unexpected key(s) in state_dict: "more".' in str(caught.value)
+
+
+def test_a_part_of_the_model_has_no_key() -> None:
+    model = small()
+    with _surgery().attach(model, in_state_dict=True):
+        assert list(model.first.state_dict()) == ["weight", "bias"]
+        model.first.load_state_dict(small(seed=1).first.state_dict())
+        backward(model)
+
+
+def test_inside_another_module_the_key_has_its_prefix() -> None:
+    kept, state = _saved()
+    outer = nn.ModuleDict({"model": small(seed=1), "other": nn.Linear(1, 1)})
+    surgery = _surgery()
+    with surgery.attach(outer["model"], in_state_dict=True):
+        own = outer.state_dict()
+        assert f"model.{KEY}" in own
+        assert KEY not in own
+        inner = {f"model.{key}": tensor for key, tensor in kept.items()}
+        outer.load_state_dict({**own, **inner})
+        assert _same(surgery.state_dict(), state)
+        with pytest.warns(gs.SurgeryWarning, match=r"has no 'model\._gradsurg'"):
+            outer.load_state_dict({key: own[key] for key in own if KEY not in key})
+        backward(outer["model"])
+
+
+def test_into_a_destination_of_the_users_with_a_prefix() -> None:
+    model = small()
+    with _surgery().attach(model, in_state_dict=True):
+        destination: OrderedDict[str, Any] = OrderedDict()
+        model.state_dict(destination=destination, prefix="a.b.")
+        assert list(destination)[-1] == f"a.b.{KEY}"
+        backward(model)
+
+
+def test_a_compiled_model_saves_and_loads_as_its_inside_does() -> None:
+    model = small()
+    compiled = torch.compile(model, backend="eager")
+    surgery = _surgery()
+    assert isinstance(compiled, nn.Module)
+    with surgery.attach(compiled, in_state_dict=True) as live:
+        kept = {key: tensor.clone() for key, tensor in compiled.state_dict().items()}
+        assert list(kept)[-1] == f"_orig_mod.{KEY}"
+        live.tick()
+        compiled.load_state_dict(kept)
+        assert live.step == 0
+        backward(model)
+
+
+def test_with_assign_the_state_comes_back_and_the_new_parameters_are_told() -> None:
+    kept, state = _saved()
+    model, surgery = small(), _surgery()
+    with (
+        pytest.warns(gs.SurgeryWarning, match="parameters were replaced"),
+        surgery.attach(model, in_state_dict=True),
+    ):
+        backward(model)
+        model.load_state_dict(kept, assign=True)
+        assert _same(surgery.state_dict(), state)
+
+
+def test_a_second_surgery_that_would_travel_is_refused_and_one_that_does_not_is_welcome() -> None:
+    model = small()
+    first, second = _surgery(), _surgery()
+    with first.attach(model, in_state_dict=True):
+        with (
+            pytest.raises(ValueError, match="carries another surgery's state already"),
+            second.attach(model, in_state_dict=True),
+        ):
+            pass
+        with second.attach(model):
+            assert [key for key in model.state_dict() if KEY in key] == [KEY]
+            backward(model)
+        model.load_state_dict(model.state_dict())
+    with second.attach(model, in_state_dict=True):
+        assert KEY in model.state_dict()
+        backward(model)
+    assert (num_hooks(model), _state_hooks(model)) == (0, 0)
+
+
+def test_a_copy_of_the_model_is_a_plain_one() -> None:
+    kept, _ = _saved()
+    model = small()
+    with _surgery().attach(model, in_state_dict=True) as live:
+        twin = copy.deepcopy(model)
+        assert KEY not in twin.state_dict()
+        assert KEY in model.state_dict()
+        with pytest.raises(RuntimeError, match="Unexpected key"):
+            twin.load_state_dict(kept)
+        assert live.step == 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            twin.load_state_dict(small().state_dict())
+        own = _surgery()
+        with own.attach(twin, in_state_dict=True):
+            twin.load_state_dict(kept)
+            assert own.state_dict()["step"] == 3
+            backward(twin)
+        backward(model)
+    assert KEY not in twin.state_dict()
+
+
+def test_the_hooks_are_gone_after_the_block_and_after_an_exception() -> None:
+    model, surgery = small(), _surgery()
+    for error in (None, OSError("gone")):
+        with (
+            pytest.raises(OSError, match="gone") if error else nullcontext(),
+            surgery.attach(model, in_state_dict=True),
+        ):
+            assert _state_hooks(model) == 2
+            backward(model)
+            if error:
+                raise error
+        assert (num_hooks(model), _state_hooks(model)) == (0, 0)
+        assert KEY not in model.state_dict()
+
+
+def test_a_saved_state_and_a_copy_hold_neither_model_nor_surgery() -> None:
+    model, surgery = small(), _surgery()
+    with surgery.attach(model, in_state_dict=True):
+        backward(model)
+        twin, kept = copy.deepcopy(model), model.state_dict()[KEY]
+    weight, held = ref(model.first.weight), ref(surgery)
+    del model, surgery
+    gc.collect()
+    assert (weight(), held()) == (None, None)
+    assert KEY not in twin.state_dict()
+    assert unpacked(kept)["step"] == 0
+
+
+def test_the_tensors_of_a_state_come_to_where_the_model_is() -> None:
+    kept, _ = _saved()
+    states = unpacked(kept[KEY], torch.device("meta"))["states"]
+    assert isinstance(states, dict)
+    tensors = [tensor for own in states.values() for tensor in own.values()]
+    assert tensors
+    assert all(tensor.is_meta for tensor in tensors)
+
+
+def test_bytes_that_are_no_state_are_refused_and_code_among_them_is_not_run() -> None:
+    class Bad:
+        def __reduce__(self) -> Any:
+            return (print, ("run",))
+
+    buffer = io.BytesIO()
+    torch.save({"step": Bad()}, buffer)
+    kept, _ = _saved()
+    kept[KEY] = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    model = small()
+    with _surgery().attach(model, in_state_dict=True):
+        with pytest.raises(Exception, match="Weights only load failed"):
+            model.load_state_dict(kept)
+        backward(model)
