@@ -43,6 +43,7 @@ class Attached:
         self.stack = ExitStack()
         self.eyes = ExitStack()  # the hooks by which its trigger sees a forward
         self.notes: list[str] = []
+        self._checks: list[Callable[[], str]] = []
         self._sum_matters = sum_matters(intervention)
         self._made: dict[str, Gate] = {}
 
@@ -121,6 +122,7 @@ class Attached:
         """Hooks on graphs that are already built outlive their handles; from now on they pass."""
         self.operation.retire()
         self._made = {}
+        self._checks = []
         self.stack.close()
         self.eyes.close()
 
@@ -156,6 +158,16 @@ class Attached:
         said = f"{self.label}: {text}"
         if said not in self.notes:
             self.notes.append(said)
+
+    def at_end(self, check: Callable[[], str]) -> None:
+        self._checks.append(check)
+
+    def finish(self) -> list[str]:
+        """All that is to be said of it when it ends."""
+        for check in self._checks:
+            if text := check():
+                self.note(text)
+        return self.notes
 
     def gate(self, site: str, value: Callable[[], Tensor | None] | None = None) -> SiteGate:
         gate = self._made.get(site)

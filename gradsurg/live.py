@@ -221,7 +221,7 @@ class Live:
         if attached not in self._attached:
             return
         self._attached.remove(attached)
-        self._notes += attached.notes
+        self._notes += attached.finish()
         attached.close()
         attached.forget_states()
         self._unsee(attached.intervention.when)
@@ -304,7 +304,7 @@ class Live:
             if attached.label not in met
         ]
         said += self._notes
-        said += [note for attached in self._attached for note in attached.notes]
+        said += [note for attached in self._attached for note in attached.finish()]
         said += self._idle_clocks()
         now = dict(self._patient.model.named_parameters())
         replaced = [name for name, held in self._params.items() if now.get(name) is not held()]

@@ -9,55 +9,145 @@ from torch import nn
 
 from gradsurg import catalogue
 from gradsurg.fields import FieldError
+from gradsurg.models._transformer import Attention
 from gradsurg.models.convnet import Convnet
+from gradsurg.models.gpt import GPT
 from gradsurg.models.mlp import MLP
+from gradsurg.models.resnet import ResNet
+from gradsurg.models.rnn import RNN
+from gradsurg.models.vit import ViT
 
 CONF = Path(__file__).parent.parent / "conf" / "model"
+STEMS = sorted(path.stem for path in CONF.glob("*.yaml"))
 NAMES = catalogue.names("models")
+IMAGES = [name for name in NAMES if name != "gpt"]
+SEQUENCES = ["gru", "lstm", "rnn"]
 
 
-def fields_of(name) -> dict:
-    content = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
+def fields_of(stem) -> dict:
+    content = OmegaConf.to_container(OmegaConf.load(CONF / f"{stem}.yaml"))
     assert isinstance(content, dict)
-    assert content.pop("name") == name
     return content
 
 
-def test_every_model_has_a_yaml_and_every_yaml_a_model():
-    assert NAMES == sorted(path.stem for path in CONF.glob("*.yaml")) != []
+def made(stem, shape, num_outputs, **options):
+    """The model of a yaml, with its fields and `options` over them."""
+    fields = fields_of(stem) | options
+    return catalogue.find("models", fields.pop("name"))(shape, num_outputs, **fields)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_yaml_and_defaults_are_the_same_model(name):
-    made = catalogue.find("models", name)
-    torch.manual_seed(0)
-    written = made((1, 8, 8), 10, **fields_of(name))
-    torch.manual_seed(0)
-    default = made((1, 8, 8), 10)
-    assert str(written) == str(default)
-    for a, b in zip(written.parameters(), default.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 17, 32)])
-def test_output_has_a_row_an_example_and_every_parameter_a_gradient(name, shape):
-    torch.manual_seed(0)
-    model = catalogue.find("models", name)(shape, 7)
-    outputs = model(torch.randn(5, *shape))
-    assert outputs.shape == (5, 7)
+def assert_learns(model, inputs, shape):
+    outputs = model(inputs)
+    assert outputs.shape == shape
     outputs.square().sum().backward()
     for path, param in model.named_parameters():
         assert param.grad is not None, path
         assert param.grad.abs().sum() > 0, path
 
 
+def test_every_model_has_a_yaml_of_its_name():
+    assert NAMES
+    for name in NAMES:
+        assert fields_of(name)["name"] == name
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_activations_are_modules(name):
-    model = catalogue.find("models", name)((1, 8, 8), 10)
-    assert [path for path, part in model.named_modules() if isinstance(part, nn.ReLU)] == [
-        f"{'hidden' if name == 'mlp' else 'blocks'}.{index}.relu" for index in (0, 1)
-    ]
+def test_yaml_and_defaults_are_the_same_model(name):
+    shape, said = ((8,), {"num_tokens": 5}) if name == "gpt" else ((1, 8, 8), {})
+    torch.manual_seed(0)
+    written = made(name, shape, 10, **said)
+    torch.manual_seed(0)
+    default = catalogue.find("models", name)(shape, 10, **said)
+    assert str(written) == str(default)
+    for a, b in zip(written.parameters(), default.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", IMAGES)
+@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 17, 32), (1, 9, 9)])
+def test_output_has_a_row_an_example_and_every_parameter_a_gradient(name, shape):
+    torch.manual_seed(0)
+    options = {"patch": shape[1] % 8 or 8} if name == "vit" else {}
+    model = made(name, shape, 7, **options)
+    assert_learns(model, torch.randn(5, *shape), (5, 7))
+
+
+@pytest.mark.parametrize("stem", [*SEQUENCES, "gpt"])
+@pytest.mark.parametrize("every_step", [False, True])
+def test_a_sequence_of_tokens_has_an_output_or_one_for_every_step(stem, every_step):
+    torch.manual_seed(0)
+    model = made(stem, (6,), 7, num_tokens=3, every_step=every_step)
+    assert_learns(model, torch.randint(3, (5, 6)), (5, 6, 7) if every_step else (5, 7))
+
+
+@pytest.mark.parametrize("stem", SEQUENCES)
+@pytest.mark.parametrize("shape", [(6,), (6, 2), (3, 6, 4)])
+@pytest.mark.parametrize("unrolled", [False, True])
+def test_a_recurrent_model_takes_numbers_vectors_and_the_rows_of_images(stem, shape, unrolled):
+    torch.manual_seed(0)
+    model = made(stem, shape, 7, every_step=True, num_layers=2, unrolled=unrolled)
+    assert_learns(model, torch.randn(5, *shape), (5, 6, 7))
+
+
+@pytest.mark.parametrize("stem", [*SEQUENCES, "gpt"])
+def test_an_output_of_a_step_knows_the_steps_until_it_and_no_other(stem):
+    torch.manual_seed(0)
+    model = made(stem, (6,), 7, num_tokens=5, every_step=True, num_layers=2)
+    tokens = torch.randint(4, (3, 6))
+    changed = tokens.clone()
+    changed[:, 3] = 4
+    same = (model(tokens) == model(changed)).all(dim=2).all(dim=0)
+    assert same.tolist() == [True] * 3 + [False] * 3
+
+
+@pytest.mark.parametrize("stem", [*SEQUENCES, "gpt"])
+def test_the_output_is_that_of_the_last_step(stem):
+    torch.manual_seed(0)
+    last = made(stem, (6,), 7, num_tokens=5)
+    every = made(stem, (6,), 7, num_tokens=5, every_step=True)
+    every.load_state_dict(last.state_dict())
+    tokens = torch.randint(5, (3, 6))
+    torch.testing.assert_close(last(tokens), every(tokens)[:, -1])
+
+
+@pytest.mark.parametrize(
+    ("stem", "expected"),
+    [
+        ("mlp", ["hidden.0.relu", "hidden.1.relu"]),
+        ("convnet", ["blocks.0.relu", "blocks.1.relu"]),
+        (
+            "resnet",
+            ["relu"] + [f"stages.{stage}.0.relu{i}" for stage in (0, 1, 2) for i in (1, 2)],
+        ),
+    ],
+)
+def test_activations_are_modules(stem, expected):
+    model = made(stem, (1, 8, 8), 10)
+    assert expected == [path for path, part in model.named_modules() if isinstance(part, nn.ReLU)]
+
+
+@pytest.mark.parametrize(
+    ("stem", "shape", "options", "expected"),
+    [
+        ("gru", (4,), {"num_layers": 2}, {"embed", "layers.0", "layers.1", "output"}),
+        ("gru", (4,), {"unrolled": True}, {"embed", "layers.0", "layers.0.cell", "output"}),
+        (
+            "gpt",
+            (4,),
+            {"num_tokens": 3, "num_layers": 1},
+            {
+                *("tokens", "positions", "norm", "output", "blocks.0", "blocks.0.attention_norm"),
+                *("blocks.0.attention", "blocks.0.attention.qkv", "blocks.0.attention.output"),
+                *("blocks.0.mlp_norm", "blocks.0.mlp", "blocks.0.mlp.up", "blocks.0.mlp.gelu"),
+                "blocks.0.mlp.down",
+            },
+        ),
+    ],
+)
+def test_modules_have_the_names_that_the_docstring_says(stem, shape, options, expected):
+    model = made(stem, shape, 2, **options)
+    names = {path for path, part in model.named_modules() if not isinstance(part, nn.ModuleList)}
+    assert names - {"", "blocks"} == expected
 
 
 def test_mlp_is_what_its_formula_says():
@@ -96,8 +186,113 @@ def test_convnet_is_what_its_formula_says():
     torch.testing.assert_close(model(images), expected)
 
 
+def test_resnet_has_the_size_that_the_paper_says():
+    """0.27 M parameters at depth 20 and width 16 for CIFAR-10 (table 6)."""
+    sizes = [sum(p.numel() for p in ResNet((3, 32, 32), 10, depth=d).parameters()) for d in (8, 20)]
+    assert sizes == [75290, 269722]
+
+
+def test_resnet_blocks_with_silent_convolutions_pass_on_every_other_pixel():
+    model = ResNet((1, 4, 4), 2, width=1).eval()
+    for path, param in model.stages.named_parameters():
+        if "norm2" in path:
+            nn.init.zeros_(param)
+    maps = torch.rand(1, 1, 4, 4)
+    out = model.stages(maps)
+    assert out.shape == (1, 4, 1, 1)
+    assert out.flatten().tolist() == [maps[0, 0, 0, 0].item(), 0, 0, 0]
+
+
+@pytest.mark.parametrize("cell", ["rnn", "gru", "lstm"])
+def test_unrolled_is_the_same_function_of_the_same_random_numbers(cell):
+    torch.manual_seed(0)
+    fused = RNN((6, 2), 3, cell=cell, width=5, num_layers=2)
+    torch.manual_seed(0)
+    unrolled = RNN((6, 2), 3, cell=cell, width=5, num_layers=2, unrolled=True)
+    for a, b in zip(fused.parameters(), unrolled.parameters(), strict=True):
+        assert torch.equal(a, b)
+    inputs = torch.randn(4, 6, 2)
+    torch.testing.assert_close(unrolled(inputs), fused(inputs))
+
+
+def test_unrolled_calls_its_cell_at_every_step():
+    model = RNN((6,), 3, cell="gru", unrolled=True)
+    steps = []
+    model.layers[0].cell.register_forward_hook(lambda *_: steps.append(1))
+    model(torch.randn(4, 6))
+    assert len(steps) == 6
+
+
+def test_a_plain_rnn_is_what_its_formula_says():
+    torch.manual_seed(0)
+    model = RNN((2,), 1, width=3)
+    into, around, into_bias, around_bias, last, last_bias = model.parameters()
+    numbers, state = torch.randn(4, 2), torch.zeros(4, 3)
+    for step in numbers.T:
+        state = torch.tanh(step[:, None] @ into.T + into_bias + state @ around.T + around_bias)
+    torch.testing.assert_close(model(numbers), state @ last.T + last_bias)
+
+
+def test_an_image_is_read_row_by_row():
+    model = RNN((2, 3, 4), 1)
+    image = torch.arange(24.0).view(1, 2, 3, 4)
+    assert model.embed(image)[0, 1].tolist() == [4, 5, 6, 7, 16, 17, 18, 19]
+
+
+def test_attention_is_what_its_formula_says():
+    torch.manual_seed(0)
+    attention = Attention(4, num_heads=2, causal=True)
+    stream = torch.randn(1, 3, 4)
+    queries, keys, values = attention.qkv(stream)[0].split(4, dim=1)
+    mixed = torch.zeros(3, 4)
+    for head in (slice(0, 2), slice(2, 4)):
+        for time in range(3):
+            scores = keys[: time + 1, head] @ queries[time, head] / 2**0.5
+            mixed[time, head] = scores.softmax(0) @ values[: time + 1, head]
+    torch.testing.assert_close(attention(stream)[0], attention.output(mixed))
+
+
+def test_a_tied_gpt_reads_out_with_its_embedding_and_an_untied_one_does_not():
+    tied, untied = (GPT((4,), 5, num_tokens=5, tied=tied) for tied in (True, False))
+    assert tied.output.weight is tied.tokens.weight
+    assert untied.output.weight is not untied.tokens.weight
+    assert sum(p.numel() for p in untied.parameters()) == 5 * 64 + sum(
+        p.numel() for p in tied.parameters()
+    )
+
+
+def test_gpt_knows_the_order_of_its_tokens():
+    torch.manual_seed(0)
+    model = GPT((3,), 2, num_tokens=4)
+    assert not torch.allclose(model(torch.tensor([[0, 1, 2]])), model(torch.tensor([[1, 0, 2]])))
+
+
+@pytest.mark.parametrize(("readout", "length"), [("token", 5), ("mean", 4)])
+def test_vit_has_a_position_for_every_patch_and_for_the_class_token(readout, length):
+    torch.manual_seed(0)
+    model = ViT((1, 8, 8), 3, readout=readout)
+    assert model.positions.shape == (length, 64)
+    assert (model.token is not None) == (readout == "token")
+    assert_learns(model, torch.randn(2, 1, 8, 8), (2, 3))
+
+
+def test_vit_without_blocks_worth_anything_is_linear_in_the_mean_patch():
+    torch.manual_seed(0)
+    model = ViT((1, 4, 4), 3, patch=2, readout="mean", num_layers=1)
+    for name in ("attention.output", "mlp.down"):
+        part = model.blocks[0].get_submodule(name)
+        nn.init.zeros_(part.weight)
+        nn.init.zeros_(part.bias)
+    image = torch.randn(1, 1, 4, 4)
+    corners = [image[0, 0, y : y + 2, x : x + 2] for y in (0, 2) for x in (0, 2)]
+    kernel, bias = model.patches.parameters()
+    patches = torch.stack([(kernel * corner).sum(dim=(1, 2, 3)) + bias for corner in corners])
+    expected = model.output(model.norm(patches + model.positions).mean(dim=0))
+    torch.testing.assert_close(model(image)[0], expected)
+
+
 @pytest.mark.parametrize(
-    ("made", "shape", "options", "faults"),
+    ("kind", "shape", "options", "faults"),
     [
         (MLP, (8,), {"hidden": [64, 0]}, [("hidden.1", "must be > 0, found 0")]),
         (MLP, (8,), {"dropout": 1.0}, [("dropout", "must be < 1.0, found 1.0")]),
@@ -129,11 +324,77 @@ def test_convnet_is_what_its_formula_says():
                 )
             ],
         ),
+        (ResNet, (64,), {}, [("input_shape", "must be (channels, height, width), found (64,)")]),
+        (
+            ResNet,
+            (1, 8, 8),
+            {"depth": 10},
+            [("depth", "must be 8, 14, 20 or so on, 6n + 2, found 10")],
+        ),
+        (
+            ResNet,
+            (1, 8, 8),
+            {"depth": 2},
+            [("depth", "must be 8, 14, 20 or so on, 6n + 2, found 2")],
+        ),
+        (ViT, (64,), {}, [("input_shape", "must be (channels, height, width), found (64,)")]),
+        (
+            ViT,
+            (1, 8, 6),
+            {},
+            [("patch", "must divide an image of 8 x 6, found 4")],
+        ),
+        (
+            ViT,
+            (1, 8, 8),
+            {"num_heads": 3},
+            [("num_heads", "must divide a width of 64, found 3")],
+        ),
+        (
+            ViT,
+            (1, 8, 8),
+            {"readout": "max"},
+            [("readout", "must be one of 'token' or 'mean', found 'max'")],
+        ),
+        (
+            RNN,
+            (8,),
+            {"cell": "gruu", "width": 0},
+            [
+                ("cell", "must be one of 'rnn', 'gru' or 'lstm', found 'gruu'"),
+                ("width", "must be > 0, found 0"),
+            ],
+        ),
+        (
+            RNN,
+            (1, 2, 3, 4),
+            {},
+            [("input_shape", "must have 1 to 3 axes, found (1, 2, 3, 4)")],
+        ),
+        (
+            RNN,
+            (4, 2),
+            {"num_tokens": 3},
+            [("input_shape", "must be (time,), found (4, 2)")],
+        ),
+        (GPT, (4, 2), {"num_tokens": 3}, [("input_shape", "must be (time,), found (4, 2)")]),
+        (
+            GPT,
+            (4,),
+            {"num_tokens": 3, "num_heads": 5},
+            [("num_heads", "must divide a width of 64, found 5")],
+        ),
+        (
+            GPT,
+            (4,),
+            {"num_tokens": 3, "tied": True},
+            [("tied", "needs an output for each of the 3 tokens, and the task has 2")],
+        ),
     ],
 )
-def test_bad_values_are_refused_by_name(made, shape, options, faults):
+def test_bad_values_are_refused_by_name(kind, shape, options, faults):
     with pytest.raises(FieldError) as caught:
-        made(shape, 2, **options)
+        kind(shape, 2, **options)
     assert caught.value.faults == faults
 
 

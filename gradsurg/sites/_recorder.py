@@ -175,6 +175,9 @@ class _Recorder:
     def note(self, text: str) -> None:
         """It would be said when a block ends."""
 
+    def at_end(self, check: Callable[[], str]) -> None:
+        """It would be asked when a block ends."""
+
     def gate(self, site: str, value: Callable[[], Tensor | None] | None = None) -> SiteGate:
         self.hits.setdefault(site)
         return _Passing(self.hits, site)

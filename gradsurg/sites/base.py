@@ -128,6 +128,10 @@ class Gates(Protocol):
         """Say something once about this intervention when the block ends."""
         ...
 
+    def at_end(self, check: Callable[[], str]) -> None:
+        """Have `check` called when the block ends: what it then says, if anything, is noted."""
+        ...
+
     def gate(self, site: str, value: Callable[[], Tensor | None] | None = None) -> SiteGate:
         """The gate of a site, one for all time; `value` gives the tensor whose gradient passes."""
         ...

@@ -177,9 +177,11 @@ class Nodes(Selector):
         made = [made for made in graph.nodes() if matches(made.call.name, self.module)]
         names = sorted({plain(node.name).removesuffix("Backward") for node in made})
         where = "" if self.module == "*" else f" in '{self.module}'"
+        compiled = not names or "CompiledFunction" in names
+        hint = " What is compiled runs as one node: use Outputs there." if compiled else ""
         return LookupError(
             f"Nodes: no node{where} is selected by '{self.pattern}' (call={self.call}, "
-            f"occurrence={self.occurrence}). {nearest(self.pattern, [*names, *FAMILIES])}"
+            f"occurrence={self.occurrence}). {nearest(self.pattern, [*names, *FAMILIES])}{hint}"
         )
 
     def _site(self, made: Made, gates: Gates) -> Callable[[Node], object] | None:

@@ -77,12 +77,12 @@ class Parameters(Selector):
             case "accumulating":
                 for name, param in chosen.items():
                     gate = gates.gate(name, ref(param))
-                    node = held_node(param, stack)
+                    node = held_node(name, param, gates, stack)
                     stack.callback(node.register_prehook(_of_one(gate)).remove)
             case "settled":
                 for name, param in chosen.items():
                     gate = _in_place_of_grad(gates.gate(name, ref(param)))
-                    node = held_node(param, stack)
+                    node = held_node(name, param, gates, stack)
                     stack.callback(node.register_hook(_settled(gate, ref(param))).remove)
             case "step":
                 if optimizer is None:
@@ -97,10 +97,22 @@ class Parameters(Selector):
                 raise AssertionError(stage)
 
 
-def held_node(param: nn.Parameter, stack: ExitStack) -> Node:
+def held_node(name: str, param: nn.Parameter, gates: Gates, stack: ExitStack) -> Node:
     """The AccumulateGrad node of a parameter, kept alive: its hooks would vanish with it."""
     node = get_gradient_edge(param).node
     stack.callback(lambda: node)  # the stack holds on to it
+    held = ref(param)
+
+    def check() -> str:
+        now = held()
+        if now is None or not now.requires_grad or get_gradient_edge(now).node is node:
+            return ""
+        return (
+            f"site '{name}' got another AccumulateGrad node while the block was open, as by "
+            "model.double(), and that is not hooked; convert first, or use stage='backward'"
+        )
+
+    gates.at_end(check)
     return node
 
 

@@ -225,4 +225,5 @@ class _Take:
         return LookupError(
             f"Uses: no use is selected by '{self.selector.pattern}' (use={self.selector.use}). "
             f"Uses inside the model's call: {uses}. One in the loss is not found."
+            " Nor is one in what is compiled."
         )

@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 
 import gradsurg as gs
 from gradsurg.fields import FieldError
-from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train
+from tests.nets import attached, backward, batch, gradients, num_hooks, sgd, small, train
 
 
 class Tied(nn.Module):
@@ -571,3 +571,17 @@ def test_a_range_that_makes_no_sense_is_refused(fields: dict[str, Any], message:
 def test_what_was_asked_for_is_told_if_nothing_is_it() -> None:
     with pytest.raises(LookupError, match=re.escape("nothing matches '*' with 'types=Conv2d, dep")):
         gs.Parameters(types=nn.Conv2d, depth=1).find(small())
+
+
+@pytest.mark.parametrize("stage", ["accumulating", "settled"])
+def test_an_accumulate_grad_node_that_was_replaced_is_told(stage: str) -> None:
+    model = small()
+    with (
+        pytest.warns(gs.SurgeryWarning, match="'first.weight' got another AccumulateGrad node"),
+        attached(model, gs.Scale(2.0), gs.Parameters("first.weight", stage=stage)),
+    ):
+        backward(model)
+        model.double()
+        model.zero_grad()
+        x, _ = batch()
+        model(x.double()).sum().backward()

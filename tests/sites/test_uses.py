@@ -340,7 +340,7 @@ def test_a_use_that_is_not_there_is_refused_with_those_that_are() -> None:
         _changed(Reused, gs.Uses("part", use=3))
     assert str(caught.value) == (
         "Uses: no use is selected by 'part' (use=3). Uses inside the model's call: part#0: 3. "
-        "One in the loss is not found."
+        "One in the loss is not found. Nor is one in what is compiled."
     )
 
 
