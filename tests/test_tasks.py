@@ -1,23 +1,44 @@
-"""Tasks: data that is the same every time, a loss by hand, and metrics by hand."""
+"""Tasks: what holds for each, what a model is told, and the losses and metrics by hand."""
 
+from dataclasses import fields
 from math import log
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torch import Tensor, nn
 
 from gradsurg import catalogue
 from gradsurg.fields import FieldError
+from gradsurg.models.gpt import GPT
+from gradsurg.models.mlp import MLP
+from gradsurg.models.rnn import RNN
+from gradsurg.tasks.adding import Adding
+from gradsurg.tasks.base import Data
 from gradsurg.tasks.digits import Digits
 
 CONF = Path(__file__).parent.parent / "conf"
+FROM_FILES = ("cifar10", "fashion_mnist", "mnist")
+NAMES = [name for name in catalogue.names("tasks") if name not in FROM_FILES]
 
 
 def content_of(path) -> dict:
     content = OmegaConf.to_container(OmegaConf.load(path))
     assert isinstance(content, dict)
     return content
+
+
+def tensors_of(data: Data) -> dict[str, Tensor]:
+    named = {field.name: getattr(data, field.name) for field in fields(Data)}
+    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+
+def model_for(data: Data) -> nn.Module:
+    """One that takes what the data is."""
+    told = data.told(RNN if data.num_tokens else MLP, {})
+    return (RNN if data.num_tokens else MLP)(data.input_shape, data.num_outputs, **told)
 
 
 def test_every_task_has_a_yaml_with_its_defaults():
@@ -28,6 +49,124 @@ def test_every_task_has_a_yaml_with_its_defaults():
         assert content.pop("name") == stem
         made = catalogue.find("tasks", stem)
         assert made(**content) == made()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_data_is_what_it_says_it_is(name):
+    task = catalogue.find("tasks", name)()
+    data = task.load()
+    for part in ("train", "test"):
+        inputs, targets = getattr(data, f"{part}_inputs"), getattr(data, f"{part}_targets")
+        assert len(inputs) == len(targets) > 10
+        assert inputs.shape[1:] == data.input_shape
+        if data.num_tokens is None:
+            assert inputs.dtype == torch.float32
+            assert inputs.isfinite().all()
+        else:
+            assert inputs.dtype == torch.int64
+            assert 0 <= inputs.min() <= inputs.max() < data.num_tokens
+        if targets.is_floating_point():
+            assert targets.shape[1:] == (data.num_outputs,)
+        else:
+            assert targets.dtype == torch.int64
+            assert 0 <= targets.min() <= targets.max() < data.num_outputs
+        assert (targets.shape == inputs.shape) == data.every_step
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_learns_from_it_and_every_metric_is_a_finite_number(name):
+    torch.manual_seed(0)
+    task = catalogue.find("tasks", name)()
+    data = task.load()
+    model = model_for(data)
+    inputs, targets = data.train_inputs[:4], data.train_targets[:4]
+    loss = task.loss(model(inputs), targets)
+    assert loss.shape == ()
+    loss.backward()
+    assert all(param.grad is not None for param in model.parameters())
+    metrics = task.metrics(model(inputs).detach(), targets)
+    assert metrics["loss"] == pytest.approx(loss.item())
+    assert all(type(value) is float for value in metrics.values())
+    assert np.isfinite(list(metrics.values())).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_load_is_the_same_again_and_no_users_to_change_for_others(name):
+    task = catalogue.find("tasks", name)
+    first = task().load()
+    kept = {key: tensor.clone() for key, tensor in tensors_of(first).items()}
+    for tensor in tensors_of(first).values():
+        tensor.zero_()
+    again = tensors_of(task().load())
+    assert len(again) == 4
+    for key, tensor in kept.items():
+        assert torch.equal(tensor, again[key])
+        assert tensor.any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_loading_leaves_the_global_generators_alone(name):
+    torch.manual_seed(0)
+    before, before_numpy = torch.random.get_rng_state(), np.random.get_state()[1].copy()
+    seeds = {"data_seed": 3} if name in ("adding", "friedman", "mnist1d", "overlay") else {}
+    catalogue.find("tasks", name)(**seeds).load()
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert np.array_equal(before_numpy, np.random.get_state()[1])
+
+
+def data_with(**said) -> Data:
+    some = torch.zeros(2, 4)
+    return Data(some, some, some, some, input_shape=(4,), num_outputs=3, **said)
+
+
+def test_a_model_is_told_of_tokens_and_of_every_step_only_where_there_are_any():
+    assert data_with().told(RNN, {"width": 8}) == {"width": 8}
+    told = data_with(num_tokens=5, every_step=True).told(RNN, {"width": 8})
+    assert told == {"width": 8, "num_tokens": 5, "every_step": True}
+
+
+def test_a_function_that_takes_anything_is_told():
+    assert data_with(num_tokens=5).told(lambda *_, **__: None, {}) == {"num_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("said", "model", "error"),
+    [
+        ({"num_tokens": 5}, MLP, "takes no num_tokens, and the inputs of this task are tokens"),
+        (
+            {"every_step": True},
+            MLP,
+            "takes no every_step, and this task has a target for every step of its inputs",
+        ),
+        ({}, GPT, "needs tokens, and the inputs of this task are real numbers"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_in_one_sentence(said, model, error):
+    with pytest.raises(ValueError, match=f"^{error}$"):
+        data_with(**said).told(model, {})
+
+
+def test_what_the_task_says_is_not_for_the_config_to_say():
+    with pytest.raises(FieldError) as caught:
+        data_with(num_tokens=5).told(RNN, {"num_tokens": 3})
+    assert caught.value.faults == [("num_tokens", "is for the task to say")]
+
+
+def test_regression_refuses_outputs_that_torch_would_stretch():
+    message = r"outputs and targets must have one shape, found \[2, 3\] and \[2, 1\]"
+    with pytest.raises(ValueError, match=message):
+        Adding().loss(torch.zeros(2, 3), torch.zeros(2, 1))
+
+
+def test_regression_loss_and_metrics_are_those_worked_out_by_hand():
+    outputs = torch.tensor([[1.0], [2.0], [6.0]], requires_grad=True)
+    targets = torch.tensor([[1.0], [4.0], [7.0]])
+    loss = Adding().loss(outputs, targets)
+    loss.backward()
+    torch.testing.assert_close(outputs.grad, torch.tensor([[0.0], [-4 / 3], [-2 / 3]]))
+    # Errors 0, 2 and 1; the targets' variance is 6.
+    expected = {"loss": pytest.approx(5 / 3), "r2": pytest.approx(1 - 5 / 18)}
+    assert Adding().metrics(outputs, targets) == expected
 
 
 @pytest.mark.parametrize("path", sorted((CONF / "optimizer").glob("*.yaml")), ids=lambda p: p.stem)
@@ -89,14 +228,6 @@ def test_label_noise_changes_that_fraction_of_training_labels_and_no_test_label(
     assert torch.equal(clean.test_targets, noisy.test_targets)
     assert noisy.train_targets.min() == 0
     assert noisy.train_targets.max() == 9
-
-
-def test_changing_what_was_loaded_does_not_change_the_next_load():
-    first = Digits().load()
-    first.train_inputs.zero_()
-    first.train_targets.zero_()
-    assert Digits().load().train_inputs.abs().sum() > 0
-    assert Digits().load().train_targets.sum() > 0
 
 
 def test_digits_loss_and_metrics_are_those_worked_out_by_hand():

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.fields import FieldError
+from gradsurg.transforms.base import Context, Law, Stateless
 from tests.nets import attached, num_hooks, small
 
 
@@ -266,14 +267,32 @@ def test_create_graph_goes_through_the_transform() -> None:
     assert w.grad.item() == 120.0
 
 
-def test_a_value_that_the_transform_looks_at_puts_no_graph_on_the_gradient() -> None:
+class TimesValue(Stateless):
+    """It looks at the value as it is, with its graph."""
+
+    @property
+    def needs_value(self) -> bool:
+        return True
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        return frozenset()
+
+    def apply(self, grad: Tensor, context: Context) -> Tensor:
+        assert context.value is not None
+        return grad * context.value
+
+
+def test_a_value_that_the_transform_looks_at_has_its_graph_under_create_graph_alone() -> None:
     model = nn.ParameterDict({"w": nn.Parameter(torch.tensor([2.0]))})
     w = model["w"]
-
-    with attached(model, gs.AdaptiveClip(0.01), gs.Captured("w")):
+    with attached(model, TimesValue(), gs.Captured("w")):
         (bare,) = torch.autograd.grad(w**3, w)
-    assert bare.item() == pytest.approx(0.02)
+        (first,) = torch.autograd.grad(w**3, w, create_graph=True)
+    assert bare.item() == first.item() == 24.0
     assert not bare.requires_grad
+    # 3 w^2 w; of that 9 w^2.
+    assert torch.autograd.grad(first, w)[0].item() == 36.0
 
 
 def test_with_hooks_and_create_graph_the_gradient_after_them_has_its_graph() -> None:
@@ -495,6 +514,16 @@ def test_functional_transforms_are_left_alone_and_work() -> None:
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     assert rows["first.weight"].shape == (3, 5, 6)
     assert tens.tolist() == [10.0] * 3
+
+
+def test_the_input_of_a_functional_transform_is_nobodys_though_a_module_returns_it() -> None:
+    model, x = nn.Sequential(nn.Identity(), nn.Linear(2, 1)), torch.ones(2)
+    expected = torch.func.grad(lambda x: model(x).sum())(x)
+    with (
+        pytest.warns(gs.SurgeryWarning, match="no gradient ever passed at: 0#0"),
+        attached(model, gs.Scale(10.0), gs.Captured("0")),
+    ):
+        assert torch.equal(torch.func.grad(lambda x: model(x).sum())(x), expected)
 
 
 def test_inside_a_vmap_each_gradient_goes_through_the_transform() -> None:

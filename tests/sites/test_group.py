@@ -13,6 +13,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
+from gradsurg.transforms.base import Context, Law, Stateless
 from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train, weights
 
 
@@ -433,11 +434,30 @@ def test_under_create_graph_the_new_gradients_have_a_graph() -> None:
         w.grad = None
 
 
+class TimesValue(Stateless):
+    """It looks at the value as it is, with its graph."""
+
+    @property
+    def needs_value(self) -> bool:
+        return True
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        return frozenset()
+
+    def apply(self, grad: Tensor, context: Context) -> Tensor:
+        assert context.value is not None
+        return grad * context.value
+
+
 def test_without_create_graph_the_value_puts_no_graph_on_the_gradient() -> None:
-    model = small()
-    with attached(model, gs.AdaptiveClip(0.01), gs.Group()):
-        backward(model)
-    assert not any(grad.requires_grad for grad in gradients(model).values())
+    model = nn.ParameterDict({"w": nn.Parameter(torch.tensor([2.0]))})
+    w = model["w"]
+    with attached(model, TimesValue(), gs.Group()):
+        (w**3).backward()
+    assert w.grad is not None
+    assert w.grad.item() == 24.0
+    assert not w.grad.requires_grad
 
 
 def test_threads_act_each_at_the_end_of_their_own_backward() -> None:

@@ -1,0 +1,417 @@
+"""Generated tasks: examples worked out by hand, and the data that no change may change."""
+
+from hashlib import sha256
+from math import log, pi, sin
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+
+from gradsurg.fields import FieldError
+from gradsurg.tasks.adding import Adding
+from gradsurg.tasks.base import Data
+from gradsurg.tasks.breast_cancer import BreastCancer
+from gradsurg.tasks.char_lm import CharLM
+from gradsurg.tasks.copy_memory import CopyMemory
+from gradsurg.tasks.diabetes import Diabetes
+from gradsurg.tasks.friedman import Friedman, response
+from gradsurg.tasks.mnist1d import MNIST1D
+from gradsurg.tasks.modular import Modular
+from gradsurg.tasks.overlay import Overlay
+from gradsurg.tasks.temporal_order import SYMBOLS, TemporalOrder
+
+QUIET = {"scale": 0, "shear": 0, "correlated_noise": 0, "white_noise": 0}
+SMALL = {"num_train": 20, "num_test": 20}
+
+
+def fingerprint(data: Data) -> str:
+    digest = sha256()
+    for tensor in (data.train_inputs, data.train_targets, data.test_inputs, data.test_targets):
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+# Runs are compared across machines and years: whoever changes one of these breaks that, and
+# says so in CHANGELOG.md.
+PINNED = [
+    (Adding(), "99c2e6b5a50cc16c"),
+    (BreastCancer(), "c8f7ff1574db921b"),
+    (CopyMemory(), "1b4b6dfda4f2bf51"),
+    (Diabetes(), "3ba82474862adabe"),
+    (Friedman(), "e714b22bc7fc7491"),
+    (MNIST1D(), "42335b5a49e72354"),
+    (Modular(), "cd4d04f7a6a3e5ec"),
+    (Overlay(), "e999f3382573de45"),
+    (TemporalOrder(), "82c8c303c7717362"),
+]
+
+
+@pytest.mark.parametrize(("task", "expected"), PINNED, ids=lambda item: type(item).__name__)
+def test_the_data_is_the_same_as_ever(task, expected):
+    assert fingerprint(task.load()) == expected
+
+
+@pytest.mark.parametrize("kind", [Adding, CopyMemory, Friedman, MNIST1D, Overlay, TemporalOrder])
+def test_data_depends_on_its_seed_and_the_test_not_on_how_much_is_for_training(kind):
+    data, other = kind(**SMALL).load(), kind(**SMALL, data_seed=1).load()
+    assert not torch.equal(data.train_inputs, other.train_inputs)
+    assert not torch.equal(data.test_inputs, other.test_inputs)
+    assert not torch.equal(data.train_inputs, data.test_inputs)
+    longer = kind(num_train=40, num_test=20).load()
+    # Some are standardised by their training part, which moves and scales the test as a whole.
+    tests = [one.test_inputs.double() for one in (data, longer)]
+    a, b = ((test - test.mean()) / test.std() for test in tests)
+    torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+    assert len(longer.train_inputs) == 40
+
+
+@pytest.mark.parametrize("kind", [BreastCancer, Diabetes, Modular, Overlay])
+def test_data_depends_on_the_seed_of_its_split(kind):
+    data, other = kind().load(), kind(split_seed=1).load()
+    assert not torch.equal(data.train_targets, other.train_targets)
+
+
+def test_adding_asks_for_the_sum_of_the_marked_numbers():
+    data = Adding(length=4, num_train=2, num_test=2).load()
+    first = [[0.6370, 0], [0.2698, 1], [0.0410, 0], [0.0165, 1]]
+    torch.testing.assert_close(data.train_inputs[0], torch.tensor(first), atol=1e-4, rtol=0)
+    # 0.2698 + 0.0165
+    assert data.train_targets[0].tolist() == pytest.approx([0.2863], abs=2e-4)
+
+
+def test_adding_marks_one_number_in_each_half():
+    data = Adding(length=7).load()
+    numbers, marks = data.train_inputs.unbind(dim=2)
+    assert marks.unique().tolist() == [0, 1]
+    assert (marks[:, :3].sum(dim=1) == 1).all()
+    assert (marks[:, 3:].sum(dim=1) == 1).all()
+    assert (marks.sum(dim=0) > 0).all()
+    assert 0 <= numbers.min() <= numbers.max() < 1
+    torch.testing.assert_close(data.train_targets[:, 0], (numbers * marks).sum(dim=1))
+    # The loss of saying 1, with two numbers of variance 1/12 each.
+    assert Adding().loss(torch.ones(10000, 1), data.train_targets) == pytest.approx(1 / 6, rel=0.05)
+
+
+def test_temporal_order_asks_for_the_order_of_x_and_y():
+    data = TemporalOrder(length=20, num_train=4, num_test=2).load()
+    said = ["".join(SYMBOLS[token] for token in example) for example in data.train_inputs]
+    assert said == [
+        "EccYbaaaadYdccdccccB",
+        "EdXabdcadcXaadacabbB",
+        "EaYaacccbcdYbdddbcdB",
+        "EccYdaccdcbXbbcdadcB",
+    ]
+    assert data.train_targets.tolist() == [3, 0, 3, 2]  # YY, XX, YY, YX
+
+
+def test_temporal_order_has_each_symbol_in_its_place():
+    data = TemporalOrder(length=50).load()
+    asked = (data.train_inputs == SYMBOLS.index("X")) | (data.train_inputs == SYMBOLS.index("Y"))
+    assert (asked.sum(dim=1) == 2).all()
+    assert asked.any(dim=0).nonzero().flatten().tolist() == [*range(5, 10), *range(25, 30)]
+    assert data.train_targets.bincount().min() > 900
+
+
+def test_copy_memory_asks_for_what_was_said():
+    data = CopyMemory(delay=3, num_copied=2, num_train=2, num_test=2).load()
+    assert data.train_inputs.tolist() == [[6, 5, 8, 8, 9, 8, 8], [4, 2, 8, 8, 9, 8, 8]]
+    assert data.train_targets.tolist() == [[8, 8, 8, 8, 8, 6, 5], [8, 8, 8, 8, 8, 4, 2]]
+    assert (data.num_tokens, data.num_outputs, data.every_step) == (10, 9, True)
+
+
+def test_copy_memory_scores_the_symbols_alone_and_its_loss_is_over_all_steps():
+    task = CopyMemory(delay=3, num_copied=2)
+    asked = torch.tensor([[8, 8, 8, 8, 8, 6, 5]])
+    said = torch.tensor([[8, 8, 8, 8, 8, 6, 1]])
+    sure = 100 * torch.nn.functional.one_hot(said, 9).float()
+    metrics = task.metrics(sure, asked)
+    assert metrics == {"loss": pytest.approx(100 / 7), "accuracy": 0.5}
+    # Without a memory: sure of blanks, undecided between the symbols.
+    blank = torch.full((1, 7, 9), -1000.0)
+    blank[:, :5, 8] = 0
+    blank[:, 5:, :8] = 0
+    assert task.loss(blank, asked).item() == pytest.approx(2 * log(8) / (3 + 2 * 2))
+
+
+@pytest.mark.parametrize(
+    ("operation", "table"),
+    [
+        ("add", [[0, 1, 2], [1, 2, 0], [2, 0, 1]]),
+        ("subtract", [[0, 2, 1], [1, 0, 2], [2, 1, 0]]),
+        ("multiply", [[0, 0, 0], [0, 1, 2], [0, 2, 1]]),
+    ],
+)
+def test_modular_holds_every_entry_of_the_table_once(operation, table):
+    data = Modular(modulus=3, operation=operation, train_fraction=0.3).load()
+    assert len(data.train_inputs) == 3
+    found = {}
+    for inputs, targets in (
+        (data.train_inputs, data.train_targets),
+        (data.test_inputs, data.test_targets),
+    ):
+        for (a, b, equals), result in zip(inputs.tolist(), targets.tolist(), strict=True):
+            assert equals == 3
+            assert (a, b) not in found
+            found[a, b] = result
+    assert found == {(a, b): table[a][b] for a in range(3) for b in range(3)}
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.99])
+def test_modular_refuses_an_empty_part(fraction):
+    with pytest.raises(FieldError) as caught:
+        Modular(modulus=3, train_fraction=fraction)
+    rule = f"leaves a part of the 9 entries empty, found {fraction}"
+    assert caught.value.faults == [("train_fraction", rule)]
+
+
+def test_mnist1d_without_any_change_is_the_template_and_zeros():
+    task = MNIST1D(**QUIET, padding=(60, 60), max_translation=1, length=72)
+    signals, labels = task.draw(np.random.default_rng(0), 10)
+    assert sorted(labels) == list(range(10))
+    one = signals[list(labels).index(1)]
+    # The template of 1: 5 3 3 3.4 3.8 4.2 4.6 5 5.4 5.8 5 5, of mean 4.433 and deviation 0.9012.
+    expected = (np.array([5, 3, 3, 3.4, 3.8, 4.2, 4.6, 5, 5.4, 5.8, 5, 5]) - 5) / 0.9012 / 6
+    np.testing.assert_allclose(one[:12], expected, atol=1e-3)
+    assert not one[12:].any()
+
+
+def test_mnist1d_is_stretched_by_a_padding_that_is_short():
+    task = MNIST1D(**QUIET, padding=(0, 12), max_translation=1, length=24)
+    signals, labels = task.draw(np.random.default_rng(0), 200)
+    plain = MNIST1D(**QUIET, padding=(0, 0), max_translation=1, length=12)
+    templates, order = plain.draw(np.random.default_rng(0), 10)
+    found = set()
+    for signal, label in zip(signals, labels, strict=True):
+        padded = np.pad(templates[list(order).index(label)], (0, 12))
+        ways = [np.interp(np.linspace(0, 11 + p, 24), np.arange(24), padded) for p in range(13)]
+        found |= {p for p, way in enumerate(ways) if np.allclose(way, signal, atol=1e-9)}
+        assert any(np.allclose(way, signal, atol=1e-9) for way in ways)
+    assert found == set(range(13))
+
+
+def test_mnist1d_is_rolled_by_less_than_its_translation():
+    options = {**QUIET, "padding": (60, 60), "length": 72}
+    signals, labels = MNIST1D(**options, max_translation=3).draw(np.random.default_rng(0), 200)
+    still, order = MNIST1D(**options, max_translation=1).draw(np.random.default_rng(0), 10)
+    found = set()
+    for signal, label in zip(signals, labels, strict=True):
+        rolled = [np.roll(still[list(order).index(label)], shift) for shift in range(72)]
+        found |= {shift for shift in range(72) if np.array_equal(rolled[shift], signal)}
+    assert found == {0, 1, 2}
+
+
+def test_mnist1d_has_smooth_noise_where_it_is_padded_and_white_noise_everywhere():
+    options = {"padding": (60, 60), "max_translation": 1, "length": 72, "scale": 0, "shear": 0}
+
+    def noise(**levels):
+        plain = MNIST1D(**options, correlated_noise=0, white_noise=0)
+        noisy = MNIST1D(**options, **levels)
+        draws = [task.draw(np.random.default_rng(0), 2000)[0] for task in (noisy, plain)]
+        return draws[0] - draws[1]
+
+    smooth = noise(correlated_noise=0.25, white_noise=0)
+    assert not smooth[:, :12].any()
+    # A Gaussian filter of width 2 leaves (4 pi^(1/2))^(-1/2) of a deviation.
+    assert smooth[:, 25:60].std() == pytest.approx(0.25 * (4 * pi**0.5) ** -0.5, rel=0.03)
+    assert np.corrcoef(smooth[:, 40], smooth[:, 41])[0, 1] > 0.9
+    white = noise(correlated_noise=0, white_noise=0.02)
+    assert white.std() == pytest.approx(0.02, rel=0.03)
+    assert abs(np.corrcoef(white[:, 40], white[:, 41])[0, 1]) < 0.1
+
+
+def test_mnist1d_is_scaled_and_tilted_within_its_bounds():
+    options = {**QUIET, "padding": (60, 60), "max_translation": 1, "length": 72}
+    still, _ = MNIST1D(**options).draw(np.random.default_rng(0), 500)
+    scaled, _ = MNIST1D(**options | {"scale": 0.4}).draw(np.random.default_rng(0), 500)
+    ratios = scaled[:, 1] / still[:, 1]
+    assert [ratios.min(), ratios.max()] == pytest.approx([0.8, 1.2], abs=0.01)
+    tilted, _ = MNIST1D(**options | {"shear": 0.75}).draw(np.random.default_rng(0), 500)
+    rises = (tilted - still)[:, -1] - (tilted - still)[:, 0]
+    assert [rises.min(), rises.max()] == pytest.approx([-0.375, 0.375], abs=0.01)
+    assert (tilted - still)[:, 35:37].mean(axis=1) == pytest.approx(np.zeros(500), abs=1e-12)
+
+
+def test_mnist1d_has_its_classes_equally_often_and_is_standardised():
+    data = MNIST1D().load()
+    assert data.train_targets.bincount().tolist() == [400] * 10
+    assert data.test_targets.bincount().tolist() == [100] * 10
+    assert abs(data.train_inputs.mean()) < 1e-5
+    assert abs(data.train_inputs.std(correction=0) - 1) < 1e-5
+
+
+def test_friedman_is_what_its_formula_says():
+    rows = np.array([[0.5, 1, 0.5, 1, 1, 9], [1, 0.25, 0, 0, 0, 9]])
+    # 10 sin(pi/2) + 0 + 10 + 5, and 10 sin(pi/4) + 20/4
+    assert response(rows).tolist() == pytest.approx([25, 10 * sin(pi / 4) + 5])
+
+
+def test_friedman_without_noise_asks_for_the_response_in_units_of_its_deviation():
+    data = Friedman(noise=0).load()
+    raw = response(data.train_inputs.double().numpy() / 12**0.5 + 0.5)
+    expected = (raw - raw.mean()) / raw.std()
+    np.testing.assert_allclose(data.train_targets[:, 0].numpy(), expected, atol=1e-4)
+    assert abs(data.train_targets.mean()) < 1e-5
+
+
+def test_friedman_has_the_noise_it_was_given():
+    quiet, noisy = (Friedman(noise=noise).load() for noise in (0.0, 3.0))
+    assert torch.equal(quiet.train_inputs, noisy.train_inputs)
+    raw = response(quiet.train_inputs.double().numpy() / 12**0.5 + 0.5)
+    share = np.corrcoef(raw, noisy.train_targets[:, 0].numpy())[0, 1] ** 2
+    assert share == pytest.approx(raw.var() / (raw.var() + 9), rel=0.05)
+
+
+def test_breast_cancer_holds_every_tumour_once_and_as_many_kinds():
+    data = BreastCancer().load()
+    rows = torch.cat([data.train_inputs, data.test_inputs])
+    assert rows.shape == (569, 30)
+    assert len(rows.unique(dim=0)) == 569
+    assert torch.cat([data.train_targets, data.test_targets]).bincount().tolist() == [212, 357]
+    assert data.train_inputs.mean(dim=0).abs().max() < 1e-5
+    # Malignant tumours (0) have the larger radius.
+    radius = data.train_inputs[:, 0]
+    assert radius[data.train_targets == 0].mean() > 0.5 > 0 > radius[data.train_targets == 1].mean()
+
+
+def test_diabetes_holds_every_patient_once_and_is_standardised():
+    data = Diabetes(test_fraction=0.5).load()
+    rows = torch.cat([data.train_inputs, data.test_inputs])
+    assert rows.shape == (442, 10)
+    assert len(rows.unique(dim=0)) == 442
+    assert data.train_inputs.mean(dim=0).abs().max() < 1e-5
+    assert data.train_targets.std(correction=0) == pytest.approx(1, abs=1e-5)
+    # The body mass index goes with the disease.
+    both = torch.stack([data.train_inputs[:, 2], data.train_targets[:, 0]])
+    assert both.corrcoef()[0, 1] > 0.4
+
+
+def test_overlay_of_digits_that_do_not_touch_holds_both_as_they_are():
+    data = Overlay(**SMALL, shift=8).load()
+    assert data.input_shape == (1, 16, 16)
+    pixels, labels = load_digits(return_X_y=True)
+    image, targets = data.train_inputs[0, 0], data.train_targets[0]
+    assert (image[8:, :8] == image[0, 15]).all()  # nothing lies there
+    for corner, target in ((image[:8, :8], targets[0]), (image[8:, 8:], targets[1])):
+        shape = (corner - corner.min()) / (corner.max() - corner.min()) * 16
+        distances = np.abs(pixels - shape.flatten().numpy()).max(axis=1)
+        assert distances.min() < 1e-3
+        assert labels[distances.argmin()] == target
+
+
+def test_overlay_shows_the_brighter_pixel():
+    whole, apart = Overlay(**SMALL, shift=0).load(), Overlay(**SMALL, shift=8).load()
+    assert torch.equal(whole.train_targets, apart.train_targets)
+    first, second = apart.train_inputs[:, :, :8, :8], apart.train_inputs[:, :, 8:, 8:]
+    brighter = torch.maximum(first, second)
+    # Both are standardised, each by its own mean and deviation.
+    torch.testing.assert_close(
+        (brighter - brighter.mean()) / brighter.std(correction=0), whole.train_inputs
+    )
+
+
+def test_overlay_keeps_the_digits_of_the_test_to_the_test():
+    data = Overlay(num_train=500, num_test=500, shift=8).load()
+    shown = []
+    for images in (data.train_inputs, data.test_inputs):
+        corners = torch.cat([images[:, 0, :8, :8], images[:, 0, 8:, 8:]]).flatten(1)
+        shown.append({tuple(corner) for corner in corners.mul(100).round().int().tolist()})
+    assert len(shown[0]) > 300
+    assert len(shown[1]) > 300
+    assert not shown[0] & shown[1]
+
+
+def test_overlay_loss_and_metrics_are_those_worked_out_by_hand():
+    outputs = torch.zeros(2, 20)
+    outputs[0, 3] = outputs[0, 10 + 7] = 50  # sure of a 3 and a 7
+    metrics = Overlay().metrics(outputs, torch.tensor([[3, 7], [0, 4]]))
+    assert metrics == {
+        # The second example is undecided, and argmax says 0 for it.
+        "loss": pytest.approx(log(10)),
+        "loss_first": pytest.approx(log(10) / 2),
+        "loss_second": pytest.approx(log(10) / 2),
+        "accuracy": 0.75,
+        "accuracy_first": 1.0,
+        "accuracy_second": 0.5,
+    }
+
+
+def test_char_lm_asks_for_the_next_character(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("abcbabcbz!" + "abz", encoding="utf-8")
+    data = CharLM(path=str(path), length=2, test_fraction=3 / 13).load()
+    # Training has "!abcz", numbered 1 to 5; the z of the test is known to it.
+    assert data.train_inputs.tolist() == [[2, 3], [4, 3], [2, 3], [4, 3]]
+    assert data.train_targets.tolist() == [[3, 4], [3, 2], [3, 4], [3, 5]]
+    assert data.test_inputs.tolist() == [[2, 3]]
+    assert data.test_targets.tolist() == [[3, 5]]
+    assert (data.num_tokens, data.num_outputs, data.every_step) == (6, 6, True)
+
+
+def test_char_lm_has_a_token_for_what_training_has_not(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("abababab" + "aÄb", encoding="utf-8")
+    data = CharLM(path=str(path), length=2, test_fraction=3 / 11).load()
+    assert data.test_inputs.tolist() == [[1, 0]]
+    assert data.num_tokens == 3
+
+
+def test_char_lm_takes_the_first_characters_only(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("ab" * 20 + "z" * 20, encoding="utf-8")
+    data = CharLM(path=str(path), length=3, max_characters=40).load()
+    assert data.num_tokens == 3
+    assert data.train_inputs.shape == (11, 3)
+    assert data.test_inputs.shape == (1, 3)
+
+
+def test_char_lm_reads_what_comes_with_python():
+    data = CharLM().load()
+    assert data.train_inputs.numel() == pytest.approx(180_000, abs=64)
+    assert data.test_inputs.numel() == pytest.approx(20_000, abs=64)
+    assert 80 < data.num_outputs < 200
+
+
+def test_char_lm_refuses_a_file_that_is_not_there_not_text_or_too_short(tmp_path):
+    with pytest.raises(FieldError) as caught:
+        CharLM(path="/no/such")
+    assert caught.value.faults == [("path", "must be a file, found '/no/such'")]
+    path = tmp_path / "text"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(FieldError, match=r"CharLM.path: cannot be read: 'utf-8' codec"):
+        CharLM(path=str(path)).load()
+    short = tmp_path / "short"
+    short.write_text("a" * 100)
+    rule = "must be < 10, the characters of its smaller part, found 10"
+    with pytest.raises(FieldError) as caught:
+        CharLM(path=str(short), length=10).load()
+    assert caught.value.faults == [("length", rule)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "fault"),
+    [
+        (Adding, {"length": 1}, ("length", "must be >= 2, found 1")),
+        (TemporalOrder, {"length": 9}, ("length", "must be >= 10, found 9")),
+        (CopyMemory, {"delay": 0}, ("delay", "must be >= 1, found 0")),
+        (Friedman, {"num_features": 4}, ("num_features", "must be >= 5, found 4")),
+        (Modular, {"modulus": 1}, ("modulus", "must be >= 2, found 1")),
+        (
+            Modular,
+            {"operation": "divide"},
+            ("operation", "must be one of 'add', 'subtract' or 'multiply', found 'divide'"),
+        ),
+        (
+            MNIST1D,
+            {"padding": (5, 4)},
+            ("padding", "needs low <= high, found low=5, high=4"),
+        ),
+        (Overlay, {"shift": 9}, ("shift", "must be <= 8, found 9")),
+        (Diabetes, {"split_seed": -1}, ("split_seed", "must be >= 0, found -1")),
+        (BreastCancer, {"test_fraction": 1}, ("test_fraction", "must be <= 0.9, found 1")),
+    ],
+)
+def test_bad_values_are_refused_by_name(kind, options, fault):
+    with pytest.raises(FieldError) as caught:
+        kind(**options)
+    assert caught.value.faults == [fault]
