@@ -388,12 +388,15 @@ class SpanGraph:
     def hides(self) -> bool:
         return bool(self._blanks) and any(
             isinstance(node, BackwardCFunction) and number + 1 in self._blanks
-            for number, node in self._reached()
+            # A checkpoint's own node is made before what it calls.
+            for number, node in self._reached(self._numbers[0])
         )
 
-    def _reached(self) -> list[tuple[int, Node]]:
-        """The nodes made in the call that its outputs depend on, each with its number."""
-        begin, end = self._first(), self._numbers[-1]
+    def _reached(self, begin: int | None = None) -> list[tuple[int, Node]]:
+        """The nodes made in the call, from `begin` or the first call of interest on, that its
+        outputs depend on, each with its number.
+        """
+        begin, end = self._first() if begin is None else begin, self._numbers[-1]
         waiting = list(self._roots.difference(self._before))
         seen, found = self._before.union(waiting), []
         while waiting:

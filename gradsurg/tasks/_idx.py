@@ -69,7 +69,7 @@ def _from_npz(path: Path, place: Path, layout: Layout) -> list[np.ndarray] | Non
     if not path.is_file():
         return None
     try:
-        with np.load(path, allow_pickle=False) as held:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as held:
             arrays = [held[key] for key in NAMES.values()]
     except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
         raise refused(place, f"{path.name} cannot be read ({error})", layout.where) from error

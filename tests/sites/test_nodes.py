@@ -1039,3 +1039,22 @@ def test_no_hook_stays_and_no_step_leaves_anything_alive() -> None:
     del model
     gc.collect()
     assert known() is None
+
+
+def test_a_node_that_is_made_only_in_a_reentrant_checkpoint_is_waited_for() -> None:
+    class Saved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = checkpoint(lambda x: self.act(2 * x), x, use_reentrant=True)
+            assert isinstance(y, Tensor)
+            return y
+
+    model, x = Saved(), torch.tensor([1.0], requires_grad=True)
+    with attached(model, gs.Scale(10.0), gs.Nodes("Relu", module="act")) as live:
+        model(x).backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [20.0]
+    assert [entry.calls for entry in live.ledger] == [1]
