@@ -102,7 +102,12 @@ class Effects:
         return self._places[place]
 
     def add(self, slot: int, before: Tensor, after: Tensor) -> None:
-        """Take a pair of gradients, to be measured when this backward pass ends."""
+        """Take a pair of gradients, to be measured when this backward pass ends.
+
+        Inside vmap a gradient stands for many, and is not measured.
+        """
+        if engine.is_batched(before):
+            return
         if slot not in self._sketched:
             self._sketch(slot, before)
         # An alias: a second reference would keep autograd from taking the gradient over as it is.

@@ -11,7 +11,7 @@ from gradsurg import engine
 from gradsurg.effects import Effects
 from gradsurg.ledger import Entry
 from gradsurg.sites.base import SiteGate
-from gradsurg.transforms.base import Context, State, Stateless, Transform
+from gradsurg.transforms.base import Context, Function, State, Stateless, Transform
 from gradsurg.triggers.base import Clock, Fires, Moment, Sourced, Trigger
 
 ERRORS = Exception  # whatever a user's transform raises: it gets a note and is raised again
@@ -33,6 +33,7 @@ class Operation:
         "needs_value",
         "on",
         "ready",
+        "rests",
         "sampling",
         "seed",
         "shadow",
@@ -53,6 +54,7 @@ class Operation:
         shadow: bool = False,
         stepping: bool = False,
         at_once: bool = False,
+        rests: bool = False,
     ) -> None:
         self.label = " -> ".join(label for label, _ in links)
         self.effects = effects
@@ -63,6 +65,8 @@ class Operation:
         self.stepping = stepping
         # What passes outside a backward may be written to before a backward ends: measure it now.
         self.at_once = at_once
+        # What is put into `.grad` or handed out may be written to: nobody else may hold it.
+        self.rests = rests
         self.on = True
         self.set(links, trigger)
 
@@ -153,6 +157,7 @@ class Link:
         "context",
         "keeps_shape",
         "key",
+        "known",
         "label",
         "slot",
         "state",
@@ -170,6 +175,7 @@ class Link:
         self.update = transform.update
         # By its laws, and its first result here was looked at in full.
         self.keeps_shape = "elementwise" in transform.laws
+        self.known = known(transform)
         self.key = f"{label}/{entry.site}"
         self.slot = operation.effects.slot(label, entry)
         self.states = operation.states
@@ -259,6 +265,7 @@ class Gate:
             for link in links:
                 before = result
                 context = link.context
+                version = 0 if link.known else _version(before)
                 try:
                     if link.apply is not None:
                         result = link.apply(before, context)
@@ -270,12 +277,15 @@ class Gate:
                     raise
                 if not link.keeps_shape and not _alike(result, before):
                     raise self.unfit(link, before, result)
+                if not link.known:
+                    self.check_pure(link, before, version, result, self.value())
+                    result = self.apart(link, before, result, link.state)
                 if operation.sampling:
                     effects.add(link.slot, before, result)
                 context.call += 1
             return None if result is grad else result
 
-        if len(links) > 1 or links[0].apply is None:
+        if len(links) > 1 or links[0].apply is None or not links[0].known:
             return hook
         apply, context, slot = links[0].apply, links[0].context, links[0].slot
         keeps_shape = links[0].keeps_shape
@@ -354,7 +364,8 @@ class Gate:
             or result.layout is not grad.layout
         ):
             raise self.unfit(link, grad, result)
-        self._check_pure(link, grad, version, result, value)
+        self.check_pure(link, grad, version, result, value)
+        result = self.apart(link, grad, result, state)
         link.keep(state, fires)
         context.value = None
         context.call += 1
@@ -379,9 +390,21 @@ class Gate:
         """The tensor whose gradient passes here, if the site has one."""
         return self._value() if self._value is not None else None
 
-    def _check_pure(
+    def apart(self, link: Link, grad: Tensor, result: Tensor, state: State) -> Tensor:
+        """The result, in memory of its own: the optimizer, or whoever gets it, may write to it.
+
+        What a transform returns may be what it remembers, as a running mean is.
+        """
+        if link.known or result is grad:
+            return result
+        if self.operation.rests or any(_shares(result, own) for own in state.values()):
+            return result.clone()
+        return result
+
+    def check_pure(
         self, link: Link, grad: Tensor, version: int, result: Tensor, value: Tensor | None
     ) -> None:
+        """Refuse a transform that has written to its gradient or has returned the value."""
         self.check_untouched(link, grad, version)
         if value is not None and _shares(result, value):
             raise RuntimeError(
@@ -407,6 +430,16 @@ class Gate:
             f"'{self.entry.site}', step {self.operation.step}, the gradient is {_kind(before)}, "
             f"found {_kind(after)}."
         )
+
+
+def known(transform: Transform) -> bool:
+    """Whether it is one of gradsurg's own, with all that it is made of: these keep the rules at
+    every gradient. Those of others are looked at each time.
+    """
+    if isinstance(transform, Function) or type(transform).__module__.split(".")[0] != "gradsurg":
+        return False
+    fields = [own if isinstance(own, tuple) else (own,) for own in vars(transform).values()]
+    return all(known(part) for own in fields for part in own if isinstance(part, Transform))
 
 
 def _alike(result: object, grad: Tensor) -> bool:

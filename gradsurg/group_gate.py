@@ -90,7 +90,9 @@ class GroupGate:
         if before:
             self._check_members(links)
         contexts = [link.context for link in links]
-        versions = [] if self._seen else [grad._version for grad in grads]
+        # One of gradsurg's own keeps the rules at every gradient.
+        trusted = self._seen and links[0].known
+        versions = [] if trusted else [grad._version for grad in grads]
         if transform.needs_value:
             for gate, context in zip(gates, contexts, strict=True):
                 context.value = gate.value()
@@ -113,7 +115,12 @@ class GroupGate:
             ):
                 raise gates[index].unfit(links[index], grad, result)
         for index, version in enumerate(versions):
-            gates[index].check_untouched(links[index], grads[index], version)
+            gate, link, grad = gates[index], links[index], grads[index]
+            gate.check_pure(link, grad, version, results[index], gate.value())
+        results = [
+            gate.apart(link, grad, result, state)
+            for gate, link, grad, result in zip(gates, links, grads, results, strict=True)
+        ]
         if state:
             self._check_members(links)
             states[key] = _chosen(fires, state, before)

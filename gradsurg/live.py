@@ -28,6 +28,8 @@ from gradsurg.triggers.epochs import Epochs
 
 # What passes outside a backward can be written to at once.
 FORWARD = ("forward", "step", "captured")
+# What is left where others may write to it: in `.grad`, or in a user's hands.
+RESTING = ("accumulated", "settled", "backward_end", *FORWARD)
 
 
 class Live:
@@ -179,6 +181,7 @@ class Live:
             shadow=self.shadow,
             stepping=self._patient.optimizer is not None,
             at_once=intervention.stage in FORWARD,
+            rests=intervention.stage in RESTING,
         )
         attached = Attached(intervention, operation, self.ledger)
         self._attached.append(attached)

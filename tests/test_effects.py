@@ -465,3 +465,19 @@ def test_the_table_says_so_if_nothing_was_measured() -> None:
     with attached(model, gs.Identity(), effects_every=0) as live:
         backward(model)
     assert live.effects.table() == "no gradient was measured"
+
+
+def test_what_passes_inside_vmap_is_not_measured_and_raises_nothing() -> None:
+    model = small()
+    params = {name: param.detach() for name, param in model.named_parameters()}
+
+    def loss(own: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, own, (x,)).sum()
+
+    grads = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
+    x = torch.ones(3, 1, 6)
+    plain = grads(params, x)["first.weight"]
+    with attached(model, gs.Scale(2.0), gs.Outputs("first")) as live:
+        treated = grads(params, x)["first.weight"]
+    assert torch.equal(treated, 2 * plain)
+    assert [row["sampled"] for row in live.effects.rows()] in ([], [0])

@@ -1,0 +1,17 @@
+"""No pitfall is without its test."""
+
+import ast
+import re
+from pathlib import Path
+
+
+def test_each_of_the_forty_three_pitfalls_has_a_test_named_after_it() -> None:
+    numbers = set()
+    for path in Path(__file__).parent.glob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                found = re.match(r"test_p(\d\d)_\w+", node.name)
+                if found:
+                    numbers.add(int(found.group(1)))
+                    assert any(isinstance(part, ast.Assert | ast.With) for part in ast.walk(node))
+    assert numbers == set(range(1, 44))

@@ -1,0 +1,444 @@
+"""Pitfalls of hooks on tensors and nodes: what PyTorch does, and what gradsurg does about it."""
+
+import gc
+import re
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint
+
+import gradsurg as gs
+from gradsurg.sites.base import Selector
+from gradsurg.transforms.base import Context, Law, Stateless
+from gradsurg.transforms.zero import Zero
+from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train
+
+
+def leaf(*values: float) -> Tensor:
+    return torch.tensor(values or (1.0,), requires_grad=True)
+
+
+class Reused(nn.Module):
+    """One activation that is used three times: 2 h + 3 h + 5 h."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(self.part.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.part(x)
+        return 2 * h + 3 * h + 5 * h
+
+
+def test_p01_a_tensor_hook_sees_the_sum_and_uses_sees_each_use() -> None:
+    seen: list[float] = []
+    x = leaf()
+    x.register_hook(lambda grad: seen.append(grad.item()))
+    (2 * x + 3 * x + 5 * x).sum().backward()
+    assert seen == [10.0]
+    for site, calls in ((gs.Outputs("part"), [1]), (gs.Uses("part"), [1, 1, 1])):
+        with attached(model := Reused(), gs.Scale(2.0), site) as live:
+            model(leaf()).sum().backward()
+        assert [entry.calls for entry in live.ledger] == calls
+        assert gradients(model)["part.weight"].item() == 20.0
+
+
+def test_p02_the_gradient_of_a_tensor_that_is_no_leaf_is_measured_all_the_same() -> None:
+    x = leaf() * 10
+    x.sum().backward()
+    with pytest.warns(UserWarning, match="not a leaf"):
+        assert x.grad is None
+    with attached(model := Reused(), gs.Identity(), gs.Outputs("part")) as live:
+        model(leaf()).sum().backward()
+    (row,) = live.effects.rows()
+    assert row["norm_before"] == 10.0
+
+
+@pytest.mark.parametrize(
+    "site", [gs.Outputs(), gs.Nodes("Addmm"), gs.Inputs(), gs.Uses("*.weight"), gs.Values()]
+)
+def test_p03_activations_are_freed_when_their_graph_is(site: Selector) -> None:
+    def closing_over_itself() -> ref[Tensor]:
+        h = leaf() * 2
+        h.register_hook(lambda grad: grad * h)
+        return ref(h)
+
+    gone = closing_over_itself()
+    gc.collect()
+    assert gone() is not None  # the hook and the graph hold one another, for ever
+    model, kept = small(), []
+    model.act.register_forward_hook(lambda module, args, output: kept.append(ref(output)))
+    with attached(model, gs.Identity(), site):
+        backward(model)
+        backward(model)
+    gc.collect()
+    assert [held() for held in kept] == [None, None]
+
+
+def test_p04_dropping_the_handles_is_not_needed_to_be_rid_of_hooks() -> None:
+    x, calls = leaf(), []
+    handles = {"x": x.register_hook(calls.append)}
+    handles.clear()
+    x.sum().backward()
+    assert len(calls) == 1
+    model = small()
+    before = num_hooks(model)
+    with attached(model, gs.Scale(2.0)):
+        assert num_hooks(model) > before
+        backward(model)
+    assert num_hooks(model) == before
+
+
+def test_p05_an_operation_in_place_behind_a_hooked_output_is_no_trouble() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True))
+    handle = model[0].register_full_backward_hook(lambda *_: None)
+    with handle, pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        model(torch.ones(1, 2))
+    with attached(model, gs.Scale(2.0), gs.Outputs("0")) as live:
+        model(torch.ones(1, 2)).sum().backward()
+    assert [entry.calls for entry in live.ledger] == [1]
+
+
+def test_p06_a_transform_that_writes_in_place_is_refused_for_other_branches_read_it() -> None:
+    a, b = leaf(), leaf()
+    a.register_hook(lambda grad: grad.mul_(10))
+    (a + b).sum().backward()
+    assert b.grad is not None
+    assert b.grad.item() == 10.0
+    x = leaf()
+    with pytest.warns(gs.SurgeryWarning, match="plain callable"):
+        gs.hook(x, lambda grad: grad.mul_(10))
+    with pytest.raises(RuntimeError, match="changed the gradient in place"):
+        (2 * x).sum().backward()
+
+
+def test_p07_an_expanded_gradient_is_no_trouble_to_a_pure_transform() -> None:
+    x = leaf(1.0, 2.0)
+    x.register_hook(lambda grad: grad.clamp_(0, 0.5))
+    with pytest.raises(RuntimeError, match="single memory location"):
+        x.sum().backward()
+    x = leaf(1.0, 2.0)
+    with gs.hook(x, gs.Clip(0.5)):
+        x.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [0.5, 0.5]
+
+
+class OwnValue(Stateless):
+    """Returns the value itself, which would then be the gradient too."""
+
+    @property
+    def needs_value(self) -> bool:
+        return True
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        return frozenset()
+
+    def apply(self, grad: Tensor, context: Context) -> Tensor:
+        assert context.value is not None
+        return context.value.detach()
+
+
+def test_p08_the_storage_of_the_value_is_not_taken_for_a_gradient() -> None:
+    w = leaf()
+    w.register_hook(lambda grad: w.detach())
+    w.sum().backward()
+    assert w.grad is not None
+    assert w.grad.data_ptr() == w.data_ptr()
+    x = leaf()
+    gs.hook(x, OwnValue())
+    with pytest.raises(RuntimeError, match="returned the storage of the value"):
+        x.sum().backward()
+
+
+def test_p09_what_is_measured_is_the_gradient_of_then_not_what_became_of_it() -> None:
+    x, kept = leaf(), []
+    x.register_post_accumulate_grad_hook(lambda x: kept.append(x.grad))
+    for factor in (2.0, 4.0):
+        (factor * x).sum().backward()
+    assert [grad.item() for grad in kept] == [6.0, 6.0]  # the running sum, twice the same tensor
+    with attached(model := Reused(), gs.Identity(), gs.Parameters(stage="accumulated")) as live:
+        for factor in (2.0, 4.0):
+            (factor * model(leaf())).sum().backward()
+            live.tick()
+    (row,) = live.effects.rows()
+    assert row["norm_before"] == (20.0 + 60.0) / 2
+
+
+def test_p10_no_gradient_is_passed_by() -> None:
+    class OneOfTwo(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            return x.unbind()
+
+    x, seen = leaf(1.0, 2.0), []
+    first, second = x.unbind()
+    second.register_hook(seen.append)
+    first.backward()
+    assert seen == [None]
+    model = nn.Sequential(OneOfTwo())
+    with (
+        pytest.warns(gs.SurgeryWarning, match=re.escape("0#0.1")),
+        attached(model, gs.Scale(2.0), gs.Outputs("0")) as live,
+    ):
+        model(x)[0].backward()
+    assert {entry.site: entry.calls for entry in live.ledger} == {"0#0.0": 1, "0#0.1": 0}
+
+
+def test_p11_captured_gives_one_answer_whichever_inputs_are_asked_for() -> None:
+    a = leaf()
+    x = 3 * a
+    x.register_hook(lambda grad: 2 * grad)
+    y = (5 * x).sum()
+    assert torch.autograd.grad(y, x, retain_graph=True)[0].item() == 10.0
+    assert torch.autograd.grad(y, (x, a))[0].item() == 5.0
+    model = Reused()
+    held: list[Tensor] = []
+    model.part.register_forward_hook(lambda module, args, output: held.append(output))
+    with attached(model, gs.Scale(2.0), gs.Captured("part")):
+        y = model(leaf()).sum()
+        (alone,) = torch.autograd.grad(y, held[0], retain_graph=True)
+        beside, _ = torch.autograd.grad(y, (held[0], model.part.weight))
+    assert alone.item() == beside.item() == 20.0
+
+
+def test_p12_the_accumulate_grad_node_is_held() -> None:
+    x, calls = leaf(), []
+    get_gradient_edge(x).node.register_prehook(calls.append)
+    gc.collect()
+    x.sum().backward()
+    assert calls == []
+    with attached(model := small(), gs.Scale(2.0), gs.Parameters(stage="accumulating")) as live:
+        gc.collect()
+        backward(model)
+        backward(model)
+    assert {entry.calls for entry in live.ledger} == {2}
+
+
+def test_p13_an_output_whose_base_is_written_to_is_told_not_to_have_fired() -> None:
+    class View(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[:1]
+
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.view = View()
+
+        def forward(self, x: Tensor) -> Tensor:
+            base = 2 * x
+            part = self.view(base)
+            base.mul_(3)
+            return part.sum()
+
+    with (
+        pytest.warns(gs.SurgeryWarning, match="no gradient ever passed at: view#0"),
+        attached(model := Written(), gs.Scale(10.0), gs.Outputs("view")),
+    ):
+        x = leaf(1.0, 2.0)
+        model(x).backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [6.0, 0.0]
+
+
+def test_p14_a_dead_end_is_told_not_to_have_fired() -> None:
+    class DeadEnd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(2, 2), nn.Flatten()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.used(x)
+            self.unused(h)
+            return h
+
+    with (
+        pytest.warns(gs.SurgeryWarning, match="no gradient ever passed at: unused#0"),
+        attached(model := DeadEnd(), gs.Scale(2.0), gs.Outputs()),
+    ):
+        model(torch.ones(1, 2, 2)).sum().backward()
+
+
+def test_p15_a_leaf_that_a_module_takes_is_hooked_once_not_once_a_call() -> None:
+    x = leaf()
+
+    def forward() -> Tensor:
+        x.register_hook(lambda grad: 10 * grad)
+        return 2 * x
+
+    forward().sum().backward()
+    assert x.grad is not None
+    assert x.grad.item() == 20.0
+    x.grad = None
+    forward().sum().backward()
+    assert x.grad is not None
+    assert x.grad.item() == 200.0
+    model, x = Reused(), leaf()
+    with attached(model, gs.Scale(2.0), gs.Inputs("part", path="total")):
+        for _ in range(3):
+            x.grad = None
+            model(x).sum().backward()
+            assert x.grad is not None
+            assert x.grad.item() == 20.0
+
+
+def test_p16_a_tied_weight_is_hooked_once_with_both_its_names() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    model(torch.ones(1, 2)).sum().backward()
+    plain = gradients(model)["0.weight"]
+    model.zero_grad()
+    with attached(model, gs.Scale(2.0)) as live:
+        model(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(gradients(model)["0.weight"], 2 * plain)
+    assert [(entry.site, entry.aliases) for entry in live.ledger] == [("0.weight", ["1.weight"])]
+
+
+def test_p17_modules_that_return_the_same_tensor_are_one_site() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Identity(), nn.Dropout(0.5)).eval()
+    with attached(model, gs.Scale(2.0), gs.Outputs()) as live:
+        model(torch.ones(1, 1)).sum().backward()
+    assert gradients(model)["0.weight"].item() == 2.0
+    assert [(entry.site, entry.aliases) for entry in live.ledger] == [("0#0", ["1#0", "2#0"])]
+
+
+def test_p18_no_hook_of_ours_gives_a_module_another_output() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    x = torch.ones(1, 2)
+    handle = model[0].register_forward_hook(lambda module, args, out: out.register_hook(print))
+    with handle, pytest.raises(TypeError, match="RemovableHandle"):
+        model(x)
+    plain = model(x)
+    with (
+        pytest.warns(gs.SurgeryWarning, match="no gradient"),
+        attached(model, gs.Scale(2.0), gs.Outputs()),
+    ):
+        assert torch.equal(model(x), plain)
+
+
+@pytest.mark.slow
+def test_p19_hooks_that_a_compiled_model_does_not_see_are_told() -> None:
+    model = small()
+    compiled = torch.compile(model, backend="eager")
+    backward(compiled)
+    with (
+        pytest.warns(gs.SurgeryWarning, match="no gradient ever passed at: first#0"),
+        attached(compiled, gs.Scale(2.0), gs.Outputs("first")),
+    ):
+        backward(compiled)
+    with attached(compiled, gs.Scale(2.0)) as live:  # hooks on parameters are always seen
+        backward(compiled)
+    assert {entry.calls for entry in live.ledger} == {1}
+
+
+class Saved(nn.Module):
+    """A block under a checkpoint."""
+
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(self.block, x, use_reentrant=self.reentrant)
+        assert isinstance(y, Tensor)
+        return y.sum()
+
+
+def test_p20_a_checkpoint_that_stops_early_leaves_calls_counted_right() -> None:
+    with attached(model := Saved(), gs.Identity(), gs.Nodes("Tanh")) as live:
+        for _ in range(3):
+            model(torch.ones(1, 2)).backward()
+    assert {entry.site: entry.calls for entry in live.ledger} == {
+        "block.1#0/TanhBackward[0]": 3,
+    }
+
+
+def test_p21_a_random_transform_of_values_is_refused_under_a_checkpoint() -> None:
+    model, noise = Saved(), gs.AddNoise(sigma=1.0)
+    with attached(model, noise, gs.Values("block.0")):
+        loss = model(torch.ones(1, 2))
+        with pytest.raises(RuntimeError, match=r"block\.0#0.* recomputed by a checkpoint"):
+            loss.backward()
+
+
+def test_p22_hooks_on_graphs_that_are_built_already_pass_after_the_block() -> None:
+    for site in (gs.Parameters(), gs.Outputs(), gs.Nodes("Relu"), gs.ModuleGradients("act")):
+        model = small()
+        backward(model)
+        plain = gradients(model)
+        model.zero_grad()
+        with pytest.warns(gs.SurgeryWarning), attached(model, gs.Scale(9.0), site):
+            x = torch.Generator().manual_seed(0)
+            x = torch.randn(8, 6, generator=x)
+            y = torch.randint(3, (8,), generator=torch.Generator().manual_seed(0))
+            loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        assert plain.keys() == gradients(model).keys()
+        reference = small()
+        nn.functional.cross_entropy(reference(x), y).backward()
+        for name, grad in gradients(reference).items():
+            assert torch.equal(gradients(model)[name], grad), (site, name)
+
+
+def test_p23_nan_stays_visible_and_zero_gradients_stay_finite() -> None:
+    nan = torch.tensor([float("nan"), 1.0])
+    assert torch.sign(nan)[0] == 0.0
+    x = leaf(1.0, 1.0)
+    with gs.hook(x, gs.Sign()):
+        x.backward(nan)
+    assert x.grad is not None
+    assert x.grad[0].isnan()
+    x = leaf(1.0, 1.0)
+    with gs.hook(x, Zero()):
+        x.backward(torch.tensor([float("inf"), float("nan")]))
+    assert x.grad is not None
+    assert x.grad.tolist() == [0.0, 0.0]
+    x = leaf(1.0, 1.0)
+    with gs.hook(x, gs.NormRescale(1.0)):
+        x.backward(torch.zeros(2))
+    assert x.grad is not None
+    assert x.grad.tolist() == [0.0, 0.0]
+
+
+def test_p24_a_parameter_without_a_gradient_gets_none_not_zero() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(1, 1), "idle": nn.Linear(1, 1)})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    before = model["idle"].weight.item()
+    site = gs.Parameters(stage="step")
+    with (
+        pytest.warns(gs.SurgeryWarning, match=r"idle\.weight, idle\.bias"),
+        attached(model, gs.Scale(2.0), site, optimizer),
+    ):
+        model["used"](torch.ones(1, 1)).backward()
+        optimizer.step()
+    assert model["idle"].weight.grad is None
+    assert model["idle"].weight.item() == before
+
+
+def test_p25_a_transform_that_the_loss_scale_would_change_is_refused() -> None:
+    model = small()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    surgery = gs.Surgery(gs.Intervention(gs.Clip(1.0)))
+    with (
+        pytest.raises(ValueError, match="loss scale"),
+        surgery.attach(model, sgd(model), scaler=scaler),
+    ):
+        pass
+    optimizer = sgd(model)
+    step = gs.Intervention(gs.Clip(0.01), at=gs.Parameters(stage="step"))
+    with gs.Surgery(step).attach(model, optimizer, scaler=scaler):
+        x = torch.ones(1, 6)
+        scaler.scale(model(x).sum()).backward()
+        scaler.step(optimizer)
+    assert max(grad.abs().max().item() for grad in gradients(model).values()) <= 0.01
+
+
+def test_training_goes_on_as_before_after_any_of_this() -> None:
+    model = small()
+    train(model, sgd(model), 2)
+    assert num_hooks(model) == 0
