@@ -4,7 +4,6 @@ import gc
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ def test_p26_hooks_on_parameters_act_before_ddp_reduces_and_step_after(process_g
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         order: list[str] = []
 
-        def reduce(state: object, bucket: Any, order: list[str] = order):
+        def reduce(state: object, bucket, order: list[str] = order):
             order.append(f"reduced {bucket.buffer().abs().max().item() == 0}")
             done = torch.futures.Future()
             done.set_result(bucket.buffer())
