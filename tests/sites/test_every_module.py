@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import gradsurg as gs
 from gradsurg.sites.every_module import TABLES
 from tests.nets import attached, backward, batch, gradients, num_hooks, sgd, small, train, weights
+from tests.sites.points import calls_of, grad_of, point
 
 FORWARD = ("forward_pre", "forward")
 BACKWARD = ("full_backward_pre", "full_backward")
@@ -32,19 +33,6 @@ class Shared(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.twice(self.twice(x)).sum()
-
-
-def _x(*values: float) -> Tensor:
-    return torch.tensor(values or (1.0,), requires_grad=True)
-
-
-def _grad(x: Tensor) -> list[Any]:
-    assert x.grad is not None
-    return x.grad.tolist()
-
-
-def _calls(live: gs.Live) -> dict[str, int]:
-    return {entry.site: entry.calls for entry in live.ledger}
 
 
 def _global_hooks() -> int:
@@ -66,21 +54,21 @@ def _tail(kind: str) -> str:
     ],
 )
 def test_each_kind_of_hook_changes_what_it_is_for(kind: Any, value: float, grad: float) -> None:
-    model, x = nn.Sequential(nn.Linear(1, 1)), _x(1.0)
+    model, x = nn.Sequential(nn.Linear(1, 1)), point(1.0)
     nn.init.constant_(model[0].weight, 2.0)
     nn.init.constant_(model[0].bias, 1.0)
     limit = 2.0 if kind == "forward" else 0.5
     with attached(model, gs.Clip(limit), gs.EveryModule("0", kind=kind)) as live:
         y = model(x)
         y.sum().backward()
-    assert (y.item(), _grad(x)) == (value, [grad])
-    assert _calls(live) == {f"0#0{_tail(kind)}": 1}
+    assert (y.item(), grad_of(x)) == (value, [grad])
+    assert calls_of(live) == {f"0#0{_tail(kind)}": 1}
 
 
 @pytest.mark.parametrize("kind", [*FORWARD, *BACKWARD])
 def test_a_module_outside_the_model_goes_by_its_class(kind: Any) -> None:
     model, loss = nn.Sequential(Double()), nn.L1Loss()
-    x, values = _x(3.0), []
+    x, values = point(3.0), []
     at = gs.EveryModule("L1Loss", kind=kind)
     with attached(model, gs.Scale(10.0), at) as live:
         for _ in range(2):
@@ -89,10 +77,10 @@ def test_a_module_outside_the_model_goes_by_its_class(kind: Any) -> None:
             values.append(y.item())
             y.backward()
     # A loss is linear here: ten times its input, its output or a gradient come to the same.
-    assert _grad(x) == [20.0]
+    assert grad_of(x) == [20.0]
     assert values == [60.0 if kind in FORWARD else 6.0] * 2
     place = {"forward_pre": ".input.0", "full_backward": ".input.0"}.get(kind, "")
-    seen = {site: calls for site, calls in _calls(live).items() if calls}
+    seen = {site: calls for site, calls in calls_of(live).items() if calls}
     assert seen.pop(f"L1Loss#0{place}") == 2
     assert set(seen) <= {"L1Loss#0.input.1"}  # the target is a value too, and has no gradient
 
@@ -101,27 +89,27 @@ def test_calls_are_counted_within_the_model_and_are_0_outside() -> None:
     model, alone = Shared(), Double()
     with attached(model, gs.Identity(), gs.EveryModule(types="Double")) as live:
         for _ in range(2):
-            model(_x())
-            alone(_x())
-            alone(_x())
-            model.twice(_x())
-    assert _calls(live) == {"twice#0": 4, "twice#1": 2, "Double#0": 4}
+            model(point())
+            alone(point())
+            alone(point())
+            model.twice(point())
+    assert calls_of(live) == {"twice#0": 4, "twice#1": 2, "Double#0": 4}
 
 
 @pytest.mark.parametrize("kind", BACKWARD)
 def test_backward_calls_are_told_apart(kind: Any) -> None:
-    model, x = nn.Sequential(Shared()), _x()
+    model, x = nn.Sequential(Shared()), point()
     with attached(model, gs.Scale(10.0), gs.EveryModule(types="Double", kind=kind)) as live:
         for _ in range(2):
             x.grad = None
             model(x).backward()
-    assert _grad(x) == [400.0]
-    assert _calls(live) == {f"0.twice#{call}{_tail(kind)}": 2 for call in (0, 1)}
+    assert grad_of(x) == [400.0]
+    assert calls_of(live) == {f"0.twice#{call}{_tail(kind)}": 2 for call in (0, 1)}
 
 
 @pytest.mark.parametrize("kind", FORWARD)
 def test_a_tensor_that_is_handed_on_is_changed_once(kind: Any) -> None:
-    model, x = nn.Sequential(nn.Sequential(Double(), nn.Identity())), _x()
+    model, x = nn.Sequential(nn.Sequential(Double(), nn.Identity())), point()
     with attached(model, gs.Scale(10.0), gs.EveryModule(kind=kind)) as live:
         y = model(x)
     if kind == "forward":
@@ -130,7 +118,7 @@ def test_a_tensor_that_is_handed_on_is_changed_once(kind: Any) -> None:
         assert (entry.site, entry.aliases) == ("0.0#0", ["0.1#0", "0#0"])
     else:
         assert y.item() == 200.0  # into the container, and out of its first child
-        assert _calls(live) == {"0#0.input": 1, "0.1#0.input": 1}
+        assert calls_of(live) == {"0#0.input": 1, "0.1#0.input": 1}
 
 
 def test_the_stage_follows_from_the_kind() -> None:
@@ -173,11 +161,11 @@ def test_gradients_inside_both_checkpoints_pass_once(reentrant: bool, kind: Any)
             assert isinstance(y, Tensor)
             return y.pow(2).sum()
 
-    model, x = Saved(), _x(3.0)
+    model, x = Saved(), point(3.0)
     with attached(model, gs.Scale(10.0), gs.EveryModule("twice", kind=kind)) as live:
         model(x).backward()
-    assert _grad(x) == [240.0]
-    assert _calls(live) == {f"twice#0{_tail(kind)}": 1}
+    assert grad_of(x) == [240.0]
+    assert calls_of(live) == {f"twice#0{_tail(kind)}": 1}
 
 
 @pytest.mark.parametrize("kind", FORWARD)
@@ -198,7 +186,7 @@ def test_values_inside_both_checkpoints_are_changed_again(
             assert isinstance(y, Tensor)
             return y.sum()
 
-    model, x = Saved(), _x(3.0)
+    model, x = Saved(), point(3.0)
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     with attached(model, gs.Scale(10.0), gs.EveryModule(types="Double", kind=kind), optimizer):
         for _ in range(2):
@@ -206,7 +194,7 @@ def test_values_inside_both_checkpoints_are_changed_again(
             model(x).backward()
             optimizer.step()
             # (20 x)^2 has the derivative 800 x.
-            assert _grad(x) == [2400.0]
+            assert grad_of(x) == [2400.0]
 
 
 def test_a_recomputation_that_could_give_another_value_is_refused() -> None:
@@ -221,7 +209,7 @@ def test_a_recomputation_that_could_give_another_value_is_refused() -> None:
         pytest.raises(RuntimeError, match="EveryModule: site 'twice#0' is recomputed by a chec"),
         attached(model, gs.LowPass(), gs.EveryModule("twice")),
     ):
-        model(_x()).backward()
+        model(point()).backward()
 
 
 def test_values_are_changed_in_an_evaluation_too() -> None:
@@ -239,7 +227,7 @@ def test_what_is_inside_nested_values_is_changed() -> None:
     with attached(model, gs.Scale(10.0), gs.EveryModule("0")) as live:
         found = model(torch.ones(1))
     assert (found["a"].item(), found["b"][0].item(), found["b"][1]) == (10.0, 20.0, 3)
-    assert _calls(live) == {"0#0.a": 1, "0#0.b.0": 1}
+    assert calls_of(live) == {"0#0.a": 1, "0#0.b.0": 1}
 
 
 def test_an_output_that_the_backward_hooks_do_not_see_is_told() -> None:
@@ -253,7 +241,7 @@ def test_an_output_that_the_backward_hooks_do_not_see_is_told() -> None:
         pytest.warns(UserWarning, match="module output should be a Tensor"),
         attached(model, gs.Zero(), gs.EveryModule("0", kind="full_backward_pre")),
     ):
-        model(_x())["a"].sum().backward()
+        model(point())["a"].sum().backward()
 
 
 @pytest.mark.parametrize("kind", [*FORWARD, *BACKWARD])
@@ -285,12 +273,12 @@ def test_the_block_takes_all_its_hooks_off_also_when_it_raises(kind: Any) -> Non
 
 @pytest.mark.parametrize("kind", BACKWARD)
 def test_a_graph_that_outlives_the_block_passes(kind: Any) -> None:
-    model, x = Shared(), _x()
+    model, x = Shared(), point()
     with attached(model, gs.Scale(10.0), gs.EveryModule("twice", kind=kind)):
-        model(_x()).backward()
+        model(point()).backward()
         loss = model(x)
     loss.backward()
-    assert _grad(x) == [4.0]
+    assert grad_of(x) == [4.0]
 
 
 @pytest.mark.parametrize("kind", [*FORWARD, *BACKWARD])
@@ -320,7 +308,7 @@ def test_selectors_combine() -> None:
         model = small()
         with attached(model, gs.Identity(), at) as live:
             nn.MSELoss()(model(batch()[0].requires_grad_()), torch.zeros(8, 3)).backward()
-        return {site: calls for site, calls in _calls(live).items() if calls}
+        return {site: calls for site, calls in calls_of(live).items() if calls}
 
     every = gs.EveryModule
     assert sites(every("first") | every("MSELoss")) == {"first#0": 1, "MSELoss#0": 1}
@@ -340,12 +328,12 @@ def test_all_threads_are_seen(kind: Any) -> None:
     results: list[Any] = []
 
     def work() -> None:
-        x = _x()
+        x = point()
         barrier.wait(timeout=10)
         for _ in range(50):
             x.grad = None
             model(x).backward()
-            results.append(_grad(x))
+            results.append(grad_of(x))
 
     with attached(model, gs.Scale(10.0), gs.EveryModule("twice", kind=kind), effects_every=0):
         threads = [threading.Thread(target=work) for _ in range(2)]

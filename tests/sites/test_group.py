@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import gradsurg as gs
 from gradsurg.transforms.base import Context, Law, Stateless
 from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train, weights
+from tests.sites.points import calls_of
 
 
 class Weighted(nn.Module):
@@ -35,10 +36,6 @@ def _grads(model: nn.Module) -> list[float | None]:
     return [None if p.grad is None else p.grad.item() for p in model.parameters()]
 
 
-def _calls(live: gs.Live) -> dict[str, int]:
-    return {entry.site: entry.calls for entry in live.ledger}
-
-
 CLIP = gs.ClipGlobalNorm(1.0, eps=0.0)
 AT_ROOT = "a backward has failed, and the group was left as it is"
 
@@ -49,7 +46,7 @@ def test_it_acts_on_the_gradients_of_a_group_together_without_an_optimizer() -> 
         model(3.0, 4.0, 100.0).backward()
         # |(3, 4)| = 5; the 100 is of no group. And it was done when backward() came back.
         assert _grads(model) == pytest.approx([0.6, 0.8, 100.0])
-    assert _calls(live) == {"a": 1, "b": 1}
+    assert calls_of(live) == {"a": 1, "b": 1}
     assert num_hooks(model) == 0
 
 
@@ -91,7 +88,7 @@ def test_what_this_backward_has_not_reached_is_left_with_its_old_gradient() -> N
         model(3.0, 4.0).backward(inputs=[model.b])
         assert _grads(model) == [None, pytest.approx(1.0), None]
         model(0.0, 0.0, 1.0).backward()
-    assert _calls(live) == {"a": 2, "b": 3, "c": 1}
+    assert calls_of(live) == {"a": 2, "b": 3, "c": 1}
 
 
 def test_gradient_accumulation_of_what_is_not_linear_is_warned_about() -> None:
@@ -162,7 +159,7 @@ def test_p32_a_multi_grad_hook_fires_with_parts_around_a_reentrant_checkpoint(
     assert sorted(calls) == sorted(parts)
     with attached(model, CLIP, gs.Group("*.bias")) as live:
         model(_x()).backward()
-    assert set(_calls(live).values()) == {1}
+    assert set(calls_of(live).values()) == {1}
 
 
 def test_p32_a_multi_grad_hook_breaks_autograd_grad() -> None:
@@ -224,7 +221,7 @@ def test_around_checkpoints_it_acts_once_on_all(reentrant: bool, inside: tuple[i
             assert _norm(model) == pytest.approx(0.5)
     for name, grad in gradients(plain).items():
         torch.testing.assert_close(gradients(model)[name], grad * 0.5 / _norm(plain))
-    assert _calls(live) == dict.fromkeys(gradients(plain), 2)
+    assert calls_of(live) == dict.fromkeys(gradients(plain), 2)
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the first forward
@@ -236,7 +233,7 @@ def test_checkpoints_inside_checkpoints_hand_on_to_the_outermost() -> None:
         assert isinstance(loss, Tensor)
         loss.backward()
     assert _norm(model) == pytest.approx(1.0)
-    assert set(_calls(live).values()) == {1}
+    assert set(calls_of(live).values()) == {1}
 
 
 def test_a_failure_after_an_inner_backward_is_told_and_nothing_of_it_is_kept() -> None:
@@ -258,11 +255,11 @@ def test_a_failure_after_an_inner_backward_is_told_and_nothing_of_it_is_kept() -
         with pytest.raises(OSError, match="gone"):
             loss.backward()
         del loss
-        assert set(_calls(live).values()) == {0}
+        assert set(calls_of(live).values()) == {0}
         model.zero_grad()
         model(x).backward()
         assert _norm(model) == pytest.approx(1.0)
-    assert set(_calls(live).values()) == {1}
+    assert set(calls_of(live).values()) == {1}
 
 
 def test_a_backward_called_by_a_hook_on_a_leaf_is_told() -> None:
@@ -281,7 +278,7 @@ def test_a_backward_called_by_a_hook_on_a_leaf_is_told() -> None:
         assert _grads(model)[:2] == [3.0, 4.0]
         model.zero_grad()
         model(3.0, 4.0).backward()
-    assert _calls(live) == {"a": 1, "b": 1}
+    assert calls_of(live) == {"a": 1, "b": 1}
 
 
 # What goes wrong
@@ -318,7 +315,7 @@ def test_a_backward_that_fails_is_told_and_the_next_one_is_whole() -> None:
         model.zero_grad()
         model(3.0, 4.0).backward()
         assert _grads(model)[:2] == pytest.approx([0.6, 0.8])
-    assert _calls(live) == {"a": 1, "b": 1}
+    assert calls_of(live) == {"a": 1, "b": 1}
     assert len(caught) == 1
     assert num_hooks(model) == 0
 
@@ -480,7 +477,7 @@ def test_threads_act_each_at_the_end_of_their_own_backward() -> None:
         for thread in threads:
             thread.join()
     assert _grads(model) == [2.0, 4.0, 6.0]
-    assert _calls(live) == {"a": 1, "b": 1, "c": 1}
+    assert calls_of(live) == {"a": 1, "b": 1, "c": 1}
 
 
 @pytest.mark.filterwarnings("ignore")  # Dynamo trips over its own warnings when they are errors

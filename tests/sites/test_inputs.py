@@ -27,13 +27,9 @@ from tests.nets import (
     train,
     weights,
 )
+from tests.sites.points import Double, Shared, calls_of, grad_of, point
 
 PATHS = ("branch", "total")
-
-
-class Double(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 2
 
 
 class Residual(nn.Module):
@@ -48,38 +44,14 @@ class Residual(nn.Module):
         return (h + self.f(h)).sum()
 
 
-class Shared(nn.Module):
-    """One module called twice: what enters has gradient 4 at the first call, 2 at the second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.twice = Double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.twice(self.twice(x)).sum()
-
-
-def _x(*values: float) -> Tensor:
-    return torch.tensor(values or (1.0,), requires_grad=True)
-
-
-def _grad(x: Tensor) -> list[Any]:
-    assert x.grad is not None
-    return x.grad.tolist()
-
-
-def _calls(live: gs.Live) -> dict[str, int]:
-    return {entry.site: entry.calls for entry in live.ledger}
-
-
 def test_a_branch_leaves_what_goes_past_the_module_alone_and_a_total_does_not() -> None:
     found = []
     for path in PATHS:
-        model, x = Residual(), _x()
+        model, x = Residual(), point()
         with attached(model, gs.Scale(10.0), gs.Inputs("f", path=path)) as live:
             model(x).backward()
-        found.append(_grad(x))
-        assert _calls(live) == {"f#0.input": 1}
+        found.append(grad_of(x))
+        assert calls_of(live) == {"f#0.input": 1}
     assert found == [[1.0 + 10 * 2.0], [10 * (1.0 + 2.0)]]
 
 
@@ -103,24 +75,24 @@ def test_it_is_the_gradient_that_autograd_has_there() -> None:
 def test_calls_of_a_shared_module_are_sites_of_their_own(
     path: Any, call: int | None, expected: float
 ) -> None:
-    model, x = Shared(), _x()
+    model, x = Shared(), point()
     at = gs.Inputs("twice", call=call, path=path)
     with attached(model, gs.Scale(10.0), at) as live:
         for _ in range(2):
             x.grad = None
             model(x * 1).backward()
-    assert _grad(x) == [expected]
+    assert grad_of(x) == [expected]
     sites = ["twice#0.input", "twice#1.input"] if call is None else [f"twice#{call}.input"]
-    assert _calls(live) == dict.fromkeys(sites, 2)
+    assert calls_of(live) == dict.fromkeys(sites, 2)
 
 
 def test_call_clips_the_gradient_of_that_call_alone() -> None:
     found = []
     for call in (0, 1):
-        model, x = Shared(), _x()
+        model, x = Shared(), point()
         with attached(model, gs.Clip(1.5), gs.Inputs("twice", call=call)):
             model(x).backward()
-        found.append(_grad(x))
+        found.append(grad_of(x))
     assert found == [[1.5], [1.5 * 2]]
 
 
@@ -182,27 +154,27 @@ GIVEN = [
 def test_every_tensor_is_a_site_by_place_or_by_keyword(
     path: Any, call: Callable[..., Tensor], places: list[str]
 ) -> None:
-    model, given = Mixed(call), [_x(), _x(), _x()]
+    model, given = Mixed(call), [point(), point(), point()]
     with attached(model, gs.Clip(6.0), gs.Inputs("mix", path=path)) as live:
         model(*given).backward()
-    assert [_grad(x) for x in given] == [[3.0], [5.0], [6.0]]
-    assert _calls(live) == {f"mix#0.input.{place}": 1 for place in places}
+    assert [grad_of(x) for x in given] == [[3.0], [5.0], [6.0]]
+    assert calls_of(live) == {f"mix#0.input.{place}": 1 for place in places}
 
 
 def test_one_tensor_by_keyword_is_named_by_it() -> None:
-    model, x = Mixed(lambda mix, a: mix(value=a)), _x()
+    model, x = Mixed(lambda mix, a: mix(value=a)), point()
     with attached(model, gs.Scale(10.0), gs.Inputs("mix")) as live:
         model(x).backward()
-    assert _grad(x) == [30.0]
-    assert _calls(live) == {"mix#0.input.value": 1}
+    assert grad_of(x) == [30.0]
+    assert calls_of(live) == {"mix#0.input.value": 1}
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_tensor_given_twice_is_one_site_with_both_names(path: Any) -> None:
-    model, x = Mixed(lambda mix, a: mix(a, again=a)), _x()
+    model, x = Mixed(lambda mix, a: mix(a, again=a)), point()
     with attached(model, gs.Clip(6.0), gs.Inputs("mix", path=path)) as live:
         model(x).backward()
-    assert _grad(x) == [6.0]  # of 3 + 5
+    assert grad_of(x) == [6.0]  # of 3 + 5
     (entry,) = live.ledger
     assert (entry.site, entry.aliases) == ("mix#0.input.0", ["mix#0.input.again"])
 
@@ -245,27 +217,27 @@ class Siblings(nn.Module):
 
 
 def test_modules_that_take_one_tensor_are_one_site_of_a_total_and_two_of_branches() -> None:
-    total, branch = _x(), _x()
+    total, branch = point(), point()
     model = Siblings()
     with attached(model, gs.Clip(5.0), gs.Inputs("*", path="total")) as live:
         model(total * 1).backward()
-    assert _grad(total) == [5.0]  # of 6 + 2
+    assert grad_of(total) == [5.0]  # of 6 + 2
     assert [(entry.site, entry.aliases) for entry in live.ledger] == [
         ("left#0.input", ["right#0.input"])
     ]
     with attached(model, gs.Clip(5.0), gs.Inputs("*")) as live:
         model(branch * 1).backward()
-    assert _grad(branch) == [5.0 + 2.0]
-    assert _calls(live) == {"left#0.input": 1, "right#0.input": 1}
+    assert grad_of(branch) == [5.0 + 2.0]
+    assert calls_of(live) == {"left#0.input": 1, "right#0.input": 1}
 
 
 def test_a_branch_passes_a_container_and_its_first_child_and_a_total_once() -> None:
     found = []
     for path in PATHS:
-        model, x = nn.Sequential(nn.Sequential(Double(), Double())), _x()
+        model, x = nn.Sequential(nn.Sequential(Double(), Double())), point()
         with attached(model, gs.Scale(10.0), gs.Inputs("re:0|0\\.0", path=path)) as live:
             model(x).sum().backward()
-        found.append((_grad(x), [(entry.site, entry.aliases) for entry in live.ledger]))
+        found.append((grad_of(x), [(entry.site, entry.aliases) for entry in live.ledger]))
     assert found == [
         ([400.0], [("0#0.input", []), ("0.0#0.input", [])]),
         ([40.0], [("0#0.input", ["0.0#0.input"])]),
@@ -274,13 +246,13 @@ def test_a_branch_passes_a_container_and_its_first_child_and_a_total_once() -> N
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_leaf_is_hooked_once_however_often_it_is_given(path: Any) -> None:
-    model, x = nn.Sequential(Double()), _x()
+    model, x = nn.Sequential(Double()), point()
     with attached(model, gs.Scale(10.0), gs.Inputs("0", path=path)) as live:
         for _ in range(3):
             x.grad = None
             model(x).sum().backward()
-            assert _grad(x) == [20.0]
-    assert _calls(live) == {"0#0.input": 3}
+            assert grad_of(x) == [20.0]
+    assert calls_of(live) == {"0#0.input": 3}
     assert not x._backward_hooks
 
 
@@ -317,7 +289,7 @@ def test_a_module_that_writes_to_its_input_is_refused_as_a_branch() -> None:
         pytest.raises(RuntimeError) as caught,
         attached(model, gs.Scale(10.0), gs.Inputs("1")),
     ):
-        model(_x())
+        model(point())
     assert str(caught.value) == (
         "Inputs: site '1#0.input': the module wrote to its input in place, and the gradient of "
         "this branch cannot be told from that of the tensor itself. Use path='total', or Outputs "
@@ -327,10 +299,10 @@ def test_a_module_that_writes_to_its_input_is_refused_as_a_branch() -> None:
 
 
 def test_a_total_is_right_where_a_module_writes_to_its_input() -> None:
-    model, x = nn.Sequential(Double(), InPlace()), _x()
+    model, x = nn.Sequential(Double(), InPlace()), point()
     with attached(model, gs.Clip(1.5), gs.Inputs("1", path="total")):
         model(x).sum().backward()
-    assert _grad(x) == [1.5 * 2]
+    assert grad_of(x) == [1.5 * 2]
 
 
 def test_a_total_of_a_view_that_is_written_to_is_refused() -> None:
@@ -356,7 +328,7 @@ def test_an_input_that_is_handed_on_and_not_written_to_is_hooked() -> None:
     model, x = nn.Sequential(Double(), nn.Flatten(0), Double()), torch.ones(1, 2)
     with attached(model, gs.Scale(10.0), gs.Inputs("1")):
         model(x.requires_grad_()).sum().backward()
-    assert _grad(x) == [[40.0, 40.0]]
+    assert grad_of(x) == [[40.0, 40.0]]
 
 
 def test_what_is_written_to_after_the_module_has_read_it_is_no_trouble() -> None:
@@ -371,10 +343,10 @@ def test_what_is_written_to_after_the_module_has_read_it_is_no_trouble() -> None
             h += y
             return h.sum()
 
-    model, x = Later(), _x()
+    model, x = Later(), point()
     with attached(model, gs.Scale(10.0), gs.Inputs("f")):
         model(x).backward()
-    assert _grad(x) == [1.0 + 20.0]
+    assert grad_of(x) == [1.0 + 20.0]
 
 
 def test_a_module_that_writes_to_a_container_that_it_took_is_refused_as_a_branch() -> None:
@@ -393,7 +365,7 @@ def test_a_module_that_writes_to_a_container_that_it_took_is_refused_as_a_branch
             self.append(kept)
             return kept[-1].sum()
 
-    x = _x()
+    x = point()
     model = Keeps()
     with (
         pytest.raises(RuntimeError, match=r"append#0\.input.*wrote to a container that it took"),
@@ -402,7 +374,7 @@ def test_a_module_that_writes_to_a_container_that_it_took_is_refused_as_a_branch
         model(x)
     with attached(model, gs.Scale(10.0), gs.Inputs("append", path="total")):
         model(x).backward()
-    assert _grad(x) == [20.0]
+    assert grad_of(x) == [20.0]
 
 
 class Saved(nn.Module):
@@ -425,13 +397,13 @@ class Saved(nn.Module):
 def test_inside_both_checkpoints_a_gradient_passes_once(
     pattern: str, reentrant: bool, path: Any
 ) -> None:
-    model, x = Saved(reentrant=reentrant), _x(3.0)
+    model, x = Saved(reentrant=reentrant), point(3.0)
     with attached(model, gs.Scale(10.0), gs.Inputs(pattern, path=path)) as live:
         for _ in range(2):
             x.grad = None
             model(x * 1 if path == "branch" else x).backward()
-            assert _grad(x) == [10 * 32 * 3.0]
-    assert _calls(live) == {f"{pattern}#0.input": 2}
+            assert grad_of(x) == [10 * 32 * 3.0]
+    assert calls_of(live) == {f"{pattern}#0.input": 2}
 
 
 def test_a_residual_past_a_reentrant_checkpoint_is_no_part_of_the_total_inside() -> None:
@@ -446,15 +418,15 @@ def test_a_residual_past_a_reentrant_checkpoint_is_no_part_of_the_total_inside()
             assert isinstance(y, Tensor)
             return (h + y).sum()
 
-    model, x = Past(), _x()
+    model, x = Past(), point()
     with attached(model, gs.Scale(10.0), gs.Inputs("f", path="total")):
         model(x).backward()
-    assert _grad(x) == [1.0 + 20.0]
+    assert grad_of(x) == [1.0 + 20.0]
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_call_without_gradients_is_left_alone(path: Any) -> None:
-    model, x = Residual(), _x()
+    model, x = Residual(), point()
     with attached(model, gs.Scale(10.0), gs.Inputs("f", path=path)) as live:
         with torch.no_grad():
             h = x.clone().requires_grad_()
@@ -464,7 +436,7 @@ def test_a_call_without_gradients_is_left_alone(path: Any) -> None:
             assert model(torch.ones(1)).item() == 3.0
         model(x).backward()
     assert "needs no gradient" not in live.ledger.table()
-    assert _calls(live) == {"f#0.input": 1}
+    assert calls_of(live) == {"f#0.input": 1}
 
 
 def test_an_input_that_needs_no_gradient_is_told() -> None:
@@ -491,29 +463,29 @@ def test_a_call_that_does_not_come_is_told_at_the_end() -> None:
         pytest.warns(gs.SurgeryWarning, match=r"no gradient ever passed at: twice#7\.input"),
         attached(model, gs.Zero(), gs.Inputs("twice", call=7)),
     ):
-        model(_x()).backward()
+        model(point()).backward()
 
 
 def test_the_value_is_what_the_module_took() -> None:
     for path in PATHS:
-        model, x = nn.Sequential(Double(), Double()), _x(1.0, -1.0)
+        model, x = nn.Sequential(Double(), Double()), point(1.0, -1.0)
         transform = gs.ScaleBySign(positive=10.0, negative=0.0, of="value")
         with attached(model, transform, gs.Inputs("1", path=path)):
             model(x).sum().backward()
-        assert _grad(x) == [40.0, 0.0]
+        assert grad_of(x) == [40.0, 0.0]
 
 
 @pytest.mark.parametrize("first", PATHS)
 @pytest.mark.parametrize("second", PATHS)
 def test_two_interventions_on_one_input_act_in_their_order(first: Any, second: Any) -> None:
     # 2 clipped to 1, times 10; a branch comes before a total.
-    model, x = nn.Sequential(Double()), _x()
+    model, x = nn.Sequential(Double()), point()
     clip = gs.Intervention(gs.Clip(1.0), gs.Inputs("0", path=first))
     scale = gs.Intervention(gs.Scale(10.0), gs.Inputs("0", path=second))
     noop = gs.Intervention(gs.Identity(), gs.Inputs("0"))
     with gs.Surgery(noop, clip, scale).attach(model):
         model(x * 1).sum().backward()
-    assert _grad(x) == [1.0 if (first, second) == ("total", "branch") else 10.0]
+    assert grad_of(x) == [1.0 if (first, second) == ("total", "branch") else 10.0]
 
 
 def test_a_total_is_that_of_the_tensor_though_a_container_was_given_an_alias() -> None:
@@ -526,29 +498,29 @@ def test_a_total_is_that_of_the_tensor_though_a_container_was_given_an_alias() -
             h = x * 1
             return (h + self.block(h)).sum()
 
-    model, x = Past(), _x()
+    model, x = Past(), point()
     noop = gs.Intervention(gs.Identity(), gs.Inputs("block"))
     clip = gs.Intervention(gs.Clip(0.5), gs.Inputs("block.0", path="total"))
     with gs.Surgery(noop, clip).attach(model):
         model(x).backward()
-    assert _grad(x) == [0.5]
+    assert grad_of(x) == [0.5]
 
 
 def test_an_identity_between_stays_one_site_with_what_is_before_it() -> None:
-    model, x = nn.Sequential(Double(), nn.Identity()), _x()
+    model, x = nn.Sequential(Double(), nn.Identity()), point()
     noop = gs.Intervention(gs.Identity(), gs.Inputs("1"))
     scale = gs.Intervention(gs.Scale(10.0), gs.Outputs())
     with gs.Surgery(noop, scale).attach(model):
         model(x).sum().backward()
-    assert _grad(x) == [20.0]
+    assert grad_of(x) == [20.0]
 
 
 def test_a_forward_pre_hook_of_others_comes_first() -> None:
-    model, x = nn.Sequential(Double()), _x()
+    model, x = nn.Sequential(Double()), point()
     model[0].register_forward_pre_hook(lambda module, args: (args[0] * 3,))
     with attached(model, gs.Clip(1.0), gs.Inputs("0")):
         model(x).sum().backward()
-    assert _grad(x) == [3.0]
+    assert grad_of(x) == [3.0]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -611,7 +583,7 @@ def test_a_residual_of_several_reads_may_sum_in_another_order_and_no_more() -> N
 
 @pytest.mark.parametrize("path", PATHS)
 def test_the_block_takes_all_its_hooks_off_also_when_it_raises(path: Any) -> None:
-    model, x = small(), _x(*[1.0] * 6)
+    model, x = small(), point(*[1.0] * 6)
     before = num_hooks(model)
     with (
         pytest.raises(OSError, match="gone"),
@@ -626,12 +598,12 @@ def test_the_block_takes_all_its_hooks_off_also_when_it_raises(path: Any) -> Non
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_graph_that_outlives_the_block_passes(path: Any) -> None:
-    model, x = Residual(), _x()
+    model, x = Residual(), point()
     with attached(model, gs.Scale(10.0), gs.Inputs("f", path=path)):
-        model(_x()).backward()
+        model(point()).backward()
         loss = model(x)
     loss.backward()
-    assert _grad(x) == [3.0]
+    assert grad_of(x) == [3.0]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -670,14 +642,14 @@ def test_an_exception_in_a_forward_leaves_no_trace() -> None:
                 raise OSError("gone")
             return x * 2
 
-    model, x, broken = nn.Sequential(nn.Sequential(Double(), Breaks())), _x(), True
+    model, x, broken = nn.Sequential(nn.Sequential(Double(), Breaks())), point(), True
     with attached(model, gs.Scale(10.0), gs.Inputs("0.*")) as live:
         with pytest.raises(OSError, match="gone"):
             model(x)
         broken = False
         model(x).sum().backward()
-    assert _grad(x) == [400.0]
-    assert _calls(live) == {"0.0#0.input": 1, "0.1#0.input": 1}
+    assert grad_of(x) == [400.0]
+    assert calls_of(live) == {"0.0#0.input": 1, "0.1#0.input": 1}
 
 
 def test_a_call_that_a_hook_of_others_broke_off_does_not_end_the_one_around_it() -> None:
@@ -701,15 +673,15 @@ def test_a_call_that_a_hook_of_others_broke_off_does_not_end_the_one_around_it()
         pytest.raises(RuntimeError, match=r"'1#0\.input': the module wrote to its input"),
         attached(model, gs.Zero(), gs.Inputs("1*")),
     ):
-        model(_x())
+        model(point())
 
 
 def test_selectors_combine() -> None:
     def sites(at: Any) -> dict[str, int]:
-        model, x = small(), _x(*[1.0] * 6)
+        model, x = small(), point(*[1.0] * 6)
         with attached(model, gs.Identity(), at) as live:
             model(x).sum().backward()
-        return _calls(live)
+        return calls_of(live)
 
     assert sites(gs.Inputs("first") | gs.Inputs("last")) == {"first#0.input": 1, "last#0.input": 1}
     assert sites(~gs.Inputs("re:first|last")) == {"act#0.input": 1}
@@ -787,7 +759,7 @@ def test_a_double_backward_goes_through_it(path: Any) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x.pow(3)
 
-    model, x = nn.Sequential(Cube()), _x(2.0)
+    model, x = nn.Sequential(Cube()), point(2.0)
     with attached(model, gs.Scale(10.0), gs.Inputs("0", path=path)):
         (first,) = torch.autograd.grad(model(x * 1), x, create_graph=True)
         (second,) = torch.autograd.grad(first, x)
@@ -803,9 +775,9 @@ def test_threads_count_their_calls_apart() -> None:
         barrier.wait(timeout=10)
 
     def work() -> None:
-        x = _x()
+        x = point()
         model(x).backward()
-        results.append(_grad(x))
+        results.append(grad_of(x))
 
     handle = model.twice.register_forward_hook(wait)
     with attached(model, gs.Scale(10.0), gs.Inputs("twice"), effects_every=0) as live:
@@ -816,13 +788,13 @@ def test_threads_count_their_calls_apart() -> None:
             thread.join()
     handle.remove()
     assert results == [[400.0], [400.0]]
-    assert sorted(_calls(live)) == ["twice#0.input", "twice#1.input"]
+    assert sorted(calls_of(live)) == ["twice#0.input", "twice#1.input"]
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.filterwarnings("ignore")  # Dynamo trips over its own warnings when they are errors
 def test_a_compiled_model_can_have_inputs_hooked_before_it_is_compiled(path: Any) -> None:
-    model, x = Residual(), _x()
+    model, x = Residual(), point()
     with attached(model, gs.Scale(10.0), gs.Inputs("f", path=path), effects_every=0):
         torch.compile(model, backend="eager")(x).backward()
-    assert _grad(x) == [21.0 if path == "branch" else 30.0]
+    assert grad_of(x) == [21.0 if path == "branch" else 30.0]

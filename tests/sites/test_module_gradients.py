@@ -16,37 +16,9 @@ import gradsurg as gs
 from gradsurg.fields import FieldError
 from gradsurg.sites._backward_hooks import Notes
 from tests.nets import attached, backward, batch, gradients, num_hooks, sgd, small, train, weights
+from tests.sites.points import Double, Shared, calls_of, grad_of, point
 
 KINDS = ("full_backward_pre", "full_backward")
-
-
-class Double(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 2
-
-
-class Shared(nn.Module):
-    """One module called twice: each gives its input twice the gradient of its output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.twice = Double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.twice(self.twice(x)).sum()
-
-
-def _x(*values: float) -> Tensor:
-    return torch.tensor(values or (1.0,), requires_grad=True)
-
-
-def _grad(x: Tensor) -> list[Any]:
-    assert x.grad is not None
-    return x.grad.tolist()
-
-
-def _calls(live: gs.Live) -> dict[str, int]:
-    return {entry.site: entry.calls for entry in live.ledger}
 
 
 def _tail(kind: str) -> str:
@@ -56,12 +28,12 @@ def _tail(kind: str) -> str:
 def test_the_pre_hook_has_the_gradient_of_the_output_and_the_other_that_of_the_input() -> None:
     found = {}
     for kind in KINDS:
-        model, x = nn.Sequential(nn.Linear(1, 1)), _x(3.0)
+        model, x = nn.Sequential(nn.Linear(1, 1)), point(3.0)
         nn.init.constant_(model[0].weight, 2.0)
         with attached(model, gs.Clip(0.5), gs.ModuleGradients("0", kind=kind)) as live:
             model(x).sum().backward()
-        found[kind] = _grad(x)[0], gradients(model)["0.weight"].item()
-        assert _calls(live) == {f"0#0{_tail(kind)}": 1}
+        found[kind] = grad_of(x)[0], gradients(model)["0.weight"].item()
+        assert calls_of(live) == {f"0#0{_tail(kind)}": 1}
     # The output has 1, clipped to 0.5; the input 2, clipped without the weight being told.
     assert found == {"full_backward_pre": (1.0, 1.5), "full_backward": (0.5, 3.0)}
 
@@ -71,37 +43,37 @@ def test_the_pre_hook_has_the_gradient_of_the_output_and_the_other_that_of_the_i
 def test_calls_of_a_shared_module_are_told_apart(
     kind: Any, call: int | None, expected: float
 ) -> None:
-    model, x = Shared(), _x()
+    model, x = Shared(), point()
     at = gs.ModuleGradients("twice", call=call, kind=kind)
     with attached(model, gs.Scale(10.0), at) as live:
         for _ in range(2):
             x.grad = None
             model(x).backward()
-    assert _grad(x) == [expected]
+    assert grad_of(x) == [expected]
     calls = (0, 1) if call is None else (call,)
-    assert _calls(live) == {f"twice#{number}{_tail(kind)}": 2 for number in calls}
+    assert calls_of(live) == {f"twice#{number}{_tail(kind)}": 2 for number in calls}
 
 
 def test_call_clips_the_gradient_of_that_call_alone() -> None:
     found = []
     for call in (0, 1):
-        model, x = Shared(), _x()
+        model, x = Shared(), point()
         at = gs.ModuleGradients("twice", call=call, kind="full_backward")
         with attached(model, gs.Clip(1.5), at):
             model(x).backward()
-        found.append(_grad(x))
+        found.append(grad_of(x))
     assert found == [[1.5], [1.5 * 2]]
 
 
 def test_two_forwards_before_their_backwards_keep_their_calls() -> None:
-    model, first, second = Shared(), _x(), _x()
+    model, first, second = Shared(), point(), point()
     at = gs.ModuleGradients("twice", call=0)
     with attached(model, gs.Clip(0.5), at) as live:
         losses = model(first), model(second)
         losses[0].backward()
         losses[1].backward()
-    assert (_grad(first), _grad(second)) == ([1.0], [1.0])
-    assert _calls(live) == {"twice#0": 2}
+    assert (grad_of(first), grad_of(second)) == ([1.0], [1.0])
+    assert calls_of(live) == {"twice#0": 2}
 
 
 class Several(nn.Module):
@@ -122,13 +94,13 @@ class Around(nn.Module):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors_have_their_place_and_what_is_not_seen_is_told(kind: Any) -> None:
-    model, xs = Around(), [_x(), _x(), _x()]
+    model, xs = Around(), [point(), point(), point()]
     with attached(model, gs.Scale(10.0), gs.ModuleGradients("several", kind=kind)) as live:
         model(*xs).backward()
-    assert [_grad(x) for x in xs] == [[30.0], [50.0], [7.0]]
+    assert [grad_of(x) for x in xs] == [[30.0], [50.0], [7.0]]
     hidden = "several#0.input.c" if kind == "full_backward" else "several#0.2.0"
     tail = _tail(kind)
-    assert _calls(live) == {f"several#0{tail}.0": 1, f"several#0{tail}.1": 1, hidden: 0}
+    assert calls_of(live) == {f"several#0{tail}.0": 1, f"several#0{tail}.1": 1, hidden: 0}
     assert f"{hidden}  (a full backward hook does not see it)" in live.ledger.table()
 
 
@@ -163,7 +135,7 @@ def test_an_output_that_pytorch_would_pass_over_is_refused(answer: Any, found: s
         pytest.raises(RuntimeError) as caught,
         attached(model, gs.Zero(), gs.ModuleGradients("inner")),
     ):
-        model(_x())
+        model(point())
     assert str(caught.value) == (
         "ModuleGradients: site 'inner#0': PyTorch calls a full_backward_pre hook for tensors and "
         f"tuples of them, and those that need a gradient are inside {found}. Use Outputs."
@@ -185,7 +157,7 @@ def test_inputs_that_pytorch_would_pass_over_are_refused() -> None:
         pytest.raises(RuntimeError, match=r"'inner#0\.input'.*or given by keyword\. Use Inputs\."),
         attached(model, gs.Zero(), gs.ModuleGradients("inner", kind="full_backward")),
     ):
-        model(_x())
+        model(point())
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
@@ -198,7 +170,7 @@ def test_inputs_that_need_no_gradient_are_told() -> None:
         backward(model)
     with attached(model, gs.Zero(), gs.ModuleGradients(types="Linear", kind="full_backward")) as on:
         backward(model)
-    assert _calls(on) == {"first#0.input": 0, "last#0.input": 1}
+    assert calls_of(on) == {"first#0.input": 0, "last#0.input": 1}
 
 
 def test_the_deprecated_hook_is_refused_with_the_reason() -> None:
@@ -276,12 +248,12 @@ def test_an_unused_input_gets_zeros_from_pytorch() -> None:
         def forward(self, a: Tensor, b: Tensor) -> Tensor:
             return self.uses(a, b).sum()
 
-    model, a, b = Outer(), _x(), _x()
+    model, a, b = Outer(), point(), point()
     model(a, b).backward()
     assert b.grad is None
     with attached(model, gs.Identity(), gs.ModuleGradients("uses", kind="full_backward")):
         model(a, b).backward()
-    assert _grad(b) == [0.0]
+    assert grad_of(b) == [0.0]
 
 
 def test_asking_for_the_gradient_of_a_weight_alone_does_not_come_by_the_full_hook() -> None:
@@ -291,9 +263,9 @@ def test_asking_for_the_gradient_of_a_weight_alone_does_not_come_by_the_full_hoo
         with attached(model, gs.Identity(), gs.ModuleGradients("first", kind=kind)) as live:
             x = batch()[0].requires_grad_()
             torch.autograd.grad(model(x).sum(), model.first.weight)
-            before = sum(_calls(live).values())
+            before = sum(calls_of(live).values())
             model(x).sum().backward()
-            found.append((before, sum(_calls(live).values())))
+            found.append((before, sum(calls_of(live).values())))
     assert found == [(1, 2), (0, 1)]
 
 
@@ -306,23 +278,23 @@ def test_inside_both_checkpoints_a_gradient_passes_once(reentrant: bool, kind: A
             assert isinstance(y, Tensor)
             return y.pow(2).sum()
 
-    model, x = Saved(), _x(3.0)
+    model, x = Saved(), point(3.0)
     with attached(model, gs.Scale(10.0), gs.ModuleGradients("twice", kind=kind)) as live:
         for _ in range(2):
             x.grad = None
             model(x).backward()
-            assert _grad(x) == [240.0]
-    assert _calls(live) == {f"twice#0{_tail(kind)}": 2}
+            assert grad_of(x) == [240.0]
+    assert calls_of(live) == {f"twice#0{_tail(kind)}": 2}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_call_without_gradients_is_left_alone(kind: Any) -> None:
-    model, x = Shared(), _x()
+    model, x = Shared(), point()
     with attached(model, gs.Scale(10.0), gs.ModuleGradients("twice", kind=kind)) as live:
         with torch.no_grad():
             model(x)
         model(x).backward()
-    assert _grad(x) == [400.0]
+    assert grad_of(x) == [400.0]
     assert "needs no gradient" not in live.ledger.table()
 
 
@@ -363,12 +335,12 @@ def test_the_block_takes_all_its_hooks_off_also_when_it_raises(kind: Any) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_graph_that_outlives_the_block_passes(kind: Any) -> None:
-    model, x = Shared(), _x()
+    model, x = Shared(), point()
     with attached(model, gs.Scale(10.0), gs.ModuleGradients("twice", kind=kind)):
-        model(_x()).backward()
+        model(point()).backward()
         loss = model(x)
     loss.backward()
-    assert _grad(x) == [4.0]
+    assert grad_of(x) == [4.0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -401,14 +373,14 @@ def test_an_exception_in_a_forward_leaves_the_calls_right() -> None:
                 raise OSError("gone")
             return x * 2
 
-    model, x, broken = nn.Sequential(nn.Sequential(Double(), Breaks())), _x(), True
+    model, x, broken = nn.Sequential(nn.Sequential(Double(), Breaks())), point(), True
     with attached(model, gs.Scale(10.0), gs.ModuleGradients()) as live:
         with pytest.raises(OSError, match="gone"):
             model(x)
         broken = False
         model(x).sum().backward()
-    assert _grad(x) == [4000.0]
-    assert _calls(live) == {"0#0": 1, "0.0#0": 1, "0.1#0": 1}
+    assert grad_of(x) == [4000.0]
+    assert calls_of(live) == {"0#0": 1, "0.0#0": 1, "0.1#0": 1}
 
 
 def test_a_call_that_was_broken_off_inside_another_does_not_take_its_place() -> None:
@@ -427,11 +399,11 @@ def test_a_call_that_was_broken_off_inside_another_does_not_take_its_place() -> 
             except OSError:
                 return x * 2
 
-    model, x = nn.Sequential(Tries()), _x()
+    model, x = nn.Sequential(Tries()), point()
     with attached(model, gs.Scale(10.0), gs.EveryModule("0", kind="full_backward_pre")) as live:
         model(x).sum().backward()
-    assert _grad(x) == [20.0]
-    assert _calls(live) == {"0#0": 1}
+    assert grad_of(x) == [20.0]
+    assert calls_of(live) == {"0#0": 1}
 
 
 def test_selectors_combine() -> None:
@@ -439,7 +411,7 @@ def test_selectors_combine() -> None:
         model = small()
         with attached(model, gs.Identity(), at) as live:
             model(batch()[0].requires_grad_()).sum().backward()
-        return _calls(live)
+        return calls_of(live)
 
     module = gs.ModuleGradients
     assert sites(module("first") | module("last")) == {"first#0": 1, "last#0": 1}
@@ -457,9 +429,9 @@ def test_threads_keep_their_calls_apart() -> None:
         barrier.wait(timeout=10)
 
     def work() -> None:
-        x = _x()
+        x = point()
         model(x).backward()
-        results.append(_grad(x))
+        results.append(grad_of(x))
 
     # Both threads have read the table of backward hooks before one of them takes its ticket.
     handle = model.twice.register_forward_pre_hook(wait)
@@ -472,7 +444,7 @@ def test_threads_keep_their_calls_apart() -> None:
             thread.join()
     handle.remove()
     assert results == [[40.0], [40.0]]
-    assert list(_calls(live)) == ["twice#1"]
+    assert list(calls_of(live)) == ["twice#1"]
 
 
 def test_a_backward_in_a_third_thread_that_cannot_tell_two_calls_apart_is_refused() -> None:

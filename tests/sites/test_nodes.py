@@ -18,19 +18,7 @@ from gradsurg.fields import FieldError
 from gradsurg.ledger import SurgeryWarning
 from gradsurg.sites.nodes import FAMILIES, fits
 from tests.nets import attached, backward, gradients, noisy, num_hooks, sgd, small, train
-
-
-def _x(*values: float) -> Tensor:
-    return torch.tensor(values or (1.0,), requires_grad=True)
-
-
-def _grad(x: Tensor) -> list[float]:
-    assert x.grad is not None
-    return x.grad.tolist()
-
-
-def _calls(live: gs.Live) -> dict[str, int]:
-    return {entry.site: entry.calls for entry in live.ledger}
+from tests.sites.points import calls_of, grad_of, point
 
 
 class Product(nn.Module):
@@ -94,30 +82,30 @@ class _Inner(nn.Module):
 
 def test_enter_acts_on_the_gradient_of_what_the_operation_returned() -> None:
     # y = a b, dL/dy = 10, clipped to 4: a gets 4 b, b gets 4 a.
-    a, b = _x(2.0), _x(3.0)
+    a, b = point(2.0), point(3.0)
     product = Product()
     with attached(product, gs.Clip(4.0), gs.Nodes("Mul")) as live:
         (product(a, b) * 10).sum().backward()
-    assert (_grad(a), _grad(b)) == ([12.0], [8.0])
-    assert _calls(live) == {"root#0/MulBackward[0]": 1}
+    assert (grad_of(a), grad_of(b)) == ([12.0], [8.0])
+    assert calls_of(live) == {"root#0/MulBackward[0]": 1}
 
 
 def test_leave_acts_on_the_gradient_of_each_input() -> None:
     # a gets 10 b = 30 -> 25, b gets 10 a = 20.
-    a, b, product = _x(2.0), _x(3.0), Product()
+    a, b, product = point(2.0), point(3.0), Product()
     with attached(product, gs.Clip(25.0), gs.Nodes("Mul", side="leave")) as live:
         (product(a, b) * 10).sum().backward()
-    assert (_grad(a), _grad(b)) == ([25.0], [20.0])
-    assert _calls(live) == {"root#0/MulBackward[0].0": 1, "root#0/MulBackward[0].1": 1}
+    assert (grad_of(a), grad_of(b)) == ([25.0], [20.0])
+    assert calls_of(live) == {"root#0/MulBackward[0].0": 1, "root#0/MulBackward[0].1": 1}
 
 
 @pytest.mark.parametrize(("edge", "expected"), [(0, ([0.0], [20.0])), (1, ([30.0], [0.0]))])
 def test_edge_picks_one_input(edge: int, expected: tuple[list[float], list[float]]) -> None:
-    a, b, product = _x(2.0), _x(3.0), Product()
+    a, b, product = point(2.0), point(3.0), Product()
     with attached(product, gs.Zero(), gs.Nodes("Mul", side="leave", edge=edge)) as live:
         (product(a, b) * 10).sum().backward()
-    assert (_grad(a), _grad(b)) == expected
-    assert _calls(live) == {f"root#0/MulBackward[0].{edge}": 1}
+    assert (grad_of(a), grad_of(b)) == expected
+    assert calls_of(live) == {f"root#0/MulBackward[0].{edge}": 1}
 
 
 def test_an_edge_that_takes_no_gradient_is_refused_with_those_that_do() -> None:
@@ -128,14 +116,14 @@ def test_an_edge_that_takes_no_gradient_is_refused_with_those_that_do() -> None:
         ),
         attached(product, gs.Zero(), gs.Nodes("Mul", side="leave", edge=1)),
     ):
-        product(_x(2.0), torch.ones(1))
+        product(point(2.0), torch.ones(1))
 
 
 def test_an_input_without_a_gradient_passes_at_leave() -> None:
-    a, product = _x(2.0), Product()
+    a, product = point(2.0), Product()
     with attached(product, gs.Scale(2.0), gs.Nodes("Mul", side="leave")):
         product(a, torch.tensor([3.0])).sum().backward()
-    assert _grad(a) == [6.0]
+    assert grad_of(a) == [6.0]
 
 
 def test_enter_equals_a_tensor_hook_on_the_output() -> None:
@@ -183,7 +171,7 @@ def test_scale_by_sign_at_relu_nodes_is_guided_backpropagation() -> None:
     assert plain.grad is not None
     torch.testing.assert_close(ours.grad, guided.grad)
     assert not torch.allclose(plain.grad, guided.grad)
-    assert len(_calls(live)) == 2
+    assert len(calls_of(live)) == 2
 
 
 def test_so_it_is_in_a_convolutional_net_hooked_at_its_functional_relus() -> None:
@@ -219,7 +207,7 @@ def test_so_it_is_in_a_convolutional_net_hooked_at_its_functional_relus() -> Non
     assert plain.grad is not None
     torch.testing.assert_close(ours.grad, expected)
     assert not torch.allclose(plain.grad, expected)
-    assert _calls(live) == {"root#0/ReluBackward[0]": 1, "root#0/ReluBackward[1]": 1}
+    assert calls_of(live) == {"root#0/ReluBackward[0]": 1, "root#0/ReluBackward[1]": 1}
 
 
 # Selection
@@ -242,15 +230,15 @@ def test_nodes_are_found_by_name_glob_regex_and_family(pattern: str, sites: set[
     model = noisy()
     with attached(model, gs.Identity(), gs.Nodes(pattern)) as live:
         backward(model)
-    assert set(_calls(live)) == sites
-    assert set(_calls(live).values()) == {1}
+    assert set(calls_of(live)) == sites
+    assert set(calls_of(live).values()) == {1}
 
 
 def test_the_norm_family_finds_batch_layer_and_group_norms() -> None:
     model = nn.Sequential(nn.BatchNorm1d(4), nn.LayerNorm(4), nn.GroupNorm(2, 4))
     with attached(model, gs.Scale(2.0), gs.Nodes("norm")) as live:
         model(torch.randn(3, 4)).sum().backward()
-    fired = list(_calls(live))
+    fired = list(calls_of(live))
     assert [site.split("/")[0] for site in fired] == ["0#0", "1#0", "2#0"]
 
 
@@ -265,14 +253,14 @@ def test_the_attention_family_finds_scaled_dot_products() -> None:
         model(x).sum().backward()
     assert x.grad is not None
     assert not x.grad.any()
-    assert any("ScaledDotProduct" in site for site in _calls(live))
+    assert any("ScaledDotProduct" in site for site in calls_of(live))
 
 
 def test_module_picks_the_module_whose_forward_made_the_node() -> None:
     model = small()
     with attached(model, gs.Zero(), gs.Nodes("Addmm", module="fi*")) as live:
         backward(model)
-    assert _calls(live) == {"first#0/AddmmBackward[0]": 1}
+    assert calls_of(live) == {"first#0/AddmmBackward[0]": 1}
     assert not gradients(model)["first.weight"].any()
     assert gradients(model)["last.weight"].any()
 
@@ -280,37 +268,37 @@ def test_module_picks_the_module_whose_forward_made_the_node() -> None:
 @pytest.mark.parametrize("occurrence", [0, 1, 2])
 def test_occurrence_picks_one_of_several_nodes_in_a_call(occurrence: int) -> None:
     # Gradients that enter: 15 at the first, 5 at the second, 1 at the third; clipped to 0.5.
-    model, x = Pair(), _x()
+    model, x = Pair(), point()
     with attached(model, gs.Clip(0.5), gs.Nodes("Mul", occurrence=occurrence)) as live:
         model(x).backward()
-    assert _grad(x) == [[1.0], [3.0], [15.0]][occurrence]
-    assert _calls(live) == {f"root#0/MulBackward[{occurrence}]": 1}
+    assert grad_of(x) == [[1.0], [3.0], [15.0]][occurrence]
+    assert calls_of(live) == {f"root#0/MulBackward[{occurrence}]": 1}
 
 
 @pytest.mark.parametrize(("call", "expected"), [(0, [8.0]), (1, [16.0])])
 def test_call_picks_one_call_of_a_shared_module(call: int, expected: list[float]) -> None:
     # 5 enters the second call, 10 the first; clipped to 4.
-    model, x = Cubes(), _x()
+    model, x = Cubes(), point()
     at = gs.Nodes("Mul", module="twice", call=call)
     with attached(model, gs.Clip(4.0), at) as live:
         model(x).backward()
-    assert _grad(x) == expected
-    assert _calls(live) == {f"twice#{call}/MulBackward[0]": 1}
+    assert grad_of(x) == expected
+    assert calls_of(live) == {f"twice#{call}/MulBackward[0]": 1}
 
 
 def test_nodes_of_the_models_own_forward_belong_to_root() -> None:
-    model, x = Cubes(), _x()
+    model, x = Cubes(), point()
     with attached(model, gs.Scale(3.0), gs.Nodes("Mul", module="root")) as live:
         model(x).backward()
-    assert _grad(x) == [60.0]
-    assert _calls(live) == {"root#0/MulBackward[0]": 1}
+    assert grad_of(x) == [60.0]
+    assert calls_of(live) == {"root#0/MulBackward[0]": 1}
 
 
 def test_a_functional_relu_belongs_to_the_module_whose_forward_called_it() -> None:
     model = Functional()
     with attached(model, gs.Identity(), gs.Nodes("Relu")) as live:
         model(torch.randn(2, 3)).backward()
-    assert set(_calls(live)) == {"inner#0/ReluBackward[0]", "root#0/ReluBackward[0]"}
+    assert set(calls_of(live)) == {"inner#0/ReluBackward[0]", "root#0/ReluBackward[0]"}
 
 
 class Halve(torch.autograd.Function):
@@ -332,32 +320,32 @@ class Custom(nn.Module):
 
 @pytest.mark.parametrize("side", ["enter", "leave"])
 def test_a_function_of_the_users_own_is_a_node(side) -> None:
-    model, x = Custom(), _x()
+    model, x = Custom(), point()
     with attached(model, gs.Scale(10.0), gs.Nodes("Halve", side=side)):
         model(x).backward()
-    assert _grad(x) == [5.0]
+    assert grad_of(x) == [5.0]
 
 
 @pytest.mark.parametrize("side", ["enter", "leave"])
 def test_an_in_place_relu_is_a_node_like_another(side) -> None:
     # 2 enters the ReLU and leaves it where x is positive.
     model = nn.Sequential(Twice(), nn.ReLU(inplace=True), Twice())
-    x = _x(1.0, -1.0)
+    x = point(1.0, -1.0)
     with attached(model, gs.Scale(10.0), gs.Nodes("Relu", side=side)) as live:
         model(x).sum().backward()
-    assert _grad(x) == [40.0, 0.0]
+    assert grad_of(x) == [40.0, 0.0]
     end = "" if side == "enter" else ".0"
-    assert _calls(live) == {f"1#0/ReluBackward[0]{end}": 1}
+    assert calls_of(live) == {f"1#0/ReluBackward[0]{end}": 1}
 
 
 def test_a_module_called_without_the_model_is_at_its_call_0() -> None:
     model = Cubes()
     with attached(model, gs.Scale(10.0), gs.Nodes("Mul", module="twice")) as live:
         for _ in range(3):
-            x = _x()
+            x = point()
             model.twice(x).sum().backward()
-            assert _grad(x) == [20.0]
-    assert _calls(live) == {"twice#0/MulBackward[0]": 3}
+            assert grad_of(x) == [20.0]
+    assert calls_of(live) == {"twice#0/MulBackward[0]": 3}
 
 
 @pytest.mark.parametrize("field", ["pattern", "module"])
@@ -380,7 +368,7 @@ def test_a_module_pattern_is_of_the_whole_path(module: str, sites: set[str]) -> 
     model.body = small()
     with attached(model, gs.Identity(), gs.Nodes("Addmm", module=module)) as live:
         backward(model)
-    assert {site.split("/")[0] for site in _calls(live)} == sites
+    assert {site.split("/")[0] for site in calls_of(live)} == sites
 
 
 def test_ids_are_the_same_at_every_step() -> None:
@@ -388,9 +376,9 @@ def test_ids_are_the_same_at_every_step() -> None:
     optimizer = sgd(model)
     with attached(model, gs.Identity(), gs.Nodes("*"), optimizer) as live:
         train(model, optimizer, 1)
-        first = set(_calls(live))
+        first = set(calls_of(live))
         train(model, optimizer, 3, start=1)
-    assert set(_calls(live)) == first
+    assert set(calls_of(live)) == first
     calls = {entry.calls for entry in live.ledger if not entry.site.startswith("norm#0")}
     assert calls == {4}
 
@@ -429,11 +417,11 @@ def test_a_later_forward_may_go_another_way() -> None:
         def forward(self, x: Tensor, relu: bool) -> Tensor:
             return (functional.relu(x) if relu else x * 2).sum()
 
-    model, x = Way(), _x()
+    model, x = Way(), point()
     with attached(model, gs.Zero(), gs.Nodes("Relu")):
         model(x, True).backward()
         model(x, False).backward()
-    assert _grad(x) == [2.0]
+    assert grad_of(x) == [2.0]
 
 
 def test_edge_makes_no_sense_on_the_side_where_gradients_enter() -> None:
@@ -462,7 +450,7 @@ def test_non_reentrant_checkpoints_fire_exactly_once(side) -> None:
         backward(plain)
     with attached(model, gs.Scale(3.0), at) as live:
         backward(model)
-    assert set(_calls(live).values()) == {1}
+    assert set(calls_of(live).values()) == {1}
     torch.testing.assert_close(gradients(model.body), gradients(plain))
 
 
@@ -480,13 +468,13 @@ def test_a_recomputation_that_ends_early_does_not_upset_the_next_forward() -> No
 
     model = Saved()
     with attached(model, gs.Identity(), gs.Nodes("*")) as live:
-        model(_x()).backward()
-        first = _calls(live)
+        model(point()).backward()
+        first = calls_of(live)
         for _ in range(2):
-            model(_x()).backward()
+            model(point()).backward()
     assert "body.0.1#0/TanhBackward[0]" in first
     assert set(first.values()) == {1}
-    assert _calls(live) == dict.fromkeys(first, 3)
+    assert calls_of(live) == dict.fromkeys(first, 3)
 
 
 def test_a_backward_inside_forward_does_not_end_the_span_it_is_in() -> None:
@@ -502,12 +490,12 @@ def test_a_backward_inside_forward_does_not_end_the_span_it_is_in() -> None:
             (force,) = torch.autograd.grad(energy, x, create_graph=True)
             return functional.relu(force).sum()
 
-    model, x = Force(), _x(2.0)
+    model, x = Force(), point(2.0)
     with attached(model, gs.Scale(10.0), gs.Nodes("Relu")) as live:
         model(x).backward()
     # (x^3)'' = 6 x
-    assert _grad(x) == [120.0]
-    assert _calls(live) == {"root#0/ReluBackward[0]": 1}
+    assert grad_of(x) == [120.0]
+    assert calls_of(live) == {"root#0/ReluBackward[0]": 1}
 
 
 class Twin(nn.Module):
@@ -553,7 +541,7 @@ def test_checkpoints_have_the_same_sites_and_gradients_as_none(side, reentrant, 
         with attached(model, gs.Clip(0.01), at) as live:
             for _ in range(2):
                 model(x).backward()
-        results.append((_calls(live), gradients(model), x.grad))
+        results.append((calls_of(live), gradients(model), x.grad))
     (sites, plain, x_plain), (again, own, x_own) = results
     assert len(sites) in (2, 4, 6)
     assert set(sites.values()) == {2}
@@ -565,7 +553,7 @@ def test_a_reentrant_checkpoint_runs_its_calls_last_first_and_each_keeps_its_num
     model, seen = Twin(True), []
     with attached(model, gs.Identity(), gs.Nodes("Addmm")) as live:
         model(torch.randn(2, 3, requires_grad=True)).backward()
-        seen = list(_calls(live))
+        seen = list(calls_of(live))
     assert seen == ["body.linear#1/AddmmBackward[0]", "body.linear#0/AddmmBackward[0]"]
 
 
@@ -587,10 +575,10 @@ def test_reentrant_checkpoints_inside_one_another_are_followed() -> None:
 
     results = []
     for saving in (False, True):
-        model, x = Nest(2, saving), _x(0.3)
+        model, x = Nest(2, saving), point(0.3)
         with attached(model, gs.Scale(3.0), gs.Nodes("activation")) as live:
             model(x).sum().backward()
-        results.append((_grad(x), dict(sorted(_calls(live).items()))))
+        results.append((grad_of(x), dict(sorted(calls_of(live).items()))))
     assert results[0] == results[1]
     assert len(results[0][1]) == 7
 
@@ -602,7 +590,7 @@ def test_a_model_that_is_itself_in_a_reentrant_checkpoint_is_followed() -> None:
         y = checkpoint(model, x, use_reentrant=True)
         assert isinstance(y, Tensor)
         y.sum().backward()
-    assert _calls(live) == {"act#0/ReluBackward[0]": 1}
+    assert calls_of(live) == {"act#0/ReluBackward[0]": 1}
     assert not gradients(model)["first.weight"].any()
 
 
@@ -644,8 +632,8 @@ def test_an_evaluation_between_forward_and_backward_does_not_upset_a_recomputati
         other = model(x)
         loss.backward()
         other.backward()
-    assert set(_calls(live).values()) == {2}
-    assert len(_calls(live)) == 2
+    assert set(calls_of(live).values()) == {2}
+    assert len(calls_of(live)) == 2
 
 
 def test_a_forward_without_gradients_makes_no_site() -> None:
@@ -653,7 +641,7 @@ def test_a_forward_without_gradients_makes_no_site() -> None:
     with attached(model, gs.Zero(), gs.Nodes("Relu")) as live:
         with torch.no_grad():
             model(torch.ones(1, 6))
-        assert not _calls(live)
+        assert not calls_of(live)
         backward(model)
     assert not gradients(model)["first.weight"].any()
 
@@ -683,19 +671,19 @@ def test_an_exception_in_forward_leaves_the_spans_balanced(caught_inside: bool) 
             return self.act(x).sum()
 
     fragile = [True]
-    model, x = Outer(), _x()
+    model, x = Outer(), point()
     with attached(model, gs.Scale(10.0), gs.Nodes("Relu")) as live:
         if caught_inside:
             model(x).backward()
-            assert _grad(x) == [30.0]
+            assert grad_of(x) == [30.0]
         else:
             with pytest.raises(OSError, match="gone"):
                 model(x)
         fragile[0] = False
         x.grad = None
         model(x).backward()
-    assert _grad(x) == [20.0]
-    assert set(_calls(live)) == {"act#0/ReluBackward[0]"}
+    assert grad_of(x) == [20.0]
+    assert set(calls_of(live)) == {"act#0/ReluBackward[0]"}
 
 
 def test_each_thread_has_its_own_spans() -> None:
@@ -709,9 +697,9 @@ def test_each_thread_has_its_own_spans() -> None:
     results: list[list[float]] = []
 
     def work() -> None:
-        x = _x()
+        x = point()
         model(x).backward()
-        results.append(_grad(x))
+        results.append(grad_of(x))
 
     at = gs.Nodes("Mul", module="twice")
     with attached(model, gs.Scale(10.0), at, effects_every=0) as live:
@@ -722,7 +710,7 @@ def test_each_thread_has_its_own_spans() -> None:
             thread.join()
     handle.remove()
     assert results == [[2000.0], [2000.0]]
-    assert set(_calls(live)) == {"twice#0/MulBackward[0]", "twice#1/MulBackward[0]"}
+    assert set(calls_of(live)) == {"twice#0/MulBackward[0]", "twice#1/MulBackward[0]"}
 
 
 def _compiled(model: nn.Module) -> nn.Module:
@@ -769,11 +757,11 @@ def test_a_view_of_what_was_changed_in_place_belongs_to_who_looks_at_it_first() 
             base.mul_(3)
             return self.late(view).sum()
 
-    model, x = Views(), _x(1.0, 1.0)
+    model, x = Views(), point(1.0, 1.0)
     with attached(model, gs.Scale(10.0), gs.Nodes("AsStrided")) as live:
         model(x).backward()
-    assert set(_calls(live)) == {"late#0/AsStridedBackward[0]"}
-    assert _grad(x) == [60.0, 0.0]
+    assert set(calls_of(live)) == {"late#0/AsStridedBackward[0]"}
+    assert grad_of(x) == [60.0, 0.0]
 
 
 def test_a_change_in_place_through_a_view_is_a_node_of_its_own() -> None:
@@ -783,11 +771,11 @@ def test_a_change_in_place_through_a_view_is_a_node_of_its_own() -> None:
             y[:1].mul_(3)
             return y.sum()
 
-    model, x = Part(), _x(1.0, 1.0)
+    model, x = Part(), point(1.0, 1.0)
     with attached(model, gs.Scale(10.0), gs.Nodes("CopySlices")) as live:
         model(x).backward()
-    assert set(_calls(live)) == {"root#0/CopySlices[0]"}
-    assert _grad(x) == [30.0, 10.0]
+    assert set(calls_of(live)) == {"root#0/CopySlices[0]"}
+    assert grad_of(x) == [30.0, 10.0]
 
 
 def test_a_weights_cast_under_autocast_is_made_once_by_the_first_call() -> None:
@@ -804,7 +792,7 @@ def test_a_weights_cast_under_autocast_is_made_once_by_the_first_call() -> None:
     with attached(model, gs.Identity(), at) as live, torch.autocast("cpu", torch.bfloat16):
         model(torch.randn(2, 3)).backward()
     # Two casts would be the weight's and, did it need a gradient, that of the input.
-    assert set(_calls(live)) == {"linear#0/ToCopyBackward[0]"}
+    assert set(calls_of(live)) == {"linear#0/ToCopyBackward[0]"}
 
 
 def test_full_backward_hooks_put_a_node_into_the_module_and_one_behind_it() -> None:
@@ -816,12 +804,12 @@ def test_full_backward_hooks_put_a_node_into_the_module_and_one_behind_it() -> N
         def forward(self, x: Tensor) -> Tensor:
             return self.inner(x).sum()
 
-    model, x = Outer(), _x()
+    model, x = Outer(), point()
     handle = model.inner.register_full_backward_hook(lambda *_: None)
     with attached(model, gs.Identity(), gs.Nodes("BackwardHookFunction")) as live:
         model(x).backward()
     handle.remove()
-    assert set(_calls(live)) == {
+    assert set(calls_of(live)) == {
         "inner#0/BackwardHookFunctionBackward[0]",
         "root#0/BackwardHookFunctionBackward[0]",
     }
@@ -835,7 +823,7 @@ def test_what_is_made_after_the_model_is_reached_by_its_node() -> None:
         assert loss.grad_fn is not None
         with gs.hook(loss.grad_fn, gs.Zero()):
             loss.backward()
-    assert not any("NllLoss" in site for site in _calls(live))
+    assert not any("NllLoss" in site for site in calls_of(live))
     assert not gradients(model)["last.weight"].any()
 
 
@@ -845,13 +833,13 @@ def test_nodes_of_a_double_backward_belong_to_no_module() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x**2
 
-    model, x = Square(), _x(3.0)
+    model, x = Square(), point(3.0)
     with attached(model, gs.Scale(10.0), gs.Nodes("*")) as live:
         (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         slope.sum().backward()
     assert slope.item() == 60.0
-    assert _grad(x) == [20.0]
-    assert set(_calls(live)) == {"root#0/PowBackward[0]"}
+    assert grad_of(x) == [20.0]
+    assert set(calls_of(live)) == {"root#0/PowBackward[0]"}
 
 
 def test_a_parameter_used_outside_its_module_makes_nodes_of_the_user() -> None:
@@ -859,7 +847,7 @@ def test_a_parameter_used_outside_its_module_makes_nodes_of_the_user() -> None:
     x = torch.randn(1, 3, 4)
     with attached(model, gs.Identity(), gs.Nodes("matmul")) as live:
         model(x, x, x)[0].sum().backward()
-    assert {site.split("/")[0] for site in _calls(live)} == {"root#0"}
+    assert {site.split("/")[0] for site in calls_of(live)} == {"root#0"}
 
 
 def test_a_module_with_two_names_goes_by_them_in_turn() -> None:
@@ -871,18 +859,18 @@ def test_a_module_with_two_names_goes_by_them_in_turn() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.two(self.one(self.two(self.one(x)))).sum()
 
-    model, x = Two(), _x()
+    model, x = Two(), point()
     with attached(model, gs.Scale(10.0), gs.Nodes("Mul", module="two", call=1)) as live:
         model(x).backward()
-    assert _grad(x) == [160.0]
-    assert set(_calls(live)) == {"two#1/MulBackward[0]"}
+    assert grad_of(x) == [160.0]
+    assert set(calls_of(live)) == {"two#1/MulBackward[0]"}
 
 
 def test_a_module_inside_takes_its_nodes_from_the_one_that_is_selected() -> None:
     model = Functional()
     with attached(model, gs.Identity(), gs.Nodes("*", module="inner")) as live:
         model(torch.randn(2, 3)).backward()
-    assert set(_calls(live)) == {"inner#0/ReluBackward[0]"}
+    assert set(calls_of(live)) == {"inner#0/ReluBackward[0]"}
 
 
 class Interrupt(nn.Module):
@@ -908,15 +896,15 @@ class _Interrupted(nn.Module):
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_an_interrupted_forward_does_not_stay_open(inside) -> None:
-    model, x = Interrupt(), _x()
+    model, x = Interrupt(), point()
     with attached(model, gs.Scale(10.0), gs.Nodes("*", module="*")) as live:
         model.part.on = True
         with pytest.raises(KeyboardInterrupt):
             (model.part if inside else model)(x)
         model.part.on = False
         model(x).backward()
-    assert _grad(x) == [2000.0]
-    assert set(_calls(live)) == {
+    assert grad_of(x) == [2000.0]
+    assert set(calls_of(live)) == {
         "part#0/MulBackward[0]",
         "act#0/ReluBackward[0]",
         "root#0/SumBackward[0]",
@@ -928,10 +916,10 @@ def test_a_module_that_calls_itself_is_not_taken_for_an_interrupted_one() -> Non
         def forward(self, x: Tensor, depth: int = 2) -> Tensor:
             return self(x * 2, depth - 1) * 3 if depth else x * 5
 
-    model, x = Deep(), _x()
+    model, x = Deep(), point()
     with attached(model, gs.Identity(), gs.Nodes("Mul")) as live:
         model(x).sum().backward()
-    assert set(_calls(live)) == {
+    assert set(calls_of(live)) == {
         "root#0/MulBackward[0]",
         "root#0/MulBackward[1]",
         "root#1/MulBackward[0]",
@@ -945,7 +933,7 @@ def test_what_was_made_in_another_thread_is_not_of_the_model() -> None:
     given: list[Tensor] = []
 
     def work(until: int) -> None:
-        x = _x(2.0)
+        x = point(2.0)
         while engine.next_sequence_number() < until:
             given[:] = [x * 3]
 
@@ -955,7 +943,7 @@ def test_what_was_made_in_another_thread_is_not_of_the_model() -> None:
     model = Cubes()
     with attached(model, gs.Identity(), gs.Nodes("Mul", module="twice")) as live:
         model(given[0]).backward()
-    assert set(_calls(live)) == {"twice#0/MulBackward[0]", "twice#1/MulBackward[0]"}
+    assert set(calls_of(live)) == {"twice#0/MulBackward[0]", "twice#1/MulBackward[0]"}
 
 
 # Names
@@ -981,10 +969,10 @@ class Muls(nn.Module):
     ],
 )
 def test_a_name_fits_every_overload_and_a_spelled_out_one_its_own(pattern, found) -> None:
-    model, x = Muls(), _x()
+    model, x = Muls(), point()
     with attached(model, gs.Identity(), gs.Nodes(pattern)) as live:
         model(x).backward()
-    assert {site.removeprefix("root#0/MulBackward") for site in _calls(live)} == found
+    assert {site.removeprefix("root#0/MulBackward") for site in calls_of(live)} == found
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -1021,7 +1009,7 @@ def test_a_family_finds_what_its_modules_are_made_of(family, module, given, name
     with attached(module, gs.Identity(), gs.Nodes(family)) as live:
         out = module(given)
         (out[0] if isinstance(out, tuple) else out).sum().backward()
-    found = {site.partition("/")[2].partition("Backward")[0] for site in _calls(live)}
+    found = {site.partition("/")[2].partition("Backward")[0] for site in calls_of(live)}
     assert found == names
 
 

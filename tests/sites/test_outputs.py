@@ -13,35 +13,7 @@ import gradsurg as gs
 from gradsurg.fields import FieldError
 from gradsurg.sites._nested import tensors_in
 from tests.nets import attached, backward, gradients, num_hooks, sgd, small
-
-
-class Double(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 2
-
-
-class Shared(nn.Module):
-    """One module called twice, then a sum: d/dx = 4, d/d(first call) = 2, d/d(second) = 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.twice = Double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.twice(self.twice(x)).sum()
-
-
-def _x(*values: float) -> Tensor:
-    return torch.tensor(values or (1.0,), requires_grad=True)
-
-
-def _grad(x: Tensor) -> list[float]:
-    assert x.grad is not None
-    return x.grad.tolist()
-
-
-def _calls(live: gs.Live) -> dict[str, int]:
-    return {entry.site: entry.calls for entry in live.ledger}
+from tests.sites.points import Double, Shared, calls_of, grad_of, point
 
 
 def test_it_is_the_gradient_of_what_the_module_returned() -> None:
@@ -56,7 +28,7 @@ def test_it_is_the_gradient_of_what_the_module_returned() -> None:
         model(x).sum().backward()
     torch.testing.assert_close(gradients(model)["first.weight"], expected)
     assert not torch.equal(at_act, at_act.clamp(-0.1, 0.1))
-    assert _calls(live) == {"act#0": 1}
+    assert calls_of(live) == {"act#0": 1}
 
 
 def test_an_output_used_twice_is_hooked_once_with_the_sum() -> None:
@@ -69,31 +41,31 @@ def test_an_output_used_twice_is_hooked_once_with_the_sum() -> None:
             h = self.twice(x)
             return (h * 3 + h * 5).sum()
 
-    model, x = Twice(), _x()
+    model, x = Twice(), point()
     # 3 + 5 = 8, clipped to 6, times 2.
     with attached(model, gs.Clip(6.0), gs.Outputs("twice")):
         model(x).backward()
-    assert _grad(x) == [12.0]
+    assert grad_of(x) == [12.0]
 
 
 def test_calls_of_a_shared_module_are_sites_of_their_own() -> None:
-    model, x = Shared(), _x()
+    model, x = Shared(), point()
     with attached(model, gs.Scale(10.0), gs.Outputs("twice")) as live:
         for _ in range(2):
             x.grad = None
             model(x).backward()
-    assert _grad(x) == [400.0]
-    assert _calls(live) == {"twice#0": 2, "twice#1": 2}
+    assert grad_of(x) == [400.0]
+    assert calls_of(live) == {"twice#0": 2, "twice#1": 2}
 
 
 @pytest.mark.parametrize("call", [0, 1])
 def test_call_picks_one_call(call: int) -> None:
-    model, x = Shared(), _x()
+    model, x = Shared(), point()
     # Clipped to 1.5: the first call has 2 (then times 2), the second 1.
     with attached(model, gs.Clip(1.5), gs.Outputs("twice", call=call)) as live:
         model(x).backward()
-    assert _grad(x) == [[3.0], [4.0]][call]
-    assert _calls(live) == {f"twice#{call}": 1}
+    assert grad_of(x) == [[3.0], [4.0]][call]
+    assert calls_of(live) == {f"twice#{call}": 1}
 
 
 def test_a_call_that_does_not_come_is_told_at_the_end() -> None:
@@ -102,15 +74,15 @@ def test_a_call_that_does_not_come_is_told_at_the_end() -> None:
         pytest.warns(gs.SurgeryWarning, match="no gradient ever passed at: twice#7"),
         attached(model, gs.Zero(), gs.Outputs("twice", call=7)),
     ):
-        model(_x()).backward()
+        model(point()).backward()
 
 
 def test_a_module_called_without_the_model_is_at_its_call_0() -> None:
     model = Shared()
     with attached(model, gs.Zero(), gs.Outputs("twice")) as live:
         for _ in range(3):
-            model.twice(_x()).sum().backward()
-    assert _calls(live) == {"twice#0": 3}
+            model.twice(point()).sum().backward()
+    assert calls_of(live) == {"twice#0": 3}
 
 
 class Recurrent(nn.Module):
@@ -127,7 +99,7 @@ def test_every_tensor_of_a_nested_output_is_a_site() -> None:
     model = Recurrent()
     with attached(model, gs.Zero(), gs.Outputs("lstm")) as live:
         model(torch.ones(2, 1, 3)).backward()
-    assert _calls(live) == {"lstm#0.0": 1, "lstm#0.1.0": 1, "lstm#0.1.1": 1}
+    assert calls_of(live) == {"lstm#0.0": 1, "lstm#0.1.0": 1, "lstm#0.1.1": 1}
     assert not any(grad.any() for grad in gradients(model).values())
 
 
@@ -183,21 +155,21 @@ class _Inner(nn.Module):
     [("dict", ["inner#0.a", "inner#0.b"]), ("data", ["inner#0.logits", "inner#0.extra.loss"])],
 )
 def test_dict_and_dataclass_outputs_are_hooked(kind: str, sites: list[str]) -> None:
-    model, x = Answers(kind), _x()
+    model, x = Answers(kind), point()
     with attached(model, gs.Scale(10.0), gs.Outputs("inner")) as live:
         model(x).backward()
-    assert _grad(x) == [50.0]
-    assert _calls(live) == dict.fromkeys(sites, 1)
+    assert grad_of(x) == [50.0]
+    assert calls_of(live) == dict.fromkeys(sites, 1)
 
 
 def test_modules_that_return_the_same_tensor_are_one_site_with_all_names() -> None:
     inner = nn.Sequential(Double(), nn.Identity(), nn.Dropout(0.0).eval())
     model = nn.Sequential(inner)
     inner[2].eval()
-    x = _x()
+    x = point()
     with attached(model, gs.Scale(10.0), gs.Outputs()) as live:
         model(x).sum().backward()
-    assert _grad(x) == [20.0]
+    assert grad_of(x) == [20.0]
     (entry,) = live.ledger
     assert (entry.site, entry.aliases) == ("0.0#0", ["0.1#0", "0.2#0", "0#0"])
     assert "0.0#0 = 0.1#0 = 0.2#0 = 0#0" in live.ledger.table()
@@ -230,7 +202,7 @@ def test_a_parameter_returned_by_a_module_is_hooked_once_and_unhooked_after_the_
             model.zero_grad()
             model(torch.ones(2)).backward()
             assert gradients(model)["soft.prompt"].tolist() == [10.0, 10.0]
-    assert _calls(live) == {"soft#0": 3}
+    assert calls_of(live) == {"soft#0": 3}
     assert num_hooks(model) == 0
 
 
@@ -248,12 +220,12 @@ def test_the_value_of_a_parameter_returned_by_a_module_is_that_of_the_step() -> 
 
 
 def test_inputs_that_an_identity_returns_are_not_hooked_again_and_again() -> None:
-    model, x = nn.Sequential(nn.Identity()), _x()
+    model, x = nn.Sequential(nn.Identity()), point()
     with attached(model, gs.Scale(10.0), gs.Outputs("0")):
         for _ in range(3):
             x.grad = None
             model(x).sum().backward()
-    assert _grad(x) == [10.0]
+    assert grad_of(x) == [10.0]
     assert not x._backward_hooks
 
 
@@ -283,12 +255,12 @@ def test_non_reentrant_checkpoints_fire_once() -> None:
             assert isinstance(y, Tensor)
             return y.pow(2).sum()
 
-    model, x = Saved(), _x(3.0)
+    model, x = Saved(), point(3.0)
     with attached(model, gs.Scale(10.0), gs.Outputs("twice")) as live:
         model(x).backward()
     # y = 2x, d y^2 / dx = 8x.
-    assert _grad(x) == [240.0]
-    assert _calls(live) == {"twice#0": 1}
+    assert grad_of(x) == [240.0]
+    assert calls_of(live) == {"twice#0": 1}
 
 
 def test_inside_a_reentrant_checkpoint_the_recomputation_is_hooked() -> None:
@@ -298,10 +270,10 @@ def test_inside_a_reentrant_checkpoint_the_recomputation_is_hooked() -> None:
             assert isinstance(y, Tensor)
             return y.sum()
 
-    model, x = Saved(), _x()
+    model, x = Saved(), point()
     with attached(model, gs.Scale(10.0), gs.Outputs("twice")) as live:
         model(x).backward()
-    assert _grad(x) == [20.0]
+    assert grad_of(x) == [20.0]
     assert [(entry.site, entry.calls) for entry in live.ledger] == [("twice#0", 1)]
 
 
@@ -316,19 +288,19 @@ def test_an_in_place_activation_behind_the_output_is_no_trouble() -> None:
 def test_an_in_place_activation_has_a_site_of_its_own() -> None:
     # 2 comes to the ReLU, 1 if clipped; both times 10 behind it, times 10 before it, times 2.
     model = nn.Sequential(Double(), nn.ReLU(inplace=True), Double())
-    plain, after, both = _x(3.0, -3.0), _x(3.0, -3.0), _x(3.0, -3.0)
+    plain, after, both = point(3.0, -3.0), point(3.0, -3.0), point(3.0, -3.0)
     model(plain).sum().backward()
-    assert _grad(plain) == [4.0, 0.0]
+    assert grad_of(plain) == [4.0, 0.0]
     with attached(model, gs.Clip(1.0), gs.Outputs("1")):
         model(after).sum().backward()
-    assert _grad(after) == [2.0, 0.0]
+    assert grad_of(after) == [2.0, 0.0]
     with (
         attached(model, gs.Clip(1.0), gs.Outputs("1")),
         attached(model, gs.Scale(10.0), gs.Outputs("[01]")) as live,
     ):
         model(both).sum().backward()
-    assert _grad(both) == [200.0, 0.0]
-    assert _calls(live) == {"0#0": 1, "1#0": 1}
+    assert grad_of(both) == [200.0, 0.0]
+    assert calls_of(live) == {"0#0": 1, "1#0": 1}
     assert [entry.aliases for entry in live.ledger] == [[], []]
 
 
@@ -338,19 +310,19 @@ class Negate(nn.Module):
 
 
 def test_the_value_is_what_the_module_returned_though_it_was_changed_in_place_since() -> None:
-    model, x = nn.Sequential(Double(), Negate()), _x(1.0, -1.0)
+    model, x = nn.Sequential(Double(), Negate()), point(1.0, -1.0)
     transform = gs.ScaleBySign(positive=10.0, negative=0.0, of="value")
     with attached(model, transform, gs.Outputs("0")):
         model(x).sum().backward()
-    assert _grad(x) == [-20.0, 0.0]
+    assert grad_of(x) == [-20.0, 0.0]
 
 
 def test_an_in_place_module_that_changes_nothing_has_none() -> None:
     model = nn.Sequential(Double(), nn.Dropout(0.5, inplace=True).eval())
-    x = _x()
+    x = point()
     with attached(model, gs.Scale(10.0), gs.Outputs()) as live:
         model(x).sum().backward()
-    assert _grad(x) == [20.0]
+    assert grad_of(x) == [20.0]
     (entry,) = live.ledger
     assert (entry.site, entry.aliases) == ("0#0", ["1#0"])
 
@@ -366,9 +338,9 @@ def test_threads_count_their_calls_apart() -> None:
     results: list[list[float]] = []
 
     def work() -> None:
-        x = _x()
+        x = point()
         model(x).backward()
-        results.append(_grad(x))
+        results.append(grad_of(x))
 
     with attached(model, gs.Scale(10.0), gs.Outputs("twice"), effects_every=0) as live:
         threads = [threading.Thread(target=work) for _ in range(2)]
@@ -378,7 +350,7 @@ def test_threads_count_their_calls_apart() -> None:
             thread.join()
     handle.remove()
     assert results == [[400.0], [400.0]]
-    assert sorted(_calls(live)) == ["twice#0", "twice#1"]
+    assert sorted(calls_of(live)) == ["twice#0", "twice#1"]
 
 
 def test_a_pattern_that_matches_nothing_lists_what_there_is_and_the_nearest() -> None:
@@ -407,14 +379,14 @@ def test_an_exception_in_forward_leaves_the_calls_counted_right() -> None:
                 raise OSError("gone")
             return self.twice(y).sum()
 
-    model, x = Breaks(), _x()
+    model, x = Breaks(), point()
     with attached(model, gs.Scale(10.0), gs.Outputs("twice")) as live:
         with pytest.raises(OSError, match="gone"):
             model(x, True)
         model.twice(x).sum().backward()
         model(x, False).backward()
-    assert _grad(x) == [20.0 + 400.0]
-    assert _calls(live) == {"twice#0": 2, "twice#1": 1}
+    assert grad_of(x) == [20.0 + 400.0]
+    assert calls_of(live) == {"twice#0": 2, "twice#1": 1}
 
 
 @pytest.mark.filterwarnings("ignore")  # Dynamo trips over its own warnings when they are errors
@@ -455,7 +427,7 @@ def test_a_call_inside_a_reentrant_checkpoint_is_the_one_of_the_forward() -> Non
         model(x).backward()
     # d/dy of (2 y^2)^2 = 16 y^3 at y = 2.
     assert seen == [128.0]
-    assert _grad(x) == [256.0]
+    assert grad_of(x) == [256.0]
 
 
 def test_a_list_of_modules_is_no_site() -> None:

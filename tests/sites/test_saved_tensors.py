@@ -27,6 +27,7 @@ from tests.nets import (
     train,
     weights,
 )
+from tests.sites.points import grad_of
 
 
 class Square(nn.Module):
@@ -50,11 +51,6 @@ def _x(*values: float) -> Tensor:
     return torch.tensor(values or (3.0,), requires_grad=True)
 
 
-def _grad(x: Tensor) -> list[float]:
-    assert x.grad is not None
-    return x.grad.tolist()
-
-
 def _calls(live: gs.Live) -> dict[str, int]:
     return {entry.site: entry.calls for entry in live.ledger if not entry.skipped}
 
@@ -66,7 +62,7 @@ def test_backward_reads_the_transformed_and_the_forward_is_as_it_was() -> None:
         y.sum().backward()
     assert y.tolist() == [9.0]
     # x is saved twice, for each factor: 30 + 30.
-    assert _grad(x) == [60.0]
+    assert grad_of(x) == [60.0]
     assert _calls(live) == {"0#0.0": 1, "0#0.1": 1}
 
 
@@ -144,7 +140,7 @@ def test_calls_are_told_apart_and_call_picks_one() -> None:
     with attached(model, gs.Scale(10.0), gs.SavedTensors("1")) as live:
         model(x).sum().backward()
     # The module goes by its two names in turn. d x^4 = 4, and the second call's part times 10.
-    assert _grad(x) == [40.0]
+    assert grad_of(x) == [40.0]
     assert _calls(live) == {"1#0.0": 1, "1#0.1": 1}
 
 
@@ -167,7 +163,7 @@ def test_two_interventions_act_one_after_the_other() -> None:
     )
     with surgery.attach(model):
         model(x).sum().backward()
-    assert _grad(x) == [40.0]
+    assert grad_of(x) == [40.0]
 
 
 # What.
@@ -209,7 +205,7 @@ def test_asked_for_the_saved_weights_change_the_gradient_that_goes_on() -> None:
     nn.init.constant_(model[0].weight, 5.0)
     with attached(model, gs.Scale(10.0), gs.SavedTensors("0", of="parameters")):
         model(x).sum().backward()
-    assert _grad(x) == [50.0]
+    assert grad_of(x) == [50.0]
     assert gradients(model)["0.weight"].tolist() == [[3.0]]
 
 
@@ -313,7 +309,7 @@ def test_a_double_backward_is_refused_where_the_transform_acts() -> None:
         with pytest.raises(RuntimeError, match=r"site '0#0\.[01]' is read back under create_graph"):
             torch.autograd.grad(y, x, create_graph=True)
         y.backward()
-        assert _grad(x) == [12.0]
+        assert grad_of(x) == [12.0]
     with attached(model, gs.Identity(), gs.SavedTensors("0")):
         (first,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         (second,) = torch.autograd.grad(first, x)
@@ -352,7 +348,7 @@ def test_a_backward_after_the_block_reads_what_was_saved() -> None:
         ):
             y = model(x).sum()
         y.backward()
-        assert _grad(x) == [6.0]
+        assert grad_of(x) == [6.0]
 
 
 @pytest.mark.parametrize("at", [gs.SavedTensors(), gs.SavedTensors("block"), None])
@@ -408,7 +404,7 @@ def test_an_interrupted_forward_leaves_no_hooks_in_force() -> None:
             model(x)
         breaks.stops = False
         model(x).sum().backward()
-        assert _grad(x) == [60.0]
+        assert grad_of(x) == [60.0]
         assert engine.saving() is None
         breaks.stops = True
         with pytest.raises(KeyboardInterrupt):
@@ -430,7 +426,7 @@ def test_a_foreign_hook_that_raises_before_a_module_leaves_nothing_in_force() ->
         handle.remove()
         x = _x()
         model(x).sum().backward()
-    assert _grad(x) == [60.0]
+    assert grad_of(x) == [60.0]
 
 
 # Other hooks for saved tensors.
@@ -447,7 +443,7 @@ def test_inside_a_checkpoint_the_recomputed_tensor_is_transformed(reentrant: boo
         for _ in range(2):
             x.grad = None
             model(x).sum().backward()
-    assert _grad(x) == _grad(z)
+    assert grad_of(x) == grad_of(z)
     assert _calls(live) == {"inner.0#0.0": 2, "inner.1#0.0": 2, "inner.1#0.1": 2}
     torch.testing.assert_close(
         x.grad, 4 * torch.tensor([0.5]).tanh() * (1 - (2 * torch.tensor([0.5]).tanh()) ** 2)
@@ -485,7 +481,7 @@ def test_hooks_of_others_stay_in_force(outside: bool) -> None:
     first, second = (others, surgery) if outside else (surgery, others)
     with first, second:
         model(x).sum().backward()
-    assert _grad(x) == [80.0]
+    assert grad_of(x) == [80.0]
     assert len(packed) >= 2
 
 
@@ -493,7 +489,7 @@ def test_save_on_cpu_and_the_block_together() -> None:
     model, x = nn.Sequential(Square()), _x()
     with save_on_cpu(), attached(model, gs.Scale(10.0), gs.SavedTensors("block")) as live:
         model(x).sum().backward()
-    assert _grad(x) == [60.0]
+    assert grad_of(x) == [60.0]
     assert _calls(live) == {"block": 2}
     assert engine.saving() is None
 
@@ -506,11 +502,11 @@ def test_the_block_is_all_that_is_saved_while_it_is_open() -> None:
     with attached(model, gs.Scale(10.0), gs.SavedTensors("block")) as live:
         (model(x) * x).sum().backward()
     # d x^3: y = x^2 and x are saved by the product, x twice by the square: 10 + 10 (10 + 10).
-    assert _grad(x) == [210.0]
+    assert grad_of(x) == [210.0]
     assert _calls(live) == {"block": 4}
     after = _x(1.0)
     model(after).sum().backward()
-    assert _grad(after) == [2.0]
+    assert grad_of(after) == [2.0]
 
 
 def test_what_a_checkpoint_takes_inside_the_block_is_its_own() -> None:
@@ -549,11 +545,11 @@ def test_blocks_can_be_left_in_any_order() -> None:
     with gs.Surgery(first, second).attach(model) as live:
         x = _x()
         model(x).sum().backward()
-        assert _grad(x) == [180.0]
+        assert grad_of(x) == [180.0]
         live.remove("first")
         x = _x()
         model(x).sum().backward()
-        assert _grad(x) == [18.0]
+        assert grad_of(x) == [18.0]
     assert engine.saving() is None
 
 
@@ -574,7 +570,7 @@ def test_another_thread_is_not_in_the_block_and_modules_are_followed_there() -> 
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-    assert _grad(x) == [12.0]
+    assert grad_of(x) == [12.0]
 
 
 # Nodes.
@@ -628,7 +624,7 @@ def test_what_a_node_has_saved_is_transformed() -> None:
     with attached(model, gs.Scale(10.0), gs.SavedTensors(node="Function")):
         model(x).sum().backward()
     # x + 2x + 1, with 10 times the two that are floating.
-    assert _grad(x) == [31.0]
+    assert grad_of(x) == [31.0]
 
 
 def test_no_node_of_that_name_is_an_error_that_lists_what_there_is() -> None:
@@ -655,7 +651,7 @@ def test_nodes_of_a_reentrant_checkpoint_are_met_in_the_backward() -> None:
     model, x = Saved(nn.Sequential(nn.Tanh()), True), _x(0.5)
     with attached(model, gs.Zero(), gs.SavedTensors(node="Tanh")) as live:
         model(x).sum().backward()
-    assert _grad(x) == [1.0]
+    assert grad_of(x) == [1.0]
     assert _calls(live) == {"inner.0#0/TanhBackward[0].result": 1}
 
 

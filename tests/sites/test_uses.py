@@ -15,10 +15,7 @@ from gradsurg.ledger import SurgeryWarning
 from gradsurg.sites.base import Selector
 from gradsurg.transforms.base import as_transform
 from tests.nets import attached, backward, gradients, num_hooks, small
-
-
-def _x(*values: float) -> Tensor:
-    return torch.tensor(values or (1.0,), requires_grad=True)
+from tests.sites.points import point
 
 
 def _calls(live: gs.Live) -> dict[str, int]:
@@ -31,7 +28,7 @@ def _skipped(live: gs.Live) -> dict[str, str]:
 
 def _changed(make: Callable[[], nn.Module], at: Selector, factor: float = 10.0) -> list[float]:
     """What the gradient of the input is once the uses are scaled."""
-    model, x = make(), _x()
+    model, x = make(), point()
     with attached(model, gs.Scale(factor), at):
         model(x).backward()
     assert x.grad is not None
@@ -71,7 +68,7 @@ def test_each_use_is_seen_by_itself_where_a_tensor_hook_sees_their_sum_once() ->
         pytest.warns(SurgeryWarning, match="plain callable"),
         attached(model, as_transform(look), gs.Uses("part")) as live,
     ):
-        model(_x()).backward()
+        model(point()).backward()
     handle.remove()
     assert sorted(seen) == [2.0, 3.0, 5.0]
     assert summed == [10.0]
@@ -192,7 +189,7 @@ def test_a_view_is_one_use_whatever_is_made_of_it() -> None:
     assert _changed(Viewed, gs.Uses("part", use=1)) == [55.0]
     model = Viewed()
     with attached(model, gs.Identity(), gs.Uses("part")) as live:
-        model(_x()).backward()
+        model(point()).backward()
     assert set(_calls(live)) == {"part#0/use[0]", "part#0/use[1]"}
 
 
@@ -210,7 +207,7 @@ def test_a_change_in_place_is_the_last_use_of_what_was_there() -> None:
 
     model = InPlace()
     with attached(model, gs.Identity(), gs.Uses("part")) as live:
-        model(_x()).backward()
+        model(point()).backward()
     assert set(_calls(live)) == {"part#0/use[0]", "part#0/use[1]"}
     assert _changed(InPlace, gs.Uses("part", use=0)) == [56.0]
     assert _changed(InPlace, gs.Uses("part", use=1)) == [362.0]
@@ -218,7 +215,7 @@ def test_a_change_in_place_is_the_last_use_of_what_was_there() -> None:
 
 def test_modules_that_return_one_and_the_same_tensor_share_its_uses() -> None:
     model = nn.Sequential(nn.Sequential(Once(), nn.Identity()), Once())
-    x = _x()
+    x = point()
     with attached(model, gs.Scale(10.0), gs.Uses("0*")) as live:
         model(x).sum().backward()
     assert x.grad is not None
@@ -243,7 +240,7 @@ def test_several_tensors_of_one_call_have_paths() -> None:
 
     model = Outer()
     with attached(model, gs.Identity(), gs.Uses("pair")) as live:
-        model(_x()).backward()
+        model(point()).backward()
     assert set(_calls(live)) == {"pair#0.a/use[0]", "pair#0.a/use[1]", "pair#0.b/use[0]"}
 
 
@@ -260,7 +257,7 @@ def test_what_autograd_grad_captures_has_the_change_in_it_whatever_else_is_asked
     # 1c: a tensor hook is not in the value when the input is asked for as well; this is.
     values = []
     for also in (False, True):
-        model, x = Reused(), _x()
+        model, x = Reused(), point()
         with attached(model, gs.Scale(10.0), gs.Uses("part", use=1)):
             loss = model(x)
             assert model.kept is not None
@@ -312,7 +309,7 @@ def test_checkpoints_have_the_same_uses_as_none(reentrant: bool) -> None:
 
     results = []
     for saving in (False, True):
-        model, x = Saved(saving), _x()
+        model, x = Saved(saving), point()
         with attached(model, gs.Scale(3.0), gs.Uses("re:.*(part|weight|bias)", use=0)) as live:
             model(x).backward()
         assert x.grad is not None
@@ -323,7 +320,7 @@ def test_checkpoints_have_the_same_uses_as_none(reentrant: bool) -> None:
 
 def test_a_model_called_through_its_modules_alone_is_served() -> None:
     model = nn.ModuleDict({"part": Reused()})
-    x = _x()
+    x = point()
     with attached(model, gs.Scale(10.0), gs.Uses("part.part", use=2)) as live:
         for _ in range(2):
             model["part"](x).backward()
@@ -384,7 +381,7 @@ def test_a_module_that_is_not_called_is_told() -> None:
         pytest.warns(SurgeryWarning, match="no gradient ever passed at: spare$"),
         attached(model, gs.Identity(), gs.Uses("*")),
     ):
-        model(_x()).backward()
+        model(point()).backward()
 
 
 def test_a_transform_that_needs_a_value_or_a_group_is_refused() -> None:
@@ -404,7 +401,7 @@ def test_nothing_changes_when_the_transform_changes_nothing() -> None:
 
 
 def test_hooks_on_a_graph_that_outlives_the_block_pass() -> None:
-    model, x = Reused(), _x()
+    model, x = Reused(), point()
     with (
         pytest.warns(SurgeryWarning, match="no gradient ever passed"),
         attached(model, gs.Zero(), gs.Uses("part")),

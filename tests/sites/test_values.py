@@ -14,6 +14,7 @@ import gradsurg as gs
 from gradsurg.fields import FieldError
 from gradsurg.transforms.base import Context, Law, Stateless
 from tests.nets import attached, backward, batch, gradients, num_hooks, sgd, small, train, weights
+from tests.sites.points import calls_of, grad_of, point
 
 
 class Round(Stateless):
@@ -45,27 +46,14 @@ class Shared(nn.Module):
         return self.twice(self.twice(x)).sum()
 
 
-def _x(*values: float) -> Tensor:
-    return torch.tensor(values or (1.0,), requires_grad=True)
-
-
-def _grad(x: Tensor) -> list[float]:
-    assert x.grad is not None
-    return x.grad.tolist()
-
-
-def _calls(live: gs.Live) -> dict[str, int]:
-    return {entry.site: entry.calls for entry in live.ledger}
-
-
 def test_an_output_is_doubled_and_the_gradient_goes_through() -> None:
-    model, x = nn.Sequential(Times(3.0), Times(5.0)), _x()
+    model, x = nn.Sequential(Times(3.0), Times(5.0)), point()
     with attached(model, gs.Scale(2.0), gs.Values("0")) as live:
         y = model(x)
         y.sum().backward()
     assert y.tolist() == [30.0]
-    assert _grad(x) == [30.0]
-    assert _calls(live) == {"0#0": 1}
+    assert grad_of(x) == [30.0]
+    assert calls_of(live) == {"0#0": 1}
     assert model(x).tolist() == [15.0]
 
 
@@ -76,17 +64,17 @@ def test_a_rounded_value_has_no_gradient_or_that_of_an_identity(
     how: Any, value: float, grad: float
 ) -> None:
     # 3 * 2.25 = 6.75, rounded 7, times 2; then d/dx = 2 * 1 * 6 where it passes straight.
-    model, x = nn.Sequential(Times(6.0), Times(2.0)), _x(1.125)
+    model, x = nn.Sequential(Times(6.0), Times(2.0)), point(1.125)
     with attached(model, Round(), gs.Values("0", backward=how)):
         y = model(x)
         y.sum().backward()
     assert y.tolist() == [value]
-    assert _grad(x) == [grad]
+    assert grad_of(x) == [grad]
 
 
 def test_straight_through_is_exact_in_the_forward_also_where_a_difference_is_not() -> None:
     values = (0.1, -0.3, 1e30, -0.0, float("inf"), 3.3e-7)
-    model, x = nn.Sequential(Times(1.0)), _x(*values)
+    model, x = nn.Sequential(Times(1.0)), point(*values)
     expected = torch.tensor(values) * 0.7
     with attached(model, gs.Scale(0.7), gs.Values("0", backward="straight")):
         y = model(x)
@@ -96,24 +84,24 @@ def test_straight_through_is_exact_in_the_forward_also_where_a_difference_is_not
 
 
 def test_straight_through_can_be_written_to_and_differentiated_twice() -> None:
-    model, x = nn.Sequential(Times(3.0), nn.ReLU(inplace=True)), _x(1.0)
+    model, x = nn.Sequential(Times(3.0), nn.ReLU(inplace=True)), point(1.0)
     with attached(model, Round(), gs.Values("0", backward="straight")):
         (first,) = torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
         first.sum().backward()
     # y = relu(round(3x)), d y^2 / dx = 2 * 3 * 3, again 2 * 3 * 3.
     assert first.tolist() == [18.0]
-    assert _grad(x) == [18.0]
+    assert grad_of(x) == [18.0]
 
 
 def test_a_double_backward_goes_through_the_transform() -> None:
-    model, x = nn.Sequential(Times(1.0)), _x(3.0)
+    model, x = nn.Sequential(Times(1.0)), point(3.0)
     square = gs.Intervention(gs.Scale(2.0), gs.Values("0"))
     with gs.Surgery(square).attach(model):
         (first,) = torch.autograd.grad(model(x).pow(3).sum(), x, create_graph=True)
         first.sum().backward()
     # y = (2x)^3 = 8 x^3.
     assert first.tolist() == [216.0]
-    assert _grad(x) == [144.0]
+    assert grad_of(x) == [144.0]
 
 
 def test_a_no_op_is_bit_identical() -> None:
@@ -137,7 +125,7 @@ def test_it_acts_in_evaluation_without_gradients_and_in_inference_mode() -> None
             assert model(torch.ones(1)).item() == 6.0
         with torch.inference_mode():
             assert model(torch.ones(1)).item() == 6.0
-    assert _calls(live) == {"0#0": 2}
+    assert calls_of(live) == {"0#0": 2}
 
 
 def test_what_it_does_is_measured() -> None:
@@ -221,7 +209,7 @@ def test_a_tensor_that_is_given_again_is_another_value() -> None:
             model(x, left)
         model.right(x)
         model.right(x)
-    assert _calls(live) == {"left#0": 2, "right#0": 3}
+    assert calls_of(live) == {"left#0": 2, "right#0": 3}
 
 
 def test_inputs_handed_down_are_changed_once_and_side_by_side_each() -> None:
@@ -236,12 +224,12 @@ def test_inputs_handed_down_are_changed_once_and_side_by_side_each() -> None:
     model = Both()
     with attached(model, gs.Scale(10.0), gs.Values(side="input")) as live:
         assert model(torch.ones(1)).item() == 80.0
-    assert _calls(live) == {"left#0.input": 1, "right#0.input": 1}
+    assert calls_of(live) == {"left#0.input": 1, "right#0.input": 1}
     assert next(iter(live.ledger)).aliases == ["left.0#0.input"]
     # Also where the transform leaves it alone.
     with attached(model, gs.Identity(), gs.Values(side="input")) as live:
         model(torch.ones(1))
-    assert _calls(live) == {"left#0.input": 1, "right#0.input": 1}
+    assert calls_of(live) == {"left#0.input": 1, "right#0.input": 1}
 
 
 def test_what_was_changed_in_place_is_another_value() -> None:
@@ -249,7 +237,7 @@ def test_what_was_changed_in_place_is_another_value() -> None:
     with attached(model, gs.Scale(-1.0), gs.Values("re:[01]")) as live:
         # -3 becomes 3, which relu leaves as it is and the transform makes -3.
         assert model(torch.ones(1)).item() == -3.0
-    assert _calls(live) == {"0#0": 1, "1#0": 1}
+    assert calls_of(live) == {"0#0": 1, "1#0": 1}
 
 
 def test_a_module_that_writes_to_its_input_writes_to_the_transformed_one() -> None:
@@ -266,7 +254,7 @@ def test_the_input_and_the_output_of_a_module_are_two_sites_when_both_are_asked_
     both = gs.Values("0") | gs.Values("0", side="input")
     with attached(model, gs.Scale(10.0), both) as live:
         assert model(torch.ones(1)).item() == 300.0
-    assert _calls(live) == {"0#0": 1, "0#0.input": 1}
+    assert calls_of(live) == {"0#0": 1, "0#0.input": 1}
 
 
 # Where.
@@ -276,10 +264,10 @@ def test_calls_of_a_shared_module_are_sites_and_call_picks_one() -> None:
     model = Shared()
     with attached(model, gs.Scale(10.0), gs.Values("twice")) as live:
         assert model(torch.ones(1)).item() == 400.0
-    assert _calls(live) == {"twice#0": 1, "twice#1": 1}
+    assert calls_of(live) == {"twice#0": 1, "twice#1": 1}
     with attached(model, gs.Scale(10.0), gs.Values("twice", call=1)) as live:
         assert model(torch.ones(1)).item() == 40.0
-    assert _calls(live) == {"twice#1": 1}
+    assert calls_of(live) == {"twice#1": 1}
 
 
 class Mix(nn.Module):
@@ -301,10 +289,10 @@ def test_nested_values_and_keyword_inputs_are_rebuilt_and_integers_left() -> Non
     with attached(model, gs.Scale(10.0), gs.Values("mix", side="input")) as live:
         y = model(torch.ones(1))
     assert (y["sum"].item(), y["count"].item()) == (70.0, 1)
-    assert _calls(live) == {"mix#0.input.0": 1, "mix#0.input.1.h": 1, "mix#0.input.mask": 1}
+    assert calls_of(live) == {"mix#0.input.0": 1, "mix#0.input.1.h": 1, "mix#0.input.mask": 1}
     with attached(model, gs.Scale(10.0), gs.Values("mix")) as live:
         assert model(torch.ones(1))["sum"].item() == 70.0
-    assert _calls(live) == {"mix#0.sum": 1}
+    assert calls_of(live) == {"mix#0.sum": 1}
 
 
 @pytest.mark.parametrize("field", [{"side": "both"}, {"backward": "twice"}, {"pattern": "re:("}])
@@ -325,7 +313,7 @@ def test_a_module_called_on_its_own_is_changed_too() -> None:
     with attached(model, gs.Scale(10.0), gs.Values("twice")) as live:
         for _ in range(3):
             assert model.twice(torch.ones(1)).item() == 20.0
-    assert _calls(live) == {"twice#0": 3}
+    assert calls_of(live) == {"twice#0": 3}
 
 
 def test_an_exception_in_forward_leaves_the_calls_counted_right() -> None:
@@ -341,7 +329,7 @@ def test_an_exception_in_forward_leaves_the_calls_counted_right() -> None:
         with pytest.raises(OSError, match="gone"):
             model(torch.ones(1), True)
         model(torch.ones(1))
-    assert _calls(live) == {"twice#0": 2, "twice#1": 1}
+    assert calls_of(live) == {"twice#0": 2, "twice#1": 1}
 
 
 # Checkpoints.
@@ -374,7 +362,7 @@ def test_a_recomputation_gives_the_same_values(
         Saved(Times(2.0), nn.Identity(), nn.Tanh(), reentrant=reentrant),
         nn.Sequential(Times(2.0), nn.Identity(), nn.Tanh()),
     )
-    x, z = _x(0.3), _x(0.3)
+    x, z = point(0.3), point(0.3)
     at = gs.Values(pattern, side=side, backward=how)
     with attached(plain, gs.Scale(1.5), gs.Values(side=side, backward=how)):
         y = plain(z).pow(2).sum()
@@ -383,15 +371,15 @@ def test_a_recomputation_gives_the_same_values(
         out = model(x)
         out.backward()
     assert out.item() == y.item()
-    assert _grad(x) == _grad(z)
-    assert all(calls in (1, 2) for calls in _calls(live).values())
+    assert grad_of(x) == grad_of(z)
+    assert all(calls in (1, 2) for calls in calls_of(live).values())
 
 
 def test_a_recomputation_is_counted_again() -> None:
-    model, x = Saved(Times(2.0), nn.Tanh()), _x(0.3)
+    model, x = Saved(Times(2.0), nn.Tanh()), point(0.3)
     with attached(model, gs.Scale(1.5), gs.Values("inner.0")) as live:
         model(x).backward()
-    assert _calls(live) == {"inner.0#0": 2}
+    assert calls_of(live) == {"inner.0#0": 2}
 
 
 @pytest.mark.parametrize(
@@ -405,7 +393,7 @@ def test_a_recomputation_is_counted_again() -> None:
 def test_a_transform_that_would_give_other_values_is_refused_in_a_recomputation(
     transform: Any, why: str, reentrant: bool
 ) -> None:
-    model, x = Saved(Times(2.0), nn.Tanh(), reentrant=reentrant), _x(0.3)
+    model, x = Saved(Times(2.0), nn.Tanh(), reentrant=reentrant), point(0.3)
     with (
         pytest.raises(RuntimeError, match=rf"site 'inner\.0#0' is recomputed .*{why}"),
         attached(model, transform, gs.Values("inner.0")),
@@ -414,10 +402,10 @@ def test_a_transform_that_would_give_other_values_is_refused_in_a_recomputation(
 
 
 def test_a_scheduled_transform_has_no_memory_and_is_repeated() -> None:
-    model, x = Saved(Times(2.0), nn.Tanh()), _x(0.3)
+    model, x = Saved(Times(2.0), nn.Tanh()), point(0.3)
     with attached(model, gs.Scheduled(gs.Scale(3.0), start=1.0), gs.Values("inner.0")) as live:
         model(x).backward()
-    assert _calls(live) == {"inner.0#0": 2}
+    assert calls_of(live) == {"inner.0#0": 2}
 
 
 def test_a_surgery_that_was_changed_since_the_forward_is_refused_in_a_recomputation() -> None:
@@ -427,7 +415,7 @@ def test_a_surgery_that_was_changed_since_the_forward_is_refused_in_a_recomputat
         lambda live: live.switch("flag", on=False),
     ]
     for change in changes:
-        model, x = Saved(Times(2.0), nn.Tanh()), _x(0.3)
+        model, x = Saved(Times(2.0), nn.Tanh()), point(0.3)
         at = gs.Values("inner.0")
         with attached(model, gs.Scale(1.5), at, when=gs.Flag("flag", on=True)) as live:
             y = model(x)
@@ -437,7 +425,7 @@ def test_a_surgery_that_was_changed_since_the_forward_is_refused_in_a_recomputat
 
 
 def test_a_backward_after_the_block_is_refused_where_values_would_be_recomputed() -> None:
-    model, x = Saved(Times(2.0), nn.Tanh()), _x(0.3)
+    model, x = Saved(Times(2.0), nn.Tanh()), point(0.3)
     with attached(model, gs.Scale(1.5), gs.Values("inner.0")):
         y = model(x)
     with pytest.raises(RuntimeError, match=r"site 'inner\.0#0' .*the block has ended"):
@@ -451,8 +439,8 @@ def test_calls_that_differ_cannot_be_told_apart_in_a_recomputation() -> None:
         pytest.raises(RuntimeError, match=r"'inner\.0#0' .*does not say which call it is"),
         attached(model, gs.Scale(1.5), gs.Values("inner.0", call=0)),
     ):
-        model(_x(0.3)).backward()
-    x, z = _x(0.3), _x(0.3)
+        model(point(0.3)).backward()
+    x, z = point(0.3), point(0.3)
     with attached(model, gs.Scale(1.5), gs.Values("re:inner.[02]")):
         model(x).backward()
     (3 * torch.tanh(3 * z)).pow(2).sum().backward()
@@ -460,7 +448,7 @@ def test_calls_that_differ_cannot_be_told_apart_in_a_recomputation() -> None:
 
 
 def test_an_early_stop_leaves_nothing_unbalanced() -> None:
-    model, x = Saved(nn.Sequential(nn.Tanh(), nn.Identity()), Times(2.0)), _x(0.3)
+    model, x = Saved(nn.Sequential(nn.Tanh(), nn.Identity()), Times(2.0)), point(0.3)
     with attached(model, gs.Scale(1.5), gs.Values()) as live:
         for _ in range(2):
             model(x).backward()
@@ -536,4 +524,4 @@ def test_a_trigger_can_look_at_the_value_that_passes() -> None:
     with attached(model, gs.Scale(10.0), gs.Values("0"), when=gs.Value(above=2.0)) as live:
         assert model(torch.tensor([1.0])).item() == 1.0
         assert model(torch.tensor([3.0])).item() == 30.0
-    assert _calls(live) == {"0#0": 2}
+    assert calls_of(live) == {"0#0": 2}

@@ -13,6 +13,7 @@ import gradsurg as gs
 from gradsurg.fields import FieldError
 from gradsurg.transforms.base import Context, Law, Stateless
 from tests.nets import attached, batch, num_hooks, sgd, small, train, weights
+from tests.sites.points import calls_of
 
 
 class Flip(Stateless):
@@ -56,10 +57,6 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def _calls(live: gs.Live) -> dict[str, int]:
-    return {entry.site: entry.calls for entry in live.ledger}
-
-
 def test_weights_are_clipped_after_each_step() -> None:
     model = _one()
     optimizer = sgd(model, lr=1.0)
@@ -68,7 +65,7 @@ def test_weights_are_clipped_after_each_step() -> None:
         assert model.weight.tolist() == [[-0.5, -0.5]]  # 1 - 3 = -2
         _step(model, optimizer)
         assert model.weight.tolist() == [[-0.5, -0.5]]
-    assert _calls(live) == {"weight": 2}
+    assert calls_of(live) == {"weight": 2}
     _step(model, optimizer)
     assert model.weight.tolist() == [[-3.5, -3.5]]
 
@@ -80,7 +77,7 @@ def test_at_stage_forward_they_are_edited_before_each_call_in_training_mode() ->
         assert model(torch.ones(1, 2)).item() == 4.0
         model.eval()
         assert model(torch.ones(1, 2)).item() == 4.0
-    assert _calls(live) == {"weight": 2}
+    assert calls_of(live) == {"weight": 2}
 
 
 def test_the_parameter_stays_with_its_optimizer_and_its_hooks() -> None:
@@ -292,7 +289,7 @@ def test_a_step_that_the_scaler_skips_edits_nothing() -> None:
             if x > 3:
                 assert model.weight.tolist() == [[1.0, 1.0]]
     assert model.weight.tolist() == [[-0.5, -0.5]]
-    assert _calls(live) == {"weight": 1}
+    assert calls_of(live) == {"weight": 1}
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -303,7 +300,7 @@ def test_the_recomputation_of_a_checkpoint_is_no_call(reentrant: bool) -> None:
         y = checkpoint(model, x, use_reentrant=reentrant)
         assert isinstance(y, Tensor)
         y.sum().backward()
-    assert _calls(live) == {"0.weight": 1}
+    assert calls_of(live) == {"0.weight": 1}
     torch.testing.assert_close(x.grad, torch.full((1, 2), 1 - torch.tanh(torch.tensor(2.0)) ** 2))
 
 
