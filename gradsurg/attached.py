@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 from gradsurg import engine
 from gradsurg.gate import Gate, Operation
 from gradsurg.group_gate import GroupGate
-from gradsurg.intervention import Intervention, sum_matters
+from gradsurg.intervention import Intervention, averages_differ, sum_matters
 from gradsurg.ledger import Entry, Ledger, SurgeryWarning
+from gradsurg.sites._averaged import when_averaged
 from gradsurg.sites.base import GroupFn, Place, SiteGate
 from gradsurg.transforms.base import State
 from gradsurg.triggers.base import Sourced
@@ -93,6 +94,8 @@ class Attached:
         item, stack = self.intervention, self.stack
         scope = item.operator.scope
         item.at.hook(patient.model, patient.optimizer, item.stage, scope, self, stack)
+        if averages_differ(item):
+            when_averaged(patient.model, stack, self._averaged)
         if item.at.expected is not None:
             if all(kind.known_at_once for kind in item.at.kinds):
                 self._count()
@@ -202,6 +205,14 @@ class Attached:
                 "stage='step' for the sum.",
                 SurgeryWarning,
                 stacklevel=2,
+            )
+
+    def _averaged(self, processes: int) -> None:
+        if processes > 1:
+            self.note(
+                f"it acted on the gradients of each of {processes} processes, before "
+                "DistributedDataParallel averaged them, and the transform is not linear: acting on "
+                "each is not acting on their average. Use stage='step' for the average."
             )
 
     def _entry(self, site: str) -> Entry:

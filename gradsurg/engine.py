@@ -3,12 +3,15 @@
 Each is used by PyTorch's own Python code, and each is pinned by a test in `tests/test_engine.py`.
 """
 
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
+from torch import distributed
 from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
@@ -70,6 +73,22 @@ def is_batched(tensor: torch.Tensor) -> bool:
 def in_functorch() -> bool:
     """Whether vmap, grad or another transform of `torch.func` is at work."""
     return _interpreters() is not None
+
+
+def is_distributed() -> bool:
+    """Whether this process is one of a group."""
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def averaging() -> DistributedDataParallel | None:
+    """The DDP inside whose forward this is: it averages the gradients over processes."""
+    return DistributedDataParallel._get_active_ddp_module()
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor, as `fully_shard` makes one of each parameter."""
+    library = sys.modules.get("torch.distributed.tensor")  # slow to import, and mostly for nothing
+    return library is not None and isinstance(tensor, library.DTensor)
 
 
 Function = TypeVar("Function", bound=Callable[..., object])

@@ -152,6 +152,13 @@ def check_scaled(intervention: Intervention, scaler: torch.amp.GradScaler | None
         )
 
 
+def averages_differ(intervention: Intervention) -> bool:
+    """Whether acting on the gradient of each process differs from acting on their average."""
+    early = intervention.stage in ("backward", "accumulating", "accumulated")
+    linear = "linear" in intervention.operator.laws
+    return early and not linear and _of_parameters(intervention.at)
+
+
 def check_pattern(intervention: Intervention, model: nn.Module) -> None:
     """A pattern that cannot fit a parameter is refused now, not at its first gradient."""
     if not _of_parameters(intervention.at):

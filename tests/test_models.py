@@ -276,13 +276,27 @@ def test_vit_has_a_position_for_every_patch_and_for_the_class_token(readout, len
     assert_learns(model, torch.randn(2, 1, 8, 8), (2, 3))
 
 
+def silenced(model):
+    """With blocks that add nothing to the stream."""
+    for path, param in model.blocks.named_parameters():
+        if "attention.output" in path or "mlp.down" in path:
+            nn.init.zeros_(param)
+    return model
+
+
+def test_vit_reads_out_its_class_token_and_what_that_has_seen():
+    torch.manual_seed(0)
+    model = ViT((1, 4, 4), 3, patch=2)
+    images = torch.randn(2, 1, 4, 4)
+    assert not torch.allclose(*model(images))
+    assert model.token is not None
+    expected = model.output(model.norm(model.token + model.positions[0]))
+    torch.testing.assert_close(silenced(model)(images), expected.expand(2, 3))
+
+
 def test_vit_without_blocks_worth_anything_is_linear_in_the_mean_patch():
     torch.manual_seed(0)
-    model = ViT((1, 4, 4), 3, patch=2, readout="mean", num_layers=1)
-    for name in ("attention.output", "mlp.down"):
-        part = model.blocks[0].get_submodule(name)
-        nn.init.zeros_(part.weight)
-        nn.init.zeros_(part.bias)
+    model = silenced(ViT((1, 4, 4), 3, patch=2, readout="mean"))
     image = torch.randn(1, 1, 4, 4)
     corners = [image[0, 0, y : y + 2, x : x + 2] for y in (0, 2) for x in (0, 2)]
     kernel, bias = model.patches.parameters()

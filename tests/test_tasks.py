@@ -1,5 +1,6 @@
 """Tasks: what holds for each, what a model is told, and the losses and metrics by hand."""
 
+import shlex
 from dataclasses import fields
 from math import log
 from pathlib import Path
@@ -7,14 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from gradsurg import catalogue
+from gradsurg import catalogue, compose
+from gradsurg.build import ConfigError, Experiment, build
 from gradsurg.fields import FieldError
 from gradsurg.models.gpt import GPT
 from gradsurg.models.mlp import MLP
 from gradsurg.models.rnn import RNN
+from gradsurg.tasks import mnist
 from gradsurg.tasks.adding import Adding
 from gradsurg.tasks.base import Data
 from gradsurg.tasks.digits import Digits
@@ -112,6 +117,62 @@ def test_loading_leaves_the_global_generators_alone(name):
     catalogue.find("tasks", name)(**seeds).load()
     assert torch.equal(before, torch.random.get_rng_state())
     assert np.array_equal(before_numpy, np.random.get_state()[1])
+
+
+def built(*words: str) -> Experiment:
+    compose.register()
+    with initialize_config_dir(str(compose.CONFIG_DIR), version_base="1.3"):
+        config = hydra_compose("config", [*words, "sink=none", "seeds=1"])
+    return build(compose.plain(config))
+
+
+def command_of(path: Path) -> list[str]:
+    """The words that the first line of a yaml says to use it with."""
+    return shlex.split(path.read_text().partition("\n")[0])[4:]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        path
+        for folder in ("model", "task")
+        for path in sorted((CONF / folder).glob("*.yaml"))
+        if path.stem not in FROM_FILES
+    ],
+    ids=lambda path: f"{path.parent.name}-{path.stem}",
+)
+def test_the_command_of_a_yaml_can_be_run(path):
+    words = command_of(path)
+    assert f"{path.parent.name}={path.stem}" in words
+    experiment = built(*words)
+    assert experiment.make_model()(experiment.example_input).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (
+            ["task=modular", "model=mlp"],
+            "model: takes no num_tokens, and the inputs of this task are tokens",
+        ),
+        (
+            ["task=adding", "model=gpt"],
+            "model: needs tokens, and the inputs of this task are real numbers",
+        ),
+        (
+            ["task=modular", "model=gru", "+model.num_tokens=3"],
+            "model.num_tokens: is for the task to say",
+        ),
+        (
+            ["task=mnist", "task.root=/no/such"],
+            f"task.root: must be {mnist.LAYOUT.where}; there is no folder '/no/such'",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_told_by_its_key(words, fault):
+    with pytest.raises(ConfigError) as caught:
+        built(*words)
+    assert caught.value.faults == [fault]
 
 
 def data_with(**said) -> Data:

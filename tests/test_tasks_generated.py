@@ -248,9 +248,13 @@ def test_friedman_is_what_its_formula_says():
 
 def test_friedman_without_noise_asks_for_the_response_in_units_of_its_deviation():
     data = Friedman(noise=0).load()
-    raw = response(data.train_inputs.double().numpy() / 12**0.5 + 0.5)
-    expected = (raw - raw.mean()) / raw.std()
-    np.testing.assert_allclose(data.train_targets[:, 0].numpy(), expected, atol=1e-4)
+    raw, test = (
+        response(inputs.double().numpy() / 12**0.5 + 0.5)
+        for inputs in (data.train_inputs, data.test_inputs)
+    )
+    for responses, targets in ((raw, data.train_targets), (test, data.test_targets)):
+        expected = (responses - raw.mean()) / raw.std()
+        np.testing.assert_allclose(targets[:, 0].numpy(), expected, atol=1e-4)
     assert abs(data.train_targets.mean()) < 1e-5
 
 
@@ -316,8 +320,7 @@ def test_overlay_keeps_the_digits_of_the_test_to_the_test():
     for images in (data.train_inputs, data.test_inputs):
         corners = torch.cat([images[:, 0, :8, :8], images[:, 0, 8:, 8:]]).flatten(1)
         shown.append({tuple(corner) for corner in corners.mul(100).round().int().tolist()})
-    assert len(shown[0]) > 300
-    assert len(shown[1]) > 300
+    assert len(shown[0]) > 450 >= len(shown[1]) > 300  # of 1347 and of 450
     assert not shown[0] & shown[1]
 
 

@@ -36,9 +36,8 @@ class RNN(nn.Module):
     """Recurrent layers, and a readout of the last state, or with `every_step` of every state.
 
     Takes tokens (time,), which are embedded, numbers (time,) or (time, features), or an image
-    (C, H, W), row by row. Its modules are `embed`, `layers.0`, ..., `output`. A layer is one call;
-    `unrolled`, it is the same function in one call of `layers.0.cell` a step: slower, and hooks
-    see every step.
+    (C, H, W), row by row. Its modules are `embed`, `layers.0`, ..., `output`. A layer is one call,
+    or `unrolled` one of `layers.0.cell` for each step: the same, slower, and hooks see every step.
     """
 
     def __init__(

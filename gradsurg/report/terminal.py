@@ -62,15 +62,22 @@ def _outcome(treated: Sequence[Summary | None], control: Sequence[Summary | None
         return fill(f"{name}: nothing to compare; {'; '.join(lost)}", WIDTH)
     rows = [["", name, plain, "difference", "95 % interval"]]
     differences = {}
-    for key in [key for key in OUTCOMES if key in whole[0][0]]:
+    for key, title in _titles(whole[0][0]).items():
         values = [a[key] for a, _ in whole], [b[key] for _, b in whole]
         differences[key] = paired_difference(*values)
-        rows.append(_row(OUTCOMES[key], fmean(values[0]), fmean(values[1]), differences[key]))
+        rows.append(_row(title, fmean(values[0]), fmean(values[1]), differences[key]))
     rows.append(_time_row(whole))
     headline = next(key for key in HEADLINE if key in differences)
     answer = fill(_answer(name, plain, headline, differences[headline]), WIDTH)
     lines = [answer, *lost, "", aligned(rows), _measured(whole, name)]
     return "\n".join(lines).rstrip()
+
+
+def _titles(summary: Summary) -> dict[str, str]:
+    """The outcomes of a run, by key: those that every task has, then what else it was tested for."""
+    known = {key: title for key, title in OUTCOMES.items() if key in summary}
+    others = [key for key in summary if key.startswith("test/") and key not in OUTCOMES]
+    return known | {key: key.replace("/", " ").replace("_", " ") for key in others}
 
 
 def _answer(name: str, plain: str, key: str, difference: Difference) -> str:
@@ -138,7 +145,7 @@ def _alone(summaries: Sequence[Summary]) -> str:
     lines = [f"{title}: {len(summaries)} seed{'s' if len(summaries) > 1 else ''}"]
     if len(whole) < len(summaries):
         lines.append(f"{len(summaries) - len(whole)} of {len(summaries)} runs diverged")
-    for key, text in OUTCOMES.items():
+    for key, text in _titles(whole[0] if whole else {}).items():
         values = [summary[key] for summary in whole if key in summary]
         if values:
             show = (lambda value: f"{value:.2%}") if "accuracy" in key else number

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from gradsurg import engine
 from gradsurg.sites._modules import ROOT, Range, depth, index, matches_type, within
 from gradsurg.sites.base import Gates, Keeps, Place, foreign, matches, nothing_matched
 
@@ -93,5 +94,11 @@ def expected(fields: ParamSelector, model: nn.Module, gates: Gates) -> dict[str,
         tables = param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)
         gates.expect(name, aliases, skipped, foreign(*tables))
         if not skipped:
+            if engine.is_sharded(param):
+                raise TypeError(
+                    f"{type(fields).__name__}: parameter '{name}' is a DTensor, as fully_shard "
+                    "makes it: autograd computes with another tensor in its place, and a transform "
+                    "would see one shard of it. Use Outputs, Inputs or Nodes."
+                )
             chosen[name] = param
     return chosen

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from gradsurg import engine
 from gradsurg.fields import validated
+from gradsurg.sites._averaged import refuse_averaged
 from gradsurg.sites._modules import Pattern, Range, Types
 from gradsurg.sites._params import chooses, expected, found
 from gradsurg.sites.base import Gates, Keeps, Place, Selector, Stage
@@ -65,6 +66,7 @@ class Group(Selector):
     ) -> None:
         # Not by `register_multi_grad_hook`: it never fires on a root, twice around a reentrant
         # checkpoint, breaks `autograd.grad`, and comes before `.grad` is written.
+        refuse_averaged("Group", model, stack)
         chosen = expected(self, model, gates)
         backwards = _Backwards(chosen, gates)
         for name, param in chosen.items():

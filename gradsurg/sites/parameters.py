@@ -10,6 +10,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.optim import Optimizer
 
 from gradsurg.fields import validated
+from gradsurg.sites._averaged import refuse_averaged
 from gradsurg.sites._modules import Pattern, Range, Types
 from gradsurg.sites._params import chooses, expected, found
 from gradsurg.sites.base import Gates, GradFn, GroupFn, Keeps, Place, Selector, Stage
@@ -80,6 +81,7 @@ class Parameters(Selector):
                     node = held_node(name, param, gates, stack)
                     stack.callback(node.register_prehook(_of_one(gate)).remove)
             case "settled":
+                refuse_averaged("Parameters, stage 'settled'", model, stack)
                 for name, param in chosen.items():
                     gate = _in_place_of_grad(gates.gate(name, ref(param)))
                     node = held_node(name, param, gates, stack)

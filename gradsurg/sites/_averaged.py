@@ -1,0 +1,45 @@
+"""Models inside DistributedDataParallel, which averages their gradients over processes."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradsurg import engine
+
+
+def when_averaged(model: nn.Module, stack: ExitStack, say: Callable[[int], None]) -> None:
+    """Call `say` with the number of processes if the gradients of the model are averaged.
+
+    At once if that can be seen; for a model that is itself inside, when it is called there.
+    """
+    outer = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
+    if outer:
+        say(distributed.get_world_size(outer[0].process_group))
+    elif engine.is_distributed():
+        hook = _when_called(say)
+        stack.callback(model.register_forward_pre_hook(hook).remove)
+
+
+def refuse_averaged(at: str, model: nn.Module, stack: ExitStack) -> None:
+    """Refuse to act on a `.grad` that is written anew when the backward ends."""
+
+    def refuse(processes: int) -> None:
+        raise RuntimeError(
+            f"{at}: the model is in DistributedDataParallel, which writes the averaged gradients "
+            "into .grad when a backward ends, over what was made of them before. Use "
+            "Parameters(stage='step')."
+        )
+
+    when_averaged(model, stack, refuse)
+
+
+def _when_called(say: Callable[[int], None]) -> Callable[..., None]:
+    @engine.untraced
+    def hook(module: nn.Module, args: tuple[object, ...]) -> None:
+        outer = engine.averaging()
+        if outer is not None:
+            say(distributed.get_world_size(outer.process_group))
+
+    return hook

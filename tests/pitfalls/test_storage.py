@@ -1,0 +1,210 @@
+"""Pitfalls of memory that two own: at every gradient, for what the user writes as for our own."""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import gradsurg as gs
+from gradsurg.catalogue import find, names
+from gradsurg.fields import validated
+from gradsurg.gate import known
+from gradsurg.sites.base import Selector
+from gradsurg.transforms.base import Context, GroupTransform, Law, State, Transform
+from tests.nets import backward, batch, sgd, small, weights
+
+STAGES: dict[str, Selector] = {
+    **{stage: gs.Parameters(stage=stage) for stage in gs.Parameters.stages},
+    "backward_end": gs.Group(),
+}
+everywhere = pytest.mark.parametrize("at", STAGES.values(), ids=STAGES.keys())
+
+
+def steps(
+    model: nn.Module, optimizer: Optimizer, count: int = 3, *, to_none: bool = True
+) -> Iterator[int]:
+    """A training loop that says which step it is in."""
+    for step in range(count):
+        yield step
+        optimizer.zero_grad(set_to_none=to_none)
+        backward(model, step)
+        optimizer.step()
+
+
+def surgery(function: Callable[[Tensor], Tensor], at: Selector) -> gs.Surgery:
+    with pytest.warns(gs.SurgeryWarning, match="plain callable"):
+        return gs.Surgery(gs.Intervention(function, at=at))
+
+
+@everywhere
+def test_p06_writing_in_place_is_refused_at_every_gradient_not_only_the_first(at: Selector) -> None:
+    model = small()
+    optimizer, now = sgd(model), [0]
+
+    def at_first_not(grad: Tensor) -> Tensor:
+        # The last of the backward: by then the first gradients of the step have shown no fault.
+        late = now[0] == 2 and grad.shape == model.first.weight.shape
+        return grad.mul_(2.0) if late else grad * 1.0
+
+    with (
+        pytest.raises(RuntimeError, match="changed the gradient in place at site 'first.weight'"),
+        surgery(at_first_not, at).attach(model, optimizer),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", gs.SurgeryWarning)
+        for now[0] in steps(model, optimizer):
+            pass
+
+
+@everywhere
+def test_p08_the_parameters_storage_is_refused_at_every_gradient_not_only_the_first(
+    at: Selector,
+) -> None:
+    model = small()
+    optimizer, now = sgd(model), [0]
+
+    def at_first_not(grad: Tensor) -> Tensor:
+        late = now[0] == 2 and grad.shape == model.first.weight.shape
+        return model.first.weight.detach() if late else grad * 1.0
+
+    with (
+        pytest.raises(RuntimeError, match="returned the storage of the value at site 'first.wei"),
+        surgery(at_first_not, at).attach(model, optimizer),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", gs.SurgeryWarning)
+        for now[0] in steps(model, optimizer):
+            pass
+
+
+@validated
+class Mean(Transform):
+    """A running mean that is returned and remembered in one: the natural way to write it."""
+
+    view: bool = False
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        return frozenset({"elementwise", "deterministic", "linear", "idempotent"})
+
+    def init(self, grad: Tensor) -> State:
+        return {"mean": torch.zeros_like(grad)}
+
+    def update(self, grad: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+        mean = 0.9 * state["mean"] + grad
+        return mean.view_as(mean) if self.view else mean, {"mean": mean}
+
+
+@validated
+class Means(GroupTransform):
+    """The same of a group."""
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        return Mean().laws
+
+    def init_group(self, grads: Sequence[Tensor]) -> State:
+        return {str(index): torch.zeros_like(grad) for index, grad in enumerate(grads)}
+
+    def update_group(
+        self, grads: Sequence[Tensor], state: State, contexts: Sequence[Context]
+    ) -> tuple[list[Tensor], State]:
+        means = [0.9 * state[str(index)] + grad for index, grad in enumerate(grads)]
+        return means, {str(index): mean for index, mean in enumerate(means)}
+
+
+def trained(make: Callable[[], gs.Surgery], *, to_none: bool) -> list[Tensor]:
+    """The weights after a few steps; gradients are set to None between them, or written to."""
+    model = small()
+    optimizer = sgd(model)
+    with make().attach(model, optimizer):
+        for _ in steps(model, optimizer, to_none=to_none):
+            pass
+    return weights(model)
+
+
+@pytest.mark.parametrize("transform", [Mean(), Mean(view=True)], ids=repr)
+@everywhere
+def test_p08_a_state_that_is_returned_is_not_written_to_through_the_gradient(
+    at: Selector, transform: Transform
+) -> None:
+    def make() -> gs.Surgery:
+        return gs.Surgery(gs.Intervention(transform, at=at))
+
+    torch.testing.assert_close(
+        trained(make, to_none=False), trained(make, to_none=True), rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize("at", [gs.Parameters(stage="step"), gs.Group()], ids=["step", "end"])
+def test_p08_nor_is_the_state_of_a_group(at: Selector) -> None:
+    def make() -> gs.Surgery:
+        return gs.Surgery(gs.Intervention(Means(), at=at))
+
+    torch.testing.assert_close(
+        trained(make, to_none=False), trained(make, to_none=True), rtol=0, atol=0
+    )
+
+
+@everywhere
+def test_p09_what_a_callable_keeps_is_not_written_to_through_the_gradient(at: Selector) -> None:
+    kept: list[Tensor] = []
+
+    def keeping(grad: Tensor) -> Tensor:
+        kept.append(grad * 2.0)
+        return kept[-1]
+
+    model = small()
+    optimizer = sgd(model)
+    with surgery(keeping, at).attach(model, optimizer):
+        backward(model)
+        optimizer.step()
+        before = [grad.clone() for grad in kept]
+        optimizer.zero_grad(set_to_none=False)
+    assert len(kept) == 4
+    torch.testing.assert_close(kept, before, rtol=0, atol=0)
+
+
+def test_p08_what_is_captured_or_flows_forward_is_not_what_a_transform_remembers() -> None:
+    model, captured, seen = small(), [], []
+    with gs.Surgery(gs.Intervention(Mean(), at=gs.Captured("first.bias"))).attach(model):
+        for _ in range(2):
+            (grad,) = torch.autograd.grad(model(batch()[0]).sum(), [model.first.bias])
+            captured.append(grad.clone())
+            grad.zero_()
+    torch.testing.assert_close(captured[1], 1.9 * captured[0])
+    with gs.Surgery(gs.Intervention(Mean(), at=gs.Values("last"))).attach(model):
+        for _ in range(2):
+            out = model(batch()[0])
+            seen.append(out.detach().clone())
+            out.detach().zero_()
+    torch.testing.assert_close(seen[1], 1.9 * seen[0])
+
+
+def test_our_own_transforms_never_return_what_they_remember_nor_what_they_got_changed() -> None:
+    made = [find("transforms", stem) for stem in names("transforms")]
+    transforms: list[Transform] = [cls() for cls in made if cls.__name__ != "Chain"]
+    transforms.append(gs.Chain(gs.LowPass(), gs.LowPass()))
+    transforms += [gs.Scheduled(gs.LowPass(), start=1.0), gs.NormMatched(gs.LowPass())]
+    for transform in transforms:
+        assert known(transform), transform
+        grad, value = torch.randn(2, 3), torch.randn(2, 3)
+        given, state = grad.clone(), transform.init(grad)
+        for call in range(3):
+            context = Context("site", call, value=value)
+            result, state = transform.update(grad, state, context)
+            for own in (value, *state.values()):
+                assert result.untyped_storage().data_ptr() != own.untyped_storage().data_ptr()
+        assert torch.equal(grad, given), transform
+
+
+def test_what_is_made_of_a_users_transform_is_not_our_own() -> None:
+    with pytest.warns(gs.SurgeryWarning, match="plain callable"):
+        surgery = gs.Surgery(gs.Intervention(gs.Chain(gs.Scale(2.0), torch.neg)))
+    (item,) = surgery.interventions
+    assert [known(link) for link in item.links] == [True, False]
+    for transform in (Mean(), gs.Scheduled(Mean()), gs.NormMatched(gs.Chain(gs.Clip(), Mean()))):
+        assert not known(transform)
