@@ -74,7 +74,7 @@ def _outcome(treated: Sequence[Summary | None], control: Sequence[Summary | None
 
 
 def _titles(summary: Summary) -> dict[str, str]:
-    """The outcomes of a run, by key: those that every task has, then what else it was tested for."""
+    """The outcomes of a run, by key: those of every task, then what else it was tested for."""
     known = {key: title for key, title in OUTCOMES.items() if key in summary}
     others = [key for key in summary if key.startswith("test/") and key not in OUTCOMES]
     return known | {key: key.replace("/", " ").replace("_", " ") for key in others}

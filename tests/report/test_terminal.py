@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gradsurg.report.terminal import WIDTH, Runs, report
+from gradsurg.report.terminal import WIDTH, Runs, _titles, report
 from gradsurg.store import RunDirectory
 
 T_975_2 = 4.302652729911275  # Student's t, two degrees of freedom
@@ -302,3 +302,12 @@ def test_the_report_and_what_it_computes_with_name_no_torch() -> None:
         named = [alias.name for node in ast.walk(tree) for alias in getattr(node, "names", [])]
         modules = [getattr(node, "module", None) or "" for node in ast.walk(tree)]
         assert not [name for name in [*named, *modules] if name.partition(".")[0] == "torch"], path
+
+
+def test_every_metric_of_a_task_is_shown_and_the_usual_ones_come_first() -> None:
+    summary = {"test/r2": 0.5, "test/loss": 1.0, "train/loss": 0.9, "state": "finished"}
+    assert list(_titles(summary).items()) == [
+        ("train/loss", "train loss"),
+        ("test/loss", "test loss"),
+        ("test/r2", "test r2"),
+    ]
