@@ -18,23 +18,24 @@ class GroupGate:
         self.gates = gates
         self._seen = False
         self._members: dict[str, list[str]] = {}
+        self._all = list(range(len(gates)))
+        self._always: list[bool | Tensor] = [True] * len(gates)
 
     def __call__(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         operation = self.operation
         if not operation.on:
             return grads
-        acting: list[int] = []
-        fires: list[bool | Tensor] = []
-        for index, (gate, grad) in enumerate(zip(self.gates, grads, strict=True)):
-            if grad is not None:
-                one = self._fires(gate, grad)
-                if gate.count(one):  # where the host says no, a gradient is not of the group
-                    acting.append(index)
-                    fires.append(one)
+        present = [grad for grad in grads if grad is not None]
+        acting, fires, gates = self._all, self._always, self.gates
+        if operation.firing is True and len(present) == len(grads):
+            for gate in gates:
+                gate.entry.fired += 1
+        else:
+            acting, fires = self._acting(grads)
+            gates = [self.gates[index] for index in acting]
+            present = [grad for index in acting if (grad := grads[index]) is not None]
         if not acting or operation.idle:
             return grads
-        gates = [self.gates[index] for index in acting]
-        present = [grad for index in acting if (grad := grads[index]) is not None]
         device = present[0].device.type
         with torch.autocast(device, enabled=False) if operation.ask(device) else nullcontext():
             results = self._operate(gates, present, fires)
@@ -46,6 +47,18 @@ class GroupGate:
             return results
         new = dict(zip(acting, results, strict=True))
         return [new.get(index, grad) for index, grad in enumerate(grads)]
+
+    def _acting(self, grads: Sequence[Tensor | None]) -> tuple[list[int], list[bool | Tensor]]:
+        """Which gradients there are and the trigger lets be acted on, and what it says of each."""
+        acting: list[int] = []
+        fires: list[bool | Tensor] = []
+        for index, (gate, grad) in enumerate(zip(self.gates, grads, strict=True)):
+            if grad is not None:
+                one = self._fires(gate, grad)
+                if gate.count(one):  # where the host says no, a gradient is not of the group
+                    acting.append(index)
+                    fires.append(one)
+        return acting, fires
 
     def _fires(self, gate: Gate, grad: Tensor) -> bool | Tensor:
         operation = self.operation
@@ -124,6 +137,8 @@ class GroupGate:
         if state:
             self._check_members(links)
             states[key] = _chosen(fires, state, before)
+        if fires is self._always:
+            return results
         return [
             torch.where(one, result, grad)
             if isinstance(one, Tensor) and result is not grad

@@ -168,6 +168,56 @@ def test_p09_what_a_callable_keeps_is_not_written_to_through_the_gradient(at: Se
     torch.testing.assert_close(kept, before, rtol=0, atol=0)
 
 
+@validated
+class Later(GroupTransform):
+    """Keeps the rules at the first gradients of a group, and then no more."""
+
+    fault: str
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        return frozenset({"linear", "idempotent"})
+
+    @property
+    def needs_value(self) -> bool:
+        return True
+
+    def init_group(self, grads: Sequence[Tensor]) -> State:
+        return {}
+
+    def update_group(
+        self, grads: Sequence[Tensor], state: State, contexts: Sequence[Context]
+    ) -> tuple[list[Tensor], State]:
+        values = [context.value for context in contexts]
+        if contexts[0].step == 0:
+            return [grad * 1.0 for grad in grads], state
+        match self.fault:
+            case "in place":
+                return [grad.mul_(2.0) for grad in grads], state
+            case "value":
+                return [value.detach() for value in values if value is not None], state
+            case _:
+                raise AssertionError(self.fault)
+
+
+@pytest.mark.parametrize("at", [gs.Parameters(stage="step"), gs.Group()], ids=["step", "end"])
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [("in place", "changed the gradient in place"), ("value", "returned the storage of the value")],
+)
+def test_p08_a_group_is_looked_at_every_time_too(fault: str, message: str, at: Selector) -> None:
+    model = small()
+    optimizer = sgd(model)
+    steps_done = []
+    with (
+        pytest.raises(RuntimeError, match=f"{message}.*'first.weight'"),
+        gs.Surgery(gs.Intervention(Later(fault), at=at)).attach(model, optimizer),
+    ):
+        for step in steps(model, optimizer):
+            steps_done.append(step)
+    assert steps_done == [0, 1]
+
+
 def test_p08_what_is_captured_or_flows_forward_is_not_what_a_transform_remembers() -> None:
     model, captured, seen = small(), [], []
     with gs.Surgery(gs.Intervention(Mean(), at=gs.Captured("first.bias"))).attach(model):

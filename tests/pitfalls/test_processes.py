@@ -1,0 +1,202 @@
+"""Pitfalls of several processes: what is averaged or sharded behind a hook's back."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.multiprocessing.spawn import spawn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradsurg as gs
+from gradsurg import engine
+from gradsurg.sites.base import Selector
+from tests.nets import attached, backward, gradients, num_hooks, sgd, small
+
+
+def join(store: Path, rank: int = 0, size: int = 1) -> None:
+    """Make this process one of a group."""
+    distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A group of this process alone."""
+    join(tmp_path / "store")
+    yield
+    distributed.destroy_process_group()
+
+
+LATE = {"settled": gs.Parameters(stage="settled"), "backward_end": gs.Group()}
+late = pytest.mark.parametrize("at", LATE.values(), ids=LATE.keys())
+
+
+@pytest.mark.usefixtures("alone")
+@late
+def test_p26_what_ddp_would_write_over_is_refused(at: Selector) -> None:
+    model = DistributedDataParallel(small())
+    optimizer = sgd(model)
+    before = num_hooks(model, optimizer)
+    with (
+        pytest.raises(RuntimeError, match=r"over what was made of them.*Parameters\(stage='step'"),
+        attached(model, gs.Zero(), at, optimizer),
+    ):
+        pass
+    assert num_hooks(model, optimizer) == before
+
+
+@pytest.mark.usefixtures("alone")
+@late
+def test_p26_so_it_is_where_the_model_is_inside_of_it(at: Selector) -> None:
+    model = small()
+    outer = DistributedDataParallel(model)
+    before = num_hooks(outer)
+    with attached(model, gs.Zero(), at):
+        backward(model)  # by itself nothing is averaged
+        assert not any(grad.any() for grad in gradients(model).values())
+        with pytest.raises(RuntimeError, match="the model is in DistributedDataParallel"):
+            backward(outer)
+    assert num_hooks(outer) == before
+
+
+@pytest.mark.usefixtures("alone")
+@late
+def test_p26_ddp_writes_over_it_if_it_is_not_refused(
+    at: Selector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for where in ("parameters", "group"):
+        monkeypatch.setattr(f"gradsurg.sites.{where}.refuse_averaged", lambda *_: None)
+    with attached(model := DistributedDataParallel(small()), gs.Zero(), at) as live:
+        backward(model)
+    assert {entry.fired for entry in live.ledger} == {1}
+    assert all(grad.any() for grad in gradients(model).values())
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("stage", ["backward", "accumulating", "accumulated", "step"])
+def test_p26_the_other_stages_reach_the_optimizer(stage) -> None:
+    model = DistributedDataParallel(small())
+    optimizer = sgd(model)
+    before = [param.detach().clone() for param in model.parameters()]
+    # In one process each gradient is the average: nothing is said.
+    with attached(model, gs.Zero(), gs.Parameters(stage=stage), optimizer):
+        backward(model)
+        optimizer.step()
+    torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with attached(model, gs.Clip(0.1), gs.Parameters(stage=stage), optimizer):
+            backward(model)
+            optimizer.step()
+
+
+class Two(nn.Module):
+    """One weight, whose gradient is what comes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sum()
+
+
+def _of_two(rank: int, folder: Path) -> None:
+    """One of two processes: the gradients are 1.0 and -0.2, their bound is 0.5."""
+    join(folder / "store", rank, 2)
+    found: list[tuple[str, bool, float, list[str]]] = []
+    for stage in ("backward", "step"):
+        for inner in (False, True):
+            outer = DistributedDataParallel(Two())
+            optimizer = sgd(outer, lr=1.0)
+            model = outer.module if inner else outer
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                with attached(model, gs.Clip(0.5), gs.Parameters(stage=stage), optimizer):
+                    outer(torch.tensor([1.0, -0.2][rank])).backward()
+                    optimizer.step()
+            said = [str(one.message) for one in caught if one.category is gs.SurgeryWarning]
+            found.append((stage, inner, -outer.module.weight.item(), said))
+    torch.save(found, folder / f"found{rank}.pt")
+    distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_p26_acting_on_each_process_is_not_acting_on_the_average_and_that_is_told(
+    tmp_path: Path,
+) -> None:
+    spawn(_of_two, (tmp_path,), nprocs=2)
+    for rank in (0, 1):
+        found = torch.load(tmp_path / f"found{rank}.pt")
+        assert len(found) == 4
+        for stage, _, moved, said in found:
+            if stage == "backward":
+                assert moved == pytest.approx((0.5 - 0.2) / 2)
+                (text,) = said
+                assert "each of 2 processes" in text
+                assert "Use stage='step'" in text
+            else:
+                assert moved == pytest.approx((1.0 - 0.2) / 2)
+                assert said == []
+
+
+def sharded() -> nn.Module:
+    """A model whose parameters are DTensors, sharded over this process alone."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = small()
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    return model
+
+
+@pytest.mark.usefixtures("alone")
+def test_p27_a_sharded_parameter_is_refused_whose_tensor_hooks_never_fire() -> None:
+    model, fired = sharded(), []
+    model.first.weight.register_hook(lambda grad: fired.append(grad))
+    backward(model)
+    assert fired == []
+    assert model.first.weight.grad is not None
+    optimizer = sgd(model)
+    before = num_hooks(model, optimizer)
+    refused: list[Selector] = [gs.Parameters(stage=stage) for stage in gs.Parameters.stages]
+    for at in (*refused, gs.Group(), gs.Weights(), gs.Captured("first.weight")):
+        with (
+            pytest.raises(TypeError, match="parameter 'first.weight' is a DTensor.*Use Outputs"),
+            attached(model, gs.Scale(2.0), at, optimizer),
+        ):
+            pass
+    assert num_hooks(model, optimizer) == before
+
+
+@pytest.mark.usefixtures("alone")
+def test_p27_what_is_offered_instead_acts_on_a_sharded_model() -> None:
+    for at in (gs.Outputs("first"), gs.Inputs("act"), gs.Nodes("Addmm", module="first")):
+        found = []
+        for factor in (1.0, 3.0):
+            model = sharded()
+            with attached(model, gs.Scale(factor), at) as live:
+                backward(model)
+            assert {entry.calls for entry in live.ledger} == {1}
+            found.append(gradients(model)["first.weight"].full_tensor())
+        torch.testing.assert_close(found[1], 3.0 * found[0])
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_ddp_model_is_seen_from_inside_its_forward_alone() -> None:
+    seen = []
+    model = small()
+    model.register_forward_pre_hook(lambda *_: seen.append(engine.averaging()))
+    outer = DistributedDataParallel(model)
+    backward(outer)
+    backward(model)
+    assert seen == [outer, None]
+    assert engine.averaging() is None
+    assert engine.is_distributed()
+
+
+def test_without_a_group_a_process_is_not_one_of_several() -> None:
+    assert not engine.is_distributed()
+    assert not engine.is_sharded(torch.ones(1))
