@@ -1,6 +1,7 @@
 """The corners of PyTorch that it has but does not export, all in one place.
 
-Each is used by PyTorch's own Python code, and each is pinned by a test in `tests/test_engine.py`.
+Each is used by PyTorch's own Python code, and each is pinned by a test in `tests/test_engine.py` or
+in `tests/pitfalls`.
 """
 
 import sys

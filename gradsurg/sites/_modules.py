@@ -104,9 +104,16 @@ class ModuleSelector(Selector):
             if keeps(Place(self.mechanism, name, module)) is not False
         ]
         if not found:
+            named_so = [module for module, own in named.items() if self._names(own)]
+            types = sorted({type(module).__name__ for module in named_so})
+            if named_so and not any(matches_type(module, self.types) for module in named_so):
+                raise nothing_matched(f"{type(self).__name__}: types", self.types, types)
             choices = [name for names in named.values() for name in names if name != ROOT]
             raise nothing_matched(type(self).__name__, self.said(), choices)
         return found
+
+    def _names(self, names: Sequence[str]) -> list[str]:
+        return [name for name in names if matches(name, self.pattern)]
 
     def hookable(
         self, named: Mapping[nn.Module, Sequence[str]], gates: Gates, tail: str = ""

@@ -16,7 +16,8 @@ class AdaptiveClip(Stateless):
     """Scale the gradient g of unit w by min(1, clipping * max(|w|, eps) / |g|), in 2-norms.
 
     A unit is an index of axis 0: (out, in), (out, in, k) and (out, in, kh, kw) have `out` of them;
-    a tensor with fewer than two axes is one unit. `per` may say otherwise. Needs the value.
+    a tensor with fewer than two axes is one unit. `per` may say otherwise. Needs the value, which
+    counts as a constant in a double backward.
 
     A zero gradient stays zero, an empty tensor empty; a NaN in g or w makes its unit NaN; an
     infinity in g makes its unit zero and itself NaN. Adaptive gradient clipping of Brock, De,

@@ -152,7 +152,10 @@ def as_transform(thing: Any) -> Any:
 
 
 def value_of(transform: Transform, context: Context) -> Tensor:
-    """The value that the gradient belongs to. Raises ValueError if the site has none."""
+    """The value that the gradient belongs to, a constant also in a double backward.
+
+    Raises ValueError if the site has none.
+    """
     if context.value is None:
         raise ValueError(
             f"{type(transform).__name__} needs the tensor whose gradient this is, and the site "

@@ -29,6 +29,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
     distributed.destroy_process_group()
 
 
+CLIP = gs.Clip(0.5)
 LATE = {"settled": gs.Parameters(stage="settled"), "backward_end": gs.Group()}
 late = pytest.mark.parametrize("at", LATE.values(), ids=LATE.keys())
 
@@ -106,19 +107,19 @@ class Two(nn.Module):
 def _of_two(rank: int, folder: Path) -> None:
     """One of two processes: the gradients are 1.0 and -0.2, their bound is 0.5."""
     join(folder / "store", rank, 2)
-    found: list[tuple[str, bool, float, list[str]]] = []
-    for stage in ("backward", "step"):
+    found: list[tuple[str, str, float, list[str]]] = []
+    for stage, transform in (("backward", CLIP), ("step", CLIP), ("backward", gs.Scale(0.5))):
         for inner in (False, True):
             outer = DistributedDataParallel(Two())
             optimizer = sgd(outer, lr=1.0)
             model = outer.module if inner else outer
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                with attached(model, gs.Clip(0.5), gs.Parameters(stage=stage), optimizer):
+                with attached(model, transform, gs.Parameters(stage=stage), optimizer):
                     outer(torch.tensor([1.0, -0.2][rank])).backward()
                     optimizer.step()
             said = [str(one.message) for one in caught if one.category is gs.SurgeryWarning]
-            found.append((stage, inner, -outer.module.weight.item(), said))
+            found.append((stage, repr(transform), -outer.module.weight.item(), said))
     torch.save(found, folder / f"found{rank}.pt")
     distributed.destroy_process_group()
 
@@ -130,9 +131,12 @@ def test_p26_acting_on_each_process_is_not_acting_on_the_average_and_that_is_tol
     spawn(_of_two, (tmp_path,), nprocs=2)
     for rank in (0, 1):
         found = torch.load(tmp_path / f"found{rank}.pt")
-        assert len(found) == 4
-        for stage, _, moved, said in found:
-            if stage == "backward":
+        assert len(found) == 6
+        for stage, transform, moved, said in found:
+            if transform != repr(CLIP):
+                assert moved == pytest.approx(0.5 * (1.0 - 0.2) / 2)
+                assert said == []
+            elif stage == "backward":
                 assert moved == pytest.approx((0.5 - 0.2) / 2)
                 (text,) = said
                 assert "each of 2 processes" in text

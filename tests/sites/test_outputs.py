@@ -445,3 +445,8 @@ def test_a_list_of_modules_is_no_site() -> None:
     with attached(model, gs.Scale(2.0), gs.Outputs()) as live:
         model(torch.ones(1, 2)).sum().backward()
     assert [entry.site for entry in live.ledger] == ["layers.0#0", "layers.1#0"]
+
+
+def test_a_type_that_no_module_has_is_refused_with_those_there_are() -> None:
+    with pytest.raises(LookupError, match="types: nothing matches 'Relu'.*Linear, ReLU.*'ReLU'"):
+        gs.Outputs(types="Relu").find(small())

@@ -1,0 +1,84 @@
+"""Pitfall 33 for every transform: what it does to a gradient is differentiated as it is."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import gradsurg as gs
+from gradsurg.catalogue import find, names
+from gradsurg.transforms.base import Context, Law, Stateless, Transform
+
+TRANSFORMS: list[Transform] = [
+    *(find("transforms", stem)() for stem in names("transforms") if stem != "chain"),
+    gs.Chain(gs.ClipNorm(0.5), gs.LowPass()),
+    gs.Clip(1.0),
+    gs.ClipNorm(0.5, per="unit"),
+    gs.Mask(0.5, by="random", rescale=True),
+    gs.NormRescale(per="unit"),
+    gs.ScaleBySign(2.0, 0.5, of="value"),
+    gs.Scheduled(gs.NormRescale(), start=0.5),
+    gs.Sign("mean"),
+]
+
+
+class Detached(Stateless):
+    """What P33 is about."""
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        return frozenset()
+
+    def apply(self, grad: Tensor, context: Context) -> Tensor:
+        return grad.detach() * 0.5
+
+
+def gradient(x: Tensor, transform: Transform, *, hooked: bool) -> Tensor:
+    """d/dx of the sum of h^3 with h = x^3, the gradient at h transformed: with a graph behind it.
+
+    A hook would fire in the second backward too, and is gone by then.
+    """
+    h = x**3
+    if hooked:
+        handle = gs.hook(h, transform)
+    else:  # a transform of a group has no hook, and a random one is to draw the same each time
+        context = Context("h", value=h.detach())
+        handle = h.register_hook(lambda g: transform.update(g, transform.init(g), context)[0])
+    with handle:
+        (grad,) = torch.autograd.grad((h**3).sum(), x, create_graph=True)
+    return grad if grad.requires_grad else grad + 0 * x
+
+
+def is_right(transform: Transform, *, hooked: bool) -> bool:
+    """Whether the second derivative is that of finite differences of the first."""
+    x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return torch.autograd.gradcheck(
+        lambda x: gradient(x, transform, hooked=hooked),
+        (x.requires_grad_(),),
+        raise_exception=False,
+        atol=1e-3,
+    )
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=repr)
+def test_p33_a_second_derivative_through_a_transform_is_that_of_the_transform(
+    transform: Transform,
+) -> None:
+    hooked = transform.scope == "tensor" and "deterministic" in transform.laws
+    # What depends on the size of the value takes the value for a constant, and says so.
+    assert is_right(transform, hooked=hooked) != isinstance(transform, gs.AdaptiveClip)
+
+
+def test_p33_a_value_that_a_transform_looks_at_counts_as_a_constant() -> None:
+    # Clipped to 0.01 |w|: the derivative by x of the clipped gradient is that at a fixed w.
+    x = torch.tensor([2.0], dtype=torch.float64, requires_grad=True)
+    w = 3 * x
+    with gs.hook(w, gs.AdaptiveClip(clipping=0.5, per="tensor")):
+        (grad,) = torch.autograd.grad((w**2).sum(), x, create_graph=True)
+    assert grad.item() == pytest.approx(0.5 * 6 * 3)
+    (second,) = torch.autograd.grad(grad.sum(), x)
+    assert second.item() == pytest.approx(0.0)
+
+
+def test_p33_a_transform_that_lets_go_of_the_graph_would_be_found() -> None:
+    assert is_right(gs.Scale(0.5), hooked=True)
+    assert not is_right(Detached(), hooked=True)
