@@ -49,11 +49,6 @@ class Entry:
         return self.fired + self.left + self.asked_device
 
     @property
-    def acted(self) -> int:
-        """Gradients that the transform was called for; the device may have left some alone."""
-        return self.fired + self.asked_device
-
-    @property
     def all_calls(self) -> int:
         """Gradients seen, those before an interruption too."""
         return self.earlier_calls + self.calls

@@ -78,13 +78,13 @@ class Parameters(Selector):
             case "accumulating":
                 for name, param in chosen.items():
                     gate = gates.gate(name, ref(param))
-                    node = held_node(name, param, gates, stack)
+                    node = held_node(name, param, gates)
                     stack.callback(node.register_prehook(_of_one(gate)).remove)
             case "settled":
                 refuse_averaged("Parameters, stage 'settled'", model, stack)
                 for name, param in chosen.items():
                     gate = _in_place_of_grad(gates.gate(name, ref(param)))
-                    node = held_node(name, param, gates, stack)
+                    node = held_node(name, param, gates)
                     stack.callback(node.register_hook(_settled(gate, ref(param))).remove)
             case "step":
                 if optimizer is None:
@@ -99,10 +99,9 @@ class Parameters(Selector):
                 raise AssertionError(stage)
 
 
-def held_node(name: str, param: nn.Parameter, gates: Gates, stack: ExitStack) -> Node:
+def held_node(name: str, param: nn.Parameter, gates: Gates) -> Node:
     """The AccumulateGrad node of a parameter, kept alive: its hooks would vanish with it."""
     node = get_gradient_edge(param).node
-    stack.callback(lambda: node)  # the stack holds on to it
     held = ref(param)
 
     def check() -> str:
@@ -114,7 +113,7 @@ def held_node(name: str, param: nn.Parameter, gates: Gates, stack: ExitStack) ->
             "model.double(), and that is not hooked; convert first, or use stage='backward'"
         )
 
-    gates.at_end(check)
+    gates.at_end(check)  # which holds on to the node until then
     return node
 
 
