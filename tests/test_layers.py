@@ -15,7 +15,7 @@ FLOORS = (
     ("effects", "gate", "group_gate", "intervention", "attached", "sources", "live"),
     ("travel", "surgery", "hook"),
     ("train", "compare", "__init__"),
-    ("store", "study"),
+    ("store", "arms", "idle", "checkpoint", "run_log", "study"),
     ("report", "make", "build", "compose"),
     ("run",),
 )
