@@ -14,7 +14,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from gradsurg import compose
-from gradsurg.build import ConfigError, Experiment, build
+from gradsurg.build import Experiment, build
+from gradsurg.faults import ConfigError
 from gradsurg.ledger import SurgeryWarning
 from gradsurg.report.terminal import Runs, report
 from gradsurg.study import Record, Run, execute
