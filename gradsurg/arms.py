@@ -63,6 +63,11 @@ class Run:
             "whole": self.whole,
         }
 
+    @property
+    def name(self) -> str:
+        """Its directory's: `<label>-seed<seed>-<hash8>`."""
+        return directory_name(f"{self.label}-seed{self.seed}", self.identity)
+
     def directory(self, out: Path) -> Path:
-        """Where it lies: `<out>/<study>/<label>-<hash8>`."""
-        return out / self.study / directory_name(f"{self.label}-seed{self.seed}", self.identity)
+        """Where it lies: `<out>/<study>/<name>`."""
+        return out / self.study / self.name

@@ -1,5 +1,6 @@
 """The project's own directory of classes: what a folder holds, by the stems of its files."""
 
+import re
 from importlib import import_module
 from pathlib import Path
 
@@ -29,3 +30,8 @@ def find(kind: str, name: str) -> type:
         if key.lower() == spelling and isinstance(value, type):
             return value
     raise LookupError(f"{module.__name__} defines no class spelled like its file")
+
+
+def snake(name: str) -> str:
+    """The stem that belongs to a class: `norm_rescale` to `NormRescale`."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()

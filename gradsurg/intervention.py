@@ -1,6 +1,5 @@
 """What, where and when: an intervention."""
 
-import re
 import warnings
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
@@ -9,6 +8,7 @@ from itertools import chain, count
 import torch
 from torch import Tensor, nn
 
+from gradsurg.catalogue import snake
 from gradsurg.ledger import SurgeryWarning
 from gradsurg.per import reduced_axes
 from gradsurg.sites.base import SCALED, Selector, Stage
@@ -126,7 +126,7 @@ def labels_of(intervention: Intervention, given: Container[str] = ()) -> tuple[s
         taken.add(free)
         return free
 
-    wanted = intervention.names or [_snake(type(link)) for link in intervention.links]
+    wanted = intervention.names or [snake(type(link).__name__) for link in intervention.links]
     return tuple(label(name) for name in wanted)
 
 
@@ -177,7 +177,3 @@ def check_pattern(intervention: Intervention, model: nn.Module) -> None:
 
 def _of_parameters(at: Selector) -> bool:
     return all(isinstance(kind, Parameters) for kind in at.kinds)
-
-
-def _snake(cls: type) -> str:
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()

@@ -2,42 +2,49 @@
 
 import os
 import sys
-import traceback
 import warnings
+from argparse import Namespace
 from pathlib import Path
 
 import hydra
 from hydra._internal.utils import _is_env_set, get_args_parser
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from gradsurg import compose
-from gradsurg.build import ConfigError, Experiment, build
+from gradsurg.arms import Run
+from gradsurg.build import Experiment, build
+from gradsurg.faults import ConfigError
+from gradsurg.jobs import Job, beginning, ending, job_of, prepare
 from gradsurg.ledger import SurgeryWarning
 from gradsurg.report.terminal import Runs, report
-from gradsurg.study import Record, Run, execute
+from gradsurg.store import ERROR
+from gradsurg.study import Record, execute
 
 FAILED = 1
 WRONG_INPUT = 2
 INTERRUPTED = 130
-ERROR_LOG = "error.log"
 ERRORS = Exception  # whatever a run raises: it is told in a line, the traceback goes to a file
 
 
-class RunFailed(CompactHydraException):
-    """A job of a sweep that has failed; Hydra goes on with the others and prints this, no more."""
-
-
 def main() -> None:
-    """Check the whole command line first; then let Hydra run its jobs."""
+    """Check the whole command line first; then let Hydra run its jobs, and look what they did."""
     try:
-        _check()
-        job()
+        arguments = _arguments()
+        jobs = [] if arguments is None else _check(arguments)
+        if arguments is None or not arguments.multirun or not jobs:
+            job()
+            return
+        try:
+            job()
+        finally:
+            table, whole = ending(jobs)
+            print(table)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         sys.exit(INTERRUPTED)
+    sys.exit(0 if whole else FAILED)
 
 
 @hydra.main(config_path=str(compose.CONFIG_DIR), config_name="config", version_base="1.3")
@@ -49,40 +56,67 @@ def job(config: DictConfig) -> None:
     if experiment.settings.plan:
         print(experiment.surgery.plan(experiment.make_model(), experiment.example_input))
         return
-    runs = []
-    reused = 0
+    sweeping = HydraConfig.get().mode is RunMode.MULTIRUN
+    runs, skipped, failed = [], 0, 0
     for pair in experiment.pairs:
-        control, treated = _run(experiment, pair.control), _run(experiment, pair.treated)
+        records = [_run(experiment, run, sweeping) for run in (pair.control, pair.treated)]
+        control, treated = (record if record and record.summary else None for record in records)
         runs.append(Runs(treated and treated.directory, control and control.directory))
-        reused += sum(record.reused for record in (treated, control) if record is not None)
-    print(report(runs))
-    if reused:
-        print(f"{reused} of them had been finished before; force=true repeats them")
+        skipped += sum(record is not None and record.happened == "skipped" for record in records)
+        wanted = sum(run is not None for run in (pair.control, pair.treated))
+        failed += wanted - sum(record is not None for record in (treated, control))
+    if any(run.treated or run.control for run in runs):
+        print(report(runs))
+    if skipped and not sweeping:
+        print(f"{skipped} of them had been finished before; force=true repeats them")
     for sink in experiment.sinks:
         for note in sink.notes():
             print(note)
+    if failed and not sweeping:
+        sys.exit(FAILED)
 
 
-def _check() -> None:
-    """Say all that is wrong with the command line, and what the surgery warns of, at once."""
+def _arguments() -> Namespace | None:
+    """What was typed; None if it asks a question of Hydra's and trains nothing."""
     sys.argv[1:] = _options_first(sys.argv[1:])
     arguments = get_args_parser().parse_args()
     compose.register()
     asks_only = arguments.help or arguments.hydra_help or arguments.info
-    if asks_only or arguments.cfg or arguments.shell_completion:
-        return
+    return None if asks_only or arguments.cfg or arguments.shell_completion else arguments
+
+
+def _check(arguments: Namespace) -> list[Job]:
+    """Say all that is wrong with the command line, and what the surgery warns of, at once.
+
+    What is right is written down: each run that is to be, before the first is trained.
+    """
     name = arguments.config_name or "config"
     dirs = [arguments.config_dir] if arguments.config_dir else []
+    jobs: list[Job] = []
+    asked: set[tuple[bool, bool, bool]] = set()
+
+    def keep(words: list[str], experiment: Experiment) -> None:
+        settings = experiment.settings
+        asked.add((settings.force, settings.retry_failed, settings.plan))
+        both = [run for pair in experiment.pairs for run in (pair.control, pair.treated)]
+        jobs.append(job_of(words, [run for run in both if run is not None], Path(settings.out)))
+
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SurgeryWarning)
         try:
-            compose.check(arguments.overrides, arguments.multirun, dirs, name)
+            compose.check(arguments.overrides, arguments.multirun, dirs, name, keep)
         except ConfigError as error:
             for fault in error.faults:
                 print(fault, file=sys.stderr)
             sys.exit(WRONG_INPUT)
     for text in dict.fromkeys(str(item.message) for item in caught):
         print(f"warning: {text}", file=sys.stderr)
+    if any(plan for _, _, plan in asked):
+        return []
+    states = prepare(jobs, any(force for force, _, _ in asked))
+    if arguments.multirun:
+        print(beginning(len(jobs), states, all(retry for _, retry, _ in asked)), file=sys.stderr)
+    return jobs
 
 
 def _options_first(words: list[str]) -> list[str]:
@@ -91,41 +125,40 @@ def _options_first(words: list[str]) -> list[str]:
     return [word for word in words if word not in overrides] + overrides
 
 
-def _run(experiment: Experiment, run: Run | None) -> Record | None:
+def _run(experiment: Experiment, run: Run | None, sweeping: bool) -> Record | None:
+    """Do one run and say what was done about it; None if there is none, or it has failed."""
     if run is None:
         return None
     settings = experiment.settings
-    log = run.directory(Path(settings.out)) / ERROR_LOG
+    out = Path(settings.out)
+    who = f"{run.label}, seed {run.seed}"
     try:
-        record = execute(
-            run, Path(settings.out), experiment.sinks, settings.force, settings.threads
-        )
+        record = execute(run, out, experiment.sinks, settings.threads, settings.retry_failed)
     except ERRORS as error:
         if _is_env_set("HYDRA_FULL_ERROR"):
             raise
-        line = f"{run.label}, seed {run.seed}: {_sentence(error)} ({_kept(log)})"
-        print(line, file=sys.stderr)
-        if HydraConfig.get().mode is RunMode.MULTIRUN:
-            raise RunFailed("the runs above failed, the other jobs have been run") from error
-        sys.exit(FAILED)
-    log.unlink(missing_ok=True)
+        log = os.path.relpath(run.directory(out) / ERROR)
+        print(f"{who}: {_sentence(error)} (the traceback is in {log})", file=sys.stderr)
+        return None
+    if record.happened == "kept failed":
+        print(f"{who}: had failed and is kept so; {record.reason}", file=sys.stderr)
+    elif sweeping or record.happened not in ("trained", "skipped"):
+        print(f"{who}: {TOLD[record.happened]}", file=sys.stderr)
     return record
+
+
+TOLD = {
+    "trained": "trained",
+    "resumed": "was interrupted, went on from its checkpoint",
+    "retried": "had failed, was tried again",
+    "skipped": "finished before, skipped",
+}
 
 
 def _sentence(error: Exception) -> str:
     """An error and its notes on one line."""
     text = "; ".join([str(error) or "no message", *getattr(error, "__notes__", [])])
     return f"{type(error).__name__}: {' '.join(text.split())}"
-
-
-def _kept(log: Path) -> str:
-    """Where the traceback of the present error is from now on."""
-    try:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        log.write_text(traceback.format_exc())
-    except OSError as error:
-        return f"the traceback could not be written: {error}"
-    return f"the traceback is in {os.path.relpath(log)}"
 
 
 if __name__ == "__main__":

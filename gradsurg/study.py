@@ -34,6 +34,7 @@ class Record:
     directory: Path
     summary: dict[str, object] | None
     happened: Happened
+    reason: str = ""  # of a failure
 
 
 def execute(
@@ -58,7 +59,7 @@ def execute(
         if before in ("finished", "diverged"):  # another process was at it
             return Record(run, place.path, place.read_summary(), "skipped")
         if before == "failed" and not retry_failed:
-            return Record(run, place.path, None, "kept failed")
+            return Record(run, place.path, None, "kept failed", place.reason)
         happened: Happened = "trained"
         if before == "failed":
             happened = "retried"

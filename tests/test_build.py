@@ -13,9 +13,9 @@ from hydra import initialize_config_dir
 from torch import Tensor
 
 import gradsurg as gs
-from gradsurg import build as build_module
-from gradsurg import compose
-from gradsurg.build import ConfigError, Experiment, build
+from gradsurg import compose, pairs
+from gradsurg.build import Experiment, build
+from gradsurg.faults import ConfigError
 from gradsurg.store import run_hash
 from gradsurg.transforms.base import Transform
 from gradsurg.transforms.norm_matched import NormMatched
@@ -267,7 +267,7 @@ def test_lr_is_the_same_by_its_short_and_its_long_key() -> None:
 
 
 def test_the_version_is_part_of_the_identity(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_module, "__version__", "99")
+    monkeypatch.setattr(pairs, "__version__", "99")
     assert identity() != base
 
 

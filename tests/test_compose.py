@@ -13,7 +13,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 
 from gradsurg import compose
-from gradsurg.build import ConfigError
+from gradsurg.faults import ConfigError
 from gradsurg.ledger import SurgeryWarning
 
 # The line of tests/theirs.py that raises.
@@ -59,7 +59,7 @@ WRONG = (
     Wrong("transform=[clip,nose]", "transform: there is no 'nose'. There are: ", "'noise'?"),
     Wrong("transform=", "transform: there is no ''. There are: adaptive_clip,", "zero."),
     Wrong("site=output", "site: there is no 'output'. There are: ", "'outputs'?"),
-    Wrong("hydra/launcher=nope", "hydra/launcher: there is no 'nope'. There are: basic."),
+    Wrong("hydra/launcher=nope", "hydra/launcher: there is no 'nope'. There are: basic"),
     Wrong("transform=null", "transform: must name an option, found null; 'transform=none' is a"),
     Wrong("site=null", "site: must name an option, found null"),
     Wrong("transform=[clip,clip]", "transform: 'clip' stands twice", "{name: clip, value: 0.01}'"),

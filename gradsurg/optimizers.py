@@ -1,0 +1,51 @@
+"""The optimizer that a config asks for: one of torch.optim, with its own fields."""
+
+import inspect
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gradsurg.fields import FieldError, nearest
+from gradsurg.make import ERRORS, Config, called, sentence
+from gradsurg.settings import Settings
+
+MakeOptimizer = Callable[[nn.Module], Optimizer]
+
+
+def optimizer_config(config: Config, settings: Settings | None) -> dict[str, object]:
+    """Its name and its fields, the short key `lr` before its own."""
+    fields = dict(config["optimizer"])
+    if settings is not None and settings.lr is not None:
+        fields["lr"] = settings.lr
+    return fields
+
+
+def optimizer_maker(config: Config, settings: Settings | None) -> MakeOptimizer:
+    """Makes the optimizer of a model, and raises what is wrong with the config then."""
+
+    def make(model: nn.Module) -> Optimizer:
+        fields = optimizer_config(config, settings)
+        name = str(fields.pop("name", ""))
+        kinds = [key for key, kind in vars(torch.optim).items() if _is_optimizer(kind)]
+        if name not in kinds:
+            raise LookupError(f"there is no '{name}' in torch.optim. {nearest(name, kinds)}")
+        try:
+            made = called(getattr(torch.optim, name), (model.parameters(),), fields)
+        except FieldError:
+            raise
+        except ERRORS as error:
+            shown = ", ".join(f"{key}={value}" for key, value in fields.items())
+            raise ValueError(f"{name}({shown}) is refused: {sentence(error)}") from error
+        assert isinstance(made, Optimizer)
+        return made
+
+    return make
+
+
+def _is_optimizer(kind: object) -> bool:
+    """Whether the training loop can use it: one that needs a closure it cannot."""
+    if not isinstance(kind, type) or not issubclass(kind, Optimizer) or kind is Optimizer:
+        return False
+    return inspect.signature(kind.step).parameters["closure"].default is None

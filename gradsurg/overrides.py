@@ -1,0 +1,114 @@
+"""The words of a command line as Hydra's overrides: what can be said of them before composing."""
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, OverrideParseException
+
+from gradsurg.blame import one_line
+from gradsurg.faults import ConfigError
+from gradsurg.fields import nearest
+from gradsurg.options import LISTS, content_of, key_of, options_of
+
+
+def jobs(overrides: Sequence[str], multirun: bool) -> Iterator[list[str]]:
+    """The overrides of each job of a sweep."""
+    parser = OverridesParser.create(GlobalHydra.instance().config_loader())
+    parsed, faults = [], []
+    for word in overrides:
+        if word.startswith("="):
+            faults.append(f"{word}: has no key before the =")
+            continue
+        try:
+            (override,) = parser.parse_overrides([word])
+        except OverrideParseException as error:
+            faults.append(f"{word}: {_unparsed(word, error)}")
+            continue
+        parsed.append(override)
+        if override.is_sweep_override() and not multirun:
+            faults.append(f"{word}: several values need a sweep: add -m")
+    if faults:
+        raise ConfigError(faults)
+    for values in product(*(_values(override) for override in parsed)):
+        yield list(values)
+
+
+def known_options(
+    overrides: Sequence[str], config_dirs: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """The overrides without options that are not there, and a fault for each of those."""
+    rest, faults = [], []
+    for word in overrides:
+        key, names, several = _group(word)
+        options = options_of(key, config_dirs)
+        wrong = [name for name in names if "." not in name and name not in options]
+        if not options or (wrong == ["null"] and not several):
+            rest.append(word)
+            continue
+        faults += [f"{key}: there is no '{name}'. {nearest(name, options)}" for name in wrong]
+        right = [name for name in names if name not in wrong]
+        if not wrong and (names or several):
+            rest.append(word)
+        elif not names and not several:
+            faults.append(f"{key}: there is no ''. {nearest('', options)}")
+        elif right:
+            rest.append(f"{key}=[{','.join(right)}]")
+    return rest, faults
+
+
+def each_once(overrides: Sequence[str], config_dirs: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The overrides with each key of a list once, and a fault for each that stands there twice.
+
+    Hydra merges `[clip,clip]`, and two options with one key, into one without a word.
+    """
+    rest, faults = [], []
+    for word in overrides:
+        group, names, several = _group(word)
+        if group not in LISTS or not several:
+            rest.append(word)
+            continue
+        first: dict[str, str] = {}
+        for name in names:
+            key = key_of(name)
+            if key not in first:
+                first[key] = name
+                continue
+            what = f"'{name}' stands twice"
+            if name != first[key]:
+                what = f"'{first[key]}' and '{name}' have the same key '{key}'"
+            faults.append(
+                f"{group}: {what} and would be merged into one; give the second a key of its own: "
+                f"'+{group}.{key}_2={content_of(group, name, config_dirs)}'"
+            )
+        rest.append(f"{group}=[{','.join(first.values())}]")
+    return rest, faults
+
+
+def _group(word: str) -> tuple[str, list[str], bool]:
+    """Of an override: its key, the options that it would choose, and whether that is a list."""
+    key, _, value = word.partition("=")
+    inside = value.strip()
+    several = inside.startswith("[") and inside.endswith("]")
+    names = inside[1:-1].split(",") if several else [inside]
+    return key, [name.strip(" '\"") for name in names if name.strip()], several
+
+
+def _unparsed(word: str, error: OverrideParseException) -> str:
+    if "=" not in word and not word.startswith("~"):
+        return "is not key=value"
+    reason = one_line(error).partition(" expecting ")[0]
+    return f"cannot be read: {reason}. Commas, brackets, braces and spaces need quotes"
+
+
+def _values(override: Override) -> list[str]:
+    word = override.input_line or ""
+    if not override.is_sweep_override():
+        return [word]
+    key = word.partition("=")[0]
+    try:
+        return [f"{key}={value}" for value in override.sweep_string_iterator()]
+    except (ValueError, TypeError, HydraException) as error:
+        raise ConfigError([f"{word}: cannot be swept: {one_line(error)}"]) from None

@@ -1,0 +1,130 @@
+"""The runs of an experiment, seed by seed: a treated one and its control, and their identities."""
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from gradsurg import __version__
+from gradsurg.arms import Run, Schedule
+from gradsurg.intervention import Intervention
+from gradsurg.make import Config, sources_of
+from gradsurg.optimizers import MakeOptimizer, optimizer_config
+from gradsurg.parts import model_of
+from gradsurg.settings import Settings
+from gradsurg.sites.base import Selector
+from gradsurg.surgery import Surgery
+from gradsurg.tasks.base import Task
+from gradsurg.transforms.identity import Identity
+from gradsurg.transforms.norm_matched import NormMatched
+
+TREATMENT = ("transform", "site", "when")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The two runs of one seed; either can be missing: `transform=none` is a plain run."""
+
+    seed: int
+    treated: Run | None
+    control: Run | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the runs of an experiment have in common."""
+
+    config: Config
+    settings: Settings
+    task: Task
+    make_optimizer: MakeOptimizer
+    device: torch.device
+    selector: Selector
+    intervention: Intervention | None
+
+    def pair(self, seed: int) -> Pair:
+        """The runs of one seed."""
+        if self.intervention is None:
+            return Pair(seed, None, self._control(seed))
+        control = self._control(seed) if self.settings.control != "none" else None
+        treated = self._treated(seed)
+        return Pair(seed, replace(treated, control=control.name if control else None), control)
+
+    def surgery(self, seed: int) -> Surgery:
+        """That of the treated run, empty for a plain one."""
+        return Surgery(*([self.intervention] if self.intervention else []), seed=seed)
+
+    def _treated(self, seed: int) -> Run:
+        label = "+".join(self.config["transform"])
+        identity = self._identity(seed, self._treatment())
+        return self._run("treated", label, seed, identity, self.surgery(seed), shadow=False)
+
+    def _control(self, seed: int) -> Run:
+        """No surgery, measured at the same sites; or the plain direction with the treated norm."""
+        intervention = self.intervention
+        if intervention is not None and self.settings.control == "norm_matched":
+            matched = NormMatched(intervention.operator)
+            surgery = Surgery(
+                Intervention(matched, intervention.at, intervention.when, ("norm_matched",)),
+                seed=seed,
+            )
+            extra = self._treatment() | {"control": "norm_matched"}
+            label = "norm_matched-" + "+".join(self.config["transform"])
+            identity = self._identity(seed, extra)
+            return self._run("control", label, seed, identity, surgery, shadow=False)
+        surgery = Surgery(Intervention(Identity(), self.selector, names=("none",)), seed=seed)
+        # The site stands here because the control's gradients are measured there.
+        identity = self._identity(seed, {"site": self.config["site"]})
+        return self._run("control", "none", seed, identity, surgery, shadow=True)
+
+    def _treatment(self) -> dict[str, object]:
+        """What is done to gradients; a hash knows no order of keys, so that is said apart."""
+        parts: dict[str, object] = {key: self.config[key] for key in TREATMENT}
+        return parts | {"order": list(self.config["transform"])}
+
+    def _identity(self, seed: int, extra: Config) -> dict[str, object]:
+        parts = {key: self.config[key] for key in ("model", "task")} | dict(extra)
+        return {
+            "gradsurg": __version__,
+            "seed": seed,
+            "steps": self.settings.steps,
+            "batch_size": self.settings.batch_size,
+            "device": self.device.type,
+            "optimizer": optimizer_config(self.config, self.settings),
+            **copy.deepcopy(parts),
+            "sources": dict(sorted(sources_of(parts))),
+        }
+
+    def _run(
+        self,
+        arm: Literal["treated", "control"],
+        label: str,
+        seed: int,
+        identity: dict[str, object],
+        surgery: Surgery,
+        shadow: bool,
+    ) -> Run:
+        settings = self.settings
+        return Run(
+            study=settings.study,
+            arm=arm,
+            label=label,
+            seed=seed,
+            identity=identity,
+            # A control is of every treated arm that has its site and seed.
+            tags=tuple(self.config["transform"]) if arm == "treated" else (label.split("-")[0],),
+            task=self.task,
+            make_model=lambda data: model_of(self.config, data),
+            make_optimizer=self.make_optimizer,
+            surgery=surgery,
+            shadow=shadow,
+            schedule=Schedule(
+                settings.steps,
+                settings.batch_size,
+                settings.log_every,
+                settings.checkpoint_every,
+                settings.effects_every,
+            ),
+            device=self.device,
+        )

@@ -1,0 +1,54 @@
+"""The short keys at the top of the config, and their rules."""
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from gradsurg.fields import validated
+
+Positive = Annotated[int, Field(ge=1)]
+# YAML reads `study=2024` as a number.
+Text = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
+
+
+def _study_name(name: str) -> str:
+    if not re.fullmatch(r"\w[\w.,+=@-]*", name, flags=re.ASCII):
+        raise ValueError("must be a folder's name of letters, digits and any of _.,+=@-")
+    return name
+
+
+def _folder(path: str) -> str:
+    """Refuse what a folder cannot be made of."""
+    if not path:
+        raise ValueError("must not be empty")
+    parent = next(place for place in (Path(path), *Path(path).absolute().parents) if place.exists())
+    if not parent.is_dir():
+        raise ValueError(f"must be a folder, and {parent} is a file")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ValueError(f"must be a folder that can be written to, and {parent} cannot")
+    return path
+
+
+@validated
+class Settings:
+    """The short keys at the top of the config."""
+
+    steps: Positive
+    batch_size: Positive
+    seeds: Positive
+    log_every: Positive
+    checkpoint_every: Positive
+    effects_every: Annotated[int, Field(ge=0)]
+    study: Annotated[Text, AfterValidator(_study_name)]
+    out: Annotated[Text, AfterValidator(_folder)]
+    control: Literal["none", "plain", "norm_matched"]
+    device: Annotated[str, Field(min_length=1)]
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    lr: Annotated[float, Field(gt=0)] | None = None
+    threads: Positive | None = None
+    force: bool = False
+    retry_failed: bool = True
+    plan: bool = False
