@@ -30,21 +30,21 @@ ERRORS = Exception  # whatever a run raises: it is told in a line, the traceback
 
 def main() -> None:
     """Check the whole command line first; then let Hydra run its jobs, and look what they did."""
+    whole = True
     try:
         arguments = _arguments()
-        jobs = [] if arguments is None else _check(arguments)
-        if arguments is None or not arguments.multirun or not jobs:
-            job()
-            return
+        jobs = _check(arguments) if arguments else []
         try:
             job()
         finally:
-            table, whole = ending(jobs)
-            print(table)
+            if jobs and arguments and arguments.multirun:
+                table, whole = ending(jobs)
+                print(table)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         sys.exit(INTERRUPTED)
-    sys.exit(0 if whole else FAILED)
+    if not whole:
+        sys.exit(FAILED)
 
 
 @hydra.main(config_path=str(compose.CONFIG_DIR), config_name="config", version_base="1.3")
