@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
@@ -14,7 +15,37 @@ from gradsurg.build import Experiment, build
 from gradsurg.dotted import register
 from gradsurg.faults import ConfigError
 from gradsurg.options import CONFIG_DIR, wrong_dirs
-from gradsurg.overrides import each_once, jobs, known_options
+from gradsurg.overrides import each_once, is_sweep, jobs, known_options
+
+STUDY_FILE = "experiment="
+
+
+def sweep(
+    overrides: Sequence[str],
+    multirun: bool,
+    config_dirs: Sequence[str],
+    config_name: str = "config",
+) -> tuple[list[str], bool]:
+    """The overrides with those of a study file before them, and whether it is a sweep.
+
+    A study file says `hydra.mode: MULTIRUN` and what is swept under `hydra.sweeper.params`; the
+    command line has the last word.
+    """
+    register()
+    words = list(overrides)
+    if wrong_dirs(config_dirs) or not any(word.startswith(STUDY_FILE) for word in words):
+        return words, multirun
+    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        single = [word for word in words if not is_sweep(word)]
+        try:
+            config = _composed(config_name, single, config_dirs, return_hydra_config=True)
+        except COMPOSING:
+            return words, multirun  # what is wrong is told when the jobs are composed
+    multirun = multirun or config.hydra.mode is RunMode.MULTIRUN
+    params = config.hydra.sweeper.params or {}
+    if not multirun:
+        return words, False
+    return [f"{key}={value}" for key, value in params.items()] + words, True
 
 
 def check(
@@ -63,14 +94,9 @@ def _faults(
     unknown = {fault.partition(":")[0] for fault in faults}
     rest, twice = each_once(rest, config_dirs)
     faults += twice
-    urls = ",".join(f"'{_url(path)}'" for path in config_dirs)
-    search = [f"hydra.searchpath=[dotted://,{urls}]"] if urls else []
 
     def composed(words: Sequence[str]) -> DictConfig:
-        with warnings.catch_warnings():
-            # Hydra warns of what it also raises, and of folders that are asked for above.
-            warnings.simplefilter("ignore", UserWarning)
-            return compose(config_name, [*words, *search])
+        return _composed(config_name, words, config_dirs)
 
     while True:
         try:
@@ -92,6 +118,20 @@ def _faults(
     if not faults:
         keep(overrides, experiment)
     return faults
+
+
+def _composed(
+    config_name: str,
+    words: Sequence[str],
+    config_dirs: Sequence[str],
+    return_hydra_config: bool = False,
+) -> DictConfig:
+    urls = ",".join(f"'{_url(path)}'" for path in config_dirs)
+    search = [f"hydra.searchpath=[dotted://,{urls}]"] if urls else []
+    with warnings.catch_warnings():
+        # Hydra warns of what it also raises, and of folders that are asked for above.
+        warnings.simplefilter("ignore", UserWarning)
+        return compose(config_name, [*words, *search], return_hydra_config)
 
 
 def _url(path: str) -> str:

@@ -32,8 +32,17 @@ def jobs(overrides: Sequence[str], multirun: bool) -> Iterator[list[str]]:
             faults.append(f"{word}: several values need a sweep: add -m")
     if faults:
         raise ConfigError(faults)
-    for values in product(*(_values(override) for override in parsed)):
+    last = {override.get_key_element(): override for override in parsed}
+    for values in product(*(_values(override) for override in last.values())):
         yield list(values)
+
+
+def is_sweep(word: str) -> bool:
+    """Whether an override has several values; one that cannot be read has none."""
+    try:
+        return OverridesParser.create().parse_override(word).is_sweep_override()
+    except OverrideParseException:
+        return False
 
 
 def known_options(

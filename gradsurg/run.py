@@ -57,16 +57,19 @@ def job(config: DictConfig) -> None:
         print(experiment.surgery.plan(experiment.make_model(), experiment.example_input))
         return
     sweeping = HydraConfig.get().mode is RunMode.MULTIRUN
-    runs, skipped, failed = [], 0, 0
+    runs, skipped, wanted, failed = [], 0, 0, 0
     for pair in experiment.pairs:
         records = [_run(experiment, run, sweeping) for run in (pair.control, pair.treated)]
         control, treated = (record if record and record.summary else None for record in records)
         runs.append(Runs(treated and treated.directory, control and control.directory))
         skipped += sum(record is not None and record.happened == "skipped" for record in records)
-        wanted = sum(run is not None for run in (pair.control, pair.treated))
-        failed += wanted - sum(record is not None for record in (treated, control))
-    if any(run.treated or run.control for run in runs):
+        both = [run for run in (pair.control, pair.treated) if run is not None]
+        wanted += len(both)
+        failed += len(both) - sum(record is not None for record in (treated, control))
+    if any(run.treated for run in runs) or not experiment.surgery.interventions:
         print(report(runs))
+    if failed:
+        print(f"{failed} of {wanted} runs failed", file=sys.stderr)
     if skipped and not sweeping:
         print(f"{skipped} of them had been finished before; force=true repeats them")
     for sink in experiment.sinks:
@@ -104,7 +107,9 @@ def _check(arguments: Namespace) -> list[Job]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SurgeryWarning)
         try:
-            compose.check(arguments.overrides, arguments.multirun, dirs, name, keep)
+            words, sweeping = compose.sweep(arguments.overrides, arguments.multirun, dirs, name)
+            arguments.multirun = sweeping
+            compose.check(words, sweeping, dirs, name, keep)
         except ConfigError as error:
             for fault in error.faults:
                 print(fault, file=sys.stderr)
@@ -113,7 +118,11 @@ def _check(arguments: Namespace) -> list[Job]:
         print(f"warning: {text}", file=sys.stderr)
     if any(plan for _, _, plan in asked):
         return []
-    states = prepare(jobs, any(force for force, _, _ in asked))
+    try:
+        states = prepare(jobs, any(force for force, _, _ in asked))
+    except OSError as error:
+        print(f"out: cannot be written to: {error}", file=sys.stderr)
+        sys.exit(WRONG_INPUT)
     if arguments.multirun:
         print(beginning(len(jobs), states, all(retry for _, retry, _ in asked)), file=sys.stderr)
     return jobs
@@ -142,13 +151,12 @@ def _run(experiment: Experiment, run: Run | None, sweeping: bool) -> Record | No
         return None
     if record.happened == "kept failed":
         print(f"{who}: had failed and is kept so; {record.reason}", file=sys.stderr)
-    elif sweeping or record.happened not in ("trained", "skipped"):
+    elif record.happened in TOLD and (sweeping or record.happened != "skipped"):
         print(f"{who}: {TOLD[record.happened]}", file=sys.stderr)
     return record
 
 
 TOLD = {
-    "trained": "trained",
     "resumed": "was interrupted, went on from its checkpoint",
     "retried": "had failed, was tried again",
     "skipped": "finished before, skipped",

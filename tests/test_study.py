@@ -181,6 +181,7 @@ def test_a_run_writes_its_files_into_a_directory_of_its_own(tmp_path) -> None:
     assert record.directory == tmp_path / "study" / f"clip-seed0-{run_hash(run.identity)}"
     names = {path.name for path in record.directory.iterdir()}
     assert names == {
+        "run.json",
         "config.yaml",
         "metrics.jsonl",
         "effects.jsonl",
