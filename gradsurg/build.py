@@ -75,7 +75,8 @@ def build(config: Config) -> Experiment:
     if task and data and model and selector:
         scope = intervention.operator.scope if intervention else "tensor"
         steady = "name" in config["model"] and "name" in config["task"]
-        trial = Trial(model, task, data, settings, scope, steady)
+        label = "+".join(transforms) or "none"
+        trial = Trial(model, task, data, settings, label, scope, steady)
         _try(trial, selector, trigger if transforms else None, faults)
     faults.stop()
     # What is missing has been said, and `stop` has raised.

@@ -111,6 +111,8 @@ def _fault(details: ErrorDetails, names: list[str], places: list[str]) -> tuple[
         case "value_error" if isinstance(context.get("error"), Contradiction):
             contradiction = context["error"]
             return contradiction.field, str(contradiction)
+        case "is_instance_of" if context.get("class") == "Sequence":
+            return field, f"must be a list, found {details['input']!r}"
         case kind:
             rule = RULES.get(kind, details["msg"]).format_map(context)
             return field, f"{rule}, found {details['input']!r}"

@@ -1,7 +1,7 @@
 """The words of a command line as Hydra's overrides: what can be said of them before composing."""
 
-from collections.abc import Iterator, Sequence
-from itertools import product
+import re
+from collections.abc import Sequence
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -9,31 +9,31 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
 
 from gradsurg.blame import one_line
-from gradsurg.faults import ConfigError
 from gradsurg.fields import nearest
 from gradsurg.options import LISTS, content_of, key_of, options_of
 
 
-def jobs(overrides: Sequence[str], multirun: bool) -> Iterator[list[str]]:
-    """The overrides of each job of a sweep."""
+def read(overrides: Sequence[str], multirun: bool) -> tuple[list[list[str]], list[str]]:
+    """Each override with the values that it sweeps over, and a fault for each that is none."""
     parser = OverridesParser.create(GlobalHydra.instance().config_loader())
-    parsed, faults = [], []
+    words, faults = [], []
     for word in overrides:
         if word.startswith("="):
             faults.append(f"{word}: has no key before the =")
             continue
         try:
             (override,) = parser.parse_overrides([word])
+            values = _values(override)
         except OverrideParseException as error:
-            faults.append(f"{word}: {_unparsed(word, error)}")
-            continue
-        parsed.append(override)
-        if override.is_sweep_override() and not multirun:
-            faults.append(f"{word}: several values need a sweep: add -m")
-    if faults:
-        raise ConfigError(faults)
-    for values in product(*(_values(override) for override in parsed)):
-        yield list(values)
+            faults.append(_unparsed(word, error))
+        except (ValueError, TypeError, HydraException) as error:
+            faults.append(f"{word}: cannot be swept: {one_line(error)}")
+        else:
+            if override.is_sweep_override() and not multirun:
+                faults.append(f"{word}: several values need a sweep: add -m")
+            else:
+                words.append(values)
+    return words, faults
 
 
 def known_options(
@@ -97,10 +97,19 @@ def _group(word: str) -> tuple[str, list[str], bool]:
 
 
 def _unparsed(word: str, error: OverrideParseException) -> str:
+    key, _, value = word.partition("=")
     if "=" not in word and not word.startswith("~"):
-        return "is not key=value"
+        return f"{word}: is not key=value"
+    if value.startswith("re:"):
+        try:
+            re.compile(value.removeprefix("re:"))
+        except re.error as wrong:
+            return f"{key}: is not a regular expression ({wrong}), found '{value}'"
     reason = one_line(error).partition(" expecting ")[0]
-    return f"cannot be read: {reason}. Commas, brackets, braces and spaces need quotes"
+    advice = "Commas, brackets, braces and spaces need quotes"
+    if not value.startswith(("[", "{")):
+        advice += f" inside quotes: \"{key}='...'\""
+    return f"{word}: cannot be read: {reason}. {advice}"
 
 
 def _values(override: Override) -> list[str]:
@@ -108,7 +117,4 @@ def _values(override: Override) -> list[str]:
     if not override.is_sweep_override():
         return [word]
     key = word.partition("=")[0]
-    try:
-        return [f"{key}={value}" for value in override.sweep_string_iterator()]
-    except (ValueError, TypeError, HydraException) as error:
-        raise ConfigError([f"{word}: cannot be swept: {one_line(error)}"]) from None
+    return [f"{key}={value}" for value in override.sweep_string_iterator()]

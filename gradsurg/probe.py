@@ -35,15 +35,17 @@ class Trial:
     task: Task
     data: Data
     settings: Settings | None  # None: they are wrong themselves
+    label: str
     scope: Scope
     steady: bool
 
     def check_site(self, selector: Selector) -> None:
         """Raises FieldError if nothing is found to hook, or if no gradient passes there."""
-        fault = self._site_fault(selector)
-        if fault:
-            key = _culprit(selector, lambda other: not self._site_fault(other))
-            self._refuse(key, fault, self.steady or not fault.startswith(SILENT))
+        if self._site_fault(selector):
+            path, part = _guilty(selector, lambda other: bool(self._site_fault(other)))
+            fault = self._site_fault(part)
+            field = _culprit(part, lambda other: not self._site_fault(other))
+            self._refuse(_joined(path, field), fault, self.steady or SILENT not in fault)
 
     def check_when(self, selector: Selector, trigger: Trigger) -> None:
         """Raises FieldError if the trigger cannot be asked, or fires at no step of the run."""
@@ -56,9 +58,11 @@ class Trial:
         if self.settings is None or not own:
             return  # a user's own may have a memory, or be moved from outside
         if not self._fires(selector, trigger):
-            key = _culprit(trigger, lambda other: self._fires(selector, other))
-            text = f"{trigger!r} never fires in {self._length(self.settings)}"
-            self._refuse(key, text, self.steady or self._by_step(trigger) is False)
+            path, part = _guilty(trigger, lambda other: not self._fires(selector, other))
+            field = _culprit(part, lambda other: self._fires(selector, other))
+            text = f"{part!r} never fires in {self._length(self.settings)}"
+            certain = self.steady or self._by_step(trigger) is False
+            self._refuse(_joined(path, field), text, certain)
 
     def _refuse(self, key: str, text: str, certain: bool) -> None:
         if certain:
@@ -123,7 +127,7 @@ class Trial:
         inputs, targets = self.data.train_inputs[:count], self.data.train_targets[:count]
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run will say the same
-            surgery = Surgery(Intervention(leave, selector, trigger))
+            surgery = Surgery(Intervention(leave, selector, trigger, (self.label,)))
             attached = surgery.attach(
                 self.model, optimizer, effects_every=0, steps_per_epoch=self._epoch
             )
@@ -167,10 +171,10 @@ class _Ever(Trigger):
             try:
                 self.hit = any(_could(self.of, moment, step) for step in range(self.steps))
             except ERRORS as error:  # a trigger's own, told of its key
-                self.fault = self._guilty(moment), sentence(error)
+                self.fault = self._raising(moment), sentence(error)
         return False
 
-    def _guilty(self, moment: Moment) -> str:
+    def _raising(self, moment: Moment) -> str:
         for path, part in _parts(self.of):
             try:
                 _could(part, moment, 0)
@@ -223,8 +227,17 @@ class _LeaveGroup(GroupTransform):
         return list(grads), state
 
 
+def _guilty(whole: Part, fails: Callable[[Part], bool], path: str = "") -> tuple[str, Part]:
+    """The part that fails by itself, with its key in the whole; without such a part the whole."""
+    if isinstance(getattr(whole, "of", None), tuple):
+        for key, part in _inside(whole):
+            if fails(part):
+                return _guilty(part, fails, _joined(path, key))
+    return path, whole
+
+
 def _culprit(part: Part, acts: Callable[[Part], bool]) -> str:
-    """The field it is due to that `part` does not act: without it, it would."""
+    """The field without which `part` would act; empty if there is none."""
     if not is_dataclass(part):
         return ""
     given = [
@@ -256,11 +269,11 @@ def _parts(whole: Part, path: str = "") -> Iterator[tuple[str, Part]]:
 
 
 def _inside(whole: Part) -> list[tuple[str, Part]]:
-    of: Any = getattr(whole, "of", None)  # Any: of the same kind as the whole
-    if isinstance(of, Selector | Trigger):
-        return [("of", of)]
-    parts = of if isinstance(of, tuple) else ()
-    return [(f"of.{index}", part) for index, part in enumerate(parts)]
+    of: Any = getattr(whole, "of", None)  # Any: parts of the same kind as the whole, if it has some
+    parts: list[tuple[str, Any]] = [("of", of)] if isinstance(of, Selector | Trigger) else []
+    if isinstance(of, tuple):
+        parts = [(f"of.{index}", part) for index, part in enumerate(of)]
+    return parts
 
 
 def _joined(*keys: str) -> str:

@@ -70,14 +70,16 @@ def _check() -> None:
     arguments = get_args_parser().parse_args()
     compose.register()
     asks_only = arguments.help or arguments.hydra_help or arguments.info
-    if asks_only or arguments.cfg or arguments.shell_completion:
+    if asks_only or arguments.shell_completion:
         return
     name = arguments.config_name or "config"
     dirs = [arguments.config_dir] if arguments.config_dir else []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SurgeryWarning)
         try:
-            compose.check(arguments.overrides, arguments.multirun, dirs, name)
+            compose.check(
+                arguments.overrides, arguments.multirun, dirs, name, builds=not arguments.cfg
+            )
         except ConfigError as error:
             for fault in error.faults:
                 print(fault, file=sys.stderr)
