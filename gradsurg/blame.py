@@ -10,6 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from gradsurg.fields import nearest
+from gradsurg.options import LISTS
 
 NO_KEY = "is not a key here."
 # A yaml file that is none, or is no mapping, is a YAMLError or an OSError.
@@ -46,6 +47,8 @@ def sentence(error: Exception, culprit: str) -> str:
     if "Config group override" in str(error):
         plain_run = f"; '{key}=none' is a plain run" if key == "transform" else ""
         return f"{key}: must name an option, found {value}{plain_run}"
+    if culprit == f"~{key}" and key in LISTS:
+        return f"{key}: cannot be taken out; '{key}=[]' leaves it empty"
     if "Could not override" in str(error) or "Could not delete" in str(error):
         return f"{key}: {NO_KEY}"
     if isinstance(error, YAMLError | OSError):

@@ -16,7 +16,7 @@ from gradsurg.build import build
 from gradsurg.dotted import register
 from gradsurg.faults import ConfigError
 from gradsurg.options import CONFIG_DIR, wrong_dirs
-from gradsurg.overrides import each_once, known_options, read
+from gradsurg.overrides import each_once, given_twice, known_options, read
 
 
 def check(
@@ -73,7 +73,7 @@ class CommandLine:
         rest, faults = known_options(self.words, self.config_dirs)
         unknown = {fault.partition(":")[0] for fault in faults} | {*unread}
         rest, twice = each_once(rest, self.config_dirs)
-        faults += twice
+        faults += twice + given_twice(rest)
         no_keys: dict[str, str] = {}
         while True:
             try:
@@ -110,7 +110,11 @@ class CommandLine:
             wrong = self._wrong(words)
         except COMPOSING:
             return False
-        return not any(fault.startswith(f"{key}: is not a ") for fault in wrong)
+        refused = (f"{key}: is not a ", f"{key}: must be a mapping")
+        above = {key[:index] for index, letter in enumerate(key) if letter == "."}
+        return not any(
+            fault.startswith(refused) or fault.partition(":")[0] in above for fault in wrong
+        )
 
     def _wrong(self, words: Sequence[str]) -> list[str]:
         try:

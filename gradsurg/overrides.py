@@ -9,6 +9,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
 
 from gradsurg.blame import one_line
+from gradsurg.build import GROUPS
 from gradsurg.fields import nearest
 from gradsurg.options import LISTS, content_of, key_of, options_of
 
@@ -45,8 +46,12 @@ def known_options(
         key, names, several = _group(word)
         options = options_of(key, config_dirs)
         wrong = [name for name in names if "." not in name and name not in options]
+        wrong += [name for name in names if "." in name and "/" in name]
         if not options or (wrong == ["null"] and not several):
             rest.append(word)
+            continue
+        if several and len(names) > 1 and key in GROUPS and key not in LISTS:
+            faults.append(f"{key}: takes one option, found [{', '.join(names)}]")
             continue
         faults += [f"{key}: there is no '{name}'. {nearest(name, options)}" for name in wrong]
         right = [name for name in names if name not in wrong]
@@ -87,6 +92,17 @@ def each_once(overrides: Sequence[str], config_dirs: Sequence[str]) -> tuple[lis
     return rest, faults
 
 
+def given_twice(overrides: Sequence[str]) -> list[str]:
+    """A fault for each key that gets two values: Hydra takes the last one without a word."""
+    first: dict[str, str] = {}
+    faults = []
+    for word in overrides:
+        key = word.partition("=")[0].lstrip("+")
+        if first.setdefault(key, word) != word:
+            faults.append(f"{key}: is given twice, {first[key]} and {word}")
+    return faults
+
+
 def _group(word: str) -> tuple[str, list[str], bool]:
     """Of an override: its key, the options that it would choose, and whether that is a list."""
     key, _, value = word.partition("=")
@@ -105,7 +121,10 @@ def _unparsed(word: str, error: OverrideParseException) -> str:
             re.compile(value.removeprefix("re:"))
         except re.error as wrong:
             return f"{key}: is not a regular expression ({wrong}), found '{value}'"
-    reason = one_line(error).partition(" expecting ")[0]
+    if value.startswith("~"):
+        return f"{word}: cannot be read: a shell leaves ~ alone behind a =; write $HOME"
+    reason = one_line(error).partition(" expecting ")[0].partition("LexerNoViable")
+    reason = reason[0] or "it has a sign that needs quotes"
     advice = "Commas, brackets, braces and spaces need quotes"
     if not value.startswith(("[", "{")):
         advice += f" inside quotes: \"{key}='...'\""

@@ -24,6 +24,9 @@ from gradsurg.triggers.base import Clock, Fires, Moment, Trigger
 
 Part = TypeVar("Part", Selector, Trigger)
 
+PATIENCE = 100_000  # steps: of a longer run nobody waits to hear that nothing would ever act
+SILENT = "no gradient passes at"
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -108,8 +111,13 @@ class Trial:
         return ever.hit
 
     def _by_step(self, trigger: Trigger) -> bool | None:
-        """Whether the steps of the run let it act; None if something else decides on that too."""
+        """Whether the steps of the run let it act; None if something else decides on that too.
+
+        Of a run that is too long to be asked, they do.
+        """
         result: bool | None = False
+        if self._steps > PATIENCE:
+            return True
         for step in range(self._steps):
             moment = _Asked(Clock(step=step, epoch_length=self._epoch))
             fires = trigger.fires(moment)
@@ -136,9 +144,6 @@ class Trial:
                 self.task.loss(self.model(inputs), targets).backward()
                 optimizer.step()
                 return list(live.ledger)
-
-
-SILENT = "no gradient passes at"
 
 
 def check_stage(selector: Selector) -> None:
