@@ -1,7 +1,8 @@
 """From a resolved config, plain dicts and numbers, to the objects of a study."""
 
+import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from gradsurg.faults import ConfigError, Faults
 from gradsurg.fields import nearest
 from gradsurg.intervention import Intervention
+from gradsurg.ledger import SurgeryWarning
 from gradsurg.make import Config, make
 from gradsurg.optimizers import optimizer_maker
 from gradsurg.pairs import Pair, Plan
@@ -21,12 +23,13 @@ from gradsurg.parts import (
     task_of,
     transforms_of,
 )
-from gradsurg.probe import culprit, probe
+from gradsurg.probe import Trial, check_stage
 from gradsurg.settings import Settings
 from gradsurg.sinks.base import Sink
 from gradsurg.sites.base import Selector
 from gradsurg.surgery import Surgery
 from gradsurg.tasks.base import Data
+from gradsurg.transforms.base import Transform
 from gradsurg.transforms.chain import Chain
 from gradsurg.triggers.base import Trigger
 
@@ -53,21 +56,28 @@ def build(config: Config) -> Experiment:
         raise ConfigError(wrong)
     faults = Faults()
     settings = faults.made("", lambda: _settings(config))
-    selector, intervention = _surgery(config, faults)
+    transforms = transforms_of(config, faults)
+    selector = faults.made("site", lambda: _selector(config))
+    trigger = faults.made("when", lambda: make("triggers", config["when"], Trigger))
+    intervention = _intervention(transforms, selector, trigger, faults)
     task, data = task_of(config, faults)
     sinks = sinks_of(config, faults)
     make_optimizer = optimizer_maker(config, settings)
+    model = None
     if task is not None and data is not None:
         model = faults.made("model", lambda: checked_model(config, task, data))
-        if model is not None:
-            faults.made("optimizer", lambda: make_optimizer(model))
-            if selector is not None:
-                with faults.at(culprit(config["site"])):
-                    probe(selector, intervention, model, data)
+    # What is wrong with an optimizer is mostly so for any parameter.
+    faults.made("optimizer", lambda: make_optimizer(model or nn.Linear(1, 1, bias=False)))
     device = None
     if settings is not None:
-        _check_batch(settings, data, faults)
         device = faults.made("device", lambda: device_of(settings.device))
+        _check_batch(settings, data, faults)
+    if task and data and model and selector:
+        scope = intervention.operator.scope if intervention else "tensor"
+        steady = "name" in config["model"] and "name" in config["task"]
+        label = "+".join(transforms) or "none"
+        trial = Trial(model, task, data, settings, label, scope, steady)
+        _try(trial, selector, trigger if transforms else None, faults)
     faults.stop()
     # What is missing has been said, and `stop` has raised.
     assert settings
@@ -105,19 +115,38 @@ def _settings(config: Config) -> Settings:
     return Settings(**given)
 
 
-def _surgery(config: Config, faults: Faults) -> tuple[Selector | None, Intervention | None]:
-    """Where gradients are changed or, without a transform, measured; and what is done to them."""
-    transforms = transforms_of(config, faults)
-    selector = faults.made("site", lambda: make("sites", config["site"], Selector))
-    trigger = faults.made("when", lambda: make("triggers", config["when"], Trigger))
-    if not transforms or selector is None or trigger is None:
-        return selector, None
+def _selector(config: Config) -> Selector:
+    selector = make("sites", config["site"], Selector)
+    check_stage(selector)
+    return selector
+
+
+def _intervention(
+    transforms: Mapping[str, Transform],
+    selector: Selector | None,
+    trigger: Trigger | None,
+    faults: Faults,
+) -> Intervention | None:
+    """What is done to gradients, if anything is; what does not fit is due to transform or when."""
+    if not transforms or selector is None:
+        return None
     key = f"transform.{next(iter(transforms))}" if len(transforms) == 1 else "transform"
-    with faults.at(key):
-        chain = Chain(*transforms.values())
-        intervention = Intervention(chain, selector, trigger, names_of(transforms))
-        return selector, intervention
-    return selector, None
+    chain, names = Chain(*transforms.values()), names_of(transforms)
+    always = faults.made(key, lambda: Intervention(chain, selector, names=names))
+    if always is None or trigger is None:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SurgeryWarning)  # said of the other one
+        return faults.made("when", lambda: replace(always, when=trigger))
+
+
+def _try(trial: Trial, selector: Selector, trigger: Trigger | None, faults: Faults) -> None:
+    said = len(faults.lines)
+    with faults.at("site"):
+        trial.check_site(selector)
+    if trigger is not None and len(faults.lines) == said:
+        with faults.at("when"):
+            trial.check_when(selector, trigger)
 
 
 def _check_batch(settings: Settings, data: Data | None, faults: Faults) -> None:

@@ -85,7 +85,7 @@ def _arguments() -> Namespace | None:
     arguments = get_args_parser().parse_args()
     compose.register()
     asks_only = arguments.help or arguments.hydra_help or arguments.info
-    return None if asks_only or arguments.cfg or arguments.shell_completion else arguments
+    return None if asks_only or arguments.shell_completion else arguments
 
 
 def _check(arguments: Namespace) -> list[Job]:
@@ -109,14 +109,14 @@ def _check(arguments: Namespace) -> list[Job]:
         try:
             words, sweeping = compose.sweep(arguments.overrides, arguments.multirun, dirs, name)
             arguments.multirun = sweeping
-            compose.check(words, sweeping, dirs, name, keep)
+            compose.check(words, sweeping, dirs, name, keep, builds=not arguments.cfg)
         except ConfigError as error:
             for fault in error.faults:
                 print(fault, file=sys.stderr)
             sys.exit(WRONG_INPUT)
     for text in dict.fromkeys(str(item.message) for item in caught):
         print(f"warning: {text}", file=sys.stderr)
-    if any(plan for _, _, plan in asked):
+    if arguments.cfg or any(plan for _, _, plan in asked):
         return []
     try:
         states = prepare(jobs, any(force for force, _, _ in asked))
