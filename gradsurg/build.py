@@ -77,7 +77,7 @@ def build(config: Config) -> Experiment:
         steady = "name" in config["model"] and "name" in config["task"]
         label = "+".join(transforms) or "none"
         trial = Trial(model, task, data, settings, label, scope, steady)
-        _try(trial, selector, trigger if transforms else None, faults)
+        _try(trial, selector, trigger if config.get("transform") else None, faults)
     faults.stop()
     # What is missing has been said, and `stop` has raised.
     assert settings

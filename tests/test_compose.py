@@ -103,6 +103,21 @@ WRONG = (
     ),
     Wrong("~model", "model: is required, a mapping with a name"),
     Wrong("+optimizer.momentun=1", "optimizer.momentun: is not a field here.", "'momentum'?"),
+    Wrong(
+        "site=combined site.of.0.types=[Linear]",
+        "site.of.0.types: 'types' is not a key here. There are: name, pattern.",
+        "'+site.of.0.types=...' adds it.",
+    ),
+    Wrong(
+        "transform=clip transform.value=1",
+        "transform.value: 'value' is not a key here. There are: clip.",
+        "clip.",
+    ),
+    Wrong("transform=clip clip.value=1", "clip.value: 'clip' is not a key here.", "."),
+    Wrong("~transform", "transform: cannot be taken out; 'transform=[]' leaves it empty"),
+    Wrong("steps=5 steps=6", "steps: is given twice, steps=5 and steps=6"),
+    Wrong("transform=clip transform=sign", "transform: is given twice, transform=clip and"),
+    Wrong("site=[parameters,outputs]", "site: takes one option, found [parameters, outputs]"),
     # values of fields
     Wrong(
         "transform=clip transform.clip.value=-1", "transform.clip.value: must be > 0", "found -1"
@@ -138,9 +153,25 @@ WRONG = (
     Wrong("optimizer.name=LBFGS", "optimizer: there is no 'LBFGS' in torch.optim."),
     Wrong(
         "optimizer=adamw optimizer.betas=[0.9]",
-        "optimizer: AdamW(lr=0.001, betas=[0.9],",
-        "is refused: list index out of range",
+        "optimizer.betas: AdamW refuses it: list index out of range",
+        "found [0.9]",
     ),
+    Wrong("optimizer.lr=-1", "optimizer.lr: SGD refuses it: Invalid learning", "found -1"),
+    Wrong("optimizer.lr=null", "optimizer.lr: SGD refuses it: ", "found null"),
+    Wrong(
+        "+optimizer.nesterov=true",
+        "optimizer.nesterov: SGD refuses it: Nesterov momentum requires a momentum",
+        "found true",
+    ),
+    Wrong(
+        "transform=clip transform.clip.value=null",
+        "transform.clip.value: must be a number, found null",
+    ),
+    Wrong("model.hidden=null", "model.hidden: must be a list, found null"),
+    Wrong("site=combined site.of=[]", "site.of: must have at least 1 item, found []"),
+    Wrong("when=any_of when.of=[]", "when.of: must have at least 1 item, found []"),
+    Wrong("site=combined site.of=parameters", "site.of: must be a list, found 'parameters'"),
+    Wrong("out=\"'~/runs'\"", "out: must not begin with ~, ", "found '~/runs'"),
     # the short keys
     Wrong("lr=-1", "lr: must be > 0", "found -1"),
     Wrong("lr=nan", "lr: must be finite, found nan"),
@@ -174,9 +205,74 @@ WRONG = (
         "it can act at Parameters with stage=step, or at Group",
     ),
     Wrong("transform=adaptive_clip site=nodes", "transform.adaptive_clip: AdaptiveClip: needs the"),
+    Wrong("site.depth=9", "site.depth: Parameters: nothing matches '*' with 'depth=(9, 9)'"),
+    Wrong("site=outputs site.stage=step", "site.stage: Outputs cannot have stage 'step'; "),
+    Wrong(
+        "transform=clip site=outputs site.stage=step",
+        "site.stage: Outputs cannot have stage 'step'; stages it can have: backward",
+    ),
+    Wrong(
+        "transform=clip site=combined +site.of.0.stage=forward +site.of.1.stage=forward",
+        "site.of.0.stage: Parameters cannot have stage 'forward'; ",
+    ),
+    Wrong(
+        "transform=clip site=combined site.of.0.pattern=hiden.* site.by=all",
+        "site.of.0.pattern: Parameters: nothing matches 'hiden.*'",
+        "'hidden.*'?",
+    ),
+    # what would never act
+    Wrong("transform=clip site=outputs site.call=7", "site.call: no gradient passes at flatten#7,"),
+    Wrong(
+        "transform=clip site=captured",
+        "site: no gradient passes at hidden.0.linear.weight, ",
+        "(not asked of autograd.grad, needs no gradient)",
+    ),
+    Wrong("site=captured", "site: no gradient passes at ", "needs no gradient)"),
+    Wrong("transform=clip when=flag", "when.on: Flag(flag='flag', on=False) never fires in 500 st"),
+    Wrong("transform=clip when=depth when.low=9", "when.low: Depth(low=9, high=None) never fires"),
+    Wrong(
+        "transform=clip_global_norm site=group when=depth when.low=9",
+        "when.low: Depth(low=9, high=None) never fires",
+    ),
+    Wrong("transform=clip when=index when.start=9", "when.start: Index(start=9, stop=None) never"),
+    Wrong("transform=clip when.start=500", "when.start: Steps(start=500, ", "epochs of 21 steps"),
+    Wrong("transform=clip when=every when.offset=500", "when.offset: Every("),
+    Wrong("transform=clip when=epochs when.start=24", "when.start: Epochs(start=24, "),
+    Wrong(
+        "transform=clip when=phase when.phase=fine_tune when.fine_tune=500",
+        "when: Phase(phase='fine_tune', warm_up=100, fine_tune=500) never fires in 500 steps",
+    ),
+    Wrong("transform=clip when=shape when.above=64", "when.above: Shape(above=64, "),
+    Wrong("transform=clip when=probability when.p=0", "when.p: Probability(p=0.0, "),
+    Wrong("transform=clip when=unless when.of.stop=500", "when.of: Unless(of=Steps("),
+    Wrong(
+        "transform=clip when=all_of when.of.0.start=500 when.of.0.stop=null", "when.of.0.start: "
+    ),
+    Wrong(
+        "transform=clip when=shape when.source=grad when.dim=5",
+        "when.dim: Shape(above=32, below=None, dim=5, source='grad'): the source has the shape",
+        "so dim 5 is not there",
+    ),
+    Wrong(
+        "transform=clip when=value when.source=output:hiden",
+        "when.source: Value(",
+        "Did you mean 'hidden'?",
+    ),
+    Wrong("transform=clip when=value when.source=value site=nodes", "when: Value("),
     # words
     Wrong("transform=[clip", "transform=[clip: cannot be read: ", "spaces need quotes"),
-    Wrong("site.pattern=*.weight,", "site.pattern=*.weight,: cannot be read: ", "need quotes"),
+    Wrong(
+        "site.pattern=*.weight,",
+        "site.pattern=*.weight,: cannot be read: ",
+        """need quotes inside quotes: "site.pattern='...'\"""",
+    ),
+    Wrong(
+        "'site.pattern=re:('",
+        "site.pattern: is not a regular expression (missing ), unterminated subpattern at ",
+        "found 're:('",
+    ),
+    Wrong("out=~/runs", "out=~/runs: cannot be read: a shell leaves ~ alone", "write $HOME"),
+    Wrong("transform=./clip.py", "transform: there is no './clip.py'. There are: ", "?"),
     Wrong("clip", "clip: is not key=value"),
     Wrong("=3", "=3: has no key before the ="),
     Wrong("transform=clip,noise", "transform=clip,noise: several values need a sweep: add -m"),
@@ -235,6 +331,19 @@ def test_what_is_wrong_is_said_in_one_line_under_the_key_as_typed(
 
 
 RIGHT = (
+    "transform=clip when=flag when.on=true",
+    "transform=clip when.start=499",
+    "transform=clip when=epochs when.start=23",
+    "transform=clip when=shape when.above=63",
+    "transform=clip when=probability when.p=1e-9",
+    "transform=clip when=probability when.p=1e-9 when.per=site",
+    "transform=clip when=value when.above=1e9",
+    "transform=clip when=all_same_sign",
+    "transform=clip when=depth when.low=3 when.high=3",
+    "transform=clip when=unless when.of.stop=499",
+    "transform=clip when=any_of when.of.0.start=9999 when.of.0.stop=null",
+    "transform=clip_global_norm site=group when=shape",
+    "when.start=9999",
     "",
     "transform=clip",
     "transform=[]",
@@ -386,3 +495,30 @@ def test_the_command_in_the_first_line_of_a_yaml_file_is_right(path: Path) -> No
 )
 def test_a_transforms_yaml_has_one_key_named_after_itself(path: Path) -> None:
     assert list(yaml.safe_load(path.read_text())) == ([] if path.stem == "none" else [path.stem])
+
+
+@pytest.mark.parametrize(
+    ("line", "keys"),
+    [
+        ("transform=[clip lr=-1", ["transform=[clip", "lr"]),
+        ("transform=clip,sign lr=-1", ["transform=clip,sign", "lr"]),
+        ("-m seed=interval(0,1) lr=-1", ["seed=interval(0,1)", "lr"]),
+        ("transform=[clip transform.clip.value=1", ["transform=[clip"]),
+        ("model=tests.theirs.no_module optimizer.lr=-1", ["model", "optimizer.lr"]),
+        ("optimizer.lr=-1 optimizer.momentum=-1", ["optimizer.lr", "optimizer.momentum"]),
+        (
+            "transform=clip steps=0 site.depth=9 when.stop=-1",
+            ["steps", "when.stop", "site.depth"],
+        ),
+        (
+            "transform=clip steps=0 when=value when.source=output:hiden",
+            ["steps", "when.source"],
+        ),
+        (
+            "transform=clip transform.clip.value=-1 when.start=500",
+            ["transform.clip.value", "when.start"],
+        ),
+    ],
+)
+def test_one_fault_does_not_hide_another(line: str, keys: list[str]) -> None:
+    assert [said.partition(": ")[0] for said in faults(line)] == keys

@@ -234,7 +234,7 @@ def test_a_command_run_again_repeats_nothing_and_prints_the_same(command, tmp_pa
 def test_what_is_not_trained_differently_is_the_same_run(command, tmp_path) -> None:
     command("transform=clip", *SHORT)
     others = ("threads=2", "effects_every=10", "log_every=7", "checkpoint_every=5")
-    printed, _ = command("transform=clip", *SHORT, *others, "sink=console")
+    printed, _ = command("transform=clip", *SHORT[:2], *others, "sink=console")
     assert "2 of them had been finished before" in printed
     command("transform=clip", *SHORT, "lr=0.2")
     assert directories(tmp_path) == ["clip-seed0"] * 2 + ["none-seed0"] * 2
@@ -289,7 +289,7 @@ def test_the_control_can_be_the_plain_direction_with_the_treated_norm(command, t
     [
         ["transform=clip", "transform.clip.value=1e9"],
         ["transform=identity"],
-        ["transform=add_noise", "when.start=1000000000"],
+        ["transform=add_noise", "when=value", "when.above=1000000000"],
     ],
     ids=" ".join,
 )
@@ -317,7 +317,7 @@ def test_a_transform_that_changed_nothing_is_told_with_a_value_that_would(comman
 
 
 def test_a_trigger_that_never_fired_is_told(command) -> None:
-    printed, _ = command("transform=clip", "when.start=1000", *SHORT)
+    printed, _ = command("transform=clip", "when=value", "when.above=1000", *SHORT)
     assert "Note (1 run): clip: its trigger never fired in 120 gradients" in printed
     rows = [line.split() for line in printed.splitlines() if line.startswith("hidden.")]
     assert [row[-2:] for row in rows] == [["0.0%", "0"]] * len(rows) != []

@@ -6,87 +6,16 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from gradsurg import run
+from tests.conftest import Here
 
 SHORT = ("steps=20", "seeds=1", "sink=none")
 OFTEN = ("checkpoint_every=1", "log_every=1")
 LINE = "interrupted; the same command goes on from the last checkpoint"
-THEIRS = """
-calls = 0
-
-
-def halve(grad):
-    return grad / 2
-
-
-def total(grad):
-    return grad.sum()
-
-
-def interrupts(grad):
-    return _late(grad, KeyboardInterrupt())
-
-
-def fails(grad):
-    return _late(grad, RuntimeError("the disk\\nis on fire"))
-
-
-def _late(grad, error):
-    global calls
-    calls += 1
-    if calls > 60:
-        raise error
-    return grad / 2
-"""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """What a command printed, and how it ended."""
-
-    code: int
-    out: str
-    err: str
-
-
-@dataclass(frozen=True)
-class Here:
-    """The command in this process, which is quicker, in a folder that has `their_module`."""
-
-    monkeypatch: pytest.MonkeyPatch
-    capsys: pytest.CaptureFixture[str]
-
-    def __call__(self, *words: str) -> Ended:
-        self.monkeypatch.setattr(sys, "argv", ["run.py", *words])
-        self.capsys.readouterr()
-        code = 0
-        try:
-            run.main()
-        except SystemExit as error:
-            code = error.code if isinstance(error.code, int) else 1
-        out, err = self.capsys.readouterr()
-        return Ended(code, out, err)
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder: it holds a module of a user's own and nothing else."""
-    (tmp_path / "their_module.py").write_text(THEIRS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "their_module", raising=False)
-    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    return tmp_path
-
-
-@pytest.fixture
-def here(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
-    return Here(monkeypatch, capsys)
 
 
 def started(folder: Path, *words: str) -> subprocess.Popen[str]:

@@ -1,0 +1,88 @@
+"""The command in this process, in a folder of its own that holds a user's module."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+THEIRS = """
+from torch import nn
+
+calls = 0
+
+
+def halve(grad):
+    return grad / 2
+
+
+def total(grad):
+    return grad.sum()
+
+
+def interrupts(grad):
+    return _late(grad, KeyboardInterrupt())
+
+
+def fails(grad):
+    return _late(grad, RuntimeError("the disk\\nis on fire"))
+
+
+def _late(grad, error):
+    global calls
+    calls += 1
+    if calls > 60:
+        raise error
+    return grad / 2
+
+
+def make_model(shape, num_outputs):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, num_outputs))
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a command printed, and how it ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+@dataclass(frozen=True)
+class Here:
+    """The command in this process, which is quicker, in the folder with `their_module`."""
+
+    monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str]
+
+    def __call__(self, *words: str) -> Ended:
+        # Imported here, so that no test of a transform waits for Hydra.
+        from gradsurg import run
+
+        self.monkeypatch.setattr(sys, "argv", ["run.py", *words])
+        self.capsys.readouterr()
+        code = 0
+        try:
+            run.main()
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else 1
+        out, err = self.capsys.readouterr()
+        return Ended(code, out, err)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder: it holds a module of a user's own and nothing else."""
+    (tmp_path / "their_module.py").write_text(THEIRS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "their_module", raising=False)
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+    return Here(monkeypatch, capsys)
