@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,9 @@ class Attached:
         self._checks: list[Callable[[], str]] = []
         self._sum_matters = sum_matters(intervention)
         self._made: dict[str, Gate] = {}
+        self._known: dict[
+            int, ref[nn.Module | Tensor]
+        ] = {}  # what the model had when it was hooked
 
     @property
     def needs_value(self) -> bool:
@@ -93,6 +97,8 @@ class Attached:
         """Hook all that its selector selects."""
         item, stack = self.intervention, self.stack
         scope = item.operator.scope
+        things = (*patient.model.modules(), *patient.model.parameters())
+        self._known = {id(thing): ref(thing) for thing in things}
         item.at.hook(patient.model, patient.optimizer, item.stage, scope, self, stack)
         if averages_differ(item):
             when_averaged(patient.model, stack, self._averaged)
@@ -102,6 +108,11 @@ class Attached:
             else:
                 handle = patient.model.register_forward_hook(self._count_once())
                 stack.callback(handle.remove)
+
+    def knew(self, thing: object) -> bool:
+        """Whether the model had this module or parameter when it was hooked."""
+        held = self._known.get(id(thing))
+        return held is not None and held() is thing
 
     def change(self, intervention: Intervention) -> None:
         """Another transform of the same links, or another trigger, in the same places."""
@@ -125,6 +136,7 @@ class Attached:
         """Hooks on graphs that are already built outlive their handles; from now on they pass."""
         self.operation.retire()
         self._made = {}
+        self._known = {}
         self._checks = []
         self.stack.close()
         self.eyes.close()

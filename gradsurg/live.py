@@ -1,15 +1,13 @@
 """A surgery while it is attached."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from typing import Any
-from weakref import ref
-
-from torch import nn
 
 from gradsurg import engine
 from gradsurg.attached import Attached, Patient, check_flags, flags_of
+from gradsurg.closing import complaints
 from gradsurg.effects import Effects
 from gradsurg.fields import FieldError, nearest
 from gradsurg.gate import Operation
@@ -24,7 +22,6 @@ from gradsurg.sources import watch, watched
 from gradsurg.transforms.base import State, Transform
 from gradsurg.transforms.chain import Chain
 from gradsurg.triggers.base import Clock, Sourced, Trigger
-from gradsurg.triggers.epochs import Epochs
 
 # What passes outside a backward can be written to at once.
 FORWARD = ("forward", "step", "captured")
@@ -56,7 +53,6 @@ class Live:
         self._waiting: list[Callable[[], None]] = []  # for the backward at hand to end
         self._alarm = ExitStack()  # the hook that ends the waiting where the backward has failed
         self._began = clock.step, clock.counted_epochs
-        self._params: dict[str, ref[nn.Parameter]] = {}
         effects.begin(clock.step)
 
     @property
@@ -198,9 +194,6 @@ class Live:
 
     def _hook(self, attached: Attached) -> None:
         """Hook all its sites, or none of them."""
-        model, at = self._patient.model, attached.intervention.at
-        if any(kind.known_at_once for kind in at.kinds):
-            self._params |= {name: ref(param) for name, param in model.named_parameters()}
         with ExitStack() as undo:
             undo.callback(self._dismiss, attached)
             self._watch(attached)
@@ -292,52 +285,15 @@ class Live:
                 stack.callback(attached.close)
             stack.callback(self._alarm.close)
         self._waiting = []
-        self._params = {}
         self.clock.seen.clear()
         self.ledger.settle()
         self.effects.close()
 
     def _complaints(self) -> list[str]:
         self._settle()
-        said = self.ledger.complaints()
-        met = {entry.intervention for entry in self.ledger}
-        said += [
-            f"{attached.label}: attached, but none of its sites was met: was the model called?"
-            for attached in self._attached
-            if attached.label not in met
-        ]
-        said += self._notes
-        said += [note for attached in self._attached for note in attached.finish()]
-        said += self._idle_clocks()
-        now = dict(self._patient.model.named_parameters())
-        replaced = [name for name, held in self._params.items() if now.get(name) is not held()]
-        if replaced:
-            said.append(
-                "parameters were replaced while the block was open, and what took their place is "
-                f"not hooked: {', '.join(replaced)}; attach after replacing"
-            )
-        return said
-
-    def _idle_clocks(self) -> Iterator[str]:
-        """Triggers that read a clock which nobody has moved."""
-        if not any(entry.calls for entry in self.ledger):
-            return
-        parts = [part for item in self.interventions for part in item.when.parts]
-        epochs = [part for part in parts if isinstance(part, Epochs)]
-        told = self.clock.epoch_length is not None
-        timed = {type(part).__name__ for part in parts if part.clocked}
-        timed |= {type(part).__name__ for part in epochs if told or part.length is not None}
-        if timed and self.step == self._began[0]:
-            yield (
-                f"{', '.join(sorted(timed))}: no optimizer step was counted; "
-                "attach(model, optimizer) or call live.tick() after each step"
-            )
-        told = told or self.clock.counted_epochs > self._began[1]
-        if any(part.length is None for part in epochs) and not told:
-            yield (
-                "Epochs: no epoch was counted; give Epochs a length, attach with steps_per_epoch, "
-                "or call live.next_epoch()"
-            )
+        return complaints(
+            self._attached, self.ledger, self._patient.model, self.clock, self._began, self._notes
+        )
 
 
 def _changed(link: Transform, label: str, changes: dict[str, object]) -> Transform:

@@ -52,19 +52,24 @@ def selected(
     fields: ParamSelector, model: nn.Module, keeps: Keeps
 ) -> list[tuple[nn.Parameter, list[str]]]:
     """Each parameter that is kept, once, with all its names."""
-    names: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for own, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            name = f"{prefix}.{own}" if prefix else own
-            names.setdefault(param, []).append((name, module))
     chosen = []
-    for param, own in names.items():
+    for param, own in params_of(model).items():
         first, *others = (
             Place(fields.mechanism, name, param, owner=owner, whole=True) for name, owner in own
         )
         if keeps(replace(first, aliases=tuple(others))):
             chosen.append((param, [name for name, _ in own]))
     return chosen
+
+
+def params_of(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module]]]:
+    """Every parameter with all its names and the module that has it by that name."""
+    names: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for own, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            name = f"{prefix}.{own}" if prefix else own
+            names.setdefault(param, []).append((name, module))
+    return names
 
 
 def found(fields: ParamSelector, model: nn.Module, keeps: Keeps) -> list[str]:
