@@ -83,8 +83,8 @@ def _newcomers(attached: Sequence[Attached], model: nn.Module) -> Iterator[str]:
         if names:
             yield (
                 f"{kind} were replaced or added while the block was open, and what came is not "
-                f"hooked{also}: {', '.join(names)}; attach after replacing, or remove the intervention "
-                "and add it again"
+                f"hooked{also}: {', '.join(names)}; attach after replacing, or remove the "
+                "intervention and add it again"
             )
 
 
@@ -99,7 +99,6 @@ def _missed(own: Attached, things: Mapping[Any, list[Place]]) -> Iterator[str]:
             first, *others = (replace(place, mechanism=kind.mechanism) for place in places)
             # A parameter is decided on with all its names, a module by each of them.
             tried = [replace(first, aliases=tuple(others))] if first.whole else [first, *others]
-            if any(own.keeps(place) is not False for place in tried) and (
-                later is None or own.keeps(later) is False
-            ):
+            wanted = any(own.keeps(place) is not False for place in tried)
+            if wanted and (later is None or own.keeps(later) is False):
                 yield first.name

@@ -1,5 +1,6 @@
 """A surgery while it is attached."""
 
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import fields, replace
@@ -16,8 +17,9 @@ from gradsurg.intervention import (
     check_pattern,
     check_scaled,
     labels_of,
+    scale_matters,
 )
-from gradsurg.ledger import Ledger
+from gradsurg.ledger import Ledger, SurgeryWarning
 from gradsurg.sources import watch, watched
 from gradsurg.transforms.base import State, Transform
 from gradsurg.transforms.chain import Chain
@@ -52,6 +54,7 @@ class Live:
         self._notes: list[str] = []  # of interventions that were removed
         self._waiting: list[Callable[[], None]] = []  # for the backward at hand to end
         self._alarm = ExitStack()  # the hook that ends the waiting where the backward has failed
+        self._first = True  # until a step was seen
         self._began = clock.step, clock.counted_epochs
         effects.begin(clock.step)
 
@@ -79,6 +82,9 @@ class Live:
     def tick(self) -> None:
         """One optimizer step is done; called by the optimizer's own hook where one was given."""
         self._settle()
+        if self._first:
+            self._first = False
+            self._notice_scaler()
         self.clock.step += 1
         self.effects.begin(self.clock.step)
         for attached in self._attached:
@@ -160,6 +166,22 @@ class Live:
         self._check(new, attached)
         attached.wanted = new
         self._soon(lambda: self._change(attached, new))
+
+    def _notice_scaler(self) -> None:
+        """Say once if a GradScaler makes the steps that was not told, where that matters."""
+        scaler = engine.stepping_scaler()
+        if scaler is None or self._held is None or self._held.scaler is scaler:
+            return
+        self._held = replace(self._held, scaler=scaler)  # for what will be added
+        for attached in self._attached:
+            if said := scale_matters(attached.intervention):
+                warnings.warn(
+                    f"{attached.label}: a GradScaler makes the steps, and attach was not told of "
+                    f"it. {said}. Use Parameters(stage='step'), and attach(..., scaler=scaler).",
+                    SurgeryWarning,
+                    stacklevel=2,
+                )
+                return
 
     def _admit(self, intervention: Intervention) -> Attached:
         """Make room for an intervention, with its label; nothing is hooked yet."""

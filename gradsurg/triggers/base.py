@@ -124,6 +124,8 @@ class Sourced(Trigger):
 
     source: str
 
+    homogeneous: ClassVar[bool] = False  # whether it says the same of a tensor times a number > 0
+
     @abstractmethod
     def look(self, tensor: Tensor) -> object:
         """What is remembered of a tensor: a shape, or a measurement that stays on the device.
