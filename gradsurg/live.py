@@ -250,7 +250,8 @@ class Live:
         """Let its trigger see what it looks at, and know the switches that it asks for."""
         for flag in flags_of(attached.intervention):
             self.clock.flags.setdefault(flag.flag, flag.on)
-        watch(attached.intervention.when, self._patient.model, self.clock, attached.eyes)
+        when, eyes = attached.intervention.when, attached.eyes
+        watch(when, self._patient.model, self.clock, eyes, attached.note)
 
     def _unsee(self, trigger: Trigger) -> None:
         """Forget what a trigger has seen, unless another intervention has the same."""

@@ -119,7 +119,9 @@ class Sourced(Trigger):
     `grad` is what passes at the site, `value` the tensor whose gradient that is; `batch` is the
     model's first input, `input:<module>` and `output:<module>` are the first tensors that a module
     takes and gives. What a trigger wants of the last three is remembered from the forward to the
-    backward: of several calls, the last one's, and nothing of an earlier forward of the model.
+    backward: of several calls, the last one's, and nothing of an earlier forward of the model. A
+    backward through an earlier forward is decided by the last one too, and told when the block
+    ends.
     """
 
     source: str
