@@ -176,6 +176,27 @@ def _check_source(source: str) -> str:
 Source = Annotated[str, AfterValidator(_check_source)]
 
 
+def combined(triggers: Sequence[Trigger], moment: Moment, decides: bool) -> Fires:
+    """What several triggers say together, where one that says `decides` decides for all.
+
+    Behind that one none is asked. Of what tensors say, all must be True where False decides, and
+    one must where True does.
+    """
+    neutral = not decides
+    result: Fires = neutral
+    for trigger in triggers:
+        fires = trigger.fires(moment)
+        if fires is decides:
+            return decides
+        if fires is None or result is None:
+            result = None
+        elif result is neutral:
+            result = fires
+        elif fires is not neutral:
+            result = result | fires if decides else result & fires
+    return result
+
+
 def host_first(triggers: Sequence[Trigger]) -> list[Trigger]:
     """In the order in which they are asked: what the host decides can spare the device its work."""
     return sorted(triggers, key=lambda trigger: any(part.on_device for part in trigger.parts))
