@@ -1,13 +1,13 @@
 """A surgery while it is attached."""
 
 import warnings
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from typing import Any
 
 from gradsurg import engine
 from gradsurg.attached import Attached, Patient, check_flags, flags_of
+from gradsurg.changes import Changes
 from gradsurg.closing import complaints
 from gradsurg.effects import Effects
 from gradsurg.fields import FieldError, nearest
@@ -52,8 +52,7 @@ class Live:
         self._seed = seed
         self._attached: list[Attached] = []
         self._notes: list[str] = []  # of interventions that were removed
-        self._waiting: list[Callable[[], None]] = []  # for the backward at hand to end
-        self._alarm = ExitStack()  # the hook that ends the waiting where the backward has failed
+        self._changes = Changes(patient.model)
         self._first = True  # until a step was seen
         self._began = clock.step, clock.counted_epochs
         effects.begin(clock.step)
@@ -81,7 +80,7 @@ class Live:
 
     def tick(self) -> None:
         """One optimizer step is done; called by the optimizer's own hook where one was given."""
-        self._settle()
+        self._changes.settle()
         if self._first:
             self._first = False
             self._notice_scaler()
@@ -121,7 +120,7 @@ class Live:
         told now, but for what only hooking can show, and then nothing of it is left.
         """
         attached = self._admit(intervention)
-        self._soon(lambda: self._hook(attached))
+        self._changes.soon(lambda: self._hook(attached))
         return attached.label
 
     def remove(self, label: str) -> None:
@@ -132,7 +131,7 @@ class Live:
         attached = self._find(label)
         if label != attached.label:
             raise LookupError(f"'{label}' is a link of '{attached.label}': remove the whole")
-        self._soon(lambda: self._dismiss(attached))
+        self._changes.soon(lambda: self._dismiss(attached))
 
     def set(self, label: str, *, when: Trigger | None = None, **changes: Any) -> None:
         """Change fields of one transform, or `when` it acts, from the next backward on.
@@ -165,7 +164,7 @@ class Live:
             )
         self._check(new, attached)
         attached.wanted = new
-        self._soon(lambda: self._change(attached, new))
+        self._changes.soon(lambda: self._change(attached, new))
 
     def _notice_scaler(self) -> None:
         """Say once if a GradScaler makes the steps that was not told, where that matters."""
@@ -260,34 +259,9 @@ class Live:
             if isinstance(part, Sourced) and part not in others:
                 self.clock.seen.pop(part, None)
 
-    def _soon(self, action: Callable[[], None]) -> None:
-        """Now, or when the backward at hand has ended."""
-        self._settle()
-        if not engine.in_backward():
-            action()
-            return
-        if not self._waiting:
-            # At the latest before the next forward: a backward that fails has no end to wait for.
-            hook = self._patient.model.register_forward_pre_hook(lambda *_: self._settle())
-            self._alarm.callback(hook.remove)
-        self._waiting.append(action)
-        engine.at_end_of_backward(self._at_end)
-
-    def _at_end(self) -> None:
-        if not engine.in_inner_backward():
-            self._settle(ended=True)
-
-    def _settle(self, ended: bool = False) -> None:
-        """Do what has waited for the end of a backward."""
-        if not self._waiting or (engine.in_backward() and not ended):
-            return
-        self._alarm.close()
-        while self._waiting:
-            self._waiting.pop(0)()
-
     def _find(self, label: str) -> Attached:
         _ = self._patient
-        self._settle()
+        self._changes.settle()
         for attached in self._attached:
             if label in (attached.label, *attached.labels):
                 return attached
@@ -306,14 +280,13 @@ class Live:
         with ExitStack() as stack:
             for attached in self._attached:
                 stack.callback(attached.close)
-            stack.callback(self._alarm.close)
-        self._waiting = []
+            stack.callback(self._changes.close)
         self.clock.seen.clear()
         self.ledger.settle()
         self.effects.close()
 
     def _complaints(self) -> list[str]:
-        self._settle()
+        self._changes.settle()
         return complaints(
             self._attached, self.ledger, self._patient.model, self.clock, self._began, self._notes
         )
