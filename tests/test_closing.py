@@ -113,6 +113,13 @@ def test_where_nothing_came_nothing_is_told(change: Change) -> None:
     assert "came" not in said(gs.Outputs("*"), change)
 
 
+def test_a_module_that_is_compiled_in_its_place_is_still_known() -> None:
+    def compiled(model: nn.Sequential) -> None:
+        model.last = torch.compile(model.last, backend="eager")
+
+    assert "came" not in said(gs.Nodes("Relu"), compiled)
+
+
 def test_an_intervention_added_after_the_change_knows_what_came() -> None:
     model = small()
     with warnings.catch_warnings(record=True) as caught:
