@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from gradsurg.group_gate import GroupGate
 from gradsurg.intervention import Intervention, averages_differ, sum_matters
 from gradsurg.ledger import Entry, Ledger, SurgeryWarning
 from gradsurg.sites._averaged import when_averaged
-from gradsurg.sites.base import GroupFn, Place, SiteGate
+from gradsurg.sites.base import GroupFn, Keeps, Place, SiteGate
 from gradsurg.transforms.base import State
 from gradsurg.triggers.base import Sourced
 from gradsurg.triggers.flag import Flag
@@ -40,13 +41,16 @@ class Attached:
         self.ledger = ledger
         self.label = operation.label
         self.labels = tuple(label for label, _ in operation.links)
-        self._keeps = intervention.at.keeper()
+        self._keeps: Keeps = intervention.at.keeper()
         self.stack = ExitStack()
         self.eyes = ExitStack()  # the hooks by which its trigger sees a forward
         self.notes: list[str] = []
         self._checks: list[Callable[[], str]] = []
         self._sum_matters = sum_matters(intervention)
         self._made: dict[str, Gate] = {}
+        self._known: dict[
+            int, ref[nn.Module | Tensor]
+        ] = {}  # what the model had when it was hooked
 
     @property
     def needs_value(self) -> bool:
@@ -93,15 +97,24 @@ class Attached:
         """Hook all that its selector selects."""
         item, stack = self.intervention, self.stack
         scope = item.operator.scope
+        things = (*patient.model.modules(), *patient.model.parameters())
+        self._known = {id(thing): ref(thing) for thing in things}
+        tried = _Tried(self._keeps)
+        self._keeps = tried.keeps
         item.at.hook(patient.model, patient.optimizer, item.stage, scope, self, stack)
         if averages_differ(item):
             when_averaged(patient.model, stack, self._averaged)
-        if item.at.expected is not None:
-            if all(kind.known_at_once for kind in item.at.kinds):
-                self._count()
-            else:
-                handle = patient.model.register_forward_hook(self._count_once())
-                stack.callback(handle.remove)
+        if item.at.expected is not None and all(kind.known_at_once for kind in item.at.kinds):
+            self._count()
+        elif item.at.expected is not None or not tried.kept:
+            self._first_forward(patient.model, tried)
+        else:
+            self._keeps = tried.ask
+
+    def knew(self, thing: object) -> bool:
+        """Whether the model had this module or parameter when it was hooked."""
+        held = self._known.get(id(thing))
+        return held is not None and held() is thing
 
     def change(self, intervention: Intervention) -> None:
         """Another transform of the same links, or another trigger, in the same places."""
@@ -125,6 +138,7 @@ class Attached:
         """Hooks on graphs that are already built outlive their handles; from now on they pass."""
         self.operation.retire()
         self._made = {}
+        self._known = {}
         self._checks = []
         self.stack.close()
         self.eyes.close()
@@ -218,16 +232,33 @@ class Attached:
     def _entry(self, site: str) -> Entry:
         return self.ledger.enter(self.label, site)
 
-    def _count_once(self) -> Callable[..., None]:
+    def _first_forward(self, model: nn.Module, tried: "_Tried") -> None:
+        """Have the first forward that makes a graph tell whether there is what was asked for."""
+        at = self.intervention.at
+        # What is met outside the model too may come after it.
+        inside = all(kind.later(model) is None for kind in at.kinds)
         counted = False
 
         def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
             nonlocal counted
-            if not counted and torch.is_grad_enabled() and not engine.in_backward():
-                counted = True
+            if at.expected is None and torch.compiler.is_compiling():
+                return  # traced, it would break the graph
+            if counted or not torch.is_grad_enabled() or engine.in_backward():
+                return
+            counted = True
+            if not torch.compiler.is_compiling():
+                handle.remove()
+                self._keeps = tried.ask
+            if at.expected is not None:
                 self._count()
+            elif inside and tried.left and not tried.kept:
+                raise LookupError(
+                    f"{self.label}: nothing that the first forward has met is selected by {at!r}. "
+                    f"It has met: {', '.join(tried.left)}"
+                )
 
-        return hook
+        handle = model.register_forward_hook(hook)
+        self.stack.callback(handle.remove)
 
     def _count(self) -> None:
         sites = list(self._made)
@@ -237,6 +268,25 @@ class Attached:
                 f"{self.label}: {expected} sites were expected, found {len(sites)}: "
                 f"{', '.join(sites) or 'none'}"
             )
+
+
+class _Tried:
+    """What was asked of a selector up to the end of the first forward."""
+
+    def __init__(self, ask: Keeps) -> None:
+        self.ask = ask
+        self.kept = False
+        self.left: dict[str, None] = {}  # those that it does not select
+
+    def keeps(self, place: Place) -> bool | None:
+        said = self.ask(place)
+        if said:
+            self.kept = True
+        elif place.whole:
+            call = "" if place.call is None else f"#{place.call}"
+            node = f"/{place.node}[{place.occurrence}]" if place.node else ""
+            self.left[f"{place.name}{call}{node}"] = None
+        return said
 
 
 def flags_of(intervention: Intervention) -> list[Flag]:

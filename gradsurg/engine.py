@@ -57,6 +57,20 @@ def in_inner_backward() -> bool:
     return _running_node() is not None
 
 
+def stepping_scaler() -> torch.amp.GradScaler | None:
+    """The GradScaler that makes the step which this is called in, if one does and is at work.
+
+    It leaves nothing on an optimizer that shows it: it stands on the stack.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
+        frame = frame.f_back
+    scaler = None if frame is None else frame.f_locals["self"]
+    return scaler if scaler is not None and scaler.is_enabled() else None
+
+
 def is_wrapped(tensor: torch.Tensor) -> bool:
     """Whether it is one of a transform of `torch.func` or of a vmap: it has no storage to tell."""
     return _functorch.is_functorch_wrapped_tensor(tensor) or _functorch.is_legacy_batchedtensor(

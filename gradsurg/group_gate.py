@@ -102,34 +102,25 @@ class GroupGate:
         before = states.get(key)
         if before:
             self._check_members(links)
-        contexts = [link.context for link in links]
         # One of gradsurg's own keeps the rules at every gradient.
         trusted = self._seen and links[0].known
         versions = [] if trusted else [grad._version for grad in grads]
         if transform.needs_value:
-            for gate, context in zip(gates, contexts, strict=True):
-                context.value = gate.value()
+            for gate, link in zip(gates, links, strict=True):
+                link.context.value = gate.value()
         try:
             if before is None:
                 before = transform.init_group(grads)
+            contexts = [link.context for link in links]
             results, state = transform.update_group(grads, before, contexts)
         except ERRORS as error:
             step = self.operation.step
             error.add_note(f"while {links[0].label} acted on {len(grads)} sites, step {step}")
             raise
-        for context in contexts:
-            context.value = None
-            context.call += 1
-        for index, (grad, result) in enumerate(zip(grads, results, strict=True)):
-            if (
-                not isinstance(result, Tensor)
-                or result.shape != grad.shape
-                or result.dtype is not grad.dtype
-            ):
-                raise gates[index].unfit(links[index], grad, result)
-        for index, version in enumerate(versions):
-            gate, link, grad = gates[index], links[index], grads[index]
-            gate.check_pure(link, grad, version, results[index], gate.value())
+        for link in links:
+            link.context.value = None
+            link.context.call += 1
+        _check(gates, links, grads, results, versions)
         results = [
             gate.apart(link, grad, result, state)
             for gate, link, grad, result in zip(gates, links, grads, results, strict=True)
@@ -155,6 +146,28 @@ class GroupGate:
                 f"{links[0].label}: {links[0].transform!r} keeps a state of its group, whose "
                 f"members must stay the same: at first {', '.join(first)}, now {', '.join(sites)}"
             )
+
+
+def _check(
+    gates: Sequence[Gate],
+    links: Sequence[Link],
+    grads: Sequence[Tensor],
+    results: Sequence[Tensor],
+    versions: Sequence[int],
+) -> None:
+    """Refuse results that are not like the gradients and, where `versions` tells how they were
+    before, a transform that has written to them.
+    """
+    for gate, link, grad, result in zip(gates, links, grads, results, strict=True):
+        if (
+            not isinstance(result, Tensor)
+            or result.shape != grad.shape
+            or result.dtype is not grad.dtype
+        ):
+            raise gate.unfit(link, grad, result)
+    for index, version in enumerate(versions):
+        gate, link, grad = gates[index], links[index], grads[index]
+        gate.check_pure(link, grad, version, results[index], gate.value())
 
 
 def _chosen(fires: list[bool | Tensor], new: State, before: State) -> State:

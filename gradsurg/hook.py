@@ -1,6 +1,9 @@
 """Operate on one tensor or one node, without a model."""
 
+import warnings
 from itertools import count
+from types import TracebackType
+from typing import Self
 from weakref import ref
 
 from torch import Tensor
@@ -10,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from gradsurg.effects import Effects
 from gradsurg.gate import Gate, Operation
 from gradsurg.intervention import GradCallable, Intervention, labels_of
-from gradsurg.ledger import Ledger
+from gradsurg.ledger import Ledger, SurgeryWarning
 from gradsurg.sites.base import through
 from gradsurg.transforms.base import Transform
 from gradsurg.triggers.always import Always
@@ -19,7 +22,40 @@ from gradsurg.triggers.base import Clock
 _HOOKS = count()  # tells hooked places apart: two of them draw different noise
 
 
-def hook(place: Tensor | Node, transform: Transform | GradCallable) -> RemovableHandle:
+class Hooked:
+    """One place that is hooked: `remove()` takes the hook off, and so does the end of a `with`
+    block, which says so if no gradient has passed by then.
+    """
+
+    def __init__(self, handle: RemovableHandle, ledger: Ledger, label: str) -> None:
+        self._handle = handle
+        self._ledger = ledger
+        self._label = label
+
+    def remove(self) -> None:
+        """Take the hook off; once is enough."""
+        self._handle.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()
+        if error is None and not any(entry.calls for entry in self._ledger):
+            warnings.warn(
+                f"{self._label}: it was hooked, and no gradient passed before the block "
+                "ended: the backward has to run inside it, or call remove() after that",
+                SurgeryWarning,
+                stacklevel=2,
+            )
+
+
+def hook(place: Tensor | Node, transform: Transform | GradCallable) -> Hooked:
     """Put a transform on one tensor's gradient, or on what enters one autograd node.
 
     The handle's `remove()` takes it off; the handle is also a context manager. No step is counted
@@ -38,9 +74,10 @@ def hook(place: Tensor | Node, transform: Transform | GradCallable) -> Removable
     ledger = Ledger()
     if isinstance(place, Tensor):
         gate = Gate(operation, ledger.enter("hook", f"tensor{next(_HOOKS)}"), ref(place))
-        return place.register_hook(gate.hook)
+        return Hooked(place.register_hook(gate.hook), ledger, operation.label)
     gates = [
         Gate(operation, ledger.enter("hook", f"{place.name()}{next(_HOOKS)}.{index}"), None).hook
         for index in range(len(place._input_metadata))
     ]
-    return place.register_prehook(lambda grads: through(gates, grads))
+    handle = place.register_prehook(lambda grads: through(gates, grads))
+    return Hooked(handle, ledger, operation.label)

@@ -143,13 +143,28 @@ def sum_matters(intervention: Intervention) -> bool:
 
 
 def check_scaled(intervention: Intervention, scaler: torch.amp.GradScaler | None) -> None:
-    """Refuse a transform that depends on the size of gradients where a loss scale is on them."""
-    scaled = scaler is not None and scaler.is_enabled() and intervention.stage in SCALED
-    if scaled and "homogeneous" not in intervention.operator.laws:
-        raise ValueError(
-            f"{intervention.operator!r}: stage '{intervention.stage}' sees gradients times the "
-            "loss scale, and this transform depends on their size. Use Parameters(stage='step')."
-        )
+    """Refuse what depends on the size of gradients where a loss scale is on them."""
+    if scaler is not None and scaler.is_enabled() and (said := scale_matters(intervention)):
+        raise ValueError(f"{said}. Use Parameters(stage='step').")
+
+
+def scale_matters(intervention: Intervention) -> str:
+    """Why a loss scale changes what a transform or a trigger does, empty if it does not."""
+    if intervention.stage not in SCALED:
+        return ""
+    sized: Transform | Trigger | None = None
+    if "homogeneous" not in intervention.operator.laws:
+        sized = intervention.operator
+    else:
+        looking = (part for part in intervention.when.parts if isinstance(part, Sourced))
+        sized = next((p for p in looking if p.source == "grad" and not p.homogeneous), None)
+    if sized is None:
+        return ""
+    kind = "transform" if isinstance(sized, Transform) else "trigger"
+    return (
+        f"{sized!r}: stage '{intervention.stage}' sees gradients times the loss scale, and this "
+        f"{kind} depends on their size"
+    )
 
 
 def averages_differ(intervention: Intervention) -> bool:

@@ -137,8 +137,8 @@ class Ledger:
             entry.aliases, entry.skipped = list(state["aliases"]), state["skipped"]
             entry.earlier_calls, entry.earlier_fired = state["calls"], state["fired"]
 
-    def complaints(self) -> list[str]:
-        """One sentence for each way in which what was attached did not act."""
+    def complaints(self, began: int = 0) -> list[str]:
+        """One sentence for each way in which what was attached, at step `began`, did not act."""
         said = []
         for name in dict.fromkeys(entry.intervention for entry in self):
             own = [entry for entry in self if entry.intervention == name]
@@ -154,13 +154,17 @@ class Ledger:
                 said.append(f"{name}: attached, but no gradient ever passed at: {sites}")
             calls = sum(entry.all_calls for entry in own)
             if calls and not any(entry.all_fired for entry in own):
-                said.append(f"{name}: its trigger never fired in {calls} gradients")
+                since = f"; this block began at step {began}" if began else ""
+                said.append(f"{name}: its trigger never fired in {calls} gradients{since}")
         return said
 
     def table(self) -> str:
-        """One line a site: what it is, its other names, gradients seen, gradients acted on."""
+        """One line a site: what it is, its other names, gradients seen, gradients acted on.
+
+        These are what the effects' table has as calls: the calls of the transform.
+        """
         width = max([20, *(len(entry.intervention) for entry in self)])
-        lines = [f"{'intervention':<{width}} {'calls':>8} {'fired':>8}  site"]
+        lines = [f"{'intervention':<{width}} {'seen':>8} {'acted on':>8}  site"]
         for entry in self:
             names = " = ".join([entry.site, *entry.aliases])
             # An evaluation without gradients says nothing about the training.

@@ -1,15 +1,14 @@
 """A surgery while it is attached."""
 
-from collections.abc import Callable, Iterator
+import warnings
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from typing import Any
-from weakref import ref
-
-from torch import nn
 
 from gradsurg import engine
 from gradsurg.attached import Attached, Patient, check_flags, flags_of
+from gradsurg.changes import Changes
+from gradsurg.closing import complaints
 from gradsurg.effects import Effects
 from gradsurg.fields import FieldError, nearest
 from gradsurg.gate import Operation
@@ -18,13 +17,13 @@ from gradsurg.intervention import (
     check_pattern,
     check_scaled,
     labels_of,
+    scale_matters,
 )
-from gradsurg.ledger import Ledger
+from gradsurg.ledger import Ledger, SurgeryWarning
 from gradsurg.sources import watch, watched
 from gradsurg.transforms.base import State, Transform
 from gradsurg.transforms.chain import Chain
 from gradsurg.triggers.base import Clock, Sourced, Trigger
-from gradsurg.triggers.epochs import Epochs
 
 # What passes outside a backward can be written to at once.
 FORWARD = ("forward", "step", "captured")
@@ -53,10 +52,9 @@ class Live:
         self._seed = seed
         self._attached: list[Attached] = []
         self._notes: list[str] = []  # of interventions that were removed
-        self._waiting: list[Callable[[], None]] = []  # for the backward at hand to end
-        self._alarm = ExitStack()  # the hook that ends the waiting where the backward has failed
+        self._changes = Changes(patient.model)
+        self._first = True  # until a step was seen
         self._began = clock.step, clock.counted_epochs
-        self._params: dict[str, ref[nn.Parameter]] = {}
         effects.begin(clock.step)
 
     @property
@@ -82,7 +80,10 @@ class Live:
 
     def tick(self) -> None:
         """One optimizer step is done; called by the optimizer's own hook where one was given."""
-        self._settle()
+        self._changes.settle()
+        if self._first:
+            self._first = False
+            self._notice_scaler()
         self.clock.step += 1
         self.effects.begin(self.clock.step)
         for attached in self._attached:
@@ -119,7 +120,7 @@ class Live:
         told now, but for what only hooking can show, and then nothing of it is left.
         """
         attached = self._admit(intervention)
-        self._soon(lambda: self._hook(attached))
+        self._changes.soon(lambda: self._hook(attached))
         return attached.label
 
     def remove(self, label: str) -> None:
@@ -130,7 +131,7 @@ class Live:
         attached = self._find(label)
         if label != attached.label:
             raise LookupError(f"'{label}' is a link of '{attached.label}': remove the whole")
-        self._soon(lambda: self._dismiss(attached))
+        self._changes.soon(lambda: self._dismiss(attached))
 
     def set(self, label: str, *, when: Trigger | None = None, **changes: Any) -> None:
         """Change fields of one transform, or `when` it acts, from the next backward on.
@@ -163,7 +164,23 @@ class Live:
             )
         self._check(new, attached)
         attached.wanted = new
-        self._soon(lambda: self._change(attached, new))
+        self._changes.soon(lambda: self._change(attached, new))
+
+    def _notice_scaler(self) -> None:
+        """Say once if a GradScaler makes the steps that was not told, where that matters."""
+        scaler = engine.stepping_scaler()
+        if scaler is None or self._held is None or self._held.scaler is scaler:
+            return
+        self._held = replace(self._held, scaler=scaler)  # for what will be added
+        for attached in self._attached:
+            if said := scale_matters(attached.intervention):
+                warnings.warn(
+                    f"{attached.label}: a GradScaler makes the steps, and attach was not told of "
+                    f"it. {said}. Use Parameters(stage='step'), and attach(..., scaler=scaler).",
+                    SurgeryWarning,
+                    stacklevel=2,
+                )
+                return
 
     def _admit(self, intervention: Intervention) -> Attached:
         """Make room for an intervention, with its label; nothing is hooked yet."""
@@ -198,9 +215,6 @@ class Live:
 
     def _hook(self, attached: Attached) -> None:
         """Hook all its sites, or none of them."""
-        model, at = self._patient.model, attached.intervention.at
-        if any(kind.known_at_once for kind in at.kinds):
-            self._params |= {name: ref(param) for name, param in model.named_parameters()}
         with ExitStack() as undo:
             undo.callback(self._dismiss, attached)
             self._watch(attached)
@@ -235,7 +249,8 @@ class Live:
         """Let its trigger see what it looks at, and know the switches that it asks for."""
         for flag in flags_of(attached.intervention):
             self.clock.flags.setdefault(flag.flag, flag.on)
-        watch(attached.intervention.when, self._patient.model, self.clock, attached.eyes)
+        when, eyes = attached.intervention.when, attached.eyes
+        watch(when, self._patient.model, self.clock, eyes, attached.note)
 
     def _unsee(self, trigger: Trigger) -> None:
         """Forget what a trigger has seen, unless another intervention has the same."""
@@ -244,34 +259,9 @@ class Live:
             if isinstance(part, Sourced) and part not in others:
                 self.clock.seen.pop(part, None)
 
-    def _soon(self, action: Callable[[], None]) -> None:
-        """Now, or when the backward at hand has ended."""
-        self._settle()
-        if not engine.in_backward():
-            action()
-            return
-        if not self._waiting:
-            # At the latest before the next forward: a backward that fails has no end to wait for.
-            hook = self._patient.model.register_forward_pre_hook(lambda *_: self._settle())
-            self._alarm.callback(hook.remove)
-        self._waiting.append(action)
-        engine.at_end_of_backward(self._at_end)
-
-    def _at_end(self) -> None:
-        if not engine.in_inner_backward():
-            self._settle(ended=True)
-
-    def _settle(self, ended: bool = False) -> None:
-        """Do what has waited for the end of a backward."""
-        if not self._waiting or (engine.in_backward() and not ended):
-            return
-        self._alarm.close()
-        while self._waiting:
-            self._waiting.pop(0)()
-
     def _find(self, label: str) -> Attached:
         _ = self._patient
-        self._settle()
+        self._changes.settle()
         for attached in self._attached:
             if label in (attached.label, *attached.labels):
                 return attached
@@ -290,54 +280,16 @@ class Live:
         with ExitStack() as stack:
             for attached in self._attached:
                 stack.callback(attached.close)
-            stack.callback(self._alarm.close)
-        self._waiting = []
-        self._params = {}
+            stack.callback(self._changes.close)
         self.clock.seen.clear()
         self.ledger.settle()
         self.effects.close()
 
     def _complaints(self) -> list[str]:
-        self._settle()
-        said = self.ledger.complaints()
-        met = {entry.intervention for entry in self.ledger}
-        said += [
-            f"{attached.label}: attached, but none of its sites was met: was the model called?"
-            for attached in self._attached
-            if attached.label not in met
-        ]
-        said += self._notes
-        said += [note for attached in self._attached for note in attached.finish()]
-        said += self._idle_clocks()
-        now = dict(self._patient.model.named_parameters())
-        replaced = [name for name, held in self._params.items() if now.get(name) is not held()]
-        if replaced:
-            said.append(
-                "parameters were replaced while the block was open, and what took their place is "
-                f"not hooked: {', '.join(replaced)}; attach after replacing"
-            )
-        return said
-
-    def _idle_clocks(self) -> Iterator[str]:
-        """Triggers that read a clock which nobody has moved."""
-        if not any(entry.calls for entry in self.ledger):
-            return
-        parts = [part for item in self.interventions for part in item.when.parts]
-        epochs = [part for part in parts if isinstance(part, Epochs)]
-        told = self.clock.epoch_length is not None
-        timed = {type(part).__name__ for part in parts if part.clocked}
-        timed |= {type(part).__name__ for part in epochs if told or part.length is not None}
-        if timed and self.step == self._began[0]:
-            yield (
-                f"{', '.join(sorted(timed))}: no optimizer step was counted; "
-                "attach(model, optimizer) or call live.tick() after each step"
-            )
-        told = told or self.clock.counted_epochs > self._began[1]
-        if any(part.length is None for part in epochs) and not told:
-            yield (
-                "Epochs: no epoch was counted; give Epochs a length, attach with steps_per_epoch, "
-                "or call live.next_epoch()"
-            )
+        self._changes.settle()
+        return complaints(
+            self._attached, self.ledger, self._patient.model, self.clock, self._began, self._notes
+        )
 
 
 def _changed(link: Transform, label: str, changes: dict[str, object]) -> Transform:

@@ -1,8 +1,10 @@
 """What triggers look at in a forward, remembered until its backward."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import fields, is_dataclass
+from functools import partial
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +27,22 @@ def watched(trigger: Trigger, model: nn.Module) -> dict[Sourced, nn.Module]:
     return found
 
 
-def watch(trigger: Trigger, model: nn.Module, clock: Clock, stack: ExitStack) -> None:
-    """Have every such part of `trigger` see what it looks at as it passes."""
-    for part, module in watched(trigger, model).items():
+def watch(
+    trigger: Trigger,
+    model: nn.Module,
+    clock: Clock,
+    stack: ExitStack,
+    note: Callable[[str], None],
+) -> None:
+    """Have every such part of `trigger` see what it looks at as it passes.
+
+    What a user should know of it is said by `note`, once or more.
+    """
+    seen = watched(trigger, model)
+    if seen:
+        forwards = _Forwards(", ".join(map(repr, seen)), note)
+        stack.callback(model.register_forward_hook(forwards.ends).remove)
+    for part, module in seen.items():
         seer = _Seer(part, clock)
         if module is not model:
             stack.callback(model.register_forward_pre_hook(seer.begin).remove)
@@ -36,6 +51,42 @@ def watch(trigger: Trigger, model: nn.Module, clock: Clock, stack: ExitStack) ->
         else:
             hook = module.register_forward_pre_hook(seer.takes, with_kwargs=True)
             stack.callback(hook.remove)
+
+
+class _Forwards:
+    """Tells when a backward goes through a forward that is not the newest: what was seen of the
+    newest then decides for both.
+    """
+
+    def __init__(self, triggers: str, note: Callable[[str], None]) -> None:
+        self.triggers = triggers
+        self.note = note
+        self.newest = 0
+
+    def ends(self, model: nn.Module, args: tuple[object, ...], output: object) -> None:
+        if engine.in_backward() or engine.in_functorch() or torch.compiler.is_compiling():
+            return
+        self.newest += 1
+        # A hook stays on its graph: it must not hold what belongs to the block.
+        arrives = partial(_arrives, ref(self), self.newest)
+        for tensor in _tensors([output]):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(arrives)
+
+    def back(self, forward: int) -> None:
+        """A gradient has come to what a forward has given."""
+        if forward != self.newest:
+            self.note(
+                "a backward went through several forwards of the model, or an earlier one, and "
+                f"{self.triggers} decided by what the last of them has shown alone; call backward "
+                "after each forward"
+            )
+
+
+def _arrives(forwards: "ref[_Forwards]", forward: int, grad: Tensor) -> None:
+    held = forwards()
+    if held is not None:
+        held.back(forward)
 
 
 class _Seer:

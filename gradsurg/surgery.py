@@ -72,11 +72,13 @@ class Surgery:
 
         `optimizer` moves the step clock that triggers read, and is needed by stage `step`. Effects
         are measured every `effects_every` steps, 0 for never. `shadow` measures without applying.
-        Tell the `scaler` if losses are scaled: a transform for which the scale matters is then
-        refused at stages that see scaled gradients. With `in_state_dict` the surgery's state is a
-        tensor of bytes in `model.state_dict()`, under `_gradsurg`, and is taken up again by
-        `model.load_state_dict()`; one surgery of a model at a time can travel so. Raises
-        LookupError if a selector matches nothing, with what there is to match.
+        Tell the `scaler` if losses are scaled: a transform or a trigger for which the scale matters
+        is then refused at stages that see scaled gradients; a scaler that was not told is noticed,
+        and warned about, when it first makes the `optimizer` step. With `in_state_dict` the
+        surgery's state is a tensor of bytes in `model.state_dict()`, under `_gradsurg`, and is
+        taken up again by `model.load_state_dict()`; one surgery of a model at a time can travel so.
+        Raises LookupError if a selector matches nothing, with what there is to match; what only a
+        forward can show, as which calls there are, is raised at the end of the first.
         """
         if self._live is not None:
             raise RuntimeError("this surgery is attached already; make a second one")

@@ -74,7 +74,7 @@ def test_the_table_has_a_line_for_each_site() -> None:
     entry.left, entry.fired = 7, 5
     ledger.enter("clip", "c", skipped="frozen")
     assert [line.split() for line in ledger.table().splitlines()] == [
-        ["intervention", "calls", "fired", "site"],
+        ["intervention", "seen", "acted", "on", "site"],
         ["clip", "12", "5", "a", "=", "b"],
         ["clip", "0", "0", "c", "(frozen)"],
     ]

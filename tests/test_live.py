@@ -453,12 +453,13 @@ def test_a_trigger_that_is_set_brings_its_eyes_and_takes_them_along() -> None:
         bare = num_hooks(model)
         for _ in range(3):
             live.set("scale", when=gs.Shape(above=7, source="output:act"))
-            assert num_hooks(model) == bare + 2  # of the module, and of the model's beginning
+            # Of the module, and of the model's beginning and end.
+            assert num_hooks(model) == bare + 3
             backward(model)
             live.set("scale", factor=2.0)
-            assert num_hooks(model) == bare + 2
+            assert num_hooks(model) == bare + 3
         live.set("scale", when=gs.Shape(above=7))
-        assert num_hooks(model) == bare + 1
+        assert num_hooks(model) == bare + 2
         assert live.clock.seen == {}
         backward(model)
         live.set("scale", when=gs.Always())

@@ -53,6 +53,7 @@ def _same(found: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 ONE = gs.Parameters("first.weight")
+EARLIER = pytest.warns(gs.SurgeryWarning, match="backward went through several forwards")
 
 
 def test_each_source_is_the_tensor_of_that_name() -> None:
@@ -90,13 +91,51 @@ def test_grad_is_what_passes_at_the_site_and_value_whose_gradient_that_is() -> N
 def test_of_several_forwards_before_a_backward_it_is_the_last() -> None:
     model, when = Two(), Keeps("batch")
     batches = [torch.full((4, 2), float(number)) for number in range(3)]
-    with attached(model, gs.Scale(1.0), ONE, when=when):
+    with EARLIER, attached(model, gs.Scale(1.0), ONE, when=when):
         loss = model(batches[0]).sum()
         model(batches[1])
         model(batches[2])
         loss.backward()
         model(batches[0]).sum().backward()
     assert _same(when.judged, [batches[2], batches[0]])
+
+
+WIDE = gs.Shape(above=5)
+
+
+@pytest.mark.parametrize("when", [WIDE, gs.Value(above=1.0, source="output:first")])
+@pytest.mark.parametrize("at", [gs.Parameters(), gs.Outputs("second")], ids=repr)
+def test_two_forwards_before_one_backward_are_told_once(at: Any, when: gs.Trigger) -> None:
+    model = Two()
+    with (
+        pytest.warns(gs.SurgeryWarning, match="and (Shape|Value).* decided by what the") as caught,
+        attached(model, gs.Identity(), at, when=when | ~when),
+    ):
+        for _ in range(3):
+            (model(torch.ones(4, 2)).sum() + model(torch.ones(8, 2)).sum()).backward()
+    assert len([one for one in caught if "forwards" in str(one.message)]) == 1
+
+
+def test_forwards_with_a_backward_each_are_not_told_nor_are_those_that_get_none() -> None:
+    model = Two()
+    with attached(model, gs.Identity(), when=~WIDE) as live:
+        model(torch.ones(8, 2))  # as in an evaluation that forgets no_grad
+        for _ in range(2):
+            loss = model(torch.ones(4, 2)).sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+            checked = model(torch.ones(4, 2))
+            checked.sum().backward()
+        model(torch.ones(8, 2))
+    assert all(entry.fired == 6 for entry in live.ledger)
+
+
+def test_a_graph_that_outlives_the_block_goes_back_in_peace() -> None:
+    model = Two()
+    with attached(model, gs.Identity(), when=~WIDE):
+        losses = [model(torch.ones(4, 2)).sum() for _ in range(2)]
+        losses[1].backward()
+    losses[0].backward()
 
 
 def test_of_several_calls_of_a_module_it_is_the_last() -> None:
@@ -125,7 +164,7 @@ def test_the_recomputation_of_a_checkpoint_is_not_looked_at(reentrant: bool) -> 
 
 def test_a_forward_in_between_that_makes_no_graph_counts_too() -> None:
     model, when = Two(), Keeps("batch")
-    with attached(model, gs.Scale(1.0), ONE, when=when):
+    with EARLIER, attached(model, gs.Scale(1.0), ONE, when=when):
         loss = model(torch.ones(4, 2)).sum()
         with torch.no_grad():
             model(torch.zeros(1, 2))

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 import gradsurg as gs
 from gradsurg.fields import validated
-from gradsurg.sites.base import Selector
+from gradsurg.sites.base import Selector, Stage
 from gradsurg.transforms.base import Context, Law, Stateless, Transform
 from tests.nets import (
     BATCH,
@@ -597,6 +597,28 @@ def test_hook_gives_the_transform_the_tensor() -> None:
     assert x.grad.tolist() == [50.0, 0.0]
 
 
+@pytest.mark.parametrize("of_node", [False, True], ids=["tensor", "node"])
+def test_a_hook_whose_block_ends_before_a_gradient_has_passed_says_so(of_node: bool) -> None:
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    place = y.grad_fn if of_node else y
+    with (
+        pytest.warns(gs.SurgeryWarning, match="clip: it was hooked, and no gradient passed before"),
+        gs.hook(place, gs.Clip(0.5)),
+    ):
+        pass
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2, 2, 2]  # as it was said
+
+
+def test_it_does_not_say_so_of_a_block_that_failed_nor_of_a_handle_that_was_removed() -> None:
+    y = torch.ones(3, requires_grad=True) * 2
+    with pytest.raises(KeyError), gs.hook(y, gs.Clip(0.5)):
+        raise KeyError
+    gs.hook(y, gs.Clip(0.5)).remove()
+
+
 def test_hook_takes_a_plain_callable() -> None:
     x = torch.ones(2, requires_grad=True)
     with pytest.warns(gs.SurgeryWarning, match="plain callable"):
@@ -728,6 +750,82 @@ def test_under_a_scaler_the_update_is_what_it_is_without(
     with surgery.attach(model, optimizer, scaler=scaler):
         _scaled_step(model, optimizer, scaler)
     torch.testing.assert_close(weights(model), weights(plain))
+
+
+@pytest.mark.parametrize(
+    ("when", "refused"),
+    [
+        (gs.Value(above=1.0), True),
+        (gs.Steps() & ~gs.Value(above=1.0, measure="norm"), True),
+        (gs.Value(above=0.1, measure="nan"), False),
+        (gs.AllSameSign(), False),
+        (gs.Shape(above=1, source="grad"), False),
+        (gs.Value(above=1.0, source="batch"), False),
+        (gs.Value(above=1.0, source="value"), False),
+    ],
+    ids=repr,
+)
+def test_a_trigger_that_depends_on_size_is_refused_on_scaled_gradients(
+    when: gs.Trigger, refused: bool
+) -> None:
+    model = small()
+    scaler = torch.amp.GradScaler("cpu")
+
+    def attach(stage: Stage | None) -> None:
+        item = gs.Intervention(gs.Reverse(), gs.Parameters(stage=stage), when)
+        with gs.Surgery(item).attach(model, sgd(model), scaler=scaler) as live:
+            live.remove("reverse")
+
+    attach("step")
+    if not refused:
+        attach(None)
+        return
+    with pytest.raises(ValueError, match=r"Value\(above=1.0.*loss scale, and this trigger depends"):
+        attach(None)
+
+
+SIZED = [
+    (gs.Clip(0.01), gs.Always(), "Clip"),
+    (gs.Reverse(), gs.Value(above=1.0), "Value"),
+]
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize(("transform", "when", "name"), SIZED, ids=["transform", "trigger"])
+def test_a_scaler_that_was_not_told_is_noticed_at_its_first_step(
+    transform: Transform, when: gs.Trigger, name: str, fused: bool
+) -> None:
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    surgery = gs.Surgery(gs.Intervention(transform, when=when))
+    with warnings.catch_warnings(record=True) as caught, surgery.attach(model, optimizer) as live:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            optimizer.zero_grad()
+            _scaled_step(model, optimizer, scaler)
+        with pytest.raises(ValueError, match="loss scale"):
+            live.add(gs.Intervention(gs.Clip(1.0)))
+    (told,) = [str(one.message) for one in caught]
+    assert "a GradScaler makes the steps, and attach was not told of it" in told
+    assert f"{name}(" in told
+
+
+def test_where_a_scaler_changes_nothing_it_is_not_told_of() -> None:
+    plain = small()
+    optimizer = sgd(plain)
+    with attached(plain, gs.Clip(0.1), None, optimizer):
+        train(plain, optimizer, 1)
+    off, on = (torch.amp.GradScaler("cpu", init_scale=8.0, enabled=e) for e in (False, True))
+    for transform, at, scaler in (
+        (gs.Clip(0.1), gs.Parameters(), off),
+        (gs.Reverse(), gs.Parameters(), on),
+        (gs.Clip(0.1), gs.Parameters(stage="step"), on),
+    ):
+        model = small()
+        optimizer = sgd(model)
+        with attached(model, transform, at, optimizer):
+            _scaled_step(model, optimizer, scaler)
 
 
 def test_a_fused_optimizer_that_unscales_by_itself_is_refused_at_stage_step() -> None:

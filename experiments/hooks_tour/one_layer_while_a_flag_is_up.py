@@ -22,6 +22,8 @@ with gs.Surgery(frozen).attach(model) as live:
         live.switch("freeze", on=on)
         model.zero_grad()
         model(inputs).pow(2).mean().backward()
+        # The sum over both places. Zeroed at the first, it falls only a little: the second place
+        # still adds its own part, which is most of it here.
         norm = shared.weight.grad.norm()
         print(f"freeze {'on ' if on else 'off'}: |grad| of the shared weight {norm:.4f}")
 print(live.ledger.table())

@@ -1,16 +1,35 @@
 """Selecting parameters by name, by their module, by their shape."""
 
 from dataclasses import replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor, nn
 
 from gradsurg import engine
-from gradsurg.sites._modules import ROOT, Range, depth, index, matches_type, within
-from gradsurg.sites.base import Gates, Keeps, Place, foreign, matches, nothing_matched
+from gradsurg.fields import validated
+from gradsurg.sites._modules import (
+    ROOT,
+    Pattern,
+    Range,
+    Types,
+    depth,
+    index,
+    matches_type,
+    within,
+)
+from gradsurg.sites.base import (
+    Gates,
+    Keeps,
+    Place,
+    Selector,
+    Stage,
+    foreign,
+    matches,
+    nothing_matched,
+)
 
 
-class ParamSelector(Protocol):
+class ParamFields(Protocol):
     """The fields that parameters are selected by."""
 
     @property
@@ -29,12 +48,37 @@ class ParamSelector(Protocol):
     def mechanism(self) -> tuple[object, ...]: ...
 
 
-def chooses(fields: ParamSelector, place: Place) -> bool:
+@validated
+class ParamSelector(Selector):
+    """The parameters whose name fits `pattern`, a glob or `re:`.
+
+    `types` is a pattern on the class of the module it belongs to; `depth`, `index`, `ndim` and
+    `size` (its number of entries) are a number or a lowest and a highest.
+    """
+
+    pattern: Pattern = "*"
+    types: Types = "*"
+    depth: Range | None = None
+    index: Range | None = None
+    ndim: Range | None = None
+    size: Range | None = None
+    stage: Stage | None = None
+
+    known_at_once: ClassVar[bool] = True
+
+    def selects(self, place: Place) -> bool | None:
+        return place.mechanism == self.mechanism and chooses(self, place)
+
+    def find(self, model: nn.Module, keeps: Keeps | None = None) -> list[str]:
+        return found(self, model, keeps or self.selects)
+
+
+def chooses(fields: ParamFields, place: Place) -> bool:
     """Whether a parameter fits the fields, under one of its names."""
     return any(_fits(fields, own) for own in (place, *place.aliases))
 
 
-def _fits(fields: ParamSelector, place: Place) -> bool:
+def _fits(fields: ParamFields, place: Place) -> bool:
     param = place.thing
     owner = place.name.rpartition(".")[0] or ROOT
     return (
@@ -49,16 +93,11 @@ def _fits(fields: ParamSelector, place: Place) -> bool:
 
 
 def selected(
-    fields: ParamSelector, model: nn.Module, keeps: Keeps
+    fields: ParamFields, model: nn.Module, keeps: Keeps
 ) -> list[tuple[nn.Parameter, list[str]]]:
     """Each parameter that is kept, once, with all its names."""
-    names: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for own, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            name = f"{prefix}.{own}" if prefix else own
-            names.setdefault(param, []).append((name, module))
     chosen = []
-    for param, own in names.items():
+    for param, own in params_of(model).items():
         first, *others = (
             Place(fields.mechanism, name, param, owner=owner, whole=True) for name, owner in own
         )
@@ -67,7 +106,17 @@ def selected(
     return chosen
 
 
-def found(fields: ParamSelector, model: nn.Module, keeps: Keeps) -> list[str]:
+def params_of(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module]]]:
+    """Every parameter with all its names and the module that has it by that name."""
+    names: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for own, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            name = f"{prefix}.{own}" if prefix else own
+            names.setdefault(param, []).append((name, module))
+    return names
+
+
+def found(fields: ParamFields, model: nn.Module, keeps: Keeps) -> list[str]:
     """The first name of each trainable parameter that is kept. Raises LookupError if none is."""
     kind = type(fields).__name__
     chosen = selected(fields, model, keeps)
@@ -79,14 +128,14 @@ def found(fields: ParamSelector, model: nn.Module, keeps: Keeps) -> list[str]:
     return [names[0] for param, names in chosen if param.requires_grad]
 
 
-def _said(fields: ParamSelector) -> str:
+def _said(fields: ParamFields) -> str:
     """What was asked for, for an error."""
     asked = {key: getattr(fields, key) for key in ("types", "depth", "index", "ndim", "size")}
     extra = ", ".join(f"{key}={value}" for key, value in asked.items() if value not in (None, "*"))
     return f"{fields.pattern}' with '{extra}" if extra else fields.pattern
 
 
-def expected(fields: ParamSelector, model: nn.Module, gates: Gates) -> dict[str, nn.Parameter]:
+def expected(fields: ParamFields, model: nn.Module, gates: Gates) -> dict[str, nn.Parameter]:
     """The parameters that are kept, by name, their sites put into the ledger."""
     chosen: dict[str, nn.Parameter] = {}
     for param, (name, *aliases) in selected(fields, model, gates.keeps):

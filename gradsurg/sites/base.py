@@ -198,6 +198,10 @@ class Selector(ABC):
         """Whether the place is one of those of which `~` takes what is not selected."""
         return True
 
+    def later(self, thing: nn.Module | Tensor) -> Place | None:
+        """The place at which it meets what came into the model after it was hooked, if it does."""
+        return None
+
     def keeper(self) -> Keeps:
         """`selects`, or a test with a memory of its own, for the length of one attachment."""
         return self.selects

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from typing import Any, ClassVar, Literal
 from weakref import WeakKeyDictionary, ref
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as process
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -95,6 +95,11 @@ class EveryModule(Selector):
     def offers(self, place: Place) -> bool:
         inside = isinstance(place.thing, nn.Module) and any(place.thing.children())
         return place.name != ROOT or self.pattern == ROOT or not inside
+
+    def later(self, thing: nn.Module | Tensor) -> Place | None:
+        if not isinstance(thing, nn.Module):
+            return None
+        return Place(self.mechanism, type(thing).__name__, thing)
 
     def find(self, model: nn.Module, keeps: Keeps | None = None) -> list[str]:
         keeps = keeps or self.selects

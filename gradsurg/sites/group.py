@@ -15,14 +15,13 @@ from torch.optim import Optimizer
 from gradsurg import engine
 from gradsurg.fields import validated
 from gradsurg.sites._averaged import refuse_averaged
-from gradsurg.sites._modules import Pattern, Range, Types
-from gradsurg.sites._params import chooses, expected, found
-from gradsurg.sites.base import Gates, Keeps, Place, Selector, Stage
+from gradsurg.sites._params import ParamSelector, expected
+from gradsurg.sites.base import Gates, Stage
 from gradsurg.transforms.base import Scope
 
 
 @validated
-class Group(Selector):
+class Group(ParamSelector):
     """The `.grad`s of the parameters whose name fits `pattern`, all together, once a backward.
 
     Stage `backward_end`: when a backward has ended, with the running sums that it leaves. So group
@@ -36,24 +35,9 @@ class Group(Selector):
     An optimizer that steps and clears a `.grad` inside the backward has not waited: that is said.
     """
 
-    pattern: Pattern = "*"
-    types: Types = "*"
-    depth: Range | None = None
-    index: Range | None = None
-    ndim: Range | None = None
-    size: Range | None = None
-    stage: Stage | None = None
-
     stages: ClassVar[tuple[Stage, ...]] = ("backward_end",)
     group_stages: ClassVar[tuple[Stage, ...]] = ("backward_end",)
     has_value: ClassVar[bool] = True
-    known_at_once: ClassVar[bool] = True
-
-    def selects(self, place: Place) -> bool | None:
-        return place.mechanism == self.mechanism and chooses(self, place)
-
-    def find(self, model: nn.Module, keeps: Keeps | None = None) -> list[str]:
-        return found(self, model, keeps or self.selects)
 
     def hook(
         self,

@@ -11,14 +11,13 @@ from torch.optim import Optimizer
 
 from gradsurg.fields import validated
 from gradsurg.sites._averaged import refuse_averaged
-from gradsurg.sites._modules import Pattern, Range, Types
-from gradsurg.sites._params import chooses, expected, found
-from gradsurg.sites.base import Gates, GradFn, GroupFn, Keeps, Place, Selector, Stage
+from gradsurg.sites._params import ParamSelector, expected
+from gradsurg.sites.base import Gates, GradFn, GroupFn, Stage
 from gradsurg.transforms.base import Scope
 
 
 @validated
-class Parameters(Selector):
+class Parameters(ParamSelector):
     """The parameters whose name fits `pattern`, a glob or `re:`.
 
     Stages: `backward`, one backward's gradient before it is added to `.grad` (the default of tensor
@@ -31,14 +30,6 @@ class Parameters(Selector):
     names; a frozen one is left out, and the ledger says so.
     """
 
-    pattern: Pattern = "*"
-    types: Types = "*"
-    depth: Range | None = None
-    index: Range | None = None
-    ndim: Range | None = None
-    size: Range | None = None
-    stage: Stage | None = None
-
     stages: ClassVar[tuple[Stage, ...]] = (
         "backward",
         "accumulating",
@@ -48,13 +39,6 @@ class Parameters(Selector):
     )
     group_stages: ClassVar[tuple[Stage, ...]] = ("step",)
     has_value: ClassVar[bool] = True
-    known_at_once: ClassVar[bool] = True
-
-    def selects(self, place: Place) -> bool | None:
-        return place.mechanism == self.mechanism and chooses(self, place)
-
-    def find(self, model: nn.Module, keeps: Keeps | None = None) -> list[str]:
-        return found(self, model, keeps or self.selects)
 
     def hook(
         self,

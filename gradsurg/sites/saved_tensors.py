@@ -87,6 +87,9 @@ class SavedTensors(ModuleSelector):
             return None
         return said if fits(place.node, self.node) else False
 
+    def later(self, thing: nn.Module | Tensor) -> Place | None:
+        return Place(self.mechanism, BLOCK) if self.pattern == BLOCK else None
+
     def find(self, model: nn.Module, keeps: Keeps | None = None) -> list[str]:
         if self.pattern != BLOCK:
             return ModuleSelector.find(self, model, keeps)

@@ -10,9 +10,8 @@ from torch.optim import Optimizer
 
 from gradsurg import engine
 from gradsurg.fields import validated
-from gradsurg.sites._modules import Pattern, Range, Types
-from gradsurg.sites._params import chooses, expected, found
-from gradsurg.sites.base import Gates, Keeps, Place, Selector, Stage
+from gradsurg.sites._params import ParamSelector, expected
+from gradsurg.sites.base import Gates, Stage
 from gradsurg.sites.parameters import check_owned
 from gradsurg.transforms.base import Scope
 
@@ -20,7 +19,7 @@ CLOCK = "gradsurg.surgery"  # where the hook is made that counts an optimizer's 
 
 
 @validated
-class Weights(Selector):
+class Weights(ParamSelector):
     """The values of the parameters whose name fits `pattern`, a glob or `re:`.
 
     Stages: `step`, what the optimizer has left after each of its steps (the default), to project,
@@ -34,24 +33,9 @@ class Weights(Selector):
     and all hooks stay there. What a transform leaves as it is, is not written to.
     """
 
-    pattern: Pattern = "*"
-    types: Types = "*"
-    depth: Range | None = None
-    index: Range | None = None
-    ndim: Range | None = None
-    size: Range | None = None
-    stage: Stage | None = None
-
     stages: ClassVar[tuple[Stage, ...]] = ("step", "forward")
     group_stages: ClassVar[tuple[Stage, ...]] = ("step", "forward")
     has_value: ClassVar[bool] = False
-    known_at_once: ClassVar[bool] = True
-
-    def selects(self, place: Place) -> bool | None:
-        return place.mechanism == self.mechanism and chooses(self, place)
-
-    def find(self, model: nn.Module, keeps: Keeps | None = None) -> list[str]:
-        return found(self, model, keeps or self.selects)
 
     def hook(
         self,

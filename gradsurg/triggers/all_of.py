@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from gradsurg.fields import validated
-from gradsurg.triggers.base import Fires, Moment, Trigger, host_first
+from gradsurg.triggers.base import Fires, Moment, Trigger, combined, host_first
 
 
 @validated
@@ -30,13 +30,4 @@ class AllOf(Trigger):
         return host_first(self.of)
 
     def fires(self, moment: Moment) -> Fires:
-        result: Fires = True
-        for trigger in self._asked:
-            fires = trigger.fires(moment)
-            if fires is False:
-                return False
-            if fires is None or result is None:
-                result = None
-            elif fires is not True:
-                result = fires if result is True else result & fires
-        return result
+        return combined(self._asked, moment, decides=False)

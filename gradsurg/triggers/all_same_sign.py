@@ -18,6 +18,7 @@ class AllSameSign(Sourced):
     source: Source = "grad"
 
     on_device: ClassVar[bool] = True
+    homogeneous: ClassVar[bool] = True
 
     def look(self, tensor: Tensor) -> object:
         same = (tensor > 0).all() | (tensor < 0).all()

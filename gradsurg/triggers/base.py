@@ -119,10 +119,14 @@ class Sourced(Trigger):
     `grad` is what passes at the site, `value` the tensor whose gradient that is; `batch` is the
     model's first input, `input:<module>` and `output:<module>` are the first tensors that a module
     takes and gives. What a trigger wants of the last three is remembered from the forward to the
-    backward: of several calls, the last one's, and nothing of an earlier forward of the model.
+    backward: of several calls, the last one's, and nothing of an earlier forward of the model. A
+    backward through an earlier forward is decided by the last one too, and told when the block
+    ends.
     """
 
     source: str
+
+    homogeneous: ClassVar[bool] = False  # whether it says the same of a tensor times a number > 0
 
     @abstractmethod
     def look(self, tensor: Tensor) -> object:
@@ -170,6 +174,27 @@ def _check_source(source: str) -> str:
 
 
 Source = Annotated[str, AfterValidator(_check_source)]
+
+
+def combined(triggers: Sequence[Trigger], moment: Moment, decides: bool) -> Fires:
+    """What several triggers say together, where one that says `decides` decides for all.
+
+    Behind that one none is asked. Of what tensors say, all must be True where False decides, and
+    one must where True does.
+    """
+    neutral = not decides
+    result: Fires = neutral
+    for trigger in triggers:
+        fires = trigger.fires(moment)
+        if fires is decides:
+            return decides
+        if fires is None or result is None:
+            result = None
+        elif result is neutral:
+            result = fires
+        elif fires is not neutral:
+            result = result | fires if decides else result & fires
+    return result
 
 
 def host_first(triggers: Sequence[Trigger]) -> list[Trigger]:

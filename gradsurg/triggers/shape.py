@@ -1,6 +1,6 @@
 """Shape: by the size of a tensor."""
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from torch import Tensor
@@ -21,6 +21,8 @@ class Shape(Sourced):
     below: Annotated[int, Field(ge=1)] | None = None
     dim: int = 0
     source: Source = "batch"
+
+    homogeneous: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.above is None and self.below is None:

@@ -37,6 +37,10 @@ class Value(Sourced):
         if self.release is not None and self.release > self.above:
             raise Contradiction("release", f"must be <= above ({self.above}), found {self.release}")
 
+    @property
+    def homogeneous(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.measure == "nan"
+
     def look(self, tensor: Tensor) -> object:
         wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         if not wide.numel():

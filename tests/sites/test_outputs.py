@@ -68,10 +68,10 @@ def test_call_picks_one_call(call: int) -> None:
     assert calls_of(live) == {f"twice#{call}": 1}
 
 
-def test_a_call_that_does_not_come_is_told_at_the_end() -> None:
+def test_a_call_that_does_not_come_is_an_error_after_the_first_forward() -> None:
     model = Shared()
     with (
-        pytest.warns(gs.SurgeryWarning, match="no gradient ever passed at: twice#7"),
+        pytest.raises(LookupError, match="It has met: twice#0, twice#1"),
         attached(model, gs.Zero(), gs.Outputs("twice", call=7)),
     ):
         model(point()).backward()

@@ -224,6 +224,22 @@ def test_what_is_no_answer_is_refused(answer: object, found: str, later: bool) -
     assert num_hooks(model) == 0
 
 
+@pytest.mark.parametrize(
+    ("combine", "first"), [(gs.AllOf, gs.Always()), (gs.AnyOf, gs.Steps(start=9))]
+)
+def test_what_is_no_answer_is_refused_in_a_combination_too(combine: Any, first: gs.Trigger) -> None:
+    class Wrong(gs.Trigger):
+        def fires(self, moment: Moment) -> Any:
+            return "yes"
+
+    model = small()
+    with (
+        pytest.raises(TypeError, match="must say True, False, None"),
+        attached(model, gs.Scale(1.0), when=combine((first, Wrong()))),
+    ):
+        backward(model)
+
+
 def test_none_where_the_gradient_is_at_hand_is_refused() -> None:
     model = small()
     with (

@@ -1,0 +1,145 @@
+"""What the first forward shows: a selection that turns out to be empty, and one that does not."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import gradsurg as gs
+from gradsurg.sites.base import Selector
+from tests.nets import attached, backward, num_hooks, small
+
+KINDS: list[Callable[..., Selector]] = [
+    gs.Outputs,
+    gs.Inputs,
+    gs.Values,
+    gs.ModuleGradients,
+    gs.SavedTensors,
+    gs.Captured,
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_that_is_not_made_is_an_error_that_lists_those_that_are(
+    kind: Callable[..., Selector],
+) -> None:
+    model = small()
+    with (
+        pytest.raises(
+            LookupError, match=r"identity: nothing .* has met: .*first#0, act#0, last#0$"
+        ),
+        attached(model, gs.Identity(), kind(call=1)),
+    ):
+        backward(model)
+    assert num_hooks(model) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_test_that_keeps_nothing_is_an_error(kind: Callable[..., Selector]) -> None:
+    model = small()
+    with (
+        pytest.raises(LookupError, match=r"test=.*It has met: .*last#0$"),
+        attached(model, gs.Identity(), kind("last").where(lambda place: False)),
+    ):
+        backward(model)
+
+
+class Turns(nn.Module):
+    """Two layers, of which it calls one, and how often it was told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(3, 3)
+        self.right = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, side: str, times: int = 1) -> Tensor:
+        for _ in range(times):
+            x = self.get_submodule(side)(x)
+        return x
+
+
+def _run(model: nn.Module, *args: object) -> None:
+    model(torch.ones(1, 3), *args).sum().backward()
+
+
+def test_what_the_first_forward_has_kept_may_be_missing_in_a_later_one() -> None:
+    model = Turns()
+    with attached(model, gs.Identity(), gs.Outputs("left", call=1)) as live:
+        _run(model, "left", 2)
+        _run(model, "left", 1)
+        _run(model, "left", 3)
+    assert [(entry.site, entry.calls) for entry in live.ledger] == [("left#1", 2)]
+
+
+def test_a_module_that_the_first_forward_does_not_call_is_waited_for() -> None:
+    model = Turns()
+    with attached(model, gs.Identity(), gs.Outputs("right")) as live:
+        _run(model, "left")
+        _run(model, "right")
+    assert [(entry.site, entry.calls) for entry in live.ledger] == [("right#0", 1)]
+
+
+def test_a_forward_without_gradients_decides_nothing() -> None:
+    model = Turns()
+    with attached(model, gs.Identity(), gs.Outputs("left", call=1)):
+        with torch.no_grad():
+            model(torch.ones(1, 3), "left")
+        _run(model, "left", 2)
+
+
+def test_one_part_of_a_combination_is_enough() -> None:
+    model = small()
+    with attached(model, gs.Identity(), gs.Outputs("first") | gs.Nodes("Relu")):
+        backward(model)
+    with (
+        pytest.warns(gs.SurgeryWarning, match="no gradient ever passed at: last#1"),
+        attached(model, gs.Identity(), gs.Parameters() | gs.Outputs("last", call=1)),
+    ):
+        backward(model)
+
+
+def test_what_may_be_met_outside_the_model_is_waited_for() -> None:
+    model = small()
+    with attached(model, gs.Identity(), gs.EveryModule("MSELoss")):
+        out = model(torch.ones(2, 6))
+        nn.MSELoss()(out, torch.zeros_like(out)).backward()
+
+
+class Within(nn.Module):
+    """A layer inside a reentrant checkpoint, after one outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(3, 3)
+        self.inside = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inside, self.out(x), use_reentrant=True)
+
+
+@pytest.mark.parametrize("kind", [gs.Outputs, gs.Inputs, gs.Values, gs.SavedTensors])
+def test_what_is_kept_inside_a_reentrant_checkpoint_is_not_missed(
+    kind: Callable[..., Selector],
+) -> None:
+    model = Within()
+    with attached(model, gs.Identity(), kind().where(lambda place: place.name == "inside")) as live:
+        _run(model)
+    assert sum(entry.calls for entry in live.ledger if entry.site.startswith("inside"))
+
+
+def test_the_hook_that_looks_at_the_first_forward_goes_after_it() -> None:
+    model = small()
+    with attached(model, gs.Identity(), gs.Outputs("last", call=0)):
+        before = num_hooks(model)
+        backward(model)
+        assert num_hooks(model) == before - 1
+
+
+def test_what_is_known_when_it_is_attached_needs_no_such_hook() -> None:
+    model = small()
+    with attached(model, gs.Identity(), gs.Outputs("last")):
+        before = num_hooks(model)
+        backward(model)
+        assert num_hooks(model) == before

@@ -1,0 +1,175 @@
+"""What is said when a block ends: of what came into the model, and of clocks."""
+
+import gc
+import re
+import warnings
+from collections.abc import Callable
+from copy import deepcopy
+from weakref import ref
+
+import pytest
+import torch
+from torch import nn
+
+import gradsurg as gs
+from gradsurg.sites.base import Selector
+from tests.nets import attached, backward, sgd, small, train
+
+X = torch.ones(2, 6)
+Change = Callable[[nn.Sequential], object]
+
+
+def said(at: Selector, change: Change) -> str:
+    """What the block says that meets a forward and a backward, a change, and those again."""
+    model = small()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with attached(model, gs.Identity(), at):
+            model(X).sum().backward()
+            change(model)
+            model(X).sum().backward()
+    return " ".join(
+        str(one.message) for one in caught if issubclass(one.category, gs.SurgeryWarning)
+    )
+
+
+def grow(model: nn.Sequential) -> None:
+    model.last = nn.Linear(5, 5)
+    model.append(nn.Linear(5, 3))
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        gs.Outputs(),
+        gs.Inputs(),
+        gs.Uses("*"),
+        gs.ModuleGradients(),
+        gs.Values(),
+        gs.SavedTensors(),
+        gs.SavedTensors(node="Relu"),
+        gs.EveryModule("re:last|3"),
+        gs.Nodes("Addmm"),
+        gs.Outputs() & gs.Outputs(types="Linear"),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:Full backward hook:UserWarning")
+def test_modules_that_came_while_the_block_was_open_are_told(at: Selector) -> None:
+    found = said(at, grow)
+    assert re.search(r"modules were replaced or added .* not hooked.*: last, 3; attach", found)
+
+
+@pytest.mark.parametrize("at", [gs.Parameters(), gs.Group(), gs.Uses("*")], ids=str)
+def test_parameters_that_came_while_the_block_was_open_are_told(at: Selector) -> None:
+    found = said(at, grow)
+    assert "parameters were replaced or added" in found
+    assert "not hooked: last.weight, last.bias, 3.weight, 3.bias; attach" in found
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        gs.Outputs("first"),
+        gs.Outputs(types="ReLU"),
+        gs.Outputs().first(2),
+        gs.Parameters("first.*"),
+        gs.SavedTensors("block"),
+        gs.EveryModule(),
+        gs.EveryModule("Linear") | gs.EveryModule("first"),
+    ],
+    ids=["name", "types", "first", "parameters", "block", "every", "by class"],
+)
+def test_those_that_would_not_have_been_selected_or_are_met_are_not_told(at: Selector) -> None:
+    assert "came" not in said(at, grow)
+
+
+def frozen(model: nn.Sequential) -> None:
+    model.append(nn.Linear(3, 3).requires_grad_(False))
+
+
+def test_a_frozen_parameter_that_came_is_not_told() -> None:
+    assert "came" not in said(gs.Parameters(), frozen)
+
+
+def put_back(model: nn.Sequential) -> None:
+    first = model.first
+    model.first = nn.Linear(6, 5)
+    model.first = first
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: None,
+        put_back,
+        lambda model: deepcopy(model).append(nn.Linear(3, 3)),
+        lambda model: model.__delitem__(2),
+        lambda model: model.__setitem__(2, torch.compile(model.last, backend="eager")),
+    ],
+    ids=["nothing", "put back", "a copy", "taken out", "compiled"],
+)
+def test_where_nothing_came_nothing_is_told(change: Change) -> None:
+    assert "came" not in said(gs.Outputs("*"), change)
+
+
+def test_a_module_that_is_compiled_in_its_place_is_still_known() -> None:
+    def compiled(model: nn.Sequential) -> None:
+        model.last = torch.compile(model.last, backend="eager")
+
+    assert "came" not in said(gs.Nodes("Relu"), compiled)
+
+
+def test_an_intervention_added_after_the_change_knows_what_came() -> None:
+    model = small()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with attached(model, gs.Identity(), gs.Outputs("first")) as live:
+            grow(model)
+            live.add(gs.Intervention(gs.Scale(2.0), gs.Outputs()))
+            backward(model)
+    assert [str(one.message) for one in caught] == []
+
+
+def test_what_was_in_the_model_is_not_held_by_the_block() -> None:
+    model = small()
+    at = gs.Parameters("*.weight")
+    with pytest.warns(gs.SurgeryWarning, match="came"), attached(model, gs.Identity(), at):
+        backward(model)
+        gone = ref(model.last.weight)
+        grow(model)
+        gc.collect()
+        assert gone() is None
+
+
+def test_a_clock_that_stands_says_where_the_block_began() -> None:
+    surgery = gs.Surgery(gs.Intervention(gs.Identity(), when=gs.Steps(stop=2)))
+    model = small()
+    optimizer = sgd(model)
+    with surgery.attach(model, optimizer):
+        train(model, optimizer, 3)
+    with (
+        pytest.warns(
+            gs.SurgeryWarning, match="never fired in 8 gradients; this block began at"
+        ) as w,
+        surgery.attach(model, optimizer),
+    ):
+        train(model, optimizer, 2)
+    assert "step 3" in str(w[0].message)
+    with (
+        pytest.warns(gs.SurgeryWarning) as w,
+        surgery.attach(model),
+    ):
+        backward(model)
+    told = " ".join(str(one.message) for one in w)
+    assert "no optimizer step was counted since this block began, at step 5;" in told
+
+
+def test_the_first_block_says_nothing_of_where_it_began() -> None:
+    model = small()
+    with (
+        pytest.warns(gs.SurgeryWarning) as caught,
+        attached(model, gs.Identity(), when=gs.Steps(start=5)),
+    ):
+        backward(model)
+    assert "began" not in " ".join(str(one.message) for one in caught)
