@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsurg.fields import nearest
-from gradsurg.sites._spans import plain
+from gradsurg.sites._node_names import plain
 from gradsurg.sites.base import GroupFn, Keeps, Place, Selector, SiteGate, Stage
 from gradsurg.transforms.base import Scope
 

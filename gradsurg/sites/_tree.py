@@ -13,10 +13,10 @@ from torch import nn
 from gradsurg import engine
 from gradsurg.sites._modules import ROOT, Calls, names_of
 from gradsurg.sites._nested import tensors_in
+from gradsurg.sites._node_names import plain
 from gradsurg.sites._recorder import Like, Mark, Seen, marked
 from gradsurg.sites._resolver import Graph, resolver
 from gradsurg.sites._rows import Row, Tree
-from gradsurg.sites._spans import plain
 from gradsurg.sites._untouched import copied, untouched, versions
 from gradsurg.sites.base import Selector
 from gradsurg.sites.every_module import EveryModule

@@ -16,7 +16,7 @@ import gradsurg as gs
 from gradsurg import engine
 from gradsurg.fields import FieldError
 from gradsurg.ledger import SurgeryWarning
-from gradsurg.sites.nodes import FAMILIES, fits
+from gradsurg.sites._node_names import FAMILIES, fits
 from tests.nets import attached, backward, gradients, noisy, num_hooks, sgd, small, train
 from tests.sites.points import calls_of, grad_of, point
 

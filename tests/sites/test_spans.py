@@ -12,8 +12,9 @@ from torch.nn import functional
 import gradsurg as gs
 from gradsurg.sites import _spans
 from gradsurg.sites._modules import names_of
+from gradsurg.sites._node_names import plain
 from gradsurg.sites._resolver import Graph, around, resolver
-from gradsurg.sites._spans import Spans, plain
+from gradsurg.sites._spans import Spans
 from tests.nets import attached, num_hooks, small
 
 
