@@ -148,12 +148,13 @@ class Nodes(Selector):
     def _nothing(self, graph: Graph) -> LookupError:
         made = [made for made in graph.nodes() if matches(made.call.name, self.module)]
         names = sorted({plain(node.name).removesuffix("Backward") for node in made})
+        families = [own for own in FAMILIES if any(fits(node.name, own) for node in made)]
         where = "" if self.module == "*" else f" in '{self.module}'"
         compiled = not names or "CompiledFunction" in names
         hint = " What is compiled runs as one node: use Outputs there." if compiled else ""
         return LookupError(
             f"Nodes: no node{where} is selected by '{self.pattern}' (call={self.call}, "
-            f"occurrence={self.occurrence}). {nearest(self.pattern, [*names, *FAMILIES])}{hint}"
+            f"occurrence={self.occurrence}). {nearest(self.pattern, [*families, *names])}{hint}"
         )
 
     def _site(self, made: Made, gates: Gates) -> Callable[[Node], object] | None:

@@ -388,7 +388,9 @@ def test_ids_are_the_same_at_every_step() -> None:
     [
         (gs.Nodes("Rleu"), "no node is selected by 'Rleu'"),
         (gs.Nodes("Rleu"), "Did you mean 'Relu'?"),
-        (gs.Nodes("Rleu"), f"There are: Addmm, Relu, T, {', '.join(FAMILIES)}"),
+        (gs.Nodes("Rleu"), "There are: activation, matmul, Addmm, Relu, T. Did"),
+        (gs.Nodes("norm"), "There are: activation, matmul, Addmm, Relu, T."),
+        (gs.Nodes("Tanh", module="act"), "There are: activation, Relu."),
         (gs.Nodes("Relu", module="first"), "no node in 'first' is selected by 'Relu'"),
         (gs.Nodes("Relu", call=3), "call=3"),
         (gs.Nodes("Relu", occurrence=3), "occurrence=3"),
