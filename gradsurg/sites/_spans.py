@@ -83,14 +83,17 @@ class Spans:
             leave = self._leave(me.left, take, module in outputs)
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
 
-    # These two run at every call of every module: they look up as little as they can.
+    # These two run at every call of every module: they look up as little as they can. A copy of the
+    # model, made in the block, has the same hooks and is left alone.
 
     def _enter(self, me: Followed, is_model: bool) -> Callable[..., None]:
         thread, module = self._thread, me.module
         task_now, number_now = engine.backward_task, engine.next_sequence_number
         gradients_on = torch.is_grad_enabled
 
-        def enter(_: nn.Module, args: object, kwargs: object) -> None:
+        def enter(called: nn.Module, args: object, kwargs: object) -> None:
+            if called is not module:
+                return
             if task_now() != FORWARD:
                 self._again(me)
                 return
@@ -109,7 +112,9 @@ class Spans:
         thread, module = self._thread, left.of.module
         task_now, number_now = engine.backward_task, engine.next_sequence_number
 
-        def leave(_: nn.Module, args: object, output: object) -> None:
+        def leave(called: nn.Module, args: object, output: object) -> None:
+            if called is not module:
+                return
             task = task_now()
             track = thread.forward if task == FORWARD else thread.again.get(task)
             if track is None or track.outer is None:
