@@ -102,6 +102,16 @@ def untraced(function: Function) -> Function:
     return disable(function)
 
 
+traced: Callable[[], bool] = torch.compiler.is_dynamo_compiling
+"""Whether Dynamo is tracing this code: a cheaper question than `untraced` at every call."""
+
+
+def has_compiled() -> bool:
+    """Whether torch.compile has compiled anything in this process since it was last reset."""
+    library = sys.modules.get("torch._dynamo.convert_frame")  # slow to import, and only for that
+    return library is not None and bool(library.output_codes.seen)
+
+
 Pair = tuple[Callable[[torch.Tensor], object], Callable[[Any], torch.Tensor]]
 """A pack hook and an unpack hook. Any: whatever pack has made of a saved tensor."""
 

@@ -57,6 +57,7 @@ class Live:
         self._alarm = ExitStack()  # the hook that ends the waiting where the backward has failed
         self._began = clock.step, clock.counted_epochs
         self._params: dict[str, ref[nn.Parameter]] = {}
+        self._blind: Callable[[], str] = lambda: ""  # why no hook may have run
         effects.begin(clock.step)
 
     @property
@@ -299,10 +300,11 @@ class Live:
 
     def _complaints(self) -> list[str]:
         self._settle()
-        said = self.ledger.complaints()
+        why = self._blind()
+        said = self.ledger.complaints(why)
         met = {entry.intervention for entry in self.ledger}
         said += [
-            f"{attached.label}: attached, but none of its sites was met: was the model called?"
+            f"{attached.label}: attached, but none of its sites was met: was the model called?{why}"
             for attached in self._attached
             if attached.label not in met
         ]

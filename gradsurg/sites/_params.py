@@ -6,7 +6,16 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from gradsurg import engine
-from gradsurg.sites._modules import ROOT, Range, depth, index, matches_type, within
+from gradsurg.sites._modules import (
+    ROOT,
+    Range,
+    depth,
+    index,
+    matches_type,
+    own_name,
+    params_of,
+    within,
+)
 from gradsurg.sites.base import Gates, Keeps, Place, foreign, matches, nothing_matched
 
 
@@ -55,7 +64,7 @@ def selected(
     names: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for own, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            name = f"{prefix}.{own}" if prefix else own
+            name = own_name(f"{prefix}.{own}" if prefix else own)
             names.setdefault(param, []).append((name, module))
     chosen = []
     for param, own in names.items():
@@ -72,7 +81,7 @@ def found(fields: ParamSelector, model: nn.Module, keeps: Keeps) -> list[str]:
     kind = type(fields).__name__
     chosen = selected(fields, model, keeps)
     if not chosen:
-        raise nothing_matched(kind, _said(fields), dict(model.named_parameters()))
+        raise nothing_matched(kind, _said(fields), params_of(model))
     if not any(param.requires_grad for param, _ in chosen):
         frozen = ", ".join(names[0] for _, names in chosen)
         raise LookupError(f"{kind}: all that '{fields.pattern}' matches is frozen: {frozen}")

@@ -71,11 +71,6 @@ class Spans:
         names = names_of(model)
         self._since = frozenset(since)
         for module in modules:
-            if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
-                raise ValueError(
-                    "Nodes, Uses: a compiled model runs as one node; attach before torch.compile, "
-                    "or use Parameters or Outputs"
-                )
             me = Followed(module, names[module])
             enter = self._enter(me, module is model)
             handle = module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
@@ -89,10 +84,13 @@ class Spans:
     def _enter(self, me: Followed, is_model: bool) -> Callable[..., None]:
         thread, module = self._thread, me.module
         task_now, number_now = engine.backward_task, engine.next_sequence_number
-        gradients_on = torch.is_grad_enabled
+        gradients_on, traced = torch.is_grad_enabled, engine.traced
 
         def enter(called: nn.Module, args: object, kwargs: object) -> None:
             if called is not module:
+                return
+            if traced():
+                untraced(called, args, kwargs)
                 return
             if task_now() != FORWARD:
                 self._again(me)
@@ -106,14 +104,18 @@ class Spans:
             track.numbers.append(number_now())
             track.marks.append(me)
 
+        untraced = engine.untraced(enter)
         return enter
 
     def _leave(self, left: Left, take: Take, tells: bool) -> Callable[..., None]:
-        thread, module = self._thread, left.of.module
+        thread, module, traced = self._thread, left.of.module, engine.traced
         task_now, number_now = engine.backward_task, engine.next_sequence_number
 
         def leave(called: nn.Module, args: object, output: object) -> None:
             if called is not module:
+                return
+            if traced():
+                untraced(called, args, output)
                 return
             task = task_now()
             track = thread.forward if task == FORWARD else thread.again.get(task)
@@ -130,6 +132,7 @@ class Spans:
                 else:
                     self._end(track, task, output, take)
 
+        untraced = engine.untraced(leave)
         return leave
 
     def _begin(self, track: Track, module: nn.Module, given: object) -> None:

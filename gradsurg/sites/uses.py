@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from gradsurg import engine
 from gradsurg.fields import validated
-from gradsurg.sites._modules import ROOT, Pattern, names_of
+from gradsurg.sites._modules import ROOT, Pattern, names_of, params_of
 from gradsurg.sites._resolver import Edge, Graph, around, resolver
 from gradsurg.sites.base import (
     Gates,
@@ -82,7 +82,7 @@ class Uses(Selector):
         modules, params = self._chosen(model, keeps or self.selects)
         if not modules and not params:
             names = [name for own in names_of(model).values() for name in own if name != ROOT]
-            names += [name for name, _ in model.named_parameters()]
+            names += params_of(model)
             raise nothing_matched("Uses", self.pattern, names)
         if not modules and not any(param.requires_grad for param in params):
             frozen = ", ".join(used.site for used in params.values())

@@ -3,7 +3,6 @@
 import gc
 import re
 import threading
-from collections.abc import Callable
 from weakref import ref
 
 import pytest
@@ -713,35 +712,6 @@ def test_each_thread_has_its_own_spans() -> None:
     handle.remove()
     assert results == [[2000.0], [2000.0]]
     assert set(calls_of(live)) == {"twice#0/MulBackward[0]", "twice#1/MulBackward[0]"}
-
-
-def _compiled(model: nn.Module) -> nn.Module:
-    made = torch.compile(model, backend="eager")
-    assert isinstance(made, nn.Module)
-    return made
-
-
-def _compiled_in_place(model: nn.Module) -> nn.Module:
-    model.compile(backend="eager")
-    return model
-
-
-def _compiled_inside(model: nn.Module) -> nn.Module:
-    return nn.Sequential(_compiled(model))
-
-
-@pytest.mark.parametrize("compiling", [_compiled_in_place, _compiled_inside])
-def test_a_compiled_model_is_refused_with_the_reason(
-    compiling: Callable[[nn.Module], nn.Module],
-) -> None:
-    model = compiling(small())
-    before = num_hooks(model)
-    with (
-        pytest.raises(ValueError, match="a compiled model runs as one node; attach before"),
-        attached(model, gs.Zero(), gs.Nodes("Relu")),
-    ):
-        pass
-    assert num_hooks(model) == before
 
 
 # What HOOKS.md calls the care that spans need
