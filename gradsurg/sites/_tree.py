@@ -143,8 +143,7 @@ def _walked(model: nn.Module, example: Any) -> _Walk:
             stack.callback(module.register_forward_hook(leave).remove)
         calls.hook(model, stack)
         _uncompile(model, stack)
-        inside = [module for module in walk.names if not hasattr(module, "_orig_mod")]
-        resolver().follow(model, inside, walk.take, stack, outputs=[model])
+        resolver().follow(model, list(walk.names), walk.take, stack, outputs=[model])
         try:
             _run(model, example)
         except ERRORS as error:
