@@ -57,7 +57,7 @@ class Live:
         self._alarm = ExitStack()  # the hook that ends the waiting where the backward has failed
         self._began = clock.step, clock.counted_epochs
         self._params: dict[str, ref[nn.Parameter]] = {}
-        self._blind: Callable[[], str] = lambda: ""  # why no hook may have run
+        self._blind: Callable[[bool], str] = lambda acted: ""  # why no hook may have run
         effects.begin(clock.step)
 
     @property
@@ -300,7 +300,7 @@ class Live:
 
     def _complaints(self) -> list[str]:
         self._settle()
-        why = self._blind()
+        why = self._blind(any(entry.all_calls for entry in self.ledger))
         said = self.ledger.complaints(why)
         met = {entry.intervention for entry in self.ledger}
         said += [

@@ -96,7 +96,7 @@ class Surgery:
         )
         with ExitStack() as stack:
             stack.callback(self._detach, live)
-            live._blind = blind(model, stack)
+            live._blind = blind(model)
             for intervention in self._interventions:
                 live._hook(live._admit(intervention))
             self._live = live

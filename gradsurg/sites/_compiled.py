@@ -1,7 +1,6 @@
 """What torch.compile does to hooks that come too late."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from weakref import ref
 
 from torch import nn
@@ -15,24 +14,20 @@ HINT = (
 )
 
 
-def blind(model: nn.Module, stack: ExitStack) -> Callable[[], str]:
-    """Why hooks that come now may never run, told when the block ends; empty if nothing says so."""
+def blind(model: nn.Module) -> Callable[[bool], str]:
+    """Why hooks that come now may never run, told when the block ends and it is known whether any
+    of them has `acted`; empty if nothing says so.
+    """
     if not engine.has_compiled():
-        return lambda: ""
+        return lambda acted: ""
     held = ref(model)
-    called: list[bool] = []
 
-    @engine.untraced
-    def hook(module: nn.Module, args: tuple[object, ...]) -> None:
-        if module is held() and not called:
-            called.append(True)
-
-    stack.callback(model.register_forward_pre_hook(hook).remove)
-
-    def why() -> str:
-        inside = [own_name(name) for name in dict(model.named_modules()) if name.endswith(COMPILED)]
+    def why(acted: bool) -> str:
+        own = held()
+        names = () if own is None else dict(own.named_modules())
+        inside = [own_name(name) for name in names if name.endswith(COMPILED)]
         if inside:
             return HINT.format(what=", ".join(f"'{name}'" for name in inside))
-        return "" if called else HINT.format(what="code of this process, it may be the model,")
+        return "" if acted else HINT.format(what="code of this process, it may be the model,")
 
     return why
