@@ -16,6 +16,7 @@ from gradsurg.group_gate import GroupGate
 from gradsurg.intervention import Intervention, averages_differ, sum_matters
 from gradsurg.ledger import Entry, Ledger, SurgeryWarning
 from gradsurg.sites._averaged import when_averaged
+from gradsurg.sites._later import after_backward, may_come
 from gradsurg.sites.base import GroupFn, Keeps, Place, SiteGate
 from gradsurg.transforms.base import State
 from gradsurg.triggers.base import Sourced
@@ -46,6 +47,7 @@ class Attached:
         self.eyes = ExitStack()  # the hooks by which its trigger sees a forward
         self.notes: list[str] = []
         self._checks: list[Callable[[], str]] = []
+        self._uncounted = False  # whether the number of its sites is waited for
         self._sum_matters = sum_matters(intervention)
         self._made: dict[str, Gate] = {}
         self._known: dict[
@@ -184,6 +186,11 @@ class Attached:
         for check in self._checks:
             if text := check():
                 self.note(text)
+        if self._uncounted:
+            self.note(
+                f"{self.intervention.at.expected} sites were expected, and no backward has come "
+                "that would show them all"
+            )
         return self.notes
 
     def gate(self, site: str, value: Callable[[], Tensor | None] | None = None) -> SiteGate:
@@ -249,7 +256,10 @@ class Attached:
             if not torch.compiler.is_compiling():
                 handle.remove()
                 self._keeps = tried.ask
-            if at.expected is not None:
+            if at.expected is not None and may_come(output, at):
+                self._uncounted = True
+                after_backward(output, self._count)
+            elif at.expected is not None:
                 self._count()
             elif inside and tried.left and not tried.kept:
                 raise LookupError(
@@ -261,6 +271,9 @@ class Attached:
         self.stack.callback(handle.remove)
 
     def _count(self) -> None:
+        if not self.operation.on:
+            return
+        self._uncounted = False
         sites = list(self._made)
         expected = self.intervention.at.expected
         if len(sites) != expected:

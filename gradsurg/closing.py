@@ -9,7 +9,7 @@ from torch import nn
 from gradsurg.attached import Attached
 from gradsurg.ledger import Ledger
 from gradsurg.sites._modules import names_of
-from gradsurg.sites._params import params_of
+from gradsurg.sites._params import owned_params
 from gradsurg.sites.base import Place
 from gradsurg.triggers.base import Clock
 from gradsurg.triggers.epochs import Epochs
@@ -22,16 +22,17 @@ def complaints(
     clock: Clock,
     began: tuple[int, int],
     removed: Sequence[str],
+    why: str = "",
 ) -> list[str]:
     """One sentence for each thing that did not act, or not as its user may think.
 
     `began` is the step and the epoch of the attaching, `removed` what was to be said of
-    interventions that are there no more.
+    interventions that are there no more, `why` a reason for hooks that have not run.
     """
-    said = ledger.complaints(began[0])
+    said = ledger.complaints(began[0], why)
     met = {entry.intervention for entry in ledger}
     said += [
-        f"{own.label}: attached, but none of its sites was met: was the model called?"
+        f"{own.label}: attached, but none of its sites was met: was the model called?{why}"
         for own in attached
         if own.label not in met
     ]
@@ -74,7 +75,7 @@ def _newcomers(attached: Sequence[Attached], model: nn.Module) -> Iterator[str]:
     }
     trained = {
         param: [Place((), name, param, owner=owner, whole=True) for name, owner in named]
-        for param, named in params_of(model).items()
+        for param, named in owned_params(model).items()
         if param.requires_grad
     }
     part = " or taken for a part of the module around it"  # as Nodes take what it makes

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed
 from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
@@ -115,6 +116,16 @@ def untraced(function: Function) -> Function:
     return disable(function)
 
 
+traced: Callable[[], bool] = torch.compiler.is_dynamo_compiling
+"""Whether Dynamo is tracing this code: a cheaper question than `untraced` at every call."""
+
+
+def has_compiled() -> bool:
+    """Whether torch.compile has compiled anything in this process since it was last reset."""
+    library = sys.modules.get("torch._dynamo.convert_frame")  # slow to import, and only for that
+    return library is not None and bool(library.output_codes.seen)
+
+
 Pair = tuple[Callable[[torch.Tensor], object], Callable[[Any], torch.Tensor]]
 """A pack hook and an unpack hook. Any: whatever pack has made of a saved tensor."""
 
@@ -147,6 +158,23 @@ def in_checkpoint() -> bool:
     """Whether this is the forward of a checkpoint that is not reentrant: it will be run again."""
     top = saving()
     return top is not None and top[0].__qualname__.startswith("_checkpoint_hook")
+
+
+def running_functions() -> list[BackwardCFunction]:
+    """The autograd functions whose forward is running in this thread, the innermost first.
+
+    A reentrant checkpoint is one: it takes gradients off, and will run its modules again.
+    """
+    found: list[BackwardCFunction] = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_varnames[:1] not in ((), ("self",)):
+            given = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(given, BackwardCFunction):
+                found.append(given)
+        frame = frame.f_back
+    return found
 
 
 Mode = TorchFunctionMode

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gradsurg.catalogue import snake
 from gradsurg.ledger import SurgeryWarning
 from gradsurg.per import reduced_axes
+from gradsurg.sites._modules import params_of
 from gradsurg.sites.base import SCALED, Selector, Stage
 from gradsurg.sites.parameters import Parameters
 from gradsurg.transforms.base import Function, Transform, as_transform
@@ -178,7 +179,7 @@ def check_pattern(intervention: Intervention, model: nn.Module) -> None:
     """A pattern that cannot fit a parameter is refused now, not at its first gradient."""
     if not _of_parameters(intervention.at):
         return
-    params = dict(model.named_parameters(remove_duplicate=False))
+    params = params_of(model)
     for link in intervention.links:
         per = getattr(link, "per", None)
         if not isinstance(per, str):

@@ -137,8 +137,10 @@ class Ledger:
             entry.aliases, entry.skipped = list(state["aliases"]), state["skipped"]
             entry.earlier_calls, entry.earlier_fired = state["calls"], state["fired"]
 
-    def complaints(self, began: int = 0) -> list[str]:
-        """One sentence for each way in which what was attached, at step `began`, did not act."""
+    def complaints(self, began: int = 0, why: str = "") -> list[str]:
+        """One sentence for each way in which what was attached, at step `began`, did not act;
+        `why` it may be.
+        """
         said = []
         for name in dict.fromkeys(entry.intervention for entry in self):
             own = [entry for entry in self if entry.intervention == name]
@@ -151,7 +153,7 @@ class Ledger:
                     entry.site + (f" ({entry.skipped})" if entry.skipped else "")
                     for entry in silent
                 )
-                said.append(f"{name}: attached, but no gradient ever passed at: {sites}")
+                said.append(f"{name}: attached, but no gradient ever passed at: {sites}{why}")
             calls = sum(entry.all_calls for entry in own)
             if calls and not any(entry.all_fired for entry in own):
                 since = f"; this block began at step {began}" if began else ""

@@ -1,6 +1,7 @@
 """A surgery while it is attached."""
 
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from typing import Any
@@ -55,6 +56,7 @@ class Live:
         self._changes = Changes(patient.model)
         self._first = True  # until a step was seen
         self._began = clock.step, clock.counted_epochs
+        self._blind: Callable[[bool], str] = lambda acted: ""  # why no hook may have run
         effects.begin(clock.step)
 
     @property
@@ -287,9 +289,9 @@ class Live:
 
     def _complaints(self) -> list[str]:
         self._changes.settle()
-        return complaints(
-            self._attached, self.ledger, self._patient.model, self.clock, self._began, self._notes
-        )
+        why = self._blind(any(entry.all_calls for entry in self.ledger))
+        own, model, notes = self._attached, self._patient.model, self._notes
+        return complaints(own, self.ledger, model, self.clock, self._began, notes, why)
 
 
 def _changed(link: Transform, label: str, changes: dict[str, object]) -> Transform:

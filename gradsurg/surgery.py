@@ -14,6 +14,8 @@ from gradsurg.intervention import Intervention, labels_of
 from gradsurg.ledger import SurgeryWarning
 from gradsurg.live import Live, Patient
 from gradsurg.sites import tree
+from gradsurg.sites._compiled import blind
+from gradsurg.sites._modules import params_of
 from gradsurg.sites._recorder import Like
 from gradsurg.sites._rows import many
 from gradsurg.transforms.base import State, Stateless, init_all
@@ -96,6 +98,7 @@ class Surgery:
         )
         with ExitStack() as stack:
             stack.callback(self._detach, live)
+            live._blind = blind(model)
             for intervention in self._interventions:
                 live._hook(live._admit(intervention))
             self._live = live
@@ -115,7 +118,7 @@ class Surgery:
         modules as they run; without it what is known before that. (Any: the inputs of a model.)
         """
         model = getattr(model, "_orig_mod", model)
-        params = {name: Like.of(param) for name, param in model.named_parameters()}
+        params = {name: Like.of(param) for name, param in params_of(model).items()}
         parts = []
         for item, labels in zip(self.interventions, self.labels, strict=True):
             said = f"stage {item.stage}, when {item.when!r}"

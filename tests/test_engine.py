@@ -75,6 +75,19 @@ def test_flat_puts_entries_one_after_the_other() -> None:
     assert engine.flat([torch.ones(2, 2), torch.tensor(3.0)]).tolist() == [1, 1, 1, 1, 3]
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_reentrant_checkpoint_is_a_function_whose_forward_is_running(reentrant: bool) -> None:
+    seen = []
+
+    def run(x: Tensor) -> Tensor:
+        seen.append([node.name() for node in engine.running_functions()])
+        return x * 2
+
+    checkpoint(run, torch.ones(2, requires_grad=True), use_reentrant=reentrant)
+    assert seen == [["CheckpointFunctionBackward"] if reentrant else []]
+    assert engine.running_functions() == []
+
+
 def test_the_running_node_is_the_one_whose_backward_is_at_work() -> None:
     seen = []
 

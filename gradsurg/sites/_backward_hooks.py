@@ -2,9 +2,11 @@
 
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Literal
 from weakref import WeakValueDictionary, ref
 
@@ -250,6 +252,27 @@ def note_in_place(model: nn.Module, stack: ExitStack) -> None:
             error.add_note(IN_PLACE)
 
     stack.callback(model.register_forward_hook(hook, always_call=True).remove)
+
+
+def without_warning(stack: ExitStack) -> None:
+    """Leave out PyTorch's own warning of a module whose inputs need no gradient.
+
+    It would come in each backward, also where the gradients of outputs alone are asked for; where
+    nothing passes for that reason, the ledger says so.
+    """
+    # A comment in the pattern makes it another filter than that of another attachment.
+    warnings.filterwarnings("ignore", f"Full backward hook is firing(?#{next(_numbers)})")
+    own = warnings.filters[0]
+
+    def remove() -> None:
+        filters: Any = warnings.filters  # Any: a list, which its type does not say
+        if own in filters:  # nobody has put others in place of all filters
+            filters.remove(own)
+
+    stack.callback(remove)
+
+
+_numbers = count()
 
 
 def _needs_gradient(tensor: Tensor) -> bool:

@@ -27,6 +27,7 @@ from gradsurg.sites.base import (
 )
 
 ROOT = "root"  # what the model itself goes by
+COMPILED = "_orig_mod"  # what torch.compile calls a module inside the one that it makes of it
 TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 Chosen = Callable[[nn.Module, tuple[str, int]], str | None]
@@ -237,11 +238,28 @@ class Calls(threading.local):
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """Every module with all its names; the model's own is `root`."""
+    """Every module with all its names; the model's own is `root`.
+
+    What torch.compile puts around a module is left out, and the module has its name.
+    """
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        names.setdefault(module, []).append(name or ROOT)
+        if COMPILED not in module._modules:
+            names.setdefault(module, []).append(own_name(name) or ROOT)
     return names
+
+
+def params_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Every parameter by each of its names."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {own_name(name): param for name, param in named}
+
+
+def own_name(name: str) -> str:
+    """The name of a module or a parameter without what torch.compile has put into it."""
+    if COMPILED not in name:
+        return name
+    return ".".join(part for part in name.split(".") if part != COMPILED)
 
 
 def matches_type(module: nn.Module | None, pattern: str) -> bool:

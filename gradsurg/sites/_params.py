@@ -15,6 +15,8 @@ from gradsurg.sites._modules import (
     depth,
     index,
     matches_type,
+    own_name,
+    params_of,
     within,
 )
 from gradsurg.sites.base import (
@@ -97,7 +99,7 @@ def selected(
 ) -> list[tuple[nn.Parameter, list[str]]]:
     """Each parameter that is kept, once, with all its names."""
     chosen = []
-    for param, own in params_of(model).items():
+    for param, own in owned_params(model).items():
         first, *others = (
             Place(fields.mechanism, name, param, owner=owner, whole=True) for name, owner in own
         )
@@ -106,12 +108,12 @@ def selected(
     return chosen
 
 
-def params_of(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module]]]:
+def owned_params(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module]]]:
     """Every parameter with all its names and the module that has it by that name."""
     names: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for own, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            name = f"{prefix}.{own}" if prefix else own
+            name = own_name(f"{prefix}.{own}" if prefix else own)
             names.setdefault(param, []).append((name, module))
     return names
 
@@ -121,7 +123,7 @@ def found(fields: ParamFields, model: nn.Module, keeps: Keeps) -> list[str]:
     kind = type(fields).__name__
     chosen = selected(fields, model, keeps)
     if not chosen:
-        raise nothing_matched(kind, _said(fields), dict(model.named_parameters()))
+        raise nothing_matched(kind, _said(fields), params_of(model))
     if not any(param.requires_grad for param, _ in chosen):
         frozen = ", ".join(names[0] for _, names in chosen)
         raise LookupError(f"{kind}: all that '{fields.pattern}' matches is frozen: {frozen}")

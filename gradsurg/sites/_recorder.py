@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from gradsurg.fields import nearest
-from gradsurg.sites._spans import plain
+from gradsurg.sites._modules import params_of
+from gradsurg.sites._node_names import plain
 from gradsurg.sites.base import GroupFn, Keeps, Place, Selector, SiteGate, Stage
 from gradsurg.transforms.base import Scope
 
@@ -86,7 +87,7 @@ def marked(
         forward(stack)
     if not recorder.hits and all(kind.known_at_once for kind in at.kinds):
         recorder.hits |= dict.fromkeys(at.find(model))  # its gates are asked for in a backward
-    named = dict(model.named_parameters(remove_duplicate=False))
+    named = params_of(model)
     likes = {name: Like.of(param) for name, param in named.items()} | dict(seen.likes)
     marks = recorder.marks(seen.edges, likes)
     if not seen.more and all(mark.left_out == NOT_MET for mark in marks):

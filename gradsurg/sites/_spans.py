@@ -1,129 +1,27 @@
 """Which module call made which autograd node, told by the sequence numbers of the nodes."""
 
-import re
 import sys
 import threading
-from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import cache
 from itertools import islice
-from operator import itemgetter
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from gradsurg import engine
-from gradsurg.sites._modules import ROOT, names_of
+from gradsurg.sites._marks import Followed, Left, Reading, Track
+from gradsurg.sites._modules import names_of
 from gradsurg.sites._nested import tensors_in
-from gradsurg.sites._resolver import Call, Edge, Made, Returned, Take, Use
+from gradsurg.sites._resolver import Call, Edge, Take
+from gradsurg.sites._span_graph import LEAF, SpanGraph
 
-LEAF = 2**64 - 1  # the sequence number of every AccumulateGrad node
 FORWARD = -1  # the number of the backward pass that a forward is inside
 REMEMBERED = 2**14  # calls without a graph that a recomputation may ask for
-WRAPPER = "BackwardHookFunctionBackward"  # around a module with full-backward hooks
 _CALL = nn.Module._call_impl.__code__
-
-
-@cache
-def plain(name: str) -> str:
-    """A node's name without its overload: `MulBackward` for `MulBackward1`."""
-    name = name.rpartition("::")[2]
-    return re.sub(r"(?<=Backward)(Autograd[A-Za-z]+)?\d+(_copy)?$", "", name)
-
-
-class Followed:
-    """A module that is followed, and its calls, which are the same objects at every step."""
-
-    __slots__ = ("calls", "left", "module", "names")
-
-    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
-        self.module = module
-        self.names = names
-        self.calls: list[Call] = []
-        self.left = Left(self)
-
-    def call(self, count: int) -> Call:
-        """Its call of this number; a module with several names goes by them in turn."""
-        while count >= len(self.calls):
-            number, turn = divmod(len(self.calls), len(self.names))
-            self.calls.append(Call(self.names[turn], number, self.module))
-        return self.calls[count]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Left:
-    """Stands among the marks for the end of a call."""
-
-    of: Followed
-
-
-class Track:
-    """One outermost call while it runs: its marks are all that is kept of the calls inside.
-
-    At the sequence number `numbers[i]` a call of `marks[i]` began, or ended if that is a `Left`.
-    """
-
-    __slots__ = (
-        "before",
-        "blank",
-        "deeper",
-        "marks",
-        "numbers",
-        "outer",
-        "recomputed",
-        "returned",
-    )
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        self.outer: nn.Module | None = None
-        self.deeper = 0  # calls of the outermost module inside itself
-        self.blank: list[int] = []  # the marks of calls that make no graph: gradients were off
-        self.numbers: list[int] = []
-        self.marks: list[Followed | Left] = []
-        self.returned: list[tuple[int, str, Edge]] = []  # by the mark of the call's end
-        self.recomputed: list[Call] | None = None  # which calls these are, if it is known
-        self.before: set[Node] = set()
-
-    def begin(self, module: nn.Module, given: object) -> None:
-        """An outermost call begins, with these inputs: how they were made is not its own."""
-        self.clear()
-        self.outer = module
-        self.before = {t.grad_fn for _, t in tensors_in(given) if t.grad_fn is not None}
-
-
-class Reading:
-    """What the marks of a track say: which call was the innermost from each mark on."""
-
-    __slots__ = ("begun", "ended", "marks", "owners")
-
-    def __init__(self, track: Track) -> None:
-        self.marks = track.marks
-        self.begun: dict[int, Call] = {}  # by their marks
-        self.ended: dict[int, Call] = {}
-        self.owners: list[Call] = []
-        known = iter(track.recomputed) if track.recomputed is not None else None
-        counts: dict[Followed, int] = {}
-        opened: list[Call] = []
-        for place, mark in enumerate(track.marks):
-            if isinstance(mark, Followed):
-                count = counts[mark] = counts.get(mark, -1) + 1
-                opened.append(mark.call(count) if known is None else next(known))
-                self.begun[place] = opened[-1]
-            elif any(call.module is mark.of.module for call in opened):
-                # What is open inside it was left by an exception that runs no hooks.
-                while opened[-1].module is not mark.of.module:
-                    opened.pop()
-                self.ended[place] = opened.pop()
-            if opened:
-                self.owners.append(opened[-1])
 
 
 class Blank(NamedTuple):
@@ -173,11 +71,6 @@ class Spans:
         names = names_of(model)
         self._since = frozenset(since)
         for module in modules:
-            if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
-                raise ValueError(
-                    "Nodes, Uses: a compiled model runs as one node; attach before torch.compile, "
-                    "or use Parameters or Outputs"
-                )
             me = Followed(module, names[module])
             enter = self._enter(me, module is model)
             handle = module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
@@ -185,14 +78,20 @@ class Spans:
             leave = self._leave(me.left, take, module in outputs)
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
 
-    # These two run at every call of every module: they look up as little as they can.
+    # These two run at every call of every module: they look up as little as they can. A copy of the
+    # model, made in the block, has the same hooks and is left alone.
 
     def _enter(self, me: Followed, is_model: bool) -> Callable[..., None]:
         thread, module = self._thread, me.module
         task_now, number_now = engine.backward_task, engine.next_sequence_number
-        gradients_on = torch.is_grad_enabled
+        gradients_on, traced = torch.is_grad_enabled, engine.traced
 
-        def enter(_: nn.Module, args: object, kwargs: object) -> None:
+        def enter(called: nn.Module, args: object, kwargs: object) -> None:
+            if called is not module:
+                return
+            if traced():
+                untraced(called, args, kwargs)
+                return
             if task_now() != FORWARD:
                 self._again(me)
                 return
@@ -205,13 +104,19 @@ class Spans:
             track.numbers.append(number_now())
             track.marks.append(me)
 
+        untraced = engine.untraced(enter)
         return enter
 
     def _leave(self, left: Left, take: Take, tells: bool) -> Callable[..., None]:
-        thread, module = self._thread, left.of.module
+        thread, module, traced = self._thread, left.of.module, engine.traced
         task_now, number_now = engine.backward_task, engine.next_sequence_number
 
-        def leave(_: nn.Module, args: object, output: object) -> None:
+        def leave(called: nn.Module, args: object, output: object) -> None:
+            if called is not module:
+                return
+            if traced():
+                untraced(called, args, output)
+                return
             task = task_now()
             track = thread.forward if task == FORWARD else thread.again.get(task)
             if track is None or track.outer is None:
@@ -227,6 +132,7 @@ class Spans:
                 else:
                     self._end(track, task, output, take)
 
+        untraced = engine.untraced(leave)
         return leave
 
     def _begin(self, track: Track, module: nn.Module, given: object) -> None:
@@ -319,105 +225,6 @@ def _runs(outer: nn.Module, module: nn.Module) -> bool:
             own = False
         frame = frame.f_back
     return own
-
-
-class SpanGraph:
-    """What one outermost call has made."""
-
-    def __init__(
-        self,
-        track: Track,
-        reading: Reading,
-        forward: bool,
-        output: object,
-        since: frozenset[nn.Module],
-    ) -> None:
-        self._numbers, self._reading = track.numbers, reading
-        self._before, self._since = track.before, since
-        self._blanks = {track.numbers[mark] for mark in track.blank}
-        self._roots = {t.grad_fn for _, t in tensors_in(output) if t.grad_fn is not None}
-        self.whole = forward and reading.begun[0].name == ROOT
-        self.returned = [
-            Returned(reading.ended[mark], path, edge) for mark, path, edge in track.returned
-        ]
-
-    @property
-    def empty(self) -> bool:
-        return not self._roots
-
-    def nodes(self, wanted: Callable[[str], bool] | None = None) -> Iterator[Made]:
-        found = [(number, node, node.name()) for number, node in self._reached()]
-        if wanted is not None:
-            # All overloads of a name count as its occurrences, so if one is wanted, all are told.
-            names = {name for _, _, name in found}
-            kinds = {plain(name) for name in names if wanted(name)}
-            names = {name for name in names if plain(name) in kinds}
-            found = [made for made in found if made[2] in names]
-        if len(found) > 1:
-            found.sort(key=itemgetter(0))
-        numbers, owners = self._numbers, self._reading.owners
-        seen: dict[tuple[Call, str], int] = {}
-        for number, node, name in found:
-            call = owners[bisect_right(numbers, number) - 1]
-            key = call, plain(name)
-            occurrence = seen.get(key, 0)
-            seen[key] = occurrence + 1
-            yield Made(node, name, call, occurrence)
-
-    def uses(self, edges: Collection[Edge]) -> Sequence[Use]:
-        return [use for _, use in self._uses(edges)]
-
-    def _uses(self, edges: Collection[Edge]) -> list[tuple[int, Use]]:
-        found = [
-            (number, Use(edge, node, index))
-            for number, node in self._reached()
-            for index, edge in enumerate(node.next_functions)
-            if edge in edges
-        ]
-        # Full-backward hooks put a node around what a module takes and returns: look behind it.
-        inside: dict[Edge, Edge] = {
-            (use.node, use.input): use.edge for _, use in found if use.node.name() == WRAPPER
-        }
-        if inside:
-            found = [(number, use) for number, use in found if use.node.name() != WRAPPER]
-            for number, use in self._uses(inside):
-                found.append((number, use._replace(edge=inside[use.edge])))
-        found.sort(key=lambda item: (item[0], item[1].input))
-        return found
-
-    def hides(self) -> bool:
-        return bool(self._blanks) and any(
-            isinstance(node, BackwardCFunction) and number + 1 in self._blanks
-            # A checkpoint's own node is made before what it calls.
-            for number, node in self._reached(self._numbers[0])
-        )
-
-    def _reached(self, begin: int | None = None) -> list[tuple[int, Node]]:
-        """The nodes made in the call, from `begin` or the first call of interest on, that its
-        outputs depend on, each with its number.
-        """
-        begin, end = self._first() if begin is None else begin, self._numbers[-1]
-        waiting = list(self._roots.difference(self._before))
-        seen, found = self._before.union(waiting), []
-        while waiting:
-            node = waiting.pop()
-            number = node._sequence_nr()
-            if number >= begin and number != LEAF:
-                # An output that is a view may get its node when it is looked at, after the end.
-                if number < end:
-                    found.append((number, node))
-                for source, _ in node.next_functions:
-                    if source is not None and source not in seen:
-                        seen.add(source)
-                        waiting.append(source)
-        return found
-
-    def _first(self) -> int:
-        """The number at which the first call of interest began."""
-        if not self._since:
-            return self._numbers[0]
-        calls = zip(self._numbers, self._reading.owners, strict=False)
-        return next((n for n, call in calls if call.module in self._since), self._numbers[-1])
 
 
 def _edges(output: object) -> Iterator[tuple[str, Edge]]:

@@ -13,10 +13,10 @@ from torch import nn
 from gradsurg import engine
 from gradsurg.sites._modules import ROOT, Calls, names_of
 from gradsurg.sites._nested import tensors_in
+from gradsurg.sites._node_names import plain
 from gradsurg.sites._recorder import Like, Mark, Seen, marked
 from gradsurg.sites._resolver import Graph, resolver
 from gradsurg.sites._rows import Row, Tree
-from gradsurg.sites._spans import plain
 from gradsurg.sites._untouched import copied, untouched, versions
 from gradsurg.sites.base import Selector
 from gradsurg.sites.every_module import EveryModule
@@ -143,8 +143,7 @@ def _walked(model: nn.Module, example: Any) -> _Walk:
             stack.callback(module.register_forward_hook(leave).remove)
         calls.hook(model, stack)
         _uncompile(model, stack)
-        inside = [module for module in walk.names if not hasattr(module, "_orig_mod")]
-        resolver().follow(model, inside, walk.take, stack, outputs=[model])
+        resolver().follow(model, list(walk.names), walk.take, stack, outputs=[model])
         try:
             _run(model, example)
         except ERRORS as error:

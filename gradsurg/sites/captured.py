@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradsurg import engine
 from gradsurg.fields import validated
-from gradsurg.sites._modules import ROOT, Calls, Chosen, ModuleSelector, Range, names_of
+from gradsurg.sites._modules import ROOT, Calls, Chosen, ModuleSelector, Range, names_of, params_of
 from gradsurg.sites._nested import tensors_in
 from gradsurg.sites._params import chooses, expected, found, selected
 from gradsurg.sites.base import Gates, Keeps, Place, Stage, nothing_matched
@@ -70,7 +70,7 @@ class Captured(ModuleSelector):
         params = [names[0] for param, names in selected(self, model, keeps) if param.requires_grad]
         if not params and not modules:
             choices = [name for names in named.values() for name in names if name != ROOT]
-            choices += dict(model.named_parameters())
+            choices += params_of(model)
             raise nothing_matched(type(self).__name__, self.said(), choices)
         return params + modules
 

@@ -20,6 +20,7 @@ from gradsurg.sites._backward_hooks import (
     leaving,
     note_in_place,
     tickets,
+    without_warning,
 )
 from gradsurg.sites._modules import ROOT, Calls, Chosen, Pattern, Types, matches_type, names_of
 from gradsurg.sites.base import Gates, Keeps, Place, Selector, Stage, foreign, matches
@@ -186,6 +187,7 @@ class EveryModule(Selector):
         stack.callback(engine.remove_global_forward_hook, leave_handle)
         _follow_end(calls, model, stack)
         note_in_place(model, stack)
+        without_warning(stack)
 
     def _register(self, side: Side, stack: ExitStack) -> Callable[[Hook], RemovableHandle]:
         if side == "full_backward_pre":

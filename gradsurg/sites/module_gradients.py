@@ -16,6 +16,7 @@ from gradsurg.sites._backward_hooks import (
     leaving,
     note_in_place,
     tickets,
+    without_warning,
 )
 from gradsurg.sites._modules import Calls, ModuleSelector, names_of
 from gradsurg.sites.base import Gates, Stage
@@ -37,7 +38,8 @@ class ModuleGradients(ModuleSelector):
     none; `torch.autograd.grad(y, weight)` does not come by `full_backward`; `torch.compile` breaks
     its graph there and refuses `fullgraph=True`; inside `torch.func` it is refused. Tensors by
     keyword or inside lists and dicts are not seen: the ledger names them, and a call with no others
-    is refused. Where no input needs a gradient, PyTorch warns in each backward. The deprecated
+    is refused. That no input needs a gradient, of which PyTorch warns in each backward, the ledger
+    says once; PyTorch's warning is left out while the block is open. The deprecated
     `register_backward_hook` is not offered, and a module that has such a hook is refused.
     """
 
@@ -82,6 +84,7 @@ class ModuleGradients(ModuleSelector):
             leave = leaving(calls, one, chosen, gates, side, "ModuleGradients")
             stack.callback(module.register_forward_hook(leave, with_kwargs=True).remove)
         note_in_place(model, stack)
+        without_warning(stack)
         calls.hook(model, stack)
 
     def _register(self, module: nn.Module, stack: ExitStack) -> Callable[[Hook], RemovableHandle]:

@@ -1,6 +1,5 @@
 """Nodes: what enters or leaves a node of the autograd graph."""
 
-import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cache
@@ -13,8 +12,8 @@ from torch.optim import Optimizer
 
 from gradsurg.fields import Contradiction, nearest, validated
 from gradsurg.sites._modules import Pattern, Types, matches_type, names_of
+from gradsurg.sites._node_names import FAMILIES, fits, plain
 from gradsurg.sites._resolver import Graph, Made, around, resolver
-from gradsurg.sites._spans import plain
 from gradsurg.sites.base import (
     Gates,
     GradFn,
@@ -26,33 +25,6 @@ from gradsurg.sites.base import (
     nothing_matched,
 )
 from gradsurg.transforms.base import Scope
-
-FAMILIES = {
-    "activation": (
-        *("Relu", "LeakyRelu", "RreluWithNoise", "PreluKernel", "Threshold", "Elu", "Celu"),
-        *("Gelu", "Silu", "Mish", "Glu", "Sigmoid", "LogSigmoid", "Tanh", "Softplus"),
-        *("Hardtanh", "Hardsigmoid", "Hardswish", "Hardshrink", "Softshrink"),
-    ),
-    "attention": ("ScaledDotProduct*", "FlashAttention", "EfficientAttention", "CudnnAttention"),
-    "conv": ("*Convolution", "*ConvolutionTranspose", "ConvDepthwise?D", "ConvTbc", "SlowConv*D"),
-    "loss": (
-        *("NllLoss", "NllLoss2D", "LogSoftmax", "MseLoss", "HuberLoss", "SmoothL1Loss"),
-        *("BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "SoftMarginLoss"),
-        *("MultiMarginLoss", "MultilabelMarginLoss", "*CtcLoss"),
-    ),
-    "matmul": (
-        *("Addmm", "Mm", "Bmm", "Baddbmm", "Addbmm", "Addmv", "Mv", "Dot", "GroupedMm"),
-        *("Linear", "Matmul", "MkldnnLinear", "SparseAddmm"),
-    ),
-    "norm": (
-        *("NativeBatchNorm", "NativeBatchNormLegit*", "BatchNormWithUpdate", "BatchNormNoUpdate"),
-        *("CudnnBatchNorm", "MiopenBatchNorm", "NativeLayerNorm", "NativeGroupNorm"),
-        "FusedRmsNorm",
-    ),
-    "rnn": ("MkldnnRnnLayer", "CudnnRnn", "MiopenRnn", "LstmMps", "ThnnFused*Cell"),
-    "softmax": ("Softmax", "LogSoftmax", "SafeSoftmax", "MaskedSoftmax", "Sparse*Softmax"),
-}
-"""Names vary with shape, dtype and device. Dropout has none: on a CPU it is a product."""
 
 
 @validated
@@ -176,12 +148,13 @@ class Nodes(Selector):
     def _nothing(self, graph: Graph) -> LookupError:
         made = [made for made in graph.nodes() if matches(made.call.name, self.module)]
         names = sorted({plain(node.name).removesuffix("Backward") for node in made})
+        families = [own for own in FAMILIES if any(fits(node.name, own) for node in made)]
         where = "" if self.module == "*" else f" in '{self.module}'"
         compiled = not names or "CompiledFunction" in names
         hint = " What is compiled runs as one node: use Outputs there." if compiled else ""
         return LookupError(
             f"Nodes: no node{where} is selected by '{self.pattern}' (call={self.call}, "
-            f"occurrence={self.occurrence}). {nearest(self.pattern, [*names, *FAMILIES])}{hint}"
+            f"occurrence={self.occurrence}). {nearest(self.pattern, [*families, *names])}{hint}"
         )
 
     def _site(self, made: Made, gates: Gates) -> Callable[[Node], object] | None:
@@ -250,12 +223,3 @@ def _entering(site: str, gates: Gates, alone: bool) -> Callable[..., object]:
         return None if changed is None else tuple(changed)
 
     return hook
-
-
-def fits(name: str, pattern: str) -> bool:
-    kinds = FAMILIES.get(pattern, (pattern,))
-    spelled = {name.rpartition("::")[2], plain(name)}
-    # A pattern that spells `Backward` out does not mean the node of a backward's backward.
-    if not re.search(r"Backward\d*$", pattern):
-        spelled.add(plain(name).removesuffix("Backward"))
-    return any(matches(own, kind) for kind in kinds for own in spelled)

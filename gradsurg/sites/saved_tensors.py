@@ -1,35 +1,27 @@
 """SavedTensors: what a backward pass reads back of its forward."""
 
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal
-from weakref import ref
+from typing import Annotated, ClassVar, Literal
 
-import torch
 from pydantic import AfterValidator
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
 from gradsurg import engine
 from gradsurg.fields import Contradiction, validated
-from gradsurg.sites._modules import Calls, ModuleSelector, names_of
+from gradsurg.sites._modules import ModuleSelector, names_of
+from gradsurg.sites._node_names import fits, plain
 from gradsurg.sites._resolver import Graph, Made, around, resolver
-from gradsurg.sites._spans import plain
-from gradsurg.sites.base import Gates, Keeps, Place, SiteGate, Stage, check_pattern
-from gradsurg.sites.nodes import fits
+from gradsurg.sites._saved_pairs import pair, saved_by
+from gradsurg.sites._saving import Saving, Wanted
+from gradsurg.sites._sorts import Sort, Sorts
+from gradsurg.sites.base import Gates, Keeps, Place, Stage, check_pattern
 from gradsurg.transforms.base import Scope
 
 BLOCK = "block"  # the pattern, and the site, of all that is saved while the block is open
-LOOKS = {"AsStrided", "Detach", "Expand", "Permute", "Select", "Slice", "Split", "T", "ToCopy"}
-LOOKS |= {"Transpose", "Unsqueeze", "UnsafeView", "View"}
-"""The nodes that give a tensor in another shape or dtype."""
-
 What = Literal["activations", "parameters", "all"]
-Wanted = Callable[[Tensor], bool]
-Site = tuple[SiteGate, str]
 
 
 @validated
@@ -45,10 +37,12 @@ class SavedTensors(ModuleSelector):
     `block` stands for all that is saved while the block is open, outside of modules too, but in
     the thread that attached alone; its one site is `block`.
 
-    `of` says what: `activations` are all floating tensors but parameters and buffers (and views of
-    them and what autocast makes of trainable ones), so also the statistics of a norm and the mask
-    of a dropout; `parameters` are the weights, views of them or cast ones; `all` is both. Whole
-    numbers, as indices, are always left alone.
+    `of` says what: `parameters` are the weights, views of them or cast ones, what stands in their
+    place during a `torch.func.functional_call`, and what a parametrization (`weight_norm`) makes
+    and saves on the way; `activations` are all other floating tensors but buffers, so also the
+    statistics of a norm and the mask of a dropout; `all` is both. Whole numbers, as indices, are
+    always left alone. The cast of a frozen weight has no graph and is known by its values; the norm
+    that the deprecated `torch.nn.utils.weight_norm` saves on its way is not known.
 
     The transform is taken to be a constant where it acts: a backward with `create_graph`, which
     would have to differentiate it, is refused. A tensor is read back once in each backward, and
@@ -126,13 +120,21 @@ class SavedTensors(ModuleSelector):
                 "thing for each site: choose modules or nodes"
             )
         gate = gates.gate(BLOCK)
-        wanted = _wanted(self.of, model)
-        pair = _pair(lambda tensor: (gate, BLOCK) if wanted(tensor) else None, engine.saving())
-        engine.begin_saving(pair)
-        stack.callback(engine.end_saving, pair)
+        sorts = Sorts(model, stack)
+        fits_sort = _wanted(self.of, sorts)
+
+        def wanted(tensor: Tensor) -> bool:
+            sorts.look()  # no call is followed that would say when a weight is another tensor
+            return fits_sort(tensor)
+
+        one = pair(lambda tensor: (gate, BLOCK) if wanted(tensor) else None, engine.saving())
+        engine.begin_saving(one)
+        stack.callback(engine.end_saving, one)
 
     def _hook_modules(self, model: nn.Module, gates: Gates, stack: ExitStack) -> None:
-        calls = _Saving(names_of(model), self, gates, _wanted(self.of, model))
+        sorts = Sorts(model, stack)
+        wanted = _wanted(self.of, sorts)
+        calls = Saving(names_of(model), self.chosen(gates), gates, sorts, wanted)
         stack.callback(calls.end)
         calls.hook(model, stack)
         enter, leave = engine.untraced(calls.enter), engine.untraced(calls.leave)
@@ -148,7 +150,9 @@ class SavedTensors(ModuleSelector):
             for name in names
             if gates.keeps(Place(self.mechanism, name, module)) is not False
         ]
-        wanted = _wanted(self.of, model)
+        sorts = Sorts(model, stack)
+        wanted = _wanted(self.of, sorts)
+        on_the_way = _wanted(self.of, sorts, "parameter")
         met = False
         known: dict[tuple[object, ...], bool] = {}
 
@@ -158,24 +162,27 @@ class SavedTensors(ModuleSelector):
 
         def take(graph: Graph) -> None:
             nonlocal met
+            sorts.look()
             for made in graph.nodes(named_so):
                 key = made[1:]
                 if key not in known:
                     known[key] = bool(gates.keeps(self._place(made)))
                 if known[key]:
                     met = True
-                    _hook_node(made, wanted, gates)
+                    makes = sorts.makes(made.call.module)
+                    _hook_node(made, on_the_way if makes else wanted, gates)
             if not met and graph.whole and not graph.empty and not graph.hides():
-                names = sorted(
-                    {plain(made.name).removesuffix("Backward") for made in graph.nodes()}
-                )
-                raise LookupError(
-                    f"SavedTensors: no node of '{self.said()}' is selected by node='{self.node}'. "
-                    f"The model's are: {', '.join(names)}."
-                )
+                raise self._nothing(graph)
 
         chosen = {place.thing for place in places if isinstance(place.thing, nn.Module)}
         resolver().follow(model, around(named, chosen, inside=True), take, stack)
+
+    def _nothing(self, graph: Graph) -> LookupError:
+        names = sorted({plain(made.name).removesuffix("Backward") for made in graph.nodes()})
+        return LookupError(
+            f"SavedTensors: no node of '{self.said()}' is selected by node='{self.node}'. "
+            f"The model's are: {', '.join(names)}."
+        )
 
     def _place(self, made: Made) -> Place:
         call = made.call
@@ -183,91 +190,10 @@ class SavedTensors(ModuleSelector):
         return Place(*where, whole=True)
 
 
-class _Saving(Calls):
-    """The calls that are running, each with the pair of hooks that it has put in force."""
-
-    def __init__(
-        self, names: dict[nn.Module, list[str]], at: SavedTensors, gates: Gates, wanted: Wanted
-    ) -> None:
-        super().__init__(names)
-        self.gates = gates
-        self.wanted = wanted
-        self.chosen = at.chosen(gates)
-        self.open: list[_Open] = []
-
-    def begin(self) -> None:
-        self.end()
-
-    def end(self) -> None:
-        """Take all out of force: a KeyboardInterrupt runs no forward hook."""
-        while self.open:
-            self._close()
-
-    def enter(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        # A recomputation takes what its checkpoint has been given of the forward.
-        call = self.next(module)
-        base = None if call is None else self.chosen(module, call)
-        if base is None:
-            return
-        if not torch.is_grad_enabled():
-            self.without_graph(module)
-            return
-        outer = engine.saving()
-        for other in self.open:
-            # Of two calls inside one another the inner one takes the place of the outer.
-            if outer is not None and outer[0] is other.pair[0]:
-                outer = other.outer
-        numbered = _Numbered(base, self.gates, self.wanted)
-        pair = _pair(numbered, outer)
-        self.open.append(_Open(module, pair, outer, numbered))
-        engine.begin_saving(pair)
-
-    def leave(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
-        # A call that nobody has entered, as after a hook that has raised before, has nothing open.
-        if any(own.module is module for own in self.open):
-            while self._close() is not module:
-                pass
-
-    def _close(self) -> nn.Module:
-        own = self.open.pop()
-        engine.end_saving(own.pair)
-        if not own.numbered.number:
-            self.gates.expect(own.numbered.base, skipped="saves no such tensor of its own")
-        return own.module
-
-
-class _Numbered:
-    """The sites of one call: a number for each tensor that it saves and that is wanted."""
-
-    def __init__(self, base: str, gates: Gates, wanted: Wanted) -> None:
-        self.base = base
-        self.gates = gates
-        self.wanted = wanted
-        self.number = 0
-
-    def __call__(self, tensor: Tensor) -> Site | None:
-        if not self.wanted(tensor):
-            return None
-        site = f"{self.base}.{self.number}"
-        self.number += 1
-        self.gates.forget(self.base)
-        return self.gates.gate(site), site
-
-
-@dataclass(frozen=True, slots=True)
-class _Open:
-    """A call that is running; `outer` are the hooks that were in force before it."""
-
-    module: nn.Module
-    pair: engine.Pair
-    outer: engine.Pair | None
-    numbered: _Numbered
-
-
 def _hook_node(made: Made, wanted: Wanted, gates: Gates) -> None:
     """Put a pair of hooks on all that a node has saved and that is wanted."""
     base = f"{made.call.id}/{plain(made.name)}[{made.occurrence}]"
-    for name, saved, read in _saved_by(made.node):
+    for name, saved, read in saved_by(made.node):
         data = saved.data
         if data is None:
             continue
@@ -280,96 +206,23 @@ def _hook_node(made: Made, wanted: Wanted, gates: Gates) -> None:
         # Once there are hooks, PyTorch no longer looks for changes in place: have it look now.
         if wanted(read()):
             gate = gates.gate(site)
-            saved.register_hooks(*_pair(lambda _, found=(gate, site): found, None))
+            saved.register_hooks(*pair(lambda _, found=(gate, site): found, None))
 
 
-def _saved_by(node: Node) -> Iterator[tuple[str, Any, Callable[[], Tensor]]]:
-    """What a node has saved: its name, itself (Any: PyTorch names no type) and how to read it."""
-    for key in dir(node):
-        if key.startswith("_raw_saved_"):
-            name = key.removeprefix("_raw_saved_")
-            read = "saved_tensors" if name == "tensors" else f"_saved_{name}"
-            raw = getattr(node, key)
-            if isinstance(raw, tuple):
-                for index, saved in enumerate(raw):
-                    yield f"{name}.{index}", saved, _reader(node, read, index)
-            else:
-                yield name, raw, _reader(node, read, None)
-
-
-def _reader(node: Node, name: str, index: int | None) -> Callable[[], Tensor]:
-    return lambda: getattr(node, name) if index is None else getattr(node, name)[index]
-
-
-def _pair(site_of: Callable[[Tensor], Site | None], outer: engine.Pair | None) -> engine.Pair:
-    """Hooks that keep a tensor as `outer` does, and let it through its gate when it is read."""
-    give_back = outer[1] if outer is not None else None
-
-    def pack(tensor: Tensor) -> object:
-        site = site_of(tensor)
-        if outer is not None:
-            return site, outer[0](tensor), 0
-        return site, tensor.detach(), tensor._version  # the tensor itself would never be freed
-
-    def unpack(packed: tuple[Site | None, Any, int]) -> Tensor:
-        site, kept, version = packed
-        if give_back is not None:
-            tensor = give_back(kept)
-        else:
-            tensor = kept
-            if tensor._version != version:
-                raise _changed_since(site, tensor, version)
-        # Somebody may look at it outside a backward, and sees what was saved.
-        if site is None or not engine.in_backward():
-            return tensor
-        gate, name = site
-        result = gate(tensor)
-        if result is None:
-            return tensor
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"SavedTensors: site '{name}' is read back under create_graph, and PyTorch cannot "
-                "differentiate what is done to a saved tensor: use Values, or no create_graph"
-            )
-        return result
-
-    return pack, unpack
-
-
-def _changed_since(site: Site | None, tensor: Tensor, version: int) -> RuntimeError:
-    where = "" if site is None else f" at site '{site[1]}'"
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace "
-        f"operation: {list(tensor.shape)} {tensor.dtype}{where} is at version {tensor._version}; "
-        f"expected version {version} instead"
-    )
-
-
-def _wanted(of: What, model: nn.Module) -> Wanted:
-    """Whether a saved tensor is of the sort that was asked for."""
-    held = ref(model)  # a graph keeps its hooks
+def _wanted(of: What, sorts: Sorts, known: Sort | None = None) -> Wanted:
+    """Whether a saved tensor is of the sort that was asked for; it may be `known` already."""
 
     def wanted(tensor: Tensor) -> bool:
-        if not tensor.is_floating_point():
-            return False
-        own = tensor._base if tensor._base is not None else tensor
-        if _of_parameter(own):
-            return of != "activations"
-        if of == "parameters":
-            return False
-        owner = held()
-        if own.grad_fn is not None or own.requires_grad or owner is None:
-            return True
-        return all(own is not buffer for buffer in owner.buffers())
+        return tensor.is_floating_point() and _fits(of, known or sorts.sort(tensor))
 
     return wanted
 
 
-def _of_parameter(tensor: Tensor) -> bool:
-    """Whether it is a parameter in another shape or dtype."""
-    if isinstance(tensor, nn.Parameter):
-        return True
-    node = tensor.grad_fn
-    while node is not None and plain(node.name()).removesuffix("Backward") in LOOKS:
-        node = node.next_functions[0][0]
-    return isinstance(getattr(node, "variable", None), nn.Parameter)
+def _fits(of: What, sort: Sort) -> bool:
+    match of:
+        case "activations":
+            return sort == "activation"
+        case "parameters":
+            return sort == "parameter"
+        case "all":
+            return sort != "buffer"

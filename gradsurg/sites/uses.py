@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Annotated, ClassVar, NamedTuple
 
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.optim import Optimizer
 
+from gradsurg import engine
 from gradsurg.fields import validated
-from gradsurg.sites._modules import ROOT, Pattern, names_of
+from gradsurg.sites._modules import ROOT, Pattern, names_of, params_of
 from gradsurg.sites._resolver import Edge, Graph, around, resolver
 from gradsurg.sites.base import (
     Gates,
@@ -28,6 +29,7 @@ from gradsurg.sites.nodes import leaving
 from gradsurg.transforms.base import Scope
 
 NO_GRADIENT = "needs no gradient"
+CONSTANT = "a constant to torch.func, which was not given it"
 NO_USE = "no use of it inside the model's call"
 
 
@@ -54,7 +56,8 @@ class Uses(Selector):
     weight's cast under autocast; what changes the tensor in place is its last. Modules that return
     one and the same tensor share its uses. In a reentrant checkpoint uses are met in the backward,
     where those of a parameter are counted from 0 again in each recomputation; that of what the
-    checkpoint returns is not found. Raises LookupError after the first forward if no use is
+    checkpoint returns is not found. What stands for a parameter in a `functional_call` goes by its
+    name. Raises LookupError after the first forward if no use is
     selected.
     """
 
@@ -79,7 +82,7 @@ class Uses(Selector):
         modules, params = self._chosen(model, keeps or self.selects)
         if not modules and not params:
             names = [name for own in names_of(model).values() for name in own if name != ROOT]
-            names += [name for name, _ in model.named_parameters()]
+            names += params_of(model)
             raise nothing_matched("Uses", self.pattern, names)
         if not modules and not any(param.requires_grad for param in params):
             frozen = ", ".join(used.site for used in params.values())
@@ -185,8 +188,13 @@ class _Take:
             elif graph.whole:
                 self._leave_out(used, NO_GRADIENT)
         for param, used in self.params.items():
-            if param.requires_grad:
-                tensors.setdefault((get_gradient_edge(param).node, 0), []).append(used)
+            now = _now(param, used.place)
+            if not now.requires_grad:
+                continue
+            if engine.in_functorch() and not engine.is_wrapped(now):
+                self._leave_out(used, CONSTANT)
+            else:
+                tensors.setdefault(get_gradient_edge(now)[:2], []).append(used)
         return tensors
 
     def _gate(self, owners: list[Used], number: int) -> GradFn | None:
@@ -222,8 +230,16 @@ class _Take:
 
     def _nothing(self, found: Mapping[str, int]) -> LookupError:
         uses = ", ".join(f"{site}: {count}" for site, count in found.items()) or "none"
+        given = " What torch.func was not given is a constant there." * engine.in_functorch()
         return LookupError(
             f"Uses: no use is selected by '{self.selector.pattern}' (use={self.selector.use}). "
             f"Uses inside the model's call: {uses}. One in the loss is not found."
-            " Nor is one in what is compiled."
+            f" Nor is one in what is compiled.{given}"
         )
+
+
+def _now(param: nn.Parameter, place: Place) -> Tensor:
+    """What its module takes for the parameter now, as during a `functional_call`."""
+    table = {} if place.owner is None else place.owner._parameters
+    now = table.get(place.name.rpartition(".")[2])
+    return param if now is None else now

@@ -38,7 +38,8 @@ class Values(ModuleSelector):
 
     The recomputation of a checkpoint is transformed again and counted again. It has to give the
     same values: a transform that remembers or draws random numbers is refused there, and so is one
-    that was changed since the forward.
+    that was changed since the forward; and a backward that comes after the block, or after another
+    forward in which something else was done to these values.
     """
 
     side: Literal["output", "input"] = "output"
@@ -150,7 +151,8 @@ class Flow(Calls):
         if not self.inside:
             self.owners = {key: own for key, own in self.owners.items() if own[0]() is not None}
         done = Done(self.gates.moment, self.chosen(module, call))
-        value = rebuild(lambda path, tensor: self._passed(path, tensor, call[0], done))
+        stale = self._stale(module, done)
+        value = rebuild(lambda path, tensor: self._passed(path, tensor, call[0], done, stale))
         before = self.done.get(module)
         if before is None or self.counts[module] == 1:
             self.done[module] = done
@@ -158,7 +160,9 @@ class Flow(Calls):
             before.differs |= before.changed != done.changed
         return value
 
-    def _passed(self, path: str, tensor: Tensor, name: str, done: Done) -> Tensor:
+    def _passed(
+        self, path: str, tensor: Tensor, name: str, done: Done, stale: Callable[[], bool]
+    ) -> Tensor:
         """What becomes of a tensor in the forward."""
         if done.base is None:
             return tensor
@@ -172,6 +176,7 @@ class Flow(Calls):
             return tensor
         result = self._through(tensor, site)
         done.changed[path] = result is not tensor
+        self._before_recomputing(result, site, stale)
         # What was left alone may be taken by several modules side by side, each a site of its own.
         within = name if result is tensor and self.at.side == "input" else ROOT
         self.owners[id(result)] = ref(result), _version(result), site, within
@@ -211,11 +216,26 @@ class Flow(Calls):
             result = None if result is None else _straight(tensor, result)
         else:
             result = gate(tensor)
-        if result is None:
-            return tensor
-        if result.requires_grad and engine.in_checkpoint():
-            result.register_hook(_inside(self.block, self.kind, site))
-        return result
+        return tensor if result is None else result
+
+    def _before_recomputing(self, result: Tensor, site: str, stale: Callable[[], bool]) -> None:
+        """Have a backward refused whose recomputation could not give this value again."""
+        if not torch.is_grad_enabled():
+            for function in engine.running_functions():
+                function.register_prehook(_inside(self.block, self.kind, site, stale))
+        elif result.requires_grad and engine.in_checkpoint():
+            result.register_hook(_inside(self.block, self.kind, site, stale))
+
+    def _stale(self, module: nn.Module, done: Done) -> Callable[[], bool]:
+        """Whether what is known of the newest call of a module is not true of this one."""
+        held, of = ref(self), ref(module)  # a graph keeps its hooks
+
+        def stale() -> bool:
+            flow, called = held(), of()
+            newest = None if flow is None or called is None else flow.done.get(called)
+            return newest is None or (newest.moment, newest.changed) != (done.moment, done.changed)
+
+        return stale
 
     def _owner(self, tensor: Tensor, name: str) -> str | None:
         held, version, site, within = self.owners.get(id(tensor), (None, 0, "", ""))
@@ -225,15 +245,25 @@ class Flow(Calls):
         return site if within in (ROOT, name) or name.startswith(f"{within}.") else None
 
 
-def _inside(block: list[str], kind: str, site: str) -> Callable[[Tensor], None]:
-    """A hook that refuses a backward after the block: a recomputation would not be transformed."""
+def _inside(
+    block: list[str], kind: str, site: str, stale: Callable[[], bool]
+) -> Callable[[object], None]:
+    """A hook that refuses a backward whose recomputation would not be transformed as it was."""
 
-    def hook(grad: Tensor) -> None:
+    def hook(_: object) -> None:
         if not block:
-            raise RuntimeError(
-                f"{kind}: site '{site}' is recomputed by a checkpoint, which would now give other "
-                "values: the block has ended between the forward and its backward"
+            why = "the block has ended between the forward and its backward"
+        elif stale():
+            why = (
+                "its module was called again since, and the step, a switch or the outcome was "
+                "another one: run a backward before the next step"
             )
+        else:
+            return
+        raise RuntimeError(
+            f"{kind}: site '{site}' is recomputed by a checkpoint, which would now give other "
+            f"values: {why}"
+        )
 
     return hook
 

@@ -9,6 +9,7 @@ import torch
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.build import ConfigError, build
@@ -273,6 +274,72 @@ def test_what_only_a_forward_shows_is_counted_after_the_first(at: Selector, mess
         model(torch.ones(2, 6))
         raise AssertionError("nothing was counted")
     assert num_hooks(model) == 0
+
+
+class Halves(nn.Module):
+    """A node with two outputs, of which one is used if `both` is not."""
+
+    def __init__(self, both: bool) -> None:
+        super().__init__()
+        self.both = both
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = x.mul(2).unbind()
+        return (left * right if self.both else left).sum()
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_the_outputs_of_a_node_are_counted_in_the_backward_that_shows_them(both: bool) -> None:
+    model, right = Halves(both), 1 + both
+    with attached(model, gs.Scale(1.0), N("Unbind").expect(right)) as live:
+        model(torch.ones(2, 3, requires_grad=True)).backward()
+    assert len(list(live.ledger)) == right
+    found = f"{3 - right} sites were expected, found {right}: root#0/UnbindBackward"
+    with attached(model, gs.Scale(1.0), N("Unbind").expect(3 - right)):
+        y = model(torch.ones(2, 3, requires_grad=True))
+        with pytest.raises(LookupError, match=re.escape(found)):
+            y.backward()
+
+
+class Recomputed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.inner = small()
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        assert isinstance(y, Tensor)
+        return y.sum()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("at", [M("inner.*"), N("Relu") | N("Addmm"), gs.Inputs("inner.*")])
+def test_what_a_checkpoint_makes_in_the_backward_is_counted_there(
+    at: Selector, reentrant: bool
+) -> None:
+    model = Recomputed(reentrant)
+
+    def step(at: Selector) -> None:
+        with attached(model, gs.Scale(1.0), at):
+            for _ in range(2):
+                model(torch.ones(2, 6, requires_grad=True)).backward()
+
+    step(at.expect(3))
+    for wrong in (2, 4):
+        with pytest.raises(LookupError, match=f"{wrong} sites were expected, found 3: inner"):
+            step(at.expect(wrong))
+
+
+def test_a_number_that_no_backward_has_shown_is_told() -> None:
+    model = Recomputed(reentrant=True)
+    with (
+        pytest.warns(gs.SurgeryWarning) as told,
+        attached(model, gs.Scale(1.0), M("inner.*").expect(3)),
+    ):
+        model(torch.ones(2, 6, requires_grad=True))
+    said = " ".join(str(warning.message) for warning in told)
+    assert "scale: 3 sites were expected, and no backward has come that would show" in said
 
 
 def test_what_was_not_called_does_not_count() -> None:

@@ -18,7 +18,6 @@ from tests.sites.points import calls_of, grad_of, point
 
 FORWARD = ("forward_pre", "forward")
 BACKWARD = ("full_backward_pre", "full_backward")
-FIRING = "ignore:Full backward hook is firing"
 
 
 class Double(nn.Module):
@@ -245,7 +244,6 @@ def test_an_output_that_the_backward_hooks_do_not_see_is_told() -> None:
 
 
 @pytest.mark.parametrize("kind", [*FORWARD, *BACKWARD])
-@pytest.mark.filterwarnings(FIRING)
 def test_an_identity_leaves_training_bit_identical(kind: Any) -> None:
     plain, model = small(), small()
     train(plain, sgd(plain), 3)
@@ -256,7 +254,6 @@ def test_an_identity_leaves_training_bit_identical(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [*FORWARD, *BACKWARD])
-@pytest.mark.filterwarnings(FIRING)
 def test_the_block_takes_all_its_hooks_off_also_when_it_raises(kind: Any) -> None:
     model, before = small(), _global_hooks()
     flag = process._global_is_full_backward_hook
@@ -282,7 +279,6 @@ def test_a_graph_that_outlives_the_block_passes(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [*FORWARD, *BACKWARD])
-@pytest.mark.filterwarnings(FIRING)
 def test_nothing_is_kept_alive(kind: Any) -> None:
     alive: list[ref[Any]] = []
     model = small()

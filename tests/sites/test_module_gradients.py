@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import warnings
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import gradsurg as gs
 from gradsurg.fields import FieldError
 from gradsurg.sites._backward_hooks import Notes
+from gradsurg.sites.base import Selector
 from tests.nets import attached, backward, batch, gradients, num_hooks, sgd, small, train, weights
 from tests.sites.points import Double, Shared, calls_of, grad_of, point
 
@@ -160,7 +162,6 @@ def test_inputs_that_pytorch_would_pass_over_are_refused() -> None:
         model(point())
 
 
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_inputs_that_need_no_gradient_are_told() -> None:
     model = small()
     with (
@@ -171,6 +172,27 @@ def test_inputs_that_need_no_gradient_are_told() -> None:
     with attached(model, gs.Zero(), gs.ModuleGradients(types="Linear", kind="full_backward")) as on:
         backward(model)
     assert calls_of(on) == {"first#0.input": 0, "last#0.input": 1}
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        gs.ModuleGradients("*"),
+        gs.ModuleGradients("*", kind="full_backward"),
+        gs.EveryModule("*", kind="full_backward_pre"),
+        gs.EveryModule("*", kind="full_backward"),
+    ],
+)
+def test_pytorchs_warning_of_such_inputs_is_left_out_in_the_block_alone(at: Selector) -> None:
+    model, filters = small(), list(warnings.filters)
+    with attached(model, gs.Identity(), at):
+        with attached(model, gs.Identity(), at):
+            backward(model)
+        backward(model)  # warnings are errors here
+    assert warnings.filters == filters
+    model[0].register_full_backward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match="Full backward hook is firing"):
+        backward(model)
 
 
 def test_the_deprecated_hook_is_refused_with_the_reason() -> None:
@@ -309,7 +331,6 @@ def test_functional_transforms_are_refused(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_an_identity_leaves_training_bit_identical(kind: Any) -> None:
     plain, model = small(), small()
     train(plain, sgd(plain), 3)

@@ -1,6 +1,7 @@
 """The resolver: which calls it follows, which nodes it tells, and what it asks of torch."""
 
 from contextlib import ExitStack
+from copy import deepcopy
 from typing import ClassVar
 
 import pytest
@@ -12,9 +13,11 @@ from torch.nn import functional
 import gradsurg as gs
 from gradsurg.sites import _spans
 from gradsurg.sites._modules import names_of
+from gradsurg.sites._node_names import plain
 from gradsurg.sites._resolver import Graph, around, resolver
-from gradsurg.sites._spans import Spans, plain
-from tests.nets import attached, num_hooks, small
+from gradsurg.sites._spans import Spans
+from gradsurg.sites.base import Selector
+from tests.nets import FEATURES, attached, backward, gradients, num_hooks, small
 
 
 class Functional(nn.Module):
@@ -170,3 +173,19 @@ def test_a_resolver_is_chosen_by_what_torch_has(monkeypatch: pytest.MonkeyPatch)
 def test_this_torch_tells_no_nodes_as_they_are_made() -> None:
     """Once it does, a resolver that asks for it can go before the spans."""
     assert not hasattr(graph, "node_creation_hook")
+
+
+@pytest.mark.parametrize("at", [gs.Nodes("Relu"), gs.Uses("first"), gs.Uses("last.weight")])
+def test_a_copy_of_the_model_that_was_made_in_the_block_is_left_alone(at: Selector) -> None:
+    model, plain = small(), small()
+    backward(plain)
+    with attached(model, gs.Zero(), at) as live:
+        copy = deepcopy(model)
+        backward(copy)
+        calls = [entry.calls for entry in live.ledger]
+        backward(model)
+        deepcopy(model.first)(torch.ones(2, FEATURES))
+    assert not any(calls)
+    assert all(entry.calls for entry in live.ledger)
+    for name, grad in gradients(plain).items():
+        assert torch.equal(grad, gradients(copy)[name])

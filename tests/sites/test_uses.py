@@ -6,7 +6,7 @@ from weakref import ref
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, func, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -316,6 +316,64 @@ def test_checkpoints_have_the_same_uses_as_none(reentrant: bool) -> None:
         results.append((_calls(live), x.grad.tolist(), gradients(model)["body.linear.weight"]))
     assert results[0] == results[1]
     assert len(results[0][0]) == 4
+
+
+class Squared(nn.Module):
+    """One weight, used twice: the gradient of the second use is that of `y * w` by `w`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([2.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.weight
+        return (y * self.weight).sum()
+
+
+def _by_grad(model: nn.Module, params: dict[str, Tensor], x: Tensor) -> Tensor:
+    return func.grad(lambda own: func.functional_call(model, own, (x,)))(params)["weight"]
+
+
+def _by_vmap(model: nn.Module, params: dict[str, Tensor], x: Tensor) -> Tensor:
+    one = func.grad(lambda own, x: func.functional_call(model, own, (x,)))
+    return func.vmap(one, in_dims=(None, 0))(params, x)["weight"].sum(0)
+
+
+def _by_leaves(model: nn.Module, params: dict[str, Tensor], x: Tensor) -> Tensor:
+    weight = params["weight"].clone().requires_grad_()
+    func.functional_call(model, {"weight": weight}, (x,)).backward()
+    assert weight.grad is not None
+    return weight.grad
+
+
+def _by_fast_weights(model: nn.Module, params: dict[str, Tensor], x: Tensor) -> Tensor:
+    weight = params["weight"].clone().requires_grad_()
+    func.functional_call(model, {"weight": weight * 1.0}, (x,)).backward()
+    assert weight.grad is not None
+    return weight.grad
+
+
+@pytest.mark.parametrize("way", [_by_grad, _by_vmap, _by_leaves, _by_fast_weights])
+def test_what_stands_for_a_parameter_in_a_functional_call_goes_by_its_name(way) -> None:
+    model, x = Squared(), torch.tensor([3.0, 5.0])
+    params = {"weight": model.weight.detach()}
+    assert way(model, params, x).tolist() == [32.0]  # 2 * (3 + 5) by each of two uses
+    with attached(model, gs.Scale(10.0), gs.Uses("weight", use=1)) as live:
+        assert way(model, params, x).tolist() == [16.0 + 160.0]
+    assert _calls(live) == {"weight/use[1]": 1}
+
+
+def test_a_parameter_that_torch_func_was_not_given_is_a_constant_and_told() -> None:
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), torch.ones(2)
+    with attached(model, gs.Scale(10.0), gs.Uses("*")) as live:
+        func.jacrev(model)(x)
+    skipped = {entry.site: entry.skipped for entry in live.ledger if not entry.calls}
+    assert "a constant to torch.func" in skipped["0.weight/use[0]"]
+    with (
+        pytest.raises(LookupError, match="What torch.func was not given is a constant there"),
+        attached(model, gs.Scale(10.0), gs.Uses("0.weight")),
+    ):
+        func.jacrev(model)(x)
 
 
 def test_a_model_called_through_its_modules_alone_is_served() -> None:

@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.fields import FieldError
+from gradsurg.sites.base import Selector
 from gradsurg.transforms.base import Context, Law, Stateless
+from gradsurg.triggers.base import Trigger
 from tests.nets import attached, backward, batch, gradients, num_hooks, sgd, small, train, weights
 from tests.sites.points import calls_of, grad_of, point
 
@@ -424,12 +426,64 @@ def test_a_surgery_that_was_changed_since_the_forward_is_refused_in_a_recomputat
                 y.backward()
 
 
-def test_a_backward_after_the_block_is_refused_where_values_would_be_recomputed() -> None:
-    model, x = Saved(Times(2.0), nn.Tanh()), point(0.3)
-    with attached(model, gs.Scale(1.5), gs.Values("inner.0")):
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("at", [gs.Values("inner.0"), gs.EveryModule("inner.0", kind="forward")])
+def test_a_backward_after_the_block_is_refused_where_values_would_be_recomputed(
+    reentrant: bool, at: Selector
+) -> None:
+    model, x = Saved(Times(2.0), nn.Tanh(), reentrant=reentrant), point(0.3)
+    with attached(model, gs.Scale(1.5), at):
         y = model(x)
     with pytest.raises(RuntimeError, match=r"site 'inner\.0#0' .*the block has ended"):
         y.backward()
+    assert x.grad is None
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("when", [gs.Always(), gs.Steps(start=1)])
+def test_a_backward_after_the_next_steps_forward_is_refused(reentrant: bool, when: Trigger) -> None:
+    """What is known of the calls is what the newest forward did, and this one did another thing."""
+    model, x = Saved(Times(2.0), nn.Tanh(), reentrant=reentrant), point(0.3)
+    with attached(model, gs.Scale(1.5), gs.Values("inner.0"), when=when) as live:
+        first = model(x)
+        live.tick()
+        second = model(x)
+        with pytest.raises(RuntimeError, match=r"'inner\.0#0' .*called again since, and the step"):
+            first.backward()
+        assert x.grad is None
+        second.backward()
+    z = point(0.3)
+    torch.tanh(3 * z).pow(2).sum().backward()
+    torch.testing.assert_close(x.grad, z.grad)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_two_forwards_before_their_backwards_are_recomputed_alike(reentrant: bool) -> None:
+    model, x = Saved(Times(2.0), nn.Tanh(), reentrant=reentrant), point(0.3)
+    with attached(model, gs.Scale(1.5), gs.Values("inner.0")):
+        first, second = model(x), model(x)
+        with torch.no_grad():
+            model(x)
+        (first + second).backward()
+    z = point(0.3)
+    (2 * torch.tanh(3 * z).pow(2).sum()).backward()
+    torch.testing.assert_close(x.grad, z.grad)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_guard_of_a_recomputation_keeps_nothing_alive(reentrant: bool) -> None:
+    model = Saved(Times(2.0), nn.Tanh(), reentrant=reentrant)
+    held = ref(model.inner)
+    with attached(model, gs.Scale(1.5), gs.Values("inner.0")):
+        y = model(point(0.3))
+        out = ref(y)
+        y.backward()
+        del y
+        gc.collect()
+        assert out() is None
+    del model
+    gc.collect()
+    assert held() is None
 
 
 def test_calls_that_differ_cannot_be_told_apart_in_a_recomputation() -> None:

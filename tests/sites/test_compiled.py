@@ -1,0 +1,142 @@
+"""Compiled models: what acts is as in eager, and what comes too late is told with what to do."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradsurg as gs
+from gradsurg.sites.base import Selector
+from tests.nets import attached, backward, batch, gradients, num_hooks, small
+from tests.sites.points import calls_of
+
+pytestmark = [  # Dynamo's own, while it traces
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
+]
+
+Compile = Callable[[nn.Module, str], nn.Module]
+LATE = r"compiled code does not see hooks that come later: .*call torch.compiler.reset\(\) in the"
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def _whole(model: nn.Module, backend: str) -> nn.Module:
+    made = torch.compile(model, backend=backend)
+    assert isinstance(made, nn.Module)
+    return made
+
+
+def _in_place(model: nn.Module, backend: str) -> nn.Module:
+    model.compile(backend=backend)
+    return model
+
+
+def _last(model: nn.Module, backend: str) -> nn.Module:
+    assert isinstance(model, nn.Sequential)
+    model.last = _whole(model.last, backend)
+    return model
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    found = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    model.zero_grad()
+    return found
+
+
+def _as_in_eager(model: nn.Module, at: Selector) -> None:
+    """A backward of the model, which is attached to, is that of one that is not compiled."""
+    plain = small()
+    with attached(plain, gs.Scale(10.0), at):
+        backward(plain)
+    for left, right in zip(_gradients(model), gradients(plain).values(), strict=True):
+        torch.testing.assert_close(left, right)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("compiling", [_whole, _in_place, _last])
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("at", [gs.Outputs("first"), gs.Uses("act"), gs.Nodes("Relu")])
+def test_what_acts_in_a_compiled_model_is_as_in_eager_and_what_does_not_is_told(
+    backend: str, compiling: Compile, called: bool, at: Selector
+) -> None:
+    model = compiling(small(), backend)
+    if called:
+        backward(model)
+        model.zero_grad()
+    late = called and compiling is _whole
+    # What is compiled in place runs in eager once there are hooks that it has not seen.
+    unseen = called and compiling is _in_place
+    one_node = isinstance(at, gs.Nodes) and backend == "aot_eager" and compiling is not _last
+    if one_node and not late and not unseen:
+        with (
+            pytest.raises(LookupError, match="is compiled runs as one node: use Outputs"),
+            attached(model, gs.Scale(10.0), at),
+        ):
+            backward(model)
+        return
+    if late:
+        with pytest.warns(gs.SurgeryWarning, match=LATE), attached(model, gs.Scale(10.0), at):
+            backward(model)
+        return
+    with attached(model, gs.Scale(10.0), at) as live:
+        backward(model)
+    assert set(calls_of(live).values()) == {1}
+    _as_in_eager(model, at)
+    assert num_hooks(model) == 0
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("compiling", [_whole, _last])
+def test_after_a_reset_in_the_block_it_acts_as_the_warning_says(
+    backend: str, compiling: Compile
+) -> None:
+    model, at = compiling(small(), backend), gs.Outputs("last")
+    backward(model)
+    model.zero_grad()
+    with attached(model, gs.Scale(10.0), at) as live:
+        torch.compiler.reset()
+        backward(model)
+    assert calls_of(live) == {"last#0": 1}
+    _as_in_eager(model, at)
+
+
+def test_a_part_that_was_called_compiled_is_named() -> None:
+    model = _last(small(), "eager")
+    model(batch()[0])
+    with (
+        pytest.warns(gs.SurgeryWarning, match=r"passed at: last#0 \(torch\.compile had .* 'last'"),
+        attached(model, gs.Scale(10.0), gs.Outputs("last")),
+    ):
+        backward(model)
+
+
+def test_what_was_compiled_elsewhere_is_not_blamed_for_a_module_that_is_not_called() -> None:
+    _whole(small(1), "eager")(batch()[0])
+    model = small()
+    with (
+        pytest.warns(gs.SurgeryWarning, match=r"no gradient ever passed at: last#0$"),
+        attached(model, gs.Scale(10.0), gs.Outputs("*")),
+    ):
+        model[1](model[0](batch()[0])).sum().backward()
+
+
+def test_a_compiled_part_goes_by_its_own_name() -> None:
+    model, plain = _last(small(), "eager"), small()
+    for at in (gs.Outputs("*"), gs.Parameters("*"), gs.Uses("*"), gs.Inputs("*"), gs.Weights("*")):
+        assert at.find(model) == at.find(plain)
+    with pytest.raises(LookupError, match=r"There are: first, act, last\. "):
+        gs.Outputs("lsat").find(model)
+    with attached(model, gs.Scale(1.0), gs.Outputs("*") | gs.Parameters("*")) as live:
+        backward(model)
+    assert calls_of(live).keys() == {
+        *("first#0", "act#0", "last#0"),
+        *("first.weight", "first.bias", "last.weight", "last.bias"),
+    }
+    assert "_orig_mod" not in str(gs.sites.tree(model, batch()[0], gs.Parameters("*")))
