@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurg import engine
-from gradsurg.gate import Gate, Operation
+from gradsurg.gate import Gate
 from gradsurg.group_gate import GroupGate
 from gradsurg.intervention import Intervention, averages_differ, sum_matters
 from gradsurg.ledger import Entry, Ledger, SurgeryWarning
+from gradsurg.operation import Operation
 from gradsurg.sites._averaged import when_averaged
 from gradsurg.sites.base import GroupFn, Place, SiteGate
 from gradsurg.transforms.base import State
@@ -115,7 +116,7 @@ class Attached:
 
     def refresh(self, states: dict[str, State]) -> None:
         """Take up states that were loaded, at the step of the day."""
-        self.operation.begin()
+        self.operation.begin_anew()
         for gate in self._made.values():
             gate.refresh(states)
             for context in gate.contexts:

@@ -37,6 +37,10 @@ backward_task: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward pass that this thread is inside, -1 outside."""
 
 
+any_autocast: Callable[[], bool] = vars(torch._C)["_is_any_autocast_enabled"]
+"""Whether this thread is under the autocast of any device."""
+
+
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass."""
     return backward_task() != -1

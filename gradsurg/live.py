@@ -12,7 +12,6 @@ from gradsurg import engine
 from gradsurg.attached import Attached, Patient, check_flags, flags_of
 from gradsurg.effects import Effects
 from gradsurg.fields import FieldError, nearest
-from gradsurg.gate import Operation
 from gradsurg.intervention import (
     Intervention,
     check_pattern,
@@ -20,6 +19,7 @@ from gradsurg.intervention import (
     labels_of,
 )
 from gradsurg.ledger import Ledger
+from gradsurg.operation import Operation
 from gradsurg.sources import watch, watched
 from gradsurg.transforms.base import State, Transform
 from gradsurg.transforms.chain import Chain

@@ -12,7 +12,7 @@ FLOORS = (
     ("engine", "fields", "per", "catalogue", "ledger", "tables"),
     ("transforms", "aggregators", "triggers", "models", "tasks", "sinks", "stats"),
     ("sites",),
-    ("effects", "gate", "group_gate", "intervention", "attached", "sources", "live"),
+    ("effects", "operation", "rules", "gate", "group_gate", "intervention", "attached", "sources", "live"),
     ("travel", "surgery", "hook"),
     ("train", "compare", "__init__"),
     ("store", "study"),
