@@ -119,8 +119,6 @@ class Attached:
         self.operation.begin_anew()
         for gate in self._made.values():
             gate.refresh(states)
-            for context in gate.contexts:
-                context.step, context.call = self.operation.step, 0
 
     def close(self) -> None:
         """Hooks on graphs that are already built outlive their handles; from now on they pass."""
@@ -189,24 +187,30 @@ class Attached:
         return GroupGate(self.operation, gates)
 
     def begin(self) -> None:
-        """A step begins; say once if the stage changed the transform's meaning in the last one."""
+        """A step begins."""
         operation = self.operation
         operation.begin()
-        step, most, where = operation.step, 1, ""
-        for site, gate in self._made.items():
-            for context in gate.contexts:
-                if context.call > most:
-                    most, where = context.call, site
-                context.step, context.call = step, 0
-        if where and self._sum_matters:
-            self._sum_matters = False
-            warnings.warn(
-                f"{self.label}: site '{where}' had {most} gradients in one optimizer step and the "
-                "transform is not linear: acting on each is not acting on their sum. Use "
-                "stage='step' for the sum.",
-                SurgeryWarning,
-                stacklevel=2,
-            )
+        if operation.most > 1:
+            if self._sum_matters:
+                self._warn_of_parts(operation.most)
+            operation.most = 1
+
+    def _warn_of_parts(self, most: int) -> None:
+        """Say once that the stage has changed the transform's meaning in the last step."""
+        self._sum_matters = False
+        numbered = (
+            (site, link.context.call + 1)
+            for site, gate in self._made.items()
+            for link in gate.links
+        )
+        where = next((site for site, number in numbered if number == most), "")
+        warnings.warn(
+            f"{self.label}: site '{where}' had {most} gradients in one optimizer step and the "
+            "transform is not linear: acting on each is not acting on their sum. Use "
+            "stage='step' for the sum.",
+            SurgeryWarning,
+            stacklevel=3,
+        )
 
     def _averaged(self, processes: int) -> None:
         if processes > 1:

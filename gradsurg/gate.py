@@ -14,6 +14,7 @@ from gradsurg.sites.base import SiteGate
 from gradsurg.transforms.base import Context, State, Stateless, Transform
 
 UNBORN: State = {}  # the state of a site that has met no gradient yet
+UNCOUNTED = -1  # the step of a site that has met no gradient yet
 
 
 class Link:
@@ -37,17 +38,21 @@ class Link:
         self, label: str, transform: Transform, operation: Operation, entry: Entry
     ) -> None:
         self.label = label
+        self.key = f"{label}/{entry.site}"
+        self.slot = operation.effects.slot(label, entry)
+        self.states = operation.states
+        self.state = operation.states.get(self.key, UNBORN)
+        self.context = Context(self.key, UNCOUNTED, seed=operation.seed)
+        self.take(transform)
+
+    def take(self, transform: Transform) -> None:
+        """What is to act here from now on."""
         self.transform = transform
         self.apply = transform.apply if isinstance(transform, Stateless) else None
         self.update = transform.update
         # By its laws, and its first result here was looked at in full.
         self.keeps_shape = "elementwise" in transform.laws
         self.known = known(transform)
-        self.key = f"{label}/{entry.site}"
-        self.slot = operation.effects.slot(label, entry)
-        self.states = operation.states
-        self.state = operation.states.get(self.key, UNBORN)
-        self.context = Context(self.key, operation.step, seed=operation.seed)
 
     def keep(self, state: State, fires: Tensor | None = None) -> None:
         """Take over the next state; under create_graph it must not hold on to the graph.
@@ -76,9 +81,7 @@ class Gate:
     __slots__ = (
         "_one",
         "_value",
-        "contexts",
         "entry",
-        "first",
         "hook",
         "links",
         "operation",
@@ -91,36 +94,29 @@ class Gate:
         self.operation = operation
         self.entry = entry
         self._value = value
-        self._link()
+        self.links = [Link(label, link, operation, entry) for label, link in operation.links]
+        self.passed: object = False  # until a gradient has shown that the short way will do
         self._one = self._alone
         self.hook = self._hook_one() if self._one else self._hook()
-
-    def _link(self) -> None:
-        self.links = [
-            Link(label, link, self.operation, self.entry) for label, link in self.operation.links
-        ]
-        self.first = self.links[0]
-        self.contexts = [link.context for link in self.links]
-        self.passed: object = False  # until a gradient has shown that the short way will do
 
     @property
     def _alone(self) -> bool:
         """Whether it has but one transform, that keeps no state and is one of gradsurg's own."""
-        return len(self.links) == 1 and self.first.apply is not None and self.first.known
+        link = self.links[0]
+        return len(self.links) == 1 and link.apply is not None and link.known
 
     def renew(self) -> None:
         """Its operation was set anew: a link of the same class keeps its state."""
-        old = self.links
-        self._link()
-        for new, before in zip(self.links, old, strict=True):
-            if type(new.transform) is type(before.transform):
-                new.state = before.state
-            new.context.call = before.context.call
+        for link, (_, transform) in zip(self.links, self.operation.links, strict=True):
+            if type(link.transform) is not type(transform):
+                link.state = link.states.get(link.key, UNBORN)
+            link.take(transform)
 
     def refresh(self, states: dict[str, State]) -> None:
-        """States were loaded: take up those of this site."""
+        """States were loaded: take up those of this site, and count its gradients anew."""
         for link in self.links:
             link.state = states.get(link.key, UNBORN)
+            link.context.step = UNCOUNTED
 
     # Both hooks are closures: called from autograd one costs half of what a method does.
 
@@ -145,6 +141,7 @@ class Gate:
 
     def _hook_one(self) -> SiteGate:
         operation, entry, effects = self.operation, self.entry, self.operation.effects
+        clock, link, context = operation.clock, self.links[0], self.links[0].context
 
         def hook(grad: Tensor | None, value: Tensor | None = None) -> Tensor | None:
             if grad is None:
@@ -152,8 +149,11 @@ class Gate:
             if self.passed is not operation.ready and not self.opens():
                 return self._slow(grad, value)
             entry.fired += 1
-            link = self.first
-            context, apply = link.context, link.apply
+            if context.step != clock.step:
+                context.step, context.call = clock.step, 0
+            else:
+                operation.recur(context)
+            apply = link.apply
             assert apply is not None
             try:
                 result = apply(grad, context)
@@ -164,7 +164,6 @@ class Gate:
                 raise self.unfit(link, grad, result)
             if operation.sampling:
                 effects.add(link.slot, grad, result)
-            context.call += 1
             return None if result is grad else result
 
         return hook
@@ -175,7 +174,7 @@ class Gate:
 
     def again(self, link: Link, grad: Tensor) -> Tensor:
         """Apply one link by the short way."""
-        context, trusted = link.context, link.known
+        context, trusted = self.count_call(link), link.known
         version = 0 if trusted else version_of(grad)
         try:
             if link.apply is not None:
@@ -191,7 +190,6 @@ class Gate:
         if not trusted:
             self.check_pure(link, grad, version, result, self.value())
             result = self.apart(link, grad, result, link.state)
-        context.call += 1
         return result
 
     def _slow(self, grad: Tensor, value: Tensor | None) -> Tensor | None:
@@ -233,7 +231,7 @@ class Gate:
 
         `fires`, where the device decides it, chooses between the result and the gradient.
         """
-        context, version = link.context, version_of(grad)
+        context, version = self.count_call(link), version_of(grad)
         context.value = value if self.operation.needs_value else None
         try:
             if link.state is UNBORN:
@@ -248,8 +246,16 @@ class Gate:
         result = self.apart(link, grad, result, state)
         link.keep(state, fires)
         context.value = None
-        context.call += 1
         return result if fires is None or result is grad else torch.where(fires, result, grad)
+
+    def count_call(self, link: Link) -> Context:
+        """Number the gradient at hand among those of this step."""
+        context, operation = link.context, self.operation
+        if context.step != operation.clock.step:
+            context.step, context.call = operation.clock.step, 0
+        else:
+            operation.recur(context)
+        return context
 
     def count(self, fires: bool | Tensor) -> bool:
         """Count a gradient; whether the transform is to be called. What has no number to tell, as

@@ -127,7 +127,7 @@ class GroupGate:
         before = states.get(key)
         if before:
             self._check_members(links)
-        contexts = [link.context for link in links]
+        contexts = [gate.count_call(link) for gate, link in zip(gates, links, strict=True)]
         # One of gradsurg's own keeps the rules at every gradient.
         trusted = self._seen and links[0].known
         versions = [] if trusted else [grad._version for grad in grads]
@@ -144,7 +144,6 @@ class GroupGate:
             raise
         for context in contexts:
             context.value = None
-            context.call += 1
         for index, (grad, result) in enumerate(zip(grads, results, strict=True)):
             if not alike(result, grad):
                 raise gates[index].unfit(links[index], grad, result)

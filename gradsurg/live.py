@@ -82,7 +82,8 @@ class Live:
 
     def tick(self) -> None:
         """One optimizer step is done; called by the optimizer's own hook where one was given."""
-        self._settle()
+        if self._waiting:
+            self._settle()
         self.clock.step += 1
         self.effects.begin(self.clock.step)
         for attached in self._attached:

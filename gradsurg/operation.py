@@ -8,7 +8,8 @@ from torch.amp import is_autocast_available
 
 from gradsurg import engine
 from gradsurg.effects import Effects
-from gradsurg.transforms.base import State, Stateless, Transform
+from gradsurg.transforms.base import Context, State, Stateless, Transform
+from gradsurg.triggers.always import Always
 from gradsurg.triggers.base import Clock, Fires, Moment, Sourced, Trigger
 
 ERRORS = Exception  # whatever a user's transform raises: it gets a note and is raised again
@@ -28,6 +29,7 @@ class Operation:
         "lasts",
         "links",
         "looks",
+        "most",
         "needs_value",
         "on",
         "opened",
@@ -35,6 +37,7 @@ class Operation:
         "rests",
         "sampling",
         "seed",
+        "settled",
         "shadow",
         "short",
         "stateless",
@@ -68,6 +71,7 @@ class Operation:
         # Whether autocast may be asked about once a step: a backward is in it or not, and where no
         # steps are counted, or a forward enters and leaves it, it is asked about each time.
         self.lasts = stepping and not at_once
+        self.most = 1  # gradients in one step at one site
         self.on = True
         self.set(links, trigger)
 
@@ -90,6 +94,8 @@ class Operation:
     def begin_anew(self) -> None:
         """Other links, other states: what gates have seen of the old ones tells nothing."""
         self.opened = object()
+        # Whether steps were sampled when all below was found, where nothing else can change it.
+        self.settled: bool | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -97,18 +103,29 @@ class Operation:
 
         A trigger that has to see the site or its gradient says None: it is asked there.
         """
+        sampling = self.effects.sampling
+        self.ready: object = None
+        if self.settled is sampling:
+            return
         fires = self._ask(Moment(self.clock, self.seed, self.label))
         self.firing = fires if isinstance(fires, bool) else None
-        self.sampling = self.effects.sampling
+        self.sampling = sampling
         # A shadowed transform without state leaves no trace in a step that is not measured.
-        self.idle = self.shadow and not self.sampling and self.stateless
+        self.idle = self.shadow and not sampling and self.stateless
         # The short way: nothing to ask, nothing to measure at once.
         self.short = (
             self.on
             and fires is True
-            and not (self.shadow or self.needs_value or (self.at_once and self.sampling))
+            and not (self.shadow or self.needs_value or (self.at_once and sampling))
         )
-        self.ready: object = None
+        if isinstance(self.trigger, Always):
+            self.settled = sampling
+
+    def recur(self, context: Context) -> None:
+        """A site has met another gradient in the same step."""
+        context.call += 1
+        if context.call >= self.most:
+            self.most = context.call + 1
 
     def opens(self) -> bool:
         """Whether the short way is open, which it is not under autocast; `ready` says so for the
