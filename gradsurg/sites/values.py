@@ -152,7 +152,7 @@ class Flow(Calls):
         done = Done(self.gates.moment, self.chosen(module, call))
         value = rebuild(lambda path, tensor: self._passed(path, tensor, call[0], done))
         before = self.done.get(module)
-        if before is None or self.counts[module] == 1:
+        if before is None or self.turns.counts[module] == 1:
             self.done[module] = done
         else:
             before.differs |= before.changed != done.changed
