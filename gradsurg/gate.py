@@ -174,11 +174,15 @@ class Gate:
 
     def again(self, link: Link, grad: Tensor) -> Tensor:
         """Apply one link by the short way."""
-        context, trusted = self.count_call(link), link.known
+        operation, context, trusted, apply = self.operation, link.context, link.known, link.apply
+        if context.step != operation.clock.step:
+            context.step, context.call = operation.clock.step, 0
+        else:
+            operation.recur(context)
         version = 0 if trusted else version_of(grad)
         try:
-            if link.apply is not None:
-                result = link.apply(grad, context)
+            if apply is not None:
+                result = apply(grad, context)
             else:
                 result, state = link.update(grad, link.state, context)
                 link.keep(state)
