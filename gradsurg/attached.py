@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurg import engine
-from gradsurg.gate import Gate, Operation
+from gradsurg.gate import Gate
 from gradsurg.group_gate import GroupGate
 from gradsurg.intervention import Intervention, averages_differ, sum_matters
 from gradsurg.ledger import Entry, Ledger, SurgeryWarning
+from gradsurg.operation import Operation
 from gradsurg.sites._averaged import when_averaged
 from gradsurg.sites._later import after_backward, may_come
 from gradsurg.sites.base import GroupFn, Keeps, Place, SiteGate
@@ -130,11 +131,9 @@ class Attached:
 
     def refresh(self, states: dict[str, State]) -> None:
         """Take up states that were loaded, at the step of the day."""
-        self.operation.begin()
+        self.operation.begin_anew()
         for gate in self._made.values():
             gate.refresh(states)
-            for context in gate.contexts:
-                context.step, context.call = self.operation.step, 0
 
     def close(self) -> None:
         """Hooks on graphs that are already built outlive their handles; from now on they pass."""
@@ -209,24 +208,30 @@ class Attached:
         return GroupGate(self.operation, gates)
 
     def begin(self) -> None:
-        """A step begins; say once if the stage changed the transform's meaning in the last one."""
+        """A step begins."""
         operation = self.operation
         operation.begin()
-        step, most, where = operation.step, 1, ""
-        for site, gate in self._made.items():
-            for context in gate.contexts:
-                if context.call > most:
-                    most, where = context.call, site
-                context.step, context.call = step, 0
-        if where and self._sum_matters:
-            self._sum_matters = False
-            warnings.warn(
-                f"{self.label}: site '{where}' had {most} gradients in one optimizer step and the "
-                "transform is not linear: acting on each is not acting on their sum. Use "
-                "stage='step' for the sum.",
-                SurgeryWarning,
-                stacklevel=2,
-            )
+        if operation.most > 1:
+            if self._sum_matters:
+                self._warn_of_parts(operation.most)
+            operation.most = 1
+
+    def _warn_of_parts(self, most: int) -> None:
+        """Say once that the stage has changed the transform's meaning in the last step."""
+        self._sum_matters = False
+        numbered = (
+            (site, link.context.call + 1)
+            for site, gate in self._made.items()
+            for link in gate.links
+        )
+        where = next((site for site, number in numbered if number == most), "")
+        warnings.warn(
+            f"{self.label}: site '{where}' had {most} gradients in one optimizer step and the "
+            "transform is not linear: acting on each is not acting on their sum. Use "
+            "stage='step' for the sum.",
+            SurgeryWarning,
+            stacklevel=3,
+        )
 
     def _averaged(self, processes: int) -> None:
         if processes > 1:

@@ -6,7 +6,9 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from gradsurg.gate import ERRORS, Gate, Link, Operation
+from gradsurg.gate import Gate, Link
+from gradsurg.operation import ERRORS, Operation
+from gradsurg.rules import alike
 from gradsurg.transforms.base import GroupTransform, State
 
 
@@ -17,6 +19,7 @@ class GroupGate:
         self.operation = operation
         self.gates = gates
         self._seen = False
+        self._passed: object = False  # as that of a gate, where transforms take one tensor each
         self._members: dict[str, list[str]] = {}
         self._all = list(range(len(gates)))
         self._always: list[bool | Tensor] = [True] * len(gates)
@@ -26,8 +29,16 @@ class GroupGate:
         if not operation.on:
             return grads
         present = [grad for grad in grads if grad is not None]
+        all_there = len(present) == len(grads)
+        if (
+            all_there
+            and self._passed is operation.opened
+            and not operation.sampling
+            and operation.opens()
+        ):
+            return self._again(present)
         acting, fires, gates = self._all, self._always, self.gates
-        if operation.firing is True and len(present) == len(grads):
+        if operation.firing is True and all_there:
             for gate in gates:
                 gate.entry.fired += 1
         else:
@@ -37,8 +48,11 @@ class GroupGate:
         if not acting or operation.idle:
             return grads
         device = present[0].device.type
-        with torch.autocast(device, enabled=False) if operation.ask(device) else nullcontext():
+        is_autocast = operation.is_autocast(device)
+        with torch.autocast(device, enabled=False) if is_autocast else nullcontext():
             results = self._operate(gates, present, fires)
+        if gates is self.gates and not operation.grouped:
+            self._passed = operation.opened
         if operation.sampling:
             operation.effects.flush()  # before the optimizer can write to them
         if operation.shadow:
@@ -47,6 +61,17 @@ class GroupGate:
             return results
         new = dict(zip(acting, results, strict=True))
         return [new.get(index, grad) for index, grad in enumerate(grads)]
+
+    def _again(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """All of them by the short way."""
+        results = []
+        for gate, grad in zip(self.gates, grads, strict=True):
+            gate.entry.fired += 1
+            result = grad
+            for link in gate.links:
+                result = gate.again(link, result)
+            results.append(result)
+        return results
 
     def _acting(self, grads: Sequence[Tensor | None]) -> tuple[list[int], list[bool | Tensor]]:
         """Which gradients there are and the trigger lets be acted on, and what it says of each."""
@@ -102,24 +127,23 @@ class GroupGate:
         before = states.get(key)
         if before:
             self._check_members(links)
+        contexts = [gate.count_call(link) for gate, link in zip(gates, links, strict=True)]
         # One of gradsurg's own keeps the rules at every gradient.
         trusted = self._seen and links[0].known
         versions = [] if trusted else [grad._version for grad in grads]
         if transform.needs_value:
-            for gate, link in zip(gates, links, strict=True):
-                link.context.value = gate.value()
+            for gate, context in zip(gates, contexts, strict=True):
+                context.value = gate.value()
         try:
             if before is None:
                 before = transform.init_group(grads)
-            contexts = [link.context for link in links]
             results, state = transform.update_group(grads, before, contexts)
         except ERRORS as error:
             step = self.operation.step
             error.add_note(f"while {links[0].label} acted on {len(grads)} sites, step {step}")
             raise
-        for link in links:
-            link.context.value = None
-            link.context.call += 1
+        for context in contexts:
+            context.value = None
         _check(gates, links, grads, results, versions)
         results = [
             gate.apart(link, grad, result, state)
@@ -159,11 +183,7 @@ def _check(
     before, a transform that has written to them.
     """
     for gate, link, grad, result in zip(gates, links, grads, results, strict=True):
-        if (
-            not isinstance(result, Tensor)
-            or result.shape != grad.shape
-            or result.dtype is not grad.dtype
-        ):
+        if not alike(result, grad):
             raise gate.unfit(link, grad, result)
     for index, version in enumerate(versions):
         gate, link, grad = gates[index], links[index], grads[index]

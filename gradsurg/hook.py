@@ -11,9 +11,10 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from gradsurg.effects import Effects
-from gradsurg.gate import Gate, Operation
+from gradsurg.gate import Gate
 from gradsurg.intervention import GradCallable, Intervention, labels_of
 from gradsurg.ledger import Ledger, SurgeryWarning
+from gradsurg.operation import Operation
 from gradsurg.sites.base import through
 from gradsurg.transforms.base import Transform
 from gradsurg.triggers.always import Always

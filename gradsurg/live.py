@@ -12,7 +12,6 @@ from gradsurg.changes import Changes
 from gradsurg.closing import complaints
 from gradsurg.effects import Effects
 from gradsurg.fields import FieldError, nearest
-from gradsurg.gate import Operation
 from gradsurg.intervention import (
     Intervention,
     check_pattern,
@@ -21,6 +20,7 @@ from gradsurg.intervention import (
     scale_matters,
 )
 from gradsurg.ledger import Ledger, SurgeryWarning
+from gradsurg.operation import Operation
 from gradsurg.sources import watch, watched
 from gradsurg.transforms.base import State, Transform
 from gradsurg.transforms.chain import Chain

@@ -1,6 +1,8 @@
 """What gradsurg relies on in PyTorch without it being exported."""
 
+import gc
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -238,3 +240,40 @@ def test_modes_of_torch_functions_are_left_in_any_order() -> None:
     torch.ones(1).neg()
     assert engine.function_modes() == []
     assert (outer.count, inner.count) == (0, 2)
+
+
+def test_a_first_hook_comes_before_those_of_others_and_is_seen_by_them() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2.0
+    engine.hook_first(y, lambda grad: grad * 3.0)
+    handle = y.register_hook(lambda grad: grad + 1.0)
+    assert len(y._backward_hooks or ()) == 2
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [8.0, 8.0]  # (1 * 3 + 1) * 2
+    handle.remove()
+    assert len(y._backward_hooks or ()) == 1
+
+
+def test_a_first_hook_lives_and_dies_with_its_tensor() -> None:
+    class Witness:
+        def __call__(self, grad: torch.Tensor) -> None:
+            """Leave the gradient as it is."""
+
+    witness = Witness()
+    held = ref(witness)
+    y = torch.ones(2, requires_grad=True) * 2.0
+    engine.hook_first(y, witness)
+    del witness
+    gc.collect()
+    assert held() is not None
+    del y
+    gc.collect()
+    assert held() is None
+
+
+def test_autocast_of_any_device_is_told() -> None:
+    assert not engine.any_autocast()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert engine.any_autocast()
+    assert not engine.any_autocast()

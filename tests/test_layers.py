@@ -14,6 +14,8 @@ FLOORS = (
     ("sites",),
     (
         "effects",
+        "operation",
+        "rules",
         "gate",
         "group_gate",
         "intervention",

@@ -50,7 +50,13 @@ class Notes(list[tuple[int, ref[nn.Module], Sequence[GradFn]]]):
                         "the backward of another thread a full backward hook cannot tell these "
                         "calls apart. Use Outputs or Inputs."
                     )
-            return through(own[0][2], grads) if own else None
+            if not own:
+                return None
+            gates = own[0][2]
+            if len(gates) > 1:
+                return through(gates, grads)
+            result = gates[0](grads[0])
+            return None if result is None else (result,)
 
         return hook
 
@@ -148,18 +154,27 @@ def leaving(
     Without, the ledger alone tells of it.
     """
     instead = "Outputs" if side == "full_backward_pre" else "Inputs"
+    short: dict[str, Sequence[GradFn]] = {}  # the gates of calls with one tensor
+    takes = side == "full_backward"
 
     # Any: a user's values
     @engine.untraced
     def hook(
         module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object
     ) -> None:
-        told, call = one.give(module), calls.next(module)
+        told, call = one.give(module), calls.turns.next(module)
         base = None if call is None else chosen(module, call)
         if base is None:
             return
         if not torch.is_grad_enabled():
             calls.without_graph(module)
+        value = output if not takes else args[0] if len(args) == 1 and not kwargs else None
+        if isinstance(value, Tensor) and value.is_floating_point() and _needs_gradient(value):
+            if base not in short:
+                short[base] = [gates.gate(base)]
+            for notes in told:
+                notes.write(module, short[base])
+            return
         ended = Ended(args, kwargs, output)
         where = ended.unseen(side)
         if where and refuses:

@@ -2,7 +2,6 @@
 
 import re
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Annotated, Any
@@ -136,17 +135,19 @@ class ModuleSelector(Selector):
 
     def chosen(self, gates: Gates, tail: str = "") -> Chosen:
         """A memory of which calls are selected, and of the ids of their sites."""
-        known: dict[tuple[nn.Module, tuple[str, int]], str | None] = {}
+        known: dict[nn.Module, dict[tuple[str, int], str | None]] = {}
 
         def chosen(module: nn.Module, call: tuple[str, int]) -> str | None:
-            key = module, call
-            if key not in known:
+            own = known.get(module)
+            if own is None:
+                own = known[module] = {}
+            if call not in own:
                 name, number = call
                 kept = gates.keeps(Place(self.mechanism, name, module, number, whole=True))
-                known[key] = f"{name}#{number}{tail}" if kept else None
+                own[call] = f"{name}#{number}{tail}" if kept else None
                 if not kept:
                     gates.forget(f"{name}#{number}{tail}")
-            return known[key]
+            return own[call]
 
         return chosen
 
@@ -161,15 +162,66 @@ class ModuleSelector(Selector):
         return f"{self.pattern}' with '{extra}" if extra else self.pattern
 
 
+class Turns:
+    """What `Calls` counts in one thread. A hook looks it up once, for a thread's own are dear."""
+
+    __slots__ = ("blank", "counts", "inside", "latest", "names")
+
+    def __init__(self, names: Mapping[nn.Module, Sequence[str]]) -> None:
+        self.names = names
+        self.inside = False
+        self.counts: dict[nn.Module, int] = {}
+        self.blank: list[tuple[int, nn.Module, tuple[str, int]]] = []
+        self.latest = "", 0
+
+    def next(self, module: nn.Module) -> tuple[str, int] | None:
+        """The name that this call of the module goes by, and its index under that name.
+
+        A module called outside the model is at its call 0. None for a module of a copy; and for a
+        recomputation inside a backward, but not for that of a reentrant checkpoint: it makes the
+        graph which the call in the forward did not make, and goes by its name and index.
+        """
+        if engine.backward_task() != -1:
+            return self._again(module)
+        names = self.names.get(module)
+        if names is None:
+            return None
+        counts = self.counts
+        count = counts.get(module, 0) if self.inside else 0
+        counts[module] = count + 1
+        if len(names) == 1:
+            latest = names[0], count
+        else:
+            latest = names[count % len(names)], count // len(names)
+        self.latest = latest
+        return latest
+
+    def _again(self, module: nn.Module) -> tuple[str, int] | None:
+        node = engine.running_node()
+        if not isinstance(node, BackwardCFunction) or not torch.is_grad_enabled():
+            return None
+        # A checkpoint has one node, made before its modules were called: those that were called
+        # next after it are its own, and they are called again in the same order.
+        made = node._sequence_nr()
+        own = [blank for blank in self.blank if blank[0] > made and blank[1] is module]
+        if not own:
+            return None
+        again = min(own, key=lambda blank: blank[0])
+        self.blank.remove(again)
+        return again[2]
+
+
 class Calls(threading.local):
     """Tells the calls of each module apart within one call of the model, thread by thread."""
 
     def __init__(self, names: Mapping[nn.Module, Sequence[str]]) -> None:
         self.names = names
-        self.inside = False
-        self.counts: Counter[nn.Module] = Counter()
-        self.blank: list[tuple[int, nn.Module, tuple[str, int]]] = []
-        self.latest = "", 0
+        self.turns = Turns(names)
+
+    @property
+    def inside(self) -> bool:
+        """Whether the model is being called in this thread."""
+        return self.turns.inside
 
     def hook(self, model: nn.Module, stack: ExitStack) -> None:
         """Follow the calls of the model itself; a copy of it, made in the block, is left alone."""
@@ -188,53 +240,29 @@ class Calls(threading.local):
     def start(self) -> None:
         """A call of the model begins, or a part of it is recomputed."""
         if not engine.in_backward():
-            self.inside = True
-            self.counts.clear()
-            self.blank.clear()
+            turns = self.turns
+            turns.inside = True
+            turns.counts.clear()
+            turns.blank.clear()
             self.begin()
 
     def stop(self) -> None:
         """A call of the model has ended, or a recomputation."""
-        self.inside = self.inside and engine.in_backward()
+        turns = self.turns
+        turns.inside = turns.inside and engine.in_backward()
 
     def next(self, module: nn.Module) -> tuple[str, int] | None:
-        """The name that this call of the module goes by, and its index under that name.
-
-        A module called outside the model is at its call 0. None for a module of a copy; and for a
-        recomputation inside a backward, but not for that of a reentrant checkpoint: it makes the
-        graph which the call in the forward did not make, and goes by its name and index.
-        """
-        if engine.in_backward():
-            return self._again(module)
-        names = self.names.get(module)
-        if names is None:
-            return None
-        count = self.counts[module] if self.inside else 0
-        self.counts[module] = count + 1
-        self.latest = names[count % len(names)], count // len(names)
-        return self.latest
+        """As `Turns.next`, in the thread at hand."""
+        return self.turns.next(module)
 
     def without_graph(self, module: nn.Module) -> None:
         """The call that `next` has just told of has made no graph."""
         if not engine.in_backward():
-            self.blank.append((engine.next_sequence_number(), module, self.latest))
+            turns = self.turns
+            turns.blank.append((engine.next_sequence_number(), module, turns.latest))
 
     def begin(self) -> None:
         """The model is called: what a subclass counts begins again."""
-
-    def _again(self, module: nn.Module) -> tuple[str, int] | None:
-        node = engine.running_node()
-        if not isinstance(node, BackwardCFunction) or not torch.is_grad_enabled():
-            return None
-        # A checkpoint has one node, made before its modules were called: those that were called
-        # next after it are its own, and they are called again in the same order.
-        made = node._sequence_nr()
-        own = [blank for blank in self.blank if blank[0] > made and blank[1] is module]
-        if not own:
-            return None
-        again = min(own, key=lambda blank: blank[0])
-        self.blank.remove(again)
-        return again[2]
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:

@@ -1,8 +1,8 @@
 """Inputs: the gradient with respect to what a module takes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
 from weakref import ref
@@ -16,8 +16,8 @@ from gradsurg import engine
 from gradsurg.fields import validated
 from gradsurg.sites._modules import ModuleSelector, names_of
 from gradsurg.sites._nested import rebuilt, tensors_in
-from gradsurg.sites.base import Gates, Stage
-from gradsurg.sites.outputs import OwnedTensors, alias_of, value_of
+from gradsurg.sites.base import Gates, GradFn, Stage
+from gradsurg.sites.outputs import OwnedTensors, alias_of, is_new, value_of
 from gradsurg.transforms.base import Scope
 
 TAIL = ".input"
@@ -67,7 +67,7 @@ class Inputs(ModuleSelector):
         gates: Gates,
         stack: ExitStack,
     ) -> None:
-        taken = _Taken(names_of(model), {}, {}, self, gates)
+        taken = _Taken(names_of(model), {}, {}, {}, self, gates)
         stack.callback(taken.release)
         for module in self.hookable(taken.names, gates, TAIL):
             _register(module, _entering(taken), stack)
@@ -91,31 +91,66 @@ def _register(module: nn.Module, hook: Callable[..., object], stack: ExitStack) 
 
 
 def _entering(taken: "_Taken") -> Callable[..., Given | None]:
+    gates, chosen, short, path = taken.gates, taken.chosen, taken.short, taken.at.path
+    alone = _alone_on_its_branch if path == "branch" else _alone
+
     # Any: a user's values
     @engine.untraced
     def hook(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> Given | None:
-        taken.open.append(_Call(module))
-        call = taken.next(module)
-        base = None if call is None else taken.chosen(module, call)
+        call = taken.turns.next(module)
+        base = None if call is None else chosen(module, call)
         if base is None:
+            taken.open.append(_Call(module))
             return None
+        gate = short.get(base)
+        if gate is not None and len(args) == 1 and not kwargs and not gates.needs_value:
+            given = alone(args[0], gate)
+            if given is not None:
+                kept = path == "branch" or given._is_view()
+                tensors = [(ref(given), given._version, base)] if kept else []
+                taken.open.append(_Call(module, tensors))
+                return None if given is args[0] else ((given,), kwargs)
+        taken.open.append(_Call(module))
         new = taken.enter(args, kwargs, base)
         if not torch.is_grad_enabled():
             taken.without_graph(module)
         return None if new[0] is args and new[1] is kwargs else new
 
-    vars(hook)["makes_alias"] = taken.at.path == "branch"
+    vars(hook)["makes_alias"] = path == "branch"
     return hook
+
+
+def _alone_on_its_branch(tensor: object, gate: GradFn) -> Tensor | None:
+    """What a module is given for a tensor, hooked by the shortest way; None if that will not do."""
+    if type(tensor) is not Tensor or not (tensor.requires_grad and torch.is_grad_enabled()):
+        return None
+    alias = alias_of(tensor)
+    engine.hook_first(alias, gate)
+    return alias
+
+
+def _alone(tensor: object, gate: GradFn) -> Tensor | None:
+    """As above, the tensor itself."""
+    if not (is_new(tensor) and torch.is_grad_enabled()):
+        return None
+    engine.hook_first(tensor, gate)
+    return tensor
 
 
 def _leaving(taken: "_Taken") -> Callable[..., None]:
     @engine.untraced
     def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
+        running = taken.open
+        if running and running[-1].module is module:
+            call = running.pop()
+            if call.tensors or call.copies:
+                taken.leave(call, output)
+            return
         # A hook of others may have broken this call off before its pre-hook came here.
-        own = [place for place, call in enumerate(taken.open) if call.module is module]
+        own = [place for place, call in enumerate(running) if call.module is module]
         if own:
-            call = taken.open[own[-1]]
-            del taken.open[own[-1] :]
+            call = running[own[-1]]
+            del running[own[-1] :]
             taken.leave(call, output)
 
     return hook
@@ -136,8 +171,8 @@ class _Call:
     """
 
     module: nn.Module
-    tensors: list[tuple[ref[Tensor], int, str]] = field(default_factory=list)
-    copies: list[tuple[object, object, str]] = field(default_factory=list)
+    tensors: Sequence[tuple[ref[Tensor], int, str]] = ()
+    copies: Sequence[tuple[object, object, str]] = ()
 
 
 class _Taken(OwnedTensors):
@@ -148,10 +183,13 @@ class _Taken(OwnedTensors):
         names: dict[nn.Module, list[str]],
         leaves: dict[int, tuple[ref[Tensor], RemovableHandle]],
         sites: dict[object, str],
+        short: dict[str, GradFn],
         at: Inputs,
         gates: Gates,
     ) -> None:
         super().__init__(names, leaves, sites)
+        # Of all threads: the gates of the sites where a module has taken one tensor by place.
+        self.short = short
         self.at = at
         self.gates = gates
         self.chosen = at.chosen(gates, TAIL)
@@ -206,10 +244,12 @@ class _Taken(OwnedTensors):
             if tensor._version != version:
                 raise self._written(site, "wrote to its input in place")
             if self.inside:
+                base = _base(tensor)
+                others = (
+                    [output] if isinstance(output, Tensor) else [t for _, t in tensors_in(output)]
+                )
                 self.returned += [
-                    (other.detach(), version, site)
-                    for _, other in tensors_in(output)
-                    if _base(other) is _base(tensor)
+                    (other.detach(), version, site) for other in others if _base(other) is base
                 ]
         for copy, layout, site in call.copies:
             if _layout(copy) != layout:
@@ -225,12 +265,14 @@ class _Taken(OwnedTensors):
     def _changed(self, value: object, change: Change, base: str, path: str) -> object:
         new = rebuilt(value, change, path)
         if new is not value and not isinstance(new, Tensor):
-            self.open[-1].copies.append((new, _layout(new), base + path))
+            now = self.open[-1]
+            now.copies = [*now.copies, (new, _layout(new), base + path)]
         return new
 
     def _hooked(self, tensor: Tensor, base: str, path: str) -> Tensor:
         """The tensor that the module is given: its gradient is the one that is wanted."""
         site = base + path
+        hooked = True
         match self.at.path:
             case "branch":
                 given = alias_of(tensor)
@@ -240,9 +282,12 @@ class _Taken(OwnedTensors):
                 given.register_hook(gate)
             case "total":
                 given = tensor
-                self.hook_tensor(tensor, base, path, self.open[-1].module, self.gates)
+                hooked = self.hook_tensor(tensor, base, path, self.open[-1].module, self.gates)
+        if hooked and not path:
+            self.short[base] = self.gates.gate(base)
         if given is not tensor or given._is_view():
-            self.open[-1].tensors.append((ref(given), given._version, site))
+            now = self.open[-1]
+            now.tensors = [*now.tensors, (ref(given), given._version, site)]
         return given
 
     def _written(self, site: str, what: str) -> RuntimeError:

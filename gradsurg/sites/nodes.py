@@ -207,7 +207,15 @@ def leaving(pairs: Sequence[tuple[int, GradFn]]) -> Callable[..., object]:
 
 def _entering(site: str, gates: Gates, alone: bool) -> Callable[..., object]:
     """A node prehook. Only outputs that get a gradient are sites: a norm's statistics get none."""
-    entering: dict[int, GradFn] = {0: gates.gate(site)} if alone else {}
+    if alone:
+        gate = gates.gate(site)
+
+        def hook_one(grads: Sequence[Tensor | None]) -> tuple[Tensor] | None:
+            result = gate(grads[0])
+            return None if result is None else (result,)
+
+        return hook_one
+    entering: dict[int, GradFn] = {}
 
     def hook(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...] | None:
         changed: list[Tensor | None] | None = None

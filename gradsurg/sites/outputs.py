@@ -3,17 +3,19 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, TypeGuard
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from gradsurg import engine
 from gradsurg.fields import validated
 from gradsurg.sites._modules import Calls, Chosen, ModuleSelector, names_of
 from gradsurg.sites._nested import tensors_in
-from gradsurg.sites.base import Gates, Stage, foreign
+from gradsurg.sites.base import Gates, GradFn, Stage, foreign
 from gradsurg.transforms.base import Scope
 
 ORIGINAL = "_gradsurg_original"  # where an alias keeps what it is one of
@@ -53,20 +55,40 @@ class Outputs(ModuleSelector):
 
 
 def _hook_output(gates: Gates, tensors: "OwnedTensors", chosen: Chosen) -> Callable[..., None]:
+    short: dict[tuple[str, int], GradFn] = {}  # the gates of calls that have returned one tensor
+
     def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
-        call = tensors.next(module)
+        call = tensors.turns.next(module)
         if call is None:
             return
+        if is_new(output) and not gates.needs_value:
+            gate = short.get(call)
+            if gate is not None:
+                engine.hook_first(output, gate)
+                return
         base = chosen(module, call)
         if base is None:
             return
         if isinstance(output, Tensor):
-            tensors.hook_tensor(output, base, "", module, gates)
+            if tensors.hook_tensor(output, base, "", module, gates):
+                short[call] = gates.gate(base)
         else:
             for path, tensor in tensors_in(output):
                 tensors.hook_tensor(tensor, base, path, module, gates)
 
     return hook
+
+
+def is_new(output: object) -> TypeGuard[Tensor]:
+    """Whether it is a tensor that an operation has made, nobody has hooked, and is no alias."""
+    return (
+        type(output) is Tensor
+        and output.requires_grad
+        and output._backward_hooks is None
+        and output.grad_fn is not None
+        and not hasattr(output, ORIGINAL)
+        and not torch.compiler.is_compiling()
+    )
 
 
 class OwnedTensors(Calls):
@@ -85,8 +107,10 @@ class OwnedTensors(Calls):
 
     def hook_tensor(
         self, tensor: Tensor, base: str, path: str, module: nn.Module, gates: Gates
-    ) -> None:
-        """Hook a tensor at the site `base` + `path`, unless another site has it already."""
+    ) -> bool:
+        """Hook a tensor at the site `base` + `path`, unless another site has it already; whether
+        it was hooked.
+        """
         tensor = original(tensor)
         site = base + path
         if path:
@@ -95,14 +119,14 @@ class OwnedTensors(Calls):
             if tensor.is_floating_point():
                 gates.expect(site, skipped="needs no gradient")
                 self.without_graph(module)
-            return
+            return False
         if tensor._backward_hooks:
             owner = self.owner(tensor)
             # A leaf keeps its hook from step to step.
             if owner is not None:
                 if owner != site:
                     gates.expect(owner, [site])
-                return
+                return False
             gates.expect(site, foreign=foreign(tensor._backward_hooks))
         gate = gates.gate(site)
         self.sites[gate] = site
@@ -113,6 +137,7 @@ class OwnedTensors(Calls):
             for key in [key for key, (held, _) in self.leaves.items() if held() is None]:
                 del self.leaves[key]
             self.leaves[id(tensor)] = ref(tensor), handle
+        return True
 
     def owner(self, tensor: Tensor) -> str | None:
         """The site that has hooked a tensor. PyTorch forgets its hooks when it is changed in place,

@@ -67,7 +67,7 @@ class Parameters(ParamSelector):
             case "settled":
                 refuse_averaged("Parameters, stage 'settled'", model, stack)
                 for name, param in chosen.items():
-                    gate = _in_place_of_grad(gates.gate(name, ref(param)))
+                    gate = gates.gate(name, ref(param))
                     node = held_node(name, param, gates)
                     stack.callback(node.register_hook(_settled(gate, ref(param))).remove)
             case "step":
@@ -109,11 +109,13 @@ def _of_one(gate: GradFn) -> Callable[[Sequence[Tensor | None]], tuple[Tensor | 
     return hook
 
 
-def _settled(change: Callable[[Tensor], None], param: ref[nn.Parameter]) -> Callable[..., None]:
+def _settled(gate: GradFn, param: ref[nn.Parameter]) -> Callable[..., None]:
     def hook(grads: Sequence[Tensor], incoming: Sequence[Tensor | None]) -> None:
         held = param()
-        if held is not None and held.grad is not None:
-            change(held)
+        if held is not None:
+            result = gate(held.grad)
+            if result is not None:
+                held.grad = result
 
     return hook
 

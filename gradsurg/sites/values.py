@@ -154,7 +154,7 @@ class Flow(Calls):
         stale = self._stale(module, done)
         value = rebuild(lambda path, tensor: self._passed(path, tensor, call[0], done, stale))
         before = self.done.get(module)
-        if before is None or self.counts[module] == 1:
+        if before is None or self.turns.counts[module] == 1:
             self.done[module] = done
         else:
             before.differs |= before.changed != done.changed

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 import gradsurg as gs
 from gradsurg.catalogue import find, names
 from gradsurg.fields import validated
-from gradsurg.gate import known
+from gradsurg.rules import known
 from gradsurg.sites.base import Selector
 from gradsurg.transforms.base import Context, GroupTransform, Law, State, Transform
 from tests.nets import backward, batch, sgd, small, weights
