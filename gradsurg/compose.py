@@ -23,6 +23,7 @@ from gradsurg.build import ConfigError, build, snake
 from gradsurg.fields import nearest
 
 LISTS = ("transform", "sink")
+LAUNCHERS = ("joblib", "submitit_local", "submitit_slurm")
 NO_HEADER: dict[str, str | None] = {"package": None}
 NO_KEY = "is not a key here."
 # A yaml file that is none, or is no mapping, is a YAMLError or an OSError.
@@ -239,7 +240,7 @@ def _known_options(
         if not options or (wrong == ["null"] and not several):
             rest.append(word)
             continue
-        faults += [f"{key}: there is no '{name}'. {nearest(name, options)}" for name in wrong]
+        faults += [_unknown(key, name, options) for name in wrong]
         right = [name for name in names if name not in wrong]
         if not wrong and (names or several):
             rest.append(word)
@@ -248,6 +249,12 @@ def _known_options(
         elif right:
             rest.append(f"{key}=[{','.join(right)}]")
     return rest, faults
+
+
+def _unknown(group: str, name: str, options: list[str]) -> str:
+    if group == "hydra/launcher" and name in LAUNCHERS:
+        return f"{group}: '{name}' is not installed: pip install 'gradsurg[launchers]'"
+    return f"{group}: there is no '{name}'. {nearest(name, options)}"
 
 
 def _each_once(overrides: Sequence[str], config_dirs: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -1,4 +1,4 @@
-"""Whether the runs of two folders are the same bit by bit: python scripts/same_runs.py ONE OTHER."""
+"""Whether two folders hold the same runs bit by bit: python scripts/same_runs.py ONE OTHER."""
 
 import json
 import sys

@@ -84,6 +84,7 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
+SchedulerParameters=bf_interval=2
 ReturnToService=2
 NodeName=$host NodeAddr=127.0.0.1 CPUs=3 State=UNKNOWN
 PartitionName=smoke Nodes=ALL Default=YES State=UP
