@@ -69,6 +69,11 @@ class RunDirectory:
         """Whether the run has ended: its summary is there."""
         return (self.path / SUMMARY).is_file()
 
+    @property
+    def resumable(self) -> bool:
+        """Whether the run can go on from a checkpoint."""
+        return (self.path / CHECKPOINT).is_file()
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Have this run to oneself in a block; if another process is at it, wait until it is done.
