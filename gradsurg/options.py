@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from gradsurg.catalogue import snake
 
 LISTS = ("transform", "sink")
+LAUNCHERS = ("joblib", "submitit_local", "submitit_slurm")  # an extra: gradsurg[launchers]
 
 
 def _config_dir() -> Path:

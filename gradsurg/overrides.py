@@ -11,7 +11,7 @@ from hydra.errors import HydraException, OverrideParseException
 from gradsurg.blame import one_line
 from gradsurg.build import GROUPS
 from gradsurg.fields import nearest
-from gradsurg.options import LISTS, content_of, key_of, options_of
+from gradsurg.options import LAUNCHERS, LISTS, content_of, key_of, options_of
 
 
 def read(overrides: Sequence[str], multirun: bool) -> tuple[list[list[str]], list[str]]:
@@ -53,7 +53,7 @@ def known_options(
         if several and len(names) > 1 and key in GROUPS and key not in LISTS:
             faults.append(f"{key}: takes one option, found [{', '.join(names)}]")
             continue
-        faults += [f"{key}: there is no '{name}'. {nearest(name, options)}" for name in wrong]
+        faults += [_unknown(key, name, options) for name in wrong]
         right = [name for name in names if name not in wrong]
         if not wrong and (names or several):
             rest.append(word)
@@ -62,6 +62,12 @@ def known_options(
         elif right:
             rest.append(f"{key}=[{','.join(right)}]")
     return rest, faults
+
+
+def _unknown(group: str, name: str, options: Sequence[str]) -> str:
+    if group == "hydra/launcher" and name in LAUNCHERS:
+        return f"{group}: '{name}' is not installed: pip install 'gradsurg[launchers]'"
+    return f"{group}: there is no '{name}'. {nearest(name, options)}"
 
 
 def each_once(overrides: Sequence[str], config_dirs: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -87,6 +87,7 @@ def _execute(
         run.identity,
         run.tags,
         run.schedule.steps,
+        resumed=place.resumable,
     )
     sinks = [sink if isinstance(sink, Guarded) else Guarded(sink) for sink in sinks]
     for sink in sinks:

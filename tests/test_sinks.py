@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from gradsurg import catalogue
 from gradsurg.fields import FieldError
-from gradsurg.sinks.base import Guarded, RunInfo, Sink
+from gradsurg.sinks.base import Guarded, RunInfo, Sink, StudyInfo, StudySink
 from gradsurg.sinks.console import Console
 from gradsurg.sinks.wandb import Wandb, _pattern, _place
 
@@ -162,6 +162,27 @@ def test_abandoning_reaches_a_live_sink_once():
     guarded.abandon()
     guarded.log(1, {})
     assert sink.asked == ["start", "abandon"]
+
+
+class FragileStudy(Fragile, StudySink):
+    def study(self, study):
+        self._ask("study")
+
+
+def test_a_study_goes_to_a_sink_that_takes_one_and_what_it_raises_is_survived(caplog):
+    study = StudyInfo("study", Path("report"), [{"arm": "clip", "n": 3}])
+    plain, taker, broken = Fragile(), FragileStudy(), FragileStudy("study")
+    guarded = [Guarded(sink) for sink in (plain, taker, broken)]
+    for sink in guarded:
+        sink.study(study)
+    assert (plain.asked, taker.asked) == ([], ["study"])
+    assert broken.asked == ["study", "abandon"]
+    assert [sink.failure for sink in guarded] == [
+        None,
+        None,
+        "In study: ConnectionError: study broke",
+    ]
+    assert len(caplog.records) == 1
 
 
 def console_on(monkeypatch, terminal):

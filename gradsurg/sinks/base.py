@@ -2,7 +2,7 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -24,6 +24,23 @@ class RunInfo:
     config: dict[str, object]
     tags: tuple[str, ...]
     total_steps: int
+    resumed: bool = False  # what was logged before the interruption is told again
+
+
+Cell = str | float | int | bool | None
+
+
+@dataclass(frozen=True)
+class StudyInfo:
+    """What a study came to: a table, a row an arm or a run, and figures as (title, PNG file).
+
+    `directory` is where a sink may write, beside the study's runs.
+    """
+
+    study: str
+    directory: Path
+    rows: Sequence[Mapping[str, Cell]]
+    figures: Sequence[tuple[str, Path]] = ()
 
 
 class Sink(ABC):
@@ -48,6 +65,14 @@ class Sink(ABC):
     @abstractmethod
     def notes(self) -> list[str]:
         """Lines to print at the end of everything, as where the runs lie."""
+
+
+class StudySink(Sink):
+    """A sink that also takes what a study came to."""
+
+    @abstractmethod
+    def study(self, study: StudyInfo) -> None:
+        """Take a study's table and figures, instead of those that it was given before."""
 
 
 class Guarded(Sink):
@@ -76,6 +101,15 @@ class Guarded(Sink):
     def finish(self, state: State, summary: Mapping[str, float]) -> None:
         self._try("finish", lambda: self.sink.finish(state, summary))
         self._alive = False
+
+    def study(self, study: StudyInfo) -> None:
+        """Pass a study on to a sink that takes one."""
+        if isinstance(self.sink, StudySink):
+            self._runs += 1
+            self._alive = True
+            taken = self.sink
+            self._try("study", lambda: taken.study(study))
+            self._alive = False
 
     def abandon(self) -> None:
         if self._alive:

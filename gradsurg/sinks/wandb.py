@@ -1,7 +1,9 @@
 """Wandb: each run as a Weights & Biases run, offline unless the user is logged in."""
 
 import logging
+import re
 import shlex
+import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,13 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import AfterValidator
 
 from gradsurg.fields import validated
-from gradsurg.sinks.base import RunInfo, Sink, State
+from gradsurg.sinks.base import RunInfo, State, StudyInfo, StudySink
 
 if TYPE_CHECKING:
     import wandb
 
 Mode = Literal["online", "offline", "disabled"]
 INIT_TIMEOUT = 30.0
+FOLDER = re.compile(r"(?:offline-)?run-\d{8}_\d{6}-(.+)")  # wandb's own names, the id at the end
+STEP = "global_step"
 REFUSED = "/\\#?%:"
 
 _log = logging.getLogger("gradsurg")
@@ -39,6 +43,7 @@ class _Session:
     """What changes while runs come and go; a sink's fields are its configuration only."""
 
     run: "wandb.Run | None" = None
+    last_step: int = -1
     offline: list[Path] = field(default_factory=list)
     urls: list[str] = field(default_factory=list)
     project: str = ""
@@ -47,12 +52,13 @@ class _Session:
 
 
 @validated
-class Wandb(Sink):
+class Wandb(StudySink):
     """Logs to W&B with a study as the group, an arm as the job type and `global_step` as the axis.
 
     `auto` is what the user told wandb itself (`WANDB_MODE`, `wandb offline`), else online if wandb
     finds a key, else offline. It never asks: what should be online and has no key or no connection
-    becomes offline, and says so.
+    becomes offline, and says so. A run that goes on is the same W&B run online; offline, where all
+    is told again, it takes the place of what was left. One that is repeated is a new W&B run.
     """
 
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
@@ -64,36 +70,35 @@ class Wandb(Sink):
         return _Session()
 
     def start(self, run: RunInfo) -> None:
-        import wandb
-
-        # wandb would turn to the system's temporary directory, in silence
-        run.directory.mkdir(parents=True, exist_ok=True)
-        mode = self._resolved_mode()
-        try:
-            live = self._init(run, mode)
-        except wandb.Error as error:
-            if mode != "online":
-                raise
-            mode = self._turn_offline(f"wandb cannot go online ({str(error).splitlines()[0]})")
-            live = self._init(run, mode)
-        self._session.run = live
-        live.define_metric("*", step_metric="global_step")
-        match mode:
-            case "online":
-                self._session.urls.append(live.url or "")
-                self._session.project = live.project_url or ""
-            case "offline":
-                self._session.offline.append(Path(live.settings.sync_dir))
-            case "disabled":
-                pass
+        about = _About(run.study, run.arm, run.label, run.tags, run.config, run.directory)
+        self._begin(about, run.resumed)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run().log({**values, "global_step": step})
+        if step > self._session.last_step:
+            self._run().log({**values, STEP: step})
 
     def finish(self, state: State, summary: Mapping[str, float]) -> None:
         run = self._run()
         run.summary.update({**summary, "state": state})
         run.finish(exit_code=0 if state == "finished" else 1)
+        self._session.run = None
+
+    def study(self, study: StudyInfo) -> None:
+        import wandb
+
+        about = _About(study.study, "report", study.study, (), {}, study.directory)
+        self._begin(about, resumed=False)
+        columns: list[str | int] = list(dict.fromkeys(key for row in study.rows for key in row))
+        # A row that lacks a number says so; a column may hold numbers and words.
+        table = wandb.Table(
+            columns=columns,
+            data=[[row.get(str(column)) for column in columns] for row in study.rows],
+            allow_mixed_types=True,
+        )
+        figures = {f"figures/{title}": wandb.Image(str(path)) for title, path in study.figures}
+        run = self._run()
+        run.log({"study": table, **figures})
+        run.finish(exit_code=0)
         self._session.run = None
 
     def abandon(self) -> None:
@@ -121,29 +126,63 @@ class Wandb(Sink):
             raise RuntimeError("start() was not called")
         return self._session.run
 
-    def _init(self, run: RunInfo, mode: Mode) -> "wandb.Run":
+    def _begin(self, about: "_About", resumed: bool) -> None:
+        import wandb
+
+        # wandb would turn to the system's temporary directory, in silence
+        about.directory.mkdir(parents=True, exist_ok=True)
+        mode = self._resolved_mode()
+        known = None if mode == "disabled" else _take_place(about.directory)
+        try:
+            live = self._init(about, mode, known if resumed and mode == "online" else None)
+        except wandb.Error as error:
+            if mode != "online":
+                raise
+            mode = self._turn_offline(f"wandb cannot go online ({str(error).splitlines()[0]})")
+            live = self._init(about, mode, None)
+        self._session.run = live
+        live.define_metric("*", step_metric=STEP)
+        # What W&B has of a run that goes on is not logged twice; -1 is before the first step.
+        self._session.last_step = live.summary.get(STEP, -1) if live.resumed else -1
+        match mode:
+            case "online":
+                self._session.urls.append(live.url or "")
+                self._session.project = live.project_url or ""
+            case "offline":
+                self._session.offline.append(Path(live.settings.sync_dir))
+            case "disabled":
+                pass
+
+    def _init(self, about: "_About", mode: Mode, known: str | None) -> "wandb.Run":
         import wandb
 
         return wandb.init(
             mode=mode,
             project=self.project,
             entity=self.entity,
-            dir=run.directory,
-            group=run.study,
-            job_type=run.arm,
-            name=run.label,
-            tags=run.tags,
-            config=run.config,
+            dir=about.directory,
+            group=about.study,
+            job_type=about.job_type,
+            name=about.name,
+            tags=about.tags,
+            config=about.config,
+            id=known,
+            resume="allow" if known is not None else None,
             reinit="finish_previous",
             settings=wandb.Settings(
-                silent=True, console="off", x_disable_stats=True, init_timeout=INIT_TIMEOUT
+                silent=True,
+                console="off",
+                x_disable_stats=True,
+                x_save_requirements=False,  # a walk over all that is installed, at every run
+                init_timeout=INIT_TIMEOUT,
             ),
         )
 
     def _resolved_mode(self) -> Mode:
         import wandb
 
-        settings = wandb.setup().settings
+        # else a login by a key that is there already is told at every run
+        settings = wandb.setup(wandb.Settings(silent=True)).settings
         chosen = self.mode != "auto" or "mode" in settings.model_fields_set
         match settings.mode if self.mode == "auto" else self.mode:
             case "disabled":
@@ -166,6 +205,33 @@ class Wandb(Sink):
         self._session.remarks.append(remark)
         _log.warning(remark)
         return "offline"
+
+
+@dataclass(frozen=True)
+class _About:
+    """What a W&B run is called, and where its files go."""
+
+    study: str
+    job_type: str
+    name: str
+    tags: tuple[str, ...]
+    config: dict[str, object]
+    directory: Path
+
+
+def _take_place(directory: Path) -> str | None:
+    """The id of the latest W&B run in a run directory, if any; what is there offline is removed.
+
+    What begins now is told all of it again, and W&B would append that to a run with the same id.
+    """
+    found = [(path, FOLDER.fullmatch(path.name)) for path in directory.glob("wandb/*run-*")]
+    named = sorted(
+        (path.name.removeprefix("offline-"), path, match.group(1)) for path, match in found if match
+    )
+    for name, path, _ in named:
+        if path.name != name:
+            shutil.rmtree(path)
+    return named[-1][2] if named else None
 
 
 def _place(paths: list[Path]) -> str:

@@ -1,0 +1,157 @@
+#!/usr/bin/env bash
+# A sweep under a real SLURM of one node: a job that is pre-empted ends as if it had not been.
+# Ends with 77 where it cannot be tried. What it installs stays, what it starts is stopped again.
+set -euo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+python=$(command -v "${PYTHON:-python}")
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+
+cannot() { echo "slurm_smoke: $1" >&2; exit 77; }
+fail() { echo "slurm_smoke: $1" >&2; exit 1; }
+[ "$(id -u)" = 0 ] || cannot "needs root, to install and to start SLURM"
+command -v apt-get >/dev/null || cannot "needs Debian's packages"
+"$python" -c 'import hydra_plugins.hydra_submitit_launcher' 2>/dev/null ||
+  cannot "needs pip install 'gradsurg[launchers]'"
+
+place=$(mktemp -d "${TMPDIR:-/tmp}/slurm_smoke.XXXXXX")
+chmod 755 "$place"
+daemons=()
+sweep=
+stop() {
+  code=$?
+  trap - EXIT
+  set +e
+  [ -z "$sweep" ] || kill "$sweep" 2>/dev/null
+  if [ -S "$place/munge/socket" ]; then
+    scancel --state=PENDING --user=root && scancel --signal=KILL --full --user=root
+    for _ in {1..150}; do [ -z "$(squeue --noheader)" ] && break; sleep 0.2; done
+  fi 2>/dev/null
+  for ((at = ${#daemons[@]} - 1; at >= 0; at--)); do kill "${daemons[at]}"; wait "${daemons[at]}"; done 2>/dev/null
+  if [ "$code" = 1 ]; then tail -n 5 "$place"/*.log >&2; fi
+  rm -rf "$place"
+  exit "$code"
+}
+trap stop EXIT
+trap 'exit 130' INT TERM
+
+until_() { # until_ SECONDS SENTENCE COMMAND...: wait until the command ends well, else fail
+  local tries=$(($1 * 10)) sentence=$2
+  shift 2
+  for ((; tries; tries--)); do "$@" >/dev/null 2>&1 && return; sleep 0.1; done
+  fail "$sentence"
+}
+
+install() { # Debian would start the daemons at once, with a configuration of its own
+  local policy=/usr/sbin/policy-rc.d own=
+  [ -e $policy ] || { own=$policy; printf '#!/bin/sh\nexit 101\n' >$policy; chmod 755 $policy; }
+  { apt-get update && DEBIAN_FRONTEND=noninteractive \
+    apt-get install -y --no-install-recommends slurm-wlm munge; } >"$place/apt.log" 2>&1 || code=$?
+  [ -z "$own" ] || rm -f "$own"
+  [ -z "${code:-}" ] || fail "apt-get could not install slurm-wlm and munge"
+}
+command -v slurmctld >/dev/null && command -v slurmd >/dev/null && command -v munged >/dev/null || install
+
+# --- one node on the loopback, everything of it in $place
+read -r control_port node_port < <("$python" -c '
+import socket
+found = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+print(*(server.getsockname()[1] for server in found))')
+host=$(hostname -s)
+mkdir -m 755 "$place/munge" "$place/state" "$place/spool"
+head -c 128 /dev/urandom >"$place/munge/key"
+chmod 600 "$place/munge/key"
+chown -R munge: "$place/munge"
+export SLURM_CONF="$place/slurm.conf"
+cat >"$SLURM_CONF" <<CONF
+ClusterName=smoke
+SlurmctldHost=$host(127.0.0.1)
+SlurmctldPort=$control_port
+SlurmdPort=$node_port
+SlurmUser=root
+# a requeued job waits for as long as its credential is good
+AuthInfo=socket=$place/munge/socket,cred_expire=5
+CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
+StateSaveLocation=$place/state
+SlurmdSpoolDir=$place/spool
+SlurmctldPidFile=$place/slurmctld.pid
+SlurmdPidFile=$place/slurmd.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+# three jobs at once, however many cores there are
+SlurmdParameters=config_overrides
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerParameters=bf_interval=2
+ReturnToService=2
+NodeName=$host NodeAddr=127.0.0.1 CPUs=3 State=UNKNOWN
+PartitionName=smoke Nodes=ALL Default=YES State=UP
+CONF
+
+setpriv --reuid=munge --regid=munge --clear-groups munged --foreground --key-file="$place/munge/key" --num-threads=2 \
+  --socket="$place/munge/socket" --pid-file="$place/munge/pid" \
+  --seed-file="$place/munge/seed" --log-file="$place/munge/log" >"$place/munged.log" 2>&1 &
+daemons+=($!)
+until_ 30 "munged did not start" munge --no-input --socket="$place/munge/socket"
+slurmctld -D >"$place/slurmctld.log" 2>&1 &
+daemons+=($!)
+until_ 30 "slurmctld did not start" scontrol ping
+slurmd -D >"$place/slurmd.log" 2>&1 &
+daemons+=($!)
+idle() { [ "$(sinfo --noheader --format=%T)" = idle ]; }
+until_ 30 "the node did not come up" idle
+
+# --- the same sweep undisturbed and as a job array
+cat >"$place/noted.py" <<'NOTED'
+"""Changes nothing; writes down once in a process with which step it began."""
+
+import os
+
+from gradsurg.fields import validated
+from gradsurg.transforms.base import Stateless
+
+begun = False
+
+
+@validated
+class Noted(Stateless):
+    @property
+    def laws(self):
+        return frozenset()
+
+    def apply(self, grad, context):
+        global begun
+        if not begun:
+            begun = True
+            with open(os.environ["NOTED"], "a") as file:
+                file.write(f"{context.step}\n")
+        return grad
+NOTED
+words=('transform=clip,[add_noise,noted.Noted],sign' model.dropout=0.2 seeds=1 steps=4000
+  effects_every=2 log_every=50 checkpoint_every=200 study=smoke sink=none)
+cd "$place"
+NOTED=/dev/null "$python" -m gradsurg.run -m "${words[@]}" out=plain >plain.log 2>&1 ||
+  fail "the sweep failed without SLURM"
+NOTED="$place/began" "$python" -m gradsurg.run -m "${words[@]}" out=swept \
+  hydra/launcher=submitit_slurm hydra.launcher.cpus_per_task=1 >swept.log 2>&1 &
+sweep=$!
+
+under_way() { [ "$(cat began)" = 0 ] && compgen -G 'swept/smoke/add_noise+noted-*/checkpoint.pt'; }
+until_ 180 "the job that is to be pre-empted saved no checkpoint" under_way
+array=$(squeue --noheader --array --format=%F | head -n 1)
+scancel --signal=USR2 "${array}_1" || fail "the job could not be told to go"
+! compgen -G 'swept/smoke/add_noise+noted-*/summary.json' >/dev/null ||
+  fail "the job had ended before it was pre-empted"
+
+wait "$sweep" || fail "the sweep ended with code $?"
+sweep=
+scontrol show job "${array}_1" | grep -q ' Restarts=1 ' || fail "the job was not requeued once"
+[ "$(scontrol --oneliner show job "$array" | grep -c 'JobState=COMPLETED')" = 3 ] ||
+  fail "not all three jobs of the array were completed"
+mapfile -t begun <began
+[ ${#begun[@]} = 2 ] && [ "${begun[1]}" -gt 0 ] ||
+  fail "the requeued job did not go on from a checkpoint; it began at step ${begun[*]}"
+"$python" "$root/scripts/same_runs.py" plain/smoke swept/smoke
+echo "SLURM: 3 jobs in an array; one was pre-empted, requeued and went on from step ${begun[1]}"

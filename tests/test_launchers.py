@@ -1,0 +1,206 @@
+"""Sweeps whose jobs run in processes of their own, and sweeps that meet at the same runs."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+
+from gradsurg.store import LOCK, SUMMARY
+from scripts.same_runs import differences
+
+ROOT = Path(__file__).parents[1]
+SHORT = ("steps=20", "seeds=1", "sink=none")
+LAUNCHERS = ("joblib", "submitit_local", "submitit_slurm")
+PARALLEL = ("joblib", "submitit_local")
+
+THEIRS = '''
+import os
+from pathlib import Path
+
+import torch
+
+from gradsurg.fields import validated
+from gradsurg.transforms.base import Stateless
+
+
+@validated
+class Noted(Stateless):
+    """Changes nothing, and writes down where it was at work and with how many threads."""
+
+    @property
+    def laws(self):
+        return frozenset()
+
+    def apply(self, grad, context):
+        if context.step == 0:
+            Path(f"noted-{os.getpid()}").write_text(str(torch.get_num_threads()))
+        return grad
+
+
+def fails(grad):
+    raise RuntimeError("the disk is on fire")
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An empty folder with transforms of a user's own."""
+    (tmp_path / "theirs.py").write_text(THEIRS)
+    return tmp_path
+
+
+def started(folder: Path, *words: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "gradsurg.run", "-m", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process: "subprocess.Popen[str]") -> tuple[int, str]:
+    """The exit code of a command and what it said on stderr."""
+    _, said = process.communicate(timeout=300)
+    return process.returncode, said
+
+
+def finished(folder: Path, study: str = "default") -> list[str]:
+    """The finished runs of a study, without their hashes."""
+    paths = (folder / "runs" / study).glob(f"*/{SUMMARY}")
+    return sorted(path.parent.name.rpartition("-")[0] for path in paths)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", PARALLEL)
+def test_a_parallel_sweep_ends_bit_by_bit_as_one_in_a_single_process(
+    folder: Path, launcher: str
+) -> None:
+    words = ("transform=clip,[add_noise,theirs.Noted]", "seeds=2", "model.dropout=0.2")
+    words += ("steps=100", "checkpoint_every=20", "log_every=10", "sink=none")
+    code, said = ended(started(folder, *words, "study=alone"))
+    assert code == 0, said
+    for path in folder.glob("noted-*"):
+        path.unlink()
+    code, said = ended(
+        started(folder, *words, "study=beside", "threads=3", f"hydra/launcher={launcher}")
+    )
+    assert code == 0, said
+    names = [
+        f"{label}-seed{seed}" for label in ("add_noise+noted", "clip", "none") for seed in "01"
+    ]
+    assert finished(folder, "beside") == names
+    assert [*differences(folder / "runs" / "alone", folder / "runs" / "beside")] == []
+    (note,) = folder.glob("noted-*")
+    assert note.read_text() == "3"
+    assert not [*folder.rglob(LOCK)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", PARALLEL)
+def test_a_job_that_fails_in_a_process_of_its_own_ends_with_code_1_after_the_others(
+    folder: Path, launcher: str
+) -> None:
+    words = ("transform=theirs.fails,clip,sign", *SHORT, f"hydra/launcher={launcher}")
+    code, said = ended(started(folder, *words))
+    assert code == 1
+    assert "Traceback" not in said
+    assert finished(folder) == ["clip-seed0", "none-seed0", "sign-seed0"]
+    (log,) = folder.glob("runs/default/*/error.log")
+    assert "the disk is on fire" in log.read_text()
+
+
+@pytest.mark.slow
+def test_two_sweeps_of_one_study_at_once_do_each_run_once(folder: Path) -> None:
+    words = ("transform=clip,sign,[clip,add_noise]", "seeds=2", "steps=400", "sink=console")
+    both = [started(folder, *words) for _ in range(2)]
+    results = [ended(process) for process in both]
+    assert [code for code, _ in results] == [0, 0], results
+    labels = ("clip", "clip+add_noise", "none", "sign")
+    names = sorted(f"{label}-seed{seed}" for label in labels for seed in "01")
+    assert finished(folder) == names
+    # A run that is taken up finished has no line of its own.
+    lines = [line for _, said in results for line in said.splitlines()]
+    trained = [re.match(r"(?:treated|control) (\S+): finished", line) for line in lines]
+    assert sorted(found.group(1) for found in trained if found) == names
+    for path in folder.glob("runs/default/*/metrics.jsonl"):
+        steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+        assert steps == [*range(50, 401, 50)]
+    assert not [*folder.rglob(LOCK)]
+
+
+@pytest.mark.slow
+def test_the_lock_of_a_process_that_was_killed_is_taken_over(folder: Path) -> None:
+    words = ("transform=none", "seeds=1", "steps=3000", "log_every=10", "checkpoint_every=10")
+    process = started(folder, *words, "sink=none")
+    deadline = time.monotonic() + 120
+    while not [*folder.rglob("checkpoint.pt")] and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.kill()
+    process.communicate()
+    assert finished(folder) == []
+    (lock,) = folder.rglob(LOCK)
+    code, said = ended(started(folder, *words, "sink=none"))
+    assert code == 0, said
+    assert "waiting for another process" not in said
+    assert finished(folder) == ["none-seed0"]
+    assert not lock.exists()
+
+
+@pytest.mark.slow
+def test_a_launcher_that_is_not_installed_is_told_with_the_command_that_installs_it(
+    folder: Path,
+) -> None:
+    for launcher in LAUNCHERS:
+        words = ["-m", f"hydra/launcher={launcher}", "transform=clip", *SHORT]
+        hidden = f"""
+import sys
+sys.modules["hydra_plugins"] = None
+sys.argv[1:] = {words}
+from gradsurg import run
+run.main()
+"""
+        done = subprocess.run(
+            [sys.executable, "-c", hidden],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert (done.returncode, done.stderr) == (
+            2,
+            f"hydra/launcher: '{launcher}' is not installed: pip install 'gradsurg[launchers]'\n",
+        )
+    assert not (folder / "runs").exists()
+
+
+def test_the_launchers_that_are_told_of_are_those_that_the_extra_brings() -> None:
+    Plugins.instance()
+    there = ConfigStore.instance().list("hydra/launcher")
+    assert sorted(there) == [f"{name}.yaml" for name in ("basic", *LAUNCHERS)]
+
+
+@pytest.mark.slow
+def test_a_job_that_slurm_pre_empts_is_requeued_and_ends_as_if_nothing_had_happened() -> None:
+    done = subprocess.run(
+        [ROOT / "scripts" / "slurm_smoke.sh"],
+        env={**os.environ, "PYTHON": sys.executable},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    if done.returncode == 77:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stderr
+    assert "pre-empted, requeued and went on from step " in done.stdout
