@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurg import __version__
+from gradsurg.arms import Run, Schedule
 from gradsurg.fields import FieldError, nearest, validated
 from gradsurg.intervention import Intervention
 from gradsurg.ledger import SurgeryWarning
@@ -33,7 +34,6 @@ from gradsurg.make import (
 )
 from gradsurg.sinks.base import Guarded, Sink
 from gradsurg.sites.base import Selector
-from gradsurg.study import Run, Schedule
 from gradsurg.surgery import Surgery
 from gradsurg.tasks.base import Data, Task
 from gradsurg.transforms.base import Transform

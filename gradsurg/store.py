@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import polars as pl
 
 CONFIG, METRICS, EFFECTS = "config.yaml", "metrics.jsonl", "effects.jsonl"
 SUMMARY, CHECKPOINT, LOCK = "summary.json", "checkpoint.pt", ".lock"
+FACTS, ERROR = "run.json", "error.log"
 NOT_FINITE = "not_finite"
 MAX_LABEL = 80
 
@@ -33,6 +34,7 @@ EFFECTS_KEYS = {
     "nonfinite": "Int64",
 }
 
+RunState = Literal["planned", "running", "interrupted", "failed", "finished", "diverged"]
 
 _log = logging.getLogger("gradsurg")
 
@@ -53,7 +55,7 @@ def directory_name(label: str, config: Mapping[str, object]) -> str:
 
 
 class RunDirectory:
-    """The files of one run: config, metrics, effects, checkpoint and, last of all, the summary.
+    """The files of one run: facts, config, metrics, effects, checkpoint, and last the summary.
 
     Everything but the two JSONL files is replaced as a whole, so that a kill at any moment leaves
     the old or the new one. JSON has no NaN and no infinity: such a number is written as null, and
@@ -68,6 +70,28 @@ class RunDirectory:
     def finished(self) -> bool:
         """Whether the run has ended: its summary is there."""
         return (self.path / SUMMARY).is_file()
+
+    @property
+    def resumable(self) -> bool:
+        """Whether the run can go on from a checkpoint."""
+        return (self.path / CHECKPOINT).is_file()
+
+    @property
+    def state(self) -> RunState:
+        """How far the run is, as its files say; `running` if a process is at it."""
+        state = self.unheld_state
+        return "running" if state not in ("finished", "diverged") and self._is_held() else state
+
+    @property
+    def unheld_state(self) -> RunState:
+        """How far the run is, whoever is at it."""
+        if self.finished:
+            return "diverged" if self.read_summary().get("state") == "diverged" else "finished"
+        if (self.path / ERROR).is_file():
+            return "failed"
+        if any((self.path / name).is_file() for name in (METRICS, EFFECTS, CHECKPOINT)):
+            return "interrupted"
+        return "planned"
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -90,12 +114,52 @@ class RunDirectory:
             path.unlink(missing_ok=True)
             file.close()
 
-    def write_config(self, config: Mapping[str, object]) -> None:
-        """Keep the resolved config, as YAML."""
+    def plan(self, facts: Mapping[str, object], config: Mapping[str, object]) -> None:
+        """Say that this run is to be: what readers should know of it, and its resolved config."""
         from omegaconf import OmegaConf
 
-        text = OmegaConf.to_yaml(OmegaConf.create(dict(config)))
-        self._replace(CONFIG, text.encode())
+        text = json.dumps(_finite(facts), indent=2).encode()
+        if not (self.path / CONFIG).is_file():
+            config_text = OmegaConf.to_yaml(OmegaConf.create(dict(config)))
+            self._replace(CONFIG, config_text.encode())
+        path = self.path / FACTS
+        if not path.is_file() or path.read_bytes() != text:
+            self._replace(FACTS, text)
+
+    def read_facts(self) -> dict[str, Any] | None:  # Any: what JSON can hold
+        """What was said of the run when it was planned, or None."""
+        path = self.path / FACTS
+        return json.loads(path.read_bytes()) if path.is_file() else None
+
+    def read_config(self) -> dict[str, Any] | None:  # Any: what YAML can hold
+        """The resolved config, or None."""
+        import yaml
+
+        path = self.path / CONFIG
+        # OmegaConf wrote it, plain; its own reader takes far longer
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        return yaml.load(path.read_bytes(), Loader=loader) if path.is_file() else None
+
+    def write_error(self, text: str) -> None:
+        """Keep the traceback of what ended the run; its last line is the reason.
+
+        A disk that is full, or a folder that is gone, cannot keep it: that is logged.
+        """
+        try:
+            self._replace(ERROR, text.encode())
+        except OSError as error:
+            _log.warning("the traceback could not be written: %s", error)
+
+    def forget_error(self) -> None:
+        """The run is tried again."""
+        (self.path / ERROR).unlink(missing_ok=True)
+
+    @property
+    def reason(self) -> str:
+        """Why the run has failed: the last line of its traceback."""
+        path = self.path / ERROR
+        lines = path.read_text().strip().splitlines() if path.is_file() else []
+        return lines[-1] if lines else ""
 
     def append_metrics(self, row: Mapping[str, object]) -> None:
         """Add one line to `metrics.jsonl`."""
@@ -154,10 +218,23 @@ class RunDirectory:
 
     def clear(self) -> None:
         """Remove this run's own files, the summary first; other files stay."""
-        own = [SUMMARY, CHECKPOINT, EFFECTS, METRICS, CONFIG]
+        own = [SUMMARY, CHECKPOINT, EFFECTS, METRICS, CONFIG, FACTS, ERROR]
         leftover = [path.name for name in own for path in self.path.glob(f".{name}.*.tmp")]
         for name in own + leftover:
             (self.path / name).unlink(missing_ok=True)
+
+    def _is_held(self) -> bool:
+        path = self.path / LOCK
+        if not path.is_file():
+            return False
+        try:
+            with path.open() as file:
+                fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except FileNotFoundError:  # gone in between
+            return False
+        return False
 
     def _append(self, name: str, rows: Iterable[Mapping[str, object]]) -> None:
         lines = b"".join(_line(row) for row in rows)

@@ -15,7 +15,7 @@ FLOORS = (
     ("effects", "gate", "group_gate", "intervention", "attached", "sources", "live"),
     ("travel", "surgery", "hooking"),
     ("train", "comparison", "__init__"),
-    ("store", "study"),
+    ("store", "arms", "idle", "checkpoint", "run_log", "study"),
     ("report", "make", "build", "compose"),
     ("run",),
 )

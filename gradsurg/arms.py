@@ -1,0 +1,68 @@
+"""An arm with one seed: what a run is made of and recognised by."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gradsurg.store import directory_name
+from gradsurg.surgery import Surgery
+from gradsurg.tasks.base import Data, Task
+
+ArmName = Literal["treated", "control"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long a run is, how often it logs and is saved, in optimizer steps."""
+
+    steps: int
+    batch_size: int
+    log_every: int
+    checkpoint_every: int
+    effects_every: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One arm with one seed. `identity` is the resolved config that the run is recognised by."""
+
+    study: str
+    arm: ArmName
+    label: str
+    seed: int
+    identity: dict[str, object]
+    tags: tuple[str, ...]
+    task: Task
+    make_model: Callable[[Data], nn.Module]
+    make_optimizer: Callable[[nn.Module], Optimizer]
+    surgery: Surgery
+    shadow: bool
+    schedule: Schedule
+    device: torch.device
+    control: str | None = None  # the name of the directory of the run that it is compared with
+    left_out: str | None = None  # the link that an arm of an attribution does without ..
+    whole: str | None = None  # .. and the name of the directory of the run that has it
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """What readers of its directory should know before there is an outcome."""
+        return {
+            "study": self.study,
+            "arm": self.arm,
+            "label": self.label,
+            "seed": self.seed,
+            "tags": list(self.tags),
+            "steps": self.schedule.steps,
+            "control": self.control,
+            "left_out": self.left_out,
+            "whole": self.whole,
+        }
+
+    def directory(self, out: Path) -> Path:
+        """Where it lies: `<out>/<study>/<label>-<hash8>`."""
+        return out / self.study / directory_name(f"{self.label}-seed{self.seed}", self.identity)
