@@ -32,7 +32,6 @@ DOORS = {
     "omegaconf": ("run", "compose", "store"),
     "wandb": ("sinks.wandb",),
     "rich": ("sinks.console", "report"),
-    "yaml": ("store",),
     "polars": ("store", "report"),
     "matplotlib": ("report",),
     "plotly": ("report",),
