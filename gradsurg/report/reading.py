@@ -126,9 +126,8 @@ def _found(path: Path) -> Found:
     if config is not None and not isinstance(config, dict):
         raise ValueError(f"{CONFIG} holds no mapping")
     state = place.state
-    summary = place.read_summary() if place.finished else {}
-    said: Summary = {}
-    said.update(summary, **facts)
+    summary: Summary = dict(place.read_summary()) if place.finished else {}
+    said: Summary = summary | facts
     label, seed = _from_name(path.name)
     last = _last_row(path / METRICS)
     steps = int(said.get("steps") or 0)
