@@ -61,7 +61,9 @@ def page_data(report: StudyReport) -> Json:
             }
             for effect in report.updates
         ],
-        "runs": [_run(run, places, report) for run in report.runs],
+        "runs": [
+            _run(run, places[arm.name], report) for arm in report.arms for run in arm.runs
+        ],
     }
 
 
@@ -163,14 +165,13 @@ def _cost(cost: Cost, places: dict[str, int]) -> Json:
     }
 
 
-def _run(run: Found, places: dict[str, int], report: StudyReport) -> Json:
-    arm = next(arm for arm in report.arms if run in arm.runs)
+def _run(run: Found, place: int, report: StudyReport) -> Json:
     file = run.path / CONFIG
     text = file.read_text(errors="replace") if file.is_file() else ""
     summary = run.summary or {}
     return {
         "name": run.name,
-        "arm": places[arm.name],
+        "arm": place,
         "seed": run.seed if run.seed >= 0 else None,
         "state": run.state,
         "reason": run.reason,

@@ -9,8 +9,10 @@ from typing import Any, Literal
 from gradsurg.report.wording import Summary, listed
 from gradsurg.store import (
     CONFIG,
+    EFFECTS,
     ERROR,
     FACTS,
+    LOCK,
     METRICS,
     NOT_FINITE,
     SUMMARY,
@@ -200,3 +202,19 @@ def _with_controls(runs: list[Found]) -> list[Found]:
 def _control_key(run: Found) -> str:
     kept = {key: item for key, item in (run.config or {}).items() if key not in BESIDE_CONTROL}
     return canonical([run.seed, kept])
+
+
+Stamp = dict[str, tuple[int, int]]
+
+
+def stamp(folder: Path) -> Stamp:
+    """Size and time of every file that a report is made from: another stamp, another report."""
+    found: Stamp = {}
+    for path in _run_directories(folder):
+        for name in (*OWN_FILES, EFFECTS, LOCK):
+            try:
+                facts = (path / name).stat()
+            except FileNotFoundError:
+                continue
+            found[f"{path.name}/{name}"] = facts.st_size, facts.st_mtime_ns
+    return found

@@ -5,9 +5,12 @@ from pathlib import Path
 
 import polars as pl
 
-from gradsurg.report import answer, dose, outcomes, series
+from gradsurg.report import answer, outcomes, series
+from gradsurg.report.dose import Doses, doses
 from gradsurg.report.grouping import Arm, group
+from gradsurg.report.outcomes import Cost, Outcome, UpdateEffect
 from gradsurg.report.reading import Found, read_study
+from gradsurg.report.series import Curve, EffectMap, Norms
 
 
 @dataclass(frozen=True)
@@ -18,14 +21,14 @@ class StudyReport:
     runs: list[Found]
     arms: list[Arm]
     metrics: dict[str, str]
-    outcomes: list[outcomes.Outcome]
-    shares: list[outcomes.Outcome]
-    costs: list[outcomes.Cost]
-    updates: list[outcomes.UpdateEffect]
-    curves: list[series.Curve]
-    maps: list[series.EffectMap]
-    norms: list[series.Norms]
-    doses: list[dose.Doses]
+    outcomes: list[Outcome]
+    shares: list[Outcome]
+    costs: list[Cost]
+    updates: list[UpdateEffect]
+    curves: list[Curve]
+    maps: list[EffectMap]
+    norms: list[Norms]
+    doses: list[Doses]
     effects: pl.DataFrame
     answer: str
     cautions: list[str]
@@ -55,7 +58,7 @@ def study_report(folder: Path) -> StudyReport:
         curves=series.curves(arms, metrics),
         maps=series.effect_maps(arms, effects),
         norms=series.norms(arms, effects),
-        doses=dose.doses(arms),
+        doses=doses(arms),
         effects=effects.rows,
         answer=answer.paragraph(compared, arms),
         cautions=[*answer.cautions(runs, compared), *faults],
