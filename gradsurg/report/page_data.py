@@ -61,9 +61,7 @@ def page_data(report: StudyReport) -> Json:
             }
             for effect in report.updates
         ],
-        "runs": [
-            _run(run, places[arm.name], report) for arm in report.arms for run in arm.runs
-        ],
+        "runs": [_run(run, places[arm.name], report) for arm in report.arms for run in arm.runs],
     }
 
 

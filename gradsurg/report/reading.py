@@ -204,7 +204,7 @@ def _control_key(run: Found) -> str:
     return canonical([run.seed, kept])
 
 
-Stamp = dict[str, tuple[int, int]]
+Stamp = dict[str, object]
 
 
 def stamp(folder: Path) -> Stamp:
@@ -217,4 +217,6 @@ def stamp(folder: Path) -> Stamp:
             except FileNotFoundError:
                 continue
             found[f"{path.name}/{name}"] = facts.st_size, facts.st_mtime_ns
+        if (path / LOCK).is_file():  # its process can die without touching a file
+            found[path.name] = _read(path).state
     return found
