@@ -8,7 +8,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import NullLocator, PercentFormatter
 
 from gradsurg.report.outcomes import Outcome
 from gradsurg.report.series import Curve, EffectMap
@@ -29,10 +29,9 @@ STYLE: dict[str, Any] = {  # Any: what matplotlib says of its settings
     "legend.frameon": False,
     "svg.hashsalt": "gradsurg",  # the same data, the same file
     "svg.fonttype": "none",
-    "savefig.bbox": "tight",
 }
-MAX_PANELS = 24  # more small panels than this are not read in print
-MAX_NAME = 44
+MAX_PANELS = 12  # more small panels than this are not read in print
+MAX_NAME = 34
 
 
 def write_figures(report: StudyReport, folder: Path) -> list[Path]:
@@ -52,7 +51,7 @@ def write_figures(report: StudyReport, folder: Path) -> list[Path]:
             if figure is None:
                 continue
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
-            figure.savefig(folder / f"{name}.png", dpi=144)
+            figure.savefig(folder / f"{name}.png", dpi=130)
             written.append(folder / f"{name}.png")
     return written
 
@@ -120,8 +119,7 @@ def _curves(report: StudyReport) -> Figure | None:
     panels[0].set_ylabel(title(metric))
     if any(not curve.arm.is_control for curve in shown):
         panels[0].legend(fontsize=8)
-    figure.supxlabel("step", fontsize=9)
-    figure.tight_layout()
+    figure.supxlabel("step", fontsize=9, y=0.01)
     return figure
 
 
@@ -146,6 +144,7 @@ def _effects(report: StudyReport) -> Figure | None:
     width = 2.4 + 3 * (0.6 + 0.3 * len(maps))
     figure = Figure(figsize=(min(width, 24), 1.6 + 0.22 * len(sites) + 0.02 * len(names[0])))
     axes = figure.subplots(1, 3, sharey=True)
+    titles = {"cosine": "cosine", "ratio": "log2 norm ratio", "changed": "fraction changed"}
     scales = (("cosine", "cividis"), ("ratio", "PuOr_r"), ("changed", "cividis"))
     for panel, (measure, colours) in zip(axes, scales, strict=True):
         table = [[_at(found, site, measure) for found in maps] for site in sites]
@@ -197,12 +196,12 @@ def _norms(report: StudyReport) -> Figure | None:
         panel.stairs(after, edges, fill=True, color=TREATED, alpha=0.5, label="after")
         panel.stairs(found.before, edges, color=CONTROL, linewidth=1.2, label="before")
         panel.set_xscale("log")
+        panel.xaxis.set_minor_locator(NullLocator())
         panel.yaxis.set_major_formatter(PercentFormatter(1.0, 0))
         zero = f", {found.zero_after:.0%} zero after" if found.zero_after else ""
         panel.set_title(f"{_cut(found.arm.name)}, n = {found.n}{zero}")
     panels[0].legend(fontsize=8)
-    figure.supxlabel("gradient norm, all sites and measured steps", fontsize=9)
-    figure.tight_layout()
+    figure.supxlabel("gradient norm, all sites and measured steps", fontsize=9, y=0.01)
     return figure
 
 
@@ -231,7 +230,6 @@ def _doses(report: StudyReport) -> Figure | None:
         panel.set_xlabel(doses.key.rpartition(".")[2])
         _per_cent(panel.yaxis, metric)
     panels[0].set_ylabel(f"difference in {title(metric)}")
-    figure.tight_layout()
     return figure
 
 
@@ -258,7 +256,17 @@ def _grid(count: int, height: float) -> tuple[Figure, list[Axes]]:
     """Panels in rows of at most four; no empty one is left."""
     columns = min(4, count)
     rows = ceil(count / columns)
-    figure = Figure(figsize=(2.7 * columns + 0.5, height * rows + 0.4))
+    wide, high = 2.7 * columns + 0.5, height * rows + 0.4
+    figure = Figure(figsize=(wide, high))
+    # margins in inches: measuring every label takes longer than drawing
+    figure.subplots_adjust(
+        left=0.75 / wide,
+        right=1 - 0.15 / wide,
+        top=1 - 0.3 / high,
+        bottom=0.55 / high,
+        wspace=0.38,
+        hspace=0.75 / (height - 0.75),
+    )
     axes: Sequence[Axes] = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
     for spare in axes[count:]:
         spare.remove()

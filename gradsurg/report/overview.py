@@ -11,17 +11,22 @@ from gradsurg.stats import verdict
 from gradsurg.tables import number
 
 MAX_LISTED = 20
+MAX_WHOLE = 8  # with more arms only the headline is printed, the page has the rest
+WIDTH = 120  # where the output is no terminal
 LOOKS = {"finished": "green", "diverged": "red", "failed": "red", "unreadable": "red"}
 
 
 def print_overview(report: StudyReport, console: Console | None = None) -> None:
     """To standard output; without colours where that is no terminal."""
     console = console or Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH
     console.print(Text(report.answer))
     for text in report.cautions:
         console.print(Text(text, style="dim"))
     console.print(_states(report))
-    for metric, name in report.metrics.items():
+    arms = len({outcome.arm.name for outcome in report.outcomes})
+    for metric, name in list(report.metrics.items())[: None if arms <= MAX_WHOLE else 1]:
         own = [outcome for outcome in report.outcomes if outcome.metric == metric]
         if own:
             console.print(_outcomes(own, name))

@@ -96,13 +96,14 @@ def effects_table(report: StudyReport) -> pl.DataFrame:
     """The rows of all effects.jsonl, with arm and seed beside each."""
     known = [(run.name, arm.name, run.seed, run.state) for arm in report.arms for run in arm.runs]
     names = pl.DataFrame(known, schema=["run", "arm", "seed", "state"], orient="row")
-    places = dict.fromkeys(("run", "arm", "state"), pl.Categorical)
     rows = report.effects.with_columns(pl.col("run").cast(pl.String)).join(
         names, on="run", how="left", maintain_order="left"
     )
     first = ["run", "arm", "seed", "state"]
     others = [name for name in rows.columns if name not in first]
-    return rows.select(*first, *others).cast(dict(places))
+    return rows.select(*first, *others).with_columns(
+        pl.col("run", "arm", "state").cast(pl.Categorical)
+    )
 
 
 def markdown(report: StudyReport) -> str:

@@ -7,17 +7,26 @@ function drawCurves(key) {
   const alone = !data.arms.some((arm, k) => !arm.isControl && byArm.has(k));
   const shown = own.filter((curve) => alone || !data.arms[curve.arm].isControl);
   const over = (value) => (value === null || (log && value <= 0) ? null : log ? Math.log10(value) : value);
-  // single runs may leave the panel: one that diverges would flatten all others
-  const all = own.flatMap((curve) => [...curve.mean, ...curve.low, ...curve.high]).map(over).filter((v) => v !== null);
-  const known = all.length ? all : own.flatMap((curve) => curve.runs.flatMap((run) => run.y)).map(over).filter((v) => v !== null);
-  let low = Math.min(...known), high = Math.max(...known);
-  if (metric.share) { low = Math.max(low, 0); high = Math.min(high, 1); }
-  if (!log && low < 0 && Math.min(...own.flatMap((curve) => curve.mean).filter((v) => v !== null)) >= 0) low = 0;
   const last = Math.max(...own.flatMap((curve) => curve.steps));
-  const x = scale(0, last, CLEFT, CW - 6), yy = scale(low, high === low ? low + 1 : high, CH - CBOTTOM, 8);
-  const y = (value) => { const v = over(value); return v === null ? null : Math.max(0, Math.min(CH - CBOTTOM, yy(v))); };
-  const yTicks = log ? logTicks(low, high).map((t) => [t, short(10 ** t)]) : ticks(low, high, 4).map((t) => [t, short(Math.abs(t) < 1e-12 ? 0 : t, metric.share)]);
-  place("curves").replaceChildren(...shown.map((curve) => curvePanel(curve, byArm.get(data.arms[curve.arm].control), metric, { x, y, yy, yTicks, last })));
+  const axes = (curves) => {
+    // A tenth at each end may leave the scale: one arm that explodes would flatten all others.
+    const means = curves.flatMap((curve) => curve.mean).map(over).filter((v) => v !== null).sort((a, b) => a - b);
+    const some = means.length ? means : curves.flatMap((curve) => curve.runs.flatMap((run) => run.y)).map(over).filter((v) => v !== null).sort((a, b) => a - b);
+    const [first, end] = [0.1, 0.9].map((part) => some[Math.round(part * (some.length - 1))] ?? 0), room = end - first || 1;
+    let low = Math.max(some[0] ?? 0, first - room / 2), high = Math.min(some.at(-1) ?? 1, end + room / 2);
+    const ends = curves.flatMap((curve) => [...curve.low, ...curve.high]).map(over).filter((v) => v !== null && v > low - room / 8 && v < high + room / 8);
+    [low, high] = [Math.min(low, ...ends), Math.max(high, ...ends)];
+    if (!log && (means[0] ?? -1) >= 0) low = Math.max(low, 0);
+    if (metric.share) [low, high] = [Math.max(low, 0), Math.min(high, 1)];
+    if (high === low) high = low + 1;
+    const x = scale(0, last, CLEFT, CW - 6), yy = scale(low, high, CH - CBOTTOM, 8);
+    const y = (value) => { const v = over(value); return v === null ? null : Math.max(2, Math.min(CH - CBOTTOM + 2, yy(v))); };
+    const yTicks = log ? logTicks(low, high).map((t) => [t, short(10 ** t)]) : ticks(low, high, 4).map((t) => [t, short(Math.abs(t) < 1e-12 ? 0 : t, metric.share)]);
+    return { x, y, yy, yTicks, last };
+  };
+  const shared = axes(own), apart = document.getElementById("apart").checked;
+  const behind = (curve) => byArm.get(data.arms[curve.arm].control);
+  place("curves").replaceChildren(...shown.map((curve) => curvePanel(curve, behind(curve), metric, apart ? axes([curve, behind(curve)].filter(Boolean)) : shared)));
 }
 
 const counts = (curve) => { const own = curve.n.filter((n) => n > 0); if (!own.length) return "n = 0"; const a = Math.min(...own), b = Math.max(...own); return a === b ? `n = ${a}` : `n = ${a} to ${b}`; };
@@ -73,12 +82,13 @@ function curves() {
   const choices = document.querySelector('[data-choices="curve"]');
   if (!data.curves.length) { place("curves").append(el("p", {}, "Nothing has been logged yet.")); return; }
   const log = el("input", { type: "checkbox", id: "log", checked: store.get("log") === "1", onchange() { store.set("log", log.checked ? "1" : "0"); drawCurves(chosen()); } });
+  const apart = el("input", { type: "checkbox", id: "apart", checked: store.get("apart") === "1", onchange() { store.set("apart", apart.checked ? "1" : "0"); drawCurves(chosen()); } });
   const chosen = () => choices.querySelector("input[name=curve]:checked, select").value;
   if (data.curveMetrics.length <= 5) choices.append(choice("curve", "Metric", data.curveMetrics, drawCurves).box);
   else {
     const kept = store.get("curve"), pick = el("select", { id: "curve", onchange() { store.set("curve", pick.value); drawCurves(pick.value); } }, data.curveMetrics.map((one) => el("option", { value: one.key, selected: one.key === kept }, one.title)));
     choices.append(el("label", { class: "line" }, "Metric ", pick));
   }
-  choices.append(el("label", { class: "line" }, log, "log scale"), el("p", { class: "key" }, el("span", {}, el("i", {}), "treated"), el("span", {}, el("i", { class: "control" }), "control")));
+  choices.append(el("label", { class: "line" }, log, "log scale"), el("label", { class: "line" }, apart, "a scale for each panel"), el("p", { class: "key" }, el("span", {}, el("i", {}), "treated"), el("span", {}, el("i", { class: "control" }), "control")));
   drawCurves(chosen());
 }

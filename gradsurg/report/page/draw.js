@@ -14,7 +14,7 @@ function node(space, tag, attributes, children) {
     if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
     else made.setAttribute(key, value === true ? "" : value);
   }
-  made.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  made.append(...children.flat(3).filter((child) => child !== null && child !== undefined && child !== false));
   return made;
 }
 const el = (tag, attributes, ...children) => node(null, tag, attributes, children);

@@ -79,7 +79,7 @@ function histogram(found) {
 function effects() {
   const box = place("effects");
   if (!data.maps.length) { box.append(el("p", {}, "No effect was measured: effects_every=0, nothing ran yet, or no transform acted.")); return; }
-  const kept = Math.min(data.maps.length - 1, Number(store.get("map") || 0)), named = (map) => `${data.arms[map.arm].name}${map.transform === "none" ? " (nothing was done)" : map.transform === data.arms[map.arm].name ? "" : ` — ${map.transform}`}, n = ${map.n} runs`;
+  const kept = Math.min(data.maps.length - 1, Number(store.get("map") || 0)), named = (map) => `${data.arms[map.arm].name}${map.transform === "none" ? " (nothing was done)" : map.transform === data.arms[map.arm].name.split(" · ")[0] ? "" : ` — ${map.transform}`}, n = ${map.n} runs`;
   const out = el("output", { id: "map-name", for: "map" }), art = el("div"), bars = el("div");
   const draw = () => {
     const map = data.maps[slider.value], measure = MEASURES.find((one) => one.key === picked.box.querySelector(":checked").value);

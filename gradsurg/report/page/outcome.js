@@ -1,5 +1,5 @@
 // The forest plot, the links of a chain, dose and response, the cost, the effect on updates.
-const FOREST = 320, ROW = 26;
+const FOREST = 280, ROW = 26;
 
 function forestRow(row, x, title) {
   const art = svg("svg", { viewBox: `0 0 ${FOREST} ${ROW}`, "aria-hidden": "true", class: row.verdict === "higher" || row.verdict === "lower" ? "" : "unclear" },
@@ -12,7 +12,7 @@ function forestRow(row, x, title) {
 }
 
 function forestAxis(low, high, x, share) {
-  return svg("svg", { viewBox: `0 0 ${FOREST} 22`, "aria-hidden": "true" }, ticks(low, high, 4).map((tick) => [
+  return svg("svg", { viewBox: `0 0 ${FOREST} 22`, "aria-hidden": "true" }, ticks(low, high, 5).map((tick) => [
     svg("line", { class: "axis", x1: x(tick), x2: x(tick), y1: 17, y2: 22 }),
     svg("text", { x: x(tick), y: 13, "text-anchor": "middle" }, (tick > 0 ? "+" : "") + short(Math.abs(tick) < 1e-12 ? 0 : tick, share))]));
 }
@@ -29,7 +29,7 @@ function forest(rows, metric, caption, name) {
   const [low, high] = range(rows), x = scale(low, high, 8, FOREST - 8);
   const withQ = rows.some((row) => row.q !== null && row.q !== undefined), withBoot = rows.some((row) => row.boot);
   const heads = [head("arm"), head("seeds", "num"), head("treated", "num"), head("control", "num"),
-    el("th", { scope: "col", class: "plot" }, el("span", { class: "sr", hidden: true }, "plot"), forestAxis(low, high, x, metric.share)),
+    el("th", { scope: "col", class: "plot" }, el("span", { class: "sr" }, "plot"), forestAxis(low, high, x, metric.share)),
     head("difference", "num"), head("95 % interval"), withBoot && head("BCa bootstrap"), head("p", "num"), withQ && head("q", "num"), head("reading")].filter(Boolean);
   const body = rows.map((row) => el("tr", {},
     el("th", { scope: "row" }, name(row)), cell(ofPlanned(row.n || 0, row.planned), "num"),
@@ -93,7 +93,7 @@ function cost() {
   const x = scale(low - pad, high + pad, 8, FOREST - 8);
   const axis = svg("svg", { viewBox: `0 0 ${FOREST} 22`, "aria-hidden": "true" }, ticks(low - pad, high + pad, 4).map((tick) => [
     svg("line", { class: "axis", x1: x(tick), x2: x(tick), y1: 17, y2: 22 }), svg("text", { x: x(tick), y: 13, "text-anchor": "middle" }, short(tick) + "×")]));
-  const heads = [head("arm"), head("pairs", "num"), head("step", "num"), head("control's", "num"), el("th", { scope: "col", class: "plot" }, axis), head("ratio", "num"), head("range"), head("measured step", "num")];
+  const heads = [head("arm"), head("pairs", "num"), head("step", "num"), head("control's", "num"), el("th", { scope: "col", class: "plot" }, el("span", { class: "sr" }, "plot"), axis), head("ratio", "num"), head("range"), head("measured step", "num")];
   place("cost").append(table("Step times", heads, data.costs.map((row) => el("tr", {}, el("th", { scope: "row" }, data.arms[row.arm].name), cell(String(row.n), "num"),
     cell(short(row.treated) + " ms", "num"), cell(short(row.control) + " ms", "num"),
     el("td", { class: "plot" }, svg("svg", { viewBox: `0 0 ${FOREST} ${ROW}`, "aria-hidden": "true" },
