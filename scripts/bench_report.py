@@ -56,7 +56,11 @@ def make(study: Path) -> None:
                 config["transform"] = {"clip": {"name": "clip", "value": 0.001 * arm}}
             label = "clip" if arm else "none"
             names.append(directory_name(f"{label}-seed{seed}", config))
-            facts = {"study": "first", "arm": "treated" if arm else "control", "label": label}
+            facts: dict[str, object] = {
+                "study": "first",
+                "arm": "treated" if arm else "control",
+                "label": label,
+            }
             facts |= {"seed": seed, "steps": STEPS, "control": names[0] if arm else None}
             _write(RunDirectory(study / names[-1]), facts, config, numbers)
 

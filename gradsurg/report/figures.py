@@ -18,7 +18,7 @@ from gradsurg.stats import verdict
 
 # Okabe and Ito's: told apart by all kinds of colour vision.
 TREATED, CONTROL, UNCLEAR, INK = "#0072B2", "#D55E00", "#767676", "#222222"
-STYLE: dict[str, Any] = {  # Any: what matplotlib says of its settings
+STYLE: dict[Any, Any] = {  # Any: matplotlib has a type for its keys, and no name for it
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -119,7 +119,7 @@ def _curves(report: StudyReport) -> Figure | None:
     panels[0].set_ylabel(title(metric))
     if any(not curve.arm.is_control for curve in shown):
         panels[0].legend(fontsize=8)
-    figure.supxlabel("step", fontsize=9, y=0.01)
+    figure.supxlabel(f"step{_of(len(shown), len(treated or own))}", fontsize=9, y=0.01)
     return figure
 
 
@@ -155,9 +155,7 @@ def _effects(report: StudyReport) -> Figure | None:
             limits = {"vmin": -3, "vmax": 3}
         image = panel.imshow(table, aspect="auto", cmap=colours, **limits)
         panel.set_xticks(range(len(maps)), names, rotation=45, ha="right", rotation_mode="anchor")
-        panel.set_title(
-            {"ratio": "log2 norm ratio", "changed": "fraction changed"}.get(measure, measure)
-        )
+        panel.set_title(titles[measure])
         figure.colorbar(image, ax=panel, fraction=0.08, pad=0.03)
     axes[0].set_yticks(range(len(sites)), [_cut(site) for site in sites])
     runs = sorted({found.n for found in maps})
@@ -185,7 +183,8 @@ def _log2(value: float) -> float:
 
 def _norms(report: StudyReport) -> Figure | None:
     """Gradient norms before and after, a panel for each arm and transform."""
-    shown = [found for found in report.norms if found.after is not None][:MAX_PANELS]
+    every = [found for found in report.norms if found.after is not None]
+    shown = every[:MAX_PANELS]
     if not shown:
         return None
     figure, panels = _grid(len(shown), 1.7)
@@ -198,10 +197,13 @@ def _norms(report: StudyReport) -> Figure | None:
         panel.set_xscale("log")
         panel.xaxis.set_minor_locator(NullLocator())
         panel.yaxis.set_major_formatter(PercentFormatter(1.0, 0))
-        zero = f", {found.zero_after:.0%} zero after" if found.zero_after else ""
-        panel.set_title(f"{_cut(found.arm.name)}, n = {found.n}{zero}")
+        panel.set_title(f"{_cut(found.arm.name)}, n = {found.n}")
+        if found.zero_after:
+            corner = {"transform": panel.transAxes, "va": "top", "fontsize": 7}
+            panel.text(0.02, 0.98, f"{found.zero_after:.0%} are zero after", **corner)
     panels[0].legend(fontsize=8)
-    figure.supxlabel("gradient norm, all sites and measured steps", fontsize=9, y=0.01)
+    told = f"gradient norm, all sites and measured steps{_of(len(shown), len(every))}"
+    figure.supxlabel(told, fontsize=9, y=0.01)
     return figure
 
 
@@ -271,6 +273,11 @@ def _grid(count: int, height: float) -> tuple[Figure, list[Axes]]:
     for spare in axes[count:]:
         spare.remove()
     return figure, list(axes[:count])
+
+
+def _of(shown: int, there: int) -> str:
+    """Says it where not all arms have a panel."""
+    return "" if shown == there else f" (the first {shown} of {there} arms; the page has them all)"
 
 
 def _per_cent(axis: Any, metric: str) -> None:  # Any: matplotlib's XAxis or YAxis
