@@ -32,6 +32,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 
+NONE = "\u2013"  # what stands where there is no number
 Driver = Any  # selenium is imported where it is
 
 
@@ -119,10 +120,10 @@ def test_runs_are_sorted_both_ways_and_what_has_no_number_stays_last(opened: Dri
         button.click()
         assert one(opened, '#runs th[data-key="m0"]').get_attribute("aria-sort") == order
         shown = texts(opened, "#runs tbody td:nth-child(6)")
-        numbers = [float(text.rstrip("%")) for text in shown if text != "–"]
+        numbers = [float(text.rstrip("%")) for text in shown if text != NONE]
         assert numbers == sorted(numbers, reverse=order == "descending")
         assert len(set(numbers)) > 3
-        assert shown[len(numbers) :] == ["–"] * 5
+        assert shown[len(numbers) :] == [NONE] * 5
 
 
 def test_runs_are_filtered_by_text_and_by_state(opened: Driver) -> None:
