@@ -6,7 +6,7 @@ import pytest
 
 from gradsurg.report.grouping import group
 from gradsurg.report.reading import Found, NotAStudy, read_study, stamp
-from gradsurg.store import FACTS, METRICS, SUMMARY
+from gradsurg.store import FACTS, LOCK, METRICS, SUMMARY
 from tests.report import studies
 
 
@@ -40,6 +40,7 @@ def test_a_control_that_is_named_but_not_there_is_a_missing_run(tmp_path: Path) 
 
 def test_a_run_that_a_process_holds_is_running(tmp_path: Path) -> None:
     place = studies.plan(tmp_path, "clip", 0)
+    (place.path / LOCK).touch()  # held or let go, the file is the same
     before = stamp(tmp_path)
     with place.held():
         (run,) = read_study(tmp_path)
