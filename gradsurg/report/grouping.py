@@ -58,6 +58,8 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, object]:  # A
 
 
 def _called(run: Found) -> str:
+    if run.state == "missing":
+        return "control (not there)"
     if run.arm == "control":
         return "control" if run.label == "none" else run.label
     return f"{run.label} without {run.left_out}" if run.left_out else run.label
