@@ -34,7 +34,8 @@ function watch() {
 }
 
 document.getElementById("config-close").addEventListener("click", () => document.getElementById("config").close());
-addEventListener("scroll", hideTip, { passive: true });
+// Keys can scroll a panel into view: what they read out stays.
+addEventListener("scroll", () => { if (!document.activeElement.matches(".panel")) hideTip(); }, { passive: true });
 theme();
 outcomes();
 curves();
