@@ -1,20 +1,24 @@
 """Operate on the gradients of a live PyTorch model and measure what it does to learning.
 
 `gradsurg.Clip`, `gradsurg.Parameters`, `gradsurg.Steps` and the rest are found by name in the
-folders `transforms`, `sites` and `triggers`; `dir(gradsurg)` lists them.
+folders `transforms`, `sites` and `triggers`; `dir(gradsurg)` lists them. Nothing is imported before
+it is asked for: what only reads the files of runs works without torch.
 """
 
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradsurg.catalogue import find, names
-from gradsurg.compare import Comparison, compare
-from gradsurg.hook import hook
-from gradsurg.intervention import Intervention
-from gradsurg.ledger import SurgeryWarning
-from gradsurg.live import Live
-from gradsurg.surgery import Surgery
-from gradsurg.triggers.base import Trigger
+
+if TYPE_CHECKING:
+    from gradsurg.comparison import Comparison, compare
+    from gradsurg.hooking import hook
+    from gradsurg.intervention import Intervention
+    from gradsurg.ledger import SurgeryWarning
+    from gradsurg.live import Live
+    from gradsurg.surgery import Surgery
+    from gradsurg.triggers.base import Trigger
 
 try:
     __version__ = version("gradsurg")
@@ -22,6 +26,18 @@ except PackageNotFoundError:  # imported from a folder, never installed
     __version__ = "0+unknown"
 
 KINDS = ("transforms", "sites", "triggers")
+
+HOMES = {
+    "Comparison": "comparison",
+    "Intervention": "intervention",
+    "Live": "live",
+    "Surgery": "surgery",
+    "SurgeryWarning": "ledger",
+    "Trigger": "triggers.base",
+    "compare": "comparison",
+    "hook": "hooking",
+}
+"""The modules of what stands in no catalogue; none of them is named like what it gives."""
 
 __all__ = [
     "Comparison",
@@ -36,6 +52,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:  # Any: the classes of every folder, found by their file's name
+    if name in HOMES:
+        return getattr(import_module(f"gradsurg.{HOMES[name]}"), name)
+    if name in KINDS:
+        return import_module(f"gradsurg.{name}")
     spelling = name.lower()
     for kind in KINDS:
         for stem in names(kind):

@@ -64,7 +64,7 @@ def known_options(
     return rest, faults
 
 
-def _unknown(group: str, name: str, options: Sequence[str]) -> str:
+def _unknown(group: str, name: str, options: list[str]) -> str:
     if group == "hydra/launcher" and name in LAUNCHERS:
         return f"{group}: '{name}' is not installed: pip install 'gradsurg[launchers]'"
     return f"{group}: there is no '{name}'. {nearest(name, options)}"

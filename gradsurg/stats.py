@@ -41,9 +41,16 @@ def paired_difference(
         return Difference(mean, mean, mean, n, sd, 0.0 if mean else 1.0)
     from scipy.stats import t
 
-    reach = float(t.ppf((1 + confidence) / 2, n - 1)) * error
+    reach = t_reach(n, confidence) * error
     p_value = 2 * float(t.sf(abs(mean) / error, n - 1))
     return Difference(mean, mean - reach, mean + reach, n, sd, p_value)
+
+
+def t_reach(n: int, confidence: float = 0.95) -> float:
+    """How many standard errors Student's t interval reaches from the mean of `n` numbers."""
+    from scipy.stats import t
+
+    return float(t.ppf((1 + confidence) / 2, n - 1))
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:

@@ -138,6 +138,15 @@ class RunDirectory:
         path = self.path / FACTS
         return json.loads(path.read_bytes()) if path.is_file() else None
 
+    def read_config(self) -> dict[str, Any] | None:  # Any: what YAML can hold
+        """The resolved config, or None."""
+        import yaml
+
+        path = self.path / CONFIG
+        # OmegaConf wrote it, plain; its own reader takes far longer
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        return yaml.load(path.read_bytes(), Loader=loader) if path.is_file() else None
+
     def write_error(self, text: str) -> None:
         """Keep the traceback of what ended the run; its last line is the reason.
 

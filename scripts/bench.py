@@ -3,6 +3,7 @@
 python scripts/bench.py [--rounds 60] [--threads 1 2]     training with and without it
 python scripts/bench.py sites [--only outputs nodes]      each kind of site beside a hook by hand
 python scripts/bench.py nodes                             finding nodes in a 12-block transformer
+python scripts/bench.py report                            the report of 200 runs of 1000 steps
 """
 
 import argparse
@@ -13,6 +14,7 @@ from statistics import median
 from time import perf_counter
 
 import bench_nodes
+import bench_report
 import bench_sites
 import torch
 from torch import Tensor, nn
@@ -109,7 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="?", choices=["training", "sites", "nodes"])
+    parser.add_argument("what", nargs="?", choices=["training", "sites", "nodes", "report"])
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--only", nargs="+", default=[""])
@@ -119,6 +121,8 @@ def main() -> None:
             print(bench_sites.table(args.rounds, args.only))
         case "nodes":
             print(bench_nodes.table(args.rounds, args.only))
+        case "report":
+            print(bench_report.table())
         case _:
             print(table(args.rounds, args.threads))
 

@@ -38,6 +38,17 @@ def test_the_check_above_would_see_such_a_library() -> None:
     assert "hydra" in _fresh(code)
 
 
+def test_importing_alone_does_not_bring_in_torch_and_the_names_are_right_in_any_order() -> None:
+    code = """
+import sys
+import gradsurg
+print("torch" in sys.modules)
+import gradsurg.comparison, gradsurg.hooking
+print(gradsurg.compare.__name__, gradsurg.hook.__name__, gradsurg.sites.__name__)
+"""
+    assert _fresh(code).split() == ["False", "compare", "hook", "gradsurg.sites"]
+
+
 def test_importing_touches_neither_the_random_numbers_nor_the_threads() -> None:
     code = """
 import torch

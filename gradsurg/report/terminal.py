@@ -5,19 +5,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from textwrap import fill
-from typing import Any
 
-from gradsurg.stats import Difference, paired_difference, verdict
+from gradsurg.report.wording import (
+    HEADLINE,
+    Summary,
+    amount,
+    answer,
+    count,
+    interval,
+    titles,
+    value,
+)
+from gradsurg.stats import Difference, paired_difference
 from gradsurg.store import RunDirectory, effect_table
-from gradsurg.tables import aligned, number
+from gradsurg.tables import aligned
 from gradsurg.tables import effect_table as effect_text
 
-OUTCOMES = {"train/loss": "train loss", "test/loss": "test loss", "test/accuracy": "test accuracy"}
-HEADLINE = ("test/accuracy", "test/loss", "train/loss")
-
 WIDTH = 100
-
-Summary = dict[str, Any]  # Any: what JSON can hold
 
 
 @dataclass(frozen=True)
@@ -62,54 +66,20 @@ def _outcome(treated: Sequence[Summary | None], control: Sequence[Summary | None
         return fill(f"{name}: nothing to compare; {'; '.join(lost)}", WIDTH)
     rows = [["", name, plain, "difference", "95 % interval"]]
     differences = {}
-    for key, title in _titles(whole[0][0]).items():
+    for key, title in titles(whole[0][0]).items():
         values = [a[key] for a, _ in whole], [b[key] for _, b in whole]
         differences[key] = paired_difference(*values)
-        rows.append(_row(title, fmean(values[0]), fmean(values[1]), differences[key]))
+        rows.append(_row(key, title, fmean(values[0]), fmean(values[1]), differences[key]))
     rows.append(_time_row(whole))
     headline = next(key for key in HEADLINE if key in differences)
-    answer = fill(_answer(name, plain, headline, differences[headline]), WIDTH)
-    lines = [answer, *lost, "", aligned(rows), _measured(whole, name)]
+    said = fill(answer(name, plain, headline, differences[headline]), WIDTH)
+    lines = [said, *lost, "", aligned(rows), _measured(whole, name)]
     return "\n".join(lines).rstrip()
 
 
-def _titles(summary: Summary) -> dict[str, str]:
-    """The outcomes of a run, by key: those of every task, then what else it was tested for."""
-    known = {key: title for key, title in OUTCOMES.items() if key in summary}
-    others = [key for key in summary if key.startswith("test/") and key not in OUTCOMES]
-    return known | {key: key.replace("/", " ").replace("_", " ") for key in others}
-
-
-def _answer(name: str, plain: str, key: str, difference: Difference) -> str:
-    told = verdict(difference)
-    amount, outcome = _amount(key, difference.mean), OUTCOMES[key]
-    if difference.low is None:
-        return f"{name}: {outcome} {amount} against the {plain} arm; {told}."
-    if told == "no clear difference":
-        said = f"no clear difference in {outcome} against the {plain} arm"
-    else:
-        said = f"{outcome} is {told} than in the {plain} arm"
-    between = f"{_amount(key, difference.low)} to {_amount(key, difference.high)}"
-    few = difference.n < 6 and told != "no clear difference"
-    caution = " Fewer than 6 seeds cannot reach p < 0.05 in a sign-flip test." if few else ""
-    interval = f"95 % interval {between} ({difference.n} seeds, paired t)"
-    return f"{name}: {said}: {amount}, {interval}.{caution}"
-
-
-def _amount(key: str, value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:+.2%}" if "accuracy" in key else f"{value:+.3g}"
-
-
-def _row(title: str, treated: float, control: float, difference: Difference) -> list[str]:
-    accuracy = "accuracy" in title
-    show = (lambda value: f"{value:.2%}") if accuracy else number
-    interval = "one seed: no interval"
-    if difference.low is not None and difference.high is not None:
-        low, high = _amount(title, difference.low), _amount(title, difference.high)
-        interval = f"{low} to {high}"
-    return [title, show(treated), show(control), _amount(title, difference.mean), interval]
+def _row(key: str, title: str, treated: float, control: float, found: Difference) -> list[str]:
+    shown = [value(key, treated), value(key, control), amount(key, found.mean)]
+    return [title, *shown, interval(key, found)]
 
 
 def _time_row(pairs: Sequence[tuple[Summary, Summary]]) -> list[str]:
@@ -142,15 +112,15 @@ def _alone(summaries: Sequence[Summary]) -> str:
     whole = [summary for summary in summaries if summary["state"] == "finished"]
     name = summaries[0]["label"]
     title = "plain run, no surgery" if name == "none" else f"{name}, no control"
-    lines = [f"{title}: {len(summaries)} seed{'s' if len(summaries) > 1 else ''}"]
+    lines = [f"{title}: {count(len(summaries), 'seed')}"]
     if len(whole) < len(summaries):
         lines.append(f"{len(summaries) - len(whole)} of {len(summaries)} runs diverged")
-    for key, text in _titles(whole[0] if whole else {}).items():
+    for key, text in titles(whole[0] if whole else {}).items():
         values = [summary[key] for summary in whole if key in summary]
         if values:
-            show = (lambda value: f"{value:.2%}") if "accuracy" in key else number
-            spread = f" ({show(min(values))} to {show(max(values))})" if len(values) > 1 else ""
-            lines.append(f"  {text}: {show(fmean(values))}{spread}")
+            ends = f" ({value(key, min(values))} to {value(key, max(values))})"
+            spread = ends if len(values) > 1 else ""
+            lines.append(f"  {text}: {value(key, fmean(values))}{spread}")
     return "\n".join(lines)
 
 
@@ -163,7 +133,7 @@ def _effects(paths: Sequence[Path]) -> str:
             row["norm_after"] = None  # what it was before: nothing was done
     ranks = {transform: rank for rank, transform in enumerate(_in_order(rows))}
     rows.sort(key=lambda row: ranks[row["transform"]])
-    return f"Gradients at each site, means over {_runs(len(paths))}:\n\n{effect_text(rows)}"
+    return f"Gradients at each site, means over {count(len(paths), 'run')}:\n\n{effect_text(rows)}"
 
 
 def _in_order(rows: Sequence[dict[str, object]]) -> list[object]:
@@ -176,19 +146,15 @@ def _notes(summaries: Sequence[Summary]) -> str:
     for summary in summaries:
         for note in summary.get("notes", []):
             kinds.setdefault(note.partition(". ")[0], []).append(note)
-    lines = [f"Note ({_runs(len(own))}): {own[0]}" for own in kinds.values()]
+    lines = [f"Note ({count(len(own), 'run')}): {own[0]}" for own in kinds.values()]
     return "\n".join(_wrapped(line) for line in lines)
-
-
-def _runs(count: int) -> str:
-    return f"{count} run{'s' if count > 1 else ''}"
 
 
 def _places(runs: Sequence[Runs]) -> str:
     paths = [path for run in runs for path in (run.treated, run.control) if path is not None]
     folder = paths[0].parent
     names = " ".join(dict.fromkeys(path.name for path in sorted(paths)))
-    return _wrapped(f"{_runs(len(paths))} in {folder}: {names}")
+    return _wrapped(f"{count(len(paths), 'run')} in {folder}: {names}")
 
 
 def _wrapped(line: str) -> str:

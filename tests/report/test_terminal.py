@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gradsurg.report.terminal import WIDTH, Runs, _titles, report
+from gradsurg.report.terminal import WIDTH, Runs, report
+from gradsurg.report.wording import titles
 from gradsurg.store import RunDirectory
 
 T_975_2 = 4.302652729911275  # Student's t, two degrees of freedom
@@ -306,7 +307,7 @@ def test_the_report_and_what_it_computes_with_name_no_torch() -> None:
 
 def test_every_metric_of_a_task_is_shown_and_the_usual_ones_come_first() -> None:
     summary = {"test/r2": 0.5, "test/loss": 1.0, "train/loss": 0.9, "state": "finished"}
-    assert list(_titles(summary).items()) == [
+    assert list(titles(summary).items()) == [
         ("train/loss", "train loss"),
         ("test/loss", "test loss"),
         ("test/r2", "test r2"),

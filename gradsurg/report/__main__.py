@@ -1,0 +1,63 @@
+"""The command: python -m gradsurg.report runs/first."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from gradsurg.report.overview import print_overview
+from gradsurg.report.reading import NotAStudy, Stamp, stamp
+from gradsurg.report.study_report import study_report
+from gradsurg.report.writing import write_report
+
+WRONG_INPUT = 2
+EVERY = 3.0  # seconds between two looks
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Print the summary of a study and write its report; with --watch do so until interrupted."""
+    parser = argparse.ArgumentParser(prog="python -m gradsurg.report", description=__doc__)
+    parser.add_argument("study", type=Path, help="the folder of a study, as runs/first")
+    parser.add_argument("--out", type=Path, help="where the report goes; default: STUDY/report")
+    watch = "write the report anew when files change, until interrupted; the page reloads itself"
+    parser.add_argument("--watch", action="store_true", help=watch)
+    arguments = parser.parse_args(words)
+    out = arguments.out or arguments.study / "report"
+    try:
+        if arguments.watch:
+            return _watch(arguments.study, out)
+        report = study_report(arguments.study)
+        page = write_report(report, out)
+    except (NotAStudy, OSError) as error:
+        print(error, file=sys.stderr)
+        return WRONG_INPUT
+    print_overview(report)
+    print(f"report: {page}")
+    return 0
+
+
+def _watch(study: Path, out: Path) -> int:
+    """Look every few seconds; a report that takes long to write is written less often."""
+    seen: Stamp = {}
+    report = None
+    try:
+        while True:
+            began = time.monotonic()
+            found = stamp(study)
+            if report is None or found != seen:
+                report, seen = study_report(study), found
+                page = write_report(report, out, refresh=EVERY)
+                told = ", ".join(f"{number} {state}" for state, number in report.states.items())
+                print(f"{time.strftime('%H:%M:%S')}  {told}  {page}", flush=True)
+            time.sleep(max(EVERY, 2 * (time.monotonic() - began)))
+    except KeyboardInterrupt:
+        if report is not None:
+            report = study_report(study)
+            write_report(report, out)  # once more, without the reload
+            print_overview(report)
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

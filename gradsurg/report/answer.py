@@ -1,0 +1,122 @@
+"""The answer, in one paragraph, and what to be careful about."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from gradsurg.report.grouping import Arm
+from gradsurg.report.outcomes import Outcome
+from gradsurg.report.reading import STATES, Found
+from gradsurg.report.wording import FEW, amount, answer, count, interval, listed, title
+from gradsurg.stats import verdict
+
+
+def states(runs: Sequence[Found]) -> dict[str, int]:
+    """How many runs there are in each state."""
+    counts = Counter(run.state for run in runs)
+    return {state: counts[state] for state in STATES if counts[state]}
+
+
+def paragraph(outcomes: Sequence[Outcome], arms: Sequence[Arm]) -> str:
+    """What the study says of its headline metric, arm by arm."""
+    headline = outcomes[0].metric if outcomes else ""
+    own = [outcome for outcome in outcomes if outcome.metric == headline]
+    compared = [outcome for outcome in own if outcome.difference]
+    lost = [outcome.arm.name for outcome in own if not outcome.difference]
+    if not compared:
+        return _nothing_yet(arms, lost)
+    one = compared[0]
+    if len(compared) == 1 and one.difference:
+        said = [answer(one.arm.name, one.plain, headline, one.difference)]
+    else:
+        said = _of_many(compared, headline)
+    if lost:
+        said.append(f"Nothing to compare yet for {listed(lost)}.")
+    return " ".join(said)
+
+
+def cautions(runs: Sequence[Found], outcomes: Sequence[Outcome]) -> list[str]:
+    """What a reader should keep in mind, one sentence a thing."""
+    counts = states(runs)
+    said = []
+    ended = {"finished", "diverged", "failed"}
+    open_runs = sum(number for state, number in counts.items() if state not in ended)
+    if open_runs:
+        parts = [f"{number} {state}" for state, number in counts.items() if state not in ended]
+        said.append(
+            f"The study is unfinished: {', '.join(parts)} of {count(len(runs), 'run')}. "
+            "Numbers cover what is there."
+        )
+    if counts.get("diverged"):
+        said.append(
+            f"{count(counts['diverged'], 'run')} diverged and "
+            f"{'is' if counts['diverged'] == 1 else 'are'} in no mean and no interval."
+        )
+    if counts.get("failed"):
+        said.append(f"{count(counts['failed'], 'run')} failed; the table of runs has the reasons.")
+    numbers = [outcome.difference.n for outcome in outcomes if outcome.difference]
+    if numbers and min(numbers) < 6:
+        said.append(FEW)
+    arms = len({outcome.arm.name for outcome in outcomes if outcome.difference})
+    if arms > 1:
+        controlled = any(outcome.q_value is not None for outcome in outcomes)
+        said.append(
+            f"{arms} arms are compared at once: "
+            + (
+                "q is p after Benjamini and Hochberg's control of false discoveries among them."
+                if controlled
+                else "of 20 that do nothing one is expected to look clear."
+            )
+        )
+    untold = sum(not run.told for run in runs)
+    if untold:
+        said.append(
+            f"{count(untold, 'directory', 'directories')} without a run.json: paired with "
+            "controls by their configs."
+        )
+    return said
+
+
+def _nothing_yet(arms: Sequence[Arm], lost: Sequence[str]) -> str:
+    whole = sum(len(arm.whole) for arm in arms)
+    total = sum(len(arm.runs) for arm in arms)
+    if not lost:
+        return f"There is no treated arm to compare: {whole} of {total} plain runs have finished."
+    return (
+        f"Nothing can be compared yet: {whole} of {count(total, 'run')} finished, and no seed "
+        "has both a treated and a control run."
+    )
+
+
+def _of_many(compared: Sequence[Outcome], headline: str) -> list[str]:
+    said = []
+    for word in ("higher", "lower"):
+        own = [o for o in compared if o.difference and verdict(o.difference) == word]
+        own.sort(key=lambda o: -abs(o.difference.mean if o.difference else 0))
+        if own:
+            parts = [_told(outcome) for outcome in own]
+            said.append(f"{_capital(title(headline))} is {word} with {listed(parts, 4)}.")
+    unclear = [o for o in compared if o.difference and verdict(o.difference) not in _CLEAR]
+    if unclear:
+        parts = [f"{o.arm.name} ({_number_of(o)})" for o in unclear]
+        said.append(f"No clear difference in {title(headline)} for {listed(parts)}.")
+    said[0] = f"Beside their control arms, seed for seed: {said[0][0].lower()}{said[0][1:]}"
+    said.append("Brackets: mean difference, 95 % paired t interval, number of seeds.")
+    return said
+
+
+_CLEAR = ("higher", "lower")
+
+
+def _told(outcome: Outcome) -> str:
+    found = outcome.difference
+    assert found is not None
+    much = amount(outcome.metric, found.mean)
+    return f"{outcome.arm.name} ({much}; {interval(outcome.metric, found)}; {_number_of(outcome)})"
+
+
+def _number_of(outcome: Outcome) -> str:
+    return f"n = {outcome.difference.n}" if outcome.difference else "n = 0"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,41 @@
+"""One HTML file with all in it: words, numbers, styles and scripts; nothing is fetched."""
+
+import json
+from datetime import datetime
+from html import escape
+from pathlib import Path
+from string import Template
+
+from gradsurg.report.page_data import page_data
+from gradsurg.report.study_report import StudyReport
+from gradsurg.report.wording import count
+
+PARTS = Path(__file__).parent / "page"
+SCRIPTS = ("draw.js", "outcome.js", "curves.js", "effects.js", "runs.js", "start.js")
+
+
+def page(report: StudyReport, refresh: float | None = None) -> str:
+    """The page; with `refresh` it loads itself anew every so many seconds."""
+    data = page_data(report) | {"refresh": refresh}
+    parts = {name: (PARTS / name).read_text() for name in ("page.css", *SCRIPTS)}
+    return Template((PARTS / "page.html").read_text()).substitute(
+        study=escape(report.folder.name),
+        answer=escape(report.answer),
+        cautions="".join(f"<li>{escape(text)}</li>" for text in report.cautions),
+        states=_states(report),
+        made=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),
+        style=parts["page.css"],
+        # "</script>" in a name must not end the script
+        data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+        script="\n".join(parts[name] for name in SCRIPTS),
+    )
+
+
+def _states(report: StudyReport) -> str:
+    shown = [
+        f'<li class="state {state}"><b>{number}</b> {state}</li>'
+        for state, number in report.states.items()
+    ]
+    return f"<li><b>{len(report.runs)}</b> {count(len(report.runs), 'run').split()[1]}</li>" + (
+        "".join(shown)
+    )

@@ -1,0 +1,222 @@
+"""What lies in the folder of a study: each run with its state and reason, none left out."""
+
+import json
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from gradsurg.report.wording import Summary, listed
+from gradsurg.store import (
+    CONFIG,
+    EFFECTS,
+    ERROR,
+    FACTS,
+    LOCK,
+    METRICS,
+    NOT_FINITE,
+    SUMMARY,
+    RunDirectory,
+    RunState,
+)
+
+State = RunState | Literal["missing", "unreadable"]
+STATES = (
+    "finished",
+    "running",
+    "interrupted",
+    "planned",
+    "diverged",
+    "failed",
+    "missing",
+    "unreadable",
+)
+
+OWN_FILES = (FACTS, CONFIG, SUMMARY, METRICS, ERROR)
+TAIL = 1 << 16  # bytes at the end of a file among which its last line is looked for
+BESIDE_CONTROL = ("transform", "site", "when", "order", "control", "aggregator", "sources")
+
+
+class NotAStudy(ValueError):
+    """A folder in which no run lies."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """One run as its directory tells it; what was not told or cannot be read is empty.
+
+    `steps` are planned, `done` are logged. `control` and `whole` are names of directories: of the
+    run that it is compared with, and of the chain's whole run if `left_out` names a link of it.
+    """
+
+    path: Path
+    state: State
+    reason: str = ""
+    arm: str = "treated"
+    label: str = ""
+    seed: int = -1
+    steps: int = 0
+    done: int = 0
+    config: dict[str, Any] | None = None  # Any: what YAML can hold
+    summary: Summary | None = None
+    control: str | None = None
+    left_out: str | None = None
+    whole: str | None = None
+    told: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @cached_property
+    def key(self) -> str:
+        """What runs of one arm share: the config but for the seed."""
+        if not self.config:
+            return f"{self.label or self.name} without a config"
+        return canonical({key: item for key, item in self.config.items() if key != "seed"})
+
+
+def read_study(folder: Path) -> list[Found]:
+    """All runs of a study: the controls they name too, where there is no such directory.
+
+    Raises NotAStudy, in one sentence, if there are none.
+    """
+    if not folder.is_dir():
+        raise NotAStudy(f"there is no folder {folder}")
+    runs = [_read(path) for path in _run_directories(folder)]
+    if not runs:
+        studies = [path.name for path in sorted(folder.iterdir()) if _run_directories(path)]
+        hint = f"; studies in it: {listed(studies)}" if studies else ""
+        raise NotAStudy(f"{folder} has no runs in it{hint}")
+    runs = _with_controls(runs)
+    known = {run.name for run in runs}
+    for run in list(runs):
+        if run.control and run.control not in known:
+            known.add(run.control)
+            reason = f"{run.name} names it as its control, but it is not there"
+            path = folder / run.control
+            runs.append(
+                Found(path, "missing", reason, "control", "none", run.seed, run.steps, told=True)
+            )
+    return runs
+
+
+def canonical(config: object) -> str:
+    """The same text for the same config, whatever the order of its keys."""
+    return json.dumps(config, sort_keys=True, default=str)
+
+
+def _run_directories(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    inside = (path for path in sorted(folder.iterdir()) if path.is_dir())
+    return [path for path in inside if any((path / name).is_file() for name in OWN_FILES)]
+
+
+def _read(path: Path) -> Found:
+    try:
+        return _found(path)
+    except (ValueError, OSError) as error:  # a broken file is told, the other runs are reported
+        label, seed = _from_name(path.name)
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        return Found(path, "unreadable", reason, label=label, seed=seed)
+
+
+def _found(path: Path) -> Found:
+    place = RunDirectory(path)
+    facts, config = place.read_facts() or {}, place.read_config()
+    if config is not None and not isinstance(config, dict):
+        raise ValueError(f"{CONFIG} holds no mapping")
+    state = place.state
+    summary: Summary = dict(place.read_summary()) if place.finished else {}
+    said: Summary = summary | facts
+    label, seed = _from_name(path.name)
+    last = _last_row(path / METRICS)
+    steps = int(said.get("steps") or 0)
+    run = Found(
+        path=path,
+        state=state,
+        arm=str(said.get("arm") or ("control" if label == "none" else "treated")),
+        label=str(said.get("label") or label),
+        seed=int(said.get("seed", seed)),
+        steps=int((config or {}).get("steps") or steps),
+        done=int(summary.get("steps") or last.get("step") or 0),
+        config=config,
+        summary=summary or None,
+        control=facts.get("control"),
+        left_out=facts.get("left_out"),
+        whole=facts.get("whole"),
+        told=bool(facts),
+    )
+    return replace(run, reason=_reason(run, place, last))
+
+
+def _reason(run: Found, place: RunDirectory, last: dict[str, Any]) -> str:
+    match run.state:
+        case "diverged":
+            what = str(last.get(NOT_FINITE) or "an outcome is not finite").replace("=", " was ")
+            return f"{what} at step {run.done} of {run.steps}"
+        case "failed":
+            return f"{place.reason or 'its error.log is empty'} (step {run.done} of {run.steps})"
+        case "running" | "interrupted":
+            return f"step {run.done} of {run.steps}"
+        case "planned":
+            return "not started"
+        case _:
+            return ""
+
+
+def _from_name(name: str) -> tuple[str, int]:
+    """Label and seed of `<label>-seed<k>-<hash8>`, as far as a name is one."""
+    label, _, rest = name.rpartition("-seed")
+    seed = rest.partition("-")[0]
+    return (label, int(seed)) if seed.isdigit() else (name, -1)
+
+
+def _last_row(file: Path) -> dict[str, Any]:  # Any: what JSON can hold
+    """The last whole line, or nothing."""
+    if not file.is_file():
+        return {}
+    with file.open("rb") as stream:
+        stream.seek(max(0, file.stat().st_size - TAIL))
+        content = stream.read()
+    lines = content[: content.rfind(b"\n") + 1].splitlines()
+    return json.loads(lines[-1]) if lines else {}
+
+
+def _with_controls(runs: list[Found]) -> list[Found]:
+    """Runs without run.json get the control that their configs single out, a plain one first."""
+    plain = sorted((run for run in runs if run.arm == "control"), key=lambda run: run.label)
+    plain.sort(key=lambda run: run.label != "none")
+    controls: dict[str, str] = {}
+    for run in plain:
+        controls.setdefault(_control_key(run), run.name)
+    return [
+        run
+        if run.told or run.arm == "control"
+        else replace(run, control=controls.get(_control_key(run)))
+        for run in runs
+    ]
+
+
+def _control_key(run: Found) -> str:
+    kept = {key: item for key, item in (run.config or {}).items() if key not in BESIDE_CONTROL}
+    return canonical([run.seed, kept])
+
+
+Stamp = dict[str, object]
+
+
+def stamp(folder: Path) -> Stamp:
+    """Size and time of every file that a report is made from: another stamp, another report."""
+    found: Stamp = {}
+    for path in _run_directories(folder):
+        for name in (*OWN_FILES, EFFECTS, LOCK):
+            try:
+                facts = (path / name).stat()
+            except FileNotFoundError:
+                continue
+            found[f"{path.name}/{name}"] = facts.st_size, facts.st_mtime_ns
+        if (path / LOCK).is_file():  # its process can die without touching a file
+            found[path.name] = _read(path).state
+    return found

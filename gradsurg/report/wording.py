@@ -1,0 +1,77 @@
+"""How an outcome is said: one wording for the terminal, the page and the tables."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from gradsurg.stats import Difference, verdict
+from gradsurg.tables import number
+
+OUTCOMES = {"train/loss": "train loss", "test/loss": "test loss", "test/accuracy": "test accuracy"}
+HEADLINE = ("test/accuracy", "test/loss", "train/loss")
+
+FEW = "Fewer than 6 seeds cannot reach p < 0.05 in a sign-flip test."
+
+Summary = dict[str, Any]  # Any: what JSON can hold
+
+
+def titles(summary: Mapping[str, object]) -> dict[str, str]:
+    """The outcomes of a run, by key: those of every task, then what else it was tested for."""
+    known = {key: title for key, title in OUTCOMES.items() if key in summary}
+    others = [key for key in summary if key.startswith("test/") and key not in OUTCOMES]
+    return known | {key: title(key) for key in others}
+
+
+def title(key: str) -> str:
+    """A logged name in words: `update/norm_ratio` is "update norm ratio"."""
+    return OUTCOMES.get(key, key.replace("/", " ").replace("_", " "))
+
+
+def is_share(key: str) -> bool:
+    """Whether an outcome is said in per cent."""
+    return "accuracy" in key
+
+
+def value(key: str, found: float | None) -> str:
+    """An outcome, as 96.31% or 0.1382."""
+    return f"{found:.2%}" if is_share(key) and found is not None else number(found)
+
+
+def amount(key: str, found: float | None) -> str:
+    """A difference with its sign, as -0.62% or +0.0253."""
+    if found is None:
+        return "-"
+    return f"{found:+.2%}" if is_share(key) else f"{found:+.3g}"
+
+
+def interval(key: str, difference: Difference) -> str:
+    """From where to where, or that one seed has none."""
+    if difference.low is None or difference.high is None:
+        return "one seed: no interval"
+    return f"{amount(key, difference.low)} to {amount(key, difference.high)}"
+
+
+def answer(name: str, plain: str, key: str, difference: Difference) -> str:
+    """One sentence on one arm, and the caution that it needs."""
+    told = verdict(difference)
+    much, outcome = amount(key, difference.mean), title(key)
+    if difference.low is None:
+        return f"{name}: {outcome} {much} against the {plain} arm; {told}."
+    if told == "no clear difference":
+        said = f"no clear difference in {outcome} against the {plain} arm"
+    else:
+        said = f"{outcome} is {told} than in the {plain} arm"
+    few = difference.n < 6 and told != "no clear difference"
+    between = f"95 % interval {interval(key, difference)} ({difference.n} seeds, paired t)"
+    return f"{name}: {said}: {much}, {between}.{f' {FEW}' if few else ''}"
+
+
+def count(number: int, one: str, many: str = "") -> str:
+    """`1 run`, `2 runs`."""
+    return f"{number} {one if number == 1 else many or f'{one}s'}"
+
+
+def listed(names: list[str], most: int = 6) -> str:
+    """Names in a sentence, as "a, b and c"; a long list ends with how many more there are."""
+    if len(names) > most:
+        names = [*names[: most - 1], f"{len(names) - most + 1} more"]
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

@@ -1,0 +1,184 @@
+"""The files of a report: page, figures, Parquet and the tables for a paper."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import mkdtemp
+
+import polars as pl
+
+from gradsurg.report.figures import write_figures
+from gradsurg.report.grouping import flat
+from gradsurg.report.outcomes import Outcome
+from gradsurg.report.page import page
+from gradsurg.report.page_data import number
+from gradsurg.report.study_report import StudyReport
+from gradsurg.report.wording import amount, interval, title, value
+from gradsurg.stats import verdict
+
+PAGE = "index.html"
+LATEX = str.maketrans(
+    {
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+        "·": r"$\cdot$",
+    }
+)
+
+
+def write_report(report: StudyReport, out: Path, refresh: float | None = None) -> Path:
+    """Write all files of a report, each of them whole or not at all; the page's path."""
+    out.mkdir(parents=True, exist_ok=True)
+    with _draft(out) as draft:
+        runs_table(report).write_parquet(draft / "runs.parquet")
+        effects_table(report).write_parquet(draft / "effects.parquet")
+        (draft / "outcome.md").write_text(markdown(report))
+        (draft / "outcome.tex").write_text(latex(report))
+        write_figures(report, draft)
+        (draft / PAGE).write_text(page(report, refresh))
+        names = sorted(path.name for path in draft.iterdir())
+        # the page last: who sees a new one finds the other files as new
+        for name in sorted(names, key=PAGE.__eq__):
+            os.replace(draft / name, out / name)
+    return out / PAGE
+
+
+@contextmanager
+def _draft(out: Path) -> Iterator[Path]:
+    """A folder on the same disk, gone afterwards."""
+    draft = Path(mkdtemp(prefix=".draft-", dir=out))
+    try:
+        yield draft
+    finally:
+        shutil.rmtree(draft)
+
+
+def runs_table(report: StudyReport) -> pl.DataFrame:
+    """A row for each run, whatever its state: outcome and config, `config.` before its keys."""
+    rows = []
+    for arm in report.arms:
+        for run in arm.runs:
+            row: dict[str, object] = {
+                "run": run.name,
+                "arm": arm.name,
+                "role": run.arm,
+                "label": run.label,
+                "seed": run.seed if run.seed >= 0 else None,
+                "state": run.state,
+                "reason": run.reason,
+                "steps": run.steps,
+                "done": run.done,
+                "control": run.control,
+                "left_out": run.left_out,
+                "whole": run.whole,
+            }
+            summary = run.summary or {}
+            row |= {key: number(summary[key]) for key in summary if "/" in key}
+            row |= {
+                f"config.{key}": item if isinstance(item, int | float | str) else _text(item)
+                for key, item in flat(run.config or {}).items()
+            }
+            rows.append(row)
+    # a key can be a number in one run and a word in another
+    kinds = {key: _kind([row.get(key) for row in rows]) for row in rows for key in row}
+    columns = {
+        key: [_text(row.get(key)) if kind == pl.String else row.get(key) for row in rows]
+        for key, kind in kinds.items()
+    }
+    return pl.DataFrame(columns, schema=kinds, strict=False)
+
+
+def effects_table(report: StudyReport) -> pl.DataFrame:
+    """The rows of all effects.jsonl, with arm and seed beside each."""
+    known = [(run.name, arm.name, run.seed, run.state) for arm in report.arms for run in arm.runs]
+    names = pl.DataFrame(known, schema=["run", "arm", "seed", "state"], orient="row")
+    rows = report.effects.with_columns(pl.col("run").cast(pl.String)).join(
+        names, on="run", how="left", maintain_order="left"
+    )
+    first = ["run", "arm", "seed", "state"]
+    others = [name for name in rows.columns if name not in first]
+    return rows.select(*first, *others).with_columns(
+        pl.col("run", "arm", "state").cast(pl.Categorical)
+    )
+
+
+def markdown(report: StudyReport) -> str:
+    """The outcomes as a table for an issue or a README."""
+    heads, rows = _cells(report.outcomes)
+    cells = [heads, [":--", *["--:"] * (len(heads) - 1)], *rows]
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
+    notes = [report.answer, *report.cautions]
+    return "\n\n".join([f"# {report.folder.name}", *notes, "\n".join(lines)]) + "\n"
+
+
+def latex(report: StudyReport) -> str:
+    """The outcomes as a table for a paper; needs the package booktabs."""
+    heads, rows = _cells(report.outcomes)
+    notes = " ".join([report.answer, *report.cautions])
+    lines = [
+        r"% needs \usepackage{booktabs}",
+        r"\begin{table}",
+        rf"\caption{{{_tex(notes)}}}",
+        rf"\begin{{tabular}}{{ll{'r' * (len(heads) - 2)}}}",
+        r"\toprule",
+        _tex_row(heads),
+        r"\midrule",
+        *[_tex_row(row) for row in rows],
+        r"\bottomrule",
+        r"\end{tabular}",
+        r"\end{table}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(outcomes: Sequence[Outcome]) -> tuple[list[str], list[list[str]]]:
+    """Only columns that say something."""
+    columns: dict[str, Callable[[Outcome], str]] = {
+        "arm": lambda o: o.arm.name,
+        "metric": lambda o: title(o.metric) if o.metric else "",
+        "n": lambda o: f"{o.difference.n if o.difference else 0} of {o.planned}",
+        "treated": lambda o: value(o.metric, sum(o.treated) / len(o.treated)) if o.seeds else "",
+        "control": lambda o: value(o.metric, sum(o.control) / len(o.control)) if o.seeds else "",
+        "difference": lambda o: amount(o.metric, o.difference.mean) if o.difference else "",
+        "95 % interval": lambda o: interval(o.metric, o.difference) if o.difference else "",
+        "BCa bootstrap": lambda o: (
+            f"{amount(o.metric, o.bootstrap[0])} to {amount(o.metric, o.bootstrap[1])}"
+            if o.bootstrap
+            else ""
+        ),
+        "p": lambda o: "" if o.p_value is None else f"{o.p_value:.3g}",
+        "q": lambda o: "" if o.q_value is None else f"{o.q_value:.3g}",
+        "reading": lambda o: verdict(o.difference) if o.difference else "nothing to compare",
+        "not compared": lambda o: ", ".join(f"{n} {state}" for state, n in o.states.items()),
+    }
+    shown = {
+        head: texts
+        for head, tell in columns.items()
+        if any(texts := [tell(outcome) for outcome in outcomes])
+    }
+    rows = [[texts[place] for texts in shown.values()] for place in range(len(outcomes))]
+    return list(shown) or ["arm", "metric"], rows
+
+
+def _tex(text: str) -> str:
+    return text.translate(LATEX)
+
+
+def _tex_row(cells: Sequence[str]) -> str:
+    return " & ".join(_tex(cell) for cell in cells) + r" \\"
+
+
+def _kind(values: Sequence[object]) -> type[pl.DataType]:
+    known = [found for found in values if found is not None]
+    for types, kind in (((bool,), pl.Boolean), ((int,), pl.Int64), ((int, float), pl.Float64)):
+        if known and all(type(found) in types for found in known):
+            return kind
+    return pl.String
+
+
+def _text(found: object) -> str | None:
+    return None if found is None else str(found)

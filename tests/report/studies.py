@@ -1,0 +1,101 @@
+"""Small studies on disk whose every number is made up by hand."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from gradsurg.store import RunDirectory, directory_name
+
+SITES = ("first.weight", "last.weight")
+STEPS = 40
+
+
+def config(label: str, seed: int, **more: object) -> dict[str, object]:
+    """A config as a run has it; a control has no transform."""
+    found: dict[str, object] = {"seed": seed, "steps": STEPS, "model": {"name": "mlp"}, **more}
+    if label != "none":
+        found["transform"] = {label: {"name": label, "value": more.get("value", 0.01)}}
+    found.pop("value", None)
+    return found
+
+
+def plan(
+    folder: Path, label: str, seed: int, control: str | None = None, **more: object
+) -> RunDirectory:
+    """A run that has not started; `left_out`, `whole` and `arm` go into its facts."""
+    known = {key: more.pop(key) for key in ("left_out", "whole", "arm") if key in more}
+    own = config(label, seed, **more)
+    place = RunDirectory(folder / directory_name(f"{label}-seed{seed}", own))
+    facts: dict[str, object] = {
+        "study": folder.name,
+        "arm": "control" if label == "none" else "treated",
+        "label": label,
+        "seed": seed,
+        "tags": [label],
+        "steps": STEPS,
+        "control": control,
+        "left_out": None,
+        "whole": None,
+    }
+    place.plan(facts | known, own)
+    return place
+
+
+def log(place: RunDirectory, label: str, steps: int = STEPS, loss: float = 1.0) -> None:
+    """A line of metrics and one of effects for each site, every ten steps."""
+    for step in range(10, steps + 1, 10):
+        place.append_metrics({"step": step, "train/loss": loss / step})
+        place.append_effects([effect(label, site, step) for site in SITES])
+
+
+def effect(label: str, site: str, step: int, **more: object) -> dict[str, object]:
+    numbers = {"cosine": 0.5, "changed": 0.25, "flipped": 0.0, "zeroed": 0.125, "distance": 0.5}
+    counts = {"seen": 10, "calls": 10, "sampled": 1, "nonfinite": 0}
+    norms = {"norm_before": 2.0, "norm_after": 1.0}
+    return {"step": step, "transform": label, "site": site, **counts, **numbers, **norms, **more}
+
+
+def end(
+    place: RunDirectory, label: str, accuracy: float, state: str = "finished", **more: object
+) -> None:
+    summary: Mapping[str, object] = {
+        "state": state,
+        "label": label,
+        "steps": STEPS,
+        "train/loss": 0.5,
+        "test/accuracy": accuracy,
+        "time/step_ms": 1.0 if label == "none" else 1.5,
+        "time/measured_step_ms": 2.0,
+        "effects_every": 10,
+        "notes": [],
+        **more,
+    }
+    place.write_summary(summary)
+
+
+def whole(
+    folder: Path, label: str, seed: int, accuracy: float, control: str | None = None, **more: object
+) -> str:
+    """A finished run; the name of its directory."""
+    place = plan(folder, label, seed, control, **more)
+    log(place, label)
+    end(place, label, accuracy)
+    return place.path.name
+
+
+def mixed(folder: Path) -> Path:
+    """Three seeds of clip and control, and a run in each other state."""
+    controls = [whole(folder, "none", seed, 0.9) for seed in range(3)]
+    for seed, accuracy in enumerate((0.80, 0.84, 0.91)):
+        whole(folder, "clip", seed, accuracy, controls[seed])
+    for seed, accuracy in enumerate((0.7, 0.71)):
+        whole(folder, "zero", seed, accuracy, controls[seed])
+    broken = plan(folder, "zero", 2, controls[2])
+    broken.append_metrics({"step": 10, "train/loss": 2.0})
+    broken.append_metrics({"step": 20, "train/loss": float("nan")})
+    end(broken, "zero", float("nan"), "diverged", steps=20)
+    failed = plan(folder, "noise", 0, controls[0])
+    failed.write_error("Traceback (most recent call last):\n  x\nValueError: <b>no</b> room\n")
+    stopped = plan(folder, "noise", 1, controls[1])
+    log(stopped, "noise", steps=20)
+    plan(folder, "noise", 2, "none-seed9-00000000")
+    return folder

@@ -1,0 +1,228 @@
+"""The page in a real browser, from disk, without a network."""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradsurg.report.__main__ import main
+from gradsurg.store import FACTS
+from tests.report import studies
+from tests.report.browser import browser, missing, prefer, screenshot
+
+KEPT = Path(__file__).parents[2] / "report"  # what CI keeps
+AXE = "axe_core_python"
+RUN_AXE = """
+const done = arguments[0];
+axe.run().then((found) => done(found.violations.map((one) =>
+  [one.impact, one.id, one.nodes.length, one.nodes[0].html.slice(0, 300)])));
+"""
+
+LACKING = missing() or "".join(
+    f"there is no {name} (pip install -e '.[test]')"
+    for name in ("selenium", AXE)
+    if find_spec(name) is None
+)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(LACKING), reason=LACKING or "all there"),
+    # selenium leaves sockets of its own to the garbage collector
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+NONE = "\u2013"  # what stands where there is no number
+Driver = Any  # selenium is imported where it is
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    study = studies.mixed(tmp_path_factory.mktemp("runs") / "first")
+    for value in (0.001, 0.1):
+        controls = [path.name for path in sorted(study.glob("none-seed*"))]
+        for seed, control in enumerate(controls):
+            studies.whole(study, "clip", seed, 0.7 + value, control, value=value)
+    assert main([str(study)]) == 0
+    return study / "report" / "index.html"
+
+
+@pytest.fixture(scope="module")
+def window() -> Iterator[Driver]:
+    with browser(1280, 900) as driver:
+        yield driver
+
+
+@pytest.fixture
+def opened(window: Driver, page: Path) -> Iterator[Driver]:
+    """The page, fresh; at the end nothing may have gone wrong in it."""
+    prefer(window, "light")
+    window.get(page.as_uri())
+    window.execute_script("sessionStorage.clear()")
+    window.get(page.as_uri())
+    yield window
+    assert [entry["message"] for entry in window.get_log("browser")] == []
+
+
+def all_of(driver: Driver, css: str) -> list[Any]:
+    return driver.find_elements("css selector", css)
+
+
+def texts(driver: Driver, css: str) -> list[str]:
+    return [found.text for found in all_of(driver, css)]
+
+
+def one(driver: Driver, css: str) -> Any:
+    (found,) = all_of(driver, css)
+    return found
+
+
+def test_the_network_is_off(window: Driver) -> None:
+    from selenium.common.exceptions import WebDriverException
+
+    with pytest.raises(WebDriverException, match="ERR_"):
+        window.get("http://127.0.0.1:9/")
+    window.get_log("browser")  # the refusal is in it
+
+
+def test_a_script_that_fails_would_be_seen(window: Driver, page: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "index.html"
+    broken.write_text(page.read_text().replace("watch();\n", "watch();\nnowhere();\n"))
+    window.get(broken.as_uri())
+    assert "nowhere is not defined" in str(window.get_log("browser"))
+
+
+def test_every_section_has_its_chart_or_table(opened: Driver) -> None:
+    assert one(opened, "h1").text == "first"
+    assert len(all_of(opened, "#outcome tbody tr")) == 5
+    assert len(all_of(opened, "#outcome td.plot circle")) == 4
+    assert len(all_of(opened, "#curves .panel path.mean")) == 2 * 5
+    assert len(all_of(opened, "#doses circle")) == 3
+    assert len(all_of(opened, "#effects rect[data-at]")) == 2 * 4
+    assert len(all_of(opened, "#effects .bars.before")) == 1
+    assert len(all_of(opened, "#cost tbody tr")) == 4
+    assert len(all_of(opened, "#runs tbody tr")) == 19
+    assert "n = 3" in one(opened, ".answer").text
+
+
+def test_the_metric_of_the_forest_plot_is_chosen(opened: Driver) -> None:
+    before = texts(opened, "#outcome tbody tr")
+    one(opened, '#outcome input[value="train/loss"]').click()
+    after = texts(opened, "#outcome tbody tr")
+    assert before[0] != after[0]
+    assert "0.5 0.5" in after[0]
+    assert len(before) == len(after)
+
+
+def test_runs_are_sorted_both_ways_and_what_has_no_number_stays_last(opened: Driver) -> None:
+    button = one(opened, '#runs th[data-key="m0"] button')
+    for order in ("ascending", "descending"):
+        button.click()
+        assert one(opened, '#runs th[data-key="m0"]').get_attribute("aria-sort") == order
+        shown = texts(opened, "#runs tbody td:nth-child(6)")
+        numbers = [float(text.rstrip("%")) for text in shown if text != NONE]
+        assert numbers == sorted(numbers, reverse=order == "descending")
+        assert len(set(numbers)) > 3
+        assert shown[len(numbers) :] == [NONE] * 5
+
+
+def test_runs_are_filtered_by_text_and_by_state(opened: Driver) -> None:
+    find = one(opened, "#find")
+    find.send_keys("noise room")
+    assert len(all_of(opened, "#runs tbody tr")) == 1
+    assert one(opened, "#shown").text == "1 of 19 runs"
+    assert "<b>no</b> room" in one(opened, "#runs tbody tr").text
+    find.clear()
+    find.send_keys(" ")
+    one(opened, '#by-state option[value="diverged"]').click()
+    assert "train/loss was nan at step 20 of 40" in one(opened, "#runs tbody tr").text
+
+
+def test_a_config_is_linked_and_shown_in_a_dialog(opened: Driver, page: Path) -> None:
+    first = all_of(opened, "#runs tbody tr")[0]
+    link = first.find_element("css selector", "a").get_attribute("href")
+    file = Path(link.removeprefix("file://"))
+    assert file.parent.parent == page.parents[1]
+    first.find_element("css selector", "button").click()
+    assert one(opened, "dialog[open] pre").text == file.read_text().strip()
+    one(opened, "#config-close").click()
+    assert all_of(opened, "dialog[open]") == []
+
+
+def test_the_slider_moves_by_keys_and_changes_map_and_histogram(opened: Driver) -> None:
+    slider, seen = one(opened, "#map"), []
+    for _ in range(3):
+        name = one(opened, "#map-name").text
+        assert slider.get_attribute("aria-valuetext") == name
+        seen.append(name)
+        slider.send_keys("\ue014")  # arrow right
+    assert len(set(seen)) == 3
+    assert all("n = " in name for name in seen)
+
+
+def test_a_panel_reads_its_numbers_to_the_keyboard(opened: Driver) -> None:
+    panel = all_of(opened, "#curves .panel")[0]
+    panel.send_keys("\ue010")  # end
+    said = one(opened, "#tip").text
+    assert "step 40" in said
+    assert "n = 3" in said
+    panel.send_keys("\ue012")  # arrow left
+    assert "step 30" in one(opened, "#tip").text
+
+
+def test_the_theme_follows_the_system_and_the_button(opened: Driver) -> None:
+    def background() -> str:
+        return opened.execute_script("return getComputedStyle(document.body).backgroundColor")
+
+    light = background()
+    prefer(opened, "dark")
+    dark = background()
+    assert light != dark
+    one(opened, "#theme").click()
+    assert background() == light
+    opened.refresh()
+    assert background() == light  # what was chosen is kept
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_there_is_no_serious_fault_of_access(page: Path, width: int, scheme: str) -> None:
+    import axe_core_python
+
+    script = Path(axe_core_python.__path__[0]) / "axe.min.js"
+    with browser(width, 900) as driver:
+        prefer(driver, scheme)
+        driver.get(page.as_uri())
+        screenshot(driver, KEPT / f"page-{width}-{scheme}.png")
+        wide = driver.execute_script("return document.documentElement.scrollWidth")
+        assert wide <= width
+        driver.execute_script(script.read_text())
+        found = driver.execute_async_script(RUN_AXE)
+        assert [fault for fault in found if fault[0] in ("serious", "critical")] == []
+        # the check sees a fault where there is one
+        driver.execute_script("document.querySelector('.how').style.color = '#8887'")
+        assert "color-contrast" in str(driver.execute_async_script(RUN_AXE))
+
+
+def test_a_watched_page_loads_itself_anew_and_keeps_its_place(
+    window: Driver, tmp_path: Path
+) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    from gradsurg.report.page import page as html
+    from gradsurg.report.study_report import study_report
+
+    study = studies.mixed(tmp_path / "first")
+    assert all((path / FACTS).is_file() for path in study.iterdir())
+    file = tmp_path / "index.html"
+    file.write_text(html(study_report(study), refresh=0.3))
+    window.get(file.as_uri())
+    window.execute_script("scrollTo({top: 400, behavior: 'instant'})")
+    file.write_text(html(study_report(study), refresh=0.3).replace("<h1>first", "<h1>second"))
+    WebDriverWait(window, 20).until(lambda driver: one(driver, "h1").text == "second")
+    assert window.execute_script("return scrollY") == 400
+    one(window, "#pause").click()
+    window.execute_script("window.here = true")
+    file.write_text(html(study_report(study)))
+    window.execute_async_script("setTimeout(arguments[0], 1000)")
+    assert window.execute_script("return window.here") is True

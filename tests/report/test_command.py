@@ -1,0 +1,156 @@
+"""python -m gradsurg.report: its files, its words, its exit codes."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from gradsurg.report.__main__ import main
+from gradsurg.store import SUMMARY
+from tests.report import studies
+
+FIGURES = ("outcome", "curves", "effects", "norms", "cost")
+DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
+
+
+def data_of(page: Path) -> dict:
+    (text,) = DATA.findall(page.read_text())
+    return json.loads(text)
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return studies.mixed(tmp_path_factory.mktemp("runs") / "first")
+
+
+@pytest.fixture(scope="module")
+def report(study: Path) -> Path:
+    assert main([str(study)]) == 0
+    return study / "report"
+
+
+def test_all_files_are_there_and_no_draft_is_left(report: Path) -> None:
+    expected = {f"{name}.{kind}" for name in FIGURES for kind in ("png", "svg")}
+    expected |= {"index.html", "runs.parquet", "effects.parquet", "outcome.md", "outcome.tex"}
+    assert {path.name for path in report.iterdir()} == expected
+    assert all((report / name).stat().st_size > 200 for name in expected)
+
+
+def test_the_page_fetches_nothing(report: Path) -> None:
+    text = (report / "index.html").read_text()
+    assert "default-src 'none'" in text
+    assert re.findall(r"""(?:src|href)\s*=\s*["'](?!#|data:)""", text) == []
+    without_names = text.replace("http://www.w3.org/2000/svg", "")
+    assert "http" not in without_names.replace("http-equiv", "")
+    assert len(text) < 6e6
+
+
+def test_every_run_is_on_the_page_and_in_the_parquet_file(report: Path) -> None:
+    runs = data_of(report / "index.html")["runs"]
+    table = pl.read_parquet(report / "runs.parquet")
+    states = ["finished"] * 8 + ["interrupted", "planned", "diverged", "failed", "missing"]
+    assert sorted(run["state"] for run in runs) == sorted(states)
+    assert sorted(table["state"]) == sorted(states)
+    assert set(table["run"]) == {run["name"] for run in runs}
+    assert table.schema["config.model.name"] == pl.String
+    assert table.schema["test/accuracy"] == pl.Float64
+    effects = pl.read_parquet(report / "effects.parquet")
+    # eight whole runs of four rows at two sites, and one that stopped half-way
+    assert len(effects) == 8 * 4 * 2 + 4
+    assert set(effects["arm"].cast(pl.String)) == {"clip", "zero", "noise", "control"}
+
+
+def test_text_from_files_cannot_end_the_script_or_become_markup(report: Path) -> None:
+    text = (report / "index.html").read_text()
+    assert "<b>no</b>" not in text
+    reasons = [run["reason"] for run in data_of(report / "index.html")["runs"]]
+    assert any("<b>no</b> room" in reason for reason in reasons)
+
+
+def test_tables_for_papers_have_a_row_for_each_arm_and_metric(report: Path) -> None:
+    lines = (report / "outcome.md").read_text().splitlines()
+    rows = [line for line in lines if line.startswith("| ")]
+    assert len(rows) == 2 + 3 * 2
+    assert "| clip | test accuracy | 3 of 3 | 85.00% | 90.00% | -5.00% |" in "\n".join(rows)
+    tex = (report / "outcome.tex").read_text()
+    assert r"85.00\%" in tex
+    assert len(re.findall(r"(?<!\\)%", tex)) == 1  # the comment at the top
+
+
+def test_the_summary_is_printed_with_what_did_not_finish(study: Path, capsys) -> None:
+    assert main([str(study), "--out", str(study.parent / "elsewhere")]) == 0
+    printed = capsys.readouterr().out
+    for words in ("13 runs: 8 finished", "2 of 3", "no clear difference", "not started"):
+        assert words in printed
+    assert "<b>no</b> room" in printed
+    assert (study.parent / "elsewhere" / "index.html").is_file()
+
+
+@pytest.mark.parametrize("words", [[], ["--watch"]])
+def test_a_wrong_folder_is_one_line_and_exit_code_2(tmp_path: Path, capsys, words) -> None:
+    assert main([str(tmp_path / "nowhere"), *words]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == f"there is no folder {tmp_path / 'nowhere'}\n"
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("make", ["planned", "control only", "one seed", "no effects"])
+def test_a_study_that_has_hardly_begun_is_reported(tmp_path: Path, make: str) -> None:
+    match make:
+        case "planned":
+            studies.plan(tmp_path, "clip", 0, studies.plan(tmp_path, "none", 0).path.name)
+        case "control only":
+            studies.whole(tmp_path, "none", 0, 0.9)
+        case "one seed":
+            studies.whole(tmp_path, "clip", 0, 0.8, studies.whole(tmp_path, "none", 0, 0.9))
+        case "no effects":
+            control = studies.plan(tmp_path, "none", 0)
+            studies.end(control, "none", 0.9)
+            studies.end(studies.plan(tmp_path, "clip", 0, control.path.name), "clip", 0.8)
+    assert main([str(tmp_path)]) == 0
+    data = data_of(tmp_path / "report" / "index.html")
+    assert len(data["runs"]) == (1 if make == "control only" else 2)
+
+
+@pytest.mark.slow
+def test_torch_is_not_imported(study: Path, tmp_path: Path) -> None:
+    code = f"""
+import sys
+from gradsurg.report.__main__ import main
+assert main([{str(study)!r}, "--out", {str(tmp_path)!r}]) == 0
+print("torch" in sys.modules, "hydra" in sys.modules, "wandb" in sys.modules, file=sys.stderr)
+"""
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.split() == ["False", "False", "False"]
+
+
+@pytest.mark.slow
+def test_watching_follows_a_study_until_it_is_interrupted(tmp_path: Path) -> None:
+    control = studies.whole(tmp_path / "first", "none", 0, 0.9)
+    place = studies.plan(tmp_path / "first", "clip", 0, control)
+    page = tmp_path / "first" / "report" / "index.html"
+    command = [sys.executable, "-m", "gradsurg.report", str(tmp_path / "first"), "--watch"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        assert "1 finished, 1 planned" in process.stdout.readline()
+        assert data_of(page)["refresh"] > 0
+        studies.end(place, "clip", 0.8)
+        assert (place.path / SUMMARY).is_file()
+        assert "2 finished" in process.stdout.readline()
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+    assert process.returncode == 0
+    assert data_of(page)["refresh"] is None
+    assert data_of(page)["runs"][0]["state"] == "finished"

@@ -1,0 +1,120 @@
+"""A study is read as it lies there, whatever state its runs are in."""
+
+from pathlib import Path
+
+import pytest
+
+from gradsurg.report.grouping import group
+from gradsurg.report.reading import Found, NotAStudy, read_study, stamp
+from gradsurg.store import FACTS, LOCK, METRICS, SUMMARY
+from tests.report import studies
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> dict[str, Found]:
+    found = read_study(studies.mixed(tmp_path / "first"))
+    return {f"{run.label}{run.seed}": run for run in found}
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "reason"),
+    [
+        ("clip0", "finished", ""),
+        ("zero2", "diverged", "train/loss was nan at step 20 of 40"),
+        ("noise0", "failed", "ValueError: <b>no</b> room (step 0 of 40)"),
+        ("noise1", "interrupted", "step 20 of 40"),
+        ("noise2", "planned", "not started"),
+    ],
+)
+def test_each_run_has_its_state_and_reason(mixed, name: str, state: str, reason: str) -> None:
+    assert (mixed[name].state, mixed[name].reason) == (state, reason)
+
+
+def test_a_control_that_is_named_but_not_there_is_a_missing_run(tmp_path: Path) -> None:
+    (missing,) = [
+        run for run in read_study(studies.mixed(tmp_path / "first")) if run.state == "missing"
+    ]
+    assert missing.name == "none-seed9-00000000"
+    assert missing.reason.startswith("noise-seed2-")
+
+
+def test_a_run_that_a_process_holds_is_running(tmp_path: Path) -> None:
+    place = studies.plan(tmp_path, "clip", 0)
+    (place.path / LOCK).touch()  # held or let go, the file is the same
+    before = stamp(tmp_path)
+    with place.held():
+        (run,) = read_study(tmp_path)
+        assert run.state == "running"
+        assert stamp(tmp_path) != before
+    assert read_study(tmp_path)[0].state == "planned"
+
+
+@pytest.mark.parametrize("name", [SUMMARY, FACTS, METRICS])
+def test_a_broken_file_is_told_and_the_other_runs_are_read(tmp_path: Path, name: str) -> None:
+    whole = studies.whole(tmp_path, "none", 0, 0.9)
+    broken = studies.whole(tmp_path, "clip", 0, 0.8, whole)
+    (tmp_path / broken / name).write_text("{half\n")
+    states = {run.name: run for run in read_study(tmp_path)}
+    assert states[whole].state == "finished"
+    assert states[broken].state == "unreadable"
+    assert "JSONDecodeError" in states[broken].reason
+    assert (states[broken].label, states[broken].seed) == ("clip", 0)
+
+
+def test_runs_without_run_json_are_paired_by_their_configs(tmp_path: Path) -> None:
+    for model in ("mlp", "convnet"):
+        for label in ("none", "clip"):
+            name = studies.whole(tmp_path, label, 3, 0.9, model={"name": model})
+            (tmp_path / name / FACTS).unlink()
+    found = {run.name: run for run in read_study(tmp_path)}
+    treated = [run for run in found.values() if run.label == "clip"]
+    assert len(treated) == 2
+    for run in treated:
+        assert run.control is not None
+        assert not run.told
+        beside = found[run.control].config
+        assert beside is not None
+        assert beside["model"] == (run.config or {})["model"]
+
+
+@pytest.mark.parametrize("there", ["nothing", "empty", "file", "studies"])
+def test_what_is_no_study_is_said_in_one_sentence(tmp_path: Path, there: str) -> None:
+    folder = tmp_path / "runs"
+    match there:
+        case "empty":
+            folder.mkdir()
+        case "file":
+            folder.write_text("")
+        case "studies":
+            studies.whole(folder / "first", "none", 0, 0.9)
+    with pytest.raises(NotAStudy) as caught:
+        read_study(folder)
+    assert str(folder) in str(caught.value)
+    assert ("studies in it: first" in str(caught.value)) == (there == "studies")
+
+
+def test_arms_are_told_apart_by_the_keys_in_which_they_differ(tmp_path: Path) -> None:
+    for model in ("mlp", "convnet"):
+        for seed in range(2):
+            control = studies.whole(tmp_path, "none", seed, 0.9, model={"name": model})
+            more = {"model": {"name": model}}
+            studies.whole(tmp_path, "zero", seed, 0.1, control, **more)
+            for value in (0.1, 0.01):
+                studies.whole(tmp_path, "clip", seed, 0.8, control, value=value, **more)
+    arms = group(read_study(tmp_path))
+    assert [(arm.name, len(arm.runs)) for arm in arms] == [
+        ("clip · convnet · value=0.01", 2),
+        ("clip · mlp · value=0.01", 2),
+        ("clip · convnet · value=0.1", 2),
+        ("clip · mlp · value=0.1", 2),
+        ("zero · convnet", 2),
+        ("zero · mlp", 2),
+        ("control · convnet", 2),
+        ("control · mlp", 2),
+    ]
+
+
+def test_arms_with_one_label_that_no_key_tells_apart_get_numbers(tmp_path: Path) -> None:
+    for gradsurg in ("0.1.0", "0.2.0"):
+        studies.whole(tmp_path, "clip", 0, 0.8, gradsurg=gradsurg)
+    assert [arm.name for arm in group(read_study(tmp_path))] == ["clip", "clip #2"]
