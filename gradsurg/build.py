@@ -22,6 +22,7 @@ from gradsurg.parts import (
     transforms_of,
 )
 from gradsurg.probe import culprit, probe
+from gradsurg.rehearsal import check_manner, check_step
 from gradsurg.settings import Settings
 from gradsurg.sinks.base import Sink
 from gradsurg.sites.base import Selector
@@ -30,8 +31,8 @@ from gradsurg.tasks.base import Data
 from gradsurg.transforms.chain import Chain
 from gradsurg.triggers.base import Trigger
 
-GROUPS = ("transform", "site", "when", "model", "task", "optimizer", "sink")
-REQUIRED = ("site", "when", "model", "task", "optimizer")
+GROUPS = ("transform", "site", "when", "model", "task", "optimizer", "schedule", "sink")
+REQUIRED = ("site", "when", "model", "task", "optimizer", "schedule")
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,9 @@ def build(config: Config) -> Experiment:
     if task is not None and data is not None:
         model = faults.made("model", lambda: checked_model(config, task, data))
         if model is not None:
-            faults.made("optimizer", lambda: make_optimizer(model))
+            optimizer = faults.made("optimizer", lambda: make_optimizer(model))
+            if optimizer is not None and settings is not None:
+                check_step(config, settings, optimizer, faults)
             if selector is not None:
                 with faults.at(culprit(config["site"])):
                     probe(selector, intervention, model, data)
@@ -68,6 +71,7 @@ def build(config: Config) -> Experiment:
     if settings is not None:
         _check_batch(settings, data, faults)
         device = faults.made("device", lambda: device_of(settings.device))
+        check_manner(settings, selector, intervention, device, faults)
     faults.stop()
     # What is missing has been said, and `stop` has raised.
     assert settings
@@ -121,6 +125,11 @@ def _surgery(config: Config, faults: Faults) -> tuple[Selector | None, Intervent
 
 
 def _check_batch(settings: Settings, data: Data | None, faults: Faults) -> None:
-    count = len(data.train_inputs) if data is not None else settings.batch_size
-    if settings.batch_size > count:
-        faults.lines.append(f"batch_size: must be <= {count} examples, found {settings.batch_size}")
+    if data is None:
+        return
+    count, size, several = len(data.train_inputs), settings.batch_size, settings.accumulate
+    if size > count:
+        faults.lines.append(f"batch_size: must be <= {count} examples, found {size}")
+    elif size * several > count:
+        rule = f"a step's batches must have <= {count} examples together"
+        faults.lines.append(f"accumulate: {rule}, found {several} of {size}")
