@@ -1,5 +1,6 @@
 """How steps are computed: gradients in parts, in half precision, by a compiled model."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,12 @@ from gradsurg.sites.base import Selector
 
 Precision = Literal["float32", "bfloat16", "float16"]
 Backend = Literal["eager", "aot_eager", "inductor"]
+
+NOISE = (
+    "The .grad attribute of a Tensor that is not a leaf",
+    "`torch.jit.script_method` is deprecated",
+)
+"""What PyTorch's compiler warns of about its own doings."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,9 @@ class Switches:
             yield model
             return
         with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            for message in NOISE:
+                warnings.filterwarnings("ignore", message)
             for module in model.modules():
                 for table in (module._forward_pre_hooks, module._forward_hooks):
                     for key, hook in table.items():

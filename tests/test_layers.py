@@ -25,7 +25,7 @@ FLOORS = (
         "schedules",
         "parts",
         "probe",
-        "manner",
+        "rehearsal",
         "pairs",
         "build",
     ),
