@@ -8,12 +8,15 @@ from typing import Literal
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from gradsurg.store import directory_name
 from gradsurg.surgery import Surgery
+from gradsurg.switches import Switches
 from gradsurg.tasks.base import Data, Task
 
 ArmName = Literal["treated", "control"]
+PLAIN = Switches()
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class Schedule:
     log_every: int
     checkpoint_every: int
     effects_every: int
+    eval_every: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,8 @@ class Run:
     control: str | None = None  # the name of the directory of the run that it is compared with
     left_out: str | None = None  # the link that an arm of an attribution does without ..
     whole: str | None = None  # .. and the name of the directory of the run that has it
+    switches: Switches = PLAIN
+    make_lr_schedule: Callable[[Optimizer], LRScheduler | None] = lambda optimizer: None
 
     @property
     def facts(self) -> dict[str, object]:

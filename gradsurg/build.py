@@ -24,6 +24,7 @@ from gradsurg.parts import (
     transforms_of,
 )
 from gradsurg.probe import Trial, check_stage
+from gradsurg.rehearsal import check_manner, check_step
 from gradsurg.settings import Settings
 from gradsurg.sinks.base import Sink
 from gradsurg.sites.base import Selector
@@ -33,8 +34,8 @@ from gradsurg.transforms.base import Transform
 from gradsurg.transforms.chain import Chain
 from gradsurg.triggers.base import Trigger
 
-GROUPS = ("transform", "site", "when", "model", "task", "optimizer", "sink")
-REQUIRED = ("site", "when", "model", "task", "optimizer")
+GROUPS = ("transform", "site", "when", "model", "task", "optimizer", "schedule", "sink")
+REQUIRED = ("site", "when", "model", "task", "optimizer", "schedule")
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,15 @@ def build(config: Config) -> Experiment:
     if task is not None and data is not None:
         model = faults.made("model", lambda: checked_model(config, task, data))
     # What is wrong with an optimizer is mostly so for any parameter.
-    faults.made("optimizer", lambda: make_optimizer(model or nn.Linear(1, 1, bias=False)))
+    stand_in = model or nn.Linear(1, 1, bias=False)
+    optimizer = faults.made("optimizer", lambda: make_optimizer(stand_in))
+    if optimizer is not None and settings is not None:
+        check_step(config, settings, optimizer, faults)
     device = None
     if settings is not None:
         device = faults.made("device", lambda: device_of(settings.device))
         _check_batch(settings, data, faults)
+        check_manner(settings, selector, intervention, device, faults)
     if task and data and model and selector:
         scope = intervention.operator.scope if intervention else "tensor"
         steady = "name" in config["model"] and "name" in config["task"]
@@ -150,6 +155,11 @@ def _try(trial: Trial, selector: Selector, trigger: Trigger | None, faults: Faul
 
 
 def _check_batch(settings: Settings, data: Data | None, faults: Faults) -> None:
-    count = len(data.train_inputs) if data is not None else settings.batch_size
-    if settings.batch_size > count:
-        faults.lines.append(f"batch_size: must be <= {count} examples, found {settings.batch_size}")
+    if data is None:
+        return
+    count, size, several = len(data.train_inputs), settings.batch_size, settings.accumulate
+    if size > count:
+        faults.lines.append(f"batch_size: must be <= {count} examples, found {size}")
+    elif size * several > count:
+        rule = f"a step's batches must have <= {count} examples together"
+        faults.lines.append(f"accumulate: {rule}, found {several} of {size}")

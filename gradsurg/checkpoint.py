@@ -5,7 +5,9 @@ from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from gradsurg.effects import EffectsState
 from gradsurg.ledger import EntryState
@@ -19,10 +21,14 @@ class Checkpoint(TypedDict):
     step: int
     model: dict[str, Tensor]
     optimizer: dict[str, Any]  # Any: torch says so
+    lr_schedule: dict[str, Any] | None  # Any: as above
+    scaler: dict[str, Any] | None  # Any: as above
     surgery: dict[str, object]
     ledger: list[EntryState]
     effects: EffectsState
     said: list[str]
+    skipped: int
+    seconds: float
     rng: Tensor
     device_rng: Tensor | None
 
@@ -35,18 +41,26 @@ class Trainee:
     optimizer: Optimizer
     surgery: Surgery
     device: torch.device
+    lr_schedule: LRScheduler | None = None
+    scaler: GradScaler | None = None
 
-    def checkpoint(self, done: int, live: Live, said: list[str]) -> Checkpoint:
+    def checkpoint(
+        self, done: int, live: Live, said: list[str], skipped: int = 0, seconds: float = 0.0
+    ) -> Checkpoint:
         """Everything that going on after step `done` needs."""
         cuda = self.device.type == "cuda"
         return Checkpoint(
             step=done,
             model=self.model.state_dict(),
             optimizer=self.optimizer.state_dict(),
+            lr_schedule=self.lr_schedule.state_dict() if self.lr_schedule else None,
+            scaler=self.scaler.state_dict() if self.scaler else None,
             surgery=self.surgery.state_dict(),
             ledger=live.ledger.state(),
             effects=live.effects.state(),
             said=said,
+            skipped=skipped,
+            seconds=seconds,
             rng=torch.get_rng_state(),
             device_rng=torch.cuda.get_rng_state(self.device) if cuda else None,
         )
@@ -55,6 +69,10 @@ class Trainee:
         """Be, and have the generators be, where the checkpoint was."""
         self.model.load_state_dict(kept["model"])
         self.optimizer.load_state_dict(kept["optimizer"])
+        if self.lr_schedule is not None and kept["lr_schedule"] is not None:
+            self.lr_schedule.load_state_dict(kept["lr_schedule"])
+        if self.scaler is not None and kept["scaler"] is not None:
+            self.scaler.load_state_dict(kept["scaler"])
         self.surgery.load_state_dict(_moved(kept["surgery"], self.device))
         torch.set_rng_state(kept["rng"])
         if kept["device_rng"] is not None:

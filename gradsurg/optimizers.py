@@ -1,6 +1,5 @@
 """The optimizer that a config asks for: one of torch.optim, with its own fields."""
 
-import inspect
 from collections.abc import Callable
 
 import torch
@@ -12,6 +11,11 @@ from gradsurg.make import ERRORS, Config, called, sentence
 from gradsurg.settings import Settings
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
+
+REFUSED = {
+    "LBFGS": "needs a closure that computes the loss again, several times a step",
+    "SparseAdam": "takes sparse gradients alone, and those of the models are dense",
+}
 
 
 def optimizer_config(config: Config, settings: Settings | None) -> dict[str, object]:
@@ -29,6 +33,8 @@ def optimizer_maker(config: Config, settings: Settings | None) -> MakeOptimizer:
         fields = optimizer_config(config, settings)
         name = str(fields.pop("name", ""))
         kinds = [key for key, kind in vars(torch.optim).items() if _is_optimizer(kind)]
+        if name in REFUSED:
+            raise ValueError(f"{name} {REFUSED[name]}. {nearest(name, kinds)}")
         if name not in kinds:
             raise LookupError(f"there is no '{name}' in torch.optim. {nearest(name, kinds)}")
         try:
@@ -69,7 +75,7 @@ def _guilty(kind: type, model: nn.Module, fields: dict[str, object]) -> dict[str
 
 
 def _is_optimizer(kind: object) -> bool:
-    """Whether the training loop can use it: one that needs a closure it cannot."""
+    """Whether the training loop can use it."""
     if not isinstance(kind, type) or not issubclass(kind, Optimizer) or kind is Optimizer:
         return False
-    return inspect.signature(kind.step).parameters["closure"].default is None
+    return kind.__name__ not in REFUSED

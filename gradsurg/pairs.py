@@ -1,7 +1,7 @@
 """The runs of an experiment, seed by seed: a treated one and its control, and their identities."""
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 import torch
@@ -12,6 +12,7 @@ from gradsurg.intervention import Intervention
 from gradsurg.make import Config, sources_of
 from gradsurg.optimizers import MakeOptimizer, optimizer_config
 from gradsurg.parts import model_of
+from gradsurg.schedules import schedule_maker
 from gradsurg.settings import Settings
 from gradsurg.sites.base import Selector
 from gradsurg.surgery import Surgery
@@ -92,6 +93,8 @@ class Plan:
             "batch_size": self.settings.batch_size,
             "device": self.device.type,
             "optimizer": optimizer_config(self.config, self.settings),
+            "schedule": self.config["schedule"],
+            **asdict(self.settings.switches),
             **copy.deepcopy(parts),
             "sources": dict(sorted(sources_of(parts))),
         }
@@ -125,6 +128,9 @@ class Plan:
                 settings.log_every,
                 settings.checkpoint_every,
                 settings.effects_every,
+                settings.eval_every,
             ),
             device=self.device,
+            switches=settings.switches,
+            make_lr_schedule=schedule_maker(self.config["schedule"], settings.steps),
         )

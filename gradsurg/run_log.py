@@ -4,17 +4,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from statistics import median
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 from torch import nn
 
 from gradsurg.arms import Run
 from gradsurg.effects import NUMBERS
+from gradsurg.hardware import hardware
 from gradsurg.live import Live
 from gradsurg.sinks.base import Sink
+from gradsurg.sites._untouched import untouched
 from gradsurg.store import EFFECTS, METRICS, RunDirectory
 from gradsurg.tasks.base import Data
-from gradsurg.train import outputs_of
+from gradsurg.train import Step, outputs_of
+
+NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass
@@ -28,16 +33,42 @@ class RunLog:
     loss: float = float("nan")
     done: int = 0
     diverged: bool = field(default=False)
+    skipped: int = 0
+    earlier_seconds: float = 0.0  # those before an interruption
 
-    def interval(self, done: int, loss: float, live: Live) -> bool:
-        """Log the interval that ends with step `done`; False if the loss is no longer finite."""
+    @property
+    def trained_s(self) -> float:
+        """The seconds of all steps."""
+        return self.earlier_seconds + sum(self.seconds)
+
+    def took(self, step: Step) -> None:
+        """Count a step."""
+        self.seconds.append(step.seconds)
+        self.skipped += step.skipped
+
+    def interval(
+        self, done: int, loss: float, live: Live, others: Mapping[str, float] = NOTHING
+    ) -> bool:
+        """Log the interval that ends with step `done`; False if the loss is no longer finite.
+
+        `others` are what else is known there, by name.
+        """
         self.done, self.loss = done, loss
         rows = live.effects.fetch()
-        self.place.append_metrics({"step": done, "train/loss": loss})
+        values = {"train/loss": loss, **others}
+        self.place.append_metrics({"step": done, **values})
         self.place.append_effects([{"step": done, **row} for row in rows])
-        self._tell(done, loss, rows, {"time/step_ms": 1000 * median(self.seconds[-100:])})
+        times = {"time/step_ms": 1000 * median(self.seconds[-100:])}
+        self._tell(done, {**values, **times}, rows)
         self.diverged = not isfinite(loss)
         return not self.diverged
+
+    def tested(self, done: int, loss: float, data: Data, model: nn.Module) -> dict[str, float]:
+        """The task's metrics on the test data, at steps where they are due."""
+        schedule = self.run.schedule
+        every = schedule.eval_every
+        due = every and (done % every == 0 or done == schedule.steps)
+        return self._metrics("test", data, model) if due and isfinite(loss) else {}
 
     def again(self) -> None:
         """Tell the sinks what was logged before an interruption: to them this is a new run."""
@@ -45,12 +76,12 @@ class RunLog:
         for effect in self.place.read_rows(EFFECTS):
             effects.setdefault(effect["step"], []).append(effect)
         for row in self.place.read_rows(METRICS):
-            self._tell(row["step"], row["train/loss"], effects.get(row["step"], []), {})
+            values = {key: value for key, value in row.items() if "/" in key}
+            self._tell(row["step"], values, effects.get(row["step"], []))
 
     def _tell(
-        self, done: int, loss: float, rows: Sequence[Mapping[str, object]], times: dict[str, float]
+        self, done: int, values: dict[str, float], rows: Sequence[Mapping[str, object]]
     ) -> None:
-        values = {"train/loss": loss, **times}
         for row in rows:
             prefix = f"effect/{row['transform']}/{row['site']}"
             for name in ("seen", "calls", *NUMBERS):
@@ -81,21 +112,35 @@ class RunLog:
             "label": run.label,
             "seed": run.seed,
             "steps": self.done,
+            "skipped_steps": self.skipped,
         }
-        parts = {
-            "train": (data.train_inputs, data.train_targets),
-            "test": (data.test_inputs, data.test_targets),
-        }
-        for part, (inputs, targets) in parts.items():
-            outputs = outputs_of(model, inputs.to(run.device))
-            for name, value in run.task.metrics(outputs, targets.to(run.device)).items():
-                outcome[f"{part}/{name}"] = value
-                if not isfinite(value):  # the last step can break what no loss has seen
-                    outcome["state"] = "diverged"
+        for part in ("train", "test"):
+            metrics = self._metrics(part, data, model)
+            outcome |= metrics
+            if not all(map(isfinite, metrics.values())):
+                outcome["state"] = "diverged"  # the last step can break what no loss has seen
         outcome |= self.times()
+        outcome["time/train_s"] = self.trained_s
+        outcome["hardware"] = hardware(run.device)
         outcome["effects_every"] = run.schedule.effects_every
         outcome["notes"] = notes
         return outcome
+
+    def _metrics(
+        self, part: Literal["train", "test"], data: Data, model: nn.Module
+    ) -> dict[str, float]:
+        """The task's metrics on all examples of a part, in the model's own precision.
+
+        No surgery sees this, and training goes on as if it had not been.
+        """
+        inputs, targets = data.test_inputs, data.test_targets
+        if part == "train":
+            inputs, targets = data.train_inputs, data.train_targets
+        device = self.run.device
+        with untouched(model):
+            outputs = outputs_of(model, inputs.to(device))
+            metrics = self.run.task.metrics(outputs, targets.to(device))
+        return {f"{part}/{name}": value for name, value in metrics.items()}
 
 
 def _median_ms(seconds: list[float]) -> float | None:

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from gradsurg.fields import validated
+from gradsurg.fields import Contradiction, validated
+from gradsurg.switches import Backend, Precision, Switches
 
 Positive = Annotated[int, Field(ge=1)]
 # YAML reads `study=2024` as a number.
@@ -50,7 +51,23 @@ class Settings:
     device: Annotated[str, Field(min_length=1)]
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     lr: Annotated[float, Field(gt=0)] | None = None
+    accumulate: Positive = 1
+    precision: Precision = "float32"
+    compile: bool = False
+    compile_backend: Backend = "inductor"
+    eval_every: Annotated[int, Field(ge=0)] = 0
     threads: Positive | None = None
     force: bool = False
     retry_failed: bool = True
     plan: bool = False
+
+    def __post_init__(self) -> None:
+        if self.eval_every % self.log_every:
+            rule = f"must be a multiple of log_every={self.log_every}, whose rows it is written to"
+            raise Contradiction("eval_every", f"{rule}, found {self.eval_every}")
+
+    @property
+    def switches(self) -> Switches:
+        """How steps are computed."""
+        backend = self.compile_backend if self.compile else None
+        return Switches(self.accumulate, self.precision, backend)

@@ -19,7 +19,7 @@ from gradsurg.sinks.base import Guarded, RunInfo, Sink
 from gradsurg.sinks.base import State as SinkState
 from gradsurg.store import RunDirectory
 from gradsurg.surgery import Surgery
-from gradsurg.train import Batches, train
+from gradsurg.train import Batches, Manner, train
 
 Happened = Literal["trained", "resumed", "retried", "skipped", "kept failed"]
 
@@ -115,42 +115,55 @@ def _train(run: Run, place: RunDirectory, sinks: Sequence[Sink]) -> dict[str, ob
         data.train_targets.to(run.device),
         run.schedule.batch_size,
         run.seed,
+        run.switches.accumulate,
     )
     # A surgery of one's own: that of the run has the state of whatever was executed with it before.
     surgery = Surgery(*run.surgery.interventions, seed=run.surgery.seed)
-    trainee = Trainee(model, run.make_optimizer(model), surgery, run.device)
+    optimizer, scaler = run.make_optimizer(model), run.switches.scaler(run.device)
+    schedule = run.make_lr_schedule(optimizer)
+    trainee = Trainee(model, optimizer, surgery, run.device, schedule, scaler)
     kept = cast("Checkpoint | None", place.load_checkpoint())
     if kept is not None:
         trainee.take_up(kept)
     start = kept["step"] if kept is not None else 0
     said = kept["said"] if kept is not None else []
     log = RunLog(run, place, sinks, seconds=[], done=start)
+    if kept is not None:
+        log.skipped, log.earlier_seconds = kept["skipped"], kept["seconds"]
     log.again()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         attached = surgery.attach(
             model,
-            trainee.optimizer,
+            optimizer,
             effects_every=run.schedule.effects_every,
             shadow=run.shadow,
-            steps_per_epoch=len(data.train_inputs) // run.schedule.batch_size,
+            scaler=scaler,
+            steps_per_epoch=batches.steps_per_epoch,
         )
-        with attached as live:
+        with attached as live, run.switches.compiled(model) as called:
             if kept is not None:
                 live.ledger.resume(kept["ledger"])
                 live.effects.resume(kept["effects"], live.ledger)
+            manner = Manner(run.switches.autocast, scaler, schedule)
             steps = train(
-                model, trainee.optimizer, run.task.loss, batches, run.schedule.steps, start
+                called, optimizer, run.task.loss, batches, run.schedule.steps, start, manner
             )
             for step in steps:
-                log.seconds.append(step.seconds)
+                log.took(step)
                 if step.done % run.schedule.log_every and step.done != run.schedule.steps:
                     continue
-                if not log.interval(step.done, step.loss.item(), live):
+                loss = step.loss.item()
+                if not log.interval(
+                    step.done, loss, live, log.tested(step.done, loss, data, model)
+                ):
                     break
                 # Only here is nothing half-gathered, so the first log after a due step saves.
                 if step.done % run.schedule.checkpoint_every < run.schedule.log_every:
-                    place.save_checkpoint(trainee.checkpoint(step.done, live, _said(said, caught)))
+                    told = _said(said, caught)
+                    place.save_checkpoint(
+                        trainee.checkpoint(step.done, live, told, log.skipped, log.trained_s)
+                    )
             notes = [] if run.shadow else changed_nothing(surgery, live)
     _pass_on(caught)
     return log.summary(data, model, notes + _said(said, caught))

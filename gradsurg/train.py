@@ -6,7 +6,9 @@ from time import perf_counter
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 
@@ -15,40 +17,68 @@ LossFn = Callable[[Tensor, Tensor], Tensor]
 class Batches:
     """Batches of tensors held in memory: which examples step n gets depends on (seed, n) alone.
 
-    Every epoch is a new permutation; its incomplete last batch is dropped.
+    A step takes `accumulate` batches of `size` examples, together those that it would get as one
+    batch. Every epoch is a new permutation; what is left for an incomplete last step is dropped.
     """
 
     inputs: Tensor
     targets: Tensor
     size: int
     seed: int
+    accumulate: int = 1
 
     def __post_init__(self) -> None:
-        if not 1 <= self.size <= len(self.inputs):
-            count = len(self.inputs)
+        count = len(self.inputs) // self.accumulate
+        if not 1 <= self.size <= count:
             raise ValueError(f"batch_size: must be 1 to {count} examples, found {self.size}")
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps that an epoch has."""
+        return len(self.inputs) // (self.size * self.accumulate)
 
     def start(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of `step`, `step` + 1 and so on, without end."""
-        epoch, skip = divmod(step, len(self.inputs) // self.size)
+        epoch, skip = divmod(step, self.steps_per_epoch)
+        whole = self.steps_per_epoch * self.size * self.accumulate
         while True:
             # A torch seed has 64 bits, one that a user gave may fill them.
             seed = (self.seed * 1_000_003 + epoch) % 2**63
             generator = torch.Generator().manual_seed(seed)
             order = torch.randperm(len(self.inputs), generator=generator)
-            order = order[: len(order) - len(order) % self.size].to(self.inputs.device)
-            for chosen in order.view(-1, self.size)[skip:]:
+            order = order[:whole].to(self.inputs.device)
+            for chosen in order.view(-1, self.size)[skip * self.accumulate :]:
                 yield self.inputs[chosen], self.targets[chosen]
             epoch, skip = epoch + 1, 0
 
 
 @dataclass(frozen=True)
+class Manner:
+    """How a step is made, where it is not the plain one.
+
+    `autocast` is the type that the forward and the loss are computed in; `schedule` takes a step
+    with each that the optimizer makes.
+    """
+
+    autocast: torch.dtype | None = None
+    scaler: GradScaler | None = None
+    schedule: LRScheduler | None = None
+
+
+PLAIN = Manner()
+
+
+@dataclass(frozen=True)
 class Step:
-    """One optimizer step: how many are done with it, its loss (on the device), its seconds."""
+    """One step: how many are done with it, its loss (on the device), its seconds.
+
+    It was `skipped` if the scaler met gradients that are not finite: the weights are as before.
+    """
 
     done: int
     loss: Tensor
     seconds: float
+    skipped: bool = False
 
 
 def train(
@@ -58,18 +88,54 @@ def train(
     batches: Batches,
     steps: int,
     start: int = 0,
+    manner: Manner = PLAIN,
 ) -> Iterator[Step]:
     """Train from step `start` to `steps`; what the caller does between steps is not timed."""
     model.train()
     stream = batches.start(start)
     for done in range(start + 1, steps + 1):
-        inputs, targets = next(stream)
+        parts = [next(stream) for _ in range(batches.accumulate)]
         began = perf_counter()
         optimizer.zero_grad(set_to_none=True)
+        losses = [_backward(model, loss_fn, part, len(parts), manner) for part in parts]
+        skipped = _step(optimizer, manner)
+        loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        yield Step(done, loss, perf_counter() - began, skipped)
+
+
+def _backward(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: tuple[Tensor, Tensor],
+    parts: int,
+    manner: Manner,
+) -> Tensor:
+    """Add the gradients of a batch, one of so many `parts` of a step; its share of the loss."""
+    inputs, targets = batch
+    if manner.autocast is None:
         loss = loss_fn(model(inputs), targets)
-        loss.backward()
+    else:
+        with torch.autocast(inputs.device.type, manner.autocast):
+            loss = loss_fn(model(inputs), targets)
+    if parts > 1:
+        loss = loss / parts
+    (loss if manner.scaler is None else manner.scaler.scale(loss)).backward()
+    return loss.detach()
+
+
+def _step(optimizer: Optimizer, manner: Manner) -> bool:
+    """Have the optimizer make its step, and the schedule; whether the scaler has skipped both."""
+    scaler, skipped = manner.scaler, False
+    if scaler is None:
         optimizer.step()
-        yield Step(done, loss.detach(), perf_counter() - began)
+    else:
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        skipped = scaler.get_scale() < before
+    if manner.schedule is not None and not skipped:
+        manner.schedule.step()
+    return skipped
 
 
 @torch.no_grad()

@@ -50,6 +50,58 @@ def applied(transform: Transform, grad: Tensor = GRAD) -> list[float]:
     return result.tolist()
 
 
+@pytest.mark.parametrize(
+    ("words", "faults"),
+    [
+        (["precision=float16"], ["precision: float16 needs CUDA, "]),
+        (
+            ["precision=float16", "transform=clip"],
+            [
+                "precision: float16 needs CUDA, ",
+                "site: Chain(Clip(value=0.01)): stage 'backward' sees ",
+            ],
+        ),
+        (["compile=true", "site=nodes"], ["site: Nodes cannot act in a compiled model: "]),
+        (["accumulate=40"], ["accumulate: a step's batches must have <= 1347 examples together, "]),
+        (["batch_size=2000", "accumulate=2"], ["batch_size: must be <= 1347 examples, "]),
+        (["eval_every=7"], ["eval_every: must be a multiple of log_every=50, "]),
+        (["schedule=cosine", "schedule.T_max=0"], ["schedule: fails at step 1: "]),
+        (["schedule=step", "+schedule.gama=1"], ["schedule.gama: is not a field here. "]),
+        (["schedule=warmup_cosine", "steps=40"], ["schedule.milestones: must be 1 rising "]),
+        (["optimizer=adam", "optimizer.eps=x"], ["optimizer"]),
+    ],
+)
+def test_steps_that_cannot_be_made_are_refused_in_a_line_each(
+    words: list[str], faults: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        built(*words)
+    found = caught.value.faults
+    assert [text[: len(start)] for text, start in zip(found, faults, strict=True)] == faults
+
+
+@pytest.mark.parametrize(
+    "word", ["accumulate=2", "precision=bfloat16", "compile=true", "schedule=cosine"]
+)
+def test_how_steps_are_made_is_part_of_a_runs_identity(word: str) -> None:
+    plain, other = (built("transform=clip", *words).pairs[0] for words in ([], [word]))
+    assert plain.treated
+    assert other.treated
+    assert plain.control
+    assert other.control
+    assert plain.treated.name != other.treated.name
+    assert plain.control.name != other.control.name
+
+
+def test_testing_while_training_is_not() -> None:
+    plain, other = (
+        built("transform=clip", word).pairs[0] for word in ("eval_every=0", "eval_every=50")
+    )
+    assert plain.treated
+    assert other.treated
+    assert plain.treated.name == other.treated.name
+
+
 def test_transforms_act_in_the_order_of_the_command_line() -> None:
     assert labels("transform=[clip,scale]") == ("clip", "scale")
     assert labels("transform=[scale,clip]") == ("scale", "clip")

@@ -150,7 +150,7 @@ WRONG = (
     Wrong("model.hidden=[0]", "model.hidden.0: must be > 0, found 0"),
     Wrong("task.test_fraction=2", "task.test_fraction: must be <= 0.9, found 2"),
     Wrong("optimizer.name=SDG", "optimizer: there is no 'SDG' in torch.optim.", "'SGD'?"),
-    Wrong("optimizer.name=LBFGS", "optimizer: there is no 'LBFGS' in torch.optim."),
+    Wrong("optimizer.name=LBFGS", "optimizer: LBFGS needs a closure that computes the loss"),
     Wrong(
         "optimizer=adamw optimizer.betas=[0.9]",
         "optimizer.betas: AdamW refuses it: list index out of range",

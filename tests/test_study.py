@@ -136,6 +136,8 @@ def assert_same(found: Record, expected: Record) -> None:
         ]
     assert untimed(found.summary) == untimed(expected.summary)
     kept, whole = (RunDirectory(record.directory).load_checkpoint() for record in (found, expected))
+    assert kept.pop("seconds") > 0
+    assert whole.pop("seconds") > 0
     assert flat(kept) == flat(whole)
 
 

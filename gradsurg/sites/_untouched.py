@@ -3,7 +3,7 @@
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
 from torch.nn.parameter import is_lazy
 
 from gradsurg.sites._nested import tensors_in
@@ -24,8 +25,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
     Buffers and other tensors of its modules are copies inside the block; attributes, what lists and
     dicts among them hold, gradients, `requires_grad` and random numbers are put back. gradsurg's
-    own module hooks are away: a surgery that is attached sees nothing. The values of parameters are
-    not copied: `versions` tell whether they were written to. A lazy module is refused.
+    own hooks on modules are away, those of all modules of the process too: a surgery that is
+    attached sees nothing. The values of parameters are not copied: `versions` tell whether they
+    were written to. A lazy module is refused.
     """
     _refuse_lazy(model)
     copies: dict[int, Tensor] = {}
@@ -43,8 +45,18 @@ def untouched(model: nn.Module) -> Iterator[None]:
             _keep(module, stack)
             for table in (vars(module), module._buffers):
                 _copy_tensors(table, copies)
-            _send_away(module)
+            for table in _tables(vars(module)):
+                _send_away(table)
+        for table in _tables(vars(module_hooks)):
+            stack.callback(_refill, table, table.copy())
+            _send_away(table)
         yield
+
+
+def is_ours(hook: object) -> bool:
+    """Whether a hook is gradsurg's."""
+    hook = hook.func if isinstance(hook, partial) else hook
+    return str(getattr(hook, "__module__", "")).partition(".")[0] == "gradsurg"
 
 
 def versions(model: nn.Module) -> dict[str, int]:
@@ -125,11 +137,16 @@ def _copy_tensors(table: dict[str, Any], copies: dict[int, Tensor]) -> None:  # 
             table[key] = copies[id(value)]
 
 
-def _send_away(module: nn.Module) -> None:
-    """Take gradsurg's hooks off a module, until its attributes are put back."""
-    for key, table in vars(module).items():
-        if key.endswith("_hooks") and isinstance(table, dict):
-            for number, hook in list(table.items()):
-                hook = hook.func if isinstance(hook, partial) else hook
-                if str(getattr(hook, "__module__", "")).partition(".")[0] == "gradsurg":
-                    del table[number]
+def _tables(attributes: Mapping[str, Any]) -> list[dict[int, object]]:  # Any: attributes
+    """The tables of hooks among the attributes of a module, or of PyTorch's own one."""
+    return [
+        table
+        for key, table in attributes.items()
+        if key.endswith("_hooks") and isinstance(table, dict)
+    ]
+
+
+def _send_away(table: dict[int, object]) -> None:
+    """Take gradsurg's hooks out of a table, until it is put back."""
+    for number in [number for number, hook in table.items() if is_ours(hook)]:
+        del table[number]

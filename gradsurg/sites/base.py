@@ -153,6 +153,7 @@ class Selector(ABC):
     group_stages: ClassVar[tuple[Stage, ...]] = ()
     has_value: ClassVar[bool]
     known_at_once: ClassVar[bool] = False  # whether its sites are known before the model is called
+    uncompiled: ClassVar[str] = ""  # why it cannot act as in eager in a compiled model, if so
 
     stage: Stage | None
 

@@ -60,6 +60,7 @@ class EveryModule(Selector):
 
     stages: ClassVar[tuple[Stage, ...]] = ("forward", "backward")
     has_value: ClassVar[bool] = False
+    uncompiled: ClassVar[str] = "PyTorch compiles nothing while there are global hooks"
 
     @property
     def mechanism(self) -> tuple[object, ...]:

@@ -59,6 +59,7 @@ class Nodes(Selector):
 
     stages: ClassVar[tuple[Stage, ...]] = ("backward",)
     has_value: ClassVar[bool] = False
+    uncompiled: ClassVar[str] = "what is compiled runs as one node"
 
     def __post_init__(self) -> None:
         if self.edge is not None and self.side == "enter":

@@ -58,6 +58,7 @@ class SavedTensors(ModuleSelector):
 
     stages: ClassVar[tuple[Stage, ...]] = ("saved",)
     has_value: ClassVar[bool] = False
+    uncompiled: ClassVar[str] = "what is compiled chooses by itself what it saves"
 
     def __post_init__(self) -> None:
         if self.pattern == BLOCK:

@@ -67,6 +67,7 @@ class Uses(Selector):
 
     stages: ClassVar[tuple[Stage, ...]] = ("use",)
     has_value: ClassVar[bool] = False
+    uncompiled: ClassVar[str] = "what is compiled is one use"
 
     def selects(self, place: Place) -> bool | None:
         names = [own.name for own in (place, *place.aliases)]

@@ -1,0 +1,85 @@
+"""Every optimizer that has a config trains and resumes; those that cannot are refused."""
+
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from torch.nn import functional
+
+import gradsurg as gs
+from gradsurg.arms import Run
+from gradsurg.optimizers import MakeOptimizer, optimizer_maker
+from gradsurg.study import execute
+from gradsurg.tasks.digits import Digits
+from gradsurg.train import train
+from tests.nets import small, weights
+from tests.test_study import Torn, Wrapped, a_run, assert_same
+from tests.test_switches import data
+
+FOLDER = Path(__file__).parents[1] / "conf" / "optimizer"
+CONFIGS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("*.yaml"))}
+
+
+def maker(config: dict[str, Any]) -> MakeOptimizer:
+    return optimizer_maker({"optimizer": config}, None)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_trains_as_in_the_loop_one_would_write(name: str) -> None:
+    plain, model = small(), small()
+    fields = {key: value for key, value in CONFIGS[name].items() if key != "name"}
+    by_hand = getattr(torch.optim, CONFIGS[name]["name"])(plain.parameters(), **fields)
+    losses = []
+    for inputs, targets in islice(data().start(0), 8):
+        by_hand.zero_grad()
+        loss = functional.cross_entropy(plain(inputs), targets)
+        loss.backward()
+        by_hand.step()
+        losses.append(loss.item())
+    optimizer = maker(CONFIGS[name])(model)
+    assert type(optimizer) is type(by_hand)
+    before = weights(model)
+    steps = list(train(model, optimizer, functional.cross_entropy, data(), 8))
+    assert [step.loss.item() for step in steps] == losses
+    assert all(map(torch.equal, weights(plain), weights(model)))
+    assert not any(map(torch.equal, weights(model), before))
+
+
+def optimized(name: str, at: int = 0) -> Run:
+    run = a_run(gs.Clip(0.05), task=Wrapped(at, "raise") if at else Digits())
+    return replace(run, make_optimizer=maker(CONFIGS[name]))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_run_that_was_torn_ends_as_if_it_never_had(tmp_path: Path, name: str) -> None:
+    whole = execute(optimized(name), tmp_path / "whole", [])
+    with pytest.raises(Torn):
+        execute(optimized(name, at=15), tmp_path / "torn", [])
+    assert_same(execute(optimized(name), tmp_path / "torn", []), whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("LBFGS", "LBFGS needs a closure that computes the loss again"),
+        ("SparseAdam", "SparseAdam takes sparse gradients alone"),
+        ("Adm", "there is no 'Adm' in torch.optim"),
+    ],
+)
+def test_what_the_loop_cannot_use_is_refused_with_the_reason(name: str, said: str) -> None:
+    with pytest.raises((ValueError, LookupError), match=said) as caught:
+        maker({"name": name})(small())
+    assert "There are: " in str(caught.value)
+    assert "LBFGS" not in str(caught.value).partition("There are: ")[2]
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this PyTorch has no Muon")
+def test_muon_takes_matrices_alone() -> None:
+    with pytest.raises(ValueError, match=r"Muon\(lr=0.01\) is refused: Muon only supports 2D"):
+        maker({"name": "Muon", "lr": 0.01})(small())
+    assert maker({"name": "Muon", "lr": 0.01})(nn.Linear(2, 2, bias=False))

@@ -1,0 +1,158 @@
+"""Test metrics while training, and what else a summary says of how a run was made."""
+
+import platform
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradsurg as gs
+from gradsurg.arms import Run
+from gradsurg.hardware import hardware
+from gradsurg.settings import Settings
+from gradsurg.sites.base import Selector
+from gradsurg.store import RunDirectory
+from gradsurg.study import execute
+from gradsurg.tasks.digits import Digits
+from gradsurg.transforms.base import Transform
+from tests.test_study import (
+    SHORT,
+    Listening,
+    Torn,
+    Wrapped,
+    a_run,
+    assert_same,
+    flat,
+    lines,
+    make_model,
+)
+
+
+class Noticing(nn.Module):
+    """Batch norm's statistics, dropout, a count of its calls, a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flatten, self.inner = nn.Flatten(), nn.Linear(64, 16)
+        self.norm, self.act, self.drop = nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3)
+        self.output = nn.Linear(16, 10)
+        self.register_buffer("calls", torch.zeros(()))
+        self.generator = torch.Generator().manual_seed(5)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = self.drop(self.act(self.norm(self.inner(self.flatten(inputs)))))
+        noise = torch.rand(hidden.shape, generator=self.generator) + torch.rand(hidden.shape)
+        return self.output(hidden + 0.01 * noise)
+
+
+def evaluated(
+    every: int,
+    transform: Transform | None = None,
+    at: Selector | None = None,
+    when: gs.triggers.base.Trigger | None = None,
+    fails_at: int = 0,
+) -> Run:
+    task = Wrapped(fails_at, "raise") if fails_at else Digits()
+    run = a_run(transform, at, when, task=task, schedule=replace(SHORT, eval_every=every))
+    return replace(run, make_model=lambda data: Noticing())
+
+
+WAYS = {
+    "parameters": (gs.Parameters(), None),
+    "outputs": (gs.Outputs(types="ReLU"), None),
+    "values": (gs.Values(types="ReLU"), None),
+    "every module": (gs.EveryModule(types="ReLU"), None),
+    "nodes": (gs.Nodes("Relu"), None),
+    "saved": (gs.SavedTensors(types="ReLU"), None),
+    "everything saved": (gs.SavedTensors("block"), None),
+    "group": (gs.Group(), None),
+    "a trigger that looks": (gs.Parameters(), gs.Value(0.5, "max_abs", source="output:act")),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_that_is_tested_is_the_one_that_is_not(tmp_path: Path, way: str) -> None:
+    at, when = WAYS[way]
+    transform = gs.ClipGlobalNorm(0.5) if way == "group" else gs.Scale(0.5)
+    tested, plain = (
+        execute(evaluated(every, transform, at, when), tmp_path / str(every), [])
+        for every in (5, 0)
+    )
+    rows = lines(tested, "metrics.jsonl")
+    assert all({"test/loss", "test/accuracy"} < set(row) for row in rows)
+    trained = [{key: row[key] for key in ("step", "train/loss")} for row in rows]
+    assert trained == lines(plain, "metrics.jsonl")
+    assert lines(tested, "effects.jsonl") == lines(plain, "effects.jsonl") != []
+    kept, other = (RunDirectory(own.directory).load_checkpoint() for own in (tested, plain))
+    for state in (kept, other):
+        state.pop("seconds")
+    assert flat(kept) == flat(other)
+    outcome = [key for key in plain.summary if key.startswith(("train/", "test/", "notes"))]
+    assert [tested.summary[key] for key in outcome] == [plain.summary[key] for key in outcome]
+
+
+def test_the_last_row_has_the_test_metrics_of_the_summary(tmp_path: Path) -> None:
+    sink = Listening()
+    record = execute(evaluated(10), tmp_path, [sink])
+    rows = lines(record, "metrics.jsonl")
+    assert [row["step"] for row in rows if "test/loss" in row] == [10, 20, 30]
+    own = {key: value for key, value in record.summary.items() if key.startswith("test/")}
+    assert own == {key: value for key, value in rows[-1].items() if key.startswith("test/")}
+    told = [step for step, values in sink.logged if "test/accuracy" in values]
+    assert told == [10, 20, 30]
+
+
+def test_the_last_step_is_tested_though_it_is_not_due(tmp_path: Path) -> None:
+    record = execute(evaluated(20), tmp_path, [])
+    rows = lines(record, "metrics.jsonl")
+    assert [row["step"] for row in rows if "test/loss" in row] == [20, 30]
+
+
+def test_a_tested_run_that_was_torn_ends_as_if_it_never_had(tmp_path: Path) -> None:
+    def run(fails_at: int = 0) -> Run:
+        # A generator of a model's own, which the other one has, is in no checkpoint.
+        return replace(evaluated(5, gs.Clip(0.05), fails_at=fails_at), make_model=make_model)
+
+    whole = execute(run(), tmp_path / "whole", [])
+    with pytest.raises(Torn):
+        execute(run(fails_at=17), tmp_path / "torn", [])
+    sink = Listening()
+    record = execute(run(), tmp_path / "torn", [sink])
+    assert_same(record, whole)
+    assert all("test/loss" in values for _, values in sink.logged)
+
+
+def test_tests_stand_in_the_rows_of_logs() -> None:
+    fields = {"steps": 9, "batch_size": 4, "seeds": 1, "checkpoint_every": 9, "effects_every": 1}
+    fields |= {"study": "s", "out": ".", "control": "plain", "device": "cpu", "log_every": 50}
+    assert Settings(**fields, eval_every=100).eval_every == 100
+    message = "eval_every: must be a multiple of log_every=50, whose rows it is written to, found 7"
+    with pytest.raises(ValueError, match=message):
+        Settings(**fields, eval_every=7)
+
+
+def test_a_summary_says_on_what_and_how_long_it_was_trained(tmp_path: Path) -> None:
+    with pytest.raises(Torn):
+        execute(run := evaluated(0, fails_at=17), tmp_path, [])
+    kept = RunDirectory(run.directory(tmp_path)).load_checkpoint()
+    record = execute(evaluated(0), tmp_path, [])
+    assert 0 < kept["seconds"] < record.summary["time/train_s"]
+    assert record.summary["hardware"] == hardware(torch.device("cpu"))
+    assert record.summary["skipped_steps"] == 0
+
+
+def test_the_hardware_names_no_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = hardware(torch.device("cpu"))
+    version = re.escape(torch.__version__)
+    assert re.fullmatch(rf"{platform.machine()}, .+, \d+ threads?, torch {version}", found)
+    assert platform.node() not in found
+    info = tmp_path / "cpuinfo"
+    info.write_text("processor : 0\nmodel name\t: A Fine CPU\nmodel name\t: another\n")
+    monkeypatch.setattr("gradsurg.hardware.CPU_INFO", info)
+    assert ", A Fine CPU, " in hardware(torch.device("cpu"))
+    info.unlink()
+    assert ", , " not in hardware(torch.device("cpu"))

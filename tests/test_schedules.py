@@ -1,0 +1,150 @@
+"""Schedules of the learning rate: what a config makes, and that runs with one resume."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch.optim import Optimizer, lr_scheduler
+
+import gradsurg as gs
+from gradsurg.arms import Run
+from gradsurg.schedules import schedule_maker, walk
+from gradsurg.store import RunDirectory
+from gradsurg.study import execute
+from gradsurg.tasks.digits import Digits
+from gradsurg.train import Manner, train
+from tests.nets import sgd, small, weights
+from tests.test_study import SHORT, Torn, Wrapped, a_run, assert_same, lines
+from tests.test_switches import data
+
+FOLDER = Path(__file__).parents[1] / "conf" / "schedule"
+CONFIGS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("*.yaml"))}
+STEPS = 500
+
+
+def optimizer(lr: float = 0.1) -> Optimizer:
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr, momentum=0.9)
+
+
+def rates(config: dict[str, Any], steps: int = STEPS) -> list[float]:
+    """The learning rate of each step, and the one after the last."""
+    schedule = schedule_maker(config, steps)(owner := optimizer())
+    found = [owner.param_groups[0]["lr"]]
+    for _ in range(steps):
+        owner.step()
+        if schedule is not None:
+            schedule.step()
+        found.append(owner.param_groups[0]["lr"])
+    return found
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_config_is_one_of_pytorchs_or_constant(name: str) -> None:
+    schedule = schedule_maker(CONFIGS[name], STEPS)(optimizer())
+    if name == "constant":
+        assert schedule is None
+    else:
+        assert type(schedule).__name__ == CONFIGS[name]["name"]
+    walk(schedule, STEPS)
+
+
+def test_nothing_moves_a_constant_learning_rate() -> None:
+    assert set(rates(CONFIGS["constant"], 20)) == {0.1}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("linear_warmup", {0: 0.001, 25: 0.0505, 50: 0.1, 500: 0.1}),
+        ("linear_decay", {0: 0.1, 250: 0.05, 500: 0.0}),
+        ("polynomial", {0: 0.1, 250: 0.025, 500: 0.0}),
+        ("cosine", {0: 0.1, 250: 0.05, 500: 0.0}),
+        ("cosine_restarts", {0: 0.1, 50: 0.05, 100: 0.1, 150: 0.05}),
+        ("step", {0: 0.1, 199: 0.1, 200: 0.01, 400: 0.001}),
+        ("multi_step", {249: 0.1, 250: 0.01, 375: 0.001}),
+        ("exponential", {0: 0.1, 2: 0.1 * 0.995**2}),
+        ("one_cycle", {0: 0.004, 149: 0.1, 499: 4e-7}),
+        ("cyclic", {0: 0.001, 50: 0.1, 100: 0.001}),
+        ("warmup_cosine", {0: 0.001, 50: 0.1, 275: 0.05, 500: 0.0}),
+        ("warmup_stable_decay", {0: 0.001, 50: 0.1, 400: 0.1, 450: 0.05, 500: 0.0}),
+    ],
+)
+def test_units_are_optimizer_steps_and_null_is_to_the_end(
+    name: str, expected: dict[int, float]
+) -> None:
+    found = rates(CONFIGS[name])
+    assert {step: found[step] for step in expected} == pytest.approx(expected, abs=1e-9)
+
+
+def test_a_chain_of_schedules_multiplies() -> None:
+    parts = [{"name": "LinearLR", "total_iters": None}, {"name": "ExponentialLR", "gamma": 0.5}]
+    found = rates({"name": "ChainedScheduler", "schedulers": parts}, 2)
+    assert found == pytest.approx([0.1 / 3, 0.1 * 2 / 3 / 2, 0.1 / 4])
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"name": "StepLR"}, "StepLR() is refused: .*step_size"),
+        ({"name": "StpLR"}, "there is no 'StpLR' in .*Did you mean 'StepLR'?"),
+        ({"name": "LambdaLR"}, "LambdaLR takes functions"),
+        ({"name": "ReduceLROnPlateau"}, "ReduceLROnPlateau looks at a metric"),
+        ({"name": "StepLR", "step_size": 0}, "fails at step 1: "),
+        ({"name": "ExponentialLR", "gamma": -1.0}, "gives the learning rate -0.1 at step 1"),
+        ({"name": "OneCycleLR", "max_lr": 0.1, "total_steps": 9}, "fails at step 10: "),
+        (CONFIGS["warmup_cosine"] | {"milestones": [20]}, "milestones: must be 1 rising"),
+        (CONFIGS["warmup_cosine"] | {"milestones": "x"}, "milestones: must be 1 rising"),
+        (CONFIGS["warmup_cosine"] | {"schedulers": 3}, "schedulers: must be a list of mappings"),
+    ],
+)
+def test_what_would_fail_in_a_run_fails_before(config: dict[str, Any], said: str) -> None:
+    with pytest.raises((ValueError, LookupError), match=said.replace("()", r"\(\)")):
+        walk(schedule_maker(config, 20)(optimizer()), 20)
+
+
+def test_a_trained_model_is_that_of_the_loop_one_would_write() -> None:
+    plain, model = small(), small()
+    by_hand = sgd(plain)
+    schedule = lr_scheduler.CosineAnnealingLR(by_hand, T_max=7)
+    batches = data()
+    for _, (inputs, targets) in zip(range(7), batches.start(0), strict=False):
+        by_hand.zero_grad()
+        torch.nn.functional.cross_entropy(plain(inputs), targets).backward()
+        by_hand.step()
+        schedule.step()
+    own = sgd(model)
+    manner = Manner(schedule=schedule_maker(CONFIGS["cosine"], 7)(own))
+    for _ in train(model, own, torch.nn.functional.cross_entropy, batches, 7, manner=manner):
+        pass
+    assert all(map(torch.equal, weights(plain), weights(model)))
+
+
+def scheduled(name: str, at: int = 0, steps: int = SHORT.steps) -> Run:
+    config = CONFIGS[name] | ({"milestones": [7]} if name == "warmup_cosine" else {})
+    config |= {"milestones": [7, 20]} if name in ("multi_step", "warmup_stable_decay") else {}
+    make: Callable[[Optimizer], Any] = schedule_maker(config, steps)
+    run = a_run(gs.Clip(0.05), task=Wrapped(at, "raise") if at else Digits())
+    return replace(run, make_lr_schedule=make)
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "constant"])
+def test_a_run_that_was_torn_ends_as_if_it_never_had(tmp_path: Path, name: str) -> None:
+    whole = execute(scheduled(name), tmp_path / "whole", [])
+    with pytest.raises(Torn):
+        execute(run := scheduled(name, at=15), tmp_path / "torn", [])
+    kept = RunDirectory(run.directory(tmp_path / "torn")).load_checkpoint()
+    assert kept["step"] == 10
+    assert kept["lr_schedule"]["last_epoch"] == 10
+    assert_same(execute(scheduled(name), tmp_path / "torn", []), whole)
+
+
+def test_a_constant_schedule_is_none_at_all(tmp_path: Path) -> None:
+    one = execute(scheduled("constant"), tmp_path / "one", [])
+    other = execute(a_run(gs.Clip(0.05)), tmp_path / "other", [])
+    cosine = execute(scheduled("cosine"), tmp_path / "cosine", [])
+    assert_same(one, other)
+    assert lines(cosine, "metrics.jsonl") != lines(one, "metrics.jsonl")

@@ -1,0 +1,348 @@
+"""Accumulation, precision and compiling: beside loops written by hand, and resumed."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn import functional
+
+import gradsurg as gs
+from gradsurg.arms import Run
+from gradsurg.intervention import Intervention
+from gradsurg.store import RunDirectory
+from gradsurg.study import execute
+from gradsurg.surgery import Surgery
+from gradsurg.switches import Backend, Switches, check_compiled
+from gradsurg.tasks.digits import Digits
+from gradsurg.train import Batches, Manner, Step, train
+from gradsurg.transforms.base import Transform
+from tests.nets import CLASSES, FEATURES, num_hooks, sgd, small, weights
+from tests.test_study import SHORT, Torn, Wrapped, a_run, assert_same, lines, untimed
+
+BFLOAT16 = Manner(autocast=torch.bfloat16)
+
+
+def data(size: int = 4, accumulate: int = 1, count: int = 26) -> Batches:
+    generator = torch.Generator().manual_seed(7)
+    inputs = torch.randn(count, FEATURES, generator=generator)
+    targets = torch.randint(CLASSES, (count,), generator=generator)
+    return Batches(inputs, targets, size, 3, accumulate)
+
+
+def go(model: nn.Module, batches: Batches, manner: Manner, steps: int = 7) -> list[Step]:
+    loss = functional.cross_entropy
+    return list(train(model, sgd(model), loss, batches, steps, manner=manner))
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return all(map(torch.equal, weights(one), weights(other)))
+
+
+# Accumulation.
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 3, 4, 9])
+def test_the_batches_of_a_step_are_together_the_batch_it_would_get_as_one(step: int) -> None:
+    for number in range(step, step + 5):
+        parts = list(islice(data(4, accumulate=2).start(number), 2))
+        inputs, targets = next(data(8).start(number))
+        assert torch.equal(torch.cat([part for part, _ in parts]), inputs)
+        assert torch.equal(torch.cat([part for _, part in parts]), targets)
+    assert data(4, accumulate=2).steps_per_epoch == data(8).steps_per_epoch == 3
+
+
+def test_a_step_needs_as_many_examples_as_its_batches_have() -> None:
+    assert data(13, accumulate=2).steps_per_epoch == 1
+    with pytest.raises(ValueError, match="batch_size: must be 1 to 13 examples, found 14"):
+        data(14, accumulate=2)
+
+
+def by_hand(
+    model: nn.Module,
+    batches: Batches,
+    each: Callable[[Tensor], Tensor] = lambda grad: grad,
+    whole: Callable[[Tensor], Tensor] = lambda grad: grad,
+    steps: int = 7,
+) -> list[float]:
+    """Accumulation as anybody would write it: `each` changes a batch's gradients, `whole` the sum.
+
+    It gives the losses.
+    """
+    optimizer, stream, losses = sgd(model), batches.start(0), []
+    params = list(model.parameters())
+    for _ in range(steps):
+        sums = [torch.zeros_like(param) for param in params]
+        total = torch.zeros(())
+        for inputs, targets in islice(stream, batches.accumulate):
+            loss = functional.cross_entropy(model(inputs), targets) / batches.accumulate
+            for own, grad in zip(sums, torch.autograd.grad(loss, params), strict=True):
+                own += each(grad)
+            total += loss.detach()
+        for param, grad in zip(params, sums, strict=True):
+            param.grad = whole(grad)
+        optimizer.step()
+        losses.append(total.item())
+    return losses
+
+
+def test_accumulation_is_the_loop_that_one_would_write() -> None:
+    plain, model = small(), small()
+    losses = by_hand(plain, data(4, accumulate=3))
+    steps = go(model, data(4, accumulate=3), Manner())
+    assert [step.loss.item() for step in steps] == losses
+    assert same(plain, model)
+
+
+def clamp(grad: Tensor) -> Tensor:
+    return grad.clamp(-0.01, 0.01)
+
+
+@pytest.mark.parametrize("stage", ["backward", "step"])
+@pytest.mark.filterwarnings("ignore:.*not linear:gradsurg.SurgeryWarning")
+def test_a_clip_acts_on_the_gradients_of_each_batch_or_on_their_sum(stage: str) -> None:
+    each, whole, model = small(), small(), small()
+    by_hand(each, data(4, accumulate=3), each=clamp)
+    by_hand(whole, data(4, accumulate=3), whole=clamp)
+    assert not same(each, whole)
+    optimizer = sgd(model)
+    surgery = Surgery(Intervention(gs.Clip(0.01), at=gs.Parameters(stage=stage)))
+    with surgery.attach(model, optimizer) as live:
+        loss = functional.cross_entropy
+        for _ in train(model, optimizer, loss, data(4, accumulate=3), 7):
+            pass
+        calls = {entry.calls for entry in live.ledger}
+    assert same(model, each if stage == "backward" else whole)
+    assert calls == {7 * (3 if stage == "backward" else 1)}
+    assert live.step == 7
+
+
+# Precision.
+
+
+def test_the_forward_and_the_loss_are_computed_under_autocast_and_the_backward_is_not() -> None:
+    plain, model = small(), small()
+    optimizer = sgd(plain)
+    for inputs, targets in islice(data().start(0), 7):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = functional.cross_entropy(plain(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    go(model, data(), BFLOAT16)
+    assert same(plain, model)
+    go(other := small(), data(), Manner())
+    assert not same(other, model)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+class Scaled:
+    """Losses whose gradients are infinite at the steps `bad`."""
+
+    def __init__(self, bad: Iterable[int]) -> None:
+        self.bad = set(bad)
+        self.calls = 0
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        loss = functional.cross_entropy(outputs, targets)
+        return loss * torch.inf if self.calls - 1 in self.bad else loss
+
+
+def test_a_scaled_loss_is_the_loop_of_pytorchs_manual_and_skipped_steps_are_told() -> None:
+    plain, model = small(), small()
+    optimizer, scaler, loss_fn = sgd(plain), GradScaler("cpu", init_scale=1024.0), Scaled([2, 3])
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for number, (inputs, targets) in enumerate(islice(data().start(0), 7)):
+        optimizer.zero_grad()
+        scaler.scale(loss_fn(plain(inputs), targets)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if number not in loss_fn.bad:
+            schedule.step()
+    own, own_scaler = sgd(model), GradScaler("cpu", init_scale=1024.0)
+    own_schedule = torch.optim.lr_scheduler.ExponentialLR(own, 0.9)
+    manner = Manner(scaler=own_scaler, schedule=own_schedule)
+    surgery = Surgery(Intervention(gs.Identity(), at=gs.Parameters(stage="step")))
+    with surgery.attach(model, own, scaler=own_scaler) as live:
+        steps = list(train(model, own, Scaled([2, 3]), data(), 7, manner=manner))
+    assert [step.skipped for step in steps] == [False, False, True, True, False, False, False]
+    assert same(plain, model)
+    assert own_scaler.state_dict() == scaler.state_dict()
+    assert own_schedule.state_dict() == schedule.state_dict()
+    assert live.step == 5
+
+
+def test_only_float16_needs_a_scaler() -> None:
+    cpu = torch.device("cpu")
+    assert Switches().scaler(cpu) is None
+    assert Switches(precision="bfloat16").scaler(cpu) is None
+    scaler = Switches(precision="float16").scaler(cpu)
+    assert isinstance(scaler, GradScaler)
+    assert [Switches(precision=own).autocast for own in ("float32", "bfloat16", "float16")] == [
+        None,
+        torch.bfloat16,
+        torch.float16,
+    ]
+
+
+# Compiling.
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    "at",
+    [
+        gs.Parameters(),
+        gs.Parameters(stage="step"),
+        gs.Outputs(),
+        gs.Outputs("first") | gs.Outputs("last"),
+        gs.Inputs(types="Linear"),
+        gs.Values(types="ReLU"),
+        gs.ModuleGradients(types="ReLU"),
+        gs.Weights("first.*"),
+    ],
+    ids=str,
+)
+def test_a_compiled_model_is_operated_on_as_an_eager_one(
+    at: gs.sites.base.Selector, backend: Backend
+) -> None:
+    def run(switches: Switches) -> tuple[list[Tensor], object, object]:
+        model = small()
+        optimizer = sgd(model)
+        surgery = Surgery(Intervention(gs.Clip(0.02), at=at))
+        with surgery.attach(model, optimizer, effects_every=2) as live:
+            with switches.compiled(model) as called:
+                loss = functional.cross_entropy
+                assert (called is model) == (switches.compile is None)
+                for _ in train(called, optimizer, loss, data(), 4):
+                    pass
+            table = live.ledger.table()
+            effects = str(live.effects.rows())
+        assert not num_hooks(model, optimizer)
+        return weights(model), table, effects
+
+    eager, compiled = run(Switches()), run(Switches(compile=backend))
+    assert all(map(torch.equal, eager[0], compiled[0]))
+    assert eager[1:] == compiled[1:]
+
+
+def test_every_run_of_a_process_is_compiled_though_pytorch_compiles_a_class_but_a_few_times() -> (
+    None
+):
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    limit = torch._dynamo.config.recompile_limit
+    for _ in range(limit + 3):
+        switches = Switches(compile=backend)  # pyright: ignore[reportArgumentType]  # it counts
+        with switches.compiled(small()) as called:
+            called(data().inputs)
+    assert len(graphs) == limit + 3
+
+
+def test_hooks_are_those_of_before_when_the_block_ends() -> None:
+    model = small()
+    with Surgery(Intervention(gs.Clip(0.1), at=gs.Outputs())).attach(model) as live:
+        before = [list(module._forward_hooks.values()) for module in model.modules()]
+        with Switches(compile="eager").compiled(model):
+            inside = [list(module._forward_hooks.values()) for module in model.modules()]
+        assert [list(module._forward_hooks.values()) for module in model.modules()] == before
+        assert inside != before
+        model(data().inputs).sum().backward()
+        assert all(entry.calls for entry in live.ledger)
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        gs.Nodes("Relu"),
+        gs.Uses("first.weight"),
+        gs.SavedTensors(),
+        gs.EveryModule(),
+        gs.Outputs() | gs.Nodes("Relu"),
+    ],
+    ids=lambda at: type(at).__name__,
+)
+def test_places_that_compiling_changes_are_refused(at: gs.sites.base.Selector) -> None:
+    with pytest.raises(ValueError, match="cannot act in a compiled model: "):
+        check_compiled(at)
+    check_compiled(gs.Outputs() | gs.Parameters())
+
+
+# Runs.
+
+SWITCHES = {
+    "accumulate": Switches(accumulate=3),
+    "bfloat16": Switches(precision="bfloat16"),
+    "compiled": Switches(compile="aot_eager"),
+    "scaled": Switches(precision="float16"),
+    "all": Switches(accumulate=2, precision="bfloat16", compile="eager"),
+}
+STEP = gs.Parameters(stage="step")
+
+
+@pytest.fixture
+def eager_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scaler whose scale doubles every fourth step, so that its state matters in a short run."""
+
+    def scaler(switches: Switches, device: torch.device) -> GradScaler | None:
+        scaled = switches.precision == "float16"
+        return GradScaler(device.type, growth_interval=4) if scaled else None
+
+    monkeypatch.setattr(Switches, "scaler", scaler)
+
+
+def switched(name: str, transform: Transform | None = None, at: int = 0) -> Run:
+    """A run with these switches whose loss raises at call `at`."""
+    task = Wrapped(at, "raise") if at else Digits()
+    return replace(a_run(transform, STEP, task=task), switches=SWITCHES[name])
+
+
+@pytest.mark.usefixtures("eager_scaler")
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_run_that_was_torn_ends_as_if_it_never_had(tmp_path: Path, name: str) -> None:
+    transform = gs.Chain(gs.LowPass(), gs.Clip(0.05))
+    whole = execute(switched(name, transform), tmp_path / "whole", [])
+    at = 16 * SWITCHES[name].accumulate - 1
+    with pytest.raises(Torn):
+        execute(run := switched(name, transform, at), tmp_path / "torn", [])
+    kept = RunDirectory(run.directory(tmp_path / "torn")).load_checkpoint()
+    record = execute(switched(name, transform), tmp_path / "torn", [])
+    assert kept["step"] == 10
+    assert_same(record, whole)
+    plain = execute(a_run(transform, STEP), tmp_path / "plain", [])
+    if name not in ("compiled",):
+        assert lines(whole, "metrics.jsonl") != lines(plain, "metrics.jsonl")
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_surgery_that_changes_nothing_leaves_such_a_run_as_it_is(
+    tmp_path: Path, name: str
+) -> None:
+    control = execute(switched(name), tmp_path, [])
+    treated = execute(switched(name, gs.Clip(1e9)), tmp_path, [])
+    assert lines(treated, "metrics.jsonl") == lines(control, "metrics.jsonl")
+    outcome = {key for key in control.summary if key.startswith(("test/", "train/"))}
+    assert {key: treated.summary[key] for key in outcome} == {
+        key: control.summary[key] for key in outcome
+    }
+
+
+@pytest.mark.usefixtures("eager_scaler")
+def test_the_steps_that_the_scaler_skips_are_counted_and_resumed(tmp_path: Path) -> None:
+    whole = execute(switched("scaled"), tmp_path, [])
+    skipped = whole.summary["skipped_steps"]
+    assert isinstance(skipped, int)
+    assert 0 < skipped < SHORT.steps
+    kept = RunDirectory(whole.directory).load_checkpoint()
+    assert kept["skipped"] == skipped
+    assert set(kept["scaler"]) >= {"scale", "growth_factor"}
+    assert untimed(whole.summary)["steps"] == SHORT.steps
