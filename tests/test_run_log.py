@@ -14,7 +14,6 @@ from gradsurg.arms import Run
 from gradsurg.hardware import hardware
 from gradsurg.settings import Settings
 from gradsurg.sites.base import Selector
-from gradsurg.store import RunDirectory
 from gradsurg.study import execute
 from gradsurg.tasks.digits import Digits
 from gradsurg.transforms.base import Transform
@@ -29,6 +28,7 @@ from tests.test_study import (
     lines,
     make_model,
 )
+from tests.test_switches import ended, kept_in
 
 
 class Noticing(nn.Module):
@@ -87,12 +87,12 @@ def test_a_run_that_is_tested_is_the_one_that_is_not(tmp_path: Path, way: str) -
     trained = [{key: row[key] for key in ("step", "train/loss")} for row in rows]
     assert trained == lines(plain, "metrics.jsonl")
     assert lines(tested, "effects.jsonl") == lines(plain, "effects.jsonl") != []
-    kept, other = (RunDirectory(own.directory).load_checkpoint() for own in (tested, plain))
+    kept, other = (kept_in(own.directory) for own in (tested, plain))
     for state in (kept, other):
         state.pop("seconds")
     assert flat(kept) == flat(other)
-    outcome = [key for key in plain.summary if key.startswith(("train/", "test/", "notes"))]
-    assert [tested.summary[key] for key in outcome] == [plain.summary[key] for key in outcome]
+    outcome = [key for key in ended(plain) if key.startswith(("train/", "test/", "notes"))]
+    assert [ended(tested)[key] for key in outcome] == [ended(plain)[key] for key in outcome]
 
 
 def test_the_last_row_has_the_test_metrics_of_the_summary(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_the_last_row_has_the_test_metrics_of_the_summary(tmp_path: Path) -> Non
     record = execute(evaluated(10), tmp_path, [sink])
     rows = lines(record, "metrics.jsonl")
     assert [row["step"] for row in rows if "test/loss" in row] == [10, 20, 30]
-    own = {key: value for key, value in record.summary.items() if key.startswith("test/")}
+    own = {key: value for key, value in ended(record).items() if key.startswith("test/")}
     assert own == {key: value for key, value in rows[-1].items() if key.startswith("test/")}
     told = [step for step, values in sink.logged if "test/accuracy" in values]
     assert told == [10, 20, 30]
@@ -136,13 +136,14 @@ def test_tests_stand_in_the_rows_of_logs() -> None:
 
 
 def test_a_summary_says_on_what_and_how_long_it_was_trained(tmp_path: Path) -> None:
+    run = evaluated(0, fails_at=17)
     with pytest.raises(Torn):
-        execute(run := evaluated(0, fails_at=17), tmp_path, [])
-    kept = RunDirectory(run.directory(tmp_path)).load_checkpoint()
+        execute(run, tmp_path, [])
+    kept = kept_in(run.directory(tmp_path))
     record = execute(evaluated(0), tmp_path, [])
-    assert 0 < kept["seconds"] < record.summary["time/train_s"]
-    assert record.summary["hardware"] == hardware(torch.device("cpu"))
-    assert record.summary["skipped_steps"] == 0
+    assert 0 < kept["seconds"] < ended(record)["time/train_s"]
+    assert ended(record)["hardware"] == hardware(torch.device("cpu"))
+    assert ended(record)["skipped_steps"] == 0
 
 
 def test_the_hardware_names_no_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

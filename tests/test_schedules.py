@@ -13,13 +13,12 @@ from torch.optim import Optimizer, lr_scheduler
 import gradsurg as gs
 from gradsurg.arms import Run
 from gradsurg.schedules import schedule_maker, walk
-from gradsurg.store import RunDirectory
 from gradsurg.study import execute
 from gradsurg.tasks.digits import Digits
 from gradsurg.train import Manner, train
 from tests.nets import sgd, small, weights
 from tests.test_study import SHORT, Torn, Wrapped, a_run, assert_same, lines
-from tests.test_switches import data
+from tests.test_switches import data, kept_in
 
 FOLDER = Path(__file__).parents[1] / "conf" / "schedule"
 CONFIGS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("*.yaml"))}
@@ -134,9 +133,10 @@ def scheduled(name: str, at: int = 0, steps: int = SHORT.steps) -> Run:
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "constant"])
 def test_a_run_that_was_torn_ends_as_if_it_never_had(tmp_path: Path, name: str) -> None:
     whole = execute(scheduled(name), tmp_path / "whole", [])
+    run = scheduled(name, at=15)
     with pytest.raises(Torn):
-        execute(run := scheduled(name, at=15), tmp_path / "torn", [])
-    kept = RunDirectory(run.directory(tmp_path / "torn")).load_checkpoint()
+        execute(run, tmp_path / "torn", [])
+    kept = kept_in(run.directory(tmp_path / "torn"))
     assert kept["step"] == 10
     assert kept["lr_schedule"]["last_epoch"] == 10
     assert_same(execute(scheduled(name), tmp_path / "torn", []), whole)

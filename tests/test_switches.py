@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import gradsurg as gs
 from gradsurg.arms import Run
 from gradsurg.intervention import Intervention
 from gradsurg.store import RunDirectory
-from gradsurg.study import execute
+from gradsurg.study import Record, execute
 from gradsurg.surgery import Surgery
 from gradsurg.switches import Backend, Switches, check_compiled
 from gradsurg.tasks.digits import Digits
@@ -289,6 +290,19 @@ SWITCHES = {
 STEP = gs.Parameters(stage="step")
 
 
+def kept_in(folder: Path) -> dict[str, Any]:  # Any: what a checkpoint holds
+    """The checkpoint of a run's directory."""
+    kept = RunDirectory(folder).load_checkpoint()
+    assert kept is not None
+    return cast(dict[str, Any], kept)
+
+
+def ended(record: Record) -> dict[str, Any]:  # Any: what JSON can hold
+    """The summary of a run."""
+    assert record.summary is not None
+    return record.summary
+
+
 @pytest.fixture
 def eager_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scaler whose scale doubles every fourth step, so that its state matters in a short run."""
@@ -312,9 +326,10 @@ def test_a_run_that_was_torn_ends_as_if_it_never_had(tmp_path: Path, name: str) 
     transform = gs.Chain(gs.LowPass(), gs.Clip(0.05))
     whole = execute(switched(name, transform), tmp_path / "whole", [])
     at = 16 * SWITCHES[name].accumulate - 1
+    run = switched(name, transform, at)
     with pytest.raises(Torn):
-        execute(run := switched(name, transform, at), tmp_path / "torn", [])
-    kept = RunDirectory(run.directory(tmp_path / "torn")).load_checkpoint()
+        execute(run, tmp_path / "torn", [])
+    kept = kept_in(run.directory(tmp_path / "torn"))
     record = execute(switched(name, transform), tmp_path / "torn", [])
     assert kept["step"] == 10
     assert_same(record, whole)
@@ -330,19 +345,19 @@ def test_a_surgery_that_changes_nothing_leaves_such_a_run_as_it_is(
     control = execute(switched(name), tmp_path, [])
     treated = execute(switched(name, gs.Clip(1e9)), tmp_path, [])
     assert lines(treated, "metrics.jsonl") == lines(control, "metrics.jsonl")
-    outcome = {key for key in control.summary if key.startswith(("test/", "train/"))}
-    assert {key: treated.summary[key] for key in outcome} == {
-        key: control.summary[key] for key in outcome
+    outcome = {key for key in ended(control) if key.startswith(("test/", "train/"))}
+    assert {key: ended(treated)[key] for key in outcome} == {
+        key: ended(control)[key] for key in outcome
     }
 
 
 @pytest.mark.usefixtures("eager_scaler")
 def test_the_steps_that_the_scaler_skips_are_counted_and_resumed(tmp_path: Path) -> None:
     whole = execute(switched("scaled"), tmp_path, [])
-    skipped = whole.summary["skipped_steps"]
+    skipped = ended(whole)["skipped_steps"]
     assert isinstance(skipped, int)
     assert 0 < skipped < SHORT.steps
-    kept = RunDirectory(whole.directory).load_checkpoint()
+    kept = kept_in(whole.directory)
     assert kept["skipped"] == skipped
     assert set(kept["scaler"]) >= {"scale", "growth_factor"}
-    assert untimed(whole.summary)["steps"] == SHORT.steps
+    assert untimed(ended(whole))["steps"] == SHORT.steps
