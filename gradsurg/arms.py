@@ -25,6 +25,7 @@ class Schedule:
     log_every: int
     checkpoint_every: int
     effects_every: int
+    update_effect_every: int = 0
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,7 @@ class Plan:
                 settings.log_every,
                 settings.checkpoint_every,
                 settings.effects_every,
+                settings.update_effect_every,
             ),
             device=self.device,
         )

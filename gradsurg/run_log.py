@@ -9,12 +9,16 @@ from typing import Any
 from torch import nn
 
 from gradsurg.arms import Run
+from gradsurg.counterfactual import NUMBERS as UPDATE_NUMBERS
+from gradsurg.counterfactual import SAMPLED, Counterfactual, means
 from gradsurg.effects import NUMBERS
 from gradsurg.live import Live
 from gradsurg.sinks.base import Sink
 from gradsurg.store import EFFECTS, METRICS, RunDirectory
 from gradsurg.tasks.base import Data
 from gradsurg.train import outputs_of
+
+UPDATE = (SAMPLED, *UPDATE_NUMBERS)
 
 
 @dataclass
@@ -28,14 +32,16 @@ class RunLog:
     loss: float = float("nan")
     done: int = 0
     diverged: bool = field(default=False)
+    without: Counterfactual | None = None
 
     def interval(self, done: int, loss: float, live: Live) -> bool:
         """Log the interval that ends with step `done`; False if the loss is no longer finite."""
         self.done, self.loss = done, loss
         rows = live.effects.fetch()
-        self.place.append_metrics({"step": done, "train/loss": loss})
+        update = self.without.fetch() if self.without is not None else {}
+        self.place.append_metrics({"step": done, "train/loss": loss, **update})
         self.place.append_effects([{"step": done, **row} for row in rows])
-        self._tell(done, loss, rows, {"time/step_ms": 1000 * median(self.seconds[-100:])})
+        self._tell(done, loss, rows, update | {"time/step_ms": 1000 * median(self.seconds[-100:])})
         self.diverged = not isfinite(loss)
         return not self.diverged
 
@@ -45,12 +51,13 @@ class RunLog:
         for effect in self.place.read_rows(EFFECTS):
             effects.setdefault(effect["step"], []).append(effect)
         for row in self.place.read_rows(METRICS):
-            self._tell(row["step"], row["train/loss"], effects.get(row["step"], []), {})
+            update = {key: row[key] for key in UPDATE if row.get(key) is not None}
+            self._tell(row["step"], row["train/loss"], effects.get(row["step"], []), update)
 
     def _tell(
-        self, done: int, loss: float, rows: Sequence[Mapping[str, object]], times: dict[str, float]
+        self, done: int, loss: float, rows: Sequence[Mapping[str, object]], more: dict[str, float]
     ) -> None:
-        values = {"train/loss": loss, **times}
+        values = {"train/loss": loss, **more}
         for row in rows:
             prefix = f"effect/{row['transform']}/{row['site']}"
             for name in ("seen", "calls", *NUMBERS):
@@ -92,6 +99,7 @@ class RunLog:
                 outcome[f"{part}/{name}"] = value
                 if not isfinite(value):  # the last step can break what no loss has seen
                     outcome["state"] = "diverged"
+        outcome |= means(self.place.read_rows(METRICS))
         outcome |= self.times()
         outcome["effects_every"] = run.schedule.effects_every
         outcome["notes"] = notes

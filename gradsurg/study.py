@@ -12,6 +12,7 @@ import torch
 
 from gradsurg.arms import Run
 from gradsurg.checkpoint import Checkpoint, Trainee
+from gradsurg.counterfactual import Counterfactual
 from gradsurg.idle import changed_nothing
 from gradsurg.ledger import SurgeryWarning
 from gradsurg.run_log import RunLog
@@ -123,7 +124,9 @@ def _train(run: Run, place: RunDirectory, sinks: Sequence[Sink]) -> dict[str, ob
         trainee.take_up(kept)
     start = kept["step"] if kept is not None else 0
     said = kept["said"] if kept is not None else []
-    log = RunLog(run, place, sinks, seconds=[], done=start)
+    every = 0 if run.shadow else run.schedule.update_effect_every
+    without = Counterfactual(model, trainee.optimizer, run.task.loss, every) if every else None
+    log = RunLog(run, place, sinks, seconds=[], done=start, without=without)
     log.again()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -139,9 +142,17 @@ def _train(run: Run, place: RunDirectory, sinks: Sequence[Sink]) -> dict[str, ob
                 live.ledger.resume(kept["ledger"])
                 live.effects.resume(kept["effects"], live.ledger)
             steps = train(
-                model, trainee.optimizer, run.task.loss, batches, run.schedule.steps, start
+                model,
+                trainee.optimizer,
+                run.task.loss,
+                batches,
+                run.schedule.steps,
+                start,
+                without.before if without else None,
             )
             for step in steps:
+                if without:
+                    without.after()
                 log.seconds.append(step.seconds)
                 if step.done % run.schedule.log_every and step.done != run.schedule.steps:
                     continue

@@ -1,6 +1,6 @@
 """The training loop, as a generator: it knows nothing of surgery."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -58,12 +58,18 @@ def train(
     batches: Batches,
     steps: int,
     start: int = 0,
+    before: Callable[[int, Sequence[tuple[Tensor, Tensor]]], None] | None = None,
 ) -> Iterator[Step]:
-    """Train from step `start` to `steps`; what the caller does between steps is not timed."""
+    """Train from step `start` to `steps`; what the caller does between steps is not timed.
+
+    `before` is told the number of each step (from 0) and its batches before it is made.
+    """
     model.train()
     stream = batches.start(start)
     for done in range(start + 1, steps + 1):
         inputs, targets = next(stream)
+        if before is not None:
+            before(done - 1, [(inputs, targets)])
         began = perf_counter()
         optimizer.zero_grad(set_to_none=True)
         loss = loss_fn(model(inputs), targets)

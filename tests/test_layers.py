@@ -15,7 +15,7 @@ FLOORS = (
     ("effects", "gate", "group_gate", "intervention", "attached", "sources", "live"),
     ("travel", "surgery", "hook"),
     ("train", "compare", "__init__"),
-    ("store", "arms", "idle", "checkpoint", "run_log", "study"),
+    ("store", "arms", "idle", "checkpoint", "counterfactual", "run_log", "study"),
     ("report", "make", "faults", "settings", "optimizers", "parts", "probe", "pairs", "build"),
     ("options", "dotted", "blame", "overrides", "compose", "jobs"),
     ("run",),
