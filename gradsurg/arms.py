@@ -46,8 +46,6 @@ class Run:
     schedule: Schedule
     device: torch.device
     control: str | None = None  # the name of the directory of the run that it is compared with
-    left_out: str | None = None  # the link that an arm of an attribution does without ..
-    whole: str | None = None  # .. and the name of the directory of the run that has it
 
     @property
     def facts(self) -> dict[str, object]:
@@ -60,8 +58,6 @@ class Run:
             "tags": list(self.tags),
             "steps": self.schedule.steps,
             "control": self.control,
-            "left_out": self.left_out,
-            "whole": self.whole,
         }
 
     @property

@@ -1,7 +1,7 @@
 """From a resolved config, plain dicts and numbers, to the objects of a study."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,6 +54,7 @@ def build(config: Config) -> Experiment:
     faults = Faults()
     settings = faults.made("", lambda: _settings(config))
     selector, intervention = _surgery(config, faults)
+    shorter = _without_links(config, settings, faults)
     task, data = task_of(config, faults)
     sinks = sinks_of(config, faults)
     make_optimizer = optimizer_maker(config, settings)
@@ -75,7 +76,12 @@ def build(config: Config) -> Experiment:
     assert selector
     assert device
     assert data
-    plan = Plan(config, settings, task, make_optimizer, device, selector, intervention)
+
+    def plan_of(config: Config, intervention: Intervention | None) -> Plan:
+        return Plan(config, settings, task, make_optimizer, device, selector, intervention)
+
+    without = {link: plan_of(*parts) for link, parts in shorter.items()}
+    plan = replace(plan_of(config, intervention), without=without)
     seeds = [settings.seed] if settings.seed is not None else range(settings.seeds)
     return Experiment(
         settings,
@@ -118,6 +124,27 @@ def _surgery(config: Config, faults: Faults) -> tuple[Selector | None, Intervent
         intervention = Intervention(chain, selector, trigger, names_of(transforms))
         return selector, intervention
     return selector, None
+
+
+def _without_links(
+    config: Config, settings: Settings | None, faults: Faults
+) -> dict[str, tuple[Config, Intervention | None]]:
+    """If links are to be left out, the config and the intervention that each leaves behind."""
+    if settings is None or not settings.attribute:
+        return {}
+    links = config.get("transform") or {}
+    if len(links) < 2:
+        found = ", ".join(links) or "none"
+        faults.lines.append(
+            f"attribute: needs a chain of two transforms or more to leave one out of, found {found}"
+        )
+        return {}
+    shorter = {}
+    for link in links:
+        rest = {key: fields for key, fields in links.items() if key != link}
+        less = {**config, "transform": rest}
+        shorter[link] = less, _surgery(less, faults)[1]
+    return shorter
 
 
 def _check_batch(settings: Settings, data: Data | None, faults: Faults) -> None:
