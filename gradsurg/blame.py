@@ -10,6 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from gradsurg.fields import nearest
+from gradsurg.options import LISTS
 
 NO_KEY = "is not a key here."
 # A yaml file that is none, or is no mapping, is a YAMLError or an OSError.
@@ -46,6 +47,8 @@ def sentence(error: Exception, culprit: str) -> str:
     if "Config group override" in str(error):
         plain_run = f"; '{key}=none' is a plain run" if key == "transform" else ""
         return f"{key}: must name an option, found {value}{plain_run}"
+    if culprit == f"~{key}" and key in LISTS:
+        return f"{key}: cannot be taken out; '{key}=[]' leaves it empty"
     if "Could not override" in str(error) or "Could not delete" in str(error):
         return f"{key}: {NO_KEY}"
     if isinstance(error, YAMLError | OSError):
@@ -53,11 +56,8 @@ def sentence(error: Exception, culprit: str) -> str:
     return f"{key}: {one_line(error)}"
 
 
-def with_keys(fault: str, config: DictConfig) -> str:
+def with_keys(path: str, config: DictConfig, adds: bool) -> str:
     """Say which keys there are beside one that is not there, as far down as there are any."""
-    path, _, text = fault.partition(": ")
-    if text != NO_KEY:
-        return fault
     place: object = config
     parts = path.split(".")
     above = 0
@@ -66,13 +66,14 @@ def with_keys(fault: str, config: DictConfig) -> str:
         place = place[int(part)] if isinstance(place, ListConfig) else place[part]
         above += 1
     if not isinstance(place, DictConfig):
-        return f"{fault} {'.'.join(parts[:above])} is {place!r}, with no keys below."
+        above_it = ".".join(parts[:above])
+        return f"{path}: {NO_KEY} {above_it} is {place!r}, with no keys below."
     if parts[above] in place:
         return (
             f"{path}: cannot get other keys than it has. Remove it first: ~{path} '+{path}={{...}}'"
         )
     keys = [str(key) for key in place]
-    own = f" '+{path}=...' adds it." if "_target_" in keys else ""
+    own = f" '+{path}=...' adds it." if adds else ""
     return f"{path}: '{parts[above]}' {NO_KEY} {nearest(parts[above], keys)}{own}"
 
 

@@ -1,5 +1,6 @@
 """From a resolved config, plain dicts and numbers, to the objects of a study."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from gradsurg.faults import ConfigError, Faults
 from gradsurg.fields import nearest
 from gradsurg.intervention import Intervention
+from gradsurg.ledger import SurgeryWarning
 from gradsurg.make import Config, make
 from gradsurg.optimizers import optimizer_maker
 from gradsurg.pairs import Pair, Plan
@@ -21,12 +23,13 @@ from gradsurg.parts import (
     task_of,
     transforms_of,
 )
-from gradsurg.probe import culprit, probe
+from gradsurg.probe import Trial, check_stage
 from gradsurg.settings import Settings
 from gradsurg.sinks.base import Sink
 from gradsurg.sites.base import Selector
 from gradsurg.surgery import Surgery
 from gradsurg.tasks.base import Data
+from gradsurg.transforms.base import Transform
 from gradsurg.transforms.chain import Chain
 from gradsurg.triggers.base import Trigger
 
@@ -53,22 +56,29 @@ def build(config: Config) -> Experiment:
         raise ConfigError(wrong)
     faults = Faults()
     settings = faults.made("", lambda: _settings(config))
-    selector, intervention = _surgery(config, faults)
-    shorter = _without_links(config, settings, faults)
+    transforms = transforms_of(config, faults)
+    selector = faults.made("site", lambda: _selector(config))
+    trigger = faults.made("when", lambda: make("triggers", config["when"], Trigger))
+    intervention = _intervention(transforms, selector, trigger, faults)
     task, data = task_of(config, faults)
     sinks = sinks_of(config, faults)
     make_optimizer = optimizer_maker(config, settings)
+    model = None
     if task is not None and data is not None:
         model = faults.made("model", lambda: checked_model(config, task, data))
-        if model is not None:
-            faults.made("optimizer", lambda: make_optimizer(model))
-            if selector is not None:
-                with faults.at(culprit(config["site"])):
-                    probe(selector, intervention, model, data)
+    # What is wrong with an optimizer is mostly so for any parameter.
+    faults.made("optimizer", lambda: make_optimizer(model or nn.Linear(1, 1, bias=False)))
     device = None
     if settings is not None:
-        _check_batch(settings, data, faults)
         device = faults.made("device", lambda: device_of(settings.device))
+        _check_batch(settings, data, faults)
+        _check_links(settings, config, faults)
+    if task and data and model and selector:
+        scope = intervention.operator.scope if intervention else "tensor"
+        steady = "name" in config["model"] and "name" in config["task"]
+        label = "+".join(transforms) or "none"
+        trial = Trial(model, task, data, settings, label, scope, steady)
+        _try(trial, selector, trigger if transforms else None, faults)
     faults.stop()
     # What is missing has been said, and `stop` has raised.
     assert settings
@@ -76,12 +86,10 @@ def build(config: Config) -> Experiment:
     assert selector
     assert device
     assert data
-
-    def plan_of(config: Config, intervention: Intervention | None) -> Plan:
-        return Plan(config, settings, task, make_optimizer, device, selector, intervention)
-
-    without = {link: plan_of(*parts) for link, parts in shorter.items()}
-    plan = replace(plan_of(config, intervention), without=without)
+    plan = Plan(config, settings, task, make_optimizer, device, selector, intervention)
+    if settings.attribute:
+        plan = replace(plan, without=_without_links(plan, transforms, trigger, faults))
+        faults.stop()
     seeds = [settings.seed] if settings.seed is not None else range(settings.seeds)
     return Experiment(
         settings,
@@ -111,40 +119,61 @@ def _settings(config: Config) -> Settings:
     return Settings(**given)
 
 
-def _surgery(config: Config, faults: Faults) -> tuple[Selector | None, Intervention | None]:
-    """Where gradients are changed or, without a transform, measured; and what is done to them."""
-    transforms = transforms_of(config, faults)
-    selector = faults.made("site", lambda: make("sites", config["site"], Selector))
-    trigger = faults.made("when", lambda: make("triggers", config["when"], Trigger))
-    if not transforms or selector is None or trigger is None:
-        return selector, None
+def _selector(config: Config) -> Selector:
+    selector = make("sites", config["site"], Selector)
+    check_stage(selector)
+    return selector
+
+
+def _intervention(
+    transforms: Mapping[str, Transform],
+    selector: Selector | None,
+    trigger: Trigger | None,
+    faults: Faults,
+) -> Intervention | None:
+    """What is done to gradients, if anything is; what does not fit is due to transform or when."""
+    if not transforms or selector is None:
+        return None
     key = f"transform.{next(iter(transforms))}" if len(transforms) == 1 else "transform"
-    with faults.at(key):
-        chain = Chain(*transforms.values())
-        intervention = Intervention(chain, selector, trigger, names_of(transforms))
-        return selector, intervention
-    return selector, None
+    chain, names = Chain(*transforms.values()), names_of(transforms)
+    always = faults.made(key, lambda: Intervention(chain, selector, names=names))
+    if always is None or trigger is None:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SurgeryWarning)  # said of the other one
+        return faults.made("when", lambda: replace(always, when=trigger))
+
+
+def _try(trial: Trial, selector: Selector, trigger: Trigger | None, faults: Faults) -> None:
+    said = len(faults.lines)
+    with faults.at("site"):
+        trial.check_site(selector)
+    if trigger is not None and len(faults.lines) == said:
+        with faults.at("when"):
+            trial.check_when(selector, trigger)
 
 
 def _without_links(
-    config: Config, settings: Settings | None, faults: Faults
-) -> dict[str, tuple[Config, Intervention | None]]:
-    """If links are to be left out, the config and the intervention that each leaves behind."""
-    if settings is None or not settings.attribute:
-        return {}
+    plan: Plan, transforms: Mapping[str, Transform], trigger: Trigger | None, faults: Faults
+) -> dict[str, Plan]:
+    """The plans of the chain without each of its links."""
+    plans = {}
+    for link in transforms:
+        rest = {key: made for key, made in transforms.items() if key != link}
+        fields = {key: plan.config["transform"][key] for key in rest}
+        intervention = _intervention(rest, plan.selector, trigger, faults)
+        config = {**plan.config, "transform": fields}
+        plans[link] = replace(plan, config=config, intervention=intervention)
+    return plans
+
+
+def _check_links(settings: Settings, config: Config, faults: Faults) -> None:
     links = config.get("transform") or {}
-    if len(links) < 2:
+    if settings.attribute and len(links) < 2:
         found = ", ".join(links) or "none"
         faults.lines.append(
             f"attribute: needs a chain of two transforms or more to leave one out of, found {found}"
         )
-        return {}
-    shorter = {}
-    for link in links:
-        rest = {key: fields for key, fields in links.items() if key != link}
-        less = {**config, "transform": rest}
-        shorter[link] = less, _surgery(less, faults)[1]
-    return shorter
 
 
 def _check_batch(settings: Settings, data: Data | None, faults: Faults) -> None:

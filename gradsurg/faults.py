@@ -33,7 +33,7 @@ class Faults:
         except FieldError as error:
             for field, text in error.faults:
                 # As it was typed: YAML's null, Python's None.
-                typed = re.sub(r"found None$", "found null", text)
+                typed = re.sub(r"found (None|True|False)$", _typed, text)
                 self.lines.append(f"{'.'.join(part for part in (key, field) if part)}: {typed}")
         except (ValueError, TypeError, LookupError, ImportError, RuntimeError) as error:
             self.lines.append(f"{key}: {sentence(error)}")
@@ -48,3 +48,7 @@ class Faults:
         """Raises ConfigError if there is a fault."""
         if self.lines:
             raise ConfigError(self.lines)
+
+
+def _typed(found: re.Match[str]) -> str:
+    return f"found {'null' if found[1] == 'None' else found[1].lower()}"

@@ -28,6 +28,10 @@ RULES = {
     "bool_type": "must be true or false",
     "string_type": "must be a string",
     "string_too_short": "must not be empty",
+    "too_short": "must have at least {min_length} item",
+    "too_long": "must have at most {max_length} items",
+    "tuple_type": "must be a list",
+    "list_type": "must be a list",
     "literal_error": "must be one of {expected}",
     "is_instance_of": "must be a {class}",
     "string_pattern_mismatch": "must match {pattern}",
@@ -107,6 +111,8 @@ def _fault(details: ErrorDetails, names: list[str], places: list[str]) -> tuple[
         case "value_error" if isinstance(context.get("error"), Contradiction):
             contradiction = context["error"]
             return contradiction.field, str(contradiction)
+        case "is_instance_of" if context.get("class") == "Sequence":
+            return field, f"must be a list, found {details['input']!r}"
         case kind:
             rule = RULES.get(kind, details["msg"]).format_map(context)
             return field, f"{rule}, found {details['input']!r}"

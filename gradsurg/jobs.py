@@ -62,12 +62,16 @@ def prepare(jobs: Sequence[Job], force: bool) -> Counter[RunState]:
     states: Counter[RunState] = Counter()
     for run in _once(jobs):
         place = RunDirectory(run.path)
-        if force:
-            with place.held():
-                place.clear()
-        state = place.state
-        if state not in ("finished", "diverged", "running"):
-            place.plan(run.facts, run.identity)
+        state: RunState = "running"
+        if not force and place.finished:
+            state = place.unheld_state
+        else:
+            with place.held(wait=force) as alone:
+                if alone:
+                    if force:
+                        place.clear()
+                    state = place.unheld_state
+                    place.plan(run.facts, run.identity)
         states[state] += 1
     return states
 

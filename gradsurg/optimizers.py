@@ -36,12 +36,36 @@ def optimizer_maker(config: Config, settings: Settings | None) -> MakeOptimizer:
         except FieldError:
             raise
         except ERRORS as error:
+            guilty = _guilty(getattr(torch.optim, name), model, fields)
+            if guilty:
+                faults = [
+                    (key, f"{name} refuses it: {text}, found {fields[key]!r}")
+                    for key, text in guilty.items()
+                ]
+                raise FieldError("", faults) from error
             shown = ", ".join(f"{key}={value}" for key, value in fields.items())
             raise ValueError(f"{name}({shown}) is refused: {sentence(error)}") from error
         assert isinstance(made, Optimizer)
         return made
 
     return make
+
+
+def _guilty(kind: type, model: nn.Module, fields: dict[str, object]) -> dict[str, str]:
+    """What is said of each wrong field: the one without which it is well, or those wrong alone."""
+
+    def refusal(given: dict[str, object]) -> str:
+        try:
+            kind(model.parameters(), **given)
+        except ERRORS as error:
+            return sentence(error)
+        return ""
+
+    without = [key for key in fields if not refusal({k: v for k, v in fields.items() if k != key})]
+    if len(without) == 1:
+        return {without[0]: refusal(fields)}
+    alone = {key: refusal({key: value}) for key, value in fields.items()}
+    return {key: text for key, text in alone.items() if text}
 
 
 def _is_optimizer(kind: object) -> bool:

@@ -1,7 +1,7 @@
 """The words of a command line as Hydra's overrides: what can be said of them before composing."""
 
-from collections.abc import Iterator, Sequence
-from itertools import product
+import re
+from collections.abc import Sequence
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -9,31 +9,32 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
 
 from gradsurg.blame import one_line
-from gradsurg.faults import ConfigError
+from gradsurg.build import GROUPS
 from gradsurg.fields import nearest
 from gradsurg.options import LISTS, content_of, key_of, options_of
 
 
-def jobs(overrides: Sequence[str], multirun: bool) -> Iterator[list[str]]:
-    """The overrides of each job of a sweep."""
+def read(overrides: Sequence[str], multirun: bool) -> tuple[list[list[str]], list[str]]:
+    """Each override with the values that it sweeps over, and a fault for each that is none."""
     parser = OverridesParser.create(GlobalHydra.instance().config_loader())
-    parsed, faults = [], []
+    words, faults = [], []
     for word in overrides:
         if word.startswith("="):
             faults.append(f"{word}: has no key before the =")
             continue
         try:
             (override,) = parser.parse_overrides([word])
+            values = _values(override)
         except OverrideParseException as error:
-            faults.append(f"{word}: {_unparsed(word, error)}")
-            continue
-        parsed.append(override)
-        if override.is_sweep_override() and not multirun:
-            faults.append(f"{word}: several values need a sweep: add -m")
-    if faults:
-        raise ConfigError(faults)
-    for values in product(*(_values(override) for override in parsed)):
-        yield list(values)
+            faults.append(_unparsed(word, error))
+        except (ValueError, TypeError, HydraException) as error:
+            faults.append(f"{word}: cannot be swept: {one_line(error)}")
+        else:
+            if override.is_sweep_override() and not multirun:
+                faults.append(f"{word}: several values need a sweep: add -m")
+            else:
+                words.append(values)
+    return words, faults
 
 
 def known_options(
@@ -45,8 +46,12 @@ def known_options(
         key, names, several = _group(word)
         options = options_of(key, config_dirs)
         wrong = [name for name in names if "." not in name and name not in options]
+        wrong += [name for name in names if "." in name and "/" in name]
         if not options or (wrong == ["null"] and not several):
             rest.append(word)
+            continue
+        if several and len(names) > 1 and key in GROUPS and key not in LISTS:
+            faults.append(f"{key}: takes one option, found [{', '.join(names)}]")
             continue
         faults += [f"{key}: there is no '{name}'. {nearest(name, options)}" for name in wrong]
         right = [name for name in names if name not in wrong]
@@ -87,6 +92,30 @@ def each_once(overrides: Sequence[str], config_dirs: Sequence[str]) -> tuple[lis
     return rest, faults
 
 
+def given_twice(overrides: Sequence[str]) -> list[str]:
+    """A fault for each key that gets two values: Hydra takes the last one without a word."""
+    first: dict[str, str] = {}
+    faults = []
+    for word in overrides:
+        key = key_in(word)
+        if first.setdefault(key, word) != word:
+            faults.append(f"{key}: is given twice, {first[key]} and {word}")
+    return faults
+
+
+def key_in(word: str) -> str:
+    """The key of an override, also of one that adds it."""
+    return word.partition("=")[0].lstrip("+")
+
+
+def is_sweep(word: str) -> bool:
+    """Whether an override has several values; one that cannot be read has none."""
+    try:
+        return OverridesParser.create().parse_override(word).is_sweep_override()
+    except OverrideParseException:
+        return False
+
+
 def _group(word: str) -> tuple[str, list[str], bool]:
     """Of an override: its key, the options that it would choose, and whether that is a list."""
     key, _, value = word.partition("=")
@@ -97,10 +126,22 @@ def _group(word: str) -> tuple[str, list[str], bool]:
 
 
 def _unparsed(word: str, error: OverrideParseException) -> str:
+    key, _, value = word.partition("=")
     if "=" not in word and not word.startswith("~"):
-        return "is not key=value"
-    reason = one_line(error).partition(" expecting ")[0]
-    return f"cannot be read: {reason}. Commas, brackets, braces and spaces need quotes"
+        return f"{word}: is not key=value"
+    if value.startswith("re:"):
+        try:
+            re.compile(value.removeprefix("re:"))
+        except re.error as wrong:
+            return f"{key}: is not a regular expression ({wrong}), found '{value}'"
+    if value.startswith("~"):
+        return f"{word}: cannot be read: a shell leaves ~ alone behind a =; write $HOME"
+    reason = one_line(error).partition(" expecting ")[0].partition("LexerNoViable")
+    reason = reason[0] or "it has a sign that needs quotes"
+    advice = "Commas, brackets, braces and spaces need quotes"
+    if not value.startswith(("[", "{")):
+        advice += f" inside quotes: \"{key}='...'\""
+    return f"{word}: cannot be read: {reason}. {advice}"
 
 
 def _values(override: Override) -> list[str]:
@@ -108,7 +149,4 @@ def _values(override: Override) -> list[str]:
     if not override.is_sweep_override():
         return [word]
     key = word.partition("=")[0]
-    try:
-        return [f"{key}={value}" for value in override.sweep_string_iterator()]
-    except (ValueError, TypeError, HydraException) as error:
-        raise ConfigError([f"{word}: cannot be swept: {one_line(error)}"]) from None
+    return [f"{key}={value}" for value in override.sweep_string_iterator()]

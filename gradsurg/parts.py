@@ -72,7 +72,7 @@ def checked_model(config: Config, task: Task, data: Data) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         model = model_of(config, data)
         try:
-            task.loss(model(data.train_inputs[:2]), data.train_targets[:2])
+            task.loss(model(data.train_inputs[:2]), data.train_targets[:2]).backward()
         except ERRORS as error:
             shape = list(data.train_inputs[:2].shape)
             raise ValueError(

@@ -1,34 +1,285 @@
-"""A trial of a surgery on a model that is thrown away: what could not act is found before a run."""
+"""A trial step on a model that is thrown away: what could never act is found before a run."""
 
 import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from gradsurg.fields import Contradiction, FieldError
 from gradsurg.intervention import Intervention
-from gradsurg.ledger import SurgeryWarning
-from gradsurg.make import Config
+from gradsurg.ledger import Entry, SurgeryWarning
+from gradsurg.make import ERRORS, sentence
+from gradsurg.settings import Settings
 from gradsurg.sites.base import Selector
+from gradsurg.sources import watched
 from gradsurg.surgery import Surgery
-from gradsurg.tasks.base import Data
+from gradsurg.tasks.base import Data, Task
+from gradsurg.transforms.base import Context, GroupTransform, Law, Scope, State
 from gradsurg.transforms.identity import Identity
+from gradsurg.triggers.always import Always
+from gradsurg.triggers.base import Clock, Fires, Moment, Trigger
+
+Part = TypeVar("Part", Selector, Trigger)
+
+PATIENCE = 100_000  # steps: of a longer run nobody waits to hear that nothing would ever act
+SILENT = "no gradient passes at"
 
 
-def culprit(site: Config) -> str:
-    """The key to which it is due if a selector does not find what it should."""
-    if site.get("module", "*") != "*":
-        return "site.module"
-    return "site.pattern" if "pattern" in site else "site"
+@dataclass(frozen=True)
+class Trial:
+    """What a run would be of. `steady` if one step of it tells of all: the model and the task are
+    gradsurg's own; where they are a user's, what does not act now may act later, and is warned of.
+    """
+
+    model: nn.Module
+    task: Task
+    data: Data
+    settings: Settings | None  # None: they are wrong themselves
+    label: str
+    scope: Scope
+    steady: bool
+
+    def check_site(self, selector: Selector) -> None:
+        """Raises FieldError if nothing is found to hook, or if no gradient passes there."""
+        if self._site_fault(selector):
+            path, part = _guilty(selector, lambda other: bool(self._site_fault(other)))
+            fault = self._site_fault(part)
+            field = _culprit(part, lambda other: not self._site_fault(other))
+            self._refuse(_joined(path, field), fault, self.steady or SILENT not in fault)
+
+    def check_when(self, selector: Selector, trigger: Trigger) -> None:
+        """Raises FieldError if the trigger cannot be asked, or fires at no step of the run."""
+        for path, part in _parts(trigger):
+            try:
+                watched(part, self.model)
+            except LookupError as error:
+                self._refuse(_joined(path, "source"), sentence(error), True)
+        own = all(type(part).__module__.startswith("gradsurg.") for part in trigger.parts)
+        if self.settings is None or not own:
+            return  # a user's own may have a memory, or be moved from outside
+        if not self._fires(selector, trigger):
+            path, part = _guilty(trigger, lambda other: not self._fires(selector, other))
+            field = _culprit(part, lambda other: self._fires(selector, other))
+            text = f"{part!r} never fires in {self._length(self.settings)}"
+            certain = self.steady or self._by_step(trigger) is False
+            self._refuse(_joined(path, field), text, certain)
+
+    def _refuse(self, key: str, text: str, certain: bool) -> None:
+        if certain:
+            raise FieldError("", [(key, text)])
+        warnings.warn(f"{text}, as far as one step tells", SurgeryWarning, stacklevel=2)
+
+    def _length(self, settings: Settings) -> str:
+        length = f"{settings.steps} steps with batches of {settings.batch_size}"
+        return f"{length} and epochs of {self._epoch} steps"
+
+    @property
+    def _steps(self) -> int:
+        return self.settings.steps if self.settings is not None else 1
+
+    @property
+    def _batch(self) -> int:
+        return self.settings.batch_size if self.settings is not None else 2
+
+    @property
+    def _epoch(self) -> int:
+        return max(1, len(self.data.train_inputs) // self._batch)
+
+    def _site_fault(self, selector: Selector) -> str:
+        try:
+            entries = self._step(selector, Always())
+        except ERRORS as error:  # whatever it is, training would meet it too
+            return sentence(error)
+        if any(entry.calls for entry in entries):
+            return ""
+        sites = ", ".join(entry.site for entry in entries) or repr(selector)
+        reasons = ", ".join(dict.fromkeys(entry.skipped for entry in entries if entry.skipped))
+        return f"{SILENT} {sites}" + (f" ({reasons})" if reasons else "")
+
+    def _fires(self, selector: Selector, trigger: Trigger) -> bool:
+        """Whether it may act at a step of the run. Raises FieldError if it cannot be asked."""
+        by_step = self._by_step(trigger)
+        if by_step is not None:
+            return by_step
+        ever = _Ever(trigger, self._steps)
+        self._step(selector, ever)
+        if ever.fault:
+            raise FieldError("", [ever.fault])
+        return ever.hit
+
+    def _by_step(self, trigger: Trigger) -> bool | None:
+        """Whether the steps of the run let it act; None if something else decides on that too.
+
+        Of a run that is too long to be asked, they do.
+        """
+        result: bool | None = False
+        if self._steps > PATIENCE:
+            return True
+        for step in range(self._steps):
+            moment = _Asked(Clock(step=step, epoch_length=self._epoch))
+            fires = trigger.fires(moment)
+            if fires is True or moment.drawn:
+                return True
+            if fires is not False:
+                result = None
+        return result
+
+    def _step(self, selector: Selector, trigger: Trigger) -> list[Entry]:
+        """One training step that changes nothing: what the ledger has afterwards."""
+        leave = Identity() if self.scope == "tensor" else _LeaveGroup()
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+        count = self._batch
+        inputs, targets = self.data.train_inputs[:count], self.data.train_targets[:count]
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run will say the same
+            surgery = Surgery(Intervention(leave, selector, trigger, (self.label,)))
+            attached = surgery.attach(
+                self.model, optimizer, effects_every=0, steps_per_epoch=self._epoch
+            )
+            with attached as live:
+                optimizer.zero_grad(set_to_none=True)
+                self.task.loss(self.model(inputs), targets).backward()
+                optimizer.step()
+                return list(live.ledger)
 
 
-def probe(
-    selector: Selector, intervention: Intervention | None, model: nn.Module, data: Data
-) -> None:
-    """Attach to a throw-away model and let two examples through: what matches nothing fails now."""
-    at = intervention or Intervention(Identity(), selector)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # No gradient will pass here, which is what the ledger would warn of.
-        warnings.simplefilter("ignore", SurgeryWarning)
-        with Surgery(at).attach(model, optimizer, effects_every=0):
-            model(data.train_inputs[:2])
+def check_stage(selector: Selector) -> None:
+    """Raises FieldError if a selector has a stage that is none of its kind's."""
+    for path, kind in _parts(selector):
+        allowed = dict.fromkeys((*kind.stages, *kind.group_stages)) if not _inside(kind) else {}
+        if allowed and kind.stage is not None and kind.stage not in allowed:
+            text = f"{type(kind).__name__} cannot have stage '{kind.stage}'"
+            fault = f"{text}; stages it can have: {', '.join(allowed)}"
+            raise FieldError("", [(_joined(path, "stage"), fault)])
+
+
+class _Ever(Trigger):
+    """Asks the trigger `of` about every step at every site, and lets nothing act itself."""
+
+    def __init__(self, of: Trigger, steps: int) -> None:
+        self.of = of
+        self.steps = steps
+        self.hit = False
+        self.fault: tuple[str, str] | None = None
+
+    @property
+    def parts(self) -> Iterator[Trigger]:
+        yield from self.of.parts
+
+    def fires(self, moment: Moment) -> Fires:
+        if moment.site is None:
+            return None
+        if not self.hit and self.fault is None:
+            try:
+                self.hit = any(_could(self.of, moment, step) for step in range(self.steps))
+            except ERRORS as error:  # a trigger's own, told of its key
+                self.fault = self._raising(moment), sentence(error)
+        return False
+
+    def _raising(self, moment: Moment) -> str:
+        for path, part in _parts(self.of):
+            try:
+                _could(part, moment, 0)
+            except Contradiction as error:
+                return _joined(path, error.field)
+            except ERRORS:  # it is the caller's already
+                if not _inside(part):
+                    return path
+        return ""
+
+
+def _could(trigger: Trigger, moment: Moment, step: int) -> bool:
+    """Whether it may fire at this step: what chance or the device decides may."""
+    asked = _Asked(
+        replace(moment.clock, step=step),
+        moment.seed,
+        moment.label,
+        moment.site,
+        moment.grad,
+        moment.value,
+        dict(moment.state),
+    )
+    return trigger.fires(asked) is not False or asked.drawn
+
+
+@dataclass
+class _Asked(Moment):
+    """A moment that knows whether chance was asked: another seed might have said otherwise."""
+
+    drawn: bool = False
+
+    def chance(self, *key: object) -> float:
+        self.drawn = True
+        return super().chance(*key)
+
+
+class _LeaveGroup(GroupTransform):
+    """The gradients of a group as they are."""
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        return Identity().laws
+
+    def init_group(self, grads: Sequence[Tensor]) -> State:
+        return {}
+
+    def update_group(
+        self, grads: Sequence[Tensor], state: State, contexts: Sequence[Context]
+    ) -> tuple[list[Tensor], State]:
+        return list(grads), state
+
+
+def _guilty(whole: Part, fails: Callable[[Part], bool], path: str = "") -> tuple[str, Part]:
+    """The part that fails by itself, with its key in the whole; without such a part the whole."""
+    if isinstance(getattr(whole, "of", None), tuple):
+        for key, part in _inside(whole):
+            if fails(part):
+                return _guilty(part, fails, _joined(path, key))
+    return path, whole
+
+
+def _culprit(part: Part, acts: Callable[[Part], bool]) -> str:
+    """The field without which `part` would act; empty if there is none."""
+    if not is_dataclass(part):
+        return ""
+    given = [
+        field
+        for field in fields(part)
+        if field.default is MISSING or getattr(part, field.name) != field.default
+    ]
+    if len(given) == 1:
+        return given[0].name
+    for field in fields(part):
+        value = getattr(part, field.name)
+        # A switch has one other position; of anything else the default asks the least.
+        other: Any = not value if isinstance(value, bool) else field.default
+        if other is MISSING or other == value:
+            continue
+        try:
+            if acts(replace(part, **{field.name: other})):
+                return field.name
+        except FieldError:
+            continue  # the fields need one another
+    return ""
+
+
+def _parts(whole: Part, path: str = "") -> Iterator[tuple[str, Part]]:
+    """It and all that it is made of, each with its key in it, as `of.1`."""
+    yield path, whole
+    for key, part in _inside(whole):
+        yield from _parts(part, _joined(path, key))
+
+
+def _inside(whole: Part) -> list[tuple[str, Part]]:
+    of: Any = getattr(whole, "of", None)  # Any: parts of the same kind as the whole, if it has some
+    parts: list[tuple[str, Any]] = [("of", of)] if isinstance(of, Selector | Trigger) else []
+    if isinstance(of, tuple):
+        parts = [(f"of.{index}", part) for index, part in enumerate(of)]
+    return parts
+
+
+def _joined(*keys: str) -> str:
+    return ".".join(key for key in keys if key)

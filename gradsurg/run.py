@@ -30,21 +30,21 @@ ERRORS = Exception  # whatever a run raises: it is told in a line, the traceback
 
 def main() -> None:
     """Check the whole command line first; then let Hydra run its jobs, and look what they did."""
+    whole = True
     try:
         arguments = _arguments()
-        jobs = [] if arguments is None else _check(arguments)
-        if arguments is None or not arguments.multirun or not jobs:
-            job()
-            return
+        jobs = _check(arguments) if arguments else []
         try:
             job()
         finally:
-            table, whole = ending(jobs)
-            print(table)
+            if jobs and arguments and arguments.multirun:
+                table, whole = ending(jobs)
+                print(table)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         sys.exit(INTERRUPTED)
-    sys.exit(0 if whole else FAILED)
+    if not whole:
+        sys.exit(FAILED)
 
 
 @hydra.main(config_path=str(compose.CONFIG_DIR), config_name="config", version_base="1.3")
@@ -57,7 +57,7 @@ def job(config: DictConfig) -> None:
         print(experiment.surgery.plan(experiment.make_model(), experiment.example_input))
         return
     sweeping = HydraConfig.get().mode is RunMode.MULTIRUN
-    runs, skipped, failed = [], 0, 0
+    runs, skipped, wanted, failed = [], 0, 0, 0
     for pair in experiment.pairs:
         records = [_run(experiment, run, sweeping) for run in pair.runs]
         done = [record for record in records if record and record.summary]
@@ -66,9 +66,12 @@ def job(config: DictConfig) -> None:
         shorter = {link: places.get(run.name) for link, run in pair.without.items()}
         runs.append(Runs(treated, control, shorter))
         skipped += sum(record.happened == "skipped" for record in done)
+        wanted += len(pair.runs)
         failed += len(pair.runs) - len(done)
-    if any(run.treated or run.control for run in runs):
+    if any(run.treated for run in runs) or not experiment.surgery.interventions:
         print(report(runs))
+    if failed:
+        print(f"{failed} of {wanted} runs failed", file=sys.stderr)
     if skipped and not sweeping:
         print(f"{skipped} of them had been finished before; force=true repeats them")
     for sink in experiment.sinks:
@@ -84,7 +87,7 @@ def _arguments() -> Namespace | None:
     arguments = get_args_parser().parse_args()
     compose.register()
     asks_only = arguments.help or arguments.hydra_help or arguments.info
-    return None if asks_only or arguments.cfg or arguments.shell_completion else arguments
+    return None if asks_only or arguments.shell_completion else arguments
 
 
 def _check(arguments: Namespace) -> list[Job]:
@@ -106,16 +109,22 @@ def _check(arguments: Namespace) -> list[Job]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SurgeryWarning)
         try:
-            compose.check(arguments.overrides, arguments.multirun, dirs, name, keep)
+            words, sweeping = compose.sweep(arguments.overrides, arguments.multirun, dirs, name)
+            arguments.multirun = sweeping
+            compose.check(words, sweeping, dirs, name, keep, builds=not arguments.cfg)
         except ConfigError as error:
             for fault in error.faults:
                 print(fault, file=sys.stderr)
             sys.exit(WRONG_INPUT)
     for text in dict.fromkeys(str(item.message) for item in caught):
         print(f"warning: {text}", file=sys.stderr)
-    if any(plan for _, _, plan in asked):
+    if arguments.cfg or any(plan for _, _, plan in asked):
         return []
-    states = prepare(jobs, any(force for force, _, _ in asked))
+    try:
+        states = prepare(jobs, any(force for force, _, _ in asked))
+    except OSError as error:
+        print(f"out: cannot be written to: {error}", file=sys.stderr)
+        sys.exit(WRONG_INPUT)
     if arguments.multirun:
         print(beginning(len(jobs), states, all(retry for _, retry, _ in asked)), file=sys.stderr)
     return jobs
@@ -142,13 +151,12 @@ def _run(experiment: Experiment, run: Run, sweeping: bool) -> Record | None:
         return None
     if record.happened == "kept failed":
         print(f"{who}: had failed and is kept so; {record.reason}", file=sys.stderr)
-    elif sweeping or record.happened not in ("trained", "skipped"):
+    elif record.happened in TOLD and (sweeping or record.happened != "skipped"):
         print(f"{who}: {TOLD[record.happened]}", file=sys.stderr)
     return record
 
 
 TOLD = {
-    "trained": "trained",
     "resumed": "was interrupted, went on from its checkpoint",
     "retried": "had failed, was tried again",
     "skipped": "finished before, skipped",

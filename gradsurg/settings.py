@@ -24,6 +24,8 @@ def _folder(path: str) -> str:
     """Refuse what a folder cannot be made of."""
     if not path:
         raise ValueError("must not be empty")
+    if path.startswith("~"):
+        raise ValueError("must not begin with ~, which a shell leaves alone here; write $HOME")
     parent = next(place for place in (Path(path), *Path(path).absolute().parents) if place.exists())
     if not parent.is_dir():
         raise ValueError(f"must be a folder, and {parent} is a file")

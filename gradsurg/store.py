@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 CONFIG, METRICS, EFFECTS = "config.yaml", "metrics.jsonl", "effects.jsonl"
 SUMMARY, CHECKPOINT, LOCK = "summary.json", "checkpoint.pt", ".lock"
 FACTS, ERROR = "run.json", "error.log"
+OWN = (SUMMARY, CHECKPOINT, EFFECTS, METRICS, CONFIG, FACTS, ERROR)
 NOT_FINITE = "not_finite"
 MAX_LABEL = 80
 
@@ -94,22 +95,28 @@ class RunDirectory:
         return "planned"
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Have this run to oneself in a block; if another process is at it, wait until it is done.
+    def held(self, wait: bool = True) -> Iterator[bool]:
+        """Have this run to oneself in a block, where all its files are written; True if one has.
 
-        Two commands can come to the same control at once. A lock dies with its process.
+        Two commands can come to the same control at once. If another process is at it, wait until
+        that is done, or go without. A lock dies with its process.
         """
         path = self.path / LOCK
         while True:
             with _naming(path):
                 self.path.mkdir(parents=True, exist_ok=True)
                 file = path.open("a")
-                _wait_for(file.fileno(), path)
+                got = _locked(file.fileno(), path, wait)
+            if not got:
+                file.close()
+                yield False
+                return
             if _is_still(path, file.fileno()):
                 break
             file.close()  # who had it has taken the file away
         try:
-            yield
+            self._remove_drafts()
+            yield True
         finally:
             path.unlink(missing_ok=True)
             file.close()
@@ -134,12 +141,15 @@ class RunDirectory:
     def write_error(self, text: str) -> None:
         """Keep the traceback of what ended the run; its last line is the reason.
 
-        A disk that is full, or a folder that is gone, cannot keep it: that is logged.
+        On a disk that is nearly full only that line is kept; where it has no room that is logged.
         """
         try:
             self._replace(ERROR, text.encode())
-        except OSError as error:
-            _log.warning("the traceback could not be written: %s", error)
+        except OSError:
+            try:
+                self._replace(ERROR, text.strip().rpartition("\n")[2].encode())
+            except OSError as error:
+                _log.warning("the traceback could not be written: %s", error)
 
     def forget_error(self) -> None:
         """The run is tried again."""
@@ -209,10 +219,15 @@ class RunDirectory:
 
     def clear(self) -> None:
         """Remove this run's own files, the summary first; other files stay."""
-        own = [SUMMARY, CHECKPOINT, EFFECTS, METRICS, CONFIG, FACTS, ERROR]
-        leftover = [path.name for name in own for path in self.path.glob(f".{name}.*.tmp")]
-        for name in own + leftover:
+        for name in OWN:
             (self.path / name).unlink(missing_ok=True)
+        self._remove_drafts()
+
+    def _remove_drafts(self) -> None:
+        """Remove what a process that was killed had begun to write."""
+        for name in OWN:
+            for draft in self.path.glob(f".{name}.*.tmp"):
+                draft.unlink(missing_ok=True)
 
     def _is_held(self) -> bool:
         path = self.path / LOCK
@@ -378,12 +393,15 @@ def _finite(value: object) -> object:
             return value
 
 
-def _wait_for(descriptor: int, path: Path) -> None:
+def _locked(descriptor: int, path: Path, wait: bool) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        if not wait:
+            return False
         _log.warning("waiting for another process that is at %s", path.parent)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return True
 
 
 def _is_still(path: Path, descriptor: int) -> bool:

@@ -46,7 +46,8 @@ def missing(root: Path) -> list[str]:
             said += [f"{place} {fault}" for fault in _faults(group, stem, config, classes)]
     for path in sorted((root / "conf").glob("*/*.yaml")):
         text = path.read_text()
-        first, names = text.partition("\n")[0], {path.stem, *yaml.safe_load(text)}
+        head = text.removeprefix("# @package _global_\n")
+        first, names = head.partition("\n")[0], {path.stem, *yaml.safe_load(text)}
         if not _uses(first, path.parent.name, names):
             place = path.relative_to(root)
             said.append(f"{place} does not begin with a '# {' '.join(COMMAND)}' that uses it")

@@ -179,7 +179,8 @@ def test_each_run_has_a_directory_with_its_files(first) -> None:
     for place in (folder / "runs" / "first").iterdir():
         assert re.fullmatch(r"(clip|none)-seed[01]-[0-9a-f]{8}", place.name)
         names = {path.name for path in place.iterdir() if path.is_file()}
-        assert names == {"config.yaml", "metrics.jsonl", "effects.jsonl", "summary.json"}
+        own = {"run.json", "config.yaml", "metrics.jsonl", "effects.jsonl", "summary.json"}
+        assert names == own
         assert [row["step"] for row in lines(place, "metrics.jsonl")] == [20, 40, 60]
 
 
@@ -335,13 +336,13 @@ def test_diverged_runs_are_counted_apart_and_the_command_ends_well(command, tmp_
 
 def test_a_sweep_runs_every_combination_and_shares_the_controls(command, tmp_path) -> None:
     words = ("transform=none,clip,[sign,clip]", "lr=0.1,0.2", "seed=0,1", "steps=5", "sink=none")
-    printed, _ = command("-m", *words)
+    printed, told = command("-m", *words)
     labels = ["clip", "none", "sign+clip"]
     names = sorted(f"{label}-seed{seed}" for label in labels for seed in (0, 1) for _ in (0, 1))
     assert directories(tmp_path) == names
     assert len(re.findall(r"^\d runs? in ", printed, re.MULTILINE)) == 12
     # the plain jobs come first; each of the eight others finds its control
-    assert printed.count("1 of them had been finished before") == 8
+    assert told.count("finished before, skipped") == 8
     rates = [
         OmegaConf.select(OmegaConf.load(path / "config.yaml"), "optimizer.lr")
         for path in (tmp_path / "runs" / "default").iterdir()

@@ -95,7 +95,7 @@ def test_making_one_writes_nothing(run):
 
 def test_config_can_be_read_back(run):
     config = {"lr": 1e-6, "model": {"hidden": (64, 64)}, "when": None, "path": "a: b"}
-    run.write_config(config)
+    run.plan({}, config)
     expected = {"lr": 1e-6, "model": {"hidden": [64, 64]}, "when": None, "path": "a: b"}
     assert OmegaConf.to_container(OmegaConf.load(run.path / "config.yaml")) == expected
 
@@ -169,7 +169,7 @@ def test_a_line_that_fills_the_disk_is_taken_back_and_the_file_named(run, monkey
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(OSError, match=r"file/run/config\.yaml"):
-        RunDirectory(tmp_path / "file" / "run").write_config({"a": 1})
+        RunDirectory(tmp_path / "file" / "run").plan({}, {"a": 1})
 
 
 def test_checkpoint_comes_back_bit_by_bit(run):
@@ -261,10 +261,11 @@ def test_a_checkpoint_with_code_in_it_is_not_loaded(run):
 
 def test_clear_removes_the_runs_files_and_no_other(run):
     run.clear()
-    run.write_config({"a": 1})
+    run.plan({}, {"a": 1})
     run.append_metrics({"step": 1})
     run.append_effects([effect(1, 1, 1)])
     run.save_checkpoint({"step": 1})
+    run.write_error("it broke")
     run.write_summary({"state": "finished"})
     (run.path / ".summary.json.99.tmp").write_text("of a killed process")
     (run.path / "wandb").mkdir()
@@ -272,8 +273,48 @@ def test_clear_removes_the_runs_files_and_no_other(run):
     assert [path.name for path in run.path.iterdir()] == ["wandb"]
 
 
+def test_what_was_planned_can_be_read_before_there_is_anything_else(run):
+    assert run.read_facts() is None
+    run.plan({"arm": "treated", "control": None}, {"lr": 0.1})
+    assert run.read_facts() == {"arm": "treated", "control": None}
+    run.plan({"arm": "treated", "control": "none-seed0-00000000"}, {"lr": 0.1})
+    assert run.read_facts() == {"arm": "treated", "control": "none-seed0-00000000"}
+
+
+def test_the_state_is_what_the_files_say(run):
+    assert run.state == "planned"
+    run.plan({}, {"lr": 0.1})
+    assert run.state == "planned"
+    run.append_metrics({"step": 1})
+    assert run.state == "interrupted"
+    run.write_error("Traceback\n  somewhere\nValueError: it broke\n")
+    assert run.state == "failed"
+    assert run.reason == "ValueError: it broke"
+    run.forget_error()
+    assert run.state == "interrupted"
+    assert run.reason == ""
+    for state in ("diverged", "finished"):
+        run.write_summary({"state": state})
+        assert run.state == state
+
+
+def test_a_run_that_a_process_is_at_is_running_until_that_process_is_gone(run):
+    run.append_metrics({"step": 1})
+    code = "import sys; from gradsurg.store import RunDirectory\n"
+    code += "with RunDirectory(sys.argv[1]).held():\n    print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        assert run.state == "running"
+        other.kill()
+    assert (run.path / ".lock").exists()
+    assert run.state == "interrupted"
+
+
 def test_clear_removes_the_summary_first(run, monkeypatch):
-    run.write_config({"a": 1})
+    run.plan({}, {"a": 1})
     run.write_summary({"state": "finished"})
     removed = []
     monkeypatch.setattr(store.Path, "unlink", lambda path, **_: removed.append(path.name))

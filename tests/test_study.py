@@ -18,15 +18,17 @@ from hydra import initialize_config_dir
 from torch import Tensor, nn
 
 import gradsurg as gs
+from gradsurg.arms import Run, Schedule
 from gradsurg.build import build
 from gradsurg.compose import CONFIG_DIR, plain, register
 from gradsurg.effects import NUMBERS
+from gradsurg.idle import _would_bite
 from gradsurg.intervention import Intervention
 from gradsurg.models.mlp import MLP
 from gradsurg.sinks.base import Guarded, RunInfo, Sink, State
 from gradsurg.sites.base import Selector
 from gradsurg.store import RunDirectory, run_hash
-from gradsurg.study import Record, Run, Schedule, _would_bite, execute
+from gradsurg.study import Record, execute
 from gradsurg.surgery import Surgery
 from gradsurg.tasks.base import Data, Task
 from gradsurg.tasks.digits import Digits
@@ -179,6 +181,7 @@ def test_a_run_writes_its_files_into_a_directory_of_its_own(tmp_path) -> None:
     assert record.directory == tmp_path / "study" / f"clip-seed0-{run_hash(run.identity)}"
     names = {path.name for path in record.directory.iterdir()}
     assert names == {
+        "run.json",
         "config.yaml",
         "metrics.jsonl",
         "effects.jsonl",
@@ -201,7 +204,7 @@ def test_a_run_writes_its_files_into_a_directory_of_its_own(tmp_path) -> None:
     assert record.summary["notes"] == []
     outcomes = {f"{part}/{name}" for part in ("train", "test") for name in ("loss", "accuracy")}
     assert outcomes < set(record.summary)
-    assert not record.reused
+    assert record.happened == "trained"
 
 
 def test_a_sink_is_told_what_the_files_hold(tmp_path) -> None:
@@ -421,19 +424,20 @@ def notes(record: Record) -> list[str]:
     return found
 
 
-def test_a_finished_run_is_not_repeated_unless_it_is_forced(tmp_path) -> None:
+def test_a_finished_run_is_not_repeated_unless_it_was_cleared(tmp_path) -> None:
     run = a_run(gs.LowPass(), task=(task := Wrapped()))
     first = execute(run, tmp_path, [])
     before = {path: path.read_bytes() for path in first.directory.glob("*.jsonl")}
     done = len(task.calls)
     sink = Listening()
     again = execute(run, tmp_path, [sink])
-    assert again.reused
+    assert again.happened == "skipped"
     assert again.summary == first.summary
     assert len(task.calls) == done
     assert sink.begun == []
-    forced = execute(run, tmp_path, [sink], force=True)
-    assert not forced.reused
+    RunDirectory(first.directory).clear()
+    forced = execute(run, tmp_path, [sink])
+    assert forced.happened == "trained"
     assert len(task.calls) == 2 * done
     assert untimed(forced.summary) == untimed(first.summary)
     assert {path: path.read_bytes() for path in first.directory.glob("*.jsonl")} == before
@@ -477,7 +481,7 @@ def test_a_loss_that_is_nan_ends_the_run_as_diverged(tmp_path) -> None:
     assert [row["train/loss"] is None for row in lines(record, "metrics.jsonl")] == [0, 0, 1]
     assert lines(record, "metrics.jsonl")[-1]["not_finite"] == "train/loss=nan"
     assert lines(record, "effects.jsonl")[-1]["nonfinite"]
-    assert execute(a_run(gs.Clip(0.1)), tmp_path, []).reused
+    assert execute(a_run(gs.Clip(0.1)), tmp_path, []).happened == "skipped"
 
 
 def test_a_run_broken_by_its_very_last_step_is_diverged_too(tmp_path) -> None:
@@ -640,7 +644,7 @@ def test_a_wandb_run_has_the_numbers_of_the_files(tmp_path) -> None:
     for run in (a_run(gs.Clip(0.01)), a_run()):
         place = run.directory(tmp_path)
         (path,) = place.glob("wandb/offline-run-*")
-        record = Record(run, place, RunDirectory(place).read_summary())
+        record = Record(run, place, RunDirectory(place).read_summary(), "trained")
         told = inspect(tmp_path, path)
         (begun,) = of_type(told, "run")
         assert [begun[key] for key in ("run_group", "job_type", "display_name")] == [

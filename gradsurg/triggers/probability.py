@@ -24,6 +24,8 @@ class Probability(Trigger):
     clocked: ClassVar[bool] = True
 
     def fires(self, moment: Moment) -> Fires:
+        if self.p == 0:
+            return False
         match self.per:
             case "step":
                 return moment.chance(self.seed) < self.p

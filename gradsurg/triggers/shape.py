@@ -36,8 +36,9 @@ class Shape(Sourced):
     def judge(self, look: object, moment: Moment) -> bool | Tensor:
         assert isinstance(look, tuple)
         if not -len(look) <= self.dim < len(look):
-            raise ValueError(
-                f"{self!r}: the source has the shape {list(look)}, so dim {self.dim} is not there"
+            raise Contradiction(
+                "dim",
+                f"{self!r}: the source has the shape {list(look)}, so dim {self.dim} is not there",
             )
         size = look[self.dim]
         return (self.above is None or size > self.above) and (

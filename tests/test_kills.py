@@ -1,0 +1,177 @@
+"""A run that is killed at any moment, or whose disk is full, ends as if that had never been."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradsurg.store import RunDirectory
+from gradsurg.study import Record, execute
+from tests.test_sinks import alone
+from tests.test_study import MIXED, a_run, assert_same
+
+ROOT = Path(__file__).parent.parent
+
+# Each child is killed at its own moment: in the middle of a step, or of a write to the disk.
+KILLS = """
+import os, random, signal, sys
+from pathlib import Path
+import torch
+from gradsurg.study import execute
+from tests.test_study import MIXED, Wrapped, a_run
+
+torch.set_num_threads(1)
+
+
+def die(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def at(number, function, last=die):
+    calls = [0]
+
+    def called(*args, **kwargs):
+        calls[0] += 1
+        return (last if calls[0] == number else function)(*args, **kwargs)
+
+    return called
+
+
+def half(descriptor, content):
+    write(descriptor, bytes(content)[: len(content) // 2])
+    die()
+
+
+def half_file(file, content):
+    file.write(bytes(content)[: len(content) // 2])
+    file.flush()
+    die()
+
+
+class Half:
+    # A file whose n-th write stops in the middle.
+    def __init__(self, file):
+        self.file = file
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.file.close()
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+    def write(self, content):
+        half_file(self.file, content)
+
+
+def torn(path, mode="r", *args, **kwargs):
+    file = open_path(path, mode, *args, **kwargs)
+    return Half(file) if mode == "wb" and opened() else file
+
+
+write, open_path = os.write, Path.open
+draws = random.Random(int(sys.argv[1]))
+moments = [("step", draws.randint(1, 30)) for _ in range(4)]
+moments += [("replace", draws.randint(1, 6)) for _ in range(2)]
+moments += [("fsync", draws.randint(1, 10)) for _ in range(2)]
+moments += [("line", draws.randint(1, 12)) for _ in range(2)]
+moments += [("draft", draws.randint(3, 6)) for _ in range(2)]
+for number, (kind, count) in enumerate(moments):
+    child = os.fork()
+    if not child:
+        task = None
+        match kind:
+            case "step":
+                task = Wrapped(count, "kill")
+            case "replace" | "fsync":
+                setattr(os, kind, at(count, getattr(os, kind)))
+            case "line":
+                os.write = at(count, write, half)
+            case "draft":
+                opened = at(count, lambda: False, lambda: True)
+                Path.open = torn
+        execute(a_run(MIXED, task=task), Path(str(number)), [])
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    how = "killed" if os.WIFSIGNALED(status) else "ended"
+    print(number, kind, count, how, os.WTERMSIG(status))
+"""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Record:
+    return execute(a_run(MIXED), tmp_path_factory.mktemp("whole"), [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_killed_at_a_random_moment_and_run_again_ends_as_if_it_never_had_been(
+    tmp_path: Path, whole: Record, seed: int
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KILLS, str(seed)],
+        cwd=tmp_path,
+        env=alone(tmp_path) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    )
+    moments = [line.split() for line in done.stdout.splitlines()]
+    assert len(moments) == 12
+    assert [how for *_, how, signal in moments if signal == "9"] == ["killed"] * 12, done.stdout
+    for number, *moment, _, _ in moments:
+        out = tmp_path / number
+        place = RunDirectory(a_run(MIXED).directory(out))
+        for name in ("metrics.jsonl", "effects.jsonl"):
+            place.read_rows(name)  # whole lines can be read at any time
+        assert place.state in ("planned", "interrupted", "finished"), moment
+        again = execute(a_run(MIXED), out, [])
+        if again.happened != "skipped":
+            assert_same(again, whole)
+        left = {path.name for path in place.path.iterdir() if path.name.endswith(".tmp")}
+        assert not left, moment
+
+
+FULL = """
+import json, resource, signal, sys
+from pathlib import Path
+from gradsurg.study import execute
+from tests.test_study import MIXED, a_run
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
+try:
+    execute(a_run(MIXED), Path("."), [])
+except OSError as error:
+    print(json.dumps([error.errno, Path(error.filename).name]))
+"""
+
+
+@pytest.mark.parametrize(("room", "name"), [(1000, "effects.jsonl"), (9000, "checkpoint.pt")])
+def test_a_disk_without_room_ends_the_run_with_the_files_name_and_it_goes_on_when_there_is_some(
+    tmp_path: Path, whole: Record, room: int, name: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(room)],
+        cwd=tmp_path,
+        env=alone(tmp_path) | {"PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    place = RunDirectory(a_run(MIXED).directory(tmp_path))
+    assert json.loads(done.stdout)[1] == name
+    assert place.state == "failed"
+    assert name in place.reason
+    assert not list(place.path.glob("*.tmp")) + list(place.path.glob(".*.tmp"))
+    again = execute(a_run(MIXED), tmp_path, [])
+    assert again.happened == "retried"
+    assert_same(again, whole)
