@@ -29,6 +29,7 @@ class Schedule:
     checkpoint_every: int
     effects_every: int
     eval_every: int = 0
+    update_effect_every: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,6 @@ class Run:
     schedule: Schedule
     device: torch.device
     control: str | None = None  # the name of the directory of the run that it is compared with
-    left_out: str | None = None  # the link that an arm of an attribution does without ..
-    whole: str | None = None  # .. and the name of the directory of the run that has it
     switches: Switches = PLAIN
     make_lr_schedule: Callable[[Optimizer], LRScheduler | None] = lambda optimizer: None
 
@@ -65,8 +64,6 @@ class Run:
             "tags": list(self.tags),
             "steps": self.schedule.steps,
             "control": self.control,
-            "left_out": self.left_out,
-            "whole": self.whole,
         }
 
     @property

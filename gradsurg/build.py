@@ -77,6 +77,7 @@ def build(config: Config) -> Experiment:
         device = faults.made("device", lambda: device_of(settings.device))
         _check_batch(settings, data, faults)
         check_manner(settings, selector, intervention, device, faults)
+        _check_links(settings, config, faults)
     if task and data and model and selector:
         scope = intervention.operator.scope if intervention else "tensor"
         steady = "name" in config["model"] and "name" in config["task"]
@@ -91,6 +92,9 @@ def build(config: Config) -> Experiment:
     assert device
     assert data
     plan = Plan(config, settings, task, make_optimizer, device, selector, intervention)
+    if settings.attribute:
+        plan = replace(plan, without=_without_links(plan, transforms, trigger, faults))
+        faults.stop()
     seeds = [settings.seed] if settings.seed is not None else range(settings.seeds)
     return Experiment(
         settings,
@@ -152,6 +156,29 @@ def _try(trial: Trial, selector: Selector, trigger: Trigger | None, faults: Faul
     if trigger is not None and len(faults.lines) == said:
         with faults.at("when"):
             trial.check_when(selector, trigger)
+
+
+def _without_links(
+    plan: Plan, transforms: Mapping[str, Transform], trigger: Trigger | None, faults: Faults
+) -> dict[str, Plan]:
+    """The plans of the chain without each of its links."""
+    plans = {}
+    for link in transforms:
+        rest = {key: made for key, made in transforms.items() if key != link}
+        fields = {key: plan.config["transform"][key] for key in rest}
+        intervention = _intervention(rest, plan.selector, trigger, faults)
+        config = {**plan.config, "transform": fields}
+        plans[link] = replace(plan, config=config, intervention=intervention)
+    return plans
+
+
+def _check_links(settings: Settings, config: Config, faults: Faults) -> None:
+    links = config.get("transform") or {}
+    if settings.attribute and len(links) < 2:
+        found = ", ".join(links) or "none"
+        faults.lines.append(
+            f"attribute: needs a chain of two transforms or more to leave one out of, found {found}"
+        )
 
 
 def _check_batch(settings: Settings, data: Data | None, faults: Faults) -> None:

@@ -6,7 +6,9 @@ in `tests/pitfalls`.
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TypeVar, cast
 
@@ -244,3 +246,58 @@ def remove_global_forward_hook(handle: RemovableHandle) -> None:
     vars(import_module("torch.nn.modules.module"))["_global_forward_hooks_with_kwargs"].pop(
         handle.id, None
     )
+
+
+_process = vars(import_module("torch.nn.modules.module"))
+_TABLES = (
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What is in force for all modules of the process and all tensors of this thread."""
+
+    hooks: tuple[frozenset[int], ...]
+    modes: tuple[Mode, ...]
+    pair: Pair | None
+
+
+def surroundings() -> Surroundings:
+    """Those of here and now."""
+    hooks = tuple(frozenset(_process[name]) for name in _TABLES)
+    return Surroundings(hooks, tuple(function_modes()), saving())
+
+
+@contextmanager
+def within(known: Surroundings) -> Iterator[None]:
+    """A block in which nothing is in force that came after these surroundings."""
+    tables = [dict(_process[name]) for name in _TABLES]
+    modes = function_modes()
+    pairs: list[Pair] = []
+    for name, ids in zip(_TABLES, known.hooks, strict=True):
+        for key in set(_process[name]) - ids:
+            del _process[name][key]
+    while function_modes():
+        _overrides["_pop_mode"]()
+    for mode in modes:
+        if any(mode is own for own in known.modes):
+            begin_functions(mode)
+    while (top := saving()) is not None and (known.pair is None or top[0] is not known.pair[0]):
+        pairs.append(top)
+        _saved._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pair in reversed(pairs):
+            begin_saving(pair)
+        while function_modes():
+            _overrides["_pop_mode"]()
+        for mode in modes:
+            begin_functions(mode)
+        for name, table in zip(_TABLES, tables, strict=True):
+            _process[name].clear()
+            _process[name].update(table)

@@ -1,7 +1,8 @@
 """The runs of an experiment, seed by seed: a treated one and its control, and their identities."""
 
 import copy
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -25,11 +26,22 @@ TREATMENT = ("transform", "site", "when")
 
 @dataclass(frozen=True)
 class Pair:
-    """The two runs of one seed; either can be missing: `transform=none` is a plain run."""
+    """The two runs of one seed; either can be missing: `transform=none` is a plain run.
+
+    An attribution has one more for each link of the chain: the treated run of the chain without it.
+    It is recognised by that alone, so a sweep that has the shorter chain has the same run.
+    """
 
     seed: int
     treated: Run | None
     control: Run | None
+    without: Mapping[str, Run] = field(default_factory=dict)
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """All of them, in the order in which they are done."""
+        both = (run for run in (self.control, self.treated) if run is not None)
+        return (*both, *self.without.values())
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,7 @@ class Plan:
     device: torch.device
     selector: Selector
     intervention: Intervention | None
+    without: "Mapping[str, Plan]" = field(default_factory=dict)  # those of the chain less a link
 
     def pair(self, seed: int) -> Pair:
         """The runs of one seed."""
@@ -50,7 +63,9 @@ class Plan:
             return Pair(seed, None, self._control(seed))
         control = self._control(seed) if self.settings.control != "none" else None
         treated = self._treated(seed)
-        return Pair(seed, replace(treated, control=control.name if control else None), control)
+        treated = replace(treated, control=control.name if control else None)
+        shorter = {link: plan.pair(seed).treated for link, plan in self.without.items()}
+        return Pair(seed, treated, control, {link: run for link, run in shorter.items() if run})
 
     def surgery(self, seed: int) -> Surgery:
         """That of the treated run, empty for a plain one."""
@@ -129,6 +144,7 @@ class Plan:
                 settings.checkpoint_every,
                 settings.effects_every,
                 settings.eval_every,
+                settings.update_effect_every,
             ),
             device=self.device,
             switches=settings.switches,

@@ -59,13 +59,15 @@ def job(config: DictConfig) -> None:
     sweeping = HydraConfig.get().mode is RunMode.MULTIRUN
     runs, skipped, wanted, failed = [], 0, 0, 0
     for pair in experiment.pairs:
-        records = [_run(experiment, run, sweeping) for run in (pair.control, pair.treated)]
-        control, treated = (record if record and record.summary else None for record in records)
-        runs.append(Runs(treated and treated.directory, control and control.directory))
-        skipped += sum(record is not None and record.happened == "skipped" for record in records)
-        both = [run for run in (pair.control, pair.treated) if run is not None]
-        wanted += len(both)
-        failed += len(both) - sum(record is not None for record in (treated, control))
+        records = [_run(experiment, run, sweeping) for run in pair.runs]
+        done = [record for record in records if record and record.summary]
+        places = {record.run.name: record.directory for record in done}
+        treated, control = (run and places.get(run.name) for run in (pair.treated, pair.control))
+        shorter = {link: places.get(run.name) for link, run in pair.without.items()}
+        runs.append(Runs(treated, control, shorter))
+        skipped += sum(record.happened == "skipped" for record in done)
+        wanted += len(pair.runs)
+        failed += len(pair.runs) - len(done)
     if any(run.treated for run in runs) or not experiment.surgery.interventions:
         print(report(runs))
     if failed:
@@ -101,8 +103,8 @@ def _check(arguments: Namespace) -> list[Job]:
     def keep(words: list[str], experiment: Experiment) -> None:
         settings = experiment.settings
         asked.add((settings.force, settings.retry_failed, settings.plan))
-        both = [run for pair in experiment.pairs for run in (pair.control, pair.treated)]
-        jobs.append(job_of(words, [run for run in both if run is not None], Path(settings.out)))
+        runs = [run for pair in experiment.pairs for run in pair.runs]
+        jobs.append(job_of(words, runs, Path(settings.out)))
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SurgeryWarning)
@@ -134,10 +136,8 @@ def _options_first(words: list[str]) -> list[str]:
     return [word for word in words if word not in overrides] + overrides
 
 
-def _run(experiment: Experiment, run: Run | None, sweeping: bool) -> Record | None:
-    """Do one run and say what was done about it; None if there is none, or it has failed."""
-    if run is None:
-        return None
+def _run(experiment: Experiment, run: Run, sweeping: bool) -> Record | None:
+    """Do one run and say what was done about it; None if it has failed."""
     settings = experiment.settings
     out = Path(settings.out)
     who = f"{run.label}, seed {run.seed}"

@@ -10,6 +10,8 @@ from typing import Any, Literal
 from torch import nn
 
 from gradsurg.arms import Run
+from gradsurg.counterfactual import NUMBERS as UPDATE_NUMBERS
+from gradsurg.counterfactual import SAMPLED, Counterfactual, means
 from gradsurg.effects import NUMBERS
 from gradsurg.hardware import hardware
 from gradsurg.live import Live
@@ -20,6 +22,8 @@ from gradsurg.tasks.base import Data
 from gradsurg.train import Step, outputs_of
 
 NOTHING: Mapping[str, float] = MappingProxyType({})
+
+UPDATE = (SAMPLED, *UPDATE_NUMBERS)
 
 
 @dataclass
@@ -35,6 +39,7 @@ class RunLog:
     diverged: bool = field(default=False)
     skipped: int = 0
     earlier_seconds: float = 0.0  # those before an interruption
+    without: Counterfactual | None = None
 
     @property
     def trained_s(self) -> float:
@@ -55,7 +60,8 @@ class RunLog:
         """
         self.done, self.loss = done, loss
         rows = live.effects.fetch()
-        values = {"train/loss": loss, **others}
+        update = self.without.fetch() if self.without is not None else {}
+        values = {"train/loss": loss, **update, **others}
         self.place.append_metrics({"step": done, **values})
         self.place.append_effects([{"step": done, **row} for row in rows])
         times = {"time/step_ms": 1000 * median(self.seconds[-100:])}
@@ -76,7 +82,7 @@ class RunLog:
         for effect in self.place.read_rows(EFFECTS):
             effects.setdefault(effect["step"], []).append(effect)
         for row in self.place.read_rows(METRICS):
-            values = {key: value for key, value in row.items() if "/" in key}
+            values = {key: value for key, value in row.items() if "/" in key and value is not None}
             self._tell(row["step"], values, effects.get(row["step"], []))
 
     def _tell(
@@ -119,6 +125,7 @@ class RunLog:
             outcome |= metrics
             if not all(map(isfinite, metrics.values())):
                 outcome["state"] = "diverged"  # the last step can break what no loss has seen
+        outcome |= means(self.place.read_rows(METRICS))
         outcome |= self.times()
         outcome["time/train_s"] = self.trained_s
         outcome["hardware"] = hardware(run.device)

@@ -59,6 +59,8 @@ class Settings:
     threads: Positive | None = None
     force: bool = False
     retry_failed: bool = True
+    update_effect_every: Annotated[int, Field(ge=0)] = 0
+    attribute: bool = False
     plan: bool = False
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from gradsurg.arms import Run
 from gradsurg.checkpoint import Checkpoint, Trainee
+from gradsurg.counterfactual import Counterfactual
 from gradsurg.idle import changed_nothing
 from gradsurg.ledger import SurgeryWarning
 from gradsurg.run_log import RunLog
@@ -28,11 +29,11 @@ ERRORS = Exception  # whatever training raises is written down beside the run, a
 
 @dataclass(frozen=True)
 class Record:
-    """Where a run lies, what was done about it, and how it ended (None: it has failed)."""
+    """Where a run lies, what was done about it, and how it ended (empty: it has failed)."""
 
     run: Run
     directory: Path
-    summary: dict[str, object] | None
+    summary: dict[str, object]
     happened: Happened
     reason: str = ""  # of a failure
 
@@ -59,7 +60,7 @@ def execute(
         if before in ("finished", "diverged"):  # another process was at it
             return Record(run, place.path, place.read_summary(), "skipped")
         if before == "failed" and not retry_failed:
-            return Record(run, place.path, None, "kept failed", place.reason)
+            return Record(run, place.path, {}, "kept failed", place.reason)
         happened: Happened = "trained"
         if before == "failed":
             happened = "retried"
@@ -127,7 +128,11 @@ def _train(run: Run, place: RunDirectory, sinks: Sequence[Sink]) -> dict[str, ob
         trainee.take_up(kept)
     start = kept["step"] if kept is not None else 0
     said = kept["said"] if kept is not None else []
-    log = RunLog(run, place, sinks, seconds=[], done=start)
+    every = 0 if run.shadow else run.schedule.update_effect_every
+    without = None
+    if every:
+        without = Counterfactual(model, optimizer, run.task.loss, every, run.switches.autocast)
+    log = RunLog(run, place, sinks, seconds=[], done=start, without=without)
     if kept is not None:
         log.skipped, log.earlier_seconds = kept["skipped"], kept["seconds"]
     log.again()
@@ -147,9 +152,18 @@ def _train(run: Run, place: RunDirectory, sinks: Sequence[Sink]) -> dict[str, ob
                 live.effects.resume(kept["effects"], live.ledger)
             manner = Manner(run.switches.autocast, scaler, schedule)
             steps = train(
-                called, optimizer, run.task.loss, batches, run.schedule.steps, start, manner
+                called,
+                optimizer,
+                run.task.loss,
+                batches,
+                run.schedule.steps,
+                start,
+                manner,
+                without.before if without else None,
             )
             for step in steps:
+                if without:
+                    without.after()
                 log.took(step)
                 if step.done % run.schedule.log_every and step.done != run.schedule.steps:
                     continue

@@ -1,6 +1,6 @@
 """The training loop, as a generator: it knows nothing of surgery."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -89,12 +89,18 @@ def train(
     steps: int,
     start: int = 0,
     manner: Manner = PLAIN,
+    before: Callable[[int, Sequence[tuple[Tensor, Tensor]]], None] | None = None,
 ) -> Iterator[Step]:
-    """Train from step `start` to `steps`; what the caller does between steps is not timed."""
+    """Train from step `start` to `steps`; what the caller does between steps is not timed.
+
+    `before` is told the number of each step (from 0) and its batches before it is made.
+    """
     model.train()
     stream = batches.start(start)
     for done in range(start + 1, steps + 1):
         parts = [next(stream) for _ in range(batches.accumulate)]
+        if before is not None:
+            before(done - 1, parts)
         began = perf_counter()
         optimizer.zero_grad(set_to_none=True)
         losses = [_backward(model, loss_fn, part, len(parts), manner) for part in parts]

@@ -277,3 +277,62 @@ def test_autocast_of_any_device_is_told() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert engine.any_autocast()
     assert not engine.any_autocast()
+
+
+class _Counting(engine.Mode):
+    """Counts the torch functions that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _all_in_force() -> tuple[list[int], int, object]:
+    tables = vars(torch.nn.modules.module)
+    hooks = [key for name in engine._TABLES for key in tables[name]]
+    return hooks, len(engine.function_modes()), engine.saving()
+
+
+def test_within_earlier_surroundings_only_what_was_there_before_is_in_force() -> None:
+    seen: list[str] = []
+    process = torch.nn.modules.module
+    early = process.register_module_forward_hook(lambda *_: seen.append("early"))
+    mode, later_mode, model = _Counting(), _Counting(), torch.nn.Linear(2, 2)
+    pairs = [(lambda t, n=name: seen.append(n) or t, lambda t: t) for name in ("saved", "later")]
+    engine.begin_functions(mode)
+    engine.begin_saving(pairs[0])
+    known = engine.surroundings()
+    later = [
+        register(lambda *_: seen.append("later"))
+        for register in (
+            process.register_module_forward_pre_hook,
+            process.register_module_forward_hook,
+            process.register_module_full_backward_pre_hook,
+            process.register_module_full_backward_hook,
+        )
+    ]
+    engine.begin_functions(later_mode)
+    engine.begin_saving(pairs[1])
+    before = _all_in_force()
+    try:
+        with pytest.raises(KeyError), engine.within(known):
+            model(torch.ones(1, 2, requires_grad=True)).exp().sum().backward()
+            raise KeyError
+        assert set(seen) == {"early", "saved"}
+        assert mode.seen
+        assert not later_mode.seen
+        assert _all_in_force() == before
+        model(torch.ones(1, 2, requires_grad=True)).exp().sum().backward()
+        assert "later" in seen
+        assert later_mode.seen
+    finally:
+        for pair in reversed(pairs):
+            engine.end_saving(pair)
+        engine.end_functions(later_mode)
+        engine.end_functions(mode)
+        for handle in [early, *later]:
+            handle.remove()

@@ -27,7 +27,7 @@ FLOORS = (
     ),
     ("travel", "surgery", "hooking"),
     ("train", "switches", "comparison", "__init__"),
-    ("hardware", "store", "arms", "idle", "checkpoint", "run_log", "study"),
+    ("hardware", "store", "arms", "idle", "checkpoint", "counterfactual", "run_log", "study"),
     (
         "report",
         "make",

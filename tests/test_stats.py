@@ -1,14 +1,30 @@
-"""Statistics: numbers worked out by hand, and scipy's paired t test as the oracle."""
+"""Statistics: numbers worked out by hand, scipy's own as oracles, and laws."""
 
 import random
 import subprocess
 import sys
 from itertools import product
 
+import numpy
 import pytest
-from scipy.stats import ttest_rel
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import bootstrap, false_discovery_control, permutation_test, ttest_rel
 
-from gradsurg.stats import Difference, paired_difference, sign_flip_p, verdict
+from gradsurg import stats
+from gradsurg.stats import (
+    Difference,
+    bca_interval,
+    benjamini_hochberg,
+    family,
+    is_exact,
+    paired_difference,
+    sign_flip_p,
+    verdict,
+)
+
+NUMBERS = st.floats(-1e6, 1e6).map(lambda value: round(value, 6))
+P_VALUES = st.floats(0, 1) | st.none() | st.just(float("nan"))
 
 
 def test_paired_difference_is_that_worked_out_by_hand():
@@ -92,14 +108,192 @@ def test_fewer_than_six_seeds_cannot_reach_five_percent():
     assert sign_flip_p([1.0] * 6) == 0.03125
 
 
-def test_sixteen_are_exact_and_seventeen_too_many():
-    assert sign_flip_p([1.0] * 16) == 2 / 2**16
-    with pytest.raises(ValueError, match="Found 17"):
-        sign_flip_p([1.0] * 17)
-    with pytest.raises(ValueError, match="Found 0"):
+def test_forty_are_exact() -> None:
+    assert sign_flip_p([1.0] * 40) == 2 / 2**40
+    # of five ones and odd ones out that weigh as much as nothing, half the signings at each
+    assert sign_flip_p([1.0] * 5 + [0.0] * 35) == 2 / 2**5
+    assert is_exact(40)
+    assert not is_exact(41)
+
+
+def test_beyond_forty_signings_are_drawn_and_the_observed_one_counts() -> None:
+    assert sign_flip_p([1.0] * 41) == pytest.approx(1 / 99_901)
+    generator = random.Random(5)
+    values = [generator.gauss(0.2, 1) for _ in range(41)]
+    assert sign_flip_p(values) == sign_flip_p(values)
+    assert sign_flip_p(values, seed=1) != sign_flip_p(values)
+
+
+def test_drawn_signings_agree_with_all_of_them(monkeypatch) -> None:
+    generator = random.Random(7)
+    values = [generator.gauss(0.3, 1) for _ in range(20)]
+    exact = sign_flip_p(values)
+    monkeypatch.setattr(stats, "MAX_EXACT", 10)
+    # four standard errors of a share of 99,900
+    assert abs(sign_flip_p(values) - exact) < 4 * (exact * (1 - exact) / 99_900) ** 0.5
+    assert sign_flip_p(values) != exact
+
+
+def test_sign_flip_p_agrees_with_scipys_permutation_test() -> None:
+    generator = random.Random(3)
+    values = [generator.gauss(0.4, 1) for _ in range(12)]
+    found = permutation_test((values,), numpy.mean, permutation_type="samples", n_resamples=4096)
+    assert sign_flip_p(values) == pytest.approx(found.pvalue)
+
+
+@given(st.lists(NUMBERS, min_size=1, max_size=14), st.randoms())
+def test_sign_flip_p_knows_no_order_no_sign_and_no_scale(values, rng) -> None:
+    p = sign_flip_p(values)
+    assert 2 / 2 ** len(values) <= p <= 1
+    assert sign_flip_p([-value for value in values]) == p
+    assert sign_flip_p([4 * value for value in values]) == p
+    shuffled = list(values)
+    rng.shuffle(shuffled)
+    assert sign_flip_p(shuffled) == p
+
+
+def test_what_no_sign_can_be_flipped_of_is_refused() -> None:
+    with pytest.raises(ValueError, match="Found none"):
         sign_flip_p([])
     with pytest.raises(ValueError, match="nan"):
         sign_flip_p([1.0, float("nan")])
+
+
+def test_bca_interval_agrees_with_scipy() -> None:
+    generator = random.Random(1)
+    values = [generator.expovariate(1) for _ in range(25)]
+    expected = bootstrap(
+        (values,), numpy.mean, method="BCa", n_resamples=9_999, rng=numpy.random.default_rng(0)
+    ).confidence_interval
+    assert bca_interval(values) == pytest.approx((expected.low, expected.high), rel=1e-9)
+    assert bca_interval(values, seed=1) != bca_interval(values)
+    assert bca_interval(values) == bca_interval(values)
+
+
+def test_bca_interval_leans_to_where_the_data_do() -> None:
+    values = [2.0**place for place in range(-10, 10)]
+    mean = sum(values) / len(values)
+    low, high = bca_interval(values)
+    assert high - mean > 1.1 * (mean - low)
+
+
+def test_more_confidence_is_a_wider_interval() -> None:
+    values = [float(place**2) for place in range(20)]
+    (a, d), (b, c) = bca_interval(values, 0.99), bca_interval(values, 0.8)
+    assert a < b < c < d
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(-1000, 1000), min_size=20, max_size=24), st.integers(-100, 100))
+def test_bca_interval_stays_within_the_data_and_moves_with_them(values, shift) -> None:
+    low, high = bca_interval(values)
+    assert min(values) <= low <= high <= max(values)
+    moved = bca_interval([value + shift for value in values])
+    assert moved == pytest.approx((low + shift, high + shift), abs=1e-9)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, -1e300])
+def test_equal_differences_are_their_own_bca_interval(value) -> None:
+    assert bca_interval([value] * 20) == (value, value)
+
+
+@pytest.mark.parametrize("size", [1e300, 1e-300, 1 + 2.3e-16], ids=["huge", "tiny", "alike"])
+def test_bca_interval_is_not_lost_to_rounding(size) -> None:
+    least = 1.0 if size < 2 and size > 1 else 0.0
+    low, high = bca_interval([least, size] * 10)
+    assert least <= low <= high <= size
+    assert low < high or least == 1.0
+
+
+def test_bca_interval_is_offered_from_twenty() -> None:
+    with pytest.raises(ValueError, match=r"20 differences or more: .* too narrow.* Found 19"):
+        bca_interval([float(place) for place in range(19)])
+    with pytest.raises(ValueError, match="Found 95"):
+        bca_interval([0.0, 1.0] * 10, 95)
+    with pytest.raises(ValueError, match="inf"):
+        bca_interval([float("inf")] * 20)
+
+
+def test_q_values_are_those_worked_out_by_hand() -> None:
+    # 4 x 0.01 / 1, 4 x 0.02 / 2, 4 x 0.03 / 3, 0.5: from the largest down, the least so far
+    assert benjamini_hochberg([0.01, 0.02, 0.03, 0.5]) == pytest.approx([0.04, 0.04, 0.04, 0.5])
+    assert benjamini_hochberg([0.5, 0.01, 0.04]) == pytest.approx([0.5, 0.03, 0.06])
+    assert benjamini_hochberg([0.9, 0.8]) == [0.9, 0.9]
+    assert benjamini_hochberg([0.2, 0.2]) == [0.2, 0.2]
+    assert benjamini_hochberg([]) == []
+
+
+def test_q_values_of_the_paper_reject_what_the_paper_rejects() -> None:
+    """Benjamini and Hochberg (1995), section 3.2: fifteen p-values, four rejected at 0.05."""
+    paper = [0.0001, 0.0004, 0.0019, 0.0095, 0.0201, 0.0278, 0.0298, 0.0344]
+    paper += [0.0459, 0.3240, 0.4262, 0.5719, 0.6528, 0.7590, 1.0000]
+    assert [q <= 0.05 for q in benjamini_hochberg(paper) if q is not None] == [True] * 4 + [
+        False
+    ] * 11
+
+
+def test_what_was_not_tested_has_no_q_and_is_not_counted() -> None:
+    assert benjamini_hochberg([None, 0.01, float("nan"), 0.5]) == [None, 0.02, None, 0.5]
+    assert benjamini_hochberg([None]) == [None]
+
+
+@pytest.mark.parametrize("wrong", [-0.1, 1.5, float("inf")])
+def test_what_is_no_p_is_refused(wrong) -> None:
+    with pytest.raises(ValueError, match=rf"from 0 to 1. Found \[{wrong}\]"):
+        benjamini_hochberg([0.5, wrong])
+
+
+@given(st.lists(P_VALUES, max_size=12))
+def test_q_values_keep_the_order_of_p_and_agree_with_scipy(p_values) -> None:
+    found = benjamini_hochberg(p_values)
+    tested = [(p, q) for p, q in zip(p_values, found, strict=True) if p == p and p is not None]
+    assert [q for _, q in tested] == [q for q in found if q is not None]
+    assert all(q is not None and p <= q <= 1 for p, q in tested)
+    assert [q for _, q in sorted(tested)] == sorted(q for _, q in tested)
+    if tested:
+        expected = false_discovery_control([p for p, _ in tested])
+        assert [q for _, q in tested] == pytest.approx(list(expected), rel=1e-12)
+
+
+def test_the_arms_of_a_family_keep_their_names() -> None:
+    assert family({"clip": 0.04, "sign": None, "zero": 0.01}) == pytest.approx(
+        {"clip": 0.04, "sign": None, "zero": 0.02}
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [3, 5, 20])
+def test_ninety_five_of_a_hundred_t_intervals_cover_the_truth(n) -> None:
+    """Of 4,000 experiments with fixed seeds; three standard errors are 0.0103."""
+    generator = random.Random(n)
+    covered = 0
+    for _ in range(4_000):
+        control = [generator.gauss(0, 1) for _ in range(n)]
+        treated = [value + generator.gauss(0.3, 0.5) for value in control]
+        found = paired_difference(treated, control)
+        assert found.low is not None
+        assert found.high is not None
+        covered += found.low <= 0.3 <= found.high
+    assert abs(covered / 4_000 - 0.95) < 0.0103
+
+
+@pytest.mark.slow
+def test_bca_intervals_of_twenty_cover_nearly_as_often_as_they_say() -> None:
+    generator = random.Random(0)
+    covered = 0
+    for _ in range(1_000):
+        low, high = bca_interval([generator.gauss(0.3, 0.5) for _ in range(20)])
+        covered += low <= 0.3 <= high
+    assert 0.91 < covered / 1_000 < 0.97
+
+
+@pytest.mark.slow
+def test_sign_flip_p_is_below_a_level_no_more_often_than_the_level_says() -> None:
+    generator = random.Random(0)
+    p_values = [sign_flip_p([generator.gauss(0, 1) for _ in range(8)]) for _ in range(4_000)]
+    for level in (0.01, 0.05, 0.2):
+        found = sum(p <= level for p in p_values) / 4_000
+        assert found <= level + 3 * (level * (1 - level) / 4_000) ** 0.5
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """What a job prints when it is done: the answer first, then the effect at each site."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 from textwrap import fill
 
+from gradsurg.report.attribution import share
+from gradsurg.report.certainty import about_p, bootstrap_line, p_cell
+from gradsurg.report.update_line import update_line
 from gradsurg.report.wording import (
     HEADLINE,
     Summary,
@@ -13,6 +16,7 @@ from gradsurg.report.wording import (
     answer,
     count,
     interval,
+    title,
     titles,
     value,
 )
@@ -26,10 +30,14 @@ WIDTH = 100
 
 @dataclass(frozen=True)
 class Runs:
-    """The run directories of one seed; one of them can be missing."""
+    """The run directories of one seed; one of them can be missing.
+
+    `without` are those of the chain without a link.
+    """
 
     treated: Path | None
     control: Path | None
+    without: Mapping[str, Path | None] = field(default_factory=dict)
 
 
 def report(runs: Sequence[Runs]) -> str:
@@ -39,6 +47,8 @@ def report(runs: Sequence[Runs]) -> str:
     shown = [run.treated or run.control for run in runs]
     parts = [
         _outcome(treated, control),
+        _shares(runs, treated),
+        _wrapped(update_line([summary for summary in treated if summary is not None])),
         _notes([summary for summary in treated + control if summary is not None]),
         _effects([path for path in shown if path is not None]),
         _places(runs),
@@ -64,17 +74,45 @@ def _outcome(treated: Sequence[Summary | None], control: Sequence[Summary | None
     ]
     if not whole:
         return fill(f"{name}: nothing to compare; {'; '.join(lost)}", WIDTH)
-    rows = [["", name, plain, "difference", "95 % interval"]]
-    differences = {}
-    for key, title in titles(whole[0][0]).items():
+    rows = [["", name, plain, "difference", "95 % interval", "sign-flip p"]]
+    differences, by_seed = {}, {}
+    for key, text in titles(whole[0][0]).items():
         values = [a[key] for a, _ in whole], [b[key] for _, b in whole]
         differences[key] = paired_difference(*values)
-        rows.append(_row(key, title, fmean(values[0]), fmean(values[1]), differences[key]))
-    rows.append(_time_row(whole))
+        by_seed[key] = [a - b for a, b in zip(*values, strict=True)]
+        rows.append(_row(key, text, fmean(values[0]), fmean(values[1]), differences[key]))
+        rows[-1].append(p_cell(by_seed[key]))
+    rows.append([*_time_row(whole), ""])
     headline = next(key for key in HEADLINE if key in differences)
     said = fill(answer(name, plain, headline, differences[headline]), WIDTH)
-    lines = [said, *lost, "", aligned(rows), _measured(whole, name)]
+    few = "" if "sign-flip" in said else about_p(len(whole))
+    notes = [few, fill(bootstrap_line(by_seed, amount), WIDTH), _measured(whole, name)]
+    lines = [said, *lost, "", aligned(rows), *(note for note in notes if note)]
     return "\n".join(lines).rstrip()
+
+
+def _shares(runs: Sequence[Runs], treated: Sequence[Summary | None]) -> str:
+    """What each link of a chain adds to the headline outcome, where it was left out."""
+    rows = [["link", "share", "95 % interval", "sign-flip p", "seeds"]]
+    key = next((key for key in HEADLINE for summary in treated if summary and key in summary), "")
+    whole = [_finished(summary, key) for summary in treated]
+    for link in dict.fromkeys(link for run in runs for link in run.without):
+        rest = [_finished(_summary(run.without.get(link)), key) for run in runs]
+        both = [(a, b) for a, b in zip(whole, rest, strict=True) if a is not None and b is not None]
+        found = share(whole, rest)
+        if found is None:
+            rows.append([link, "-", "no seed has both", "", "0"])
+            continue
+        shown = [amount(key, found.mean), interval(key, found)]
+        rows.append([link, *shown, p_cell([a - b for a, b in both]), str(found.n)])
+    if len(rows) == 1:
+        return ""
+    head = f"Each link's share in {title(key)}, the chain minus the chain without it:"
+    return f"{head}\n\n{aligned(rows)}"
+
+
+def _finished(summary: Summary | None, key: str) -> float | None:
+    return summary.get(key) if summary and summary["state"] == "finished" else None
 
 
 def _row(key: str, title: str, treated: float, control: float, found: Difference) -> list[str]:
@@ -151,10 +189,15 @@ def _notes(summaries: Sequence[Summary]) -> str:
 
 
 def _places(runs: Sequence[Runs]) -> str:
-    paths = [path for run in runs for path in (run.treated, run.control) if path is not None]
+    paths = [path for run in runs for path in _paths(run)]
     folder = paths[0].parent
     names = " ".join(dict.fromkeys(path.name for path in sorted(paths)))
     return _wrapped(f"{count(len(paths), 'run')} in {folder}: {names}")
+
+
+def _paths(run: Runs) -> list[Path]:
+    paths = [run.treated, run.control, *run.without.values()]
+    return [path for path in paths if path is not None]
 
 
 def _wrapped(line: str) -> str:

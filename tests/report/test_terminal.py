@@ -8,6 +8,7 @@ import pytest
 
 from gradsurg.report.terminal import WIDTH, Runs, report
 from gradsurg.report.wording import titles
+from gradsurg.stats import bca_interval
 from gradsurg.store import RunDirectory
 
 T_975_2 = 4.302652729911275  # Student's t, two degrees of freedom
@@ -96,8 +97,10 @@ def test_the_outcome_is_the_paired_difference_worked_out_by_hand(write) -> None:
         f"{mean - reach:+.2%}",
         "to",
         f"{mean + reach:+.2%}",
+        "0.5",  # sums of 0.17 and 0.15, each with either sign, of 8
     ]
-    assert row_of(text, "test loss") == ["0.25", "0.25", "+0", "+0", "to", "+0"]
+    assert row_of(text, "test loss") == ["0.25", "0.25", "+0", "+0", "to", "+0", "1"]
+    assert "with 3 seeds the exact sign-flip p is at least 0.25: 6 can reach 0.05" in text
     said = " ".join(text.split("\n\n")[0].split())
     assert said == (
         "clip: no clear difference in test accuracy against the control arm: -5.00%, 95 % interval "
@@ -117,6 +120,64 @@ def test_a_clear_difference_is_said_with_a_caution_for_few_seeds(
     assert said.startswith(f"clip: test accuracy is {word} than in the control arm: ")
     assert ("Fewer than 6 seeds cannot reach p < 0.05" in said) == (seeds < 6)
     assert_readable(text)
+
+
+def test_from_twenty_seeds_a_bootstrap_interval_stands_beside_the_t_interval(write) -> None:
+    shifts = [(seed % 5) / 100 for seed in range(20)]
+    text = report(pairs(write, [0.9 + shift for shift in shifts], [0.9] * 20))
+    low, high = bca_interval([(0.9 + shift) - 0.9 for shift in shifts])
+    said = " ".join(text.split())
+    assert "95 % BCa bootstrap intervals: train loss +0 to +0; test loss +0 to +0; " in said
+    assert f"test accuracy {low:+.2%} to {high:+.2%}" in said
+    assert "sign-flip p is at least" not in text
+    assert_readable(text)
+    few = report(pairs(write, [0.9 + shift for shift in shifts[:19]], [0.9] * 19))
+    assert "BCa" not in few
+
+
+def test_a_difference_that_no_signing_reaches_again_is_told_to_be_below(write) -> None:
+    text = report(pairs(write, [0.95] * 15, [0.9] * 15))
+    assert row_of(text, "test accuracy")[-2:] == ["<", "0.0001"]
+    text = report(pairs(write, [0.95] * 41, [0.9] * 41))
+    assert "sign-flip p of 99,900 signings drawn at random, not of all" in text
+
+
+def test_the_share_of_a_link_is_the_chain_minus_the_chain_without_it(write) -> None:
+    runs = []
+    for seed, whole in enumerate((0.8, 0.84, 0.88)):
+        rest = {
+            "clip": write(summary("noise", seed, whole - 0.02)),
+            "noise": write(summary("clip", seed, 0.9, state="diverged" if seed else "finished")),
+        }
+        treated = write(summary("clip+noise", seed, whole))
+        runs.append(Runs(treated, write(summary("none", seed, 0.9)), rest))
+    text = report(runs)
+    assert "Each link's share in test accuracy, the chain minus the chain without it:" in text
+    assert row_of(text, "clip") == ["+2.00%", "+2.00%", "to", "+2.00%", "0.25", "3"]
+    assert row_of(text, "noise") == ["-10.00%", "one", "seed:", "no", "interval", "1"]
+    assert "12 runs" in text
+    assert_readable(text)
+    gone = [Runs(run.treated, run.control, {"clip": None}) for run in runs]
+    assert row_of(report(gone), "clip") == ["-", "no", "seed", "has", "both", "0"]
+
+
+def test_the_update_effect_is_one_sentence(write) -> None:
+    numbers = {
+        "update/sampled": 50,
+        "update/cosine": 0.75,
+        "update/norm_ratio": 0.5,
+        "update/loss_change": -0.25,
+        "update/loss_change_without": -0.5,
+    }
+    text = report(pairs(write, [0.8, 0.9], [0.9, 0.9], **numbers))
+    assert (
+        "Updates (100 steps of 2 runs), beside those without the surgery: cosine 0.75, norm ratio "
+        "0.5; a step changes the loss of its batch by -0.25, without the surgery by -0.5."
+    ) in " ".join(text.split())
+    assert_readable(text)
+    assert "Updates" not in report(pairs(write, [0.8], [0.9]))
+    none = {key: value for key, value in numbers.items() if key != "update/cosine"}
+    assert "cosine -, norm ratio 0.5" in report(pairs(write, [0.8], [0.9], **none))
 
 
 def test_one_seed_has_no_interval_and_says_so(write) -> None:

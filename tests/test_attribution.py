@@ -1,0 +1,114 @@
+"""attribute=true: the arms that it adds, whose runs they are, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gradsurg.faults import ConfigError
+from gradsurg.report.attribution import left_out
+from gradsurg.store import run_hash
+from tests import test_run
+from tests.test_build import built
+
+pytestmark = pytest.mark.filterwarnings("ignore::gradsurg.SurgeryWarning")
+
+command = test_run.command  # the fixture
+
+CHAIN = "transform=[clip,noise,sign]"
+SHORT = ("steps=20", "seeds=2", "sink=none")
+
+
+def test_each_link_is_left_out_once_a_seed() -> None:
+    for pair in built(CHAIN, "attribute=true", "seeds=2").pairs:
+        assert pair.treated
+        assert pair.control
+        labels = {link: run.label for link, run in pair.without.items()}
+        assert labels == {"clip": "noise+sign", "noise": "clip+sign", "sign": "clip+noise"}
+        assert {run.seed for run in pair.runs} == {pair.seed}
+        assert [run.arm for run in pair.runs] == ["control", *["treated"] * 4]
+        assert {run.control for run in pair.runs[1:]} == {pair.control.name}
+
+
+def test_without_being_asked_no_link_is_left_out() -> None:
+    (pair,) = built(CHAIN).pairs
+    assert [run.label for run in pair.runs] == ["none", "clip+noise+sign"]
+
+
+@pytest.mark.parametrize("control", ["plain", "none", "norm_matched"])
+def test_a_chain_without_a_link_is_the_run_of_the_shorter_chain(control: str) -> None:
+    word = f"control={control}"
+    (pair,) = built(CHAIN, "attribute=true", word, "transform.clip.value=0.5").pairs
+    (shorter,) = built("transform=[clip,sign]", word, "transform.clip.value=0.5").pairs
+    own = pair.without["noise"]
+    assert shorter.treated
+    assert own.identity == shorter.treated.identity
+    assert (own.name, own.facts) == (shorter.treated.name, shorter.treated.facts)
+    assert repr(own.surgery) == repr(shorter.treated.surgery)
+    assert own.surgery.labels == shorter.treated.surgery.labels
+
+
+def test_being_asked_changes_no_identity() -> None:
+    (asked,), (plain,) = built(CHAIN, "attribute=true").pairs, built(CHAIN).pairs
+    assert asked.treated
+    assert plain.treated
+    assert run_hash(asked.treated.identity) == run_hash(plain.treated.identity)
+    assert asked.treated.facts == plain.treated.facts
+
+
+def test_the_configs_tell_who_is_without_what() -> None:
+    (pair,) = built(CHAIN, "attribute=true").pairs
+    assert pair.treated
+    found = left_out({run.name: run.identity for run in pair.runs})
+    assert {one.link: one.without for one in found} == {
+        link: run.name for link, run in pair.without.items()
+    }
+    assert {one.whole for one in found} == {pair.treated.name}
+
+
+def test_a_chain_inside_one_transform_is_one_link() -> None:
+    inner = "transform.chain.links=[{name: clip, value: 0.1},{name: sign}]"
+    (pair,) = built("transform=[chain,noise]", inner, "attribute=true").pairs
+    assert {link: run.label for link, run in pair.without.items()} == {
+        "chain": "noise",
+        "noise": "chain",
+    }
+
+
+@pytest.mark.parametrize(
+    ("word", "found"), [("transform=clip", "clip"), ("transform=none", "none")]
+)
+def test_less_than_two_links_are_refused_in_one_line(word: str, found: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        built(word, "attribute=true")
+    assert error.value.faults == [
+        f"attribute: needs a chain of two transforms or more to leave one out of, found {found}"
+    ]
+
+
+def test_a_command_trains_all_arms_tells_shares_and_shares_runs_with_a_sweep(
+    command, tmp_path: Path
+) -> None:
+    command("transform=clip", *SHORT)
+    out, _ = command("transform=[clip,sign]", "attribute=true", "update_effect_every=5", *SHORT)
+    directories = [path for path in (tmp_path / "runs" / "default").iterdir() if path.is_dir()]
+    labels = sorted(path.name.rpartition("-seed")[0] for path in directories)
+    assert labels == sorted(["none", "clip", "sign", "clip+sign"] * 2)
+    assert "4 of them had been finished before" in out
+    assert "Each link's share in test accuracy" in out
+    accuracy = {
+        path.name[:-9]: json.loads((path / "summary.json").read_text())["test/accuracy"]
+        for path in directories
+    }
+    for link, rest in (("clip", "sign"), ("sign", "clip")):
+        (row,) = [line for line in out.splitlines() if line.split()[:1] == [link] and "to" in line]
+        gains = [accuracy[f"clip+sign-seed{s}"] - accuracy[f"{rest}-seed{s}"] for s in (0, 1)]
+        assert row.split()[1] == f"{sum(gains) / 2:+.2%}"
+        assert row.split()[-1] == "2"
+    assert "Updates (8 steps of 2 runs)" in out
+
+
+def test_the_update_effect_is_of_numbers_that_make_sense(command, capsys) -> None:
+    with pytest.raises(SystemExit):
+        command("transform=clip", "update_effect_every=-1", *SHORT)
+    assert "update_effect_every" in capsys.readouterr().err
