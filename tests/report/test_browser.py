@@ -219,10 +219,11 @@ def test_a_watched_page_loads_itself_anew_and_keeps_its_place(
     window.get(file.as_uri())
     window.execute_script("scrollTo({top: 400, behavior: 'instant'})")
     file.write_text(html(study_report(study), refresh=0.3).replace("<h1>first", "<h1>second"))
-    WebDriverWait(window, 20).until(lambda driver: one(driver, "h1").text == "second")
-    assert window.execute_script("return scrollY") == 400
-    one(window, "#pause").click()
-    window.execute_script("window.here = true")
+    # one script each: between two the page may be gone
+    seen = "return [document.querySelector('h1').textContent, scrollY]"
+    wait = WebDriverWait(window, 20)
+    wait.until(lambda driver: driver.execute_script(seen) == ["second", 400])
+    window.execute_script("document.getElementById('pause').click(); window.here = true")
     file.write_text(html(study_report(study)))
     window.execute_async_script("setTimeout(arguments[0], 1000)")
     assert window.execute_script("return window.here") is True
