@@ -349,7 +349,8 @@ def test_autocast_is_off_inside_a_transform_though_a_call_of_the_same_step_was_o
     AUTOCAST.clear()
     model = small()
     optimizer = sgd(model)
-    with attached(model, Product(), gs.Values("first"), optimizer):
+    surgery = gs.Surgery(gs.Intervention(Product(), gs.Values("first")))
+    with surgery.attach(model, optimizer, effects_every=0):
         for _ in range(2):
             backward(model)
             with torch.autocast("cpu", torch.bfloat16):
