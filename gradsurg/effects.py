@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradsurg import engine
 from gradsurg.ledger import Entry, Ledger
+from gradsurg.sums import Rooms, numbers
 from gradsurg.tables import effect_table
 
 NUMBERS = (
@@ -30,8 +31,6 @@ CHUNK = 1 << 16  # entries worked on at a time on a CPU: what fits its cache
 KEPT = 1 << 22  # entries kept until they are measured together; worked on at a time elsewhere
 WAITING = 256  # measured steps whose sums wait to become numbers
 SKETCH = 512  # entries of a gradient kept for the quantiles of its magnitude
-NUM_SUMS = 8
-NUM_ROWS = NUM_SUMS + 2  # the maps that are summed, and two to work in
 
 
 @dataclass(slots=True)
@@ -87,7 +86,7 @@ class Effects:
         self._places: dict[tuple[str, str, str], int] = {}
         self._pending: list[tuple[int, Tensor, Tensor]] = []
         self._kept = 0
-        self._rooms: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self._rooms = Rooms()
         self._sums: list[tuple[list[int], list[int], Tensor]] = []
         self._sketches: dict[str, dict[str, Tensor]] = {}
         self._sketched: set[int] = set()
@@ -154,7 +153,7 @@ class Effects:
 
     def close(self) -> None:
         """The block has ended: let go of all gradients and of the memory that was worked in."""
-        self._pending, self._kept, self._rooms = [], 0, {}
+        self._pending, self._kept, self._rooms = [], 0, Rooms()
 
     def fetch(self) -> list[dict[str, object]]:
         """The rows since the last fetch: means over the sampled gradients, one row a slot.
@@ -248,24 +247,10 @@ class Effects:
         if batch.total > limit:
             flat = befores[0].reshape(-1), afters[0].reshape(-1)
             parts = zip(flat[0].split(limit), flat[1].split(limit), strict=True)
-            sums = torch.stack([self._sum([b], [a], [b.numel()]) for b, a in parts]).sum(0)
+            sums = torch.stack([self._rooms.sums([b], [a], [b.numel()]) for b, a in parts]).sum(0)
         else:
-            sums = self._sum(befores, afters, sizes)
+            sums = self._rooms.sums(befores, afters, sizes)
         self._sums.append((batch.slots, sizes, sums))
-
-    def _sum(self, befores: list[Tensor], afters: list[Tensor], sizes: list[int]) -> Tensor:
-        """A column of sums for each pair, worked out in memory that is kept for it."""
-        total = sum(sizes)
-        first = befores[0]
-        wide = torch.promote_types(first.dtype, torch.float32)
-        key = first.device, wide
-        room = self._rooms.get(key)
-        if room is None or room.shape[1] < total:
-            room = self._rooms[key] = first.new_empty(NUM_ROWS, total, dtype=wide)
-        room = room[:, :total]
-        _fill(room, engine.flat(befores).to(wide), engine.flat(afters).to(wide))
-        maps = room[:NUM_SUMS]
-        return torch.stack([piece.sum(1) for piece in maps.split(sizes, dim=1)], dim=1)
 
     def _collect(self) -> None:
         """Copy what was summed to the host, one copy a device, and turn it into numbers."""
@@ -278,7 +263,7 @@ class Effects:
             wide = torch.cat([sums.to(dtype) for _, _, sums in items], dim=1).cpu()
             slots = [slot for own, _, _ in items for slot in own]
             sizes = [size for _, own, _ in items for size in own]
-            for slot, row in zip(slots, _numbers(wide.double(), sizes).tolist(), strict=True):
+            for slot, row in zip(slots, numbers(wide.double(), sizes).tolist(), strict=True):
                 self._slots[slot].fresh = _added(self._slots[slot].fresh, row)
 
 
@@ -304,44 +289,3 @@ def _row(slot: _Slot, numbers: Sequence[float], fired: int, calls: int) -> dict[
     row |= dict(zip(NUMBERS, means, strict=True))
     row["nonfinite"] = int(sums[-1])
     return row
-
-
-def _fill(room: Tensor, before: Tensor, after: Tensor) -> None:
-    """Fill the maps whose sums are wanted, with the help of the rows behind them.
-
-    Comparisons are written into float rows: those that make booleans take four times as long.
-    """
-    squares, squares_after, squared, products, changed, flipped, zeroed, nonfinite = room[:NUM_SUMS]
-    difference, spare = room[NUM_SUMS:]
-    torch.mul(before, before, out=squares)
-    torch.mul(after, after, out=squares_after)
-    torch.sub(after, before, out=difference)
-    torch.mul(difference, difference, out=squared)
-    torch.mul(before, after, out=products)
-    # NaN differs from itself; a NaN that stays is no change.
-    torch.ne(before, before, out=changed)
-    torch.ne(after, after, out=spare).mul_(changed)
-    torch.ne(after, before, out=changed).sub_(spare)
-    torch.sign(before, out=spare)  # products of small numbers vanish, with a sign they do not
-    torch.lt(spare.mul_(after), 0, out=flipped)
-    torch.eq(after, 0, out=zeroed)
-    torch.ne(before, 0, out=spare)
-    zeroed.mul_(spare)
-    # x - x is 0 for every number, NaN for NaN and the infinities.
-    torch.sub(difference, difference, out=spare)
-    torch.ne(spare, 0, out=nonfinite)
-
-
-def _numbers(sums: Tensor, sizes: list[int]) -> Tensor:
-    """From columns of sums to rows of NUMBERS and a one that counts the gradient."""
-    counts = sums.new_tensor(sizes).clamp(min=1)
-    before, after, distance = sums[:3].sqrt()
-    product = before * after
-    # Both zero: nothing has turned. One of them zero: nothing is left of the direction.
-    cosine = torch.where(product > 0, (sums[3] / product).clamp(-1, 1), (before == after).double())
-    cosine = torch.where(product.isnan(), product, cosine)
-    relative = torch.where(before > 0, distance / before, (after > 0).double())
-    relative = torch.where(product.isnan(), product, relative)
-    changed, flipped, zeroed = sums[4:7] / counts
-    columns = [before, after, cosine, changed, flipped, zeroed, relative, sums[7]]
-    return torch.stack([*columns, torch.ones_like(before)], dim=1)

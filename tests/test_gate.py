@@ -324,7 +324,7 @@ class Product(Stateless):
 
     def apply(self, grad: Tensor, context: Context) -> Tensor:
         AUTOCAST.append(torch.is_autocast_enabled("cpu"))
-        return grad @ torch.eye(grad.shape[1])
+        return grad @ torch.eye(grad.shape[1], dtype=grad.dtype)
 
 
 AUTOCAST: list[bool] = []
@@ -343,6 +343,39 @@ def test_autocast_is_off_inside_a_transform(stage) -> None:
             train(model, optimizer, 1)
             assert torch.is_autocast_enabled("cpu")
     assert AUTOCAST == [False] * 6
+
+
+def test_autocast_is_off_inside_a_transform_though_a_call_of_the_same_step_was_outside_it() -> None:
+    AUTOCAST.clear()
+    model = small()
+    optimizer = sgd(model)
+    surgery = gs.Surgery(gs.Intervention(Product(), gs.Values("first")))
+    with surgery.attach(model, optimizer, effects_every=0):
+        for _ in range(2):
+            backward(model)
+            with torch.autocast("cpu", torch.bfloat16):
+                backward(model)
+            optimizer.step()
+    assert AUTOCAST == [False] * 4
+
+
+def test_a_state_that_is_loaded_is_taken_up_after_gradients_have_passed_the_short_way() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    surgery = gs.Surgery(gs.Intervention(gs.LowPass(), gs.Parameters(stage="step")))
+    fresh = gs.Surgery(gs.Intervention(gs.LowPass(), gs.Parameters(stage="step"))).state_dict()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    grads = []
+    with surgery.attach(model, optimizer, effects_every=0):
+        for _ in range(2):
+            for factor in (1.0, 2.0, 3.0):
+                optimizer.zero_grad()
+                (factor * model(torch.ones(1, 2))).sum().backward()
+                optimizer.step()
+                assert model.weight.grad is not None
+                grads.append(model.weight.grad.tolist())
+            surgery.load_state_dict(fresh)
+    assert grads[:3] == grads[3:]
+    assert grads[0] != grads[1]
 
 
 def test_the_value_is_the_parameter_whose_gradient_it_is() -> None:

@@ -13,6 +13,7 @@ FLOORS = (
     ("transforms", "aggregators", "triggers", "models", "tasks", "sinks", "stats"),
     ("sites",),
     (
+        "sums",
         "effects",
         "operation",
         "rules",

@@ -80,13 +80,12 @@ def _hook_output(gates: Gates, tensors: "OwnedTensors", chosen: Chosen) -> Calla
 
 
 def is_new(output: object) -> TypeGuard[Tensor]:
-    """Whether it is a tensor that an operation has made, nobody has hooked, and is no alias."""
+    """Whether it is a tensor that an operation has made and nobody has hooked: no alias, then."""
     return (
         type(output) is Tensor
         and output.requires_grad
         and output._backward_hooks is None
         and output.grad_fn is not None
-        and not hasattr(output, ORIGINAL)
         and not torch.compiler.is_compiling()
     )
 
