@@ -3,11 +3,10 @@
 import os
 import sys
 import warnings
-from argparse import Namespace
 from pathlib import Path
 
 import hydra
-from hydra._internal.utils import _is_env_set, get_args_parser
+from hydra._internal.utils import _is_env_set
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -15,36 +14,40 @@ from omegaconf import DictConfig
 from gradsurg import compose
 from gradsurg.arms import Run
 from gradsurg.build import Experiment, build
-from gradsurg.faults import ConfigError
-from gradsurg.jobs import Job, beginning, ending, job_of, prepare
+from gradsurg.command import Asked, asked
+from gradsurg.jobs import ending
 from gradsurg.ledger import SurgeryWarning
 from gradsurg.report.terminal import Runs, report
+from gradsurg.sinks.base import Guarded
 from gradsurg.store import ERROR
 from gradsurg.study import Record, execute
 
 FAILED = 1
-WRONG_INPUT = 2
 INTERRUPTED = 130
 ERRORS = Exception  # whatever a run raises: it is told in a line, the traceback goes to a file
 
 
 def main() -> None:
-    """Check the whole command line first; then let Hydra run its jobs, and look what they did."""
-    whole = True
+    """Check the whole command line first; then let Hydra run its jobs, and look what they did.
+
+    The exit code is 0 if all went well, 1 if a run failed or, in a sweep, diverged, 2 if the
+    command line is wrong.
+    """
     try:
-        arguments = _arguments()
-        jobs = _check(arguments) if arguments else []
+        found = asked()
+        sweeping = found.sweeping and bool(found.jobs)
+        broken = False
         try:
             job()
-        finally:
-            if jobs and arguments and arguments.multirun:
-                table, whole = ending(jobs)
-                print(table)
+        except SystemExit:
+            if not sweeping:
+                raise
+            broken = True  # what has ended is told, and what has not
+        if sweeping and (not _conclude(found) or broken):
+            sys.exit(FAILED)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         sys.exit(INTERRUPTED)
-    if not whole:
-        sys.exit(FAILED)
 
 
 @hydra.main(config_path=str(compose.CONFIG_DIR), config_name="config", version_base="1.3")
@@ -68,72 +71,43 @@ def job(config: DictConfig) -> None:
         skipped += sum(record.happened == "skipped" for record in done)
         wanted += len(pair.runs)
         failed += len(pair.runs) - len(done)
-    if any(run.treated for run in runs) or not experiment.surgery.interventions:
-        print(report(runs))
     if failed:
         print(f"{failed} of {wanted} runs failed", file=sys.stderr)
-    if skipped and not sweeping:
+    if sweeping:
+        return  # told at the end, with those of the other jobs
+    if any(run.treated for run in runs) or not experiment.surgery.interventions:
+        print(report(runs))
+    if skipped:
         print(f"{skipped} of them had been finished before; force=true repeats them")
     for sink in experiment.sinks:
         for note in sink.notes():
             print(note)
-    if failed and not sweeping:
+    if failed:
         sys.exit(FAILED)
 
 
-def _arguments() -> Namespace | None:
-    """What was typed; None if it asks a question of Hydra's and trains nothing."""
-    sys.argv[1:] = _options_first(sys.argv[1:])
-    arguments = get_args_parser().parse_args()
-    compose.register()
-    asks_only = arguments.help or arguments.hydra_help or arguments.info
-    return None if asks_only or arguments.shell_completion else arguments
+def _conclude(found: Asked) -> bool:
+    """What a sweep came to: its jobs, and the report of each study; whether all has finished."""
+    # What draws is imported when there is something to draw.
+    from gradsurg.report.overview import print_overview
+    from gradsurg.report.study_report import study_report
+    from gradsurg.report.writing import study_info, write_report
 
-
-def _check(arguments: Namespace) -> list[Job]:
-    """Say all that is wrong with the command line, and what the surgery warns of, at once.
-
-    What is right is written down: each run that is to be, before the first is trained.
-    """
-    name = arguments.config_name or "config"
-    dirs = [arguments.config_dir] if arguments.config_dir else []
-    jobs: list[Job] = []
-    asked: set[tuple[bool, bool, bool]] = set()
-
-    def keep(words: list[str], experiment: Experiment) -> None:
-        settings = experiment.settings
-        asked.add((settings.force, settings.retry_failed, settings.plan))
-        runs = [run for pair in experiment.pairs for run in pair.runs]
-        jobs.append(job_of(words, runs, Path(settings.out)))
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", SurgeryWarning)
-        try:
-            words, sweeping = compose.sweep(arguments.overrides, arguments.multirun, dirs, name)
-            arguments.multirun = sweeping
-            compose.check(words, sweeping, dirs, name, keep, builds=not arguments.cfg)
-        except ConfigError as error:
-            for fault in error.faults:
-                print(fault, file=sys.stderr)
-            sys.exit(WRONG_INPUT)
-    for text in dict.fromkeys(str(item.message) for item in caught):
-        print(f"warning: {text}", file=sys.stderr)
-    if arguments.cfg or any(plan for _, _, plan in asked):
-        return []
-    try:
-        states = prepare(jobs, any(force for force, _, _ in asked))
-    except OSError as error:
-        print(f"out: cannot be written to: {error}", file=sys.stderr)
-        sys.exit(WRONG_INPUT)
-    if arguments.multirun:
-        print(beginning(len(jobs), states, all(retry for _, retry, _ in asked)), file=sys.stderr)
-    return jobs
-
-
-def _options_first(words: list[str]) -> list[str]:
-    """The parser takes overrides in one piece only: put them behind the options."""
-    overrides = [word for word in words if "=" in word and not word.startswith("-")]
-    return [word for word in words if word not in overrides] + overrides
+    table, whole = ending(found.jobs)
+    print(table)
+    for study in found.studies:
+        told = study_report(study)
+        page = write_report(told, study / "report")
+        print(f"\nstudy {study.name}:")
+        print_overview(told)
+        print(f"report: {page}")
+        for sink in found.sinks:
+            if isinstance(sink, Guarded):
+                sink.study(study_info(told, study / "report"))
+    for sink in found.sinks:
+        for note in sink.notes():
+            print(note)
+    return whole
 
 
 def _run(experiment: Experiment, run: Run, sweeping: bool) -> Record | None:

@@ -42,7 +42,7 @@ FLOORS = (
         "pairs",
         "build",
     ),
-    ("options", "dotted", "blame", "overrides", "compose", "jobs"),
+    ("options", "dotted", "blame", "overrides", "compose", "jobs", "command"),
     ("run",),
 )
 """Lowest first; a folder is one unit. On its own floor a unit may import what stands left of it."""
@@ -54,7 +54,7 @@ ALONE = ("train",)
 """They import nothing of the house: the loop knows nothing of surgery."""
 
 DOORS = {
-    "hydra": ("run", "options", "dotted", "blame", "overrides", "compose"),
+    "hydra": ("run", "command", "options", "dotted", "blame", "overrides", "compose"),
     "omegaconf": ("run", "options", "dotted", "blame", "compose", "store"),
     "wandb": ("sinks.wandb",),
     "rich": ("sinks.console", "report"),

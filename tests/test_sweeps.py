@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from gradsurg.sinks.base import Guarded, StudyInfo
 from gradsurg.store import RunDirectory
 from tests.conftest import Here
 
@@ -13,15 +14,15 @@ TWO = ("-m", "transform=their_module.total,clip", *SHORT)
 
 
 def states(folder: Path, study: str = "default") -> dict[str, str]:
-    paths = sorted((folder / "runs" / study).iterdir())
+    paths = sorted((folder / "runs" / study).glob("*-seed*"))
     return {path.name.rpartition("-")[0]: RunDirectory(path).state for path in paths}
 
 
 def table(out: str) -> list[str]:
-    """The lines of the last table that was printed."""
+    """The lines of the table of jobs."""
     lines = out.splitlines()
-    heads = [number for number, line in enumerate(lines) if line.startswith("job ")]
-    return [" ".join(line.split()) for line in lines[heads[-1] + 2 :]]
+    head = next(number for number, line in enumerate(lines) if line.startswith("job "))
+    return [" ".join(line.split()) for line in lines[head + 2 : lines.index("", head)]]
 
 
 def test_a_sweep_ends_with_a_table_of_its_jobs_and_code_1_if_one_failed(
@@ -99,6 +100,34 @@ def test_a_run_that_diverged_is_told_and_does_not_stop_the_others(here: Here, fo
     first, second = table(ended.out)
     assert first.startswith("transform.scale.factor=1e+38 1 of 2 runs diverged runs/default/scale")
     assert second == "transform.scale.factor=2 finished"
+
+
+def test_a_sweep_ends_with_the_report_of_its_study(here: Here, folder: Path) -> None:
+    words = ("-m", "transform=clip,sign", "steps=20", "seeds=2", "sink=none", "study=first")
+    ended = here(*words)
+    assert ended.code == 0
+    assert ended.out.count("Gradients at each site") == 0  # no job has a block of its own
+    assert "study first:\n" in ended.out
+    assert "6 runs: 6 finished" in ended.out
+    page = folder / "runs" / "first" / "report" / "index.html"
+    assert ended.out.endswith(f"report: {page.relative_to(folder)}\n")
+    assert page.is_file()
+    assert {path.name for path in (folder / "runs").iterdir()} == {"first"}
+
+
+def test_sinks_are_told_of_the_study_that_a_sweep_belongs_to(
+    here: Here, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[StudyInfo] = []
+    monkeypatch.setattr(Guarded, "study", lambda self, study: told.append(study))
+    here("-m", "transform=clip,sign", "steps=20", "seeds=2", "sink=console", "study=first")
+    (study,) = told
+    assert study.study == "first"
+    accuracy = [row for row in study.rows if row["metric"] == "test/accuracy"]
+    assert sorted(str(row["arm"]) for row in accuracy) == ["clip", "sign"]
+    assert {row["seeds"] for row in accuracy} == {2}
+    assert all(path.is_file() for _, path in study.figures)
+    assert "outcome" in [title for title, _ in study.figures]
 
 
 def test_nothing_is_trained_or_written_if_one_job_of_a_sweep_is_wrong(

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from tempfile import mkdtemp
 
 import polars as pl
@@ -16,6 +17,7 @@ from gradsurg.report.page import page
 from gradsurg.report.page_data import number
 from gradsurg.report.study_report import StudyReport
 from gradsurg.report.wording import amount, interval, title, value
+from gradsurg.sinks.base import StudyInfo
 from gradsurg.stats import verdict
 
 PAGE = "index.html"
@@ -45,6 +47,30 @@ def write_report(report: StudyReport, out: Path, refresh: float | None = None) -
         for name in sorted(names, key=PAGE.__eq__):
             os.replace(draft / name, out / name)
     return out / PAGE
+
+
+def study_info(report: StudyReport, out: Path) -> StudyInfo:
+    """What a sink is told of a study: a row an outcome, and the figures that lie in `out`."""
+    rows = [
+        {
+            "arm": outcome.arm.name,
+            "metric": outcome.metric,
+            "seeds": found.n if (found := outcome.difference) else 0,
+            "of": outcome.planned,
+            "treated": fmean(outcome.treated) if found else None,
+            "control": fmean(outcome.control) if found else None,
+            "difference": found.mean if found else None,
+            "low": found.low if found else None,
+            "high": found.high if found else None,
+            "p": outcome.p_value,
+            "q": outcome.q_value,
+            "verdict": verdict(found) if found else "",
+            "not compared": ", ".join(f"{n} {state}" for state, n in outcome.states.items()),
+        }
+        for outcome in report.outcomes
+    ]
+    figures = [(path.stem, path) for path in sorted(out.glob("*.png"))]
+    return StudyInfo(report.folder.name, out, rows, figures)
 
 
 @contextmanager

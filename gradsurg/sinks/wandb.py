@@ -100,6 +100,10 @@ class Wandb(StudySink):
         run.log({"study": table, **figures})
         run.finish(exit_code=0)
         self._session.run = None
+        if self._session.offline:
+            # Jobs may have run in processes of their own: their runs lie beside the study's.
+            runs = study.directory.parent.glob("*/wandb/offline-run-*")
+            self._session.offline = sorted({*self._session.offline, *runs})
 
     def abandon(self) -> None:
         import wandb
