@@ -1,4 +1,4 @@
-"""The run directory: the durable record of one run, and its readers."""
+"""The run directory: the durable record of one run."""
 
 import fcntl
 import hashlib
@@ -11,10 +11,7 @@ from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    import polars as pl
+from typing import Any, Literal
 
 CONFIG, METRICS, EFFECTS = "config.yaml", "metrics.jsonl", "effects.jsonl"
 SUMMARY, CHECKPOINT, LOCK = "summary.json", "checkpoint.pt", ".lock"
@@ -22,18 +19,6 @@ FACTS, ERROR = "run.json", "error.log"
 OWN = (SUMMARY, CHECKPOINT, EFFECTS, METRICS, CONFIG, FACTS, ERROR)
 NOT_FINITE = "not_finite"
 MAX_LABEL = 80
-
-METRICS_KEYS = {"run": "String", "step": "Int64"}
-EFFECTS_KEYS = {
-    "run": "String",
-    "step": "Int64",
-    "transform": "String",
-    "site": "String",
-    "seen": "Int64",
-    "calls": "Int64",
-    "sampled": "Int64",
-    "nonfinite": "Int64",
-}
 
 RunState = Literal["planned", "running", "interrupted", "failed", "finished", "diverged"]
 
@@ -181,7 +166,7 @@ class RunDirectory:
 
     def read_rows(self, name: str) -> list[dict[str, Any]]:  # Any: what JSON can hold
         """The lines of `metrics.jsonl` or `effects.jsonl`; none if it is not there."""
-        return [json.loads(line) for line in _whole_lines(self.path / name).splitlines()]
+        return [json.loads(line) for line in whole_lines(self.path / name).splitlines()]
 
     def write_summary(self, summary: Mapping[str, object]) -> None:
         """Write the outcome: afterwards the run is finished, so this comes last."""
@@ -302,80 +287,8 @@ class RunDirectory:
                     os.truncate(path, size)
 
 
-def read_metrics(paths: Iterable[str | Path]) -> "pl.DataFrame":
-    """The metrics of these run directories, a row a line; `run` is the path as it was given.
-
-    A half-written last line is left out: it belongs to a run that was killed and will resume
-    before it. A file that is empty or not there yet has no rows. A broken line elsewhere is a
-    ValueError.
-    """
-    return _read(paths, METRICS, METRICS_KEYS)
-
-
-def read_effects(paths: Iterable[str | Path]) -> "pl.DataFrame":
-    """The effects of these run directories, read like their metrics."""
-    return _read(paths, EFFECTS, EFFECTS_KEYS)
-
-
-def effect_table(paths: Iterable[str | Path]) -> list[dict[str, object]]:
-    """For each transform and site, each number's mean: over a run's steps, then over the runs.
-
-    An interval counts as often as the site was called in it, a run counts once. Where a number is
-    null (not sampled, or not finite) its interval does not count. `runs`, `seen`, `calls`,
-    `sampled` and `nonfinite` are totals. In the order in which they were first met.
-    """
-    import polars as pl
-
-    rows = read_effects(paths)
-    numbers = [
-        name
-        for name, kind in rows.schema.items()
-        if name not in EFFECTS_KEYS and (kind.is_numeric() or kind == pl.Null)
-    ]
-    rows = rows.with_columns(pl.col(numbers).cast(pl.Float64))
-    totals = ["seen", "calls", "sampled", "nonfinite"]
-    means = [
-        (pl.col(name) * pl.col("calls")).sum()
-        / pl.col("calls").filter(pl.col(name).is_not_null()).sum()
-        for name in numbers
-    ]
-    keys = ["transform", "site"]
-    return (
-        rows.group_by(*keys, "run", maintain_order=True)
-        .agg(*means, pl.col(totals).sum())
-        .group_by(keys, maintain_order=True)
-        .agg(pl.len().alias("runs"), pl.col(totals).sum(), pl.col(numbers).fill_nan(None).mean())
-        .to_dicts()
-    )
-
-
-def _read(paths: Iterable[str | Path], name: str, keys: Mapping[str, str]) -> "pl.DataFrame":
-    import polars as pl
-
-    schema = {key: getattr(pl, kind) for key, kind in keys.items()}
-    frames = [pl.DataFrame(schema=schema)]
-    for path in map(Path, paths):
-        if not path.is_dir():
-            raise FileNotFoundError(f"there is no run directory {path}")
-        file = path / name
-        content = _whole_lines(file)
-        if content:
-            frame = _parse(file, content)
-            frames.append(frame.with_columns(pl.lit(str(path)).alias("run")))
-    return pl.concat(frames, how="diagonal_relaxed")
-
-
-def _parse(file: Path, content: bytes) -> "pl.DataFrame":
-    import polars as pl
-
-    try:
-        # every row is looked at, because some numbers are logged more seldom than others
-        return pl.scan_ndjson(content, infer_schema_length=None).collect()
-    except pl.exceptions.PolarsError as error:
-        raise ValueError(f"{file} has a line that is not JSON: {error}") from error
-
-
-def _whole_lines(file: Path) -> bytes:
+def whole_lines(file: Path) -> bytes:
+    """What a file holds up to its last line that is whole; nothing if it is not there."""
     content = file.read_bytes() if file.is_file() else b""
     return content[: content.rfind(b"\n") + 1]
 

@@ -13,14 +13,8 @@ import torch
 from omegaconf import OmegaConf
 
 from gradsurg import store
-from gradsurg.store import (
-    RunDirectory,
-    directory_name,
-    effect_table,
-    read_effects,
-    read_metrics,
-    run_hash,
-)
+from gradsurg.frames import effect_table, read_effects, read_metrics
+from gradsurg.store import RunDirectory, directory_name, run_hash
 
 
 @pytest.fixture
@@ -408,7 +402,7 @@ def test_effect_table_of_numbers_that_are_never_finite_is_null(run):
     assert row["zeroed"] == 0.5
 
 
-def test_importing_the_store_imports_no_polars():
-    code = "import sys, gradsurg.store; print('polars' in sys.modules)"
+def test_importing_frames_imports_no_polars():
+    code = "import sys, gradsurg.frames; print('polars' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

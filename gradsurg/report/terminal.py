@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import fmean, median
 from textwrap import fill
 
+from gradsurg.frames import effect_table
 from gradsurg.report.attribution import share
 from gradsurg.report.certainty import about_p, bootstrap_line, p_cell
 from gradsurg.report.update_line import update_line
@@ -21,7 +22,7 @@ from gradsurg.report.wording import (
     value,
 )
 from gradsurg.stats import Difference, paired_difference
-from gradsurg.store import RunDirectory, effect_table
+from gradsurg.store import RunDirectory
 from gradsurg.tables import aligned
 from gradsurg.tables import effect_table as effect_text
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.store import RunDirectory, effect_table
+from gradsurg.frames import effect_table
+from gradsurg.store import RunDirectory
 from gradsurg.tables import effect_table as effect_text
 from tests.nets import attached
 
