@@ -71,7 +71,8 @@ def _guilty(kind: type, model: nn.Module, fields: dict[str, object]) -> dict[str
     if len(without) == 1:
         return {without[0]: refusal(fields)}
     alone = {key: refusal({key: value}) for key, value in fields.items()}
-    return {key: text for key, text in alone.items() if text}
+    # What is said without any field is due to the model, as that Muon takes matrices only.
+    return {key: text for key, text in alone.items() if text and text != refusal({})}
 
 
 def _is_optimizer(kind: object) -> bool:

@@ -1,10 +1,14 @@
 """The command in this process, in a folder of its own that holds a user's module."""
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+
+from gradsurg import engine
 
 THEIRS = """
 from torch import nn
@@ -70,6 +74,14 @@ class Here:
             code = error.code if isinstance(error.code, int) else 1
         out, err = self.capsys.readouterr()
         return Ended(code, out, err)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    """What a test has compiled is not there in the next, which would be warned of it."""
+    yield
+    if engine.has_compiled():
+        torch.compiler.reset()
 
 
 @pytest.fixture

@@ -148,9 +148,9 @@ def test_what_could_never_act_ends_with_code_2_and_trains_nothing(here: Here, fo
 
 def test_of_a_users_model_what_does_not_act_in_one_step_is_warned_of(here: Here) -> None:
     own = ("transform=clip", "model=their_module.make_model", *SHORT)
-    ended = here(*own, "site=outputs", "site.call=3")
+    ended = here(*own, "site=captured")
     assert ended.code == 0
-    assert ended.err == "warning: no gradient passes at 0#3, 1#3, as far as one step tells\n"
+    assert "as far as one step tells" in ended.err
     ended = here(*own, "when=depth", "when.low=9")
     assert ended.code == 0
     assert ended.err.startswith("warning: Depth(low=9, high=None) never fires in 20 steps")

@@ -221,7 +221,10 @@ WRONG = (
         "'hidden.*'?",
     ),
     # what would never act
-    Wrong("transform=clip site=outputs site.call=7", "site.call: no gradient passes at flatten#7,"),
+    Wrong(
+        "transform=clip site=outputs site.call=7",
+        "site.call: clip: nothing that the first forward has met is selected by Outputs(",
+    ),
     Wrong(
         "transform=clip site=captured",
         "site: no gradient passes at hidden.0.linear.weight, ",

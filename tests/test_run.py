@@ -146,7 +146,13 @@ def test_the_main_job_prints_the_answer_first_then_outcomes_then_effects(first) 
     assert re.match(r"clip: .*test accuracy", paragraphs[0])
     assert "(2 seeds, paired t)" in " ".join(paragraphs[0].split())
     head, _, *table = paragraphs[1].splitlines()
-    assert re.split(r"\s{2,}", head.strip()) == ["clip", "control", "difference", "95 % interval"]
+    assert re.split(r"\s{2,}", head.strip()) == [
+        "clip",
+        "control",
+        "difference",
+        "95 % interval",
+        "sign-flip p",
+    ]
     titles = [re.split(r"\s{2,}", line)[0] for line in table[:4]]
     assert titles == ["train loss", "test loss", "test accuracy", "step time"]
     assert paragraphs[2] == "Gradients at each site, means over 2 runs:"

@@ -238,7 +238,7 @@ def test_every_optimizer_yaml_makes_an_optimizer(path):
     made = getattr(torch.optim, name)([torch.nn.Parameter(torch.zeros(2))], **content)
     group = made.param_groups[0]
     for key, value in content.items():
-        assert group[key] == (tuple(value) if isinstance(value, list) else value), key
+        assert (list(group[key]) if isinstance(value, list) else group[key]) == value, key
 
 
 def test_digits_are_all_there_once():
