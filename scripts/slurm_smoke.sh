@@ -20,12 +20,14 @@ sweep=
 stop() {
   code=$?
   trap - EXIT
+  trap '' INT TERM
   set +e
   [ -z "$sweep" ] || kill "$sweep" 2>/dev/null
-  if [ -S "$place/munge/socket" ]; then
-    scancel --state=PENDING --user=root && scancel --signal=KILL --full --user=root
-    for _ in {1..150}; do [ -z "$(squeue --noheader)" ] && break; sleep 0.2; done
-  fi 2>/dev/null
+  if timeout 5 scontrol ping; then
+    timeout 5 scancel --state=PENDING --user=root
+    timeout 5 scancel --signal=KILL --full --user=root
+    for _ in {1..50}; do [ -z "$(timeout 5 squeue --noheader)" ] && break; sleep 0.2; done
+  fi >/dev/null 2>&1
   for ((at = ${#daemons[@]} - 1; at >= 0; at--)); do kill "${daemons[at]}"; wait "${daemons[at]}"; done 2>/dev/null
   if [ "$code" = 1 ]; then tail -n 5 "$place"/*.log >&2; fi
   rm -rf "$place"
@@ -51,7 +53,8 @@ install() { # Debian would start the daemons at once, with a configuration of it
 }
 command -v slurmctld >/dev/null && command -v slurmd >/dev/null && command -v munged >/dev/null || install
 
-# --- one node on the loopback, everything of it in $place
+# --- one node on the loopback, everything of it in $place; what is sent to this group of processes
+# leaves the daemons to `stop`, which needs them to end the jobs
 read -r control_port node_port < <("$python" -c '
 import socket
 found = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
@@ -90,15 +93,15 @@ NodeName=$host NodeAddr=127.0.0.1 CPUs=3 State=UNKNOWN
 PartitionName=smoke Nodes=ALL Default=YES State=UP
 CONF
 
-setpriv --reuid=munge --regid=munge --clear-groups munged --foreground --key-file="$place/munge/key" --num-threads=2 \
+setsid setpriv --reuid=munge --regid=munge --clear-groups munged --foreground --key-file="$place/munge/key" --num-threads=2 \
   --socket="$place/munge/socket" --pid-file="$place/munge/pid" \
   --seed-file="$place/munge/seed" --log-file="$place/munge/log" >"$place/munged.log" 2>&1 &
 daemons+=($!)
 until_ 30 "munged did not start" munge --no-input --socket="$place/munge/socket"
-slurmctld -D >"$place/slurmctld.log" 2>&1 &
+setsid slurmctld -D >"$place/slurmctld.log" 2>&1 &
 daemons+=($!)
 until_ 30 "slurmctld did not start" scontrol ping
-slurmd -D >"$place/slurmd.log" 2>&1 &
+setsid slurmd -D >"$place/slurmd.log" 2>&1 &
 daemons+=($!)
 idle() { [ "$(sinfo --noheader --format=%T)" = idle ]; }
 until_ 30 "the node did not come up" idle
