@@ -27,7 +27,9 @@ def differences(one: Path, other: Path) -> Iterator[str]:
 def _content(path: Path) -> object:
     """What a file holds, without what is timed."""
     if path.name == CHECKPOINT:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        kept = torch.load(path, map_location="cpu", weights_only=True)
+        del kept["state"]["seconds"]
+        return kept
     if path.name != SUMMARY:
         return path.read_bytes()
     summary = json.loads(path.read_bytes())
