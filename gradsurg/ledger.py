@@ -79,6 +79,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.entries: dict[tuple[str, str], Entry] = {}
+        self.resumed = False  # whether it counts on from where another ended
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.entries.values())
@@ -131,6 +132,7 @@ class Ledger:
         """Go on counting where `states` ended; what had been forgotten by then is forgotten."""
         met = self.entries
         self.entries = {}
+        self.resumed = True
         for state in states:
             key = state["intervention"], state["site"]
             entry = self.entries[key] = met.get(key) or Entry(*key)
@@ -156,7 +158,8 @@ class Ledger:
                 said.append(f"{name}: attached, but no gradient ever passed at: {sites}{why}")
             calls = sum(entry.all_calls for entry in own)
             if calls and not any(entry.all_fired for entry in own):
-                since = f"; this block began at step {began}" if began else ""
+                told = began and not self.resumed
+                since = f"; this block began at step {began}" if told else ""
                 said.append(f"{name}: its trigger never fired in {calls} gradients{since}")
         return said
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from gradsurg import run
 from gradsurg.build import GROUPS
 from tests.conftest import Ended, Here
 
@@ -121,8 +120,10 @@ def test_help_mentions_each_group_and_five_commands(here: Here) -> None:
 
 
 def test_overrides_are_put_behind_options() -> None:
+    from gradsurg.command import _options_first
+
     words = ["a=1", "--config-dir", "there", "b=2", "-m", "~c"]
-    assert run._options_first(words) == ["--config-dir", "there", "-m", "~c", "a=1", "b=2"]
+    assert _options_first(words) == ["--config-dir", "there", "-m", "~c", "a=1", "b=2"]
 
 
 @pytest.mark.parametrize("words", [("transform=clop",), ("step=3",), ("transform=[clip",)])
