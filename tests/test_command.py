@@ -29,7 +29,9 @@ def command(folder: Path, *words: str) -> Ended:
 
 def runs(folder: Path, study: str = "default") -> list[str]:
     """The run directories of a study without their hashes."""
-    return sorted(path.name.rpartition("-")[0] for path in (folder / "runs" / study).iterdir())
+    return sorted(
+        path.name.rpartition("-")[0] for path in (folder / "runs" / study).glob("*-seed*")
+    )
 
 
 def finished(folder: Path) -> list[str]:

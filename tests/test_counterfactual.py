@@ -23,6 +23,7 @@ from gradsurg.tasks.digits import Digits
 from gradsurg.train import Batches, train
 from gradsurg.transforms.base import Transform
 from tests.nets import batch, noisy, num_hooks, small, weights
+from tests.test_study import untimed
 
 SHORT = Schedule(
     steps=12,
