@@ -59,13 +59,14 @@ def cautions(runs: Sequence[Found], outcomes: Sequence[Outcome]) -> list[str]:
     arms = len({outcome.arm.name for outcome in outcomes if outcome.difference})
     if arms > 1:
         controlled = any(outcome.q_value is not None for outcome in outcomes)
+        chance = "of 20 that do nothing one is expected to look clear"
+        more = "; q allows for that" if controlled else ""
+        said.append(f"{arms} arms are compared at once: {chance}{more}.")
+    skipped = [n for run in runs if (n := (run.summary or {}).get("skipped_steps"))]
+    if skipped:
         said.append(
-            f"{arms} arms are compared at once: "
-            + (
-                "q is p after Benjamini and Hochberg's control of false discoveries among them."
-                if controlled
-                else "of 20 that do nothing one is expected to look clear."
-            )
+            f"{count(len(skipped), 'run')} skipped {count(sum(skipped), 'step')}, because scaled "
+            "gradients were not finite."
         )
     untold = sum(not run.told for run in runs)
     if untold:

@@ -73,8 +73,6 @@ def runs_table(report: StudyReport) -> pl.DataFrame:
                 "steps": run.steps,
                 "done": run.done,
                 "control": run.control,
-                "left_out": run.left_out,
-                "whole": run.whole,
             }
             summary = run.summary or {}
             row |= {key: number(summary[key]) for key in summary if "/" in key}

@@ -25,10 +25,10 @@ function range(rows) {
 
 const lost = (row) => Object.entries(row.states).map(([state, count]) => `${count} ${state}`).join(", ");
 
-function forest(rows, metric, caption, name) {
+function forest(rows, metric, caption, name, first = "arm", sides = ["treated", "control"]) {
   const [low, high] = range(rows), x = scale(low, high, 8, FOREST - 8);
-  const withQ = rows.some((row) => row.q !== null && row.q !== undefined), withBoot = rows.some((row) => row.boot);
-  const heads = [head("arm"), head("seeds", "num"), head("treated", "num"), head("control", "num"),
+  const withQ = rows.some((row) => row.q), withBoot = rows.some((row) => row.boot);
+  const heads = [head(first), head("seeds", "num"), ...sides.map((side) => head(side, "num")),
     el("th", { scope: "col", class: "plot" }, el("span", { class: "sr" }, "plot"), forestAxis(low, high, x, metric.share)),
     head("difference", "num"), head("95 % interval"), withBoot && head("BCa bootstrap"), head("p", "num"), withQ && head("q", "num"), head("reading")].filter(Boolean);
   const body = rows.map((row) => el("tr", {},
@@ -36,7 +36,7 @@ function forest(rows, metric, caption, name) {
     cell(row.treated || "–", "num"), cell(row.control || "–", "num"),
     el("td", { class: "plot" }, forestRow(row, x, `${name(row)}: ${row.said}`)),
     cell(row.said || "–", "num"), cell(row.interval || "–", "said"), withBoot && cell(row.boot || "–", "said"),
-    cell(row.p === undefined ? "–" : short(row.p), "num"), withQ && cell(short(row.q), "num"),
+    cell(row.p || "–", "num"), withQ && cell(row.q || "–", "num"),
     cell([row.verdict, lost(row)].filter(Boolean).join("; "), row.verdict === "higher" || row.verdict === "lower" ? "" : "muted")));
   return table(caption, heads, body.map((row) => row));
 }
@@ -45,8 +45,17 @@ function drawOutcome(key) {
   const metric = data.metrics.find((one) => one.key === key);
   const named = (row) => data.arms[row.arm].name;
   place("outcome").replaceChildren(forest(data.outcomes.filter((row) => row.metric === key), metric, `Differences in ${metric.title}, arm by arm`, named));
-  if (data.shares.length) place("shares").replaceChildren(forest(data.shares.filter((row) => row.metric === key), metric, `What each link adds to ${metric.title}`, (row) => row.link));
+  place("shares").replaceChildren(...shares(metric));
   place("doses").replaceChildren(...data.doses.map((set) => doses(set, metric)));
+}
+
+// Chain by chain: its links stand for themselves.
+function shares(metric) {
+  const rows = data.shares.filter((row) => row.metric === metric.key);
+  return [...new Set(rows.map((row) => row.arm))].flatMap((arm) => {
+    const name = data.arms[arm].name;
+    return [el("h3", {}, `${name}: ${metric.title}`), forest(rows.filter((row) => row.arm === arm), metric, `What each link of ${name} adds to ${metric.title}`, (row) => row.link, "link", ["with it", "without it"])];
+  });
 }
 
 function outcomes() {
@@ -104,6 +113,6 @@ function cost() {
 
 function updates() {
   document.getElementById("updates").hidden = !data.updates.length;
-  if (data.updates.length) place("updates").append(table("Effect on the updates", [head("arm"), head("number"), head("runs", "num"), head("mean", "num"), head("95 % interval")], data.updates.map((row) =>
-    el("tr", {}, el("th", { scope: "row" }, data.arms[row.arm].name), cell(row.title), cell(String(row.n), "num"), cell(short(row.mean), "num"), cell(row.low === null ? "one run: no interval" : `${short(row.low)} to ${short(row.high)}`, "said")))));
+  if (data.updates.length) place("updates").append(table("Effect on the updates", [head("arm"), head("asked on"), ...data.updateTitles.map((title) => head(title, "num"))], data.updates.map((row) =>
+    el("tr", {}, el("th", { scope: "row" }, data.arms[row.arm].name), cell(row.asked, "said"), row.numbers.map(([mean, interval]) => el("td", { class: "num" }, mean, interval && el("span", { class: "between" }, interval)))))));
 }
