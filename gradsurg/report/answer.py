@@ -82,6 +82,11 @@ def _nothing_yet(arms: Sequence[Arm], lost: Sequence[str]) -> str:
     total = sum(len(arm.runs) for arm in arms)
     if not lost:
         return f"There is no treated arm to compare: {whole} of {total} plain runs have finished."
+    if not any(run.control for arm in arms for run in arm.runs):
+        finished = f"{whole} of {count(total, 'run')} finished"
+        return (
+            f"There is no control to compare with: {finished}, and what they came to stands alone."
+        )
     return (
         f"Nothing can be compared yet: {whole} of {count(total, 'run')} finished, and no seed "
         "has both a treated and a control run."

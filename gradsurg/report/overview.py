@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gradsurg.report.alone import alone_rows
 from gradsurg.report.attribution import shares_text
 from gradsurg.report.certainty import p_text
 from gradsurg.report.outcomes import Outcome
@@ -50,11 +51,15 @@ def _print(report: StudyReport, console: Console) -> None:
         if text:
             console.print(Text(text))
     arms = len({outcome.arm.name for outcome in report.outcomes})
+    compared = any(outcome.difference for outcome in report.outcomes)
     for metric, name in list(report.metrics.items())[: None if arms <= MAX_WHOLE else 1]:
         own = [outcome for outcome in report.outcomes if outcome.metric == metric]
-        if own and metric:
+        if compared and own:
             console.print()
             console.print(_outcomes(own, name))
+    if report.alone:
+        console.print()
+        console.print(_alone(report))
     if arms <= MAX_WHOLE:
         for text in [*_shares(report), *_updates(report)]:
             console.print()
@@ -62,6 +67,16 @@ def _print(report: StudyReport, console: Console) -> None:
     if _unfinished(report).row_count:
         console.print()
         console.print(_unfinished(report))
+
+
+def _alone(report: StudyReport) -> Table:
+    title = "not compared: mean (least to most)"
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for place, head in enumerate(["arm", "n", *report.metrics.values()]):
+        table.add_column(head, justify="right" if place else "left")
+    for row in alone_rows(report.alone, list(report.metrics)):
+        table.add_row(*[Text(cell) for cell in row])
+    return table
 
 
 def _shares(report: StudyReport) -> list[str]:

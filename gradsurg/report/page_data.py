@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from statistics import median
 
+from gradsurg.report.alone import alone_rows
 from gradsurg.report.certainty import p_text
 from gradsurg.report.outcomes import Cost, Outcome, UpdateEffect
 from gradsurg.report.reading import Found
@@ -41,6 +42,7 @@ def page_data(report: StudyReport) -> Json:
         "shares": [
             {**_outcome(outcome, places), "link": outcome.link} for outcome in report.shares
         ],
+        "alone": alone_rows(report.alone, list(report.metrics)),
         "curveMetrics": [
             {"key": key, "title": title(key), "share": is_share(key)}
             for key in dict.fromkeys(curve.metric for curve in report.curves)

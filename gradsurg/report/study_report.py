@@ -7,6 +7,7 @@ from pathlib import Path
 import polars as pl
 
 from gradsurg.report import answer, certainty, outcomes, series
+from gradsurg.report.alone import uncompared
 from gradsurg.report.dose import Doses, doses
 from gradsurg.report.effort import effort
 from gradsurg.report.grouping import Arm, group
@@ -23,6 +24,7 @@ class StudyReport:
     runs: list[Found]
     arms: list[Arm]
     metrics: dict[str, str]
+    alone: list[Arm]
     outcomes: list[Outcome]
     shares: list[Outcome]
     costs: list[Cost]
@@ -70,6 +72,7 @@ def study_report(
         runs=runs,
         arms=arms,
         metrics=outcomes.metrics_of(arms),
+        alone=uncompared(arms, compared),
         outcomes=compared,
         shares=outcomes.shares(arms),
         costs=outcomes.costs(arms),
@@ -77,9 +80,15 @@ def study_report(
         curves=series.curves(arms, metrics),
         maps=series.effect_maps(arms, effects),
         norms=series.norms(arms, effects),
-        doses=doses(arms),
+        doses=_compared(doses(arms), compared),
         effects=effects.rows,
         answer=answer.paragraph(compared, arms),
         cautions=[*answer.cautions(runs, compared), *faults],
         effort=effort(runs),
     )
+
+
+def _compared(found: list[Doses], compared: list[Outcome]) -> list[Doses]:
+    """Those that have a difference to draw."""
+    names = {outcome.arm.name for outcome in compared if outcome.difference}
+    return [one for one in found if any(arm.name in names for arm in one.arms)]

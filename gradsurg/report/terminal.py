@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import fmean, median
 from textwrap import fill
 
+from gradsurg.report.alone import spread
 from gradsurg.report.attribution import shares_text
 from gradsurg.report.certainty import about_p, bootstrap_line, p_cell
 from gradsurg.report.update_line import update_line
@@ -146,9 +147,7 @@ def _alone(summaries: Sequence[Summary]) -> str:
     for key, text in titles(whole[0] if whole else {}).items():
         values = [summary[key] for summary in whole if key in summary]
         if values:
-            ends = f" ({value(key, min(values))} to {value(key, max(values))})"
-            spread = ends if len(values) > 1 else ""
-            lines.append(f"  {text}: {value(key, fmean(values))}{spread}")
+            lines.append(f"  {text}: {spread(key, values)}")
     return "\n".join(lines)
 
 

@@ -25,12 +25,12 @@ function range(rows) {
 
 const lost = (row) => Object.entries(row.states).map(([state, count]) => `${count} ${state}`).join(", ");
 
-function forest(rows, metric, caption, name, first = "arm", sides = ["treated", "control"]) {
+function forest(rows, metric, caption, name, first = "arm", sides = ["treated", "control"], last = "difference") {
   const [low, high] = range(rows), x = scale(low, high, 8, FOREST - 8);
   const withQ = rows.some((row) => row.q), withBoot = rows.some((row) => row.boot);
   const heads = [head(first), head("seeds", "num"), ...sides.map((side) => head(side, "num")),
     el("th", { scope: "col", class: "plot" }, el("span", { class: "sr" }, "plot"), forestAxis(low, high, x, metric.share)),
-    head("difference", "num"), head("95 % interval"), withBoot && head("BCa bootstrap"), head("p", "num"), withQ && head("q", "num"), head("reading")].filter(Boolean);
+    head(last, "num"), head("95 % interval"), withBoot && head("BCa bootstrap"), head("p", "num"), withQ && head("q", "num"), head("reading")].filter(Boolean);
   const body = rows.map((row) => el("tr", {},
     el("th", { scope: "row" }, name(row)), cell(ofPlanned(row.n || 0, row.planned), "num"),
     cell(row.treated || "–", "num"), cell(row.control || "–", "num"),
@@ -54,12 +54,21 @@ function shares(metric) {
   const rows = data.shares.filter((row) => row.metric === metric.key);
   return [...new Set(rows.map((row) => row.arm))].flatMap((arm) => {
     const name = data.arms[arm].name;
-    return [el("h3", {}, `${name}: ${metric.title}`), forest(rows.filter((row) => row.arm === arm), metric, `What each link of ${name} adds to ${metric.title}`, (row) => row.link, "link", ["with it", "without it"])];
+    return [el("h3", {}, `${name}: ${metric.title}`), forest(rows.filter((row) => row.arm === arm), metric, `What each link of ${name} adds to ${metric.title}`, (row) => row.link, "link", ["with it", "without it"], "share")];
   });
 }
 
+// What has nothing to be compared with: means and how far they spread.
+function alone() {
+  document.getElementById("alone").hidden = !data.alone.length;
+  if (!data.alone.length) return;
+  place("alone").append(table("Arms that are not compared", [head("arm"), head("runs", "num"), ...data.metrics.map((metric) => head(metric.title, "num"))], data.alone.map(([name, ...cells]) =>
+    el("tr", {}, el("th", { scope: "row" }, name), cells.map((text) => cell(text, "num"))))));
+}
+
 function outcomes() {
-  if (!data.outcomes.length) { place("outcome").append(el("p", {}, "There is no treated arm in this study.")); return; }
+  if (!data.outcomes.some((row) => row.mean !== undefined || Object.keys(row.states).some((state) => state !== "without a control"))) { document.getElementById("outcome").hidden = true; }
+  if (!data.outcomes.length) return;
   if (!data.metrics.length) {
     place("outcome").append(table("Arms without an outcome yet", [head("arm"), head("seeds planned", "num"), head("runs")], data.outcomes.map((row) =>
       el("tr", {}, el("th", { scope: "row" }, data.arms[row.arm].name), cell(String(row.planned), "num"), cell(lost(row))))));
@@ -68,7 +77,9 @@ function outcomes() {
   document.getElementById("shares").hidden = !data.shares.length;
   document.getElementById("doses").hidden = !data.doses.length;
   const chosen = choice("metric", "Metric", data.metrics, drawOutcome);
-  document.querySelector('[data-choices="metric"]').append(chosen.box);
+  const choices = document.querySelector('[data-choices="metric"]');
+  choices.append(chosen.box);
+  if (document.getElementById("outcome").hidden) place("shares").before(choices);
   drawOutcome(chosen.value);
 }
 
