@@ -4,7 +4,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 
-def summary(study: Path, only: Collection[str] | None = None) -> str:
+def summary(study: Path | str, only: Collection[str] | None = None) -> str:
     """What `python -m gradsurg.report STUDY` prints of a study, as plain text; nothing is written.
 
     `only` are names of run directories: of these alone, beside their controls. Raises NotAStudy, in
@@ -14,4 +14,4 @@ def summary(study: Path, only: Collection[str] | None = None) -> str:
     from gradsurg.report.overview import overview
     from gradsurg.report.study_report import study_report
 
-    return overview(study_report(study, only, logs=False))
+    return overview(study_report(Path(study), only, logs=False))

@@ -92,4 +92,5 @@ function table(caption, heads, rows) {
 }
 const head = (text, cls) => el("th", { scope: "col", class: cls }, text);
 const cell = (text, cls) => el("td", { class: cls }, text);
+const runsOf = (n) => `${n} run${n === 1 ? "" : "s"}`;
 const ofPlanned = (n, planned) => (n === planned ? `${n}` : `${n} of ${planned}`);
