@@ -59,13 +59,14 @@ def cautions(runs: Sequence[Found], outcomes: Sequence[Outcome]) -> list[str]:
     arms = len({outcome.arm.name for outcome in outcomes if outcome.difference})
     if arms > 1:
         controlled = any(outcome.q_value is not None for outcome in outcomes)
+        chance = "of 20 that do nothing one is expected to look clear"
+        more = "; q allows for that" if controlled else ""
+        said.append(f"{arms} arms are compared at once: {chance}{more}.")
+    skipped = [n for run in runs if (n := (run.summary or {}).get("skipped_steps"))]
+    if skipped:
         said.append(
-            f"{arms} arms are compared at once: "
-            + (
-                "q is p after Benjamini and Hochberg's control of false discoveries among them."
-                if controlled
-                else "of 20 that do nothing one is expected to look clear."
-            )
+            f"{count(len(skipped), 'run')} skipped {count(sum(skipped), 'step')}, because scaled "
+            "gradients were not finite."
         )
     untold = sum(not run.told for run in runs)
     if untold:
@@ -81,6 +82,11 @@ def _nothing_yet(arms: Sequence[Arm], lost: Sequence[str]) -> str:
     total = sum(len(arm.runs) for arm in arms)
     if not lost:
         return f"There is no treated arm to compare: {whole} of {total} plain runs have finished."
+    if not any(run.control for arm in arms for run in arm.runs):
+        finished = f"{whole} of {count(total, 'run')} finished"
+        return (
+            f"There is no control to compare with: {finished}, and what they came to stands alone."
+        )
     return (
         f"Nothing can be compared yet: {whole} of {count(total, 'run')} finished, and no seed "
         "has both a treated and a control run."

@@ -5,9 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gradsurg.report.certainty import p_cell
+from gradsurg.report.wording import amount, interval, title
 from gradsurg.stats import Difference, paired_difference
+from gradsurg.tables import aligned
 
 Config = Mapping[str, Any]  # Any: what YAML can hold
+Values = Sequence[float | None]
+
+ABOUT_SHARES = "the chain minus the chain without it"
 
 
 @dataclass(frozen=True)
@@ -38,14 +44,32 @@ def left_out(configs: Mapping[str, Config]) -> list[LeftOut]:
     return found
 
 
-def share(whole: Sequence[float | None], without: Sequence[float | None]) -> Difference | None:
+def share(whole: Values, without: Values) -> Difference | None:
     """A link's share in a metric: the whole chain minus the chain without it, seed by seed.
 
     Shares need not add up to what the chain does: two links that do the same have none each. A seed
     where either is missing is left out; None if no seed is left.
     """
-    both = [(a, b) for a, b in zip(whole, without, strict=True) if a is not None and b is not None]
+    both = _both(whole, without)
     return paired_difference([a for a, _ in both], [b for _, b in both]) if both else None
+
+
+def shares_text(key: str, links: Mapping[str, tuple[Values, Values]]) -> str:
+    """A table of each link's share in a metric, of its values with and without the link."""
+    rows = [["link", "share", "95 % interval", "sign-flip p", "seeds"]]
+    for link, (whole, without) in links.items():
+        found = share(whole, without)
+        if found is None:
+            rows.append([link, "-", "no seed has both", "", "0"])
+            continue
+        p_value = p_cell([a - b for a, b in _both(whole, without)])
+        rows.append([link, amount(key, found.mean), interval(key, found), p_value, str(found.n)])
+    return f"Each link's share in {title(key)}, {ABOUT_SHARES}:\n\n{aligned(rows)}"
+
+
+def _both(whole: Values, without: Values) -> list[tuple[float, float]]:
+    pairs = zip(whole, without, strict=True)
+    return [(a, b) for a, b in pairs if a is not None and b is not None]
 
 
 def _without(config: Config, link: str) -> Config:

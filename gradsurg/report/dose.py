@@ -21,7 +21,7 @@ class Doses:
 
 def doses(arms: Sequence[Arm]) -> list[Doses]:
     """Every set of at least three treated arms of one label with that many values of one number."""
-    treated = [arm for arm in arms if not arm.is_control and not arm.left_out and arm.config]
+    treated = [arm for arm in arms if not arm.is_control and arm.config]
     found = []
     for key in dict.fromkeys(key for arm in treated for key in arm.config):
         if key.partition(".")[0] in UNSAID:

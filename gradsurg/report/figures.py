@@ -58,7 +58,7 @@ def write_figures(report: StudyReport, folder: Path) -> list[Path]:
 
 def _outcome(report: StudyReport) -> Figure | None:
     """The forest plot, a panel for each metric; arms without a pair are named, with no mark."""
-    if not report.metrics or not report.outcomes:
+    if not any(outcome.difference for outcome in report.outcomes):
         return None
     shown = list(report.metrics)[:4]
     first = [outcome for outcome in report.outcomes if outcome.metric == shown[0]]
@@ -117,7 +117,7 @@ def _curves(report: StudyReport) -> Figure | None:
         panel.set_title(f"{_cut(curve.arm.name)}, n = {max(curve.n)}")
         _per_cent(panel.yaxis, metric)
     panels[0].set_ylabel(title(metric))
-    if any(not curve.arm.is_control for curve in shown):
+    if panels[0].get_legend_handles_labels()[0]:
         panels[0].legend(fontsize=8)
     figure.supxlabel(f"step{_of(len(shown), len(treated or own))}", fontsize=9, y=0.01)
     return figure

@@ -24,11 +24,6 @@ class Arm:
         return self.runs[0].arm == "control"
 
     @property
-    def left_out(self) -> str | None:
-        """The link that a chain does without here."""
-        return self.runs[0].left_out
-
-    @property
     def whole(self) -> list[Found]:
         """Runs that ended as planned: the only ones that are averaged."""
         return [run for run in self.runs if run.state == "finished" and run.summary]
@@ -62,7 +57,7 @@ def _called(run: Found) -> str:
         return "control (not there)"
     if run.arm == "control":
         return "control" if run.label == "none" else run.label
-    return f"{run.label} without {run.left_out}" if run.left_out else run.label
+    return run.label
 
 
 def _names(labels: list[str], configs: list[dict[str, object]]) -> list[str]:
@@ -115,4 +110,4 @@ def _said(key: str, keys: Sequence[str], found: object) -> str:
 
 def _order(arm: Arm) -> tuple[object, ...]:
     numbers = [item for item in arm.config.values() if isinstance(item, int | float)]
-    return arm.is_control, arm.runs[0].label, arm.left_out or "", len(numbers), numbers, arm.name
+    return arm.is_control, arm.runs[0].label, len(numbers), numbers, arm.name

@@ -3,17 +3,19 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import median
 
-from gradsurg import stats
+from gradsurg.report import certainty
+from gradsurg.report.attribution import left_out
 from gradsurg.report.grouping import Arm
 from gradsurg.report.reading import Found
+from gradsurg.report.update_line import NUMBERS, Summary, asked, known
 from gradsurg.report.wording import HEADLINE, titles
-from gradsurg.stats import MAX_EXACT, Difference, paired_difference, sign_flip_p
-
-MIN_BOOTSTRAP = 20  # with fewer seeds a bootstrap interval covers too little
+from gradsurg.stats import Difference, benjamini_hochberg, paired_difference
 
 Pair = tuple[Found, Found]
+Beside = Callable[[Found], Found | None]  # the run that a run is compared with
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Outcome:
     """One metric of one arm: treated minus control over the `difference.n` pairs that are whole.
 
     `difference` is None if there is no such pair; `planned` counts all seeds of the arm and
-    `states` those that cannot be compared, by the state that is in the way.
+    `states` those that cannot be compared, by the state that is in the way. A link's share is one
+    too: its arm is the whole chain, its control the chain without `link`.
     """
 
     arm: Arm
@@ -35,7 +38,11 @@ class Outcome:
     difference: Difference | None = None
     p_value: float | None = None
     q_value: float | None = None
-    bootstrap: tuple[float, float] | None = None
+    link: str = ""
+
+    @cached_property
+    def bootstrap(self) -> tuple[float, float] | None:
+        return certainty.bootstrap(self.differences)
 
     @property
     def differences(self) -> list[float]:
@@ -55,11 +62,11 @@ class Cost:
 
 @dataclass(frozen=True)
 class UpdateEffect:
-    """The mean over an arm's runs of one number on its updates, with its interval."""
+    """What an arm's runs say of their updates: the mean over runs of each number, if any has it."""
 
     arm: Arm
-    metric: str
-    mean: Difference
+    summaries: Sequence[Summary]
+    means: Mapping[str, Difference]
 
 
 def metrics_of(arms: Sequence[Arm]) -> dict[str, str]:
@@ -80,19 +87,27 @@ def compare(arms: Sequence[Arm]) -> list[Outcome]:
     treated = [arm for arm in arms if not arm.is_control]
     found: list[Outcome] = []
     for metric in metrics_of(arms) or {"": ""}:
-        own = [_outcome(arm, metric, runs, _its_control) for arm in treated]
+        own = [_outcome(arm, metric, _its_control(runs), "control") for arm in treated]
         found += _among_many(own)
     return found
 
 
 def shares(arms: Sequence[Arm]) -> list[Outcome]:
     """What each link of a chain adds: the whole chain minus the chain without it."""
-    runs = {run.name: run for arm in arms for run in arm.runs}
-    parts = [arm for arm in arms if arm.left_out]
+    runs = {run.name: run for arm in arms if not arm.is_control for run in arm.runs}
+    shorter: dict[tuple[str, str], Found] = {}
+    for one in left_out({name: run.config for name, run in runs.items() if run.config}):
+        shorter[one.whole, one.link] = runs[one.without]
     found = []
     for metric in metrics_of(arms):
-        own = [_outcome(arm, metric, runs, _its_whole, turned=True) for arm in parts]
-        found += _among_many(own)
+        for arm in arms:
+            here = [link for run in arm.runs for name, link in shorter if name == run.name]
+            own = []
+            for link in dict.fromkeys(here):
+                beside = {run.name: shorter.get((run.name, link)) for run in arm.runs}
+                outcome = _outcome(arm, metric, lambda run, at=beside: at[run.name], SHORTER)
+                own.append(replace(outcome, link=link))
+            found += _among_many(own)
     return found
 
 
@@ -101,7 +116,7 @@ def costs(arms: Sequence[Arm]) -> list[Cost]:
     runs = {run.name: run for arm in arms for run in arm.runs}
     found = []
     for arm in arms:
-        pairs = [] if arm.is_control else _pairs(arm, runs, _its_control)
+        pairs = [] if arm.is_control else _pairs(arm, _its_control(runs), "control")
         times = [(_number(a, "time/step_ms"), _number(b, "time/step_ms")) for a, b in pairs]
         both = [(a, b) for a, b in times if a and b]
         if both:
@@ -119,78 +134,61 @@ def costs(arms: Sequence[Arm]) -> list[Cost]:
     return found
 
 
-def update_effects(
-    arms: Sequence[Arm], means: Mapping[str, Mapping[str, float]]
-) -> list[UpdateEffect]:
-    """Of each arm, from each run's means of `update/...` by the run's name."""
-    rows = []
+def update_effects(arms: Sequence[Arm]) -> list[UpdateEffect]:
+    """Of each arm whose runs looked at their updates."""
+    found = []
     for arm in arms:
-        own = [means[run.name] for run in arm.whole if run.name in means]
-        for key in dict.fromkeys(key for run in own for key in run):
-            values = [run[key] for run in own if key in run]
-            rows.append(UpdateEffect(arm, key, paired_difference(values, [0.0] * len(values))))
-    return rows
+        own = asked([run.summary or {} for run in arm.whole])
+        values = {key: known(own, key) for key in NUMBERS}
+        means = {key: paired_difference(v, [0.0] * len(v)) for key, v in values.items() if v}
+        if own:
+            found.append(UpdateEffect(arm, own, means))
+    return found
 
 
-def _its_control(run: Found) -> str | None:
-    return run.control
+SHORTER = "shorter chain"
 
 
-def _its_whole(run: Found) -> str | None:
-    return run.whole
+def _its_control(runs: Mapping[str, Found]) -> Beside:
+    return lambda run: runs.get(run.control or "")
 
 
-def _outcome(
-    arm: Arm,
-    metric: str,
-    runs: Mapping[str, Found],
-    beside: Callable[[Found], str | None],
-    turned: bool = False,
-) -> Outcome:
-    """The metric of an arm beside that of other runs; `turned` takes the others as the treated."""
-    states = Counter(state for run in arm.runs if (state := _in_the_way(run, runs, beside)))
+def _outcome(arm: Arm, metric: str, beside: Beside, kind: str) -> Outcome:
+    """The metric of an arm beside that of other runs, which are of that kind."""
+    states = Counter(state for run in arm.runs if (state := _in_the_way(run, beside(run), kind)))
     outcome = Outcome(arm, metric, len(arm.runs), dict(states))
     both = [
-        (a, x, y)
-        for a, b in _pairs(arm, runs, beside)
+        (a, b, x, y)
+        for a, b in _pairs(arm, beside, kind)
         if (x := _number(a, metric)) is not None and (y := _number(b, metric)) is not None
     ]
     if not both:
         return outcome
-    one, other = [x for _, x, _ in both], [y for _, _, y in both]
-    treated, control = (other, one) if turned else (one, other)
-    plain = runs[str(beside(both[0][0]))].label
-    differences = [x - y for x, y in zip(treated, control, strict=True)]
-    difference = paired_difference(treated, control)
-    exact = 1 < len(both) <= MAX_EXACT
-    return replace(
+    plain = both[0][1].label
+    treated, control = tuple(x for *_, x, _ in both), tuple(y for *_, y in both)
+    outcome = replace(
         outcome,
-        seeds=tuple(run.seed for run, _, _ in both),
-        treated=tuple(treated),
-        control=tuple(control),
+        seeds=tuple(run.seed for run, *_ in both),
+        treated=treated,
+        control=control,
         plain="control" if plain == "none" else plain.replace("_", "-"),
-        difference=difference,
-        p_value=sign_flip_p(differences) if exact else difference.p_value,
-        bootstrap=_bootstrap(differences),
+        difference=paired_difference(treated, control),
     )
+    return replace(outcome, p_value=certainty.p_of(outcome.differences))
 
 
-def _pairs(
-    arm: Arm, runs: Mapping[str, Found], beside: Callable[[Found], str | None]
-) -> list[Pair]:
-    return [(run, runs[str(beside(run))]) for run in arm.runs if not _in_the_way(run, runs, beside)]
+def _pairs(arm: Arm, beside: Beside, kind: str) -> list[Pair]:
+    pairs = [(run, beside(run)) for run in arm.runs]
+    return [(run, other) for run, other in pairs if other and not _in_the_way(run, other, kind)]
 
 
-def _in_the_way(
-    run: Found, runs: Mapping[str, Found], beside: Callable[[Found], str | None]
-) -> str | None:
+def _in_the_way(run: Found, other: Found | None, kind: str) -> str | None:
     """Why a run cannot be compared: its own state, or that of the run beside it."""
     if run.state != "finished":
         return run.state
-    other = runs.get(beside(run) or "")
     if other is None:
-        return "without a control"
-    return None if other.state == "finished" else f"control {other.state}"
+        return f"without a {kind}"
+    return None if other.state == "finished" else f"{kind} {other.state}"
 
 
 def _number(run: Found, key: str) -> float | None:
@@ -198,22 +196,10 @@ def _number(run: Found, key: str) -> float | None:
     return float(found) if isinstance(found, int | float) else None
 
 
-def _bootstrap(differences: Sequence[float]) -> tuple[float, float] | None:
-    """The BCa bootstrap interval, where there are seeds enough for it."""
-    interval = getattr(stats, "bca_interval", None)
-    if interval is None or len(differences) < MIN_BOOTSTRAP or len(set(differences)) == 1:
-        return None
-    return interval(differences)
-
-
 def _among_many(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """With each p its q value, the false discoveries among a metric's arms being controlled."""
-    adjust = getattr(stats, "benjamini_hochberg", None)
-    tested = [outcome.p_value for outcome in outcomes if outcome.p_value is not None]
-    if adjust is None or len(tested) < 2:
+    """With each p its q, the false discoveries among these being controlled; one alone has none."""
+    p_values = [outcome.p_value for outcome in outcomes]
+    if sum(p_value is not None for p_value in p_values) < 2:
         return list(outcomes)
-    values = iter(adjust(tested))
-    return [
-        outcome if outcome.p_value is None else replace(outcome, q_value=next(values))
-        for outcome in outcomes
-    ]
+    q_values = benjamini_hochberg(p_values)
+    return [replace(o, q_value=q) for o, q in zip(outcomes, q_values, strict=True)]

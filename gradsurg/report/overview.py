@@ -1,78 +1,135 @@
 """What the command prints of a study: the answer first, then arms, then what did not finish."""
 
+from io import StringIO
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gradsurg.report.alone import alone_rows
+from gradsurg.report.attribution import shares_text
+from gradsurg.report.certainty import p_text
 from gradsurg.report.outcomes import Outcome
 from gradsurg.report.study_report import StudyReport
-from gradsurg.report.wording import amount, interval, value
+from gradsurg.report.update_line import update_line
+from gradsurg.report.wording import amount, count, interval, value
 from gradsurg.stats import verdict
-from gradsurg.tables import number
 
 MAX_LISTED = 20
 MAX_WHOLE = 8  # with more arms only the headline is printed, the page has the rest
-WIDTH = 120  # where the output is no terminal
+WIDTH = 100  # where the output is no terminal
 LOOKS = {"finished": "green", "diverged": "red", "failed": "red", "unreadable": "red"}
 
 
-def print_overview(report: StudyReport, console: Console | None = None) -> None:
-    """To standard output; without colours where that is no terminal."""
-    console = console or Console(highlight=False)
-    if not console.is_terminal:
-        console.width = WIDTH
+def overview(report: StudyReport) -> str:
+    """What is printed, as plain text of the terminal's width."""
+    terminal = Console()
+    width = terminal.width if terminal.is_terminal else WIDTH
+    console = Console(file=StringIO(), width=width, highlight=False, color_system=None)
+    _print(report, console)
+    assert isinstance(console.file, StringIO)
+    lines = console.file.getvalue().splitlines()
+    return "\n".join(line.rstrip() for line in lines).rstrip()
+
+
+def print_overview(report: StudyReport) -> None:
+    """To standard output, with colours if that is a terminal."""
+    console = Console(highlight=False)
+    if console.is_terminal:
+        _print(report, console)
+    else:
+        console.print(Text(overview(report)), soft_wrap=True)
+
+
+def _print(report: StudyReport, console: Console) -> None:
     console.print(Text(report.answer))
     for text in report.cautions:
         console.print(Text(text, style="dim"))
+    console.print()
     console.print(_states(report))
+    for text in [*report.effort, report.about_tests]:
+        if text:
+            console.print(Text(text))
     arms = len({outcome.arm.name for outcome in report.outcomes})
+    compared = any(outcome.difference for outcome in report.outcomes)
     for metric, name in list(report.metrics.items())[: None if arms <= MAX_WHOLE else 1]:
         own = [outcome for outcome in report.outcomes if outcome.metric == metric]
-        if own:
+        if compared and own:
+            console.print()
             console.print(_outcomes(own, name))
+    if report.alone:
+        console.print()
+        console.print(_alone(report))
+    if arms <= MAX_WHOLE:
+        for text in [*_shares(report), *_updates(report)]:
+            console.print()
+            console.print(Text(text))
     if _unfinished(report).row_count:
+        console.print()
         console.print(_unfinished(report))
 
 
+def _alone(report: StudyReport) -> Table:
+    title = "not compared: mean (least to most)"
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for place, head in enumerate(["arm", "n", *report.metrics.values()]):
+        table.add_column(head, justify="right" if place else "left")
+    for row in alone_rows(report.alone, list(report.metrics)):
+        table.add_row(*[Text(cell) for cell in row])
+    return table
+
+
+def _shares(report: StudyReport) -> list[str]:
+    """What each link of a chain adds to the headline metric, chain by chain."""
+    headline = next((key for key in report.metrics), "")
+    own = [outcome for outcome in report.shares if outcome.metric == headline]
+    said = []
+    for name in dict.fromkeys(outcome.arm.name for outcome in own):
+        links = {o.link: (o.treated, o.control) for o in own if o.arm.name == name}
+        said.append(f"{name}. {shares_text(headline, links)}")
+    return said
+
+
+def _updates(report: StudyReport) -> list[str]:
+    return [f"{effect.arm.name}: {update_line(effect.summaries)}" for effect in report.updates]
+
+
 def _states(report: StudyReport) -> Text:
-    text = Text(f"{len(report.runs)} runs:")
-    for state, count in report.states.items():
-        text.append(f" {count} {state}", LOOKS.get(state, "yellow"))
+    text = Text(f"{count(len(report.runs), 'run')}:")
+    for state, number in report.states.items():
+        text.append(f" {number} {state}", LOOKS.get(state, "yellow"))
     return text
 
 
 def _outcomes(outcomes: list[Outcome], name: str) -> Table:
     table = Table(title=name, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    columns = ("arm", "n", "treated", "control", "difference", "95 % interval", "p", "reading")
-    for head in columns:
-        table.add_column(head, justify="left" if head in ("arm", "reading") else "right")
-    if any(outcome.q_value is not None for outcome in outcomes):
-        table.add_column("q", justify="right")
+    many = any(outcome.q_value is not None for outcome in outcomes)
+    columns = ["arm", "n", "treated", "control", "difference", "95 % interval", "p"]
+    for head in [*columns, *["q"] * many, "reading"]:
+        words = head in ("arm", "reading")  # which can be wrapped, numbers not
+        table.add_column(head, justify="left" if words else "right", no_wrap=not words)
     for outcome in outcomes:
-        table.add_row(*_row(outcome))
+        table.add_row(*[Text(cell) for cell in _row(outcome, many)])
     return table
 
 
-def _row(outcome: Outcome) -> list[Text]:
+def _row(outcome: Outcome, many: bool) -> list[str]:
     found, key = outcome.difference, outcome.metric
-    lost = ", ".join(f"{count} {state}" for state, count in outcome.states.items())
+    lost = ", ".join(f"{number} {state}" for state, number in outcome.states.items())
     if found is None:
-        cells = [outcome.arm.name, f"0 of {outcome.planned}", *[""] * 5, lost]
-        return [Text(cell) for cell in cells]
+        return [outcome.arm.name, f"0 of {outcome.planned}", *[""] * (5 + many), lost]
     planned = "" if found.n == outcome.planned else f" of {outcome.planned}"
-    cells = [
+    return [
         outcome.arm.name,
         f"{found.n}{planned}",
         value(key, sum(outcome.treated) / found.n),
         value(key, sum(outcome.control) / found.n),
         amount(key, found.mean),
         interval(key, found),
-        number(outcome.p_value),
+        p_text(outcome.p_value),
+        *[p_text(outcome.q_value)] * many,
         "; ".join(part for part in (verdict(found), lost) if part),
     ]
-    return [Text(cell) for cell in cells] + (
-        [Text(number(outcome.q_value))] if outcome.q_value is not None else []
-    )
 
 
 def _unfinished(report: StudyReport) -> Table:

@@ -6,8 +6,10 @@ from html import escape
 from pathlib import Path
 from string import Template
 
+from gradsurg.report.attribution import ABOUT_SHARES
 from gradsurg.report.page_data import page_data
 from gradsurg.report.study_report import StudyReport
+from gradsurg.report.update_line import ABOUT as ABOUT_UPDATES
 from gradsurg.report.wording import count
 
 PARTS = Path(__file__).parent / "page"
@@ -23,12 +25,20 @@ def page(report: StudyReport, refresh: float | None = None) -> str:
         answer=escape(report.answer),
         cautions="".join(f"<li>{escape(text)}</li>" for text in report.cautions),
         states=_states(report),
+        effort="".join(f"<li>{escape(text)}</li>" for text in report.effort),
+        tests=escape(report.about_tests),
+        about_shares=escape(_sentence(ABOUT_SHARES)),
+        about_updates=escape(ABOUT_UPDATES),
         made=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),
         style=parts["page.css"],
         # "</script>" in a name must not end the script
         data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
         script="\n".join(parts[name] for name in SCRIPTS),
     )
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}"
 
 
 def _states(report: StudyReport) -> str:

@@ -3,13 +3,17 @@
 from collections.abc import Sequence
 from statistics import median
 
-from gradsurg.report.outcomes import Cost, Outcome
+from gradsurg.report.alone import alone_rows
+from gradsurg.report.certainty import p_text
+from gradsurg.report.outcomes import Cost, Outcome, UpdateEffect
 from gradsurg.report.reading import Found
 from gradsurg.report.series import Curve, EffectMap, Norms
 from gradsurg.report.study_report import StudyReport
+from gradsurg.report.update_line import NUMBERS, of_how_much
 from gradsurg.report.wording import amount, interval, is_share, title, value
 from gradsurg.stats import verdict
 from gradsurg.store import CONFIG
+from gradsurg.tables import number as plain
 
 Json = dict[str, object]
 
@@ -36,8 +40,9 @@ def page_data(report: StudyReport) -> Json:
         ],
         "outcomes": [_outcome(outcome, places) for outcome in report.outcomes],
         "shares": [
-            {**_outcome(outcome, places), "link": outcome.arm.left_out} for outcome in report.shares
+            {**_outcome(outcome, places), "link": outcome.link} for outcome in report.shares
         ],
+        "alone": alone_rows(report.alone, list(report.metrics)),
         "curveMetrics": [
             {"key": key, "title": title(key), "share": is_share(key)}
             for key in dict.fromkeys(curve.metric for curve in report.curves)
@@ -50,17 +55,8 @@ def page_data(report: StudyReport) -> Json:
             for d in report.doses
         ],
         "costs": [_cost(cost, places) for cost in report.costs],
-        "updates": [
-            {
-                "arm": places[effect.arm.name],
-                "title": title(effect.metric),
-                "n": effect.mean.n,
-                "mean": _short(effect.mean.mean),
-                "low": _short(effect.mean.low),
-                "high": _short(effect.mean.high),
-            }
-            for effect in report.updates
-        ],
+        "updateTitles": list(NUMBERS.values()),
+        "updates": [_update(effect, places) for effect in report.updates],
         "runs": [_run(run, places[arm.name], report) for arm in report.arms for run in arm.runs],
     }
 
@@ -92,8 +88,8 @@ def _outcome(outcome: Outcome, places: dict[str, int]) -> Json:
         "low": _short(found.low, 6),
         "high": _short(found.high, 6),
         "sd": _short(found.sd),
-        "p": _short(outcome.p_value),
-        "q": _short(outcome.q_value),
+        "p": p_text(outcome.p_value),
+        "q": p_text(outcome.q_value),
         "boot": f"{amount(key, boot[0])} to {amount(key, boot[1])}" if boot else None,
         "verdict": verdict(found),
         "plain": outcome.plain,
@@ -160,6 +156,21 @@ def _cost(cost: Cost, places: dict[str, int]) -> Json:
         "treated": _short(cost.treated_ms),
         "control": _short(cost.control_ms),
         "measured": _short(cost.measured_ms),
+    }
+
+
+def _update(effect: UpdateEffect, places: dict[str, int]) -> Json:
+    """Each number as it is read: its mean over runs and the interval of that."""
+    shown = []
+    for key in NUMBERS:
+        mean = effect.means.get(key)
+        ends = [mean.low, mean.high] if mean else []
+        between = " to ".join(plain(end) for end in ends if end is not None)
+        shown.append([plain(mean.mean) if mean else "-", between])
+    return {
+        "arm": places[effect.arm.name],
+        "asked": of_how_much(effect.summaries),
+        "numbers": shown,
     }
 
 

@@ -1,6 +1,7 @@
 """What lies in the folder of a study: each run with its state and reason, none left out."""
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -45,8 +46,7 @@ class NotAStudy(ValueError):
 class Found:
     """One run as its directory tells it; what was not told or cannot be read is empty.
 
-    `steps` are planned, `done` are logged. `control` and `whole` are names of directories: of the
-    run that it is compared with, and of the chain's whole run if `left_out` names a link of it.
+    `steps` are planned, `done` are logged. `control` is the name of another run's directory.
     """
 
     path: Path
@@ -60,8 +60,6 @@ class Found:
     config: dict[str, Any] | None = None  # Any: what YAML can hold
     summary: Summary | None = None
     control: str | None = None
-    left_out: str | None = None
-    whole: str | None = None
     told: bool = True
 
     @property
@@ -76,14 +74,24 @@ class Found:
         return canonical({key: item for key, item in self.config.items() if key != "seed"})
 
 
-def read_study(folder: Path) -> list[Found]:
+def read_study(folder: Path, only: Collection[str] | None = None) -> list[Found]:
     """All runs of a study: the controls they name too, where there is no such directory.
 
-    Raises NotAStudy, in one sentence, if there are none.
+    `only` are the names of those that are wanted; their controls come with them. Raises NotAStudy,
+    in one sentence, if there are none, or one of `only` is not there.
     """
     if not folder.is_dir():
         raise NotAStudy(f"there is no folder {folder}")
-    runs = [_read(path) for path in _run_directories(folder)]
+    paths = _run_directories(folder)
+    if only is not None:
+        lacking = sorted(set(only) - {path.name for path in paths})
+        if lacking:
+            raise NotAStudy(f"{folder} has no run {listed(lacking)}")
+        wanted = [_read(path) for path in paths if path.name in only]
+        controls = {run.control for run in wanted} - set(only)
+        runs = wanted + [_read(path) for path in paths if path.name in controls]
+    else:
+        runs = [_read(path) for path in paths]
     if not runs:
         studies = [path.name for path in sorted(folder.iterdir()) if _run_directories(path)]
         hint = f"; studies in it: {listed(studies)}" if studies else ""
@@ -144,8 +152,6 @@ def _found(path: Path) -> Found:
         config=config,
         summary=summary or None,
         control=facts.get("control"),
-        left_out=facts.get("left_out"),
-        whole=facts.get("whole"),
         told=bool(facts),
     )
     return replace(run, reason=_reason(run, place, last))

@@ -9,6 +9,7 @@ import polars as pl
 from gradsurg.frames import METRICS_KEYS, read_effects, read_metrics
 from gradsurg.report.grouping import Arm
 from gradsurg.report.reading import Found
+from gradsurg.report.update_line import SAMPLED
 from gradsurg.report.wording import HEADLINE
 from gradsurg.stats import t_reach
 from gradsurg.store import NOT_FINITE
@@ -109,7 +110,7 @@ def load_effects(arms: Sequence[Arm]) -> Effects:
 
 def curve_metrics(metrics: pl.DataFrame) -> list[str]:
     """What was logged over steps, the headline first."""
-    names = [name for name in metrics.columns if name not in METRICS_KEYS]
+    names = [name for name in metrics.columns if name not in (*METRICS_KEYS, SAMPLED)]
     first = [name for name in HEADLINE if name in names]
     return list(dict.fromkeys([*first, *names]))
 
@@ -130,17 +131,6 @@ def curves(arms: Sequence[Arm], metrics: pl.DataFrame) -> list[Curve]:
             if any(values.values()):
                 found.append(_curve(arm, metric, values))
     return found
-
-
-def update_means(metrics: pl.DataFrame) -> dict[str, dict[str, float]]:
-    """Of each run the mean of each `update/...` over the steps on which it was asked for."""
-    names = [name for name in metrics.columns if name.startswith("update/")]
-    if not names:
-        return {}
-    rows = metrics.group_by("run").agg(pl.col(names).drop_nans().mean()).to_dicts()
-    return {
-        row["run"]: {name: row[name] for name in names if row[name] is not None} for row in rows
-    }
 
 
 def effect_maps(arms: Sequence[Arm], effects: Effects) -> list[EffectMap]:

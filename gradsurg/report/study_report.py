@@ -1,12 +1,15 @@
 """All that is said of a study, worked out once for the page, the figures and the tables."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 import polars as pl
 
-from gradsurg.report import answer, outcomes, series
+from gradsurg.report import answer, certainty, outcomes, series
+from gradsurg.report.alone import uncompared
 from gradsurg.report.dose import Doses, doses
+from gradsurg.report.effort import effort
 from gradsurg.report.grouping import Arm, group
 from gradsurg.report.outcomes import Cost, Outcome, UpdateEffect
 from gradsurg.report.reading import Found, read_study
@@ -21,6 +24,7 @@ class StudyReport:
     runs: list[Found]
     arms: list[Arm]
     metrics: dict[str, str]
+    alone: list[Arm]
     outcomes: list[Outcome]
     shares: list[Outcome]
     costs: list[Cost]
@@ -32,18 +36,35 @@ class StudyReport:
     effects: pl.DataFrame
     answer: str
     cautions: list[str]
+    effort: list[str]
+
+    @property
+    def about_tests(self) -> str:
+        """What p, q and the reading of an outcome are of; empty if none has a p."""
+        seeds = {o.difference.n for o in [*self.outcomes, *self.shares] if o.difference}
+        said = [certainty.about_tests(seeds)] if max(seeds, default=0) > 1 else []
+        if any(o.q_value is not None for o in [*self.outcomes, *self.shares]):
+            said.append(f"{certainty.ABOUT_Q}.")
+        return " ".join(said)
 
     @property
     def states(self) -> dict[str, int]:
         return answer.states(self.runs)
 
 
-def study_report(folder: Path) -> StudyReport:
-    """Read a study; raises NotAStudy if `folder` is none."""
-    runs = read_study(folder)
+def study_report(
+    folder: Path, only: Collection[str] | None = None, logs: bool = True
+) -> StudyReport:
+    """Read a study; raises NotAStudy if `folder` is none.
+
+    `only` are names of run directories: of these and of their controls alone. Without `logs`, what
+    the runs wrote as they went is not read: there are no curves, no maps and no norms.
+    """
+    runs = read_study(folder, only)
     arms = group(runs)
-    metrics, faults = series.load_metrics(arms)
-    effects = series.load_effects(arms)
+    logged = arms if logs else []
+    metrics, faults = series.load_metrics(logged)
+    effects = series.load_effects(logged)
     compared = outcomes.compare(arms)
     faults = [f"Left out, because it cannot be read: {text}" for text in faults + effects.faults]
     return StudyReport(
@@ -51,15 +72,23 @@ def study_report(folder: Path) -> StudyReport:
         runs=runs,
         arms=arms,
         metrics=outcomes.metrics_of(arms),
+        alone=uncompared(arms, compared),
         outcomes=compared,
         shares=outcomes.shares(arms),
         costs=outcomes.costs(arms),
-        updates=outcomes.update_effects(arms, series.update_means(metrics)),
+        updates=outcomes.update_effects(arms),
         curves=series.curves(arms, metrics),
         maps=series.effect_maps(arms, effects),
         norms=series.norms(arms, effects),
-        doses=doses(arms),
+        doses=_compared(doses(arms), compared),
         effects=effects.rows,
         answer=answer.paragraph(compared, arms),
         cautions=[*answer.cautions(runs, compared), *faults],
+        effort=effort(runs),
     )
+
+
+def _compared(found: list[Doses], compared: list[Outcome]) -> list[Doses]:
+    """Those that have a difference to draw."""
+    names = {outcome.arm.name for outcome in compared if outcome.difference}
+    return [one for one in found if any(arm.name in names for arm in one.arms)]

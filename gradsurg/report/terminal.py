@@ -7,7 +7,8 @@ from statistics import fmean, median
 from textwrap import fill
 
 from gradsurg.frames import effect_table
-from gradsurg.report.attribution import share
+from gradsurg.report.alone import spread
+from gradsurg.report.attribution import shares_text
 from gradsurg.report.certainty import about_p, bootstrap_line, p_cell
 from gradsurg.report.update_line import update_line
 from gradsurg.report.wording import (
@@ -17,7 +18,6 @@ from gradsurg.report.wording import (
     answer,
     count,
     interval,
-    title,
     titles,
     value,
 )
@@ -94,22 +94,13 @@ def _outcome(treated: Sequence[Summary | None], control: Sequence[Summary | None
 
 def _shares(runs: Sequence[Runs], treated: Sequence[Summary | None]) -> str:
     """What each link of a chain adds to the headline outcome, where it was left out."""
-    rows = [["link", "share", "95 % interval", "sign-flip p", "seeds"]]
     key = next((key for key in HEADLINE for summary in treated if summary and key in summary), "")
     whole = [_finished(summary, key) for summary in treated]
-    for link in dict.fromkeys(link for run in runs for link in run.without):
-        rest = [_finished(_summary(run.without.get(link)), key) for run in runs]
-        both = [(a, b) for a, b in zip(whole, rest, strict=True) if a is not None and b is not None]
-        found = share(whole, rest)
-        if found is None:
-            rows.append([link, "-", "no seed has both", "", "0"])
-            continue
-        shown = [amount(key, found.mean), interval(key, found)]
-        rows.append([link, *shown, p_cell([a - b for a, b in both]), str(found.n)])
-    if len(rows) == 1:
-        return ""
-    head = f"Each link's share in {title(key)}, the chain minus the chain without it:"
-    return f"{head}\n\n{aligned(rows)}"
+    links = {
+        link: (whole, [_finished(_summary(run.without.get(link)), key) for run in runs])
+        for link in dict.fromkeys(link for run in runs for link in run.without)
+    }
+    return shares_text(key, links) if links and key else ""
 
 
 def _finished(summary: Summary | None, key: str) -> float | None:
@@ -157,9 +148,7 @@ def _alone(summaries: Sequence[Summary]) -> str:
     for key, text in titles(whole[0] if whole else {}).items():
         values = [summary[key] for summary in whole if key in summary]
         if values:
-            ends = f" ({value(key, min(values))} to {value(key, max(values))})"
-            spread = ends if len(values) > 1 else ""
-            lines.append(f"  {text}: {value(key, fmean(values))}{spread}")
+            lines.append(f"  {text}: {spread(key, values)}")
     return "\n".join(lines)
 
 

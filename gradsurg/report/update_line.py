@@ -1,4 +1,4 @@
-"""The update effect of an arm, in one sentence."""
+"""The update effect of an arm, in numbers and in one sentence."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -8,26 +8,53 @@ from gradsurg.tables import number
 
 Summary = Mapping[str, Any]  # Any: what JSON can hold
 
+SAMPLED = "update/sampled"
+"""On how many steps the question was asked: of how much the others are means."""
+
+NUMBERS = {
+    "update/cosine": "cosine",
+    "update/norm_ratio": "norm ratio",
+    "update/loss_change": "loss change",
+    "update/loss_change_without": "loss change without the surgery",
+}
+
+ABOUT = (
+    "The update that was made beside the one there would have been without the surgery, from the "
+    "same weights and the same batch; loss change is what a step does to the loss of its batch."
+)
+
+
+def asked(summaries: Sequence[Summary]) -> list[Summary]:
+    """Those of runs whose updates were looked at."""
+    return [summary for summary in summaries if summary.get(SAMPLED)]
+
+
+def known(summaries: Sequence[Summary], key: str) -> list[float]:
+    """One of the numbers, run by run; an update of zero has no cosine."""
+    found = [summary.get(key) for summary in summaries]
+    return [float(value) for value in found if value is not None]
+
 
 def update_line(summaries: Sequence[Summary]) -> str:
     """What became of the updates, over the runs that were asked; nothing if none was."""
-    asked = [summary for summary in summaries if summary.get("update/sampled")]
-    if not asked:
+    own = asked(summaries)
+    if not own:
         return ""
-    shown = {
-        name: _mean(asked, f"update/{name}")
-        for name in ("cosine", "norm_ratio", "loss_change", "loss_change_without")
-    }
-    steps = sum(summary["update/sampled"] for summary in asked)
-    runs = f"{len(asked)} run{'s' if len(asked) > 1 else ''}"
+    cosine, norm_ratio, change, without = (_mean(own, key) for key in NUMBERS)
     return (
-        f"Updates ({steps} steps of {runs}), beside those without the surgery: cosine "
-        f"{shown['cosine']}, norm ratio {shown['norm_ratio']}; a step changes the loss of its "
-        f"batch by {shown['loss_change']}, without the surgery by {shown['loss_change_without']}."
+        f"Updates ({of_how_much(own)}), beside those without the surgery: cosine {cosine}, norm "
+        f"ratio {norm_ratio}; a step changes the loss of its batch by {change}, without the "
+        f"surgery by {without}."
     )
 
 
+def of_how_much(summaries: Sequence[Summary]) -> str:
+    """`60 steps of 3 runs`."""
+    steps = sum(summary[SAMPLED] for summary in summaries)
+    runs = f"{len(summaries)} run{'s' if len(summaries) > 1 else ''}"
+    return f"{steps} step{'s' if steps > 1 else ''} of {runs}"
+
+
 def _mean(summaries: Sequence[Summary], key: str) -> str:
-    """An update of zero has no cosine."""
-    known = [summary[key] for summary in summaries if summary.get(key) is not None]
-    return number(fmean(known)) if known else "-"
+    values = known(summaries, key)
+    return number(fmean(values)) if values else "-"

@@ -2,14 +2,18 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from tempfile import mkdtemp
+from types import MappingProxyType
 
 import polars as pl
 
+from gradsurg.report.alone import alone_rows
+from gradsurg.report.attribution import ABOUT_SHARES
+from gradsurg.report.certainty import p_text
 from gradsurg.report.figures import write_figures
 from gradsurg.report.grouping import flat
 from gradsurg.report.outcomes import Outcome
@@ -99,8 +103,6 @@ def runs_table(report: StudyReport) -> pl.DataFrame:
                 "steps": run.steps,
                 "done": run.done,
                 "control": run.control,
-                "left_out": run.left_out,
-                "whole": run.whole,
             }
             summary = run.summary or {}
             row |= {key: number(summary[key]) for key in summary if "/" in key}
@@ -134,37 +136,64 @@ def effects_table(report: StudyReport) -> pl.DataFrame:
 
 def markdown(report: StudyReport) -> str:
     """The outcomes as a table for an issue or a README."""
-    heads, rows = _cells(report.outcomes)
-    cells = [heads, [":--", *["--:"] * (len(heads) - 1)], *rows]
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
-    notes = [report.answer, *report.cautions]
-    return "\n\n".join([f"# {report.folder.name}", *notes, "\n".join(lines)]) + "\n"
+    parts = [f"# {report.folder.name}", *_notes(report)]
+    for caption, heads, rows in _tables(report):
+        cells = [heads, [":--", *["--:"] * (len(heads) - 1)], *rows]
+        lines = [
+            "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells
+        ]
+        parts += [*([caption] if caption else []), "\n".join(lines)]
+    return "\n\n".join(parts) + "\n"
 
 
 def latex(report: StudyReport) -> str:
-    """The outcomes as a table for a paper; needs the package booktabs."""
-    heads, rows = _cells(report.outcomes)
-    notes = " ".join([report.answer, *report.cautions])
-    lines = [
-        r"% needs \usepackage{booktabs}",
-        r"\begin{table}",
-        rf"\caption{{{_tex(notes)}}}",
-        rf"\begin{{tabular}}{{ll{'r' * (len(heads) - 2)}}}",
-        r"\toprule",
-        _tex_row(heads),
-        r"\midrule",
-        *[_tex_row(row) for row in rows],
-        r"\bottomrule",
-        r"\end{tabular}",
-        r"\end{table}",
-    ]
+    """The outcomes as tables for a paper; needs the package booktabs."""
+    lines = [r"% needs \usepackage{booktabs}"]
+    for caption, heads, rows in _tables(report):
+        lines += [
+            r"\begin{table}",
+            rf"\caption{{{_tex(caption or ' '.join(_notes(report)))}}}",
+            rf"\begin{{tabular}}{{ll{'r' * (len(heads) - 2)}}}",
+            r"\toprule",
+            _tex_row(heads),
+            r"\midrule",
+            *[_tex_row(row) for row in rows],
+            r"\bottomrule",
+            r"\end{tabular}",
+            r"\end{table}",
+        ]
     return "\n".join(lines) + "\n"
 
 
-def _cells(outcomes: Sequence[Outcome]) -> tuple[list[str], list[list[str]]]:
+def _notes(report: StudyReport) -> list[str]:
+    return [text for text in (report.answer, *report.cautions, report.about_tests) if text]
+
+
+def _tables(report: StudyReport) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Caption (of the first: none), heads and rows: outcomes, links' shares, what stands alone."""
+    tables = []
+    if report.outcomes and (report.alone == [] or any(o.difference for o in report.outcomes)):
+        tables.append(("", *_cells(report.outcomes)))
+    if report.shares:
+        tables.append((f"Each link's share, {ABOUT_SHARES}.", *_cells(report.shares, SHARED)))
+    if report.alone:
+        heads = ["arm", "n", *report.metrics.values()]
+        rows = alone_rows(report.alone, list(report.metrics))
+        tables.append(("Not compared: mean, and from the least to the most.", heads, rows))
+    return tables
+
+
+SHARED = {"treated": "with it", "control": "without it", "difference": "share"}
+"""How the columns are called of what is a link's share."""
+
+
+def _cells(
+    outcomes: Sequence[Outcome], called: Mapping[str, str] = MappingProxyType({})
+) -> tuple[list[str], list[list[str]]]:
     """Only columns that say something."""
     columns: dict[str, Callable[[Outcome], str]] = {
         "arm": lambda o: o.arm.name,
+        "link": lambda o: o.link,
         "metric": lambda o: title(o.metric) if o.metric else "",
         "n": lambda o: f"{o.difference.n if o.difference else 0} of {o.planned}",
         "treated": lambda o: value(o.metric, sum(o.treated) / len(o.treated)) if o.seeds else "",
@@ -176,8 +205,8 @@ def _cells(outcomes: Sequence[Outcome]) -> tuple[list[str], list[list[str]]]:
             if o.bootstrap
             else ""
         ),
-        "p": lambda o: "" if o.p_value is None else f"{o.p_value:.3g}",
-        "q": lambda o: "" if o.q_value is None else f"{o.q_value:.3g}",
+        "p": lambda o: p_text(o.p_value),
+        "q": lambda o: p_text(o.q_value),
         "reading": lambda o: verdict(o.difference) if o.difference else "nothing to compare",
         "not compared": lambda o: ", ".join(f"{n} {state}" for state, n in o.states.items()),
     }
@@ -187,7 +216,7 @@ def _cells(outcomes: Sequence[Outcome]) -> tuple[list[str], list[list[str]]]:
         if any(texts := [tell(outcome) for outcome in outcomes])
     }
     rows = [[texts[place] for texts in shown.values()] for place in range(len(outcomes))]
-    return list(shown) or ["arm", "metric"], rows
+    return [called.get(head, head) for head in shown], rows
 
 
 def _tex(text: str) -> str:

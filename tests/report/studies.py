@@ -10,10 +10,14 @@ STEPS = 40
 
 
 def config(label: str, seed: int, **more: object) -> dict[str, object]:
-    """A config as a run has it; a control has no transform."""
+    """A config as a run has it; a control has no transform, `clip+noise` has two links."""
     found: dict[str, object] = {"seed": seed, "steps": STEPS, "model": {"name": "mlp"}, **more}
     if label != "none":
-        found["transform"] = {label: {"name": label, "value": more.get("value", 0.01)}}
+        links = label.split("+")
+        found["transform"] = {
+            link: {"name": link, "value": more.get("value", 0.01)} for link in links
+        }
+        found["order"] = links
     found.pop("value", None)
     return found
 
@@ -21,8 +25,8 @@ def config(label: str, seed: int, **more: object) -> dict[str, object]:
 def plan(
     folder: Path, label: str, seed: int, control: str | None = None, **more: object
 ) -> RunDirectory:
-    """A run that has not started; `left_out`, `whole` and `arm` go into its facts."""
-    known = {key: more.pop(key) for key in ("left_out", "whole", "arm") if key in more}
+    """A run that has not started; `arm` goes into its facts."""
+    known = {key: more.pop(key) for key in ("arm",) if key in more}
     own = config(label, seed, **more)
     place = RunDirectory(folder / directory_name(f"{label}-seed{seed}", own))
     facts: dict[str, object] = {
@@ -33,8 +37,6 @@ def plan(
         "tags": [label],
         "steps": STEPS,
         "control": control,
-        "left_out": None,
-        "whole": None,
     }
     place.plan(facts | known, own)
     return place
@@ -80,6 +82,33 @@ def whole(
     log(place, label)
     end(place, label, accuracy)
     return place.path.name
+
+
+def chain(folder: Path) -> Path:
+    """Two seeds of clip+noise, of each link alone and of the control, all with updates."""
+    outcomes = {
+        "none": (0.9, 0.9),
+        "clip+noise": (0.8, 0.7),
+        "clip": (0.9, 0.84),
+        "noise": (0.8, 0),
+    }
+    controls: dict[int, str] = {}
+    for label, by_seed in outcomes.items():
+        for seed, accuracy in enumerate(by_seed):
+            place = plan(folder, label, seed, controls.get(seed))
+            log(place, label)
+            state = "finished" if accuracy else "diverged"
+            more = {} if label == "none" else update(0.5 + seed / 4)
+            end(place, label, accuracy, state, **more)
+            controls.setdefault(seed, place.path.name)  # the first are the plain ones
+    return folder
+
+
+def update(cosine: float | None) -> dict[str, object]:
+    """What a summary says of a run's updates; one that never moved has no cosine."""
+    found = {"sampled": 4, "norm_ratio": 2.0, "loss_change": -0.25, "loss_change_without": -0.5}
+    numbers = {f"update/{key}": value for key, value in found.items()}
+    return numbers if cosine is None else {**numbers, "update/cosine": cosine}
 
 
 def mixed(folder: Path) -> Path:

@@ -105,6 +105,38 @@ def test_every_section_has_its_chart_or_table(opened: Driver) -> None:
     assert "n = 3" in one(opened, ".answer").text
 
 
+def opened_study(driver: Driver, study: Path) -> None:
+    assert main([str(study)]) == 0
+    driver.get((study / "report" / "index.html").as_uri())
+
+
+def test_links_and_updates_have_their_tables(window: Driver, tmp_path: Path) -> None:
+    opened_study(window, studies.chain(tmp_path / "chain"))
+    assert texts(window, "#shares h3") == ["clip+noise: test accuracy"]
+    clip, noise = texts(window, "#shares tbody tr")
+    assert clip.startswith("clip 1 of 2 80.00% 80.00%")
+    assert noise.startswith("noise 2 75.00% 87.00%")
+    assert "-12.00%" in noise
+    one(window, '#outcome input[value="train/loss"]').click()
+    assert texts(window, "#shares h3") == ["clip+noise: train loss"]
+    first = texts(window, "#updates tbody tr")[0].split("\n")
+    assert first[:2] == ["clip 8 steps of 2 runs 0.625", "-0.9633 to 2.213 2"]
+    assert "sampled" not in one(window, "main").text
+    assert window.get_log("browser") == []
+
+
+def test_a_study_without_controls_shows_what_stands_alone(window: Driver, tmp_path: Path) -> None:
+    for label in ("clip+noise", "noise"):
+        studies.whole(tmp_path / "alone", label, 0, 0.8)
+    opened_study(window, tmp_path / "alone")
+    assert texts(window, "#alone tbody tr") == ["clip+noise 1 80.00% 0.5", "noise 1 80.00% 0.5"]
+    assert not one(window, "#outcome").is_displayed()
+    assert "control" not in one(window, "#curves .key").text
+    one(window, '#shares input[value="train/loss"]').find_element("xpath", "..").click()
+    assert texts(window, "#shares h3") == ["clip+noise: train loss"]
+    assert window.get_log("browser") == []
+
+
 def test_the_metric_of_the_forest_plot_is_chosen(opened: Driver) -> None:
     before = texts(opened, "#outcome tbody tr")
     one(opened, '#outcome input[value="train/loss"]').click()

@@ -5,15 +5,21 @@ from pathlib import Path
 
 import pytest
 
-from gradsurg import stats
+from gradsurg.report.alone import alone_rows
 from gradsurg.report.answer import cautions, paragraph
+from gradsurg.report.attribution import share
+from gradsurg.report.certainty import about_tests
 from gradsurg.report.dose import doses
+from gradsurg.report.effort import duration
 from gradsurg.report.grouping import group
-from gradsurg.report.outcomes import Outcome, compare, costs, shares
+from gradsurg.report.outcomes import Outcome, compare, costs, shares, update_effects
 from gradsurg.report.reading import read_study
 from gradsurg.report.series import curves, effect_maps, load_effects, load_metrics, norms
+from gradsurg.report.study_report import study_report
+from gradsurg.stats import bca_interval
 from tests.report import studies
 
+T_975_1 = 12.706204736432095  # Student's t, one degree of freedom
 T_975_2 = 4.302652729911275  # Student's t, two degrees of freedom
 
 
@@ -53,15 +59,42 @@ def test_a_seed_whose_control_diverged_is_told_apart(tmp_path: Path) -> None:
 
 
 def test_a_links_share_is_the_chain_minus_the_chain_without_it(tmp_path: Path) -> None:
-    for seed, (both, without) in enumerate(((0.8, 0.9), (0.7, 0.9))):
-        control = studies.whole(tmp_path, "none", seed, 0.9)
-        whole = studies.whole(tmp_path, "clip+noise", seed, both, control)
-        studies.whole(tmp_path, "clip", seed, without, control, left_out="noise", whole=whole)
-    arms = group(read_study(tmp_path))
-    share = of(shares(arms), "clip without noise")
-    assert share.arm.left_out == "noise"
-    assert share.difference is not None
-    assert share.difference.mean == pytest.approx(-0.15)
+    found = shares(group(read_study(studies.chain(tmp_path))))
+    clip, noise = (one for one in found if one.metric == "test/accuracy")
+    assert [(one.arm.name, one.link, one.planned) for one in (clip, noise)] == [
+        ("clip+noise", "clip", 2),
+        ("clip+noise", "noise", 2),
+    ]
+    assert noise.difference == share([0.8, 0.7], [0.9, 0.84])
+    assert noise.p_value == 0.5
+    assert clip.difference == share([0.8, None], [0.8, None])
+    assert clip.states == {"shorter chain diverged": 1}
+    assert (noise.q_value, clip.p_value) == (None, None)  # one p is no family
+
+
+def test_a_norm_matched_control_has_no_links(tmp_path: Path) -> None:
+    for label in ("clip+noise", "clip"):
+        studies.whole(tmp_path, label, 0, 0.8, arm="control")
+    assert shares(group(read_study(tmp_path))) == []
+
+
+def test_the_updates_of_an_arm_are_means_over_runs(tmp_path: Path) -> None:
+    found = {
+        one.arm.name: one for one in update_effects(group(read_study(studies.chain(tmp_path))))
+    }
+    assert list(found) == ["clip", "clip+noise", "noise"]
+    cosine = found["clip"].means["update/cosine"]
+    assert (cosine.n, cosine.mean) == (2, 0.625)
+    assert cosine.high == pytest.approx(0.625 + T_975_1 * 0.125)
+    assert found["noise"].means["update/cosine"].n == 1  # the other has diverged
+    assert "update/sampled" not in found["clip"].means
+
+
+def test_an_update_of_zero_has_no_cosine_and_its_other_numbers(tmp_path: Path) -> None:
+    studies.end(studies.plan(tmp_path, "zero", 0), "zero", 0.5, **studies.update(None))
+    (found,) = update_effects(group(read_study(tmp_path)))
+    assert "update/cosine" not in found.means
+    assert found.means["update/norm_ratio"].mean == 2.0
 
 
 def test_the_cost_is_the_ratio_pair_by_pair(tmp_path: Path) -> None:
@@ -130,20 +163,76 @@ def test_the_answer_names_the_arms_and_the_cautions_what_is_missing(tmp_path: Pa
     assert "Fewer than 6 seeds cannot reach" in text
 
 
-def test_q_values_and_the_bootstrap_come_from_stats(tmp_path: Path, monkeypatch) -> None:
-    def twice(p_values: list[float]) -> list[float]:
-        return [2 * p for p in p_values]
+def test_q_is_of_the_sign_flip_p_of_all_arms_in_one_metric(tmp_path: Path) -> None:
+    for seed in range(6):
+        control = studies.whole(tmp_path, "none", seed, 0.5)
+        studies.whole(tmp_path, "clip", seed, 0.5 + (-1) ** seed / 10, control)
+        studies.whole(tmp_path, "sign", seed, 0.5 + (seed + 1) / 100 - 0.02 * (not seed), control)
+        studies.whole(tmp_path, "zero", seed, 0.4, control)
+    outcomes = compare(group(read_study(tmp_path)))
+    found = {name: of(outcomes, name) for name in ("zero", "sign", "clip")}
+    # all alike; the smallest against the rest: it and none below; three of six each way
+    p_values = (2 / 64, 4 / 64, 1.0)
+    assert tuple(one.p_value for one in found.values()) == p_values
+    q_values = [found[name].q_value for name in found]
+    assert q_values == pytest.approx([3 * 2 / 64, 3 / 2 * 4 / 64, 1.0])
 
-    monkeypatch.setattr(stats, "benjamini_hochberg", twice, raising=False)
-    interval = lambda differences: (min(differences), max(differences))  # noqa: E731 a stand-in
-    monkeypatch.setattr(stats, "bca_interval", interval, raising=False)
-    for seed in range(20):
+
+def test_the_bootstrap_is_that_of_stats_from_20_seeds_and_p_has_no_limit(tmp_path: Path) -> None:
+    for seed in range(41):
         control = studies.whole(tmp_path, "none", seed, 0.5)
         studies.whole(tmp_path, "clip", seed, 0.5 + seed / 100, control)
-        if seed < 6:
+        if seed < 19:
             studies.whole(tmp_path, "zero", seed, 0.4, control)
     outcomes = compare(group(read_study(tmp_path)))
     clip, zero = of(outcomes, "clip"), of(outcomes, "zero")
-    assert clip.bootstrap == pytest.approx((0.0, 0.19))
+    assert clip.bootstrap == bca_interval(clip.differences)
     assert zero.bootstrap is None
-    assert (zero.p_value, zero.q_value) == (2 / 2**6, 4 / 2**6)
+    assert clip.p_value == 1 / 99_901  # none of those that were drawn reaches it
+    assert zero.p_value == 2 / 2**19
+
+
+def test_what_p_and_q_are_of_is_said(tmp_path: Path) -> None:
+    report = study_report(studies.chain(tmp_path), logs=False)
+    assert report.about_tests.startswith("p is that of the exact sign-flip test; the reading")
+    assert "q is the sign-flip p after Benjamini and Hochberg's" in report.about_tests
+    assert "exact or, with more than 40 seeds: of 99,900" in about_tests({3, 41})
+    studies.whole(tmp_path / "one", "clip", 0, 0.8)
+    assert study_report(tmp_path / "one", logs=False).about_tests == ""
+
+
+def test_arms_without_a_control_stand_alone_with_their_spread(tmp_path: Path) -> None:
+    for seed, accuracy in enumerate((0.7, 0.8)):
+        studies.whole(tmp_path, "clip", seed, accuracy)
+    report = study_report(tmp_path, logs=False)
+    assert report.answer.startswith("There is no control to compare with: 2 of 2 runs finished")
+    assert alone_rows(report.alone, ["test/accuracy"]) == [
+        ["clip", "2", "75.00% (70.00% to 80.00%)"]
+    ]
+    assert study_report(studies.mixed(tmp_path / "first"), logs=False).alone == []
+
+
+def test_time_and_hardware_are_told_with_the_runs_they_are_of(tmp_path: Path) -> None:
+    for seed, place in enumerate(("a, 1 thread", "a, 1 thread", "b, 2 threads")):
+        more = {"time/train_s": 50.0, "hardware": place, "skipped_steps": seed}
+        studies.end(studies.plan(tmp_path, "none", seed), "none", 0.5, **more)
+    studies.plan(tmp_path, "none", 3)
+    report = study_report(tmp_path, logs=False)
+    assert report.effort == [
+        "Trained for 2 min 30 s in all (3 of 4 runs).",
+        "Hardware: a, 1 thread (2 runs); b, 2 threads (1 run).",
+    ]
+    assert any("2 runs skipped 3 steps" in text for text in report.cautions)
+    assert [duration(s) for s in (0.123, 59, 7500)] == ["0.12 s", "59 s", "2 h 5 min"]
+
+
+def test_test_metrics_have_curves_and_the_number_of_samples_has_none(tmp_path: Path) -> None:
+    place = studies.plan(tmp_path, "clip", 0)
+    for step in (10, 20):
+        update = {"update/cosine": 0.5, "update/sampled": 1}
+        tested = {"test/accuracy": 0.1 * step / 10} if step == 20 else {}
+        place.append_metrics({"step": step, "train/loss": 1.0, **update, **tested})
+    arms = group(read_study(tmp_path))
+    found = {curve.metric: curve for curve in curves(arms, load_metrics(arms)[0])}
+    assert list(found) == ["test/accuracy", "train/loss", "update/cosine"]
+    assert (found["test/accuracy"].steps, found["test/accuracy"].mean) == ([20], [0.2])

@@ -89,6 +89,6 @@ function curves() {
     const kept = store.get("curve"), pick = el("select", { id: "curve", onchange() { store.set("curve", pick.value); drawCurves(pick.value); } }, data.curveMetrics.map((one) => el("option", { value: one.key, selected: one.key === kept }, one.title)));
     choices.append(el("label", { class: "line" }, "Metric ", pick));
   }
-  choices.append(el("label", { class: "line" }, log, "log scale"), el("label", { class: "line" }, apart, "a scale for each panel"), el("p", { class: "key" }, el("span", {}, el("i", {}), "treated"), el("span", {}, el("i", { class: "control" }), "control")));
+  choices.append(el("label", { class: "line" }, log, "log scale"), el("label", { class: "line" }, apart, "a scale for each panel"), el("p", { class: "key" }, el("span", {}, el("i", {}), "treated"), data.arms.some((arm) => arm.isControl) && el("span", {}, el("i", { class: "control" }), "control")));
   drawCurves(chosen());
 }

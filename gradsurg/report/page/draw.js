@@ -35,7 +35,8 @@ function logTicks(low, high) {
   const found = [];
   for (let power = Math.floor(low); power <= high; power++) if (power >= low - 1e-9) found.push(power);
   if (found.length >= 2) return found.filter((_, k) => k % Math.ceil(found.length / 6) === 0);
-  return ticks(low, high, 3);
+  const between = [-1, 0].flatMap((shift) => [1, 2, 5].map((k) => Math.floor(high) + shift + Math.log10(k))).filter((tick) => tick >= low && tick <= high);
+  return between.length >= 2 ? between : ticks(low, high, 3);
 }
 
 function short(value, share) {
@@ -91,4 +92,5 @@ function table(caption, heads, rows) {
 }
 const head = (text, cls) => el("th", { scope: "col", class: cls }, text);
 const cell = (text, cls) => el("td", { class: cls }, text);
+const runsOf = (n) => `${n} run${n === 1 ? "" : "s"}`;
 const ofPlanned = (n, planned) => (n === planned ? `${n}` : `${n} of ${planned}`);

@@ -46,7 +46,7 @@ function heat(map, measure) {
     const at = event.target.dataset && event.target.dataset.at;
     if (!at) { hideTip(); return; }
     const [row, k] = at.split(",").map(Number);
-    showTip(`${map.sites[row]}\nup to step ${map.ends[k]}\n${measure.title} ${short(rows[row][k], measure.share)}, n = ${map.n} runs`, event.clientX, event.clientY);
+    showTip(`${map.sites[row]}\nup to step ${map.ends[k]}\n${measure.title} ${short(rows[row][k], measure.share)}, n = ${runsOf(map.n)}`, event.clientX, event.clientY);
   });
   art.addEventListener("pointerleave", hideTip);
   const ramp = `linear-gradient(90deg, ${colour.ramp.join(", ")})`;
@@ -62,11 +62,11 @@ function numbers(map) {
 function histogram(found) {
   const W = 900, H = 220, left = 46, bottom = 34, bins = found.before.length, after = found.after || [];
   const top = Math.max(0.001, ...found.before, ...after), x = scale(0, bins, left, W - 4), y = scale(0, top, H - bottom, 8), floor = y(0);
-  const label = `Gradient norms of ${data.arms[found.arm].name}, ${found.transform}, n = ${found.n} runs, from ${short(10 ** found.low)} to ${short(10 ** found.high)}` + (found.after ? ", before and after" : "");
+  const label = `Gradient norms of ${data.arms[found.arm].name}, ${found.transform}, n = ${runsOf(found.n)}, from ${short(10 ** found.low)} to ${short(10 ** found.high)}` + (found.after ? ", before and after" : "");
   const outline = `M${x(0)} ${floor}` + found.before.map((v, k) => `L${x(k)} ${y(v)}L${x(k + 1)} ${y(v)}`).join("") + `L${x(bins)} ${floor}`;
   const tickAt = scale(found.low, found.high, left, W - 4);
   const zeros = [["before", found.zeroBefore], ["after", found.zeroAfter]].filter(([, v]) => v).map(([when, v]) => `${short(v, true)} are zero ${when}`);
-  return el("figure", {}, el("figcaption", {}, el("b", {}, "Gradient norms, all sites and measured steps"), ` · n = ${found.n} runs${zeros.length ? `; ${zeros.join(", ")} and not drawn` : ""}`),
+  return el("figure", {}, el("figcaption", {}, el("b", {}, "Gradient norms, all sites and measured steps"), ` · n = ${runsOf(found.n)}${zeros.length ? `; ${zeros.join(", ")} and not drawn` : ""}`),
     el("p", { class: "key" }, el("span", {}, el("i", { class: "box before" }), found.after ? "before" : "nothing was done to them"), found.after ? el("span", {}, el("i", { class: "box" }), "after") : null),
     svg("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": label },
       ticks(0, top, 3).map((tick) => [svg("line", { class: "gridline", x1: left, x2: W, y1: y(tick), y2: y(tick) }), svg("text", { x: left - 6, y: y(tick) + 4, "text-anchor": "end" }, short(tick, true))]),
@@ -79,7 +79,7 @@ function histogram(found) {
 function effects() {
   const box = place("effects");
   if (!data.maps.length) { box.append(el("p", {}, "No effect was measured: effects_every=0, nothing ran yet, or no transform acted.")); return; }
-  const kept = Math.min(data.maps.length - 1, Number(store.get("map") || 0)), named = (map) => `${data.arms[map.arm].name}${map.transform === "none" ? " (nothing was done)" : map.transform === data.arms[map.arm].name.split(" · ")[0] ? "" : ` — ${map.transform}`}, n = ${map.n} runs`;
+  const kept = Math.min(data.maps.length - 1, Number(store.get("map") || 0)), named = (map) => `${data.arms[map.arm].name}${map.transform === "none" ? " (nothing was done)" : map.transform === data.arms[map.arm].name.split(" · ")[0] ? "" : ` — ${map.transform}`}, n = ${runsOf(map.n)}`;
   const out = el("output", { id: "map-name", for: "map" }), art = el("div"), bars = el("div");
   const draw = () => {
     const map = data.maps[slider.value], measure = MEASURES.find((one) => one.key === picked.box.querySelector(":checked").value);

@@ -25,18 +25,18 @@ function range(rows) {
 
 const lost = (row) => Object.entries(row.states).map(([state, count]) => `${count} ${state}`).join(", ");
 
-function forest(rows, metric, caption, name) {
+function forest(rows, metric, caption, name, first = "arm", sides = ["treated", "control"], last = "difference") {
   const [low, high] = range(rows), x = scale(low, high, 8, FOREST - 8);
-  const withQ = rows.some((row) => row.q !== null && row.q !== undefined), withBoot = rows.some((row) => row.boot);
-  const heads = [head("arm"), head("seeds", "num"), head("treated", "num"), head("control", "num"),
+  const withQ = rows.some((row) => row.q), withBoot = rows.some((row) => row.boot);
+  const heads = [head(first), head("seeds", "num"), ...sides.map((side) => head(side, "num")),
     el("th", { scope: "col", class: "plot" }, el("span", { class: "sr" }, "plot"), forestAxis(low, high, x, metric.share)),
-    head("difference", "num"), head("95 % interval"), withBoot && head("BCa bootstrap"), head("p", "num"), withQ && head("q", "num"), head("reading")].filter(Boolean);
+    head(last, "num"), head("95 % interval"), withBoot && head("BCa bootstrap"), head("p", "num"), withQ && head("q", "num"), head("reading")].filter(Boolean);
   const body = rows.map((row) => el("tr", {},
     el("th", { scope: "row" }, name(row)), cell(ofPlanned(row.n || 0, row.planned), "num"),
     cell(row.treated || "–", "num"), cell(row.control || "–", "num"),
     el("td", { class: "plot" }, forestRow(row, x, `${name(row)}: ${row.said}`)),
     cell(row.said || "–", "num"), cell(row.interval || "–", "said"), withBoot && cell(row.boot || "–", "said"),
-    cell(row.p === undefined ? "–" : short(row.p), "num"), withQ && cell(short(row.q), "num"),
+    cell(row.p || "–", "num"), withQ && cell(row.q || "–", "num"),
     cell([row.verdict, lost(row)].filter(Boolean).join("; "), row.verdict === "higher" || row.verdict === "lower" ? "" : "muted")));
   return table(caption, heads, body.map((row) => row));
 }
@@ -45,12 +45,30 @@ function drawOutcome(key) {
   const metric = data.metrics.find((one) => one.key === key);
   const named = (row) => data.arms[row.arm].name;
   place("outcome").replaceChildren(forest(data.outcomes.filter((row) => row.metric === key), metric, `Differences in ${metric.title}, arm by arm`, named));
-  if (data.shares.length) place("shares").replaceChildren(forest(data.shares.filter((row) => row.metric === key), metric, `What each link adds to ${metric.title}`, (row) => row.link));
+  place("shares").replaceChildren(...shares(metric));
   place("doses").replaceChildren(...data.doses.map((set) => doses(set, metric)));
 }
 
+// Chain by chain: its links stand for themselves.
+function shares(metric) {
+  const rows = data.shares.filter((row) => row.metric === metric.key);
+  return [...new Set(rows.map((row) => row.arm))].flatMap((arm) => {
+    const name = data.arms[arm].name;
+    return [el("h3", {}, `${name}: ${metric.title}`), forest(rows.filter((row) => row.arm === arm), metric, `What each link of ${name} adds to ${metric.title}`, (row) => row.link, "link", ["with it", "without it"], "share")];
+  });
+}
+
+// What has nothing to be compared with: means and how far they spread.
+function alone() {
+  document.getElementById("alone").hidden = !data.alone.length;
+  if (!data.alone.length) return;
+  place("alone").append(table("Arms that are not compared", [head("arm"), head("runs", "num"), ...data.metrics.map((metric) => head(metric.title, "num"))], data.alone.map(([name, ...cells]) =>
+    el("tr", {}, el("th", { scope: "row" }, name), cells.map((text) => cell(text, "num"))))));
+}
+
 function outcomes() {
-  if (!data.outcomes.length) { place("outcome").append(el("p", {}, "There is no treated arm in this study.")); return; }
+  if (!data.outcomes.some((row) => row.mean !== undefined || Object.keys(row.states).some((state) => state !== "without a control"))) { document.getElementById("outcome").hidden = true; }
+  if (!data.outcomes.length) return;
   if (!data.metrics.length) {
     place("outcome").append(table("Arms without an outcome yet", [head("arm"), head("seeds planned", "num"), head("runs")], data.outcomes.map((row) =>
       el("tr", {}, el("th", { scope: "row" }, data.arms[row.arm].name), cell(String(row.planned), "num"), cell(lost(row))))));
@@ -59,7 +77,9 @@ function outcomes() {
   document.getElementById("shares").hidden = !data.shares.length;
   document.getElementById("doses").hidden = !data.doses.length;
   const chosen = choice("metric", "Metric", data.metrics, drawOutcome);
-  document.querySelector('[data-choices="metric"]').append(chosen.box);
+  const choices = document.querySelector('[data-choices="metric"]');
+  choices.append(chosen.box);
+  if (document.getElementById("outcome").hidden) place("shares").before(choices);
   drawOutcome(chosen.value);
 }
 
@@ -104,6 +124,6 @@ function cost() {
 
 function updates() {
   document.getElementById("updates").hidden = !data.updates.length;
-  if (data.updates.length) place("updates").append(table("Effect on the updates", [head("arm"), head("number"), head("runs", "num"), head("mean", "num"), head("95 % interval")], data.updates.map((row) =>
-    el("tr", {}, el("th", { scope: "row" }, data.arms[row.arm].name), cell(row.title), cell(String(row.n), "num"), cell(short(row.mean), "num"), cell(row.low === null ? "one run: no interval" : `${short(row.low)} to ${short(row.high)}`, "said")))));
+  if (data.updates.length) place("updates").append(table("Effect on the updates", [head("arm"), head("asked on"), ...data.updateTitles.map((title) => head(title, "num"))], data.updates.map((row) =>
+    el("tr", {}, el("th", { scope: "row" }, data.arms[row.arm].name), cell(row.asked, "said"), row.numbers.map(([mean, interval]) => el("td", { class: "num" }, mean, interval && el("span", { class: "between" }, interval)))))));
 }
