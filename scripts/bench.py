@@ -4,6 +4,7 @@ python scripts/bench.py [--rounds 60] [--threads 1 2]     training with and with
 python scripts/bench.py sites [--only outputs nodes]      each kind of site beside a hook by hand
 python scripts/bench.py nodes                             finding nodes in a 12-block transformer
 python scripts/bench.py report                            the report of 200 runs of 1000 steps
+python scripts/bench.py runner [--rounds 8]               what the command costs beside training
 """
 
 import argparse
@@ -15,6 +16,7 @@ from time import perf_counter
 
 import bench_nodes
 import bench_report
+import bench_runner
 import bench_sites
 import torch
 from torch import Tensor, nn
@@ -111,7 +113,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="?", choices=["training", "sites", "nodes", "report"])
+    whats = ["training", "sites", "nodes", "report", "runner"]
+    parser.add_argument("what", nargs="?", choices=whats)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--only", nargs="+", default=[""])
@@ -123,6 +126,8 @@ def main() -> None:
             print(bench_nodes.table(args.rounds, args.only))
         case "report":
             print(bench_report.table())
+        case "runner":
+            print(bench_runner.table(args.rounds, args.only))
         case _:
             print(table(args.rounds, args.threads))
 

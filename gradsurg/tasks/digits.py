@@ -10,6 +10,8 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.fields import validated
+from gradsurg.tasks._digits import load_digits
+from gradsurg.tasks._tables import split
 from gradsurg.tasks.base import Classification, Data
 
 NUM_CLASSES = 10
@@ -29,15 +31,8 @@ class Digits(Classification):
     label_noise: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     def load(self) -> Data:
-        from sklearn.model_selection import train_test_split
-
         images, labels = _arrays()
-        train, test = train_test_split(
-            np.arange(len(labels)),
-            test_size=self.test_fraction,
-            random_state=self.split_seed,
-            stratify=labels,
-        )
+        train, test = split(labels, self.test_fraction, self.split_seed, stratify=True)
         mean, deviation = images[train].mean(), images[train].std()
         scaled = torch.from_numpy((images - mean) / deviation)
         targets = torch.from_numpy(labels)
@@ -61,8 +56,6 @@ class Digits(Classification):
 @cache
 def _arrays() -> tuple[np.ndarray, np.ndarray]:
     """Images (N, 1, 8, 8) in [0, 1] as float32 and labels as int64: read once a process."""
-    from sklearn.datasets import load_digits
-
-    pixels, labels = load_digits(return_X_y=True)
+    pixels, labels = load_digits()
     images = rearrange(pixels, "digit (height width) -> digit 1 height width", height=8)
-    return images.astype(np.float32) / 16, labels.astype(np.int64)
+    return images.astype(np.float32) / 16, labels

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradsurg.fields import validated
+from gradsurg.tasks._digits import load_digits
 from gradsurg.tasks._generated import Count, Seed
 from gradsurg.tasks._tables import split
 from gradsurg.tasks.base import Data, Task
@@ -66,9 +67,7 @@ class Overlay(Task):
 
 @lru_cache(maxsize=2)
 def _data(task: Overlay) -> Data:
-    from sklearn.datasets import load_digits
-
-    pixels, labels = load_digits(return_X_y=True)
+    pixels, labels = load_digits()
     images = rearrange(pixels, "digit (y x) -> digit y x", y=SIDE) / 16
     pools = split(labels, task.test_fraction, task.split_seed, stratify=True)
     canvas, parts = SIDE + task.shift, []

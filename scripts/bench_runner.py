@@ -1,0 +1,251 @@
+"""What the command costs beside the training: each step, its start, and what is finished."""
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import perf_counter, process_time
+
+import torch
+from hydra import initialize_config_dir
+from torch import Tensor
+
+from gradsurg import compose
+from gradsurg.arms import Run
+from gradsurg.build import Experiment, build
+from gradsurg.jobs import Job, ending, job_of, prepare
+from gradsurg.options import CONFIG_DIR
+from gradsurg.sinks.base import RunInfo, Sink, State
+from gradsurg.store import SUMMARY, RunDirectory
+from gradsurg.study import execute
+from gradsurg.tables import aligned
+from gradsurg.train import Batches
+
+WARM, STEPS, CLIP = 50, 2000, 0.01
+MAX_OVERHEAD, MAX_START, MAX_RESUME_S = 1.10, 1.3, 2.0
+RUNS, JOBS = 1000, 50
+SWEEP = ["transform=none,clip,scale_by_sign,norm_rescale,zero", "seed=range(0,10)", "sink=none"]
+
+IMPORTS = "import torch, hydra, wandb"
+OPTIMIZER = f"{IMPORTS}; torch.optim.SGD([torch.zeros(1)], lr=1.0)"
+COMMAND = ["-m", "gradsurg.run", "transform=none", "steps=1", "seeds=1", "force=true"]
+
+Times = dict[str, list[tuple[float, float]]]  # (wall, CPU) a round, by what was timed
+
+
+def table(rounds: int, only: Sequence[str]) -> str:
+    """A table for each of `overhead`, `start_up` and `resuming`, with its bounds."""
+    parts = [f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"]
+    with TemporaryDirectory() as folder:
+        for part in (overhead, start_up, resuming):
+            if any(part.__name__.startswith(name) for name in only):
+                parts.append(part(rounds, Path(folder)))
+    return "\n\n".join(parts)
+
+
+@dataclass
+class Stopwatch(Sink):
+    """Times what lies between two logged steps: so and so many steps with all that recurs."""
+
+    between: tuple[int, int]
+    stamps: list[tuple[float, float]] = field(default_factory=list)
+
+    def start(self, run: RunInfo) -> None:
+        self.stamps = []
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if step in self.between:
+            self.stamps.append(_now())
+
+    def finish(self, state: State, summary: Mapping[str, float]) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
+
+    def notes(self) -> list[str]:
+        return []
+
+
+def overhead(rounds: int, place: Path) -> str:
+    """Ratios of the runner's steps to those of a loop by hand, arms taking turns."""
+    os.environ["WANDB_MODE"] = "offline"
+    torch.set_num_threads(1)
+    common = [f"steps={WARM + STEPS}", "seeds=1", "control=none", f"out={place}"]
+    watch = Stopwatch((WARM, WARM + STEPS))
+    arms: dict[str, Callable[[], None]] = {}
+    whole: dict[str, list[float]] = {}
+    times: Times = {}
+    for name, clip in (("none", False), ("clip", True)):
+        words = [f"transform={name}", *common]
+        words += [f"transform.clip.value={CLIP}"] if clip else []
+        full, bare = _experiment(words), _experiment([*words, "sink=none"])
+        run = full.pairs[0].runs[0]
+        arms[f"by hand, {name}"] = lambda run=run, clip=clip, name=name: _note(
+            times, f"by hand, {name}", _by_hand(run, clip)
+        )
+        for label, made in (("sink=none", bare), ("console, W&B offline", full)):
+            key = f"{label}, {name}"
+            arms[key] = lambda key=key, made=made: _runner(key, made, watch, place, times, whole)
+    for turn in range(rounds):
+        for name in list(arms)[:: 1 if turn % 2 else -1]:
+            arms[name]()
+    rows = [["the runner's steps / by hand", "wall: median (minimum)", "CPU", "bound", "rest, s"]]
+    for key, seconds in whole.items():
+        base = times[f"by hand, {key.rpartition(', ')[2]}"]
+        rows.append([key, *_ratios(times[key], base), f"{MAX_OVERHEAD:g}", f"{min(seconds):.2f}"])
+    step = 1000 * min(wall for wall, _ in times["by hand, none"]) / STEPS
+    note = (
+        f"digits, mlp, batches of 64: steps {WARM} to {WARM + STEPS}, {step:.3f} ms each by hand; "
+        f"{rounds} rounds.\nCounted: batches, steps, effects every 10, a log every 50 (JSONL, "
+        "sinks), a checkpoint every 100.\nrest: data, model, W&B's init and finish, the summary, "
+        "once a run"
+    )
+    return f"{note}\n{aligned(rows)}"
+
+
+def _by_hand(run: Run, clip: bool) -> tuple[float, float]:
+    torch.manual_seed(run.seed)
+    data = run.task.load()
+    model = run.make_model(data)
+    optimizer = run.make_optimizer(model)
+    if clip:
+        for param in model.parameters():
+            param.register_hook(lambda grad: grad.clamp(-CLIP, CLIP))
+    size = run.schedule.batch_size
+    stream = Batches(data.train_inputs, data.train_targets, size, run.seed).start(0)
+    began = _now()
+    for step in range(WARM + STEPS):
+        if step == WARM:
+            began = _now()
+        inputs, targets = next(stream)
+        optimizer.zero_grad()
+        loss: Tensor = run.task.loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+    return _since(began)
+
+
+def _runner(
+    key: str,
+    experiment: Experiment,
+    watch: Stopwatch,
+    place: Path,
+    times: Times,
+    whole: dict[str, list[float]],
+) -> None:
+    """The same steps by the runner, whose earlier run is forgotten; what else it took."""
+    run = replace(experiment.pairs[0].runs[0], study=f"round{len(times.get(key, []))}-{key[0]}")
+    began = perf_counter()
+    execute(run, place, [*experiment.sinks, watch], 1)
+    seconds = perf_counter() - began
+    first, last = watch.stamps
+    _note(times, key, (last[0] - first[0], last[1] - first[1]))
+    whole.setdefault(key, []).append(seconds - times[key][-1][0])
+
+
+def start_up(rounds: int, place: Path) -> str:
+    """A command of one step beside the imports that it cannot do without."""
+    command = [*COMMAND, f"out={place / 'start'}"]
+    cases = {
+        IMPORTS: ["-c", IMPORTS],
+        ".. and an optimizer made": ["-c", OPTIMIZER],
+        "python -m gradsurg.run, sink=none": [*command, "sink=none"],
+        "python -m gradsurg.run, W&B offline": command,
+    }
+    times: Times = {}
+    for turn in range(rounds):
+        for name in list(cases)[:: 1 if turn % 2 else -1]:
+            _note(times, name, _child(cases[name]))
+    head = ["start-up / imports", "wall: median (minimum)", "CPU", "bound", "wall, s", "CPU, s"]
+    rows = [head]
+    for name, own in times.items():
+        seconds = [f"{min(pair[part] for pair in own):.2f}" for part in (0, 1)]
+        bound = f"{MAX_START:g}" if "gradsurg" in name else ""
+        rows.append([name, *_ratios(own, times[IMPORTS]), bound, *seconds])
+    rows[1:] = sorted(rows[1:], key=lambda row: list(cases).index(row[0]))
+    note = (
+        f"transform=none steps=1 seeds=1, from {rounds} rounds: imports, the check, one run with "
+        "its files.\nPyTorch imports its compiler when the first optimizer is made"
+    )
+    return f"{note}\n{aligned(rows)}"
+
+
+def resuming(_: int, place: Path) -> str:
+    """What it takes to find that runs have finished, and to check a sweep's jobs; once each."""
+    out = place / "resume"
+    experiment = _experiment(["transform=none", f"seeds={RUNS}", f"out={out}", "sink=none"])
+    runs = [run for pair in experiment.pairs for run in pair.runs]
+    rows = [[f"{RUNS} runs", "seconds", "bound"]]
+    jobs: list[Job] = []
+
+    def timed(what: str, call: Callable[[], object]) -> float:
+        began = perf_counter()
+        call()
+        rows.append([what, f"{perf_counter() - began:.2f}", ""])
+        return perf_counter() - began
+
+    seconds = timed("named by their configs", lambda: jobs.extend(_jobs(runs, out)))
+    timed("written down, none there", lambda: prepare(jobs, force=False))
+    for run in runs:
+        (run.directory(out) / SUMMARY).write_text('{"state": "finished"}')
+    assert all(RunDirectory(run.directory(out)).finished for run in runs)
+    seconds += timed("looked up before the first job", lambda: prepare(jobs, force=False))
+    seconds += timed("skipped by their jobs", lambda: [execute(run, out, []) for run in runs])
+    seconds += timed("the table at the end", lambda: ending(jobs))
+    rows.append(["all but the writing", f"{seconds:.2f}", f"{MAX_RESUME_S:g}"])
+    stamps = [perf_counter()]
+    words = [*SWEEP, f"out={out}"]
+    compose.check(words, True, [], keep=lambda *_: stamps.append(perf_counter()))
+    took = [1000 * (after - before) for before, after in pairwise(stamps[1:])]
+    note = f"a sweep's jobs are composed and built in {median(took):.0f} ms each (median of {JOBS})"
+    return f"{aligned(rows)}\n{note}"
+
+
+def _jobs(runs: Sequence[Run], out: Path) -> list[Job]:
+    return [job_of([f"seed={run.seed}"], [run], out) for run in runs]
+
+
+def _experiment(words: list[str]) -> Experiment:
+    compose.register()
+    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        line = compose.CommandLine(words, [], "config")
+        return build(compose.plain(line.composed(words)))
+
+
+def _child(arguments: list[str]) -> tuple[float, float]:
+    """Wall and CPU seconds of an interpreter; waited for by hand, so that both are its own."""
+    began = perf_counter()
+    closed = [(os.POSIX_SPAWN_OPEN, out, os.devnull, os.O_WRONLY, 0) for out in (1, 2)]
+    command = [sys.executable, *arguments]
+    process = os.posix_spawn(sys.executable, command, os.environ, file_actions=closed)
+    _, status, usage = os.wait4(process, 0)
+    if status:
+        raise RuntimeError(f"{arguments} ended with exit code {os.waitstatus_to_exitcode(status)}")
+    return perf_counter() - began, usage.ru_utime + usage.ru_stime
+
+
+def _ratios(over: Sequence[tuple[float, float]], under: Sequence[tuple[float, float]]) -> list[str]:
+    """Of wall and of CPU times: that of medians, that of minima in brackets."""
+    cells = []
+    for part in (0, 1):
+        a, b = [pair[part] for pair in over], [pair[part] for pair in under]
+        cells.append(f"{median(a) / median(b):.3f} ({min(a) / min(b):.3f})")
+    return cells
+
+
+def _note(times: Times, name: str, pair: tuple[float, float]) -> None:
+    times.setdefault(name, []).append(pair)
+
+
+def _now() -> tuple[float, float]:
+    return perf_counter(), process_time()
+
+
+def _since(began: tuple[float, float]) -> tuple[float, float]:
+    now = _now()
+    return now[0] - began[0], now[1] - began[1]
