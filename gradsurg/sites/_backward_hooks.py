@@ -257,6 +257,7 @@ class Ended:
 def note_in_place(model: nn.Module, stack: ExitStack) -> None:
     """Let PyTorch's error about a write to what a hooked module has returned say what to do."""
 
+    @engine.untraced
     def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
         error = sys.exception()
         if (
