@@ -162,6 +162,8 @@ def leaving(
     def hook(
         module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object
     ) -> None:
+        if calls.names.get(module) is None:  # nor has it been entered
+            return
         told, call = one.give(module), calls.turns.next(module)
         base = None if call is None else chosen(module, call)
         if base is None:
