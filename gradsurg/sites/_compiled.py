@@ -28,10 +28,8 @@ def blind(model: nn.Module, whole: bool) -> Callable[[bool], str]:
         inside = [own_name(name) for name in names if name.endswith(COMPILED)]
         if inside:
             return HINT.format(what=", ".join(f"'{name}'" for name in inside))
-        return (
-            ""
-            if acted and not whole
-            else HINT.format(what="code of this process, it may be the model,")
-        )
+        if acted and not whole:
+            return ""
+        return HINT.format(what="code of this process, it may be the model,")
 
     return why

@@ -15,8 +15,8 @@ from gradsurg.sites.base import Gates
 Wanted = Callable[[Tensor], bool]
 
 COMPILED_SAVES = (
-    "what torch.compile has compiled chooses by itself what it saves: there may be fewer sites than "
-    "in eager, and other tensors in them"
+    "what torch.compile has compiled chooses by itself what it saves: there may be fewer sites "
+    "than in eager, and other tensors in them"
 )
 
 

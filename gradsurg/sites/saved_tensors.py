@@ -186,6 +186,8 @@ class SavedTensors(ModuleSelector):
         return LookupError(
             f"SavedTensors: no node of '{self.said()}' is selected by node='{self.node}'. "
             f"The model's are: {', '.join(names)}."
+            + " What is compiled runs as one node."
+            * ("CompiledFunction" in names)
         )
 
     def _place(self, made: Made) -> Place:
