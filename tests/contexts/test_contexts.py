@@ -80,6 +80,7 @@ def _compiled_as_eager(name: str, backend: str) -> None:
 NOISE = (
     "ignore:The .grad attribute of a Tensor that is not a leaf",
     "ignore:Dynamo detected a call to a `functools.lru_cache`",
+    "ignore:Using `torch.compile.module.` when there are global hooks",
     "ignore:.*chooses by itself what it saves:gradsurg.SurgeryWarning",
     "ignore:.*not linear:gradsurg.SurgeryWarning",
 )
