@@ -251,16 +251,14 @@ class Attached:
         inside = all(kind.later(model) is None for kind in at.kinds)
         counted = False
 
+        @engine.untraced
         def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
             nonlocal counted
-            if at.expected is None and torch.compiler.is_compiling():
-                return  # traced, it would break the graph
             if counted or not torch.is_grad_enabled() or engine.in_backward():
                 return
             counted = True
-            if not torch.compiler.is_compiling():
-                handle.remove()
-                self._keeps = tried.ask
+            handle.remove()
+            self._keeps = tried.ask
             if at.expected is not None and may_come(output, at):
                 self._uncounted = True
                 after_backward(output, self._count)

@@ -26,7 +26,7 @@ class Changes:
         model = self._model()
         if not self._waiting and model is not None:
             # At the latest before the next forward: a backward that fails has no end to wait for.
-            hook = model.register_forward_pre_hook(lambda *_: self.settle())
+            hook = model.register_forward_pre_hook(engine.untraced(lambda *_: self.settle()))
             self._alarm.callback(hook.remove)
         self._waiting.append(change)
         engine.at_end_of_backward(self._at_end)

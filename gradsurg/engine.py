@@ -137,13 +137,14 @@ _tracing: Callable[[], object]
 _tracing = import_module("torch._C._dynamo.eval_frame").get_eval_frame_callback
 
 
-def untraced(function: Function) -> Function:
+def untraced(function: Function, compiled: Function | None = None) -> Function:
     """The same function, and Dynamo runs it as it is: traced, what it remembers would be lost.
 
-    Outside of what is compiled it costs a fifth of what `torch.compiler.disable` does.
+    Every hook on a module needs this. Outside of what is compiled it costs a fifth of what
+    `torch.compiler.disable` does. `compiled` is what takes its place in what is compiled.
     """
     disable: Callable[..., Any] = torch.compiler.disable  # Any: it gives back what it was given
-    disabled = disable(function)
+    disabled = disable(compiled or function)
 
     def run(*args: object) -> object:
         return function(*args) if _tracing() is None else disabled(*args)

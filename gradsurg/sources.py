@@ -41,16 +41,28 @@ def watch(
     seen = watched(trigger, model)
     if seen:
         forwards = _Forwards(", ".join(map(repr, seen)), note)
-        stack.callback(model.register_forward_hook(forwards.ends).remove)
+        stack.callback(model.register_forward_hook(_hook(model, forwards.ends)).remove)
     for part, module in seen.items():
         seer = _Seer(part, clock)
         if module is not model:
-            stack.callback(model.register_forward_pre_hook(seer.begin).remove)
+            stack.callback(model.register_forward_pre_hook(_hook(model, seer.begin)).remove)
         if part.source.startswith("output:"):
-            stack.callback(module.register_forward_hook(seer.gives).remove)
+            stack.callback(module.register_forward_hook(_hook(module, seer.gives)).remove)
         else:
-            hook = module.register_forward_pre_hook(seer.takes, with_kwargs=True)
+            hook = module.register_forward_pre_hook(_hook(module, seer.takes), with_kwargs=True)
             stack.callback(hook.remove)
+
+
+def _hook(module: nn.Module, call: Callable[..., None]) -> Callable[..., None]:
+    """A hook for this module alone: a copy of it, made in the block, has the same hooks."""
+    held = ref(module)
+
+    @engine.untraced
+    def hook(called: nn.Module, *given: object) -> None:
+        if called is held():
+            call(called, *given)
+
+    return hook
 
 
 class _Forwards:
@@ -64,7 +76,7 @@ class _Forwards:
         self.newest = 0
 
     def ends(self, model: nn.Module, args: tuple[object, ...], output: object) -> None:
-        if engine.in_backward() or engine.in_functorch() or torch.compiler.is_compiling():
+        if engine.in_backward() or engine.in_functorch():
             return
         self.newest += 1
         # A hook stays on its graph: it must not hold what belongs to the block.

@@ -86,6 +86,7 @@ class Surgery:
             raise RuntimeError("this surgery is attached already; make a second one")
         if steps_per_epoch is not None and steps_per_epoch < 1:
             raise ValueError(f"steps_per_epoch: must be >= 1, found {steps_per_epoch}")
+        given = model
         model = getattr(model, "_orig_mod", model)  # of a compiled one: names are those of inside
         self._clock.epoch_length = steps_per_epoch
         live = Live(
@@ -98,7 +99,7 @@ class Surgery:
         )
         with ExitStack() as stack:
             stack.callback(self._detach, live)
-            live._blind = blind(model)
+            live._blind = blind(model, whole=given is not model)
             for intervention in self._interventions:
                 live._hook(live._admit(intervention))
             self._live = live

@@ -1,18 +1,15 @@
 """How steps are computed: gradients in parts, in half precision, by a compiled model."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from gradsurg import engine
-from gradsurg.sites._untouched import is_ours
 from gradsurg.sites.base import Selector
 
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -50,10 +47,8 @@ class Switches:
 
     @contextmanager
     def compiled(self, model: nn.Module) -> Iterator[nn.Module]:
-        """The model to train with, in a block inside that of the surgery.
-
-        gradsurg's own hooks run as they are, between what is compiled: Dynamo would trace their
-        Python and lose what they remember. What was compiled is forgotten when the block ends.
+        """The model to train with, in a block inside that of the surgery: compiled code does not
+        see hooks that come later. What was compiled is forgotten when the block ends.
         """
         if self.compile is None:
             yield model
@@ -62,19 +57,11 @@ class Switches:
             stack.enter_context(warnings.catch_warnings())
             for message in NOISE:
                 warnings.filterwarnings("ignore", message)
-            for module in model.modules():
-                for table in (module._forward_pre_hooks, module._forward_hooks):
-                    for key, hook in table.items():
-                        if is_ours(hook):
-                            stack.callback(partial(_put_back, table, key, hook))
-                            table[key] = engine.untraced(hook)
             # PyTorch compiles the same code a few times only, then it runs uncompiled: a process
             # has many runs.
             torch.compiler.reset()
             stack.callback(torch.compiler.reset)
-            compiled: Any = torch.compile(
-                model, backend=self.compile
-            )  # Any: PyTorch says a function
+            compiled: Any = torch.compile(model, backend=self.compile)  # Any: it says a function
             yield compiled
 
 
@@ -86,10 +73,3 @@ def check_compiled(selector: Selector) -> None:
                 f"{type(kind).__name__} cannot act in a compiled model: {kind.uncompiled}. Choose "
                 "Parameters, Outputs, Inputs or Values, or compile=false"
             )
-
-
-def _put_back(
-    table: dict[int, Callable[..., Any]], key: int, hook: Callable[..., Any]
-) -> None:  # Any: a hook
-    if key in table:
-        table[key] = hook

@@ -249,14 +249,13 @@ def test_every_run_of_a_process_is_compiled_though_pytorch_compiles_a_class_but_
     assert len(graphs) == limit + 3
 
 
-def test_hooks_are_those_of_before_when_the_block_ends() -> None:
+def test_compiling_leaves_the_hooks_of_the_surgery_as_they_are() -> None:
     model = small()
     with Surgery(Intervention(gs.Clip(0.1), at=gs.Outputs())).attach(model) as live:
         before = [list(module._forward_hooks.values()) for module in model.modules()]
         with Switches(compile="eager").compiled(model):
             inside = [list(module._forward_hooks.values()) for module in model.modules()]
-        assert [list(module._forward_hooks.values()) for module in model.modules()] == before
-        assert inside != before
+        assert inside == before
         model(data().inputs).sum().backward()
         assert all(entry.calls for entry in live.ledger)
 

@@ -162,6 +162,8 @@ def leaving(
     def hook(
         module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object
     ) -> None:
+        if calls.names.get(module) is None:  # nor has it been entered
+            return
         told, call = one.give(module), calls.turns.next(module)
         base = None if call is None else chosen(module, call)
         if base is None:
@@ -257,6 +259,7 @@ class Ended:
 def note_in_place(model: nn.Module, stack: ExitStack) -> None:
     """Let PyTorch's error about a write to what a hooked module has returned say what to do."""
 
+    @engine.untraced
     def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
         error = sys.exception()
         if (

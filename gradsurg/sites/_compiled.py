@@ -14,9 +14,9 @@ HINT = (
 )
 
 
-def blind(model: nn.Module) -> Callable[[bool], str]:
+def blind(model: nn.Module, whole: bool) -> Callable[[bool], str]:
     """Why hooks that come now may never run, told when the block ends and it is known whether any
-    of them has `acted`; empty if nothing says so.
+    of them has `acted`; empty if nothing says so. `whole`: the model was given compiled.
     """
     if not engine.has_compiled():
         return lambda acted: ""
@@ -28,6 +28,8 @@ def blind(model: nn.Module) -> Callable[[bool], str]:
         inside = [own_name(name) for name in names if name.endswith(COMPILED)]
         if inside:
             return HINT.format(what=", ".join(f"'{name}'" for name in inside))
-        return "" if acted else HINT.format(what="code of this process, it may be the model,")
+        if acted and not whole:
+            return ""
+        return HINT.format(what="code of this process, it may be the model,")
 
     return why

@@ -227,10 +227,12 @@ class Calls(threading.local):
         """Follow the calls of the model itself; a copy of it, made in the block, is left alone."""
         # Functions, not methods: a model is copied with its hooks, and a method with its object.
 
+        @engine.untraced
         def begin(module: nn.Module, args: tuple[object, ...]) -> None:
             if module in self.names:
                 self.start()
 
+        @engine.untraced
         def end(module: nn.Module, args: tuple[object, ...], output: object) -> None:
             self.stop()
 

@@ -14,6 +14,11 @@ from gradsurg.sites.base import Gates
 
 Wanted = Callable[[Tensor], bool]
 
+COMPILED_SAVES = (
+    "what torch.compile has compiled chooses by itself what it saves: there may be fewer sites "
+    "than in eager, and other tensors in them"
+)
+
 
 class Saving(Calls):
     """The calls that are running, each with the pair of hooks that it has put in force."""
@@ -60,6 +65,11 @@ class Saving(Calls):
         own = pair(numbered, outer)
         self.open.append(_Open(module, own, outer, numbered))
         engine.begin_saving(own)
+
+    def enter_compiled(self, module: nn.Module, args: tuple[object, ...]) -> None:
+        """As `enter`, in a compiled model: what is saved there is told of."""
+        self.gates.note(COMPILED_SAVES)
+        self.enter(module, args)
 
     def leave(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
         # A call that nobody has entered, as after a hook that has raised before, has nothing open.

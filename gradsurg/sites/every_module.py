@@ -22,7 +22,16 @@ from gradsurg.sites._backward_hooks import (
     tickets,
     without_warning,
 )
-from gradsurg.sites._modules import ROOT, Calls, Chosen, Pattern, Types, matches_type, names_of
+from gradsurg.sites._modules import (
+    COMPILED,
+    ROOT,
+    Calls,
+    Chosen,
+    Pattern,
+    Types,
+    matches_type,
+    names_of,
+)
 from gradsurg.sites.base import Gates, Keeps, Place, Selector, Stage, foreign, matches
 from gradsurg.sites.values import Done, Flow
 from gradsurg.sites.values import entering as entering_values
@@ -210,13 +219,15 @@ class _Names(dict[nn.Module, list[str]]):
     def __missing__(self, module: nn.Module) -> list[str]:
         return [type(module).__name__]
 
-    def get(self, key: nn.Module, default: object = None) -> list[str]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self[key]
+    def get(self, key: nn.Module, default: None = None) -> list[str] | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        # What torch.compile puts around a module is no module of the user's.
+        return default if key not in self and COMPILED in key._modules else self[key]
 
 
 def _by_place(enter: Callable[..., Any]) -> Callable[..., Any]:
     """A hook on all arguments, where PyTorch tells of those by place only. Any: a user's values."""
 
+    @engine.untraced
     def hook(module: nn.Module, args: tuple[object, ...]) -> tuple[object, ...] | None:
         given = enter(module, args, {})
         return None if given is None else given[0]
@@ -228,6 +239,7 @@ def _follow_begin(calls: Calls, model: nn.Module, stack: ExitStack) -> None:
     """As `Calls.hook`, and in time for global hooks, which run before those of the model."""
     held = ref(model)
 
+    @engine.untraced
     def begin(module: nn.Module, args: tuple[object, ...]) -> None:
         if module is held():
             calls.start()
@@ -238,6 +250,7 @@ def _follow_begin(calls: Calls, model: nn.Module, stack: ExitStack) -> None:
 def _follow_end(calls: Calls, model: nn.Module, stack: ExitStack) -> None:
     held = ref(model)
 
+    @engine.untraced
     def end(module: nn.Module, args: tuple[object, ...], output: object) -> None:
         if module is held():
             calls.stop()

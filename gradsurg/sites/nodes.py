@@ -26,6 +26,12 @@ from gradsurg.sites.base import (
 )
 from gradsurg.transforms.base import Scope
 
+COMPILED = "CompiledFunction"
+ONE_NODE = (
+    "it acted on nodes that torch.compile has made, each of them many operations in one: in eager "
+    "there are others"
+)
+
 
 @validated
 class Nodes(Selector):
@@ -131,6 +137,8 @@ class Nodes(Selector):
                 key = made[1:]
                 if key not in sites:
                     sites[key] = self._site(made, gates)
+                    if sites[key] and plain(made.name) == f"{COMPILED}Backward":
+                        gates.note(ONE_NODE)
                 site = sites[key]
                 if site is not None:
                     chosen = True
@@ -151,7 +159,7 @@ class Nodes(Selector):
         names = sorted({plain(node.name).removesuffix("Backward") for node in made})
         families = [own for own in FAMILIES if any(fits(node.name, own) for node in made)]
         where = "" if self.module == "*" else f" in '{self.module}'"
-        compiled = not names or "CompiledFunction" in names
+        compiled = not names or COMPILED in names
         hint = " What is compiled runs as one node: use Outputs there." if compiled else ""
         return LookupError(
             f"Nodes: no node{where} is selected by '{self.pattern}' (call={self.call}, "

@@ -6,7 +6,6 @@ from functools import partial
 from typing import ClassVar, TypeGuard
 from weakref import ref
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -57,6 +56,7 @@ class Outputs(ModuleSelector):
 def _hook_output(gates: Gates, tensors: "OwnedTensors", chosen: Chosen) -> Callable[..., None]:
     short: dict[tuple[str, int], GradFn] = {}  # the gates of calls that have returned one tensor
 
+    @engine.untraced
     def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
         call = tensors.turns.next(module)
         if call is None:
@@ -86,7 +86,7 @@ def is_new(output: object) -> TypeGuard[Tensor]:
         and output.requires_grad
         and output._backward_hooks is None
         and output.grad_fn is not None
-        and not torch.compiler.is_compiling()
+        and not hasattr(output, ORIGINAL)
     )
 
 

@@ -15,7 +15,7 @@ from gradsurg.sites._modules import ModuleSelector, names_of
 from gradsurg.sites._node_names import fits, plain
 from gradsurg.sites._resolver import Graph, Made, around, resolver
 from gradsurg.sites._saved_pairs import pair, saved_by
-from gradsurg.sites._saving import Saving, Wanted
+from gradsurg.sites._saving import COMPILED_SAVES, Saving, Wanted
 from gradsurg.sites._sorts import Sort, Sorts
 from gradsurg.sites.base import Gates, Keeps, Place, Stage, check_pattern
 from gradsurg.transforms.base import Scope
@@ -50,7 +50,7 @@ class SavedTensors(ModuleSelector):
     Other hooks for saved tensors, as those of a checkpoint or `save_on_cpu`, stay in force: what
     they give back is what the transform gets. Not with `node`, where one pair alone can be and this
     is an error; and not inside of `block`, where what such hooks take is theirs. What runs compiled
-    chooses by itself what it saves.
+    chooses by itself what it saves, which a warning tells when the block ends.
     """
 
     node: Annotated[str, AfterValidator(check_pattern)] | None = None
@@ -120,6 +120,8 @@ class SavedTensors(ModuleSelector):
                 f"SavedTensors: site 'block' is many tensors, and {gates.stateful} remembers one "
                 "thing for each site: choose modules or nodes"
             )
+        # No call is followed that would say whether it runs compiled.
+        gates.at_end(lambda: COMPILED_SAVES if engine.has_compiled() else "")
         gate = gates.gate(BLOCK)
         sorts = Sorts(model, stack)
         fits_sort = _wanted(self.of, sorts)
@@ -138,7 +140,8 @@ class SavedTensors(ModuleSelector):
         calls = Saving(names_of(model), self.chosen(gates), gates, sorts, wanted)
         stack.callback(calls.end)
         calls.hook(model, stack)
-        enter, leave = engine.untraced(calls.enter), engine.untraced(calls.leave)
+        enter = engine.untraced(calls.enter, calls.enter_compiled)
+        leave = engine.untraced(calls.leave)
         for module in self.hookable(calls.names, gates):
             stack.callback(module.register_forward_pre_hook(enter).remove)
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
@@ -183,6 +186,8 @@ class SavedTensors(ModuleSelector):
         return LookupError(
             f"SavedTensors: no node of '{self.said()}' is selected by node='{self.node}'. "
             f"The model's are: {', '.join(names)}."
+            + " What is compiled runs as one node."
+            * ("CompiledFunction" in names)
         )
 
     def _place(self, made: Made) -> Place:

@@ -2,8 +2,9 @@
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,8 @@ from torch.func import functional_call, grad
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
-from tests.contexts.kinds import FACTOR, Kind, Net
+from gradsurg.sites.base import Selector
+from tests.contexts.kinds import FACTOR, Kind, Nested, Net
 
 Attach = Callable[..., AbstractContextManager[gs.Live | None]]
 Step = Callable[[Kind, Attach], Tensor]
@@ -141,6 +143,40 @@ def compiled_before_attach(kind: Kind, attach: Attach) -> Tensor:
         return _run(model, compiled(_inputs()).sum(), kind, optimizer)
 
 
+Order = Literal["never", "inside", "in place", "before"]
+
+
+def trained(at: Selector, order: Order, backend: str) -> tuple[list[Tensor], Mapping[str, object]]:
+    """Some steps of a model whose modules hand on tensors of others: its weights, and the ledger.
+
+    The `order` says when it is compiled: inside the block that attaches, or before it.
+    """
+    torch.manual_seed(0)
+    model = Nested()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    called: Callable[[Tensor], Tensor] = model
+    if order == "before":
+        called = torch.compile(model, backend=backend)
+    surgery = gs.Surgery(gs.Intervention(gs.Scale(1.5), at=at))
+    with surgery.attach(model, optimizer) as live:
+        if order == "inside":
+            called = torch.compile(model, backend=backend)
+        if order == "in place":
+            model.compile(backend=backend)
+        for _ in range(3):
+            params = list(model.parameters())
+            grads = torch.autograd.grad(called(_inputs()).square().sum(), params)
+            loss = called(_inputs()).square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            if isinstance(at, gs.Captured):
+                for param, grad in zip(params, grads, strict=True):
+                    param.grad = grad
+            optimizer.step()
+        counts = {entry.site: (entry.calls, entry.fired, entry.aliases) for entry in live.ledger}
+    return [param.detach().clone() for param in model.parameters()], counts
+
+
 def torch_func(kind: Kind, attach: Attach) -> Tensor:
     model = _net()
     params = dict(model.named_parameters())
@@ -232,4 +268,4 @@ CONTEXTS: dict[str, Step] = {
     "threads": threads,
 }
 
-__all__ = ["CONTEXTS", "FACTOR", "Attach", "Step"]
+__all__ = ["CONTEXTS", "FACTOR", "Attach", "Order", "Step", "trained"]

@@ -60,3 +60,16 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.act(self.first(x)))
+
+
+class Nested(nn.Module):
+    """Modules inside one another: a container, its last child and an identity give one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 6), nn.Tanh())
+        self.act = nn.ReLU()
+        self.last = nn.Sequential(nn.Linear(6, 2), nn.Identity())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.act(self.first(x)))

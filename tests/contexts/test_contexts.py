@@ -1,11 +1,15 @@
 """The table of what works where says what happens, and nothing is silently ignored."""
 
 from contextlib import nullcontext
+from dataclasses import replace
+from typing import get_args
 
 import pytest
+import torch
 
+import gradsurg as gs
 from gradsurg.catalogue import find, names
-from tests.contexts.contexts import CONTEXTS
+from tests.contexts.contexts import CONTEXTS, Order, trained
 from tests.contexts.kinds import KINDS, Kind
 from tests.contexts.table import BEGIN, END, README, outcome, row
 
@@ -52,3 +56,47 @@ def test_what_does_nothing_and_says_nothing_is_found_out(monkeypatch: pytest.Mon
 
     monkeypatch.setitem(CONTEXTS, "eager", ignoring)
     assert outcome(KINDS["Outputs"], "eager")[0] == "IGNORED"
+
+
+def _compiled_as_eager(name: str, backend: str) -> None:
+    kind = KINDS[name].make()
+    # Nodes are those of one compiled graph: the table has them as refused.
+    at = kind if isinstance(kind, gs.Nodes) else replace(kind, pattern="*")
+    torch.compiler.reset()
+    weights, counts = trained(at, "never", backend)
+    for order in get_args(Order)[1:]:
+        torch.compiler.reset()
+        if isinstance(kind, gs.Nodes) and backend != "eager":
+            with pytest.raises(LookupError, match="is compiled runs as one node: use Outputs"):
+                trained(at, order, backend)
+            continue
+        found, counted = trained(at, order, backend)
+        assert counted == counts, order
+        for one, other in zip(found, weights, strict=True):
+            torch.testing.assert_close(one, other, msg=order)
+    torch.compiler.reset()
+
+
+NOISE = (
+    "ignore:The .grad attribute of a Tensor that is not a leaf",
+    "ignore:Dynamo detected a call to a `functools.lru_cache`",
+    "ignore:Using `torch.compile.module.` when there are global hooks",
+    "ignore:.*chooses by itself what it saves:gradsurg.SurgeryWarning",
+    "ignore:.*not linear:gradsurg.SurgeryWarning",
+)
+
+
+@pytest.mark.filterwarnings(*NOISE)
+@pytest.mark.parametrize("name", ["Outputs", "Parameters backward"])
+def test_compiled_training_ends_with_the_weights_and_the_counts_of_eager(name: str) -> None:
+    _compiled_as_eager(name, "eager")
+
+
+@pytest.mark.filterwarnings(*NOISE)
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_site_trains_a_compiled_model_as_an_eager_one(
+    name: str, backend: str
+) -> None:
+    _compiled_as_eager(name, backend)

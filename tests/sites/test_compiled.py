@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.sites.base import Selector
-from tests.nets import attached, backward, batch, gradients, num_hooks, small
+from tests.nets import attached, backward, batch, gradients, num_hooks, sgd, small
 from tests.sites.points import calls_of
 
 pytestmark = [  # Dynamo's own, while it traces
@@ -125,6 +125,51 @@ def test_what_was_compiled_elsewhere_is_not_blamed_for_a_module_that_is_not_call
         attached(model, gs.Scale(10.0), gs.Outputs("*")),
     ):
         model[1](model[0](batch()[0])).sum().backward()
+
+
+def test_of_nodes_that_compiling_has_made_one_is_told() -> None:
+    model = small()
+    with (
+        pytest.warns(gs.SurgeryWarning, match=r"nodes that torch\.compile has made"),
+        attached(model, gs.Scale(10.0), gs.Nodes("*")),
+    ):
+        backward(_whole(model, "aot_eager"))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("at", [gs.SavedTensors("act"), gs.SavedTensors("block")])
+def test_of_what_is_saved_compiled_one_is_told(backend: str, at: Selector) -> None:
+    model = small()
+    with (
+        pytest.warns(gs.SurgeryWarning, match=r"torch\.compile has compiled chooses by itself"),
+        attached(model, gs.Scale(10.0), at),
+    ):
+        backward(_whole(model, backend))
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
+@pytest.mark.parametrize("kind", ["forward_pre", "forward"])
+def test_what_compiling_puts_around_a_module_is_no_module_of_the_process(kind: str) -> None:
+    model = _whole(small(), "eager")
+    with attached(model, gs.Scale(1.0), gs.EveryModule(kind=kind)) as live:  # pyright: ignore[reportArgumentType]
+        backward(model)
+    assert not [site for site in calls_of(live) if "Optimized" in site]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("source", ["batch", "output:act"])
+def test_a_trigger_sees_the_forward_of_a_compiled_model(backend: str, source: str) -> None:
+    def counts(compiling: bool) -> dict[str, int]:
+        model = small()
+        when = gs.Value(above=0.73 if source == "batch" else 0.17, source=source)
+        item = gs.Intervention(gs.Scale(1.5), at=gs.Outputs("*"), when=when)
+        with gs.Surgery(item).attach(model, sgd(model)) as live:
+            called = _whole(model, backend) if compiling else model
+            for step in range(4):
+                backward(called, step)
+        return {entry.site: entry.all_fired for entry in live.ledger}
+
+    assert counts(True) == counts(False) == dict.fromkeys(["first#0", "act#0", "last#0"], 2)
 
 
 def test_a_compiled_part_goes_by_its_own_name() -> None:
