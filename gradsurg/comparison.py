@@ -42,8 +42,8 @@ def compare(
     """Train with `surgery` and without, seed by seed; the random generator is left as it was.
 
     `train(model, surgery)` attaches what it is given, trains, and returns a number or a dict of
-    numbers; the control arm gets a surgery that does nothing. Raises ValueError if `seeds` < 1 or
-    the arms return different keys.
+    numbers; the control arm gets a surgery that does nothing. Raises ValueError if `seeds` < 1,
+    the surgery was never attached, or the arms return different keys.
     """
     if seeds < 1:
         raise ValueError(f"seeds: must be >= 1, found {seeds}")
@@ -52,7 +52,13 @@ def compare(
         for arm, interventions in zip(arms, (surgery.interventions, ()), strict=True):
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
-                outcome = train(make_model(), Surgery(*interventions, seed=seed))
+                given = Surgery(*interventions, seed=seed)
+                outcome = train(make_model(), given)
+            if interventions and not given.was_attached:
+                raise ValueError(
+                    "train did not attach the surgery that it was given: both arms are the same; "
+                    "`with surgery.attach(model, optimizer):` goes around its loop"
+                )
             arm.append(outcome if isinstance(outcome, Mapping) else {"outcome": float(outcome)})
             if arm[-1].keys() != arms[0][0].keys():
                 raise ValueError(f"train returned {list(arm[-1])}, before it {list(arms[0][0])}")

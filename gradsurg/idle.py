@@ -12,10 +12,13 @@ LEVELS = (0.5, 0.9, 0.99, 1.0)  # the quantiles that are told of gradients that 
 NEARLY = 0.9  # of the largest: rounded to two digits it is still below it
 
 
-def changed_nothing(surgery: Surgery, live: Live) -> list[str]:
-    """A note for each transform that changed no entry anywhere, with bounds that would bite."""
+def changed_nothing(surgery: Surgery, live: Live, effects_every: int = 1) -> list[str]:
+    """A note for each transform that changed no entry at the steps that were measured, one in
+    `effects_every`, with bounds that would bite there.
+    """
     idle = _identities(surgery)
     rows = live.effects.rows()
+    where = f" at the steps measured, one in {effects_every}" if effects_every > 1 else ""
     notes = []
     for transform in dict.fromkeys(str(row["transform"]) for row in rows):
         own = [row for row in rows if row["transform"] == transform]
@@ -29,7 +32,7 @@ def changed_nothing(surgery: Surgery, live: Live) -> list[str]:
         shown = ", ".join(f"{q:.0%} {v:.2g}" for q, v in zip(LEVELS, quantiles, strict=True))
         reach = f"norms from {min(norms):.2g} to {max(norms):.2g}"
         notes.append(
-            f"{transform} changed nothing. Quantiles of |g|: {shown}; {reach}. "
+            f"{transform} changed nothing{where}. Quantiles of |g|: {shown}; {reach}. "
             + _would_bite(quantiles, norms)
         )
     return notes

@@ -86,7 +86,8 @@ class Trial:
 
     @property
     def _epoch(self) -> int:
-        return max(1, len(self.data.train_inputs) // self._batch)
+        together = self._batch * (self.settings.accumulate if self.settings is not None else 1)
+        return max(1, len(self.data.train_inputs) // together)
 
     def _site_fault(self, selector: Selector) -> str:
         try:

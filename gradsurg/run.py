@@ -61,6 +61,8 @@ def job(config: DictConfig) -> None:
         return
     sweeping = HydraConfig.get().mode is RunMode.MULTIRUN
     runs, skipped, wanted, failed = [], 0, 0, 0
+    if sweeping:
+        print(f"job {1 + HydraConfig.get().job.num}: {_words()}", file=sys.stderr, flush=True)
     for pair in experiment.pairs:
         records = [_run(experiment, run, sweeping) for run in pair.runs]
         done = [record for record in records if record and record.summary]
@@ -125,7 +127,9 @@ def _run(experiment: Experiment, run: Run, sweeping: bool) -> Record | None:
         return None
     if record.happened == "kept failed":
         print(f"{who}: had failed and is kept so; {record.reason}", file=sys.stderr)
-    elif record.happened in TOLD and (sweeping or record.happened != "skipped"):
+    elif record.happened == "skipped" and (not sweeping or run.arm == "control"):
+        pass  # told in one number, and a control is mostly that of the job before
+    elif record.happened in TOLD:
         print(f"{who}: {TOLD[record.happened]}", file=sys.stderr)
     return record
 
@@ -135,6 +139,11 @@ TOLD = {
     "retried": "had failed, was tried again",
     "skipped": "finished before, skipped",
 }
+
+
+def _words() -> str:
+    """The words of the job at hand."""
+    return " ".join(HydraConfig.get().overrides.task)
 
 
 def _sentence(error: Exception) -> str:

@@ -133,7 +133,7 @@ class RunDirectory:
         return yaml.load(path.read_bytes(), Loader=loader) if path.is_file() else None
 
     def write_error(self, text: str) -> None:
-        """Keep the traceback of what ended the run; its last line is the reason.
+        """Keep the traceback of what ended the run; its last lines are the reason.
 
         On a disk that is nearly full only that line is kept; where it has no room that is logged.
         """
@@ -151,10 +151,11 @@ class RunDirectory:
 
     @property
     def reason(self) -> str:
-        """Why the run has failed: the last line of its traceback."""
+        """Why the run has failed: what stands behind the calls of its traceback, on one line."""
         path = self.path / ERROR
         lines = path.read_text().strip().splitlines() if path.is_file() else []
-        return lines[-1] if lines else ""
+        calls = [number for number, line in enumerate(lines) if line.startswith("  ")]
+        return "; ".join(lines[calls[-1] + 1 if calls else 0 :])
 
     def append_metrics(self, row: Mapping[str, object]) -> None:
         """Add one line to `metrics.jsonl`."""

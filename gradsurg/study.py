@@ -178,7 +178,7 @@ def _train(run: Run, place: RunDirectory, sinks: Sequence[Sink]) -> dict[str, ob
                     place.save_checkpoint(
                         trainee.checkpoint(step.done, live, told, log.skipped, log.trained_s)
                     )
-            notes = [] if run.shadow else changed_nothing(surgery, live)
+            notes = [] if run.shadow else changed_nothing(surgery, live, run.schedule.effects_every)
     _pass_on(caught)
     return log.summary(data, model, notes + _said(said, caught))
 

@@ -39,6 +39,7 @@ class Surgery:
         self._clock = Clock()
         self._states: dict[str, State] = {}
         self._live: Live | None = None
+        self.was_attached = False
 
     def __repr__(self) -> str:
         return f"Surgery({', '.join(map(repr, self.interventions))}, seed={self.seed})"
@@ -103,6 +104,7 @@ class Surgery:
             for intervention in self._interventions:
                 live._hook(live._admit(intervention))
             self._live = live
+            self.was_attached = True
             if in_state_dict:
                 travel(self, model, stack)
             if optimizer is not None:

@@ -557,7 +557,9 @@ def test_warnings_of_others_are_passed_on_once(tmp_path) -> None:
 
 def test_a_transform_that_changes_nothing_is_told_with_a_bound_that_does(tmp_path) -> None:
     (note,) = notes(execute(a_run(gs.Clip(1e9)), tmp_path, []))
-    assert note.startswith("clip changed nothing. Quantiles of |g|: 50% ")
+    assert note.startswith(
+        "clip changed nothing at the steps measured, one in 4. Quantiles of |g|: 50% "
+    )
     words = note.partition("A bound of ")[2].split()
     entries, norms = float(words[0]), float(words[5])
     for transform in (gs.Clip(entries), gs.ClipNorm(norms)):
@@ -588,7 +590,7 @@ def test_a_bound_that_is_said_to_bite_is_below_the_largest_also_as_printed(
 def test_gradients_that_are_all_zero_have_no_bound(tmp_path) -> None:
     chain = gs.Chain(gs.Zero(), gs.Clip(0.01))
     (note,) = notes(execute(a_run(chain), tmp_path, []))
-    assert note.startswith("clip changed nothing.")
+    assert note.startswith("clip changed nothing at the steps measured, one in 4.")
     assert note.endswith("norms from 0 to 0. The gradients were zero.")
 
 
@@ -596,7 +598,8 @@ def test_each_link_that_changes_nothing_is_told_by_itself(tmp_path) -> None:
     chain = gs.Chain(gs.Clip(1e9), gs.Scale(0.5), gs.Clip(1e8))
     found = notes(execute(a_run(chain), tmp_path, []))
     starts = [note.partition(".")[0] for note in found]
-    assert starts == ["clip changed nothing", "clip_2 changed nothing"]
+    where = "at the steps measured, one in 4"
+    assert starts == [f"clip changed nothing {where}", f"clip_2 changed nothing {where}"]
 
 
 def test_a_trigger_that_never_fired_is_told(tmp_path) -> None:

@@ -89,7 +89,7 @@ def test_force_repeats_each_run_of_a_sweep_once(here: Here, folder: Path) -> Non
     old = {path: path.stat().st_mtime_ns for path in folder.rglob("summary.json")}
     forced = here(*words, "force=true")
     assert forced.code == 0
-    assert forced.err.count("none, seed 0: finished before, skipped") == 1
+    assert "finished before" not in forced.err
     assert len(old) == 3
     assert all(path.stat().st_mtime_ns > time for path, time in old.items())
 
