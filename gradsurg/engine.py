@@ -164,6 +164,17 @@ def has_compiled() -> bool:
     return library is not None and bool(library.output_codes.seen)
 
 
+def in_compiled() -> bool:
+    """Whether this is called, however deep, by something that torch.compile has given back."""
+    frame = sys._getframe() if has_compiled() else None
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "compile_wrapper" and code.co_filename.endswith("eval_frame.py"):
+            return True
+        frame = frame.f_back
+    return False
+
+
 Pair = tuple[Callable[[torch.Tensor], object], Callable[[Any], torch.Tensor]]
 """A pack hook and an unpack hook. Any: whatever pack has made of a saved tensor."""
 

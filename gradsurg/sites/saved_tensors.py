@@ -120,14 +120,14 @@ class SavedTensors(ModuleSelector):
                 f"SavedTensors: site 'block' is many tensors, and {gates.stateful} remembers one "
                 "thing for each site: choose modules or nodes"
             )
-        # No call is followed that would say whether it runs compiled.
-        gates.at_end(lambda: COMPILED_SAVES if engine.has_compiled() else "")
         gate = gates.gate(BLOCK)
         sorts = Sorts(model, stack)
         fits_sort = _wanted(self.of, sorts)
 
         def wanted(tensor: Tensor) -> bool:
             sorts.look()  # no call is followed that would say when a weight is another tensor
+            if engine.in_compiled():
+                gates.note(COMPILED_SAVES)
             return fits_sort(tensor)
 
         one = pair(lambda tensor: (gate, BLOCK) if wanted(tensor) else None, engine.saving())
