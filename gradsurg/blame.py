@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from gradsurg.fields import nearest
-from gradsurg.options import LISTS
+from gradsurg.options import LISTS, options_of
 
 NO_KEY = "is not a key here."
 # A yaml file that is none, or is no mapping, is a YAMLError or an OSError.
@@ -73,6 +73,10 @@ def with_keys(path: str, config: DictConfig, adds: bool) -> str:
             f"{path}: cannot get other keys than it has. Remove it first: ~{path} '+{path}={{...}}'"
         )
     keys = [str(key) for key in place]
+    if parts[0] in LISTS and above == 1 and parts[1] in options_of(parts[0], ()):
+        chosen = ",".join([*keys, parts[1]])
+        chosen = f"'{parts[0]}=[{chosen}]'" if keys else f"{parts[0]}={chosen}"
+        return f"{path}: '{parts[1]}' is not chosen; add {chosen}"
     own = f" '+{path}=...' adds it." if adds else ""
     return f"{path}: '{parts[above]}' {NO_KEY} {nearest(parts[above], keys)}{own}"
 

@@ -65,3 +65,9 @@ def test_arms_that_return_other_keys_are_refused() -> None:
     outcomes = iter([{"loss": 1.0}, {"accuracy": 1.0}])
     with pytest.raises(ValueError, match=r"returned \['accuracy'\]"):
         gs.compare(make_model, lambda model, surgery: next(outcomes), gs.Surgery(), seeds=1)
+
+
+def test_a_surgery_that_was_never_attached_is_told() -> None:
+    surgery = gs.Surgery(gs.Intervention(gs.Zero()))
+    with pytest.raises(ValueError, match="did not attach the surgery"):
+        gs.compare(make_model, lambda model, given: 1.0, surgery, seeds=1)

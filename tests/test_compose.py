@@ -220,6 +220,13 @@ WRONG = (
         "site.of.0.pattern: Parameters: nothing matches 'hiden.*'",
         "'hidden.*'?",
     ),
+    Wrong(
+        "transform.clip.value=1", "transform.clip.value: 'clip' is not chosen; add transform=clip"
+    ),
+    Wrong(
+        "transform=sign transform.clip.value=1",
+        "transform.clip.value: 'clip' is not chosen; add 'transform=[sign,clip]'",
+    ),
     # what would never act
     Wrong(
         "transform=clip site=outputs site.call=7",

@@ -316,7 +316,8 @@ def test_an_arm_whose_transform_does_nothing_is_its_control_bit_by_bit(
 def test_a_transform_that_changed_nothing_is_told_with_a_value_that_would(command) -> None:
     printed, _ = command("transform=clip", "transform.clip.value=1e9", *SHORT)
     flat = " ".join(printed.split())
-    found = re.search(r"clip changed nothing at the steps measured, one in 10\. Quantiles .* A bound of (\S+) on entries", flat)
+    start = r"clip changed nothing at the steps measured, one in 10\. Quantiles .*"
+    found = re.search(start + r" A bound of (\S+) on entries", flat)
     assert found
     printed, _ = command("transform=clip", f"transform.clip.value={found.group(1)}", *SHORT)
     assert "changed nothing" not in printed
