@@ -127,6 +127,8 @@ def _run(experiment: Experiment, run: Run, sweeping: bool) -> Record | None:
         print(f"{who}: had failed and is kept so; {record.reason}", file=sys.stderr)
     elif record.happened in TOLD and (sweeping or record.happened != "skipped"):
         print(f"{who}: {TOLD[record.happened]}", file=sys.stderr)
+    if record.note:
+        print(f"{who}: {record.note}", file=sys.stderr)
     return record
 
 
