@@ -1,7 +1,7 @@
 """An arm with one seed: what a run is made of and recognised by."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from gradsurg.controls import first_control
 from gradsurg.store import directory_name
 from gradsurg.surgery import Surgery
 from gradsurg.switches import Switches
@@ -49,7 +50,8 @@ class Run:
     shadow: bool
     schedule: Schedule
     device: torch.device
-    control: str | None = None  # the name of the directory of the run that it is compared with
+    # the names of the directories of the runs that it is compared with, by the kind of control
+    controls: Mapping[str, str] = field(default_factory=dict)
     switches: Switches = PLAIN
     make_lr_schedule: Callable[[Optimizer], LRScheduler | None] = lambda optimizer: None
 
@@ -64,7 +66,36 @@ class Run:
             "tags": list(self.tags),
             "steps": self.schedule.steps,
             "control": self.control,
+            "controls": dict(self.controls),
+            "measured": self.measured,
         }
+
+    @property
+    def control(self) -> str | None:
+        """The name of the directory of the run that it is compared with first."""
+        return first_control(self.controls)
+
+    @property
+    def measured(self) -> dict[str, int]:
+        """How often is measured what changes no training, so that no identity tells it."""
+        every = self.schedule
+        return {
+            "effects_every": every.effects_every,
+            "eval_every": every.eval_every,
+            "update_effect_every": 0 if self.shadow else every.update_effect_every,
+        }
+
+    def measured_otherwise(self, facts: Mapping[str, object]) -> str:
+        """What a finished run with those facts was measured with, where that is not as asked."""
+        before = facts.get("measured")
+        if not isinstance(before, Mapping):
+            return ""
+        told = [
+            f"{key}={before[key]}"
+            for key, asked in self.measured.items()
+            if asked and before.get(key, asked) != asked
+        ]
+        return f"was measured with {', '.join(told)}; force=true measures anew" if told else ""
 
     @property
     def name(self) -> str:

@@ -16,6 +16,7 @@ from gradsurg.optimizers import optimizer_maker
 from gradsurg.pairs import Pair, Plan
 from gradsurg.parts import (
     checked_model,
+    content_of,
     device_of,
     model_of,
     names_of,
@@ -62,6 +63,9 @@ def build(config: Config) -> Experiment:
     trigger = faults.made("when", lambda: make("triggers", config["when"], Trigger))
     intervention = _intervention(transforms, selector, trigger, faults)
     task, data = task_of(config, faults)
+    content = None
+    if task is not None and data is not None:
+        content = faults.made("task", lambda: content_of(config, task))
     sinks = sinks_of(config, faults)
     make_optimizer = optimizer_maker(config, settings)
     model = None
@@ -91,7 +95,16 @@ def build(config: Config) -> Experiment:
     assert selector
     assert device
     assert data
-    plan = Plan(config, settings, task, make_optimizer, device, selector, intervention)
+    plan = Plan(
+        config,
+        settings,
+        task,
+        make_optimizer,
+        device,
+        selector,
+        intervention,
+        content=content or "",
+    )
     if settings.attribute:
         plan = replace(plan, without=_without_links(plan, transforms, trigger, faults))
         faults.stop()
@@ -178,6 +191,11 @@ def _check_links(settings: Settings, config: Config, faults: Faults) -> None:
         found = ", ".join(links) or "none"
         faults.lines.append(
             f"attribute: needs a chain of two transforms or more to leave one out of, found {found}"
+        )
+    if settings.attribute and settings.control == "norm_matched":
+        faults.lines.append(
+            "attribute: the shorter chains have no norm-matched control, "
+            "needs control=plain or control=none, found control=norm_matched"
         )
 
 

@@ -3,10 +3,11 @@
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gradsurg.arms import Run
+from gradsurg.controls import merged_facts
 from gradsurg.store import ERROR, RunDirectory, RunState
 from gradsurg.tables import aligned
 
@@ -65,13 +66,15 @@ def prepare(jobs: Sequence[Job], force: bool) -> Counter[RunState]:
         state: RunState = "running"
         if not force and place.finished:
             state = place.unheld_state
+            place.pair(run.facts)
         else:
             with place.held(wait=force) as alone:
                 if alone:
+                    facts = merged_facts(place.known_facts(), run.facts)
                     if force:
                         place.clear()
                     state = place.unheld_state
-                    place.plan(run.facts, run.identity)
+                    place.plan(facts, run.identity)
         states[state] += 1
     return states
 
@@ -114,7 +117,12 @@ def _outcome(job: Job) -> tuple[str, str]:
 
 
 def _once(jobs: Sequence[Job]) -> list[PlannedRun]:
-    return list({run.path: run for job in jobs for run in job.runs}.values())
+    """Each run by its directory, with the controls that any of the jobs gives it."""
+    found: dict[Path, PlannedRun] = {}
+    for run in (run for job in jobs for run in job.runs):
+        before = found[run.path].facts if run.path in found else {}
+        found[run.path] = replace(run, facts=merged_facts(before, run.facts))
+    return list(found.values())
 
 
 def _varying(jobs: Sequence[Job]) -> set[str]:

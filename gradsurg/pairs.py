@@ -56,6 +56,7 @@ class Plan:
     selector: Selector
     intervention: Intervention | None
     without: "Mapping[str, Plan]" = field(default_factory=dict)  # those of the chain less a link
+    content: str = ""  # what stands for the task's files
 
     def pair(self, seed: int) -> Pair:
         """The runs of one seed."""
@@ -63,7 +64,8 @@ class Plan:
             return Pair(seed, None, self._control(seed))
         control = self._control(seed) if self.settings.control != "none" else None
         treated = self._treated(seed)
-        treated = replace(treated, control=control.name if control else None)
+        if control is not None:
+            treated = replace(treated, controls={self.settings.control: control.name})
         shorter = {link: plan.pair(seed).treated for link, plan in self.without.items()}
         return Pair(seed, treated, control, {link: run for link, run in shorter.items() if run})
 
@@ -101,6 +103,7 @@ class Plan:
 
     def _identity(self, seed: int, extra: Config) -> dict[str, object]:
         parts = {key: self.config[key] for key in ("model", "task")} | dict(extra)
+        files = {"data": self.content} if self.content else {}
         return {
             "gradsurg": __version__,
             "seed": seed,
@@ -110,6 +113,7 @@ class Plan:
             "optimizer": optimizer_config(self.config, self.settings),
             "schedule": self.config["schedule"],
             **asdict(self.settings.switches),
+            **files,
             **copy.deepcopy(parts),
             "sources": dict(sorted(sources_of(parts))),
         }

@@ -55,6 +55,12 @@ def task_of(config: Config, faults: Faults) -> tuple[Task | None, Data | None]:
     return task, None
 
 
+def content_of(config: Config, task: Task) -> str:
+    """What stands for the files that the task reads."""
+    with theirs(config["task"], "files"):
+        return task.content
+
+
 def model_of(config: Config, data: Data) -> nn.Module:
     """A model for the data, its weights drawn from the global generator."""
     fields = config["model"]

@@ -131,6 +131,8 @@ def _run(experiment: Experiment, run: Run, sweeping: bool) -> Record | None:
         pass  # told in one number, and a control is mostly that of the job before
     elif record.happened in TOLD:
         print(f"{who}: {TOLD[record.happened]}", file=sys.stderr)
+    if record.note:
+        print(f"{who}: {record.note}", file=sys.stderr)
     return record
 
 

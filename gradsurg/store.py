@@ -13,6 +13,8 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Literal
 
+from gradsurg.controls import controls_of, merged_facts
+
 CONFIG, METRICS, EFFECTS = "config.yaml", "metrics.jsonl", "effects.jsonl"
 SUMMARY, CHECKPOINT, LOCK = "summary.json", "checkpoint.pt", ".lock"
 FACTS, ERROR = "run.json", "error.log"
@@ -107,16 +109,45 @@ class RunDirectory:
             file.close()
 
     def plan(self, facts: Mapping[str, object], config: Mapping[str, object]) -> None:
-        """Say that this run is to be: what readers should know of it, and its resolved config."""
+        """Say that this run is to be: what readers should know of it, and its resolved config.
+
+        The controls that were known stay.
+        """
         from omegaconf import OmegaConf
 
-        text = json.dumps(_finite(facts), indent=2).encode()
+        text = _facts_text(merged_facts(self.known_facts(), facts))
         if not (self.path / CONFIG).is_file():
             config_text = OmegaConf.to_yaml(OmegaConf.create(dict(config)))
             self._replace(CONFIG, config_text.encode())
         path = self.path / FACTS
         if not path.is_file() or path.read_bytes() != text:
             self._replace(FACTS, text)
+
+    def pair(self, facts: Mapping[str, object], alone: bool = False) -> None:
+        """Say of a finished run what controls it has too; nothing is touched if that is known.
+
+        Unless one is `alone` with it, another process that is at it is left to it.
+        """
+        before = self.known_facts()
+        if "controls" not in facts or not before:
+            return
+        after = merged_facts(before, {**before, "controls": facts["controls"]})
+        if after["controls"] == controls_of(before):
+            return
+        if alone:
+            self._replace(FACTS, _facts_text(after))
+            return
+        with self.held(wait=False) as mine:
+            if mine:
+                self.pair(facts, alone=True)
+
+    def known_facts(self) -> dict[str, Any]:  # Any: what JSON can hold
+        """What was said of the run; nothing if it was not, or the file is broken."""
+        try:
+            found = self.read_facts()
+        except ValueError:  # planned again, it is whole again
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def read_facts(self) -> dict[str, Any] | None:  # Any: what JSON can hold
         """What was said of the run when it was planned, or None."""
@@ -292,6 +323,10 @@ def whole_lines(file: Path) -> bytes:
     """What a file holds up to its last line that is whole; nothing if it is not there."""
     content = file.read_bytes() if file.is_file() else b""
     return content[: content.rfind(b"\n") + 1]
+
+
+def _facts_text(facts: Mapping[str, object]) -> bytes:
+    return json.dumps(_finite(facts), indent=2).encode()
 
 
 def _line(row: Mapping[str, object]) -> bytes:

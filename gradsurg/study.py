@@ -36,6 +36,7 @@ class Record:
     summary: dict[str, object]
     happened: Happened
     reason: str = ""  # of a failure
+    note: str = ""  # what of the request a run that was skipped does not meet
 
 
 def execute(
@@ -54,11 +55,13 @@ def execute(
     """
     place = RunDirectory(run.directory(out))
     if place.finished:
-        return Record(run, place.path, place.read_summary(), "skipped")
+        place.pair(run.facts)
+        return _skipped(run, place)
     with place.held():
         before = place.unheld_state
         if before in ("finished", "diverged"):  # another process was at it
-            return Record(run, place.path, place.read_summary(), "skipped")
+            place.pair(run.facts, alone=True)
+            return _skipped(run, place)
         if before == "failed" and not retry_failed:
             return Record(run, place.path, {}, "kept failed", place.reason)
         happened: Happened = "trained"
@@ -74,6 +77,11 @@ def execute(
             place.write_error(traceback.format_exc())
             raise
         return Record(run, place.path, summary, happened)
+
+
+def _skipped(run: Run, place: RunDirectory) -> Record:
+    note = run.measured_otherwise(place.known_facts())
+    return Record(run, place.path, place.read_summary(), "skipped", note=note)
 
 
 def _execute(

@@ -35,7 +35,7 @@ def test_without_being_asked_no_link_is_left_out() -> None:
     assert [run.label for run in pair.runs] == ["none", "clip+noise+sign"]
 
 
-@pytest.mark.parametrize("control", ["plain", "none", "norm_matched"])
+@pytest.mark.parametrize("control", ["plain", "none"])
 def test_a_chain_without_a_link_is_the_run_of_the_shorter_chain(control: str) -> None:
     word = f"control={control}"
     (pair,) = built(CHAIN, "attribute=true", word, "transform.clip.value=0.5").pairs
@@ -46,6 +46,12 @@ def test_a_chain_without_a_link_is_the_run_of_the_shorter_chain(control: str) ->
     assert (own.name, own.facts) == (shorter.treated.name, shorter.treated.facts)
     assert repr(own.surgery) == repr(shorter.treated.surgery)
     assert own.surgery.labels == shorter.treated.surgery.labels
+
+
+def test_a_control_that_the_shorter_chains_would_lack_is_refused() -> None:
+    with pytest.raises(ConfigError, match="^attribute: .*found control=norm_matched$"):
+        built(CHAIN, "attribute=true", "control=norm_matched")
+    assert built(CHAIN, "control=norm_matched").pairs
 
 
 def test_being_asked_changes_no_identity() -> None:

@@ -30,6 +30,7 @@ FLOORS = (
     ("train", "switches", "comparison", "__init__"),
     (
         "hardware",
+        "controls",
         "store",
         "frames",
         "arms",

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from gradsurg.report import summary
 from gradsurg.sinks.base import Guarded, StudyInfo
 from gradsurg.store import RunDirectory
 from tests.conftest import Here
@@ -184,3 +185,90 @@ def test_a_fault_in_a_study_file_is_told_like_one_that_is_typed(here: Here, fold
     assert ended.code == 2
     assert "transform: there is no 'sing'." in ended.err
     assert not (folder / "runs").exists()
+
+
+def controls(folder: Path, label: str = "clip") -> dict[str, str]:
+    """The controls of the only run with that label, by their kind, without the hashes."""
+    (path,) = folder.glob(f"runs/default/{label}-seed0-*/run.json")
+    facts = json.loads(path.read_text())
+    known = facts["controls"]
+    assert facts["control"] == known.get("plain", next(iter(known.values()), None))
+    assert all((path.parents[1] / name).is_dir() for name in known.values())
+    return {kind: name.rpartition("-")[0] for kind, name in known.items()}
+
+
+BOTH = {"plain": "none-seed0", "norm_matched": "norm_matched-clip-seed0"}
+
+
+def test_a_control_asked_for_later_is_one_of_a_finished_run(here: Here, folder: Path) -> None:
+    words = ("transform=clip", "seed=0", *SHORT)
+    assert here(*words, "control=none").code == 0
+    assert controls(folder) == {}
+    assert here(*words, "control=norm_matched").code == 0
+    assert controls(folder) == {"norm_matched": BOTH["norm_matched"]}
+    assert here(*words, "control=plain").code == 0
+    assert controls(folder) == BOTH
+    (path,) = folder.glob("runs/default/clip-*/run.json")
+    before = path.read_bytes(), path.stat().st_mtime_ns
+    for word in ("control=none", "control=plain"):
+        assert here(*words, word).code == 0
+        assert (path.read_bytes(), path.stat().st_mtime_ns) == before
+    told = summary(folder / "runs" / "default")
+    assert "Nothing can be compared" not in told
+    assert "1 run with a norm-matched control too" in " ".join(told.split())
+    assert here(*words, "control=none", "force=true").code == 0
+    assert controls(folder) == BOTH
+
+
+def test_both_controls_of_one_sweep_are_known(here: Here, folder: Path) -> None:
+    assert here("-m", "transform=clip", "control=norm_matched,plain", "seed=0", *SHORT).code == 0
+    assert controls(folder) == BOTH
+
+
+def test_a_run_that_is_taken_up_without_a_control_keeps_the_one_it_has(
+    here: Here, folder: Path
+) -> None:
+    words = ("transform=their_module.interrupts", "seed=0", "steps=100", "sink=none")
+    words = (*words, "log_every=1")
+    here(*words)
+    (path,) = folder.glob("runs/default/interrupts-*")
+    assert RunDirectory(path).state == "interrupted"
+    here(*words, "control=none")
+    assert controls(folder, "interrupts") == {"plain": "none-seed0"}
+
+
+def test_a_broken_run_json_is_written_anew(here: Here, folder: Path) -> None:
+    words = ("transform=their_module.interrupts", "seed=0", "steps=100", "sink=none")
+    here(*words)
+    (path,) = folder.glob("runs/default/interrupts-*/run.json")
+    path.write_text("{")
+    here(*words)
+    assert controls(folder, "interrupts") == {"plain": "none-seed0"}
+
+
+def test_a_finished_run_says_that_it_was_measured_otherwise(here: Here) -> None:
+    words = ("transform=clip", "seed=0", *SHORT)
+    assert here(*words, "effects_every=10", "eval_every=0").code == 0
+    assert "measured" not in here(*words, "effects_every=10", "eval_every=0").err
+    assert "measured" not in here(*words, "effects_every=0").err
+    told = here(*words, "effects_every=5", "update_effect_every=5").err.splitlines()
+    anew = "force=true measures anew"
+    assert f"none, seed 0: was measured with effects_every=10; {anew}" in told
+    both = "effects_every=10, update_effect_every=0"
+    assert f"clip, seed 0: was measured with {both}; {anew}" in told
+    assert here(*words, "effects_every=5", "force=true").code == 0
+    assert "measured" not in here(*words, "effects_every=5").err
+
+
+def test_another_text_in_the_file_is_another_run_and_another_control(
+    here: Here, folder: Path
+) -> None:
+    file = folder / "words.txt"
+    words = ("transform=clip", "task=char_lm", f"task.path={file}", "model=gpt", "seed=0")
+    words = (*words, "task.length=8", "batch_size=2", "steps=2", "sink=none")
+    for text, count in (("abcd" * 100, 1), ("abcd" * 100, 1), ("abdc" * 100, 2)):
+        file.write_text(text)
+        ended = here(*words)
+        assert ended.code == 0, ended.err
+        for label in ("none", "clip"):
+            assert len([*folder.glob(f"runs/default/{label}-seed0-*")]) == count

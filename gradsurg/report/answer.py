@@ -68,6 +68,12 @@ def cautions(runs: Sequence[Found], outcomes: Sequence[Outcome]) -> list[str]:
             f"{count(len(skipped), 'run')} skipped {count(sum(skipped), 'step')}, because scaled "
             "gradients were not finite."
         )
+    several = sum(len(run.controls) > 1 for run in runs)
+    if several:
+        said.append(
+            f"{count(several, 'run')} with a norm-matched control too, here compared with the "
+            "plain one alone; control=norm_matched given again tells the other."
+        )
     untold = sum(not run.told for run in runs)
     if untold:
         said.append(

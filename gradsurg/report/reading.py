@@ -1,8 +1,8 @@
 """What lies in the folder of a study: each run with its state and reason, none left out."""
 
 import json
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -60,6 +60,7 @@ class Found:
     config: dict[str, Any] | None = None  # Any: what YAML can hold
     summary: Summary | None = None
     control: str | None = None
+    controls: Mapping[str, str] = field(default_factory=dict)  # by their kind, `control` among them
     told: bool = True
 
     @property
@@ -152,6 +153,7 @@ def _found(path: Path) -> Found:
         config=config,
         summary=summary or None,
         control=facts.get("control"),
+        controls=facts.get("controls") or {},
         told=bool(facts),
     )
     return replace(run, reason=_reason(run, place, last))

@@ -45,9 +45,18 @@ class Layout:
         )
 
 
+def files(layout: Layout, root: str | None) -> list[Path]:
+    """Those that are read, or a FieldError that says which is missing."""
+    place = folder(root, layout.where)
+    return [place / layout.npz] if (place / layout.npz).is_file() else _idx_files(place, layout)
+
+
 @lru_cache(maxsize=1)
-def read(layout: Layout, root: str | None, verify: bool) -> Images:
-    """The images of a data set, or a FieldError that says what is missing or wrong."""
+def read(layout: Layout, root: str | None, verify: bool, content: str = "") -> Images:
+    """The images of a data set, or a FieldError that says what is missing or wrong.
+
+    They are kept as long as the files have that `content`.
+    """
     place = folder(root, layout.where)
     arrays = _from_npz(place / layout.npz, place, layout) or _from_idx(place, layout)
     for array, name, expected in zip(arrays, NAMES, layout.hashes, strict=True):
@@ -78,14 +87,21 @@ def _from_npz(path: Path, place: Path, layout: Layout) -> list[np.ndarray] | Non
     return arrays
 
 
-def _from_idx(place: Path, layout: Layout) -> list[np.ndarray]:
+def _idx_files(place: Path, layout: Layout) -> list[Path]:
     folders = [place, place / "raw", place / layout.folder, place / layout.folder / "raw"]
-    arrays = []
+    found = []
     for name in NAMES:
         paths = [folder / f"{name}{end}" for folder in folders for end in ("", ".gz")]
         path = next((path for path in paths if path.is_file()), None)
         if path is None:
             raise refused(place, f"there is no {name}", layout.where)
+        found.append(path)
+    return found
+
+
+def _from_idx(place: Path, layout: Layout) -> list[np.ndarray]:
+    arrays = []
+    for path in _idx_files(place, layout):
         try:
             content = path.read_bytes()
             arrays.append(_array(gzip.decompress(content) if path.suffix == ".gz" else content))

@@ -1,9 +1,12 @@
 """What a task promises: data, a loss to differentiate, and metrics to report."""
 
+import hashlib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
 
 from torch import Tensor
 from torch.nn import functional
@@ -81,6 +84,32 @@ class Task(ABC):
     @abstractmethod
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
         """Numbers for evaluation, by name, `loss` among them; waits for the device."""
+
+    def files(self) -> Sequence[Path]:
+        """The files whose content decides the data; runs are told apart by it."""
+        return ()
+
+    @property
+    def content(self) -> str:
+        """Eight hex digits that stand for what its files hold; empty if it has none."""
+        hashes = [_hash_of(Path(path).resolve()) for path in self.files()]
+        return hashlib.sha256("".join(hashes).encode()).hexdigest()[:8] if hashes else ""
+
+
+def _hash_of(path: Path) -> str:
+    try:
+        stat = path.stat()
+        return _hashed(path, stat.st_mtime_ns, stat.st_size)
+    except OSError as error:
+        text = f"{path} cannot be read: {error.strerror}"
+        raise FieldError("task", [("", text)]) from error
+
+
+@lru_cache(maxsize=64)
+def _hashed(path: Path, time_ns: int, size: int) -> str:
+    """Of a file as it was at that time: a large one is read once in a process."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class Classification(Task):

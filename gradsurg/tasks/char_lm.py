@@ -1,6 +1,8 @@
 """Character language modelling: which character comes next in a text."""
 
+from collections.abc import Sequence
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -35,11 +37,18 @@ class CharLM(Classification):
             raise Contradiction("path", f"must be a file, found '{self.path}'")
 
     def load(self) -> Data:
-        return _data(self).copy()
+        return _data(self, self.content).copy()
+
+    def files(self) -> Sequence[Path]:
+        if self.path is not None:
+            return (Path(self.path).expanduser(),)
+        spec = find_spec("pydoc_data.topics")
+        return (Path(spec.origin),) if spec is not None and spec.origin is not None else ()
 
 
 @lru_cache(maxsize=2)
-def _data(task: CharLM) -> Data:
+def _data(task: CharLM, content: str) -> Data:
+    """Kept as long as the text has that `content`."""
     text = _text(task.path)[: task.max_characters]
     border = len(text) - round(task.test_fraction * len(text))
     tokens = {character: token for token, character in enumerate(sorted(set(text[:border])), 1)}

@@ -1,6 +1,7 @@
 """CIFAR-10: 60,000 photographs of 32 x 32 pixels in ten classes, from files that the user has."""
 
 import pickle
+from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import sha256
 from io import BytesIO
@@ -45,12 +46,19 @@ class CIFAR10(Classification):
     verify: bool = True
 
     def load(self) -> Data:
-        images = _read(self.root, self.verify)
+        images = _read(self.root, self.verify, self.content)
         return images.data(self.num_train, self.num_test, self.split_seed)
+
+    def files(self) -> Sequence[Path]:
+        if self.verify:  # then they are known
+            return ()
+        place = folder(self.root, WHERE)
+        return [_file(place, name) for name in HASHES]
 
 
 @lru_cache(maxsize=1)
-def _read(root: str | None, verify: bool) -> Images:
+def _read(root: str | None, verify: bool, content: str) -> Images:
+    """Kept as long as the files have that `content`."""
     place = folder(root, WHERE)
     *train, test = (_batch(place, name, verify) for name in HASHES)
     images, labels = (np.concatenate(parts) for parts in zip(*train, strict=True))
@@ -58,10 +66,7 @@ def _read(root: str | None, verify: bool) -> Images:
 
 
 def _batch(place: Path, name: str, verify: bool) -> tuple[np.ndarray, np.ndarray]:
-    path = next((path for path in (place / INNER / name, place / name) if path.is_file()), None)
-    if path is None:
-        raise refused(place, f"there is no {name}", WHERE)
-    content = path.read_bytes()
+    content = _file(place, name).read_bytes()
     if verify and sha256(content).hexdigest() != HASHES[name]:
         raise refused(place, f"{name} has another sha256 (verify=false takes it)", WHERE)
     try:
@@ -76,6 +81,13 @@ def _batch(place: Path, name: str, verify: bool) -> tuple[np.ndarray, np.ndarray
     if not len(labels) or not 0 <= labels.min() <= labels.max() < NUM_CLASSES:
         raise refused(place, f"{name} has labels other than 0 to {NUM_CLASSES - 1}", WHERE)
     return images, labels
+
+
+def _file(place: Path, name: str) -> Path:
+    path = next((path for path in (place / INNER / name, place / name) if path.is_file()), None)
+    if path is None:
+        raise refused(place, f"there is no {name}", WHERE)
+    return path
 
 
 class _Arrays(pickle.Unpickler):

@@ -1,5 +1,8 @@
 """MNIST: 70,000 handwritten digits of 28 x 28 pixels, from files that the user has."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from gradsurg.fields import validated
 from gradsurg.tasks import _idx
 from gradsurg.tasks._generated import Count, Seed
@@ -36,5 +39,9 @@ class MNIST(Classification):
     verify: bool = True
 
     def load(self) -> Data:
-        images = _idx.read(LAYOUT, self.root, self.verify)
+        images = _idx.read(LAYOUT, self.root, self.verify, self.content)
         return images.data(self.num_train, self.num_test, self.split_seed)
+
+    def files(self) -> Sequence[Path]:
+        # what is verified is known
+        return () if self.verify else _idx.files(LAYOUT, self.root)
