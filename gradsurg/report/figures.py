@@ -10,11 +10,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, PercentFormatter
 
+from gradsurg.report.certainty import CLEAR
 from gradsurg.report.outcomes import Outcome
 from gradsurg.report.series import Curve, EffectMap
 from gradsurg.report.study_report import StudyReport
 from gradsurg.report.wording import is_share, title
-from gradsurg.stats import verdict
 
 # Okabe and Ito's: told apart by all kinds of colour vision.
 TREATED, CONTROL, UNCLEAR, INK = "#0072B2", "#D55E00", "#767676", "#222222"
@@ -85,7 +85,7 @@ def _mark(panel: Axes, outcome: Outcome, row: float) -> None:
     found = outcome.difference
     if found is None:
         return
-    clear = verdict(found) in ("higher", "lower")
+    clear = outcome.reading in CLEAR
     colour = TREATED if clear else UNCLEAR
     if found.low is not None and found.high is not None:
         panel.plot([found.low, found.high], [row, row], color=colour, linewidth=1.6)

@@ -13,7 +13,6 @@ from gradsurg.report.outcomes import Outcome
 from gradsurg.report.study_report import StudyReport
 from gradsurg.report.update_line import update_line
 from gradsurg.report.wording import amount, count, interval, value
-from gradsurg.stats import verdict
 
 MAX_LISTED = 20
 MAX_WHOLE = 8  # with more arms only the headline is printed, the page has the rest
@@ -128,7 +127,7 @@ def _row(outcome: Outcome, many: bool) -> list[str]:
         interval(key, found),
         p_text(outcome.p_value),
         *[p_text(outcome.q_value)] * many,
-        "; ".join(part for part in (verdict(found), lost) if part),
+        "; ".join(part for part in (outcome.reading, lost) if part),
     ]
 
 

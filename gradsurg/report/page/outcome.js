@@ -1,8 +1,11 @@
 // The forest plot, the links of a chain, dose and response, the cost, the effect on updates.
 const FOREST = 280, ROW = 26;
 
+// What only few seeds, or q, leave as a hint is not.
+const isClear = (row) => row.verdict === "higher" || row.verdict === "lower";
+
 function forestRow(row, x, title) {
-  const art = svg("svg", { viewBox: `0 0 ${FOREST} ${ROW}`, "aria-hidden": "true", class: row.verdict === "higher" || row.verdict === "lower" ? "" : "unclear" },
+  const art = svg("svg", { viewBox: `0 0 ${FOREST} ${ROW}`, "aria-hidden": "true", class: isClear(row) ? "" : "unclear" },
     svg("line", { class: "zero", x1: x(0), x2: x(0), y1: 0, y2: ROW, "stroke-dasharray": "2 2" }));
   if (row.mean === undefined) return art;
   for (const each of row.each || []) art.append(svg("line", { class: "each", x1: x(each), x2: x(each), y1: ROW - 7, y2: ROW - 2 }));
@@ -37,7 +40,7 @@ function forest(rows, metric, caption, name, first = "arm", sides = ["treated", 
     el("td", { class: "plot" }, forestRow(row, x, `${name(row)}: ${row.said}`)),
     cell(row.said || "–", "num"), cell(row.interval || "–", "said"), withBoot && cell(row.boot || "–", "said"),
     cell(row.p || "–", "num"), withQ && cell(row.q || "–", "num"),
-    cell([row.verdict, lost(row)].filter(Boolean).join("; "), row.verdict === "higher" || row.verdict === "lower" ? "" : "muted")));
+    cell([row.verdict, lost(row)].filter(Boolean).join("; "), isClear(row) ? "" : "muted")));
   return table(caption, heads, body.map((row) => row));
 }
 
@@ -98,7 +101,7 @@ function doses(set, metric) {
     svg("path", { class: "mean", d: line(at.map(x), rows.map((row) => (row.mean === undefined ? null : y(row.mean)))) }));
   rows.forEach((row, k) => {
     if (row.mean === undefined) return;
-    const group = svg("g", { class: row.verdict === "no clear difference" ? "unclear" : "" });
+    const group = svg("g", { class: isClear(row) ? "" : "unclear" });
     if (row.low !== null) group.append(svg("line", { class: "whisker", x1: x(at[k]), x2: x(at[k]), y1: y(row.low), y2: y(row.high) }));
     group.append(svg("circle", { class: "dot", cx: x(at[k]), cy: y(row.mean), r: 4.5 }, svg("title", {}, `${last} ${set.x[k]}: ${row.said}, ${row.interval}, n = ${row.n}`)));
     art.append(group);
