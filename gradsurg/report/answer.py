@@ -3,11 +3,11 @@
 from collections import Counter
 from collections.abc import Sequence
 
+from gradsurg.report.certainty import CLEAR, MAX_Q, MIN_FOR_P
 from gradsurg.report.grouping import Arm
 from gradsurg.report.outcomes import Outcome
 from gradsurg.report.reading import STATES, Found
 from gradsurg.report.wording import FEW, amount, answer, count, interval, listed, title
-from gradsurg.stats import verdict
 
 
 def states(runs: Sequence[Found]) -> dict[str, int]:
@@ -100,23 +100,46 @@ def _nothing_yet(arms: Sequence[Arm], lost: Sequence[str]) -> str:
 
 
 def _of_many(compared: Sequence[Outcome], headline: str) -> list[str]:
-    said = []
-    for word in ("higher", "lower"):
-        own = [o for o in compared if o.difference and verdict(o.difference) == word]
-        own.sort(key=lambda o: -abs(o.difference.mean if o.difference else 0))
-        if own:
-            parts = [_told(outcome) for outcome in own]
-            said.append(f"{_capital(title(headline))} is {word} with {listed(parts, 4)}.")
-    unclear = [o for o in compared if o.difference and verdict(o.difference) not in _CLEAR]
+    name = title(headline)
+    clear = _words(compared, "{}")
+    said = [f"{_capital(name)} is {part}." for part in clear]
+    for few in (True, False):
+        hints = _words([o for o in compared if _is_few(o) is few], "{} (hint)")
+        if hints:
+            said.append(
+                f"{_why_hints(compared, few)}: take as hints that {name} is {listed(hints)}."
+            )
+    unclear = [o for o in compared if o.reading not in (*CLEAR, *(f"{w} (hint)" for w in CLEAR))]
     if unclear:
         parts = [f"{o.arm.name} ({_number_of(o)})" for o in unclear]
-        said.append(f"No clear difference in {title(headline)} for {listed(parts)}.")
+        said.append(f"No clear difference in {name} for {listed(parts)}.")
     said[0] = f"Beside their control arms, seed for seed: {said[0][0].lower()}{said[0][1:]}"
     said.append("Brackets: mean difference, 95 % paired t interval, number of seeds.")
     return said
 
 
-_CLEAR = ("higher", "lower")
+def _words(outcomes: Sequence[Outcome], reading: str) -> list[str]:
+    """`higher with clip (..)`, for each word whose reading some have; the largest first."""
+    said = []
+    for word in CLEAR:
+        own = [o for o in outcomes if o.reading == reading.format(word)]
+        own.sort(key=lambda o: -abs(o.difference.mean if o.difference else 0))
+        if own:
+            said.append(f"{word} with {listed([_told(outcome) for outcome in own], 4)}")
+    return said
+
+
+def _is_few(outcome: Outcome) -> bool:
+    return outcome.difference is not None and outcome.difference.n < MIN_FOR_P
+
+
+def _why_hints(compared: Sequence[Outcome], few: bool) -> str:
+    if not few:
+        return f"With an interval that leaves out 0, but q above {MAX_Q}"
+    own = sorted({o.difference.n for o in compared if o.difference and "hint" in o.reading})
+    own = [n for n in own if n < MIN_FOR_P]
+    number = f"{own[0]} to {own[-1]}" if len(own) > 1 else f"{own[0]}"
+    return f"With n = {number} seeds no sign-flip test can reach .05"
 
 
 def _told(outcome: Outcome) -> str:

@@ -2,9 +2,20 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from gradsurg.stats import DRAWS, MAX_EXACT, MIN_BCA, bca_interval, is_exact, sign_flip_p
+from gradsurg.stats import (
+    DRAWS,
+    MAX_EXACT,
+    MIN_BCA,
+    Difference,
+    bca_interval,
+    is_exact,
+    sign_flip_p,
+    verdict,
+)
 
 MIN_FOR_P = 6  # seeds with which an exact sign-flip test can reach 0.05
+MAX_Q = 0.05  # of what is called clear among several
+CLEAR = ("higher", "lower")
 
 ABOUT_Q = (
     "q is the sign-flip p after Benjamini and Hochberg's control of false discoveries, among all "
@@ -12,6 +23,14 @@ ABOUT_Q = (
 )
 
 Amount = Callable[[str, float], str]  # a difference of an outcome as it is printed
+
+
+def reading(difference: Difference, q_value: float | None) -> str:
+    """The verdict of the interval, called a hint where seeds are few or q does not bear it out."""
+    told = verdict(difference)
+    few = difference.n < MIN_FOR_P
+    borne_out = not few and (q_value is None or q_value <= MAX_Q)
+    return told if told not in CLEAR or borne_out else f"{told} (hint)"
 
 
 def p_of(differences: Sequence[float]) -> float | None:
@@ -46,7 +65,8 @@ def about_tests(seeds: Collection[int]) -> str:
     if not all(is_exact(n) for n in seeds):
         drawn = f"more than {MAX_EXACT} seeds: of {DRAWS:,} signings drawn at random"
         exact = f"p is that of the sign-flip test, exact or, with {drawn}"
-    return f"{exact}; the reading is that of the 95 % paired t interval."
+    hint = f"a hint with fewer than {MIN_FOR_P} seeds, or with q above {MAX_Q}"
+    return f"{exact}; the reading is that of the 95 % paired t interval, {hint}."
 
 
 def bootstrap(differences: Sequence[float]) -> tuple[float, float] | None:

@@ -1,5 +1,6 @@
 """The figures of a study, as PNG and SVG, for paper and slides."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from math import ceil, log10
 from pathlib import Path
@@ -10,11 +11,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, PercentFormatter
 
+from gradsurg.report.certainty import CLEAR
 from gradsurg.report.outcomes import Outcome
 from gradsurg.report.series import Curve, EffectMap
 from gradsurg.report.study_report import StudyReport
 from gradsurg.report.wording import is_share, title
-from gradsurg.stats import verdict
 
 # Okabe and Ito's: told apart by all kinds of colour vision.
 TREATED, CONTROL, UNCLEAR, INK = "#0072B2", "#D55E00", "#767676", "#222222"
@@ -45,7 +46,9 @@ def write_figures(report: StudyReport, folder: Path) -> list[Path]:
         "cost": _cost,
     }
     written = []
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context(STYLE), warnings.catch_warnings():
+        # of how a figure looks, with names too long or in another script: nothing a user can mend
+        warnings.filterwarnings("ignore", "No artists|Tight layout|Glyph", UserWarning)
         for name, draw in drawings.items():
             figure = draw(report)
             if figure is None:
@@ -69,6 +72,9 @@ def _outcome(report: StudyReport) -> Figure | None:
         panel.axvline(0, color="#999999", linewidth=0.8, linestyle=":")
         for row, outcome in enumerate(own):
             _mark(panel, outcome, row)
+        panel.set_xlim(*_limits(own))
+        for row, outcome in enumerate(own):
+            _arrows(panel, outcome, row)
         _per_cent(panel.xaxis, metric)
         panel.set_xlabel(f"difference in {title(metric)}")
         panel.tick_params(axis="y", length=0)
@@ -85,12 +91,37 @@ def _mark(panel: Axes, outcome: Outcome, row: float) -> None:
     found = outcome.difference
     if found is None:
         return
-    clear = verdict(found) in ("higher", "lower")
+    clear = outcome.reading in CLEAR
     colour = TREATED if clear else UNCLEAR
     if found.low is not None and found.high is not None:
         panel.plot([found.low, found.high], [row, row], color=colour, linewidth=1.6)
     face = colour if clear else "white"
     panel.plot([found.mean], [row], "o", color=colour, markerfacecolor=face, markersize=4.5)
+
+
+def _limits(outcomes: Sequence[Outcome]) -> tuple[float, float]:
+    """Room for all means and seeds; an interval may take half as much again at each end."""
+    found = [outcome.difference for outcome in outcomes if outcome.difference]
+    seen = [0.0, *(value for outcome in outcomes for value in outcome.differences)]
+    ends = [end for one in found for end in (one.low, one.high) if end is not None]
+    room = (max(seen) - min(seen)) / 2
+    low = max(min(seen) - room, min([*ends, *seen]))
+    high = min(max(seen) + room, max([*ends, *seen]))
+    pad = 0.04 * ((high - low) or 1)
+    return low - pad, high + pad
+
+
+def _arrows(panel: Axes, outcome: Outcome, row: float) -> None:
+    """At the edge, where an interval goes on."""
+    found, (left, right) = outcome.difference, panel.get_xlim()
+    if found is None or found.low is None or found.high is None:
+        return
+    colour = TREATED if outcome.reading in CLEAR else UNCLEAR
+    inset = 0.015 * (right - left)
+    ends = ((found.low < left, left + inset, "<"), (found.high > right, right - inset, ">"))
+    for cut, edge, sign in ends:
+        if cut:
+            panel.plot([edge], [row], sign, color=colour, markersize=5)
 
 
 def _named(outcome: Outcome) -> str:
@@ -132,6 +163,11 @@ def _line(panel: Axes, curve: Curve, colour: str, label: str) -> None:
     panel.fill_between(curve.steps, low, high, color=colour, alpha=0.18, linewidth=0)
     dashes = "--" if colour == CONTROL else "-"
     panel.plot(curve.steps, mean, dashes, color=colour, linewidth=1.4, label=label)
+    there = [False, *(value is not None for value in curve.mean), False]
+    lone = [k for k in range(len(mean)) if there[k : k + 3] == [False, True, False]]
+    if lone:  # a line does not show a point without neighbours
+        steps, values = [curve.steps[k] for k in lone], [mean[k] for k in lone]
+        panel.plot(steps, values, "o", color=colour, markersize=3.5)
 
 
 def _effects(report: StudyReport) -> Figure | None:

@@ -12,7 +12,7 @@ from gradsurg.report.grouping import Arm
 from gradsurg.report.reading import Found
 from gradsurg.report.update_line import NUMBERS, Summary, asked, known
 from gradsurg.report.wording import HEADLINE, titles
-from gradsurg.stats import Difference, benjamini_hochberg, paired_difference
+from gradsurg.stats import Difference, family, paired_difference
 
 Pair = tuple[Found, Found]
 Beside = Callable[[Found], Found | None]  # the run that a run is compared with
@@ -43,6 +43,11 @@ class Outcome:
     @cached_property
     def bootstrap(self) -> tuple[float, float] | None:
         return certainty.bootstrap(self.differences)
+
+    @property
+    def reading(self) -> str:
+        """What may be said of it: a verdict, `higher (hint)` or `lower (hint)`, or nothing."""
+        return certainty.reading(self.difference, self.q_value) if self.difference else ""
 
     @property
     def differences(self) -> list[float]:
@@ -198,8 +203,8 @@ def _number(run: Found, key: str) -> float | None:
 
 def _among_many(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """With each p its q, the false discoveries among these being controlled; one alone has none."""
-    p_values = [outcome.p_value for outcome in outcomes]
-    if sum(p_value is not None for p_value in p_values) < 2:
+    p_values = {place: outcome.p_value for place, outcome in enumerate(outcomes)}
+    if sum(p_value is not None for p_value in p_values.values()) < 2:
         return list(outcomes)
-    q_values = benjamini_hochberg(p_values)
-    return [replace(o, q_value=q) for o, q in zip(outcomes, q_values, strict=True)]
+    q_values = family(p_values)
+    return [replace(outcome, q_value=q_values[place]) for place, outcome in enumerate(outcomes)]

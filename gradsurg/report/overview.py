@@ -1,6 +1,7 @@
 """What the command prints of a study: the answer first, then arms, then what did not finish."""
 
 from io import StringIO
+from textwrap import fill
 
 from rich.console import Console
 from rich.table import Table
@@ -12,11 +13,12 @@ from gradsurg.report.certainty import p_text
 from gradsurg.report.outcomes import Outcome
 from gradsurg.report.study_report import StudyReport
 from gradsurg.report.update_line import update_line
-from gradsurg.report.wording import amount, count, interval, value
-from gradsurg.stats import verdict
+from gradsurg.report.wording import amount, count, interval, unbroken, value
 
 MAX_LISTED = 20
 MAX_WHOLE = 8  # with more arms only the headline is printed, the page has the rest
+READING = 13  # columns that a reading has to have
+SHORT = {"no clear difference": "unclear", "one seed: no interval": ""}  # readings in the table
 WIDTH = 100  # where the output is no terminal
 LOOKS = {"finished": "green", "diverged": "red", "failed": "red", "unreadable": "red"}
 
@@ -42,7 +44,7 @@ def print_overview(report: StudyReport) -> None:
 
 
 def _print(report: StudyReport, console: Console) -> None:
-    console.print(Text(report.answer))
+    console.print(Text(_folded(report.answer, console.width)))
     for text in report.cautions:
         console.print(Text(text, style="dim"))
     console.print()
@@ -56,7 +58,7 @@ def _print(report: StudyReport, console: Console) -> None:
         own = [outcome for outcome in report.outcomes if outcome.metric == metric]
         if compared and own:
             console.print()
-            console.print(_outcomes(own, name))
+            console.print(_outcomes(own, name, console.width))
     if report.alone:
         console.print()
         console.print(_alone(report))
@@ -67,6 +69,11 @@ def _print(report: StudyReport, console: Console) -> None:
     if _unfinished(report).row_count:
         console.print()
         console.print(_unfinished(report))
+
+
+def _folded(text: str, width: int) -> str:
+    """In lines; rich would break at any kind of space."""
+    return fill(unbroken(text), width, break_on_hyphens=False).replace("\u00a0", " ")
 
 
 def _alone(report: StudyReport) -> Table:
@@ -101,15 +108,20 @@ def _states(report: StudyReport) -> Text:
     return text
 
 
-def _outcomes(outcomes: list[Outcome], name: str) -> Table:
+def _outcomes(outcomes: list[Outcome], name: str, width: int) -> Table:
     table = Table(title=name, title_justify="left", title_style="bold", box=None, pad_edge=False)
     many = any(outcome.q_value is not None for outcome in outcomes)
     columns = ["arm", "n", "treated", "control", "difference", "95 % interval", "p"]
-    for head in [*columns, *["q"] * many, "reading"]:
+    heads = [*columns, *["q"] * many, "reading"]
+    rows = [_row(outcome, many) for outcome in outcomes]
+    *widths, _ = (max(map(len, cells)) for cells in zip(heads, *rows, strict=True))
+    fits = sum(widths) + 2 * len(widths) + READING <= width
+    for head in heads:
         words = head in ("arm", "reading")  # which can be wrapped, numbers not
-        table.add_column(head, justify="left" if words else "right", no_wrap=not words)
-    for outcome in outcomes:
-        table.add_row(*[Text(cell) for cell in _row(outcome, many)])
+        whole = not words or (head == "arm" and fits)
+        table.add_column(head, justify="left" if words else "right", no_wrap=whole)
+    for row in rows:
+        table.add_row(*[Text(cell) for cell in row])
     return table
 
 
@@ -128,7 +140,7 @@ def _row(outcome: Outcome, many: bool) -> list[str]:
         interval(key, found),
         p_text(outcome.p_value),
         *[p_text(outcome.q_value)] * many,
-        "; ".join(part for part in (verdict(found), lost) if part),
+        "; ".join(part for part in (SHORT.get(outcome.reading, outcome.reading), lost) if part),
     ]
 
 

@@ -10,7 +10,7 @@ from gradsurg.report.attribution import ABOUT_SHARES
 from gradsurg.report.page_data import page_data
 from gradsurg.report.study_report import StudyReport
 from gradsurg.report.update_line import ABOUT as ABOUT_UPDATES
-from gradsurg.report.wording import count
+from gradsurg.report.wording import count, unbroken
 
 PARTS = Path(__file__).parent / "page"
 SCRIPTS = ("draw.js", "outcome.js", "curves.js", "effects.js", "runs.js", "start.js")
@@ -22,7 +22,7 @@ def page(report: StudyReport, refresh: float | None = None) -> str:
     parts = {name: (PARTS / name).read_text() for name in ("page.css", *SCRIPTS)}
     return Template((PARTS / "page.html").read_text()).substitute(
         study=escape(report.folder.name),
-        answer=escape(report.answer),
+        answer=escape(unbroken(report.answer)),
         cautions="".join(f"<li>{escape(text)}</li>" for text in report.cautions),
         states=_states(report),
         effort="".join(f"<li>{escape(text)}</li>" for text in report.effort),

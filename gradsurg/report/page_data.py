@@ -11,7 +11,6 @@ from gradsurg.report.series import Curve, EffectMap, Norms
 from gradsurg.report.study_report import StudyReport
 from gradsurg.report.update_line import NUMBERS, of_how_much
 from gradsurg.report.wording import amount, interval, is_share, title, value
-from gradsurg.stats import verdict
 from gradsurg.store import CONFIG
 from gradsurg.tables import number as plain
 
@@ -91,7 +90,7 @@ def _outcome(outcome: Outcome, places: dict[str, int]) -> Json:
         "p": p_text(outcome.p_value),
         "q": p_text(outcome.q_value),
         "boot": f"{amount(key, boot[0])} to {amount(key, boot[1])}" if boot else None,
-        "verdict": verdict(found),
+        "verdict": outcome.reading,
         "plain": outcome.plain,
         "said": amount(key, found.mean),
         "interval": interval(key, found),

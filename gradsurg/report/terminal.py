@@ -131,7 +131,8 @@ def _measured(pairs: Sequence[tuple[Summary, Summary]], name: str) -> str:
         return ""
     every = pairs[0][0]["effects_every"]
     return fill(
-        f"step time is the median; a step whose effect is measured (one in {every}) takes "
+        "step time is the median, over a control that is hooked at the same sites without acting; "
+        f"a step whose effect is measured (one in {every}) takes "
         f"{median(times):.3g} ms with {name}",
         WIDTH,
     )
@@ -161,7 +162,10 @@ def _effects(paths: Sequence[Path]) -> str:
             row["norm_after"] = None  # what it was before: nothing was done
     ranks = {transform: rank for rank, transform in enumerate(_in_order(rows))}
     rows.sort(key=lambda row: ranks[row["transform"]])
-    return f"Gradients at each site, means over {count(len(paths), 'run')}:\n\n{effect_text(rows)}"
+    every = {(_summary(path) or {}).get("effects_every", 1) for path in paths}
+    when = f" at one step in {every.pop()}" if len(every) == 1 and every != {1} else ""
+    means = f"means over {count(len(paths), 'run')}{when}"
+    return f"Gradients at each site, {means}:\n\n{effect_text(rows)}"
 
 
 def _in_order(rows: Sequence[dict[str, object]]) -> list[object]:

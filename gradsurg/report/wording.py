@@ -1,5 +1,6 @@
 """How an outcome is said: one wording for the terminal, the page and the tables."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,6 +69,15 @@ def answer(name: str, plain: str, key: str, difference: Difference) -> str:
 def count(number: int, one: str, many: str = "") -> str:
     """`1 run`, `2 runs`."""
     return f"{number} {one if number == 1 else many or f'{one}s'}"
+
+
+def unbroken(text: str) -> str:
+    """With spaces that no line breaks at in `n = 2`, `95 %` and `clip · mlp`."""
+    return re.sub(r"(?<=\bn) = (?=\d)|(?<=\d) (?=%)| · ", _hard, text)
+
+
+def _hard(spaced: re.Match[str]) -> str:
+    return spaced[0].replace(" ", "\u00a0")
 
 
 def listed(names: list[str], most: int = 6) -> str:

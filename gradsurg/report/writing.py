@@ -22,7 +22,6 @@ from gradsurg.report.page_data import number
 from gradsurg.report.study_report import StudyReport
 from gradsurg.report.wording import amount, interval, title, value
 from gradsurg.sinks.base import StudyInfo
-from gradsurg.stats import verdict
 
 PAGE = "index.html"
 LATEX = str.maketrans(
@@ -68,7 +67,7 @@ def study_info(report: StudyReport, out: Path) -> StudyInfo:
             "high": found.high if found else None,
             "p": outcome.p_value,
             "q": outcome.q_value,
-            "verdict": verdict(found) if found else "",
+            "verdict": outcome.reading,
             "not compared": ", ".join(f"{n} {state}" for state, n in outcome.states.items()),
         }
         for outcome in report.outcomes
@@ -207,7 +206,7 @@ def _cells(
         ),
         "p": lambda o: p_text(o.p_value),
         "q": lambda o: p_text(o.q_value),
-        "reading": lambda o: verdict(o.difference) if o.difference else "nothing to compare",
+        "reading": lambda o: o.reading or "nothing to compare",
         "not compared": lambda o: ", ".join(f"{n} {state}" for state, n in o.states.items()),
     }
     shown = {

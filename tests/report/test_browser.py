@@ -125,6 +125,39 @@ def test_links_and_updates_have_their_tables(window: Driver, tmp_path: Path) -> 
     assert window.get_log("browser") == []
 
 
+def test_one_logged_point_is_a_dot_and_a_huge_interval_is_cut(
+    window: Driver, tmp_path: Path
+) -> None:
+    study, control = tmp_path / "first", {}
+    for label, accuracies in {"none": (0.5, 0.5), "clip": (0.5, 0.7), "sign": (0.6, 0.6)}.items():
+        for seed, accuracy in enumerate(accuracies):
+            place = studies.plan(study, label, seed, control.get(seed))
+            studies.log(place, label, steps=10)
+            studies.end(place, label, accuracy)
+            control.setdefault(seed, place.path.name)
+    opened_study(window, study)
+    assert len(all_of(window, "#curves circle.lone")) == 2 * 2
+    assert len(all_of(window, "#outcome .cut")) == 2  # of clip: -117% to 137%
+    clip, _ = all_of(window, "#outcome .whisker")
+    assert -115 < float(clip.get_attribute("x1")) < float(clip.get_attribute("x2")) < 230
+    assert window.get_log("browser") == []
+
+
+@pytest.mark.parametrize("width", [1200, 1280])
+def test_tables_of_arms_with_long_names_fit_the_window(tmp_path: Path, width: int) -> None:
+    study = tmp_path / "first"
+    for model in ("mlp", "convnet"):
+        more = {"model": {"name": model}}
+        controls = [studies.whole(study, "none", seed, 0.9, **more) for seed in range(2)]
+        for label in ("clip", "norm_rescale"):
+            for seed, control in enumerate(controls):
+                studies.whole(study, label, seed, 0.8 + seed / 10, control, **more)
+    with browser(width, 900) as driver:
+        opened_study(driver, study)
+        wide = "return [...document.querySelectorAll('.scroll')].map(e => e.scrollWidth)"
+        assert max(driver.execute_script(wide)) <= width - 40
+
+
 def test_a_study_without_controls_shows_what_stands_alone(window: Driver, tmp_path: Path) -> None:
     for label in ("clip+noise", "noise"):
         studies.whole(tmp_path / "alone", label, 0, 0.8)

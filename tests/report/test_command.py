@@ -87,7 +87,7 @@ def test_tables_for_papers_have_a_row_for_each_arm_and_metric(report: Path) -> N
 def test_the_summary_is_printed_with_what_did_not_finish(study: Path, capsys) -> None:
     assert main([str(study), "--out", str(study.parent / "elsewhere")]) == 0
     printed = capsys.readouterr().out
-    for words in ("13 runs: 8 finished", "2 of 3", "no clear difference", "not started"):
+    for words in ("13 runs: 8 finished", "2 of 3", "unclear", "not started"):
         assert words in printed
     assert "<b>no</b> room" in printed
     assert (study.parent / "elsewhere" / "index.html").is_file()

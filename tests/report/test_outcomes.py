@@ -154,7 +154,10 @@ def test_the_answer_names_the_arms_and_the_cautions_what_is_missing(tmp_path: Pa
     arms = group(runs)
     outcomes = compare(arms)
     said = paragraph(outcomes, arms)
-    assert said.startswith("Beside their control arms, seed for seed: test accuracy is lower with")
+    assert said.startswith(
+        "Beside their control arms, seed for seed: with n = 2 seeds no sign-flip test can reach "
+        ".05: take as hints that test accuracy is lower with zero (-19.50%; "
+    )
     assert "No clear difference in test accuracy for clip (n = 3)." in said
     assert "Nothing to compare yet for noise." in said
     text = " ".join(cautions(runs, outcomes))
@@ -176,6 +179,26 @@ def test_q_is_of_the_sign_flip_p_of_all_arms_in_one_metric(tmp_path: Path) -> No
     assert tuple(one.p_value for one in found.values()) == p_values
     q_values = [found[name].q_value for name in found]
     assert q_values == pytest.approx([3 * 2 / 64, 3 / 2 * 4 / 64, 1.0])
+
+
+def test_a_reading_of_few_seeds_is_a_hint_and_of_many_arms_needs_q(tmp_path: Path) -> None:
+    for seed in range(8):
+        control = studies.whole(tmp_path, "none", seed, 0.5)
+        studies.whole(tmp_path, "zero", seed, 0.4 - seed / 1000, control)
+        if seed < 6:  # p of 4 / 64: the interval leaves out 0
+            studies.whole(tmp_path, "sign", seed, 0.51 + seed / 100 - 0.03 * (not seed), control)
+        if seed < 5:
+            studies.whole(tmp_path, "clip", seed, 0.6 + seed / 1000, control)
+    arms = group(read_study(tmp_path))
+    outcomes = compare(arms)
+    found = {name: of(outcomes, name) for name in ("zero", "sign", "clip")}
+    assert [one.reading for one in found.values()] == ["lower", "higher (hint)", "higher (hint)"]
+    said = paragraph(outcomes, arms)
+    assert "seed for seed: test accuracy is lower with zero (-10.35%; " in said
+    few = "With n = 5 seeds no sign-flip test can reach .05: take as hints that test accuracy is "
+    assert f"{few}higher with clip (" in said
+    assert "but q above 0.05: take as hints that test accuracy is higher with sign (" in said
+    assert "No clear difference" not in said
 
 
 def test_the_bootstrap_is_that_of_stats_from_20_seeds_and_p_has_no_limit(tmp_path: Path) -> None:

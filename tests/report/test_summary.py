@@ -8,6 +8,7 @@ import pytest
 
 from gradsurg.report import summary
 from gradsurg.report.__main__ import main
+from gradsurg.report.overview import _folded
 from gradsurg.report.reading import NotAStudy
 from tests.report import studies
 
@@ -24,6 +25,26 @@ def test_it_is_plain_and_at_most_100_wide(tmp_path: Path) -> None:
     lines = summary(studies.mixed(tmp_path / "first")).splitlines()
     assert max(map(len, lines)) <= 100
     assert all(line == line.rstrip() and line.isprintable() for line in lines)
+
+
+def test_numbers_of_seeds_and_names_of_arms_are_not_broken(tmp_path: Path) -> None:
+    for model in ("mlp", "convnet"):
+        more = {"model": {"name": model}}
+        control = studies.whole(tmp_path, "none", 0, 0.9, **more)
+        other = studies.whole(tmp_path, "none", 1, 0.9, **more)
+        for label in ("clip", "sign", "norm_rescale"):
+            for seed, beside in enumerate((control, other)):
+                studies.whole(tmp_path, label, seed, 0.8 + seed / 100, beside, **more)
+    lines = summary(tmp_path).splitlines()
+    assert max(map(len, lines)) <= 100
+    rows = [line for line in lines if line.startswith("norm_rescale · convnet ")]
+    assert [row.split()[3:6] for row in rows] == [["2", "80.50%", "90.00%"], ["2", "0.5", "0.5"]]
+    for width in range(20, 60):
+        folded = _folded(
+            "No clear difference for clip · mlp (n = 2) and sign · mlp (n = 2).", width
+        )
+        assert folded.count("(n = 2)") == folded.count(" · mlp") == 2
+        assert max(map(len, folded.splitlines())) <= width
 
 
 def test_shares_and_updates_are_said_as_at_the_end_of_a_job(tmp_path: Path) -> None:

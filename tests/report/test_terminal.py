@@ -217,7 +217,9 @@ def test_step_times_are_medians_and_ratios_seed_by_seed(write) -> None:
     assert row_of(text, "step time") == (
         ["1.2", "ms", "1", "ms", "+20%", "+10%", "to", "+100%", "(range)"]
     )
-    assert "a step whose effect is measured (one in 10) takes 2 ms with clip" in text
+    said = " ".join(text.split())
+    assert "over a control that is hooked at the same sites without acting; a step" in said
+    assert "a step whose effect is measured (one in 10) takes 2 ms with clip" in said
 
 
 def test_a_run_without_a_step_time_has_the_others_times(write) -> None:
@@ -293,10 +295,15 @@ def test_the_table_has_the_means_over_runs_and_no_column_of_zeros(write) -> None
         for seed in range(2)
     ]
     text = report(runs)
-    assert "Gradients at each site, means over 2 runs:" in text
+    assert "Gradients at each site, means over 2 runs at one step in 10:" in text
     assert row_of(text, "a.weight") == ["2", "1", "0.9000", "30.0%", "100"]
     for column in ("zeroed", "sign flips", "non-finite", "transform"):
         assert column not in text
+
+
+def test_that_effects_are_of_some_steps_is_said_only_if_they_are(write) -> None:
+    text = report([Runs(write(summary("clip", 0, 0.9, effects_every=1)), None)])
+    assert "Gradients at each site, means over 1 run:" in text
 
 
 def test_links_of_a_chain_are_told_apart(write) -> None:

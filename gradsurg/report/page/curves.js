@@ -40,9 +40,9 @@ function curvePanel(curve, control, metric, axes) {
     ticks(0, axes.last, 4).map((tick) => svg("text", { x: x(tick), y: CH - 8, "text-anchor": "middle" }, String(tick))));
   for (const one of both) {
     const cls = one === curve ? "" : " control", xs = one.steps.map(x);
-    art.append(svg("path", { class: "band" + cls, d: band(xs, one.low.map(y), one.high.map(y)) }), svg("path", { class: "mean" + cls, d: line(xs, one.mean.map(y)) }));
+    art.append(svg("path", { class: "band" + cls, d: band(xs, one.low.map(y), one.high.map(y)) }), svg("path", { class: "mean" + cls, d: line(xs, one.mean.map(y)) }), ...lone(xs, one.mean.map(y), { class: "lone" + cls, r: 3.5 }));
   }
-  for (const run of curve.runs) art.append(svg("path", { class: `seed ${run.state}`, d: line(curve.steps.map(x), run.y.map(y)) }));
+  for (const run of curve.runs) art.append(svg("path", { class: `seed ${run.state}`, d: line(curve.steps.map(x), run.y.map(y)) }), ...lone(curve.steps.map(x), run.y.map(y), { class: `seed ${run.state}`, r: 1.6 }));
   const cursor = svg("line", { class: "cursor", y1: 4, y2: CH - CBOTTOM, visibility: "hidden" });
   art.append(cursor);
   let at = curve.steps.length - 1;

@@ -58,6 +58,12 @@ function line(xs, ys) {
   return path;
 }
 
+// Numbers with none on either side: a line does not show them.
+function lone(xs, ys, attributes) {
+  const there = (k) => Number.isFinite(ys[k] ?? NaN);
+  return xs.flatMap((x, k) => (there(k) && !there(k - 1) && !there(k + 1) ? [svg("circle", { ...attributes, cx: x.toFixed(1), cy: ys[k].toFixed(1) })] : []));
+}
+
 function band(xs, low, high) {
   const there = xs.map((_, k) => k).filter((k) => low[k] !== null && high[k] !== null && Number.isFinite(low[k] + high[k]));
   if (there.length < 2) return "";

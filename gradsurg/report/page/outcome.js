@@ -1,25 +1,35 @@
 // The forest plot, the links of a chain, dose and response, the cost, the effect on updates.
-const FOREST = 280, ROW = 26;
+const FOREST = 230, ROW = 26;
+
+// What only few seeds, or q, leave as a hint is not.
+const isClear = (row) => row.verdict === "higher" || row.verdict === "lower";
 
 function forestRow(row, x, title) {
-  const art = svg("svg", { viewBox: `0 0 ${FOREST} ${ROW}`, "aria-hidden": "true", class: row.verdict === "higher" || row.verdict === "lower" ? "" : "unclear" },
+  const art = svg("svg", { viewBox: `0 0 ${FOREST} ${ROW}`, "aria-hidden": "true", class: isClear(row) ? "" : "unclear" },
     svg("line", { class: "zero", x1: x(0), x2: x(0), y1: 0, y2: ROW, "stroke-dasharray": "2 2" }));
   if (row.mean === undefined) return art;
   for (const each of row.each || []) art.append(svg("line", { class: "each", x1: x(each), x2: x(each), y1: ROW - 7, y2: ROW - 2 }));
-  if (row.low !== null) art.append(svg("line", { class: "whisker", x1: x(row.low), x2: x(row.high), y1: ROW / 2 - 1, y2: ROW / 2 - 1 }));
+  if (row.low !== null) {
+    const mid = ROW / 2 - 1, from = Math.max(2, x(row.low)), to = Math.min(FOREST - 2, x(row.high));
+    art.append(svg("line", { class: "whisker", x1: from, x2: to, y1: mid, y2: mid }));
+    if (from > x(row.low)) art.append(svg("path", { class: "cut", d: `M${from + 5} ${mid - 4}L${from} ${mid}L${from + 5} ${mid + 4}` }));
+    if (to < x(row.high)) art.append(svg("path", { class: "cut", d: `M${to - 5} ${mid - 4}L${to} ${mid}L${to - 5} ${mid + 4}` }));
+  }
   art.append(svg("circle", { class: "dot", cx: x(row.mean), cy: ROW / 2 - 1, r: 4.5 }), svg("title", {}, title));
   return art;
 }
 
 function forestAxis(low, high, x, share) {
-  return svg("svg", { viewBox: `0 0 ${FOREST} 22`, "aria-hidden": "true" }, ticks(low, high, 5).map((tick) => [
+  return svg("svg", { viewBox: `0 0 ${FOREST} 22`, "aria-hidden": "true" }, ticks(low, high, 4).map((tick) => [
     svg("line", { class: "axis", x1: x(tick), x2: x(tick), y1: 17, y2: 22 }),
     svg("text", { x: x(tick), y: 13, "text-anchor": "middle" }, (tick > 0 ? "+" : "") + short(Math.abs(tick) < 1e-12 ? 0 : tick, share))]));
 }
 
+// Means and seeds are all shown; an interval may take half as much again at each end, then it is cut.
 function range(rows) {
-  const all = rows.flatMap((row) => (row.mean === undefined ? [] : [row.mean, row.low, row.high, ...(row.each || [])])).filter((v) => v !== null);
-  const low = Math.min(0, ...all), high = Math.max(0, ...all), pad = (high - low || 1) * 0.04;
+  const there = rows.filter((row) => row.mean !== undefined), seen = [0, ...there.flatMap((row) => [row.mean, ...(row.each || [])])];
+  const ends = there.flatMap((row) => [row.low, row.high]).filter((v) => v !== null), least = Math.min(...seen), most = Math.max(...seen), room = (most - least) / 2;
+  const low = Math.max(least - room, Math.min(least, ...ends)), high = Math.min(most + room, Math.max(most, ...ends)), pad = (high - low || 1) * 0.04;
   return [low - pad, high + pad];
 }
 
@@ -37,7 +47,7 @@ function forest(rows, metric, caption, name, first = "arm", sides = ["treated", 
     el("td", { class: "plot" }, forestRow(row, x, `${name(row)}: ${row.said}`)),
     cell(row.said || "–", "num"), cell(row.interval || "–", "said"), withBoot && cell(row.boot || "–", "said"),
     cell(row.p || "–", "num"), withQ && cell(row.q || "–", "num"),
-    cell([row.verdict, lost(row)].filter(Boolean).join("; "), row.verdict === "higher" || row.verdict === "lower" ? "" : "muted")));
+    cell([row.verdict, lost(row)].filter(Boolean).join("; "), isClear(row) ? "" : "muted")));
   return table(caption, heads, body.map((row) => row));
 }
 
@@ -98,8 +108,8 @@ function doses(set, metric) {
     svg("path", { class: "mean", d: line(at.map(x), rows.map((row) => (row.mean === undefined ? null : y(row.mean)))) }));
   rows.forEach((row, k) => {
     if (row.mean === undefined) return;
-    const group = svg("g", { class: row.verdict === "no clear difference" ? "unclear" : "" });
-    if (row.low !== null) group.append(svg("line", { class: "whisker", x1: x(at[k]), x2: x(at[k]), y1: y(row.low), y2: y(row.high) }));
+    const group = svg("g", { class: isClear(row) ? "" : "unclear" });
+    if (row.low !== null) group.append(svg("line", { class: "whisker", x1: x(at[k]), x2: x(at[k]), y1: Math.min(H - bottom, y(row.low)), y2: Math.max(4, y(row.high)) }));
     group.append(svg("circle", { class: "dot", cx: x(at[k]), cy: y(row.mean), r: 4.5 }, svg("title", {}, `${last} ${set.x[k]}: ${row.said}, ${row.interval}, n = ${row.n}`)));
     art.append(group);
   });
