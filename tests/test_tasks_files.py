@@ -12,6 +12,7 @@ import torch
 
 from gradsurg.fields import FieldError
 from gradsurg.tasks import _idx, cifar10, fashion_mnist, mnist
+from gradsurg.tasks.char_lm import CharLM
 from gradsurg.tasks.cifar10 import CIFAR10
 from gradsurg.tasks.fashion_mnist import FashionMNIST
 from gradsurg.tasks.mnist import MNIST
@@ -298,3 +299,43 @@ def test_a_broken_batch_is_told_on_one_line(tmp_path, content, said):
         CIFAR10(root=str(tmp_path), verify=False).load()
     assert said in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", [MNIST, FashionMNIST])
+@pytest.mark.parametrize("zipped", [False, True])
+def test_other_files_have_another_content_and_are_read_anew(tmp_path, kind, zipped):
+    task = kind(root=write(tmp_path, zipped), verify=False)
+    before, labels = task.content, task.load().test_targets.tolist()
+    assert task.content == before
+    assert len(before) == 8
+    write(tmp_path, zipped, t10k_labels_idx1_ubyte=idx(TEST_LABELS[::-1].copy()))
+    assert task.content != before
+    assert task.load().test_targets.tolist() == labels[::-1]
+
+
+def test_verified_files_are_known_and_not_hashed_again(tmp_path):
+    for kind in (MNIST, FashionMNIST, CIFAR10):
+        assert kind(root=str(tmp_path)).content == ""
+
+
+def test_the_content_of_a_batch_counts(tmp_path):
+    for name in cifar10.HASHES:
+        (tmp_path / name).write_bytes(name.encode())
+    task = CIFAR10(root=str(tmp_path), verify=False)
+    before = task.content
+    (tmp_path / "test_batch").write_bytes(b"another one")
+    assert task.content != before
+
+
+def test_an_edited_text_is_read_anew(tmp_path):
+    file = tmp_path / "words.txt"
+    file.write_text("abcd" * 100)
+    task = CharLM(path=str(file), length=8)
+    before, data = task.content, task.load()
+    file.write_text("abdc" * 100)
+    assert task.content != before
+    assert not torch.equal(task.load().train_inputs, data.train_inputs)
+    assert CharLM(length=8).content  # the text that comes with Python is another in another release
+    file.unlink()
+    with pytest.raises(FieldError, match=r"words\.txt cannot be read: No such file"):
+        task.load()
