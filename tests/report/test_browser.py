@@ -136,6 +136,7 @@ def test_one_logged_point_is_a_dot_and_a_huge_interval_is_cut(
             studies.end(place, label, accuracy)
             control.setdefault(seed, place.path.name)
     opened_study(window, study)
+    one(window, '#outcome input[value="test/accuracy"]').click()
     assert len(all_of(window, "#curves circle.lone")) == 2 * 2
     assert len(all_of(window, "#outcome .cut")) == 2  # of clip: -117% to 137%
     clip, _ = all_of(window, "#outcome .whisker")
