@@ -11,16 +11,16 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from gradsurg import compose
-from gradsurg.arms import Run
-from gradsurg.build import Experiment, build
-from gradsurg.command import Asked, asked
-from gradsurg.jobs import ending
+from gradsurg.config import compose
+from gradsurg.config.build import Experiment, build
+from gradsurg.config.command import Asked, asked
+from gradsurg.config.jobs import ending
 from gradsurg.ledger import SurgeryWarning
 from gradsurg.report.terminal import Runs, report
+from gradsurg.runs.arms import Run
+from gradsurg.runs.store import ERROR
+from gradsurg.runs.study import Record, execute
 from gradsurg.sinks.base import Guarded
-from gradsurg.store import ERROR
-from gradsurg.study import Record, execute
 
 FAILED = 1
 INTERRUPTED = 130

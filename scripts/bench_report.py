@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
 
-from gradsurg.store import RunDirectory, directory_name
+from gradsurg.runs.store import RunDirectory, directory_name
 from gradsurg.tables import aligned
 
 ARMS, SEEDS, STEPS, EFFECTS_EVERY = 20, 10, 1000, 10

@@ -14,14 +14,14 @@ import torch
 from hydra import initialize_config_dir
 from torch import Tensor
 
-from gradsurg import compose
-from gradsurg.arms import Run
-from gradsurg.build import Experiment, build
-from gradsurg.jobs import Job, ending, job_of, prepare
-from gradsurg.options import CONFIG_DIR
+from gradsurg.config import compose
+from gradsurg.config.build import Experiment, build
+from gradsurg.config.jobs import Job, ending, job_of, prepare
+from gradsurg.config.options import CONFIG_DIR
+from gradsurg.runs.arms import Run
+from gradsurg.runs.store import SUMMARY, RunDirectory
+from gradsurg.runs.study import execute
 from gradsurg.sinks.base import RunInfo, Sink, State
-from gradsurg.store import SUMMARY, RunDirectory
-from gradsurg.study import execute
 from gradsurg.tables import aligned
 from gradsurg.train import Batches
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from gradsurg.faults import ConfigError
+from gradsurg.config.faults import ConfigError
 from gradsurg.report.attribution import left_out
-from gradsurg.store import run_hash
+from gradsurg.runs.store import run_hash
 from tests import test_run
 from tests.test_build import built
 

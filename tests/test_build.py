@@ -13,10 +13,10 @@ from hydra import initialize_config_dir
 from torch import Tensor
 
 import gradsurg as gs
-from gradsurg import compose, pairs
-from gradsurg.build import Experiment, build
-from gradsurg.faults import ConfigError
-from gradsurg.store import run_hash
+from gradsurg.config import compose, pairs
+from gradsurg.config.build import Experiment, build
+from gradsurg.config.faults import ConfigError
+from gradsurg.runs.store import run_hash
 from gradsurg.transforms.base import Transform
 from gradsurg.transforms.norm_matched import NormMatched
 from tests import theirs

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gradsurg.build import GROUPS
+from gradsurg.config.build import GROUPS
 from tests.conftest import Ended, Here
 
 SHORT = ("steps=20", "seeds=1", "sink=none")
@@ -122,7 +122,7 @@ def test_help_mentions_each_group_and_five_commands(here: Here) -> None:
 
 
 def test_overrides_are_put_behind_options() -> None:
-    from gradsurg.command import _options_first
+    from gradsurg.config.command import _options_first
 
     words = ["a=1", "--config-dir", "there", "b=2", "-m", "~c"]
     assert _options_first(words) == ["--config-dir", "there", "-m", "~c", "a=1", "b=2"]

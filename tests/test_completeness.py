@@ -177,7 +177,7 @@ def test_a_config_without_its_command_is_told(project: Path, first: str) -> None
         ("# python -m gradsurg.run sink.two.one=4", False),
         ("# python -m gradsurg.run model=one", False),
         ("# python -m gradsurg.run", False),
-        ("# python -m gradsurg.study sink=one", False),
+        ("# python -m gradsurg.runs.study sink=one", False),
         ("python -m gradsurg.run sink=one", False),
         ("# A sink: python -m gradsurg.run sink=one", False),
         ("", False),

@@ -12,8 +12,8 @@ import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 
-from gradsurg import compose
-from gradsurg.faults import ConfigError
+from gradsurg.config import compose
+from gradsurg.config.faults import ConfigError
 from gradsurg.ledger import SurgeryWarning
 
 # The line of tests/theirs.py that raises.

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import gradsurg as gs
-from gradsurg.arms import Run, Schedule
-from gradsurg.counterfactual import NUMBERS, SAMPLED, Counterfactual, means
 from gradsurg.intervention import Intervention
+from gradsurg.runs.arms import Run, Schedule
+from gradsurg.runs.counterfactual import NUMBERS, SAMPLED, Counterfactual, means
+from gradsurg.runs.store import RunDirectory
+from gradsurg.runs.study import Record, execute
 from gradsurg.sites.base import Selector
-from gradsurg.store import RunDirectory
-from gradsurg.study import Record, execute
 from gradsurg.surgery import Surgery
 from gradsurg.tasks.base import Data, Task
 from gradsurg.tasks.digits import Digits

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gradsurg.store import RunDirectory
-from gradsurg.study import Record, execute
+from gradsurg.runs.store import RunDirectory
+from gradsurg.runs.study import Record, execute
 from tests.test_sinks import alone
 from tests.test_study import MIXED, a_run, assert_same
 
@@ -19,7 +19,7 @@ KILLS = """
 import os, random, signal, sys
 from pathlib import Path
 import torch
-from gradsurg.study import execute
+from gradsurg.runs.study import execute
 from tests.test_study import MIXED, Wrapped, a_run
 
 torch.set_num_threads(1)
@@ -141,7 +141,7 @@ def test_a_run_killed_at_a_random_moment_and_run_again_ends_as_if_it_never_had_b
 FULL = """
 import json, resource, signal, sys
 from pathlib import Path
-from gradsurg.study import execute
+from gradsurg.runs.study import execute
 from tests.test_study import MIXED, a_run
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

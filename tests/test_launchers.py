@@ -12,7 +12,7 @@ import pytest
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 
-from gradsurg.store import LOCK, SUMMARY
+from gradsurg.runs.store import LOCK, SUMMARY
 from scripts.same_runs import differences
 
 ROOT = Path(__file__).parents[1]

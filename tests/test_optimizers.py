@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional
 
 import gradsurg as gs
-from gradsurg.arms import Run
-from gradsurg.optimizers import MakeOptimizer, optimizer_maker
-from gradsurg.study import execute
+from gradsurg.config.optimizers import MakeOptimizer, optimizer_maker
+from gradsurg.runs.arms import Run
+from gradsurg.runs.study import execute
 from gradsurg.tasks.digits import Digits
 from gradsurg.train import train
 from tests.nets import small, weights

@@ -15,7 +15,7 @@ WORDS = ["transform=clip", "steps=20", "seeds=1", "sink=none"]
 
 WHENCE = """
 import gradsurg
-from gradsurg import compose
+from gradsurg.config import compose
 print(gradsurg.__file__, compose.CONFIG_DIR, gradsurg.__version__, sep="\\n")
 """
 

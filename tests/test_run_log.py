@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.arms import Run
-from gradsurg.hardware import hardware
-from gradsurg.settings import Settings
+from gradsurg.config.settings import Settings
+from gradsurg.runs.arms import Run
+from gradsurg.runs.hardware import hardware
+from gradsurg.runs.study import execute
 from gradsurg.sites.base import Selector
-from gradsurg.study import execute
 from gradsurg.tasks.digits import Digits
 from gradsurg.transforms.base import Transform
 from tests.test_study import (
@@ -153,7 +153,7 @@ def test_the_hardware_names_no_machine(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert platform.node() not in found
     info = tmp_path / "cpuinfo"
     info.write_text("processor : 0\nmodel name\t: A Fine CPU\nmodel name\t: another\n")
-    monkeypatch.setattr("gradsurg.hardware.CPU_INFO", info)
+    monkeypatch.setattr("gradsurg.runs.hardware.CPU_INFO", info)
     assert ", A Fine CPU, " in hardware(torch.device("cpu"))
     info.unlink()
     assert ", , " not in hardware(torch.device("cpu"))

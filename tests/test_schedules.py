@@ -11,9 +11,9 @@ import yaml
 from torch.optim import Optimizer, lr_scheduler
 
 import gradsurg as gs
-from gradsurg.arms import Run
-from gradsurg.schedules import schedule_maker, walk
-from gradsurg.study import execute
+from gradsurg.config.schedules import schedule_maker, walk
+from gradsurg.runs.arms import Run
+from gradsurg.runs.study import execute
 from gradsurg.tasks.digits import Digits
 from gradsurg.train import Manner, train
 from tests.nets import sgd, small, weights

@@ -18,17 +18,17 @@ from hydra import initialize_config_dir
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.arms import Run, Schedule
-from gradsurg.build import build
-from gradsurg.compose import CONFIG_DIR, plain, register
+from gradsurg.config.build import build
+from gradsurg.config.compose import CONFIG_DIR, plain, register
 from gradsurg.effects import NUMBERS
-from gradsurg.idle import _would_bite
 from gradsurg.intervention import Intervention
 from gradsurg.models.mlp import MLP
+from gradsurg.runs.arms import Run, Schedule
+from gradsurg.runs.idle import _would_bite
+from gradsurg.runs.store import RunDirectory, run_hash
+from gradsurg.runs.study import Record, execute
 from gradsurg.sinks.base import Guarded, RunInfo, Sink, State
 from gradsurg.sites.base import Selector
-from gradsurg.store import RunDirectory, run_hash
-from gradsurg.study import Record, execute
 from gradsurg.surgery import Surgery
 from gradsurg.tasks.base import Data, Task
 from gradsurg.tasks.digits import Digits
@@ -364,7 +364,7 @@ def raising(*args: object) -> None:
 KILLED = """
 from pathlib import Path
 from typing import Any
-from gradsurg.study import execute
+from gradsurg.runs.study import execute
 from tests.test_study import MIXED, Wrapped, a_run
 execute(a_run(MIXED, task=Wrapped(17, "kill")), Path("."), [], threads=1)
 """
@@ -639,7 +639,7 @@ from pathlib import Path
 from typing import Any
 import gradsurg as gs
 from gradsurg.sinks.wandb import Wandb
-from gradsurg.study import execute
+from gradsurg.runs.study import execute
 from tests.test_study import a_run
 for transform in (gs.Clip(0.01), None):
     execute(a_run(transform), Path("."), [Wandb(mode="offline")], threads=1)

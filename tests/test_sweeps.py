@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from gradsurg.report import summary
+from gradsurg.runs.store import RunDirectory
 from gradsurg.sinks.base import Guarded, StudyInfo
-from gradsurg.store import RunDirectory
 from tests.conftest import Here
 
 SHORT = ("steps=20", "seeds=1", "sink=none")

@@ -13,12 +13,12 @@ from torch.amp import GradScaler
 from torch.nn import functional
 
 import gradsurg as gs
-from gradsurg.arms import Run
 from gradsurg.intervention import Intervention
-from gradsurg.store import RunDirectory
-from gradsurg.study import Record, execute
+from gradsurg.runs.arms import Run
+from gradsurg.runs.store import RunDirectory
+from gradsurg.runs.study import Record, execute
+from gradsurg.runs.switches import Backend, Switches, check_compiled
 from gradsurg.surgery import Surgery
-from gradsurg.switches import Backend, Switches, check_compiled
 from gradsurg.tasks.digits import Digits
 from gradsurg.train import Batches, Manner, Step, train
 from gradsurg.transforms.base import Transform

@@ -13,8 +13,9 @@ from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from gradsurg import catalogue, compose
-from gradsurg.build import ConfigError, Experiment, build
+from gradsurg import catalogue
+from gradsurg.config import compose
+from gradsurg.config.build import ConfigError, Experiment, build
 from gradsurg.fields import FieldError
 from gradsurg.models.gpt import GPT
 from gradsurg.models.mlp import MLP

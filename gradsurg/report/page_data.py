@@ -11,7 +11,7 @@ from gradsurg.report.series import Curve, EffectMap, Norms
 from gradsurg.report.study_report import StudyReport
 from gradsurg.report.update_line import NUMBERS, of_how_much
 from gradsurg.report.wording import amount, interval, is_share, title, value
-from gradsurg.store import CONFIG
+from gradsurg.runs.store import CONFIG
 from gradsurg.tables import number as plain
 
 Json = dict[str, object]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gradsurg.report.wording import Summary, listed
-from gradsurg.store import (
+from gradsurg.runs.store import (
     CONFIG,
     EFFECTS,
     ERROR,

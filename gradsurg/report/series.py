@@ -6,13 +6,13 @@ from math import sqrt
 
 import polars as pl
 
-from gradsurg.frames import METRICS_KEYS, read_effects, read_metrics
 from gradsurg.report.grouping import Arm
 from gradsurg.report.reading import Found
 from gradsurg.report.update_line import SAMPLED
 from gradsurg.report.wording import HEADLINE
+from gradsurg.runs.frames import METRICS_KEYS, read_effects, read_metrics
+from gradsurg.runs.store import NOT_FINITE
 from gradsurg.stats import t_reach
-from gradsurg.store import NOT_FINITE
 
 MAX_POINTS = 60  # of a learning curve: more are not seen on a page
 MAX_CELLS = 240_000  # of all effect maps together, so that a page stays small

@@ -6,7 +6,6 @@ from pathlib import Path
 from statistics import fmean, median
 from textwrap import fill
 
-from gradsurg.frames import effect_table
 from gradsurg.report.alone import spread
 from gradsurg.report.attribution import shares_text
 from gradsurg.report.certainty import about_p, bootstrap_line, p_cell
@@ -21,8 +20,9 @@ from gradsurg.report.wording import (
     titles,
     value,
 )
+from gradsurg.runs.frames import effect_table
+from gradsurg.runs.store import RunDirectory
 from gradsurg.stats import Difference, paired_difference
-from gradsurg.store import RunDirectory
 from gradsurg.tables import aligned
 from gradsurg.tables import effect_table as effect_text
 

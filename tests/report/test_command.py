@@ -13,7 +13,7 @@ import polars as pl
 import pytest
 
 from gradsurg.report.__main__ import main
-from gradsurg.store import SUMMARY
+from gradsurg.runs.store import SUMMARY
 from tests.report import studies
 
 FIGURES = ("outcome", "curves", "effects", "norms", "cost")

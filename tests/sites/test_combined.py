@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
-from gradsurg.build import ConfigError, build
-from gradsurg.compose import CONFIG_DIR, check, plain, register
+from gradsurg.config.build import ConfigError, build
+from gradsurg.config.compose import CONFIG_DIR, check, plain, register
 from gradsurg.fields import FieldError
 from gradsurg.sites.base import Place, Selector
 from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.frames import effect_table
-from gradsurg.store import RunDirectory
+from gradsurg.runs.frames import effect_table
+from gradsurg.runs.store import RunDirectory
 from gradsurg.tables import effect_table as effect_text
 from tests.nets import attached
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from gradsurg.fields import Contradiction, validated
-from gradsurg.switches import Backend, Precision, Switches
+from gradsurg.runs.switches import Backend, Precision, Switches
 
 Positive = Annotated[int, Field(ge=1)]
 # YAML reads `study=2024` as a number.

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from gradsurg.config.make import ERRORS, sentence
+from gradsurg.config.settings import Settings
 from gradsurg.fields import Contradiction, FieldError
 from gradsurg.intervention import Intervention
 from gradsurg.ledger import Entry, SurgeryWarning
-from gradsurg.make import ERRORS, sentence
-from gradsurg.settings import Settings
 from gradsurg.sites.base import Selector
 from gradsurg.sources import watched
 from gradsurg.surgery import Surgery

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradsurg.store import EFFECTS, METRICS, whole_lines
+from gradsurg.runs.store import EFFECTS, METRICS, whole_lines
 
 if TYPE_CHECKING:
     import polars as pl

@@ -9,15 +9,15 @@ from typing import Any, Literal
 
 from torch import nn
 
-from gradsurg.arms import Run
-from gradsurg.counterfactual import NUMBERS as UPDATE_NUMBERS
-from gradsurg.counterfactual import SAMPLED, Counterfactual, means
 from gradsurg.effects import NUMBERS
-from gradsurg.hardware import hardware
 from gradsurg.live import Live
+from gradsurg.runs.arms import Run
+from gradsurg.runs.counterfactual import NUMBERS as UPDATE_NUMBERS
+from gradsurg.runs.counterfactual import SAMPLED, Counterfactual, means
+from gradsurg.runs.hardware import hardware
+from gradsurg.runs.store import EFFECTS, METRICS, RunDirectory
 from gradsurg.sinks.base import Sink
 from gradsurg.sites._untouched import untouched
-from gradsurg.store import EFFECTS, METRICS, RunDirectory
 from gradsurg.tasks.base import Data
 from gradsurg.train import Step, outputs_of
 

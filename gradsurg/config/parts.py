@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from gradsurg.catalogue import snake
-from gradsurg.faults import Faults
-from gradsurg.make import ERRORS, Config, called, fields_of, make, named, sentence, theirs
+from gradsurg.config.faults import Faults
+from gradsurg.config.make import ERRORS, Config, called, fields_of, make, named, sentence, theirs
 from gradsurg.sinks.base import Guarded, Sink
 from gradsurg.tasks.base import Data, Task
 from gradsurg.transforms.base import Transform

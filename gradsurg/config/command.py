@@ -8,10 +8,10 @@ from pathlib import Path
 
 from hydra._internal.utils import get_args_parser
 
-from gradsurg import compose
-from gradsurg.build import Experiment
-from gradsurg.faults import ConfigError
-from gradsurg.jobs import Job, beginning, job_of, prepare
+from gradsurg.config import compose
+from gradsurg.config.build import Experiment
+from gradsurg.config.faults import ConfigError
+from gradsurg.config.jobs import Job, beginning, job_of, prepare
 from gradsurg.ledger import SurgeryWarning
 from gradsurg.sinks.base import Sink
 

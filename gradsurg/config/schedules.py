@@ -9,8 +9,8 @@ from typing import Any
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
+from gradsurg.config.make import ERRORS, called, sentence
 from gradsurg.fields import FieldError, nearest
-from gradsurg.make import ERRORS, called, sentence
 
 MakeSchedule = Callable[[Optimizer], LRScheduler | None]
 

@@ -10,10 +10,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from gradsurg.controls import first_control
-from gradsurg.store import directory_name
+from gradsurg.runs.controls import first_control
+from gradsurg.runs.store import directory_name
+from gradsurg.runs.switches import Switches
 from gradsurg.surgery import Surgery
-from gradsurg.switches import Switches
 from gradsurg.tasks.base import Data, Task
 
 ArmName = Literal["treated", "control"]

@@ -6,7 +6,7 @@ from hydra._internal.sources_registry import SourcesRegistry
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import OmegaConf
 
-from gradsurg.options import LISTS, key_of
+from gradsurg.config.options import LISTS, key_of
 
 NO_HEADER: dict[str, str | None] = {"package": None}
 

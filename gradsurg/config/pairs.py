@@ -8,13 +8,13 @@ from typing import Literal
 import torch
 
 from gradsurg import __version__
-from gradsurg.arms import Run, Schedule
+from gradsurg.config.make import Config, sources_of
+from gradsurg.config.optimizers import MakeOptimizer, optimizer_config
+from gradsurg.config.parts import model_of
+from gradsurg.config.schedules import schedule_maker
+from gradsurg.config.settings import Settings
 from gradsurg.intervention import Intervention
-from gradsurg.make import Config, sources_of
-from gradsurg.optimizers import MakeOptimizer, optimizer_config
-from gradsurg.parts import model_of
-from gradsurg.schedules import schedule_maker
-from gradsurg.settings import Settings
+from gradsurg.runs.arms import Run, Schedule
 from gradsurg.sites.base import Selector
 from gradsurg.surgery import Surgery
 from gradsurg.tasks.base import Task

@@ -10,15 +10,15 @@ from typing import Literal, cast
 
 import torch
 
-from gradsurg.arms import Run
-from gradsurg.checkpoint import Checkpoint, Trainee
-from gradsurg.counterfactual import Counterfactual
-from gradsurg.idle import changed_nothing
 from gradsurg.ledger import SurgeryWarning
-from gradsurg.run_log import RunLog
+from gradsurg.runs.arms import Run
+from gradsurg.runs.checkpoint import Checkpoint, Trainee
+from gradsurg.runs.counterfactual import Counterfactual
+from gradsurg.runs.idle import changed_nothing
+from gradsurg.runs.run_log import RunLog
+from gradsurg.runs.store import RunDirectory
 from gradsurg.sinks.base import Guarded, RunInfo, Sink
 from gradsurg.sinks.base import State as SinkState
-from gradsurg.store import RunDirectory
 from gradsurg.surgery import Surgery
 from gradsurg.train import Batches, Manner, train
 

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gradsurg.config.make import ERRORS, Config, called, sentence
+from gradsurg.config.settings import Settings
 from gradsurg.fields import FieldError, nearest
-from gradsurg.make import ERRORS, Config, called, sentence
-from gradsurg.settings import Settings
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 

@@ -8,10 +8,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
 
-from gradsurg.blame import one_line
-from gradsurg.build import GROUPS
+from gradsurg.config.blame import one_line
+from gradsurg.config.build import GROUPS
+from gradsurg.config.options import LAUNCHERS, LISTS, content_of, key_of, options_of
 from gradsurg.fields import nearest
-from gradsurg.options import LAUNCHERS, LISTS, content_of, key_of, options_of
 
 
 def read(overrides: Sequence[str], multirun: bool) -> tuple[list[list[str]], list[str]]:

@@ -3,13 +3,13 @@
 import torch
 from torch.optim import Optimizer
 
-from gradsurg.faults import Faults
+from gradsurg.config.faults import Faults
+from gradsurg.config.make import ERRORS, Config, sentence
+from gradsurg.config.schedules import schedule_maker, walk
+from gradsurg.config.settings import Settings
 from gradsurg.intervention import Intervention, check_scaled
-from gradsurg.make import ERRORS, Config, sentence
-from gradsurg.schedules import schedule_maker, walk
-from gradsurg.settings import Settings
+from gradsurg.runs.switches import check_compiled
 from gradsurg.sites.base import Selector
-from gradsurg.switches import check_compiled
 
 
 def check_manner(

@@ -12,12 +12,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from gradsurg.blame import COMPOSING, NO_KEY, culprit, one_line, sentence, with_keys
-from gradsurg.build import Experiment, build
-from gradsurg.dotted import register
-from gradsurg.faults import ConfigError
-from gradsurg.options import CONFIG_DIR, wrong_dirs
-from gradsurg.overrides import each_once, given_twice, is_sweep, key_in, known_options, read
+from gradsurg.config.blame import COMPOSING, NO_KEY, culprit, one_line, sentence, with_keys
+from gradsurg.config.build import Experiment, build
+from gradsurg.config.dotted import register
+from gradsurg.config.faults import ConfigError
+from gradsurg.config.options import CONFIG_DIR, wrong_dirs
+from gradsurg.config.overrides import each_once, given_twice, is_sweep, key_in, known_options, read
 
 Keep = Callable[[list[str], Experiment], None]
 

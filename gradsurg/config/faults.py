@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from gradsurg.config.make import sentence
 from gradsurg.fields import FieldError
-from gradsurg.make import sentence
 
 Made = TypeVar("Made")
 

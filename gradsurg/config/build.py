@@ -7,14 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradsurg.faults import ConfigError, Faults
-from gradsurg.fields import nearest
-from gradsurg.intervention import Intervention
-from gradsurg.ledger import SurgeryWarning
-from gradsurg.make import Config, make
-from gradsurg.optimizers import optimizer_maker
-from gradsurg.pairs import Pair, Plan
-from gradsurg.parts import (
+from gradsurg.config.faults import ConfigError, Faults
+from gradsurg.config.make import Config, make
+from gradsurg.config.optimizers import optimizer_maker
+from gradsurg.config.pairs import Pair, Plan
+from gradsurg.config.parts import (
     checked_model,
     content_of,
     device_of,
@@ -24,9 +21,12 @@ from gradsurg.parts import (
     task_of,
     transforms_of,
 )
-from gradsurg.probe import Trial, check_stage
-from gradsurg.rehearsal import check_manner, check_step
-from gradsurg.settings import Settings
+from gradsurg.config.probe import Trial, check_stage
+from gradsurg.config.rehearsal import check_manner, check_step
+from gradsurg.config.settings import Settings
+from gradsurg.fields import nearest
+from gradsurg.intervention import Intervention
+from gradsurg.ledger import SurgeryWarning
 from gradsurg.sinks.base import Sink
 from gradsurg.sites.base import Selector
 from gradsurg.surgery import Surgery

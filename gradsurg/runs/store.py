@@ -13,7 +13,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Literal
 
-from gradsurg.controls import controls_of, merged_facts
+from gradsurg.runs.controls import controls_of, merged_facts
 
 CONFIG, METRICS, EFFECTS = "config.yaml", "metrics.jsonl", "effects.jsonl"
 SUMMARY, CHECKPOINT, LOCK = "summary.json", "checkpoint.pt", ".lock"

@@ -15,7 +15,7 @@ LAUNCHERS = ("joblib", "submitit_local", "submitit_slurm")  # an extra: gradsurg
 
 def _config_dir() -> Path:
     """The packaged copy of `conf` where there is one (a wheel), else the checkout's."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     packaged = package / "conf"
     return packaged if packaged.is_dir() else package.parent / "conf"
 

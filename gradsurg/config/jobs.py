@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gradsurg.arms import Run
-from gradsurg.controls import merged_facts
-from gradsurg.store import ERROR, RunDirectory, RunState
+from gradsurg.runs.arms import Run
+from gradsurg.runs.controls import merged_facts
+from gradsurg.runs.store import ERROR, RunDirectory, RunState
 from gradsurg.tables import aligned
 
 WORST_FIRST: tuple[RunState, ...] = (
