@@ -125,9 +125,12 @@ def numbers(path: Path) -> dict[str, Any]:
     return kept | files
 
 
+UNTIMED = ("step time", "whose effect is measured", "----")
+
+
 def untimed(printed: str) -> str:
     """What is printed, without the times and without the width of a column that they decide."""
-    lines = [line for line in printed.splitlines() if not line.startswith(("step time", "----"))]
+    lines = [line for line in printed.splitlines() if not line.startswith(UNTIMED)]
     return "\n".join(" ".join(line.split()) for line in lines)
 
 

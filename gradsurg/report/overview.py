@@ -17,7 +17,6 @@ from gradsurg.report.wording import amount, count, interval, unbroken, value
 
 MAX_LISTED = 20
 MAX_WHOLE = 8  # with more arms only the headline is printed, the page has the rest
-READING = 13  # columns that a reading has to have
 SHORT = {"no clear difference": "unclear", "one seed: no interval": ""}  # readings in the table
 WIDTH = 100  # where the output is no terminal
 LOOKS = {"finished": "green", "diverged": "red", "failed": "red", "unreadable": "red"}
@@ -58,7 +57,7 @@ def _print(report: StudyReport, console: Console) -> None:
         own = [outcome for outcome in report.outcomes if outcome.metric == metric]
         if compared and own:
             console.print()
-            console.print(_outcomes(own, name, console.width))
+            console.print(_outcomes(own, name))
     if report.alone:
         console.print()
         console.print(_alone(report))
@@ -108,18 +107,15 @@ def _states(report: StudyReport) -> Text:
     return text
 
 
-def _outcomes(outcomes: list[Outcome], name: str, width: int) -> Table:
+def _outcomes(outcomes: list[Outcome], name: str) -> Table:
     table = Table(title=name, title_justify="left", title_style="bold", box=None, pad_edge=False)
     many = any(outcome.q_value is not None for outcome in outcomes)
     columns = ["arm", "n", "treated", "control", "difference", "95 % interval", "p"]
     heads = [*columns, *["q"] * many, "reading"]
     rows = [_row(outcome, many) for outcome in outcomes]
-    *widths, _ = (max(map(len, cells)) for cells in zip(heads, *rows, strict=True))
-    fits = sum(widths) + 2 * len(widths) + READING <= width
     for head in heads:
         words = head in ("arm", "reading")  # which can be wrapped, numbers not
-        whole = not words or (head == "arm" and fits)
-        table.add_column(head, justify="left" if words else "right", no_wrap=whole)
+        table.add_column(head, justify="left" if words else "right", no_wrap=not words)
     for row in rows:
         table.add_row(*[Text(cell) for cell in row])
     return table

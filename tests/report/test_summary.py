@@ -32,13 +32,17 @@ def test_numbers_of_seeds_and_names_of_arms_are_not_broken(tmp_path: Path) -> No
         more = {"model": {"name": model}}
         control = studies.whole(tmp_path, "none", 0, 0.9, **more)
         other = studies.whole(tmp_path, "none", 1, 0.9, **more)
-        for label in ("clip", "sign", "norm_rescale"):
+        for label in ("clip", "sign", "zero"):
             for seed, beside in enumerate((control, other)):
                 studies.whole(tmp_path, label, seed, 0.8 + seed / 100, beside, **more)
+        studies.plan(tmp_path, "zero", 2, control, **more)  # so that a reading is long
     lines = summary(tmp_path).splitlines()
     assert max(map(len, lines)) <= 100
-    rows = [line for line in lines if line.startswith("norm_rescale · convnet ")]
-    assert [row.split()[3:6] for row in rows] == [["2", "80.50%", "90.00%"], ["2", "0.5", "0.5"]]
+    rows = [line for line in lines if line.startswith("zero · convnet ")]
+    assert [row.split()[3:7] for row in rows] == [
+        ["2", "of", "3", "80.50%"],
+        ["2", "of", "3", "0.5"],
+    ]
     for width in range(20, 60):
         folded = _folded(
             "No clear difference for clip · mlp (n = 2) and sign · mlp (n = 2).", width
