@@ -250,6 +250,22 @@ def test_the_theme_follows_the_system_and_the_button(opened: Driver) -> None:
     assert background() == light  # what was chosen is kept
 
 
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "dark"), (390, "light")])
+def test_links_and_updates_have_no_serious_fault_of_access(
+    tmp_path: Path, width: int, scheme: str
+) -> None:
+    import axe_core_python
+
+    script = Path(axe_core_python.__path__[0]) / "axe.min.js"
+    with browser(width, 900) as driver:
+        prefer(driver, scheme)
+        opened_study(driver, studies.chain(tmp_path / "chain"))
+        assert driver.execute_script("return document.documentElement.scrollWidth") <= width
+        driver.execute_script(script.read_text())
+        found = driver.execute_async_script(RUN_AXE)
+        assert [fault for fault in found if fault[0] in ("serious", "critical")] == []
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
 def test_there_is_no_serious_fault_of_access(page: Path, width: int, scheme: str) -> None:
