@@ -94,7 +94,7 @@ for number, (kind, count) in enumerate(moments):
             case "draft":
                 opened = at(count, lambda: False, lambda: True)
                 Path.open = torn
-        execute(a_run(MIXED, task=task), Path(str(number)), [])
+        execute(a_run(MIXED, task=task), Path(str(number)), [], threads=1)
         os._exit(0)
     _, status = os.waitpid(child, 0)
     how = "killed" if os.WIFSIGNALED(status) else "ended"
@@ -104,7 +104,7 @@ for number, (kind, count) in enumerate(moments):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Record:
-    return execute(a_run(MIXED), tmp_path_factory.mktemp("whole"), [])
+    return execute(a_run(MIXED), tmp_path_factory.mktemp("whole"), [], threads=1)
 
 
 @pytest.mark.slow
@@ -131,7 +131,7 @@ def test_a_run_killed_at_a_random_moment_and_run_again_ends_as_if_it_never_had_b
         for name in ("metrics.jsonl", "effects.jsonl"):
             place.read_rows(name)  # whole lines can be read at any time
         assert place.state in ("planned", "interrupted", "finished"), moment
-        again = execute(a_run(MIXED), out, [])
+        again = execute(a_run(MIXED), out, [], threads=1)
         if again.happened != "skipped":
             assert_same(again, whole)
         left = {path.name for path in place.path.iterdir() if path.name.endswith(".tmp")}
@@ -147,7 +147,7 @@ from tests.test_study import MIXED, a_run
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
 try:
-    execute(a_run(MIXED), Path("."), [])
+    execute(a_run(MIXED), Path("."), [], threads=1)
 except OSError as error:
     print(json.dumps([error.errno, Path(error.filename).name]))
 """
@@ -172,6 +172,6 @@ def test_a_disk_without_room_ends_the_run_with_the_files_name_and_it_goes_on_whe
     assert place.state == "failed"
     assert name in place.reason
     assert not list(place.path.glob("*.tmp")) + list(place.path.glob(".*.tmp"))
-    again = execute(a_run(MIXED), tmp_path, [])
+    again = execute(a_run(MIXED), tmp_path, [], threads=1)
     assert again.happened == "retried"
     assert_same(again, whole)
