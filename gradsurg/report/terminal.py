@@ -58,7 +58,9 @@ def report(runs: Sequence[Runs]) -> str:
 
 
 def _summary(path: Path | None) -> Summary | None:
-    return RunDirectory(path).read_summary() if path is not None else None
+    """What a run came to; None too if another command with force=true has just cleared it."""
+    place = RunDirectory(path) if path is not None else None
+    return place.read_summary() if place is not None and place.finished else None
 
 
 def _outcome(treated: Sequence[Summary | None], control: Sequence[Summary | None]) -> str:

@@ -156,7 +156,7 @@ class Counterfactual:
                 loss = loss / len(parts)
             if learn:
                 loss.backward()
-            losses.append(loss.item())
+            losses.append(loss.item())  # a wait for the device, at sampled steps only
         return sum(losses)
 
 
@@ -194,6 +194,7 @@ def _compared(
         torch.cat([(b.double() - a.double()).flatten() for a, b in zip(start, end, strict=True)])
         for end in (made, without)
     )
+    # Waits for the device, at sampled steps only.
     norm, other_norm = with_.norm().item(), other.norm().item()
     found: dict[str, float] = {}
     if norm and other_norm:

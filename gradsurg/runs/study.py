@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 import torch
+from torch import nn
 
 from gradsurg.ledger import SurgeryWarning
 from gradsurg.runs.arms import Run
@@ -20,7 +21,7 @@ from gradsurg.runs.store import RunDirectory
 from gradsurg.sinks.base import Guarded, RunInfo, Sink
 from gradsurg.sinks.base import State as SinkState
 from gradsurg.surgery import Surgery
-from gradsurg.train import Batches, Manner, train
+from gradsurg.train import Batches, Manner, Step, train
 
 Happened = Literal["trained", "resumed", "retried", "skipped", "kept failed"]
 
@@ -126,59 +127,32 @@ def _train(run: Run, place: RunDirectory, sinks: Sequence[Sink]) -> dict[str, ob
         run.seed,
         run.switches.accumulate,
     )
-    # A surgery of one's own: that of the run has the state of whatever was executed with it before.
-    surgery = Surgery(*run.surgery.interventions, seed=run.surgery.seed)
-    optimizer, scaler = run.make_optimizer(model), run.switches.scaler(run.device)
-    schedule = run.make_lr_schedule(optimizer)
-    trainee = Trainee(model, optimizer, surgery, run.device, schedule, scaler)
+    trainee = _trainee(run, model)
     kept = cast("Checkpoint | None", place.load_checkpoint())
     if kept is not None:
         trainee.take_up(kept)
-    start = kept["step"] if kept is not None else 0
     said = kept["said"] if kept is not None else []
-    every = 0 if run.shadow else run.schedule.update_effect_every
-    without = None
-    if every:
-        without = Counterfactual(model, optimizer, run.task.loss, every, run.switches.autocast)
-    log = RunLog(run, place, sinks, seconds=[], done=start, without=without)
-    if kept is not None:
-        log.skipped, log.earlier_seconds = kept["skipped"], kept["seconds"]
-    log.again()
+    log = _log(run, place, sinks, trainee, kept)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        attached = surgery.attach(
+        attached = trainee.surgery.attach(
             model,
-            optimizer,
+            trainee.optimizer,
             effects_every=run.schedule.effects_every,
             shadow=run.shadow,
-            scaler=scaler,
+            scaler=trainee.scaler,
             steps_per_epoch=batches.steps_per_epoch,
         )
         with attached as live, run.switches.compiled(model) as called:
             if kept is not None:
                 live.ledger.resume(kept["ledger"])
                 live.effects.resume(kept["effects"], live.ledger)
-            manner = Manner(run.switches.autocast, scaler, schedule)
-            steps = train(
-                called,
-                optimizer,
-                run.task.loss,
-                batches,
-                run.schedule.steps,
-                start,
-                manner,
-                without.before if without else None,
-            )
-            for step in steps:
-                if without:
-                    without.after()
-                log.took(step)
+            for step in _steps(run, trainee, called, batches, log):
                 if step.done % run.schedule.log_every and step.done != run.schedule.steps:
                     continue
-                loss = step.loss.item()
-                if not log.interval(
-                    step.done, loss, live, log.tested(step.done, loss, data, model)
-                ):
+                loss = step.loss.item()  # a wait for the device, at logs only
+                tested = log.tested(step.done, loss, data, model)
+                if not log.interval(step.done, loss, live, tested):
                     break
                 # Only here is nothing half-gathered, so the first log after a due step saves.
                 if step.done % run.schedule.checkpoint_every < run.schedule.log_every:
@@ -186,9 +160,53 @@ def _train(run: Run, place: RunDirectory, sinks: Sequence[Sink]) -> dict[str, ob
                     place.save_checkpoint(
                         trainee.checkpoint(step.done, live, told, log.skipped, log.trained_s)
                     )
-            notes = [] if run.shadow else changed_nothing(surgery, live, run.schedule.effects_every)
+            every = run.schedule.effects_every
+            notes = [] if run.shadow else changed_nothing(trainee.surgery, live, every)
     _pass_on(caught)
     return log.summary(data, model, notes + _said(said, caught))
+
+
+def _trainee(run: Run, model: nn.Module) -> Trainee:
+    # A surgery of one's own: that of the run has the state of whatever was executed with it before.
+    surgery = Surgery(*run.surgery.interventions, seed=run.surgery.seed)
+    optimizer = run.make_optimizer(model)
+    schedule, scaler = run.make_lr_schedule(optimizer), run.switches.scaler(run.device)
+    return Trainee(model, optimizer, surgery, run.device, schedule, scaler)
+
+
+def _log(
+    run: Run,
+    place: RunDirectory,
+    sinks: Sequence[Sink],
+    trainee: Trainee,
+    kept: Checkpoint | None,
+) -> RunLog:
+    """The log of a run that begins, or that goes on where a checkpoint was kept."""
+    every = 0 if run.shadow else run.schedule.update_effect_every
+    without = None
+    if every:
+        autocast = run.switches.autocast
+        without = Counterfactual(trainee.model, trainee.optimizer, run.task.loss, every, autocast)
+    log = RunLog(run, place, sinks, seconds=[], without=without)
+    if kept is not None:
+        log.done, log.skipped, log.earlier_seconds = kept["step"], kept["skipped"], kept["seconds"]
+    log.again()
+    return log
+
+
+def _steps(
+    run: Run, trainee: Trainee, called: nn.Module, batches: Batches, log: RunLog
+) -> Iterator[Step]:
+    """The steps that are left, counted by the log and compared with those without the surgery."""
+    manner = Manner(run.switches.autocast, trainee.scaler, trainee.lr_schedule)
+    before = log.without.before if log.without else None
+    start, end = log.done, run.schedule.steps
+    optimizer, loss_fn = trainee.optimizer, run.task.loss
+    for step in train(called, optimizer, loss_fn, batches, end, start, manner, before):
+        if log.without:
+            log.without.after()
+        log.took(step)
+        yield step
 
 
 def _said(before: Iterable[str], caught: Iterable[warnings.WarningMessage]) -> list[str]:
