@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gradsurg.config.faults import ConfigError, Faults
 from gradsurg.config.make import Config, make
-from gradsurg.config.optimizers import optimizer_maker
+from gradsurg.config.optimizers import MakeOptimizer, optimizer_maker
 from gradsurg.config.pairs import Pair, Plan
 from gradsurg.config.parts import (
     checked_model,
@@ -67,15 +67,11 @@ def build(config: Config) -> Experiment:
     if task is not None and data is not None:
         content = faults.made("task", lambda: content_of(config, task))
     sinks = sinks_of(config, faults)
-    make_optimizer = optimizer_maker(config, settings)
     model = None
     if task is not None and data is not None:
         model = faults.made("model", lambda: checked_model(config, task, data))
-    # What is wrong with an optimizer is mostly so for any parameter.
-    stand_in = model or nn.Linear(1, 1, bias=False)
-    optimizer = faults.made("optimizer", lambda: make_optimizer(stand_in))
-    if optimizer is not None and settings is not None:
-        check_step(config, settings, optimizer, faults)
+    make_optimizer = optimizer_maker(config, settings)
+    _check_optimizer(config, settings, make_optimizer, model, faults)
     device = None
     if settings is not None:
         device = faults.made("device", lambda: device_of(settings.device))
@@ -108,15 +104,34 @@ def build(config: Config) -> Experiment:
     if settings.attribute:
         plan = replace(plan, without=_without_links(plan, transforms, trigger, faults))
         faults.stop()
+    return _experiment(plan, data, sinks)
+
+
+def _experiment(plan: Plan, data: Data, sinks: tuple[Sink, ...]) -> Experiment:
+    settings = plan.settings
     seeds = [settings.seed] if settings.seed is not None else range(settings.seeds)
     return Experiment(
         settings,
         tuple(plan.pair(seed) for seed in seeds),
         plan.surgery(0),
-        lambda: model_of(config, data),
+        lambda: model_of(plan.config, data),
         data.train_inputs[:2],
         sinks,
     )
+
+
+def _check_optimizer(
+    config: Config,
+    settings: Settings | None,
+    make_optimizer: MakeOptimizer,
+    model: nn.Module | None,
+    faults: Faults,
+) -> None:
+    # What is wrong with an optimizer is mostly so for any parameter.
+    stand_in = model or nn.Linear(1, 1, bias=False)
+    optimizer = faults.made("optimizer", lambda: make_optimizer(stand_in))
+    if optimizer is not None and settings is not None:
+        check_step(config, settings, optimizer, faults)
 
 
 def _wrong_keys(config: Config) -> list[str]:
