@@ -1,8 +1,9 @@
 """Operate on the gradients of a live PyTorch model and measure what it does to learning.
 
-`gradsurg.Clip`, `gradsurg.Parameters`, `gradsurg.Steps` and the rest are found by name in the
-folders `transforms`, `sites` and `triggers`; `dir(gradsurg)` lists them. Nothing is imported before
-it is asked for: what only reads the files of runs works without torch.
+`gradsurg.Clip`, `gradsurg.Parameters`, `gradsurg.Steps`, `gradsurg.PCGrad` and the rest are found
+by name in the folders `transforms`, `sites`, `triggers` and `aggregators`; `dir(gradsurg)` lists
+them. Nothing is imported before it is asked for: what only reads the files of runs works without
+torch.
 """
 
 from importlib import import_module
@@ -25,7 +26,7 @@ try:
 except PackageNotFoundError:  # imported from a folder, never installed
     __version__ = "0+unknown"
 
-KINDS = ("transforms", "sites", "triggers")
+KINDS = ("transforms", "sites", "triggers", "aggregators")
 
 HOMES = {
     "Comparison": "comparison",

@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 
+from gradsurg.aggregators.base import Aggregator
 from gradsurg.catalogue import find, names
 from gradsurg.sinks.base import Sink
 from gradsurg.sites.base import Selector
@@ -19,6 +20,7 @@ from gradsurg.triggers.base import Trigger
 CONFIGS = Path(__file__).parents[1] / "conf"
 FOLDERS = {
     "transforms": "transform",
+    "aggregators": "aggregator",
     "models": "model",
     "tasks": "task",
     "sinks": "sink",
@@ -27,6 +29,7 @@ FOLDERS = {
 }
 BASES = {
     "transforms": Transform,
+    "aggregators": Aggregator,
     "tasks": Task,
     "sinks": Sink,
     "sites": Selector,

@@ -5,7 +5,8 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import add
 from pathlib import Path
 
 from torch import Tensor
@@ -110,6 +111,23 @@ def _hashed(path: Path, time_ns: int, size: int) -> str:
     """Of a file as it was at that time: a large one is read once in a process."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class MultiTask(Task):
+    """Several losses of one model, whose gradients an aggregator can make one of."""
+
+    @property
+    @abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """The names of its losses, in their order."""
+
+    @abstractmethod
+    def losses(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """The losses by their names, each a tensor of no axes."""
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Their sum: what is differentiated without an aggregator."""
+        return reduce(add, self.losses(outputs, targets).values())
 
 
 class Classification(Task):

@@ -14,7 +14,7 @@ from gradsurg.fields import validated
 from gradsurg.tasks._digits import load_digits
 from gradsurg.tasks._generated import Count, Seed
 from gradsurg.tasks._tables import split
-from gradsurg.tasks.base import Data, Task
+from gradsurg.tasks.base import Data, MultiTask
 
 SIDE = 8
 NUM_CLASSES = 10
@@ -22,7 +22,7 @@ LABELS = ("first", "second")
 
 
 @validated
-class Overlay(Task):
+class Overlay(MultiTask):
     """Classify two of scikit-learn's digits at once (as MultiMNIST, Sabour et al. 2017).
 
     One digit lies at the top left of a larger image, the other `shift` pixels further down and to
@@ -42,27 +42,27 @@ class Overlay(Task):
     def load(self) -> Data:
         return _data(self).copy()
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        first, second = self._losses(outputs, targets)
-        return first + second
+    @property
+    def names(self) -> tuple[str, ...]:
+        return LABELS
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        said = outputs.split(NUM_CLASSES, dim=1)
+        return {
+            label: functional.cross_entropy(part, target)
+            for label, part, target in zip(LABELS, said, targets.unbind(dim=1), strict=True)
+        }
 
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        losses = [loss.item() for loss in self._losses(outputs, targets)]
+        losses = {name: loss.item() for name, loss in self.losses(outputs, targets).items()}
         said = rearrange(outputs, "batch (label kind) -> batch label kind", label=len(LABELS))
         right = (said.argmax(dim=2) == targets).double().mean(dim=0).tolist()
         return {
-            "loss": sum(losses),
+            "loss": sum(losses.values()),
             "accuracy": sum(right) / len(LABELS),
-            **{f"loss_{label}": loss for label, loss in zip(LABELS, losses, strict=True)},
+            **{f"loss_{label}": loss for label, loss in losses.items()},
             **{f"accuracy_{label}": share for label, share in zip(LABELS, right, strict=True)},
         }
-
-    def _losses(self, outputs: Tensor, targets: Tensor) -> list[Tensor]:
-        said = outputs.split(NUM_CLASSES, dim=1)
-        return [
-            functional.cross_entropy(part, target)
-            for part, target in zip(said, targets.unbind(dim=1), strict=True)
-        ]
 
 
 @lru_cache(maxsize=2)

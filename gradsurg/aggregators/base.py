@@ -1,0 +1,150 @@
+"""What an aggregator is: a frozen value that makes one gradient of the gradients of several tasks.
+
+The gradients of T tasks are the rows of a matrix J (T x P), called `rows` here; its Gramian is
+G = J Jᵀ (T x T). Nearly every aggregator gives weights w, and the gradient is Jᵀ w.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gradsurg.aggregators._rows import combined, gramian_of
+
+State = dict[str, Tensor]
+Property = Literal[
+    "non_conflicting",  # J A(J) >= 0: no task's loss grows, to first order
+    "permutation_invariant",  # the order of the tasks does not matter
+    "linear_under_scaling",  # A(diag(c) J) is linear in c > 0
+    "scale_invariant",  # the direction of A(diag(c) J) does not depend on c > 0
+    "homogeneous",  # A(c J) = c A(J) for c > 0: safe on gradients scaled by a loss scale
+    "strongly_stationary",  # A(J) = 0 only where no direction helps every task
+    "deterministic",  # draws no random numbers
+]
+
+
+@dataclass(slots=True)
+class Context:
+    """What an aggregator may ask about the gradients at hand.
+
+    `step` counts the optimizer steps done (from 0), `group` names the parameters they are of,
+    `tasks` the rows in their order, `losses` are those of the tasks: T numbers, on the CPU.
+    """
+
+    step: int = 0
+    seed: int = 0
+    group: str = ""
+    tasks: tuple[str, ...] = ()
+    losses: Tensor | None = None
+
+    def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
+        """A generator from (seed, group, step) alone; the global one is not touched."""
+        key = f"{self.seed}/{self.group}/{self.step}".encode()
+        # The CPU generator keeps only the low 32 bits of a seed, so the key is hashed first.
+        seed = int.from_bytes(blake2b(key, digest_size=4).digest(), "little")
+        return torch.Generator(device).manual_seed(seed)
+
+
+class Aggregator(ABC):
+    """One gradient of the gradients of several tasks.
+
+    Subclasses are made by `@validated`: their fields are their whole configuration. State belongs
+    to a group of parameters: `init` makes it for so many tasks, and each call gives the next one.
+    """
+
+    @property
+    @abstractmethod
+    def properties(self) -> frozenset[Property]:
+        """What holds for these fields, each checked by `gradsurg.testing.check_aggregator`.
+
+        For finite rows, and for any fixed state and context.
+        """
+
+    @abstractmethod
+    def init(self, num_tasks: int) -> State:
+        """The state before the first gradients."""
+
+    @abstractmethod
+    def merge(self, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+        """One gradient (P,) of the `rows` (T, P), of their dtype and device, and the next state."""
+
+    def __call__(self, rows: Tensor, context: Context | None = None) -> Tensor:
+        """One gradient (P,) of the rows (T, P), as it is at the first step.
+
+        Raises TypeError for what is not a matrix of real floating-point numbers.
+        """
+        if rows.ndim != 2 or not rows.is_floating_point() or not len(rows):
+            raise TypeError(
+                f"{type(self).__name__} takes a matrix with a row of real numbers for each task, "
+                f"found {rows.dtype} of shape {list(rows.shape)}"
+            )
+        with torch.no_grad():
+            return self.merge(rows, self.init(len(rows)), context or Context())[0]
+
+
+class GramianAggregator(Aggregator):
+    """An aggregator that needs nothing of the gradients but their Gramian."""
+
+    @abstractmethod
+    def update(self, gramian: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+        """The weights (T,) of the rows and the next state; all in float64, on the CPU."""
+
+    def merge(self, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+        weights, state = self.update(gramian_of(rows), state, context)
+        return combined(rows, weights), state
+
+
+class Weighting(GramianAggregator):
+    """A Gramian aggregator that remembers nothing and draws nothing: it writes only `weights`."""
+
+    @abstractmethod
+    def weights(self, gramian: Tensor) -> Tensor:
+        """The weights (T,) of the rows, from G (T, T); both in float64, on the CPU."""
+
+    def init(self, num_tasks: int) -> State:
+        return {}
+
+    def update(self, gramian: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+        return self.weights(gramian), state
+
+
+class LossWeighting(Aggregator):
+    """An aggregator that weighs the losses and looks at no gradient: one backward will do.
+
+    Its weights are those of the tasks' own parameters too, as if the losses were weighed.
+    """
+
+    @abstractmethod
+    def weigh(self, num_tasks: int, state: State, context: Context) -> tuple[Tensor, State]:
+        """The weights (T,) of the losses and the next state; all in float64, on the CPU."""
+
+    def merge(self, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+        weights, state = self.weigh(len(rows), state, context)
+        return combined(rows, weights), state
+
+
+class Entrywise(Aggregator):
+    """An aggregator whose result has entries that depend on the same entries of the rows alone."""
+
+    @abstractmethod
+    def apply(self, rows: Tensor, context: Context) -> Tensor:
+        """The gradient (p,) of some columns of the rows (T, p); it may be asked in pieces."""
+
+    def init(self, num_tasks: int) -> State:
+        return {}
+
+    def merge(self, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+        return self.apply(rows, context), state
+
+
+def losses_of(aggregator: Aggregator, context: Context) -> Tensor:
+    """The losses of the tasks. Raises ValueError if they are not known, as on a bare matrix."""
+    if context.losses is None:
+        raise ValueError(
+            f"{type(aggregator).__name__} needs the losses of the tasks: use live.backward(losses),"
+            " or give a Context(losses=...)"
+        )
+    return context.losses

@@ -1,0 +1,24 @@
+"""Mean: the same weight for every task, which sum to one."""
+
+import torch
+from torch import Tensor
+
+from gradsurg.aggregators.base import Context, LossWeighting, Property, State
+from gradsurg.fields import validated
+
+
+@validated
+class Mean(LossWeighting):
+    """The mean of the gradients: w = 1/T, as the mean of the losses has it."""
+
+    @property
+    def properties(self) -> frozenset[Property]:
+        return frozenset(
+            {"permutation_invariant", "linear_under_scaling", "homogeneous", "deterministic"}
+        )
+
+    def init(self, num_tasks: int) -> State:
+        return {}
+
+    def weigh(self, num_tasks: int, state: State, context: Context) -> tuple[Tensor, State]:
+        return torch.full((num_tasks,), 1 / num_tasks, dtype=torch.float64), state
