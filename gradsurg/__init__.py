@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gradsurg.intervention import Intervention
     from gradsurg.ledger import SurgeryWarning
     from gradsurg.live import Live
+    from gradsurg.multitask.shared_parameters import SharedParameters
     from gradsurg.surgery import Surgery
     from gradsurg.triggers.base import Trigger
 
@@ -32,6 +33,7 @@ HOMES = {
     "Comparison": "comparison",
     "Intervention": "intervention",
     "Live": "live",
+    "SharedParameters": "multitask.shared_parameters",
     "Surgery": "surgery",
     "SurgeryWarning": "ledger",
     "Trigger": "triggers.base",
@@ -44,6 +46,7 @@ __all__ = [
     "Comparison",
     "Intervention",
     "Live",
+    "SharedParameters",
     "Surgery",
     "SurgeryWarning",
     "Trigger",

@@ -50,6 +50,7 @@ class Attached:
         self._checks: list[Callable[[], str]] = []
         self._uncounted = False  # whether the number of its sites is waited for
         self._sum_matters = sum_matters(intervention)
+        self._tasks = False  # whether those of a step are of several tasks
         self._made: dict[str, Gate] = {}
         self._known: dict[
             int, ref[nn.Module | Tensor]
@@ -212,9 +213,15 @@ class Attached:
         operation = self.operation
         operation.begin()
         if operation.most > 1:
-            if self._sum_matters:
+            if self._sum_matters and not self._tasks:
                 self._warn_of_parts(operation.most)
             operation.most = 1
+
+    def expect_tasks(self) -> None:
+        """The gradients of several tasks pass, one after the other: that they are not one sum is
+        what is wanted.
+        """
+        self._tasks = True
 
     def _warn_of_parts(self, most: int) -> None:
         """Say once that the stage has changed the transform's meaning in the last step."""

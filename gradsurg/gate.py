@@ -42,7 +42,7 @@ class Link:
         self.slot = operation.effects.slot(label, entry)
         self.states = operation.states
         self.state = operation.states.get(self.key, UNBORN)
-        self.context = Context(self.key, UNCOUNTED, seed=operation.seed)
+        self.context = Context(self.key, UNCOUNTED, seed=operation.seed, flow=operation.clock)
         self.take(transform)
 
     def take(self, transform: Transform) -> None:

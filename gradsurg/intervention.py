@@ -8,8 +8,10 @@ from itertools import chain, count
 import torch
 from torch import Tensor, nn
 
+from gradsurg.aggregators.base import Aggregator, LossWeighting
 from gradsurg.catalogue import snake
 from gradsurg.ledger import SurgeryWarning
+from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.per import reduced_axes
 from gradsurg.sites._modules import params_of
 from gradsurg.sites.base import SCALED, Selector, Stage
@@ -26,16 +28,23 @@ GradCallable = Callable[[Tensor], Tensor]
 class Intervention:
     """What, where and when: a transform (or a plain callable) at the sites of a selector.
 
+    Or an aggregator at `SharedParameters`, which makes one gradient of those of several tasks, in
+    `live.backward(losses)`. While its trigger does not fire they get their sum.
+
     `names` labels the transform, or each link of a `Chain`, in logs. Raises ValueError if the
     transform cannot act at the selector's stage or needs a value that the sites do not have.
     """
 
-    transform: Transform | GradCallable
+    transform: Transform | Aggregator | GradCallable
     at: Selector = field(default_factory=Parameters)
     when: Trigger = field(default_factory=Always)
     names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        self._check_kinds()
+        if self.aggregator is not None:
+            self._check_names(1)
+            return
         transform = as_transform(self.transform)
         if not isinstance(transform, Transform):
             hint = f": did you mean {transform.__name__}()?" if isinstance(transform, type) else ""
@@ -43,17 +52,7 @@ class Intervention:
                 f"transform: must be a Transform or a callable, found {transform!r}{hint}"
             )
         object.__setattr__(self, "transform", transform)
-        if not isinstance(self.at, Selector):
-            raise TypeError(
-                f"at: must be a selector of sites, as Parameters('*'), found {self.at!r}"
-            )
-        if not isinstance(self.when, Trigger):
-            raise TypeError(f"when: must be a trigger, as Steps(stop=100), found {self.when!r}")
-        if self.names and len(self.names) != len(self.links):
-            raise ValueError(f"names: {len(self.links)} links, found {len(self.names)} names")
-        wrong = [name for name in self.names if not name or "/" in name]
-        if wrong:
-            raise ValueError(f"names: must not be empty nor hold a '/', found {wrong[0]!r}")
+        self._check_names(len(self.links))
         self._check_fit()
         for link in self.links:
             if isinstance(link, Function):
@@ -65,6 +64,11 @@ class Intervention:
                 )
 
     @property
+    def aggregator(self) -> Aggregator | None:
+        """The aggregator, if it is one and not a transform."""
+        return self.transform if isinstance(self.transform, Aggregator) else None
+
+    @property
     def operator(self) -> Transform:
         """The transform; a plain callable has become one."""
         assert isinstance(self.transform, Transform)
@@ -73,6 +77,8 @@ class Intervention:
     @property
     def links(self) -> tuple[Transform, ...]:
         """The transforms that act one after the other, each measured by itself."""
+        if self.aggregator is not None:
+            return ()
         operator = self.operator
         return operator.links if isinstance(operator, Chain) else (operator,)
 
@@ -80,6 +86,41 @@ class Intervention:
     def stage(self) -> Stage:
         """The moment at which it acts."""
         return self.at.resolve(self.operator.scope)
+
+    def _check_kinds(self) -> None:
+        if not isinstance(self.at, Selector):
+            raise TypeError(
+                f"at: must be a selector of sites, as Parameters('*'), found {self.at!r}"
+            )
+        if not isinstance(self.when, Trigger):
+            raise TypeError(f"when: must be a trigger, as Steps(stop=100), found {self.when!r}")
+        kind, at = type(self.transform).__name__, type(self.at).__name__
+        shared = isinstance(self.at, SharedParameters)
+        if self.aggregator is not None and not shared:
+            raise ValueError(
+                f"{kind}: makes one gradient of those of several tasks, which is done at "
+                f"SharedParameters, found at={at}"
+            )
+        if self.aggregator is None and shared:
+            raise ValueError(
+                f"at: SharedParameters is for aggregators, found {self.transform!r}; Parameters "
+                "with stage='backward' has the gradient of each task, stage='step' what was made "
+                "of them"
+            )
+        aggregator = self.aggregator
+        plain = shared and self.at == SharedParameters()
+        if isinstance(aggregator, LossWeighting) and not plain:
+            raise ValueError(
+                f"{kind}: weighs the losses, and so the gradients of all parameters: it takes "
+                f"SharedParameters() as it is, found {self.at!r}"
+            )
+
+    def _check_names(self, count: int) -> None:
+        if self.names and len(self.names) != count:
+            raise ValueError(f"names: {count} links, found {len(self.names)} names")
+        wrong = [name for name in self.names if not name or "/" in name]
+        if wrong:
+            raise ValueError(f"names: must not be empty nor hold a '/', found {wrong[0]!r}")
 
     def _check_fit(self) -> None:
         try:
@@ -127,7 +168,8 @@ def labels_of(intervention: Intervention, given: Container[str] = ()) -> tuple[s
         taken.add(free)
         return free
 
-    wanted = intervention.names or [snake(type(link).__name__) for link in intervention.links]
+    parts = intervention.links or (intervention.transform,)
+    wanted = intervention.names or [snake(type(part).__name__) for part in parts]
     return tuple(label(name) for name in wanted)
 
 

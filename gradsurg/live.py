@@ -20,6 +20,10 @@ from gradsurg.intervention import (
     scale_matters,
 )
 from gradsurg.ledger import Ledger, SurgeryWarning
+from gradsurg.multitask.aggregation import Around
+from gradsurg.multitask.conflict import Conflicts
+from gradsurg.multitask.joint import Joint
+from gradsurg.multitask.losses import Losses
 from gradsurg.operation import Operation
 from gradsurg.sources import watch, watched
 from gradsurg.transforms.base import State, Transform
@@ -53,6 +57,8 @@ class Live:
         self._seed = seed
         self._attached: list[Attached] = []
         self._notes: list[str] = []  # of interventions that were removed
+        around = Around(effects, clock, states, self.ledger, seed, patient.scaler)
+        self._joint = Joint(patient, around, shadow)
         self._changes = Changes(patient.model)
         self._first = True  # until a step was seen
         self._began = clock.step, clock.counted_epochs
@@ -73,16 +79,45 @@ class Live:
     @property
     def interventions(self) -> tuple[Intervention, ...]:
         """What is attached now, in order."""
-        return tuple(attached.intervention for attached in self._attached)
+        own = (attached.intervention for attached in self._attached)
+        return (*own, *(one.intervention for one in self._joint.aggregations))
 
     @property
     def labels(self) -> tuple[tuple[str, ...], ...]:
         """The label of every link of every intervention."""
-        return tuple(attached.labels for attached in self._attached)
+        own = (attached.labels for attached in self._attached)
+        return (*own, *((one.label,) for one in self._joint.aggregations))
+
+    @property
+    def conflicts(self) -> Conflicts:
+        """How far the tasks of `backward` conflict, at the measured steps."""
+        return self._joint.around.conflicts
+
+    def backward(self, losses: Losses, *, aggregate: bool = True) -> None:
+        """In place of `sum(losses).backward()`: back from several losses, to one update.
+
+        `losses` are tensors of no axes, by the names of their tasks or in an order. The gradients
+        of the tasks flow one after the other, and the hooks in the model meet each of them;
+        an aggregator makes one of them for each group of shared parameters, a parameter that one
+        task alone reaches gets that of its task, and the results are added to `.grad`. Hooks of
+        others on a parameter meet those of each task and then the result. An aggregator that weighs
+        losses, as `Mean` does, has one backward of the weighed losses; with no aggregator it is one
+        of their sum.
+
+        With `aggregate=False` the gradients wait, and are added to those of the next call: several
+        batches make one step so. With a GradScaler give scaled losses. Only parameters of the model
+        and of the optimizer get gradients.
+
+        Raises TypeError or ValueError for what is no loss, for losses that share no parameter, and
+        for a transform that would remember the gradients of one task for the next.
+        """
+        _ = self._patient
+        self._joint.backward(losses, self._attached, aggregate)
 
     def tick(self) -> None:
         """One optimizer step is done; called by the optimizer's own hook where one was given."""
         self._changes.settle()
+        self._joint.stepped()
         if self._first:
             self._first = False
             self._notice_scaler()
@@ -188,6 +223,10 @@ class Live:
         """Make room for an intervention, with its label; nothing is hooked yet."""
         if not isinstance(intervention, Intervention):
             raise TypeError(f"a surgery takes Interventions, found {intervention!r}")
+        if intervention.aggregator is not None:
+            raise TypeError(
+                f"{intervention.transform!r}: an aggregator is attached when the block begins"
+            )
         self._check(intervention)
         taken = {label for labels in self.labels for label in labels}
         operation = Operation(
@@ -205,6 +244,14 @@ class Live:
         attached = Attached(intervention, operation, self.ledger)
         self._attached.append(attached)
         return attached
+
+    def _join(self, intervention: Intervention) -> None:
+        """Take in an aggregator."""
+        taken = {label for labels in self.labels for label in labels}
+        self._joint.join(intervention, labels_of(intervention, taken)[0])
+        watched(intervention.when, self._patient.model)
+        for flag in flags_of(intervention):
+            self.clock.flags.setdefault(flag.flag, flag.on)
 
     def _check(self, intervention: Intervention, instead: Attached | None = None) -> None:
         """Refuse what could not act; `instead` is the one whose place it takes."""
@@ -283,6 +330,7 @@ class Live:
             for attached in self._attached:
                 stack.callback(attached.close)
             stack.callback(self._changes.close)
+            stack.callback(self._joint.close)
         self.clock.seen.clear()
         self.ledger.settle()
         self.effects.close()
@@ -290,7 +338,8 @@ class Live:
     def _complaints(self) -> list[str]:
         self._changes.settle()
         why = self._blind(any(entry.all_calls for entry in self.ledger))
-        own, model, notes = self._attached, self._patient.model, self._notes
+        own, model = self._attached, self._patient.model
+        notes = [*self._notes, *self._joint.complaints()]
         return complaints(own, self.ledger, model, self.clock, self._began, notes, why)
 
 

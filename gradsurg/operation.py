@@ -121,6 +121,21 @@ class Operation:
         if isinstance(self.trigger, Always):
             self.settled = sampling
 
+    def begin_again(self) -> None:
+        """Something else that triggers read has changed inside the step."""
+        self.settled = None
+        self.begin()
+
+    def pause(self) -> None:
+        """What passes from now on is neither acted on nor counted."""
+        self.on = False
+        self.begin_again()
+
+    def resume(self) -> None:
+        """The end of a pause."""
+        self.on = True
+        self.begin_again()
+
     def recur(self, context: Context) -> None:
         """A site has met another gradient in the same step."""
         context.call += 1

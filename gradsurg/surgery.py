@@ -34,7 +34,10 @@ class Surgery:
         for item in interventions:
             if not isinstance(item, Intervention):
                 raise TypeError(f"Surgery takes Interventions, found {item!r}")
-        self._interventions = interventions
+        # An aggregator acts on what the transforms have left, wherever it stands.
+        self._interventions = tuple(
+            sorted(interventions, key=lambda item: item.aggregator is not None)
+        )
         self.seed = seed
         self._clock = Clock()
         self._states: dict[str, State] = {}
@@ -102,7 +105,10 @@ class Surgery:
             stack.callback(self._detach, live)
             live._blind = blind(model, whole=given is not model)
             for intervention in self._interventions:
-                live._hook(live._admit(intervention))
+                if intervention.aggregator is None:
+                    live._hook(live._admit(intervention))
+                else:
+                    live._join(intervention)
             self._live = live
             self.was_attached = True
             if in_state_dict:

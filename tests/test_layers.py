@@ -19,8 +19,16 @@ FLOORS = (
         "rules",
         "gate",
         "group_gate",
+        "multitask.shared_parameters",
         "intervention",
         "attached",
+        "multitask.losses",
+        "multitask.rows",
+        "multitask.features",
+        "multitask.conflict",
+        "multitask.merging",
+        "multitask.aggregation",
+        "multitask.joint",
         "sources",
         "changes",
         "closing",
@@ -68,7 +76,7 @@ FLOORS = (
 On its own floor a unit may import what stands left of it.
 """
 
-OPEN = ("config", "runs")
+OPEN = ("config", "runs", "multitask")
 
 STRANGERS = FLOORS[1]
 """They know nothing of one another."""
@@ -120,7 +128,8 @@ def _imports(source: str) -> Iterator[str]:
                 for alias in aliases:
                     yield f"gradsurg.{alias.name if alias.name in UNITS else '__init__'}"
             case ast.ImportFrom(
-                module="gradsurg.config" | "gradsurg.runs" as folder, names=aliases
+                module="gradsurg.config" | "gradsurg.runs" | "gradsurg.multitask" as folder,
+                names=aliases,
             ):
                 yield from (f"{folder}.{alias.name}" for alias in aliases)
             case ast.ImportFrom(module=None) | ast.ImportFrom(level=1 | 2 | 3):

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,12 @@ Law = Literal[
 ]
 
 
+class Flow(Protocol):
+    """What knows whose gradient is flowing."""
+
+    task: str
+
+
 @dataclass(slots=True)
 class Context:
     """What a transform may ask about the gradient at hand.
@@ -38,6 +44,12 @@ class Context:
     value: Tensor | None = None
     seed: int = 0
     call: int = 0
+    flow: Flow | None = None
+
+    @property
+    def task(self) -> str:
+        """The loss whose gradient this is, in `live.backward(losses)`; empty if it is of none."""
+        return self.flow.task if self.flow is not None else ""
 
     def generator(self, device: torch.device) -> torch.Generator:
         """A generator from (seed, site, step, call) alone; the global one is not touched."""

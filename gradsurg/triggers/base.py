@@ -16,7 +16,8 @@ Fires = bool | Tensor | None
 
 @dataclass(slots=True)
 class Clock:
-    """What all interventions of an attachment share: steps and epochs done, flags, what was seen.
+    """What all interventions of an attachment share: steps and epochs done, flags, what was seen,
+    whose gradient is flowing.
 
     `seen` holds what sourced triggers have looked at in the forward at hand.
     """
@@ -25,6 +26,7 @@ class Clock:
     epoch_length: int | None = None
     counted_epochs: int = 0
     flags: dict[str, bool] = field(default_factory=dict)
+    task: str = ""
     seen: "dict[Trigger, object]" = field(default_factory=dict)
 
     @property

@@ -1,0 +1,1 @@
+"""Several losses, one update: the gradients of the tasks, their conflict, what is made of them."""

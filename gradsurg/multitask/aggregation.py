@@ -1,0 +1,193 @@
+"""One aggregator in place: it makes one gradient, keeps its state, and says what it did."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+
+from gradsurg.aggregators.base import Aggregator, Context, LossWeighting, State
+from gradsurg.effects import Effects
+from gradsurg.intervention import Intervention
+from gradsurg.ledger import Ledger, SurgeryWarning
+from gradsurg.multitask.conflict import Conflicts, conflict_of
+from gradsurg.multitask.merging import Merged, gramian_over, merge, products
+from gradsurg.multitask.shared_parameters import SharedParameters
+from gradsurg.sites._modules import ROOT
+from gradsurg.triggers.base import Clock, Moment
+
+SHARED = "shared"
+"""The group of all that is selected, where an aggregator acts on the whole."""
+
+ERRORS = Exception  # whatever a user's aggregator raises: it gets a note and is raised again
+
+
+@dataclass
+class Around:
+    """What the aggregators of an attachment have in common."""
+
+    effects: Effects
+    clock: Clock
+    states: dict[str, State]
+    ledger: Ledger
+    seed: int
+    scaler: GradScaler | None
+    conflicts: Conflicts = field(default_factory=Conflicts)
+    said: set[str] = field(default_factory=set)
+
+    @property
+    def scale(self) -> float:
+        """The loss scale that is on the losses, where a scaler was told."""
+        scaler = self.scaler
+        return scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
+
+    def tell(self, text: str, of: str = "") -> None:
+        """Say something once: two texts `of` one thing are one."""
+        if (of or text) not in self.said:
+            self.said.add(of or text)
+            warnings.warn(text, SurgeryWarning, stacklevel=6)
+
+
+class Aggregation:
+    """One aggregator in place."""
+
+    def __init__(
+        self, intervention: Intervention, label: str, sites: Sequence[str], around: Around
+    ) -> None:
+        assert intervention.aggregator is not None
+        assert isinstance(intervention.at, SharedParameters)
+        self.intervention = intervention
+        self.aggregator: Aggregator = intervention.aggregator
+        self.at = intervention.at
+        self.label = label
+        self.sites = frozenset(sites)
+        self.around = around
+        self._weights: Tensor | None = None  # of the losses, for the rest of a step
+
+    @property
+    def weighs(self) -> bool:
+        """Whether it weighs the losses, and looks at no gradient."""
+        return isinstance(self.aggregator, LossWeighting)
+
+    def group(self, param: str) -> str:
+        """The group of a parameter."""
+        match self.at.granularity:
+            case "whole":
+                return SHARED
+            case "module":
+                return param.rpartition(".")[0] or ROOT
+            case "tensor":
+                return param
+
+    def weigh(self, losses: Mapping[str, float], last: bool) -> Tensor:
+        """The weights of the losses: of several batches of a step the first decides, until the
+        `last`.
+        """
+        assert isinstance(self.aggregator, LossWeighting)
+        fires, count = self._count(SHARED), len(losses)
+        weights = self._weights
+        if not fires:
+            weights = torch.ones(count, dtype=torch.float64)
+        elif weights is None:
+            values = torch.tensor([*losses.values()], dtype=torch.float64)
+            context = self._context(SHARED, tuple(losses), values)
+            state = self._state(SHARED, count)
+            weights, state = self.aggregator.weigh(count, state, context)
+            self._keep(SHARED, state)
+        self._weights = None if last else weights
+        return weights
+
+    def make(self, group: str, parts: Sequence[Tensor], losses: Mapping[str, float]) -> Merged:
+        """One gradient of the rows (T, p) of each part of a group, of tasks with these losses."""
+        tasks = tuple(losses)
+        if not self._count(group):
+            ones = torch.ones(len(tasks), dtype=torch.float64)
+            return Merged([rows.sum(dim=0) for rows in parts], {}, ones)
+        context = self._context(group, tasks, torch.tensor([*losses.values()], dtype=torch.float64))
+        try:
+            state = self._state(group, len(tasks))
+            merged = merge(self.aggregator, parts, state, context, self.around.scale)
+        except ERRORS as error:
+            error.add_note(f"while {self.label} acted at '{group}', step {context.step}")
+            raise
+        self._keep(group, merged.state)
+        self._check_finite(merged, context)
+        if self.around.effects.sampling:
+            self._tell_conflict(context, parts, merged)
+        return merged
+
+    def observe(
+        self,
+        group: str,
+        parts: Sequence[Tensor],
+        losses: Mapping[str, float],
+        weights: Tensor | None,
+    ) -> None:
+        """Measure the conflict where the update is made elsewhere, of these weights; with none,
+        what the aggregator would have made of it.
+        """
+        tasks = tuple(losses)
+        context = self._context(group, tasks, torch.tensor([*losses.values()], dtype=torch.float64))
+        merged = Merged([], {}, weights)
+        if weights is None:
+            self._count(group)
+            state = self._state(group, len(tasks))
+            merged = merge(self.aggregator, parts, state, context, self.around.scale)
+        self._tell_conflict(context, parts, merged)
+
+    def _tell_conflict(self, context: Context, parts: Sequence[Tensor], merged: Merged) -> None:
+        scale, gramian, weights = self.around.scale, merged.gramian, merged.weights
+        if gramian is None:
+            gramian = gramian_over(parts) / scale**2
+        if weights is not None:
+            falls = gramian @ weights
+            norm = max(float(weights @ falls), 0.0) ** 0.5
+        else:
+            falls = products(parts, merged.grads) / scale**2
+            norm = sum(grad.double().square().sum().item() for grad in merged.grads) ** 0.5 / scale
+        whole = self.at.granularity == "whole"
+        self.around.conflicts.add(
+            conflict_of(self.label, context, gramian, weights, falls, norm, others=whole)
+        )
+
+    def _count(self, group: str) -> bool:
+        """Count the gradients at hand; whether the aggregator is to act."""
+        around = self.around
+        said = self.intervention.when.fires(Moment(around.clock, around.seed, self.label, group))
+        assert isinstance(said, bool)  # what looks at a gradient was refused
+        return around.ledger.enter(self.label, group).count(said)
+
+    def _context(self, group: str, tasks: tuple[str, ...], losses: Tensor) -> Context:
+        return Context(self.around.clock.step, self.around.seed, group, tasks, losses)
+
+    def _state(self, group: str, num_tasks: int) -> State:
+        fresh = self.aggregator.init(num_tasks)
+        state = self.around.states.get(f"{self.label}/{group}", fresh)
+        shapes = [{name: own.shape for name, own in one.items()} for one in (state, fresh)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"{self.label}: what it remembers at '{group}' is of another number of tasks than "
+                f"the {num_tasks} of this step"
+            )
+        return state
+
+    def _keep(self, group: str, state: State) -> None:
+        if state:
+            self.around.states[f"{self.label}/{group}"] = state
+
+    def _check_finite(self, merged: Merged, context: Context) -> None:
+        if merged.gramian is None or bool(merged.gramian.isfinite().all()):
+            return
+        sizes = merged.gramian.diagonal().tolist()
+        wrong = [
+            name
+            for name, size in zip(context.tasks, sizes, strict=True)
+            if not abs(size) < float("inf")
+        ]
+        self.around.tell(
+            f"{self.label}: the gradient of {', '.join(wrong) or 'the tasks together'} is not "
+            f"finite at step {context.step}, and so is what was made of it",
+            of=f"{self.label} not finite",
+        )

@@ -1,0 +1,253 @@
+"""How much the gradients of several tasks disagree, in numbers, all from their Gramian."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from math import inf, nan
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradsurg.aggregators.base import (
+    Aggregator,
+    Context,
+    GramianAggregator,
+    LossWeighting,
+)
+from gradsurg.catalogue import find, names
+from gradsurg.tables import aligned
+
+KEPT = 1000  # conflicts that wait to be fetched
+SAID = {
+    "conflict_rate": "conflict rate",
+    "norm_spread": "norm spread",
+    "cosine_to_mean": "cosine to mean",
+    "norm_to_mean": "norm to mean",
+}
+
+
+@dataclass(frozen=True)
+class Other:
+    """What another aggregator would have done, from the same gradients, at its first step."""
+
+    weights: list[float]
+    cosine: float  # of its update to the one that was used
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """The gradients g_i of one group at one step, and the update d that was made of them.
+
+    `norms` are |g_i|; `cosines` those of each pair, a matrix; `conflict_rate` the share of pairs
+    with a cosine below zero; `norm_spread` the largest norm over the smallest that is not zero;
+    `condition` the condition number of the matrix of cosines; `weights` the w of d = sum w_i g_i
+    where there is one; `decrease` g_i . d, by how much the loss of each falls, to first order, for
+    a step of 1; `cosine_to_mean` and `norm_to_mean` compare d with the mean of the gradients;
+    `weight_entropy` is that of the weights' sizes, from 0 for one task alone to 1 for all alike.
+    A number that does not exist is NaN.
+    """
+
+    step: int
+    aggregator: str
+    group: str
+    tasks: list[str]
+    norms: list[float]
+    cosines: list[list[float]]
+    conflict_rate: float
+    norm_spread: float
+    condition: float
+    weights: list[float]
+    decrease: list[float]
+    cosine_to_mean: float
+    norm_to_mean: float
+    weight_entropy: float
+    others: dict[str, Other] = field(default_factory=dict)
+
+    def row(self) -> dict[str, object]:
+        """All of it, for a file."""
+        return asdict(self)
+
+    def numbers(self) -> dict[str, float]:
+        """By paths, for a log."""
+        found = {
+            "conflict_rate": self.conflict_rate,
+            "norm_spread": self.norm_spread,
+            "condition": self.condition,
+            "cosine_to_mean": self.cosine_to_mean,
+            "norm_to_mean": self.norm_to_mean,
+            "weight_entropy": self.weight_entropy,
+        }
+        for task, norm, fall in zip(self.tasks, self.norms, self.decrease, strict=True):
+            found |= {f"norm/{task}": norm, f"decrease/{task}": fall}
+        for task, weight in zip(self.tasks, self.weights, strict=False):
+            found[f"weight/{task}"] = weight
+        for first, name in enumerate(self.tasks):
+            for second in range(first):
+                found[f"cosine/{self.tasks[second]}~{name}"] = self.cosines[first][second]
+        for other, said in self.others.items():
+            found[f"cosine_to/{other}"] = said.cosine
+        prefix = f"conflict/{self.aggregator}/{self.group}"
+        return {f"{prefix}/{name}": number for name, number in found.items()}
+
+
+def conflict_of(
+    label: str,
+    context: Context,
+    gramian: Tensor,
+    weights: Tensor | None,
+    products: Tensor,
+    norm: float,
+    others: bool = True,
+) -> Conflict:
+    """The numbers, from G (T, T), the weights, the products g_i . d (T,) and |d|."""
+    g = gramian.numpy()
+    norms = np.sqrt(np.diagonal(g))
+    cosines = _cosines(g, norms)
+    pairs = cosines[np.tril_indices(len(g), -1)]
+    real = norms[norms > 0]
+    mean = float(np.sqrt(max(g.mean(), 0.0)))
+    return Conflict(
+        step=context.step,
+        aggregator=label,
+        group=context.group,
+        tasks=list(context.tasks),
+        norms=norms.tolist(),
+        cosines=cosines.tolist(),
+        conflict_rate=float((pairs < 0).mean()) if len(pairs) else 0.0,
+        norm_spread=float(real.max() / real.min()) if len(real) else nan,
+        condition=_condition(cosines),
+        weights=[] if weights is None else weights.tolist(),
+        decrease=products.tolist(),
+        cosine_to_mean=_ratio(float(products.mean()), norm * mean),
+        norm_to_mean=_ratio(norm, mean),
+        weight_entropy=nan if weights is None else _entropy(weights.numpy()),
+        others=_others(g, products.numpy(), norm, context, label) if others else {},
+    )
+
+
+def _cosines(g: np.ndarray, norms: np.ndarray) -> np.ndarray:
+    """Those of each pair, 0 where a gradient is zero."""
+    safe = np.where(norms > 0, norms, 1.0)
+    found = np.clip(g / np.outer(safe, safe), -1.0, 1.0)
+    np.fill_diagonal(found, np.where(norms > 0, 1.0, 0.0))
+    return found
+
+
+def _condition(cosines: np.ndarray) -> float:
+    if not np.isfinite(cosines).all():
+        return nan
+    values = np.linalg.eigvalsh(cosines)
+    least = values[0]
+    return float(values[-1] / least) if least > 1e-15 * len(values) else inf
+
+
+def _entropy(weights: np.ndarray) -> float:
+    total = np.abs(weights).sum()
+    if len(weights) < 2 or not np.isfinite(total) or total == 0:
+        return nan
+    shares = np.abs(weights) / total
+    shares = shares[shares > 0]
+    return float(-(shares * np.log(shares)).sum() / np.log(len(weights)))
+
+
+def _ratio(number: float, by: float) -> float:
+    return number / by if by > 0 else nan
+
+
+@cache
+def _comparable() -> tuple[tuple[str, Aggregator], ...]:
+    """Every aggregator that has weights and needs no field, with its defaults."""
+    made = []
+    for stem in names("aggregators"):
+        kind = find("aggregators", stem)
+        if issubclass(kind, GramianAggregator | LossWeighting):
+            try:
+                made.append((stem, kind()))
+            except ValueError:  # it has a field without a default
+                continue
+    return tuple(made)
+
+
+def _others(
+    g: np.ndarray, products: np.ndarray, norm: float, context: Context, label: str
+) -> dict[str, Other]:
+    if not np.isfinite(g).all():
+        return {}
+    gramian, found = torch.from_numpy(g), {}
+    for name, aggregator in _comparable():
+        if name == label:
+            continue
+        try:
+            weights = weights_of(aggregator, gramian, context).numpy()
+        except ArithmeticError:  # it has no answer here, and was not asked to act
+            continue
+        length = float(np.sqrt(max(weights @ g @ weights, 0.0)))
+        found[name] = Other(weights.tolist(), _ratio(float(weights @ products), norm * length))
+    return found
+
+
+def weights_of(aggregator: Aggregator, gramian: Tensor, context: Context) -> Tensor:
+    """The weights that it gives at its first step."""
+    state = aggregator.init(len(gramian))
+    match aggregator:
+        case GramianAggregator():
+            return aggregator.update(gramian, state, context)[0]
+        case LossWeighting():
+            return aggregator.weigh(len(gramian), state, context)[0]
+        case _:
+            raise TypeError(f"{type(aggregator).__name__} gives no weights")
+
+
+class Conflicts:
+    """The conflicts of the measured steps: the newest until they are fetched, the means of all."""
+
+    def __init__(self) -> None:
+        self._fresh: deque[Conflict] = deque(maxlen=KEPT)
+        self._tallies: dict[tuple[str, str, tuple[str, ...]], _Tally] = {}
+
+    def add(self, conflict: Conflict) -> None:
+        """One more was measured."""
+        self._fresh.append(conflict)
+        key = conflict.aggregator, conflict.group, tuple(conflict.tasks)
+        self._tallies.setdefault(key, _Tally()).add(conflict)
+
+    def fetch(self) -> list[Conflict]:
+        """Those since the last fetch, the newest thousand."""
+        fresh = list(self._fresh)
+        self._fresh.clear()
+        return fresh
+
+    def table(self) -> str:
+        """Means over the measured steps: how far tasks conflict, and what was made of each."""
+        parts = [tally.table(*key) for key, tally in self._tallies.items()]
+        return "\n\n".join(parts) or "no conflict was measured"
+
+
+class _Tally:
+    """Sums over the measured steps of one group."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.sums: dict[str, np.ndarray] = {}
+
+    def add(self, conflict: Conflict) -> None:
+        self.count += 1
+        for name in (*SAID, "norms", "weights", "decrease", "cosines"):
+            value = np.asarray(getattr(conflict, name), dtype=np.float64)
+            self.sums[name] = self.sums.get(name, 0.0) + value
+
+    def table(self, aggregator: str, group: str, tasks: Sequence[str]) -> str:
+        means = {name: total / self.count for name, total in self.sums.items()}
+        said = ", ".join(f"{text} {means[name]:.3g}" for name, text in SAID.items())
+        weighted = len(means["weights"]) == len(tasks)
+        cells = [["task", "norm", *(["weight"] if weighted else []), "decrease"]]
+        cells[0] += [f"cos {task}" for task in tasks]
+        for index, task in enumerate(tasks):
+            weight = [means["weights"][index]] if weighted else []
+            numbers = [means["norms"][index], *weight, means["decrease"][index]]
+            numbers += list(means["cosines"][index])
+            cells.append([task, *(f"{number:.3g}" for number in numbers)])
+        steps = "1 measured step" if self.count == 1 else f"{self.count} measured steps"
+        return f"{aggregator} at {group}, {steps}: {said}\n{aligned(cells)}"

@@ -1,0 +1,179 @@
+"""Where the graphs of several losses part: the representation that they share."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from gradsurg import engine
+from gradsurg.fields import nearest
+from gradsurg.sites._modules import names_of
+from gradsurg.sites._nested import tensors_in
+
+MANY = -1  # whose node it is that several tasks reach
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The edges at which the graphs of the tasks enter what they share, and what each has alone."""
+
+    edges: list[GradientEdge]
+    heads: dict[str, list[Tensor]]  # of each task, the leaves above the edges
+
+
+def cut(losses: Mapping[str, Tensor], at: Sequence[GradientEdge] | None = None) -> Cut:
+    """Find it by the graph, or `at` the edges of a representation that was named.
+
+    Raises ValueError if the losses share nothing, or a leaf above the edges.
+    """
+    roots = [get_gradient_edge(loss) for loss in losses.values()]
+    if at is None:
+        owners = _owners(roots)
+        below = {node for node, owner in owners.items() if owner == MANY}
+    else:
+        below = {edge.node for edge in at}
+    edges: dict[tuple[Node, int], GradientEdge] = {}
+    heads: dict[str, list[Tensor]] = {}
+    for name, root in zip(losses, roots, strict=True):
+        alone, entered = _above(root, below)
+        heads[name] = [leaf for node in alone if (leaf := _leaf(node)) is not None]
+        edges |= {(edge.node, edge.output_nr): edge for edge in entered}
+    found = list(edges.values()) if at is None else list(at)
+    if not found or not edges:
+        raise ValueError(
+            f"the losses {', '.join(losses)} share no graph: no tensor that needs a gradient is "
+            "part of two of them"
+        )
+    _check_apart(heads)
+    return Cut(found, heads)
+
+
+def _owners(roots: Iterable[GradientEdge]) -> dict[Node, int]:
+    """The one task that reaches each node, or MANY. A node is met twice at most."""
+    owners: dict[Node, int] = {}
+    for task, root in enumerate(roots):
+        waiting = [root.node]
+        while waiting:
+            node = waiting.pop()
+            owner = owners.get(node)
+            if owner in (task, MANY):
+                continue
+            owners[node] = task if owner is None else MANY
+            waiting += [after for after, _ in node.next_functions if after is not None]
+    return owners
+
+
+def _above(root: GradientEdge, below: set[Node]) -> tuple[list[Node], list[GradientEdge]]:
+    """The nodes from a root down to those below, and the edges that lead into those."""
+    if root.node in below:
+        return [], [root]
+    met: dict[Node, None] = {root.node: None}
+    waiting, entered = [root.node], []
+    while waiting:
+        for after, number in waiting.pop().next_functions:
+            if after is None or after in met:
+                continue
+            if after in below:
+                entered.append(GradientEdge(after, number))
+            else:
+                met[after] = None
+                waiting.append(after)
+    return list(met), entered
+
+
+def _leaf(node: Node) -> Tensor | None:
+    """The leaf whose gradient a node adds up, if it is such a node."""
+    return getattr(node, "variable", None)
+
+
+def _check_apart(heads: Mapping[str, Sequence[Tensor]]) -> None:
+    owner: dict[int, str] = {}
+    for name, leaves in heads.items():
+        for leaf in leaves:
+            other = owner.setdefault(id(leaf), name)
+            if other != name:
+                raise ValueError(
+                    f"tasks '{other}' and '{name}' share a parameter of shape {list(leaf.shape)} "
+                    "above the representation that was named: name one above which they share "
+                    "nothing, or leave features out"
+                )
+
+
+@dataclass
+class Piece:
+    """The gradients at some edges, of one dtype and device: the rows (T, p) of the tasks."""
+
+    indices: list[int]
+    shapes: list[torch.Size]
+    rows: Tensor
+
+
+def side_by_side(parts: Sequence[Sequence[Tensor | None]]) -> list[Piece]:
+    """What each task has at each edge, as few matrices as dtypes and devices allow; an edge that
+    no task reaches is left out.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
+    for index, column in enumerate(zip(*parts, strict=True)):
+        like = next((grad for grad in column if grad is not None), None)
+        if like is not None:
+            kinds.setdefault((like.dtype, like.device), {})[index] = like
+    pieces = []
+    for likes in kinds.values():
+        rows = [torch.cat([_flat(own[index], likes[index]) for index in likes]) for own in parts]
+        shapes = [like.shape for like in likes.values()]
+        pieces.append(Piece(list(likes), shapes, torch.stack(rows)))
+    return pieces
+
+
+def _flat(grad: Tensor | None, like: Tensor) -> Tensor:
+    return (torch.zeros_like(like) if grad is None else grad).reshape(-1)
+
+
+def split(pieces: Sequence[Piece], grads: Sequence[Tensor]) -> dict[int, Tensor]:
+    """The gradient at each edge, of those of the pieces."""
+    found: dict[int, Tensor] = {}
+    for piece, grad in zip(pieces, grads, strict=True):
+        parts = grad.split([shape.numel() for shape in piece.shapes])
+        shaped = [part.view(shape) for part, shape in zip(parts, piece.shapes, strict=True)]
+        found |= dict(zip(piece.indices, shaped, strict=True))
+    return found
+
+
+class Watch:
+    """The edges of what a module gives, from the forward to the backward."""
+
+    def __init__(self, model: nn.Module, name: str, stack: ExitStack) -> None:
+        self.name = name
+        self.edges: list[GradientEdge] = []
+        modules = {own: module for module, names in names_of(model).items() for own in names}
+        if name not in modules:
+            raise LookupError(
+                f"features: there is no module '{name}'. {nearest(name, list(modules))}"
+            )
+        stack.callback(modules[name].register_forward_hook(self._hook()).remove)
+
+    def take(self) -> list[GradientEdge]:
+        """Those since the last backward. Raises RuntimeError if the module was not called."""
+        edges, self.edges = self.edges, []
+        if not edges:
+            raise RuntimeError(
+                f"features: '{self.name}' has given no tensor that needs a gradient since the last "
+                "backward: was the model called?"
+            )
+        return edges
+
+    def _hook(self) -> Callable[..., None]:
+        @engine.untraced
+        def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
+            self.edges += list(_edges(output))
+
+        return hook
+
+
+def _edges(output: object) -> Iterator[GradientEdge]:
+    for _, tensor in tensors_in(output):
+        if tensor.requires_grad:
+            yield get_gradient_edge(tensor)

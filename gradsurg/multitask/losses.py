@@ -1,0 +1,58 @@
+"""The losses that are given: named, and refused where they cannot be differentiated."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+Losses = Mapping[str, Tensor] | Sequence[Tensor] | Tensor
+"""By the names of their tasks, or in an order, as a list or as a tensor of one axis."""
+
+
+def named(losses: Losses) -> dict[str, Tensor]:
+    """The losses by name: those in an order are called 0, 1 and so on.
+
+    Raises TypeError or ValueError, with the name, for what is no loss.
+    """
+    match losses:
+        case Tensor():
+            if losses.ndim > 1:
+                raise ValueError(f"losses: must have one axis, found shape {list(losses.shape)}")
+            given = dict(enumerate(losses.reshape(-1).unbind()))
+        case Mapping():
+            given = dict(losses)
+        case Sequence() if not isinstance(losses, str):
+            given = dict(enumerate(losses))
+        case _:
+            raise TypeError(f"losses: must be a mapping or a sequence of tensors, found {losses!r}")
+    if not given:
+        raise ValueError("losses: needs one at least, found none")
+    for name, loss in given.items():
+        _check(name, loss)
+    return {str(name): loss for name, loss in given.items()}
+
+
+def _check(name: object, loss: object) -> None:
+    if not isinstance(name, str | int) or name == "" or "/" in str(name):
+        raise ValueError(f"losses: a name must be a text without a '/', found {name!r}")
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"losses['{name}']: must be a tensor, found {loss!r}")
+    if loss.ndim:
+        raise ValueError(
+            f"losses['{name}']: must have no axes, found shape {list(loss.shape)}: take its mean"
+        )
+    if not loss.is_floating_point():
+        raise TypeError(f"losses['{name}']: must be a real number, found {loss.dtype}")
+    if not loss.requires_grad:
+        raise ValueError(
+            f"losses['{name}']: needs no gradient: nothing it was made of does, or it was made "
+            "under no_grad"
+        )
+
+
+def values(losses: Mapping[str, Tensor], scale: float) -> dict[str, float]:
+    """The numbers, without the loss scale; waits for the device once."""
+    wide = [loss.detach().double() for loss in losses.values()]
+    one = {loss.device for loss in wide}
+    found = torch.stack(wide).tolist() if len(one) == 1 else [loss.item() for loss in wide]
+    return {name: number / scale for name, number in zip(losses, found, strict=True)}

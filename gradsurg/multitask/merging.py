@@ -1,0 +1,76 @@
+"""One aggregator in place: what it makes of the rows of each of its groups."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+
+import torch
+from torch import Tensor
+
+from gradsurg.aggregators._rows import combined, gramian_of
+from gradsurg.aggregators.base import (
+    Aggregator,
+    Context,
+    Entrywise,
+    GramianAggregator,
+    LossWeighting,
+    State,
+)
+
+
+@dataclass(frozen=True)
+class Merged:
+    """One gradient for each block of a group; the weights and G, where they were found."""
+
+    grads: list[Tensor]
+    state: State
+    weights: Tensor | None = None
+    gramian: Tensor | None = None
+
+
+def merge(
+    aggregator: Aggregator,
+    blocks: Sequence[Tensor],
+    state: State,
+    context: Context,
+    scale: float = 1.0,
+) -> Merged:
+    """What an aggregator makes of the rows (T, p) of each block, which are one matrix together.
+
+    They are times the loss `scale`, and so is what comes out.
+    """
+    match aggregator:
+        case GramianAggregator():
+            gramian = gramian_over(blocks) / scale**2
+            weights, state = aggregator.update(gramian, state, context)
+            grads = [combined(rows, weights) for rows in blocks]
+            return Merged(grads, state, weights, gramian)
+        case LossWeighting():
+            weights, state = aggregator.weigh(len(blocks[0]), state, context)
+            return Merged([combined(rows, weights) for rows in blocks], state, weights)
+        case Entrywise():
+            return Merged([aggregator.apply(rows, context) for rows in blocks], state)
+        case _:
+            if len(blocks) > 1:
+                kinds = ", ".join(f"{rows.dtype} on {rows.device}" for rows in blocks)
+                raise TypeError(
+                    f"{type(aggregator).__name__} takes parameters of one dtype and device, "
+                    f"found {kinds}"
+                )
+            grad, state = aggregator.merge(blocks[0], state, context)
+            return Merged([grad], state)
+
+
+def gramian_over(blocks: Sequence[Tensor]) -> Tensor:
+    """G of the matrix that the blocks are together."""
+    return reduce(add, map(gramian_of, blocks))
+
+
+def products(blocks: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:
+    """g_i . d (T,) in float64, for a gradient d of each block."""
+    wide = [
+        (rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows, grad)
+        for rows, grad in zip(blocks, grads, strict=True)
+    ]
+    return reduce(add, [(rows @ grad.to(rows.dtype)).double().cpu() for rows, grad in wide])

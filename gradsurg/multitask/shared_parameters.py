@@ -1,0 +1,72 @@
+"""SharedParameters: where the gradients of several tasks meet."""
+
+from contextlib import ExitStack
+from typing import ClassVar, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from gradsurg.fields import Contradiction, validated
+from gradsurg.sites._params import ParamSelector
+from gradsurg.sites.base import Gates, Stage
+from gradsurg.transforms.base import Scope
+
+Granularity = Literal["whole", "module", "tensor"]
+Engine = Literal["full", "feature"]
+
+
+@validated
+class SharedParameters(ParamSelector):
+    """The parameters whose gradients an aggregator makes one of: those that several tasks reach.
+
+    Which these are the graph says, at each `live.backward(losses)`; a parameter that one task alone
+    reaches gets the gradient of that task. Of those that several reach, the ones that are not
+    selected get the sum. They are selected as `Parameters` are; for groups of your own give an
+    aggregator to each of several selections.
+
+    `granularity` says what is aggregated together: the `whole`, the parameters of each `module`, or
+    each `tensor`. The engine `full` makes one backward pass a task and keeps tasks x parameters
+    numbers. `feature` looks at the gradients where the tasks part, and makes one backward pass
+    through all that is below: its conflicts are those at that representation (the upper bound of
+    Sener & Koltun, NeurIPS 2018, eq. MGDA-UB). It finds the place by the graph; `features` names
+    the module whose output it is to be instead.
+    """
+
+    granularity: Granularity = "whole"
+    engine: Engine = "full"
+    features: str = ""
+
+    stages: ClassVar[tuple[Stage, ...]] = ()
+    has_value: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.stage is not None:
+            raise Contradiction("stage", f"an aggregator has no stages, found {self.stage!r}")
+        if self.features and self.engine != "feature":
+            raise Contradiction("features", "needs engine='feature', found engine='full'")
+        if self.engine == "feature" and self.granularity != "whole":
+            raise Contradiction(
+                "granularity",
+                f"engine 'feature' has no gradients apart, found {self.granularity!r}",
+            )
+        if self.engine == "feature" and not self.all:
+            raise Contradiction(
+                "pattern", "engine 'feature' acts on all that is below it, and selects none"
+            )
+
+    @property
+    def all(self) -> bool:
+        """Whether nothing is selected, and so all are meant."""
+        asked = (self.depth, self.index, self.ndim, self.size)
+        return self.pattern == self.types == "*" and all(field is None for field in asked)
+
+    def hook(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        stage: Stage,
+        scope: Scope,
+        gates: Gates,
+        stack: ExitStack,
+    ) -> None:
+        raise AssertionError("no transform acts here")
