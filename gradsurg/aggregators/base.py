@@ -17,11 +17,11 @@ from gradsurg.aggregators._rows import combined, gramian_of
 State = dict[str, Tensor]
 Property = Literal[
     "non_conflicting",  # J A(J) >= 0: no task's loss grows, to first order
-    "permutation_invariant",  # the order of the tasks does not matter
+    "permutation_invariant",  # the order of the tasks does not matter, in all calls so far
     "linear_under_scaling",  # A(diag(c) J) is linear in c > 0
     "scale_invariant",  # the direction of A(diag(c) J) does not depend on c > 0
     "homogeneous",  # A(c J) = c A(J) for c > 0: safe on gradients scaled by a loss scale
-    "strongly_stationary",  # A(J) = 0 only where no direction helps every task
+    "strongly_stationary",  # A(J) = 0 only where no direction helps a task and harms none
     "deterministic",  # draws no random numbers
 ]
 
@@ -32,6 +32,7 @@ class Context:
 
     `step` counts the optimizer steps done (from 0), `group` names the parameters they are of,
     `tasks` the rows in their order, `losses` are those of the tasks: T numbers, on the CPU.
+    `start` counts the columns of the group that stand before those at hand, if not all are given.
     """
 
     step: int = 0
@@ -39,10 +40,15 @@ class Context:
     group: str = ""
     tasks: tuple[str, ...] = ()
     losses: Tensor | None = None
+    start: int = 0
 
-    def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
-        """A generator from (seed, group, step) alone; the global one is not touched."""
-        key = f"{self.seed}/{self.group}/{self.step}".encode()
+    def generator(self, device: torch.device | str = "cpu", block: int = 0) -> torch.Generator:
+        """A generator from (seed, group, step, block) alone; the global one is not touched.
+
+        What draws a number for each column takes one for each block of columns, so that the pieces
+        in which it is asked do not matter.
+        """
+        key = f"{self.seed}/{self.group}/{self.step}{f'/{block}' if block else ''}".encode()
         # The CPU generator keeps only the low 32 bits of a seed, so the key is hashed first.
         seed = int.from_bytes(blake2b(key, digest_size=4).digest(), "little")
         return torch.Generator(device).manual_seed(seed)
@@ -62,6 +68,11 @@ class Aggregator(ABC):
 
         For finite rows, and for any fixed state and context.
         """
+
+    @property
+    def num_tasks(self) -> int | None:
+        """How many tasks it is for; None if it takes any number."""
+        return None
 
     @abstractmethod
     def init(self, num_tasks: int) -> State:
@@ -131,7 +142,10 @@ class Entrywise(Aggregator):
 
     @abstractmethod
     def apply(self, rows: Tensor, context: Context) -> Tensor:
-        """The gradient (p,) of some columns of the rows (T, p); it may be asked in pieces."""
+        """The gradient (p,) of some columns of the rows (T, p), the first of them `context.start`.
+
+        It may be asked in pieces, which change nothing but the rounding of sums.
+        """
 
     def init(self, num_tasks: int) -> State:
         return {}
@@ -140,11 +154,29 @@ class Entrywise(Aggregator):
         return self.apply(rows, context), state
 
 
-def losses_of(aggregator: Aggregator, context: Context) -> Tensor:
-    """The losses of the tasks. Raises ValueError if they are not known, as on a bare matrix."""
+def losses_of(aggregator: Aggregator, context: Context, num_tasks: int | None = None) -> Tensor:
+    """The losses of the tasks.
+
+    Raises ValueError if they are not known, as on a bare matrix, or not one for each task.
+    """
     if context.losses is None:
         raise ValueError(
             f"{type(aggregator).__name__} needs the losses of the tasks: use live.backward(losses),"
             " or give a Context(losses=...)"
         )
+    if num_tasks not in (None, len(context.losses)):
+        raise ValueError(
+            f"{type(aggregator).__name__} needs a loss for each of the {num_tasks} tasks, "
+            f"found {len(context.losses)}"
+        )
     return context.losses
+
+
+def state_of(aggregator: Aggregator, state: State, key: str, num_tasks: int) -> Tensor:
+    """What is remembered of each task. Raises ValueError if there are now more tasks, or fewer."""
+    if len(state[key]) != num_tasks:
+        raise ValueError(
+            f"{type(aggregator).__name__} remembers {len(state[key])} tasks, found {num_tasks}: "
+            "the number of tasks must stay the same"
+        )
+    return state[key]

@@ -14,7 +14,13 @@ class Mean(LossWeighting):
     @property
     def properties(self) -> frozenset[Property]:
         return frozenset(
-            {"permutation_invariant", "linear_under_scaling", "homogeneous", "deterministic"}
+            {
+                "permutation_invariant",
+                "linear_under_scaling",
+                "homogeneous",
+                "strongly_stationary",
+                "deterministic",
+            }
         )
 
     def init(self, num_tasks: int) -> State:

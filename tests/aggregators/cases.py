@@ -26,7 +26,36 @@ class Row:
     tolerance: float = 1e-6
 
 
-ROWS = (Row("mean", [[1.0, 2.0], [3.0, -4.0]], [2.0, -1.0]),)
+ROWS = (
+    # c = 1 / (1/2 / 4 + 1/2 / 1) = 8/5; weights 1/5 and 4/5.
+    Row("famo", [[1.0, 2.0], [3.0, -4.0]], [2.6, -2.8], losses=[4.0, 1.0]),
+    Row("fixed_weights", [[1.0, 2.0], [3.0, -4.0]], [2.0, -1.0]),
+    Row("fixed_weights", [[1.0], [2.0], [4.0]], [9.0], {"weights": [1.0, -2.0, 3.0]}),
+    # Signs that agree; only zeros.
+    Row("grad_drop", [[1.0, -2.0, 0.0], [3.0, 0.0, 0.0]], [4.0, -2.0, 0.0]),
+    Row("grad_drop", [[1.0, 2.0], [3.0, -4.0]], [4.0, -2.0], {"leak": 1.0}),
+    # The weights of the first call are those before it has learnt anything.
+    Row("grad_norm", [[1.0, 2.0], [3.0, -4.0]], [4.0, -2.0], losses=[4.0, 1.0]),
+    Row("mean", [[1.0, 2.0], [3.0, -4.0]], [2.0, -1.0]),
+    # Weights that nobody can know by hand but which sum to one.
+    Row("random", [[1.0, -2.0], [1.0, -2.0]], [1.0, -2.0]),
+    Row("random", [[1.0], [1.0], [1.0]], [1.0], {"draw": "dirichlet"}),
+    Row("sum", [[1.0, 2.0], [3.0, -4.0]], [4.0, -2.0]),
+    Row("trimmed_mean", [[1.0, 2.0], [3.0, -4.0]], [2.0, -1.0]),
+    Row("trimmed_mean", [[5.0, 9.0], [1.0, 9.0], [2.0, -1e30], [4.0, 1.0]], [3.0, 5.0]),
+    # 0.3 * 6 = 1.8, so two at each end.
+    Row("trimmed_mean", [[5.0], [1.0], [2.0], [9.0], [8.0], [4.0]], [4.5], {"beta": 0.3}),
+    Row("trimmed_mean", [[5.0], [1.0], [2.0], [9.0], [8.0]], [5.0], {"beta": 0.5}),
+    # Half of each at first: exp(0) / 2.
+    Row("uncertainty_weighting", [[1.0, 2.0], [3.0, -4.0]], [2.0, -1.0], losses=[4.0, 1.0]),
+    Row(
+        "uncertainty_weighting",
+        [[1.0, 2.0], [3.0, -4.0]],
+        [4.0, -2.0],
+        {"likelihood": "softmax"},
+        losses=[4.0, 1.0],
+    ),
+)
 
 
 def made(name: str, **fields: Any) -> Aggregator:  # Any: fields have many types

@@ -1,0 +1,82 @@
+"""FAMO: weights under which the losses shrink by equal factors, learnt from the losses alone."""
+
+from dataclasses import KW_ONLY
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from gradsurg.aggregators._adam import moments, stepped
+from gradsurg.aggregators.base import (
+    Context,
+    LossWeighting,
+    Property,
+    State,
+    losses_of,
+    state_of,
+)
+from gradsurg.fields import validated
+
+EPS = 1e-8
+
+
+@validated
+class FAMO(LossWeighting):
+    """Weights w_i = c z_i / l_i with z = softmax(xi) and c = 1 / sum(z_i / l_i).
+
+    The logits xi start at 0 and follow the gradient of sum z_i(xi) (log l_i(t) - log l_i(t+1)) by
+    Adam with `lr`, and `gamma` times xi added to it: the task that shrinks slowest gains. Liu et
+    al., NeurIPS 2023 (arXiv 2306.03792), algorithm 1, equations 8 to 10, with the defaults of the
+    authors' code. There l(t+1) is the loss of the same batch after the step, for a forward pass
+    more; here it is the loss of the next call, so the noise of the batches is in it.
+
+    Each loss has 1e-8 added, so that a zero is allowed; a negative one is an error: subtract from
+    the loss what it can reach. A loss that is NaN or infinite makes all weights NaN, and nothing
+    is remembered of that call. One task has weight 1. Another number of tasks is an error.
+    """
+
+    _: KW_ONLY
+    lr: Annotated[float, Field(gt=0)] = 0.025
+    gamma: Annotated[float, Field(ge=0)] = 0.01
+
+    @property
+    def properties(self) -> frozenset[Property]:
+        return frozenset(
+            {
+                "permutation_invariant",
+                "linear_under_scaling",
+                "homogeneous",
+                "strongly_stationary",
+                "deterministic",
+            }
+        )
+
+    def init(self, num_tasks: int) -> State:
+        return {
+            "logits": torch.zeros(num_tasks, dtype=torch.float64),
+            "losses": torch.zeros(num_tasks, dtype=torch.float64),
+            "seen": torch.zeros((), dtype=torch.bool),
+            **moments(num_tasks),
+        }
+
+    def weigh(self, num_tasks: int, state: State, context: Context) -> tuple[Tensor, State]:
+        logits = state_of(self, state, "logits", num_tasks)
+        losses = losses_of(self, context, num_tasks).double() + EPS
+        if (losses < EPS).any():
+            raise ValueError(
+                f"FAMO takes the logarithm of the losses, which must be >= 0, found "
+                f"{losses.min().item() - EPS:.6g}"
+            )
+        if not losses.isfinite().all():
+            return torch.full_like(losses, torch.nan), state
+        state = dict(state)
+        if state["seen"]:
+            shares = logits.softmax(0)
+            shrunk = state["losses"].log() - losses.log()
+            grad = shares * (shrunk - shares @ shrunk) + self.gamma * logits
+            logits, after = stepped(logits, grad, state, self.lr)
+            state |= {**after, "logits": logits}
+        weights = logits.softmax(0) / losses
+        state |= {"losses": losses, "seen": torch.ones((), dtype=torch.bool)}
+        return weights / weights.sum(), state

@@ -1,0 +1,97 @@
+"""GradDrop: every entry keeps the values of one sign, drawn by how much the tasks agree on it."""
+
+from dataclasses import KW_ONLY
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from gradsurg.aggregators.base import Context, Entrywise, Property
+from gradsurg.fields import validated
+
+BLOCK = 32_768
+"""Columns that are computed at once, in the cache, and that one generator serves."""
+
+DEVICE_BLOCK = 1_048_576
+"""The same where a launch costs more than a cache saves."""
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+@validated
+class GradDrop(Entrywise):
+    """sum_i (l_i + (1 - l_i) M_i) g_i per entry, where the mask M_i keeps one sign of the two.
+
+    The positive values are kept if P > U, else the negative ones: U is uniform on [0, 1), and
+    P = (1 + sum g_i / sum |g_i|) / 2. `leak` is l, one number for all tasks or one for each: what
+    passes whatever its sign. Chen et al., NeurIPS 2020 (arXiv 2010.06808), equation 1 and
+    algorithm 1 with f(P) = P, on the gradients of parameters.
+
+    P is not divided out, so tiny gradients keep their odds, and an entry on whose sign all agree is
+    always their sum. One draw an entry, by blocks of columns, from (seed, group, step, block): the
+    pieces in which it is asked change nothing but the rounding of sums. On another device other
+    numbers are drawn. A zero changes nothing, a NaN makes its column NaN, one task is unchanged.
+    """
+
+    _: KW_ONLY
+    leak: Share | Annotated[tuple[Share, ...], Field(min_length=1)] = 0.0
+
+    @property
+    def num_tasks(self) -> int | None:
+        return len(self.leak) if isinstance(self.leak, tuple) else None
+
+    @property
+    def properties(self) -> frozenset[Property]:
+        properties: set[Property] = {"homogeneous"}
+        leaks = set(self.leak) if isinstance(self.leak, tuple) else {self.leak}
+        if len(leaks) == 1:
+            properties |= {"permutation_invariant"}
+        if leaks == {0.0} or leaks == {1.0}:
+            properties |= {"strongly_stationary"}
+        if leaks == {1.0}:
+            properties |= {"linear_under_scaling", "deterministic"}
+        return frozenset(properties)
+
+    def apply(self, rows: Tensor, context: Context) -> Tensor:
+        width = BLOCK if rows.device.type == "cpu" else DEVICE_BLOCK
+        stop = context.start + rows.shape[1]
+        wide = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
+        result = torch.empty_like(rows[0])
+        leaks = self._leaks(rows, wide)
+        # Memory that is used again: to get new one for each block takes longer than the sums.
+        buffer = rows.new_empty(len(rows), min(width, rows.shape[1]), dtype=wide)
+        for block in range(context.start // width, -(-stop // width)):
+            low, high = max(context.start, block * width), min(stop, (block + 1) * width)
+            here = slice(low - context.start, high - context.start)
+            # A CPU draws its numbers one after another: those after the last are not needed.
+            drawn = high - block * width if rows.device.type == "cpu" else width
+            generator = context.generator(rows.device, block)
+            chance = torch.rand(drawn, generator=generator, device=rows.device)
+            chance = chance[low - block * width :][: high - low].to(wide)
+            part = rows[:, here].to(wide)
+            result[here] = _one_sign(part, chance, leaks, buffer[:, : high - low])
+        return result
+
+    def _leaks(self, rows: Tensor, wide: torch.dtype) -> Tensor | None:
+        if not isinstance(self.leak, tuple):
+            return rows.new_full((len(rows),), self.leak, dtype=wide) if self.leak else None
+        if len(self.leak) != len(rows):
+            raise ValueError(
+                f"GradDrop.leak: must be one number or one for each task, found {len(self.leak)} "
+                f"numbers for {len(rows)} tasks"
+            )
+        return rows.new_tensor(self.leak, dtype=wide)
+
+
+def _one_sign(rows: Tensor, chance: Tensor, leaks: Tensor | None, buffer: Tensor) -> Tensor:
+    """The sum of the positive values of each column, or of the negative ones, and what leaks."""
+    positive = torch.clamp(rows, min=0, out=buffer)
+    above = positive.sum(0)
+    kept_above = above if leaks is None else (1 - leaks) @ positive
+    negative = torch.clamp(rows, max=0, out=buffer)
+    below = negative.sum(0)
+    kept_below = below if leaks is None else (1 - leaks) @ negative
+    # U < P without the division: (1 - U) above + U below > 0.
+    kept = torch.where(torch.lerp(above, below, chance) > 0, kept_above, kept_below)
+    return kept if leaks is None else kept + leaks @ rows

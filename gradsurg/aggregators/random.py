@@ -1,0 +1,43 @@
+"""Random: weights drawn anew at every step."""
+
+from dataclasses import KW_ONLY
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gradsurg.aggregators.base import Context, LossWeighting, Property, State
+from gradsurg.fields import validated
+
+
+@validated
+class Random(LossWeighting):
+    """Random weights that sum to one: w = softmax(z) with z ~ N(0, I), one draw a step.
+
+    With `draw="dirichlet"` they are uniform on the simplex, w ~ Dirichlet(1, ..., 1). In both the
+    mean of each weight is 1/T. Random loss weighting (RLW) of Lin et al., TMLR 2022 (arXiv
+    2111.10603), equation 2. The draw depends on seed, group and step alone, so that a run can be
+    repeated. One task has weight 1, a NaN stays in its columns.
+    """
+
+    _: KW_ONLY
+    draw: Literal["normal", "dirichlet"] = "normal"
+
+    @property
+    def properties(self) -> frozenset[Property]:
+        return frozenset({"linear_under_scaling", "homogeneous", "strongly_stationary"})
+
+    def init(self, num_tasks: int) -> State:
+        return {}
+
+    def weigh(self, num_tasks: int, state: State, context: Context) -> tuple[Tensor, State]:
+        drawn = torch.empty(num_tasks, dtype=torch.float64)
+        generator = context.generator()
+        match self.draw:
+            case "normal":
+                weights = drawn.normal_(generator=generator).softmax(0)
+            case "dirichlet":
+                # Exponential numbers over their sum are uniform on the simplex.
+                drawn.exponential_(generator=generator)
+                weights = drawn / drawn.sum()
+        return weights, state

@@ -1,0 +1,33 @@
+"""Sum: every task's gradient as it is, added up."""
+
+import torch
+from torch import Tensor
+
+from gradsurg.aggregators.base import Context, LossWeighting, Property, State
+from gradsurg.fields import validated
+
+
+@validated
+class Sum(LossWeighting):
+    """The sum of the gradients: w = 1, as the sum of the losses has it.
+
+    One task is unchanged, a NaN stays in its columns.
+    """
+
+    @property
+    def properties(self) -> frozenset[Property]:
+        return frozenset(
+            {
+                "permutation_invariant",
+                "linear_under_scaling",
+                "homogeneous",
+                "strongly_stationary",
+                "deterministic",
+            }
+        )
+
+    def init(self, num_tasks: int) -> State:
+        return {}
+
+    def weigh(self, num_tasks: int, state: State, context: Context) -> tuple[Tensor, State]:
+        return torch.ones(num_tasks, dtype=torch.float64), state

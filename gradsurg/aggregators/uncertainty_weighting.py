@@ -1,0 +1,68 @@
+"""UncertaintyWeighting: each loss over the variance of its task, which is learnt."""
+
+from dataclasses import KW_ONLY
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from gradsurg.aggregators.base import (
+    Context,
+    LossWeighting,
+    Property,
+    State,
+    losses_of,
+    state_of,
+)
+from gradsurg.fields import validated
+
+
+@validated
+class UncertaintyWeighting(LossWeighting):
+    """Weights w_i = exp(-s_i) / 2, s_i = log sigma_i^2 the learnt log variance of task i.
+
+    s starts at 0 and follows the gradient of sum_i w_i l_i + s_i / 2 by plain steps of `lr`, after
+    the call; at rest w_i = 1 / (2 l_i). `softmax` for losses that are cross entropies drops the
+    1/2: w_i = exp(-s_i). Kendall, Gal and Cipolla, CVPR 2018 (arXiv 1705.07115), equations 7 and
+    10. There s is trained by the network's own optimizer; here by itself.
+
+    Losses must be >= 0: below, s would fall for ever. A loss far above 1 makes long steps of s, as
+    the gradient has it: choose a smaller `lr`. With a loss that is NaN or infinite the weights are
+    those of before, and nothing is remembered of that call. Another number of tasks is an error.
+    """
+
+    _: KW_ONLY
+    lr: Annotated[float, Field(gt=0)] = 2.5e-3
+    likelihood: Literal["gaussian", "softmax"] = "gaussian"
+
+    @property
+    def properties(self) -> frozenset[Property]:
+        return frozenset(
+            {
+                "permutation_invariant",
+                "linear_under_scaling",
+                "homogeneous",
+                "strongly_stationary",
+                "deterministic",
+            }
+        )
+
+    def init(self, num_tasks: int) -> State:
+        return {"log_variances": torch.zeros(num_tasks, dtype=torch.float64)}
+
+    def weigh(self, num_tasks: int, state: State, context: Context) -> tuple[Tensor, State]:
+        logs = state_of(self, state, "log_variances", num_tasks)
+        losses = losses_of(self, context, num_tasks).double()
+        if (losses < 0).any():
+            raise ValueError(
+                f"UncertaintyWeighting needs losses >= 0, found {losses.min().item():.6g}"
+            )
+        match self.likelihood:
+            case "gaussian":
+                weights = 0.5 * (-logs).exp()
+            case "softmax":
+                weights = (-logs).exp()
+        if losses.isfinite().all():
+            logs = logs - self.lr * (0.5 - weights * losses)
+        return weights, {"log_variances": logs}

@@ -1,0 +1,144 @@
+"""What is made entry by entry: drawn as published, and the same in whatever pieces."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradsurg.aggregators import grad_drop
+from gradsurg.aggregators.base import Context, Entrywise
+from gradsurg.aggregators.fixed_weights import FixedWeights
+from gradsurg.aggregators.grad_drop import GradDrop
+from gradsurg.aggregators.random import Random
+from gradsurg.aggregators.trimmed_mean import TrimmedMean
+
+
+def some_rows(num_tasks: int, size: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(num_tasks)
+    return torch.randn(num_tasks, size, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def published(rows: Tensor, chance: Tensor, leak: Tensor) -> Tensor:
+    """Lines 10 to 15 of algorithm 1 of the paper, task by task."""
+    purity = 0.5 * (1 + rows.sum(0) / rows.abs().sum(0))
+    result = torch.zeros_like(rows[0])
+    for row, share in zip(rows, leak, strict=True):
+        mask = (purity > chance) * (row > 0) + (purity < chance) * (row < 0)
+        result += (share + (1 - share) * mask) * row
+    return result
+
+
+@pytest.mark.parametrize("leak", [0.0, 0.3, 1.0, (0.0, 0.25, 1.0)])
+def test_grad_drop_is_what_the_paper_has(leak: float | tuple[float, ...]) -> None:
+    rows, context = some_rows(3, 5000), Context(seed=4, group="a", step=7)
+    chance = torch.rand(5000, generator=context.generator()).double()
+    shares = torch.tensor(leak, dtype=torch.float64).expand(3)
+    expected = published(rows, chance, shares)
+    torch.testing.assert_close(GradDrop(leak=leak).apply(rows, context), expected)
+
+
+def test_grad_drop_keeps_the_positive_sign_as_often_as_it_should() -> None:
+    columns = 200_000
+    rows = torch.tensor([[3.0], [-1.0]]).expand(2, columns)
+    share = (GradDrop()(rows) == 3).double().mean().item()
+    assert abs(share - 0.75) < 5 * (0.75 * 0.25 / columns) ** 0.5
+
+
+def test_grad_drop_draws_anew_for_each_seed_group_step_and_block() -> None:
+    rows = torch.tensor([[1.0], [-1.0]]).expand(2, 3 * grad_drop.BLOCK)
+    first = GradDrop()(rows)
+    for context in (Context(seed=1), Context(group="b"), Context(step=1)):
+        assert not torch.equal(GradDrop()(rows, context), first)
+    blocks = first.split(grad_drop.BLOCK)
+    assert not torch.equal(blocks[0], blocks[1])
+    assert not torch.equal(blocks[1], blocks[2])
+
+
+def test_grad_drop_leaves_no_trace_of_the_sign_it_dropped() -> None:
+    rows = torch.tensor([[1e30, 1e-30], [-1e-8, -2e-38]])
+    result = torch.stack([GradDrop()(rows, Context(seed=seed)) for seed in range(20)])
+    assert set(result[:, 0].tolist()) <= set(rows[:, 0].tolist())
+    assert set(result[:, 1].tolist()) <= set(rows[:, 1].tolist())
+
+
+def test_an_entry_whose_signs_agree_is_never_dropped() -> None:
+    rows = torch.cat([torch.ones(1, 500_000), -torch.ones(1, 500_000)], dim=1)
+    for scale in (1e-37, 1e-10, 1.0, 1e15):
+        assert torch.equal(GradDrop()(rows * scale), (rows * scale)[0])
+
+
+ENTRYWISE = (GradDrop(), GradDrop(leak=0.5), TrimmedMean(), TrimmedMean(beta=0.3))
+
+
+@pytest.mark.parametrize("aggregator", ENTRYWISE, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_pieces_in_which_it_is_asked_change_nothing(
+    aggregator: Entrywise, dtype: torch.dtype
+) -> None:
+    # Whole numbers, whose sums are exact: else the last digit depends on the order of adding.
+    rows = (4 * some_rows(7, 80_001, dtype)).round()
+    whole = aggregator(rows)
+    for size in (9_973, 32_768, 50_000):
+        pieces = [
+            aggregator.apply(rows[:, start : start + size], Context(start=start))
+            for start in range(0, rows.shape[1], size)
+        ]
+        assert torch.equal(torch.cat(pieces), whole)
+
+
+@pytest.mark.parametrize("num_tasks", [1, 2, 3, 4, 7, 10, 25])
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.2, 0.28, 0.5])
+def test_a_trimmed_mean_is_that_of_the_sorted_values(num_tasks: int, beta: float) -> None:
+    rows = some_rows(num_tasks, 50)
+    trimmed = min(math.ceil(round(beta * num_tasks, 9)), (num_tasks - 1) // 2)
+    expected = rows.sort(0).values[trimmed : num_tasks - trimmed].mean(0)
+    torch.testing.assert_close(TrimmedMean(beta=beta)(rows), expected)
+
+
+def test_a_huge_value_leaves_no_trace_in_a_trimmed_mean() -> None:
+    rows = some_rows(5, 40, torch.float32)
+    rows[3] = 1e30
+    rows[0, 7:] = -1e30
+    assert TrimmedMean()(rows).abs().max() < 10
+
+
+@pytest.mark.parametrize("aggregator", ENTRYWISE, ids=str)
+def test_a_nan_makes_its_column_nan_and_no_other(aggregator: Entrywise) -> None:
+    for task in range(5):
+        rows = some_rows(5, 6)
+        rows[task, 2] = math.nan
+        assert aggregator(rows).isnan().tolist() == [False, False, True, False, False, False]
+
+
+def test_random_weights_are_positive_sum_to_one_and_are_equal_in_the_mean() -> None:
+    for aggregator in (Random(), Random(draw="dirichlet")):
+        drawn = [aggregator(torch.eye(3), Context(seed=seed)) for seed in range(2000)]
+        weights = torch.stack(drawn)
+        torch.testing.assert_close(weights.sum(1), torch.ones(2000))
+        assert (weights > 0).all()
+        assert (weights.mean(0) - 1 / 3).abs().max() < 5 * weights.std() / 2000**0.5
+    spread = [torch.stack([a(torch.eye(3), Context(seed=s)) for s in range(2000)]).std()
+              for a in (Random(), Random(draw="dirichlet"))]  # fmt: skip
+    assert abs(spread[1] - 18**-0.5) < 0.01  # of Dirichlet(1, 1, 1): sqrt(1/18)
+
+
+def test_random_weights_are_a_softmax_of_normal_numbers() -> None:
+    weights = torch.stack([Random()(torch.eye(2), Context(seed=seed)) for seed in range(4000)])
+    logits = weights[:, 0].log() - weights[:, 1].log()  # the difference of two: variance 2
+    assert abs(logits.var() - 2) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("aggregator", "message"),
+    [
+        (FixedWeights((1.0, 2.0, 3.0)), "found 3 weights for 2 tasks"),
+        (GradDrop(leak=(0.0, 0.1, 0.2)), "found 3 numbers for 2 tasks"),
+    ],
+)
+def test_a_number_for_each_task_must_be_one_for_each(
+    aggregator: FixedWeights | GradDrop, message: str
+) -> None:
+    assert aggregator.num_tasks == 3
+    with pytest.raises(ValueError, match=message):
+        aggregator(torch.eye(2))

@@ -1,0 +1,174 @@
+"""Aggregators that learn their weights do it as their papers have it."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradsurg.aggregators.base import Aggregator, Context, State
+from gradsurg.aggregators.famo import FAMO
+from gradsurg.aggregators.grad_norm import LEAST, GradNorm
+from gradsurg.aggregators.uncertainty_weighting import UncertaintyWeighting
+
+LEARNT = (FAMO(), GradNorm(), UncertaintyWeighting())
+every_one = pytest.mark.parametrize("aggregator", LEARNT, ids=lambda one: type(one).__name__)
+
+
+def some_rows(step: int, num_tasks: int = 3) -> Tensor:
+    """Gradients whose Gramian is diagonal, so that the result shows the weights."""
+    sizes = torch.tensor([1.0 + step, 10.0, 0.1, 3.0][:num_tasks], dtype=torch.float64)
+    return torch.diag(sizes)
+
+
+def some_losses(step: int, num_tasks: int = 3) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.rand(num_tasks, generator=generator, dtype=torch.float64) + 0.1
+
+
+def weights_of(aggregator: Aggregator, steps: int) -> tuple[Tensor, State]:
+    """The weights of each call, and the state after the last."""
+    state = aggregator.init(3)
+    found = []
+    for step in range(steps):
+        rows, context = some_rows(step), Context(step=step, losses=some_losses(step))
+        result, state = aggregator.merge(rows, state, context)
+        found.append(result / rows.diagonal())
+    return torch.stack(found), state
+
+
+def test_famo_is_what_autograd_and_torchs_adam_give() -> None:
+    logits = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.Adam([logits], lr=0.025, weight_decay=0.01)
+    expected = []
+    for step in range(30):
+        losses = some_losses(step) + 1e-8
+        if step:
+            before = some_losses(step - 1) + 1e-8
+            optimizer.zero_grad()
+            (logits.softmax(0) * (before.log() - losses.log())).sum().backward()
+            optimizer.step()
+        weights = logits.detach().softmax(0) / losses
+        expected.append(weights / weights.sum())
+    torch.testing.assert_close(weights_of(FAMO(), 30)[0], torch.stack(expected))
+
+
+def test_grad_norm_is_what_autograd_and_torchs_adam_give() -> None:
+    weights = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.Adam([weights], lr=0.025)
+    first = some_losses(0) + 1e-8
+    expected = []
+    for step in range(30):
+        expected.append(weights.detach().clone())
+        rates = (some_losses(step) + 1e-8) / first
+        sizes = weights * some_rows(step).norm(dim=1)
+        targets = sizes.mean() * (rates / rates.mean()) ** 1.5
+        optimizer.zero_grad()
+        (sizes - targets.detach()).abs().sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            weights.mul_(3 / weights.sum())
+    found, _ = weights_of(GradNorm(), 30)
+    torch.testing.assert_close(found, torch.stack(expected))
+    torch.testing.assert_close(found.sum(1), torch.full((30,), 3.0, dtype=torch.float64))
+
+
+def test_grad_norm_gives_the_large_gradient_less_and_never_nothing() -> None:
+    aggregator = GradNorm(alpha=0.0, lr=0.5)
+    state = aggregator.init(2)
+    rows = torch.diag(torch.tensor([100.0, 1.0], dtype=torch.float64))
+    context = Context(losses=torch.ones(2, dtype=torch.float64))
+    weights = torch.ones(2)
+    for _ in range(50):
+        result, state = aggregator.merge(rows, state, context)
+        weights = result / rows.diagonal()
+        assert weights.min() >= LEAST / 4
+    assert weights[0] < 0.1 < 1.9 < weights[1]
+
+
+def test_uncertainty_weighting_is_what_autograd_and_torchs_sgd_give() -> None:
+    for likelihood, factor in (("gaussian", 0.5), ("softmax", 1.0)):
+        logs = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+        optimizer = torch.optim.SGD([logs], lr=0.1)
+        expected = []
+        for step in range(30):
+            expected.append(factor * (-logs.detach()).exp())
+            optimizer.zero_grad()
+            (factor * (-logs).exp() * some_losses(step) + logs / 2).sum().backward()
+            optimizer.step()
+        found, _ = weights_of(UncertaintyWeighting(lr=0.1, likelihood=likelihood), 30)
+        torch.testing.assert_close(found, torch.stack(expected))
+
+
+def test_uncertainty_weighting_comes_to_rest_at_half_the_inverse_of_the_losses() -> None:
+    aggregator = UncertaintyWeighting(lr=0.5)
+    state = aggregator.init(2)
+    losses = torch.tensor([4.0, 0.25], dtype=torch.float64)
+    for _ in range(200):
+        _, state = aggregator.weigh(2, state, Context(losses=losses))
+    weights, _ = aggregator.weigh(2, state, Context(losses=losses))
+    torch.testing.assert_close(weights, 1 / (2 * losses))
+
+
+@every_one
+def test_what_is_not_finite_is_not_remembered(aggregator: Aggregator) -> None:
+    _, state = weights_of(aggregator, 3)
+    for bad in (math.nan, math.inf):
+        losses = torch.tensor([1.0, bad, 1.0], dtype=torch.float64)
+        rows = some_rows(0)
+        rows[1] = bad
+        _, after = aggregator.merge(rows, state, Context(losses=losses))
+        assert after.keys() == state.keys()
+        assert all(torch.equal(after[key], state[key]) for key in state)
+
+
+def test_grad_norm_does_not_remember_a_norm_that_is_not_finite() -> None:
+    _, state = weights_of(GradNorm(), 3)
+    rows = some_rows(0)
+    rows[1] = math.inf
+    _, after = GradNorm().merge(rows, state, Context(losses=some_losses(0)))
+    assert all(torch.equal(after[key], state[key]) for key in state)
+
+
+@every_one
+def test_a_negative_loss_is_refused(aggregator: Aggregator) -> None:
+    losses = torch.tensor([1.0, -0.5, 1.0])
+    with pytest.raises(ValueError, match=f"^{type(aggregator).__name__} .* >= 0, found -0.5$"):
+        aggregator(some_rows(0), Context(losses=losses))
+
+
+@every_one
+def test_a_loss_of_zero_is_allowed(aggregator: Aggregator) -> None:
+    state = aggregator.init(3)
+    context = Context(losses=torch.zeros(3, dtype=torch.float64))
+    for _ in range(3):
+        result, state = aggregator.merge(some_rows(0), state, context)
+        assert result.isfinite().all()
+    assert all(tensor.isfinite().all() for tensor in state.values())
+
+
+@every_one
+def test_another_number_of_tasks_is_refused(aggregator: Aggregator) -> None:
+    name = type(aggregator).__name__
+    with pytest.raises(ValueError, match=f"^{name} remembers 3 tasks, found 2: the number"):
+        aggregator.merge(some_rows(0, 2), aggregator.init(3), Context(losses=some_losses(0, 2)))
+
+
+@every_one
+def test_losses_are_asked_for_and_one_for_each_task(aggregator: Aggregator) -> None:
+    name = type(aggregator).__name__
+    with pytest.raises(ValueError, match=f"^{name} needs the losses of the tasks"):
+        aggregator(some_rows(0))
+    with pytest.raises(ValueError, match=f"^{name} needs a loss for each of the 3 tasks, found 2"):
+        aggregator(some_rows(0), Context(losses=some_losses(0, 2)))
+
+
+@every_one
+def test_a_state_goes_on_after_it_was_saved(aggregator: Aggregator) -> None:
+    _, state = weights_of(aggregator, 5)
+    copied = {key: tensor.clone() for key, tensor in state.items()}
+    context = Context(losses=some_losses(9))
+    one, _ = aggregator.merge(some_rows(1), state, context)
+    other, _ = aggregator.merge(some_rows(1), copied, context)
+    assert torch.equal(one, other)
+    assert not torch.equal(one, aggregator(some_rows(1), context))
