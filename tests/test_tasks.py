@@ -19,6 +19,7 @@ from gradsurg.config.build import ConfigError, Experiment, build
 from gradsurg.fields import FieldError
 from gradsurg.models.gpt import GPT
 from gradsurg.models.mlp import MLP
+from gradsurg.models.point import Point
 from gradsurg.models.rnn import RNN
 from gradsurg.tasks import mnist
 from gradsurg.tasks.adding import Adding
@@ -43,8 +44,8 @@ def tensors_of(data: Data) -> dict[str, Tensor]:
 
 def model_for(data: Data) -> nn.Module:
     """One that takes what the data is."""
-    told = data.told(RNN if data.num_tokens else MLP, {})
-    return (RNN if data.num_tokens else MLP)(data.input_shape, data.num_outputs, **told)
+    kind = RNN if data.num_tokens else Point if data.start else MLP
+    return kind(data.input_shape, data.num_outputs, **data.told(kind, {}))
 
 
 def test_every_task_has_a_yaml_with_its_defaults():
@@ -163,6 +164,18 @@ def test_the_command_of_a_yaml_can_be_run(path):
         (
             ["task=modular", "model=gru", "+model.num_tokens=3"],
             "model.num_tokens: is for the task to say",
+        ),
+        (
+            ["task=cagrad_toy", "model=mlp"],
+            "model: takes no start, and what this task moves is a point (model=point)",
+        ),
+        (
+            ["task=digits", "model=point"],
+            "model: needs a point to start from, and this task has none",
+        ),
+        (
+            ["task=cagrad_toy", "model=point", "task.start=[1,2,3]"],
+            "task.start: must have at most 2 items, found [1, 2, 3]",
         ),
         (
             ["task=mnist", "task.root=/no/such"],
