@@ -38,7 +38,8 @@ class Data:
     A model gives (examples, num_outputs); with `every_step` the targets are (examples, time) and
     it gives (examples, time, num_outputs). With `start` the model is that point, and its outputs
     are it. A model is told of the three by name if they are set. `heads` says how the outputs are
-    split among the losses of a MultiTask: it is told to a model that asks for it.
+    split among the losses of a MultiTask: a model that asks for it is told, and may give a tuple,
+    the outputs of each head apart.
     """
 
     train_inputs: Tensor
