@@ -146,8 +146,15 @@ def _step(optimizer: Optimizer, manner: Manner) -> bool:
 
 @torch.no_grad()
 def outputs_of(model: nn.Module, inputs: Tensor, size: int = 1024) -> Tensor:
-    """What the model says about all `inputs`, in evaluation mode, `size` at a time."""
+    """What the model says about all `inputs`, in evaluation mode, `size` at a time.
+
+    Outputs of several heads stand beside one another.
+    """
     model.eval()
-    outputs = torch.cat([model(part) for part in inputs.split(size)])
+    outputs = torch.cat([_beside(model(part)) for part in inputs.split(size)])
     model.train()
     return outputs
+
+
+def _beside(outputs: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return outputs if isinstance(outputs, Tensor) else torch.cat(outputs, dim=1)

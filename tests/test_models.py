@@ -13,6 +13,8 @@ from gradsurg.models._transformer import Attention
 from gradsurg.models.convnet import Convnet
 from gradsurg.models.gpt import GPT
 from gradsurg.models.mlp import MLP
+from gradsurg.models.multi_head import MultiHead
+from gradsurg.models.point import Point
 from gradsurg.models.resnet import ResNet
 from gradsurg.models.rnn import RNN
 from gradsurg.models.vit import ViT
@@ -20,7 +22,12 @@ from gradsurg.models.vit import ViT
 CONF = Path(__file__).parent.parent / "conf" / "model"
 STEMS = sorted(path.stem for path in CONF.glob("*.yaml"))
 NAMES = catalogue.names("models")
-IMAGES = [name for name in NAMES if name != "gpt"]
+TOLD = {  # what is required by name
+    "gpt": {"num_tokens": 5},
+    "multi_head": {"heads": (4, 6)},
+    "point": {"start": (1.0,) * 10},
+}
+IMAGES = [name for name in NAMES if name not in TOLD]
 SEQUENCES = ["gru", "lstm", "rnn"]
 
 
@@ -53,7 +60,7 @@ def test_every_model_has_a_yaml_of_its_name():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_yaml_and_defaults_are_the_same_model(name):
-    shape, said = ((8,), {"num_tokens": 5}) if name == "gpt" else ((1, 8, 8), {})
+    shape, said = (8,) if name == "gpt" else (1, 8, 8), TOLD.get(name, {})
     torch.manual_seed(0)
     written = made(name, shape, 10, **said)
     torch.manual_seed(0)
@@ -391,6 +398,22 @@ def test_vit_without_blocks_worth_anything_is_linear_in_the_mean_patch():
             {"num_tokens": 3},
             [("input_shape", "must be (time,), found (4, 2)")],
         ),
+        (
+            MultiHead,
+            (8,),
+            {"heads": (1, 2)},
+            [("heads", "must be 2 outputs together, found (1, 2)")],
+        ),
+        (
+            MultiHead,
+            (8,),
+            {"heads": (1, 1), "trunk": "rnn", "width": 0},
+            [
+                ("trunk", "must be one of 'mlp' or 'convnet', found 'rnn'"),
+                ("width", "must be > 0, found 0"),
+            ],
+        ),
+        (Point, (2,), {"start": (1,)}, [("start", "must have 2 coordinates, found 1")]),
         (GPT, (4, 2), {"num_tokens": 3}, [("input_shape", "must be (time,), found (4, 2)")]),
         (
             GPT,
@@ -410,6 +433,35 @@ def test_bad_values_are_refused_by_name(kind, shape, options, faults):
     with pytest.raises(FieldError) as caught:
         kind(shape, 2, **options)
     assert caught.value.faults == faults
+
+
+@pytest.mark.parametrize("trunk", ["mlp", "convnet"])
+def test_a_head_gives_its_own_outputs_and_is_no_part_of_the_others(trunk):
+    torch.manual_seed(0)
+    model = MultiHead((1, 8, 8), 5, heads=(2, 3), trunk=trunk)
+    images = torch.randn(4, 1, 8, 8)
+    first, second = model(images)
+    assert (first.shape, second.shape) == ((4, 2), (4, 3))
+    reached = [
+        {name for name, param in model.named_parameters() if grad_of(loss, param) is not None}
+        for loss in (first.square().sum(), second.square().sum())
+    ]
+    everything = {name for name, _ in model.named_parameters()}
+    assert everything - reached[0] == {"heads.1.weight", "heads.1.bias"}
+    assert everything - reached[1] == {"heads.0.weight", "heads.0.bias"}
+
+
+def grad_of(loss, param):
+    return torch.autograd.grad(loss, param, retain_graph=True, allow_unused=True)[0]
+
+
+def test_a_point_is_its_outputs_whatever_the_inputs():
+    model = Point((3,), 2, start=(1.5, -2.0))
+    assert model(torch.randn(4, 3)).tolist() == [[1.5, -2.0]] * 4
+    assert torch.autograd.grad(model(torch.randn(4, 3)).sum(), model.point)[0].tolist() == [
+        4.0,
+        4.0,
+    ]
 
 
 def test_the_deepest_convnet_an_image_allows_works():

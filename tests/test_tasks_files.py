@@ -16,6 +16,7 @@ from gradsurg.tasks.char_lm import CharLM
 from gradsurg.tasks.cifar10 import CIFAR10
 from gradsurg.tasks.fashion_mnist import FashionMNIST
 from gradsurg.tasks.mnist import MNIST
+from gradsurg.tasks.mnist_overlay import MNISTOverlay
 
 GENERATOR = np.random.default_rng(0)
 TRAIN, TEST = GENERATOR.integers(0, 256, (2, 12, 28, 28), dtype=np.uint8)
@@ -108,7 +109,27 @@ def test_the_known_hashes_are_whole():
         assert all(int(text, 16) for text in hashes)
 
 
-@pytest.mark.parametrize("kind", [MNIST, FashionMNIST, CIFAR10])
+def test_two_of_mnists_digits_lie_over_each_other(tmp_path):
+    write(tmp_path)
+    task = MNISTOverlay(root=str(tmp_path), verify=False, num_train=30, num_test=7, shift=28)
+    data = task.load()
+    assert data.input_shape == (1, 56, 56)
+    assert (len(data.train_inputs), len(data.test_inputs)) == (30, 7)
+    pixels = data.train_inputs[:, 0].numpy()
+    dark, bright = pixels[:, 28:, :28].max(), pixels.max()  # nothing lies there; 255 is somewhere
+    pixels = np.round((pixels - dark) / (bright - dark) * TRAIN.max()).astype(int)
+    for image, targets in zip(pixels, data.train_targets.tolist(), strict=True):
+        for corner, target in ((image[:28, :28], targets[0]), (image[28:, 28:], targets[1])):
+            (place,) = np.flatnonzero((corner == TRAIN).all(axis=(1, 2)))
+            assert TRAIN_LABELS[place] == target
+    assert data.heads == (10, 10)
+    write(tmp_path, train_labels_idx1_ubyte=idx(9 - TRAIN_LABELS))  # other files are read anew
+    assert torch.equal(task.load().train_targets, 9 - data.train_targets)
+    with pytest.raises(FieldError, match="train-images-idx3-ubyte has another sha256"):
+        MNISTOverlay(root=str(tmp_path)).load()
+
+
+@pytest.mark.parametrize("kind", [MNIST, MNISTOverlay, FashionMNIST, CIFAR10])
 def test_without_a_folder_it_is_said_what_belongs_there_and_where_to_get_it(tmp_path, kind):
     with pytest.raises(FieldError) as caught:
         kind().load()

@@ -15,7 +15,10 @@ from gradsurg.tasks.breast_cancer import BreastCancer
 from gradsurg.tasks.char_lm import CharLM
 from gradsurg.tasks.copy_memory import CopyMemory
 from gradsurg.tasks.diabetes import Diabetes
+from gradsurg.tasks.diabetes_multi import DiabetesMulti
+from gradsurg.tasks.digit_attributes import DigitAttributes
 from gradsurg.tasks.friedman import Friedman, response
+from gradsurg.tasks.friedman_multi import FriedmanMulti
 from gradsurg.tasks.mnist1d import MNIST1D
 from gradsurg.tasks.modular import Modular
 from gradsurg.tasks.overlay import Overlay
@@ -39,7 +42,10 @@ PINNED = [
     (BreastCancer(), "c8f7ff1574db921b"),
     (CopyMemory(), "1b4b6dfda4f2bf51"),
     (Diabetes(), "3ba82474862adabe"),
+    (DiabetesMulti(), "9e7db04dd20dfe74"),
+    (DigitAttributes(), "6c7a977c0438d2dc"),
     (Friedman(), "e714b22bc7fc7491"),
+    (FriedmanMulti(), "a61e0614fa1f592b"),
     (MNIST1D(), "42335b5a49e72354"),
     (Modular(), "cd4d04f7a6a3e5ec"),
     (Overlay(), "e999f3382573de45"),
@@ -52,7 +58,9 @@ def test_the_data_is_the_same_as_ever(task, expected):
     assert fingerprint(task.load()) == expected
 
 
-@pytest.mark.parametrize("kind", [Adding, CopyMemory, Friedman, MNIST1D, Overlay, TemporalOrder])
+@pytest.mark.parametrize(
+    "kind", [Adding, CopyMemory, Friedman, FriedmanMulti, MNIST1D, Overlay, TemporalOrder]
+)
 def test_data_depends_on_its_seed_and_the_test_not_on_how_much_is_for_training(kind):
     data, other = kind(**SMALL).load(), kind(**SMALL, data_seed=1).load()
     assert not torch.equal(data.train_inputs, other.train_inputs)
@@ -66,7 +74,9 @@ def test_data_depends_on_its_seed_and_the_test_not_on_how_much_is_for_training(k
     assert len(longer.train_inputs) == 40
 
 
-@pytest.mark.parametrize("kind", [BreastCancer, Diabetes, Modular, Overlay])
+@pytest.mark.parametrize(
+    "kind", [BreastCancer, Diabetes, DiabetesMulti, DigitAttributes, Modular, Overlay]
+)
 def test_data_depends_on_the_seed_of_its_split(kind):
     data, other = kind().load(), kind(split_seed=1).load()
     assert not torch.equal(data.train_targets, other.train_targets)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from operator import add
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
@@ -17,8 +18,16 @@ from gradsurg.fields import FieldError
 SAID = {
     "num_tokens": "the inputs of this task are tokens",
     "every_step": "this task has a target for every step of its inputs",
+    "start": "what this task moves is a point (model=point)",
 }
 """What a model is told by name, where the data has it to tell, and what it means."""
+
+NEEDED = {
+    "num_tokens": "needs tokens, and the inputs of this task are real numbers",
+    "start": "needs a point to start from, and this task has none",
+    "heads": "needs a task of several losses with outputs of their own, and this one has none",
+}
+"""What is said to a model that cannot do without what the data does not have."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +36,10 @@ class Data:
 
     Inputs are real numbers, or with `num_tokens` the numbers 0 to `num_tokens` - 1 of tokens.
     A model gives (examples, num_outputs); with `every_step` the targets are (examples, time) and
-    it gives (examples, time, num_outputs). A model is told of the two by name if they are set.
+    it gives (examples, time, num_outputs). With `start` the model is that point, and its outputs
+    are it. A model is told of the three by name if they are set. `heads` says how the outputs are
+    split among the losses of a MultiTask: a model that asks for it is told, and may give a tuple,
+    the outputs of each head apart.
     """
 
     train_inputs: Tensor
@@ -38,6 +50,8 @@ class Data:
     num_outputs: int
     num_tokens: int | None = None
     every_step: bool = False
+    start: tuple[float, ...] | None = None
+    heads: tuple[int, ...] | None = None
 
     def copy(self) -> "Data":
         """The same with tensors of its own, which its user may change."""
@@ -54,20 +68,23 @@ class Data:
 
         Raises ValueError if the model does not take that, or needs what the data has not.
         """
-        own = {"num_tokens": self.num_tokens} if self.num_tokens is not None else {}
-        own |= {"every_step": True} if self.every_step else {}
+        own = {name: getattr(self, name) for name in SAID}
+        own = {name: value for name, value in own.items() if value not in (None, False)}
         if not callable(model):
             return {**fields, **own}
         taken = inspect.signature(model).parameters
+        if self.heads is not None and "heads" in taken:
+            own["heads"] = self.heads
         if doubled := [name for name in own if name in fields]:
             raise FieldError("", [(name, "is for the task to say") for name in doubled])
         if not any(param.kind is param.VAR_KEYWORD for param in taken.values()):
             for name in own:
                 if name not in taken:
                     raise ValueError(f"takes no {name}, and {SAID[name]}")
-        asked = taken.get("num_tokens")
-        if asked and asked.default is asked.empty and "num_tokens" not in {*own, *fields}:
-            raise ValueError("needs tokens, and the inputs of this task are real numbers")
+        for name, sentence in NEEDED.items():
+            asked = taken.get(name)
+            if asked and asked.default is asked.empty and name not in {*own, *fields}:
+                raise ValueError(sentence)
         return {**fields, **own}
 
 
@@ -89,6 +106,15 @@ class Task(ABC):
     def files(self) -> Sequence[Path]:
         """The files whose content decides the data; runs are told apart by it."""
         return ()
+
+    def landscape(self) -> dict[str, Any] | None:  # Any: what JSON can hold
+        """Where there are two coordinates to move in, what a report draws them over; else None.
+
+        It has the `names` of the losses, the `start`, `x1` and `x2`, and for each loss its
+        `values`, a row for each of `x2`; `pareto`, points of the Pareto set in order, and whether
+        they go around it (`closed`).
+        """
+        return None
 
     @property
     def content(self) -> str:
@@ -114,7 +140,12 @@ def _hashed(path: Path, time_ns: int, size: int) -> str:
 
 
 class MultiTask(Task):
-    """Several losses of one model, whose gradients an aggregator can make one of."""
+    """Several losses of one model, whose gradients an aggregator can make one of.
+
+    Its metrics are `loss`, the sum, and `loss_<name>` for each of its names; what else is measured
+    of each is called so too, `<metric>_<name>`, as `accuracy_first`: thereby a report knows what to
+    set beside one another.
+    """
 
     @property
     @abstractmethod

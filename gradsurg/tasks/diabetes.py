@@ -24,7 +24,7 @@ class Diabetes(Regression):
     split_seed: Seed = 0
 
     def load(self) -> Data:
-        measured, progress = _arrays()
+        measured, progress = load_table()
         train, test = split(progress, self.test_fraction, self.split_seed, stratify=False)
         inputs, targets = standardised(measured, train), standardised(progress[:, None], train)
         return Data(
@@ -38,7 +38,7 @@ class Diabetes(Regression):
 
 
 @cache
-def _arrays() -> tuple[np.ndarray, np.ndarray]:
+def load_table() -> tuple[np.ndarray, np.ndarray]:
     """Measurements and the disease a year on: read once a process."""
     from sklearn.datasets import load_diabetes
 

@@ -3,26 +3,21 @@
 from functools import lru_cache
 from typing import Annotated
 
-import numpy as np
-import torch
 from einops import rearrange
 from pydantic import Field
-from torch import Tensor
-from torch.nn import functional
 
 from gradsurg.fields import validated
 from gradsurg.tasks._digits import load_digits
 from gradsurg.tasks._generated import Count, Seed
+from gradsurg.tasks._overlays import Pool, TwoDigits, overlaid
 from gradsurg.tasks._tables import split
-from gradsurg.tasks.base import Data, MultiTask
+from gradsurg.tasks.base import Data
 
 SIDE = 8
-NUM_CLASSES = 10
-LABELS = ("first", "second")
 
 
 @validated
-class Overlay(MultiTask):
+class Overlay(TwoDigits):
     """Classify two of scikit-learn's digits at once (as MultiMNIST, Sabour et al. 2017).
 
     One digit lies at the top left of a larger image, the other `shift` pixels further down and to
@@ -42,52 +37,14 @@ class Overlay(MultiTask):
     def load(self) -> Data:
         return _data(self).copy()
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return LABELS
-
-    def losses(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        said = outputs.split(NUM_CLASSES, dim=1)
-        return {
-            label: functional.cross_entropy(part, target)
-            for label, part, target in zip(LABELS, said, targets.unbind(dim=1), strict=True)
-        }
-
-    def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        losses = {name: loss.item() for name, loss in self.losses(outputs, targets).items()}
-        said = rearrange(outputs, "batch (label kind) -> batch label kind", label=len(LABELS))
-        right = (said.argmax(dim=2) == targets).double().mean(dim=0).tolist()
-        return {
-            "loss": sum(losses.values()),
-            "accuracy": sum(right) / len(LABELS),
-            **{f"loss_{label}": loss for label, loss in losses.items()},
-            **{f"accuracy_{label}": share for label, share in zip(LABELS, right, strict=True)},
-        }
-
 
 @lru_cache(maxsize=2)
 def _data(task: Overlay) -> Data:
     pixels, labels = load_digits()
     images = rearrange(pixels, "digit (y x) -> digit y x", y=SIDE) / 16
-    pools = split(labels, task.test_fraction, task.split_seed, stratify=True)
-    canvas, parts = SIDE + task.shift, []
-    for pool, count, part in zip(pools, (task.num_train, task.num_test), range(2), strict=True):
-        generator = np.random.default_rng([task.data_seed, part])
-        pairs = pool[generator.integers(0, len(pool), (count, 2))]
-        over = np.zeros((count, 1, canvas, canvas), np.float32)
-        over[:, 0, :SIDE, :SIDE] = images[pairs[:, 0]]
-        below = over[:, 0, task.shift :, task.shift :]
-        np.maximum(below, images[pairs[:, 1]], out=below)
-        parts += [over, labels[pairs].astype(np.int64)]
-    mean, deviation = parts[0].mean(dtype=np.float64), parts[0].std(dtype=np.float64)
-    train_inputs, test_inputs = (
-        torch.from_numpy(((part - mean) / deviation).astype(np.float32)) for part in parts[::2]
-    )
-    return Data(
-        train_inputs=train_inputs,
-        train_targets=torch.from_numpy(parts[1]),
-        test_inputs=test_inputs,
-        test_targets=torch.from_numpy(parts[3]),
-        input_shape=(1, canvas, canvas),
-        num_outputs=len(LABELS) * NUM_CLASSES,
-    )
+    train, test = split(labels, task.test_fraction, task.split_seed, stratify=True)
+    pools = [
+        Pool(images[train], labels[train], task.num_train),
+        Pool(images[test], labels[test], task.num_test),
+    ]
+    return overlaid(pools, task.shift, task.data_seed)

@@ -1,0 +1,67 @@
+"""Multi head: a trunk that all tasks share, and a readout for each."""
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from gradsurg.fields import Contradiction, validated
+from gradsurg.models.convnet import Convnet
+from gradsurg.models.mlp import MLP
+
+Size = Annotated[int, Field(gt=0)]
+Trunk = Literal["mlp", "convnet"]
+
+
+@validated
+class MultiHeadOptions:
+    """What a `MultiHead` is made of."""
+
+    input_shape: tuple[int, ...]
+    num_outputs: Size
+    heads: tuple[Size, ...]
+    trunk: Trunk = "mlp"
+    width: Size = 64
+    hidden: Sequence[Size] = (64,)
+    channels: Sequence[Size] = (16, 32)
+
+    def __post_init__(self) -> None:
+        if sum(self.heads) != self.num_outputs:
+            rule = f"must be {self.num_outputs} outputs together, found {self.heads}"
+            raise Contradiction("heads", rule)
+
+
+class MultiHead(nn.Module):
+    """An MLP of `hidden` layers or a convnet of `channels`, `width` features, and linear heads.
+
+    What is under `trunk` is shared by all losses, each of `heads.0`, `heads.1` and so on belongs to
+    one. Its outputs are a tuple, one of each head with as many columns as the task says: in a
+    single tensor the graph of every loss would hold all heads.
+    """
+
+    def __init__(
+        self,
+        input_shape: tuple[int, ...],
+        num_outputs: int,
+        *,
+        heads: tuple[int, ...],
+        trunk: Trunk = "mlp",
+        width: int = 64,
+        hidden: Sequence[int] = (64,),
+        channels: Sequence[int] = (16, 32),
+    ) -> None:
+        super().__init__()
+        options = MultiHeadOptions(input_shape, num_outputs, heads, trunk, width, hidden, channels)
+        width = options.width
+        match options.trunk:
+            case "mlp":
+                self.trunk = MLP(options.input_shape, width, hidden=options.hidden)
+            case "convnet":
+                self.trunk = Convnet(options.input_shape, width, channels=options.channels)
+        self.relu = nn.ReLU()
+        self.heads = nn.ModuleList(nn.Linear(width, size) for size in options.heads)
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, ...]:
+        features = self.relu(self.trunk(inputs))
+        return tuple(head(features) for head in self.heads)

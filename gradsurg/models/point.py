@@ -1,0 +1,42 @@
+"""Point: a model that is nothing but the place it is at."""
+
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from gradsurg.fields import Contradiction, validated
+
+Size = Annotated[int, Field(gt=0)]
+
+
+@validated
+class PointOptions:
+    """What a `Point` is made of."""
+
+    input_shape: tuple[int, ...]
+    num_outputs: Size
+    start: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.start) != self.num_outputs:
+            rule = f"must have {self.num_outputs} coordinates, found {len(self.start)}"
+            raise Contradiction("start", rule)
+
+
+class Point(nn.Module):
+    """A few coordinates, which are its outputs whatever the inputs; it begins at `start`.
+
+    Its one parameter is `point`. Toy problems are made for it: how it moves is all there is to see.
+    """
+
+    def __init__(
+        self, input_shape: tuple[int, ...], num_outputs: int, *, start: tuple[float, ...]
+    ) -> None:
+        super().__init__()
+        options = PointOptions(input_shape, num_outputs, start)
+        self.point = nn.Parameter(torch.tensor(options.start))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.point.expand(len(inputs), -1)

@@ -1,0 +1,56 @@
+"""Diabetes, several targets: the disease a year on, body mass and blood pressure at once."""
+
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+
+from gradsurg.fields import validated
+from gradsurg.tasks._generated import Seed
+from gradsurg.tasks._several import MultiRegression
+from gradsurg.tasks._tables import split, standardised
+from gradsurg.tasks.base import Data
+from gradsurg.tasks.diabetes import load_table
+
+NAMES = ("progress", "mass", "pressure")
+ASKED = (2, 3)  # the columns of body mass and of blood pressure
+Scale = Annotated[float, Field(gt=0)]
+
+
+@validated
+class DiabetesMulti(MultiRegression):
+    """Predict three numbers from eight others by squared error (Efron et al. 2004).
+
+    Inputs are age, sex and six blood serum measurements of scikit-learn's 442 patients. All is
+    standardised in training, so that the loss of a constant is its scale; the `scales` are far
+    apart, as those of losses in different units are. The split is that of the task diabetes.
+    """
+
+    scales: tuple[Scale, Scale, Scale] = (1.0, 0.1, 0.01)
+    test_fraction: Annotated[float, Field(ge=0.01, le=0.9)] = 0.25
+    split_seed: Seed = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return NAMES
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        return self.scales
+
+    def load(self) -> Data:
+        measured, progress = load_table()
+        train, test = split(progress, self.test_fraction, self.split_seed, stratify=False)
+        given = [column for column in range(measured.shape[1]) if column not in ASKED]
+        asked = [progress[:, None], measured[:, ASKED]]
+        inputs = standardised(measured[:, given], train)
+        targets = standardised(np.concatenate(asked, axis=1), train)
+        return Data(
+            train_inputs=inputs[train],
+            train_targets=targets[train],
+            test_inputs=inputs[test],
+            test_targets=targets[test],
+            input_shape=(len(given),),
+            num_outputs=len(NAMES),
+            heads=(1,) * len(NAMES),
+        )

@@ -1,0 +1,56 @@
+"""MNIST overlay: two digits of MNIST over each other, from files that the user has."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+
+from gradsurg.fields import validated
+from gradsurg.tasks import _idx
+from gradsurg.tasks._generated import Count, Seed
+from gradsurg.tasks._overlays import Pool, TwoDigits, overlaid
+from gradsurg.tasks.base import Data
+from gradsurg.tasks.mnist import LAYOUT
+
+SIDE = 28
+
+
+@validated
+class MNISTOverlay(TwoDigits):
+    """Classify two of MNIST's digits at once (MultiMNIST, Sabour et al. 2017; see `Overlay`).
+
+    `root` and `verify` are those of the task mnist. The digits of the test are those of MNIST's
+    own test part; the pairs depend on `data_seed` alone.
+    """
+
+    root: str | None = None
+    num_train: Count = 20000
+    num_test: Count = 5000
+    shift: Annotated[int, Field(ge=0, le=SIDE)] = 4
+    data_seed: Seed = 0
+    verify: bool = True
+
+    def load(self) -> Data:
+        return _data(self, self.content).copy()
+
+    def files(self) -> Sequence[Path]:
+        # what is verified is known
+        return () if self.verify else _idx.files(LAYOUT, self.root)
+
+
+@lru_cache(maxsize=1)
+def _data(task: MNISTOverlay, content: str) -> Data:
+    """Kept as long as the files have that `content`."""
+    found = _idx.read(LAYOUT, task.root, task.verify, content)
+    pools = [
+        Pool(_scaled(found.train_images), found.train_labels, task.num_train),
+        Pool(_scaled(found.test_images), found.test_labels, task.num_test),
+    ]
+    return overlaid(pools, task.shift, task.data_seed)
+
+
+def _scaled(images: np.ndarray) -> np.ndarray:
+    return images[:, 0].astype(np.float32) / 255

@@ -1,0 +1,214 @@
+"""Toy problems: their losses against a slow second version, their Pareto sets against a search."""
+
+from collections.abc import Callable, Sequence
+from math import log, tanh
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.path import Path as Outline
+from torch import Tensor
+
+from gradsurg.tasks._toys import NUM_EXAMPLES, Toy
+from gradsurg.tasks.cagrad_toy import CAGradToy
+from gradsurg.tasks.pcgrad_toy import PCGradToy
+from gradsurg.tasks.quadratics_toy import QuadraticsToy
+
+STARTS = [(-8.5, 7.5), (0, 0), (9, 9), (-7.5, -0.5), (9, -1), (-8.5, -5)]
+Slow = Callable[[float, float], Sequence[float]]
+
+
+def slow_cagrad(x1: float, x2: float) -> Sequence[float]:
+    up, down = max(tanh(x2 / 2), 0), max(tanh(-x2 / 2), 0)
+    f1 = log(max(abs(0.5 * (-x1 - 7) + tanh(x2)), 0.000005)) + 6
+    f2 = log(max(abs(0.5 * (-x1 + 3) - tanh(x2) + 2), 0.000005)) + 6
+    q1 = ((7 - x1) ** 2 + 0.1 * (-x2 - 8) ** 2) / 10 - 20
+    q2 = ((-x1 - 7) ** 2 + 0.1 * (-x2 - 8) ** 2) / 10 - 20
+    return f1 * up + q1 * down, f2 * up + q2 * down
+
+
+def slow_pcgrad(a: float, b: float) -> Sequence[float]:
+    return (
+        20 * log(max(abs(0.5 * a + tanh(b)), 0.000005)),
+        25 * log(max(abs(0.5 * a - tanh(b) + 2), 0.000005)),
+    )
+
+
+def slow_quadratics(x1: float, x2: float) -> Sequence[float]:
+    return (
+        (x1 + 4) ** 2 + 4 * (x2 + 3) ** 2,
+        10 * (4 * (x1 - 4) ** 2 + (x2 + 3) ** 2),
+        100 * (x1**2 + (x2 - 4) ** 2),
+    )
+
+
+TOYS = [(CAGradToy(), slow_cagrad), (PCGradToy(), slow_pcgrad), (QuadraticsToy(), slow_quadratics)]
+toys = pytest.mark.parametrize(("toy", "slow"), TOYS, ids=[type(toy).__name__ for toy, _ in TOYS])
+
+
+def points(toy: Toy, count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    low, high = torch.tensor(toy.window, dtype=torch.float64).T
+    return low + (high - low) * torch.rand(count, 2, generator=generator, dtype=torch.float64)
+
+
+def grads(toy: Toy, point: Tensor) -> list[list[float]]:
+    """The gradient of each loss at a point."""
+    point = point.clone().requires_grad_()
+    values = toy.values(point[None])
+    return [torch.autograd.grad(v.sum(), point, retain_graph=True)[0].tolist() for v in values]
+
+
+@toys
+def test_values_and_gradients_are_those_of_a_slow_second_version(toy: Toy, slow: Slow):
+    for point in points(toy, 200):
+        x1, x2 = point.tolist()
+        values = [value.item() for value in toy.values(point[None])]
+        assert values == pytest.approx(slow(x1, x2), rel=1e-12)
+        h = 1e-6
+        along1 = np.subtract(slow(x1 + h, x2), slow(x1 - h, x2)) / (2 * h)
+        along2 = np.subtract(slow(x1, x2 + h), slow(x1, x2 - h)) / (2 * h)
+        expected = np.stack([along1, along2], axis=1)
+        np.testing.assert_allclose(grads(toy, point), expected, rtol=1e-4, atol=1e-5)
+
+
+@toys
+def test_losses_are_means_over_points_and_metrics_say_where_it_is(toy: Toy, slow: Slow):
+    here = torch.tensor([[1.0, -2.0], [2.0, -3.0]], dtype=torch.float64)
+    expected = np.mean([slow(*place) for place in here.tolist()], axis=0)
+    losses = [loss.item() for loss in toy.losses(here, here).values()]
+    assert losses == pytest.approx(list(expected))
+    assert toy.loss(here, here).item() == pytest.approx(sum(expected))
+    named = {f"loss_{1 + place}": value for place, value in enumerate(expected)}
+    assert toy.metrics(here, here) == pytest.approx(
+        {"loss": sum(expected), **named, "x1": 1.5, "x2": -2.5}
+    )
+
+
+@toys
+def test_the_data_says_where_the_point_starts_and_nothing_else(toy: Toy, slow: Slow):
+    data = toy.load()
+    assert data.start == toy.place
+    assert data.train_inputs.unique().tolist() == [1.0]
+    assert len(data.train_inputs) == NUM_EXAMPLES
+    assert type(toy)(start=(1.0, 2.0)).load().start == (1.0, 2.0)
+
+
+@toys
+def test_the_landscape_holds_the_losses_row_by_row(toy: Toy, slow: Slow):
+    told = toy.landscape()
+    x1, x2, values = told["x1"], told["x2"], told["values"]
+    assert list(values) == told["names"] == list(toy.names)
+    (low1, high1), (low2, high2) = toy.window
+    assert (x1[0], x1[-1], x2[0], x2[-1]) == (low1, high1, low2, high2)
+    for row, column in ((0, 0), (3, 70), (100, 41)):
+        expected = slow(x1[column], x2[row])
+        found = [values[name][row][column] for name in toy.names]
+        assert found == pytest.approx(expected, rel=1e-3, abs=0.05)
+    assert told["start"] == list(toy.place)
+    assert all(len(point) == 2 for point in told["pareto"])
+
+
+def test_at_zero_both_maxima_of_cagrads_toy_pass_the_gradient():
+    x1 = 3.0
+    (_, first), (_, second) = grads(CAGradToy(), torch.tensor([x1, 0.0], dtype=torch.float64))
+    f1, f2 = log(0.5 * (x1 + 7)) + 6, log(abs(0.5 * (3 - x1) + 2)) + 6
+    q1, q2 = ((7 - x1) ** 2 + 6.4) / 10 - 20, ((x1 + 7) ** 2 + 6.4) / 10 - 20
+    assert (first, second) == (pytest.approx((f1 - q1) / 2), pytest.approx((f2 - q2) / 2))
+
+
+@toys
+def test_no_point_of_a_fine_grid_is_better_in_all_losses_than_one_of_the_pareto_set(
+    toy: Toy, slow: Slow
+):
+    (low1, high1), (low2, high2) = toy.window
+    x1 = torch.linspace(low1, high1, 801, dtype=torch.float64)
+    x2 = torch.linspace(low2, high2, 801, dtype=torch.float64)
+    grid = torch.stack(list(toy.values(torch.cartesian_prod(x1, x2))))
+    chosen, _ = toy.pareto()
+    own = torch.stack(list(toy.values(torch.tensor(chosen, dtype=torch.float64))), dim=1)
+    for losses in own:
+        room = 1e-9 * losses.abs()[:, None]
+        assert not (grid < losses[:, None] - room).all(dim=0).any()
+
+
+def test_cagrads_pareto_set_is_where_the_two_gradients_are_opposite():
+    toy = CAGradToy()
+    chosen, closed = toy.pareto()
+    assert not closed
+    assert (chosen[0][0], chosen[-1][0]) == (-7, 7)
+    for point in chosen[1:-1]:
+        first, second = np.array(grads(toy, torch.tensor(point, dtype=torch.float64)))
+        assert first @ second == pytest.approx(-np.linalg.norm(first) * np.linalg.norm(second))
+        assert point[1] == pytest.approx(-8.355, abs=0.09)
+
+
+def test_the_mean_of_cagrads_toy_is_least_where_it_is_published_to_be():
+    toy = CAGradToy()
+    chosen, _ = toy.pareto()
+    assert chosen[len(chosen) // 2] == pytest.approx((0, -8.3551), abs=5e-5)
+    point = torch.tensor([1.0, -7.0], dtype=torch.float64, requires_grad=True)
+    finder = torch.optim.LBFGS([point], max_iter=200, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        finder.zero_grad()
+        loss = toy.loss(point[None], point[None])
+        loss.backward()
+        return loss
+
+    finder.step(closure)
+    assert point.tolist() == pytest.approx([0, -8.3551], abs=1e-4)
+    everywhere = torch.stack(list(toy.values(points(toy, 100_000)))).sum(dim=0)
+    assert closure().item() < everywhere.min().item()
+
+
+def test_pcgrads_toy_has_both_losses_at_their_floors_on_its_pareto_set():
+    toy = PCGradToy()
+    values = toy.values(torch.tensor(toy.pareto()[0], dtype=torch.float64))
+    assert values[0].tolist() == pytest.approx([20 * log(5e-6)] * 2)
+    assert values[1].tolist() == pytest.approx([25 * log(5e-6)] * 2)
+    below = toy.values(torch.tensor([[-2.0, 5.5]], dtype=torch.float64))
+    assert below[0].item() > 20 * log(5e-6)
+
+
+def is_stationary(toy: QuadraticsToy, point: Tensor) -> bool:
+    """Whether zero is a mean of the gradients: by the signs of the triangle they make."""
+    (ax, ay), (bx, by), (cx, cy) = grads(toy, point)
+    turns = [ax * by - ay * bx, bx * cy - by * cx, cx * ay - cy * ax]
+    return min(turns) >= 0 or max(turns) <= 0
+
+
+@pytest.mark.parametrize("scales", [(1.0, 10.0, 100.0), (1.0, 1.0, 1.0)])
+def test_the_quadratics_are_pareto_stationary_within_the_outline_and_not_outside(scales):
+    toy = QuadraticsToy(scales=scales)
+    corners, closed = toy.pareto()
+    assert closed
+    inside = Outline([*corners, corners[0]])
+    many = points(toy, 2000)
+    near = inside.contains_points(many, radius=0.05) != inside.contains_points(many, radius=-0.05)
+    found = [is_stationary(toy, point) for point in many]
+    within = inside.contains_points(many)
+    wrong = [k for k in range(len(many)) if found[k] != within[k] and not near[k]]
+    assert wrong == []
+    assert 100 < sum(within) < 1000
+
+
+def test_the_outline_of_the_quadratics_is_the_same_whatever_their_scales():
+    for point in QuadraticsToy().pareto()[0]:
+        others = QuadraticsToy(scales=(5.0, 1.0, 0.01)).pareto()[0]
+        assert min(np.hypot(*np.subtract(point, other)) for other in others) < 1e-9
+
+
+def test_weights_of_the_quadratics_give_the_point_where_that_sum_is_least():
+    toy = QuadraticsToy()
+    weights = torch.tensor([[0.2, 0.5, 0.3]], dtype=torch.float64)
+    (point,) = toy.stationary(weights)
+    total = weights @ torch.tensor(grads(toy, point), dtype=torch.float64)
+    assert total.tolist() == [pytest.approx([0, 0], abs=1e-9)]
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_every_published_start_lies_in_the_window(start):
+    toy = CAGradToy(start=start)
+    for coordinate, (low, high) in zip(toy.place, toy.window, strict=True):
+        assert low < coordinate < high
