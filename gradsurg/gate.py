@@ -81,6 +81,7 @@ class Gate:
     __slots__ = (
         "_one",
         "_value",
+        "at_once",
         "entry",
         "hook",
         "links",
@@ -94,6 +95,7 @@ class Gate:
         self.operation = operation
         self.entry = entry
         self._value = value
+        self.at_once = operation.at_once  # whether what was measured has to be summed at once
         self.links = [Link(label, link, operation, entry) for label, link in operation.links]
         self.passed: object = False  # until a gradient has shown that the short way will do
         self._one = self._alone
@@ -222,7 +224,7 @@ class Gate:
                 result = self.apply(link, before, value, on_device)
                 if operation.sampling:
                     operation.effects.add(link.slot, before, result)
-        if operation.sampling and operation.at_once:
+        if operation.sampling and self.at_once:
             operation.effects.flush()
         # Set anew it may have become more than the hook for a lone transform can do.
         self.passed = operation.opened if self._alone or not self._one else False

@@ -19,8 +19,9 @@ class GroupGate:
         self.operation = operation
         self.gates = gates
         self._seen = False
-        self._passed: object = False  # as that of a gate, where transforms take one tensor each
         self._members: dict[str, list[str]] = {}
+        for gate in gates:
+            gate.at_once = False  # but when all have passed
         self._all = list(range(len(gates)))
         self._always: list[bool | Tensor] = [True] * len(gates)
 
@@ -28,17 +29,24 @@ class GroupGate:
         operation = self.operation
         if not operation.on:
             return grads
+        results = self._together(grads) if operation.grouped else self._one_by_one(grads)
+        if operation.sampling:
+            operation.effects.flush()  # before the optimizer can write to them
+        return results
+
+    def _one_by_one(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Each by its own gate, for transforms that take one tensor at a time."""
+        results = []
+        for gate, grad in zip(self.gates, grads, strict=True):
+            result = gate.hook(grad)
+            results.append(grad if result is None else result)
+        return results
+
+    def _together(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        operation = self.operation
         present = [grad for grad in grads if grad is not None]
-        all_there = len(present) == len(grads)
-        if (
-            all_there
-            and self._passed is operation.opened
-            and not operation.sampling
-            and operation.opens()
-        ):
-            return self._again(present)
         acting, fires, gates = self._all, self._always, self.gates
-        if operation.firing is True and all_there:
+        if operation.firing is True and len(present) == len(grads):
             for gate in gates:
                 gate.entry.fired += 1
         else:
@@ -51,27 +59,12 @@ class GroupGate:
         is_autocast = operation.is_autocast(device)
         with torch.autocast(device, enabled=False) if is_autocast else nullcontext():
             results = self._operate(gates, present, fires)
-        if gates is self.gates and not operation.grouped:
-            self._passed = operation.opened
-        if operation.sampling:
-            operation.effects.flush()  # before the optimizer can write to them
         if operation.shadow:
             return grads
         if len(results) == len(grads):
             return results
         new = dict(zip(acting, results, strict=True))
         return [new.get(index, grad) for index, grad in enumerate(grads)]
-
-    def _again(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """All of them by the short way."""
-        results = []
-        for gate, grad in zip(self.gates, grads, strict=True):
-            gate.entry.fired += 1
-            result = grad
-            for link in gate.links:
-                result = gate.again(link, result)
-            results.append(result)
-        return results
 
     def _acting(self, grads: Sequence[Tensor | None]) -> tuple[list[int], list[bool | Tensor]]:
         """Which gradients there are and the trigger lets be acted on, and what it says of each."""

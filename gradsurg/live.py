@@ -30,10 +30,10 @@ from gradsurg.transforms.base import State, Transform
 from gradsurg.transforms.chain import Chain
 from gradsurg.triggers.base import Clock, Sourced, Trigger
 
-# What passes outside a backward can be written to at once.
-FORWARD = ("forward", "step", "captured")
+# What passes outside a backward can be written to at once; of a step all pass together.
+FORWARD = ("forward", "captured")
 # What is left where others may write to it: in `.grad`, or in a user's hands.
-RESTING = ("accumulated", "settled", "backward_end", *FORWARD)
+RESTING = ("accumulated", "settled", "backward_end", "step", *FORWARD)
 
 
 class Live:

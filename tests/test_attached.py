@@ -83,16 +83,18 @@ def test_a_module_that_the_first_forward_does_not_call_is_waited_for() -> None:
 
 def test_a_forward_without_gradients_decides_nothing() -> None:
     model = Turns()
-    with attached(model, gs.Identity(), gs.Outputs("left", call=1)):
+    with attached(model, gs.Identity(), gs.Outputs("left", call=1)) as live:
         with torch.no_grad():
             model(torch.ones(1, 3), "left")
         _run(model, "left", 2)
+    assert [(entry.site, entry.calls) for entry in live.ledger] == [("left#1", 1)]
 
 
 def test_one_part_of_a_combination_is_enough() -> None:
     model = small()
-    with attached(model, gs.Identity(), gs.Outputs("first") | gs.Nodes("Relu")):
+    with attached(model, gs.Identity(), gs.Outputs("first") | gs.Nodes("Relu")) as live:
         backward(model)
+    assert min(entry.calls for entry in live.ledger) > 0
     with (
         pytest.warns(gs.SurgeryWarning, match="no gradient ever passed at: last#1"),
         attached(model, gs.Identity(), gs.Parameters() | gs.Outputs("last", call=1)),
@@ -102,9 +104,10 @@ def test_one_part_of_a_combination_is_enough() -> None:
 
 def test_what_may_be_met_outside_the_model_is_waited_for() -> None:
     model = small()
-    with attached(model, gs.Identity(), gs.EveryModule("MSELoss")):
+    with attached(model, gs.Identity(), gs.EveryModule("MSELoss")) as live:
         out = model(torch.ones(2, 6))
         nn.MSELoss()(out, torch.zeros_like(out)).backward()
+    assert sum(entry.calls for entry in live.ledger) > 0
 
 
 class Within(nn.Module):

@@ -132,10 +132,11 @@ def test_forwards_with_a_backward_each_are_not_told_nor_are_those_that_get_none(
 
 def test_a_graph_that_outlives_the_block_goes_back_in_peace() -> None:
     model = Two()
-    with attached(model, gs.Identity(), when=~WIDE):
+    with attached(model, gs.Identity(), when=~WIDE) as live:
         losses = [model(torch.ones(4, 2)).sum() for _ in range(2)]
         losses[1].backward()
     losses[0].backward()
+    assert min(entry.calls for entry in live.ledger) > 0
 
 
 def test_of_several_calls_of_a_module_it_is_the_last() -> None:

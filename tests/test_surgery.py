@@ -824,8 +824,9 @@ def test_where_a_scaler_changes_nothing_it_is_not_told_of() -> None:
     ):
         model = small()
         optimizer = sgd(model)
-        with attached(model, transform, at, optimizer):
+        with attached(model, transform, at, optimizer) as live:
             _scaled_step(model, optimizer, scaler)
+        assert min(entry.calls for entry in live.ledger) > 0
 
 
 def test_a_fused_optimizer_that_unscales_by_itself_is_refused_at_stage_step() -> None:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Literal
-from weakref import WeakValueDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from gradsurg.sites.base import Gates, GradFn, through
 Grads = tuple[Tensor | None, ...]
 Hook = Callable[..., Any]  # Any: PyTorch's own types know no missing gradients
 Side = Literal["full_backward_pre", "full_backward"]
+
+FEW = 64  # hooks whose graphs may be gone before it is asked which are
 
 IN_PLACE = (
     "gradsurg: a module with full backward hooks hands out views that must not be written to, and "
@@ -68,25 +70,28 @@ class _Turns:
         self.lock = threading.Lock()
         self.number = 0
         self.newest = Notes()
-        self.alive = WeakValueDictionary({0: self.newest})  # as long as their graphs
+        self.alive: dict[int, ref[Notes]] = {}  # as long as their graphs
+        self.most = FEW
         self.handle = register(self.newest.hook())
 
-    def next(self) -> int:
-        """Put a new hook in place; the number of the one that was there."""
+    def next(self) -> tuple[int, Notes]:
+        """Put a new hook in place; the number and the notes of the one that was there."""
         with self.lock:
-            number, self.number, self.newest = self.number, self.number + 1, Notes()
-            self.alive[self.number] = self.newest
+            number, notes = self.number, self.newest
+            self.number, self.newest = number + 1, Notes()
+            self.alive[number] = ref(notes)
+            if len(self.alive) > self.most:
+                self.alive = {key: own for key, own in self.alive.items() if own() is not None}
+                self.most = FEW + 2 * len(self.alive)
             table = self.handle.hooks_dict_ref()
             if table is not None and self.handle.id in table:
                 table[self.handle.id] = self.newest.hook()
-            return number
+            return number, notes
 
-    def between(self, first: int, last: int) -> list[Notes]:
-        """The notes of the graphs there are, from one number to another."""
-        if first == last:
-            found = [self.alive.get(first)]
-        else:
-            found = [self.alive.get(key) for key in list(self.alive) if first <= key <= last]
+    def since(self, first: int, last: int) -> list[Notes]:
+        """The notes of the graphs there are, from one number up to another."""
+        with self.lock:
+            found = [own() for key, own in self.alive.items() if first <= key < last]
         return [notes for notes in found if notes is not None]
 
 
@@ -106,9 +111,10 @@ class Tickets(threading.local):
 
     def take(self, module: nn.Module) -> None:
         """A call of `module` begins."""
-        last = self.turns.next()
-        self.open.append((module, self.turns.between(self.first, last)))
-        self.first = last + 1
+        number, notes = self.turns.next()
+        others = [] if number == self.first else self.turns.since(self.first, number)
+        self.open.append((module, [*others, notes]))
+        self.first = number + 1
 
     def give(self, module: nn.Module) -> list[Notes]:
         """Where the call of `module` that ends may write; calls that raised are passed over."""

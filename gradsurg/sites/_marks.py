@@ -1,13 +1,16 @@
 """The marks that the calls of modules leave among the sequence numbers of autograd nodes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 from torch.autograd.graph import Node
 
 from gradsurg.sites._nested import tensors_in
-from gradsurg.sites._resolver import Call, Edge
+from gradsurg.sites._resolver import Call, Edge, Spot
+
+Wanted = Callable[[str], bool] | None
+"""Which nodes are asked for, by their names; None: all."""
 
 
 class Followed:
@@ -74,15 +77,20 @@ class Track:
 
 
 class Reading:
-    """What the marks of a track say: which call was the innermost from each mark on."""
+    """What the marks of a track say: which call was the innermost from each mark on.
 
-    __slots__ = ("begun", "ended", "marks", "owners")
+    `latest` is what nodes were last made at these marks: their pattern, and where the wanted ones
+    were made.
+    """
+
+    __slots__ = ("begun", "ended", "latest", "marks", "owners")
 
     def __init__(self, track: Track) -> None:
         self.marks = track.marks
         self.begun: dict[int, Call] = {}  # by their marks
         self.ended: dict[int, Call] = {}
         self.owners: list[Call] = []
+        self.latest: dict[Wanted, tuple[object, list[tuple[int, Spot]]]] = {}
         known = iter(track.recomputed) if track.recomputed is not None else None
         counts: dict[Followed, int] = {}
         opened: list[Call] = []

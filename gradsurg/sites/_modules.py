@@ -129,7 +129,10 @@ class ModuleSelector(Selector):
             others = foreign(*(table for key, table in vars(module).items() if key in TABLES))
             if kept:
                 # Under its other names it may be called or not: that is seen when it is.
-                gates.expect(f"{kept[0]}#{self.call or 0}{tail}", foreign=others)
+                first = Place(self.mechanism, kept[0], module, 0)
+                # In a combination others may take the first call of a module.
+                call = self.call if self.call and gates.keeps(first) is False else 0
+                gates.expect(f"{kept[0]}#{call}{tail}", foreign=others)
                 found.append(module)
         return found
 
@@ -217,11 +220,6 @@ class Calls(threading.local):
     def __init__(self, names: Mapping[nn.Module, Sequence[str]]) -> None:
         self.names = names
         self.turns = Turns(names)
-
-    @property
-    def inside(self) -> bool:
-        """Whether the model is being called in this thread."""
-        return self.turns.inside
 
     def hook(self, model: nn.Module, stack: ExitStack) -> None:
         """Follow the calls of the model itself; a copy of it, made in the block, is left alone."""

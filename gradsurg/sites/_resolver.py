@@ -9,6 +9,8 @@ from torch import nn
 from torch.autograd import graph
 from torch.autograd.graph import Node
 
+from gradsurg.sites._node_names import plain
+
 Edge = tuple[Node | None, int]
 """A node and which of its outputs: one tensor's place in the graph. None: takes no gradient."""
 
@@ -26,13 +28,16 @@ class Call:
         return f"{self.name}#{self.number}"
 
 
-class Made(NamedTuple):
-    """A node with its place: the innermost module call it was made in, its occurrence there."""
+class Spot(NamedTuple):
+    """Where a node was made: the innermost module call, and its occurrence there."""
 
-    node: Node
     name: str  # as torch spells it
     call: Call
     occurrence: int
+
+    @property
+    def id(self) -> str:
+        return f"{self.call.id}/{plain(self.name)}[{self.occurrence}]"
 
 
 class Returned(NamedTuple):
@@ -69,7 +74,7 @@ class Graph(Protocol):
         """What the modules returned whose outputs were asked for."""
         ...
 
-    def nodes(self, wanted: Callable[[str], bool] | None = None) -> Iterator[Made]:
+    def nodes(self, wanted: Callable[[str], bool] | None = None) -> Iterator[tuple[Node, Spot]]:
         """Its nodes, in the order in which they were made, with all overloads of wanted names."""
         ...
 

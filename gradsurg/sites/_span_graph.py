@@ -1,6 +1,7 @@
 """The graph of one outermost call, its nodes told apart by their sequence numbers."""
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from operator import itemgetter
 
@@ -12,7 +13,7 @@ from gradsurg.sites._marks import Reading, Track
 from gradsurg.sites._modules import ROOT
 from gradsurg.sites._nested import tensors_in
 from gradsurg.sites._node_names import plain
-from gradsurg.sites._resolver import Call, Edge, Made, Returned, Use
+from gradsurg.sites._resolver import Call, Edge, Returned, Spot, Use
 
 LEAF = 2**64 - 1  # the sequence number of every AccumulateGrad node
 WRAPPER = "BackwardHookFunctionBackward"  # around a module with full-backward hooks
@@ -42,24 +43,35 @@ class SpanGraph:
     def empty(self) -> bool:
         return not self._roots
 
-    def nodes(self, wanted: Callable[[str], bool] | None = None) -> Iterator[Made]:
-        found = [(number, node, node.name()) for number, node in self._reached()]
+    def nodes(self, wanted: Callable[[str], bool] | None = None) -> Iterator[tuple[Node, Spot]]:
+        found = self._reached()
+        first, latest = self._numbers[0], self._reading.latest
+        # Most forwards make the same nodes after the same calls as the last one did.
+        pattern = (
+            [number - first for number in self._numbers],
+            [(number - first, node.name()) for number, node in found],
+        )
+        if wanted not in latest or latest[wanted][0] != pattern:
+            latest[wanted] = pattern, self._spots(found, wanted)
+        for place, spot in latest[wanted][1]:
+            yield found[place][1], spot
+
+    def _spots(
+        self, reached: Sequence[tuple[int, Node]], wanted: Callable[[str], bool] | None
+    ) -> list[tuple[int, Spot]]:
+        """Where the wanted nodes were made, in that order, each with its place among all."""
+        found = [(number, node.name(), place) for place, (number, node) in enumerate(reached)]
         if wanted is not None:
             # All overloads of a name count as its occurrences, so if one is wanted, all are told.
-            names = {name for _, _, name in found}
-            kinds = {plain(name) for name in names if wanted(name)}
-            names = {name for name in names if plain(name) in kinds}
-            found = [made for made in found if made[2] in names]
-        if len(found) > 1:
-            found.sort(key=itemgetter(0))
-        numbers, owners = self._numbers, self._reading.owners
-        seen: dict[tuple[Call, str], int] = {}
-        for number, node, name in found:
-            call = owners[bisect_right(numbers, number) - 1]
-            key = call, plain(name)
-            occurrence = seen.get(key, 0)
-            seen[key] = occurrence + 1
-            yield Made(node, name, call, occurrence)
+            kinds = {plain(name) for name in {name for _, name, _ in found} if wanted(name)}
+            found = [made for made in found if plain(made[1]) in kinds]
+        counts: Counter[tuple[Call, str]] = Counter()
+        spots: list[tuple[int, Spot]] = []
+        for number, name, place in sorted(found, key=itemgetter(0)):
+            call = self._reading.owners[bisect_right(self._numbers, number) - 1]
+            spots.append((place, Spot(name, call, counts[call, plain(name)])))
+            counts[call, plain(name)] += 1
+        return spots
 
     def uses(self, edges: Collection[Edge]) -> Sequence[Use]:
         return [use for _, use in self._uses(edges)]

@@ -95,11 +95,11 @@ class _Walk:
         self.told = self.told or not graph.empty
         self.hides = self.hides or graph.hides()
         made = list(graph.nodes())
-        taken = {edge for node in made for edge in node.node.next_functions}
+        taken = {edge for node, _ in made for edge in node.next_functions}
         taken |= {returned.edge for returned in graph.returned}
-        for node, name, call, occurrence in made:
-            self.nodes.setdefault(call.id, Counter())[_short(name)] += 1
-            site = f"{call.id}/{plain(name)}[{occurrence}]"
+        for node, spot in made:
+            self.nodes.setdefault(spot.call.id, Counter())[_short(spot.name)] += 1
+            site = spot.id
             likes = [_like(given) for given in node._input_metadata]
             self.likes |= {f"{site}.{index}": like for index, like in enumerate(likes)}
             self.likes[site] = likes[0]

@@ -169,9 +169,9 @@ class EveryModule(Selector):
     ) -> None:
         block = ["open"]
         stack.callback(block.clear)
-        done: WeakKeyDictionary[nn.Module, Done] = WeakKeyDictionary()
+        done: WeakKeyDictionary[nn.Module, list[Done]] = WeakKeyDictionary()
         flow = Flow(names, self, gates, done, block)
-        _follow_begin(flow, model, stack)
+        _follow_begin(flow.calls, model, stack)
         if self.kind == "forward_pre":
             handle = process.register_module_forward_pre_hook(_by_place(entering_values(flow)))
         else:
@@ -179,7 +179,7 @@ class EveryModule(Selector):
             leave: Callable[..., Any] = leaving_values(flow)
             handle = process.register_module_forward_hook(leave)
         stack.callback(handle.remove)
-        _follow_end(flow, model, stack)
+        _follow_end(flow.calls, model, stack)
 
     def _hook_gradients(
         self, model: nn.Module, names: "_Names", gates: Gates, stack: ExitStack, side: Side

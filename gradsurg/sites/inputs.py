@@ -243,14 +243,12 @@ class _Taken(OwnedTensors):
                 continue
             if tensor._version != version:
                 raise self._written(site, "wrote to its input in place")
-            if self.inside:
+            if self.turns.inside:
                 base = _base(tensor)
-                others = (
-                    [output] if isinstance(output, Tensor) else [t for _, t in tensors_in(output)]
-                )
-                self.returned += [
-                    (other.detach(), version, site) for other in others if _base(other) is base
-                ]
+                bare = isinstance(output, Tensor)
+                for _, other in (("", output),) if bare else tensors_in(output):
+                    if _base(other) is base:
+                        self.returned.append((other.detach(), version, site))
         for copy, layout, site in call.copies:
             if _layout(copy) != layout:
                 raise self._written(site, "wrote to a container that it took, and got a copy of it")

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from gradsurg.fields import Contradiction, nearest, validated
 from gradsurg.sites._modules import Pattern, Types, matches_type, names_of
 from gradsurg.sites._node_names import FAMILIES, fits, plain
-from gradsurg.sites._resolver import Graph, Made, around, resolver
+from gradsurg.sites._resolver import Graph, Spot, around, resolver
 from gradsurg.sites.base import (
     Gates,
     GradFn,
@@ -123,7 +123,7 @@ class Nodes(Selector):
             if gates.keeps(Place(self.mechanism, name, module)) is not False
         ]
         met = False
-        sites: dict[tuple[object, ...], Callable[[Node], object] | None] = {}
+        sites: dict[Spot, Callable[[Node], object] | None] = {}
 
         @cache
         def wanted(node: str) -> bool:
@@ -133,16 +133,15 @@ class Nodes(Selector):
         def take(graph: Graph) -> None:
             nonlocal met
             chosen = False
-            for made in graph.nodes(wanted):
-                key = made[1:]
-                if key not in sites:
-                    sites[key] = self._site(made, gates)
-                    if sites[key] and plain(made.name) == f"{COMPILED}Backward":
+            for node, spot in graph.nodes(wanted):
+                if spot not in sites:
+                    sites[spot] = self._site(node, spot, gates)
+                    if sites[spot] and plain(spot.name) == f"{COMPILED}Backward":
                         gates.note(ONE_NODE)
-                site = sites[key]
+                site = sites[spot]
                 if site is not None:
                     chosen = True
-                    site(made.node)
+                    site(node)
             # A later forward may go another way, as one in evaluation mode does.
             if not (chosen or met) and graph.whole and not graph.empty and not graph.hides():
                 # Others may have all the places that a combination has room for.
@@ -155,9 +154,9 @@ class Nodes(Selector):
         resolver().follow(model, around(names, chosen, inside=True), take, stack, since=chosen)
 
     def _nothing(self, graph: Graph) -> LookupError:
-        made = [made for made in graph.nodes() if matches(made.call.name, self.module)]
-        names = sorted({plain(node.name).removesuffix("Backward") for node in made})
-        families = [own for own in FAMILIES if any(fits(node.name, own) for node in made)]
+        made = [spot for _, spot in graph.nodes() if matches(spot.call.name, self.module)]
+        names = sorted({plain(spot.name).removesuffix("Backward") for spot in made})
+        families = [own for own in FAMILIES if any(fits(spot.name, own) for spot in made)]
         where = "" if self.module == "*" else f" in '{self.module}'"
         compiled = not names or COMPILED in names
         hint = " What is compiled runs as one node: use Outputs there." if compiled else ""
@@ -166,15 +165,15 @@ class Nodes(Selector):
             f"occurrence={self.occurrence}). {nearest(self.pattern, [*families, *names])}{hint}"
         )
 
-    def _site(self, made: Made, gates: Gates) -> Callable[[Node], object] | None:
-        """How to hook a node at this place, None if it is not selected."""
-        call = made.call
-        where = self.mechanism, call.name, call.module, call.number, made.name, made.occurrence
+    def _site(self, node: Node, spot: Spot, gates: Gates) -> Callable[[Node], object] | None:
+        """How to hook a node like this one at this place, None if it is not selected."""
+        call = spot.call
+        where = self.mechanism, call.name, call.module, call.number, spot.name, spot.occurrence
         if not gates.keeps(Place(*where, whole=True)):
             return None
-        site = f"{call.id}/{plain(made.name)}[{made.occurrence}]"
+        site = spot.id
         if self.side == "enter":
-            entering = _entering(site, gates, len(made.node._input_metadata) == 1)
+            entering = _entering(site, gates, len(node._input_metadata) == 1)
             return lambda node: node.register_prehook(entering)
         leaving: dict[tuple[bool, ...], Callable[..., object]] = {}
 

@@ -7,13 +7,14 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
 from gradsurg import engine
 from gradsurg.fields import Contradiction, validated
 from gradsurg.sites._modules import ModuleSelector, names_of
 from gradsurg.sites._node_names import fits, plain
-from gradsurg.sites._resolver import Graph, Made, around, resolver
+from gradsurg.sites._resolver import Graph, Spot, around, resolver
 from gradsurg.sites._saved_pairs import pair, saved_by
 from gradsurg.sites._saving import COMPILED_SAVES, Saving, Wanted
 from gradsurg.sites._sorts import Sort, Sorts
@@ -158,7 +159,7 @@ class SavedTensors(ModuleSelector):
         wanted = _wanted(self.of, sorts)
         on_the_way = _wanted(self.of, sorts, "parameter")
         met = False
-        known: dict[tuple[object, ...], bool] = {}
+        known: dict[Spot, bool] = {}
 
         @cache
         def named_so(node: str) -> bool:
@@ -167,14 +168,13 @@ class SavedTensors(ModuleSelector):
         def take(graph: Graph) -> None:
             nonlocal met
             sorts.look()
-            for made in graph.nodes(named_so):
-                key = made[1:]
-                if key not in known:
-                    known[key] = bool(gates.keeps(self._place(made)))
-                if known[key]:
+            for node, spot in graph.nodes(named_so):
+                if spot not in known:
+                    known[spot] = bool(gates.keeps(self._place(spot)))
+                if known[spot]:
                     met = True
-                    makes = sorts.makes(made.call.module)
-                    _hook_node(made, on_the_way if makes else wanted, gates)
+                    makes = sorts.makes(spot.call.module)
+                    _hook_node(node, spot, on_the_way if makes else wanted, gates)
             if not met and graph.whole and not graph.empty and not graph.hides():
                 raise self._nothing(graph)
 
@@ -182,7 +182,7 @@ class SavedTensors(ModuleSelector):
         resolver().follow(model, around(named, chosen, inside=True), take, stack)
 
     def _nothing(self, graph: Graph) -> LookupError:
-        names = sorted({plain(made.name).removesuffix("Backward") for made in graph.nodes()})
+        names = sorted({plain(spot.name).removesuffix("Backward") for _, spot in graph.nodes()})
         return LookupError(
             f"SavedTensors: no node of '{self.said()}' is selected by node='{self.node}'. "
             f"The model's are: {', '.join(names)}."
@@ -190,20 +190,19 @@ class SavedTensors(ModuleSelector):
             * ("CompiledFunction" in names)
         )
 
-    def _place(self, made: Made) -> Place:
-        call = made.call
-        where = self.mechanism, call.name, call.module, call.number, made.name, made.occurrence
+    def _place(self, spot: Spot) -> Place:
+        call = spot.call
+        where = self.mechanism, call.name, call.module, call.number, spot.name, spot.occurrence
         return Place(*where, whole=True)
 
 
-def _hook_node(made: Made, wanted: Wanted, gates: Gates) -> None:
+def _hook_node(node: Node, spot: Spot, wanted: Wanted, gates: Gates) -> None:
     """Put a pair of hooks on all that a node has saved and that is wanted."""
-    base = f"{made.call.id}/{plain(made.name)}[{made.occurrence}]"
-    for name, saved, read in saved_by(made.node):
+    for name, saved, read in saved_by(node):
         data = saved.data
         if data is None:
             continue
-        site = f"{base}.{name}"
+        site = f"{spot.id}.{name}"
         if saved.unpack_hook is not None:
             raise RuntimeError(
                 f"SavedTensors: at site '{site}' there are hooks already, as those of a "

@@ -1,8 +1,9 @@
 """Values: what flows forward into or out of a module."""
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Literal, Protocol
 from weakref import ref
 
@@ -19,6 +20,9 @@ from gradsurg.sites.base import Gates, Stage
 from gradsurg.transforms.base import Scope
 
 Change = Callable[[str, Tensor], Tensor]
+
+Own = tuple[ref[Tensor], int, str, str]
+"""A tensor with its version, the site that it is, and the module inside which it is that site."""
 
 
 @validated
@@ -64,8 +68,8 @@ class Values(ModuleSelector):
         block = ["open"]
         stack.callback(block.clear)
         flow = Flow(names_of(model), self, gates, {}, block)
-        flow.hook(model, stack)
-        for module in self.hookable(flow.names, gates, flow.tail):
+        flow.calls.hook(model, stack)
+        for module in self.hookable(flow.calls.names, gates, flow.tail):
             if self.side == "output":
                 handle = module.register_forward_hook(leaving(flow))
             else:
@@ -76,7 +80,7 @@ class Values(ModuleSelector):
 def leaving(flow: "Flow") -> Callable[..., object]:
     @engine.untraced
     def hook(module: nn.Module, args: tuple[object, ...], output: object) -> object:
-        new = flow.passing(module, lambda change: rebuilt(output, change))
+        new = rebuilt(output, flow.due(module))
         return None if new is output else new
 
     return hook
@@ -85,13 +89,11 @@ def leaving(flow: "Flow") -> Callable[..., object]:
 def entering(flow: "Flow") -> Callable[..., object]:
     @engine.untraced
     def hook(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
-        def rebuild(change: Change) -> tuple[object, object]:
-            if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
-                alone = rebuilt(args[0], change)
-                return (args if alone is args[0] else (alone,)), kwargs
-            return rebuilt(args, change), rebuilt(kwargs, change)
-
-        new = flow.passing(module, rebuild)
+        change = flow.due(module)
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+            alone = rebuilt(args[0], change)
+            return None if alone is args[0] else ((alone,), kwargs)
+        new = rebuilt(args, change), rebuilt(kwargs, change)
         return None if new[0] is args and new[1] is kwargs else new
 
     return hook
@@ -99,12 +101,12 @@ def entering(flow: "Flow") -> Callable[..., object]:
 
 @dataclass(slots=True)
 class Done:
-    """What was done at the calls of a module in the newest forward, for their recomputation."""
+    """What was done at a call of a module, for its recomputation."""
 
+    module: ref[nn.Module]
     moment: object
     base: str | None
     changed: dict[str, bool] = field(default_factory=dict)  # the paths where a gate was asked
-    differs: bool = False  # among its calls: a recomputation does not say which one it is
 
 
 class Flowing(Protocol):
@@ -117,76 +119,92 @@ class Flowing(Protocol):
     def chosen(self, gates: Gates, tail: str = "") -> Chosen: ...
 
 
-class Flow(Calls):
-    """The values of one call of the model: which site each of them is, and what was done there."""
+class Owned(Calls):
+    """What is known of one call of the model, thread by thread."""
+
+    def __init__(self, names: dict[nn.Module, list[str]]) -> None:
+        super().__init__(names)
+        self.owners: dict[int, Own] = {}
+        self.noted: set[nn.Module] = set()  # the modules whose calls were noted for a recomputation
+
+    def begin(self) -> None:
+        self.owners.clear()
+        self.noted.clear()
+
+
+class Flow:
+    """The values of each call of the model: which site each is, and what was done there."""
 
     def __init__(
         self,
         names: dict[nn.Module, list[str]],
         at: Flowing,
         gates: Gates,
-        done: MutableMapping[nn.Module, Done],
+        done: MutableMapping[nn.Module, list[Done]],
         block: list[str],
     ) -> None:
-        super().__init__(names)
-        self.at = at
+        self.calls = Owned(names)
+        self.names = names
         self.kind = type(at).__name__
         self.gates = gates
-        self.done = done  # of all threads, as `block` is: a backward may run in another one
+        # The calls in the newest forward, the first one first. Of all threads, as `block` is: a
+        # backward may run in another one.
+        self.done = done
         self.block = block
         self.tail = ".input" if at.side == "input" else ""
+        self.straight = at.backward == "straight"
         self.chosen = at.chosen(gates, self.tail)
-        self.owners: dict[int, tuple[ref[Tensor], int, str, str]] = {}
 
-    def begin(self) -> None:
-        self.owners.clear()
-
-    def passing(self, module: nn.Module, rebuild: Callable[[Change], Any]) -> Any:  # Any: nested
-        """What `rebuild` makes of the values with the change that is due at this call."""
+    def due(self, module: nn.Module) -> Change:
+        """What is to become of the tensors of this call."""
         if engine.in_backward() and module in self.done:
-            return rebuild(self._repeated(module, self.done[module]))
-        if self.names.get(module) is None:  # of a copy
-            return rebuild(lambda path, tensor: tensor)
-        call = self.next(module) or (self.names[module][0], 0)
-        if not self.inside:
-            self.owners = {key: own for key, own in self.owners.items() if own[0]() is not None}
-        done = Done(self.gates.moment, self.chosen(module, call))
-        stale = self._stale(module, done)
-        value = rebuild(lambda path, tensor: self._passed(path, tensor, call[0], done, stale))
-        before = self.done.get(module)
-        if before is None or self.turns.counts[module] == 1:
-            self.done[module] = done
-        else:
-            before.differs |= before.changed != done.changed
-        return value
+            return self._repeated(module, self.done[module])
+        names = self.names.get(module)
+        if names is None:  # of a copy
+            return _as_it_is
+        calls = self.calls
+        call = calls.turns.next(module) or (names[0], 0)
+        if not calls.turns.inside:
+            calls.owners = {key: own for key, own in calls.owners.items() if own[0]() is not None}
+        base = self.chosen(module, call)
+        done = None
+        # A checkpoint, which will run this again, takes gradients off or sees what is saved.
+        if not torch.is_grad_enabled() or engine.saving() is not None:
+            done = Done(ref(module), self.gates.moment, base)
+            if calls.turns.inside and module in calls.noted:
+                self.done[module].append(done)
+            else:
+                self.done[module] = [done]
+                calls.noted.add(module)
+        return _as_it_is if base is None else partial(self._passed, call[0], base, done)
 
-    def _passed(
-        self, path: str, tensor: Tensor, name: str, done: Done, stale: Callable[[], bool]
-    ) -> Tensor:
-        """What becomes of a tensor in the forward."""
-        if done.base is None:
-            return tensor
-        site = done.base + path
+    def _passed(self, name: str, base: str, done: Done | None, path: str, tensor: Tensor) -> Tensor:
+        """What becomes of a tensor in the forward; what may be run again is noted as `done`."""
+        site = base + path
         if path:
-            self.gates.forget(done.base)
-        owner = self._owner(tensor, name)
-        # An identity that is called on its own gets the same tensor as often as it is given it.
-        if owner not in (None, site):
-            self.gates.expect(owner, [site])
-            return tensor
+            self.gates.forget(base)
+        owners = self.calls.owners
+        if id(tensor) in owners:
+            owner = _owner(owners[id(tensor)], tensor, name)
+            # An identity that is called on its own gets the same tensor as often as it is given it.
+            if owner is not None and owner != site:
+                self.gates.expect(owner, [site])
+                return tensor
         result = self._through(tensor, site)
-        done.changed[path] = result is not tensor
-        self._before_recomputing(result, site, stale)
+        if done is not None:
+            done.changed[path] = result is not tensor
+            self._before_recomputing(result, site, done)
         # What was left alone may be taken by several modules side by side, each a site of its own.
-        within = name if result is tensor and self.at.side == "input" else ROOT
-        self.owners[id(result)] = ref(result), _version(result), site, within
+        within = name if result is tensor and self.tail else ROOT
+        owners[id(result)] = ref(result), _version(result), site, within
         return result
 
-    def _repeated(self, module: nn.Module, done: Done) -> Change:
+    def _repeated(self, module: nn.Module, calls: Sequence[Done]) -> Change:
         """What becomes of the tensors of a recomputation: the same as in the forward."""
+        done = calls[0]
         wanted = [path for path, changed in done.changed.items() if changed]
         site = f"{done.base or self.names[module][0]}{wanted[0] if wanted else ''}"
-        if done.differs:
+        if any(other.changed != done.changed for other in calls):
             raise RuntimeError(
                 f"{self.kind}: site '{site}' is recomputed by a checkpoint, its module was called "
                 "several times with a different outcome, and a recomputation does not say which "
@@ -210,7 +228,7 @@ class Flow(Calls):
     def _through(self, tensor: Tensor, site: str) -> Tensor:
         """The new value of a tensor, or the tensor itself."""
         gate = self.gates.gate(site)
-        if self.at.backward == "straight" and torch.is_grad_enabled():
+        if self.straight and torch.is_grad_enabled():
             with torch.no_grad():
                 result = gate(tensor.detach())
             result = None if result is None else _straight(tensor, result)
@@ -218,31 +236,40 @@ class Flow(Calls):
             result = gate(tensor)
         return tensor if result is None else result
 
-    def _before_recomputing(self, result: Tensor, site: str, stale: Callable[[], bool]) -> None:
+    def _before_recomputing(self, result: Tensor, site: str, done: Done) -> None:
         """Have a backward refused whose recomputation could not give this value again."""
+        guard = _inside(self.block, self.kind, site, self._stale(done))
         if not torch.is_grad_enabled():
             for function in engine.running_functions():
-                function.register_prehook(_inside(self.block, self.kind, site, stale))
+                function.register_prehook(guard)
         elif result.requires_grad and engine.in_checkpoint():
-            result.register_hook(_inside(self.block, self.kind, site, stale))
+            result.register_hook(guard)
 
-    def _stale(self, module: nn.Module, done: Done) -> Callable[[], bool]:
+    def _stale(self, done: Done) -> Callable[[], bool]:
         """Whether what is known of the newest call of a module is not true of this one."""
-        held, of = ref(self), ref(module)  # a graph keeps its hooks
+        held = ref(self)  # a graph keeps its hooks
 
         def stale() -> bool:
-            flow, called = held(), of()
-            newest = None if flow is None or called is None else flow.done.get(called)
-            return newest is None or (newest.moment, newest.changed) != (done.moment, done.changed)
+            flow, module = held(), done.module()
+            calls = None if flow is None or module is None else flow.done.get(module)
+            if not calls:
+                return True
+            return (calls[0].moment, calls[0].changed) != (done.moment, done.changed)
 
         return stale
 
-    def _owner(self, tensor: Tensor, name: str) -> str | None:
-        held, version, site, within = self.owners.get(id(tensor), (None, 0, "", ""))
-        # An id is used again once its tensor is gone; what was written to is another value.
-        if held is None or held() is not tensor or version != _version(tensor):
-            return None
-        return site if within in (ROOT, name) or name.startswith(f"{within}.") else None
+
+def _as_it_is(path: str, tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _owner(own: Own, tensor: Tensor, name: str) -> str | None:
+    """The site that a tensor is, seen from the module of this name, by what is known of its id."""
+    held, version, site, within = own
+    # An id is used again once its tensor is gone; what was written to is another value.
+    if held() is not tensor or version != _version(tensor):
+        return None
+    return site if within in (ROOT, name) or name.startswith(f"{within}.") else None
 
 
 def _inside(

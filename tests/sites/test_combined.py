@@ -233,6 +233,28 @@ def test_a_module_that_stands_twice_has_two_sites(at: Selector, expected: list[s
     assert sorted(sites(_shared(), at, X)) == expected
 
 
+@pytest.mark.parametrize(
+    "at", [M("0", call=1) | M("1"), M("1") | M("0", call=1), M("1", call=0) | M("0", call=1)]
+)
+def test_a_call_that_one_part_asks_for_is_not_expected_of_the_modules_of_another(
+    at: Selector,
+) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module("0", Double())
+            self.add_module("1", Double())
+
+        def forward(self, x: Tensor) -> Tensor:
+            zero = self.get_submodule("0")
+            return self.get_submodule("1")(zero(zero(x)))
+
+    model = Twice()
+    with attached(model, gs.Identity(), at) as live:
+        model(X).sum().backward()
+    assert sorted((entry.site, entry.calls) for entry in live.ledger) == [("0#1", 1), ("1#0", 1)]
+
+
 # How many
 
 
@@ -362,8 +384,9 @@ def test_what_was_not_called_does_not_count() -> None:
 def test_what_needs_no_gradient_does_not_count() -> None:
     model = small()
     model.first.requires_grad_(False)
-    with attached(model, gs.Scale(1.0), (P() | M("last")).expect(3)):
+    with attached(model, gs.Scale(1.0), (P() | M("last")).expect(3)) as live:
         backward(model)
+    assert sum(entry.calls > 0 for entry in live.ledger) == 3
 
 
 # What is refused

@@ -220,8 +220,9 @@ def test_a_module_with_a_deprecated_hook_is_refused(kind: Any) -> None:
 
 def test_a_module_can_have_a_deprecated_hook_again_after_the_block() -> None:
     model = small()
-    with attached(model, gs.Identity(), gs.ModuleGradients("last", kind="full_backward")):
+    with attached(model, gs.Identity(), gs.ModuleGradients("last", kind="full_backward")) as live:
         backward(model)
+    assert min(entry.calls for entry in live.ledger) > 0
     model.last.register_backward_hook(lambda module, entering, leaving: None)
 
 

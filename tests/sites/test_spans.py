@@ -42,7 +42,7 @@ class _Inner(nn.Module):
 
 
 def _ids(made: Graph) -> list[str]:
-    return [f"{node.call.id}/{plain(node.name)}[{node.occurrence}]" for node in made.nodes()]
+    return [spot.id for _, spot in made.nodes()]
 
 
 def test_every_node_is_told_with_its_innermost_module() -> None:
@@ -76,8 +76,66 @@ def test_a_call_is_the_same_object_at_every_step() -> None:
         resolver().follow(model, list(model.modules()), taken.append, stack)
         for _ in range(2):
             model(torch.ones(1, 6))
-    one, two = ([made.call for made in own.nodes()] for own in taken)
+    one, two = ([spot.call for _, spot in own.nodes()] for own in taken)
     assert all(a is b for a, b in zip(one, two, strict=True))
+
+
+class _Way(nn.Module):
+    """Goes one of three ways: all call the same modules and make as many nodes."""
+
+    way = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential()
+
+    def forward(self, x: Tensor) -> Tensor:
+        match self.way:
+            case 0:
+                return self.inner(x.relu()).exp()
+            case 1:
+                return self.inner(x.tanh()).exp()
+            case _:
+                return self.inner(x).relu().exp()
+
+
+def test_a_forward_that_makes_other_nodes_at_the_same_calls_is_told_anew() -> None:
+    taken: list[Graph] = []
+    model = _Way()
+    model.inner.forward = lambda x: x * 2
+    with ExitStack() as stack:
+        resolver().follow(model, list(model.modules()), taken.append, stack)
+        for model.way in (0, 0, 1, 2, 0):
+            model(torch.ones(1, requires_grad=True))
+    relu = ["root#0/ReluBackward[0]", "inner#0/MulBackward[0]", "root#0/ExpBackward[0]"]
+    tanh = ["root#0/TanhBackward[0]", *relu[1:]]
+    late = [relu[1], relu[0], relu[2]]
+    assert [_ids(own) for own in taken] == [relu, relu, tanh, late, relu]
+
+
+def test_a_node_that_is_made_in_another_call_is_told_anew() -> None:
+    """The same nodes with the same numbers: only where the inner call stands among them differs."""
+
+    class Moves(nn.Module):
+        early = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Tanh()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.early:
+                return self.inner(x).tanh()
+            return self.inner(x.tanh())
+
+    taken: list[Graph] = []
+    model = Moves()
+    with ExitStack() as stack:
+        resolver().follow(model, list(model.modules()), taken.append, stack)
+        for model.early in (True, False):
+            model(torch.ones(1, requires_grad=True))
+    early = ["inner#0/TanhBackward[0]", "root#0/TanhBackward[0]"]
+    assert [_ids(own) for own in taken] == [early, early[::-1]]
 
 
 def test_a_forward_without_gradients_is_not_told() -> None:
@@ -112,7 +170,7 @@ def test_all_overloads_of_a_name_are_told_where_one_is_wanted() -> None:
     with ExitStack() as stack:
         resolver().follow(model, [model], taken.append, stack)
         model(torch.ones(1, requires_grad=True))
-    told = [(made.name, made.occurrence) for made in taken[0].nodes("MulBackward1".__eq__)]
+    told = [(spot.name, spot.occurrence) for _, spot in taken[0].nodes("MulBackward1".__eq__)]
     assert told == [("MulBackward0", 0), ("MulBackward1", 1)]
 
 
