@@ -26,7 +26,7 @@ class GroupGate:
 
     def __call__(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         operation = self.operation
-        if not operation.on:
+        if not operation.on or operation.asleep:
             return grads
         present = [grad for grad in grads if grad is not None]
         all_there = len(present) == len(grads)

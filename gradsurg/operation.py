@@ -19,6 +19,7 @@ class Operation:
     """One attached intervention: what its gates share. Its flags are set once a step."""
 
     __slots__ = (
+        "asleep",
         "at_once",
         "clock",
         "effects",
@@ -112,6 +113,8 @@ class Operation:
         self.sampling = sampling
         # A shadowed transform without state leaves no trace in a step that is not measured.
         self.idle = self.shadow and not sampling and self.stateless
+        # Nor does its trigger, where it asks for nothing: the step may be that of a plain model.
+        self.asleep = self.idle and isinstance(self.trigger, Always)
         # The short way: nothing to ask, nothing to measure at once.
         self.short = (
             self.on
