@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import accumulate
 from typing import TypedDict
 
 import torch
@@ -232,11 +233,12 @@ class Effects:
         for device in dict.fromkeys(item.sums.device for item in items):
             own = [item for item in items if item.sums.device == device]
             dtype = reduce(torch.promote_types, [item.sums.dtype for item in own])
-            wide = torch.cat([item.sums.to(dtype) for item in own], dim=1).cpu()
-            rows = numbers(wide.double(), [size for item in own for size in item.all_sizes])
-            parts = rows.split([len(item.slots) * item.times for item in own])
-            for item, part in zip(own, parts, strict=True):
-                added = part.view(item.times, len(item.slots), -1).sum(0).tolist()
+            wide = torch.cat([item.sums.to(dtype) for item in own], dim=1)
+            rows = numbers(wide, [size for item in own for size in item.all_sizes])
+            ends = accumulate(len(item.slots) * item.times for item in own)
+            for item, end in zip(own, ends, strict=True):
+                part = rows[end - len(item.slots) * item.times : end]
+                added = part.reshape(item.times, len(item.slots), -1).sum(0).tolist()
                 for slot, row in zip(item.slots, added, strict=True):
                     self._slots[slot].fresh = _added(self._slots[slot].fresh, row)
 

@@ -135,7 +135,7 @@ class Gate:
                 result = self.again(link, before)
                 if operation.sampling:
                     effects.add(link.slot, before, result)
-            return None if result is grad else result
+            return None if result is grad or operation.shadow else result
 
         return hook
 
@@ -164,7 +164,7 @@ class Gate:
                 raise self.unfit(link, grad, result)
             if operation.sampling:
                 effects.add(link.slot, grad, result)
-            return None if result is grad else result
+            return None if result is grad or operation.shadow else result
 
         return hook
 

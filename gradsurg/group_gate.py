@@ -36,7 +36,8 @@ class GroupGate:
             and not operation.sampling
             and operation.opens()
         ):
-            return self._again(present)
+            results = self._again(present)
+            return grads if operation.shadow else results
         acting, fires, gates = self._all, self._always, self.gates
         if operation.firing is True and all_there:
             for gate in gates:

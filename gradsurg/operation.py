@@ -119,7 +119,7 @@ class Operation:
         self.short = (
             self.on
             and fires is True
-            and not (self.shadow or self.needs_value or (self.at_once and sampling))
+            and not (self.idle or self.needs_value or (self.at_once and sampling))
         )
         if isinstance(self.trigger, Always):
             self.settled = sampling

@@ -1,7 +1,11 @@
 """The sums over pairs of gradients that effects are made of."""
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+Array = NDArray[np.float64]
 
 NUM_SUMS = 8
 NUM_ROWS = NUM_SUMS + 2  # the maps that are summed, and two to work in
@@ -33,19 +37,22 @@ class Rooms:
         return _sums(room[:NUM_SUMS], sizes, times)
 
 
-def numbers(sums: Tensor, sizes: list[int]) -> Tensor:
-    """From columns of sums to rows of NUMBERS and a one that counts the gradient."""
-    counts = sums.new_tensor(sizes).clamp(min=1)
-    before, after, distance = sums[:3].sqrt()
-    product = before * after
-    # Both zero: nothing has turned. One of them zero: nothing is left of the direction.
-    cosine = torch.where(product > 0, (sums[3] / product).clamp(-1, 1), (before == after).double())
-    cosine = torch.where(product.isnan(), product, cosine)
-    relative = torch.where(before > 0, distance / before, (after > 0).double())
-    relative = torch.where(product.isnan(), product, relative)
-    changed, flipped, zeroed = sums[4:7] / counts
-    columns = [before, after, cosine, changed, flipped, zeroed, relative, sums[7]]
-    return torch.stack([*columns, torch.ones_like(before)], dim=1)
+def numbers(sums: Tensor, sizes: list[int]) -> Array:
+    """From columns of sums to rows of NUMBERS and a one that counts the gradient, on the host."""
+    # A call on so few numbers takes numpy a fifth of what it takes PyTorch.
+    host = sums.cpu().double().numpy()
+    counts = np.maximum(sizes, 1)
+    with np.errstate(all="ignore"):
+        before, after, distance = np.sqrt(host[:3])
+        product = before * after
+        # Both zero: nothing has turned. One of them zero: nothing is left of the direction.
+        cosine = np.where(product > 0, (host[3] / product).clip(-1, 1), before == after)
+        cosine = np.where(np.isnan(product), product, cosine)
+        relative = np.where(before > 0, distance / before, after > 0)
+        relative = np.where(np.isnan(product), product, relative)
+        changed, flipped, zeroed = host[4:7] / counts
+    columns = [before, after, cosine, changed, flipped, zeroed, relative, host[7]]
+    return np.stack([*columns, np.ones_like(before)], axis=1)
 
 
 def _fill(room: Tensor, before: Tensor, after: Tensor) -> None:
