@@ -18,7 +18,7 @@ from gradsurg.ledger import Entry, Ledger, SurgeryWarning
 from gradsurg.operation import Operation
 from gradsurg.sites._averaged import when_averaged
 from gradsurg.sites._later import after_backward, may_come
-from gradsurg.sites.base import GroupFn, Keeps, Place, SiteGate
+from gradsurg.sites.base import GroupFn, Keeps, Place, Put, SiteGate
 from gradsurg.transforms.base import State
 from gradsurg.triggers.base import Sourced
 from gradsurg.triggers.flag import Flag
@@ -46,6 +46,8 @@ class Attached:
         self._keeps: Keeps = intervention.at.keeper()
         self.stack = ExitStack()
         self.eyes = ExitStack()  # the hooks by which its trigger sees a forward
+        self._hooks: list[tuple[Put, ExitStack]] = []  # those that are off while it rests
+        self._rests = False
         self.notes: list[str] = []
         self._checks: list[Callable[[], str]] = []
         self._uncounted = False  # whether the number of its sites is waited for
@@ -129,12 +131,16 @@ class Attached:
         self.operation.set(links, intervention.when)
         for gate in self._made.values():
             gate.renew()
+        if self._rests:
+            self.rest()
 
     def refresh(self, states: dict[str, State]) -> None:
         """Take up states that were loaded, at the step of the day."""
         self.operation.begin_anew()
         for gate in self._made.values():
             gate.refresh(states)
+        if self._rests:
+            self.rest()
 
     def close(self) -> None:
         """Hooks on graphs that are already built outlive their handles; from now on they pass."""
@@ -142,6 +148,7 @@ class Attached:
         self._made = {}
         self._known = {}
         self._checks = []
+        self._hooks = []
         self.stack.close()
         self.eyes.close()
 
@@ -180,6 +187,28 @@ class Attached:
 
     def at_end(self, check: Callable[[], str]) -> None:
         self._checks.append(check)
+
+    def put(self, put: Put, stack: ExitStack) -> None:
+        with ExitStack() as hooked:
+            put(hooked)
+            own = hooked.pop_all()
+        stack.callback(own.close)
+        self._hooks.append((put, own))
+
+    def rest(self) -> None:
+        """Take off, in steps in which nothing would come of them, the hooks that can be put anew.
+
+        What has been compiled with hooks keeps them: it would not see new ones.
+        """
+        if not self.operation.asleep:
+            if self._rests:
+                self._rests = False
+                for put, own in self._hooks:
+                    put(own)
+        elif not self._rests and self._hooks and not engine.has_compiled():
+            self._rests = True
+            for _, own in self._hooks:
+                own.close()
 
     def finish(self) -> list[str]:
         """All that is to be said of it when it ends."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import accumulate
 from typing import TypedDict
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from gradsurg import engine
 from gradsurg.ledger import Entry, Ledger
-from gradsurg.sums import Rooms, numbers
+from gradsurg.samples import Sample, Samples
+from gradsurg.sums import numbers
 from gradsurg.tables import effect_table
 
 NUMBERS = (
@@ -29,8 +31,7 @@ of before and after, fraction of entries changed, with the other sign, and made 
 
 CHUNK = 1 << 16  # entries worked on at a time on a CPU: what fits its cache
 KEPT = 1 << 22  # entries kept until they are measured together; worked on at a time elsewhere
-WAITING = 256  # measured steps whose sums wait to become numbers
-SKETCH = 512  # entries of a gradient kept for the quantiles of its magnitude
+WAITING = 256  # sums that wait to become numbers
 
 
 @dataclass(slots=True)
@@ -41,17 +42,6 @@ class _Slot:
     fetched_calls: int = 0
     fresh: list[float] = field(default_factory=lambda: [0.0] * (len(NUMBERS) + 1))
     totals: list[float] = field(default_factory=lambda: [0.0] * (len(NUMBERS) + 1))
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Flat gradients of one device and dtype that are measured together."""
-
-    slots: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    befores: list[Tensor] = field(default_factory=list)
-    afters: list[Tensor] = field(default_factory=list)
-    total: int = 0
 
 
 class SlotState(TypedDict):
@@ -86,10 +76,8 @@ class Effects:
         self._places: dict[tuple[str, str, str], int] = {}
         self._pending: list[tuple[int, Tensor, Tensor]] = []
         self._kept = 0
-        self._rooms = Rooms()
-        self._sums: list[tuple[list[int], list[int], Tensor]] = []
+        self._samples = Samples()
         self._sketches: dict[str, dict[str, Tensor]] = {}
-        self._sketched: set[int] = set()
         self._task = -1  # the backward pass at whose end there will be a flush
 
     def slot(self, transform: str, entry: Entry) -> int:
@@ -107,8 +95,6 @@ class Effects:
         """
         if engine.is_batched(before):
             return
-        if slot not in self._sketched:
-            self._sketch(slot, before)
         # An alias: a second reference would keep autograd from taking the gradient over as it is.
         kept = after.detach()
         before = kept if before is after else before.detach()
@@ -132,28 +118,27 @@ class Effects:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Sum over the pending pairs; nothing is waited for."""
+        """Have the pending pairs measured, or copied to be measured with those of later steps;
+        nothing is waited for.
+        """
         pending, self._pending, self._kept = self._pending, [], 0
-        batches: dict[tuple[torch.device, torch.dtype], _Batch] = {}
+        samples: dict[tuple[torch.device, torch.dtype, bool], Sample] = {}
         for slot, before, after in pending:
-            batch = batches.setdefault((before.device, before.dtype), _Batch())
-            size = before.numel()
-            if batch.slots and batch.total + size > _limit(before):
-                self._measure(batch)
-                batch = batches[before.device, before.dtype] = _Batch()
-            batch.slots.append(slot)
-            batch.sizes.append(size)
-            batch.befores.append(before)
-            batch.afters.append(after)
-            batch.total += size
-        for batch in batches.values():
-            self._measure(batch)
-        if len(self._sums) > WAITING:
+            key = before.device, before.dtype, before is after
+            sample = samples.setdefault(key, Sample(*key))
+            if sample.sizes and sample.total + before.numel() > _limit(before):
+                self._samples.take(sample, _limit(before))
+                sample = samples[key] = Sample(*key)
+            sample.add(slot, before, after)
+        for sample in samples.values():
+            self._samples.take(sample, _limit(sample.befores[0]))
+        if len(self._samples.sums) > WAITING:
             self._collect()
 
     def close(self) -> None:
         """The block has ended: let go of all gradients and of the memory that was worked in."""
-        self._pending, self._kept, self._rooms = [], 0, Rooms()
+        self._pending, self._kept = [], 0
+        self._samples.close()
 
     def fetch(self) -> list[dict[str, object]]:
         """The rows since the last fetch: means over the sampled gradients, one row a slot.
@@ -162,7 +147,7 @@ class Effects:
         """
         self.flush()
         self._collect()
-        self._sketched.clear()
+        self._samples.begin()
         rows = []
         for slot in self._slots:
             fired, calls = slot.entry.all_fired, slot.entry.all_calls
@@ -199,6 +184,7 @@ class Effects:
             )
             for slot in self._slots
         ]
+        self._sketch()
         return EffectsState(
             slots=slots, sketches={name: dict(own) for name, own in self._sketches.items()}
         )
@@ -218,6 +204,7 @@ class Effects:
 
     def quantiles(self, transform: str, at: Sequence[float]) -> list[float]:
         """Quantiles of |g| before `transform`, from a sample of its newest gradients' entries."""
+        self._sketch()
         sketches = self._sketches.get(transform, {})
         if not sketches:
             return []
@@ -231,40 +218,29 @@ class Effects:
         ranks = torch.searchsorted(shares, torch.tensor(at).double() * shares[-1] * (1 - 1e-9))
         return entries[ranks].tolist()
 
-    def _sketch(self, slot: int, before: Tensor) -> None:
-        self._sketched.add(slot)
-        stride = max(1, before.numel() // SKETCH)
-        place = self._slots[slot]
-        sample = before.detach().reshape(-1)[::stride].abs().float()
-        # Beside each entry how many it stands for: a large gradient counts more than a small one.
-        sketch = torch.stack([sample, torch.full_like(sample, stride)])
-        self._sketches.setdefault(place.transform, {})[place.entry.site] = sketch
-
-    def _measure(self, batch: _Batch) -> None:
-        """A column of sums for each pair; one that is large is worked on chunk by chunk."""
-        befores, afters, sizes = batch.befores, batch.afters, batch.sizes
-        limit = _limit(befores[0])
-        if batch.total > limit:
-            flat = befores[0].reshape(-1), afters[0].reshape(-1)
-            parts = zip(flat[0].split(limit), flat[1].split(limit), strict=True)
-            sums = torch.stack([self._rooms.sums([b], [a], [b.numel()]) for b, a in parts]).sum(0)
-        else:
-            sums = self._rooms.sums(befores, afters, sizes)
-        self._sums.append((batch.slots, sizes, sums))
+    def _sketch(self) -> None:
+        """Take over the sketches of the newest gradients."""
+        self.flush()
+        self._samples.measure()
+        for slot, sketch in self._samples.sketches():
+            place = self._slots[slot]
+            self._sketches.setdefault(place.transform, {})[place.entry.site] = sketch
 
     def _collect(self) -> None:
         """Copy what was summed to the host, one copy a device, and turn it into numbers."""
-        devices: dict[torch.device, list[tuple[list[int], list[int], Tensor]]] = {}
-        for item in self._sums:
-            devices.setdefault(item[2].device, []).append(item)
-        self._sums = []
-        for items in devices.values():
-            dtype = reduce(torch.promote_types, [sums.dtype for _, _, sums in items])
-            wide = torch.cat([sums.to(dtype) for _, _, sums in items], dim=1).cpu()
-            slots = [slot for own, _, _ in items for slot in own]
-            sizes = [size for _, own, _ in items for size in own]
-            for slot, row in zip(slots, numbers(wide.double(), sizes).tolist(), strict=True):
-                self._slots[slot].fresh = _added(self._slots[slot].fresh, row)
+        self._samples.measure()
+        items, self._samples.sums = self._samples.sums, []
+        for device in dict.fromkeys(item.sums.device for item in items):
+            own = [item for item in items if item.sums.device == device]
+            dtype = reduce(torch.promote_types, [item.sums.dtype for item in own])
+            wide = torch.cat([item.sums.to(dtype) for item in own], dim=1)
+            rows = numbers(wide, [size for item in own for size in item.all_sizes])
+            ends = accumulate(len(item.slots) * item.times for item in own)
+            for item, end in zip(own, ends, strict=True):
+                part = rows[end - len(item.slots) * item.times : end]
+                added = part.reshape(item.times, len(item.slots), -1).sum(0).tolist()
+                for slot, row in zip(item.slots, added, strict=True):
+                    self._slots[slot].fresh = _added(self._slots[slot].fresh, row)
 
 
 def _limit(grad: Tensor) -> int:

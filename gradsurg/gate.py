@@ -137,7 +137,7 @@ class Gate:
                 result = self.again(link, before)
                 if operation.sampling:
                     effects.add(link.slot, before, result)
-            return None if result is grad else result
+            return None if result is grad or operation.shadow else result
 
         return hook
 
@@ -166,7 +166,7 @@ class Gate:
                 raise self.unfit(link, grad, result)
             if operation.sampling:
                 effects.add(link.slot, grad, result)
-            return None if result is grad else result
+            return None if result is grad or operation.shadow else result
 
         return hook
 
@@ -201,7 +201,7 @@ class Gate:
     def _slow(self, grad: Tensor, value: Tensor | None) -> Tensor | None:
         """As `hook`, with all questions asked and all checks made."""
         operation = self.operation
-        if not operation.on:
+        if not operation.on or operation.asleep:
             return None
         if operation.firing is False:
             self.entry.count(False)

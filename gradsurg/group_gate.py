@@ -27,7 +27,7 @@ class GroupGate:
 
     def __call__(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         operation = self.operation
-        if not operation.on:
+        if not operation.on or operation.asleep:
             return grads
         results = self._together(grads) if operation.grouped else self._one_by_one(grads)
         if operation.sampling:

@@ -125,6 +125,7 @@ class Live:
         self.effects.begin(self.clock.step)
         for attached in self._attached:
             attached.begin()
+            attached.rest()
 
     def next_epoch(self) -> None:
         """One epoch is done. Raises RuntimeError where `steps_per_epoch` tells that already."""
@@ -337,6 +338,8 @@ class Live:
 
     def _complaints(self) -> list[str]:
         self._changes.settle()
+        if self.shadow and not self.effects.every:
+            return []  # nothing was asked of it
         why = self._blind(any(entry.all_calls for entry in self.ledger))
         own, model = self._attached, self._patient.model
         notes = [*self._notes, *self._joint.complaints()]

@@ -19,6 +19,7 @@ class Operation:
     """One attached intervention: what its gates share. Its flags are set once a step."""
 
     __slots__ = (
+        "asleep",
         "at_once",
         "clock",
         "effects",
@@ -112,11 +113,13 @@ class Operation:
         self.sampling = sampling
         # A shadowed transform without state leaves no trace in a step that is not measured.
         self.idle = self.shadow and not sampling and self.stateless
+        # Nor does its trigger, where it asks for nothing: the step may be that of a plain model.
+        self.asleep = self.idle and isinstance(self.trigger, Always)
         # The short way: nothing to ask, nothing to measure at once.
         self.short = (
             self.on
             and fires is True
-            and not (self.shadow or self.needs_value or (self.at_once and sampling))
+            and not (self.idle or self.needs_value or (self.at_once and sampling))
         )
         if isinstance(self.trigger, Always):
             self.settled = sampling

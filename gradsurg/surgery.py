@@ -77,7 +77,9 @@ class Surgery:
         """Hook `model` for the length of a block; all hooks are gone after it, whatever happens.
 
         `optimizer` moves the step clock that triggers read, and is needed by stage `step`. Effects
-        are measured every `effects_every` steps, 0 for never. `shadow` measures without applying.
+        are measured every `effects_every` steps, 0 for never. `shadow` measures without applying:
+        where transforms keep no state and act always, other steps than those that are measured are
+        not counted, and most hooks are off in them.
         Tell the `scaler` if losses are scaled: a transform or a trigger for which the scale matters
         is then refused at stages that see scaled gradients; a scaler that was not told is noticed,
         and warned about, when it first makes the `optimizer` step. With `in_state_dict` the

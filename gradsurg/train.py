@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -68,8 +70,7 @@ class Manner:
 PLAIN = Manner()
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One step: how many are done with it, its loss (on the device), its seconds.
 
     It was `skipped` if the scaler met gradients that are not finite: the weights are as before.
@@ -98,7 +99,7 @@ def train(
     model.train()
     stream = batches.start(start)
     for done in range(start + 1, steps + 1):
-        parts = [next(stream) for _ in range(batches.accumulate)]
+        parts = list(islice(stream, batches.accumulate))
         if before is not None:
             before(done - 1, parts)
         began = perf_counter()

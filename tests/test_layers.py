@@ -14,6 +14,7 @@ FLOORS = (
     ("sites",),
     (
         "sums",
+        "samples",
         "effects",
         "operation",
         "rules",

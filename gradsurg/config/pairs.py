@@ -149,6 +149,7 @@ class Plan:
                 settings.effects_every,
                 settings.eval_every,
                 settings.update_effect_every,
+                settings.checkpoint_seconds,
             ),
             device=self.device,
             switches=settings.switches,

@@ -60,6 +60,7 @@ class Settings:
     force: bool = False
     retry_failed: bool = True
     update_effect_every: Annotated[int, Field(ge=0)] = 0
+    checkpoint_seconds: Annotated[float, Field(ge=0)] = 0.0
     attribute: bool = False
     plan: bool = False
 

@@ -22,7 +22,10 @@ PLAIN = Switches()
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long a run is, how often it logs and is saved, in optimizer steps."""
+    """How long a run is, how often it logs and is saved, in optimizer steps.
+
+    It is not saved anew before `checkpoint_seconds` have passed, but for its last step.
+    """
 
     steps: int
     batch_size: int
@@ -31,6 +34,7 @@ class Schedule:
     effects_every: int
     eval_every: int = 0
     update_effect_every: int = 0
+    checkpoint_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """What a run goes on from after an interruption."""
 
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any, TypedDict, cast
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from gradsurg.effects import EffectsState
 from gradsurg.ledger import EntryState
 from gradsurg.live import Live
+from gradsurg.runs.arms import Schedule
 from gradsurg.surgery import Surgery
 
 
@@ -31,6 +33,25 @@ class Checkpoint(TypedDict):
     seconds: float
     rng: Tensor
     device_rng: Tensor | None
+
+
+class Saving:
+    """When a checkpoint is due: to save costs milliseconds, as much as many a step."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._saved = monotonic()
+
+    def due(self, done: int) -> bool:
+        """Whether to save at a log, after step `done`."""
+        every = self._schedule
+        if done % every.checkpoint_every >= every.log_every:
+            return False
+        now = monotonic()
+        if done < every.steps and now - self._saved < every.checkpoint_seconds:
+            return False
+        self._saved = now
+        return True
 
 
 @dataclass(frozen=True)

@@ -272,15 +272,26 @@ class RunDirectory:
         lines = b"".join(_line(row) for row in rows)
         path = self.path / name
         with _naming(path):
-            self.path.mkdir(parents=True, exist_ok=True)
-            with path.open("ab", buffering=0) as file:
-                size = file.tell()
+            descriptor = self._opened(path)
+            try:
+                size = os.fstat(descriptor).st_size
                 try:
-                    _write_all(file.fileno(), lines)
+                    _write_all(descriptor, lines)
                 except OSError:
                     # half a line would spoil the lines after it
-                    file.truncate(size)
+                    os.ftruncate(descriptor, size)
                     raise
+            finally:
+                os.close(descriptor)
+
+    def _opened(self, path: Path) -> int:
+        """A descriptor to append by; the directory is made where it is not there yet."""
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        try:
+            return os.open(path, flags, 0o666)
+        except FileNotFoundError:
+            self.path.mkdir(parents=True, exist_ok=True)
+            return os.open(path, flags, 0o666)
 
     def _replace(self, name: str, content: bytes | memoryview) -> None:
         path = self.path / name
@@ -329,14 +340,21 @@ def _facts_text(facts: Mapping[str, object]) -> bytes:
     return json.dumps(_finite(facts), indent=2).encode()
 
 
+_row_encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+
+
 def _line(row: Mapping[str, object]) -> bytes:
+    try:
+        return _row_encoder.encode(row).encode() + b"\n"
+    except ValueError:
+        pass  # JSON has no NaN and no infinity
     bad = [
         f"{key}={value}"
         for key, value in row.items()
         if isinstance(value, float) and not isfinite(value)
     ]
     told = {**row, NOT_FINITE: " ".join(bad)} if bad else row
-    return json.dumps(_finite(told), separators=(",", ":")).encode() + b"\n"
+    return _row_encoder.encode(_finite(told)).encode() + b"\n"
 
 
 def _finite(value: object) -> object:

@@ -13,7 +13,7 @@ from torch import nn
 
 from gradsurg.ledger import SurgeryWarning
 from gradsurg.runs.arms import Run
-from gradsurg.runs.checkpoint import Checkpoint, Trainee
+from gradsurg.runs.checkpoint import Checkpoint, Saving, Trainee
 from gradsurg.runs.counterfactual import Counterfactual
 from gradsurg.runs.idle import changed_nothing
 from gradsurg.runs.run_log import RunLog
@@ -133,6 +133,7 @@ def _train(run: Run, place: RunDirectory, sinks: Sequence[Sink]) -> dict[str, ob
         trainee.take_up(kept)
     said = kept["said"] if kept is not None else []
     log = _log(run, place, sinks, trainee, kept)
+    saving = Saving(run.schedule)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         attached = trainee.surgery.attach(
@@ -155,7 +156,7 @@ def _train(run: Run, place: RunDirectory, sinks: Sequence[Sink]) -> dict[str, ob
                 if not log.interval(step.done, loss, live, tested):
                     break
                 # Only here is nothing half-gathered, so the first log after a due step saves.
-                if step.done % run.schedule.checkpoint_every < run.schedule.log_every:
+                if saving.due(step.done):
                     told = _said(said, caught)
                     place.save_checkpoint(
                         trainee.checkpoint(step.done, live, told, log.skipped, log.trained_s)

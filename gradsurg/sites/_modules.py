@@ -17,6 +17,7 @@ from gradsurg.sites.base import (
     Gates,
     Keeps,
     Place,
+    Put,
     Selector,
     Stage,
     check_pattern,
@@ -223,6 +224,10 @@ class Calls(threading.local):
 
     def hook(self, model: nn.Module, stack: ExitStack) -> None:
         """Follow the calls of the model itself; a copy of it, made in the block, is left alone."""
+        self.following(model)(stack)
+
+    def following(self, model: nn.Module) -> Put:
+        """What hooks the model so that its calls are followed."""
         # Functions, not methods: a model is copied with its hooks, and a method with its object.
 
         @engine.untraced
@@ -234,8 +239,11 @@ class Calls(threading.local):
         def end(module: nn.Module, args: tuple[object, ...], output: object) -> None:
             self.stop()
 
-        stack.callback(model.register_forward_pre_hook(begin, prepend=True).remove)
-        stack.callback(model.register_forward_hook(end, always_call=True).remove)
+        def put(own: ExitStack) -> None:
+            own.callback(model.register_forward_pre_hook(begin, prepend=True).remove)
+            own.callback(model.register_forward_hook(end, always_call=True).remove)
+
+        return put
 
     def start(self) -> None:
         """A call of the model begins, or a part of it is recomputed."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gradsurg.fields import nearest
 from gradsurg.sites._modules import params_of
 from gradsurg.sites._node_names import plain
-from gradsurg.sites.base import GroupFn, Keeps, Place, Selector, SiteGate, Stage
+from gradsurg.sites.base import GroupFn, Keeps, Place, Put, Selector, SiteGate, Stage
 from gradsurg.transforms.base import Scope
 
 NOT_MET = "not met"
@@ -175,6 +175,9 @@ class _Recorder:
 
     def note(self, text: str) -> None:
         """It would be said when a block ends."""
+
+    def put(self, put: Put, stack: ExitStack) -> None:
+        put(stack)
 
     def at_end(self, check: Callable[[], str]) -> None:
         """It would be asked when a block ends."""

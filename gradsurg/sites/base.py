@@ -45,6 +45,10 @@ GroupFn = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 """All gradients of a group in, the new ones out (None: leave it), in the same order."""
 
 
+Put = Callable[[ExitStack], None]
+"""Registers hooks, each with its removal on the stack, as often as it is called."""
+
+
 class SiteGate(Protocol):
     """A `GradFn` that may be told the value anew at each call, as an activation is."""
 
@@ -126,6 +130,12 @@ class Gates(Protocol):
 
     def note(self, text: str) -> None:
         """Say something once about this intervention when the block ends."""
+        ...
+
+    def put(self, put: Put, stack: ExitStack) -> None:
+        """Have hooks registered for the length of the block, but for the steps between two that are
+        measured, if measuring is all that is done there.
+        """
         ...
 
     def at_end(self, check: Callable[[], str]) -> None:

@@ -69,12 +69,20 @@ class Inputs(ModuleSelector):
     ) -> None:
         taken = _Taken(names_of(model), {}, {}, {}, self, gates)
         stack.callback(taken.release)
-        for module in self.hookable(taken.names, gates, TAIL):
-            _register(module, _entering(taken), stack)
-            leaving = module.register_forward_hook(_leaving(taken), always_call=True)
-            stack.callback(leaving.remove)
-        stack.callback(model.register_forward_hook(_ending(taken)).remove)
-        taken.hook(model, stack)
+        hooks = [
+            (module, _entering(taken), _leaving(taken))
+            for module in self.hookable(taken.names, gates, TAIL)
+        ]
+        ending, following = _ending(taken), taken.following(model)
+
+        def put(own: ExitStack) -> None:
+            for module, entering, leaving in hooks:
+                _register(module, entering, own)
+                own.callback(module.register_forward_hook(leaving, always_call=True).remove)
+            own.callback(model.register_forward_hook(ending).remove)
+            following(own)
+
+        gates.put(put, stack)
 
 
 def _register(module: nn.Module, hook: Callable[..., object], stack: ExitStack) -> None:

@@ -151,7 +151,12 @@ class Nodes(Selector):
             met = met or chosen
 
         chosen = {module for _, module in own}
-        resolver().follow(model, around(names, chosen, inside=True), take, stack, since=chosen)
+        modules = around(names, chosen, inside=True)
+
+        def put(own: ExitStack) -> None:
+            resolver().follow(model, modules, take, own, since=chosen)
+
+        gates.put(put, stack)
 
     def _nothing(self, graph: Graph) -> LookupError:
         made = [spot for _, spot in graph.nodes() if matches(spot.call.name, self.module)]

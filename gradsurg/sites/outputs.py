@@ -47,10 +47,17 @@ class Outputs(ModuleSelector):
     ) -> None:
         tensors = OwnedTensors(names_of(model), {}, {})
         stack.callback(tensors.release)
-        tensors.hook(model, stack)
-        for module in self.hookable(tensors.names, gates):
-            hook = _hook_output(gates, tensors, self.chosen(gates))
-            stack.callback(module.register_forward_hook(hook).remove)
+        gates.put(tensors.following(model), stack)
+        hooks = [
+            (module, _hook_output(gates, tensors, self.chosen(gates)))
+            for module in self.hookable(tensors.names, gates)
+        ]
+
+        def put(own: ExitStack) -> None:
+            for module, hook in hooks:
+                own.callback(module.register_forward_hook(hook).remove)
+
+        gates.put(put, stack)
 
 
 def _hook_output(gates: Gates, tensors: "OwnedTensors", chosen: Chosen) -> Callable[..., None]:

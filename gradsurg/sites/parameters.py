@@ -52,9 +52,13 @@ class Parameters(ParamSelector):
         chosen = expected(self, model, gates)
         match stage:
             case "backward":
-                for name, param in chosen.items():
-                    handle = param.register_hook(gates.gate(name, ref(param)))
-                    stack.callback(handle.remove)
+                hooks = [(param, gates.gate(name, ref(param))) for name, param in chosen.items()]
+
+                def put(own: ExitStack) -> None:
+                    for param, gate in hooks:
+                        own.callback(param.register_hook(gate).remove)
+
+                gates.put(put, stack)
             case "accumulated":
                 for name, param in chosen.items():
                     gate = _in_place_of_grad(gates.gate(name, ref(param)))
