@@ -1,5 +1,6 @@
 """What one config describes, object by object; what cannot be made is a fault of its key."""
 
+import json
 from collections.abc import Mapping
 
 import torch
@@ -32,12 +33,12 @@ def names_of(transforms: Mapping[str, Transform]) -> tuple[str, ...]:
     )
 
 
-def sinks_of(config: Config, faults: Faults) -> tuple[Sink, ...]:
+def sinks_of(config: Config, faults: Faults) -> tuple[Guarded, ...]:
     """The sinks, each guarded."""
     made = []
     for key, fields in (config.get("sink") or {}).items():
         with faults.at(f"sink.{key}"):
-            made.append(Guarded(make("sinks", fields, Sink)))
+            made.append(Guarded(make("sinks", fields, Sink), json.dumps([key, fields])))
     return tuple(made)
 
 
