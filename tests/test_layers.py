@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "gradsurg"
 
 FLOORS = (
-    ("engine", "fields", "per", "catalogue", "ledger", "tables"),
+    ("engine", "fields", "per", "catalogue", "ledger", "tables", "randomness"),
     ("transforms", "aggregators", "triggers", "models", "tasks", "sinks", "stats"),
     ("sites",),
     (

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from gradsurg import randomness
 from gradsurg.catalogue import snake
 from gradsurg.config.faults import Faults
 from gradsurg.config.make import ERRORS, Config, called, fields_of, make, named, sentence, theirs
@@ -75,8 +76,8 @@ def model_of(config: Config, data: Data) -> nn.Module:
 
 
 def checked_model(config: Config, task: Task, data: Data) -> nn.Module:
-    """The model once over, two examples through it, without a trace in the global generator."""
-    with torch.random.fork_rng(devices=[]):
+    """The model once over, two examples through it, without a trace in the global generators."""
+    with randomness.kept():
         model = model_of(config, data)
         try:
             task.loss(model(data.train_inputs[:2]), data.train_targets[:2]).backward()

@@ -11,6 +11,7 @@ from typing import Literal, cast
 import torch
 from torch import nn
 
+from gradsurg import randomness
 from gradsurg.ledger import SurgeryWarning
 from gradsurg.runs.arms import Run
 from gradsurg.runs.checkpoint import Checkpoint, Trainee
@@ -117,7 +118,7 @@ def _execute(
 
 
 def _train(run: Run, place: RunDirectory, sinks: Sequence[Sink]) -> dict[str, object]:
-    torch.manual_seed(run.seed)
+    randomness.seed(run.seed)
     data = run.task.load()
     model = run.make_model(data).to(run.device)
     batches = Batches(
@@ -229,7 +230,7 @@ def _pass_on(caught: Iterable[warnings.WarningMessage]) -> None:
 def _quarantine(threads: int | None, device: torch.device) -> Iterator[None]:
     """Give back the random generators and the number of threads as they were."""
     before = torch.get_num_threads()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with randomness.kept(device):
         if threads is not None:
             torch.set_num_threads(threads)
         try:
