@@ -172,6 +172,9 @@ def test_the_update_without_a_surgery_is_of_the_same_draws(tmp_path: Path) -> No
     run = replace(a_run(gs.Identity(), task=Drawing(), schedule=schedule), make_model=Jittered)
     for row in lines(execute(run, tmp_path, []), "metrics.jsonl"):
         assert (row["update/cosine"], row["update/norm_ratio"]) == (1.0, 1.0)
+    idle = replace(a_run(gs.Zero(), task=Drawing(), schedule=schedule), make_model=Jittered)
+    rows = lines(execute(idle, tmp_path, []), "metrics.jsonl")
+    assert {row["update/loss_change"] for row in rows} == {0.0}  # no weight has changed
 
 
 def test_arms_that_are_compared_draw_the_same() -> None:
