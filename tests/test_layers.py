@@ -30,6 +30,7 @@ FLOORS = (
     ("train", "runs.switches", "comparison", "__init__"),
     (
         "runs.hardware",
+        "runs.made_with",
         "runs.controls",
         "runs.store",
         "runs.frames",

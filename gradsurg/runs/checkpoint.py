@@ -13,6 +13,7 @@ from gradsurg.effects import EffectsState
 from gradsurg.ledger import EntryState
 from gradsurg.live import Live
 from gradsurg.randomness import Generators, generators, put_back
+from gradsurg.runs.made_with import made_with
 from gradsurg.surgery import Surgery
 
 
@@ -31,6 +32,7 @@ class Checkpoint(TypedDict):
     skipped: int
     seconds: float
     generators: Generators
+    made_with: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Trainee:
             skipped=skipped,
             seconds=seconds,
             generators=generators(self.device),
+            made_with=made_with(),
         )
 
     def take_up(self, kept: Checkpoint) -> None:

@@ -17,6 +17,7 @@ from gradsurg.runs.arms import Run
 from gradsurg.runs.checkpoint import Checkpoint, Trainee
 from gradsurg.runs.counterfactual import Counterfactual
 from gradsurg.runs.idle import changed_nothing
+from gradsurg.runs.made_with import RESUMED, made_otherwise
 from gradsurg.runs.run_log import RunLog
 from gradsurg.runs.store import RunDirectory
 from gradsurg.sinks.base import Guarded, RunInfo, Sink
@@ -38,7 +39,7 @@ class Record:
     summary: dict[str, object]
     happened: Happened
     reason: str = ""  # of a failure
-    note: str = ""  # what of the request a run that was skipped does not meet
+    note: str = ""  # what of the request is not met, or of the promise to resume bit for bit
 
 
 def execute(
@@ -78,7 +79,9 @@ def execute(
         except ERRORS:
             place.write_error(traceback.format_exc())
             raise
-        return Record(run, place.path, summary, happened)
+        notes = cast("list[str]", summary["notes"])
+        otherwise = [note for note in notes if note.startswith(RESUMED)]
+        return Record(run, place.path, summary, happened, note="; ".join(otherwise))
 
 
 def _skipped(run: Run, place: RunDirectory) -> Record:
@@ -132,7 +135,7 @@ def _train(run: Run, place: RunDirectory, sinks: Sequence[Sink]) -> dict[str, ob
     kept = cast("Checkpoint | None", place.load_checkpoint())
     if kept is not None:
         trainee.take_up(kept)
-    said = kept["said"] if kept is not None else []
+    said = [] if kept is None else [*kept["said"], *_made_otherwise(kept)]
     log = _log(run, place, sinks, trainee, kept)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -208,6 +211,11 @@ def _steps(
             log.without.after()
         log.took(step)
         yield step
+
+
+def _made_otherwise(kept: Checkpoint) -> list[str]:
+    said = made_otherwise(kept["made_with"])
+    return [said] if said else []
 
 
 def _said(before: Iterable[str], caught: Iterable[warnings.WarningMessage]) -> list[str]:
