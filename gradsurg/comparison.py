@@ -8,6 +8,7 @@ from statistics import fmean
 import torch
 from torch import nn
 
+from gradsurg import randomness
 from gradsurg.stats import paired_difference, verdict
 from gradsurg.surgery import Surgery
 from gradsurg.tables import aligned, number
@@ -39,7 +40,7 @@ class Comparison:
 def compare(
     make_model: Callable[[], nn.Module], train: TrainFn, surgery: Surgery, seeds: int = 5
 ) -> Comparison:
-    """Train with `surgery` and without, seed by seed; the random generator is left as it was.
+    """Train with `surgery` and without, seed by seed; random generators are left as they were.
 
     `train(model, surgery)` attaches what it is given, trains, and returns a number or a dict of
     numbers; the control arm gets a surgery that does nothing. Raises ValueError if `seeds` < 1,
@@ -50,8 +51,8 @@ def compare(
     arms: tuple[list[Mapping[str, float]], ...] = ([], [])
     for seed in range(seeds):
         for arm, interventions in zip(arms, (surgery.interventions, ()), strict=True):
-            with torch.random.fork_rng():
-                torch.manual_seed(seed)
+            with randomness.kept(), torch.random.fork_rng():  # the latter: every CUDA device
+                randomness.seed(seed)
                 given = Surgery(*interventions, seed=seed)
                 outcome = train(make_model(), given)
             if interventions and not given.was_attached:

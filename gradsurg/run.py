@@ -3,7 +3,9 @@
 import os
 import sys
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
 from hydra._internal.utils import _is_env_set
@@ -20,7 +22,10 @@ from gradsurg.report.terminal import Runs, report
 from gradsurg.runs.arms import Run
 from gradsurg.runs.store import ERROR
 from gradsurg.runs.study import Record, execute
-from gradsurg.sinks.base import Guarded
+from gradsurg.sinks.base import Guarded, Sink
+
+if TYPE_CHECKING:
+    from gradsurg.report.study_report import StudyReport
 
 FAILED = 1
 INTERRUPTED = 130
@@ -79,37 +84,67 @@ def job(config: DictConfig) -> None:
         return  # told at the end, with those of the other jobs
     if any(run.treated for run in runs) or not experiment.surgery.interventions:
         print(report(runs))
+    if experiment.settings.report is not False:
+        _report_job(experiment, told=skipped + failed < wanted)
     if skipped:
         print(f"{skipped} of them had been finished before; force=true repeats them")
-    for sink in experiment.sinks:
-        for note in sink.notes():
-            print(note)
+    _print_notes(experiment.sinks)
     if failed:
         sys.exit(FAILED)
 
 
 def _conclude(found: Asked) -> bool:
     """What a sweep came to: its jobs, and the report of each study; whether all has finished."""
-    # What draws is imported when there is something to draw.
+    # What reads a study is imported when there is something to read.
     from gradsurg.report.overview import print_overview
     from gradsurg.report.study_report import study_report
-    from gradsurg.report.writing import study_info, write_report
 
     table, whole = ending(found.jobs)
     print(table)
-    for study in found.studies:
+    for study, sinks in found.studies.items():
         told = study_report(study)
-        page = write_report(told, study / "report")
         print(f"\nstudy {study.name}:")
         print_overview(told)
-        print(f"report: {page}")
-        for sink in found.sinks:
-            if isinstance(sink, Guarded):
-                sink.study(study_info(told, study / "report"))
-    for sink in found.sinks:
-        for note in sink.notes():
-            print(note)
+        if found.report:
+            _write(told, sinks.values(), figures=True)
+    _print_notes(found.sinks.values())
     return whole
+
+
+def _report_job(experiment: Experiment, told: bool) -> None:
+    """Treat a single job as a study of its own: the page, and the sinks if there is news for them.
+
+    Figures take as long as some trainings, so they are drawn if they were asked for, and where an
+    earlier report has some: those would be out of date.
+    """
+    from gradsurg.report.study_report import study_report
+    from gradsurg.report.writing import figures_in
+
+    study = Path(experiment.settings.out) / experiment.settings.study
+    figures = experiment.settings.report is True or bool(figures_in(study / "report"))
+    _write(study_report(study), experiment.sinks if told else (), figures)
+
+
+def _write(told: "StudyReport", sinks: Iterable[Guarded], figures: bool) -> None:
+    """Write a study's report, say where, and tell the sinks."""
+    from gradsurg.report.writing import study_info, write_report
+
+    out = told.folder / "report"
+    try:
+        page = write_report(told, out, figures=figures)
+    except OSError as error:
+        print(f"the report cannot be written: {error}", file=sys.stderr)
+        return
+    print(f"report: {page}")
+    info = study_info(told, out)
+    for sink in sinks if info.rows else ():  # of plain runs alone there is no table
+        sink.study(info)
+
+
+def _print_notes(sinks: Iterable[Sink]) -> None:
+    """What sinks have to say at the end, each line once."""
+    for note in dict.fromkeys(note for sink in sinks for note in sink.notes()):
+        print(note)
 
 
 def _run(experiment: Experiment, run: Run, sweeping: bool) -> Record | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hydra import compose as hydra_compose
@@ -13,9 +14,10 @@ from hydra import initialize_config_dir
 from torch import Tensor
 
 import gradsurg as gs
-from gradsurg.config import compose, pairs
+from gradsurg.config import compose
 from gradsurg.config.build import Experiment, build
 from gradsurg.config.faults import ConfigError
+from gradsurg.runs import made_with
 from gradsurg.runs.store import run_hash
 from gradsurg.transforms.base import Transform
 from gradsurg.transforms.norm_matched import NormMatched
@@ -318,9 +320,20 @@ def test_lr_is_the_same_by_its_short_and_its_long_key() -> None:
     assert identity("lr=0.2") == identity("optimizer.lr=0.2")
 
 
-def test_the_version_is_part_of_the_identity(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairs, "__version__", "99")
-    assert identity() != base
+@pytest.mark.parametrize(
+    ("owner", "name", "version", "is_part"),
+    [
+        (made_with, "__version__", "99", True),
+        (torch, "__version__", "9.99.0", True),
+        (torch, "__version__", f"{'.'.join(torch.__version__.split('.')[:2])}.99+mine", False),
+        (numpy, "__version__", "99", False),
+    ],
+)
+def test_gradsurgs_version_and_torchs_line_are_part_of_the_identity(
+    base: str, monkeypatch: pytest.MonkeyPatch, owner, name: str, version: str, is_part: bool
+) -> None:
+    monkeypatch.setattr(owner, name, version)
+    assert (identity() != base) == is_part
 
 
 SOURCE = (

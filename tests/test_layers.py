@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "gradsurg"
 
 FLOORS = (
-    ("engine", "fields", "per", "catalogue", "ledger", "tables"),
+    ("engine", "fields", "per", "catalogue", "ledger", "tables", "randomness"),
     ("transforms", "aggregators", "triggers", "models", "tasks", "sinks", "stats"),
     ("sites",),
     (
@@ -39,6 +39,7 @@ FLOORS = (
     ("train", "runs.switches", "comparison", "__init__"),
     (
         "runs.hardware",
+        "runs.made_with",
         "runs.controls",
         "runs.store",
         "runs.frames",

@@ -169,15 +169,16 @@ def test_the_main_job_ends_with_where_its_runs_lie_and_how_to_upload_them(first)
     folder, done = first
     ending = " ".join(done.stdout.split("\n\n")[-1].split())
     found = re.fullmatch(
-        r"4 runs in runs/first: (.+) W&B \(offline\): 4 runs under runs/first "
+        r"4 runs in runs/first: (.+) report: runs/first/report/index.html "
+        r"W&B \(offline\): 5 runs under runs/first "
         r"to upload: wandb sync (\S+)",
         ending,
     )
     assert found, ending
-    places = list((folder / "runs" / "first").iterdir())
+    places = list((folder / "runs" / "first").glob("*-seed*"))
     assert sorted(found.group(1).split()) == sorted(path.name for path in places)
-    uploaded = folder.glob(found.group(2))
-    assert sorted(path.parents[1] for path in uploaded) == sorted(places)
+    uploaded = [path.parents[1] for path in folder.glob(found.group(2))]
+    assert sorted(uploaded) == sorted([*places, folder / "runs" / "first" / "report"])
 
 
 def test_each_run_has_a_directory_with_its_files(first) -> None:
@@ -185,12 +186,25 @@ def test_each_run_has_a_directory_with_its_files(first) -> None:
     assert not list(folder.rglob(".hydra"))
     assert {path.name for path in (folder / "runs").iterdir()} == {"first"}
     assert directories(folder, "first") == ["clip-seed0", "clip-seed1", "none-seed0", "none-seed1"]
-    for place in (folder / "runs" / "first").iterdir():
+    for place in (folder / "runs" / "first").glob("*-seed*"):
         assert re.fullmatch(r"(clip|none)-seed[01]-[0-9a-f]{8}", place.name)
         names = {path.name for path in place.iterdir() if path.is_file()}
         own = {"run.json", "config.yaml", "metrics.jsonl", "effects.jsonl", "summary.json"}
         assert names == own
         assert [row["step"] for row in lines(place, "metrics.jsonl")] == [20, 40, 60]
+
+
+def test_the_main_job_is_a_study_of_its_own_whose_page_and_tables_are_written(first) -> None:
+    folder, _ = first
+    report = folder / "runs" / "first" / "report"
+    names = {path.name for path in report.iterdir() if path.is_file()}
+    tables = {"runs.parquet", "effects.parquet", "outcome.md", "outcome.tex"}
+    assert names == {"index.html", ".written.json", *tables}
+    assert "| clip | test accuracy | 2 of 2 |" in (report / "outcome.md").read_text()
+    (path,) = report.glob("wandb/offline-run-*")
+    (begun,) = of_type(inspect(folder, path), "run")
+    assert (begun["run_group"], begun["job_type"]) == ("first", "report")
+    assert (report / "wandb" / path.name / "files").rglob("study_*.table.json")
 
 
 def test_progress_goes_to_stderr_a_line_a_run_and_nothing_else(first) -> None:
@@ -227,8 +241,8 @@ def test_the_offline_wandb_runs_have_study_arm_config_and_outcome(first) -> None
 
 def test_a_command_run_again_repeats_nothing_and_prints_the_same(command, tmp_path) -> None:
     printed, _ = command("transform=clip", *SHORT)
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    before = {path: path.stat().st_mtime_ns for path in files if path.parent.name != "runs"}
+    files = [path for path in (tmp_path / "runs").rglob("*-seed*/*") if path.is_file()]
+    before = {path: path.stat().st_mtime_ns for path in files}
     again, _ = command("transform=clip", *SHORT)
     note = "2 of them had been finished before; force=true repeats them\n"
     assert again == printed + note
@@ -307,7 +321,8 @@ def test_an_arm_whose_transform_does_nothing_is_its_control_bit_by_bit(
 ) -> None:
     printed, _ = command(*words, *SHORT, "model.dropout=0.4", "log_every=1")
     treated, control = (
-        lines(path, "metrics.jsonl") for path in sorted((tmp_path / "runs" / "default").iterdir())
+        lines(path, "metrics.jsonl")
+        for path in sorted((tmp_path / "runs" / "default").glob("*-seed*"))
     )
     assert len(treated) == 20
     assert treated == control
@@ -563,7 +578,7 @@ def test_two_commands_at_once_share_their_controls(tmp_path) -> None:
     told = [process.communicate(timeout=240)[1] for process in begun]
     assert [process.returncode for process in begun] == [0, 0], told
     assert len(directories(tmp_path, "shared")) == 6
-    for place in (tmp_path / "runs" / "shared").iterdir():
+    for place in (tmp_path / "runs" / "shared").glob("*-seed*"):
         steps = [row["step"] for row in lines(place, "metrics.jsonl")]
         assert steps == list(range(10, 601, 10))
         assert not (place / ".lock").exists()

@@ -64,7 +64,7 @@ def test_an_interrupt_inside_a_transform_ends_the_same_way(here: Here, folder: P
 def test_what_a_transform_raises_is_told_in_one_line(here: Here, folder: Path) -> None:
     ended = here("transform=their_module.total", *SHORT)
     assert ended.code == 1
-    assert ended.out == ""
+    assert ended.out == "report: runs/default/report/index.html\n"
     warning, line, count = ended.err.splitlines()
     assert count == "1 of 2 runs failed"
     assert warning.startswith("warning: total is a plain callable")

@@ -356,6 +356,27 @@ def rows(records):
     return [{key: item[key] for key in item if not key.startswith("_")} for item in items]
 
 
+def test_the_study_of_each_wandb_sink_is_kept_and_takes_the_place_of_its_own_alone(tmp_path):
+    done = run_wandb(
+        tmp_path,
+        """
+from gradsurg.sinks.base import StudyInfo
+
+for project, number in (("one", 1), ("two", 2), ("one", 3)):
+    sink = Wandb(mode="offline", project=project)
+    sink.study(StudyInfo("study", Path("runs/report"), [{"arm": "clip", "n": number}]))
+""",
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    paths = (tmp_path / "runs" / "report" / "wandb").glob("offline-run-*")
+    kept = {}
+    for path in paths:
+        (begun,) = of_type(inspect(tmp_path, path), "run")
+        (table,) = path.rglob("*.table.json")
+        kept[begun["project"]] = json.loads(table.read_text())["data"]
+    assert kept == {"one": [["clip", 3]], "two": [["clip", 2]]}
+
+
 def test_a_killed_wandb_core_is_survived_and_the_next_run_is_logged(tmp_path):
     done = run_wandb(
         tmp_path,

@@ -25,6 +25,7 @@ from gradsurg.intervention import Intervention
 from gradsurg.models.mlp import MLP
 from gradsurg.runs.arms import Run, Schedule
 from gradsurg.runs.idle import _would_bite
+from gradsurg.runs.made_with import made_with
 from gradsurg.runs.store import RunDirectory, run_hash
 from gradsurg.runs.study import Record, execute
 from gradsurg.sinks.base import Guarded, RunInfo, Sink, State
@@ -426,6 +427,34 @@ def test_the_notes_of_a_resumed_run_are_those_of_a_whole_one(tmp_path, transform
     with pytest.raises(Torn):
         execute(run, tmp_path / "torn", [])
     assert_same(execute(run, tmp_path / "torn", []), expected)
+
+
+@pytest.mark.parametrize("name", ["gradsurg", "torch", "numpy", "python"])
+def test_a_run_that_goes_on_with_another_version_says_so(tmp_path, monkeypatch, name: str) -> None:
+    run = a_run(MIXED, task=Wrapped(15, "raise"))
+    with pytest.raises(Torn):
+        execute(run, tmp_path, [])
+    place = RunDirectory(run.directory(tmp_path))
+    facts, before = place.known_facts(), made_with()
+    assert facts["made_with"] == before
+    now = {**before, name: "0.0.1"}
+    monkeypatch.setattr("gradsurg.runs.made_with.made_with", lambda: now)
+    record = execute(run, tmp_path, [])
+    (note,) = notes(record)
+    begins = f"went on from a checkpoint that was made with {name} {before[name]}, with {name} 0.0"
+    assert note.startswith(begins)
+    assert record.note == note
+
+
+def test_what_a_run_is_made_with_has_the_source_of_gradsurg(tmp_path, monkeypatch) -> None:
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "inside" / "one.py").write_text("x = 1\n")
+    monkeypatch.setattr("gradsurg.runs.made_with.PACKAGE", tmp_path)
+    first = made_with.__wrapped__()
+    (tmp_path / "inside" / "one.py").write_text("x = 2\n")
+    second = made_with.__wrapped__()
+    assert first.pop("gradsurg") != second.pop("gradsurg")
+    assert first == second
 
 
 def notes(record: Record) -> list[str]:

@@ -131,6 +131,83 @@ def test_sinks_are_told_of_the_study_that_a_sweep_belongs_to(
     assert "outcome" in [title for title, _ in study.figures]
 
 
+def test_each_sink_that_a_sweep_used_gets_once_the_studies_that_it_was_used_in(
+    here: Here, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, str]] = []
+    monkeypatch.setattr(
+        Guarded, "study", lambda self, study: told.append((self.made_of, study.study))
+    )
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    quick = ("steps=5", "seeds=1")
+    here("-m", "transform=clip,sign", "sink=console,wandb", "study=both", *quick)
+    for made_of in ("console", "wandb"):
+        assert [study for made, study in told if f'"{made_of}"' in made] == ["both"]
+    assert len(told) == 2
+    told.clear()
+    here("-m", "transform=clip", "sink=console", "study=one,other", *quick)
+    assert [study for _, study in told] == ["one", "other"]
+
+
+FIGURES = {"outcome.png", "curves.svg"}
+
+
+@pytest.mark.parametrize("word", ["report=auto", "report=true", "report=false"])
+def test_the_report_of_a_single_job_has_what_was_asked_for(
+    here: Here, folder: Path, word: str
+) -> None:
+    ended = here("transform=clip", "steps=20", "seeds=2", "sink=none", word)
+    report = folder / "runs" / "default" / "report"
+    asked = word.partition("=")[2]
+    assert ("report: runs/default/report/index.html\n" in ended.out) == (asked != "false")
+    assert (report / "index.html").is_file() == (asked != "false")
+    drawn = {path.name for path in report.glob("*.*g")}
+    assert FIGURES & drawn == (FIGURES if asked == "true" else set())
+
+
+def test_figures_that_a_study_has_are_drawn_anew_by_a_single_job(here: Here, folder: Path) -> None:
+    words = ("steps=20", "seeds=2", "sink=none")
+    here("-m", "transform=sign", *words)
+    (figure,) = folder.glob("runs/default/report/outcome.svg")
+    assert "clip  (n = 2)" not in figure.read_text()
+    here("transform=clip", *words)
+    assert "clip  (n = 2)" in figure.read_text()
+
+
+def test_a_sweep_without_a_report_is_told_and_writes_none(here: Here, folder: Path) -> None:
+    ended = here("-m", "transform=clip,sign", "report=false", *SHORT)
+    assert "3 runs: 3 finished" in ended.out
+    assert "report:" not in ended.out
+    assert not list(folder.rglob("report"))
+
+
+def test_sinks_get_the_study_of_a_single_job_when_it_has_trained(
+    here: Here, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[StudyInfo] = []
+    monkeypatch.setattr(Guarded, "study", lambda self, study: told.append(study))
+    words = ("transform=clip", "steps=20", "sink=console")
+    here(*words, "seeds=2")
+    (study,) = told
+    assert {row["seeds"] for row in study.rows} == {2}
+    assert study.figures == []
+    here(*words, "seeds=2")
+    assert len(told) == 1  # nothing is new
+    here(*words, "seeds=3")
+    assert {row["seeds"] for row in told[-1].rows} == {3}
+
+
+def test_a_report_that_cannot_be_written_is_a_line_and_the_answer_stands(
+    here: Here, folder: Path
+) -> None:
+    (folder / "runs" / "default").mkdir(parents=True)
+    (folder / "runs" / "default" / "report").write_text("in the way")
+    ended = here("transform=clip", *SHORT)
+    assert ended.code == 0
+    assert ended.out.startswith("clip: test accuracy ")
+    assert ended.err.splitlines()[-1].startswith("the report cannot be written: ")
+
+
 def test_nothing_is_trained_or_written_if_one_job_of_a_sweep_is_wrong(
     here: Here, folder: Path
 ) -> None:

@@ -27,7 +27,7 @@ from gradsurg.config.settings import Settings
 from gradsurg.fields import nearest
 from gradsurg.intervention import Intervention
 from gradsurg.ledger import SurgeryWarning
-from gradsurg.sinks.base import Sink
+from gradsurg.sinks.base import Guarded
 from gradsurg.sites.base import Selector
 from gradsurg.surgery import Surgery
 from gradsurg.tasks.base import Data
@@ -48,7 +48,7 @@ class Experiment:
     surgery: Surgery
     make_model: Callable[[], nn.Module]
     example_input: Tensor  # two examples of the task's data
-    sinks: tuple[Sink, ...]
+    sinks: tuple[Guarded, ...]
 
 
 def build(config: Config) -> Experiment:
@@ -107,7 +107,7 @@ def build(config: Config) -> Experiment:
     return _experiment(plan, data, sinks)
 
 
-def _experiment(plan: Plan, data: Data, sinks: tuple[Sink, ...]) -> Experiment:
+def _experiment(plan: Plan, data: Data, sinks: tuple[Guarded, ...]) -> Experiment:
     settings = plan.settings
     seeds = [settings.seed] if settings.seed is not None else range(settings.seeds)
     return Experiment(

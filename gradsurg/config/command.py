@@ -13,7 +13,7 @@ from gradsurg.config.build import Experiment
 from gradsurg.config.faults import ConfigError
 from gradsurg.config.jobs import Job, beginning, job_of, prepare
 from gradsurg.ledger import SurgeryWarning
-from gradsurg.sinks.base import Sink
+from gradsurg.sinks.base import Guarded
 
 WRONG_INPUT = 2
 
@@ -26,8 +26,9 @@ class Asked:
 
     sweeping: bool = False
     jobs: list[Job] = field(default_factory=list)
-    sinks: tuple[Sink, ...] = ()
-    studies: dict[Path, None] = field(default_factory=dict)
+    sinks: dict[str, Guarded] = field(default_factory=dict)  # each once, by what it is made of
+    studies: dict[Path, dict[str, Guarded]] = field(default_factory=dict)  # and its jobs' sinks
+    report: bool = True
     force: bool = False
     retry_failed: bool = True
     plan: bool = False
@@ -38,8 +39,10 @@ class Asked:
         out = Path(settings.out)
         runs = [run for pair in experiment.pairs for run in pair.runs]
         self.jobs.append(job_of(words, runs, out))
-        self.studies[out / settings.study] = None
-        self.sinks = experiment.sinks
+        of_study = self.studies.setdefault(out / settings.study, {})
+        for sink in experiment.sinks:
+            of_study[sink.made_of] = self.sinks.setdefault(sink.made_of, sink)
+        self.report &= settings.report is not False
         self.force |= settings.force
         self.retry_failed &= settings.retry_failed
         self.plan |= settings.plan

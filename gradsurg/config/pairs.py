@@ -7,7 +7,6 @@ from typing import Literal
 
 import torch
 
-from gradsurg import __version__
 from gradsurg.config.make import Config, sources_of
 from gradsurg.config.optimizers import MakeOptimizer, optimizer_config
 from gradsurg.config.parts import model_of
@@ -15,6 +14,7 @@ from gradsurg.config.schedules import schedule_maker
 from gradsurg.config.settings import Settings
 from gradsurg.intervention import Intervention
 from gradsurg.runs.arms import Run, Schedule
+from gradsurg.runs.made_with import versions
 from gradsurg.sites.base import Selector
 from gradsurg.surgery import Surgery
 from gradsurg.tasks.base import Task
@@ -105,7 +105,7 @@ class Plan:
         parts = {key: self.config[key] for key in ("model", "task")} | dict(extra)
         files = {"data": self.content} if self.content else {}
         return {
-            "gradsurg": __version__,
+            **versions(),
             "seed": seed,
             "steps": self.settings.steps,
             "batch_size": self.settings.batch_size,

@@ -1,10 +1,12 @@
 """What one config describes, object by object; what cannot be made is a fault of its key."""
 
+import json
 from collections.abc import Mapping
 
 import torch
 from torch import nn
 
+from gradsurg import randomness
 from gradsurg.catalogue import snake
 from gradsurg.config.faults import Faults
 from gradsurg.config.make import ERRORS, Config, called, fields_of, make, named, sentence, theirs
@@ -32,12 +34,12 @@ def names_of(transforms: Mapping[str, Transform]) -> tuple[str, ...]:
     )
 
 
-def sinks_of(config: Config, faults: Faults) -> tuple[Sink, ...]:
+def sinks_of(config: Config, faults: Faults) -> tuple[Guarded, ...]:
     """The sinks, each guarded."""
     made = []
     for key, fields in (config.get("sink") or {}).items():
         with faults.at(f"sink.{key}"):
-            made.append(Guarded(make("sinks", fields, Sink)))
+            made.append(Guarded(make("sinks", fields, Sink), json.dumps([key, fields])))
     return tuple(made)
 
 
@@ -74,8 +76,8 @@ def model_of(config: Config, data: Data) -> nn.Module:
 
 
 def checked_model(config: Config, task: Task, data: Data) -> nn.Module:
-    """The model once over, two examples through it, without a trace in the global generator."""
-    with torch.random.fork_rng(devices=[]):
+    """The model once over, two examples through it, without a trace in the global generators."""
+    with randomness.kept():
         model = model_of(config, data)
         try:
             task.loss(model(data.train_inputs[:2]), data.train_targets[:2]).backward()

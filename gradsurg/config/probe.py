@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from gradsurg import randomness
 from gradsurg.config.make import ERRORS, sentence
 from gradsurg.config.settings import Settings
 from gradsurg.fields import Contradiction, FieldError
@@ -134,7 +135,7 @@ class Trial:
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
         count = self._batch
         inputs, targets = self.data.train_inputs[:count], self.data.train_targets[:count]
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        with randomness.kept(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run will say the same
             surgery = Surgery(Intervention(leave, selector, trigger, (self.label,)))
             attached = surgery.attach(

@@ -63,6 +63,7 @@ class Settings:
     checkpoint_seconds: Annotated[float, Field(ge=0)] = 0.0
     attribute: bool = False
     plan: bool = False
+    report: Literal["auto"] | bool = "auto"
 
     def __post_init__(self) -> None:
         if self.eval_every % self.log_every:

@@ -1,5 +1,6 @@
 """The files of a report: page, figures, Parquet and the tables for a paper."""
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,6 @@ import polars as pl
 from gradsurg.report.alone import alone_rows
 from gradsurg.report.attribution import ABOUT_SHARES
 from gradsurg.report.certainty import p_text
-from gradsurg.report.figures import write_figures
 from gradsurg.report.grouping import flat
 from gradsurg.report.outcomes import Outcome
 from gradsurg.report.page import page
@@ -24,6 +24,7 @@ from gradsurg.report.wording import amount, interval, title, value
 from gradsurg.sinks.base import StudyInfo
 
 PAGE = "index.html"
+WRITTEN = ".written.json"  # the names of the files of the report that lies there
 LATEX = str.maketrans(
     {
         "\\": r"\textbackslash{}",
@@ -35,21 +36,51 @@ LATEX = str.maketrans(
 )
 
 
-def write_report(report: StudyReport, out: Path, refresh: float | None = None) -> Path:
-    """Write all files of a report, each of them whole or not at all; the page's path."""
+def write_report(
+    report: StudyReport, out: Path, refresh: float | None = None, figures: bool = True
+) -> Path:
+    """Write all files of a report, each of them whole or not at all; the page's path.
+
+    What an earlier report has written and this one does not is removed; other files stay.
+    """
     out.mkdir(parents=True, exist_ok=True)
     with _draft(out) as draft:
         runs_table(report).write_parquet(draft / "runs.parquet")
         effects_table(report).write_parquet(draft / "effects.parquet")
         (draft / "outcome.md").write_text(markdown(report))
         (draft / "outcome.tex").write_text(latex(report))
-        write_figures(report, draft)
+        if figures:
+            from gradsurg.report.figures import write_figures  # it takes longer than all the rest
+
+            write_figures(report, draft)
         (draft / PAGE).write_text(page(report, refresh))
         names = sorted(path.name for path in draft.iterdir())
+        old = written(out) - {*names}
+        # noted before it is there: a kill in between leaves no file that nobody knows
+        (draft / WRITTEN).write_text(json.dumps(sorted({*names, *old})))
+        os.replace(draft / WRITTEN, out / WRITTEN)
+        for name in old:
+            (out / name).unlink(missing_ok=True)
         # the page last: who sees a new one finds the other files as new
         for name in sorted(names, key=PAGE.__eq__):
             os.replace(draft / name, out / name)
     return out / PAGE
+
+
+def written(out: Path) -> set[str]:
+    """The names of the files that the reports that were written there have left."""
+    try:
+        found = json.loads((out / WRITTEN).read_text())
+    except (OSError, ValueError):  # none was, or what is in the way is told when it is written
+        return set()
+    names = [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+    # whatever the file says, nothing outside of the folder is touched
+    return {name for name in names if name not in ("", "..") and name == Path(name).name}
+
+
+def figures_in(out: Path) -> list[Path]:
+    """The figures of the report that lies there, as PNG."""
+    return [out / name for name in sorted(written(out)) if name.endswith(".png")]
 
 
 def study_info(report: StudyReport, out: Path) -> StudyInfo:
@@ -72,7 +103,7 @@ def study_info(report: StudyReport, out: Path) -> StudyInfo:
         }
         for outcome in report.outcomes
     ]
-    figures = [(path.stem, path) for path in sorted(out.glob("*.png"))]
+    figures = [(path.stem, path) for path in figures_in(out) if path.is_file()]
     return StudyInfo(report.folder.name, out, rows, figures)
 
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from gradsurg.runs.controls import first_control
+from gradsurg.runs.made_with import made_with
 from gradsurg.runs.store import directory_name
 from gradsurg.runs.switches import Switches
 from gradsurg.surgery import Surgery
@@ -72,6 +73,7 @@ class Run:
             "control": self.control,
             "controls": dict(self.controls),
             "measured": self.measured,
+            "made_with": made_with(),
         }
 
     @property

@@ -13,7 +13,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from gradsurg.effects import EffectsState
 from gradsurg.ledger import EntryState
 from gradsurg.live import Live
+from gradsurg.randomness import Generators, generators, put_back
 from gradsurg.runs.arms import Schedule
+from gradsurg.runs.made_with import made_with
 from gradsurg.surgery import Surgery
 
 
@@ -31,8 +33,8 @@ class Checkpoint(TypedDict):
     said: list[str]
     skipped: int
     seconds: float
-    rng: Tensor
-    device_rng: Tensor | None
+    generators: Generators
+    made_with: dict[str, str]
 
 
 class Saving:
@@ -69,7 +71,6 @@ class Trainee:
         self, done: int, live: Live, said: list[str], skipped: int = 0, seconds: float = 0.0
     ) -> Checkpoint:
         """Everything that going on after step `done` needs."""
-        cuda = self.device.type == "cuda"
         return Checkpoint(
             step=done,
             model=self.model.state_dict(),
@@ -82,8 +83,8 @@ class Trainee:
             said=said,
             skipped=skipped,
             seconds=seconds,
-            rng=torch.get_rng_state(),
-            device_rng=torch.cuda.get_rng_state(self.device) if cuda else None,
+            generators=generators(self.device),
+            made_with=made_with(),
         )
 
     def take_up(self, kept: Checkpoint) -> None:
@@ -95,9 +96,7 @@ class Trainee:
         if self.scaler is not None and kept["scaler"] is not None:
             self.scaler.load_state_dict(kept["scaler"])
         self.surgery.load_state_dict(_moved(kept["surgery"], self.device))
-        torch.set_rng_state(kept["rng"])
-        if kept["device_rng"] is not None:
-            torch.cuda.set_rng_state(kept["device_rng"], self.device)
+        put_back(kept["generators"], self.device)
 
 
 def _moved(surgery: dict[str, object], device: torch.device) -> dict[str, object]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurg import engine
+from gradsurg.randomness import Generators, generators, kept, put_back
 
 Batch = tuple[Tensor, Tensor]
 LossFn = Callable[[Tensor, Tensor], Tensor]
@@ -33,8 +34,7 @@ class _Sample:
 
     parts: Sequence[Batch]
     start: list[Tensor]
-    rng: Tensor
-    device_rng: Tensor | None
+    generators: Generators
     loss: float
     without: list[Tensor]
 
@@ -46,8 +46,8 @@ class Counterfactual:
     that it has the hooks of the model itself and none of the surgery. What the surgery puts in
     force for the whole thread or process is out of force while the twin runs. Before a sampled step
     it gets weights, buffers, modes and optimizer state as they are, its forwards draw what those
-    of the step will draw, and torch's generators are put back. The model that is trained is never
-    run: training is bit for bit what it is without asking.
+    of the step will draw, and the generators of the process are put back. The model that is trained
+    is never run: training is bit for bit what it is without asking.
 
     What a model keeps elsewhere (plain attributes, generators of its own) the twin has apart. It
     takes no gradient scaler, and runs a compiled model uncompiled, which rounds differently.
@@ -80,9 +80,8 @@ class Counterfactual:
         self._open = None
         if step % self.every:
             return
-        device_rng = torch.cuda.get_rng_state(self._device) if self._on_cuda else None
-        rng, start = torch.get_rng_state(), _weights(self._model)
-        sample = self._open = _Sample(parts, start, rng, device_rng, 0.0, [])
+        start = _weights(self._model)
+        sample = self._open = _Sample(parts, start, generators(self._device), 0.0, [])
         optimizer = self._twin_optimizer
         with self._apart(sample):
             self._follow(start)
@@ -121,17 +120,11 @@ class Counterfactual:
             if (own := [sample[name] for sample in samples if name in sample])
         }
 
-    @property
-    def _on_cuda(self) -> bool:
-        return self._device.type == "cuda"
-
     @contextmanager
     def _apart(self, sample: _Sample) -> Iterator[None]:
         """Out of reach of the surgery, with the generators as they were when the step began."""
-        with torch.random.fork_rng([self._device] if self._on_cuda else []):
-            torch.set_rng_state(sample.rng)
-            if sample.device_rng is not None:
-                torch.cuda.set_rng_state(sample.device_rng, self._device)
+        with kept(self._device):
+            put_back(sample.generators, self._device)
             with engine.within(self._surroundings):
                 yield
 

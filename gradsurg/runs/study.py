@@ -11,11 +11,13 @@ from typing import Literal, cast
 import torch
 from torch import nn
 
+from gradsurg import randomness
 from gradsurg.ledger import SurgeryWarning
 from gradsurg.runs.arms import Run
 from gradsurg.runs.checkpoint import Checkpoint, Saving, Trainee
 from gradsurg.runs.counterfactual import Counterfactual
 from gradsurg.runs.idle import changed_nothing
+from gradsurg.runs.made_with import RESUMED, made_otherwise
 from gradsurg.runs.run_log import RunLog
 from gradsurg.runs.store import RunDirectory
 from gradsurg.sinks.base import Guarded, RunInfo, Sink
@@ -37,7 +39,7 @@ class Record:
     summary: dict[str, object]
     happened: Happened
     reason: str = ""  # of a failure
-    note: str = ""  # what of the request a run that was skipped does not meet
+    note: str = ""  # what of the request is not met, or of the promise to resume bit for bit
 
 
 def execute(
@@ -77,7 +79,9 @@ def execute(
         except ERRORS:
             place.write_error(traceback.format_exc())
             raise
-        return Record(run, place.path, summary, happened)
+        notes = cast("list[str]", summary["notes"])
+        otherwise = [note for note in notes if note.startswith(RESUMED)]
+        return Record(run, place.path, summary, happened, note="; ".join(otherwise))
 
 
 def _skipped(run: Run, place: RunDirectory) -> Record:
@@ -117,7 +121,7 @@ def _execute(
 
 
 def _train(run: Run, place: RunDirectory, sinks: Sequence[Sink]) -> dict[str, object]:
-    torch.manual_seed(run.seed)
+    randomness.seed(run.seed)
     data = run.task.load()
     model = run.make_model(data).to(run.device)
     batches = Batches(
@@ -131,7 +135,7 @@ def _train(run: Run, place: RunDirectory, sinks: Sequence[Sink]) -> dict[str, ob
     kept = cast("Checkpoint | None", place.load_checkpoint())
     if kept is not None:
         trainee.take_up(kept)
-    said = kept["said"] if kept is not None else []
+    said = [] if kept is None else [*kept["said"], *_made_otherwise(kept)]
     log = _log(run, place, sinks, trainee, kept)
     saving = Saving(run.schedule)
     with warnings.catch_warnings(record=True) as caught:
@@ -210,6 +214,11 @@ def _steps(
         yield step
 
 
+def _made_otherwise(kept: Checkpoint) -> list[str]:
+    said = made_otherwise(kept["made_with"])
+    return [said] if said else []
+
+
 def _said(before: Iterable[str], caught: Iterable[warnings.WarningMessage]) -> list[str]:
     """What the surgery has warned of, each once."""
     new = [str(item.message) for item in caught if item.category is SurgeryWarning]
@@ -230,7 +239,7 @@ def _pass_on(caught: Iterable[warnings.WarningMessage]) -> None:
 def _quarantine(threads: int | None, device: torch.device) -> Iterator[None]:
     """Give back the random generators and the number of threads as they were."""
     before = torch.get_num_threads()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with randomness.kept(device):
         if threads is not None:
             torch.set_num_threads(threads)
         try:

@@ -80,10 +80,12 @@ class Guarded(Sink):
 
     A reason is logged as a warning the first time it is met; `notes` says in how many runs the
     sink stopped, and why. The next run tries the sink again. `failure` is the latest reason.
+    Jobs of a sweep whose sinks are `made_of` the same have the same sink.
     """
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: Sink, made_of: str = "") -> None:
         self.sink = sink
+        self.made_of = made_of
         self.failure: str | None = None
         self._name = type(sink).__name__.lower()
         self._alive = False

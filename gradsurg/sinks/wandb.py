@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import sha256
 from os.path import commonpath
 from pathlib import Path
+from secrets import token_hex
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -95,7 +97,9 @@ class Wandb(StudySink):
     def study(self, study: StudyInfo) -> None:
         import wandb
 
-        about = _About(study.study, "report", study.study, (), {}, study.directory)
+        # Sinks that differ have reports of their own in this one folder.
+        mark = f"{sha256(repr(self).encode()).hexdigest()[:8]}-"
+        about = _About(study.study, "report", study.study, (), {}, study.directory, mark)
         self._begin(about, resumed=False)
         columns: list[str | int] = list(dict.fromkeys(key for row in study.rows for key in row))
         # A row that lacks a number says so; a column may hold numbers and words.
@@ -152,7 +156,7 @@ class Wandb(StudySink):
         # wandb would turn to the system's temporary directory, in silence
         about.directory.mkdir(parents=True, exist_ok=True)
         mode = self._resolved_mode()
-        known = None if mode == "disabled" else _take_place(about.directory)
+        known = None if mode == "disabled" else _take_place(about.directory, about.mark)
         try:
             live = self._init(about, mode, known if resumed and mode == "online" else None)
         except wandb.Error as error:
@@ -177,6 +181,7 @@ class Wandb(StudySink):
     def _init(self, about: "_About", mode: Mode, known: str | None) -> "wandb.Run":
         import wandb
 
+        marked = f"{about.mark}{token_hex(4)}" if about.mark else None
         return wandb.init(
             mode=mode,
             project=self.project,
@@ -187,7 +192,7 @@ class Wandb(StudySink):
             name=about.name,
             tags=about.tags,
             config=about.config,
-            id=known,
+            id=known or marked,
             resume="allow" if known is not None else None,
             reinit="finish_previous",
             settings=wandb.Settings(
@@ -238,16 +243,20 @@ class _About:
     tags: tuple[str, ...]
     config: dict[str, object]
     directory: Path
+    mark: str = ""  # what the ids of its W&B runs begin with
 
 
-def _take_place(directory: Path) -> str | None:
+def _take_place(directory: Path, mark: str = "") -> str | None:
     """The id of the latest W&B run in a run directory, if any; what is there offline is removed.
 
     What begins now is told all of it again, and W&B would append that to a run with the same id.
+    Only those count whose id begins with `mark`.
     """
     found = [(path, FOLDER.fullmatch(path.name)) for path in directory.glob("wandb/*run-*")]
     named = sorted(
-        (path.name.removeprefix("offline-"), path, match.group(1)) for path, match in found if match
+        (path.name.removeprefix("offline-"), path, match.group(1))
+        for path, match in found
+        if match and match.group(1).startswith(mark)
     )
     for name, path, _ in named:
         if path.name != name:

@@ -1,7 +1,5 @@
 """Running a model without leaving a trace in it."""
 
-import random
-import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 from torch.nn.parameter import is_lazy
 
+from gradsurg.randomness import generators, put_back
 from gradsurg.sites._nested import tensors_in
 
 CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
@@ -91,11 +90,7 @@ def _refuse_lazy(model: nn.Module) -> None:
 
 def _random_numbers(model: nn.Module) -> Iterator[Callable[[], object]]:
     """For each source of random numbers what puts it back."""
-    yield partial(random.setstate, random.getstate())
-    if "numpy" in sys.modules:
-        numpy: Any = sys.modules["numpy"]  # Any: it need not be installed
-        yield partial(numpy.random.set_state, numpy.random.get_state())
-    yield partial(torch.set_rng_state, torch.get_rng_state())
+    yield partial(put_back, generators())
     tensors = [*model.parameters(), *model.buffers()]
     for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
         yield partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,8 +40,42 @@ def report(study: Path) -> Path:
 def test_all_files_are_there_and_no_draft_is_left(report: Path) -> None:
     expected = {f"{name}.{kind}" for name in FIGURES for kind in ("png", "svg")}
     expected |= {"index.html", "runs.parquet", "effects.parquet", "outcome.md", "outcome.tex"}
-    assert {path.name for path in report.iterdir()} == expected
+    assert {path.name for path in report.iterdir()} == {*expected, ".written.json"}
     assert all((report / name).stat().st_size > 200 for name in expected)
+
+
+def test_what_an_earlier_report_wrote_and_no_longer_applies_is_removed(tmp_path: Path) -> None:
+    control = studies.whole(tmp_path, "none", 0, 0.9)
+    run = tmp_path / studies.whole(tmp_path, "clip", 0, 0.8, control)
+    report = tmp_path / "report"
+    assert main([str(tmp_path)]) == 0
+    mine = [report / name for name in ("mine.png", "notes.md")]
+    for path in mine:
+        path.write_text("mine")
+    assert (report / "outcome.png").is_file()
+    shutil.rmtree(run)
+    assert main([str(tmp_path)]) == 0
+    left = {path.name for path in report.iterdir()}
+    assert {"index.html", "runs.parquet", "mine.png", "notes.md"} <= left
+    assert not {"outcome.png", "outcome.svg", "effects.svg", "cost.png"} & left
+
+
+@pytest.mark.parametrize(
+    "text", ['["../kept.txt", "", "..", ".", "/", 3]', "{}", '"kept.txt"', "no json"]
+)
+def test_a_list_of_written_files_that_was_tampered_with_removes_nothing_else(
+    tmp_path: Path, text: str
+) -> None:
+    studies.whole(tmp_path, "none", 0, 0.9)
+    report = tmp_path / "report"
+    report.mkdir()
+    (tmp_path / "kept.txt").write_text("kept")
+    (report / "kept.txt").write_text("kept")
+    (report / ".written.json").write_text(text)
+    assert main([str(tmp_path)]) == 0
+    assert (tmp_path / "kept.txt").is_file()
+    assert (report / "kept.txt").is_file()
+    assert "index.html" in json.loads((report / ".written.json").read_text())
 
 
 def test_the_page_fetches_nothing(report: Path) -> None:

@@ -1,0 +1,215 @@
+"""Models and tasks that draw from Python's or NumPy's generator are as repeatable as torch's."""
+
+import io
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradsurg as gs
+from gradsurg import randomness
+from gradsurg.runs.arms import Run
+from gradsurg.runs.study import execute
+from gradsurg.tasks.base import Data
+from tests.conftest import Here
+from tests.test_study import ROOT, SHORT, Torn, Wrapped, a_run, assert_same, lines, make_model
+
+Draws = tuple[float, ...]
+
+
+def draw() -> Draws:
+    """A number of each generator; two of those that remember half of a pair of normal numbers."""
+    python = random.random(), random.gauss(0, 1)
+    return *python, np.random.rand(), np.random.randn(), torch.rand(()).item()
+
+
+@dataclass(frozen=True)
+class Drawing(Wrapped):
+    """Digits whose loss has weights that are drawn, by Python and by NumPy."""
+
+    draws: list[Draws] = field(default_factory=list)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.draws.append(draw())
+        return super().loss(outputs, targets) * (1 + self.draws[-1][0] + self.draws[-1][2])
+
+
+class Jittered(nn.Module):
+    """A model that begins at numbers that Python has drawn, and adds NumPy's while it trains."""
+
+    def __init__(self, data: Data) -> None:
+        super().__init__()
+        self.inner = make_model(data)
+        self.scale = 1 + random.gauss(0, 0.1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        noise = np.random.randn() if self.training else 0.0
+        return self.inner(inputs * self.scale + 0.1 * noise)
+
+
+def drawing_run(at: int = 0, does: str = "", seed: int = 0) -> Run:
+    run = a_run(gs.Clip(0.05), task=Drawing(at, does), seed=seed)
+    return replace(run, make_model=Jittered)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Sums of floats depend on the number of threads, so all that is compared has the same."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_the_states_can_be_loaded_as_weights_alone_and_put_back() -> None:
+    with randomness.kept():
+        for number in (0, 2**32 - 1, 2**63 - 1):
+            randomness.seed(number)
+            draw()
+            file = io.BytesIO()
+            torch.save(randomness.generators(), file)
+            expected = [draw(), draw()]
+            file.seek(0)
+            randomness.put_back(torch.load(file, weights_only=True))
+            assert [draw(), draw()] == expected
+
+
+def test_seeds_that_differ_give_other_numbers() -> None:
+    drawn = []
+    with randomness.kept():
+        for number in (0, 1, 2**32, 2**40):
+            randomness.seed(number)
+            drawn.append(draw()[:-1])  # torch's looks at 32 bits of its seed
+    for numbers in zip(*drawn, strict=True):
+        assert len(set(numbers)) == 4
+
+
+def test_a_block_leaves_all_generators_as_it_found_them_also_when_it_raises() -> None:
+    with randomness.kept():
+        with pytest.raises(Torn), randomness.kept():
+            randomness.seed(3)
+            raise Torn
+        found = draw()
+    assert draw() == found
+
+
+def test_a_run_depends_on_its_seed_and_not_on_the_state_of_the_process(tmp_path: Path) -> None:
+    records = []
+    for number in (1, 2):
+        random.seed(number)
+        np.random.seed(number)
+        records.append(execute(drawing_run(), tmp_path / str(number), []))
+    assert_same(*records)
+    other = execute(drawing_run(seed=1), tmp_path, [])
+    assert lines(other, "metrics.jsonl") != lines(records[0], "metrics.jsonl")
+
+
+@pytest.mark.parametrize("at", [0, 7], ids=["to the end", "until it raises"])
+def test_a_run_leaves_the_generators_of_the_process_as_it_found_them(
+    tmp_path: Path, at: int
+) -> None:
+    with randomness.kept():
+        try:
+            execute(drawing_run(at, "raise"), tmp_path, [])
+        except Torn:
+            assert at
+        found = draw()
+    assert draw() == found
+
+
+@pytest.mark.parametrize("step", [1, 10, 14, 21])
+def test_a_run_that_draws_and_was_torn_ends_as_if_it_never_had(tmp_path: Path, step: int) -> None:
+    whole = execute(drawing_run(), tmp_path / "whole", [])
+    with pytest.raises(Torn):
+        execute(drawing_run(step, "raise"), tmp_path / "torn", [])
+    assert_same(execute(drawing_run(), tmp_path / "torn", []), whole)
+
+
+KILLED = """
+from pathlib import Path
+from gradsurg.runs.study import execute
+from tests.test_randomness import drawing_run
+execute(drawing_run(17, "kill"), Path("."), [], threads=1)
+"""
+
+
+def test_a_run_that_draws_and_was_killed_ends_as_if_it_never_had_been(tmp_path: Path) -> None:
+    whole = execute(drawing_run(), tmp_path / "whole", [], threads=1)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == -signal.SIGKILL
+    again = execute(drawing_run(), tmp_path, [], threads=1)
+    assert again.happened == "resumed"
+    assert_same(again, whole)
+
+
+def test_asking_for_the_update_effect_changes_no_draw_of_a_step(tmp_path: Path) -> None:
+    rows = []
+    for every in (0, 2):
+        schedule = replace(SHORT, update_effect_every=every)
+        run = replace(drawing_run(), schedule=schedule)
+        record = execute(run, tmp_path / str(every), [])
+        rows.append([row["train/loss"] for row in lines(record, "metrics.jsonl")])
+    assert rows[0] == rows[1]
+
+
+def test_the_update_without_a_surgery_is_of_the_same_draws(tmp_path: Path) -> None:
+    schedule = replace(SHORT, update_effect_every=2)
+    run = replace(a_run(gs.Identity(), task=Drawing(), schedule=schedule), make_model=Jittered)
+    for row in lines(execute(run, tmp_path, []), "metrics.jsonl"):
+        assert (row["update/cosine"], row["update/norm_ratio"]) == (1.0, 1.0)
+    idle = replace(a_run(gs.Zero(), task=Drawing(), schedule=schedule), make_model=Jittered)
+    rows = lines(execute(idle, tmp_path, []), "metrics.jsonl")
+    assert {row["update/loss_change"] for row in rows} == {0.0}  # no weight has changed
+
+
+def test_arms_that_are_compared_draw_the_same() -> None:
+    drawn: list[Draws] = []
+
+    def train(model: nn.Module, surgery: gs.Surgery) -> float:
+        drawn.append(draw())
+        return drawn[-1][0]
+
+    with randomness.kept():
+        gs.compare(lambda: nn.Linear(1, 1), train, gs.Surgery(), seeds=2)
+        found = draw()
+    assert draw() == found
+    assert drawn[0] == drawn[1]
+    assert drawn[2] == drawn[3]
+    assert all(first != second for first, second in zip(drawn[0], drawn[2], strict=True))
+
+
+THEIRS = """
+import random
+import numpy as np
+from torch import nn
+
+
+def make(shape, num_outputs):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, num_outputs))
+    model[1].weight.data *= random.random() + np.random.rand()
+    return model
+"""
+
+
+def test_a_command_leaves_no_trace_in_the_generators(here: Here, folder: Path) -> None:
+    (folder / "drawn_model.py").write_text(THEIRS)
+    with randomness.kept():
+        words = ("transform=clip", "model=drawn_model.make", "steps=5", "seeds=1", "sink=none")
+        assert here(*words, "report=false").code == 0
+        found = draw()
+    assert draw() == found
