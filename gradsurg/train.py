@@ -1,6 +1,6 @@
 """The training loop, as a generator: it knows nothing of surgery."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from time import perf_counter
@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-LossFn = Callable[[Tensor, Tensor], Tensor]
+LossFn = Callable[[Tensor, Tensor], Tensor | Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,14 @@ class Manner:
     """How a step is made, where it is not the plain one.
 
     `autocast` is the type that the forward and the loss are computed in; `schedule` takes a step
-    with each that the optimizer makes.
+    with each that the optimizer makes. `backward` goes back from several losses, which `loss_fn`
+    then gives by their names; it is told whether they are the last of the step.
     """
 
     autocast: torch.dtype | None = None
     scaler: GradScaler | None = None
     schedule: LRScheduler | None = None
+    backward: "Callable[[Mapping[str, Tensor], bool], None] | None" = None
 
 
 PLAIN = Manner()
@@ -104,7 +106,10 @@ def train(
             before(done - 1, parts)
         began = perf_counter()
         optimizer.zero_grad(set_to_none=True)
-        losses = [_backward(model, loss_fn, part, len(parts), manner) for part in parts]
+        losses = [
+            _backward(model, loss_fn, part, len(parts), manner, number == len(parts))
+            for number, part in enumerate(parts, 1)
+        ]
         skipped = _step(optimizer, manner)
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         yield Step(done, loss, perf_counter() - began, skipped)
@@ -116,6 +121,7 @@ def _backward(
     batch: tuple[Tensor, Tensor],
     parts: int,
     manner: Manner,
+    last: bool,
 ) -> Tensor:
     """Add the gradients of a batch, one of so many `parts` of a step; its share of the loss."""
     inputs, targets = batch
@@ -124,10 +130,15 @@ def _backward(
     else:
         with torch.autocast(inputs.device.type, manner.autocast):
             loss = loss_fn(model(inputs), targets)
-    if parts > 1:
-        loss = loss / parts
-    (loss if manner.scaler is None else manner.scaler.scale(loss)).backward()
-    return loss.detach()
+    scale = manner.scaler.scale if manner.scaler is not None else lambda loss: loss
+    if isinstance(loss, Tensor):
+        loss = loss / parts if parts > 1 else loss
+        scale(loss).backward()
+        return loss.detach()
+    assert manner.backward is not None
+    losses = {name: own / parts if parts > 1 else own for name, own in loss.items()}
+    manner.backward({name: scale(own) for name, own in losses.items()}, last)
+    return torch.stack([own.detach() for own in losses.values()]).sum()
 
 
 def _step(optimizer: Optimizer, manner: Manner) -> bool:

@@ -7,16 +7,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gradsurg.catalogue import snake
 from gradsurg.config.faults import ConfigError, Faults
 from gradsurg.config.make import Config, make
 from gradsurg.config.optimizers import MakeOptimizer, optimizer_maker
 from gradsurg.config.pairs import Pair, Plan
 from gradsurg.config.parts import (
+    aggregator_of,
     checked_model,
     content_of,
     device_of,
     model_of,
     names_of,
+    several_losses,
     sinks_of,
     task_of,
     transforms_of,
@@ -27,15 +30,28 @@ from gradsurg.config.settings import Settings
 from gradsurg.fields import nearest
 from gradsurg.intervention import Intervention
 from gradsurg.ledger import SurgeryWarning
+from gradsurg.multitask.aggregation import check_host
+from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.sinks.base import Guarded
 from gradsurg.sites.base import Selector
 from gradsurg.surgery import Surgery
-from gradsurg.tasks.base import Data
+from gradsurg.tasks.base import Data, MultiTask, Task
 from gradsurg.transforms.base import Transform
 from gradsurg.transforms.chain import Chain
 from gradsurg.triggers.base import Trigger
 
-GROUPS = ("transform", "site", "when", "model", "task", "optimizer", "schedule", "sink")
+GROUPS = (
+    "transform",
+    "site",
+    "when",
+    "aggregator",
+    "model",
+    "task",
+    "optimizer",
+    "schedule",
+    "sink",
+)
+MAPPINGS = ("shared",)
 REQUIRED = ("site", "when", "model", "task", "optimizer", "schedule")
 
 
@@ -63,6 +79,7 @@ def build(config: Config) -> Experiment:
     trigger = faults.made("when", lambda: make("triggers", config["when"], Trigger))
     intervention = _intervention(transforms, selector, trigger, faults)
     task, data = task_of(config, faults)
+    joint = _joint(config, task, trigger, faults)
     content = None
     if task is not None and data is not None:
         content = faults.made("task", lambda: content_of(config, task))
@@ -99,6 +116,7 @@ def build(config: Config) -> Experiment:
         device,
         selector,
         intervention,
+        joint,
         content=content or "",
     )
     if settings.attribute:
@@ -136,7 +154,7 @@ def _check_optimizer(
 
 def _wrong_keys(config: Config) -> list[str]:
     """What stands at the top of the config and means nothing, and what is not there."""
-    known = [*GROUPS, *Settings.__annotations__]
+    known = [*GROUPS, *MAPPINGS, *Settings.__annotations__]
     faults = [
         f"{key}: is not a key here. {nearest(key, known)}" for key in config if key not in known
     ]
@@ -175,6 +193,29 @@ def _intervention(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SurgeryWarning)  # said of the other one
         return faults.made("when", lambda: replace(always, when=trigger))
+
+
+def _joint(
+    config: Config, task: Task | None, trigger: Trigger | None, faults: Faults
+) -> Intervention | None:
+    """The aggregator, where one was asked for. `when` is its own if there is no transform."""
+    aggregator = aggregator_of(config, faults)
+    shared = faults.made("shared", lambda: SharedParameters(**(config.get("shared") or {})))
+    if aggregator is None or shared is None:
+        return None
+    key = str(config["aggregator"].get("name") or snake(type(aggregator).__name__))
+    with faults.at("aggregator"):
+        if task is not None and not isinstance(task, MultiTask):
+            raise ValueError(
+                f"{key} makes one gradient of those of several losses, and the task has one; tasks "
+                f"with several: {', '.join(several_losses())}"
+            )
+    always = faults.made("shared", lambda: Intervention(aggregator, at=shared, names=(key,)))
+    if always is None or trigger is None or config.get("transform"):
+        return always
+    with faults.at("when"):
+        check_host(trigger, key)
+    return replace(always, when=trigger)
 
 
 def _try(trial: Trial, selector: Selector, trigger: Trigger | None, faults: Faults) -> None:

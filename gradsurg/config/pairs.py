@@ -7,21 +7,25 @@ from typing import Literal
 
 import torch
 
+from gradsurg.aggregators._norm_matched import NormMatchedSum
+from gradsurg.aggregators.sum import Sum
 from gradsurg.config.make import Config, sources_of
 from gradsurg.config.optimizers import MakeOptimizer, optimizer_config
 from gradsurg.config.parts import model_of
 from gradsurg.config.schedules import schedule_maker
 from gradsurg.config.settings import Settings
 from gradsurg.intervention import Intervention
+from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.runs.arms import Run, Schedule
 from gradsurg.runs.made_with import versions
 from gradsurg.sites.base import Selector
 from gradsurg.surgery import Surgery
-from gradsurg.tasks.base import Task
+from gradsurg.tasks.base import MultiTask, Task
 from gradsurg.transforms.identity import Identity
 from gradsurg.transforms.norm_matched import NormMatched
 
 TREATMENT = ("transform", "site", "when")
+JOINT = ("aggregator", "shared")
 
 
 @dataclass(frozen=True)
@@ -55,12 +59,13 @@ class Plan:
     device: torch.device
     selector: Selector
     intervention: Intervention | None
+    joint: Intervention | None = None  # that of the aggregator
     without: "Mapping[str, Plan]" = field(default_factory=dict)  # those of the chain less a link
     content: str = ""  # what stands for the task's files
 
     def pair(self, seed: int) -> Pair:
         """The runs of one seed."""
-        if self.intervention is None:
+        if self.intervention is None and self.joint is None:
             return Pair(seed, None, self._control(seed))
         control = self._control(seed) if self.settings.control != "none" else None
         treated = self._treated(seed)
@@ -71,27 +76,32 @@ class Plan:
 
     def surgery(self, seed: int) -> Surgery:
         """That of the treated run, empty for a plain one."""
-        return Surgery(*([self.intervention] if self.intervention else []), seed=seed)
+        return Surgery(*(own for own in (self.intervention, self.joint) if own), seed=seed)
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """Of the transforms in their order, and of the aggregator."""
+        joint = self.joint.names if self.joint is not None else ()
+        return (*self.config["transform"], *joint)
 
     def _treated(self, seed: int) -> Run:
-        label = "+".join(self.config["transform"])
+        label = "+".join(self._names)
         identity = self._identity(seed, self._treatment())
         return self._run("treated", label, seed, identity, self.surgery(seed), shadow=False)
 
     def _control(self, seed: int) -> Run:
         """No surgery, measured at the same sites; or the plain direction with the treated norm."""
-        intervention = self.intervention
-        if intervention is not None and self.settings.control == "norm_matched":
-            matched = NormMatched(intervention.operator)
-            surgery = Surgery(
-                Intervention(matched, intervention.at, intervention.when, ("norm_matched",)),
-                seed=seed,
-            )
+        own = self.intervention, self.joint
+        if any(own) and self.settings.control == "norm_matched":
+            surgery = Surgery(*(_matched(item) for item in own if item), seed=seed)
             extra = self._treatment() | {"control": "norm_matched"}
-            label = "norm_matched-" + "+".join(self.config["transform"])
+            label = "norm_matched-" + "+".join(self._names)
             identity = self._identity(seed, extra)
             return self._run("control", label, seed, identity, surgery, shadow=False)
-        surgery = Surgery(Intervention(Identity(), self.selector, names=("none",)), seed=seed)
+        measured = [Intervention(Identity(), self.selector, names=("none",))]
+        if isinstance(self.task, MultiTask):
+            measured.append(Intervention(Sum(), SharedParameters(), names=("none",)))
+        surgery = Surgery(*measured, seed=seed)
         # The site stands here because the control's gradients are measured there.
         identity = self._identity(seed, {"site": self.config["site"]})
         return self._run("control", "none", seed, identity, surgery, shadow=True)
@@ -99,7 +109,10 @@ class Plan:
     def _treatment(self) -> dict[str, object]:
         """What is done to gradients; a hash knows no order of keys, so that is said apart."""
         parts: dict[str, object] = {key: self.config[key] for key in TREATMENT}
-        return parts | {"order": list(self.config["transform"])}
+        parts["order"] = list(self.config["transform"])
+        if self.joint is not None:
+            parts |= {key: self.config[key] for key in JOINT}
+        return parts
 
     def _identity(self, seed: int, extra: Config) -> dict[str, object]:
         parts = {key: self.config[key] for key in ("model", "task")} | dict(extra)
@@ -135,7 +148,7 @@ class Plan:
             seed=seed,
             identity=identity,
             # A control is of every treated arm that has its site and seed.
-            tags=tuple(self.config["transform"]) if arm == "treated" else (label.split("-")[0],),
+            tags=self._names if arm == "treated" else (label.split("-")[0],),
             task=self.task,
             make_model=lambda data: model_of(self.config, data),
             make_optimizer=self.make_optimizer,
@@ -155,3 +168,11 @@ class Plan:
             switches=settings.switches,
             make_lr_schedule=schedule_maker(self.config["schedule"], settings.steps),
         )
+
+
+def _matched(item: Intervention) -> Intervention:
+    """The plain direction with the norm of what an intervention makes."""
+    aggregator = item.aggregator
+    made = NormMatched(item.operator) if aggregator is None else NormMatchedSum(aggregator)
+    names = ("norm_matched",) if aggregator is None else ("norm_matched_sum",)
+    return replace(item, transform=made, names=names)

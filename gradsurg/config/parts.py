@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from gradsurg import randomness
-from gradsurg.catalogue import snake
+from gradsurg.aggregators.base import Aggregator
+from gradsurg.catalogue import find, names, snake
 from gradsurg.config.faults import Faults
 from gradsurg.config.make import ERRORS, Config, called, fields_of, make, named, sentence, theirs
 from gradsurg.sinks.base import Guarded, Sink
-from gradsurg.tasks.base import Data, Task
+from gradsurg.tasks.base import Data, MultiTask, Task
 from gradsurg.transforms.base import Transform
 from gradsurg.transforms.chain import Chain
 
@@ -23,6 +24,19 @@ def transforms_of(config: Config, faults: Faults) -> dict[str, Transform]:
         with faults.at(f"transform.{key}"):
             made[key] = make("transforms", fields, Transform)
     return made
+
+
+def aggregator_of(config: Config, faults: Faults) -> Aggregator | None:
+    """The aggregator, None if none was asked for."""
+    fields = config.get("aggregator") or None
+    if fields is None:
+        return None
+    return faults.made("aggregator", lambda: make("aggregators", fields, Aggregator))
+
+
+def several_losses() -> list[str]:
+    """The tasks of gradsurg's own that have several losses."""
+    return [stem for stem in names("tasks") if issubclass(find("tasks", stem), MultiTask)]
 
 
 def names_of(transforms: Mapping[str, Transform]) -> tuple[str, ...]:

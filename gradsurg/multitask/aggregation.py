@@ -16,12 +16,23 @@ from gradsurg.multitask.conflict import Conflicts, conflict_of
 from gradsurg.multitask.merging import Merged, gramian_over, merge, products
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.sites._modules import ROOT
-from gradsurg.triggers.base import Clock, Moment
+from gradsurg.triggers.base import Clock, Moment, Sourced, Trigger
+from gradsurg.triggers.for_task import ForTask
 
 SHARED = "shared"
 """The group of all that is selected, where an aggregator acts on the whole."""
 
 ERRORS = Exception  # whatever a user's aggregator raises: it gets a note and is raised again
+
+
+def check_host(trigger: Trigger, label: str) -> None:
+    """Raises ValueError if a trigger looks at a gradient: an aggregator has several."""
+    for part in trigger.parts:
+        if isinstance(part, Sourced | ForTask) or part.on_device:
+            raise ValueError(
+                f"{label}: {part!r} looks at one gradient, and an aggregator has several: it can "
+                "act by step, epoch, phase, flag or probability"
+            )
 
 
 @dataclass

@@ -1,10 +1,11 @@
 """How much the gradients of several tasks disagree, in numbers, all from their Gramian."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from math import inf, nan
+from math import inf, isfinite, nan
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,27 +70,27 @@ class Conflict:
         """All of it, for a file."""
         return asdict(self)
 
-    def numbers(self) -> dict[str, float]:
-        """By paths, for a log."""
-        found = {
-            "conflict_rate": self.conflict_rate,
-            "norm_spread": self.norm_spread,
-            "condition": self.condition,
-            "cosine_to_mean": self.cosine_to_mean,
-            "norm_to_mean": self.norm_to_mean,
-            "weight_entropy": self.weight_entropy,
-        }
-        for task, norm, fall in zip(self.tasks, self.norms, self.decrease, strict=True):
-            found |= {f"norm/{task}": norm, f"decrease/{task}": fall}
-        for task, weight in zip(self.tasks, self.weights, strict=False):
-            found[f"weight/{task}"] = weight
-        for first, name in enumerate(self.tasks):
-            for second in range(first):
-                found[f"cosine/{self.tasks[second]}~{name}"] = self.cosines[first][second]
-        for other, said in self.others.items():
-            found[f"cosine_to/{other}"] = said.cosine
-        prefix = f"conflict/{self.aggregator}/{self.group}"
-        return {f"{prefix}/{name}": number for name, number in found.items()}
+
+def numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """What a row of a `Conflict` says, by paths, for a log; what does not exist is left out.
+
+    Any: what JSON can hold.
+    """
+    tasks = row["tasks"]
+    found = {name: row[name] for name in (*SAID, "condition", "weight_entropy")}
+    for name in ("norms", "decrease", "weights"):
+        path = name.rstrip("s")
+        found |= {f"{path}/{task}": own for task, own in zip(tasks, row[name], strict=False)}
+    for first, name in enumerate(tasks):
+        for second in range(first):
+            found[f"cosine/{tasks[second]}~{name}"] = row["cosines"][first][second]
+    found |= {f"cosine_to/{other}": said["cosine"] for other, said in row["others"].items()}
+    prefix = f"conflict/{row['aggregator']}/{row['group']}"
+    return {
+        f"{prefix}/{name}": number
+        for name, number in found.items()
+        if isinstance(number, int | float) and isfinite(number)
+    }
 
 
 def conflict_of(

@@ -12,12 +12,11 @@ from torch.autograd.graph import get_gradient_edge
 from gradsurg.attached import Attached, Patient
 from gradsurg.fields import nearest
 from gradsurg.intervention import Intervention
-from gradsurg.multitask.aggregation import SHARED, Aggregation, Around
+from gradsurg.multitask.aggregation import SHARED, Aggregation, Around, check_host
 from gradsurg.multitask.features import Watch, cut, side_by_side, split
 from gradsurg.multitask.losses import Losses, named, values
 from gradsurg.multitask.rows import Block, Rows, views
 from gradsurg.sites._params import owned_params
-from gradsurg.triggers.base import Sourced
 from gradsurg.triggers.for_task import ForTask
 
 
@@ -46,12 +45,7 @@ class Joint:
                     f"{label}: '{other.label}' acts on {', '.join(both)} already, and a parameter "
                     "has one aggregator"
                 )
-        for part in intervention.when.parts:
-            if isinstance(part, Sourced | ForTask) or part.on_device:
-                raise ValueError(
-                    f"{label}: {part!r} looks at one gradient, and an aggregator has several: it "
-                    "can act by step, epoch, phase, flag or probability"
-                )
+        check_host(intervention.when, label)
         if one.at.features:
             self._watch = Watch(model, one.at.features, self._stack)
         self.aggregations.append(one)

@@ -16,6 +16,7 @@ from gradsurg.runs.store import directory_name
 from gradsurg.runs.switches import Switches
 from gradsurg.surgery import Surgery
 from gradsurg.tasks.base import Data, Task
+from gradsurg.triggers.for_task import ForTask
 
 ArmName = Literal["treated", "control"]
 PLAIN = Switches()
@@ -59,6 +60,15 @@ class Run:
     controls: Mapping[str, str] = field(default_factory=dict)
     switches: Switches = PLAIN
     make_lr_schedule: Callable[[Optimizer], LRScheduler | None] = lambda optimizer: None
+
+    @property
+    def several(self) -> bool:
+        """Whether the losses of its tasks go back one by one: something asks whose they are."""
+        items = self.surgery.interventions
+        return any(
+            item.aggregator or any(isinstance(part, ForTask) for part in item.when.parts)
+            for item in items
+        )
 
     @property
     def facts(self) -> dict[str, object]:

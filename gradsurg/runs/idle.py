@@ -43,7 +43,7 @@ def _identities(surgery: Surgery) -> set[str]:
     return {
         label
         for item, labels in zip(surgery.interventions, surgery.labels, strict=True)
-        for label, link in zip(labels, item.links, strict=True)
+        for label, link in zip(labels, item.links, strict=item.aggregator is None)
         if isinstance(link, Identity)
     }
 

@@ -1,6 +1,6 @@
 """What a run writes down as it goes, and its outcome."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from statistics import median
@@ -11,11 +11,12 @@ from torch import nn
 
 from gradsurg.effects import NUMBERS
 from gradsurg.live import Live
+from gradsurg.multitask.conflict import numbers
 from gradsurg.runs.arms import Run
 from gradsurg.runs.counterfactual import NUMBERS as UPDATE_NUMBERS
 from gradsurg.runs.counterfactual import SAMPLED, Counterfactual, means
 from gradsurg.runs.hardware import hardware
-from gradsurg.runs.store import EFFECTS, METRICS, RunDirectory
+from gradsurg.runs.store import CONFLICTS, EFFECTS, METRICS, RunDirectory
 from gradsurg.sinks.base import Sink
 from gradsurg.sites._untouched import untouched
 from gradsurg.tasks.base import Data
@@ -64,8 +65,10 @@ class RunLog:
         values = {"train/loss": loss, **update, **others}
         self.place.append_metrics({"step": done, **values})
         self.place.append_effects([{"step": done, **row} for row in rows])
+        conflicts = [conflict.row() for conflict in live.conflicts.fetch()]
+        self.place.append_conflicts(conflicts)
         times = {"time/step_ms": 1000 * median(self.seconds[-100:])}
-        self._tell(done, {**values, **times}, rows)
+        self._tell(done, {**values, **_newest(conflicts), **times}, rows)
         self.diverged = not isfinite(loss)
         return not self.diverged
 
@@ -81,8 +84,12 @@ class RunLog:
         effects: dict[int, list[dict[str, Any]]] = {}
         for effect in self.place.read_rows(EFFECTS):
             effects.setdefault(effect["step"], []).append(effect)
+        conflicts = self.place.read_rows(CONFLICTS)
+        before = 0
         for row in self.place.read_rows(METRICS):
             values = {key: value for key, value in row.items() if "/" in key and value is not None}
+            values |= _newest(own for own in conflicts if before <= own["step"] < row["step"])
+            before = row["step"]
             self._tell(row["step"], values, effects.get(row["step"], []))
 
     def _tell(
@@ -148,6 +155,11 @@ class RunLog:
             outputs = outputs_of(model, inputs.to(device))
             metrics = self.run.task.metrics(outputs, targets.to(device))
         return {f"{part}/{name}": value for name, value in metrics.items()}
+
+
+def _newest(conflicts: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """The numbers of the last conflict of each group."""
+    return {key: value for row in conflicts for key, value in numbers(row).items()}
 
 
 def _median_ms(seconds: list[float]) -> float | None:

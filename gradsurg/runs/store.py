@@ -16,9 +16,12 @@ from typing import Any, Literal
 from gradsurg.runs.controls import controls_of, merged_facts
 
 CONFIG, METRICS, EFFECTS = "config.yaml", "metrics.jsonl", "effects.jsonl"
+CONFLICTS = "conflicts.jsonl"
+LINES = (METRICS, EFFECTS, CONFLICTS)
+"""The files that grow by lines."""
 SUMMARY, CHECKPOINT, LOCK = "summary.json", "checkpoint.pt", ".lock"
 FACTS, ERROR = "run.json", "error.log"
-OWN = (SUMMARY, CHECKPOINT, EFFECTS, METRICS, CONFIG, FACTS, ERROR)
+OWN = (SUMMARY, CHECKPOINT, *LINES, CONFIG, FACTS, ERROR)
 NOT_FINITE = "not_finite"
 MAX_LABEL = 80
 
@@ -45,7 +48,7 @@ def directory_name(label: str, config: Mapping[str, object]) -> str:
 class RunDirectory:
     """The files of one run: facts, config, metrics, effects, checkpoint, and last the summary.
 
-    Everything but the two JSONL files is replaced as a whole, so that a kill at any moment leaves
+    Everything but the JSONL files is replaced as a whole, so that a kill at any moment leaves
     the old or the new one. JSON has no NaN and no infinity: such a number is written as null, and
     the line's `not_finite` says which it was, as "train/loss=nan"; so nothing is lost. The first
     write makes the directory. A failing write is an OSError that names the file.
@@ -77,7 +80,7 @@ class RunDirectory:
             return "diverged" if self.read_summary().get("state") == "diverged" else "finished"
         if (self.path / ERROR).is_file():
             return "failed"
-        if any((self.path / name).is_file() for name in (METRICS, EFFECTS, CHECKPOINT)):
+        if any((self.path / name).is_file() for name in (*LINES, CHECKPOINT)):
             return "interrupted"
         return "planned"
 
@@ -196,13 +199,18 @@ class RunDirectory:
         """Add a line for each row to `effects.jsonl`."""
         self._append(EFFECTS, rows)
 
+    def append_conflicts(self, rows: Sequence[Mapping[str, object]]) -> None:
+        """Add a line for each row to `conflicts.jsonl`, which only a run of several tasks has."""
+        if rows:
+            self._append(CONFLICTS, rows)
+
     def read_rows(self, name: str) -> list[dict[str, Any]]:  # Any: what JSON can hold
-        """The lines of `metrics.jsonl` or `effects.jsonl`; none if it is not there."""
+        """The lines of one of the files that grow; none if it is not there."""
         return [json.loads(line) for line in whole_lines(self.path / name).splitlines()]
 
     def write_summary(self, summary: Mapping[str, object]) -> None:
         """Write the outcome: afterwards the run is finished, so this comes last."""
-        for name in (METRICS, EFFECTS):
+        for name in LINES:
             self._sync(name)
         self._replace(SUMMARY, json.dumps(_finite(summary), indent=2).encode())
 
@@ -216,7 +224,7 @@ class RunDirectory:
 
         import torch
 
-        sizes = {name: self._sync(name) for name in (METRICS, EFFECTS)}
+        sizes = {name: self._sync(name) for name in LINES}
         buffer = BytesIO()
         torch.save({"state": dict(state), "sizes": sizes}, buffer)
         self._replace(CHECKPOINT, buffer.getbuffer())
@@ -231,7 +239,7 @@ class RunDirectory:
 
         path = self.path / CHECKPOINT
         if not path.is_file():
-            self._cut({METRICS: 0, EFFECTS: 0})
+            self._cut(dict.fromkeys(LINES, 0))
             return None
         try:
             kept = torch.load(path, map_location="cpu", weights_only=True)

@@ -4,7 +4,7 @@ import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from gradsurg import randomness
 from gradsurg.ledger import SurgeryWarning
+from gradsurg.live import Live
 from gradsurg.runs.arms import Run
 from gradsurg.runs.checkpoint import Checkpoint, Saving, Trainee
 from gradsurg.runs.counterfactual import Counterfactual
@@ -23,7 +24,8 @@ from gradsurg.runs.store import RunDirectory
 from gradsurg.sinks.base import Guarded, RunInfo, Sink
 from gradsurg.sinks.base import State as SinkState
 from gradsurg.surgery import Surgery
-from gradsurg.train import Batches, Manner, Step, train
+from gradsurg.tasks.base import MultiTask
+from gradsurg.train import Batches, LossFn, Manner, Step, train
 
 Happened = Literal["trained", "resumed", "retried", "skipped", "kept failed"]
 
@@ -152,7 +154,7 @@ def _train(run: Run, place: RunDirectory, sinks: Sequence[Sink]) -> dict[str, ob
             if kept is not None:
                 live.ledger.resume(kept["ledger"])
                 live.effects.resume(kept["effects"], live.ledger)
-            for step in _steps(run, trainee, called, batches, log):
+            for step in _steps(run, trainee, called, batches, log, live):
                 if step.done % run.schedule.log_every and step.done != run.schedule.steps:
                     continue
                 loss = step.loss.item()  # a wait for the device, at logs only
@@ -200,13 +202,19 @@ def _log(
 
 
 def _steps(
-    run: Run, trainee: Trainee, called: nn.Module, batches: Batches, log: RunLog
+    run: Run, trainee: Trainee, called: nn.Module, batches: Batches, log: RunLog, live: Live
 ) -> Iterator[Step]:
     """The steps that are left, counted by the log and compared with those without the surgery."""
     manner = Manner(run.switches.autocast, trainee.scaler, trainee.lr_schedule)
+    loss_fn: LossFn = run.task.loss
+    if run.several and isinstance(run.task, MultiTask):
+        loss_fn = run.task.losses
+        manner = replace(
+            manner, backward=lambda losses, last: live.backward(losses, aggregate=last)
+        )
     before = log.without.before if log.without else None
     start, end = log.done, run.schedule.steps
-    optimizer, loss_fn = trainee.optimizer, run.task.loss
+    optimizer = trainee.optimizer
     for step in train(called, optimizer, loss_fn, batches, end, start, manner, before):
         if log.without:
             log.without.after()
