@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gradsurg.catalogue import snake
 from gradsurg.config.faults import ConfigError, Faults
-from gradsurg.config.make import Config, make
+from gradsurg.config.make import Config, called, make
 from gradsurg.config.optimizers import MakeOptimizer, optimizer_maker
 from gradsurg.config.pairs import Pair, Plan
 from gradsurg.config.parts import (
@@ -101,6 +101,9 @@ def build(config: Config) -> Experiment:
         label = "+".join(transforms) or "none"
         trial = Trial(model, task, data, settings, label, scope, steady)
         _try(trial, selector, trigger if config.get("transform") else None, faults)
+        if joint is not None and isinstance(task, MultiTask) and not faults.lines:
+            with faults.at("aggregator"):
+                trial.check_joint(*(own for own in (intervention, joint) if own))
     faults.stop()
     # What is missing has been said, and `stop` has raised.
     assert settings
@@ -200,7 +203,7 @@ def _joint(
 ) -> Intervention | None:
     """The aggregator, where one was asked for. `when` is its own if there is no transform."""
     aggregator = aggregator_of(config, faults)
-    shared = faults.made("shared", lambda: SharedParameters(**(config.get("shared") or {})))
+    shared = faults.made("shared", lambda: _shared(config))
     if aggregator is None or shared is None:
         return None
     key = str(config["aggregator"].get("name") or snake(type(aggregator).__name__))
@@ -216,6 +219,15 @@ def _joint(
     with faults.at("when"):
         check_host(trigger, key)
     return replace(always, when=trigger)
+
+
+def _shared(config: Config) -> SharedParameters:
+    fields = config.get("shared") or {}
+    if not isinstance(fields, Mapping):
+        raise TypeError(f"must be a mapping, as granularity: tensor, found {fields!r}")
+    made = called(SharedParameters, (), dict(fields))
+    assert isinstance(made, SharedParameters)
+    return made
 
 
 def _try(trial: Trial, selector: Selector, trigger: Trigger | None, faults: Faults) -> None:
