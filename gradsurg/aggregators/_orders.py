@@ -15,6 +15,8 @@ Order = Literal["random_per_task", "one_permutation", "fixed"]
 
 def orders_of(order: Order, count: int, context: Context) -> list[list[int]]:
     """For each of `count` tasks, all tasks in the order in which it meets them."""
+    if count < 3:  # no order makes a difference: nothing is drawn
+        order = "fixed"
     match order:
         case "random_per_task":
             draws = torch.rand(count, count, dtype=torch.float64, generator=context.generator())
