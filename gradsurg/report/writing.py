@@ -14,7 +14,7 @@ import polars as pl
 from gradsurg.report.alone import alone_rows
 from gradsurg.report.attribution import ABOUT_SHARES
 from gradsurg.report.certainty import p_text
-from gradsurg.report.figures import write_figures
+from gradsurg.report.figures import numbered, write_figures
 from gradsurg.report.grouping import flat
 from gradsurg.report.outcomes import Outcome
 from gradsurg.report.page import page
@@ -44,7 +44,11 @@ def write_report(report: StudyReport, out: Path, refresh: float | None = None) -
         (draft / "outcome.md").write_text(markdown(report))
         (draft / "outcome.tex").write_text(latex(report))
         write_figures(report, draft)
-        (draft / PAGE).write_text(page(report, refresh))
+        shown = {
+            name: draft / f"{name}.png" for name in numbered("trajectories", report.landscapes)
+        }
+        pictures = {name: path.read_bytes() for name, path in shown.items() if path.is_file()}
+        (draft / PAGE).write_text(page(report, refresh, pictures))
         names = sorted(path.name for path in draft.iterdir())
         # the page last: who sees a new one finds the other files as new
         for name in sorted(names, key=PAGE.__eq__):
