@@ -67,6 +67,8 @@ def landscapes(arms: Sequence[Arm], metrics: pl.DataFrame) -> tuple[list[Landsca
             start = [float(number) for number in found.pop("start")]
             key = canonical(found)
             Landscape("", found["x1"], found["x2"], found["values"], found["pareto"], [])
+            if not all(map(isfinite, start)):
+                raise ValueError("its start is not finite")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             faults.append(f"{run.name}: landscape.json: {type(error).__name__}: {error}")
             continue
@@ -84,7 +86,7 @@ def _landscape(
     arms = []
     for arm in group([replace(run, config=_startless(run.config)) for run, _ in runs]):
         ways = [_way(run, starts[run.name], metrics) for run in arm.runs]
-        arms.append(Ways(arm.name, ways))
+        arms.append(Ways(arm.name, sorted(ways, key=lambda way: (way.x1[0], way.x2[0], way.seed))))
     pareto = [*told["pareto"], told["pareto"][0]] if told.get("closed") else told["pareto"]
     config = (runs[0][0].config or {}).get("task")
     task = str(config.get("name", "")) if isinstance(config, Mapping) else ""

@@ -54,7 +54,10 @@ def page_data(report: StudyReport) -> Json:
             {"key": d.key, "name": d.name, "x": d.doses, "arms": [places[a.name] for a in d.arms]}
             for d in report.doses
         ],
-        "fronts": [_front(front, places) for front in report.fronts],
+        "fronts": [
+            _front(front, places, several=len({one.task for one in report.fronts}) > 1)
+            for front in report.fronts
+        ],
         "costs": [_cost(cost, places) for cost in report.costs],
         "updateTitles": list(NUMBERS.values()),
         "updates": [_update(effect, places) for effect in report.updates],
@@ -147,10 +150,10 @@ def _norms(found: Norms, places: dict[str, int]) -> Json:
     }
 
 
-def _front(front: Front, places: dict[str, int]) -> Json:
+def _front(front: Front, places: dict[str, int], several: bool) -> Json:
     return {
         "key": front.key,
-        "title": f"{front.task} {front.metric}",
+        "title": f"{front.task} {front.metric}" if several else front.metric,
         "metric": front.metric,
         "share": is_share(front.metric),
         "lower": front.lower_is_better,

@@ -15,13 +15,15 @@ SIGNS = {"loss": 1, "accuracy": -1, "r2": -1}
 
 WIDE = 10  # an axis that goes from 1 to 10 or further is by logarithms
 ROOM, CLOSE = 0.08, 0.05  # shares of an axis
+LEAST = 1e-3  # of what the arms span: runs that end in one place differ by less
 
 
 @dataclass(frozen=True)
 class Mark:
     """One arm: in each task its runs' values, in their order, and the mean with its interval.
 
-    `beaten_by` are the arms that are no worse in any task and better in one, by their means.
+    `beaten_by` are the arms whose means are no worse in any task and in one better, by more than a
+    thousandth of what the arms span.
     """
 
     arm: Arm
@@ -141,6 +143,7 @@ def _number(run: Found, key: str) -> float | None:
 def _ranked(marks: Sequence[Mark], sign: int) -> list[Mark]:
     """With the arms that dominate each."""
     costs = [[sign * mean.mean for mean in mark.means] for mark in marks]
+    least = [LEAST * (max(column) - min(column)) for column in zip(*costs, strict=True)]
     return [
         Mark(
             mark.arm,
@@ -150,7 +153,8 @@ def _ranked(marks: Sequence[Mark], sign: int) -> list[Mark]:
             [
                 other.arm.name
                 for other, theirs in zip(marks, costs, strict=True)
-                if theirs != own and all(a <= b for a, b in zip(theirs, own, strict=True))
+                if all(a <= b for a, b in zip(theirs, own, strict=True))
+                and any(a < b - gap for a, b, gap in zip(theirs, own, least, strict=True))
             ],
         )
         for mark, own in zip(marks, costs, strict=True)

@@ -49,9 +49,12 @@ def draw_trajectories(landscape: Landscape) -> Figure:
 def _ground(panel: Axes, landscape: Landscape, table: np.ndarray, alone: bool) -> None:
     # ranks make valleys and plateaus seen alike
     known = np.ma.masked_invalid(table)
-    levels = np.unique(np.quantile(known.compressed(), np.linspace(0, 1, LEVELS)))
+    ranks = np.linspace(0, 1, LEVELS)
+    levels = np.unique(np.quantile(known.compressed(), ranks)) if known.count() else []
     grid = (landscape.x1, landscape.x2, known)
-    if alone:
+    if len(levels) < 2:
+        pass  # it is flat
+    elif alone:
         panel.contourf(*grid, levels=levels, cmap="cividis")
     else:
         panel.contour(*grid, levels=levels, colors="#999999", linewidths=0.5, linestyles="solid")

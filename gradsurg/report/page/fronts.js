@@ -36,7 +36,7 @@ function frontPanel(front, pair) {
 function frontTable(front) {
   const value = (v) => short(v, front.share), name = (k) => data.arms[k].name;
   const heads = [head("", "num"), head("arm"), head("runs", "num"), ...front.names.map((task) => head(`${front.metric} ${task}`, "num")), head("dominated by")];
-  return table(`${front.title} of each task, arm by arm`, heads, front.marks.map((mark, k) => el("tr", {},
+  return table(`${front.metric} of each task, arm by arm`, heads, front.marks.map((mark, k) => el("tr", {},
     cell(String(k + 1), "num"), el("th", { scope: "row" }, name(mark.arm)), cell(String(mark.seeds.length), "num"),
     front.names.map((_, task) => el("td", { class: "num" }, value(mark.mean[task]), mark.low[task] !== null && el("span", { class: "between" }, `${value(mark.low[task])} to ${value(mark.high[task])}`))),
     cell(mark.beatenBy.length ? mark.beatenBy.slice(0, 3).map(name).join(", ") + (mark.beatenBy.length > 3 ? ` and ${mark.beatenBy.length - 3} more` : "") : "none", mark.beatenBy.length ? "muted" : ""))));
