@@ -260,11 +260,18 @@ def test_clear_removes_the_runs_files_and_no_other(run):
     run.append_effects([effect(1, 1, 1)])
     run.save_checkpoint({"step": 1})
     run.write_error("it broke")
+    run.write_landscape({"x1": [1.0]})
     run.write_summary({"state": "finished"})
     (run.path / ".summary.json.99.tmp").write_text("of a killed process")
     (run.path / "wandb").mkdir()
     run.clear()
     assert [path.name for path in run.path.iterdir()] == ["wandb"]
+
+
+def test_a_landscape_is_read_as_it_was_written_and_none_if_there_is_none(run):
+    assert run.read_landscape() is None
+    run.write_landscape({"x1": [1.0, float("nan")]})
+    assert run.read_landscape() == {"x1": [1.0, None]}
 
 
 def test_what_was_planned_can_be_read_before_there_is_anything_else(run):

@@ -23,6 +23,7 @@ from gradsurg.config.compose import CONFIG_DIR, plain, register
 from gradsurg.effects import NUMBERS
 from gradsurg.intervention import Intervention
 from gradsurg.models.mlp import MLP
+from gradsurg.models.point import Point
 from gradsurg.runs.arms import Run, Schedule
 from gradsurg.runs.idle import _would_bite
 from gradsurg.runs.made_with import made_with
@@ -32,6 +33,7 @@ from gradsurg.sinks.base import Guarded, RunInfo, Sink, State
 from gradsurg.sites.base import Selector
 from gradsurg.surgery import Surgery
 from gradsurg.tasks.base import Data, Task
+from gradsurg.tasks.cagrad_toy import CAGradToy
 from gradsurg.tasks.digits import Digits
 from gradsurg.transforms.base import Transform
 from gradsurg.triggers.always import Always
@@ -216,6 +218,22 @@ def test_a_run_writes_its_files_into_a_directory_of_its_own(tmp_path) -> None:
     outcomes = {f"{part}/{name}" for part in ("train", "test") for name in ("loss", "accuracy")}
     assert outcomes < set(record.summary)
     assert record.happened == "trained"
+
+
+def test_a_run_whose_task_has_a_landscape_writes_it_and_logs_where_it_was(tmp_path) -> None:
+    task = CAGradToy(start=(1.0, -2.0))
+    schedule = replace(SHORT, eval_every=10)
+    run = replace(a_run(task=task, schedule=schedule), make_model=make_point)
+    record = execute(run, tmp_path, [])
+    assert RunDirectory(record.directory).read_landscape() == task.landscape()
+    rows = [row for row in lines(record, "metrics.jsonl") if "test/x1" in row]
+    assert [row["step"] for row in rows] == [10, 20, 30]
+    assert {"test/x2", "test/loss_1", "test/loss_2"} < set(rows[0])
+    assert rows[-1]["test/x2"] == record.summary["test/x2"] != -2.0
+
+
+def make_point(data: Data) -> nn.Module:
+    return Point(data.input_shape, data.num_outputs, start=data.start or ())
 
 
 def test_a_sink_is_told_what_the_files_hold(tmp_path) -> None:

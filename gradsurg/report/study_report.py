@@ -11,7 +11,9 @@ from gradsurg.report.alone import uncompared
 from gradsurg.report.dose import Doses, doses
 from gradsurg.report.effort import effort
 from gradsurg.report.grouping import Arm, group
+from gradsurg.report.landscapes import Landscape, landscapes
 from gradsurg.report.outcomes import Cost, Outcome, UpdateEffect
+from gradsurg.report.pareto import Front, fronts
 from gradsurg.report.reading import Found, read_study
 from gradsurg.report.series import Curve, EffectMap, Norms
 
@@ -33,6 +35,8 @@ class StudyReport:
     maps: list[EffectMap]
     norms: list[Norms]
     doses: list[Doses]
+    fronts: list[Front]
+    landscapes: list[Landscape]
     effects: pl.DataFrame
     answer: str
     cautions: list[str]
@@ -66,6 +70,8 @@ def study_report(
     metrics, faults = series.load_metrics(logged)
     effects = series.load_effects(logged)
     compared = outcomes.compare(arms)
+    grounds, broken = landscapes(logged, metrics)
+    faults += broken
     faults = [f"Left out, because it cannot be read: {text}" for text in faults + effects.faults]
     return StudyReport(
         folder=folder,
@@ -81,6 +87,8 @@ def study_report(
         maps=series.effect_maps(arms, effects),
         norms=series.norms(arms, effects),
         doses=_compared(doses(arms), compared),
+        fronts=fronts(arms),
+        landscapes=grounds,
         effects=effects.rows,
         answer=answer.paragraph(compared, arms),
         cautions=[*answer.cautions(runs, compared), *faults],

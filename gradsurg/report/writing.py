@@ -49,11 +49,16 @@ def write_report(
         effects_table(report).write_parquet(draft / "effects.parquet")
         (draft / "outcome.md").write_text(markdown(report))
         (draft / "outcome.tex").write_text(latex(report))
+        pictures: dict[str, bytes] = {}
         if figures:
-            from gradsurg.report.figures import write_figures  # it takes longer than all the rest
+            # It takes longer than all the rest.
+            from gradsurg.report.figures import numbered, write_figures
 
             write_figures(report, draft)
-        (draft / PAGE).write_text(page(report, refresh))
+            shown = numbered("trajectories", report.landscapes)
+            paths = {name: draft / f"{name}.png" for name in shown}
+            pictures = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
+        (draft / PAGE).write_text(page(report, refresh, pictures))
         names = sorted(path.name for path in draft.iterdir())
         old = written(out) - {*names}
         # noted before it is there: a kill in between leaves no file that nobody knows

@@ -20,8 +20,8 @@ CONFLICTS = "conflicts.jsonl"
 LINES = (METRICS, EFFECTS, CONFLICTS)
 """The files that grow by lines."""
 SUMMARY, CHECKPOINT, LOCK = "summary.json", "checkpoint.pt", ".lock"
-FACTS, ERROR = "run.json", "error.log"
-OWN = (SUMMARY, CHECKPOINT, *LINES, CONFIG, FACTS, ERROR)
+FACTS, ERROR, LANDSCAPE = "run.json", "error.log", "landscape.json"
+OWN = (SUMMARY, CHECKPOINT, *LINES, CONFIG, FACTS, ERROR, LANDSCAPE)
 NOT_FINITE = "not_finite"
 MAX_LABEL = 80
 
@@ -217,6 +217,15 @@ class RunDirectory:
     def read_summary(self) -> dict[str, object]:
         """The outcome of a finished run; FileNotFoundError if it is not finished."""
         return json.loads((self.path / SUMMARY).read_bytes())
+
+    def write_landscape(self, told: Mapping[str, object]) -> None:
+        """Keep what the task's losses are over the plane, for pictures of the ways through it."""
+        self._replace(LANDSCAPE, json.dumps(_finite(told), separators=(",", ":")).encode())
+
+    def read_landscape(self) -> dict[str, Any] | None:  # Any: what JSON can hold
+        """What `write_landscape` kept, or None."""
+        path = self.path / LANDSCAPE
+        return json.loads(path.read_bytes()) if path.is_file() else None
 
     def save_checkpoint(self, state: Mapping[str, object]) -> None:
         """Keep what resuming needs, with the present lengths of the JSONL files."""

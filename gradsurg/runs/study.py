@@ -125,6 +125,9 @@ def _execute(
 def _train(run: Run, place: RunDirectory, sinks: Sequence[Sink]) -> dict[str, object]:
     randomness.seed(run.seed)
     data = run.task.load()
+    landscape = run.task.landscape()
+    if landscape is not None:
+        place.write_landscape(landscape)
     model = run.make_model(data).to(run.device)
     batches = Batches(
         data.train_inputs.to(run.device),

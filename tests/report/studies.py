@@ -128,3 +128,45 @@ def mixed(folder: Path) -> Path:
     log(stopped, "noise", steps=20)
     plan(folder, "noise", 2, "none-seed9-00000000")
     return folder
+
+
+GROUND = {
+    "names": ["1", "2"],
+    "x1": [0.0, 1.0, 2.0],
+    "x2": [-1.0, 1.0],
+    "values": {"1": [[0.0, 1.0, 2.0], [1.0, 2.0, 3.0]], "2": [[4.0, 1.0, 0.0], [5.0, 2.0, 1.0]]},
+    "pareto": [[0.0, -1.0], [2.0, -1.0]],
+    "closed": False,
+}
+"""What a task's losses are on six places."""
+
+
+def toy(folder: Path) -> Path:
+    """Two starts of clip and of the control, with a landscape and the way from each start."""
+    controls: dict[float, str] = {}
+    for label in ("none", "clip"):
+        for start in (0.0, 2.0):
+            task = {"name": "toy", "start": [start, 1.0]}
+            place = plan(folder, label, 0, controls.get(start), task=task)
+            controls.setdefault(start, place.path.name)
+            place.write_landscape({**GROUND, "start": [start, 1.0]})
+            for step in (10, 20):
+                place.append_metrics({"step": step, "test/x1": start, "test/x2": 1 - step / 20})
+            end(place, label, 0.5, **{"test/x1": 1.0, "test/x2": -1.0}, **several(start, 1.0))
+    return folder
+
+
+def several(*losses: float) -> dict[str, object]:
+    """What a summary says of losses of several tasks."""
+    names = ("first", "second", "third")
+    return {f"test/loss_{name}": loss for name, loss in zip(names, losses, strict=False)}
+
+
+def tasks(folder: Path, **arms: list[tuple[float, ...]]) -> Path:
+    """Arms that were trained on several tasks: of each the losses of its runs, seed by seed."""
+    for label, runs in arms.items():
+        for seed, losses in enumerate(runs):
+            place = plan(folder, label, seed, task={"name": "pair"})
+            log(place, label)
+            end(place, label, 0.5, **several(*losses))
+    return folder
