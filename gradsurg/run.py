@@ -64,6 +64,8 @@ def job(config: DictConfig) -> None:
     if experiment.settings.plan:
         print(experiment.surgery.plan(experiment.make_model(), experiment.example_input))
         return
+    if not experiment.settings.steps:
+        return  # told while the config was checked
     sweeping = HydraConfig.get().mode is RunMode.MULTIRUN
     runs, skipped, wanted, failed = [], 0, 0, 0
     if sweeping:

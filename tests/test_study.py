@@ -24,6 +24,7 @@ from gradsurg.effects import NUMBERS
 from gradsurg.intervention import Intervention
 from gradsurg.models.mlp import MLP
 from gradsurg.models.point import Point
+from gradsurg.runs import run_log
 from gradsurg.runs.arms import Run, Schedule
 from gradsurg.runs.idle import _would_bite
 from gradsurg.runs.made_with import made_with
@@ -73,6 +74,8 @@ class Wrapped(Task):
                     os.kill(os.getpid(), signal.SIGKILL)
         if self.does == "nan" and len(self.calls) >= self.at:
             return loss * float("nan")
+        if self.does == "one nan" and len(self.calls) == self.at:
+            return loss + float("nan")  # whose gradient is that of the loss
         if self.does == "warn":
             warnings.warn("mine", UserWarning, stacklevel=1)
         return loss
@@ -534,11 +537,25 @@ def test_a_loss_that_is_nan_ends_the_run_as_diverged(tmp_path) -> None:
     record = execute(a_run(gs.Clip(0.1), task=Wrapped(12, "nan")), tmp_path, [sink])
     assert record.summary["state"] == "diverged"
     assert record.summary["steps"] == 15
+    assert record.summary["diverged_step"] == 12
     assert sink.ended[0][0] == "diverged"
     assert [row["train/loss"] is None for row in lines(record, "metrics.jsonl")] == [0, 0, 1]
     assert lines(record, "metrics.jsonl")[-1]["not_finite"] == "train/loss=nan"
     assert lines(record, "effects.jsonl")[-1]["nonfinite"]
     assert execute(a_run(gs.Clip(0.1)), tmp_path, []).happened == "skipped"
+
+
+@pytest.mark.parametrize("log_every", [1, 7, 30])
+@pytest.mark.parametrize("most", [1000, 4])
+def test_the_first_loss_that_is_not_finite_is_told_however_seldom_is_logged(
+    tmp_path, monkeypatch, log_every: int, most: int
+) -> None:
+    monkeypatch.setattr(run_log, "MOST_LOSSES", most)
+    run = a_run(gs.Clip(0.1), task=Wrapped(12, "one nan"))
+    schedule = replace(run.schedule, log_every=log_every)
+    record = execute(replace(run, schedule=schedule), tmp_path, [])
+    assert record.summary["state"] == "diverged"
+    assert record.summary["diverged_step"] == 12
 
 
 def test_a_run_broken_by_its_very_last_step_is_diverged_too(tmp_path) -> None:

@@ -161,6 +161,9 @@ def _found(path: Path) -> Found:
 
 def _reason(run: Found, place: RunDirectory, last: dict[str, Any]) -> str:
     match run.state:
+        case "diverged" if run.summary and run.summary.get("diverged_step") is not None:
+            step = run.summary["diverged_step"]
+            return f"the loss was not finite at step {step} of {run.steps}"
         case "diverged":
             what = str(last.get(NOT_FINITE) or "an outcome is not finite").replace("=", " was ")
             return f"{what} at step {run.done} of {run.steps}"

@@ -133,8 +133,8 @@ def _measured(pairs: Sequence[tuple[Summary, Summary]], name: str) -> str:
         return ""
     every = pairs[0][0]["effects_every"]
     return fill(
-        "step time is the median, over a control that is hooked at the same sites without acting; "
-        f"a step whose effect is measured (one in {every}) takes "
+        "step time is the median of steps whose effect is not measured, the difference that of the "
+        f"pairs; a step whose effect is measured (one in {every}) takes "
         f"{median(times):.3g} ms with {name}",
         WIDTH,
     )
