@@ -83,7 +83,7 @@ def study_report(
         doses=_compared(doses(arms), compared),
         effects=effects.rows,
         answer=answer.paragraph(compared, arms),
-        cautions=[*answer.cautions(runs, compared), *faults],
+        cautions=[*answer.cautions(runs, compared, arms), *faults],
         effort=effort(runs),
     )
 
