@@ -40,6 +40,7 @@ FLOORS = (
     (
         "runs.hardware",
         "runs.made_with",
+        "runs.learned",
         "runs.controls",
         "runs.store",
         "runs.frames",

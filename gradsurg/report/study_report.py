@@ -91,7 +91,7 @@ def study_report(
         landscapes=grounds,
         effects=effects.rows,
         answer=answer.paragraph(compared, arms),
-        cautions=[*answer.cautions(runs, compared), *faults],
+        cautions=[*answer.cautions(runs, compared, arms), *faults],
         effort=effort(runs),
     )
 

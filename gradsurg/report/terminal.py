@@ -9,6 +9,7 @@ from textwrap import fill
 from gradsurg.report.alone import spread
 from gradsurg.report.attribution import shares_text
 from gradsurg.report.certainty import about_p, bootstrap_line, p_cell
+from gradsurg.report.dead import dead_line
 from gradsurg.report.update_line import update_line
 from gradsurg.report.wording import (
     HEADLINE,
@@ -48,6 +49,7 @@ def report(runs: Sequence[Runs]) -> str:
     shown = [run.treated or run.control for run in runs]
     parts = [
         _outcome(treated, control),
+        _dead(treated, control),
         _shares(runs, treated),
         _wrapped(update_line([summary for summary in treated if summary is not None])),
         _notes([summary for summary in treated + control if summary is not None]),
@@ -92,6 +94,17 @@ def _outcome(treated: Sequence[Summary | None], control: Sequence[Summary | None
     notes = [few, fill(bootstrap_line(by_seed, amount), WIDTH), _measured(whole, name)]
     lines = [said, *lost, "", aligned(rows), *(note for note in notes if note)]
     return "\n".join(lines).rstrip()
+
+
+def _dead(treated: Sequence[Summary | None], control: Sequence[Summary | None]) -> str:
+    """Which arm has learned nothing, if one has."""
+    arms = [[summary for summary in arm if summary] for arm in (treated, control)]
+    lines = [dead_line(_called(arm[0]), arm) for arm in arms if arm]
+    return "\n".join(_wrapped(line) for line in lines if line)
+
+
+def _called(summary: Summary) -> str:
+    return "control" if summary["label"] == "none" else summary["label"]
 
 
 def _shares(runs: Sequence[Runs], treated: Sequence[Summary | None]) -> str:

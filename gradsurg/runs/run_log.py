@@ -14,9 +14,9 @@ from gradsurg.effects import NUMBERS
 from gradsurg.live import Live
 from gradsurg.multitask.conflict import numbers
 from gradsurg.runs.arms import Run
-from gradsurg.runs.counterfactual import NUMBERS as UPDATE_NUMBERS
-from gradsurg.runs.counterfactual import SAMPLED, Counterfactual, means
+from gradsurg.runs.counterfactual import Counterfactual, means
 from gradsurg.runs.hardware import hardware
+from gradsurg.runs.learned import learned_nothing
 from gradsurg.runs.store import CONFLICTS, EFFECTS, METRICS, RunDirectory
 from gradsurg.sinks.base import Sink
 from gradsurg.sites._untouched import untouched
@@ -24,8 +24,6 @@ from gradsurg.tasks.base import Data
 from gradsurg.train import Step, outputs_of
 
 NOTHING: Mapping[str, float] = MappingProxyType({})
-
-UPDATE = (SAMPLED, *UPDATE_NUMBERS)
 
 MOST_LOSSES = 1000  # that are kept to be looked at: each is a tensor on the device
 
@@ -153,7 +151,10 @@ class RunLog:
                 outcome["state"] = "diverged"  # the last step can break what no loss has seen
         if self.bad_step is not None:
             outcome["diverged_step"] = self.bad_step
-        outcome |= means(self.place.read_rows(METRICS))
+        rows = self.place.read_rows(METRICS)
+        outcome |= means(rows)
+        if outcome["state"] == "finished":
+            outcome["learned_nothing"] = learned_nothing(run.task, data, outcome, rows)
         outcome |= self.times()
         outcome["time/train_s"] = self.trained_s
         outcome["hardware"] = hardware(run.device)
