@@ -39,7 +39,7 @@ def check_aggregator(
     if not isinstance(aggregator, Aggregator):
         aggregator = Plain(aggregator, declared or ())
     promised = aggregator.properties if declared is None else frozenset(declared)
-    tasks = num_tasks if aggregator.num_tasks is None else (aggregator.num_tasks,)
+    tasks = _numbers(aggregator, num_tasks)
     rules = tuple(
         judged(name, True, partial(rule, aggregator, tasks))
         for name, rule in {**RULES, "wide": partial(wide, columns=max_columns)}.items()
@@ -49,6 +49,14 @@ def check_aggregator(
         for name, check in PROPERTIES.items()
     )
     return demanded(Table(repr(aggregator), verdicts, rules))
+
+
+def _numbers(aggregator: Aggregator, wanted: Sequence[int]) -> tuple[int, ...]:
+    """Those of the wanted numbers of tasks that it takes."""
+    if aggregator.num_tasks is not None:
+        return (aggregator.num_tasks,)
+    least = aggregator.least_tasks
+    return tuple(number for number in wanted if number >= least) or (least, least + 2)
 
 
 def _everywhere(
