@@ -19,6 +19,7 @@ from gradsurg.aggregators.base import (
 )
 from gradsurg.testing.matrices import losses_for, mixed, names, normal, stationary
 from gradsurg.testing.verdicts import (
+    at,
     expect,
     expect_generator_untouched,
     expect_like,
@@ -69,7 +70,8 @@ def _finite(aggregator: Aggregator, tasks: Sequence[int]) -> None:
                     for dtype in (torch.float32, torch.float64):
                         given = (family * scale).to(dtype)
                         text = f"{name} rows {number} x {size} of {dtype}, scale {scale:g}"
-                        result = _once(aggregator, given)
+                        with at(text):
+                            result = _once(aggregator, given)
                         expect_like(result, given[0], text)
                         expect(result.isfinite().all(), f"{text}: {written(result)}")
 
@@ -80,7 +82,8 @@ def _like_a_row(aggregator: Aggregator, tasks: Sequence[int]) -> None:
             for dtype in (torch.float32, torch.float64, torch.bfloat16):
                 rows = normal(number, max(size, 1), 1, seed=1)[:, :size].to(dtype)
                 text = f"rows {number} x {size} of {dtype}"
-                result = _once(aggregator, rows)
+                with at(text):
+                    result = _once(aggregator, rows)
                 expect_like(result, rows[0], text)
                 expect(result.isfinite().all(), f"{text}: {written(result)}")
 

@@ -10,7 +10,7 @@ from gradsurg.aggregators.base import Aggregator, Property
 from gradsurg.testing.aggregator_properties import PROPERTIES, Assertion
 from gradsurg.testing.aggregator_rules import RULES, Plain, wide
 from gradsurg.testing.matrices import examples, not_stationary
-from gradsurg.testing.verdicts import Table, demanded, judged
+from gradsurg.testing.verdicts import Table, at, demanded, judged
 
 
 def check_aggregator(
@@ -65,4 +65,5 @@ def _everywhere(
     family = not_stationary if name == "strongly_stationary" else examples
     remembers = bool(aggregator.init(tasks[0]))
     for index, example in enumerate(family(tasks, count)):
-        check(aggregator, example, remembers and index % 2 == 1)
+        with at(example.name):
+            check(aggregator, example, remembers and index % 2 == 1)

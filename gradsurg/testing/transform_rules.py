@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradsurg.testing.verdicts import (
+    at,
     expect,
     expect_generator_untouched,
     expect_like,
@@ -87,8 +88,9 @@ def _finite(subject: Subject) -> None:
         for dtype in DTYPES:
             for shape in subject.shapes:
                 grad = noise(shape, dtype).sign() * scale
-                result = subject.once(grad)
                 text = f"{dtype} of shape {list(shape)}, scale {scale:g}"
+                with at(text):
+                    result = subject.once(grad)
                 expect_like(result, grad, text)
                 expect(result.isfinite().all(), f"{text}: {written(result)}")
 

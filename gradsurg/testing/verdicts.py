@@ -1,6 +1,7 @@
 """What a check has found: one verdict for each law and each rule, and the table of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from textwrap import shorten
 
@@ -59,14 +60,25 @@ class Table:
 def judged(name: str, declared: bool, check: Check) -> Verdict:
     """The verdict of one check."""
     try:
-        check()
+        with at(""):
+            check()
     except AssertionError as error:
         found = str(error)
-    except Exception as error:  # anyone's code runs here, and whatever it raises is a finding
-        found = f"raises {type(error).__name__}: {error}"
     else:
         return Verdict(name, declared, True)
     return Verdict(name, declared, False, shorten(found, 400, placeholder=" ..."))
+
+
+@contextmanager
+def at(place: str) -> Iterator[None]:
+    """What is raised in the block becomes an AssertionError that names the place."""
+    try:
+        yield
+    except AssertionError:
+        raise
+    except Exception as error:  # anyone's code runs here, and whatever it raises is a finding
+        said = f"raises {type(error).__name__}: {error}"
+        raise AssertionError(f"{place}: {said}" if place else said) from error
 
 
 def demanded(table: Table) -> Table:

@@ -22,9 +22,9 @@ PAPER = rf"({NAME}(?:(?:, {NAME})* and {NAME}| et al\.)?,? (?:{NAME} )?(?:19|20)
 
 
 def paper(cls: type) -> str:
-    """What a docstring cites first, with its number at arXiv; empty if it cites nothing."""
+    """What a docstring cites first, rather with a number at arXiv; empty if it cites nothing."""
     text = " ".join((inspect.getdoc(cls) or "").split())
-    found = re.search(rf"{PAPER}(?:[^.]*?\(?arXiv ([\d.]*\d))?", text)
+    found = re.search(rf"{PAPER} \(arXiv ([\d.]*\d)", text) or re.search(rf"{PAPER}()", text)
     if not found:
         return ""
     cited, number = found.groups()

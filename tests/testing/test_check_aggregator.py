@@ -185,7 +185,10 @@ def test_what_raises_is_a_finding() -> None:
     def broken(rows: Tensor) -> Tensor:
         raise ZeroDivisionError("by\nzero")
 
-    with pytest.raises(AssertionError, match="  finite: raises ZeroDivisionError: by zero\n"):
+    with pytest.raises(
+        AssertionError,
+        match="\n  finite: normal rows 1 x 1 of .*: raises ZeroDivisionError: by zero\n",
+    ):
         check_aggregator(broken)
 
 
