@@ -109,6 +109,23 @@ def train(
         yield Step(done, loss, perf_counter() - began, skipped)
 
 
+def loss_of(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: tuple[Tensor, Tensor],
+    parts: int,
+    autocast: torch.dtype | None,
+) -> Tensor:
+    """The share that a batch, one of so many `parts` of a step, has in the loss of the step."""
+    inputs, targets = batch
+    if autocast is None:
+        loss = loss_fn(model(inputs), targets)
+    else:
+        with torch.autocast(inputs.device.type, autocast):
+            loss = loss_fn(model(inputs), targets)
+    return loss / parts if parts > 1 else loss
+
+
 def _backward(
     model: nn.Module,
     loss_fn: LossFn,
@@ -117,14 +134,7 @@ def _backward(
     manner: Manner,
 ) -> Tensor:
     """Add the gradients of a batch, one of so many `parts` of a step; its share of the loss."""
-    inputs, targets = batch
-    if manner.autocast is None:
-        loss = loss_fn(model(inputs), targets)
-    else:
-        with torch.autocast(inputs.device.type, manner.autocast):
-            loss = loss_fn(model(inputs), targets)
-    if parts > 1:
-        loss = loss / parts
+    loss = loss_of(model, loss_fn, batch, parts, manner.autocast)
     (loss if manner.scaler is None else manner.scaler.scale(loss)).backward()
     return loss.detach()
 
