@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ from gradsurg.triggers.base import Trigger
 from tests.test_sinks import alone, inspect, of_type, rows
 
 ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SHORT = Schedule(steps=30, batch_size=32, log_every=5, checkpoint_every=10, effects_every=4)
 
 
@@ -301,15 +303,6 @@ def test_another_seed_is_another_run(tmp_path) -> None:
 
 MIXED = gs.Chain(gs.LowPass(), gs.AddNoise(0.001), gs.Clip(0.05))
 INTERRUPTED = [1, 5, 10, 11, 14, 15, 21, 30]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums of floats depend on the number of threads, so all that is compared has the same."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

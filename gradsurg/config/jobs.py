@@ -19,7 +19,6 @@ WORST_FIRST: tuple[RunState, ...] = (
     "diverged",
     "finished",
 )
-BAD: tuple[RunState, ...] = WORST_FIRST[:-1]
 
 TOLD: dict[RunState, str] = {
     "planned": "to train",

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradsurg.config.make import ERRORS, Config, called, sentence
+from gradsurg.config.make import ERRORS, Config, called, chosen, sentence
 from gradsurg.config.settings import Settings
-from gradsurg.fields import FieldError, nearest
+from gradsurg.fields import FieldError
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 
@@ -40,10 +40,7 @@ def optimizer_maker(config: Config, settings: Settings | None, bare: bool = Fals
         fields = optimizer_config(config, settings)
         name = str(fields.pop("name", ""))
         kinds = [key for key, kind in vars(torch.optim).items() if _is_optimizer(kind)]
-        if name in REFUSED:
-            raise ValueError(f"{name} {REFUSED[name]}. {nearest(name, kinds)}")
-        if name not in kinds:
-            raise LookupError(f"there is no '{name}' in torch.optim. {nearest(name, kinds)}")
+        chosen(name, kinds, REFUSED, "torch.optim")
         kind = getattr(torch.optim, name)
         kind = _bare(kind) if bare else kind
         try:

@@ -1,7 +1,7 @@
 """A trial step on a model that is thrown away: what could never act is found before a run."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from itertools import product
 from typing import Any, TypeVar
@@ -19,7 +19,6 @@ from gradsurg.sites.base import Selector
 from gradsurg.sources import watched
 from gradsurg.surgery import Surgery
 from gradsurg.tasks.base import Data, MultiTask, Task
-from gradsurg.train import LossFn
 from gradsurg.transforms.base import Context, GroupTransform, Law, Scope, State
 from gradsurg.transforms.identity import Identity
 from gradsurg.triggers.always import Always
@@ -27,6 +26,7 @@ from gradsurg.triggers.base import Clock, Fires, Moment, Trigger
 from gradsurg.triggers.for_task import ForTask
 
 Part = TypeVar("Part", Selector, Trigger)
+Losing = Callable[[Tensor, Tensor], Tensor | Mapping[str, Tensor]]
 
 PATIENCE = 100_000  # steps: of a longer run nobody waits to hear that nothing would ever act
 SILENT = "no gradient passes at"
@@ -155,12 +155,12 @@ class Trial:
         """One training step that changes nothing: what the ledger has afterwards."""
         leave = Identity() if self.scope == "tensor" else _LeaveGroup()
         several = any(isinstance(part, ForTask) for part in trigger.parts)
-        loss = self.task.loss
+        loss: Losing = self.task.loss
         if several and isinstance(self.task, MultiTask):
             loss = self.task.losses
         return self._ledger(Surgery(Intervention(leave, selector, trigger, (self.label,))), loss)
 
-    def _ledger(self, surgery: Surgery, loss: LossFn) -> list[Entry]:
+    def _ledger(self, surgery: Surgery, loss: Losing) -> list[Entry]:
         """What the ledger has after a training step that changes nothing."""
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
         count = self._batch
