@@ -197,6 +197,38 @@ def test_one_for_so_many_tasks_is_checked_with_so_many() -> None:
     assert table.holds >= gs.FixedWeights((1.0, 1.0, 1.0)).properties
 
 
+class Third(Weighting):
+    """Needs three tasks."""
+
+    @property
+    def least_tasks(self) -> int:
+        return 3
+
+    @property
+    def properties(self) -> frozenset[Property]:
+        return frozenset({"deterministic", "homogeneous"})
+
+    def weights(self, gramian: Tensor) -> Tensor:
+        if len(gramian) < 3:
+            raise ValueError("too few")
+        return torch.eye(len(gramian), dtype=torch.float64)[2]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Third)
+
+    def __hash__(self) -> int:
+        return 3
+
+    def __repr__(self) -> str:
+        return "Third()"
+
+
+@pytest.mark.parametrize("num_tasks", [(1, 2, 3, 8), (1, 2)])
+def test_one_that_needs_so_many_tasks_is_not_given_fewer(num_tasks: tuple[int, ...]) -> None:
+    table = check_aggregator(Third(), num_tasks=num_tasks)
+    assert "permutation_invariant" not in table.holds
+
+
 def test_what_is_no_aggregator_is_refused() -> None:
     with pytest.raises(TypeError, match="takes an aggregator or a function, found 3"):
         check_aggregator(3)
