@@ -217,7 +217,7 @@ def _steps(
     before = log.without.before if log.without else None
     start, end = log.done, run.schedule.steps
     optimizer, loss_fn = trainee.optimizer, run.task.loss
-    for step in train(called, optimizer, batches, end, start, manner, before):
+    for step in train(called, optimizer, loss_fn, batches, end, start, manner, before):
         if log.without:
             log.without.after()
         log.took(step)
