@@ -135,6 +135,7 @@ class Effects:
         """Sum over the pending pairs; nothing is waited for."""
         pending, self._pending, self._kept = self._pending, [], 0
         batches: dict[tuple[torch.device, torch.dtype], _Batch] = {}
+        pending.sort(key=_size)  # those of one size are summed in one call
         for slot, before, after in pending:
             batch = batches.setdefault((before.device, before.dtype), _Batch())
             size = before.numel()
@@ -265,6 +266,10 @@ class Effects:
             sizes = [size for _, own, _ in items for size in own]
             for slot, row in zip(slots, numbers(wide.double(), sizes).tolist(), strict=True):
                 self._slots[slot].fresh = _added(self._slots[slot].fresh, row)
+
+
+def _size(kept: tuple[int, Tensor, Tensor]) -> int:
+    return kept[1].numel()
 
 
 def _limit(grad: Tensor) -> int:

@@ -1,5 +1,8 @@
 """The sums over pairs of gradients that effects are made of."""
 
+from collections.abc import Iterator
+from itertools import groupby
+
 import torch
 from torch import Tensor
 
@@ -26,8 +29,7 @@ class Rooms:
             room = self._kept[key] = first.new_empty(NUM_ROWS, total, dtype=wide)
         room = room[:, :total]
         _fill(room, engine.flat(befores).to(wide), engine.flat(afters).to(wide))
-        maps = room[:NUM_SUMS]
-        return torch.stack([piece.sum(1) for piece in maps.split(sizes, dim=1)], dim=1)
+        return torch.cat(list(_summed(room[:NUM_SUMS], sizes)), dim=1)
 
 
 def numbers(sums: Tensor, sizes: list[int]) -> Tensor:
@@ -43,6 +45,16 @@ def numbers(sums: Tensor, sizes: list[int]) -> Tensor:
     changed, flipped, zeroed = sums[4:7] / counts
     columns = [before, after, cosine, changed, flipped, zeroed, relative, sums[7]]
     return torch.stack([*columns, torch.ones_like(before)], dim=1)
+
+
+def _summed(maps: Tensor, sizes: list[int]) -> Iterator[Tensor]:
+    """The sums of each piece of the maps; those of one size, side by side, in one call."""
+    start = 0
+    for size, alike in groupby(sizes):
+        count = len(list(alike))
+        end = start + count * size
+        yield maps[:, start:end].unflatten(1, (count, size)).sum(2)
+        start = end
 
 
 def _fill(room: Tensor, before: Tensor, after: Tensor) -> None:
