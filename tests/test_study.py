@@ -353,6 +353,20 @@ def test_a_sink_of_a_resumed_run_hears_of_all_steps(tmp_path, step) -> None:
     assert told == [(at, untimed(values)) for at, values in expected.logged]
 
 
+@pytest.mark.parametrize(("seconds", "saved"), [(0.0, [10, 20, 30]), (1e6, [30])])
+def test_a_run_is_not_saved_more_often_than_asked_for_but_at_its_end(
+    tmp_path, monkeypatch, seconds: float, saved: list[int]
+) -> None:
+    steps: list[object] = []
+    monkeypatch.setattr(
+        RunDirectory, "save_checkpoint", lambda self, state: steps.append(state["step"])
+    )
+    run = a_run(gs.Clip(0.1))
+    schedule = replace(run.schedule, checkpoint_seconds=seconds)
+    execute(replace(run, schedule=schedule), tmp_path, [])
+    assert steps == saved
+
+
 def test_a_run_may_be_torn_again_and_again(tmp_path, whole) -> None:
     for step in (12, 8, 4):
         with pytest.raises(Torn):
