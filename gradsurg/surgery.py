@@ -132,7 +132,8 @@ class Surgery:
         params = {name: Like.of(param) for name, param in params_of(model).items()}
         parts = []
         for item, labels in zip(self.interventions, self.labels, strict=True):
-            said = f"stage {item.stage}, when {item.when!r}"
+            stage = f"stage {item.stage}" if item.aggregator is None else "in live.backward"
+            said = f"{stage}, when {item.when!r}"
             if example_input is None:
                 sites = item.at.find(model)
                 said += _state(item, {site: params.get(site) for site in sites}, params)

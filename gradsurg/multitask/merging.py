@@ -1,8 +1,9 @@
 """One aggregator in place: what it makes of the rows of each of its groups."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import accumulate
 from operator import add
 
 import torch
@@ -50,7 +51,12 @@ def merge(
             weights, state = aggregator.weigh(len(blocks[0]), state, context)
             return Merged([combined(rows, weights) for rows in blocks], state, weights)
         case Entrywise():
-            return Merged([aggregator.apply(rows, context) for rows in blocks], state)
+            starts = [0, *accumulate(rows.shape[1] for rows in blocks)]
+            grads = [
+                aggregator.apply(rows, replace(context, start=start))
+                for rows, start in zip(blocks, starts, strict=False)
+            ]
+            return Merged(grads, state)
         case _:
             if len(blocks) > 1:
                 kinds = ", ".join(f"{rows.dtype} on {rows.device}" for rows in blocks)
