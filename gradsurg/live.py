@@ -326,9 +326,7 @@ class Live:
             if label in (attached.label, *attached.labels):
                 return attached
         if any(label == one.label for one in self._joint.aggregations):
-            raise ValueError(
-                f"'{label}' is an aggregator, which stays as it is until the block ends"
-            )
+            raise ValueError(f"'{label}' is an aggregator, and stays as it is until the block ends")
         names = [attached.label for attached in self._attached]
         raise LookupError(f"there is no intervention '{label}'. {nearest(label, names)}")
 

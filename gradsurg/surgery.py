@@ -134,7 +134,7 @@ class Surgery:
         for item, labels in zip(self.interventions, self.labels, strict=True):
             stage = f"stage {item.stage}" if item.aggregator is None else "in live.backward"
             said = f"{stage}, when {item.when!r}"
-            if example_input is None:
+            if example_input is None or item.aggregator is not None:
                 sites = item.at.find(model)
                 said += _state(item, {site: params.get(site) for site in sites}, params)
                 below = [f"  {line}" for line in (said, *sites)]

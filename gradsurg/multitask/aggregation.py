@@ -1,5 +1,6 @@
 """One aggregator in place: it makes one gradient, keeps its state, and says what it did."""
 
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -65,7 +66,7 @@ class Around:
         """Say something once: two texts `of` one thing are one."""
         if (of or text) not in self.said:
             self.said.add(of or text)
-            warnings.warn(text, SurgeryWarning, stacklevel=6)
+            warnings.warn(text, SurgeryWarning, stacklevel=_users())
 
 
 class Aggregation:
@@ -239,3 +240,11 @@ def _precisely(parts: Sequence[Tensor]) -> AbstractContextManager[object]:
     if not engine.any_autocast():
         return nullcontext()
     return torch.autocast(parts[0].device.type, enabled=False)
+
+
+def _users() -> int:
+    """How far up the stack, from who asks, the first frame is that is not of gradsurg."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("gradsurg."):
+        frame, level = frame.f_back, level + 1
+    return level

@@ -182,7 +182,7 @@ def _others(
             continue
         try:
             weights = weights_of(aggregator, gramian, context).numpy()
-        except ArithmeticError:  # it has no answer here, and was not asked to act
+        except (ArithmeticError, ValueError):  # it has no answer here, and was not asked to act
             continue
         length = float(np.sqrt(max(weights @ g @ weights, 0.0)))
         found[name] = Other(weights.tolist(), _ratio(float(weights @ products), norm * length))

@@ -1,6 +1,7 @@
 """The engine that looks at the gradients where the tasks part."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -169,8 +170,8 @@ def unrolled() -> Split:
 
     def above(model: nn.Module, values: Sequence[Tensor]) -> dict[str, Tensor]:
         return {
-            "a": sum(model.a(h).square().mean() for h in values),
-            "b": sum((model.b(h) - 1).square().mean() for h in values),
+            "a": torch.stack([model.a(h).square().mean() for h in values]).sum(),
+            "b": torch.stack([(model.b(h) - 1).square().mean() for h in values]).sum(),
         }
 
     return Split(below, above, cell=nn.RNNCell(1, 6), a=linear(6, 1), b=linear(6, 1))
@@ -180,7 +181,7 @@ def shared_leaf() -> Split:
     """A number that both heads use is where they meet too."""
     torch.manual_seed(0)
 
-    def below(model: nn.Module, x: Tensor) -> Sequence[Tensor]:
+    def below(model: nn.Module, x: Tensor) -> Sequence[Any]:
         return model.trunk(x).tanh(), model.bias.weight
 
     def above(model: nn.Module, values: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -228,6 +228,8 @@ def test_parameters_of_the_optimizer_outside_the_model_get_theirs() -> None:
     values = {task: loss.item() for task, loss in losses.items()}
     found, _ = joint(model, losses, at_shared(Uneven()), optimizer=optimizer)
     close(found, oracle(model, losses_of(model), [(Uneven(), TRUNK)]))
+    assert alone.grad is not None
+    assert shared.grad is not None
     assert alone.grad.item() == pytest.approx(values["a"])
     assert shared.grad.item() == pytest.approx(values["a"] + values["b"])
 
