@@ -1,7 +1,7 @@
 """When what is changed in a live surgery takes effect: never inside a backward."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from weakref import ref
 
 from torch import nn
@@ -15,12 +15,13 @@ class Changes:
     def __init__(self, model: nn.Module) -> None:
         self._model = ref(model)
         self._waiting: list[Callable[[], None]] = []
+        self._held = False  # several backwards are one
         self._alarm = ExitStack()  # the hook that ends the waiting where the backward has failed
 
     def soon(self, change: Callable[[], None]) -> None:
         """Make a change now, or when the backward at hand has ended."""
         self.settle()
-        if not engine.in_backward():
+        if not engine.in_backward() and not self._held:
             change()
             return
         model = self._model()
@@ -29,11 +30,22 @@ class Changes:
             hook = model.register_forward_pre_hook(engine.untraced(lambda *_: self.settle()))
             self._alarm.callback(hook.remove)
         self._waiting.append(change)
-        engine.at_end_of_backward(self._at_end)
+        if engine.in_backward():
+            engine.at_end_of_backward(self._at_end)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """What is changed in the block waits for its end: the backwards in it are one."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+            self.settle()
 
     def settle(self, ended: bool = False) -> None:
         """Make the changes that have waited for the end of a backward, if it has `ended`."""
-        if not self._waiting or (engine.in_backward() and not ended):
+        if not self._waiting or self._held or (engine.in_backward() and not ended):
             return
         self._alarm.close()
         while self._waiting:

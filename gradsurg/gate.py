@@ -201,7 +201,7 @@ class Gate:
     def _slow(self, grad: Tensor, value: Tensor | None) -> Tensor | None:
         """As `hook`, with all questions asked and all checks made."""
         operation = self.operation
-        if not operation.on or operation.asleep:
+        if operation.passes:
             return None
         if operation.firing is False:
             self.entry.count(False)

@@ -1,7 +1,7 @@
 """A surgery while it is attached."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from typing import Any
@@ -29,6 +29,7 @@ from gradsurg.sources import watch, watched
 from gradsurg.transforms.base import State, Transform
 from gradsurg.transforms.chain import Chain
 from gradsurg.triggers.base import Clock, Sourced, Trigger
+from gradsurg.triggers.flag import Flag
 
 # What passes outside a backward can be written to at once; of a step all pass together.
 FORWARD = ("forward", "captured")
@@ -112,7 +113,8 @@ class Live:
         for a transform that would remember the gradients of one task for the next.
         """
         _ = self._patient
-        self._joint.backward(losses, self._attached, aggregate)
+        with self._changes.held():
+            self._joint.backward(losses, self._attached, aggregate)
 
     def tick(self) -> None:
         """One optimizer step is done; called by the optimizer's own hook where one was given."""
@@ -143,7 +145,9 @@ class Live:
         Raises LookupError if no trigger asks for it.
         """
         _ = self._patient
-        flags = list(dict.fromkeys(part.flag for own in self._attached for part in own.flags))
+        parts = [part for own in self._attached for part in own.flags]
+        parts += [part for one in self._joint.aggregations for part in flags_of(one.intervention)]
+        flags = list(dict.fromkeys(part.flag for part in parts))
         if flag not in flags:
             raise LookupError(f"no trigger asks for a Flag '{flag}'. {nearest(flag, flags)}")
         if not isinstance(on, bool):
@@ -210,6 +214,7 @@ class Live:
         if scaler is None or self._held is None or self._held.scaler is scaler:
             return
         self._held = replace(self._held, scaler=scaler)  # for what will be added
+        self._joint.notice(scaler)
         for attached in self._attached:
             if said := scale_matters(attached.intervention):
                 warnings.warn(
@@ -249,8 +254,8 @@ class Live:
     def _join(self, intervention: Intervention) -> None:
         """Take in an aggregator."""
         taken = {label for labels in self.labels for label in labels}
+        self._check_flags(flags_of(intervention))
         self._joint.join(intervention, labels_of(intervention, taken)[0])
-        watched(intervention.when, self._patient.model)
         for flag in flags_of(intervention):
             self.clock.flags.setdefault(flag.flag, flag.on)
 
@@ -260,8 +265,13 @@ class Live:
         check_pattern(intervention, self._patient.model)
         intervention.at.find(self._patient.model)
         watched(intervention.when, self._patient.model)
+        self._check_flags(flags_of(intervention), instead)
+
+    def _check_flags(self, flags: Sequence[Flag], instead: Attached | None = None) -> None:
         others = [part for own in self._attached if own is not instead for part in own.flags]
-        check_flags([*others, *flags_of(intervention)])
+        for one in self._joint.aggregations:
+            others += flags_of(one.intervention)
+        check_flags([*others, *flags])
 
     def _hook(self, attached: Attached) -> None:
         """Hook all its sites, or none of them."""
@@ -315,6 +325,8 @@ class Live:
         for attached in self._attached:
             if label in (attached.label, *attached.labels):
                 return attached
+        if any(label == one.label for one in self._joint.aggregations):
+            raise ValueError(f"'{label}' is an aggregator, and stays as it is until the block ends")
         names = [attached.label for attached in self._attached]
         raise LookupError(f"there is no intervention '{label}'. {nearest(label, names)}")
 

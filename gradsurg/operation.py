@@ -1,10 +1,11 @@
 """One attached intervention: what acts and when, decided for all its sites once a step."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 from torch.amp import is_autocast_available
+from torch.autograd.graph import Node
 
 from gradsurg import engine
 from gradsurg.effects import Effects
@@ -36,11 +37,13 @@ class Operation:
         "opened",
         "ready",
         "rests",
+        "retired",
         "sampling",
         "seed",
         "settled",
         "shadow",
         "short",
+        "spared",
         "stateless",
         "states",
         "trigger",
@@ -74,6 +77,8 @@ class Operation:
         self.lasts = stepping and not at_once
         self.most = 1  # gradients in one step at one site
         self.on = True
+        self.retired = False
+        self.spared: Collection[Node] = ()  # what comes to these is left alone
         self.set(links, trigger)
 
     def set(self, links: Sequence[tuple[str, Transform]], trigger: Trigger) -> None:
@@ -119,7 +124,7 @@ class Operation:
         self.short = (
             self.on
             and fires is True
-            and not (self.idle or self.needs_value or (self.at_once and sampling))
+            and not (self.idle or self.needs_value or (self.at_once and sampling) or self.spared)
         )
         if isinstance(self.trigger, Always):
             self.settled = sampling
@@ -136,8 +141,20 @@ class Operation:
 
     def resume(self) -> None:
         """The end of a pause."""
-        self.on = True
+        self.on = not self.retired
         self.begin_again()
+
+    def spare(self, nodes: Collection[Node]) -> None:
+        """What comes to these autograd nodes from now on is neither acted on nor counted."""
+        self.spared = nodes
+        self.begin_again()
+
+    @property
+    def passes(self) -> bool:
+        """Whether what has come is left alone, whatever the trigger says."""
+        if not self.on or self.asleep:
+            return True
+        return bool(self.spared) and engine.running_node() in self.spared
 
     def recur(self, context: Context) -> None:
         """A site has met another gradient in the same step."""
@@ -201,4 +218,5 @@ class Operation:
     def retire(self) -> None:
         """Hooks on graphs that are already built outlive their handles; from now on they pass."""
         self.on = self.short = False
+        self.retired = True
         self.ready = None

@@ -29,6 +29,8 @@ FLOORS = (
         "multitask.conflict",
         "multitask.merging",
         "multitask.aggregation",
+        "multitask.flow",
+        "multitask.passes",
         "multitask.joint",
         "sources",
         "changes",

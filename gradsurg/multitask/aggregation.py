@@ -1,13 +1,17 @@
 """One aggregator in place: it makes one gradient, keeps its state, and says what it did."""
 
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from gradsurg import engine
+from gradsurg.aggregators._rows import combined
 from gradsurg.aggregators.base import Aggregator, Context, LossWeighting, State
 from gradsurg.effects import Effects
 from gradsurg.intervention import Intervention
@@ -51,14 +55,18 @@ class Around:
     @property
     def scale(self) -> float:
         """The loss scale that is on the losses, where a scaler was told."""
-        scaler = self.scaler
-        return scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
+        return self.scaler.get_scale() if self.scaler is not None and self.scaled else 1.0
+
+    @property
+    def scaled(self) -> bool:
+        """Whether a loss scale is on the losses."""
+        return self.scaler is not None and self.scaler.is_enabled()
 
     def tell(self, text: str, of: str = "") -> None:
         """Say something once: two texts `of` one thing are one."""
         if (of or text) not in self.said:
             self.said.add(of or text)
-            warnings.warn(text, SurgeryWarning, stacklevel=6)
+            warnings.warn(text, SurgeryWarning, stacklevel=_users())
 
 
 class Aggregation:
@@ -76,11 +84,17 @@ class Aggregation:
         self.sites = frozenset(sites)
         self.around = around
         self._weights: Tensor | None = None  # of the losses, for the rest of a step
+        self._weighed: tuple[str, ...] = ()  # the tasks that they are of
+        self._remembered: dict[str, tuple[str, ...]] = {}  # the tasks that a group's state is of
 
     @property
     def weighs(self) -> bool:
         """Whether it weighs the losses, and looks at no gradient."""
         return isinstance(self.aggregator, LossWeighting)
+
+    def look(self, model: nn.Module) -> None:
+        """Select anew: parameters were frozen, set free or replaced."""
+        self.sites = frozenset(self.at.find(model))
 
     def group(self, param: str) -> str:
         """The group of a parameter."""
@@ -97,36 +111,42 @@ class Aggregation:
         `last`.
         """
         assert isinstance(self.aggregator, LossWeighting)
-        fires, count = self._count(SHARED), len(losses)
-        weights = self._weights
+        fires, tasks, weights = self._count(SHARED), tuple(losses), self._weights
+        if weights is not None and self._weighed != tasks:
+            self._weights = None
+            raise ValueError(
+                f"losses: the weights of this step are of {', '.join(self._weighed)}, found "
+                f"{', '.join(tasks)}"
+            )
         if not fires:
-            weights = torch.ones(count, dtype=torch.float64)
+            weights = torch.ones(len(tasks), dtype=torch.float64)
         elif weights is None:
-            values = torch.tensor([*losses.values()], dtype=torch.float64)
-            context = self._context(SHARED, tuple(losses), values)
-            state = self._state(SHARED, count)
-            weights, state = self.aggregator.weigh(count, state, context)
-            self._keep(SHARED, state)
-        self._weights = None if last else weights
+            context, state = self._context(SHARED, losses), self._state(SHARED, tasks)
+            weights, state = self.aggregator.weigh(len(tasks), state, context)
+            self._keep(SHARED, tasks, state)
+        self._weights, self._weighed = None if last else weights, tasks
         return weights
+
+    def weighed(self, parts: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
+        """One gradient of the rows of each part, by weights that are known."""
+        with _precisely(parts):
+            return [combined(rows, weights) for rows in parts]
 
     def make(self, group: str, parts: Sequence[Tensor], losses: Mapping[str, float]) -> Merged:
         """One gradient of the rows (T, p) of each part of a group, of tasks with these losses."""
-        tasks = tuple(losses)
         if not self._count(group):
-            ones = torch.ones(len(tasks), dtype=torch.float64)
+            ones = torch.ones(len(losses), dtype=torch.float64)
             return Merged([rows.sum(dim=0) for rows in parts], {}, ones)
-        context = self._context(group, tasks, torch.tensor([*losses.values()], dtype=torch.float64))
-        try:
-            state = self._state(group, len(tasks))
-            merged = merge(self.aggregator, parts, state, context, self.around.scale)
-        except ERRORS as error:
-            error.add_note(f"while {self.label} acted at '{group}', step {context.step}")
-            raise
-        self._keep(group, merged.state)
-        self._check_finite(merged, context)
-        if self.around.effects.sampling:
-            self._tell_conflict(context, parts, merged)
+        if self.around.scaled and not all(bool(rows.isfinite().all()) for rows in parts):
+            # The scaler leaves such a step out: nothing is learnt from it, and nothing told.
+            return Merged([rows.sum(dim=0) for rows in parts], {})
+        with _precisely(parts):
+            merged = self._merge(group, parts, losses)
+            self._keep(group, tuple(losses), merged.state)
+            context = self._context(group, losses)
+            self._check_finite(merged, context)
+            if self.around.effects.sampling:
+                self._tell_conflict(context, parts, merged)
         return merged
 
     def observe(
@@ -139,14 +159,21 @@ class Aggregation:
         """Measure the conflict where the update is made elsewhere, of these weights; with none,
         what the aggregator would have made of it.
         """
-        tasks = tuple(losses)
-        context = self._context(group, tasks, torch.tensor([*losses.values()], dtype=torch.float64))
-        merged = Merged([], {}, weights)
-        if weights is None:
-            self._count(group)
-            state = self._state(group, len(tasks))
-            merged = merge(self.aggregator, parts, state, context, self.around.scale)
-        self._tell_conflict(context, parts, merged)
+        with _precisely(parts):
+            merged = Merged([], {}, weights)
+            if weights is None:
+                self._count(group)
+                merged = self._merge(group, parts, losses)
+            self._tell_conflict(self._context(group, losses), parts, merged)
+
+    def _merge(self, group: str, parts: Sequence[Tensor], losses: Mapping[str, float]) -> Merged:
+        context = self._context(group, losses)
+        try:
+            state = self._state(group, context.tasks)
+            return merge(self.aggregator, parts, state, context, self.around.scale)
+        except ERRORS as error:
+            error.add_note(f"while {self.label} acted at '{group}', step {context.step}")
+            raise
 
     def _tell_conflict(self, context: Context, parts: Sequence[Tensor], merged: Merged) -> None:
         scale, gramian, weights = self.around.scale, merged.gramian, merged.weights
@@ -170,23 +197,27 @@ class Aggregation:
         assert isinstance(said, bool)  # what looks at a gradient was refused
         return around.ledger.enter(self.label, group).count(said)
 
-    def _context(self, group: str, tasks: tuple[str, ...], losses: Tensor) -> Context:
-        return Context(self.around.clock.step, self.around.seed, group, tasks, losses)
+    def _context(self, group: str, losses: Mapping[str, float]) -> Context:
+        values = torch.tensor([*losses.values()], dtype=torch.float64)
+        return Context(self.around.clock.step, self.around.seed, group, tuple(losses), values)
 
-    def _state(self, group: str, num_tasks: int) -> State:
-        fresh = self.aggregator.init(num_tasks)
+    def _state(self, group: str, tasks: tuple[str, ...]) -> State:
+        fresh = self.aggregator.init(len(tasks))
         state = self.around.states.get(f"{self.label}/{group}", fresh)
+        before = self._remembered.get(group, tasks)
         shapes = [{name: own.shape for name, own in one.items()} for one in (state, fresh)]
-        if shapes[0] != shapes[1]:
+        if shapes[0] != shapes[1] or (fresh and before != tasks):
+            known = ", ".join(before) if before != tasks else "another number of tasks"
             raise ValueError(
-                f"{self.label}: what it remembers at '{group}' is of another number of tasks than "
-                f"the {num_tasks} of this step"
+                f"{self.label}: what it remembers at '{group}' is of {known}, found "
+                f"{', '.join(tasks)}: its tasks must stay the same, in their order"
             )
         return state
 
-    def _keep(self, group: str, state: State) -> None:
+    def _keep(self, group: str, tasks: tuple[str, ...], state: State) -> None:
         if state:
             self.around.states[f"{self.label}/{group}"] = state
+            self._remembered[group] = tasks
 
     def _check_finite(self, merged: Merged, context: Context) -> None:
         if merged.gramian is None or bool(merged.gramian.isfinite().all()):
@@ -202,3 +233,18 @@ class Aggregation:
             f"finite at step {context.step}, and so is what was made of it",
             of=f"{self.label} not finite",
         )
+
+
+def _precisely(parts: Sequence[Tensor]) -> AbstractContextManager[object]:
+    """A block in which products are computed as they are, whatever autocast the caller is under."""
+    if not engine.any_autocast():
+        return nullcontext()
+    return torch.autocast(parts[0].device.type, enabled=False)
+
+
+def _users() -> int:
+    """How far up the stack, from who asks, the first frame is that is not of gradsurg."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("gradsurg."):
+        frame, level = frame.f_back, level + 1
+    return level

@@ -1,7 +1,8 @@
 """Where the graphs of several losses part: the representation that they share."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +19,40 @@ MANY = -1  # whose node it is that several tasks reach
 
 @dataclass(frozen=True)
 class Cut:
-    """The edges at which the graphs of the tasks enter what they share, and what each has alone."""
+    """The edges at which the graphs of the tasks enter what they share, and what each has alone.
+
+    `nested` says that one edge may lead to another: what flows past the first is not to come to the
+    second again, so nothing flows past any. `joined` says that tasks meet above the edges too,
+    where they share no leaf.
+    """
 
     edges: list[GradientEdge]
     heads: dict[str, list[Tensor]]  # of each task, the leaves above the edges
+    nested: bool
+    joined: bool
+
+    @property
+    def nodes(self) -> frozenset[Node]:
+        """Those that the edges enter."""
+        return frozenset(edge.node for edge in self.edges)
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Nothing flows past the edges in the block."""
+        with ExitStack() as stack:
+            for node in self.nodes if self.nested else ():
+                stack.callback(node.register_prehook(lambda grads: (None,) * len(grads)).remove)
+            yield
+
+    def pass_down(
+        self, loss: Tensor, name: str, retain: bool
+    ) -> tuple[Sequence[Tensor | None], dict[Tensor, Tensor]]:
+        """The gradients of the loss of a task at the edges and at the leaves that it has alone."""
+        own = self.heads[name]
+        ends = [*self.edges, *map(get_gradient_edge, own)]
+        grads = torch.autograd.grad(loss, ends, retain_graph=retain, allow_unused=True)
+        at, above = grads[: len(self.edges)], grads[len(self.edges) :]
+        return at, {leaf: grad for leaf, grad in zip(own, above, strict=True) if grad is not None}
 
 
 def cut(losses: Mapping[str, Tensor], at: Sequence[GradientEdge] | None = None) -> Cut:
@@ -30,25 +61,30 @@ def cut(losses: Mapping[str, Tensor], at: Sequence[GradientEdge] | None = None) 
     Raises ValueError if the losses share nothing, or a leaf above the edges.
     """
     roots = [get_gradient_edge(loss) for loss in losses.values()]
-    if at is None:
+    if at is None and len(roots) == 1:
+        below = {roots[0].node}  # one task parts from nothing
+    elif at is None:
         owners = _owners(roots)
         below = {node for node, owner in owners.items() if owner == MANY}
     else:
         below = {edge.node for edge in at}
     edges: dict[tuple[Node, int], GradientEdge] = {}
     heads: dict[str, list[Tensor]] = {}
+    above: Counter[Node] = Counter()
     for name, root in zip(losses, roots, strict=True):
         alone, entered = _above(root, below)
         heads[name] = [leaf for node in alone if (leaf := _leaf(node)) is not None]
         edges |= {(edge.node, edge.output_nr): edge for edge in entered}
-    found = list(edges.values()) if at is None else list(at)
-    if not found or not edges:
+        above.update(alone)
+    if not edges:
         raise ValueError(
             f"the losses {', '.join(losses)} share no graph: no tensor that needs a gradient is "
             "part of two of them"
         )
-    _check_apart(heads)
-    return Cut(found, heads)
+    beneath, nested = _beneath({edge.node for edge in edges.values()})
+    _check_apart(heads, beneath)
+    joined = any(count > 1 for count in above.values())
+    return Cut(list(edges.values()), heads, nested, joined)
 
 
 def _owners(roots: Iterable[GradientEdge]) -> dict[Node, int]:
@@ -84,21 +120,39 @@ def _above(root: GradientEdge, below: set[Node]) -> tuple[list[Node], list[Gradi
     return list(met), entered
 
 
+def _beneath(nodes: set[Node]) -> tuple[set[Node], bool]:
+    """The nodes that others lead to, and whether some of those are among them."""
+    met: set[Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        for after, _ in waiting.pop().next_functions:
+            if after is not None and after not in met:
+                met.add(after)
+                waiting.append(after)
+    return met, not met.isdisjoint(nodes)
+
+
 def _leaf(node: Node) -> Tensor | None:
     """The leaf whose gradient a node adds up, if it is such a node."""
     return getattr(node, "variable", None)
 
 
-def _check_apart(heads: Mapping[str, Sequence[Tensor]]) -> None:
+def _check_apart(heads: Mapping[str, Sequence[Tensor]], beneath: set[Node]) -> None:
+    """Refuse a leaf that has not one place: the head of one task, or what all share."""
     owner: dict[int, str] = {}
+    hint = "name one above which they share nothing, or leave features out"
     for name, leaves in heads.items():
         for leaf in leaves:
             other = owner.setdefault(id(leaf), name)
             if other != name:
                 raise ValueError(
-                    f"tasks '{other}' and '{name}' share a parameter of shape {list(leaf.shape)} "
-                    "above the representation that was named: name one above which they share "
-                    "nothing, or leave features out"
+                    f"features: tasks '{other}' and '{name}' share a parameter of shape "
+                    f"{list(leaf.shape)} above the representation: {hint}"
+                )
+            if get_gradient_edge(leaf).node in beneath:
+                raise ValueError(
+                    f"features: task '{name}' reaches a parameter of shape {list(leaf.shape)} both "
+                    f"below the representation and past it: {hint}"
                 )
 
 
@@ -126,6 +180,14 @@ def side_by_side(parts: Sequence[Sequence[Tensor | None]]) -> list[Piece]:
         shapes = [like.shape for like in likes.values()]
         pieces.append(Piece(list(likes), shapes, torch.stack(rows)))
     return pieces
+
+
+def is_apart(pieces: Sequence[Piece]) -> bool:
+    """Whether there is no number for two tasks to meet at, as where losses were stacked."""
+    size = sum(piece.rows.shape[1] for piece in pieces)
+    if size > len(pieces[0].rows):
+        return False
+    return all(bool((piece.rows != 0).sum(dim=0).max() < 2) for piece in pieces)
 
 
 def _flat(grad: Tensor | None, like: Tensor) -> Tensor:

@@ -29,7 +29,11 @@ def named(losses: Losses) -> dict[str, Tensor]:
         raise ValueError("losses: needs one at least, found none")
     for name, loss in given.items():
         _check(name, loss)
-    return {str(name): loss for name, loss in given.items()}
+    found = {str(name): loss for name, loss in given.items()}
+    if len(found) < len(given):
+        twice = next(name for name in found if sum(name == str(own) for own in given) > 1)
+        raise ValueError(f"losses: two are called '{twice}'")
+    return found
 
 
 def _check(name: object, loss: object) -> None:

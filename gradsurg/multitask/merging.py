@@ -51,9 +51,11 @@ def merge(
             weights, state = aggregator.weigh(len(blocks[0]), state, context)
             return Merged([combined(rows, weights) for rows in blocks], state, weights)
         case Entrywise():
-            starts = accumulate((rows.shape[1] for rows in blocks), initial=0)
-            pieces = zip(blocks, starts, strict=False)
-            grads = [aggregator.apply(rows, replace(context, start=at)) for rows, at in pieces]
+            starts = [0, *accumulate(rows.shape[1] for rows in blocks)]
+            grads = [
+                aggregator.apply(rows, replace(context, start=start))
+                for rows, start in zip(blocks, starts, strict=False)
+            ]
             return Merged(grads, state)
         case _:
             if len(blocks) > 1:

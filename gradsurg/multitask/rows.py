@@ -1,7 +1,9 @@
 """The gradients of several tasks, side by side: the rows J of an aggregator."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -12,17 +14,18 @@ class Block:
     """Parameters of one group, one dtype and one device: their gradients, a row a task."""
 
     group: str
-    members: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    rows: Tensor = field(default_factory=lambda: torch.empty(0, 0))
+    members: list[int]
+    starts: list[int]
+    rows: Tensor
 
 
 class Rows:
     """What the backward passes of several tasks give, for each parameter and task.
 
-    A parameter that several tasks reach, and that has a group, has its place in a block; its
-    gradients are written there as they come. All others are kept as they are, in `own`. The first
-    time nobody knows which those are: what is shared moves to its block when all have come.
+    A parameter that several tasks reach, and that has a group, has its place in a block. Which
+    these are is known when all tasks have come; until then those of the last time are taken for
+    them, and their gradients are written into the blocks as they come. All others are kept as they
+    are, in `own`.
     """
 
     def __init__(
@@ -31,8 +34,8 @@ class Rows:
         self.params = params
         self.names = names
         self.groups = groups
-        self.blocks: dict[tuple[str, torch.dtype, torch.device], Block] = {}
-        self.places: dict[int, tuple[Block, int]] = {}
+        self.blocks: list[Block] = []
+        self._places: dict[int, tuple[Block, int]] = {}
         self.clear(0)
 
     def clear(self, num_tasks: int) -> None:
@@ -41,63 +44,40 @@ class Rows:
         self.own: list[dict[int, Tensor]] = [{} for _ in range(num_tasks)]
         self.reached: list[set[int]] = [set() for _ in range(num_tasks)]
         self._written: list[bool] = [False] * num_tasks
-        for block in self.blocks.values():
+        for block in self.blocks:
             if len(block.rows) != num_tasks:
                 block.rows = block.rows.new_empty(num_tasks, block.rows.shape[1])
 
     def add(self, task: int, grads: Sequence[Tensor | None]) -> None:
         """The gradients of one pass of a task, None for what it does not reach."""
+        self.reached[task] |= {index for index, grad in enumerate(grads) if grad is not None}
         for index, grad in enumerate(grads):
-            if grad is not None:
-                self._check(index, grad)
-                self.reached[task].add(index)
-            place = self.places.get(index)
-            if place is None:
-                if grad is not None:
-                    kept = self.own[task].get(index)
-                    self.own[task][index] = grad if kept is None else kept + grad
-                continue
-            block, start = place
-            row = block.rows[task, start : start + self.params[index].numel()]
-            if not self._written[task]:
-                row.zero_() if grad is None else row.copy_(grad.reshape(-1))
+            if index in self._places:
+                self._write(task, index, grad)
             elif grad is not None:
-                row += grad.reshape(-1)
+                kept = self.own[task].get(index)
+                self.own[task][index] = grad if kept is None else kept + grad
         self._written[task] = True
 
-    def settle(self) -> None:
-        """All tasks have come: give a place to what is shared and has none yet."""
+    def settle(self, strict: bool = True) -> list[str]:
+        """All tasks have come: what has a group and is reached by two of them, and nothing else,
+        is in the blocks. Raises TypeError for what is not dense, unless it is to be left out; the
+        names of what is.
+        """
         least = min(2, self.num_tasks)
-        newcomers: dict[tuple[str, torch.dtype, torch.device], list[int]] = {}
-        for index, (param, group) in enumerate(zip(self.params, self.groups, strict=True)):
-            count = sum(index in own for own in self.own)
-            if group is not None and count >= least and index not in self.places:
-                newcomers.setdefault((group, param.dtype, param.device), []).append(index)
-        for key, indices in newcomers.items():
-            self._move(self.blocks.setdefault(key, Block(key[0])), indices)
-
-    def _move(self, block: Block, indices: Sequence[int]) -> None:
-        start = block.rows.shape[1] if block.members else 0
-        size = start + sum(self.params[index].numel() for index in indices)
-        rows = self.params[indices[0]].new_zeros(self.num_tasks, size)
-        if start:
-            rows[:, :start] = block.rows
-        for index in indices:
-            stop = start + self.params[index].numel()
-            for row, own in zip(rows, self.own, strict=True):
-                grad = own.pop(index, None)
-                if grad is not None:
-                    row[start:stop] = grad.reshape(-1)
-            block.members.append(index)
-            block.starts.append(start)
-            self.places[index] = block, start
-            start = stop
-        block.rows = rows
+        counts = Counter(chain.from_iterable(self.reached))
+        found = zip(range(len(self.params)), self.groups, strict=True)
+        shared = [index for index, group in found if group is not None and counts[index] >= least]
+        left = [] if strict else [index for index in shared if not self._fits(index)]
+        shared = [index for index in shared if index not in left]
+        if self._places.keys() != set(shared):
+            self._lay_out(shared)
+        return [self.names[index] for index in left]
 
     def by_group(self) -> dict[str, list[Block]]:
         """The blocks of each group."""
         found: dict[str, list[Block]] = {}
-        for block in self.blocks.values():
+        for block in self.blocks:
             found.setdefault(block.group, []).append(block)
         return found
 
@@ -118,12 +98,65 @@ class Rows:
                 grads[index] = grads[index] + weighed if index in grads else weighed
         return grads
 
+    def _write(self, task: int, index: int, grad: Tensor | None) -> None:
+        row = self._row(task, index)
+        if grad is not None:
+            self._check(index, grad)
+        if not self._written[task]:
+            row.zero_() if grad is None else row.copy_(grad)
+        elif grad is not None:
+            row += grad
+
+    def _row(self, task: int, index: int) -> Tensor:
+        """Where the gradient of a parameter stands, in its shape."""
+        block, start = self._places[index]
+        param = self.params[index]
+        return block.rows[task, start : start + param.numel()].view(param.shape)
+
+    def _lay_out(self, shared: Sequence[int]) -> None:
+        """Make the blocks anew, of these parameters, in their order: what the steps before have
+        reached decides nothing.
+        """
+        for index in self._places:
+            for task, own in enumerate(self.own):
+                if index in self.reached[task]:
+                    own[index] = self._row(task, index)
+        members: dict[tuple[str, torch.dtype, torch.device], list[int]] = {}
+        for index in shared:
+            group, param = self.groups[index], self.params[index]
+            assert group is not None
+            members.setdefault((group, param.dtype, param.device), []).append(index)
+        self.blocks, self._places = [], {}
+        for (group, _, _), indices in members.items():
+            self._make(group, indices)
+
+    def _make(self, group: str, indices: list[int]) -> None:
+        sizes = [self.params[index].numel() for index in indices]
+        starts = [0, *accumulate(sizes)][:-1]
+        rows = self.params[indices[0]].new_zeros(self.num_tasks, sum(sizes))
+        block = Block(group, indices, starts, rows)
+        self.blocks.append(block)
+        for index, start in zip(indices, starts, strict=True):
+            self._places[index] = block, start
+            for task, own in enumerate(self.own):
+                grad = own.pop(index, None)
+                if grad is not None:
+                    self._check(index, grad)
+                    self._row(task, index).copy_(grad)
+
+    def _fits(self, index: int) -> bool:
+        return all(_is_dense(own[index]) for own in self.own if index in own)
+
     def _check(self, index: int, grad: Tensor) -> None:
-        if grad.layout != torch.strided or not grad.is_floating_point():
+        if not _is_dense(grad):
             raise TypeError(
                 f"parameter '{self.names[index]}': an aggregator takes dense real gradients, "
                 f"found {grad.dtype} with layout {grad.layout}"
             )
+
+
+def _is_dense(grad: Tensor) -> bool:
+    return grad.layout == torch.strided and grad.is_floating_point()
 
 
 def views(block: Block, params: Sequence[Tensor], flat: Tensor) -> dict[int, Tensor]:

@@ -1,0 +1,92 @@
+"""Whose gradient flows, and which of the transforms act meanwhile."""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch.autograd.graph import Node
+
+from gradsurg.attached import Attached
+from gradsurg.fields import nearest
+from gradsurg.triggers.base import Clock
+from gradsurg.triggers.for_task import ForTask
+
+
+@contextmanager
+def flowing(
+    task: str, clock: Clock, attached: Sequence[Attached], picky: Sequence[Attached]
+) -> Iterator[None]:
+    """The gradient of this task flows in the block: transforms and triggers know it."""
+    clock.task = task
+    for own in attached:
+        own.expect_tasks()
+    for own in picky:
+        own.operation.begin_again()
+    try:
+        yield
+    finally:
+        clock.task = ""
+        for own in picky:
+            own.operation.begin_again()
+
+
+@contextmanager
+def paused(attached: Sequence[Attached]) -> Iterator[None]:
+    """None of these acts or counts in the block."""
+    for own in attached:
+        own.operation.pause()
+    try:
+        yield
+    finally:
+        for own in attached:
+            own.operation.resume()
+
+
+@contextmanager
+def sparing(attached: Sequence[Attached], nodes: Collection[Node]) -> Iterator[None]:
+    """What comes to these nodes is neither acted on nor counted in the block."""
+    for own in attached:
+        own.operation.spare(nodes)
+    try:
+        yield
+    finally:
+        for own in attached:
+            own.operation.spare(())
+
+
+def at_leaves(attached: Sequence[Attached]) -> list[Attached]:
+    """Those that have met the gradient of each task, and are not to meet what was made of them."""
+    return [own for own in attached if own.intervention.stage == "backward"]
+
+
+def pickers(attached: Sequence[Attached]) -> list[Attached]:
+    """Those that act on some tasks only."""
+    return [own for own in attached if _picked(own)]
+
+
+def check_tasks(picky: Sequence[Attached], names: Sequence[str]) -> None:
+    """Refuse a trigger that waits for a task which is not there."""
+    for own in picky:
+        for part in _picked(own):
+            if part.task not in names:
+                raise LookupError(
+                    f"{own.label}: {part!r}, and there is no loss '{part.task}'. "
+                    f"{nearest(part.task, list(names))}"
+                )
+
+
+def check_stateful(attached: Sequence[Attached], num_tasks: int) -> None:
+    """Refuse a memory through which the gradients of several tasks would pass in turn."""
+    if num_tasks == 1:
+        return
+    for own in attached:
+        passes = own.intervention.stage in ("backward", "use", "captured")
+        if passes and own.stateful and not _picked(own):
+            raise ValueError(
+                f"{own.label}: {own.stateful} remembers what passes at a site, and there the "
+                f"gradients of {num_tasks} tasks pass one after the other: give it "
+                "when=ForTask(...), or let it act after them with Parameters(stage='step')"
+            )
+
+
+def _picked(attached: Attached) -> list[ForTask]:
+    return [part for part in attached.intervention.when.parts if isinstance(part, ForTask)]

@@ -1,0 +1,131 @@
+"""The backward passes of several losses, one a task, and what they give to each parameter."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from gradsurg.attached import Attached, Patient
+from gradsurg.multitask.aggregation import Aggregation, Around
+from gradsurg.multitask.flow import flowing
+from gradsurg.multitask.losses import values
+from gradsurg.multitask.rows import Block, Rows
+from gradsurg.sites._params import owned_params
+
+ERRORS = BaseException  # whatever stops a pass: what it has written is dropped, and it goes on
+
+
+class Passes:
+    """The rows that the passes of one live.backward fill, or of several that are one step's."""
+
+    def __init__(
+        self, patient: Patient, around: Around, aggregations: Sequence[Aggregation]
+    ) -> None:
+        self.waiting: dict[str, float] = {}  # the losses so far of rows that wait for more
+        self._patient: Patient | None = patient
+        self._around = around
+        self._aggregations = aggregations
+        self._rows: Rows | None = None
+
+    def collect(
+        self,
+        given: Mapping[str, Tensor],
+        attached: Sequence[Attached],
+        picky: Sequence[Attached],
+        last: bool,
+        strict: bool,
+    ) -> tuple[Rows, dict[str, float]] | None:
+        """The rows and the losses of a step; None while they wait for its `last` batch. `strict`
+        as `Rows.settle` has it.
+        """
+        if self.waiting and list(self.waiting) != list(given):
+            raise ValueError(
+                f"losses: the gradients of {', '.join(self.waiting)} wait for more, found "
+                f"{', '.join(given)}"
+            )
+        before, self.waiting = self.waiting, {}
+        rows = self._fill(given, attached, picky, anew=not before)
+        losses = values(given, self._around.scale)
+        losses = {name: loss + before.get(name, 0.0) for name, loss in losses.items()}
+        if not last:
+            self.waiting = losses
+            return None
+        rows.settle(strict)
+        return rows, losses
+
+    def look(
+        self, given: Mapping[str, Tensor], attached: Sequence[Attached], picky: Sequence[Attached]
+    ) -> tuple[Rows, dict[str, float]]:
+        """The rows and the losses of one batch, whose graph stays for another backward."""
+        rows = self._fill(given, attached, picky, retain=True)
+        if left := rows.settle(strict=False):
+            self._around.tell(
+                f"the gradients of {', '.join(left)} are not dense and real, and have no part in "
+                "the conflicts"
+            )
+        return rows, values(given, self._around.scale)
+
+    def groups(self, rows: Rows) -> Iterator[tuple[Aggregation, str, list[Block]]]:
+        """The blocks of each group, and the aggregator that has them."""
+        by_label = {one.label: one for one in self._aggregations}
+        for key, blocks in rows.by_group().items():
+            label, _, group = key.partition("/")
+            yield by_label[label], group, blocks
+
+    def close(self) -> None:
+        """Let everything go."""
+        self._patient = self._rows = None
+        self.waiting = {}
+
+    def _fill(
+        self,
+        given: Mapping[str, Tensor],
+        attached: Sequence[Attached],
+        picky: Sequence[Attached],
+        anew: bool = True,
+        retain: bool = False,
+    ) -> Rows:
+        """The rows, with the gradients of these losses written or added to them."""
+        rows = self._current()
+        if anew:
+            rows.clear(len(given))
+        elif rows.num_tasks != len(given):
+            raise ValueError(
+                "the parameters that need a gradient have changed while gradients waited, which "
+                "are dropped: change them between two steps"
+            )
+        try:
+            for index, (name, loss) in enumerate(given.items()):
+                again = retain or index < len(given) - 1
+                with flowing(name, self._around.clock, attached, picky):
+                    grads = torch.autograd.grad(
+                        loss, rows.params, retain_graph=again, allow_unused=True
+                    )
+                if all(grad is None for grad in grads):
+                    raise ValueError(f"losses['{name}']: reaches no parameter of the model")
+                rows.add(index, grads)
+        except ERRORS as error:
+            if not anew:
+                error.add_note("what waited since live.backward(.., aggregate=False) is dropped")
+            rows.clear(0)
+            raise
+        return rows
+
+    def _current(self) -> Rows:
+        """The rows for the parameters as they are now."""
+        assert self._patient is not None
+        model, optimizer = self._patient.model, self._patient.optimizer
+        named = {param: own[0][0] for param, own in owned_params(model).items()}
+        for group in optimizer.param_groups if optimizer is not None else []:
+            for param in group["params"]:
+                named.setdefault(param, f"parameter {len(named)} of the optimizer")
+        params = {param: name for param, name in named.items() if param.requires_grad}
+        rows = self._rows
+        if rows is None or [*map(id, rows.params)] != [*map(id, params)]:
+            keys = {}
+            for one in self._aggregations:
+                one.look(model)
+                keys |= {name: f"{one.label}/{one.group(name)}" for name in one.sites}
+            groups = [keys.get(name) for name in params.values()]
+            rows = self._rows = Rows(list(params), list(params.values()), groups)
+        return rows

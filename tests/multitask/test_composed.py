@@ -1,0 +1,278 @@
+"""An aggregator with transforms before and after it, and with all that changes a live surgery."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradsurg as gs
+from gradsurg.aggregators.base import Aggregator
+from gradsurg.fields import validated
+from gradsurg.sites.base import Selector
+from gradsurg.transforms.base import Context, Law, Stateless
+from tests.multitask.nets import (
+    Grads,
+    Net,
+    Running,
+    Uneven,
+    at_shared,
+    close,
+    each,
+    grads_of,
+    joint,
+    losses_of,
+    oracle,
+    same,
+)
+
+TRUNK = ["trunk.0.weight", "trunk.0.bias", "trunk.2.weight", "trunk.2.bias"]
+SEEN: list[tuple[str, str, int]] = []
+
+
+@validated
+class Notes(Stateless):
+    """Writes down whose gradient it is, where, and which of the step."""
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        return frozenset({"linear"})
+
+    def apply(self, grad: Tensor, context: Context) -> Tensor:
+        SEEN.append((context.task, context.site.partition("/")[2], context.call))
+        return grad
+
+
+def seen(model: nn.Module, at: Selector, *more: gs.Intervention) -> list[tuple]:
+    SEEN.clear()
+    with gs.Surgery(gs.Intervention(Notes(), at=at), *more).attach(model) as live:
+        live.backward(losses_of(model))
+    return list(SEEN)
+
+
+def trained(model: nn.Module, *items: gs.Intervention) -> Grads:
+    """As `joint`, with the forward in the block."""
+    model.zero_grad()
+    optimizer = _sgd(model)
+    with gs.Surgery(*items).attach(model, optimizer) as live:
+        live.backward(losses_of(model))
+        optimizer.step()
+    return grads_of(model)
+
+
+def _sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+def scaled(factor: float, at: Selector, task: str = "") -> gs.Intervention:
+    when = gs.ForTask(task) if task else gs.Always()
+    return gs.Intervention(gs.Scale(factor), at=at, when=when)
+
+
+# Before the aggregator: the gradient of each task
+
+BEFORE = {
+    "Parameters": (gs.Parameters("trunk.0.weight"), "trunk.0.weight"),
+    "Outputs": (gs.Outputs("trunk.1"), "trunk.1#0"),
+    "Inputs": (gs.Inputs("trunk.1"), "trunk.1#0.in"),
+    "Nodes": (gs.Nodes("Tanh", module="trunk.1"), ""),
+    "ModuleGradients": (gs.ModuleGradients("trunk.1"), ""),
+    "Uses": (gs.Uses("trunk.0"), ""),
+}
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_before_the_aggregator_a_transform_meets_each_task_and_knows_which(name: str) -> None:
+    found = seen(Net(), BEFORE[name][0], at_shared(Uneven()))
+    assert [task for task, _, _ in found] == ["a", "b", "c"]
+    assert [call for _, _, call in found] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_for_one_task_only_it_changes_the_row_of_that_task(name: str) -> None:
+    model, (at, _) = Net(), BEFORE[name]
+    found = trained(model, scaled(0.0, at, "b"), at_shared(Uneven(), granularity="tensor"))
+    grads = each(model, losses_of(model))
+    first = "trunk.0.weight"
+    rows = torch.stack([grads[task][first].reshape(-1) for task in "abc"])
+    rows[1] = 0.0
+    close({first: found[first].reshape(-1)}, {first: Uneven()(rows)})
+    last = "trunk.2.weight"
+    rows = torch.stack([grads[task][last].reshape(-1) for task in "abc"])
+    close({last: found[last].reshape(-1)}, {last: Uneven()(rows)})
+
+
+def test_for_one_task_only_works_without_an_aggregator() -> None:
+    model = Net()
+    found = trained(model, scaled(0.0, gs.Parameters("trunk.*"), "b"))
+    grads = each(model, losses_of(model))
+    expected = {name: grads["a"][name] + grads["c"][name] for name in TRUNK}
+    close({name: found[name] for name in TRUNK}, expected)
+    assert torch.equal(found["heads.b.weight"], grads["b"]["heads.b.weight"])
+
+
+def test_for_one_task_only_works_with_what_weighs_losses() -> None:
+    model = Net()
+    weighs = at_shared(gs.FixedWeights((1.0, 10.0, 0.5)))
+    found = trained(model, scaled(3.0, gs.Parameters("*.weight"), "b"), weighs)
+    grads = each(model, losses_of(model))
+    first, head = "trunk.0.weight", "heads.b.weight"
+    expected = {
+        first: grads["a"][first] + 30 * grads["b"][first] + 0.5 * grads["c"][first],
+        head: 30 * grads["b"][head],
+    }
+    close({name: found[name] for name in expected}, expected)
+
+
+def test_all_but_one_task_can_be_meant() -> None:
+    model = Net()
+    item = gs.Intervention(gs.Scale(0.0), at=gs.Parameters("trunk.*"), when=~gs.ForTask("b"))
+    found = trained(model, item)
+    grads = each(model, losses_of(model))
+    close({n: found[n] for n in TRUNK}, {n: grads["b"][n] for n in TRUNK})
+
+
+def test_a_task_that_is_not_there_is_told_with_those_that_are() -> None:
+    model = Net()
+    rule = r"scale: ForTask\(task='d'\), and there is no loss 'd'"
+    with pytest.raises(LookupError, match=rule):
+        trained(model, scaled(2.0, gs.Parameters("*"), "d"))
+
+
+def test_a_task_that_was_there_may_be_left_out() -> None:
+    model = Net()
+    with gs.Surgery(scaled(2.0, gs.Parameters("*"), "b")).attach(model) as live:
+        live.backward(losses_of(model))
+        model.zero_grad()
+        live.backward({"a": losses_of(model)["a"]})
+    close(grads_of(model), each(model, {"a": losses_of(model)["a"]})["a"])
+
+
+# After it: what was made of them
+
+AFTER = {
+    "accumulating": gs.Parameters("trunk.*", stage="accumulating"),
+    "accumulated": gs.Parameters("trunk.*", stage="accumulated"),
+    "settled": gs.Parameters("trunk.*", stage="settled"),
+    "step": gs.Parameters("trunk.*", stage="step"),
+    "Group": gs.Group("trunk.*"),
+}
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_after_the_aggregator_a_transform_meets_what_was_made_once(name: str) -> None:
+    model = Net()
+    plain = trained(model, at_shared(Uneven()))
+    SEEN.clear()
+    items = [gs.Intervention(Notes(), at=AFTER[name]), scaled(3.0, AFTER[name])]
+    found = trained(model, *items, at_shared(Uneven()))
+    expected = {key: 3 * own if key in TRUNK else own for key, own in plain.items()}
+    assert same(found, expected)
+    assert [(task, call) for task, _, call in SEEN] == [("", 0)] * len(TRUNK)
+
+
+def test_weights_after_the_step_are_met_as_ever() -> None:
+    model = Net()
+    item = gs.Intervention(gs.Zero(), at=gs.Weights("trunk.0.weight"))
+    trained(model, item, at_shared(Uneven()))
+    assert not model.trunk[0].weight.any()
+
+
+def test_a_leafs_transform_does_not_act_again_on_what_was_made() -> None:
+    model = Net()
+    found = trained(model, scaled(3.0, gs.Parameters("*")), at_shared(gs.TrimmedMean(0.3)))
+    expected = oracle(model, losses_of(model), [(gs.TrimmedMean(0.3), TRUNK)])
+    close(found, {name: 3 * own for name, own in expected.items()})
+
+
+def test_what_remembers_is_refused_where_several_tasks_pass() -> None:
+    rule = r"low_pass: LowPass\(.*\) remembers what passes at a site, .* gradients of 3 tasks"
+    with pytest.raises(ValueError, match=rule):
+        trained(Net(), gs.Intervention(gs.LowPass(), at=gs.Outputs("trunk.1")), at_shared(Uneven()))
+
+
+@pytest.mark.parametrize("how", ["one task", "after"])
+def test_what_remembers_may_act_on_one_task_or_after(how: str) -> None:
+    model, stage = Net(), "backward" if how == "one task" else "step"
+    when = gs.ForTask("b") if how == "one task" else gs.Always()
+    item = gs.Intervention(gs.LowPass(), at=gs.Parameters("trunk.*", stage=stage), when=when)
+    optimizer = _sgd(model)
+    with gs.Surgery(item, at_shared(Uneven())).attach(model, optimizer) as live:
+        for step in range(2):
+            live.backward(losses_of(model, step))
+            optimizer.step()
+        with pytest.raises(ValueError, match="low_pass_2: .* remembers"):
+            live.add(gs.Intervention(gs.LowPass(), at=gs.Outputs("trunk.1")))
+            live.backward(losses_of(model))
+        live.remove("low_pass_2")
+
+
+def test_calls_and_effects_are_counted_for_each_task() -> None:
+    model = Net()
+    items = [scaled(2.0, gs.Parameters("trunk.0.weight")), scaled(3.0, gs.Group("trunk.0.weight"))]
+    items.append(scaled(5.0, gs.Parameters("trunk.2.weight"), "c"))
+    with gs.Surgery(*items, at_shared(Uneven())).attach(model) as live:
+        live.backward(losses_of(model))
+    calls = {entry.intervention: (entry.all_calls, entry.all_fired) for entry in live.ledger}
+    assert calls == {"scale": (3, 3), "scale_2": (1, 1), "scale_3": (3, 1), "uneven": (1, 1)}
+    rows = {row["transform"]: row for row in live.effects.rows()}
+    grads = each(model, losses_of(model))
+    norms = [grads[task]["trunk.0.weight"].norm().item() for task in "abc"]
+    assert rows["scale"]["norm_before"] == pytest.approx(sum(norms) / 3, rel=1e-5)
+    norm = grads["c"]["trunk.2.weight"].norm().item()
+    assert rows["scale_3"]["norm_after"] == pytest.approx(5 * norm, rel=1e-5)
+
+
+def test_hooks_of_others_meet_each_task_and_then_what_was_made() -> None:
+    model, met = Net(), []
+    param = model.trunk[0].weight
+    param.register_hook(lambda grad: met.append(grad.clone()) or None)
+    found, _ = joint(model, losses_of(model), at_shared(Uneven()))
+    grads = each(model, losses_of(model))
+    expected = [grads[task]["trunk.0.weight"] for task in "abc"] + [found["trunk.0.weight"]]
+    assert all(torch.equal(own, other) for own, other in zip(met[:4], expected, strict=True))
+    assert len(param._backward_hooks) == 1
+
+
+# Measuring only
+
+
+SHADOWED = [(Uneven(), "full"), (Uneven(), "feature"), (gs.Mean(), "full"), (Running(), "full")]
+
+
+@pytest.mark.parametrize(("aggregator", "engine"), SHADOWED)
+def test_a_shadow_leaves_the_gradients_of_the_plain_sum(
+    aggregator: Aggregator, engine: str
+) -> None:
+    model = Net()
+    items = [scaled(2.0, gs.Parameters("*")), scaled(3.0, gs.Outputs("trunk.1"), "b")]
+    losses = losses_of(model)
+    sum(losses.values()).backward()
+    plain = grads_of(model)
+    model.zero_grad()
+    surgery = gs.Surgery(*items, at_shared(aggregator, engine=engine))
+    with surgery.attach(model, shadow=True) as live:
+        live.backward(losses_of(model))
+    assert same(grads_of(model), plain)
+    assert len(live.conflicts.fetch()) == 1
+    rows: dict[object, Any] = {row["transform"]: row for row in live.effects.rows()}
+    assert rows["scale_2"]["norm_after"] == pytest.approx(3 * rows["scale_2"]["norm_before"])
+
+
+@pytest.mark.parametrize("every", [0, 1, 2])
+@pytest.mark.parametrize("aggregator", [Uneven(), Running(), gs.Mean(), gs.GradDrop()])
+def test_measuring_changes_no_bit(aggregator: Aggregator, every: int) -> None:
+    def train(every: int) -> list[Tensor]:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        surgery = gs.Surgery(scaled(0.5, gs.Outputs("trunk.1")), at_shared(aggregator))
+        with surgery.attach(model, optimizer, effects_every=every) as live:
+            for step in range(4):
+                optimizer.zero_grad()
+                live.backward(losses_of(model, step))
+                optimizer.step()
+            assert len(live.conflicts.fetch()) == (4 // every if every else 0)
+        return [own.detach().clone() for own in model.parameters()]
+
+    pairs = zip(train(0), train(every), strict=True)
+    assert all(torch.equal(own, other) for own, other in pairs)

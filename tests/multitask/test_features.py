@@ -1,0 +1,408 @@
+"""The engine that looks at the gradients where the tasks part."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradsurg as gs
+from gradsurg.aggregators.base import Aggregator, Context
+from tests.multitask.nets import (
+    Grads,
+    Net,
+    Running,
+    Uneven,
+    close,
+    each,
+    grads_of,
+    inputs,
+    joint,
+    losses_of,
+)
+from tests.nets import num_hooks
+
+
+def feature(aggregator: Aggregator, features: str = "") -> gs.Intervention:
+    return gs.Intervention(aggregator, at=gs.SharedParameters(engine="feature", features=features))
+
+
+class Split(nn.Module):
+    """`below` makes the representation, a tuple of tensors, of which `above` makes the losses."""
+
+    def __init__(
+        self,
+        below: Callable[[nn.Module, Tensor], Sequence[Tensor]],
+        above: Callable[[nn.Module, Sequence[Tensor]], dict[str, Tensor]],
+        **layers: nn.Module,
+    ) -> None:
+        super().__init__()
+        self.below, self.above = below, above
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return self.above(self, self.below(self, x))
+
+
+def oracle(model: Split, aggregator: Aggregator) -> Grads:
+    """The losses from a representation that was cut off, and one backward below it."""
+    model.zero_grad()
+    values = model.below(model, inputs())
+    cut = [value.detach().requires_grad_() for value in values]
+    losses = model.above(model, cut)
+    rows = []
+    for loss in losses.values():
+        grads = torch.autograd.grad(loss, cut, retain_graph=True, allow_unused=True)
+        pairs = zip(cut, grads, strict=True)
+        rows.append(
+            torch.cat([(torch.zeros_like(v) if g is None else g).reshape(-1) for v, g in pairs])
+        )
+    numbers = torch.stack([loss.detach() for loss in losses.values()]).double()
+    flat = aggregator(torch.stack(rows), Context(losses=numbers))
+    sum(losses.values()).backward(inputs=_heads(model, losses))
+    pieces = flat.split([value.numel() for value in values])
+    shaped = [piece.view_as(value) for piece, value in zip(pieces, values, strict=True)]
+    # A representation that is made of another one is cut off from it only above.
+    torch.autograd.backward(list(values), shaped)
+    return grads_of(model)
+
+
+def _heads(model: nn.Module, losses: Mapping[str, Tensor]) -> list[nn.Parameter]:
+    params = [p for p in model.parameters() if p.requires_grad]
+    total = sum(losses.values())
+    grads = torch.autograd.grad(total, params, retain_graph=True, allow_unused=True)
+    return [p for p, g in zip(params, grads, strict=True) if g is not None]
+
+
+def linear(*sizes: int) -> nn.Linear:
+    return nn.Linear(*sizes)
+
+
+def one() -> Split:
+    """A trunk and three heads."""
+    torch.manual_seed(0)
+
+    def above(model: nn.Module, values: Sequence[Tensor]) -> dict[str, Tensor]:
+        (h,) = values
+        return {
+            "a": model.a(h).square().mean(),
+            "b": (model.b(h) - 1).square().mean(),
+            "c": 3 * model.c(h.sin()).mean(),
+        }
+
+    def below(model: nn.Module, x: Tensor) -> Sequence[Tensor]:
+        return (model.trunk(x),)
+
+    trunk = nn.Sequential(nn.Linear(4, 6), nn.Tanh())
+    return Split(below, above, trunk=trunk, a=linear(6, 1), b=linear(6, 1), c=linear(6, 1))
+
+
+def scales() -> Split:
+    """Two representations of which one is made of the other, and every task uses both."""
+    torch.manual_seed(0)
+
+    def below(model: nn.Module, x: Tensor) -> Sequence[Tensor]:
+        fine = model.low(x).tanh()
+        return fine, model.high(fine).tanh()
+
+    def above(model: nn.Module, values: Sequence[Tensor]) -> dict[str, Tensor]:
+        fine, coarse = values
+        return {
+            "a": (model.a(fine) + model.a2(coarse)).square().mean(),
+            "b": (model.b(coarse) * model.b2(fine) - 1).square().mean(),
+        }
+
+    heads = {name: linear(6, 1) for name in ("a", "a2", "b", "b2")}
+    return Split(below, above, low=linear(4, 6), high=linear(6, 6), **heads)
+
+
+def partly() -> Split:
+    """A layer that a and b share, above one that all share."""
+    torch.manual_seed(0)
+
+    def below(model: nn.Module, x: Tensor) -> Sequence[Tensor]:
+        h = model.low(x).tanh()
+        return h, model.high(h).tanh()
+
+    def above(model: nn.Module, values: Sequence[Tensor]) -> dict[str, Tensor]:
+        h, more = values
+        return {
+            "a": model.a(more).square().mean(),
+            "b": (model.b(more) - 1).square().mean(),
+            "c": (model.c(h) + 2).square().mean(),
+        }
+
+    heads = {name: linear(6, 1) for name in "abc"}
+    return Split(below, above, low=linear(4, 6), high=linear(6, 6), **heads)
+
+
+def branches() -> Split:
+    """Two representations side by side; task c uses the second alone."""
+    torch.manual_seed(0)
+
+    def below(model: nn.Module, x: Tensor) -> Sequence[Tensor]:
+        return model.left(x).tanh(), model.right(x).tanh()
+
+    def above(model: nn.Module, values: Sequence[Tensor]) -> dict[str, Tensor]:
+        left, right = values
+        return {
+            "a": model.a(left + right).square().mean(),
+            "b": (model.b(left * right) - 1).square().mean(),
+            "c": (model.c(right) + 2).square().mean(),
+        }
+
+    heads = {name: linear(6, 1) for name in "abc"}
+    return Split(below, above, left=linear(4, 6), right=linear(4, 6), **heads)
+
+
+def unrolled() -> Split:
+    """An RNN by hand: every state is used by both tasks, and is made of the one before."""
+    torch.manual_seed(0)
+
+    def below(model: nn.Module, x: Tensor) -> Sequence[Tensor]:
+        states, h = [], torch.zeros(8, 6)
+        for column in x.T:
+            h = model.cell(column[:, None], h)
+            states.append(h)
+        return states
+
+    def above(model: nn.Module, values: Sequence[Tensor]) -> dict[str, Tensor]:
+        return {
+            "a": torch.stack([model.a(h).square().mean() for h in values]).sum(),
+            "b": torch.stack([(model.b(h) - 1).square().mean() for h in values]).sum(),
+        }
+
+    return Split(below, above, cell=nn.RNNCell(1, 6), a=linear(6, 1), b=linear(6, 1))
+
+
+def shared_leaf() -> Split:
+    """A number that both heads use is where they meet too."""
+    torch.manual_seed(0)
+
+    def below(model: nn.Module, x: Tensor) -> Sequence[Any]:
+        return model.trunk(x).tanh(), model.bias.weight
+
+    def above(model: nn.Module, values: Sequence[Tensor]) -> dict[str, Tensor]:
+        h, bias = values
+        return {
+            "a": (model.a(h) * bias).square().mean(),
+            "b": (model.b(h) - bias).square().mean(),
+        }
+
+    bias = nn.Embedding(1, 1)
+    return Split(below, above, trunk=linear(4, 6), bias=bias, a=linear(6, 1), b=linear(6, 1))
+
+
+MODELS = {
+    "one": one,
+    "scales": scales,
+    "partly": partly,
+    "branches": branches,
+    "unrolled": unrolled,
+    "shared leaf": shared_leaf,
+}
+AGGREGATORS = {"uneven": Uneven(), "entrywise": gs.TrimmedMean(0.3), "running": Running()}
+
+
+@pytest.mark.parametrize("aggregator", AGGREGATORS)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_cut_by_the_graph_is_as_a_cut_by_hand(name: str, aggregator: str) -> None:
+    model = MODELS[name]()
+    found, _ = joint(model, model(inputs()), feature(AGGREGATORS[aggregator]))
+    close(found, oracle(model, AGGREGATORS[aggregator]))
+
+
+def test_with_the_sum_of_the_rows_it_is_the_plain_gradient() -> None:
+    @gs.fields.validated
+    class Adds(Uneven):
+        def weights(self, gramian: Tensor) -> Tensor:
+            return torch.ones(len(gramian)).double()
+
+    for make in MODELS.values():
+        model = make()
+        found, _ = joint(model, model(inputs()), feature(Adds()))
+        model.zero_grad()
+        sum(model(inputs()).values()).backward()
+        close(found, grads_of(model))
+
+
+@pytest.mark.parametrize(("name", "features"), [("one", "trunk"), ("one", "trunk.1")])
+def test_the_cut_at_a_module_that_is_named_is_as_a_cut_by_hand(name: str, features: str) -> None:
+    model = MODELS[name]()
+    found, _ = joint_of(model, feature(Uneven(), features))
+    close(found, oracle(model, Uneven()))
+
+
+def test_every_call_of_the_module_that_is_named_is_a_part_of_the_representation() -> None:
+    model = unrolled()
+    found, _ = joint_of(model, feature(Uneven(), "cell"))
+    close(found, oracle(model, Uneven()))
+
+
+def joint_of(model: nn.Module, *items: gs.Intervention) -> tuple[Grads, gs.Live]:
+    """As `joint`, with the forward in the block."""
+    model.zero_grad()
+    with gs.Surgery(*items).attach(model) as live:
+        live.backward(model(inputs()))
+    return grads_of(model), live
+
+
+def test_a_forward_that_was_never_gone_back_from_is_no_part_of_it() -> None:
+    model = one()
+    with gs.Surgery(feature(Uneven(), "trunk")).attach(model) as live:
+        model(inputs(1))
+        live.backward(model(inputs()))
+    found = grads_of(model)
+    close(found, oracle(model, Uneven()))
+
+
+def test_what_tasks_share_above_the_module_that_is_named_is_refused() -> None:
+    model = partly()
+    rule = r"tasks 'a' and 'b' share a parameter of shape \[6\] above the representation"
+    with pytest.raises(ValueError, match=rule):
+        joint_of(model, feature(Uneven(), "low"))
+
+
+def test_a_way_past_the_module_that_is_named_is_refused() -> None:
+    model = partly()
+    rule = "task 'c' reaches a parameter of shape .* both below the representation and past it"
+    with pytest.raises(ValueError, match=rule):
+        joint_of(model, feature(Uneven(), "high"))
+
+
+def test_a_module_that_is_not_there_or_not_called_is_told() -> None:
+    model = one()
+    with pytest.raises(LookupError, match="there is no module 'trnk'. .*trunk"):
+        joint_of(model, feature(Uneven(), "trnk"))
+    outputs = model(inputs())
+    with pytest.raises(RuntimeError, match="'trunk' has given no tensor"):
+        joint(model, outputs, feature(Uneven(), "trunk"))
+
+
+def test_losses_that_share_no_graph_are_refused() -> None:
+    model = nn.ModuleDict({"a": linear(4, 1), "b": linear(4, 1)})
+    losses = {task: layer(inputs()).mean() for task, layer in model.items()}
+    with pytest.raises(ValueError, match="the losses a, b share no graph"):
+        joint(model, losses, feature(Uneven()))
+
+
+def test_one_loss_given_twice_has_two_equal_rows() -> None:
+    model = one()
+    loss = model(inputs())["a"]
+    with gs.Surgery(feature(Uneven())).attach(model) as live:
+        live.backward({"a": loss, "again": loss})
+    (conflict,) = live.conflicts.fetch()
+    assert conflict.cosines == [[1.0, 1.0], [1.0, 1.0]]
+    grads = grads_of(model)
+    factor = sum(conflict.weights)
+    model.zero_grad()
+    (factor * model(inputs())["a"]).backward()
+    close(grads, grads_of(model))
+
+
+def test_losses_that_were_stacked_part_at_nothing_but_themselves_which_is_told() -> None:
+    model = one()
+    losses = torch.stack(list(model(inputs()).values()))
+    with pytest.warns(gs.SurgeryWarning, match="the tasks part at 3 numbers"):
+        joint(model, losses, feature(Uneven()))
+
+
+def test_batches_that_wait_are_refused() -> None:
+    model = one()
+    with gs.Surgery(feature(Uneven())).attach(model) as live:
+        with pytest.raises(ValueError, match="aggregate=False needs engine 'full'"):
+            live.backward(model(inputs()), aggregate=False)
+        live.backward(model(inputs()))
+
+
+def test_its_fields_that_say_nothing_there_are_refused() -> None:
+    with pytest.raises(ValueError, match="needs engine='feature'"):
+        gs.SharedParameters(features="trunk")
+    with pytest.raises(ValueError, match="has no gradients apart"):
+        gs.SharedParameters(engine="feature", granularity="module")
+    with pytest.raises(ValueError, match="selects none"):
+        gs.SharedParameters("trunk.*", engine="feature")
+
+
+# Transforms above, at and below the cut
+
+SITES = {
+    "below": (gs.Outputs("trunk.0"), ""),
+    "at the tensor": (gs.Outputs("trunk"), ""),
+    "at the node": (gs.Nodes("Tanh"), ""),
+    "below, a parameter": (gs.Parameters("trunk.0.weight"), ""),
+}
+
+
+@pytest.mark.parametrize("name", SITES)
+def test_at_the_cut_and_below_a_transform_meets_what_was_made_of_the_tasks_once(name: str) -> None:
+    model, (at, _) = one(), SITES[name]
+    found, live = joint_of(model, gs.Intervention(gs.Scale(3.0), at=at), feature(Uneven()))
+    expected = oracle(model, Uneven())
+    for key in expected:
+        tripled = key == "trunk.0.weight" or (key == "trunk.0.bias" and "param" not in name)
+        factor = 3.0 if tripled else 1.0
+        expected[key] = factor * expected[key]
+    close(found, expected)
+    assert [entry.all_calls for entry in live.ledger if entry.intervention == "scale"] == [1]
+
+
+def test_where_one_representation_is_made_of_another_transforms_meet_both_once() -> None:
+    model = scales()
+    at = gs.Nodes("Tanh")
+    found, live = joint_of(model, gs.Intervention(gs.Scale(3.0), at=at), feature(Uneven()))
+    expected = oracle(model, Uneven())
+    calls = [entry.all_calls for entry in live.ledger if entry.intervention == "scale"]
+    assert calls == [1, 1]
+    close({"high": found["high.weight"]}, {"high": 3.0 * expected["high.weight"]})
+
+
+def test_above_the_cut_a_transform_meets_the_gradient_of_its_task() -> None:
+    model = one()
+    items = [
+        gs.Intervention(gs.Scale(3.0), at=gs.Outputs("a")),
+        gs.Intervention(gs.Scale(5.0), at=gs.Outputs("b"), when=gs.ForTask("b")),
+        gs.Intervention(gs.Scale(7.0), at=gs.Parameters("c.bias")),
+    ]
+    found, live = joint_of(model, *items, feature(Uneven()))
+    above, factors = model.above, {"a": 3.0, "b": 5.0, "c": 1.0}
+    model.above = lambda own, values: {
+        task: factors[task] * loss for task, loss in above(own, values).items()
+    }
+    expected = oracle(model, Uneven())
+    expected["c.bias"] = 7 * expected["c.bias"]
+    close(found, expected)
+    calls = {entry.intervention: entry.all_calls for entry in live.ledger}
+    assert calls == {"scale": 1, "scale_2": 1, "scale_3": 1, "uneven": 1}
+
+
+def test_nothing_stays_on_the_graph_or_the_model() -> None:
+    model = scales()
+    before = num_hooks(model)
+    losses = model(inputs())
+    joint(model, losses, feature(Uneven()))
+    assert num_hooks(model) == before
+    # Where one edge leads to the other the graph is gone back through once, and is free then.
+    with pytest.raises(RuntimeError, match="second time"):
+        losses["a"].backward()
+
+
+def test_conflicts_are_those_at_the_representation() -> None:
+    model = one()
+    _, live = joint_of(model, feature(Uneven()))
+    (conflict,) = live.conflicts.fetch()
+    h = model.below(model, inputs())[0].detach().requires_grad_()
+    losses = model.above(model, [h])
+    norms = [torch.autograd.grad(loss, h)[0].norm().item() for loss in losses.values()]
+    assert conflict.norms == pytest.approx(norms)
+
+
+def test_with_a_single_task_it_is_that_of_the_task_times_its_weight() -> None:
+    model = Net()
+    loss = {"a": losses_of(model)["a"]}
+    with gs.Surgery(feature(gs.TrimmedMean(0.1))).attach(model) as live:
+        live.backward(loss)
+    found = grads_of(model)
+    close(found, each(model, {"a": losses_of(model)["a"]})["a"])

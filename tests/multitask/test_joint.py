@@ -1,0 +1,459 @@
+"""One update of several losses: the same numbers as by hand."""
+
+import copy
+import warnings
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradsurg as gs
+from gradsurg.aggregators.base import Aggregator
+from tests.multitask.nets import (
+    Grads,
+    Net,
+    Running,
+    Uneven,
+    at_shared,
+    close,
+    each,
+    grads_of,
+    inputs,
+    joint,
+    losses_of,
+    oracle,
+    same,
+)
+
+TRUNK = ["trunk.0.weight", "trunk.0.bias", "trunk.2.weight", "trunk.2.bias"]
+
+
+def plain(model: nn.Module, losses: Mapping[str, Tensor]) -> Grads:
+    model.zero_grad()
+    sum(losses.values()).backward()
+    return grads_of(model)
+
+
+# One backward
+
+
+def test_without_an_aggregator_it_is_the_backward_of_the_sum_bit_for_bit() -> None:
+    model = Net()
+    found, _ = joint(model, losses_of(model), gs.Intervention(gs.Identity()))
+    assert same(found, plain(model, losses_of(model)))
+
+
+def test_a_list_and_a_tensor_of_losses_are_taken_too() -> None:
+    model = Net()
+    expected = plain(model, losses_of(model))
+    found, _ = joint(model, list(losses_of(model).values()))
+    assert same(found, expected)
+    found, _ = joint(model, torch.stack(list(losses_of(model).values())))
+    assert same(found, expected)
+
+
+WEIGHING = {
+    "mean": (gs.Mean(), [1 / 3, 1 / 3, 1 / 3]),
+    "sum": (gs.Sum(), [1.0, 1.0, 1.0]),
+    "fixed": (gs.FixedWeights((0.3, -2.0, 5.0)), [0.3, -2.0, 5.0]),
+}
+
+
+@pytest.mark.parametrize("every", [0, 1])
+@pytest.mark.parametrize("name", WEIGHING)
+def test_what_weighs_losses_is_one_backward_of_the_weighed_losses_measured_or_not(
+    name: str, every: int
+) -> None:
+    aggregator, weights = WEIGHING[name]
+    model = Net()
+    found, _ = joint(model, losses_of(model), at_shared(aggregator), effects_every=every)
+    weighed = zip(weights, losses_of(model).items(), strict=True)
+    expected = plain(model, {task: weight * loss for weight, (task, loss) in weighed})
+    assert same(found, expected)
+
+
+def test_measuring_what_weighs_losses_tells_the_conflict_of_its_weights() -> None:
+    model = Net()
+    with gs.Surgery(at_shared(gs.FixedWeights((0.3, -2.0, 5.0)))).attach(model) as live:
+        live.backward(losses_of(model))
+    (conflict,) = live.conflicts.fetch()
+    grads = each(model, losses_of(model))
+    rows = torch.stack([torch.cat([grads[t][n].reshape(-1) for n in TRUNK]) for t in "abc"])
+    update = torch.tensor([0.3, -2.0, 5.0]) @ rows
+    assert conflict.weights == pytest.approx([0.3, -2.0, 5.0])
+    assert conflict.norms == pytest.approx(rows.norm(dim=1).tolist())
+    assert conflict.decrease == pytest.approx((rows @ update).tolist(), rel=1e-4)
+    assert conflict.norm_to_mean == pytest.approx(float(update.norm() / rows.mean(0).norm()))
+
+
+# One backward a task
+
+
+GRANULARITIES = {
+    "whole": [TRUNK],
+    "module": [TRUNK[:2], TRUNK[2:]],
+    "tensor": [[name] for name in TRUNK],
+}
+AGGREGATORS = {
+    "uneven": Uneven(),
+    "running": Running(),
+    "entrywise": gs.TrimmedMean(beta=0.3),
+    "of losses": gs.GradNorm(),
+}
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("name", AGGREGATORS)
+def test_what_aggregates_is_as_by_hand(name: str, granularity: str) -> None:
+    model, aggregator = Net(), AGGREGATORS[name]
+    found, _ = joint(model, losses_of(model), at_shared(aggregator, granularity=granularity))
+    groups = [(aggregator, names) for names in GRANULARITIES[granularity]]
+    close(found, oracle(model, losses_of(model), groups))
+
+
+def test_heads_get_the_gradient_of_their_own_task() -> None:
+    model = Net()
+    found, _ = joint(model, losses_of(model), at_shared(Uneven()))
+    grads = each(model, losses_of(model))
+    for task in "abc":
+        name = f"heads.{task}.weight"
+        assert torch.equal(found[name], grads[task][name])
+
+
+def test_two_aggregators_have_a_selection_each() -> None:
+    model = Net()
+    first = gs.Intervention(Uneven(), at=gs.SharedParameters("trunk.0.*"))
+    second = gs.Intervention(gs.TrimmedMean(0.3), at=gs.SharedParameters("trunk.2.*"))
+    found, surgery = joint(model, losses_of(model), first, second)
+    assert surgery.labels == (("uneven",), ("trimmed_mean",))
+    groups = [(Uneven(), TRUNK[:2]), (gs.TrimmedMean(0.3), TRUNK[2:])]
+    close(found, oracle(model, losses_of(model), groups))
+
+
+def test_what_is_shared_and_not_selected_gets_the_sum() -> None:
+    model = Net()
+    selected = gs.Intervention(Uneven(), at=gs.SharedParameters("trunk.0.*"))
+    found, _ = joint(model, losses_of(model), selected)
+    close(found, oracle(model, losses_of(model), [(Uneven(), TRUNK[:2])]))
+
+
+def test_a_parameter_has_one_aggregator() -> None:
+    surgery = gs.Surgery(
+        gs.Intervention(Uneven(), at=gs.SharedParameters("trunk.*")),
+        gs.Intervention(Running(), at=gs.SharedParameters("*.weight")),
+    )
+    with (
+        pytest.raises(
+            ValueError, match="running: 'uneven' acts on trunk.0.weight, trunk.2.weight already"
+        ),
+        surgery.attach(Net()),
+    ):
+        pass
+
+
+class Partly(Net):
+    """Tasks a and b share a layer that c does not reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        features = self.trunk(x).tanh()
+        more = self.extra(features).tanh()
+        given = {"a": more, "b": more, "c": features}
+        return {task: head(given[task]) for task, head in self.heads.items()}
+
+
+@pytest.mark.parametrize("granularity", ["whole", "module"])
+def test_a_parameter_that_two_of_three_tasks_reach(granularity: str) -> None:
+    model, extra = Partly(), ["extra.weight", "extra.bias"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", gs.SurgeryWarning)
+        found, _ = joint(model, losses_of(model), at_shared(Uneven(), granularity=granularity))
+    whole = granularity == "whole"
+    groups = [TRUNK + extra] if whole else [TRUNK[:2], TRUNK[2:], extra]
+    close(found, oracle(model, losses_of(model), [(Uneven(), names) for names in groups]))
+
+
+def test_a_task_that_does_not_reach_a_group_is_told() -> None:
+    model = Partly()
+    with pytest.warns(gs.SurgeryWarning, match="uneven: c does not reach .* 'extra'"):
+        joint(model, losses_of(model), at_shared(Uneven(), granularity="module"))
+
+
+def test_a_frozen_parameter_gets_no_gradient_and_one_set_free_later_is_aggregated() -> None:
+    model = Net()
+    model.trunk[0].weight.requires_grad_(False)
+    with gs.Surgery(at_shared(Uneven())).attach(model) as live:
+        live.backward(losses_of(model))
+        assert model.trunk[0].weight.grad is None
+        close(grads_of(model), oracle(model, losses_of(model), [(Uneven(), TRUNK[1:])]))
+        model.trunk[0].weight.requires_grad_(True)
+        model.zero_grad()
+        live.backward(losses_of(model))
+        close(grads_of(model), oracle(model, losses_of(model), [(Uneven(), TRUNK)]))
+
+
+class Tied(nn.Module):
+    """One matrix is in the trunk and in a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 4)
+        self.trunk = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 4)
+        self.head.weight = self.trunk.weight
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        features = self.trunk(self.first(x).tanh()).tanh()
+        return {"a": self.head(features), "b": features.square()}
+
+
+def test_a_tied_parameter_has_one_place_and_all_its_gradients() -> None:
+    model = Tied()
+    found, _ = joint(model, losses_of(model), at_shared(Uneven()))
+    names = ["first.weight", "first.bias", "trunk.weight", "trunk.bias"]
+    close(found, oracle(model, losses_of(model), [(Uneven(), names)]))
+
+
+def test_parameters_of_the_optimizer_outside_the_model_get_theirs() -> None:
+    model, alone = Net(), nn.Parameter(torch.ones(()))
+    shared = nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([*model.parameters(), alone, shared], lr=0.0)
+    losses = losses_of(model)
+    losses = {"a": losses["a"] * alone * shared, "b": losses["b"] * shared, "c": losses["c"]}
+    values = {task: loss.item() for task, loss in losses.items()}
+    found, _ = joint(model, losses, at_shared(Uneven()), optimizer=optimizer)
+    close(found, oracle(model, losses_of(model), [(Uneven(), TRUNK)]))
+    assert alone.grad is not None
+    assert shared.grad is not None
+    assert alone.grad.item() == pytest.approx(values["a"])
+    assert shared.grad.item() == pytest.approx(values["a"] + values["b"])
+
+
+def test_gradients_are_added_to_those_that_are_there() -> None:
+    model = Net()
+    first, _ = joint(model, losses_of(model), at_shared(Uneven()))
+    with gs.Surgery(at_shared(Uneven())).attach(model) as live:
+        live.backward(losses_of(model))
+    close(grads_of(model), {name: 2 * grad for name, grad in first.items()})
+
+
+def test_while_its_trigger_does_not_fire_the_shared_parameters_get_the_sum() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    item = gs.Intervention(Uneven(), at=gs.SharedParameters(), when=gs.Steps(start=1))
+    with gs.Surgery(item).attach(model, optimizer) as live:
+        live.backward(losses_of(model))
+        close(grads_of(model), oracle(model, losses_of(model), []))
+        optimizer.step()
+        live.backward(losses_of(model))
+        close(grads_of(model), oracle(model, losses_of(model), [(Uneven(), TRUNK)]))
+    assert [(entry.all_calls, entry.all_fired) for entry in live.ledger] == [(2, 1)]
+
+
+# Dynamic graphs
+
+
+class Sometimes(Net):
+    """A layer of the trunk that some steps leave out, or that task c alone reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(6, 6)
+        self.mode = "shared"
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        features = self.trunk(x).tanh()
+        more = self.extra(features).tanh() if self.mode != "absent" else features
+        if self.mode == "shared":
+            features = more
+        given = {"a": features, "b": features, "c": more}
+        return {task: head(given[task]) for task, head in self.heads.items()}
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_what_is_shared_is_found_anew_at_every_step(every: int) -> None:
+    model = Sometimes()
+    extra = ["extra.weight", "extra.bias"]
+    with gs.Surgery(at_shared(Uneven())).attach(model, effects_every=every) as live:
+        for step, mode in enumerate(["shared", "alone", "absent", "shared", "absent", "alone"]):
+            model.mode = mode
+            model.zero_grad()
+            live.backward(losses_of(model, step))
+            names = TRUNK + extra if mode == "shared" else TRUNK
+            close(grads_of(model), oracle(model, losses_of(model, step), [(Uneven(), names)]))
+            model.zero_grad()
+            live.backward(losses_of(model, step))
+            assert (model.extra.weight.grad is None) == (mode == "absent")
+
+
+def test_what_was_shared_before_changes_no_bit() -> None:
+    model = Sometimes()
+    model.mode = "absent"
+    draws = at_shared(gs.GradDrop())
+    expected, _ = joint(model, losses_of(model), draws)
+    model.mode = "shared"
+    whole, _ = joint(model, losses_of(model), draws)
+    with gs.Surgery(draws).attach(model) as live:
+        for mode, wanted in (("absent", expected), ("shared", whole), ("absent", expected)):
+            model.mode = mode
+            model.zero_grad()
+            live.backward(losses_of(model))
+            assert same(grads_of(model), wanted)
+
+
+def test_tasks_may_change_from_step_to_step() -> None:
+    model = Net()
+    with gs.Surgery(at_shared(Uneven())).attach(model) as live:
+        for tasks in ("abc", "ab", "bca", "c", "abc"):
+            losses = {task: losses_of(model)[task] for task in tasks}
+            model.zero_grad()
+            if len(tasks) > 1:
+                live.backward({task: losses_of(model)[task] for task in tasks})
+                close(grads_of(model), oracle(model, losses, [(Uneven(), TRUNK)]))
+                continue
+            live.backward({"c": losses_of(model)["c"]})
+            assert model.heads["a"].weight.grad is None
+
+
+@pytest.mark.parametrize("tasks", ["ab", "acb"])
+def test_what_remembers_tasks_refuses_others(tasks: str) -> None:
+    model = Net()
+    with gs.Surgery(at_shared(Running())).attach(model) as live:
+        live.backward(losses_of(model))
+        with pytest.raises(ValueError, match="remembers at 'shared' is of a, b, c, found a"):
+            live.backward({task: losses_of(model)[task] for task in tasks})
+
+
+# Several dtypes and shapes of memory
+
+
+def test_parameters_of_two_dtypes_are_one_group() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.low, self.high = nn.Linear(4, 6), nn.Linear(6, 6).double()
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            y = self.high(self.low(x).tanh().double())
+            return {"a": y[:, :3], "b": y[:, 3:]}
+
+    def losses(model: nn.Module) -> dict[str, Tensor]:
+        return losses_of(model)
+
+    mixed, wide = Two(), Two()
+    wide.double()
+    wide.low.register_forward_pre_hook(lambda module, args: (args[0].double(),))
+    found, _ = joint(mixed, losses(mixed), at_shared(Uneven()))
+    names = ["low.weight", "low.bias", "high.weight", "high.bias"]
+    expected = oracle(wide, losses(wide), [(Uneven(), names)])
+    assert found["low.weight"].dtype == torch.float32
+    close({name: grad.double() for name, grad in found.items()}, expected, rtol=1e-4)
+
+
+def test_what_draws_for_every_entry_draws_anew_in_each_dtype() -> None:
+    low, high = nn.Parameter(torch.zeros(4000)), nn.Parameter(torch.zeros(4000).double())
+    model = nn.ParameterList([low, high])
+    losses = {"a": low.sum() + high.sum().float(), "b": -low.sum() - high.sum().float()}
+    found, _ = joint(model, losses, at_shared(gs.GradDrop()))
+    agree = (found["0"].double() == found["1"]).double().mean()
+    assert 0.4 < agree < 0.6
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_parameters_are_aggregated(dtype: torch.dtype) -> None:
+    model, wide = Net().to(dtype), Net()
+    wide.load_state_dict(model.state_dict())
+
+    def losses(net: nn.Module) -> dict[str, Tensor]:
+        outputs = net(inputs().to(next(net.parameters()).dtype))
+        return {task: output.float().square().mean() for task, output in outputs.items()}
+
+    found, _ = joint(model, losses(model), at_shared(Uneven()))
+    assert found["trunk.0.weight"].dtype == dtype
+    expected = oracle(wide, losses(wide), [(Uneven(), TRUNK)])
+    close({name: grad.float() for name, grad in found.items()}, expected, rtol=0.1)
+
+
+def test_a_channels_last_parameter_keeps_its_layout() -> None:
+    class Conv(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.conv = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            y = self.conv(x[:, :, None, None].expand(8, 4, 3, 3)[:, :2])
+            return {"a": y[:, 0], "b": y[:, 1:].square()}
+
+    model = Conv()
+    found, _ = joint(model, losses_of(model), at_shared(Uneven()))
+    names = ["conv.weight", "conv.bias"]
+    close(found, oracle(model, losses_of(model), [(Uneven(), names)]))
+    assert found["conv.weight"].is_contiguous(memory_format=torch.channels_last)
+
+
+class Sparse(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4, sparse=True)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return super().forward(x + self.table(torch.arange(8)))
+
+
+def test_sparse_gradients_are_refused_by_name_where_they_are_shared() -> None:
+    model = Sparse()
+    rule = r"parameter 'table.weight': an aggregator takes dense real gradients, found .*sparse"
+    with pytest.raises(TypeError, match=rule):
+        joint(model, losses_of(model), at_shared(Uneven()))
+
+
+def test_sparse_gradients_that_are_not_selected_get_the_sum() -> None:
+    model = Sparse()
+    item = gs.Intervention(Uneven(), at=gs.SharedParameters("trunk.*"))
+    found, _ = joint(model, losses_of(model), item)
+    expected = oracle(model, losses_of(model), [(Uneven(), TRUNK)])
+    assert found["table.weight"].is_sparse
+    for grads in (found, expected):
+        grads["table.weight"] = grads["table.weight"].to_dense()
+    close(found, expected)
+
+
+def test_sparse_gradients_have_no_part_in_the_conflicts_of_weighed_losses() -> None:
+    model = Sparse()
+    expected = plain(model, losses_of(model))["trunk.0.weight"]
+    with pytest.warns(gs.SurgeryWarning, match="gradients of table.weight are not dense"):
+        found, _ = joint(model, losses_of(model), at_shared(gs.Sum()))
+    assert torch.equal(found["trunk.0.weight"], expected)
+
+
+def test_a_model_that_is_copied_meanwhile_is_plain() -> None:
+    model = Net()
+    with gs.Surgery(at_shared(Uneven())).attach(model) as live:
+        live.backward(losses_of(model))
+        copied = copy.deepcopy(model)
+    assert same(plain(copied, losses_of(copied)), plain(model, losses_of(model)))
+
+
+def test_every_aggregator_in_the_catalogue_is_as_by_hand() -> None:
+    from gradsurg.catalogue import find, names
+
+    checked = 0
+    for stem in names("aggregators"):
+        kind = find("aggregators", stem)
+        aggregator: Aggregator = kind((1.0, 2.0, 3.0)) if stem == "fixed_weights" else kind()
+        if stem in ("grad_drop", "random", "pcgrad"):
+            continue  # they draw for the name of the group, which a bare matrix has not
+        model = Net()
+        found, _ = joint(model, losses_of(model), at_shared(aggregator), effects_every=0)
+        expected = oracle(model, losses_of(model), [(aggregator, TRUNK)])
+        shared = [{name: grads[name] for name in TRUNK} for grads in (found, expected)]
+        close(*shared, rtol=1e-4)
+        checked += 1
+    assert checked >= 7

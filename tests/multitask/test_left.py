@@ -1,0 +1,157 @@
+"""What is left of an aggregator after an error and after the block: nothing."""
+
+import gc
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradsurg as gs
+from gradsurg.sites.base import Selector
+from tests.multitask.nets import (
+    Grads,
+    Net,
+    Running,
+    Uneven,
+    at_shared,
+    grads_of,
+    losses_of,
+    same,
+)
+from tests.nets import num_hooks
+
+
+def trained(model: nn.Module, *items: gs.Intervention) -> Grads:
+    """As `joint`, with the forward in the block."""
+    model.zero_grad()
+    optimizer = _sgd(model)
+    with gs.Surgery(*items).attach(model, optimizer) as live:
+        live.backward(losses_of(model))
+        optimizer.step()
+    return grads_of(model)
+
+
+def _sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+def scaled(factor: float, at: Selector, task: str = "") -> gs.Intervention:
+    when = gs.ForTask(task) if task else gs.Always()
+    return gs.Intervention(gs.Scale(factor), at=at, when=when)
+
+
+# What is left
+
+
+class Failing(nn.Module):
+    """Its head b fails in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        outputs = self.net(x)
+
+        def fail(grad: Tensor) -> None:
+            raise RuntimeError("in the middle")
+
+        outputs["b"].register_hook(fail)
+        return outputs
+
+
+@pytest.mark.parametrize("engine", ["full", "feature"])
+def test_after_an_error_in_the_middle_no_task_flows_and_nobody_is_paused(engine: str) -> None:
+    model = Failing()
+    item = scaled(2.0, gs.Parameters("*"))
+    other = scaled(3.0, gs.Parameters("net.heads.a.weight"), "a")
+    surgery = gs.Surgery(item, other, at_shared(Uneven(), engine=engine))
+    with surgery.attach(model) as live:
+        with pytest.raises(RuntimeError, match="in the middle"):
+            live.backward(losses_of(model))
+        assert live.clock.task == ""
+        assert all(own.operation.on for own in live._attached)
+        assert not any(own.operation.spared for own in live._attached)
+        assert all(param.grad is None for param in model.parameters())
+        net = losses_of(model.net)
+        live.backward(net)
+        assert live._joint._passes.waiting == {}
+    found = grads_of(model.net)
+    with gs.Surgery(
+        scaled(2.0, gs.Parameters("*")),
+        scaled(3.0, gs.Parameters("heads.a.weight"), "a"),
+        at_shared(Uneven(), engine=engine),
+    ).attach(model.net) as live:
+        model.zero_grad()
+        live.backward(losses_of(model.net))
+    assert same(found, grads_of(model.net))
+
+
+def test_after_an_error_while_measuring_nobody_is_paused() -> None:
+    model = Failing()
+    surgery = gs.Surgery(scaled(2.0, gs.Parameters("*")), at_shared(gs.Mean()))
+    with surgery.attach(model) as live:
+        with pytest.raises(RuntimeError, match="in the middle"):
+            live.backward(losses_of(model))
+        live.backward(losses_of(model.net))
+    assert [entry.all_calls for entry in live.ledger if entry.intervention == "scale"] == [1] * 10
+
+
+@pytest.mark.parametrize("engine", ["full", "feature"])
+def test_after_the_block_nothing_is_left(engine: str) -> None:
+    model = Net()
+    before = num_hooks(model)
+    optimizer = _sgd(model)
+    features = "trunk" if engine == "feature" else ""
+    surgery = gs.Surgery(
+        scaled(2.0, gs.Outputs("trunk.1")),
+        at_shared(Uneven(), engine=engine, features=features),
+    )
+    with surgery.attach(model, optimizer) as live:
+        losses = losses_of(model)
+        live.backward(losses)
+        optimizer.step()
+    assert num_hooks(model, optimizer) == before
+    with pytest.raises(RuntimeError, match="the block has ended"):
+        live.backward(losses_of(model))
+    kept = [ref(thing) for thing in (model, *model.parameters(), *losses.values())]
+    del model, optimizer, losses
+    gc.collect()
+    assert [held() for held in kept if held() is not None] == []
+    assert live.step == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["full", "feature"])
+def test_two_hundred_rounds_leave_nothing_alive(engine: str) -> None:
+    model, kept, counts = Net(), [], []
+    for number in range(200):
+        optimizer = _sgd(model)
+        surgery = gs.Surgery(
+            scaled(2.0, gs.Outputs("trunk.1")),
+            gs.Intervention(gs.LowPass(), at=gs.Parameters("trunk.*", stage="accumulated")),
+            at_shared(Running(), engine=engine),
+        )
+        with surgery.attach(model, optimizer) as live:
+            losses = losses_of(model)
+            live.backward(losses)
+            optimizer.step()
+            optimizer.zero_grad()
+        kept += [ref(thing) for thing in (surgery, live, optimizer, *losses.values())]
+        del surgery, live, optimizer, losses
+        if number in (50, 199):
+            gc.collect()
+            counts.append(len(gc.get_objects()) - len(kept))
+    assert [held() for held in kept if held() is not None] == []
+    assert counts[1] - counts[0] < 200, "objects pile up from round to round"
+
+
+def test_the_rows_are_gone_after_each_step() -> None:
+    model = Net()
+    with gs.Surgery(at_shared(Uneven())).attach(model, effects_every=0) as live:
+        live.backward(losses_of(model))
+        rows = live._joint._passes._rows
+        assert rows is not None
+        assert sum(block.rows.numel() for block in rows.blocks) == 0
+        assert rows.own == []

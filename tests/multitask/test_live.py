@@ -1,0 +1,190 @@
+"""What changes a surgery while it is attached, and its state, with an aggregator."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import gradsurg as gs
+from gradsurg.aggregators.base import Aggregator
+from gradsurg.sites.base import Selector
+from tests.multitask.nets import (
+    Grads,
+    Net,
+    Running,
+    Uneven,
+    at_shared,
+    close,
+    grads_of,
+    inputs,
+    losses_of,
+    oracle,
+    same,
+)
+
+TRUNK = ["trunk.0.weight", "trunk.0.bias", "trunk.2.weight", "trunk.2.bias"]
+
+
+def trained(model: nn.Module, *items: gs.Intervention) -> Grads:
+    """As `joint`, with the forward in the block."""
+    model.zero_grad()
+    optimizer = _sgd(model)
+    with gs.Surgery(*items).attach(model, optimizer) as live:
+        live.backward(losses_of(model))
+        optimizer.step()
+    return grads_of(model)
+
+
+def _sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+def scaled(factor: float, at: Selector, task: str = "") -> gs.Intervention:
+    when = gs.ForTask(task) if task else gs.Always()
+    return gs.Intervention(gs.Scale(factor), at=at, when=when)
+
+
+# While it runs
+
+
+def test_transforms_are_added_changed_and_removed_beside_an_aggregator() -> None:
+    model = Net()
+    plain = trained(model, at_shared(gs.TrimmedMean(0.3)))
+    with gs.Surgery(at_shared(gs.TrimmedMean(0.3))).attach(model) as live:
+
+        def factor() -> float:
+            model.zero_grad()
+            live.backward(losses_of(model))
+            ratio = model.trunk[0].weight.grad / plain["trunk.0.weight"]
+            return round(ratio.mean().item(), 3)
+
+        assert factor() == 1.0
+        label = live.add(scaled(2.0, gs.Parameters("*")))
+        assert factor() == 2.0
+        live.set(label, factor=5.0)
+        assert factor() == 5.0
+        live.remove(label)
+        assert factor() == 1.0
+
+
+def test_what_is_changed_while_a_task_flows_waits_for_the_last_of_them() -> None:
+    model = Net()
+    with gs.Surgery(scaled(2.0, gs.Parameters("*")), at_shared(Uneven())).attach(model) as live:
+        expected = {}
+        for _ in range(2):
+            model.zero_grad()
+            losses = losses_of(model)
+            if expected:
+                losses["c"].register_hook(lambda grad: live.set("scale", factor=100.0))
+                losses["c"].register_hook(lambda grad: live.remove("scale"))
+            live.backward(losses)
+            expected = expected or grads_of(model)
+        assert same(grads_of(model), expected)
+        assert live.labels == (("uneven",),)
+
+
+@pytest.mark.parametrize("action", ["remove", "set"])
+def test_an_aggregator_stays_as_it_is(action: str) -> None:
+    with gs.Surgery(at_shared(Uneven())).attach(Net()) as live:
+        call: Callable[[], object] = {
+            "remove": lambda: live.remove("uneven"),
+            "set": lambda: live.set("uneven", when=gs.Steps(stop=3)),
+        }[action]
+        with pytest.raises(ValueError, match="'uneven' is an aggregator, and stays"):
+            call()
+        with pytest.raises(TypeError, match="attached when the block begins"):
+            live.add(at_shared(Running()))
+        live.backward(losses_of(Net()) | losses_of(live._patient.model))
+
+
+def test_the_switch_of_an_aggregator_is_flipped() -> None:
+    model = Net()
+    item = gs.Intervention(Uneven(), at=gs.SharedParameters(), when=gs.Flag("surgery"))
+    with gs.Surgery(item).attach(model) as live:
+        found = []
+        for on in (True, False, True):
+            live.switch("surgery", on=on)
+            model.zero_grad()
+            live.backward(losses_of(model))
+            found.append(grads_of(model))
+    close(found[0], oracle(model, losses_of(model), [(Uneven(), TRUNK)]))
+    close(found[1], oracle(model, losses_of(model), []))
+    assert same(found[2], found[0])
+
+
+def test_two_triggers_must_agree_on_their_switch() -> None:
+    items = [
+        gs.Intervention(gs.Scale(1.0), when=gs.Flag("on", on=False)),
+        gs.Intervention(Uneven(), at=gs.SharedParameters(), when=gs.Flag("on", on=True)),
+    ]
+    with pytest.raises(ValueError, match="another trigger has this switch"):
+        gs.Surgery(*items).attach(Net()).__enter__()
+
+
+def test_the_plan_tells_what_an_aggregator_has() -> None:
+    said = gs.Surgery(at_shared(Uneven())).plan(Net())
+    assert "uneven at SharedParameters" in said
+    assert "in live.backward" in said
+    assert "trunk.0.weight" in said
+    gs.Surgery(at_shared(Uneven())).plan(Net(), inputs())
+
+
+# State
+
+
+def _train(
+    surgery: gs.Surgery, model: nn.Module, optimizer: torch.optim.Adam, steps: range
+) -> None:
+    with surgery.attach(model, optimizer) as live:
+        for step in steps:
+            optimizer.zero_grad()
+            live.backward(losses_of(model, step))
+            optimizer.step()
+
+
+@pytest.mark.parametrize("aggregator", [Running(), gs.GradNorm(), gs.FAMO(), gs.GradDrop()])
+def test_resumed_it_goes_on_bit_for_bit(aggregator: Aggregator) -> None:
+    def made() -> tuple[gs.Surgery, Net, torch.optim.Adam]:
+        model = Net()
+        surgery = gs.Surgery(gs.Intervention(aggregator, at=gs.SharedParameters()), seed=3)
+        return surgery, model, torch.optim.Adam(model.parameters(), lr=0.05)
+
+    whole = made()
+    _train(*whole, range(6))
+    first, second = made(), made()
+    _train(*first, range(3))
+    for own, other in zip(second, first, strict=True):
+        own.load_state_dict(other.state_dict())
+    _train(*second, range(3, 6))
+    assert same(dict(second[1].named_parameters()), dict(whole[1].named_parameters()))
+    again = made()
+    _train(*again, range(3))
+    _train(*again, range(3, 6))  # attached again it goes on too
+    assert same(dict(again[1].named_parameters()), dict(whole[1].named_parameters()))
+
+
+def test_its_state_travels_with_the_model() -> None:
+    model = Net()
+    surgery = gs.Surgery(at_shared(Running()))
+    with surgery.attach(model, in_state_dict=True) as live:
+        live.backward(losses_of(model))
+        kept = model.state_dict()
+    other, resumed = Net(), gs.Surgery(at_shared(Running()))
+    with resumed.attach(other, in_state_dict=True) as live:
+        other.load_state_dict(kept)
+        live.backward(losses_of(other))
+    norms = {
+        key: own["norms"]
+        for key, own in resumed.state_dict()["states"].items()  # pyright: ignore
+    }
+    with surgery.attach(model) as live:
+        live.backward(losses_of(model))
+    expected = surgery.state_dict()["states"]["running/shared"]["norms"]  # pyright: ignore
+    assert torch.equal(norms["running/shared"], expected)
+
+
+def test_the_state_of_another_aggregator_is_refused() -> None:
+    surgery, other = gs.Surgery(at_shared(Running())), gs.Surgery(at_shared(Uneven()))
+    with pytest.raises(ValueError, match="the surgery is"):
+        other.load_state_dict(surgery.state_dict())

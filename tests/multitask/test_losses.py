@@ -1,0 +1,157 @@
+"""Losses, places and gradients that are wrong or odd: each has a number or is refused by name."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import gradsurg as gs
+from gradsurg.sites.base import Selector
+from tests.multitask.nets import (
+    Grads,
+    Net,
+    Uneven,
+    at_shared,
+    close,
+    each,
+    grads_of,
+    inputs,
+    joint,
+    losses_of,
+)
+
+
+def trained(model: nn.Module, *items: gs.Intervention) -> Grads:
+    """As `joint`, with the forward in the block."""
+    model.zero_grad()
+    optimizer = _sgd(model)
+    with gs.Surgery(*items).attach(model, optimizer) as live:
+        live.backward(losses_of(model))
+        optimizer.step()
+    return grads_of(model)
+
+
+def _sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+def scaled(factor: float, at: Selector, task: str = "") -> gs.Intervention:
+    when = gs.ForTask(task) if task else gs.Always()
+    return gs.Intervention(gs.Scale(factor), at=at, when=when)
+
+
+# What is given wrong
+
+WRONG = {
+    "none": (lambda m: {}, ValueError, "needs one at least"),
+    "a number": (lambda m: 3.0, TypeError, "must be a mapping or a sequence"),
+    "numbers": (lambda m: [1.0, 2.0], TypeError, r"losses\['0'\]: must be a tensor, found 1.0"),
+    "a vector": (lambda m: {"a": m(inputs())["a"]}, ValueError, "must have no axes, found shape"),
+    "a matrix": (lambda m: m(inputs())["a"], ValueError, "must have one axis, found shape"),
+    "integers": (lambda m: {"a": torch.tensor(3)}, TypeError, "a real number, found torch.int64"),
+    "no graph": (lambda m: {"a": torch.tensor(3.0)}, ValueError, "'a'.*needs no gradient"),
+    "a slash": (lambda m: {"a/b": m(inputs())["a"].sum()}, ValueError, "without a '/'"),
+    "one name twice": (
+        lambda m: {0: m(inputs())["a"].sum(), "0": m(inputs())["b"].sum()},
+        ValueError,
+        "two are called '0'",
+    ),
+    "of another model": (
+        lambda m: losses_of(Net()),
+        ValueError,
+        r"losses\['a'\]: reaches no parameter of the model",
+    ),
+    "nothing shared": (
+        lambda m: {task: m.heads[task](torch.ones(1, 6)).mean() for task in ("a", "b")},
+        ValueError,
+        "reached by two tasks.* of all 10 parameters a reaches 2, b reaches 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_losses_are_refused_by_name(name: str) -> None:
+    make, error, rule = WRONG[name]
+    model = Net()
+    surgery = gs.Surgery(at_shared(Uneven()))
+    with pytest.raises(error, match=rule), surgery.attach(model) as live:
+        live.backward(make(model))
+
+
+def test_a_wrong_place_is_refused() -> None:
+    with pytest.raises(ValueError, match="SharedParameters is for aggregators"):
+        gs.Intervention(gs.Clip(1.0), at=gs.SharedParameters())
+    with pytest.raises(ValueError, match="done at SharedParameters, found at=Parameters"):
+        gs.Intervention(Uneven(), at=gs.Parameters())
+    with pytest.raises(ValueError, match="looks at one gradient"):
+        gs.Surgery(
+            gs.Intervention(Uneven(), at=gs.SharedParameters(), when=gs.ForTask("a"))
+        ).attach(Net()).__enter__()
+    with pytest.raises(ValueError, match="has no stages, found 'step'"):
+        gs.SharedParameters(stage="step")
+    with pytest.raises(LookupError, match="nothing"):
+        gs.Surgery(at_shared(Uneven(), pattern="nothing")).attach(Net()).__enter__()
+
+
+def test_that_it_was_never_called_is_told() -> None:
+    model = Net()
+    with (
+        pytest.warns(gs.SurgeryWarning, match="uneven: .* was never called"),
+        gs.Surgery(at_shared(Uneven())).attach(model),
+    ):
+        sum(losses_of(model).values()).backward()
+
+
+@pytest.mark.parametrize("engine", ["full", "feature"])
+def test_zero_opposite_and_equal_gradients_have_numbers(engine: str) -> None:
+    model = Net()
+    loss = losses_of(model)["a"]
+    losses = {"zero": 0 * loss, "up": -loss, "down": loss, "again": loss}
+    with gs.Surgery(at_shared(gs.TrimmedMean(0.1), engine=engine)).attach(model) as live:
+        live.backward(losses)
+    assert all(grad is None or grad.isfinite().all() for grad in grads_of(model).values())
+    (conflict,) = live.conflicts.fetch()
+    assert conflict.norms[0] == 0.0
+    assert conflict.cosines[1][2:] == pytest.approx([-1.0, -1.0])
+    assert conflict.cosines[2][3] == pytest.approx(1.0)
+    assert conflict.cosines[0] == [0.0] * 4
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_told_with_its_task(number: float) -> None:
+    model = Net()
+    losses = losses_of(model)
+    losses["b"] = losses["b"] * number
+    with pytest.warns(gs.SurgeryWarning, match="the gradient of b is not finite at step 0"):
+        joint(model, losses, at_shared(Uneven()))
+
+
+def test_one_task_is_given_to_the_aggregator_alone() -> None:
+    model = Net()
+    loss = {"a": losses_of(model)["a"]}
+    found, _ = joint(model, loss, at_shared(gs.TrimmedMean(0.3)))
+    close(found, each(model, {"a": losses_of(model)["a"]})["a"])
+
+
+def test_a_step_while_gradients_wait_is_told() -> None:
+    model = Net()
+    optimizer = _sgd(model)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with gs.Surgery(at_shared(Uneven())).attach(model, optimizer) as live:
+            live.backward(losses_of(model), aggregate=False)
+            optimizer.step()
+    said = [str(one.message) for one in told]
+    assert any("made a step while gradients waited" in one for one in said)
+    assert any("was never aggregated" in one for one in said)
+
+
+def test_a_warning_points_at_the_line_of_the_user() -> None:
+    model = Net()
+    with gs.Surgery(at_shared(Uneven())).attach(model) as live:
+        losses = losses_of(model)
+        losses["b"] = losses["b"] * float("nan")
+        with pytest.warns(gs.SurgeryWarning) as told:
+            live.backward(losses)
+    assert told[0].filename == __file__
