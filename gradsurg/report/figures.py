@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, PercentFormatter
 
 from gradsurg.report.certainty import CLEAR
+from gradsurg.report.conflict_figures import CONFLICT_FIGURES
 from gradsurg.report.outcomes import Outcome
 from gradsurg.report.series import Curve, EffectMap
 from gradsurg.report.study_report import StudyReport
@@ -44,6 +45,7 @@ def write_figures(report: StudyReport, folder: Path) -> list[Path]:
         "norms": _norms,
         "doses": _doses,
         "cost": _cost,
+        **CONFLICT_FIGURES,
     }
     written = []
     with mpl.rc_context(STYLE), warnings.catch_warnings():

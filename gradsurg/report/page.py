@@ -7,18 +7,27 @@ from pathlib import Path
 from string import Template
 
 from gradsurg.report.attribution import ABOUT_SHARES
+from gradsurg.report.conflict_data import conflict_data
 from gradsurg.report.page_data import page_data
 from gradsurg.report.study_report import StudyReport
 from gradsurg.report.update_line import ABOUT as ABOUT_UPDATES
 from gradsurg.report.wording import count, unbroken
 
 PARTS = Path(__file__).parent / "page"
-SCRIPTS = ("draw.js", "outcome.js", "curves.js", "effects.js", "runs.js", "start.js")
+SCRIPTS = (
+    "draw.js",
+    "outcome.js",
+    "curves.js",
+    "effects.js",
+    "conflicts.js",
+    "runs.js",
+    "start.js",
+)
 
 
 def page(report: StudyReport, refresh: float | None = None) -> str:
     """The page; with `refresh` it loads itself anew every so many seconds."""
-    data = page_data(report) | {"refresh": refresh}
+    data = page_data(report) | {"conflicts": conflict_data(report), "refresh": refresh}
     parts = {name: (PARTS / name).read_text() for name in ("page.css", *SCRIPTS)}
     return Template((PARTS / "page.html").read_text()).substitute(
         study=escape(report.folder.name),

@@ -41,6 +41,7 @@ outcomes();
 alone();
 curves();
 effects();
+conflicts();
 updates();
 cost();
 runs();
