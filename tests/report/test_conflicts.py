@@ -7,6 +7,8 @@ import numpy as np
 import polars as pl
 import pytest
 
+from gradsurg.report.conflict_data import conflict_data
+from gradsurg.report.conflict_figures import CONFLICT_FIGURES
 from gradsurg.report.conflict_text import WIDTH, conflict_text
 from gradsurg.report.conflicts import (
     MAX_PAIRS,
@@ -16,15 +18,17 @@ from gradsurg.report.conflicts import (
     conflict_means,
 )
 from gradsurg.report.overview import overview
+from gradsurg.report.page import page
 from gradsurg.report.reading import stamp
 from gradsurg.report.study_report import study_report
 from gradsurg.report.terminal import Runs, report
-from gradsurg.report.writing import write_report
+from gradsurg.report.writing import study_info, write_report
 from gradsurg.runs.frames import read_conflicts
 from gradsurg.runs.store import CONFLICTS, RunDirectory
 from tests.report import studies
 from tests.report.studies import conflict
 
+DRAWS = CONFLICT_FIGURES.values()
 NO_EFFECT = "No effect was measured"
 
 
@@ -209,3 +213,54 @@ def test_a_file_that_cannot_be_read_is_told_and_the_others_are_shown(tmp_path: P
     found = study_report(folder)
     assert any("pcgrad-seed0" in said and CONFLICTS in said for said in found.cautions)
     assert [one.means.runs for one in found.conflicts] == [1, 2]
+
+
+@pytest.mark.slow
+def test_there_is_a_figure_of_the_map_of_weights_and_of_decrease_and_sinks_get_them(
+    tmp_path: Path,
+) -> None:
+    folder = studies.clashing(tmp_path / "first", 9, ("pcgrad", "mgda"))
+    found = study_report(folder)
+    write_report(found, tmp_path / "out")
+    names = {name for name, _ in study_info(found, tmp_path / "out").figures}
+    assert {"conflicts", "conflict-weights", "conflict-decrease"} < names
+    assert (tmp_path / "out" / "conflicts.svg").is_file()
+    figure = CONFLICT_FIGURES["conflicts"](found)
+    assert figure is not None
+    assert [panel.get_title() for panel in figure.axes[:3]] == [
+        "mgda, n = 2",
+        "pcgrad, n = 2",
+        "control, n = 2",
+    ]
+    curves = CONFLICT_FIGURES["conflict-decrease"](found)
+    assert curves is not None
+    assert len(curves.axes[0].lines) == 1 + MAX_TASKS  # and the one at zero
+    assert all(draw(study_report(studies.mixed(tmp_path / "x"))) is None for draw in DRAWS)
+
+
+def test_an_arm_without_weights_has_no_panel_of_them(tmp_path: Path) -> None:
+    folder = tmp_path / "first"
+    studies.plan(folder, "none", 0).append_conflicts([conflict("grad_drop", 0, weights=[])])
+    found = study_report(folder)
+    assert CONFLICT_FIGURES["conflict-weights"](found) is None
+    assert CONFLICT_FIGURES["conflicts"](found) is not None
+    assert conflict_data(found)[0]["weights"] is None
+
+
+@pytest.mark.slow
+def test_the_page_stays_small_for_200_runs_of_eight_tasks_in_several_groups(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "many"
+    for arm in range(40):
+        for seed in range(5):
+            place = studies.plan(folder, "clip", seed, value=arm / 100)
+            rows = [
+                conflict("mgda", step, 0.123456789 * seed, 8, group=f"layer{group}")
+                for step in range(40)
+                for group in range(4)
+            ]
+            place.append_conflicts(rows)
+    found = study_report(folder)
+    assert (len(found.runs), len(found.conflicts)) == (200, 160)
+    assert len(page(found)) < 6e6
