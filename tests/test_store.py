@@ -110,6 +110,16 @@ def test_a_number_that_is_not_finite_is_null_and_told(run):
     ]
 
 
+def test_a_number_inside_a_list_that_is_not_finite_is_told_by_its_place(run):
+    nan, inf = float("nan"), float("inf")
+    others = {"mgda": {"cosine": nan}}
+    run.append_conflicts([{"norms": [1.0, inf], "cosines": [[1.0, nan], [-1.0]], "others": others}])
+    (row,) = lines(run.path / "conflicts.jsonl")
+    assert row.pop("not_finite") == "norms.1=inf cosines.0.1=nan others.mgda.cosine=nan"
+    empty = {"mgda": {"cosine": None}}
+    assert row == {"norms": [1.0, None], "cosines": [[1.0, None], [-1.0]], "others": empty}
+
+
 def test_summary_makes_a_run_finished(run):
     run.append_metrics({"step": 1})
     assert not run.finished

@@ -145,10 +145,12 @@ def untimed(numbers: Mapping[str, object]) -> dict[str, object]:
 def assert_same(found: Record, expected: Record) -> None:
     """The two ended alike, bit by bit, apart from times."""
     assert found.directory != expected.directory
-    for name in ("metrics.jsonl", "effects.jsonl"):
-        assert [untimed(row) for row in lines(found, name)] == [
-            untimed(row) for row in lines(expected, name)
+    for name in ("metrics.jsonl", "effects.jsonl", "conflicts.jsonl"):
+        rows = [
+            [untimed(row) for row in RunDirectory(record.directory).read_rows(name)]
+            for record in (found, expected)
         ]
+        assert rows[0] == rows[1]
     assert untimed(found.summary) == untimed(expected.summary)
     kept, whole = (
         RunDirectory(record.directory).load_checkpoint() or {} for record in (found, expected)

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, PercentFormatter
 
 from gradsurg.report.certainty import CLEAR
+from gradsurg.report.conflict_figures import CONFLICT_FIGURES
 from gradsurg.report.outcomes import Outcome
 from gradsurg.report.palette import CONTROL, INK, TREATED, UNCLEAR
 from gradsurg.report.pareto_figure import draw_front
@@ -46,6 +47,7 @@ def write_figures(report: StudyReport, folder: Path) -> list[Path]:
         "norms": _norms,
         "doses": _doses,
         "cost": _cost,
+        **CONFLICT_FIGURES,
     }
     for name, front in numbered("pareto", report.fronts).items():
         drawings[name] = lambda _, front=front: draw_front(front)

@@ -10,6 +10,7 @@ from string import Template
 from types import MappingProxyType
 
 from gradsurg.report.attribution import ABOUT_SHARES
+from gradsurg.report.conflict_data import conflict_data
 from gradsurg.report.page_data import page_data
 from gradsurg.report.study_report import StudyReport
 from gradsurg.report.update_line import ABOUT as ABOUT_UPDATES
@@ -17,7 +18,16 @@ from gradsurg.report.wording import count, unbroken
 
 PARTS = Path(__file__).parent / "page"
 EMPTY: Mapping[str, bytes] = MappingProxyType({})
-SCRIPTS = ("draw.js", "outcome.js", "fronts.js", "curves.js", "effects.js", "runs.js", "start.js")
+SCRIPTS = (
+    "draw.js",
+    "outcome.js",
+    "fronts.js",
+    "curves.js",
+    "effects.js",
+    "conflicts.js",
+    "runs.js",
+    "start.js",
+)
 
 
 def page(
@@ -27,7 +37,7 @@ def page(
 
     `pictures` are the PNG files that it shows, by the names that they have beside it.
     """
-    data = page_data(report) | {"refresh": refresh}
+    data = page_data(report) | {"conflicts": conflict_data(report), "refresh": refresh}
     parts = {name: (PARTS / name).read_text() for name in ("page.css", *SCRIPTS)}
     return Template((PARTS / "page.html").read_text()).substitute(
         study=escape(report.folder.name),

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from gradsurg.report.wording import Summary, listed
 from gradsurg.runs.store import (
     CONFIG,
+    CONFLICTS,
     EFFECTS,
     ERROR,
     FACTS,
@@ -222,7 +223,7 @@ def stamp(folder: Path) -> Stamp:
     """Size and time of every file that a report is made from: another stamp, another report."""
     found: Stamp = {}
     for path in _run_directories(folder):
-        for name in (*OWN_FILES, EFFECTS, LOCK):
+        for name in (*OWN_FILES, EFFECTS, CONFLICTS, LOCK):
             try:
                 facts = (path / name).stat()
             except FileNotFoundError:

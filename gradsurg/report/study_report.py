@@ -8,6 +8,7 @@ import polars as pl
 
 from gradsurg.report import answer, certainty, outcomes, series
 from gradsurg.report.alone import uncompared
+from gradsurg.report.conflicts import ConflictSeries, conflict_series, load_conflicts
 from gradsurg.report.dose import Doses, doses
 from gradsurg.report.effort import effort
 from gradsurg.report.grouping import Arm, group
@@ -37,7 +38,9 @@ class StudyReport:
     doses: list[Doses]
     fronts: list[Front]
     landscapes: list[Landscape]
+    conflicts: list[ConflictSeries]
     effects: pl.DataFrame
+    conflict_rows: pl.DataFrame
     answer: str
     cautions: list[str]
     effort: list[str]
@@ -69,10 +72,11 @@ def study_report(
     logged = arms if logs else []
     metrics, faults = series.load_metrics(logged)
     effects = series.load_effects(logged)
+    conflicts, torn = load_conflicts(logged)
     compared = outcomes.compare(arms)
     grounds, broken = landscapes(logged, metrics)
-    faults += broken
-    faults = [f"Left out, because it cannot be read: {text}" for text in faults + effects.faults]
+    faults = [*faults, *broken, *effects.faults, *torn]
+    faults = [f"Left out, because it cannot be read: {text}" for text in faults]
     return StudyReport(
         folder=folder,
         runs=runs,
@@ -89,7 +93,9 @@ def study_report(
         doses=_compared(doses(arms), compared),
         fronts=fronts(arms),
         landscapes=grounds,
+        conflicts=conflict_series(arms, conflicts),
         effects=effects.rows,
+        conflict_rows=conflicts,
         answer=answer.paragraph(compared, arms),
         cautions=[*answer.cautions(runs, compared, arms), *faults],
         effort=effort(runs),

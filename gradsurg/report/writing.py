@@ -47,6 +47,8 @@ def write_report(
     with _draft(out) as draft:
         runs_table(report).write_parquet(draft / "runs.parquet")
         effects_table(report).write_parquet(draft / "effects.parquet")
+        if len(report.conflict_rows):
+            conflicts_table(report).write_parquet(draft / "conflicts.parquet")
         (draft / "outcome.md").write_text(markdown(report))
         (draft / "outcome.tex").write_text(latex(report))
         pictures: dict[str, bytes] = {}
@@ -157,9 +159,18 @@ def runs_table(report: StudyReport) -> pl.DataFrame:
 
 def effects_table(report: StudyReport) -> pl.DataFrame:
     """The rows of all effects.jsonl, with arm and seed beside each."""
+    return _with_arms(report, report.effects)
+
+
+def conflicts_table(report: StudyReport) -> pl.DataFrame:
+    """The rows of all conflicts.jsonl, with arm and seed beside each."""
+    return _with_arms(report, report.conflict_rows)
+
+
+def _with_arms(report: StudyReport, rows: pl.DataFrame) -> pl.DataFrame:
     known = [(run.name, arm.name, run.seed, run.state) for arm in report.arms for run in arm.runs]
     names = pl.DataFrame(known, schema=["run", "arm", "seed", "state"], orient="row")
-    rows = report.effects.with_columns(pl.col("run").cast(pl.String)).join(
+    rows = rows.with_columns(pl.col("run").cast(pl.String)).join(
         names, on="run", how="left", maintain_order="left"
     )
     first = ["run", "arm", "seed", "state"]

@@ -50,8 +50,8 @@ class RunDirectory:
 
     Everything but the JSONL files is replaced as a whole, so that a kill at any moment leaves
     the old or the new one. JSON has no NaN and no infinity: such a number is written as null, and
-    the line's `not_finite` says which it was, as "train/loss=nan"; so nothing is lost. The first
-    write makes the directory. A failing write is an OSError that names the file.
+    the line's `not_finite` says which it was, as "train/loss=nan norms.1=inf"; so nothing is lost.
+    The first write makes the directory. A failing write is an OSError that names the file.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -365,13 +365,24 @@ def _line(row: Mapping[str, object]) -> bytes:
         return _row_encoder.encode(row).encode() + b"\n"
     except ValueError:
         pass  # JSON has no NaN and no infinity
-    bad = [
-        f"{key}={value}"
-        for key, value in row.items()
-        if isinstance(value, float) and not isfinite(value)
-    ]
-    told = {**row, NOT_FINITE: " ".join(bad)} if bad else row
+    told = {**row, NOT_FINITE: " ".join(_not_finite(row))}
     return _row_encoder.encode(_finite(told)).encode() + b"\n"
+
+
+def _not_finite(value: object, path: str = "") -> Iterator[str]:
+    """Each number that JSON cannot say, where it stands: `norms.1=nan`, with places from 0."""
+    match value:
+        case float():
+            if not isfinite(value):
+                yield f"{path}={value}"
+        case Mapping():
+            for key, item in value.items():
+                yield from _not_finite(item, f"{path}.{key}" if path else str(key))
+        case Sequence() if not isinstance(value, str):
+            for place, item in enumerate(value):
+                yield from _not_finite(item, f"{path}.{place}")
+        case _:
+            pass
 
 
 def _finite(value: object) -> object:

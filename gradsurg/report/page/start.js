@@ -42,6 +42,7 @@ fronts();
 alone();
 curves();
 effects();
+conflicts();
 updates();
 cost();
 runs();
