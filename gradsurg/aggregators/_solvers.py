@@ -35,12 +35,13 @@ class NotConverged(ArithmeticError):
 
 
 def weights_of(
-    gramian: Tensor, general: General, pair: Pair | None = None, idle: float = 0.0
+    gramian: Tensor, general: General, pair: Pair | None = None, idle: float | None = 0.0
 ) -> Tensor:
     """The weights (T,) of the rows: v of `general(cosines, norms)`, divided by the norms.
 
     `pair(cosine, norm, norm)` is the closed form for two rows. Rows of norm zero are left out and
-    weigh `idle`; NaN or infinity anywhere in G makes every weight NaN.
+    weigh `idle`, or share the whole weight if that is None; NaN or infinity anywhere in G makes
+    every weight NaN.
     """
     if len(gramian) == 2 and pair is not None:
         (first, inner), (_, second) = gramian.tolist()
@@ -55,6 +56,8 @@ def weights_of(
     alive = norms > 0
     if alive.all():
         return torch.from_numpy(general(cosines_of(matrix, norms), norms) / norms)
+    if idle is None:
+        return torch.from_numpy(~alive / (~alive).sum())
     weights = np.full(len(matrix), idle)
     if alive.any():
         norms = norms[alive]
