@@ -121,9 +121,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--only", nargs="+", default=[""])
     parser.add_argument("--sizes", nargs="+", default=bench_multitask.SIZES)
-    parser.add_argument("--multitask", action="store_const", const="multitask", dest="what")
+    parser.add_argument("--multitask", action="store_true", help="the same as multitask")
     args = parser.parse_args()
-    match args.what:
+    match "multitask" if args.multitask else args.what:
         case "sites":
             print(bench_sites.table(args.rounds, args.only))
         case "nodes":

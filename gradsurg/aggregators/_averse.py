@@ -35,7 +35,7 @@ def conflict_averse(cosines: Array, norms: Array, mean: Array, c: float, still: 
         y, t = found
         if t <= 0 or not (still or y @ cosines @ y <= RANK * y.sum() ** 2):
             return mean + y
-    harmless = nonnegative(cosines, -q[None])[0]
+    harmless = nonnegative(cosines, -q[None], np.array([[norms.max()]]))[0]
     inside = harmless @ cosines @ harmless <= radius**2
     if inside and (still or _stationary(cosines)):
         return mean + harmless

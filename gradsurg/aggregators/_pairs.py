@@ -47,12 +47,16 @@ def bargained(cosine: float, norm: float, other: float) -> tuple[float, float]:
 
 def impartial(cosine: float, norm: float, other: float) -> tuple[float, float]:
     """The same projection on each unit gradient, and weights that sum to one."""
+    if 1 + cosine <= RANK * (1 - cosine):
+        return 0.0, 0.0
     both = norm * other / (norm + other)
     return both, both
 
 
 def conflict_free(cosine: float, norm: float, other: float) -> tuple[float, float]:
     """The bisector, as long as the two projections on it together."""
+    if 1 + cosine <= RANK * (1 - cosine):
+        return 0.0, 0.0
     return (norm + other) / 2, (norm + other) / 2
 
 

@@ -35,12 +35,13 @@ class NotConverged(ArithmeticError):
 
 
 def weights_of(
-    gramian: Tensor, general: General, pair: Pair | None = None, idle: float = 0.0
+    gramian: Tensor, general: General, pair: Pair | None = None, idle: float | None = 0.0
 ) -> Tensor:
     """The weights (T,) of the rows: v of `general(cosines, norms)`, divided by the norms.
 
     `pair(cosine, norm, norm)` is the closed form for two rows. Rows of norm zero are left out and
-    weigh `idle`; NaN or infinity anywhere in G makes every weight NaN.
+    weigh `idle`, or share the whole weight if that is None; NaN or infinity anywhere in G makes
+    every weight NaN.
     """
     if len(gramian) == 2 and pair is not None:
         (first, inner), (_, second) = gramian.tolist()
@@ -55,6 +56,8 @@ def weights_of(
     alive = norms > 0
     if alive.all():
         return torch.from_numpy(general(cosines_of(matrix, norms), norms) / norms)
+    if idle is None:
+        return torch.from_numpy(~alive / (~alive).sum())
     weights = np.full(len(matrix), idle)
     if alive.any():
         norms = norms[alive]
@@ -89,7 +92,8 @@ def equiangular(cosines: Array) -> tuple[Array, Array]:
 
 def onto_dual_cone(cosines: Array, targets: Array) -> Array:
     """Each target (one a row, as coefficients of the unit rows) nearest to it with u_i · d >= 0."""
-    return targets + nonnegative(cosines, -targets @ cosines)
+    scale = np.abs(targets).max(1, keepdims=True)
+    return targets + nonnegative(cosines, -targets @ cosines, scale)
 
 
 def shortest(cosines: Array, norms: Array) -> Array:
@@ -99,19 +103,20 @@ def shortest(cosines: Array, norms: Array) -> Array:
     vᵀ C v + (aᵀ v - 1)² for v >= 0.
     """
     a = norms.min() / norms
-    v = nonnegative(cosines + a[:, None] * a, a[None])[0]
+    v = nonnegative(cosines + a[:, None] * a, a[None], np.ones((1, 1)))[0]
     return v / (v / norms).sum()
 
 
-def nonnegative(matrix: Array, linear: Array) -> Array:
+def nonnegative(matrix: Array, linear: Array, scale: Array) -> Array:
     """For each row b of `linear`, y >= 0 that minimizes yᵀ Q y / 2 - bᵀ y; b in the range of Q.
+
+    `scale` (a column) is the size of what b is a difference of: rounding is measured by it.
 
     Exchanges of whole blocks (Kim and Park, SIAM J. Sci. Comput. 2011, algorithm 2), for all rows
     at once. Where these do not end at a solution, rows are solved one after the other by Lawson
     and Hanson's algorithm, which a singular Q does not trouble.
     """
     eye = np.eye(len(matrix))
-    sizes = np.abs(linear).max(1, keepdims=True)
     free = linear > 0
     y = np.zeros_like(linear)
     wrong = free
@@ -124,25 +129,25 @@ def nonnegative(matrix: Array, linear: Array) -> Array:
         except np.linalg.LinAlgError:
             wrong = np.ones_like(free)
             break
-        margin = TOLERANCE * (sizes + np.abs(y).max(1, keepdims=True))
+        margin = TOLERANCE * (scale + np.abs(y).max(1, keepdims=True))
         wrong = np.where(free, y, y @ matrix - linear) < -margin
         # Far more than b can ask of independent rows: those of this block are not.
-        wrong |= ~(np.abs(y) <= 1e4 * sizes)
+        wrong |= ~(np.abs(y) <= 1e4 * scale)
         free = free ^ wrong
     rows = factor(matrix, np.finfo(float).eps)
     for index in np.flatnonzero(wrong.any(1)):
         target = np.linalg.lstsq(rows, linear[index], rcond=None)[0]
-        outside = float(np.abs(rows @ target - linear[index]).max() / sizes[index, 0])
-        if outside > 1e-7:
+        outside = float(np.abs(rows @ target - linear[index]).max() / scale[index, 0])
+        if outside > 1e-4:  # more than the rounding of G can do
             raise NotConverged("a problem without a bound", outside)
-        y[index] = _one_at_a_time(rows, target)
+        y[index] = _one_at_a_time(rows, target, float(scale[index, 0]))
     return y.clip(0)
 
 
-def _one_at_a_time(rows: Array, target: Array) -> Array:
+def _one_at_a_time(rows: Array, target: Array, scale: float) -> Array:
     """y >= 0 that minimizes |rowsᵀ y - target| (Lawson and Hanson 1974, algorithm NNLS)."""
     y = np.zeros(len(rows))
-    size = sqrt(target @ target)
+    size = max(sqrt(target @ target), scale)
     free = np.zeros(len(rows), dtype=bool)
     barred = free.copy()
     worst = 0.0
@@ -166,7 +171,7 @@ def _one_at_a_time(rows: Array, target: Array) -> Array:
             free &= y > TOLERANCE * y.max()
             step = _fitted(rows, free, target)
         y = step
-    if not worst <= 1e-8 * size:
+    if not worst <= 1e-6 * size:
         raise NotConverged("a projection onto the cone of the rows", worst / size)
     return y
 

@@ -290,3 +290,12 @@ def test_krum_refuses_too_few_tasks_by_name() -> None:
         by(made("krum", num_byzantine=1), torch.ones(3, 4))
     with pytest.raises(ValueError, match="needs 5 tasks or more, found 3"):
         by(made("krum", num_selected=5), torch.ones(3, 4))
+
+
+def test_cagrad_beside_a_zero_gradient_is_the_nearest_that_harms_none() -> None:
+    """The worst of the tasks is then the one that nothing helps: more is not asked for."""
+    cagrad = made("cagrad", c=0.9)
+    agreeing = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(by(cagrad, agreeing), agreeing.mean(0))
+    matrix = torch.tensor([[1.0, 0.0], [-1.5, 1.0], [0.0, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(by(cagrad, matrix), by(made("dual_proj"), matrix))

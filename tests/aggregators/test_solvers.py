@@ -110,7 +110,7 @@ def test_bargained_weights_meet_their_equation(
 
 
 def pairs() -> list[tuple[float, float, float]]:
-    cosines = (-1.0, -0.999, -0.9, -0.3, 0.0, 0.3, 0.9, 0.999, 1.0)
+    cosines = (-1.0, -1 + 1e-7, -0.999, -0.9, -0.3, 0.0, 0.3, 0.9, 0.999, 1.0)
     lengths = ((1.0, 1.0), (1.0, 3.0), (30.0, 1.0), (1e-3, 1.0), (1e6, 1.0), (1.0, 1e6))
     return [(cosine, *both) for cosine in cosines for both in lengths]
 
@@ -172,9 +172,9 @@ def test_nonnegative_least_squares_agree_with_scipy(seed: int) -> None:
     made /= np.linalg.norm(made, axis=1, keepdims=True)
     target = generator.standard_normal(12)
     expected, _ = nnls(made.T, target)
-    found = _solvers.nonnegative(made @ made.T, (made @ target)[None])[0]
+    found = _solvers.nonnegative(made @ made.T, (made @ target)[None], np.ones((1, 1)))[0]
     np.testing.assert_allclose(found, expected, atol=1e-10)
-    slow = _solvers._one_at_a_time(made, target)
+    slow = _solvers._one_at_a_time(made, target, 1.0)
     np.testing.assert_allclose(slow, expected, atol=1e-10)
 
 
@@ -297,7 +297,7 @@ def test_a_solver_that_does_not_get_there_raises_with_the_residual(
 ) -> None:
     opposite = np.array([[1.0, -1.0], [-1.0, 1.0]])
     with pytest.raises(NotConverged, match=r"without a bound.*1\.0e\+00 is left") as caught:
-        _solvers.nonnegative(opposite, np.array([[1.0, 1.0]]))
+        _solvers.nonnegative(opposite, np.array([[1.0, 1.0]]), np.ones((1, 1)))
     assert isinstance(caught.value, ArithmeticError)
     assert caught.value.residual == pytest.approx(1)
     cosines, norms, _ = parts(rows(8, 8, 30.0, 0))
@@ -345,3 +345,36 @@ def test_rows_of_norm_zero_are_left_out_and_nan_is_everywhere() -> None:
     with np.errstate(invalid="ignore"):
         spoiled = gramian(matrix)
     assert torch.isnan(_solvers.weights_of(spoiled, ones)).all()
+
+
+@pytest.mark.parametrize("count", [4, 8])
+@pytest.mark.parametrize("seed", range(15))
+def test_the_rounding_of_a_float32_gramian_stops_no_solver(count: int, seed: int) -> None:
+    """Dependent rows make such a Gramian indefinite, and opposite ones a mean of rounding."""
+    generator = np.random.default_rng(seed)
+    for rank in (1, 2, count - 1):
+        matrix = rows(count, rank, (1.0, 1e3)[seed % 2], seed, lean=seed % 3 / 2)
+        cosines, norms, unit = parts(matrix)
+        noise = 3e-8 * generator.standard_normal(cosines.shape)
+        cosines = (cosines + noise + noise.T).clip(-1, 1)
+        np.fill_diagonal(cosines, 1.0)
+        each = _solvers.onto_dual_cone(cosines, np.eye(count)) @ unit
+        assert (each @ unit.T).min() >= -1e-4
+        averse = _averse.conflict_averse(cosines, norms, norms / count, 1.5, still=False) @ unit
+        assert (unit @ averse).min() >= -1e-4 * norms.max()
+        assert np.isfinite(_solvers.bargained(cosines, norms, 1.0)).all()
+        shortest = _solvers.shortest(cosines, norms) @ unit
+        assert np.linalg.norm(shortest) <= norms.min() * (1 + 1e-6)
+
+
+def test_independent_rows_take_the_fast_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(_averse, "_bisected", refused)
+    monkeypatch.setattr(_solvers, "_one_at_a_time", refused)
+    for seed in range(20):
+        cosines, norms, _ = parts(rows(8, 8, 30.0, seed))
+        _averse.conflict_averse(cosines, norms, norms / 8, 0.5, still=False)
+        _solvers.onto_dual_cone(cosines, np.eye(8))
+        _solvers.shortest(cosines, norms)
