@@ -58,7 +58,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:  # Any: the classes of every folder, found by their file's name
     if name in HOMES:
         return getattr(import_module(f"gradsurg.{HOMES[name]}"), name)
-    if name in KINDS:
+    if name in (*KINDS, "testing"):
         return import_module(f"gradsurg.{name}")
     spelling = name.lower()
     for kind in KINDS:

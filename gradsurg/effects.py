@@ -122,6 +122,7 @@ class Effects:
         nothing is waited for.
         """
         pending, self._pending, self._kept = self._pending, [], 0
+        pending.sort(key=_size)  # those of one size are summed in one call
         samples: dict[tuple[torch.device, torch.dtype, bool], Sample] = {}
         for slot, before, after in pending:
             key = before.device, before.dtype, before is after
@@ -241,6 +242,10 @@ class Effects:
                 added = part.reshape(item.times, len(item.slots), -1).sum(0).tolist()
                 for slot, row in zip(item.slots, added, strict=True):
                     self._slots[slot].fresh = _added(self._slots[slot].fresh, row)
+
+
+def _size(kept: tuple[int, Tensor, Tensor]) -> int:
+    return kept[1].numel()
 
 
 def _limit(grad: Tensor) -> int:

@@ -116,3 +116,9 @@ def _fault(details: ErrorDetails, names: list[str], places: list[str]) -> tuple[
         case kind:
             rule = RULES.get(kind, details["msg"]).format_map(context)
             return field, f"{rule}, found {details['input']!r}"
+
+
+def told(error: BaseException) -> str:
+    """An error's kind, its message and its notes, on one line."""
+    parts = [" ".join(str(text).split()) for text in (error, *getattr(error, "__notes__", []))]
+    return f"{type(error).__name__}: {'; '.join([parts[0] or 'no message', *parts[1:]])}"

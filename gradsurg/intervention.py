@@ -111,8 +111,8 @@ class Intervention:
         plain = shared and self.at == SharedParameters()
         if isinstance(aggregator, LossWeighting) and not plain:
             raise ValueError(
-                f"{kind}: weighs the losses, and so the gradients of all parameters: it takes "
-                f"SharedParameters() as it is, found {self.at!r}"
+                f"{kind}: weighs the losses, and so the gradients of all parameters: all of "
+                "them are one whole, by the engine 'full'"
             )
 
     def _check_names(self, count: int) -> None:

@@ -17,6 +17,7 @@ from gradsurg.config import compose
 from gradsurg.config.build import Experiment, build
 from gradsurg.config.command import Asked, asked
 from gradsurg.config.jobs import ending
+from gradsurg.fields import told
 from gradsurg.ledger import SurgeryWarning
 from gradsurg.report.terminal import Runs, report
 from gradsurg.runs.arms import Run
@@ -64,6 +65,8 @@ def job(config: DictConfig) -> None:
     if experiment.settings.plan:
         print(experiment.surgery.plan(experiment.make_model(), experiment.example_input))
         return
+    if not experiment.settings.steps:
+        return  # told while the config was checked
     sweeping = HydraConfig.get().mode is RunMode.MULTIRUN
     runs, skipped, wanted, failed = [], 0, 0, 0
     if sweeping:
@@ -85,7 +88,7 @@ def job(config: DictConfig) -> None:
     if any(run.treated for run in runs) or not experiment.surgery.interventions:
         print(report(runs))
     if experiment.settings.report is not False:
-        _report_job(experiment, told=skipped + failed < wanted)
+        _report_job(experiment, news=skipped + failed < wanted)
     if skipped:
         print(f"{skipped} of them had been finished before; force=true repeats them")
     _print_notes(experiment.sinks)
@@ -102,16 +105,16 @@ def _conclude(found: Asked) -> bool:
     table, whole = ending(found.jobs)
     print(table)
     for study, sinks in found.studies.items():
-        told = study_report(study)
+        read = study_report(study)
         print(f"\nstudy {study.name}:")
-        print_overview(told)
+        print_overview(read)
         if found.report:
-            _write(told, sinks.values(), figures=True)
+            _write(read, sinks.values(), figures=True)
     _print_notes(found.sinks.values())
     return whole
 
 
-def _report_job(experiment: Experiment, told: bool) -> None:
+def _report_job(experiment: Experiment, news: bool) -> None:
     """Treat a single job as a study of its own: the page, and the sinks if there is news for them.
 
     Figures take as long as some trainings, so they are drawn if they were asked for, and where an
@@ -122,21 +125,21 @@ def _report_job(experiment: Experiment, told: bool) -> None:
 
     study = Path(experiment.settings.out) / experiment.settings.study
     figures = experiment.settings.report is True or bool(figures_in(study / "report"))
-    _write(study_report(study), experiment.sinks if told else (), figures)
+    _write(study_report(study), experiment.sinks if news else (), figures)
 
 
-def _write(told: "StudyReport", sinks: Iterable[Guarded], figures: bool) -> None:
+def _write(study: "StudyReport", sinks: Iterable[Guarded], figures: bool) -> None:
     """Write a study's report, say where, and tell the sinks."""
     from gradsurg.report.writing import study_info, write_report
 
-    out = told.folder / "report"
+    out = study.folder / "report"
     try:
-        page = write_report(told, out, figures=figures)
+        page = write_report(study, out, figures=figures)
     except OSError as error:
         print(f"the report cannot be written: {error}", file=sys.stderr)
         return
     print(f"report: {page}")
-    info = study_info(told, out)
+    info = study_info(study, out)
     for sink in sinks if info.rows else ():  # of plain runs alone there is no table
         sink.study(info)
 
@@ -158,7 +161,7 @@ def _run(experiment: Experiment, run: Run, sweeping: bool) -> Record | None:
         if _is_env_set("HYDRA_FULL_ERROR"):
             raise
         log = os.path.relpath(run.directory(out) / ERROR)
-        print(f"{who}: {_sentence(error)} (the traceback is in {log})", file=sys.stderr)
+        print(f"{who}: {told(error)} (the traceback is in {log})", file=sys.stderr)
         return None
     if record.happened == "kept failed":
         print(f"{who}: had failed and is kept so; {record.reason}", file=sys.stderr)
@@ -181,12 +184,6 @@ TOLD = {
 def _words() -> str:
     """The words of the job at hand."""
     return " ".join(HydraConfig.get().overrides.task)
-
-
-def _sentence(error: Exception) -> str:
-    """An error and its notes on one line."""
-    text = "; ".join([str(error) or "no message", *getattr(error, "__notes__", [])])
-    return f"{type(error).__name__}: {' '.join(text.split())}"
 
 
 if __name__ == "__main__":

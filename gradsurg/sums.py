@@ -1,5 +1,7 @@
 """The sums over pairs of gradients that effects are made of."""
 
+from itertools import groupby
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -99,8 +101,14 @@ def _of_same(sums: Tensor) -> Tensor:
 
 
 def _sums(maps: Tensor, sizes: list[int], times: int) -> Tensor:
-    parts = maps.view(len(maps), times, sum(sizes)).split(sizes, dim=2)
-    return torch.stack([part.sum(2) for part in parts], dim=2).flatten(1)
+    """The sums of each piece of the maps; those of one size, side by side, in one call."""
+    wide, found, start = maps.view(len(maps), times, sum(sizes)), [], 0
+    for size, alike in groupby(sizes):
+        count = len(list(alike))
+        end = start + count * size
+        found.append(wide[:, :, start:end].unflatten(2, (count, size)).sum(3))
+        start = end
+    return torch.cat(found, dim=2).flatten(1)
 
 
 def _one(tensors: list[Tensor]) -> Tensor:

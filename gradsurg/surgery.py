@@ -13,6 +13,7 @@ from gradsurg.effects import Effects
 from gradsurg.intervention import Intervention, labels_of
 from gradsurg.ledger import SurgeryWarning
 from gradsurg.live import Live, Patient
+from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.sites import tree
 from gradsurg.sites._compiled import blind
 from gradsurg.sites._modules import params_of
@@ -132,9 +133,11 @@ class Surgery:
         params = {name: Like.of(param) for name, param in params_of(model).items()}
         parts = []
         for item, labels in zip(self.interventions, self.labels, strict=True):
-            stage = f"stage {item.stage}" if item.aggregator is None else "in live.backward"
-            said = f"{stage}, when {item.when!r}"
-            if example_input is None or item.aggregator is not None:
+            if item.aggregator is not None:
+                parts.append(_plan_of_aggregator(item, labels[0], model))
+                continue
+            said = f"stage {item.stage}, when {item.when!r}"
+            if example_input is None:
                 sites = item.at.find(model)
                 said += _state(item, {site: params.get(site) for site in sites}, params)
                 below = [f"  {line}" for line in (said, *sites)]
@@ -194,6 +197,17 @@ class Surgery:
             self._interventions = live.interventions
         self._live = None
         live._close()
+
+
+def _plan_of_aggregator(item: Intervention, label: str, model: nn.Module) -> str:
+    at = item.at
+    assert isinstance(at, SharedParameters)
+    sites = at.find(model)
+    how = f"engine {at.engine}, granularity {at.granularity}, when {item.when!r}"
+    first = f"{label}: {item.transform!r} of what several tasks reach of"
+    return "\n".join(
+        [f"{first} {many(len(sites), 'parameter')}", f"  {how}", *(f"  {s}" for s in sites)]
+    )
 
 
 def _state(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-LossFn = Callable[[Tensor, Tensor], Tensor | Mapping[str, Tensor]]
+LossFn = Callable[[Tensor, Tensor], Tensor]
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -55,18 +56,28 @@ class Batches:
 
 
 @dataclass(frozen=True)
+class Several:
+    """The `losses` of several tasks, by their names, in place of one loss.
+
+    `backward` goes back from them, and is told whether they are the last of the step.
+    """
+
+    losses: Callable[[Tensor, Tensor], Mapping[str, Tensor]]
+    backward: Callable[[Mapping[str, Tensor], bool], None]
+
+
+@dataclass(frozen=True)
 class Manner:
     """How a step is made, where it is not the plain one.
 
     `autocast` is the type that the forward and the loss are computed in; `schedule` takes a step
-    with each that the optimizer makes. `backward` goes back from several losses, which `loss_fn`
-    then gives by their names; it is told whether they are the last of the step.
+    with each that the optimizer makes; with `several` the losses of several tasks go back.
     """
 
     autocast: torch.dtype | None = None
     scaler: GradScaler | None = None
     schedule: LRScheduler | None = None
-    backward: "Callable[[Mapping[str, Tensor], bool], None] | None" = None
+    several: Several | None = None
 
 
 PLAIN = Manner()
@@ -115,6 +126,32 @@ def train(
         yield Step(done, loss, perf_counter() - began, skipped)
 
 
+def loss_of(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: tuple[Tensor, Tensor],
+    parts: int,
+    autocast: torch.dtype | None,
+) -> Tensor:
+    """The share that a batch, one of so many `parts` of a step, has in the loss of the step."""
+    loss = computed(model, loss_fn, batch, autocast)
+    return loss / parts if parts > 1 else loss
+
+
+def computed(
+    model: nn.Module,
+    function: Callable[[Tensor, Tensor], Found],
+    batch: tuple[Tensor, Tensor],
+    autocast: torch.dtype | None,
+) -> Found:
+    """What a function says of the model's outputs and the targets."""
+    inputs, targets = batch
+    if autocast is None:
+        return function(model(inputs), targets)
+    with torch.autocast(inputs.device.type, autocast):
+        return function(model(inputs), targets)
+
+
 def _backward(
     model: nn.Module,
     loss_fn: LossFn,
@@ -124,21 +161,15 @@ def _backward(
     last: bool,
 ) -> Tensor:
     """Add the gradients of a batch, one of so many `parts` of a step; its share of the loss."""
-    inputs, targets = batch
-    if manner.autocast is None:
-        loss = loss_fn(model(inputs), targets)
-    else:
-        with torch.autocast(inputs.device.type, manner.autocast):
-            loss = loss_fn(model(inputs), targets)
     scale = manner.scaler.scale if manner.scaler is not None else lambda loss: loss
-    if isinstance(loss, Tensor):
-        loss = loss / parts if parts > 1 else loss
+    if manner.several is None:
+        loss = loss_of(model, loss_fn, batch, parts, manner.autocast)
         scale(loss).backward()
         return loss.detach()
-    assert manner.backward is not None
-    losses = {name: own / parts if parts > 1 else own for name, own in loss.items()}
-    manner.backward({name: scale(own) for name, own in losses.items()}, last)
-    return torch.stack([own.detach() for own in losses.values()]).sum()
+    losses = computed(model, manner.several.losses, batch, manner.autocast)
+    losses = {name: loss / parts if parts > 1 else loss for name, loss in losses.items()}
+    manner.several.backward({name: scale(loss) for name, loss in losses.items()}, last)
+    return torch.stack([loss.detach() for loss in losses.values()]).sum()
 
 
 def _step(optimizer: Optimizer, manner: Manner) -> bool:

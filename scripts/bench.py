@@ -5,6 +5,7 @@ python scripts/bench.py sites [--only outputs nodes]      each kind of site besi
 python scripts/bench.py nodes                             finding nodes in a 12-block transformer
 python scripts/bench.py report                            the report of 200 runs of 1000 steps
 python scripts/bench.py runner [--rounds 8]               what the command costs beside training
+python scripts/bench.py multitask [--rounds 10]           aggregators beside those of TorchJD
 """
 
 import argparse
@@ -14,6 +15,7 @@ from functools import partial
 from statistics import median
 from time import perf_counter
 
+import bench_multitask
 import bench_nodes
 import bench_report
 import bench_runner
@@ -113,11 +115,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    whats = ["training", "sites", "nodes", "report", "runner"]
+    whats = ["training", "sites", "nodes", "report", "runner", "multitask"]
     parser.add_argument("what", nargs="?", choices=whats)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--only", nargs="+", default=[""])
+    parser.add_argument("--sizes", nargs="+", default=bench_multitask.SIZES)
+    parser.add_argument("--multitask", action="store_const", const="multitask", dest="what")
     args = parser.parse_args()
     match args.what:
         case "sites":
@@ -128,6 +132,9 @@ def main() -> None:
             print(bench_report.table())
         case "runner":
             print(bench_runner.table(args.rounds, args.only))
+        case "multitask":
+            for threads in args.threads:
+                print(bench_multitask.table(args.rounds, args.only, args.sizes, threads))
         case _:
             print(table(args.rounds, args.threads))
 

@@ -32,7 +32,8 @@ SWEEP = ["transform=none,clip,scale_by_sign,norm_rescale,zero", "seed=range(0,10
 
 IMPORTS = "import torch, hydra, wandb"
 OPTIMIZER = f"{IMPORTS}; torch.optim.SGD([torch.zeros(1)], lr=1.0)"
-COMMAND = ["-m", "gradsurg.run", "transform=none", "steps=1", "seeds=1", "force=true"]
+COMMAND = ["-m", "gradsurg.run", "transform=none", "seeds=1"]
+ONE_STEP = ["steps=1", "force=true"]
 
 Times = dict[str, list[tuple[float, float]]]  # (wall, CPU) a round, by what was timed
 
@@ -102,8 +103,8 @@ def overhead(rounds: int, place: Path) -> str:
     note = (
         f"digits, mlp, batches of 64: steps {WARM} to {WARM + STEPS}, {step:.3f} ms each by hand; "
         f"{rounds} rounds.\nCounted: batches, steps, effects every 10, a log every 50 (JSONL, "
-        "sinks), a checkpoint every 100.\nrest: data, model, W&B's init and finish, the summary, "
-        "once a run"
+        "sinks), checkpoints, not more than one a second.\nBy hand: the loss every 50. rest: data, "
+        "model, W&B's init and finish, the summary, once a run"
     )
     return f"{note}\n{aligned(rows)}"
 
@@ -118,7 +119,7 @@ def _by_hand(run: Run, clip: bool) -> tuple[float, float]:
             param.register_hook(lambda grad: grad.clamp(-CLIP, CLIP))
     size = run.schedule.batch_size
     stream = Batches(data.train_inputs, data.train_targets, size, run.seed).start(0)
-    began = _now()
+    began, losses = _now(), []
     for step in range(WARM + STEPS):
         if step == WARM:
             began = _now()
@@ -127,6 +128,8 @@ def _by_hand(run: Run, clip: bool) -> tuple[float, float]:
         loss: Tensor = run.task.loss(model(inputs), targets)
         loss.backward()
         optimizer.step()
+        if step % run.schedule.log_every == 0:
+            losses.append(loss.item())
     return _since(began)
 
 
@@ -149,14 +152,17 @@ def _runner(
 
 
 def start_up(rounds: int, place: Path) -> str:
-    """A command of one step beside the imports that it cannot do without."""
+    """A command of no step and of one beside the imports that they cannot do without."""
     command = [*COMMAND, f"out={place / 'start'}"]
     cases = {
         IMPORTS: ["-c", IMPORTS],
         ".. and an optimizer made": ["-c", OPTIMIZER],
-        "python -m gradsurg.run, sink=none": [*command, "sink=none"],
-        "python -m gradsurg.run, W&B offline": command,
+        "python -m gradsurg.run, steps=0": [*command, "steps=0"],
+        "steps=1, sink=none": [*command, *ONE_STEP, "sink=none"],
+        "steps=1, W&B offline": [*command, *ONE_STEP],
+        "steps=1, finished before": [*command, "steps=1"],
     }
+    _child(cases["steps=1, finished before"])
     times: Times = {}
     for turn in range(rounds):
         for name in list(cases)[:: 1 if turn % 2 else -1]:
@@ -165,12 +171,12 @@ def start_up(rounds: int, place: Path) -> str:
     rows = [head]
     for name, own in times.items():
         seconds = [f"{min(pair[part] for pair in own):.2f}" for part in (0, 1)]
-        bound = f"{MAX_START:g}" if "gradsurg" in name else ""
+        bound = f"{MAX_START:g}" if "steps=" in name else ""
         rows.append([name, *_ratios(own, times[IMPORTS]), bound, *seconds])
     rows[1:] = sorted(rows[1:], key=lambda row: list(cases).index(row[0]))
     note = (
-        f"transform=none steps=1 seeds=1, from {rounds} rounds: imports, the check, one run with "
-        "its files.\nPyTorch imports its compiler when the first optimizer is made"
+        f"transform=none seeds=1, from {rounds} rounds. steps=0: imports and the check; steps=1: "
+        "one run with its files too.\nPyTorch imports its compiler when the first optimizer is made"
     )
     return f"{note}\n{aligned(rows)}"
 

@@ -84,6 +84,15 @@ def _nothing_compiled() -> Iterator[None]:
         torch.compiler.reset()
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Sums of floats depend on the number of threads, so all that is compared has the same."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder: it holds a module of a user's own and nothing else."""

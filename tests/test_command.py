@@ -1,13 +1,16 @@
 """The command as a user types it: what it prints, where it writes, how it ends."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
 from gradsurg.config.build import GROUPS
+from gradsurg.config.settings import Settings
 from tests.conftest import Ended, Here
 
 SHORT = ("steps=20", "seeds=1", "sink=none")
@@ -119,6 +122,32 @@ def test_help_mentions_each_group_and_five_commands(here: Here) -> None:
     missing = [group for group in GROUPS if group not in described]
     assert not missing
     assert "clip_global_norm" in ended.out
+
+
+def choices(kind: object) -> list[str]:
+    """The words that a key of this type can be."""
+    origin, inside = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return [str(word) for word in inside]
+    return [word for part in inside for word in choices(part)]
+
+
+def test_help_explains_each_key_and_each_word_that_it_can_be(here: Here) -> None:
+    out = here("--help").out
+    text = out.partition("what they can be:")[2].partition("Groups and keys as")[0]
+    lines: dict[str, str] = {}
+    last: list[str] = []
+    for line in text.splitlines():
+        if found := re.match(r"  (?! )(\w+(?: \w+)?)(?:  +| )(?=\S)", line):
+            last = [key for key in found[1].split() if key in Settings.__annotations__]
+        for key in last:
+            lines[key] = lines.get(key, "") + line
+    assert sorted(lines) == sorted(Settings.__annotations__)
+    kinds = get_type_hints(Settings)
+    for key, line in lines.items():
+        missing = [word for word in choices(kinds[key]) if not re.search(rf"\b{word}\b", line)]
+        assert not missing, key
+        assert not (kinds[key] is bool and "true: " not in line), key
 
 
 def test_overrides_are_put_behind_options() -> None:

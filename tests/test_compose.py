@@ -384,7 +384,7 @@ def test_what_is_right_passes_without_a_word(line: str) -> None:
 
 def test_all_faults_of_a_line_are_said_at_once() -> None:
     line = (
-        "lr=-1 steps=0 transform=[clip,clop,nose] transform.clip.value=-2 when=never "
+        "lr=-1 steps=-1 transform=[clip,clop,nose] transform.clip.value=-2 when=never "
         "site.pattern=hiden.* foo=3 study=a/b"
     )
     keys = [said.partition(":")[0] for said in faults(line)]
@@ -521,11 +521,11 @@ def test_a_transforms_yaml_has_one_key_named_after_itself(path: Path) -> None:
         ("model=tests.theirs.no_module optimizer.lr=-1", ["model", "optimizer.lr"]),
         ("optimizer.lr=-1 optimizer.momentum=-1", ["optimizer.lr", "optimizer.momentum"]),
         (
-            "transform=clip steps=0 site.depth=9 when.stop=-1",
+            "transform=clip steps=-1 site.depth=9 when.stop=-1",
             ["steps", "when.stop", "site.depth"],
         ),
         (
-            "transform=clip steps=0 when=value when.source=output:hiden",
+            "transform=clip steps=-1 when=value when.source=output:hiden",
             ["steps", "when.source"],
         ),
         (

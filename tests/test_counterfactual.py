@@ -1,7 +1,7 @@
 """The update without the surgery: what it comes to, and that nobody notices that it was asked."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +23,9 @@ from gradsurg.tasks.digits import Digits
 from gradsurg.train import Batches, train
 from gradsurg.transforms.base import Transform
 from tests.nets import batch, noisy, num_hooks, small, weights
-from tests.test_study import untimed
+from tests.test_study import Torn, flat, untimed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SHORT = Schedule(
     steps=12,
@@ -117,19 +119,6 @@ def without_update(row: dict[str, object]) -> dict[str, object]:
     return {key: value for key, value in row.items() if key.split("/")[0] not in ("update", "time")}
 
 
-def flat(thing: object) -> object:
-    """A checkpoint as something that `==` compares bit by bit."""
-    match thing:
-        case Tensor():
-            return str(thing.dtype), thing.tolist()
-        case dict():
-            return {key: flat(value) for key, value in thing.items()}
-        case list() | tuple():
-            return [flat(value) for value in thing]
-        case _:
-            return thing
-
-
 def assert_alike(asked: Record, plain: Record) -> None:
     """All that was written and kept is the same, the update effect apart."""
     assert asked.directory != plain.directory
@@ -145,15 +134,6 @@ def assert_alike(asked: Record, plain: Record) -> None:
     assert asked.summary
     assert plain.summary
     assert without_update(asked.summary) == without_update(plain.summary)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums of floats depend on the number of threads, so all that is compared has the same."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 MIXED = gs.Chain(gs.LowPass(), gs.AddNoise(0.01), gs.Clip(0.05))
@@ -314,10 +294,6 @@ def test_a_step_between_the_samples_is_not_looked_at() -> None:
         counterfactual.before(step, [batch(step)])
         counterfactual.after()
     assert counterfactual.fetch()[SAMPLED] == 3
-
-
-class Torn(Exception):
-    """What interrupts a run in these tests."""
 
 
 class Tearing(Task):

@@ -127,6 +127,31 @@ def test_pairs_of_all_sizes_and_dtypes_measured_together_keep_to_their_own_numbe
         assert_row(row, [pair])
 
 
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+def test_what_was_left_as_it_is_has_the_numbers_of_an_equal_one(
+    pair: tuple[Tensor, Tensor],
+) -> None:
+    effects, (slot,) = slots("w")
+    effects.add(slot, pair[1], pair[1])
+    (row,) = effects.fetch()
+    assert_row(row, [(pair[1], pair[1].clone())])
+
+
+def test_what_waits_is_a_copy_and_little(monkeypatch) -> None:
+    monkeypatch.setattr("gradsurg.samples.COPIED", 40)
+    effects, (slot,) = slots("w")
+    pairs = [(random(11, seed=seed), random(11, seed=seed + 1)) for seed in range(50)]
+    for before, after in pairs:
+        spoilt = before.clone(), after.clone()
+        effects.add(slot, *spoilt)
+        effects.flush()
+        assert effects._samples._copied <= 40
+        for tensor in spoilt:
+            tensor.zero_()
+    (row,) = effects.fetch()
+    assert_row(row, pairs)
+
+
 def test_an_empty_gradient_before_a_large_one_does_not_take_its_place() -> None:
     effects, (empty, large) = slots("empty", "large")
     effects.add(empty, *PAIRS["empty"])

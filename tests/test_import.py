@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +14,9 @@ from gradsurg.transforms.clip import Clip
 HEAVY = ("hydra", "matplotlib", "omegaconf", "plotly", "polars", "sklearn", "wandb")
 
 
-def _fresh(code: str) -> str:
+def _fresh(code: str, *arguments: str) -> str:
     """What a fresh interpreter prints that runs `code`, warnings being errors."""
-    command = [sys.executable, "-W", "error", "-c", code]
+    command = [sys.executable, "-W", "error", "-c", code, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -36,6 +37,24 @@ print(sorted(set({HEAVY!r}) & set(sys.modules)))
 def test_the_check_above_would_see_such_a_library() -> None:
     code = f"import sys, gradsurg.run\nprint(sorted(set({HEAVY!r}) & set(sys.modules)))"
     assert "hydra" in _fresh(code)
+
+
+@pytest.mark.slow
+def test_a_command_that_trains_nothing_brings_in_neither_compiler_nor_wandb(tmp_path: Path) -> None:
+    code = f"""
+import os, sys
+import gradsurg.run
+from contextlib import suppress
+os.chdir({str(tmp_path)!r})
+for words in sys.argv[1].split("/"):
+    sys.argv[1:] = words.split()
+    with suppress(SystemExit):
+        gradsurg.run.main()
+print(sorted(set(("torch._dynamo", "wandb", "sklearn")) & set(sys.modules)))
+"""
+    once = "transform=clip steps=2 seeds=1 sink=none"
+    assert _fresh(code, once).splitlines()[-1] == "['torch._dynamo']"
+    assert _fresh(code, f"transform=clip steps=0/{once}").splitlines()[-1] == "[]"
 
 
 def test_importing_alone_does_not_bring_in_torch_and_the_names_are_right_in_any_order() -> None:

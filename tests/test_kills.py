@@ -1,16 +1,27 @@
 """A run that is killed at any moment, or whose disk is full, ends as if that had never been."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
+import gradsurg as gs
+from gradsurg.intervention import Intervention
+from gradsurg.models.multi_head import MultiHead
+from gradsurg.runs.arms import Run
 from gradsurg.runs.store import RunDirectory
 from gradsurg.runs.study import Record, execute
+from gradsurg.surgery import Surgery
+from gradsurg.tasks.base import Data, MultiTask
+from gradsurg.tasks.digit_attributes import DigitAttributes
 from tests.test_sinks import alone
-from tests.test_study import MIXED, a_run, assert_same
+from tests.test_study import MIXED, SHORT, a_run, assert_same
 
 ROOT = Path(__file__).parent.parent
 
@@ -136,6 +147,91 @@ def test_a_run_killed_at_a_random_moment_and_run_again_ends_as_if_it_never_had_b
             assert_same(again, whole)
         left = {path.name for path in place.path.iterdir() if path.name.endswith(".tmp")}
         assert not left, moment
+
+
+PARITY_AND_DIGIT = DigitAttributes(attributes=("parity", "digit"))
+
+
+@dataclass(frozen=True)
+class Killed(MultiTask):
+    """Two questions about digits; at call `at` (from 1) of its losses the process is killed."""
+
+    at: int = 0
+    calls: list[int] = field(default_factory=list)
+    of: DigitAttributes = PARITY_AND_DIGIT
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.of.names
+
+    def load(self) -> Data:
+        return self.of.load()
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        self.calls.append(1)
+        if len(self.calls) == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.of.losses(outputs, targets)
+
+    def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
+        return self.of.metrics(outputs, targets)
+
+
+def several(name: str, at: int = 0) -> Run:
+    """A run of two tasks with an aggregator, or the control."""
+    aggregator = AGGREGATORS[name]()
+    surgery = Surgery(Intervention(aggregator, gs.SharedParameters(), names=(name,)))
+    return replace(
+        a_run(),
+        arm="control" if name == "sum" else "treated",
+        label=name,
+        identity={"label": name},
+        surgery=surgery,
+        shadow=name == "sum",
+        task=Killed(at),
+        make_model=lambda data: MultiHead(
+            data.input_shape, data.num_outputs, heads=data.heads or (), width=8, hidden=(8,)
+        ),
+    )
+
+
+AGGREGATORS = {
+    "grad_norm": gs.GradNorm,
+    "famo": gs.FAMO,
+    "pcgrad": gs.PCGrad,
+    "random": gs.Random,
+    "sum": gs.Sum,
+}
+KILLED = """
+import sys
+from pathlib import Path
+from gradsurg.runs.study import execute
+from tests.test_kills import several
+
+execute(several(sys.argv[1], int(sys.argv[2])), Path("."), [], threads=1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", AGGREGATORS)
+def test_a_killed_run_of_several_tasks_ends_with_the_same_conflicts_and_the_same_state(
+    tmp_path: Path, name: str
+) -> None:
+    whole = execute(several(name), tmp_path / "whole", [], threads=1)
+    rows = RunDirectory(whole.directory).read_rows("conflicts.jsonl")
+    assert [row["step"] for row in rows] == list(range(0, SHORT.steps, SHORT.effects_every))
+    environment = alone(tmp_path) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", KILLED, name, "17"]
+    killed = subprocess.run(command, cwd=tmp_path, env=environment, timeout=120, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    place = several(name).directory(tmp_path)
+    kept = RunDirectory(place).load_checkpoint() or {}
+    assert kept["step"] == 10
+    again = execute(several(name), tmp_path, [], threads=1)
+    assert again.happened == "resumed"
+    assert_same(again, whole)
+    content = [(one.directory / "conflicts.jsonl").read_bytes() for one in (again, whole)]
+    assert content[0] == content[1]
 
 
 FULL = """

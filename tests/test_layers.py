@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "gradsurg"
 FLOORS = (
     ("engine", "fields", "per", "catalogue", "ledger", "tables", "randomness"),
     ("transforms", "aggregators", "triggers", "models", "tasks", "sinks", "stats"),
-    ("sites",),
+    ("sites", "testing"),
     (
         "sums",
         "samples",
@@ -42,6 +42,7 @@ FLOORS = (
     (
         "runs.hardware",
         "runs.made_with",
+        "runs.learned",
         "runs.controls",
         "runs.store",
         "runs.frames",

@@ -30,6 +30,17 @@ def maker(config: dict[str, Any]) -> MakeOptimizer:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+def test_a_bare_one_has_looked_at_the_same_fields_and_has_no_parameters(name: str) -> None:
+    bare = optimizer_maker({"optimizer": CONFIGS[name]}, None, bare=True)(small())
+    whole = maker(CONFIGS[name])(small())
+    assert type(bare) is type(whole)
+    assert bare.defaults == whole.defaults
+    assert [group["params"] for group in bare.param_groups] == [[]]
+    with pytest.raises(ValueError, match="lr: .* refuses it: .*, found -1"):
+        optimizer_maker({"optimizer": CONFIGS[name] | {"lr": -1}}, None, bare=True)(small())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 def test_it_trains_as_in_the_loop_one_would_write(name: str) -> None:
     plain, model = small(), small()
     fields = {key: value for key, value in CONFIGS[name].items() if key != "name"}

@@ -6,7 +6,6 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,6 +21,8 @@ from gradsurg.runs.study import execute
 from gradsurg.tasks.base import Data
 from tests.conftest import Here
 from tests.test_study import ROOT, SHORT, Torn, Wrapped, a_run, assert_same, lines, make_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 Draws = tuple[float, ...]
 
@@ -59,15 +60,6 @@ class Jittered(nn.Module):
 def drawing_run(at: int = 0, does: str = "", seed: int = 0) -> Run:
     run = a_run(gs.Clip(0.05), task=Drawing(at, does), seed=seed)
     return replace(run, make_model=Jittered)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums of floats depend on the number of threads, so all that is compared has the same."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_the_states_can_be_loaded_as_weights_alone_and_put_back() -> None:

@@ -269,7 +269,7 @@ def test_without_a_transform_it_is_a_plain_run_that_shows_the_gradients(command,
     assert "test accuracy: " in printed
     head = next(line for line in printed.splitlines() if line.startswith("site "))
     assert re.split(r"\s{2,}", head) == ["site", "norm before", "calls"]
-    assert len(re.findall(r"^(?:hidden|output)\S+ +0\.\d+ +20$", printed, re.MULTILINE)) == 6
+    assert len(re.findall(r"^(?:hidden|output)\S+ +0\.\d+ +2$", printed, re.MULTILINE)) == 6
     assert directories(tmp_path) == ["none-seed0"]
 
 
@@ -464,9 +464,29 @@ def test_a_folder_of_yaml_files_that_is_not_there_is_told(command, tmp_path, cap
     assert capsys.readouterr().err == "--config-dir: there is no folder confs\n"
 
 
+def test_no_steps_are_a_check_of_the_command(command, tmp_path, capsys) -> None:
+    for words, code, told in (
+        (
+            ("transform=clip", "schedule=one_cycle"),
+            None,
+            "steps=0: 1 job checked, nothing to train",
+        ),
+        (("-m", "transform=clip,sign"), None, "steps=0: 2 jobs checked, nothing to train"),
+        (("optimizer.lr=-1",), 2, "optimizer.lr: SGD refuses it: Invalid learning rate: -1, found"),
+        (("schedule=step", "+schedule.gama=1"), 2, "schedule.gama: is not a field here."),
+        (("site.pattern=heads",), 2, "site: Parameters: nothing matches 'heads'"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            command(*words, "steps=0", "sink=none")
+        assert ended.value.code == code
+        shown = capsys.readouterr()
+        assert (shown.err if code else shown.out).startswith(told), shown
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_wrong_words_are_all_told_and_nothing_is_trained(command, tmp_path, capsys) -> None:
     with pytest.raises(SystemExit) as ended:
-        command("transform=[clip,clop]", "lr=-1", "steps=0")
+        command("transform=[clip,clop]", "lr=-1", "steps=-1")
     assert ended.value.code == 2
     told = capsys.readouterr()
     assert told.out == ""

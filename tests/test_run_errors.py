@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gradsurg import run
+from gradsurg.fields import told
 from tests.conftest import Here
 
 SHORT = ("steps=20", "seeds=1", "sink=none")
@@ -131,5 +131,5 @@ def test_a_config_name_of_a_users_own_that_is_not_there_is_wrong_input(here: Her
 def test_notes_of_an_error_stand_behind_it() -> None:
     error = ValueError("one\n  two")
     error.add_note("while clip acted")
-    assert run._sentence(error) == "ValueError: one two; while clip acted"
-    assert run._sentence(ValueError()) == "ValueError: no message"
+    assert told(error) == "ValueError: one two; while clip acted"
+    assert told(ValueError()) == "ValueError: no message"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import rich.console
@@ -488,3 +489,38 @@ def test_the_line_to_upload_is_fit_for_a_shell():
     assert _place(two) == "2 runs under my runs/s"
     same = [Path("r/a/wandb/offline-run-1-x"), Path("r/a/wandb/offline-run-2-y")]
     assert _pattern(same) == "r/a/wandb/offline-run-*"
+
+
+class Sent:
+    """Stands for a W&B run: what it was told."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self.summary: dict[str, object] = {}
+
+    def log(self, row: dict[str, float]) -> None:
+        self.rows.append(row)
+
+    def finish(self, exit_code: int) -> None:
+        self.exit_code = exit_code
+
+
+def test_rows_are_sent_to_wandb_together_late_ones_at_once_and_all_before_the_end(
+    monkeypatch,
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("gradsurg.sinks.wandb.monotonic", lambda: clock[0])
+    sink = Wandb()
+    run: Any = Sent()
+    sink._session.run, sink._session.sent = run, clock[0]
+    counts = []
+    for step in range(1, 14):
+        sink.log(step, {"train/loss": 0.5})
+        counts.append(len(run.rows))
+    assert counts == [0] * 9 + [10] * 4
+    clock[0] += 2
+    sink.log(14, {"train/loss": 0.5})
+    assert len(run.rows) == 14
+    sink.log(15, {"train/loss": 0.5})
+    sink.finish("finished", {"test/loss": 1.0})
+    assert [row["global_step"] for row in run.rows] == list(range(1, 16))

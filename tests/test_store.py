@@ -110,6 +110,16 @@ def test_a_number_that_is_not_finite_is_null_and_told(run):
     ]
 
 
+def test_a_number_inside_a_list_that_is_not_finite_is_told_by_its_place(run):
+    nan, inf = float("nan"), float("inf")
+    others = {"mgda": {"cosine": nan}}
+    run.append_conflicts([{"norms": [1.0, inf], "cosines": [[1.0, nan], [-1.0]], "others": others}])
+    (row,) = lines(run.path / "conflicts.jsonl")
+    assert row.pop("not_finite") == "norms.1=inf cosines.0.1=nan others.mgda.cosine=nan"
+    empty = {"mgda": {"cosine": None}}
+    assert row == {"norms": [1.0, None], "cosines": [[1.0, None], [-1.0]], "others": empty}
+
+
 def test_summary_makes_a_run_finished(run):
     run.append_metrics({"step": 1})
     assert not run.finished
@@ -260,11 +270,18 @@ def test_clear_removes_the_runs_files_and_no_other(run):
     run.append_effects([effect(1, 1, 1)])
     run.save_checkpoint({"step": 1})
     run.write_error("it broke")
+    run.write_landscape({"x1": [1.0]})
     run.write_summary({"state": "finished"})
     (run.path / ".summary.json.99.tmp").write_text("of a killed process")
     (run.path / "wandb").mkdir()
     run.clear()
     assert [path.name for path in run.path.iterdir()] == ["wandb"]
+
+
+def test_a_landscape_is_read_as_it_was_written_and_none_if_there_is_none(run):
+    assert run.read_landscape() is None
+    run.write_landscape({"x1": [1.0, float("nan")]})
+    assert run.read_landscape() == {"x1": [1.0, None]}
 
 
 def test_what_was_planned_can_be_read_before_there_is_anything_else(run):

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from gradsurg.config.compose import CONFIG_DIR, plain, register
 from gradsurg.effects import NUMBERS
 from gradsurg.intervention import Intervention
 from gradsurg.models.mlp import MLP
+from gradsurg.models.point import Point
+from gradsurg.runs import run_log
 from gradsurg.runs.arms import Run, Schedule
 from gradsurg.runs.idle import _would_bite
 from gradsurg.runs.made_with import made_with
@@ -32,6 +34,7 @@ from gradsurg.sinks.base import Guarded, RunInfo, Sink, State
 from gradsurg.sites.base import Selector
 from gradsurg.surgery import Surgery
 from gradsurg.tasks.base import Data, Task
+from gradsurg.tasks.cagrad_toy import CAGradToy
 from gradsurg.tasks.digits import Digits
 from gradsurg.transforms.base import Transform
 from gradsurg.triggers.always import Always
@@ -39,6 +42,8 @@ from gradsurg.triggers.base import Trigger
 from tests.test_sinks import alone, inspect, of_type, rows
 
 ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SHORT = Schedule(steps=30, batch_size=32, log_every=5, checkpoint_every=10, effects_every=4)
 
 
@@ -71,6 +76,8 @@ class Wrapped(Task):
                     os.kill(os.getpid(), signal.SIGKILL)
         if self.does == "nan" and len(self.calls) >= self.at:
             return loss * float("nan")
+        if self.does == "one nan" and len(self.calls) == self.at:
+            return loss + float("nan")  # whose gradient is that of the loss
         if self.does == "warn":
             warnings.warn("mine", UserWarning, stacklevel=1)
         return loss
@@ -138,10 +145,12 @@ def untimed(numbers: Mapping[str, object]) -> dict[str, object]:
 def assert_same(found: Record, expected: Record) -> None:
     """The two ended alike, bit by bit, apart from times."""
     assert found.directory != expected.directory
-    for name in ("metrics.jsonl", "effects.jsonl"):
-        assert [untimed(row) for row in lines(found, name)] == [
-            untimed(row) for row in lines(expected, name)
+    for name in ("metrics.jsonl", "effects.jsonl", "conflicts.jsonl"):
+        rows = [
+            [untimed(row) for row in RunDirectory(record.directory).read_rows(name)]
+            for record in (found, expected)
         ]
+        assert rows[0] == rows[1]
     assert untimed(found.summary) == untimed(expected.summary)
     kept, whole = (
         RunDirectory(record.directory).load_checkpoint() or {} for record in (found, expected)
@@ -218,6 +227,22 @@ def test_a_run_writes_its_files_into_a_directory_of_its_own(tmp_path) -> None:
     assert record.happened == "trained"
 
 
+def test_a_run_whose_task_has_a_landscape_writes_it_and_logs_where_it_was(tmp_path) -> None:
+    task = CAGradToy(start=(1.0, -2.0))
+    schedule = replace(SHORT, eval_every=10)
+    run = replace(a_run(task=task, schedule=schedule), make_model=make_point)
+    record = execute(run, tmp_path, [])
+    assert RunDirectory(record.directory).read_landscape() == task.landscape()
+    rows = [row for row in lines(record, "metrics.jsonl") if "test/x1" in row]
+    assert [row["step"] for row in rows] == [10, 20, 30]
+    assert {"test/x2", "test/loss_1", "test/loss_2"} < set(rows[0])
+    assert rows[-1]["test/x2"] == record.summary["test/x2"] != -2.0
+
+
+def make_point(data: Data) -> nn.Module:
+    return Point(data.input_shape, data.num_outputs, start=data.start or ())
+
+
 def test_a_sink_is_told_what_the_files_hold(tmp_path) -> None:
     sink, run = Listening(), a_run(gs.Clip(0.01))
     record = execute(run, tmp_path, [sink])
@@ -282,15 +307,6 @@ MIXED = gs.Chain(gs.LowPass(), gs.AddNoise(0.001), gs.Clip(0.05))
 INTERRUPTED = [1, 5, 10, 11, 14, 15, 21, 30]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums of floats depend on the number of threads, so all that is compared has the same."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Record:
     return execute(a_run(MIXED), tmp_path_factory.mktemp("whole"), [])
@@ -337,6 +353,20 @@ def test_a_sink_of_a_resumed_run_hears_of_all_steps(tmp_path, step) -> None:
     assert len(torn.logged) == (step - 1) // 5
     told = [(at, untimed(values)) for at, values in resumed.logged]
     assert told == [(at, untimed(values)) for at, values in expected.logged]
+
+
+@pytest.mark.parametrize(("seconds", "saved"), [(0.0, [10, 20, 30]), (1e6, [30])])
+def test_a_run_is_not_saved_more_often_than_asked_for_but_at_its_end(
+    tmp_path, monkeypatch, seconds: float, saved: list[int]
+) -> None:
+    steps: list[object] = []
+    monkeypatch.setattr(
+        RunDirectory, "save_checkpoint", lambda self, state: steps.append(state["step"])
+    )
+    run = a_run(gs.Clip(0.1))
+    schedule = replace(run.schedule, checkpoint_seconds=seconds)
+    execute(replace(run, schedule=schedule), tmp_path, [])
+    assert steps == saved
 
 
 def test_a_run_may_be_torn_again_and_again(tmp_path, whole) -> None:
@@ -516,11 +546,25 @@ def test_a_loss_that_is_nan_ends_the_run_as_diverged(tmp_path) -> None:
     record = execute(a_run(gs.Clip(0.1), task=Wrapped(12, "nan")), tmp_path, [sink])
     assert record.summary["state"] == "diverged"
     assert record.summary["steps"] == 15
+    assert record.summary["diverged_step"] == 12
     assert sink.ended[0][0] == "diverged"
     assert [row["train/loss"] is None for row in lines(record, "metrics.jsonl")] == [0, 0, 1]
     assert lines(record, "metrics.jsonl")[-1]["not_finite"] == "train/loss=nan"
     assert lines(record, "effects.jsonl")[-1]["nonfinite"]
     assert execute(a_run(gs.Clip(0.1)), tmp_path, []).happened == "skipped"
+
+
+@pytest.mark.parametrize("log_every", [1, 7, 30])
+@pytest.mark.parametrize("most", [1000, 4])
+def test_the_first_loss_that_is_not_finite_is_told_however_seldom_is_logged(
+    tmp_path, monkeypatch, log_every: int, most: int
+) -> None:
+    monkeypatch.setattr(run_log, "MOST_LOSSES", most)
+    run = a_run(gs.Clip(0.1), task=Wrapped(12, "one nan"))
+    schedule = replace(run.schedule, log_every=log_every)
+    record = execute(replace(run, schedule=schedule), tmp_path, [])
+    assert record.summary["state"] == "diverged"
+    assert record.summary["diverged_step"] == 12
 
 
 def test_a_run_broken_by_its_very_last_step_is_diverged_too(tmp_path) -> None:

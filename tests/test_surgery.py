@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import gradsurg as gs
+from gradsurg import engine
 from gradsurg.fields import validated
 from gradsurg.sites.base import Selector, Stage
 from gradsurg.transforms.base import Context, Law, Stateless, Transform
@@ -167,6 +168,58 @@ def test_a_shadowed_surgery_leaves_training_bit_identical(at: Selector) -> None:
         optimizer,
     )
     assert all(map(torch.equal, weights(plain), weights(model)))
+
+
+@pytest.mark.parametrize(
+    "at", [gs.Parameters(), gs.Outputs("*"), gs.Inputs("*"), gs.Nodes("*")], ids=repr
+)
+def test_a_shadow_has_hooks_in_the_steps_that_are_measured_alone(at: Selector) -> None:
+    model, other = small(), small()
+    optimizer, others = sgd(model), sgd(other)
+    hooked = []
+    with attached(model, gs.Identity(), at, optimizer, effects_every=3, shadow=True) as live:
+        for step in range(7):
+            hooked.append(num_hooks(model) > 0)
+            train(model, optimizer, 1, start=step)
+        rows = live.effects.rows()
+    assert hooked == [True, False, False, True, False, False, True]
+    assert num_hooks(model, optimizer) == 0
+    with attached(other, gs.Identity(), at, others, effects_every=3) as live:
+        train(other, others, 7)
+        wanted = live.effects.rows()
+    assert rows == [row | {"seen": row["sampled"], "calls": row["sampled"]} for row in wanted]
+    assert len(rows) > 1
+
+
+def test_a_shadow_that_was_compiled_with_its_hooks_keeps_them(monkeypatch) -> None:
+    monkeypatch.setattr(engine, "has_compiled", lambda: True)
+    model = small()
+    optimizer = sgd(model)
+    at = gs.Outputs("*")
+    with attached(model, gs.Identity(), at, optimizer, effects_every=3, shadow=True) as live:
+        train(model, optimizer, 2)
+        assert num_hooks(model) > 0
+        train(model, optimizer, 5, start=2)
+        assert {row["calls"] for row in live.effects.rows()} == {3}
+
+
+def test_a_shadow_that_is_set_between_measured_steps_acts_as_it_is_set() -> None:
+    model = small()
+    optimizer = sgd(model)
+    with attached(model, gs.Identity(), None, optimizer, effects_every=9, shadow=True) as live:
+        train(model, optimizer, 2)
+        assert num_hooks(model) == 0
+        live.set("identity", when=gs.Steps(start=0))  # which is asked at every step
+        train(model, optimizer, 2, start=2)
+        assert {entry.calls for entry in live.ledger} == {3}
+
+
+def test_a_shadow_that_measures_nothing_says_nothing() -> None:
+    model = small()
+    optimizer = sgd(model)
+    with attached(model, gs.Identity(), None, optimizer, effects_every=0, shadow=True):
+        train(model, optimizer, 3)
+        assert num_hooks(model) == 0
 
 
 def test_a_shadowed_group_transform_leaves_training_bit_identical() -> None:

@@ -71,8 +71,13 @@ class Aggregator(ABC):
 
     @property
     def num_tasks(self) -> int | None:
-        """How many tasks it is for; None if it takes any number."""
+        """How many tasks it is for; None if it is for any number."""
         return None
+
+    @property
+    def least_tasks(self) -> int:
+        """The fewest tasks it takes."""
+        return 1
 
     @abstractmethod
     def init(self, num_tasks: int) -> State:

@@ -3,14 +3,15 @@
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from gradsurg.catalogue import snake
 from gradsurg.config.faults import ConfigError, Faults
-from gradsurg.config.make import Config, make
-from gradsurg.config.optimizers import MakeOptimizer, optimizer_maker
+from gradsurg.config.make import Config, called, make
+from gradsurg.config.optimizers import optimizer_maker
 from gradsurg.config.pairs import Pair, Plan
 from gradsurg.config.parts import (
     aggregator_of,
@@ -25,13 +26,14 @@ from gradsurg.config.parts import (
     transforms_of,
 )
 from gradsurg.config.probe import Trial, check_stage
-from gradsurg.config.rehearsal import check_manner, check_step
+from gradsurg.config.rehearsal import check_fields, check_manner, check_step
 from gradsurg.config.settings import Settings
 from gradsurg.fields import nearest
 from gradsurg.intervention import Intervention
 from gradsurg.ledger import SurgeryWarning
 from gradsurg.multitask.aggregation import check_host
 from gradsurg.multitask.shared_parameters import SharedParameters
+from gradsurg.runs.store import RunDirectory
 from gradsurg.sinks.base import Guarded
 from gradsurg.sites.base import Selector
 from gradsurg.surgery import Surgery
@@ -66,6 +68,15 @@ class Experiment:
     example_input: Tensor  # two examples of the task's data
     sinks: tuple[Guarded, ...]
 
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to be trained: what was checked then need not be again."""
+        if self.settings.force:
+            return False
+        out = Path(self.settings.out)
+        runs = (run for pair in self.pairs for run in pair.runs)
+        return all(RunDirectory(run.directory(out)).finished for run in runs)
+
 
 def build(config: Config) -> Experiment:
     """Make every object of an experiment. Raises ConfigError with all that is wrong with it."""
@@ -87,42 +98,45 @@ def build(config: Config) -> Experiment:
     model = None
     if task is not None and data is not None:
         model = faults.made("model", lambda: checked_model(config, task, data))
-    make_optimizer = optimizer_maker(config, settings)
-    _check_optimizer(config, settings, make_optimizer, model, faults)
     device = None
     if settings is not None:
         device = faults.made("device", lambda: device_of(settings.device))
         _check_batch(settings, data, faults)
         check_manner(settings, selector, intervention, device, faults)
         _check_links(settings, config, faults)
-    if task and data and model and selector:
-        scope = intervention.operator.scope if intervention else "tensor"
-        steady = "name" in config["model"] and "name" in config["task"]
-        label = "+".join(transforms) or "none"
-        trial = Trial(model, task, data, settings, label, scope, steady)
-        _try(trial, selector, trigger if config.get("transform") else None, faults)
+    experiment = None
+    if not faults.lines and settings and task and selector and device and data:
+        make_optimizer = optimizer_maker(config, settings)
+        plan = Plan(
+            config,
+            settings,
+            task,
+            make_optimizer,
+            device,
+            selector,
+            intervention,
+            joint,
+            content=content or "",
+        )
+        if settings.attribute:
+            plan = replace(plan, without=_without_links(plan, transforms, trigger, faults))
+        experiment = _experiment(plan, data, sinks)
+    if settings is not None and settings.steps == 0:
+        _check_untrained(config, settings, selector, model, faults)
+    elif experiment is None or not experiment.finished:
+        _check_optimizer(config, settings, model, faults)
+        if task and data and model and selector:
+            scope = intervention.operator.scope if intervention else "tensor"
+            steady = "name" in config["model"] and "name" in config["task"]
+            label = "+".join(transforms) or "none"
+            trial = Trial(model, task, data, settings, label, scope, steady)
+            _try(trial, selector, trigger if config.get("transform") else None, faults)
+            if joint is not None and isinstance(task, MultiTask) and not faults.lines:
+                with faults.at("aggregator"):
+                    trial.check_joint(*(own for own in (intervention, joint) if own))
     faults.stop()
-    # What is missing has been said, and `stop` has raised.
-    assert settings
-    assert task
-    assert selector
-    assert device
-    assert data
-    plan = Plan(
-        config,
-        settings,
-        task,
-        make_optimizer,
-        device,
-        selector,
-        intervention,
-        joint,
-        content=content or "",
-    )
-    if settings.attribute:
-        plan = replace(plan, without=_without_links(plan, transforms, trigger, faults))
-        faults.stop()
-    return _experiment(plan, data, sinks)
+    assert experiment  # what is missing has been said, and `stop` has raised
+    return experiment
 
 
 def _experiment(plan: Plan, data: Data, sinks: tuple[Guarded, ...]) -> Experiment:
@@ -138,13 +152,29 @@ def _experiment(plan: Plan, data: Data, sinks: tuple[Guarded, ...]) -> Experimen
     )
 
 
-def _check_optimizer(
+def _check_untrained(
     config: Config,
-    settings: Settings | None,
-    make_optimizer: MakeOptimizer,
+    settings: Settings,
+    selector: Selector | None,
     model: nn.Module | None,
     faults: Faults,
 ) -> None:
+    """What can be wrong though no step is to be made, without the seconds that a step takes."""
+    if model is None:
+        return
+    make_optimizer = optimizer_maker(config, settings, bare=True)
+    optimizer = faults.made("optimizer", lambda: make_optimizer(model))
+    if optimizer is not None:
+        check_fields(config, settings, optimizer, faults)
+    if selector is not None:
+        with faults.at("site"):
+            selector.find(model)
+
+
+def _check_optimizer(
+    config: Config, settings: Settings | None, model: nn.Module | None, faults: Faults
+) -> None:
+    make_optimizer = optimizer_maker(config, settings)
     # What is wrong with an optimizer is mostly so for any parameter.
     stand_in = model or nn.Linear(1, 1, bias=False)
     optimizer = faults.made("optimizer", lambda: make_optimizer(stand_in))
@@ -200,7 +230,7 @@ def _joint(
 ) -> Intervention | None:
     """The aggregator, where one was asked for. `when` is its own if there is no transform."""
     aggregator = aggregator_of(config, faults)
-    shared = faults.made("shared", lambda: SharedParameters(**(config.get("shared") or {})))
+    shared = faults.made("shared", lambda: _shared(config))
     if aggregator is None or shared is None:
         return None
     key = str(config["aggregator"].get("name") or snake(type(aggregator).__name__))
@@ -216,6 +246,15 @@ def _joint(
     with faults.at("when"):
         check_host(trigger, key)
     return replace(always, when=trigger)
+
+
+def _shared(config: Config) -> SharedParameters:
+    fields = config.get("shared") or {}
+    if not isinstance(fields, Mapping):
+        raise TypeError(f"must be a mapping, as granularity: tensor, found {fields!r}")
+    made = called(SharedParameters, (), dict(fields))
+    assert isinstance(made, SharedParameters)
+    return made
 
 
 def _try(trial: Trial, selector: Selector, trigger: Trigger | None, faults: Faults) -> None:

@@ -32,10 +32,15 @@ class Asked:
     force: bool = False
     retry_failed: bool = True
     plan: bool = False
+    untrained: int = 0  # jobs of no steps
 
     def keep(self, words: list[str], experiment: Experiment) -> None:
         """Keep what is to be known of a job that is right: no model and no data."""
         settings = experiment.settings
+        self.plan |= settings.plan
+        if settings.steps == 0:
+            self.untrained += 1
+            return
         out = Path(settings.out)
         runs = [run for pair in experiment.pairs for run in pair.runs]
         self.jobs.append(job_of(words, runs, out))
@@ -45,7 +50,6 @@ class Asked:
         self.report &= settings.report is not False
         self.force |= settings.force
         self.retry_failed &= settings.retry_failed
-        self.plan |= settings.plan
 
 
 def asked() -> Asked:
@@ -71,6 +75,11 @@ def asked() -> Asked:
         print(f"warning: {text}", file=sys.stderr)
     if arguments.cfg or found.plan:
         return Asked()
+    if found.untrained:
+        jobs = f"{found.untrained} job{'s' if found.untrained > 1 else ''}"
+        print(f"steps=0: {jobs} checked, nothing to train")
+        if not found.jobs:
+            sys.exit()
     try:
         states = prepare(found.jobs, found.force)
     except OSError as error:

@@ -19,7 +19,6 @@ WORST_FIRST: tuple[RunState, ...] = (
     "diverged",
     "finished",
 )
-BAD: tuple[RunState, ...] = WORST_FIRST[:-1]
 
 TOLD: dict[RunState, str] = {
     "planned": "to train",
@@ -113,6 +112,9 @@ def _outcome(job: Job) -> tuple[str, str]:
     first = RunDirectory(job.runs[states.index(worst)].path)
     if worst == "failed":
         return state, f"{first.reason} ({os.path.relpath(first.path / ERROR)})"
+    step = first.read_summary().get("diverged_step") if worst == "diverged" else None
+    if step is not None:
+        return state, f"{os.path.relpath(first.path)}: the loss of step {step} was not finite"
     return state, os.path.relpath(first.path)
 
 

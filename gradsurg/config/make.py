@@ -150,6 +150,15 @@ def called(make: object, args: tuple[object, ...], fields: dict[str, Any]) -> ob
         raise FieldError("", faults) from error
 
 
+def chosen(name: str, kinds: list[str], refused: Mapping[str, str], place: str) -> str:
+    """The name, if it is one of a library's kinds that can be used here; `refused` says why not."""
+    if name in refused:
+        raise ValueError(f"{name} {refused[name]}. {nearest(name, kinds)}")
+    if name not in kinds:
+        raise LookupError(f"there is no '{name}' in {place}. {nearest(name, kinds)}")
+    return name
+
+
 def _import(path: object) -> object:
     """What stands at a dotted path. Raises ImportError, saying which part is not there."""
     module_name, _, name = str(path).rpartition(".")

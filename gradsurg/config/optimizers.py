@@ -1,14 +1,17 @@
 """The optimizer that a config asks for: one of torch.optim, with its own fields."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradsurg.config.make import ERRORS, Config, called, sentence
+from gradsurg.config.make import ERRORS, Config, called, chosen, sentence
 from gradsurg.config.settings import Settings
-from gradsurg.fields import FieldError, nearest
+from gradsurg.fields import FieldError
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 
@@ -26,23 +29,26 @@ def optimizer_config(config: Config, settings: Settings | None) -> dict[str, obj
     return fields
 
 
-def optimizer_maker(config: Config, settings: Settings | None) -> MakeOptimizer:
-    """Makes the optimizer of a model, and raises what is wrong with the config then."""
+def optimizer_maker(config: Config, settings: Settings | None, bare: bool = False) -> MakeOptimizer:
+    """Makes the optimizer of a model, and raises what is wrong with the config then.
+
+    One that is `bare` has looked at its fields and has taken no parameters: with the first that an
+    optimizer takes PyTorch imports its compiler, which is more than a second.
+    """
 
     def make(model: nn.Module) -> Optimizer:
         fields = optimizer_config(config, settings)
         name = str(fields.pop("name", ""))
         kinds = [key for key, kind in vars(torch.optim).items() if _is_optimizer(kind)]
-        if name in REFUSED:
-            raise ValueError(f"{name} {REFUSED[name]}. {nearest(name, kinds)}")
-        if name not in kinds:
-            raise LookupError(f"there is no '{name}' in torch.optim. {nearest(name, kinds)}")
+        chosen(name, kinds, REFUSED, "torch.optim")
+        kind = getattr(torch.optim, name)
+        kind = _bare(kind) if bare else kind
         try:
-            made = called(getattr(torch.optim, name), (model.parameters(),), fields)
+            made = called(kind, (model.parameters(),), fields)
         except FieldError:
             raise
         except ERRORS as error:
-            guilty = _guilty(getattr(torch.optim, name), model, fields)
+            guilty = _guilty(kind, model, fields)
             if guilty:
                 faults = [
                     (key, f"{name} refuses it: {text}, found {fields[key]!r}")
@@ -57,7 +63,31 @@ def optimizer_maker(config: Config, settings: Settings | None) -> MakeOptimizer:
     return make
 
 
-def _guilty(kind: type, model: nn.Module, fields: dict[str, object]) -> dict[str, str]:
+class _NotNeeded(Exception):
+    """Stops an optimizer that takes parameters."""
+
+
+class _Nothing:
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        raise _NotNeeded
+
+
+def _bare(kind: type[Optimizer]) -> Callable[..., Optimizer]:
+    def make(params: object, **fields: Any) -> Optimizer:  # Any: as a user wrote them
+        made = kind.__new__(kind)
+        # Every optimizer looks at its fields first, and then at its parameters.
+        with suppress(_NotNeeded):
+            made.__init__(_Nothing(), **fields)
+        made.param_groups = [{"params": [], **made.defaults}]
+        return made
+
+    vars(make)["__signature__"] = inspect.signature(kind)
+    return make
+
+
+def _guilty(
+    kind: Callable[..., Optimizer], model: nn.Module, fields: dict[str, object]
+) -> dict[str, str]:
     """What is said of each wrong field: the one without which it is well, or those wrong alone."""
 
     def refusal(given: dict[str, object]) -> str:

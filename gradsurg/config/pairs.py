@@ -100,7 +100,7 @@ class Plan:
             return self._run("control", label, seed, identity, surgery, shadow=False)
         measured = [Intervention(Identity(), self.selector, names=("none",))]
         if isinstance(self.task, MultiTask):
-            measured.append(Intervention(Sum(), SharedParameters(), names=("none",)))
+            measured.append(Intervention(Sum(), SharedParameters()))  # called "sum"
         surgery = Surgery(*measured, seed=seed)
         # The site stands here because the control's gradients are measured there.
         identity = self._identity(seed, {"site": self.config["site"]})

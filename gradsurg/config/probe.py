@@ -1,8 +1,9 @@
 """A trial step on a model that is thrown away: what could never act is found before a run."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from itertools import product
 from typing import Any, TypeVar
 
 import torch
@@ -11,19 +12,21 @@ from torch import Tensor, nn
 from gradsurg import randomness
 from gradsurg.config.make import ERRORS, sentence
 from gradsurg.config.settings import Settings
-from gradsurg.fields import Contradiction, FieldError
+from gradsurg.fields import Contradiction, FieldError, nearest
 from gradsurg.intervention import Intervention
 from gradsurg.ledger import Entry, SurgeryWarning
 from gradsurg.sites.base import Selector
 from gradsurg.sources import watched
 from gradsurg.surgery import Surgery
-from gradsurg.tasks.base import Data, Task
+from gradsurg.tasks.base import Data, MultiTask, Task
 from gradsurg.transforms.base import Context, GroupTransform, Law, Scope, State
 from gradsurg.transforms.identity import Identity
 from gradsurg.triggers.always import Always
 from gradsurg.triggers.base import Clock, Fires, Moment, Trigger
+from gradsurg.triggers.for_task import ForTask
 
 Part = TypeVar("Part", Selector, Trigger)
+Losing = Callable[[Tensor, Tensor], Tensor | Mapping[str, Tensor]]
 
 PATIENCE = 100_000  # steps: of a longer run nobody waits to hear that nothing would ever act
 SILENT = "no gradient passes at"
@@ -51,6 +54,14 @@ class Trial:
             field = _culprit(part, lambda other: not self._site_fault(other))
             self._refuse(_joined(path, field), fault, self.steady or SILENT not in fault)
 
+    def check_joint(self, *interventions: Intervention) -> None:
+        """Raises FieldError if one training step with an aggregator cannot be made."""
+        assert isinstance(self.task, MultiTask)
+        try:
+            self._ledger(Surgery(*interventions), self.task.losses)
+        except ERRORS as error:  # whatever it is, training would meet it too
+            raise FieldError("", [("", sentence(error))]) from error
+
     def check_when(self, selector: Selector, trigger: Trigger) -> None:
         """Raises FieldError if the trigger cannot be asked, or fires at no step of the run."""
         for path, part in _parts(trigger):
@@ -58,6 +69,12 @@ class Trial:
                 watched(part, self.model)
             except LookupError as error:
                 self._refuse(_joined(path, "source"), sentence(error), True)
+            if isinstance(part, ForTask):
+                names = self._names
+                if part.task not in names:
+                    near = nearest(part.task, list(names)) if names else "The task has one loss."
+                    text = f"there is no loss '{part.task}'. {near}"
+                    self._refuse(_joined(path, "task"), text, True)
         own = all(type(part).__module__.startswith("gradsurg.") for part in trigger.parts)
         if self.settings is None or not own:
             return  # a user's own may have a memory, or be moved from outside
@@ -76,6 +93,10 @@ class Trial:
     def _length(self, settings: Settings) -> str:
         length = f"{settings.steps} steps with batches of {settings.batch_size}"
         return f"{length} and epochs of {self._epoch} steps"
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return self.task.names if isinstance(self.task, MultiTask) else ()
 
     @property
     def _steps(self) -> int:
@@ -120,8 +141,9 @@ class Trial:
         result: bool | None = False
         if self._steps > PATIENCE:
             return True
-        for step in range(self._steps):
-            moment = _Asked(Clock(step=step, epoch_length=self._epoch))
+        tasks = [part.task for part in trigger.parts if isinstance(part, ForTask)] or [""]
+        for step, task in product(range(self._steps), tasks):
+            moment = _Asked(Clock(step=step, epoch_length=self._epoch, task=task))
             fires = trigger.fires(moment)
             if fires is True or moment.drawn:
                 return True
@@ -132,18 +154,26 @@ class Trial:
     def _step(self, selector: Selector, trigger: Trigger) -> list[Entry]:
         """One training step that changes nothing: what the ledger has afterwards."""
         leave = Identity() if self.scope == "tensor" else _LeaveGroup()
+        several = any(isinstance(part, ForTask) for part in trigger.parts)
+        loss: Losing = self.task.loss
+        if several and isinstance(self.task, MultiTask):
+            loss = self.task.losses
+        return self._ledger(Surgery(Intervention(leave, selector, trigger, (self.label,))), loss)
+
+    def _ledger(self, surgery: Surgery, loss: Losing) -> list[Entry]:
+        """What the ledger has after a training step that changes nothing."""
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
         count = self._batch
         inputs, targets = self.data.train_inputs[:count], self.data.train_targets[:count]
         with randomness.kept(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run will say the same
-            surgery = Surgery(Intervention(leave, selector, trigger, (self.label,)))
             attached = surgery.attach(
                 self.model, optimizer, effects_every=0, steps_per_epoch=self._epoch
             )
             with attached as live:
                 optimizer.zero_grad(set_to_none=True)
-                self.task.loss(self.model(inputs), targets).backward()
+                found = loss(self.model(inputs), targets)
+                found.backward() if isinstance(found, Tensor) else live.backward(found)
                 optimizer.step()
                 return list(live.ledger)
 

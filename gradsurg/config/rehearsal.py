@@ -5,7 +5,7 @@ from torch.optim import Optimizer
 
 from gradsurg.config.faults import Faults
 from gradsurg.config.make import ERRORS, Config, sentence
-from gradsurg.config.schedules import schedule_maker, walk
+from gradsurg.config.schedules import WALKED, schedule_maker, walk
 from gradsurg.config.settings import Settings
 from gradsurg.intervention import Intervention, check_scaled
 from gradsurg.runs.switches import check_compiled
@@ -35,18 +35,29 @@ def check_manner(
             check_compiled(selector)
 
 
+def check_fields(config: Config, settings: Settings, optimizer: Optimizer, faults: Faults) -> None:
+    """Refuse an optimizer or a schedule by its fields alone: no step is to be made."""
+    _check_fused(settings, optimizer, faults)
+    with faults.at("schedule"):
+        schedule_maker(config["schedule"], settings.steps or WALKED)(optimizer)
+
+
 def check_step(config: Config, settings: Settings, optimizer: Optimizer, faults: Faults) -> None:
     """Refuse an optimizer or a schedule that cannot make its steps; the model is thrown away."""
+    _check_fused(settings, optimizer, faults)
+    with faults.at("optimizer"):
+        _step(optimizer)
+    with faults.at("schedule"):
+        walk(schedule_maker(config["schedule"], settings.steps)(optimizer), settings.steps)
+
+
+def _check_fused(settings: Settings, optimizer: Optimizer, faults: Faults) -> None:
     if settings.precision == "float16" and getattr(optimizer, "_step_supports_amp_scaling", False):
         with faults.at("optimizer.fused"):
             raise ValueError(
                 "must be false with precision=float16: a fused optimizer takes the loss scale off "
                 "the gradients by itself, after a surgery at stage 'step' has seen them"
             )
-    with faults.at("optimizer"):
-        _step(optimizer)
-    with faults.at("schedule"):
-        walk(schedule_maker(config["schedule"], settings.steps)(optimizer), settings.steps)
 
 
 def _step(optimizer: Optimizer) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from gradsurg.config.make import ERRORS, called, sentence
-from gradsurg.fields import FieldError, nearest
+from gradsurg.config.make import ERRORS, called, chosen, sentence
+from gradsurg.fields import FieldError
 
 MakeSchedule = Callable[[Optimizer], LRScheduler | None]
 
@@ -58,11 +58,7 @@ def _made(config: Mapping[str, Any], optimizer: Optimizer, steps: int) -> LRSche
     fields = dict(config)
     name = str(fields.pop("name", ""))
     kinds = [key for key in lr_scheduler.__all__ if key not in (*REFUSED, "LRScheduler")]
-    if name in REFUSED:
-        raise ValueError(f"{name} {REFUSED[name]}. {nearest(name, [CONSTANT, *kinds])}")
-    if name not in kinds:
-        choices = nearest(name, [CONSTANT, *kinds])
-        raise LookupError(f"there is no '{name}' in torch.optim.lr_scheduler. {choices}")
+    chosen(name, [CONSTANT, *kinds], REFUSED, "torch.optim.lr_scheduler")
     kind = getattr(lr_scheduler, name)
     if "schedulers" in fields:
         fields["schedulers"] = _parts(fields, optimizer, steps)

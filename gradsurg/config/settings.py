@@ -39,7 +39,7 @@ def _folder(path: str) -> str:
 class Settings:
     """The short keys at the top of the config."""
 
-    steps: Positive
+    steps: Annotated[int, Field(ge=0)]
     batch_size: Positive
     seeds: Positive
     log_every: Positive

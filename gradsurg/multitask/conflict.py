@@ -182,8 +182,8 @@ def _others(
             continue
         try:
             weights = weights_of(aggregator, gramian, context).numpy()
-        except (ArithmeticError, ValueError):  # it has no answer here, and was not asked to act
-            continue
+        except (ArithmeticError, ValueError):
+            continue  # it has no answer, or none for so few tasks, and was not asked to act
         length = float(np.sqrt(max(weights @ g @ weights, 0.0)))
         found[name] = Other(weights.tolist(), _ratio(float(weights @ products), norm * length))
     return found

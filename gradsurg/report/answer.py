@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from gradsurg.report.certainty import CLEAR, MAX_Q, MIN_FOR_P
+from gradsurg.report.dead import dead_line
 from gradsurg.report.grouping import Arm
 from gradsurg.report.outcomes import Outcome
 from gradsurg.report.reading import STATES, Found
@@ -34,7 +35,9 @@ def paragraph(outcomes: Sequence[Outcome], arms: Sequence[Arm]) -> str:
     return " ".join(said)
 
 
-def cautions(runs: Sequence[Found], outcomes: Sequence[Outcome]) -> list[str]:
+def cautions(
+    runs: Sequence[Found], outcomes: Sequence[Outcome], arms: Sequence[Arm] = ()
+) -> list[str]:
     """What a reader should keep in mind, one sentence a thing."""
     counts = states(runs)
     said = []
@@ -56,12 +59,13 @@ def cautions(runs: Sequence[Found], outcomes: Sequence[Outcome]) -> list[str]:
     numbers = [outcome.difference.n for outcome in outcomes if outcome.difference]
     if numbers and min(numbers) < 6:
         said.append(FEW)
-    arms = len({outcome.arm.name for outcome in outcomes if outcome.difference})
-    if arms > 1:
+    compared = len({outcome.arm.name for outcome in outcomes if outcome.difference})
+    if compared > 1:
         controlled = any(outcome.q_value is not None for outcome in outcomes)
         chance = "of 20 that do nothing one is expected to look clear"
         more = "; q allows for that" if controlled else ""
-        said.append(f"{arms} arms are compared at once: {chance}{more}.")
+        said.append(f"{compared} arms are compared at once: {chance}{more}.")
+    said += [line for arm in arms if (line := _dead(arm))]
     skipped = [n for run in runs if (n := (run.summary or {}).get("skipped_steps"))]
     if skipped:
         said.append(
@@ -81,6 +85,10 @@ def cautions(runs: Sequence[Found], outcomes: Sequence[Outcome]) -> list[str]:
             "controls by their configs."
         )
     return said
+
+
+def _dead(arm: Arm) -> str:
+    return dead_line(arm.name, [run.summary for run in arm.whole if run.summary])
 
 
 def _nothing_yet(arms: Sequence[Arm], lost: Sequence[str]) -> str:

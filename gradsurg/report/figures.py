@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from math import ceil, log10
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -12,13 +12,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, PercentFormatter
 
 from gradsurg.report.certainty import CLEAR
+from gradsurg.report.conflict_figures import CONFLICT_FIGURES
 from gradsurg.report.outcomes import Outcome
+from gradsurg.report.palette import CONTROL, INK, TREATED, UNCLEAR
+from gradsurg.report.pareto_figure import draw_front
 from gradsurg.report.series import Curve, EffectMap
 from gradsurg.report.study_report import StudyReport
+from gradsurg.report.trajectories import draw_trajectories
 from gradsurg.report.wording import is_share, title
 
-# Okabe and Ito's: told apart by all kinds of colour vision.
-TREATED, CONTROL, UNCLEAR, INK = "#0072B2", "#D55E00", "#767676", "#222222"
 STYLE: dict[Any, Any] = {  # Any: matplotlib has a type for its keys, and no name for it
     "font.size": 9,
     "axes.spines.top": False,
@@ -33,6 +35,7 @@ STYLE: dict[Any, Any] = {  # Any: matplotlib has a type for its keys, and no nam
 }
 MAX_PANELS = 12  # more small panels than this are not read in print
 MAX_NAME = 34
+Drawn = TypeVar("Drawn")
 
 
 def write_figures(report: StudyReport, folder: Path) -> list[Path]:
@@ -44,7 +47,12 @@ def write_figures(report: StudyReport, folder: Path) -> list[Path]:
         "norms": _norms,
         "doses": _doses,
         "cost": _cost,
+        **CONFLICT_FIGURES,
     }
+    for name, front in numbered("pareto", report.fronts).items():
+        drawings[name] = lambda _, front=front: draw_front(front)
+    for name, ground in numbered("trajectories", report.landscapes).items():
+        drawings[name] = lambda _, ground=ground: draw_trajectories(ground)
     written = []
     with mpl.rc_context(STYLE), warnings.catch_warnings():
         # of how a figure looks, with names too long or in another script: nothing a user can mend
@@ -57,6 +65,11 @@ def write_figures(report: StudyReport, folder: Path) -> list[Path]:
             figure.savefig(folder / f"{name}.png", dpi=130)
             written.append(folder / f"{name}.png")
     return written
+
+
+def numbered(stem: str, figures: Sequence[Drawn]) -> dict[str, Drawn]:
+    """The names of several figures of one kind: `pareto`, `pareto-2` and so on."""
+    return {f"{stem}-{place}" if place > 1 else stem: one for place, one in enumerate(figures, 1)}
 
 
 def _outcome(report: StudyReport) -> Figure | None:

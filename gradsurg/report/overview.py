@@ -10,6 +10,7 @@ from rich.text import Text
 from gradsurg.report.alone import alone_rows
 from gradsurg.report.attribution import shares_text
 from gradsurg.report.certainty import p_text
+from gradsurg.report.conflict_text import about_conflicts, conflict_rows, others_lines
 from gradsurg.report.outcomes import Outcome
 from gradsurg.report.study_report import StudyReport
 from gradsurg.report.update_line import update_line
@@ -61,8 +62,12 @@ def _print(report: StudyReport, console: Console) -> None:
     if report.alone:
         console.print()
         console.print(_alone(report))
+    if report.conflicts:
+        console.print()
+        console.print(_conflicts(report))
+        console.print(Text(_folded(about_conflicts(report.conflicts), console.width), style="dim"))
     if arms <= MAX_WHOLE:
-        for text in [*_shares(report), *_updates(report)]:
+        for text in [*_shares(report), *_updates(report), *others_lines(report.conflicts)]:
             console.print()
             console.print(Text(text))
     if _unfinished(report).row_count:
@@ -82,6 +87,20 @@ def _alone(report: StudyReport) -> Table:
         table.add_column(head, justify="right" if place else "left")
     for row in alone_rows(report.alone, list(report.metrics)):
         table.add_row(*[Text(cell) for cell in row])
+    return table
+
+
+def _conflicts(report: StudyReport) -> Table:
+    """An arm a row, and a group a row where there are several."""
+    title = "conflict between tasks"
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    heads, rows = conflict_rows(report.conflicts)
+    for place, head in enumerate(heads):
+        table.add_column(head, justify="right" if place else "left", no_wrap=place > 0)
+    for row in rows[:MAX_LISTED]:
+        table.add_row(*[Text(cell) for cell in row])
+    if len(rows) > MAX_LISTED:
+        table.add_row(Text(f"and {len(rows) - MAX_LISTED} more: the page lists them"))
     return table
 
 

@@ -6,6 +6,7 @@ from statistics import median
 from gradsurg.report.alone import alone_rows
 from gradsurg.report.certainty import p_text
 from gradsurg.report.outcomes import Cost, Outcome, UpdateEffect
+from gradsurg.report.pareto import Front, clusters, ends_of
 from gradsurg.report.reading import Found
 from gradsurg.report.series import Curve, EffectMap, Norms
 from gradsurg.report.study_report import StudyReport
@@ -52,6 +53,10 @@ def page_data(report: StudyReport) -> Json:
         "doses": [
             {"key": d.key, "name": d.name, "x": d.doses, "arms": [places[a.name] for a in d.arms]}
             for d in report.doses
+        ],
+        "fronts": [
+            _front(front, places, several=len({one.task for one in report.fronts}) > 1)
+            for front in report.fronts
         ],
         "costs": [_cost(cost, places) for cost in report.costs],
         "updateTitles": list(NUMBERS.values()),
@@ -142,6 +147,37 @@ def _norms(found: Norms, places: dict[str, int]) -> Json:
         "after": _list(found.after, 3) if found.after is not None else None,
         "zeroBefore": _short(found.zero_before),
         "zeroAfter": _short(found.zero_after),
+    }
+
+
+def _front(front: Front, places: dict[str, int], several: bool) -> Json:
+    return {
+        "key": front.key,
+        "title": f"{front.task} {front.metric}" if several else front.metric,
+        "metric": front.metric,
+        "share": is_share(front.metric),
+        "lower": front.lower_is_better,
+        "names": front.names,
+        "axes": [
+            {"low": _short(low, 6), "high": _short(high, 6), "log": by_log}
+            for low, high, by_log in (ends_of(front, task) for task in range(len(front.names)))
+        ],
+        "pairs": [
+            {"at": pair, "labels": [[*_list(at), text] for at, text in clusters(front, *pair)]}
+            for pair in front.pairs
+        ],
+        "marks": [
+            {
+                "arm": places[mark.arm.name],
+                "seeds": mark.seeds,
+                "each": [_list(values) for values in mark.values],
+                "mean": _list([mean.mean for mean in mark.means]),
+                "low": _list([mean.low for mean in mark.means]),
+                "high": _list([mean.high for mean in mark.means]),
+                "beatenBy": [places[name] for name in mark.beaten_by],
+            }
+            for mark in front.marks
+        ],
     }
 
 

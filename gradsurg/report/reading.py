@@ -10,6 +10,7 @@ from typing import Any, Literal
 from gradsurg.report.wording import Summary, listed
 from gradsurg.runs.store import (
     CONFIG,
+    CONFLICTS,
     EFFECTS,
     ERROR,
     FACTS,
@@ -161,6 +162,9 @@ def _found(path: Path) -> Found:
 
 def _reason(run: Found, place: RunDirectory, last: dict[str, Any]) -> str:
     match run.state:
+        case "diverged" if run.summary and run.summary.get("diverged_step") is not None:
+            step = run.summary["diverged_step"]
+            return f"the loss was not finite at step {step} of {run.steps}"
         case "diverged":
             what = str(last.get(NOT_FINITE) or "an outcome is not finite").replace("=", " was ")
             return f"{what} at step {run.done} of {run.steps}"
@@ -219,7 +223,7 @@ def stamp(folder: Path) -> Stamp:
     """Size and time of every file that a report is made from: another stamp, another report."""
     found: Stamp = {}
     for path in _run_directories(folder):
-        for name in (*OWN_FILES, EFFECTS, LOCK):
+        for name in (*OWN_FILES, EFFECTS, CONFLICTS, LOCK):
             try:
                 facts = (path / name).stat()
             except FileNotFoundError:

@@ -8,10 +8,13 @@ import polars as pl
 
 from gradsurg.report import answer, certainty, outcomes, series
 from gradsurg.report.alone import uncompared
+from gradsurg.report.conflicts import ConflictSeries, conflict_series, load_conflicts
 from gradsurg.report.dose import Doses, doses
 from gradsurg.report.effort import effort
 from gradsurg.report.grouping import Arm, group
+from gradsurg.report.landscapes import Landscape, landscapes
 from gradsurg.report.outcomes import Cost, Outcome, UpdateEffect
+from gradsurg.report.pareto import Front, fronts
 from gradsurg.report.reading import Found, read_study
 from gradsurg.report.series import Curve, EffectMap, Norms
 
@@ -33,7 +36,11 @@ class StudyReport:
     maps: list[EffectMap]
     norms: list[Norms]
     doses: list[Doses]
+    fronts: list[Front]
+    landscapes: list[Landscape]
+    conflicts: list[ConflictSeries]
     effects: pl.DataFrame
+    conflict_rows: pl.DataFrame
     answer: str
     cautions: list[str]
     effort: list[str]
@@ -65,8 +72,11 @@ def study_report(
     logged = arms if logs else []
     metrics, faults = series.load_metrics(logged)
     effects = series.load_effects(logged)
+    conflicts, torn = load_conflicts(logged)
     compared = outcomes.compare(arms)
-    faults = [f"Left out, because it cannot be read: {text}" for text in faults + effects.faults]
+    grounds, broken = landscapes(logged, metrics)
+    faults = [*faults, *broken, *effects.faults, *torn]
+    faults = [f"Left out, because it cannot be read: {text}" for text in faults]
     return StudyReport(
         folder=folder,
         runs=runs,
@@ -81,9 +91,13 @@ def study_report(
         maps=series.effect_maps(arms, effects),
         norms=series.norms(arms, effects),
         doses=_compared(doses(arms), compared),
+        fronts=fronts(arms),
+        landscapes=grounds,
+        conflicts=conflict_series(arms, conflicts),
         effects=effects.rows,
+        conflict_rows=conflicts,
         answer=answer.paragraph(compared, arms),
-        cautions=[*answer.cautions(runs, compared), *faults],
+        cautions=[*answer.cautions(runs, compared, arms), *faults],
         effort=effort(runs),
     )
 

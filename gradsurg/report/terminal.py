@@ -9,6 +9,8 @@ from textwrap import fill
 from gradsurg.report.alone import spread
 from gradsurg.report.attribution import shares_text
 from gradsurg.report.certainty import about_p, bootstrap_line, p_cell
+from gradsurg.report.conflict_text import conflict_text
+from gradsurg.report.dead import dead_line
 from gradsurg.report.update_line import update_line
 from gradsurg.report.wording import (
     HEADLINE,
@@ -48,10 +50,12 @@ def report(runs: Sequence[Runs]) -> str:
     shown = [run.treated or run.control for run in runs]
     parts = [
         _outcome(treated, control),
+        _dead(treated, control),
         _shares(runs, treated),
         _wrapped(update_line([summary for summary in treated if summary is not None])),
         _notes([summary for summary in treated + control if summary is not None]),
-        _effects([path for path in shown if path is not None]),
+        conflicts := _conflicts(runs),
+        _effects([path for path in shown if path is not None], bool(conflicts)),
         _places(runs),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -94,6 +98,17 @@ def _outcome(treated: Sequence[Summary | None], control: Sequence[Summary | None
     return "\n".join(lines).rstrip()
 
 
+def _dead(treated: Sequence[Summary | None], control: Sequence[Summary | None]) -> str:
+    """Which arm has learned nothing, if one has."""
+    arms = [[summary for summary in arm if summary] for arm in (treated, control)]
+    lines = [dead_line(_called(arm[0]), arm) for arm in arms if arm]
+    return "\n".join(_wrapped(line) for line in lines if line)
+
+
+def _called(summary: Summary) -> str:
+    return "control" if summary["label"] == "none" else summary["label"]
+
+
 def _shares(runs: Sequence[Runs], treated: Sequence[Summary | None]) -> str:
     """What each link of a chain adds to the headline outcome, where it was left out."""
     key = next((key for key in HEADLINE for summary in treated if summary and key in summary), "")
@@ -133,8 +148,8 @@ def _measured(pairs: Sequence[tuple[Summary, Summary]], name: str) -> str:
         return ""
     every = pairs[0][0]["effects_every"]
     return fill(
-        "step time is the median, over a control that is hooked at the same sites without acting; "
-        f"a step whose effect is measured (one in {every}) takes "
+        "step time is the median of steps whose effect is not measured, the difference that of the "
+        f"pairs; a step whose effect is measured (one in {every}) takes "
         f"{median(times):.3g} ms with {name}",
         WIDTH,
     )
@@ -155,8 +170,22 @@ def _alone(summaries: Sequence[Summary]) -> str:
     return "\n".join(lines)
 
 
-def _effects(paths: Sequence[Path]) -> str:
+def _conflicts(runs: Sequence[Runs]) -> str:
+    """Between the gradients of several tasks, with the surgery and without."""
+    arms = []
+    for paths in ([run.treated for run in runs], [run.control for run in runs]):
+        own = [path for path in paths if path is not None]
+        summary = next((found for path in own if (found := _summary(path))), None)
+        if summary:
+            arms.append(("control" if summary["label"] == "none" else summary["label"], own))
+    return conflict_text(arms)
+
+
+def _effects(paths: Sequence[Path], several: bool) -> str:
+    """At each site; an aggregator of `several` tasks has effects only if there is a transform."""
     rows = effect_table(paths)
+    if not rows and (several or all(_without_transform(path) for path in paths)):
+        return "" if several else "No conflict was measured: effects_every=0."
     if not rows:
         return "No effect was measured: effects_every=0, or the transform never acted."
     for row in rows:
@@ -168,6 +197,12 @@ def _effects(paths: Sequence[Path]) -> str:
     when = f" at one step in {every.pop()}" if len(every) == 1 and every != {1} else ""
     means = f"means over {count(len(paths), 'run')}{when}"
     return f"Gradients at each site, {means}:\n\n{effect_text(rows)}"
+
+
+def _without_transform(path: Path) -> bool:
+    """Whether an aggregator is all the surgery that there was."""
+    config = RunDirectory(path).read_config() or {}
+    return bool(config.get("aggregator")) and not config.get("transform")
 
 
 def _in_order(rows: Sequence[dict[str, object]]) -> list[object]:

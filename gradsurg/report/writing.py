@@ -47,13 +47,20 @@ def write_report(
     with _draft(out) as draft:
         runs_table(report).write_parquet(draft / "runs.parquet")
         effects_table(report).write_parquet(draft / "effects.parquet")
+        if len(report.conflict_rows):
+            conflicts_table(report).write_parquet(draft / "conflicts.parquet")
         (draft / "outcome.md").write_text(markdown(report))
         (draft / "outcome.tex").write_text(latex(report))
+        pictures: dict[str, bytes] = {}
         if figures:
-            from gradsurg.report.figures import write_figures  # it takes longer than all the rest
+            # It takes longer than all the rest.
+            from gradsurg.report.figures import numbered, write_figures
 
             write_figures(report, draft)
-        (draft / PAGE).write_text(page(report, refresh))
+            shown = numbered("trajectories", report.landscapes)
+            paths = {name: draft / f"{name}.png" for name in shown}
+            pictures = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
+        (draft / PAGE).write_text(page(report, refresh, pictures))
         names = sorted(path.name for path in draft.iterdir())
         old = written(out) - {*names}
         # noted before it is there: a kill in between leaves no file that nobody knows
@@ -152,9 +159,18 @@ def runs_table(report: StudyReport) -> pl.DataFrame:
 
 def effects_table(report: StudyReport) -> pl.DataFrame:
     """The rows of all effects.jsonl, with arm and seed beside each."""
+    return _with_arms(report, report.effects)
+
+
+def conflicts_table(report: StudyReport) -> pl.DataFrame:
+    """The rows of all conflicts.jsonl, with arm and seed beside each."""
+    return _with_arms(report, report.conflict_rows)
+
+
+def _with_arms(report: StudyReport, rows: pl.DataFrame) -> pl.DataFrame:
     known = [(run.name, arm.name, run.seed, run.state) for arm in report.arms for run in arm.runs]
     names = pl.DataFrame(known, schema=["run", "arm", "seed", "state"], orient="row")
-    rows = report.effects.with_columns(pl.col("run").cast(pl.String)).join(
+    rows = rows.with_columns(pl.col("run").cast(pl.String)).join(
         names, on="run", how="left", maintain_order="left"
     )
     first = ["run", "arm", "seed", "state"]

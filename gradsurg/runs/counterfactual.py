@@ -1,8 +1,8 @@
 """What an update would have been without the surgery, from the same weights and the same batch."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from gradsurg import engine
 from gradsurg.randomness import Generators, generators, kept, put_back
+from gradsurg.train import LossFn, loss_of
 
 Batch = tuple[Tensor, Tensor]
-LossFn = Callable[[Tensor, Tensor], Tensor]
 
 NUMBERS = (
     "update/cosine",
@@ -141,12 +141,8 @@ class Counterfactual:
     def _loss(self, parts: Sequence[Batch], learn: bool) -> float:
         """The twin's mean loss of the batches; to `learn` leaves its gradients."""
         losses = []
-        for inputs, targets in parts:
-            kind, dtype = inputs.device.type, self._autocast
-            with torch.autocast(kind, dtype) if dtype is not None else nullcontext():
-                loss = self._loss_fn(self._twin(inputs), targets)
-            if len(parts) > 1:
-                loss = loss / len(parts)
+        for batch in parts:
+            loss = loss_of(self._twin, self._loss_fn, batch, len(parts), self._autocast)
             if learn:
                 loss.backward()
             losses.append(loss.item())  # a wait for the device, at sampled steps only

@@ -1,10 +1,10 @@
 """What many runs have written down, as tables."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradsurg.runs.store import EFFECTS, METRICS, whole_lines
+from gradsurg.runs.store import CONFLICTS, EFFECTS, METRICS, NOT_FINITE, whole_lines
 
 if TYPE_CHECKING:
     import polars as pl
@@ -20,6 +20,16 @@ EFFECTS_KEYS = {
     "sampled": "Int64",
     "nonfinite": "Int64",
 }
+CONFLICTS_KEYS = {"run": "String", "step": "Int64", "aggregator": "String", "group": "String"}
+OF_TASKS = ("norms", "weights", "decrease")
+ALONE = (
+    "conflict_rate",
+    "norm_spread",
+    "condition",
+    "cosine_to_mean",
+    "norm_to_mean",
+    "weight_entropy",
+)
 
 
 def read_metrics(paths: Iterable[str | Path]) -> "pl.DataFrame":
@@ -35,6 +45,46 @@ def read_metrics(paths: Iterable[str | Path]) -> "pl.DataFrame":
 def read_effects(paths: Iterable[str | Path]) -> "pl.DataFrame":
     """The effects of these run directories, read like their metrics."""
     return _read(paths, EFFECTS, EFFECTS_KEYS)
+
+
+def read_conflicts(paths: Iterable[str | Path]) -> "pl.DataFrame":
+    """The conflicts of these run directories, read like their metrics.
+
+    What another aggregator would have done has columns of its own, as `others.mgda.cosine` and
+    `others.mgda.weights`.
+    """
+
+    return _typed_conflicts(_read(paths, CONFLICTS, CONFLICTS_KEYS, _flat_others))
+
+
+def _flat_others(frame: "pl.DataFrame") -> "pl.DataFrame":
+    """Runs differ in whom they have asked, so structs would not go together."""
+    import polars as pl
+
+    kind = frame.schema.get("others")
+    names = [field.name for field in kind.fields] if isinstance(kind, pl.Struct) else []
+    own = pl.col("others").struct
+    columns = [
+        own.field(name).struct.field(part).cast(dtype).alias(f"others.{name}.{part}")
+        for name in names
+        for part, dtype in (("cosine", pl.Float64), ("weights", pl.List(pl.Float64)))
+    ]
+    return _typed_conflicts(frame.with_columns(columns).drop("others", strict=False))
+
+
+def _typed_conflicts(frame: "pl.DataFrame") -> "pl.DataFrame":
+    """With the types of all, where a run has nothing but empty lists or nulls."""
+    import polars as pl
+
+    row, number = pl.List(pl.Float64), pl.Float64
+    kinds = {"tasks": pl.List(pl.String), "cosines": pl.List(row), NOT_FINITE: pl.String}
+    kinds |= dict.fromkeys(OF_TASKS, row) | dict.fromkeys(ALONE, number)
+    lacking = [pl.lit(None, kind).alias(name) for name, kind in kinds.items()]
+    there = [
+        pl.col(name).cast(kind) if name in frame.columns else empty
+        for (name, kind), empty in zip(kinds.items(), lacking, strict=True)
+    ]
+    return frame.with_columns(there)
 
 
 def effect_table(paths: Iterable[str | Path]) -> list[dict[str, object]]:
@@ -69,7 +119,12 @@ def effect_table(paths: Iterable[str | Path]) -> list[dict[str, object]]:
     )
 
 
-def _read(paths: Iterable[str | Path], name: str, keys: Mapping[str, str]) -> "pl.DataFrame":
+def _read(
+    paths: Iterable[str | Path],
+    name: str,
+    keys: Mapping[str, str],
+    change: "Callable[[pl.DataFrame], pl.DataFrame]" = lambda frame: frame,
+) -> "pl.DataFrame":
     import polars as pl
 
     schema = {key: getattr(pl, kind) for key, kind in keys.items()}
@@ -80,7 +135,7 @@ def _read(paths: Iterable[str | Path], name: str, keys: Mapping[str, str]) -> "p
         file = path / name
         content = whole_lines(file)
         if content:
-            frame = _parse(file, content)
+            frame = change(_parse(file, content))
             frames.append(frame.with_columns(pl.lit(str(path)).alias("run")))
     return pl.concat(frames, how="diagonal_relaxed")
 

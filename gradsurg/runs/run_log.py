@@ -7,15 +7,16 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from gradsurg.effects import NUMBERS
 from gradsurg.live import Live
 from gradsurg.multitask.conflict import numbers
 from gradsurg.runs.arms import Run
-from gradsurg.runs.counterfactual import NUMBERS as UPDATE_NUMBERS
-from gradsurg.runs.counterfactual import SAMPLED, Counterfactual, means
+from gradsurg.runs.counterfactual import Counterfactual, means
 from gradsurg.runs.hardware import hardware
+from gradsurg.runs.learned import learned_nothing
 from gradsurg.runs.store import CONFLICTS, EFFECTS, METRICS, RunDirectory
 from gradsurg.sinks.base import Sink
 from gradsurg.sites._untouched import untouched
@@ -24,7 +25,7 @@ from gradsurg.train import Step, outputs_of
 
 NOTHING: Mapping[str, float] = MappingProxyType({})
 
-UPDATE = (SAMPLED, *UPDATE_NUMBERS)
+MOST_LOSSES = 1000  # that are kept to be looked at: each is a tensor on the device
 
 
 @dataclass
@@ -41,6 +42,8 @@ class RunLog:
     skipped: int = 0
     earlier_seconds: float = 0.0  # those before an interruption
     without: Counterfactual | None = None
+    bad_step: int | None = None  # the first one whose loss was not finite
+    _losses: list[tuple[int, Tensor]] = field(default_factory=list)  # since the last look
 
     @property
     def trained_s(self) -> float:
@@ -50,12 +53,25 @@ class RunLog:
     def took(self, step: Step) -> None:
         """Count a step."""
         self.seconds.append(step.seconds)
-        self.skipped += step.skipped
+        if step.skipped:  # of which nothing is left
+            self.skipped += 1
+            return
+        self._losses.append((step.done, step.loss))
+        if len(self._losses) >= MOST_LOSSES:
+            self._look()
+
+    def _look(self) -> None:
+        """Find the first loss that is not finite: a wait for the device, at logs only."""
+        losses, self._losses = self._losses, []
+        if self.bad_step is None and losses:
+            well = torch.stack([loss for _, loss in losses]).isfinite().tolist()
+            if not all(well):
+                self.bad_step = losses[well.index(False)][0]
 
     def interval(
         self, done: int, loss: float, live: Live, others: Mapping[str, float] = NOTHING
     ) -> bool:
-        """Log the interval that ends with step `done`; False if the loss is no longer finite.
+        """Log the interval that ends with step `done`; False if a loss of it was not finite.
 
         `others` are what else is known there, by name.
         """
@@ -69,7 +85,8 @@ class RunLog:
         self.place.append_conflicts(conflicts)
         times = {"time/step_ms": 1000 * median(self.seconds[-100:])}
         self._tell(done, {**values, **_newest(conflicts), **times}, rows)
-        self.diverged = not isfinite(loss)
+        self._look()
+        self.diverged = self.bad_step is not None or not isfinite(loss)
         return not self.diverged
 
     def tested(self, done: int, loss: float, data: Data, model: nn.Module) -> dict[str, float]:
@@ -132,7 +149,12 @@ class RunLog:
             outcome |= metrics
             if not all(map(isfinite, metrics.values())):
                 outcome["state"] = "diverged"  # the last step can break what no loss has seen
-        outcome |= means(self.place.read_rows(METRICS))
+        if self.bad_step is not None:
+            outcome["diverged_step"] = self.bad_step
+        rows = self.place.read_rows(METRICS)
+        outcome |= means(rows)
+        if outcome["state"] == "finished":
+            outcome["learned_nothing"] = learned_nothing(run.task, data, outcome, rows)
         outcome |= self.times()
         outcome["time/train_s"] = self.trained_s
         outcome["hardware"] = hardware(run.device)

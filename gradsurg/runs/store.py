@@ -20,8 +20,8 @@ CONFLICTS = "conflicts.jsonl"
 LINES = (METRICS, EFFECTS, CONFLICTS)
 """The files that grow by lines."""
 SUMMARY, CHECKPOINT, LOCK = "summary.json", "checkpoint.pt", ".lock"
-FACTS, ERROR = "run.json", "error.log"
-OWN = (SUMMARY, CHECKPOINT, *LINES, CONFIG, FACTS, ERROR)
+FACTS, ERROR, LANDSCAPE = "run.json", "error.log", "landscape.json"
+OWN = (SUMMARY, CHECKPOINT, *LINES, CONFIG, FACTS, ERROR, LANDSCAPE)
 NOT_FINITE = "not_finite"
 MAX_LABEL = 80
 
@@ -50,8 +50,8 @@ class RunDirectory:
 
     Everything but the JSONL files is replaced as a whole, so that a kill at any moment leaves
     the old or the new one. JSON has no NaN and no infinity: such a number is written as null, and
-    the line's `not_finite` says which it was, as "train/loss=nan"; so nothing is lost. The first
-    write makes the directory. A failing write is an OSError that names the file.
+    the line's `not_finite` says which it was, as "train/loss=nan norms.1=inf"; so nothing is lost.
+    The first write makes the directory. A failing write is an OSError that names the file.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -218,6 +218,15 @@ class RunDirectory:
         """The outcome of a finished run; FileNotFoundError if it is not finished."""
         return json.loads((self.path / SUMMARY).read_bytes())
 
+    def write_landscape(self, told: Mapping[str, object]) -> None:
+        """Keep what the task's losses are over the plane, for pictures of the ways through it."""
+        self._replace(LANDSCAPE, json.dumps(_finite(told), separators=(",", ":")).encode())
+
+    def read_landscape(self) -> dict[str, Any] | None:  # Any: what JSON can hold
+        """What `write_landscape` kept, or None."""
+        path = self.path / LANDSCAPE
+        return json.loads(path.read_bytes()) if path.is_file() else None
+
     def save_checkpoint(self, state: Mapping[str, object]) -> None:
         """Keep what resuming needs, with the present lengths of the JSONL files."""
         from io import BytesIO
@@ -356,13 +365,24 @@ def _line(row: Mapping[str, object]) -> bytes:
         return _row_encoder.encode(row).encode() + b"\n"
     except ValueError:
         pass  # JSON has no NaN and no infinity
-    bad = [
-        f"{key}={value}"
-        for key, value in row.items()
-        if isinstance(value, float) and not isfinite(value)
-    ]
-    told = {**row, NOT_FINITE: " ".join(bad)} if bad else row
+    told = {**row, NOT_FINITE: " ".join(_not_finite(row))}
     return _row_encoder.encode(_finite(told)).encode() + b"\n"
+
+
+def _not_finite(value: object, path: str = "") -> Iterator[str]:
+    """Each number that JSON cannot say, where it stands: `norms.1=nan`, with places from 0."""
+    match value:
+        case float():
+            if not isfinite(value):
+                yield f"{path}={value}"
+        case Mapping():
+            for key, item in value.items():
+                yield from _not_finite(item, f"{path}.{key}" if path else str(key))
+        case Sequence() if not isinstance(value, str):
+            for place, item in enumerate(value):
+                yield from _not_finite(item, f"{path}.{place}")
+        case _:
+            pass
 
 
 def _finite(value: object) -> object:

@@ -25,7 +25,7 @@ from gradsurg.sinks.base import Guarded, RunInfo, Sink
 from gradsurg.sinks.base import State as SinkState
 from gradsurg.surgery import Surgery
 from gradsurg.tasks.base import MultiTask
-from gradsurg.train import Batches, LossFn, Manner, Step, train
+from gradsurg.train import Batches, Manner, Several, Step, train
 
 Happened = Literal["trained", "resumed", "retried", "skipped", "kept failed"]
 
@@ -125,6 +125,9 @@ def _execute(
 def _train(run: Run, place: RunDirectory, sinks: Sequence[Sink]) -> dict[str, object]:
     randomness.seed(run.seed)
     data = run.task.load()
+    landscape = run.task.landscape()
+    if landscape is not None:
+        place.write_landscape(landscape)
     model = run.make_model(data).to(run.device)
     batches = Batches(
         data.train_inputs.to(run.device),
@@ -206,15 +209,14 @@ def _steps(
 ) -> Iterator[Step]:
     """The steps that are left, counted by the log and compared with those without the surgery."""
     manner = Manner(run.switches.autocast, trainee.scaler, trainee.lr_schedule)
-    loss_fn: LossFn = run.task.loss
     if run.several and isinstance(run.task, MultiTask):
-        loss_fn = run.task.losses
-        manner = replace(
-            manner, backward=lambda losses, last: live.backward(losses, aggregate=last)
+        several = Several(
+            run.task.losses, lambda losses, last: live.backward(losses, aggregate=last)
         )
+        manner = replace(manner, several=several)
     before = log.without.before if log.without else None
     start, end = log.done, run.schedule.steps
-    optimizer = trainee.optimizer
+    optimizer, loss_fn = trainee.optimizer, run.task.loss
     for step in train(called, optimizer, loss_fn, batches, end, start, manner, before):
         if log.without:
             log.without.after()

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from gradsurg.fields import told
+
 State = Literal["finished", "diverged", "failed"]
 
 _log = logging.getLogger("gradsurg")
@@ -125,7 +127,7 @@ class Guarded(Sink):
         try:
             return [*self.sink.notes(), *lost]
         except Exception as error:  # a broken sink may raise anything
-            return [*lost, f"{self._name}: {_sentence('notes', error)}"]
+            return [*lost, f"{self._name}: In notes: {told(error)}"]
 
     def _try(self, name: str, call: Callable[[], None]) -> None:
         if not self._alive:
@@ -133,7 +135,7 @@ class Guarded(Sink):
         try:
             call()
         except Exception as error:  # a broken sink may raise anything
-            self._record(_sentence(name, error))
+            self._record(f"In {name}: {told(error)}")
             self._let_go()
 
     def _let_go(self) -> None:
@@ -141,15 +143,10 @@ class Guarded(Sink):
         try:
             self.sink.abandon()
         except Exception as error:  # a broken sink may raise anything
-            self._record(_sentence("abandon", error))
+            self._record(f"In abandon: {told(error)}")
 
     def _record(self, reason: str) -> None:
         if reason not in self._failures:
             _log.warning("%s stopped logging; training goes on. %s", self._name, reason)
         self._failures[reason] = self._failures.get(reason, 0) + 1
         self.failure = reason
-
-
-def _sentence(call: str, error: Exception) -> str:
-    text = " ".join(str(error).split()) or "no reason given"
-    return f"In {call}: {type(error).__name__}: {text}"

@@ -22,7 +22,6 @@ from gradsurg.transforms.base import Scope
 
 TAIL = ".input"
 NO_GRADIENT = "needs no gradient"
-NO_TENSOR = "takes no floating tensor"
 
 Given = tuple[tuple[object, ...], dict[str, Any]]  # Any: a user's values
 Change = Callable[[str, Tensor], Tensor]

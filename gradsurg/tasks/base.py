@@ -88,6 +88,21 @@ class Data:
         return {**fields, **own}
 
 
+@dataclass(frozen=True)
+class Chance:
+    """What the best guess comes to that does not look at the inputs: its loss and one metric.
+
+    `best` is that metric of a perfect model; `what` is said before the value, as in "chance for 10
+    classes is 10%".
+    """
+
+    loss: float
+    metric: str
+    value: float
+    best: float
+    what: str
+
+
 class Task(ABC):
     """A problem to train on."""
 
@@ -114,6 +129,10 @@ class Task(ABC):
         `values`, a row for each of `x2`; `pareto`, points of the Pareto set in order, and whether
         they go around it (`closed`).
         """
+        return None
+
+    def chance(self, targets: Tensor) -> Chance | None:
+        """What is reached with these targets without learning; None if the task cannot tell."""
         return None
 
     @property
@@ -174,6 +193,13 @@ class Classification(Task):
             "accuracy": right.double().mean().item(),
         }
 
+    def chance(self, targets: Tensor) -> Chance:
+        _, counts = targets.unique(return_counts=True)
+        shares = counts.double() / targets.numel()
+        entropy = -(shares * shares.log()).sum().item()
+        what = f"chance for {len(shares)} classes is"
+        return Chance(entropy, "accuracy", shares.max().item(), 1.0, what)
+
 
 class Regression(Task):
     """Mean squared error, and the share of the targets' variance that it explains, `r2`."""
@@ -187,3 +213,7 @@ class Regression(Task):
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
         loss = self.loss(outputs, targets).item()
         return {"loss": loss, "r2": 1 - loss / targets.var(correction=0).item()}
+
+    def chance(self, targets: Tensor) -> Chance:
+        spread = targets.double().var(correction=0).item()
+        return Chance(spread, "r2", 0.0, 1.0, "the mean of all targets has")

@@ -16,7 +16,9 @@ class PCGradToy(Toy):
 
     loss_1 = 20 ln max(|x1 / 2 + tanh(x2)|, 5e-6), loss_2 = 25 ln max(|x1 / 2 - tanh(x2) + 2|,
     5e-6). Both are least, -244.1 and -305.2, at x1 = -2 for every x2 above 6.5: this is the Pareto
-    set, but for the width of the floor.
+    set, but for the width of the floor. Where they meet a point on the sum stays in the valley, and
+    one that PCGrad moves leaves it: with Adam and a learning rate of 0.001 after some 200,000
+    steps (500,000 were published), with 0.01 after 20,000.
     """
 
     start: tuple[float, float] = (0.5, -3.0)

@@ -25,9 +25,8 @@ class ClipGlobalNorm(GroupTransform):
     Any shapes and dtypes. At N = 0 nothing changes; empty tensors count nothing. A NaN or an
     infinity in one gradient makes N non-finite and with it every result NaN or zero, as
     `torch.nn.utils.clip_grad_norm_` does (put `Sanitize` before it to change that); an N whose
-    p-th power float32 cannot hold makes every result zero. Pascanu, Mikolov, Bengio, "On the
-    difficulty of training recurrent neural networks", ICML 2013 (arXiv 1211.5063), algorithm 1;
-    eps is placed as in PyTorch (optax has none).
+    p-th power float32 cannot hold makes every result zero. Pascanu, Mikolov, Bengio, ICML 2013
+    (arXiv 1211.5063), algorithm 1; eps is placed as in PyTorch (optax has none).
     """
 
     max_norm: Annotated[float, Field(gt=0)] = 1.0

@@ -26,6 +26,11 @@ class Row:
     tolerance: float = 1e-6
 
 
+ACUTE = [[1.0, 0.0], [-1.0, 1.0]]  # two gradients that conflict
+WIDE = [[1.0, 0.0], [-3.0, 1.0]]  # whose mean conflicts with the first
+RIGHT = [[1.0, 0.0], [0.0, 3.0]]  # at right angles
+FOUR = [[0.0, 0.0], [1.0, 0.0], [1.5, 0.0], [9.0, 0.0]]
+
 ROWS = (
     # c = 1 / (1/2 / 4 + 1/2 / 1) = 8/5; weights 1/5 and 4/5.
     Row("famo", [[1.0, 2.0], [3.0, -4.0]], [2.6, -2.8], losses=[4.0, 1.0]),
@@ -55,6 +60,25 @@ ROWS = (
         {"likelihood": "softmax"},
         losses=[4.0, 1.0],
     ),
+    Row("pcgrad", ACUTE, [0.5, 1.5]),
+    Row("pcgrad", ACUTE, [0.25, 0.75], {"reduction": "mean", "order": "fixed"}),
+    Row("pcgrad", ACUTE, [-0.5, 1.5], {"target": "projected"}),
+    Row("pcgrad", ACUTE, [1 / 6, 4 / 3], {"eps": 1.0, "order": "one_permutation"}),
+    Row("grad_vac", ACUTE, [0.5, 1.5]),
+    Row("mgda", ACUTE, [0.2, 0.4]),
+    Row("upgrad", ACUTE, [0.25, 0.75]),
+    Row("dual_proj", WIDE, [0.0, 0.5]),
+    Row("cagrad", [[6.0, 0.0], [0.0, 8.0]], [4.0, 4.0], {"c": 0.2}),
+    Row("cagrad", [[6.0, 0.0], [0.0, 8.0]], [3.5, 3.0], {"c": 1 / 3, "rescale": "1+c"}),
+    Row("imtlg", RIGHT, [0.75, 0.75]),
+    Row("con_fig", RIGHT, [2.0, 2.0]),
+    Row("nash_mtl", RIGHT, [1.0, 1.0], {"max_norm": 0.0, "normalize": False}),
+    Row("nash_mtl", RIGHT, [0.5**0.5, 0.5**0.5]),
+    Row("fair_grad", [[1.0, 0.0], [0.0, 8.0]], [1.0, 2.0], {"alpha": 0.5, "max_norm": 0.0}),
+    Row("aligned_mtl", RIGHT, [0.5, 0.5]),
+    Row("aligned_mtl", RIGHT, [5**0.5 / 2, 5**0.5 / 2], {"scale": "rmse"}),
+    Row("krum", FOUR, [1.0, 0.0]),
+    Row("krum", FOUR, [1.25, 0.0], {"num_selected": 2}),
 )
 
 

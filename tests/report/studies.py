@@ -12,7 +12,7 @@ STEPS = 40
 def config(label: str, seed: int, **more: object) -> dict[str, object]:
     """A config as a run has it; a control has no transform, `clip+noise` has two links."""
     found: dict[str, object] = {"seed": seed, "steps": STEPS, "model": {"name": "mlp"}, **more}
-    if label != "none":
+    if label != "none" and "aggregator" not in more:
         links = label.split("+")
         found["transform"] = {
             link: {"name": link, "value": more.get("value", 0.01)} for link in links
@@ -54,6 +54,51 @@ def effect(label: str, site: str, step: int, **more: object) -> dict[str, object
     counts = {"seen": 10, "calls": 10, "sampled": 1, "nonfinite": 0}
     norms = {"norm_before": 2.0, "norm_after": 1.0}
     return {"step": step, "transform": label, "site": site, **counts, **numbers, **norms, **more}
+
+
+def conflict(
+    aggregator: str, step: int, cosine: float | None = 0.5, count: int = 2, **more: object
+) -> dict[str, object]:
+    """A row of conflicts of that many tasks, each pair with that cosine; all norms are 1."""
+    one = range(count)
+    other = {"weights": [0.25] * count, "cosine": 0.75}
+    return {
+        "step": step,
+        "aggregator": aggregator,
+        "group": "shared",
+        "tasks": [f"task{place}" for place in one],
+        "norms": [1.0] * count,
+        "cosines": [[1.0 if a == b else cosine for a in one] for b in one],
+        "conflict_rate": float((cosine or 0) < 0),
+        "norm_spread": 1.0,
+        "condition": 3.0,
+        "weights": [1.0] * count,
+        "decrease": [0.5 + place for place in one],
+        "cosine_to_mean": 1.0,
+        "norm_to_mean": float(count),
+        "weight_entropy": 1.0,
+        "others": {"mgda": other, "mean": {**other, "cosine": 1.0}},
+        **more,
+    }
+
+
+def clashing(folder: Path, count: int = 2, arms: tuple[str, ...] = ("pcgrad",)) -> Path:
+    """Two seeds of aggregators and of the control, whose tasks conflict more and more."""
+    shared = {"task": {"name": "overlay"}}
+    controls: dict[int, str] = {}
+    for label in ("none", *arms):
+        for seed in range(2):
+            mine = {} if label == "none" else {"aggregator": {"name": label}, "transform": {}}
+            place = plan(folder, label, seed, controls.get(seed), **shared, **mine)
+            for step in range(10, STEPS + 1, 10):
+                place.append_metrics({"step": step, "train/loss": 1 / step})
+                lost = [-0.25, *(0.5 + 0.1 * task for task in range(1, count))]
+                more = {"decrease": lost} if label == "none" and step == STEPS else {}
+                row = conflict(label, step - 10, 0.1 * seed + 0.25 - step / 100, count, **more)
+                place.append_conflicts([row])
+            end(place, label, 0.9 - seed / 10 if label == "none" else 0.95 - seed / 10)
+            controls.setdefault(seed, place.path.name)
+    return folder
 
 
 def end(
@@ -127,4 +172,46 @@ def mixed(folder: Path) -> Path:
     stopped = plan(folder, "noise", 1, controls[1])
     log(stopped, "noise", steps=20)
     plan(folder, "noise", 2, "none-seed9-00000000")
+    return folder
+
+
+GROUND = {
+    "names": ["1", "2"],
+    "x1": [0.0, 1.0, 2.0],
+    "x2": [-1.0, 1.0],
+    "values": {"1": [[0.0, 1.0, 2.0], [1.0, 2.0, 3.0]], "2": [[4.0, 1.0, 0.0], [5.0, 2.0, 1.0]]},
+    "pareto": [[0.0, -1.0], [2.0, -1.0]],
+    "closed": False,
+}
+"""What a task's losses are on six places."""
+
+
+def toy(folder: Path) -> Path:
+    """Two starts of clip and of the control, with a landscape and the way from each start."""
+    controls: dict[float, str] = {}
+    for label in ("none", "clip"):
+        for start in (0.0, 2.0):
+            task = {"name": "toy", "start": [start, 1.0]}
+            place = plan(folder, label, 0, controls.get(start), task=task)
+            controls.setdefault(start, place.path.name)
+            place.write_landscape({**GROUND, "start": [start, 1.0]})
+            for step in (10, 20):
+                place.append_metrics({"step": step, "test/x1": start, "test/x2": 1 - step / 20})
+            end(place, label, 0.5, **{"test/x1": 1.0, "test/x2": -1.0}, **several(start, 1.0))
+    return folder
+
+
+def several(*losses: float) -> dict[str, object]:
+    """What a summary says of losses of several tasks."""
+    names = ("first", "second", "third")
+    return {f"test/loss_{name}": loss for name, loss in zip(names, losses, strict=False)}
+
+
+def tasks(folder: Path, **arms: list[tuple[float, ...]]) -> Path:
+    """Arms that were trained on several tasks: of each the losses of its runs, seed by seed."""
+    for label, runs in arms.items():
+        for seed, losses in enumerate(runs):
+            place = plan(folder, label, seed, task={"name": "pair"})
+            log(place, label)
+            end(place, label, 0.5, **several(*losses))
     return folder

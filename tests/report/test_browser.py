@@ -1,6 +1,6 @@
 """The page in a real browser, from disk, without a network."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,35 @@ def test_links_and_updates_have_their_tables(window: Driver, tmp_path: Path) -> 
     first = " ".join(texts(window, "#updates tbody tr")[0].split())
     assert first.startswith("clip 8 steps of 2 runs 0.625 -0.9633 to 2.213 2 2 to 2 ")
     assert "sampled" not in one(window, "main").text
+    assert window.get_log("browser") == []
+
+
+def test_tasks_have_their_trade_off_and_points_their_ways(window: Driver, tmp_path: Path) -> None:
+    opened_study(window, studies.toy(tmp_path / "toy"))
+    assert len(all_of(window, "#fronts .dot")) == len(all_of(window, "#fronts tbody tr")) == 4
+    assert len(all_of(window, "#fronts .beaten .dot")) == 2
+    assert len(all_of(window, "#fronts .run")) == 4
+    numbers = texts(window, "#fronts text.number")
+    assert sorted(", ".join(numbers).split(", ")) == ["1", "2", "3", "4"]
+    assert len(numbers) == 2
+    assert "none" in texts(window, "#fronts tbody tr")[0]
+    picture = one(window, "#ways img")
+    assert picture.is_displayed()
+    assert int(picture.get_property("naturalWidth")) > 1000
+    assert window.get_log("browser") == []
+
+
+def test_an_interval_beyond_a_logarithmic_axis_is_cut_at_its_edge(
+    window: Driver, tmp_path: Path
+) -> None:
+    arms = {"clip": [(0.1, 1.0), (5.0, 2.0)], "none": [(0.2, 3.0), (0.2, 4.0)]}
+    opened_study(window, studies.tasks(tmp_path / "pair", **arms))
+    panel = one(window, "#fronts svg")
+    assert "loss first (log scale)" in panel.text
+    assert "loss second (log scale)" not in panel.text
+    for whisker in all_of(window, "#fronts .whisker"):
+        for end, least, most in (("x1", 62, 392), ("x2", 62, 392), ("y1", 8, 262), ("y2", 8, 262)):
+            assert least - 0.01 <= float(whisker.get_attribute(end)) <= most + 0.01
     assert window.get_log("browser") == []
 
 
@@ -250,16 +279,17 @@ def test_the_theme_follows_the_system_and_the_button(opened: Driver) -> None:
     assert background() == light  # what was chosen is kept
 
 
+@pytest.mark.parametrize("study", [studies.chain, studies.toy], ids=["chain", "toy"])
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "dark"), (390, "light")])
-def test_links_and_updates_have_no_serious_fault_of_access(
-    tmp_path: Path, width: int, scheme: str
+def test_what_some_studies_have_has_no_serious_fault_of_access(
+    tmp_path: Path, study: Callable[[Path], Path], width: int, scheme: str
 ) -> None:
     import axe_core_python
 
     script = Path(axe_core_python.__path__[0]) / "axe.min.js"
     with browser(width, 900) as driver:
         prefer(driver, scheme)
-        opened_study(driver, studies.chain(tmp_path / "chain"))
+        opened_study(driver, study(tmp_path / "study"))
         assert driver.execute_script("return document.documentElement.scrollWidth") <= width
         driver.execute_script(script.read_text())
         found = driver.execute_async_script(RUN_AXE)

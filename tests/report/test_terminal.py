@@ -218,7 +218,9 @@ def test_step_times_are_medians_and_ratios_seed_by_seed(write) -> None:
         ["1.2", "ms", "1", "ms", "+20%", "+10%", "to", "+100%", "(range)"]
     )
     said = " ".join(text.split())
-    assert "over a control that is hooked at the same sites without acting; a step" in said
+    assert (
+        "the median of steps whose effect is not measured, the difference that of the pairs" in said
+    )
     assert "a step whose effect is measured (one in 10) takes 2 ms with clip" in said
 
 

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from weakref import ref
 
@@ -499,6 +500,36 @@ def test_calls_that_differ_cannot_be_told_apart_in_a_recomputation() -> None:
         model(x).backward()
     (3 * torch.tanh(3 * z)).pow(2).sum().backward()
     torch.testing.assert_close(x.grad, z.grad)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize(("call", "slope"), [(0, 18.0), (1, 36.0)])
+def test_a_call_outside_a_checkpoint_may_differ_from_one_that_is_recomputed(
+    reentrant: bool, saves: bool, call: int, slope: float
+) -> None:
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Times(2.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = checkpoint(self._run, self.inner(x) if call else x, use_reentrant=reentrant)
+            assert isinstance(y, Tensor)
+            return (y if call else self.inner(y)).sum()
+
+        def _run(self, x: Tensor) -> Tensor:
+            with torch.autograd.graph.save_on_cpu() if saves else nullcontext():
+                y = self.inner(x)
+            return y.pow(2)
+
+    model, x, z = Partly(), point(0.3), point(0.3)
+    with attached(model, gs.Scale(1.5), gs.Values("inner", call=call)) as live:
+        for _ in range(2):
+            model(x).backward()
+    (2 * slope * z.pow(2)).sum().backward()
+    torch.testing.assert_close(x.grad, z.grad)
+    assert calls_of(live) == {f"inner#{call}": 4}
 
 
 def test_an_early_stop_leaves_nothing_unbalanced() -> None:

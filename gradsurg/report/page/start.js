@@ -38,9 +38,11 @@ document.getElementById("config-close").addEventListener("click", () => document
 addEventListener("scroll", () => { if (!document.activeElement.matches(".panel")) hideTip(); }, { passive: true });
 theme();
 outcomes();
+fronts();
 alone();
 curves();
 effects();
+conflicts();
 updates();
 cost();
 runs();

@@ -1,0 +1,228 @@
+"""Exact solvers of the T x T problems of aggregators, in float64, on the gradients' cosines.
+
+Everywhere, `cosines` is C = D⁻¹ G D⁻¹ with D = diag(norms), the rows u_i = g_i / |g_i| are of
+length one, and an answer v means the gradient Σ v_i u_i: the weights of the rows are v / norms.
+Norms that differ by 1e6 cost no digits.
+
+What a Gramian cannot tell from zero is zero: an eigenvalue of C under RANK times the largest, and
+the square of a convex combination of unit rows under RANK. That is about what float32 leaves of it.
+"""
+
+from collections.abc import Callable
+from math import isfinite, sqrt
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Array = NDArray[np.float64]
+General = Callable[[Array, Array], Array]
+Pair = Callable[[float, float, float], tuple[float, float]]
+
+RANK = 1e-6
+TOLERANCE = 1e-12
+EXCHANGES = 8  # blocks that are exchanged before variables are taken one at a time
+NEWTON_STEPS = 200
+
+
+class NotConverged(ArithmeticError):
+    """A solver did not reach its solution; `residual` says how far it came."""
+
+    def __init__(self, problem: str, residual: float) -> None:
+        self.residual = residual
+        super().__init__(f"{problem} was not solved: a relative residual of {residual:.1e} is left")
+
+
+def weights_of(
+    gramian: Tensor, general: General, pair: Pair | None = None, idle: float = 0.0
+) -> Tensor:
+    """The weights (T,) of the rows: v of `general(cosines, norms)`, divided by the norms.
+
+    `pair(cosine, norm, norm)` is the closed form for two rows. Rows of norm zero are left out and
+    weigh `idle`; NaN or infinity anywhere in G makes every weight NaN.
+    """
+    if len(gramian) == 2 and pair is not None:
+        (first, inner), (_, second) = gramian.tolist()
+        if first > 0 and second > 0 and isfinite(first + second + inner):
+            norm, other = sqrt(first), sqrt(second)
+            v = pair(max(-1.0, min(1.0, inner / norm / other)), norm, other)
+            return torch.tensor([v[0] / norm, v[1] / other], dtype=torch.float64)
+    matrix = gramian.numpy()
+    if not np.isfinite(matrix).all():
+        return torch.full((len(matrix),), torch.nan, dtype=torch.float64)
+    norms = np.sqrt(matrix.diagonal())
+    alive = norms > 0
+    if alive.all():
+        return torch.from_numpy(general(cosines_of(matrix, norms), norms) / norms)
+    weights = np.full(len(matrix), idle)
+    if alive.any():
+        norms = norms[alive]
+        cosines = cosines_of(matrix[np.ix_(alive, alive)], norms)
+        weights[alive] = general(cosines, norms) / norms
+    return torch.from_numpy(weights)
+
+
+def cosines_of(matrix: Array, norms: Array) -> Array:
+    return (matrix / norms / norms[:, None]).clip(-1.0, 1.0)
+
+
+def factor(matrix: Array, tolerance: float = RANK) -> Array:
+    """A (T, rank) with A Aᵀ = the matrix, without its eigenvalues under tolerance * the largest."""
+    values, vectors = np.linalg.eigh(matrix)
+    kept = values > tolerance * values[-1]
+    return vectors[:, kept] * np.sqrt(values[kept])
+
+
+def equiangular(cosines: Array) -> tuple[Array, Array]:
+    """v = C⁺ 1, the direction that has the same cosine to all rows, and C v.
+
+    C v is 1 where the rows are independent; else as near to it as they let it be, with the
+    shortest such v.
+    """
+    values, vectors = np.linalg.eigh(cosines)
+    kept = values > RANK * values[-1]
+    vectors = vectors[:, kept]
+    sums = vectors.sum(0)
+    return vectors @ (sums / values[kept]), vectors @ sums
+
+
+def onto_dual_cone(cosines: Array, targets: Array) -> Array:
+    """Each target (one a row, as coefficients of the unit rows) nearest to it with u_i · d >= 0."""
+    return targets + nonnegative(cosines, -targets @ cosines)
+
+
+def shortest(cosines: Array, norms: Array) -> Array:
+    """The shortest vector of the convex hull of the rows.
+
+    With a = 1 / norms it is min vᵀ C v for v >= 0, aᵀ v = 1: a multiple of what minimizes
+    vᵀ C v + (aᵀ v - 1)² for v >= 0.
+    """
+    a = norms.min() / norms
+    v = nonnegative(cosines + a[:, None] * a, a[None])[0]
+    return v / (v / norms).sum()
+
+
+def nonnegative(matrix: Array, linear: Array) -> Array:
+    """For each row b of `linear`, y >= 0 that minimizes yᵀ Q y / 2 - bᵀ y; b in the range of Q.
+
+    Exchanges of whole blocks (Kim and Park, SIAM J. Sci. Comput. 2011, algorithm 2), for all rows
+    at once. Where these do not end at a solution, rows are solved one after the other by Lawson
+    and Hanson's algorithm, which a singular Q does not trouble.
+    """
+    eye = np.eye(len(matrix))
+    sizes = np.abs(linear).max(1, keepdims=True)
+    free = linear > 0
+    y = np.zeros_like(linear)
+    wrong = free
+    for _ in range(EXCHANGES):
+        if not wrong.any():
+            return y.clip(0)
+        blocks = np.where(free[:, :, None] & free[:, None, :], matrix, eye)
+        try:
+            y = np.linalg.solve(blocks, np.where(free, linear, 0.0)[:, :, None])[:, :, 0]
+        except np.linalg.LinAlgError:
+            wrong = np.ones_like(free)
+            break
+        margin = TOLERANCE * (sizes + np.abs(y).max(1, keepdims=True))
+        wrong = np.where(free, y, y @ matrix - linear) < -margin
+        # Far more than b can ask of independent rows: those of this block are not.
+        wrong |= ~(np.abs(y) <= 1e4 * sizes)
+        free = free ^ wrong
+    rows = factor(matrix, np.finfo(float).eps)
+    for index in np.flatnonzero(wrong.any(1)):
+        target = np.linalg.lstsq(rows, linear[index], rcond=None)[0]
+        outside = float(np.abs(rows @ target - linear[index]).max() / sizes[index, 0])
+        if outside > 1e-7:
+            raise NotConverged("a problem without a bound", outside)
+        y[index] = _one_at_a_time(rows, target)
+    return y.clip(0)
+
+
+def _one_at_a_time(rows: Array, target: Array) -> Array:
+    """y >= 0 that minimizes |rowsᵀ y - target| (Lawson and Hanson 1974, algorithm NNLS)."""
+    y = np.zeros(len(rows))
+    size = sqrt(target @ target)
+    free = np.zeros(len(rows), dtype=bool)
+    barred = free.copy()
+    worst = 0.0
+    for _ in range(10 * len(rows)):
+        slope = rows @ (target - y @ rows)
+        slope[free] = 0.0
+        worst = float(slope.max(initial=0.0))
+        slope[barred] = 0.0
+        enters = slope.argmax()
+        if slope[enters] <= TOLERANCE * size:
+            break
+        free[enters] = True
+        step = _fitted(rows, free, target)
+        if step[enters] <= 0:  # rounding: it is a combination of those that are in
+            free[enters] = False
+            barred[enters] = True
+            continue
+        barred[:] = False
+        while (leaving := free & (step <= 0)).any():
+            y += np.min(y[leaving] / (y[leaving] - step[leaving])) * (step - y)
+            free &= y > TOLERANCE * y.max()
+            step = _fitted(rows, free, target)
+        y = step
+    if not worst <= 1e-8 * size:
+        raise NotConverged("a projection onto the cone of the rows", worst / size)
+    return y
+
+
+def _fitted(rows: Array, free: NDArray[np.bool_], target: Array) -> Array:
+    """The least squares over the free ones; the others are zero."""
+    fitted = np.zeros(len(rows))
+    fitted[free] = np.linalg.lstsq(rows[free].T, target, rcond=None)[0]
+    return fitted
+
+
+def bargained(cosines: Array, norms: Array, power: float) -> Array:
+    """v of G w = w^(-power), w > 0: C v = k v^(-power) with k = norms^(power - 1).
+
+    Damped Newton on the strictly convex vᵀ C v / 2 - Σ k_i v_i^(1 - power) / (1 - power), or with
+    log v_i at power 1. If some v >= 0 has Σ v_i u_i = 0 it has no minimum, no direction helps every
+    row, and v is zero.
+    """
+    unit = norms ** ((power - 1) / (power + 1))  # the solution where the rows are orthogonal
+    k = unit ** (power + 1)
+    v = unit
+    slope, wanted, energy = _demand(cosines, v, k, power)
+    if energy > 0:
+        v = unit * ((unit @ unit) / energy) ** (1 / (power + 1))
+        slope, wanted, energy = _demand(cosines, v, k, power)
+    change = np.inf
+    for _ in range(NEWTON_STEPS):
+        if energy <= RANK * v.sum() ** 2:
+            return np.zeros_like(v)
+        step = -np.linalg.solve(cosines + np.diag(power * wanted / v), slope)
+        relative = step / v
+        change = float(np.abs(relative).max())
+        if change <= 1e-7:  # what is left after this step is about its square
+            return v + step
+        fall = -float(slope @ step)
+        # 1 / (1 + decrement) is enough at power 1, where the function is self-concordant.
+        share = 1.0 if power != 1 or fall < 0.05 else 1 / (1 + sqrt(fall))
+        share = min(share, 0.9 / max(float(-relative.min()), 0.9))
+        while True:
+            ahead = v + share * step
+            slope, wanted, energy = _demand(cosines, ahead, k, power)
+            if float(slope @ step) <= fall / 2 or share < 1e-9:
+                break
+            share /= 2
+        v = ahead
+    raise NotConverged("G w = w^(-1/alpha)", change)
+
+
+def _demand(cosines: Array, v: Array, k: Array, power: float) -> tuple[Array, Array, float]:
+    """The slope C v - k v^(-power), its second part, and vᵀ C v."""
+    wanted = k / v if power == 1 else k * v**-power
+    met = cosines @ v
+    return met - wanted, wanted, float(v @ met)
+
+
+def limited(weights: Tensor, gramian: Tensor, max_norm: float) -> Tensor:
+    """The weights of a gradient not longer than `max_norm`; 0 is no limit."""
+    length = float((weights @ gramian @ weights).clamp(min=0).sqrt()) if max_norm else 0.0
+    return weights * (max_norm / length) if length > max_norm else weights

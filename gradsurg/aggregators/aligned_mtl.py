@@ -1,0 +1,64 @@
+"""AlignedMTL: the gradients made orthogonal and equally long, with as little change as can be."""
+
+from functools import partial
+from typing import Literal
+
+import numpy as np
+from torch import Tensor
+
+from gradsurg.aggregators import _pairs
+from gradsurg.aggregators._solvers import Array, factor, weights_of
+from gradsurg.aggregators.base import Property, Weighting
+from gradsurg.fields import validated
+
+Scale = Literal["min", "median", "rmse"]
+
+
+@validated
+class AlignedMTL(Weighting):
+    """w = sigma G^(-1/2) 1 / T: the mean of the nearest orthogonal gradients of length sigma.
+
+    `scale` says which sigma: the smallest singular value of J, the median one, or the root of the
+    mean of their squares. Algorithm 1 of Senushkin et al., CVPR 2023 (arXiv 2305.19000), with the
+    smallest; the others are those of the official code.
+
+    Where the gradients are dependent (by their cosines, so that a small gradient is not taken for
+    a dependent one) G^(-1/2) is the pseudoinverse and sigma counts only what is not zero. Zero
+    gradients weigh zero. Parallel gradients give their mean, whichever way they point, and one
+    task its own. A NaN or infinity makes every weight NaN.
+    """
+
+    scale: Scale = "min"
+
+    @property
+    def properties(self) -> frozenset[Property]:
+        return frozenset(
+            {"permutation_invariant", "homogeneous", "strongly_stationary", "deterministic"}
+        )
+
+    def weights(self, gramian: Tensor) -> Tensor:
+        general = partial(_aligned, count=len(gramian), scale=self.scale)
+        return weights_of(gramian, general, partial(_pair, scale=self.scale))
+
+
+def _aligned(cosines: Array, norms: Array, count: int, scale: Scale) -> Array:
+    # The singular values of a factor of G, not the roots of the eigenvalues of G: half the digits.
+    vectors, sigmas, _ = np.linalg.svd(norms[:, None] * factor(cosines), full_matrices=False)
+    v = norms * (vectors @ (vectors.sum(0) / sigmas)) / count
+    match scale:
+        case "min":
+            return v * sigmas[-1]
+        case "median":
+            return v * sigmas[len(sigmas) // 2]
+        case "rmse":
+            return v * np.sqrt((sigmas**2).mean())
+
+
+def _pair(cosine: float, norm: float, other: float, scale: Scale) -> tuple[float, float]:
+    first, second, large, small = _pairs.root(cosine, norm, other)
+    match scale:
+        case "min" | "median":
+            sigma = small or large
+        case "rmse":
+            sigma = ((norm**2 + other**2) / (2 if small else 1)) ** 0.5
+    return first * sigma, second * sigma

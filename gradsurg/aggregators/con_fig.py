@@ -1,0 +1,38 @@
+"""ConFIG: the direction with the same cosine to every gradient."""
+
+import numpy as np
+from torch import Tensor
+
+from gradsurg.aggregators import _pairs
+from gradsurg.aggregators._solvers import RANK, Array, equiangular, weights_of
+from gradsurg.aggregators.base import Property, Weighting
+from gradsurg.fields import validated
+
+
+@validated
+class ConFIG(Weighting):
+    """d = (Σ_i g_i · u) u, where u is U⁺ 1, scaled to length one; the rows of U are g_i / |g_i|.
+
+    Equation 2 of Liu et al., ICLR 2025 (arXiv 2408.11104). U⁺ 1 = Uᵀ (U Uᵀ)⁺ 1, so the cosines of
+    the gradients are enough, and no decomposition of a T x P matrix is needed. If the gradients are
+    independent no task's loss grows.
+
+    Where they are dependent and no direction has the same cosine to all, u is as near to it as can
+    be, and can conflict with some. Zero gradients are left out, with weight zero. Identical tasks
+    give their sum, opposite ones zero, one task its own. A NaN or infinity makes every weight NaN.
+    """
+
+    @property
+    def properties(self) -> frozenset[Property]:
+        return frozenset(
+            {"permutation_invariant", "linear_under_scaling", "homogeneous", "deterministic"}
+        )
+
+    def weights(self, gramian: Tensor) -> Tensor:
+        return weights_of(gramian, _conflict_free, _pairs.conflict_free)
+
+
+def _conflict_free(cosines: Array, norms: Array) -> Array:
+    v, met = equiangular(cosines)
+    square = v @ met
+    return v * (norms @ met / square) if square > RANK else np.zeros_like(v)

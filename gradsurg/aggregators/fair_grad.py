@@ -1,0 +1,49 @@
+"""FairGrad: the tasks bargain for the direction, with a fairness of one's choice."""
+
+from dataclasses import KW_ONLY
+from functools import partial
+from typing import Annotated
+
+from pydantic import Field
+from torch import Tensor
+
+from gradsurg.aggregators import _pairs
+from gradsurg.aggregators._solvers import bargained, limited, weights_of
+from gradsurg.aggregators.base import Property, Weighting
+from gradsurg.fields import validated
+
+
+@validated
+class FairGrad(Weighting):
+    """w > 0 with G w = w^(-1/alpha), entry by entry: the alpha-fair direction in a ball.
+
+    Solved to the last digit by Newton's method. Near 0 it is the sum, 1 is NashMTL, and towards
+    infinity the worst task decides, as in MGDA. Equation 4 of Ban and Ji, ICML 2024
+    (arXiv 2402.15638). As in the official code |d| is limited to `max_norm`, 0 for no limit.
+
+    Where no direction helps every task (0 is in the hull of the gradients) there is no solution,
+    and the weights are zero: so it is for opposite tasks. Zero gradients do not bargain: their
+    weight is zero. Identical tasks and one task give that direction. A NaN or infinity makes every
+    weight NaN.
+    """
+
+    alpha: Annotated[float, Field(gt=0)] = 1.0
+    _: KW_ONLY
+    max_norm: Annotated[float, Field(ge=0)] = 1.0
+
+    @property
+    def properties(self) -> frozenset[Property]:
+        properties: set[Property] = {
+            "non_conflicting",
+            "permutation_invariant",
+            "strongly_stationary",
+            "deterministic",
+        }
+        if self.alpha == 1:
+            properties |= {"scale_invariant"}
+        return frozenset(properties)
+
+    def weights(self, gramian: Tensor) -> Tensor:
+        pair = _pairs.bargained if self.alpha == 1 else None
+        weights = weights_of(gramian, partial(bargained, power=1 / self.alpha), pair)
+        return limited(weights, gramian, self.max_norm)

@@ -1,0 +1,77 @@
+"""GradVac: each gradient turned towards the others until their cosines are the usual ones."""
+
+from dataclasses import KW_ONLY
+from math import sqrt
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from gradsurg.aggregators._orders import Order, dot, orders_of, totals, unpacked
+from gradsurg.aggregators._solvers import RANK
+from gradsurg.aggregators.base import Context, GramianAggregator, Property, State
+from gradsurg.fields import validated
+
+
+@validated
+class GradVac(GramianAggregator):
+    """As PCGrad, but towards a moving average of each cosine instead of zero, and in more cases.
+
+    For each g_i and all other g_j, in turn: with c = cos(g_i, g_j), if c is under its usual value
+    m_ij, g_i += |g_i| (m sqrt(1 - c²) - c sqrt(1 - m²)) / (|g_j| sqrt(1 - m²)) g_j, after which
+    that cosine is m; then m_ij = (1 - beta) m_ij + beta c. The result is the sum of the g_i.
+    Algorithm 1 of Wang et al., ICLR 2021 (arXiv 2010.05874), with the paper's beta; LibMTL moves m
+    only where c < m, and has beta = 0.5.
+
+    The state is m (T, T), zeros at first: then the first gradients are treated as by PCGrad, whose
+    limits hold here too: with three or more tasks the result can conflict with one.
+    A zero gradient has cosine zero to all and nothing is added to it, nor it to others. Identical
+    tasks: their sum. Opposite tasks cancel. One task is left alone. Where m is 1 no amount of g_j
+    will do, and nothing is added. A NaN or infinity makes every weight NaN and leaves the state.
+    """
+
+    beta: Annotated[float, Field(gt=0, le=1)] = 0.01
+    _: KW_ONLY
+    order: Order = "random_per_task"
+
+    @property
+    def properties(self) -> frozenset[Property]:
+        properties: set[Property] = {"homogeneous", "linear_under_scaling", "strongly_stationary"}
+        if self.order == "fixed":
+            properties |= {"deterministic"}
+        return frozenset(properties)
+
+    def init(self, num_tasks: int) -> State:
+        return {"cosines": torch.zeros(num_tasks, num_tasks, dtype=torch.float64)}
+
+    def update(self, gramian: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+        norms, cosines = unpacked(gramian)
+        if norms is None:
+            return torch.full((len(gramian),), torch.nan, dtype=torch.float64), state
+        usual = state["cosines"].tolist()
+        parts = []
+        for i, order in enumerate(orders_of(self.order, len(norms), context)):
+            part = [0.0] * len(norms)
+            part[i] = 1.0
+            products = cosines[i]
+            for j in order:
+                if j == i:
+                    continue
+                length = sqrt(max(dot(part, products), 0.0))
+                cosine = max(-1.0, min(1.0, products[j] / length)) if length else 0.0
+                share = length * _share(cosine, usual[i][j]) if norms[i] and norms[j] else 0.0
+                if share:
+                    part[j] += share
+                    products = [a + share * b for a, b in zip(products, cosines[j], strict=True)]
+                usual[i][j] = (1 - self.beta) * usual[i][j] + self.beta * cosine
+            parts.append(part)
+        return totals(parts, norms), {"cosines": torch.tensor(usual, dtype=torch.float64)}
+
+
+def _share(cosine: float, usual: float) -> float:
+    """How much of |g_i| u_j takes the cosine up to the usual one; 0 where nothing does."""
+    free = 1 - usual**2
+    if cosine >= usual or free <= RANK:
+        return 0.0
+    return usual * sqrt((1 - cosine**2) / free) - cosine

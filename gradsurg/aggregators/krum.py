@@ -1,0 +1,47 @@
+"""Krum: the gradients that lie closest to the others, for when some of them cannot be trusted."""
+
+from dataclasses import KW_ONLY
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from gradsurg.aggregators.base import Property, Weighting
+from gradsurg.fields import validated
+
+
+@validated
+class Krum(Weighting):
+    """The mean of the `num_selected` rows whose T - num_byzantine - 2 nearest rows are nearest.
+
+    Near by the sum of the squares of the distances; of equals the first row counts. Section 4 of
+    Blanchard et al., NeurIPS 2017, for `num_selected` = 1; more is its Multi-Krum.
+
+    Zero, identical and opposite gradients are points like others. Raises ValueError for fewer than
+    num_byzantine + 3 tasks, so for one or two. A NaN or infinity makes every weight NaN.
+    """
+
+    num_byzantine: Annotated[int, Field(ge=0)] = 0
+    _: KW_ONLY
+    num_selected: Annotated[int, Field(ge=1)] = 1
+
+    @property
+    def properties(self) -> frozenset[Property]:
+        return frozenset({"homogeneous", "deterministic"})
+
+    def weights(self, gramian: Tensor) -> Tensor:
+        count = len(gramian)
+        needed = max(self.num_byzantine + 3, self.num_selected)
+        if count < needed:
+            raise ValueError(f"{self!r} needs {needed} tasks or more, found {count}")
+        if not gramian.isfinite().all():
+            return torch.full((count,), torch.nan, dtype=torch.float64)
+        squares = gramian.diagonal()
+        distances = (squares + squares[:, None] - 2 * gramian).clamp(min=0)
+        distances.fill_diagonal_(0.0)
+        nearest = distances.sort(1).values[:, 1 : count - self.num_byzantine - 1]
+        chosen = nearest.sum(1).argsort(stable=True)[: self.num_selected]
+        weights = torch.zeros(count, dtype=torch.float64)
+        weights[chosen] = 1 / self.num_selected
+        return weights

@@ -1,0 +1,41 @@
+"""MGDA: the shortest convex combination of the gradients."""
+
+from torch import Tensor
+
+from gradsurg.aggregators import _pairs
+from gradsurg.aggregators._solvers import shortest, weights_of
+from gradsurg.aggregators.base import Property, Weighting
+from gradsurg.fields import validated
+
+
+@validated
+class MGDA(Weighting):
+    """w = argmin wᵀ G w over w >= 0, Σ w_i = 1: the shortest vector of the hull of the gradients.
+
+    Solved to the last digit by an active set. No task's loss grows, and where no direction helps
+    every task the result is zero; so it stops at the first Pareto-stationary point, and follows
+    the smallest gradients. Désidéri, Comptes Rendus Mathématique 2012; equation 3 of Sener and
+    Koltun, NeurIPS 2018 (arXiv 1810.04650), whose normalizations of the gradients are left out.
+
+    A zero gradient is the shortest: it takes all the weight and the result is zero. Identical tasks
+    give that gradient, opposite ones zero, one task its own. A NaN or infinity makes every weight
+    NaN.
+    """
+
+    @property
+    def properties(self) -> frozenset[Property]:
+        return frozenset(
+            {
+                "non_conflicting",
+                "permutation_invariant",
+                "homogeneous",
+                "strongly_stationary",
+                "deterministic",
+            }
+        )
+
+    def weights(self, gramian: Tensor) -> Tensor:
+        zeros = gramian.diagonal() == 0
+        if zeros.any() and gramian.isfinite().all():
+            return zeros.double() / zeros.sum()
+        return weights_of(gramian, shortest, _pairs.shortest)

@@ -1,0 +1,69 @@
+"""NashMTL: the tasks bargain for the direction."""
+
+from dataclasses import KW_ONLY
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from gradsurg.aggregators import _pairs
+from gradsurg.aggregators._solvers import Array, bargained, limited, weights_of
+from gradsurg.aggregators.base import Context, GramianAggregator, Property, State
+from gradsurg.fields import validated
+
+
+@validated
+class NashMTL(GramianAggregator):
+    """w > 0 with G w = 1 / w, entry by entry: the Nash bargaining solution in a ball.
+
+    Solved to the last digit by Newton's method. The direction does not depend on the norms of the
+    gradients. Claim 3.1 and algorithm 1 of Navon et al., ICML 2022 (arXiv 2202.01017). As the
+    official code, `normalize` divides G by its Frobenius norm first, which makes the weights
+    sqrt(|G|) times as large (else |d| = sqrt(T) always); then |d| is limited to `max_norm`, 0 for
+    no limit; and weights are used again until every `update_weights_every`-th step.
+
+    Where no direction helps every task (0 is in the hull of the gradients) there is no solution,
+    and the weights are zero: so it is for opposite tasks. Zero gradients do not bargain: their
+    weight is zero. Identical tasks and one task give that direction. A NaN or infinity makes every
+    weight NaN, and leaves the state.
+    """
+
+    _: KW_ONLY
+    max_norm: Annotated[float, Field(ge=0)] = 1.0
+    normalize: bool = True
+    update_weights_every: Annotated[int, Field(ge=1)] = 1
+
+    @property
+    def properties(self) -> frozenset[Property]:
+        properties: set[Property] = {"deterministic"}
+        if self.update_weights_every == 1:
+            properties |= {"non_conflicting", "permutation_invariant", "scale_invariant"}
+            properties |= {"strongly_stationary"}
+            if self.normalize and not self.max_norm:
+                properties |= {"homogeneous"}
+        return frozenset(properties)
+
+    def init(self, num_tasks: int) -> State:
+        if self.update_weights_every == 1:
+            return {}
+        return {
+            "weights": torch.zeros(num_tasks, dtype=torch.float64),
+            "age": torch.zeros((), dtype=torch.int64),
+        }
+
+    def update(self, gramian: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+        if state and state["age"] % self.update_weights_every:
+            weights = state["weights"]
+        else:
+            weights = weights_of(gramian, _bargained, _pairs.bargained)
+            if self.normalize:
+                weights = weights * torch.linalg.vector_norm(gramian).sqrt()
+        used = limited(weights, gramian, self.max_norm)
+        if state and used.isfinite().all():
+            state = {"weights": weights, "age": state["age"] + 1}
+        return used, state
+
+
+def _bargained(cosines: Array, norms: Array) -> Array:
+    return bargained(cosines, norms, 1.0)

@@ -1,0 +1,177 @@
+"""How the tasks conflict, as words and tables for the terminal."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import fill
+
+import numpy as np
+
+from gradsurg.report.conflicts import (
+    ConflictMeans,
+    ConflictSeries,
+    by_group,
+    conflict_means,
+    pair_name,
+)
+from gradsurg.report.wording import count, listed
+from gradsurg.runs.frames import read_conflicts
+from gradsurg.tables import aligned
+
+WIDTH = 100
+FEW_PAIRS = 6  # are all shown: those of four tasks
+MAX_TASKS = 8
+EXTREMES = 3  # of many tasks or pairs, at each end
+ABOUT = (
+    "decrease: by how much a plain step lowers the loss of a task, to first order and a learning "
+    "rate of 1; would have lost: the share of measured steps that raise it (decrease < 0)"
+)
+SAID = {
+    "conflict_rate": "conflict rate",
+    "norm_spread": "norm spread",
+    "norm_to_mean": "norm to mean",
+    "cosine_to_mean": "cosine to mean",
+}
+
+
+def conflict_text(arms: Sequence[tuple[str, Sequence[Path]]]) -> str:
+    """A table of the arms side by side, one of their tasks, and what others would have done.
+
+    An arm is a name and the directories of its runs, the treated one first. Where gradients are
+    made one in several groups, that with the sharpest conflict is told. Nothing without conflicts.
+    """
+    found = [(name, own) for name, paths in arms if (own := _by_group(paths))]
+    if not found:
+        return ""
+    first, groups = found[0]
+    group, means = min(groups.items(), key=lambda item: _sharpest(item[1]))
+    beside = [(name, own.get(group) or next(iter(own.values()))) for name, own in found[1:]]
+    own = [(first, means), *((name, one) for name, one in beside if one.tasks == means.tasks)]
+    of = count(means.steps // means.runs, "measured step")
+    where = f" at {group}, one of {len(groups)} groups" if len(groups) > 1 else ""
+    caption = f"How the tasks conflict{where}, means over {count(means.runs, 'run')}, {of} each:"
+    parts = [fill(caption, WIDTH), _table(own), _task_table(own), fill(ABOUT, WIDTH)]
+    said = others_line(first, means) if first != "control" else ""
+    return "\n\n".join([*parts, *([said] if said else [])])
+
+
+def _by_group(paths: Sequence[Path]) -> dict[str, ConflictMeans]:
+    rows = read_conflicts(paths)
+    return {group: conflict_means(own) for _, group, own in by_group(rows)}
+
+
+def others_line(name: str, means: ConflictMeans) -> str:
+    """The cosine of every other's update to the one that was made, the nearest first."""
+    named: dict[str, list[str]] = {}
+    for other, (cosine, _) in means.others.items():
+        named.setdefault(number_of(cosine), []).append(other)
+    said = "; ".join(f"{cosine} {', '.join(others)}" for cosine, others in named.items())
+    line = f"What the others would have done, cosine to the update of {name}: {said}." * bool(said)
+    return fill(line, WIDTH, break_on_hyphens=False)
+
+
+def number_of(found: float) -> str:
+    """Three digits, `-` for what is not known."""
+    return f"{found:.3g}" if found == found else "-"
+
+
+def _sharpest(means: ConflictMeans) -> float:
+    return min((means.cosines[b, a] for a, b in means.pairs), default=1.0)
+
+
+def _table(arms: Sequence[tuple[str, ConflictMeans]]) -> str:
+    """Pairs and single numbers down, arms across."""
+    means = arms[0][1]
+    pairs = means.pairs
+    many = len(pairs) > FEW_PAIRS
+    shown = [*pairs[:EXTREMES], *pairs[-1:]] if many else pairs
+    cells = [["", *(name for name, _ in arms)]]
+    for a, b in shown:
+        if many and (a, b) == shown[-1]:
+            between = len(pairs) - len(shown)
+            cells.append([f".. {count(between, 'pair')} between ..", *("" for _ in arms)])
+        name = f"cosine {pair_name(means.tasks, (a, b))}"
+        cells.append([name, *(number_of(own.cosines[b, a]) for _, own in arms)])
+    for key, said in SAID.items():
+        show = _share if key == "conflict_rate" else number_of
+        cells.append([said, *(show(own.single[key]) for _, own in arms)])
+    return aligned(cells)
+
+
+def _task_table(arms: Sequence[tuple[str, ConflictMeans]]) -> str:
+    cells = [["arm", "task", "norm", "weight", "decrease", "would have lost"]]
+    for name, means in arms:
+        rows = [_task_row(means, task) for task in range(len(means.tasks))]
+        if len(rows) > MAX_TASKS:
+            order = sorted(range(len(rows)), key=lambda task: means.decrease[task])
+            left_out = ["", f".. {len(rows) - 2 * EXTREMES} between ..", "", "", "", ""]
+            rows = [rows[task] for task in order]
+            rows = [*rows[:EXTREMES], left_out, *rows[-EXTREMES:]]
+        rows[0][0] = name
+        cells += rows
+    return aligned(cells, left=2)
+
+
+def _task_row(means: ConflictMeans, task: int) -> list[str]:
+    weight = means.weights[task] if len(means.weights) else float("nan")
+    numbers = [number_of(float(one)) for one in (means.norms[task], weight, means.decrease[task])]
+    return ["", means.tasks[task], *numbers, _share(float(means.lost[task]))]
+
+
+def _share(found: float) -> str:
+    return f"{found:.1%}" if found == found else "-"
+
+
+def conflict_rows(series: Sequence[ConflictSeries]) -> tuple[list[str], list[list[str]]]:
+    """Heads and a row an arm: of several groups that with the sharpest conflict."""
+    heads = ["arm", "n", "cosines", "conflict\nrate", "norm\nspread", "norm to\nmean"]
+    heads += ["weights", "decrease", "lost"]
+    rows = []
+    for one in sharpest(series):
+        means = one.means
+        pairs = [float(means.cosines[b, a]) for a, b in means.pairs]
+        single = [means.single[key] for key in ("conflict_rate", "norm_spread", "norm_to_mean")]
+        numbers = [_share(single[0]), *(_ends([one]) for one in single[1:])]
+        spreads = [_ends(means.weights.tolist()), _ends(means.decrease.tolist())]
+        rows.append(
+            [one.name, str(means.runs), _ends(pairs), *numbers, *spreads, _lost_most(means)]
+        )
+    return heads, rows
+
+
+def about_conflicts(series: Sequence[ConflictSeries]) -> str:
+    """Which tasks the rows are of, and what their columns say."""
+    sets = dict.fromkeys(tuple(one.means.tasks) for one in series)
+    tasks = "; ".join(listed(list(own), MAX_TASKS) for own in sets)
+    return (
+        f"Means over steps and runs; of the tasks {tasks} the least and the greatest. Lost: the "
+        "task that most often would have lost by the update (decrease < 0), and at how many steps."
+    )
+
+
+def others_lines(series: Sequence[ConflictSeries]) -> list[str]:
+    """For each treated arm what the others would have done."""
+    lines = [others_line(one.name, one.means) for one in sharpest(series) if not one.arm.is_control]
+    return [line for line in lines if line]
+
+
+def sharpest(series: Sequence[ConflictSeries]) -> list[ConflictSeries]:
+    """Of each arm the group in which tasks conflict most."""
+    found: dict[str, ConflictSeries] = {}
+    for one in series:
+        other = found.get(one.arm.name)
+        if other is None or _sharpest(one.means) < _sharpest(other.means):
+            found[one.arm.name] = one
+    return list(found.values())
+
+
+def _ends(values: Sequence[float]) -> str:
+    known = sorted(value for value in values if value == value)
+    if not known:
+        return "-"
+    low, high = f"{known[0]:.2g}", f"{known[-1]:.2g}"
+    return low if low == high else f"{low} .. {high}"
+
+
+def _lost_most(means: ConflictMeans) -> str:
+    share, task = max(zip(np.nan_to_num(means.lost), means.tasks, strict=True))
+    return f"{task} {_share(float(share))}" if share > 0 else "none"

@@ -1,0 +1,284 @@
+"""Aggregators beside those of TorchJD 0.18 (the `bench` extra): time, and error of both.
+
+python scripts/bench.py multitask [--rounds 10] [--only UPGrad] [--sizes 8x1000000] [--threads 1]
+
+The two take turns on the same float32 matrix in one process; every other round goes backwards.
+The least of the times says what the work is, the median what it was on this machine. The errors
+are those of 8 x 10,000 matrices whose rows have norms from 1 to the ratio, relative to an exact
+solution that knows the rows themselves; TorchJD has its defaults.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from itertools import combinations
+from statistics import median
+from time import perf_counter
+from typing import Any
+from warnings import filterwarnings
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+from torch import Tensor
+
+import gradsurg as gs
+from gradsurg.aggregators._orders import orders_of
+from gradsurg.aggregators.base import Context
+from gradsurg.catalogue import names
+from gradsurg.tables import aligned
+
+# What ECOS and CVXPY say of every problem that Nash-MTL poses to them.
+filterwarnings("ignore", module="torchjd|cvxpy")
+
+Array = NDArray[np.float64]
+
+SIZES = ("2x1000000", "8x1000000", "8x10000000", "32x1000000")
+RATIOS = (1.0, 30.0, 1e3, 1e6)
+# What is to be reached of (median) time: at (method, size), then by the size, then everywhere.
+BOUNDS = {
+    ("NashMTL", "2x1000000"): 0.2,
+    ("CAGrad", "2x1000000"): 0.2,
+    ("ConFIG", "8x10000000"): 0.1,
+    ("GradDrop", "8x10000000"): 0.1,
+}
+LARGE = "8x10000000"
+GRAMIAN = 0.8
+OTHERS = ("Mean", "GradDrop")
+LONGEST = 60.0  # seconds for one method at one size
+
+
+def fields() -> dict[str, dict[str, Any]]:  # Any: fields have many types
+    """The methods, with the fields of ours that make them TorchJD's."""
+    chosen: dict[str, dict[str, Any]] = {
+        "Mean": {},
+        "PCGrad": {},
+        "UPGrad": {},
+        "MGDA": {},
+        "CAGrad": {"c": 0.5},
+        "IMTLG": {},
+        "NashMTL": {},
+        "AlignedMTL": {},
+        "ConFIG": {},
+    }
+    return chosen | ({"GradDrop": {}} if "grad_drop" in names("aggregators") else {})
+
+
+def theirs(name: str, count: int) -> Callable[[Tensor], Tensor]:
+    made: type = getattr(import_module("torchjd.aggregation"), name)
+    match name:
+        case "CAGrad":
+            return made(c=0.5)
+        case "NashMTL":
+            return made(n_tasks=count)
+        case _:
+            return made()
+
+
+def table(rounds: int, only: list[str], sizes: list[str], threads: int) -> str:
+    torch.set_num_threads(threads)
+    chosen = [name for name in fields() if any(part in name for part in only)]
+    return "\n\n".join([times(chosen, sizes, rounds), *(errors(chosen, t) for t in TYPES)])
+
+
+def times(chosen: list[str], sizes: list[str], rounds: int) -> str:
+    """A line for each method and size."""
+    head = ["method", "T x P", "ours, ms", "(least)", "TorchJD, ms", "(least)", "ratio", "(least)"]
+    lines = []
+    for size in sizes:
+        count, width = map(int, size.split("x"))
+        rows = torch.randn(count, width, generator=torch.Generator().manual_seed(0))
+        for name in chosen:
+            arms = {"ours": getattr(gs, name)(**fields()[name]), "theirs": theirs(name, count)}
+            taken = measured(arms, rows, rounds)
+            row = [name, size]
+            for own in taken.values():
+                row += [f"{1e3 * median(own):.2f}", f"({1e3 * min(own):.2f})"]
+            ratio, least = (how(taken["ours"]) / how(taken["theirs"]) for how in (median, min))
+            bound = bound_of(name, size)
+            late = "" if least <= bound else f" > {bound:g}"
+            lines.append([*row, f"{ratio:.3f}{late}", f"({least:.3f})"])
+    return aligned([head, *lines], left=2)
+
+
+def bound_of(name: str, size: str) -> float:
+    everywhere = GRAMIAN if size == LARGE and name not in OTHERS else 1.0
+    return BOUNDS.get((name, size), everywhere)
+
+
+def measured(
+    arms: dict[str, Callable[[Tensor], Tensor]], rows: Tensor, rounds: int
+) -> dict[str, list[float]]:
+    """Seconds of each call; the first of each is not counted."""
+    taken: dict[str, list[float]] = {name: [] for name in arms}
+    started = perf_counter()
+    for turn in range(rounds + 1):
+        for name in list(arms)[:: 1 if turn % 2 else -1]:
+            began = perf_counter()
+            arms[name](rows)
+            taken[name].append(perf_counter() - began)
+        if turn > 2 and perf_counter() - started > LONGEST:
+            break
+    return {name: own[1:] for name, own in taken.items()}
+
+
+TYPES = (torch.float32, torch.float64)
+
+
+def errors(chosen: list[str], dtype: torch.dtype, seeds: int = 5) -> str:
+    """The largest relative error of some matrices, for each method and ratio of norms."""
+    head = [f"error, {str(dtype).removeprefix('torch.')}"]
+    head += [f"{who} {ratio:g}" for ratio in RATIOS for who in ("ours", "TorchJD")]
+    lines = []
+    for name in chosen:
+        if name not in EXACT:
+            continue
+        row = [name]
+        for ratio in RATIOS:
+            worst = {"ours": 0.0, "theirs": 0.0}
+            for seed in range(seeds):
+                rows = made(ratio, seed).to(dtype)
+                matrix = rows.double().numpy()
+                context = Context(step=seed)
+                ours = getattr(gs, name)(**fields()[name])
+                found = {"ours": ours.merge(rows, ours.init(len(rows)), context)[0]}
+                torch.manual_seed(seed)
+                found["theirs"] = theirs(name, len(rows))(rows)
+                for who, result in found.items():
+                    exact = EXACT[name](matrix, orders(who, len(rows), context, seed))
+                    apart = np.linalg.norm(result.double().numpy() - exact)
+                    worst[who] = max(worst[who], float(apart / np.linalg.norm(exact)))
+            row += [f"{worst['ours']:.0e}", f"{worst['theirs']:.0e}"]
+        lines.append(row)
+    return aligned([head, *lines])
+
+
+def made(ratio: float, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(8, 10_000, generator=generator, dtype=torch.float64)
+    mixed = (torch.eye(8) + 0.6 * torch.randn(8, 8, generator=generator)).double() @ rows
+    mixed /= mixed.norm(dim=1, keepdim=True)
+    return mixed * torch.logspace(0, np.log10(ratio), 8, dtype=torch.float64)[:, None]
+
+
+def orders(who: str, count: int, context: Context, seed: int) -> list[list[int]]:
+    """In which PCGrad has met the tasks."""
+    if who == "ours":
+        return orders_of("random_per_task", count, context)
+    torch.manual_seed(seed)
+    return [torch.randperm(count).tolist() for _ in range(count)]
+
+
+def unit_of(matrix: Array) -> Array:
+    return matrix / np.linalg.norm(matrix, axis=1, keepdims=True)
+
+
+def pcgrad(matrix: Array, met: list[list[int]]) -> Array:
+    done = matrix.copy()
+    for i, order in enumerate(met):
+        for j in order:
+            if j != i and (inner := done[i] @ matrix[j]) < 0:
+                done[i] -= inner / (matrix[j] @ matrix[j]) * matrix[j]
+    return done.sum(0)
+
+
+def upgrad(matrix: Array, _: object) -> Array:
+    unit, norms = unit_of(matrix), np.linalg.norm(matrix, axis=1)
+    harmless = [row + nnls(unit.T, -row)[0] @ unit for row in unit]
+    return norms @ np.array(harmless) / len(matrix)
+
+
+def subsets(count: int) -> list[list[int]]:
+    return [list(s) for k in range(1, count + 1) for s in combinations(range(count), k)]
+
+
+def reduced(matrix: Array) -> tuple[Array, Array]:
+    """The rows in a basis of their span, and that basis."""
+    basis, upper = np.linalg.qr(unit_of(matrix).T)
+    return upper.T * np.linalg.norm(matrix, axis=1, keepdims=True), basis
+
+
+def mgda(matrix: Array, _: object) -> Array:
+    """The shortest of all affine hulls whose shortest vector is inside."""
+    small, basis = reduced(matrix)
+    best = None
+    for chosen in subsets(len(matrix)):
+        first, others = small[chosen[0]], small[chosen[1:]]
+        apart = others - first
+        # Columns of about one length: x in units of the rows.
+        lengths = np.linalg.norm(apart, axis=1)
+        x = -np.linalg.lstsq((apart / lengths[:, None]).T, first, rcond=None)[0] / lengths
+        if len(x) and (x.min() < 0 or x.sum() > 1):
+            continue
+        point = first + x @ apart
+        if best is None or point @ point < best @ best:
+            best = point
+    assert best is not None
+    return basis @ best
+
+
+def cagrad(matrix: Array, _: object) -> Array:
+    """Over all sets of tasks that hold d back: the one that leaves no gap to the dual."""
+    small, basis = reduced(matrix)
+    unit, a = unit_of(small), 1 / np.linalg.norm(small, axis=1)
+    center = small.mean(0)
+    radius = 0.5 * np.linalg.norm(center)
+    best = center, -np.inf
+    for chosen in subsets(len(matrix)):
+        inverse = np.linalg.pinv(unit[chosen])
+        growth, start = inverse @ a[chosen], inverse @ unit[chosen] @ center
+        # d = center + t growth - start, at the radius.
+        roots = np.roots([growth @ growth, -2 * growth @ start, start @ start - radius**2])
+        if abs(roots.imag).max() > 0:
+            continue
+        d = center + roots.real.max() * growth - start
+        worst = (small @ d).min() if np.linalg.norm(d - center) <= radius * (1 + 1e-9) else -np.inf
+        best = max(best, (d, worst), key=lambda pair: pair[1])
+    for row in unit:
+        d = center + radius * row
+        best = max(best, (d, (small @ d).min()), key=lambda pair: pair[1])
+    return basis @ best[0]
+
+
+def imtlg(matrix: Array, _: object) -> Array:
+    small, basis = reduced(matrix)
+    direction = np.linalg.solve(unit_of(small), np.ones(len(small)))
+    return basis @ (direction / np.linalg.solve(small.T, direction).sum())
+
+
+def nash_mtl(matrix: Array, _: object) -> Array:
+    """The inverses of the projections, again and again, damped; at length one, as both have it."""
+    unit = unit_of(matrix)
+    cosines = unit @ unit.T
+    v = np.ones(len(matrix))
+    for _ in range(100):
+        slope = cosines @ v - 1 / v
+        step = np.linalg.solve(cosines + np.diag(1 / v**2), slope)
+        v = v - step / (1 + np.sqrt(slope @ step))
+    assert np.abs(cosines @ v * v - 1).max() < 1e-12
+    d = v @ unit
+    return d / np.linalg.norm(d)
+
+
+def aligned_mtl(matrix: Array, _: object) -> Array:
+    left, sigmas, right = np.linalg.svd(matrix, full_matrices=False)
+    return sigmas[-1] * (left @ right).mean(0)
+
+
+def con_fig(matrix: Array, _: object) -> Array:
+    direction = np.linalg.pinv(unit_of(matrix)).sum(1)
+    direction /= np.linalg.norm(direction)
+    return (matrix @ direction).sum() * direction
+
+
+EXACT: dict[str, Callable[[Array, list[list[int]]], Array]] = {
+    "Mean": lambda matrix, _: matrix.mean(0),
+    "PCGrad": pcgrad,
+    "UPGrad": upgrad,
+    "MGDA": mgda,
+    "CAGrad": cagrad,
+    "IMTLG": imtlg,
+    "NashMTL": nash_mtl,
+    "AlignedMTL": aligned_mtl,
+    "ConFIG": con_fig,
+}

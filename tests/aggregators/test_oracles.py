@@ -1,0 +1,326 @@
+"""Aggregators beside slow, obvious versions of themselves, which know the gradients themselves."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import nnls
+
+from gradsurg.aggregators._orders import orders_of
+from gradsurg.aggregators.base import Aggregator, Context
+from tests.aggregators.cases import made
+from tests.aggregators.inputs import COUNTS, RATIOS, Array, distance, ranks, rows
+
+Slow = Callable[[Array], Array]
+CONTEXT = Context(step=3, seed=1, group="trunk")
+
+
+def by(aggregator: Aggregator, matrix: Array, dtype: torch.dtype = torch.float64) -> Array:
+    return aggregator(torch.from_numpy(matrix).to(dtype), CONTEXT).double().numpy()
+
+
+def mgda(matrix: Array) -> Array:
+    """By nonnegative least squares on the gradients, with a last row that wants the sum to be 1."""
+    scale = np.linalg.norm(matrix, axis=1).min()
+    wide = np.concatenate([matrix / scale, np.ones((len(matrix), 1))], axis=1)
+    # Columns of length one: scipy's tolerance is absolute.
+    lengths = np.linalg.norm(wide, axis=1)
+    x = nnls((wide / lengths[:, None]).T, np.eye(wide.shape[1])[-1])[0] / lengths
+    return x / x.sum() @ matrix
+
+
+def projected(matrix: Array, target: Array) -> Array:
+    unit = matrix / np.linalg.norm(matrix, axis=1, keepdims=True)
+    size = np.linalg.norm(target)
+    return target + size * nnls(unit.T, -target / size)[0] @ unit
+
+
+def upgrad(matrix: Array) -> Array:
+    return np.mean([projected(matrix, row) for row in matrix], axis=0)
+
+
+def dual_proj(matrix: Array) -> Array:
+    return projected(matrix, matrix.mean(0))
+
+
+def con_fig(matrix: Array) -> Array:
+    unit = matrix / np.linalg.norm(matrix, axis=1, keepdims=True)
+    direction = np.linalg.pinv(unit, rcond=1e-8) @ np.ones(len(matrix))
+    direction /= np.linalg.norm(direction)
+    return (matrix @ direction).sum() * direction
+
+
+def imtlg(matrix: Array) -> Array:
+    """Equation 4 of the paper: alpha = g_1 Uᵀ (D Uᵀ)⁻¹ with differences to the first task."""
+    unit = matrix / np.linalg.norm(matrix, axis=1, keepdims=True)
+    apart, turned = matrix[0] - matrix[1:], unit[0] - unit[1:]
+    alpha = np.linalg.solve((apart @ turned.T).T, turned @ matrix[0])
+    return (1 - alpha.sum()) * matrix[0] + alpha @ matrix[1:]
+
+
+def aligned_mtl(matrix: Array) -> Array:
+    """The mean of the rows of sigma U Vᵀ, from the decomposition of J itself."""
+    left, sigmas, right = np.linalg.svd(matrix, full_matrices=False)
+    return sigmas[-1] * (left @ right).mean(0)
+
+
+def krum(matrix: Array) -> Array:
+    """With one row that may be bad."""
+    scores = []
+    for row in matrix:
+        squares = sorted(((other - row) ** 2).sum() for other in matrix)
+        scores.append(sum(squares[1 : len(matrix) - 2]))
+    return matrix[int(np.argmin(scores))]
+
+
+ORACLES: dict[str, Slow] = {
+    "mgda": mgda,
+    "upgrad": upgrad,
+    "dual_proj": dual_proj,
+    "con_fig": con_fig,
+    "imtlg": imtlg,
+    "aligned_mtl": aligned_mtl,
+}
+
+
+@pytest.mark.parametrize("name", ORACLES)
+@pytest.mark.parametrize("count", COUNTS)
+def test_independent_gradients_give_what_the_oracle_gives(name: str, count: int) -> None:
+    for ratio in RATIOS:
+        for seed in range(3):
+            matrix = rows(count, count, ratio, seed, lean=seed / 4)
+            expected = ORACLES[name](matrix)
+            assert distance(by(made(name), matrix), expected) <= 1e-6, (ratio, seed)
+
+
+@pytest.mark.parametrize("name", ["upgrad", "dual_proj", "con_fig"])
+@pytest.mark.parametrize("count", [3, 8, 32])
+def test_dependent_gradients_give_what_the_oracle_gives(name: str, count: int) -> None:
+    for rank in ranks(count):
+        for ratio in RATIOS:
+            matrix = rows(count, rank, ratio, seed=0)
+            expected = ORACLES[name](matrix)
+            apart = np.linalg.norm(by(made(name), matrix) - expected)
+            assert apart <= 1e-6 * np.linalg.norm(matrix, axis=1).max(), (rank, ratio)
+
+
+@pytest.mark.parametrize("name", ["cagrad", "nash_mtl", "fair_grad", *ORACLES])
+@pytest.mark.parametrize("count", [2, 8])
+def test_float32_gradients_give_nearly_what_float64_gradients_give(name: str, count: int) -> None:
+    for ratio in RATIOS:
+        matrix = rows(count, count, ratio, seed=1, lean=0.3).astype(np.float32).astype(np.float64)
+        exact = by(made(name), matrix)
+        assert distance(by(made(name), matrix, torch.float32), exact) <= 1e-4, ratio
+
+
+def test_krum_takes_the_row_with_the_nearest_neighbours() -> None:
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        matrix = generator.standard_normal((7, 5)) + 1
+        assert (by(made("krum", num_byzantine=1), matrix) == krum(matrix)).all()
+
+
+def paper(matrix: Array, orders: list[list[int]]) -> Array:
+    """Algorithm 1 of the paper, and TorchJD's; ConFIG's with a fixed order."""
+    total = np.zeros(matrix.shape[1])
+    for i, order in enumerate(orders):
+        g = matrix[i].copy()
+        for j in order:
+            if j != i and g @ matrix[j] < 0:
+                g -= g @ matrix[j] / (matrix[j] @ matrix[j]) * matrix[j]
+        total += g
+    return total
+
+
+def tensorflow(matrix: Array, orders: list[list[int]]) -> Array:
+    """The official code: what it shuffles it does not use; a task meets itself too."""
+    assert all(order == sorted(order) for order in orders)
+    total = np.zeros(matrix.shape[1])
+    for row in matrix:
+        g = row.copy()
+        for other in matrix:
+            g -= min(g @ other / (other @ other), 0.0) * other
+        total += g
+    return total
+
+
+def pytorch(matrix: Array, orders: list[list[int]]) -> Array:
+    """Pytorch-PCGrad: every task, itself too, in a random order; the mean at the end."""
+    done = matrix.copy()
+    for g, order in zip(done, orders, strict=True):
+        for j in order:
+            if (inner := g @ matrix[j]) < 0:
+                g -= inner * matrix[j] / np.linalg.norm(matrix[j]) ** 2
+    return done.mean(0)
+
+
+def nash_mtl(matrix: Array, orders: list[list[int]]) -> Array:
+    """The code of Nash-MTL and of FAMO: as that, with the sum."""
+    return pytorch(matrix, orders) * len(matrix)
+
+
+def libmtl(matrix: Array, orders: list[list[int]]) -> Array:
+    """With 1e-8 in the denominator, and the task itself."""
+    done = matrix.copy()
+    for g, order in zip(done, orders, strict=True):
+        for j in order:
+            if (inner := g @ matrix[j]) < 0:
+                g -= inner * matrix[j] / (matrix[j] @ matrix[j] + 1e-8)
+    return done.sum(0)
+
+
+def in_place(matrix: Array, orders: list[list[int]]) -> Array:
+    """What comes of it where the gradients are not copied: tasks meet what was projected."""
+    done = matrix.copy()
+    for i, order in enumerate(orders):
+        for j in order:
+            if j != i and (inner := done[i] @ done[j]) < 0:
+                done[i] = done[i] - inner / (done[j] @ done[j]) * done[j]
+    return done.sum(0)
+
+
+VARIANTS: dict[str, tuple[Callable[[Array, list[list[int]]], Array], dict[str, object]]] = {
+    "paper": (paper, {}),
+    "tensorflow": (tensorflow, {"order": "fixed", "include_self": True}),
+    "pytorch": (pytorch, {"reduction": "mean", "include_self": True}),
+    "config": (paper, {"order": "fixed"}),
+    "libmtl": (libmtl, {"eps": 1e-8, "include_self": True}),
+    "nash-mtl": (nash_mtl, {"include_self": True}),
+    "one permutation": (paper, {"order": "one_permutation"}),
+    "in place": (in_place, {"target": "projected", "include_self": True}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_each_published_pcgrad_is_reachable(variant: str, count: int) -> None:
+    slow, fields = VARIANTS[variant]
+    pcgrad = made("pcgrad", **fields)
+    orders = orders_of(pcgrad.order, count, CONTEXT)
+    for ratio in RATIOS[:3]:
+        for seed in range(5):
+            matrix = rows(count, count, ratio, seed)
+            assert distance(by(pcgrad, matrix), slow(matrix, orders)) <= 1e-9
+    small = rows(count, count, 1.0, 0) * 1e-4  # where an eps of 1e-8 counts
+    assert distance(by(pcgrad, small), slow(small, orders)) <= 1e-9
+
+
+def test_the_variants_of_pcgrad_differ() -> None:
+    matrix = rows(6, 2, 30.0, seed=1) * 1e-4
+    results = [by(made("pcgrad", **fields), matrix) for _, fields in VARIANTS.values()]
+    for index, one in enumerate(results):
+        for other in results[:index]:
+            assert distance(one, other) > 1e-2
+
+
+def test_pcgrad_of_three_tasks_can_still_conflict() -> None:
+    matrix = rows(3, 2, 1.0, seed=12)
+    assert (matrix @ by(made("pcgrad"), matrix)).min() < -0.1
+
+
+def test_orders_are_random_as_asked_and_those_of_the_step() -> None:
+    random = orders_of("random_per_task", 8, Context(step=1))
+    assert all(sorted(order) == list(range(8)) for order in random)
+    assert len(set(map(tuple, random))) > 4
+    assert random == orders_of("random_per_task", 8, Context(step=1))
+    assert random != orders_of("random_per_task", 8, Context(step=2))
+    one = orders_of("one_permutation", 8, Context(step=1))
+    assert len(set(map(tuple, one))) == 1
+    assert one[0] != sorted(one[0])
+    assert orders_of("fixed", 3, Context()) == [[0, 1, 2]] * 3
+
+
+def test_grad_vac_is_that_of_the_paper_over_many_steps() -> None:
+    count, beta = 4, 0.3
+    vac = made("grad_vac", beta=beta)
+    state = vac.init(count)
+    usual = np.zeros((count, count))
+    changed = 0
+    for step in range(40):
+        context = Context(step=step)
+        matrix = rows(count, 4, 30.0, step, lean=0.5)
+        expected = np.zeros(matrix.shape[1])
+        for i, order in enumerate(orders_of("random_per_task", count, context)):
+            g = matrix[i].copy()
+            for j in order:
+                if j == i:
+                    continue
+                size, other = np.linalg.norm(g), np.linalg.norm(matrix[j])
+                cosine = g @ matrix[j] / size / other
+                if cosine < (m := usual[i, j]):
+                    changed += 1
+                    up = m * np.sqrt(1 - cosine**2) - cosine * np.sqrt(1 - m**2)
+                    g += size * up / (other * np.sqrt(1 - m**2)) * matrix[j]
+                    assert g @ matrix[j] / np.linalg.norm(g) / other == pytest.approx(m, abs=1e-9)
+                usual[i, j] = (1 - beta) * m + beta * cosine
+            expected += g
+        result, state = vac.merge(torch.from_numpy(matrix), state, context)
+        assert distance(result.numpy(), expected) <= 1e-9
+    np.testing.assert_allclose(state["cosines"].numpy(), usual, atol=1e-9)
+    assert changed > 100
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_nash_weights_bargain(count: int) -> None:
+    for ratio in RATIOS:
+        matrix = rows(count, count, ratio, seed=0)
+        result = by(made("nash_mtl", max_norm=0.0, normalize=False), matrix)
+        w = 1 / (matrix @ result)
+        assert w.min() > 0
+        assert distance(w @ matrix, result) <= 1e-9
+        assert np.linalg.norm(result) == pytest.approx(np.sqrt(count))
+        official = by(made("nash_mtl", max_norm=0.0), matrix)
+        size = np.sqrt(np.linalg.norm(matrix @ matrix.T))
+        assert distance(official, size * result) <= 1e-9
+        limit = by(made("nash_mtl"), matrix)
+        assert np.linalg.norm(limit) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("alpha", [0.5, 1.0, 2.0, 5.0])
+def test_fair_weights_meet_their_equation(alpha: float) -> None:
+    for ratio in (1.0, 30.0, 1e3):
+        matrix = rows(5, 5, ratio, seed=0)
+        result = by(made("fair_grad", alpha=alpha, max_norm=0.0), matrix)
+        w = (matrix @ result) ** -alpha
+        assert distance(w @ matrix, result) <= 1e-6
+
+
+@pytest.mark.parametrize("scale", ["min", "median", "rmse"])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_aligned_gradients_are_orthogonal_and_of_the_chosen_length(scale: str, count: int) -> None:
+    matrix = rows(count, count, 30.0, seed=0)
+    left, sigmas, right = np.linalg.svd(matrix, full_matrices=False)
+    chosen = {
+        "min": sigmas[-1],
+        "median": float(torch.tensor(sigmas).median()),
+        "rmse": np.sqrt((sigmas**2).mean()),
+    }
+    expected = chosen[scale] * (left @ right).mean(0)
+    assert distance(by(made("aligned_mtl", scale=scale), matrix), expected) <= 1e-9
+
+
+@pytest.mark.parametrize(("rescale", "by_what"), [("1+c", 1.4), ("1+c^2", 1.16)])
+def test_cagrad_is_divided_at_the_end(rescale: str, by_what: float) -> None:
+    matrix = rows(3, 3, 30.0, seed=0)
+    whole = by(made("cagrad", c=0.4), matrix)
+    divided = by(made("cagrad", c=0.4, rescale=rescale), matrix)
+    np.testing.assert_allclose(divided * by_what, whole)
+    assert distance(by(made("cagrad", c=0.0), matrix), matrix.mean(0)) <= 1e-12
+
+
+def test_nash_weights_are_used_again_until_their_time_is_up() -> None:
+    nash = made("nash_mtl", update_weights_every=3, max_norm=0.0)
+    fresh = made("nash_mtl", max_norm=0.0)
+    state = nash.init(3)
+    seen = []
+    for step in range(7):
+        matrix = torch.from_numpy(rows(3, 3, 30.0, step))
+        result, state = nash.merge(matrix, state, CONTEXT)
+        seen.append(torch.allclose(result, fresh(matrix)))
+    assert seen == [True, False, False, True, False, False, True]
+    broken = torch.full((3, 4), torch.nan, dtype=torch.float64)
+    result, after = nash.merge(broken, nash.init(3), CONTEXT)
+    assert result.isnan().all()
+    assert after["age"] == 0
+    assert after["weights"].tolist() == [0, 0, 0]

@@ -1,0 +1,33 @@
+"""Every aggregator has the properties it declares, and keeps the rules."""
+
+from typing import get_args
+
+import pytest
+
+from gradsurg.aggregators.base import Property
+from gradsurg.catalogue import names
+from gradsurg.testing import check_aggregator
+from gradsurg.testing.aggregator_properties import PROPERTIES
+from tests.aggregators.cases import ROWS, Row, made
+
+ROWS_OF_OTHERS = [row for row in ROWS if row.fields]
+
+
+@pytest.mark.parametrize("name", names("aggregators"))
+def test_every_declared_property_holds(name: str) -> None:
+    check_aggregator(made(name))
+
+
+@pytest.mark.parametrize("row", ROWS_OF_OTHERS, ids=lambda row: f"{row.name}-{dict(row.fields)}")
+def test_every_declared_property_holds_with_other_fields(row: Row) -> None:
+    check_aggregator(made(row.name, **row.fields))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", names("aggregators"))
+def test_every_declared_property_holds_on_many_more_and_on_ten_million_columns(name: str) -> None:
+    check_aggregator(made(name), count=200, num_tasks=(1, 2, 3, 5, 8, 16), max_columns=10_000_000)
+
+
+def test_every_property_has_its_assertion() -> None:
+    assert set(PROPERTIES) == set(get_args(Property))

@@ -1,0 +1,347 @@
+"""Each solver gives the one exact solution: certified, or found by a slower and different way."""
+
+from fractions import Fraction
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize, nnls
+
+from gradsurg.aggregators import _averse, _pairs, _solvers, aligned_mtl, con_fig, imtlg
+from gradsurg.aggregators._solvers import NotConverged
+from tests.aggregators.inputs import COUNTS, RATIOS, Array, distance, gramian, ranks, rows
+
+CASES = [
+    (count, rank, ratio, seed)
+    for count in COUNTS
+    for rank in ranks(count)
+    for ratio in RATIOS
+    for seed in range(2)
+]
+
+
+def parts(matrix: Array) -> tuple[Array, Array, Array]:
+    """The cosines, the norms and the unit rows."""
+    norms = np.linalg.norm(matrix, axis=1)
+    return _solvers.cosines_of(matrix @ matrix.T, norms), norms, matrix / norms[:, None]
+
+
+def cases(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(name, CASES, ids=lambda case: "-".join(map(str, case)))
+
+
+@cases("case")
+def test_the_shortest_is_no_longer_than_its_projection_on_any_row(
+    case: tuple[int, int, float, int],
+) -> None:
+    """d is the shortest of the hull if and only if g_i · d >= |d|² for all i."""
+    count, rank, ratio, seed = case
+    matrix = rows(count, rank, ratio, seed, lean=seed % 2 / 2)
+    cosines, norms, _ = parts(matrix)
+    x = _solvers.shortest(cosines, norms) / norms
+    assert x.min() >= 0
+    assert x.sum() == pytest.approx(1)
+    d = x @ matrix
+    length = np.linalg.norm(d)
+    if length > 1e-6 * norms.min():
+        assert (matrix @ d).min() >= length**2 * (1 - 1e-6)
+    else:  # 0 is in the hull, to the digits that G has
+        assert length <= 1e-7 * norms.min()
+
+
+@cases("case")
+def test_a_projection_onto_the_dual_cone_meets_its_conditions(
+    case: tuple[int, int, float, int],
+) -> None:
+    """U d >= 0, d - target = Σ y_i u_i with y >= 0, and y_i > 0 only where u_i · d = 0."""
+    count, rank, ratio, seed = case
+    cosines, norms, unit = parts(rows(count, rank, ratio, seed, lean=seed % 2 / 2))
+    targets = np.concatenate([np.eye(count), norms[None] / norms.max()])
+    v = _solvers.onto_dual_cone(cosines, targets)
+    y, inner = v - targets, v @ unit @ unit.T
+    assert y.min() >= 0
+    assert inner.min() >= -1e-9
+    assert np.abs(y * inner).max() <= 1e-9
+
+
+@cases("case")
+@pytest.mark.parametrize("c", [0.3, 0.9, 1.5])
+def test_cagrads_direction_has_no_duality_gap(case: tuple[int, int, float, int], c: float) -> None:
+    """min_i g_i · d is at most g_x · g_0 + c |g_0| |g_x| for every x of the simplex: equal here."""
+    count, rank, ratio, seed = case
+    matrix = rows(count, rank, ratio, seed, lean=seed % 2 / 2)
+    cosines, norms, unit = parts(matrix)
+    center = matrix.mean(0)
+    radius = c * np.linalg.norm(center)
+    v = _averse.conflict_averse(cosines, norms, norms / count, c, still=False)
+    d = v @ unit
+    if radius < 1e-9 * norms.max():  # the gradients cancel
+        assert np.linalg.norm(d) < 1e-7 * norms.max()
+        return
+    assert np.linalg.norm(d - center) <= radius * (1 + 1e-9)
+    x = (v - norms / count) / norms
+    assert x.min() >= 0
+    hull = x @ matrix / max(x.sum(), 1e-300)
+    bound = hull @ center + radius * np.linalg.norm(hull)
+    if np.linalg.norm(d - center) < radius * (1 - 1e-6):  # nothing helps all: this harms none
+        assert np.abs((unit @ d).min()) <= 1e-9 * np.linalg.norm(center)
+        assert np.linalg.norm(_solvers.shortest(cosines, np.ones(count)) @ unit) <= 1.1e-3
+    else:
+        assert bound - (matrix @ d).min() <= 1e-7 * (abs(bound) + np.linalg.norm(hull) * radius)
+
+
+@cases("case")
+@pytest.mark.parametrize("power", [0.3, 1.0, 3.0])
+def test_bargained_weights_meet_their_equation(
+    case: tuple[int, int, float, int], power: float
+) -> None:
+    count, rank, ratio, seed = case
+    matrix = rows(count, rank, ratio, seed, lean=seed % 2 / 2)
+    cosines, norms, unit = parts(matrix)
+    v = _solvers.bargained(cosines, norms, power)
+    if v.any():
+        assert v.min() > 0
+        wanted = norms ** (power - 1) * v**-power  # G w = w^-power, each line over its norm
+        rounding = 1e-12 * np.abs(cosines) @ v
+        assert (np.abs(unit @ (v @ unit) - wanted) <= 1e-6 * wanted + rounding).all()
+    else:  # no direction helps every row
+        assert np.linalg.norm(_solvers.shortest(cosines, np.ones(count)) @ unit) <= 1.1e-3
+
+
+def pairs() -> list[tuple[float, float, float]]:
+    cosines = (-1.0, -0.999, -0.9, -0.3, 0.0, 0.3, 0.9, 0.999, 1.0)
+    lengths = ((1.0, 1.0), (1.0, 3.0), (30.0, 1.0), (1e-3, 1.0), (1e6, 1.0), (1.0, 1e6))
+    return [(cosine, *both) for cosine in cosines for both in lengths]
+
+
+def mean_projected(cosines: Array, norms: Array) -> Array:
+    return _solvers.onto_dual_cone(cosines, norms[None] / 2)[0]
+
+
+def each_projected(cosines: Array, norms: Array) -> Array:
+    return norms @ _solvers.onto_dual_cone(cosines, np.eye(2)) / 2
+
+
+CLOSED: dict[str, tuple[_solvers.Pair, _solvers.General]] = {
+    "shortest": (_pairs.shortest, _solvers.shortest),
+    "mean": (_pairs.mean_onto_dual_cone, mean_projected),
+    "each": (_pairs.each_onto_dual_cone, each_projected),
+    "bargained": (_pairs.bargained, lambda cosines, norms: _solvers.bargained(cosines, norms, 1.0)),
+    **{
+        f"averse, c = {c}": (
+            lambda cosine, norm, other, c=c: _pairs.conflict_averse(cosine, norm, other, c),
+            lambda cosines, norms, c=c: _averse.conflict_averse(
+                cosines, norms, norms / 2, c, still=False
+            ),
+        )
+        for c in (0.0, 0.4, 0.9, 1.0, 2.0)
+    },
+    "impartial": (_pairs.impartial, imtlg._impartial),
+    "conflict-free": (_pairs.conflict_free, con_fig._conflict_free),
+    **{
+        f"aligned, {scale}": (
+            lambda cosine, norm, other, scale=scale: aligned_mtl._pair(cosine, norm, other, scale),
+            lambda cosines, norms, scale=scale: aligned_mtl._aligned(cosines, norms, 2, scale),
+        )
+        for scale in ("min", "median", "rmse")
+    },
+}
+
+
+@pytest.mark.parametrize("name", CLOSED)
+@pytest.mark.parametrize("pair", pairs(), ids=str)
+def test_the_general_solver_equals_the_closed_form_of_two(
+    name: str, pair: tuple[float, float, float]
+) -> None:
+    closed, general = CLOSED[name]
+    cosine, norm, other = pair
+    cosines = np.array([[1.0, cosine], [cosine, 1.0]])
+    unit = np.array([[1.0, 0.0], [cosine, np.sqrt(1 - cosine**2)]])
+    one = np.array(closed(cosine, norm, other)) @ unit
+    two = general(cosines, np.array([norm, other])) @ unit
+    # The shortest is measured by the smaller gradient, the others by the larger.
+    scale = min(norm, other) if name == "shortest" else max(norm, other)
+    assert np.abs(one - two).max() <= 1e-9 * (scale if name != "bargained" else 1.0)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nonnegative_least_squares_agree_with_scipy(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    made = generator.standard_normal((8, 12))
+    made /= np.linalg.norm(made, axis=1, keepdims=True)
+    target = generator.standard_normal(12)
+    expected, _ = nnls(made.T, target)
+    found = _solvers.nonnegative(made @ made.T, (made @ target)[None])[0]
+    np.testing.assert_allclose(found, expected, atol=1e-10)
+    slow = _solvers._one_at_a_time(made, target)
+    np.testing.assert_allclose(slow, expected, atol=1e-10)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("ratio", [1.0, 30.0])
+def test_cagrads_direction_agrees_with_scipy(seed: int, ratio: float) -> None:
+    matrix = rows(5, 5, ratio, seed)
+    cosines, norms, unit = parts(matrix)
+    center = matrix.mean(0)
+    radius = 0.5 * np.linalg.norm(center)
+
+    def dual(x: Array) -> float:
+        return float(x @ matrix @ center + radius * np.linalg.norm(x @ matrix))
+
+    best = minimize(
+        dual,
+        np.full(5, 0.2),
+        bounds=[(0, 1)] * 5,
+        constraints={"type": "eq", "fun": lambda x: x.sum() - 1},
+        options={"ftol": 1e-14, "maxiter": 500},
+    )
+    hull = best.x @ matrix
+    expected = center + radius * hull / np.linalg.norm(hull)
+    found = _averse.conflict_averse(cosines, norms, norms / 5, 0.5, still=False) @ unit
+    assert (matrix @ found).min() >= (matrix @ expected).min() - 1e-9 * norms.max() ** 2
+    assert distance(found, expected) < 1e-2
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("ratio", [1, 30, 1000, 10**6])
+def test_the_solvers_agree_with_fractions_over_all_active_sets(seed: int, ratio: int) -> None:
+    generator = np.random.default_rng([seed, ratio])
+    integers = generator.integers(-9, 10, (3, 4)) * np.array([1, 1, ratio])[:, None]
+    matrix = [[Fraction(int(entry)) for entry in row] for row in integers]
+    if not all(any(row) for row in matrix):
+        matrix[0][0] += 20
+    plain = np.array([[float(entry) for entry in row] for row in matrix])
+    cosines, norms, unit = parts(plain)
+    shortest = _solvers.shortest(cosines, norms) @ unit
+    expected = exactly_shortest(matrix)
+    assert np.abs(shortest - expected).max() <= 1e-9 * norms.min()
+    mean = [sum(column, Fraction()) / 3 for column in zip(*matrix, strict=True)]
+    projected = _solvers.onto_dual_cone(cosines, norms[None] / 3)[0] @ unit
+    assert np.abs(projected - exactly_projected(matrix, mean)).max() <= 1e-9 * norms.max()
+
+
+def exactly_shortest(matrix: list[list[Fraction]]) -> Array:
+    """The shortest vector of the hull: that of the affine hull of some independent rows."""
+    best = None
+    for size in range(1, len(matrix) + 1):
+        for chosen in combinations(matrix, size):
+            first, others = chosen[0], [minus(row, chosen[0]) for row in chosen[1:]]
+            shares = solved(
+                [[inner(a, b) for b in others] for a in others], [-inner(a, first) for a in others]
+            )
+            if shares is None or min(shares, default=0) < 0 or sum(shares) > 1:
+                continue
+            point = plus(first, shares, others)
+            if best is None or inner(point, point) < inner(best, best):
+                best = point
+    assert best is not None
+    return np.array([float(entry) for entry in best])
+
+
+def exactly_projected(matrix: list[list[Fraction]], target: list[Fraction]) -> Array:
+    """The nearest with nonnegative products: the target made orthogonal to some rows."""
+    best = None
+    for size in range(len(matrix) + 1):
+        for chosen in combinations(matrix, size):
+            y = solved(
+                [[inner(a, b) for b in chosen] for a in chosen],
+                [-inner(a, target) for a in chosen],
+            )
+            if y is None:
+                continue
+            point = plus(target, y, list(chosen))
+            if min(inner(row, point) for row in matrix) < 0:
+                continue
+            apart = minus(point, target)
+            if best is None or inner(apart, apart) < inner(best[1], best[1]):
+                best = point, apart
+    assert best is not None
+    return np.array([float(entry) for entry in best[0]])
+
+
+def inner(a: list[Fraction], b: list[Fraction]) -> Fraction:
+    return sum((x * y for x, y in zip(a, b, strict=True)), Fraction())
+
+
+def minus(a: list[Fraction], b: list[Fraction]) -> list[Fraction]:
+    return [x - y for x, y in zip(a, b, strict=True)]
+
+
+def plus(
+    start: list[Fraction], shares: list[Fraction], others: list[list[Fraction]]
+) -> list[Fraction]:
+    for share, other in zip(shares, others, strict=True):
+        start = [x + share * y for x, y in zip(start, other, strict=True)]
+    return start
+
+
+def solved(matrix: list[list[Fraction]], right: list[Fraction]) -> list[Fraction] | None:
+    """By Gauss and Jordan; None if the matrix is singular."""
+    table = [[*row, end] for row, end in zip(matrix, right, strict=True)]
+    for index in range(len(table)):
+        pivot = next((row for row in range(index, len(table)) if table[row][index]), None)
+        if pivot is None:
+            return None
+        table[index], table[pivot] = table[pivot], table[index]
+        table[index] = [entry / table[index][index] for entry in table[index]]
+        for row in range(len(table)):
+            if row != index:
+                share = table[row][index]
+                table[row] = [a - share * b for a, b in zip(table[row], table[index], strict=True)]
+    return [row[-1] for row in table]
+
+
+def test_a_solver_that_does_not_get_there_raises_with_the_residual(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opposite = np.array([[1.0, -1.0], [-1.0, 1.0]])
+    with pytest.raises(NotConverged, match=r"without a bound.*1\.0e\+00 is left") as caught:
+        _solvers.nonnegative(opposite, np.array([[1.0, 1.0]]))
+    assert isinstance(caught.value, ArithmeticError)
+    assert caught.value.residual == pytest.approx(1)
+    cosines, norms, _ = parts(rows(8, 8, 30.0, 0))
+    monkeypatch.setattr(_solvers, "NEWTON_STEPS", 2)
+    with pytest.raises(NotConverged, match=r"G w = w\^"):
+        _solvers.bargained(cosines, norms, 1.0)
+
+
+@pytest.mark.parametrize("solver", ["_exchanged", "exchanges"])
+def test_without_the_fast_way_the_slow_one_gives_the_same(
+    monkeypatch: pytest.MonkeyPatch, solver: str
+) -> None:
+    for seed in range(5):
+        cosines, norms, unit = parts(rows(6, 6, 30.0, seed))
+        mean = norms / 6
+
+        def answers(
+            cosines: Array = cosines, norms: Array = norms, mean: Array = mean
+        ) -> list[Array]:
+            return [
+                _averse.conflict_averse(cosines, norms, mean, 0.5, still=False),
+                _solvers.shortest(cosines, norms),
+                *_solvers.onto_dual_cone(cosines, np.eye(6)),
+            ]
+
+        fast = answers()
+        with monkeypatch.context() as patch:
+            if solver == "_exchanged":
+                patch.setattr(_averse, "_exchanged", lambda *_: None)
+            else:
+                patch.setattr(_solvers, "EXCHANGES", 0)
+            slow = answers()
+        for one, two in zip(fast, slow, strict=True):
+            assert distance(two @ unit, one @ unit) <= 1e-9
+
+
+def test_rows_of_norm_zero_are_left_out_and_nan_is_everywhere() -> None:
+    def ones(cosines: Array, norms: Array) -> Array:
+        return norms * len(norms)
+
+    matrix = np.array([[3.0, 0.0], [0.0, 0.0], [0.0, 1.0]])
+    weights = _solvers.weights_of(gramian(matrix), ones, idle=7.0)
+    assert weights.tolist() == [2.0, 7.0, 2.0]
+    matrix[0, 0] = np.inf
+    with np.errstate(invalid="ignore"):
+        spoiled = gramian(matrix)
+    assert torch.isnan(_solvers.weights_of(spoiled, ones)).all()

@@ -1,0 +1,27 @@
+"""The documented table of properties is what the checks find."""
+
+import re
+
+import pytest
+
+from gradsurg.catalogue import find, names
+from tests.aggregators.table import HEAD, README, row
+from tests.verdict_tables import written
+
+
+@pytest.mark.parametrize("name", names("aggregators"))
+def test_the_documented_row_is_what_the_checks_find(name: str) -> None:
+    assert row(name) in written(README), "python -m tests.aggregators.table writes it anew"
+
+
+def test_the_table_has_a_row_for_each_aggregator_and_no_other() -> None:
+    head, *rows = written(README)
+    assert head == HEAD
+    classes = [find("aggregators", name).__name__ for name in names("aggregators")]
+    assert [line.split("|")[1].strip(" `") for line in rows] == classes
+
+
+def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
+    exec(code, {})
+    assert re.search(r"homogeneous +yes", capsys.readouterr().out)

@@ -1,0 +1,115 @@
+"""Ways over a landscape: what is read from the runs, and what the figure draws of it."""
+
+from pathlib import Path
+
+import pytest
+from matplotlib.collections import LineCollection
+
+from gradsurg.report.figures import write_figures
+from gradsurg.report.landscapes import MAX_PLACES, Landscape, Way
+from gradsurg.report.study_report import study_report
+from gradsurg.report.trajectories import draw_trajectories
+from gradsurg.report.writing import write_report
+from tests.report import studies
+
+
+def ground(study: Path) -> Landscape:
+    (found,) = study_report(study).landscapes
+    return found
+
+
+def test_runs_that_differ_in_their_start_are_ways_of_one_arm(tmp_path: Path):
+    found = ground(studies.toy(tmp_path / "toy"))
+    assert [arm.name for arm in found.arms] == ["clip", "control"]
+    assert found.arms[0].ways == [
+        Way(0, [0.0, 0.0, 0.0, 1.0], [1.0, 0.5, 0.0, -1.0]),
+        Way(0, [2.0, 2.0, 2.0, 1.0], [1.0, 0.5, 0.0, -1.0]),
+    ]
+    assert found.task == "toy"
+
+
+def test_the_mean_is_that_of_the_losses_cell_by_cell(tmp_path: Path):
+    assert ground(studies.toy(tmp_path / "toy")).mean == [[2.0, 1.0, 1.0], [3.0, 2.0, 2.0]]
+
+
+def test_a_pareto_set_that_goes_around_is_closed(tmp_path: Path):
+    place = studies.plan(tmp_path / "toy", "clip", 0)
+    around = [[0.0, 0.0], [1.0, 0.0], [1.0, 1.0]]
+    place.write_landscape({**studies.GROUND, "start": [0, 0], "pareto": around, "closed": True})
+    assert ground(tmp_path / "toy").pareto == [*around, [0.0, 0.0]]
+
+
+def test_a_run_that_logged_no_place_has_its_start_and_its_end(tmp_path: Path):
+    place = studies.plan(tmp_path / "toy", "clip", 0)
+    place.write_landscape({**studies.GROUND, "start": [0, 0]})
+    assert ground(tmp_path / "toy").arms[0].ways == [Way(0, [0.0], [0.0])]
+    studies.end(place, "clip", 0.5, **{"test/x1": 1.0, "test/x2": -1.0})
+    assert ground(tmp_path / "toy").arms[0].ways == [Way(0, [0.0, 1.0], [0.0, -1.0])]
+
+
+def test_a_long_way_is_thinned_and_keeps_its_ends(tmp_path: Path):
+    place = studies.plan(tmp_path / "toy", "clip", 0)
+    place.write_landscape({**studies.GROUND, "start": [0, 0]})
+    for step in range(1, 1001):
+        place.append_metrics({"step": step, "test/x1": step / 1000, "test/x2": 0.5})
+    (way,) = ground(tmp_path / "toy").arms[0].ways
+    assert len(way.x1) == MAX_PLACES
+    assert (way.x1[0], way.x1[-1]) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("text", ['{"x1": [1]}', "[]", "{", '{"start": [null]}'])
+def test_a_broken_landscape_is_told_and_the_rest_is_reported(tmp_path: Path, text: str):
+    study = studies.toy(tmp_path / "toy")
+    run = sorted(study.glob("clip-*"))[0]
+    (run / "landscape.json").write_text(text)
+    report = study_report(study)
+    (said,) = [line for line in report.cautions if "landscape.json" in line]
+    assert run.name in said
+    assert sum(len(arm.ways) for arm in report.landscapes[0].arms) == 3
+
+
+def test_the_figure_has_a_panel_for_each_loss_the_mean_and_each_arm(tmp_path: Path):
+    figure = draw_trajectories(ground(studies.toy(tmp_path / "toy")))
+    titles = [panel.get_title(loc="left") or panel.get_title() for panel in figure.axes]
+    assert titles == ["loss 1", "loss 2", "mean of the losses", "clip", "control"]
+    for panel, ways in zip(figure.axes, (0, 0, 0, 2, 2), strict=True):
+        lines = [one for one in panel.collections if isinstance(one, LineCollection)]
+        assert len(lines) == ways
+        markers = [line.get_marker() for line in panel.lines]
+        assert (markers.count("o"), markers.count("*")) == (ways, ways)
+        assert panel.lines[0].get_xydata().tolist() == studies.GROUND["pareto"]
+
+
+def test_a_way_of_two_places_has_no_line_between_them(tmp_path: Path):
+    place = studies.plan(tmp_path / "toy", "clip", 0)
+    place.write_landscape({**studies.GROUND, "start": [0, 0]})
+    studies.end(place, "clip", 0.5, **{"test/x1": 1.0, "test/x2": -1.0})
+    panel = draw_trajectories(ground(tmp_path / "toy")).axes[-1]
+    assert not [one for one in panel.collections if isinstance(one, LineCollection)]
+    assert [line.get_marker() for line in panel.lines][1:] == ["o", "*"]
+
+
+def test_the_page_shows_the_figure_and_links_its_files(tmp_path: Path):
+    study = studies.toy(tmp_path / "toy")
+    text = write_report(study_report(study), study / "report").read_text()
+    assert '<section aria-labelledby="h-ways" id="ways">' in text
+    assert 'src="data:image/png;base64,' in text
+    for name in ("trajectories.png", "trajectories.svg"):
+        assert f'href="{name}"' in text
+        assert (study / "report" / name).is_file()
+
+
+def test_a_study_without_a_landscape_has_no_such_section(tmp_path: Path):
+    study = studies.mixed(tmp_path / "first")
+    text = write_report(study_report(study), study / "report").read_text()
+    assert 'id="ways" hidden>' in text
+    assert "data:image/png" not in text
+    assert not list((study / "report").glob("trajectories*"))
+
+
+def test_a_flat_landscape_can_be_drawn(tmp_path: Path, recwarn):
+    place = studies.plan(tmp_path / "toy", "clip", 0)
+    flat = {name: [[1.0] * 3] * 2 for name in ("1", "2")}
+    place.write_landscape({**studies.GROUND, "start": [0, 0], "values": flat, "pareto": []})
+    write_figures(study_report(tmp_path / "toy"), tmp_path)
+    assert [str(one.message) for one in recwarn] == []

@@ -1,0 +1,238 @@
+"""check_aggregator finds what is wrong with an aggregator, and says what holds."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import gradsurg as gs
+from gradsurg.aggregators.base import Context, Entrywise, Property, State, Weighting
+from gradsurg.testing import Table, Verdict, check_aggregator
+from gradsurg.testing.aggregator_properties import PROPERTIES
+from gradsurg.testing.aggregator_rules import RULES
+
+
+def mean(rows: Tensor) -> Tensor:
+    return rows.mean(0)
+
+
+def own_random(rows: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(len(rows) * rows.shape[1])
+    return torch.rand(len(rows), generator=generator).to(rows) @ rows
+
+
+def test_a_plain_function_will_do_and_the_table_says_what_holds() -> None:
+    table = check_aggregator(mean)
+    assert table.thing == "mean"
+    assert table.holds == gs.Mean().properties
+    assert not any(verdict.declared for verdict in table.verdicts)
+    assert all(verdict.holds for verdict in table.rules)
+
+
+def test_the_table_is_text_with_a_counterexample() -> None:
+    lines = str(check_aggregator(mean, declared=["homogeneous"])).splitlines()
+    assert lines[0] == "mean"
+    assert "  homogeneous               yes" in lines
+    assert "  permutation_invariant     holds, not declared" in lines
+    (line,) = [line for line in lines if "non_conflicting" in line]
+    assert line.split()[1] == "no"
+    assert "[[1.0, 0.0], [-3.0, 0.0]]: the cosine of the result and row 0 is -1" in line
+    assert hash(Table("a", (), ())) == hash(Table("a", (), ()))
+    assert Verdict("a", True, False).broken
+    assert not Verdict("a", False, False).broken
+
+
+BREAKS: dict[Property, Callable[[Tensor], Tensor]] = {
+    "non_conflicting": mean,
+    "permutation_invariant": lambda rows: rows[0] + 2 * rows[-1],
+    "linear_under_scaling": lambda rows: torch.nn.functional.normalize(rows).sum(0),
+    "scale_invariant": mean,
+    "homogeneous": lambda rows: torch.nn.functional.normalize(rows.mean(0), dim=0),
+    "strongly_stationary": lambda rows: rows.median(0).values,
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_property_that_does_not_hold_is_caught_where_it_is_declared(name: Property) -> None:
+    assert name not in check_aggregator(BREAKS[name]).holds
+    with pytest.raises(AssertionError, match=f"^.* does not keep .*:\n  {name}: [^\n]*$"):
+        check_aggregator(BREAKS[name], declared=[name])
+
+
+def test_what_draws_is_not_deterministic() -> None:
+    assert "deterministic" not in check_aggregator(gs.Random()).holds
+    with pytest.raises(AssertionError, match="\n  deterministic: "):
+        check_aggregator(gs.Random(), declared=["deterministic"])
+    assert set(BREAKS) | {"deterministic"} == set(PROPERTIES)
+
+
+class Stops(Weighting):
+    """Gives nothing from the second call on."""
+
+    @property
+    def properties(self) -> frozenset[Property]:
+        return frozenset({"strongly_stationary"})
+
+    def init(self, num_tasks: int) -> State:
+        return {"calls": torch.zeros(())}
+
+    def weights(self, gramian: Tensor) -> Tensor:
+        return torch.ones(len(gramian), dtype=torch.float64)
+
+    def update(self, gramian: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+        alive = (state["calls"] == 0).double()
+        return alive * self.weights(gramian), {"calls": state["calls"] + 1}
+
+
+def test_a_property_is_checked_with_a_past() -> None:
+    with pytest.raises(AssertionError, match="\n  strongly_stationary: .* zero, yet"):
+        check_aggregator(Stops())
+
+
+class Single(Weighting):
+    """Weights of float32, and no value."""
+
+    @property
+    def properties(self) -> frozenset[Property]:
+        return frozenset()
+
+    def weights(self, gramian: Tensor) -> Tensor:
+        return torch.ones(len(gramian))
+
+
+class Positional(Entrywise):
+    """Every second column: which ones depends on the pieces."""
+
+    @property
+    def properties(self) -> frozenset[Property]:
+        return frozenset()
+
+    def apply(self, rows: Tensor, context: Context) -> Tensor:
+        return rows.sum(0) * (torch.arange(rows.shape[1]) % 2)
+
+
+def in_place(rows: Tensor) -> Tensor:
+    return rows.mul_(2).sum(0)
+
+
+def remembering(rows: Tensor) -> Tensor:
+    with torch.enable_grad():
+        return rows.sum(0)
+
+
+def narrow(rows: Tensor) -> Tensor:
+    if rows.shape[1] > 5000:
+        raise MemoryError("too wide")
+    return rows.sum(0)
+
+
+BREAK_RULES = {
+    "finite": lambda rows: rows.sum(0) / rows.norm(),
+    "like_a_row": lambda rows: rows.double().sum(0),
+    "pure": in_place,
+    "no_graph": remembering,
+    "no_global_random_numbers": lambda rows: torch.rand(len(rows), dtype=rows.dtype) @ rows,
+    "any_layout": lambda rows: rows.sum(0) * rows.stride(1),
+    "nan_is_told": lambda rows: rows.nan_to_num().sum(0),
+    "weights_of_float64": Single(),
+    "any_pieces": Positional(),
+    "a_value": Single(),
+    "wide": narrow,
+}
+
+
+@pytest.mark.parametrize("name", BREAK_RULES)
+def test_a_rule_that_is_broken_is_named(name: str) -> None:
+    with pytest.raises(AssertionError, match=f"\n  {name}: "):
+        check_aggregator(BREAK_RULES[name], count=2)
+
+
+def test_every_rule_is_seen_to_be_broken() -> None:
+    assert set(BREAK_RULES) == {*RULES, "wide"}
+
+
+def test_a_view_of_the_rows_is_no_result() -> None:
+    with pytest.raises(AssertionError, match="pure: the result shares memory with the rows"):
+        check_aggregator(lambda rows: rows[0])
+
+
+def test_all_faults_are_told_at_once_one_line_each() -> None:
+    with pytest.raises(AssertionError) as caught:
+        check_aggregator(in_place, declared=["non_conflicting", "scale_invariant"])
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "in_place does not keep what it promises:"
+    names = [line.split(":")[0].strip() for line in lines[1:]]
+    assert {"pure", "non_conflicting", "scale_invariant"} <= set(names)
+    assert len(names) == len(set(names))
+
+
+def test_random_numbers_of_its_own_are_allowed() -> None:
+    assert "homogeneous" in check_aggregator(own_random).holds
+
+
+def test_the_global_generator_is_left_as_it_was() -> None:
+    before = torch.get_rng_state()
+    with pytest.raises(AssertionError, match="no_global_random_numbers: draws from the global"):
+        check_aggregator(BREAK_RULES["no_global_random_numbers"], count=1)
+    state = torch.get_rng_state()
+    check_aggregator(gs.Random(), count=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.set_rng_state(before)
+
+
+def test_what_raises_is_a_finding() -> None:
+    def broken(rows: Tensor) -> Tensor:
+        raise ZeroDivisionError("by\nzero")
+
+    with pytest.raises(
+        AssertionError,
+        match="\n  finite: normal rows 1 x 1 of .*: raises ZeroDivisionError: by zero\n",
+    ):
+        check_aggregator(broken)
+
+
+def test_one_for_so_many_tasks_is_checked_with_so_many() -> None:
+    table = check_aggregator(gs.FixedWeights((1.0, 1.0, 1.0)))
+    assert table.holds >= gs.FixedWeights((1.0, 1.0, 1.0)).properties
+
+
+class Third(Weighting):
+    """Needs three tasks."""
+
+    @property
+    def least_tasks(self) -> int:
+        return 3
+
+    @property
+    def properties(self) -> frozenset[Property]:
+        return frozenset({"deterministic", "homogeneous"})
+
+    def weights(self, gramian: Tensor) -> Tensor:
+        if len(gramian) < 3:
+            raise ValueError("too few")
+        return torch.eye(len(gramian), dtype=torch.float64)[2]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Third)
+
+    def __hash__(self) -> int:
+        return 3
+
+    def __repr__(self) -> str:
+        return "Third()"
+
+
+@pytest.mark.parametrize("num_tasks", [(1, 2, 3, 8), (1, 2)])
+def test_one_that_needs_so_many_tasks_is_not_given_fewer(num_tasks: tuple[int, ...]) -> None:
+    table = check_aggregator(Third(), num_tasks=num_tasks)
+    assert "permutation_invariant" not in table.holds
+
+
+def test_what_is_no_aggregator_is_refused() -> None:
+    with pytest.raises(TypeError, match="takes an aggregator or a function, found 3"):
+        check_aggregator(3)
+    with pytest.raises(TypeError, match="takes an aggregator or a function, found <class"):
+        check_aggregator(gs.Mean)
+    with pytest.raises(ValueError, match="^declared: must be of non_conflicting, .* found linear$"):
+        check_aggregator(mean, declared=["linear"])

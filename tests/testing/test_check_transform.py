@@ -1,0 +1,144 @@
+"""check_transform finds what is wrong with a transform, and says what holds."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import gradsurg as gs
+from gradsurg.testing import check_transform
+from gradsurg.testing.transform_rules import RULES
+from gradsurg.transforms.base import Context, Law, State, Stateless, Transform
+
+
+def halve(grad: Tensor) -> Tensor:
+    return grad / 2
+
+
+def test_a_plain_function_will_do_and_the_table_says_what_holds() -> None:
+    table = check_transform(halve)
+    assert table.thing == "halve"
+    assert table.holds == gs.Scale(0.5).laws
+    assert "  linear                    holds, not declared" in str(table).splitlines()
+
+
+def test_a_law_that_does_not_hold_has_its_counterexample() -> None:
+    table = check_transform(gs.Clip(0.5))
+    assert table.holds == gs.Clip(0.5).laws
+    (line,) = [line for line in str(table).splitlines() if "homogeneous" in line]
+    assert line.split()[1] == "no"
+    assert "times" in line
+    with pytest.raises(AssertionError, match="\n  idempotent: g = .* twice: "):
+        check_transform(halve, declared=["idempotent", "linear"])
+
+
+class Own(Stateless):
+    """A transform that is equal to its copies."""
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        return frozenset({"deterministic"})
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+    def __repr__(self) -> str:
+        return type(self).__name__
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(name)
+
+
+class Graph(Own):
+    def apply(self, grad: Tensor, context: Context) -> Tensor:
+        assert context.value is not None
+        return grad * context.value
+
+
+class Waiting(Own):
+    def apply(self, grad: Tensor, context: Context) -> Tensor:
+        return grad * (2 if grad.numel() and grad.max().item() > 0 else 1)
+
+
+class Unequal(Waiting):
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+class Batched(Own):
+    def apply(self, grad: Tensor, context: Context) -> Tensor:
+        if grad.device.type == "cpu" and grad.numel():
+            return grad * (2 if grad.reshape(-1)[0] > 0 else 1)
+        return grad
+
+
+class Starting(Transform):
+    """Its first state is the gradient."""
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        return frozenset()
+
+    def init(self, grad: Tensor) -> State:
+        return {"first": grad.clone()}
+
+    def update(self, grad: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+        return grad.clone(), {"first": state["first"].clone()}
+
+
+BREAK_RULES = {
+    "pure": lambda grad: grad.mul_(2),
+    "finite": lambda grad: grad * 1e10,
+    "nan_is_kept": lambda grad: grad.nan_to_num(),
+    "first_state": Starting(),
+    "any_layout": lambda grad: grad * (grad.stride(0) if grad.ndim > 1 else 1),
+    "no_global_random_numbers": lambda grad: grad * torch.rand_like(grad),
+    "no_graph": Graph(),
+    "nothing_waits": Waiting(),
+    "a_value": Unequal(),
+    "any_batch": Batched(),
+}
+
+
+@pytest.mark.parametrize("name", BREAK_RULES)
+def test_a_rule_that_is_broken_is_named(name: str) -> None:
+    with pytest.raises(AssertionError, match=f"\n  {name}: "):
+        check_transform(BREAK_RULES[name])
+
+
+def test_every_rule_is_seen_to_be_broken() -> None:
+    assert set(BREAK_RULES) == set(RULES)
+
+
+@pytest.mark.parametrize(
+    ("breaks", "message"),
+    [
+        (lambda grad: grad.double(), "pure: gives dtype torch.float64 in place of torch.float32"),
+        (lambda grad: grad.reshape(-1), r"pure: gives shape torch.Size\(\[1\]\) in place of"),
+        (lambda grad: grad.view_as(grad), "pure: the result shares memory with the gradient"),
+        (lambda grad: None, "pure: gives NoneType and no tensor"),
+    ],
+)
+def test_a_result_must_be_like_the_gradient(breaks: object, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_transform(breaks)
+
+
+def test_only_the_shapes_that_it_takes_are_given() -> None:
+    transform = gs.NormRescale(per="o i kh kw -> o")
+    with pytest.raises(AssertionError, match="does not fit a tensor of 0 axes"):
+        check_transform(transform)
+    check_transform(transform, shapes=[(4, 3, 3, 3)])
+
+
+def test_what_is_no_transform_is_refused() -> None:
+    with pytest.raises(TypeError, match="takes a transform or a function, found 3"):
+        check_transform(3)
+    with pytest.raises(TypeError, match="takes a transform or a function, found <class"):
+        check_transform(gs.Clip)
+    with pytest.raises(ValueError, match="^declared: must be of elementwise, .* found square$"):
+        check_transform(halve, declared=["square"])

@@ -1,0 +1,50 @@
+"""Tables of what the checks of `gradsurg.testing` found, as they stand in a README."""
+
+import inspect
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from gradsurg.testing import Verdict
+
+BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+
+NAME = r"[A-Z][\w-]+"
+PAPER = rf"({NAME}(?:(?:, {NAME})*(?: and {NAME})?| et al\.),? (?:{NAME} )?(?:19|20)\d\d)"
+"""Authors, a venue and a year, as the docstrings have them."""
+
+
+def paper(cls: type) -> str:
+    """What a docstring cites first, rather with a number at arXiv; empty if it cites nothing."""
+    text = " ".join((inspect.getdoc(cls) or "").split())
+    found = re.search(rf"{PAPER} \(arXiv ([\d.]*\d)", text) or re.search(rf"{PAPER}()", text)
+    if not found:
+        return ""
+    cited, number = found.groups()
+    return f"[{cited}](https://arxiv.org/abs/{number})" if number else cited
+
+
+def cell(verdict: Verdict) -> str:
+    """What a table says of a verdict."""
+    if not verdict.holds:
+        return ""
+    return "yes" if verdict.declared else "(yes)"
+
+
+def line(words: Sequence[str]) -> str:
+    """A line of a table."""
+    return f"| {' | '.join(words)} |"
+
+
+def write(readme: Path, head: str, rows: Sequence[str]) -> None:
+    """Put a table in the place of the one that stands in a README."""
+    before, _, rest = readme.read_text().partition(BEGIN)
+    after = rest.partition(END)[2]
+    table = "\n".join([head, f"|{'---|' * (head.count('|') - 1)}", *rows])
+    readme.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+
+
+def written(readme: Path) -> list[str]:
+    """The lines of the table that stands in a README, the head first."""
+    text = readme.read_text().partition(BEGIN)[2].partition(END)[0]
+    return [line for line in text.splitlines() if line.startswith("| ")]
