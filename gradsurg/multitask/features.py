@@ -14,6 +14,7 @@ from gradsurg.fields import nearest
 from gradsurg.sites._modules import names_of
 from gradsurg.sites._nested import tensors_in
 
+REENTRANT = "CheckpointFunctionBackward"  # the node of a reentrant checkpoint
 MANY = -1  # whose node it is that several tasks reach
 
 
@@ -73,6 +74,11 @@ def cut(losses: Mapping[str, Tensor], at: Sequence[GradientEdge] | None = None) 
     above: Counter[Node] = Counter()
     for name, root in zip(losses, roots, strict=True):
         alone, entered = _above(root, below)
+        if any(node.name() == REENTRANT for node in alone):
+            raise RuntimeError(
+                f"the head of task '{name}' holds a reentrant checkpoint, which hides its "
+                "parameters from autograd.grad: use checkpoint(use_reentrant=False)"
+            )
         heads[name] = [leaf for node in alone if (leaf := _leaf(node)) is not None]
         edges |= {(edge.node, edge.output_nr): edge for edge in entered}
         above.update(alone)
@@ -183,10 +189,7 @@ def side_by_side(parts: Sequence[Sequence[Tensor | None]]) -> list[Piece]:
 
 
 def is_apart(pieces: Sequence[Piece]) -> bool:
-    """Whether there is no number for two tasks to meet at, as where losses were stacked."""
-    size = sum(piece.rows.shape[1] for piece in pieces)
-    if size > len(pieces[0].rows):
-        return False
+    """Whether there is no number that two tasks use, and so none to conflict at."""
     return all(bool((piece.rows != 0).sum(dim=0).max() < 2) for piece in pieces)
 
 

@@ -138,7 +138,10 @@ class Joint:
         those that a plain backward would show nothing.
         """
         with paused([own for own in attached if own not in picky]):
-            rows, losses = self._passes.look(given, attached, picky)
+            looked = self._passes.look(given, attached, picky)
+        if looked is None:
+            return
+        rows, losses = looked
         for one, group, blocks in self._passes.groups(rows):
             tasks, parts = _reaching(rows, blocks)
             used = weights[tasks] if weights is not None else None
@@ -229,8 +232,9 @@ class Joint:
         if len(given) > 1 and is_apart(pieces):
             self.around.tell(
                 f"{one.label}: the tasks part at {sum(own.shape[1] for own in rows)} numbers, none "
-                "of which two of them have, as where losses were stacked: they cannot conflict "
-                "there. Give them as a list or a mapping, or name the representation (features=)."
+                "of which two of them use, as where losses were stacked or the whole model was "
+                "compiled as one: they cannot conflict there. Give losses apart, compile the trunk "
+                "and the heads apart, or name the representation (features=)."
             )
         grads = split(pieces, one.make(SHARED, rows, values(given, self.around.scale)).grads)
         if leaves:

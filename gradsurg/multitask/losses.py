@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 Losses = Mapping[str, Tensor] | Sequence[Tensor] | Tensor
 """By the names of their tasks, or in an order, as a list or as a tensor of one axis."""
@@ -60,3 +61,15 @@ def values(losses: Mapping[str, Tensor], scale: float) -> dict[str, float]:
     one = {loss.device for loss in wide}
     found = torch.stack(wide).tolist() if len(one) == 1 else [loss.item() for loss in wide]
     return {name: number / scale for name, number in zip(losses, found, strict=True)}
+
+
+def node_names(losses: Mapping[str, Tensor]) -> set[str]:
+    """Those of the autograd nodes that the losses were made by."""
+    waiting = [get_gradient_edge(loss).node for loss in losses.values()]
+    met = set(waiting)
+    while waiting:
+        for after, _ in waiting.pop().next_functions:
+            if after is not None and after not in met:
+                met.add(after)
+                waiting.append(after)
+    return {node.name() for node in met}

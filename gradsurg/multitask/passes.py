@@ -7,10 +7,13 @@ from torch import Tensor
 
 from gradsurg.attached import Attached, Patient
 from gradsurg.multitask.aggregation import Aggregation, Around
+from gradsurg.multitask.features import REENTRANT
 from gradsurg.multitask.flow import flowing
-from gradsurg.multitask.losses import values
+from gradsurg.multitask.losses import node_names, values
 from gradsurg.multitask.rows import Block, Rows
 from gradsurg.sites._params import owned_params
+
+COMPILED = "CompiledFunctionBackward"  # the node of all that torch.compile has made one graph of
 
 ERRORS = BaseException  # whatever stops a pass: what it has written is dropped, and it goes on
 
@@ -55,8 +58,16 @@ class Passes:
 
     def look(
         self, given: Mapping[str, Tensor], attached: Sequence[Attached], picky: Sequence[Attached]
-    ) -> tuple[Rows, dict[str, float]]:
-        """The rows and the losses of one batch, whose graph stays for another backward."""
+    ) -> tuple[Rows, dict[str, float]] | None:
+        """The rows and the losses of one batch, whose graph stays for another backward. None
+        where there is no more than one.
+        """
+        if REENTRANT in node_names(given):
+            self._around.tell(
+                "the losses hold a reentrant checkpoint, through which no task can be followed: "
+                "their conflicts are not measured. Use checkpoint(use_reentrant=False)."
+            )
+            return None
         rows = self._fill(given, attached, picky, retain=True)
         if left := rows.settle(strict=False):
             self._around.tell(
@@ -86,6 +97,13 @@ class Passes:
         retain: bool = False,
     ) -> Rows:
         """The rows, with the gradients of these losses written or added to them."""
+        names = node_names(given)
+        if REENTRANT in names:
+            raise RuntimeError(
+                "the losses hold a reentrant checkpoint, which has one backward and hides its "
+                "parameters from autograd.grad: use checkpoint(use_reentrant=False), or "
+                "engine='feature' if it is below where the tasks part"
+            )
         rows = self._current()
         if anew:
             rows.clear(len(given))
@@ -101,6 +119,8 @@ class Passes:
                     grads = torch.autograd.grad(
                         loss, rows.params, retain_graph=again, allow_unused=True
                     )
+                if COMPILED in names:
+                    grads = _without_zeros(grads)
                 if all(grad is None for grad in grads):
                     raise ValueError(f"losses['{name}']: reaches no parameter of the model")
                 rows.add(index, grads)
@@ -129,3 +149,12 @@ class Passes:
             groups = [keys.get(name) for name in params.values()]
             rows = self._rows = Rows(list(params), list(params.values()), groups)
         return rows
+
+
+def _without_zeros(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """None for what is zero throughout: a compiled graph has a gradient for all that it holds, and
+    so a task seems to reach the heads of the others.
+    """
+    there = [grad.any() for grad in grads if grad is not None]
+    said = iter(torch.stack([own.to(there[0].device) for own in there]).tolist() if there else [])
+    return [grad if grad is not None and next(said) else None for grad in grads]

@@ -1,0 +1,409 @@
+"""Both engines where training is not plain: accumulation, AMP, checkpoints, compiled models."""
+
+import threading
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import gradsurg as gs
+from gradsurg.multitask.conflict import Conflict
+from tests.multitask.nets import (
+    TARGETS,
+    Net,
+    Running,
+    Uneven,
+    at_shared,
+    close,
+    grads_of,
+    inputs,
+    joint,
+    losses_of,
+    oracle,
+    same,
+)
+
+TRUNK = ["trunk.0.weight", "trunk.0.bias", "trunk.2.weight", "trunk.2.bias"]
+ENGINES = ["full", "feature"]
+
+
+# Several batches are one step
+
+
+@pytest.mark.parametrize("granularity", ["whole", "tensor"])
+def test_gradients_of_several_batches_are_aggregated_as_their_sum(granularity: str) -> None:
+    model = Net()
+    with gs.Surgery(at_shared(Uneven(), granularity=granularity)).attach(model) as live:
+        for _ in range(2):
+            model.zero_grad()
+            for step in range(3):
+                live.backward(losses_of(model, step), aggregate=step == 2)
+                assert (model.trunk[0].weight.grad is None) == (step < 2)
+    total = {t: sum(losses_of(model, step)[t] for step in range(3)) for t in "abc"}
+    found = grads_of(model)
+    names = [[name] for name in TRUNK] if granularity == "tensor" else [TRUNK]
+    close(found, oracle(model, total, [(Uneven(), own) for own in names]))  # pyright: ignore[reportArgumentType]
+
+
+def test_losses_of_several_batches_are_weighed_by_the_first() -> None:
+    model = Net()
+    with gs.Surgery(at_shared(gs.FAMO())).attach(model, effects_every=0) as live:
+        for step in range(2):
+            live.backward(losses_of(model, step), aggregate=step == 1)
+    found = grads_of(model)
+    model.zero_grad()
+    values = torch.tensor([loss.item() for loss in losses_of(model, 0).values()])
+    weights = (1 / (values + 1e-8)) / (1 / (values + 1e-8)).sum()
+    for step in range(2):
+        losses = losses_of(model, step).values()
+        sum(weight * loss for weight, loss in zip(weights, losses, strict=True)).backward()
+    close(found, grads_of(model))
+
+
+def test_other_tasks_than_those_that_wait_are_refused() -> None:
+    model = Net()
+    with gs.Surgery(at_shared(Uneven())).attach(model) as live:
+        live.backward(losses_of(model), aggregate=False)
+        with pytest.raises(ValueError, match="gradients of a, b, c wait for more, found a, b"):
+            live.backward({task: losses_of(model)[task] for task in "ab"})
+        live.backward(losses_of(model))
+    with gs.Surgery(at_shared(gs.Mean())).attach(model) as live:
+        live.backward(losses_of(model), aggregate=False)
+        with pytest.raises(ValueError, match="weights of this step are of a, b, c, found a, b"):
+            live.backward({task: losses_of(model)[task] for task in "ab"})
+
+
+def test_a_parameter_that_is_frozen_while_gradients_wait_is_told() -> None:
+    model = Net()
+    with gs.Surgery(at_shared(Uneven())).attach(model) as live:
+        live.backward(losses_of(model), aggregate=False)
+        model.trunk[0].weight.requires_grad_(False)
+        with pytest.raises(ValueError, match="need a gradient have changed while gradients waited"):
+            live.backward(losses_of(model))
+        live.backward(losses_of(model))
+    close(grads_of(model), oracle(model, losses_of(model), [(Uneven(), TRUNK[1:])]))
+
+
+def test_an_error_while_gradients_wait_drops_them_and_says_so() -> None:
+    model = Net()
+    with gs.Surgery(at_shared(Uneven())).attach(model) as live:
+        live.backward(losses_of(model), aggregate=False)
+        losses = losses_of(model)
+        losses["b"].register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError) as error:
+            live.backward(losses)
+        assert "what waited" in "".join(error.value.__notes__)
+        live.backward(losses_of(model))
+    close(grads_of(model), oracle(model, losses_of(model), [(Uneven(), TRUNK)]))
+
+
+# Automatic mixed precision
+
+
+def _scaler(growth: float = 2.0**14) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=growth)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["running", "of losses"])
+def test_a_loss_scale_changes_nothing(name: str, engine: str) -> None:
+    aggregator = {"running": Running(), "of losses": gs.GradNorm()}[name]
+
+    def train(scaler: torch.amp.GradScaler | None) -> tuple[Net, list[Conflict]]:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        surgery = gs.Surgery(at_shared(aggregator, engine=engine))
+        with surgery.attach(model, optimizer, scaler=scaler) as live:
+            for step in range(3):
+                optimizer.zero_grad()
+                losses = losses_of(model, step)
+                if scaler is None:
+                    live.backward(losses)
+                    optimizer.step()
+                    continue
+                live.backward({task: scaler.scale(loss) for task, loss in losses.items()})
+                scaler.step(optimizer)
+                scaler.update()
+            return model, live.conflicts.fetch()
+
+    (plain, first), (scaled, second) = train(None), train(_scaler())
+    close(dict(scaled.state_dict()), dict(plain.state_dict()))
+    for own, other in zip(second, first, strict=True):
+        assert own.norms == pytest.approx(other.norms, rel=1e-4)
+        assert own.decrease == pytest.approx(other.decrease, rel=1e-3)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_step_that_overflows_is_left_out_and_nothing_is_learnt_from_it(engine: str) -> None:
+    model, scaler = Net(), _scaler()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    surgery = gs.Surgery(at_shared(Running(), engine=engine))
+    with surgery.attach(model, optimizer, scaler=scaler) as live:
+        for step in range(3):
+            optimizer.zero_grad()
+            before = [own.detach().clone() for own in model.parameters()]
+            losses = {task: scaler.scale(own) for task, own in losses_of(model, step).items()}
+            if step == 1:
+                losses["b"] = losses["b"] * float("inf")
+            live.backward(losses)
+            scaler.step(optimizer)
+            scaler.update()
+            moved = any(
+                not torch.equal(own, other)
+                for own, other in zip(before, model.parameters(), strict=True)
+            )
+            assert moved == (step != 1)
+        assert live.step == 2
+        assert len(live.conflicts.fetch()) == 2
+    assert all(
+        own["norms"].isfinite().all()
+        for own in surgery.state_dict()["states"].values()  # pyright: ignore
+    )
+    assert scaler.get_scale() == 2.0**13
+
+
+def test_a_scaler_that_was_not_told_is() -> None:
+    model, scaler = Net(), _scaler()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with gs.Surgery(at_shared(Uneven())).attach(model, optimizer) as live:
+        for _ in range(2):
+            live.backward({t: scaler.scale(own) for t, own in losses_of(model).items()})
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                scaler.step(optimizer)
+            scaler.update()
+            said = [str(one.message) for one in told]
+            assert [("attach was not told" in one) for one in said] == [True] * (live.step == 1)
+        first, second = live.conflicts.fetch()
+        assert first.norms[0] > 1000 * second.norms[0]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_autocast_does_not_touch_what_is_computed_of_the_gradients(engine: str) -> None:
+    def losses(model: Net) -> dict[str, Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs = model(inputs())
+        return {t: (own.float() - TARGETS[t]).square().mean() for t, own in outputs.items()}
+
+    model = Net()
+    found, _ = joint(model, losses(model), at_shared(Uneven(), engine=engine))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under, _ = joint(model, losses(model), at_shared(Uneven(), engine=engine))
+    assert same(found, under)
+    weighed = {}
+    for name in ("outside", "inside"):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=name == "inside"):
+            items = gs.Intervention(gs.Scale(1.0), when=gs.ForTask("a")), at_shared(gs.Mean())
+            weighed[name], _ = joint(model, losses(model), *items)
+    assert same(weighed["inside"], weighed["outside"])
+
+
+# Models
+
+
+class Normed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh())
+
+
+class Recurrent(Net):
+    kind: type[nn.RNNBase] = nn.LSTM
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = self.kind(1, 6, num_layers=2)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        states, _ = self.trunk(x.T[:, :, None])
+        return {
+            task: head(states[-1] if task == "a" else states.mean(0))
+            for task, head in self.heads.items()
+        }
+
+
+class Gated(Recurrent):
+    kind = nn.GRU
+
+
+class Convolved(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Conv1d(1, 3, 3), nn.ReLU(inplace=True), nn.Flatten())
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        features = self.trunk(x[:, None])
+        return {task: head(features) for task, head in self.heads.items()}
+
+
+MODELS = {"batch norm": Normed, "lstm": Recurrent, "gru": Gated, "convolution": Convolved}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_full_engine_is_as_by_hand(name: str) -> None:
+    model = MODELS[name]()
+    names = [own for own, _ in model.named_parameters() if own.startswith("trunk")]
+    state = {key: own.clone() for key, own in model.state_dict().items()}
+    found, _ = joint(model, losses_of(model), at_shared(Uneven()))
+    after = {key: own.clone() for key, own in model.state_dict().items()}
+    model.load_state_dict(state)
+    close(found, oracle(model, losses_of(model), [(Uneven(), names)]))
+    assert same(after, model.state_dict())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_feature_engine_has_the_weights_that_it_tells(name: str) -> None:
+    model = MODELS[name]()
+    with gs.Surgery(at_shared(Uneven(), engine="feature")).attach(model) as live:
+        live.backward(losses_of(model))
+    found = grads_of(model)
+    (conflict,) = live.conflicts.fetch()
+    model.zero_grad()
+    losses = losses_of(model).values()
+    sum(weight * loss for weight, loss in zip(conflict.weights, losses, strict=True)).backward()
+    expected = grads_of(model)
+    trunk = [key for key in found if key.startswith("trunk")]
+    close({key: found[key] for key in trunk}, {key: expected[key] for key in trunk})
+
+
+class Checkpointed(Net):
+    reentrant = False
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = x.requires_grad_()
+        features = checkpoint(self.trunk, x, use_reentrant=self.reentrant)
+        assert isinstance(features, Tensor)
+        features = features.tanh()
+        return {task: head(features) for task, head in self.heads.items()}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_checkpoint_changes_nothing(engine: str) -> None:
+    model, plain = Checkpointed(), Net()
+    found, _ = joint(model, losses_of(model), at_shared(Uneven(), engine=engine))
+    expected, _ = joint(plain, losses_of(plain), at_shared(Uneven(), engine=engine))
+    close(found, expected)
+
+
+def test_a_reentrant_checkpoint_is_refused_with_the_way_out() -> None:
+    model = Checkpointed()
+    model.reentrant = True
+    rule = "reentrant checkpoint.*use_reentrant=False.*engine='feature'"
+    with pytest.raises(RuntimeError, match=rule):
+        joint(model, losses_of(model), at_shared(Uneven()))
+
+
+def test_measuring_leaves_a_reentrant_checkpoint_out_and_says_so() -> None:
+    model, plain = Checkpointed(), Net()
+    model.reentrant = True
+    with pytest.warns(gs.SurgeryWarning, match="their conflicts are not measured"):
+        found, _ = joint(model, losses_of(model), at_shared(gs.Mean()))
+    close(found, joint(plain, losses_of(plain), at_shared(gs.Mean()))[0])
+
+
+def test_a_reentrant_checkpoint_in_a_head_is_refused() -> None:
+    model = Net()
+    features = model.trunk(inputs())
+    losses = {
+        task: checkpoint(head, features, use_reentrant=True).square().mean()  # pyright: ignore
+        for task, head in model.heads.items()
+    }
+    with pytest.raises(RuntimeError, match="head of task 'a' holds a reentrant checkpoint"):
+        joint(model, losses, at_shared(Uneven(), engine="feature"))
+
+
+def test_below_where_tasks_part_a_checkpoint_may_be_reentrant() -> None:
+    model, plain = Checkpointed(), Net()
+    model.reentrant = True
+    found, _ = joint(model, losses_of(model), at_shared(Uneven(), engine="feature"))
+    expected, _ = joint(plain, losses_of(plain), at_shared(Uneven(), engine="feature"))
+    close(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("what", ["model", "trunk"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_model_is_as_an_eager_one(backend: str, what: str, engine: str) -> None:
+    model, plain = Net(), Net()
+    made: nn.Module = model
+    if what == "model":
+        made = torch.compile(model, backend=backend)  # pyright: ignore[reportAssignmentType]
+    else:
+        model.trunk = torch.compile(model.trunk, backend=backend)  # pyright: ignore
+    if what == "model" and engine == "feature":
+        engine = "full"  # one node is all of it: there is no place where tasks part
+    with gs.Surgery(at_shared(Uneven(), engine=engine)).attach(made) as live:
+        for step in range(2):
+            model.zero_grad()
+            live.backward(losses_of(made, step))
+    expected, _ = joint(plain, losses_of(plain, 1), at_shared(Uneven(), engine=engine))
+    found = {key.replace("_orig_mod.", ""): own for key, own in grads_of(model).items()}
+    close(found, expected, rtol=1e-4)
+
+
+def test_losses_of_one_compiled_graph_have_no_place_to_part_which_is_told() -> None:
+    model = torch.compile(Net(), backend="aot_eager")
+    with pytest.warns(gs.SurgeryWarning, match="24 numbers, none of which .* compiled as one"):
+        joint(model, losses_of(model), at_shared(Uneven(), engine="feature"))  # pyright: ignore
+
+
+def test_two_threads_train_two_models() -> None:
+    found: dict[int, object] = {}
+
+    def train(seed: int) -> None:
+        model = Net(seed=seed)
+        with gs.Surgery(
+            gs.Intervention(gs.Scale(2.0), when=gs.ForTask("b")), at_shared(Uneven())
+        ).attach(model) as live:
+            for _ in range(10):
+                model.zero_grad()
+                live.backward(losses_of(model))
+        found[seed] = grads_of(model)
+
+    make: Callable[[int], threading.Thread] = lambda seed: threading.Thread(  # noqa: E731
+        target=train, args=(seed,)
+    )
+    torch.manual_seed(0)
+    threads = [make(seed) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    together = dict(found)
+    for seed in (1, 2):
+        train(seed)
+        assert same(found[seed], together[seed])  # pyright: ignore[reportArgumentType]
+
+
+def test_the_graph_may_be_kept_for_more_by_the_loss_alone() -> None:
+    model = Net()
+    losses = losses_of(model)
+    joint(model, losses, at_shared(Uneven()))
+    with pytest.raises(RuntimeError, match="second time"):
+        losses["a"].backward()
+
+
+def test_a_functional_call_with_the_models_own_parameters_is_a_forward_as_any() -> None:
+    model = Net()
+    outputs = torch.func.functional_call(model, dict(model.named_parameters()), inputs())
+    losses = {task: own.square().mean() for task, own in outputs.items()}
+    found, _ = joint(model, losses, at_shared(Uneven()))
+    losses = {task: own.square().mean() for task, own in model(inputs()).items()}
+    close(found, oracle(model, losses, [(Uneven(), TRUNK)]))
+
+
+def test_a_loss_that_holds_a_gradient_is_differentiated_through_it() -> None:
+    model = Net()
+
+    def losses() -> dict[str, Tensor]:
+        x = inputs().requires_grad_()
+        outputs = model(x)
+        (slope,) = torch.autograd.grad(outputs["a"].sum(), x, create_graph=True)
+        return {"a": slope.square().mean(), "b": outputs["b"].square().mean()}
+
+    found, _ = joint(model, losses(), at_shared(Uneven()))
+    close(found, oracle(model, losses(), [(Uneven(), TRUNK)]))
+    assert all(own is None or not own.requires_grad for own in found.values())
