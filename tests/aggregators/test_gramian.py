@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gradsurg.aggregators import _rows
 from gradsurg.aggregators.base import Aggregator, Context, GramianAggregator, Property
 from tests.aggregators.cases import CONFIGS, made
 from tests.aggregators.inputs import RATIOS, distance, ranks, rows
@@ -299,3 +300,14 @@ def test_cagrad_beside_a_zero_gradient_is_the_nearest_that_harms_none() -> None:
     torch.testing.assert_close(by(cagrad, agreeing), agreeing.mean(0))
     matrix = torch.tensor([[1.0, 0.0], [-1.5, 1.0], [0.0, 0.0]], dtype=torch.float64)
     torch.testing.assert_close(by(cagrad, matrix), by(made("dual_proj"), matrix))
+
+
+@pytest.mark.parametrize("width", [0, 7, 4096, 15_000])
+def test_a_gramian_in_pieces_is_the_gramian(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setattr(_rows, "COLUMNS", 100)
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(3, width, generator=generator, dtype=torch.float64) + 1
+    for dtype, digits in ((torch.float64, 1e-14), (torch.float32, 1e-6), (torch.float16, 1e-6)):
+        given = matrix.to(dtype)
+        exact = given.double() @ given.double().T
+        torch.testing.assert_close(_rows.gramian_of(given), exact, rtol=digits, atol=0.0)
