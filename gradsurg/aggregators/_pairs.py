@@ -8,6 +8,8 @@ from math import sqrt
 
 from gradsurg.aggregators._solvers import RANK
 
+EQUAL = 1e-14  # of the sum of their squares: rows as near as that are one
+
 
 def shortest(cosine: float, norm: float, other: float) -> tuple[float, float]:
     """The shortest x_1 g_1 + x_2 g_2 with x_1 + x_2 = 1, both >= 0."""
@@ -91,6 +93,8 @@ def conflict_averse(cosine: float, norm: float, other: float, c: float) -> tuple
         return first, second + radius
     # Both are served alike: d is on the line at right angles to g_1 - g_2, as far as the ball goes.
     apart = norm**2 + other**2 - 2 * inner
+    if apart <= EQUAL * (norm**2 + other**2):
+        return first + radius / 2, second + radius / 2
     back = (first - second) * (first + second) * 2 / apart
     shares = (other**2 - inner) / apart, (norm**2 - inner) / apart
     reach = sqrt(max(radius**2 - back**2 * apart, 0.0))

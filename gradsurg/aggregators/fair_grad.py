@@ -36,7 +36,6 @@ class FairGrad(Weighting):
         properties: set[Property] = {
             "non_conflicting",
             "permutation_invariant",
-            "strongly_stationary",
             "deterministic",
         }
         if self.alpha == 1:

@@ -30,11 +30,14 @@ class Krum(Weighting):
     def properties(self) -> frozenset[Property]:
         return frozenset({"homogeneous", "deterministic"})
 
+    @property
+    def least_tasks(self) -> int:
+        return max(self.num_byzantine + 3, self.num_selected)
+
     def weights(self, gramian: Tensor) -> Tensor:
         count = len(gramian)
-        needed = max(self.num_byzantine + 3, self.num_selected)
-        if count < needed:
-            raise ValueError(f"{self!r} needs {needed} tasks or more, found {count}")
+        if count < self.least_tasks:
+            raise ValueError(f"{self!r} needs {self.least_tasks} tasks or more, found {count}")
         if not gramian.isfinite().all():
             return torch.full((count,), torch.nan, dtype=torch.float64)
         squares = gramian.diagonal()

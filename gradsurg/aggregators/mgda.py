@@ -29,7 +29,6 @@ class MGDA(Weighting):
                 "non_conflicting",
                 "permutation_invariant",
                 "homogeneous",
-                "strongly_stationary",
                 "deterministic",
             }
         )

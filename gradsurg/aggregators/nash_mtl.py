@@ -39,7 +39,6 @@ class NashMTL(GramianAggregator):
         properties: set[Property] = {"deterministic"}
         if self.update_weights_every == 1:
             properties |= {"non_conflicting", "permutation_invariant", "scale_invariant"}
-            properties |= {"strongly_stationary"}
             if self.normalize and not self.max_norm:
                 properties |= {"homogeneous"}
         return frozenset(properties)

@@ -8,6 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.aggregators._orders import Order, dot, orders_of, totals, unpacked
+from gradsurg.aggregators._solvers import RANK
 from gradsurg.aggregators.base import Context, GramianAggregator, Property, State
 from gradsurg.fields import validated
 
@@ -80,7 +81,7 @@ class PCGrad(GramianAggregator):
                     continue
                 target, image, square = targets[j]
                 inner = products[j] if target is None else dot(target, products)
-                if inner >= 0 or not square > 0:
+                if inner >= 0 or square <= RANK:  # little is left of the target but rounding
                     continue
                 share = inner / (square + self.eps / norms[j] ** 2)
                 products = [a - share * b for a, b in zip(products, image, strict=True)]
