@@ -6,6 +6,7 @@ python scripts/bench.py nodes                             finding nodes in a 12-
 python scripts/bench.py report                            the report of 200 runs of 1000 steps
 python scripts/bench.py runner [--rounds 8]               what the command costs beside training
 python scripts/bench.py multitask [--rounds 10]           aggregators beside those of TorchJD
+python scripts/bench.py engines [--rounds 3]              a step of eight tasks beside a plain one
 """
 
 import argparse
@@ -15,6 +16,7 @@ from functools import partial
 from statistics import median
 from time import perf_counter
 
+import bench_engines
 import bench_multitask
 import bench_nodes
 import bench_report
@@ -115,7 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    whats = ["training", "sites", "nodes", "report", "runner", "multitask"]
+    whats = ["training", "sites", "nodes", "report", "runner", "multitask", "engines"]
     parser.add_argument("what", nargs="?", choices=whats)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
@@ -132,6 +134,8 @@ def main() -> None:
             print(bench_report.table())
         case "runner":
             print(bench_runner.table(args.rounds, args.only))
+        case "engines":
+            print(bench_engines.table(args.rounds))
         case "multitask":
             for threads in args.threads:
                 print(bench_multitask.table(args.rounds, args.only, args.sizes, threads))

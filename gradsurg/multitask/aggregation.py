@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from gradsurg.aggregators.base import Aggregator, Context, LossWeighting, State
 from gradsurg.effects import Effects
 from gradsurg.intervention import Intervention
 from gradsurg.ledger import Ledger, SurgeryWarning
-from gradsurg.multitask.conflict import Conflicts, conflict_of
+from gradsurg.multitask.conflict import Conflicts, conflict_of, others_of
 from gradsurg.multitask.merging import Merged, gramian_over, merge, products
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.sites._modules import ROOT
@@ -185,10 +186,9 @@ class Aggregation:
         else:
             falls = products(parts, merged.grads) / scale**2
             norm = sum(grad.double().square().sum().item() for grad in merged.grads) ** 0.5 / scale
-        whole = self.at.granularity == "whole"
-        self.around.conflicts.add(
-            conflict_of(self.label, context, gramian, weights, falls, norm, others=whole)
-        )
+        found = conflict_of(self.label, context, gramian, weights, falls, norm)
+        others = partial(others_of, self.label, context, gramian, falls, norm)
+        self.around.conflicts.add(found, others if self.at.granularity == "whole" else dict)
 
     def _count(self, group: str) -> bool:
         """Count the gradients at hand; whether the aggregator is to act."""

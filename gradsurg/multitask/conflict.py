@@ -1,14 +1,13 @@
 """How much the gradients of several tasks disagree, in numbers, all from their Gramian."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from math import inf, isfinite, nan
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from gradsurg.aggregators.base import (
@@ -100,7 +99,6 @@ def conflict_of(
     weights: Tensor | None,
     products: Tensor,
     norm: float,
-    others: bool = True,
 ) -> Conflict:
     """The numbers, from G (T, T), the weights, the products g_i . d (T,) and |d|."""
     g = gramian.numpy()
@@ -124,7 +122,6 @@ def conflict_of(
         cosine_to_mean=_ratio(float(products.mean()), norm * mean),
         norm_to_mean=_ratio(norm, mean),
         weight_entropy=nan if weights is None else _entropy(weights.numpy()),
-        others=_others(g, products.numpy(), norm, context, label) if others else {},
     )
 
 
@@ -171,12 +168,13 @@ def _comparable() -> tuple[tuple[str, Aggregator], ...]:
     return tuple(made)
 
 
-def _others(
-    g: np.ndarray, products: np.ndarray, norm: float, context: Context, label: str
+def others_of(
+    label: str, context: Context, gramian: Tensor, products: Tensor, norm: float
 ) -> dict[str, Other]:
+    """What every other aggregator would have done, from what `conflict_of` takes."""
+    g, found = gramian.numpy(), {}
     if not np.isfinite(g).all():
         return {}
-    gramian, found = torch.from_numpy(g), {}
     for name, aggregator in _comparable():
         if name == label:
             continue
@@ -185,7 +183,8 @@ def _others(
         except (ArithmeticError, ValueError):
             continue  # it has no answer, or none for so few tasks, and was not asked to act
         length = float(np.sqrt(max(weights @ g @ weights, 0.0)))
-        found[name] = Other(weights.tolist(), _ratio(float(weights @ products), norm * length))
+        along = float(weights @ products.numpy())
+        found[name] = Other(weights.tolist(), _ratio(along, norm * length))
     return found
 
 
@@ -202,21 +201,24 @@ def weights_of(aggregator: Aggregator, gramian: Tensor, context: Context) -> Ten
 
 
 class Conflicts:
-    """The conflicts of the measured steps: the newest until they are fetched, the means of all."""
+    """The conflicts of the measured steps: the newest until they are fetched, the means of all.
+
+    What other aggregators would have done takes them their time, and waits for the fetch.
+    """
 
     def __init__(self) -> None:
-        self._fresh: deque[Conflict] = deque(maxlen=KEPT)
+        self._fresh: deque[tuple[Conflict, Callable[[], dict[str, Other]]]] = deque(maxlen=KEPT)
         self._tallies: dict[tuple[str, str, tuple[str, ...]], _Tally] = {}
 
-    def add(self, conflict: Conflict) -> None:
+    def add(self, conflict: Conflict, others: Callable[[], dict[str, Other]] = dict) -> None:
         """One more was measured."""
-        self._fresh.append(conflict)
+        self._fresh.append((conflict, others))
         key = conflict.aggregator, conflict.group, tuple(conflict.tasks)
         self._tallies.setdefault(key, _Tally()).add(conflict)
 
     def fetch(self) -> list[Conflict]:
         """Those since the last fetch, the newest thousand."""
-        fresh = list(self._fresh)
+        fresh = [replace(conflict, others=others()) for conflict, others in self._fresh]
         self._fresh.clear()
         return fresh
 

@@ -175,7 +175,7 @@ class Joint:
             raise _nothing_shared(rows, given)
         grads = rows.merged(found, [1.0] * len(given) if weights is None else weights.tolist())
         leaves = [rows.params[index] for index in grads]
-        rows.clear(0)
+        rows.clear(rows.num_tasks)
         with paused(at_leaves(attached)):
             torch.autograd.backward(leaves, list(grads.values()))
 

@@ -1,10 +1,10 @@
 """The losses that are given: named, and refused where they cannot be differentiated."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 
 Losses = Mapping[str, Tensor] | Sequence[Tensor] | Tensor
 """By the names of their tasks, or in an order, as a list or as a tensor of one axis."""
@@ -63,13 +63,13 @@ def values(losses: Mapping[str, Tensor], scale: float) -> dict[str, float]:
     return {name: number / scale for name, number in zip(losses, found, strict=True)}
 
 
-def node_names(losses: Mapping[str, Tensor]) -> set[str]:
-    """Those of the autograd nodes that the losses were made by."""
-    waiting = [get_gradient_edge(loss).node for loss in losses.values()]
+def nodes_of(losses: Iterable[Tensor]) -> set[Node]:
+    """The autograd nodes that the losses were made by."""
+    waiting = [get_gradient_edge(loss).node for loss in losses]
     met = set(waiting)
     while waiting:
         for after, _ in waiting.pop().next_functions:
             if after is not None and after not in met:
                 met.add(after)
                 waiting.append(after)
-    return {node.name() for node in met}
+    return met

@@ -9,7 +9,7 @@ from gradsurg.attached import Attached, Patient
 from gradsurg.multitask.aggregation import Aggregation, Around
 from gradsurg.multitask.features import REENTRANT
 from gradsurg.multitask.flow import flowing
-from gradsurg.multitask.losses import node_names, values
+from gradsurg.multitask.losses import nodes_of, values
 from gradsurg.multitask.rows import Block, Rows
 from gradsurg.sites._params import owned_params
 
@@ -62,7 +62,7 @@ class Passes:
         """The rows and the losses of one batch, whose graph stays for another backward. None
         where there is no more than one.
         """
-        if REENTRANT in node_names(given):
+        if REENTRANT in _names(given):
             self._around.tell(
                 "the losses hold a reentrant checkpoint, through which no task can be followed: "
                 "their conflicts are not measured. Use checkpoint(use_reentrant=False)."
@@ -97,7 +97,7 @@ class Passes:
         retain: bool = False,
     ) -> Rows:
         """The rows, with the gradients of these losses written or added to them."""
-        names = node_names(given)
+        names = _names(given)
         if REENTRANT in names:
             raise RuntimeError(
                 "the losses hold a reentrant checkpoint, which has one backward and hides its "
@@ -112,6 +112,8 @@ class Passes:
                 "the parameters that need a gradient have changed while gradients waited, which "
                 "are dropped: change them between two steps"
             )
+        if not rows.blocks:
+            rows.expect([_leaves(loss, rows.params) for loss in given.values()])
         try:
             for index, (name, loss) in enumerate(given.items()):
                 again = retain or index < len(given) - 1
@@ -149,6 +151,16 @@ class Passes:
             groups = [keys.get(name) for name in params.values()]
             rows = self._rows = Rows(list(params), list(params.values()), groups)
         return rows
+
+
+def _names(given: Mapping[str, Tensor]) -> set[str]:
+    return {node.name() for node in nodes_of(given.values())}
+
+
+def _leaves(loss: Tensor, params: Sequence[Tensor]) -> set[int]:
+    """The parameters that a loss was made of."""
+    found = {id(getattr(node, "variable", None)) for node in nodes_of([loss])}
+    return {index for index, param in enumerate(params) if id(param) in found}
 
 
 def _without_zeros(grads: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -23,9 +23,9 @@ class Rows:
     """What the backward passes of several tasks give, for each parameter and task.
 
     A parameter that several tasks reach, and that has a group, has its place in a block. Which
-    these are is known when all tasks have come; until then those of the last time are taken for
-    them, and their gradients are written into the blocks as they come. All others are kept as they
-    are, in `own`.
+    these are is known when all tasks have come; until then those of the last time, or those that
+    are expected, are taken for them, and their gradients are written into the blocks as they come.
+    All others are kept as they are, in `own`.
     """
 
     def __init__(
@@ -48,11 +48,15 @@ class Rows:
             if len(block.rows) != num_tasks:
                 block.rows = block.rows.new_empty(num_tasks, block.rows.shape[1])
 
+    def expect(self, reached: Sequence[set[int]]) -> None:
+        """Make room for what the tasks are said to reach, before anything has come."""
+        self._lay_out(self._shared(reached))
+
     def add(self, task: int, grads: Sequence[Tensor | None]) -> None:
         """The gradients of one pass of a task, None for what it does not reach."""
         self.reached[task] |= {index for index, grad in enumerate(grads) if grad is not None}
         for index, grad in enumerate(grads):
-            if index in self._places:
+            if index in self._places and (grad is None or _is_dense(grad)):
                 self._write(task, index, grad)
             elif grad is not None:
                 kept = self.own[task].get(index)
@@ -64,11 +68,10 @@ class Rows:
         is in the blocks. Raises TypeError for what is not dense, unless it is to be left out; the
         names of what is.
         """
-        least = min(2, self.num_tasks)
-        counts = Counter(chain.from_iterable(self.reached))
-        found = zip(range(len(self.params)), self.groups, strict=True)
-        shared = [index for index, group in found if group is not None and counts[index] >= least]
-        left = [] if strict else [index for index in shared if not self._fits(index)]
+        shared = self._shared(self.reached)
+        left = [index for index in shared if any(index in own for own in self._odd())]
+        if left and strict:
+            raise TypeError(self._refusal(left[0]))
         shared = [index for index in shared if index not in left]
         if self._places.keys() != set(shared):
             self._lay_out(shared)
@@ -98,10 +101,14 @@ class Rows:
                 grads[index] = grads[index] + weighed if index in grads else weighed
         return grads
 
+    def _shared(self, reached: Sequence[set[int]]) -> list[int]:
+        least = min(2, self.num_tasks)
+        counts = Counter(chain.from_iterable(reached))
+        found = enumerate(self.groups)
+        return [index for index, group in found if group is not None and counts[index] >= least]
+
     def _write(self, task: int, index: int, grad: Tensor | None) -> None:
         row = self._row(task, index)
-        if grad is not None:
-            self._check(index, grad)
         if not self._written[task]:
             row.zero_() if grad is None else row.copy_(grad)
         elif grad is not None:
@@ -119,7 +126,7 @@ class Rows:
         """
         for index in self._places:
             for task, own in enumerate(self.own):
-                if index in self.reached[task]:
+                if index in self.reached[task] and index not in own:
                     own[index] = self._row(task, index)
         members: dict[tuple[str, torch.dtype, torch.device], list[int]] = {}
         for index in shared:
@@ -133,7 +140,7 @@ class Rows:
     def _make(self, group: str, indices: list[int]) -> None:
         sizes = [self.params[index].numel() for index in indices]
         starts = [0, *accumulate(sizes)][:-1]
-        rows = self.params[indices[0]].new_zeros(self.num_tasks, sum(sizes))
+        rows = self.params[indices[0]].new_empty(self.num_tasks, sum(sizes))
         block = Block(group, indices, starts, rows)
         self.blocks.append(block)
         for index, start in zip(indices, starts, strict=True):
@@ -141,18 +148,20 @@ class Rows:
             for task, own in enumerate(self.own):
                 grad = own.pop(index, None)
                 if grad is not None:
-                    self._check(index, grad)
                     self._row(task, index).copy_(grad)
+                elif self._written[task]:
+                    self._row(task, index).zero_()
 
-    def _fits(self, index: int) -> bool:
-        return all(_is_dense(own[index]) for own in self.own if index in own)
+    def _odd(self) -> list[dict[int, Tensor]]:
+        """Of each task, what no row can hold."""
+        return [{i: grad for i, grad in own.items() if not _is_dense(grad)} for own in self.own]
 
-    def _check(self, index: int, grad: Tensor) -> None:
-        if not _is_dense(grad):
-            raise TypeError(
-                f"parameter '{self.names[index]}': an aggregator takes dense real gradients, "
-                f"found {grad.dtype} with layout {grad.layout}"
-            )
+    def _refusal(self, index: int) -> str:
+        odd = next(own[index] for own in self._odd() if index in own)
+        return (
+            f"parameter '{self.names[index]}': an aggregator takes dense real gradients, "
+            f"found {odd.dtype} with layout {odd.layout}"
+        )
 
 
 def _is_dense(grad: Tensor) -> bool:

@@ -147,11 +147,26 @@ def test_two_hundred_rounds_leave_nothing_alive(engine: str) -> None:
     assert counts[1] - counts[0] < 200, "objects pile up from round to round"
 
 
-def test_the_rows_are_gone_after_each_step() -> None:
+def test_the_room_for_the_rows_is_kept_for_the_next_step_and_goes_with_the_block() -> None:
     model = Net()
     with gs.Surgery(at_shared(Uneven())).attach(model, effects_every=0) as live:
         live.backward(losses_of(model))
         rows = live._joint._passes._rows
         assert rows is not None
-        assert sum(block.rows.numel() for block in rows.blocks) == 0
-        assert rows.own == []
+        (block,) = rows.blocks
+        held = ref(block.rows)
+        live.backward(losses_of(model))
+        assert block.rows is held()
+        assert rows.own == [{}, {}, {}]
+    del block, rows
+    gc.collect()
+    assert held() is None
+
+
+def test_measuring_keeps_no_room_between_the_steps() -> None:
+    model = Net()
+    with gs.Surgery(at_shared(gs.Mean())).attach(model) as live:
+        live.backward(losses_of(model))
+        rows = live._joint._passes._rows
+        assert rows is not None
+        assert [len(block.rows) for block in rows.blocks] == [0]

@@ -1,0 +1,141 @@
+"""A training step of eight tasks over nine million parameters: time and memory of each engine.
+
+python scripts/bench.py engines [--rounds 3]
+
+Each way of training runs in a process of its own, in turns, on one thread; its memory is the most
+that the process had beyond what it had before the first step. TorchJD 0.18 (the `bench` extra) is
+left out where it is not installed. `measured` makes its telemetry at every step, others none.
+"""
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import pairwise
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+
+import gradsurg as gs
+from gradsurg.tables import aligned
+
+TASKS, BATCH, STEPS = 8, 64, 6
+
+
+class Net(nn.Module):
+    """A trunk of 8.9e6 parameters, and a small head for each task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = [512, 2048, 2048, 1792]
+        layers = [
+            layer for ins, outs in pairwise(sizes) for layer in (nn.Linear(ins, outs), nn.ReLU())
+        ]
+        self.trunk = nn.Sequential(*layers)
+        self.heads = nn.ModuleList(nn.Linear(sizes[-1], 1) for _ in range(TASKS))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        features = self.trunk(x)
+        outputs = [head(features).squeeze(1) for head in self.heads]
+        return features, [(own - index).square().mean() for index, own in enumerate(outputs)]
+
+
+Back = Callable[[Net, Tensor, Sequence[Tensor]], object]
+
+
+def plain(net: Net, features: Tensor, losses: Sequence[Tensor]) -> None:
+    torch.stack(list(losses)).sum().backward()
+
+
+def torchjd(chunk: int | None, gramian_first: bool) -> Back:
+    """As its documentation has it, for tasks that share features."""
+    autojac, aggregator = import_module("torchjd.autojac"), _theirs()
+
+    def back(net: Net, features: Tensor, losses: Sequence[Tensor]) -> None:
+        autojac.mtl_backward(losses, features=features, parallel_chunk_size=chunk)
+        autojac.jac_to_grad(
+            net.trunk.parameters(), aggregator, optimize_gramian_computation=gramian_first
+        )
+
+    return back
+
+
+def _theirs() -> Callable[[Tensor], Tensor]:
+    return import_module("torchjd.aggregation").UPGrad()
+
+
+OURS = {
+    "mean": (gs.Mean(), {}, 0),
+    "full": (gs.UPGrad(), {}, 0),
+    "full, measured": (gs.UPGrad(), {}, 1),
+    "feature": (gs.UPGrad(), {"engine": "feature"}, 0),
+    "feature, measured": (gs.UPGrad(), {"engine": "feature"}, 1),
+}
+THEIRS = {
+    "torchjd": (None, False),
+    "torchjd, leanest": (1, True),
+}
+
+
+def measure(name: str) -> dict[str, float]:
+    """Milliseconds of the quickest and of the middle step, and megabytes."""
+    torch.set_num_threads(1)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+    x = torch.randn(BATCH, 512)
+    back, attached = plain, nullcontext()
+    if name in THEIRS:
+        back = torchjd(*THEIRS[name])
+    elif name != "plain":
+        aggregator, fields, every = OURS[name]
+        surgery = gs.Surgery(gs.Intervention(aggregator, at=gs.SharedParameters(**fields)))
+        attached = surgery.attach(net, optimizer, effects_every=every)
+    net(x)  # what the first forward alone allocates is no part of it
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    times = []
+    with attached as live:
+        for _ in range(STEPS):
+            began = perf_counter()
+            optimizer.zero_grad()
+            features, losses = net(x)
+            if live is not None:
+                live.backward(losses)
+            else:
+                back(net, features, losses)
+            optimizer.step()
+            times.append(perf_counter() - began)
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    steady = times[1:]
+    return {"least": 1e3 * min(steady), "median": 1e3 * median(steady), "memory": most / 1024}
+
+
+def table(rounds: int) -> str:
+    """A line for each way of training."""
+    names = ["plain", *OURS, *(THEIRS if find_spec("torchjd") else ())]
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    for turn in range(rounds):
+        for name in names[:: 1 if turn % 2 else -1]:
+            command = [sys.executable, __file__, name]
+            said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            found[name].append(json.loads(said))
+    least = {name: min(own["least"] for own in runs) for name, runs in found.items()}
+    middle = {name: median(own["median"] for own in runs) for name, runs in found.items()}
+    memory = {name: min(own["memory"] for own in runs) for name, runs in found.items()}
+    lines = [["a step", "least, ms", "median, ms", "least / plain", "memory, MB", "/ plain"]]
+    for name in names:
+        row = [name, f"{least[name]:.0f}", f"{middle[name]:.0f}"]
+        row += [f"{least[name] / least['plain']:.2f}", f"{memory[name]:.0f}"]
+        lines.append([*row, f"{memory[name] / memory['plain']:.1f}"])
+    size = sum(own.numel() for own in Net().parameters())
+    return f"{TASKS} tasks, {size:,} parameters, 1 thread, {rounds} rounds\n{aligned(lines)}"
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1])))
