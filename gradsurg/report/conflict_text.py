@@ -1,6 +1,6 @@
 """How the tasks conflict, as words and tables for the terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
 
@@ -44,7 +44,7 @@ def conflict_text(arms: Sequence[tuple[str, Sequence[Path]]]) -> str:
         return ""
     first, groups = found[0]
     group, means = min(groups.items(), key=lambda item: _sharpest(item[1]))
-    beside = [(name, own.get(group) or next(iter(own.values()))) for name, own in found[1:]]
+    beside = [_beside(group, name, own) for name, own in found[1:]]
     own = [(first, means), *((name, one) for name, one in beside if one.tasks == means.tasks)]
     of = count(means.steps // means.runs, "measured step")
     where = f" at {group}, one of {len(groups)} groups" if len(groups) > 1 else ""
@@ -57,6 +57,16 @@ def conflict_text(arms: Sequence[tuple[str, Sequence[Path]]]) -> str:
 def _by_group(paths: Sequence[Path]) -> dict[str, ConflictMeans]:
     rows = read_conflicts(paths)
     return {group: conflict_means(own) for _, group, own in by_group(rows)}
+
+
+def _beside(
+    group: str, name: str, groups: Mapping[str, ConflictMeans]
+) -> tuple[str, ConflictMeans]:
+    """That of the same group; a control is measured as a whole, and is called so."""
+    if group in groups:
+        return name, groups[group]
+    other = next(iter(groups))
+    return f"{name} at {other}", groups[other]
 
 
 def others_line(name: str, means: ConflictMeans) -> str:

@@ -133,9 +133,11 @@ def test_many_tasks_are_told_by_their_extremes_and_lines_stay_short(
 
 def test_the_sharpest_of_several_groups_is_told(tmp_path: Path) -> None:
     rows = [conflict("mgda", 0, cosine, group=name) for name, cosine in (("a", 0.5), ("b", -0.5))]
-    text = conflict_text([("mgda", [written(tmp_path, *rows)])])
+    control = written(tmp_path / "control", conflict("sum", 0, 0.25))
+    text = conflict_text([("mgda", [written(tmp_path, *rows)]), ("control", [control])])
     assert text.startswith("How the tasks conflict at b, one of 2 groups")
-    assert "-0.5" in text
+    assert text.splitlines()[2].split() == ["mgda", "control", "at", "shared"]
+    assert "  -0.5  " in text
 
 
 def test_without_a_row_an_aggregator_says_that_nothing_was_measured(tmp_path: Path) -> None:
