@@ -17,7 +17,7 @@ from gradsurg.report.conflicts import (
     ConflictMeans,
     conflict_means,
 )
-from gradsurg.report.overview import overview
+from gradsurg.report.overview import _conflicts, overview
 from gradsurg.report.page import page
 from gradsurg.report.reading import stamp
 from gradsurg.report.study_report import study_report
@@ -140,6 +140,13 @@ def test_the_sharpest_of_several_groups_is_told(tmp_path: Path) -> None:
     assert "  -0.5  " in text
 
 
+def test_of_tasks_that_change_those_are_told_that_were_met_most(tmp_path: Path) -> None:
+    rows = [conflict("mgda", step, count=2 if step else 3) for step in range(3)]
+    text = conflict_text([("mgda", [written(tmp_path, *rows[1:], rows[0])])])
+    assert "2 measured steps" in text
+    assert "task2" not in text
+
+
 def test_without_a_row_an_aggregator_says_that_nothing_was_measured(tmp_path: Path) -> None:
     folder = studies.clashing(tmp_path / "first")
     for file in folder.glob(f"*/{CONFLICTS}"):
@@ -160,6 +167,14 @@ def test_a_study_has_a_row_for_each_arm_and_says_what_others_would_have_done(
     assert rows["pcgrad"][-1] == "none"
     assert "cosine to the update of mgda" in text
     assert "cosine to the update of control" not in text
+
+
+def test_a_narrow_terminal_gets_two_tables_and_nothing_is_cut(tmp_path: Path) -> None:
+    found = study_report(studies.clashing(tmp_path / "first", 3))
+    whole, narrow = _conflicts(found, 100), _conflicts(found, 60)
+    assert [len(table.columns) for table in whole] == [9]
+    assert [len(table.columns) for table in narrow] == [6, 4]
+    assert [table.row_count for table in narrow] == [2, 2]
 
 
 def test_series_cut_the_steps_into_intervals_and_show_the_same_pairs_for_all(
@@ -201,6 +216,7 @@ def test_the_rows_lie_beside_the_page_as_parquet(tmp_path: Path) -> None:
     found = pl.read_parquet(tmp_path / "out" / "conflicts.parquet")
     assert len(found) == 16
     assert found.columns[:4] == ["run", "arm", "seed", "state"]
+    assert "others" not in found.columns
     assert {"cosines", "others.mgda.cosine", "others.mgda.weights"} < set(found.columns)
     write_report(study_report(studies.mixed(tmp_path / "none")), tmp_path / "out", figures=False)
     assert not (tmp_path / "out" / "conflicts.parquet").exists()
