@@ -4,13 +4,16 @@ import re
 import runpy
 import tomllib
 from collections import OrderedDict
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+import yaml
+from torch import Tensor, nn
 
 import gradsurg as gs
+from gradsurg.multitask.conflict import Conflict
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -21,7 +24,7 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_python_example_runs_and_prints_an_effect_table(capsys, tmp_path) -> None:
-    code, _ = blocks("python")
+    code, *_ = blocks("python")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
     names = {
@@ -40,7 +43,7 @@ def test_the_python_example_runs_and_prints_an_effect_table(capsys, tmp_path) ->
 
 
 def test_the_example_of_where_and_when_runs_and_shows_its_three_sites(capsys, tmp_path) -> None:
-    _, code = blocks("python")
+    _, code, _ = blocks("python")
     layers = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)]
     head = nn.Sequential(nn.ReLU(), nn.Linear(8, 2))
     model = nn.Sequential(OrderedDict(body=nn.Sequential(*layers), head=head))
@@ -54,6 +57,53 @@ def test_the_example_of_where_and_when_runs_and_shows_its_three_sites(capsys, tm
     with pytest.warns(gs.SurgeryWarning, match="clip_norm: its trigger never fired in 3 gradients"):
         runpy.run_path(str(script), init_globals=names)
     assert "3 sites selected" in capsys.readouterr().out
+
+
+class Heads(nn.Module):
+    """A trunk with two heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.heads = nn.Linear(8, 16), nn.ModuleList([nn.Linear(16, 3) for _ in "ab"])
+
+    def forward(self, inputs: Tensor) -> list[Tensor]:
+        shared = self.trunk(inputs).relu()
+        return [head(shared) for head in self.heads]
+
+
+def losses_of(outputs: list[Tensor], targets: Tensor) -> dict[str, Tensor]:
+    first, second = (nn.functional.cross_entropy(one, targets) for one in outputs)
+    return {"class": first, "height": second}
+
+
+def test_the_example_of_several_losses_runs_and_prints_how_they_conflict(capsys, tmp_path) -> None:
+    *_, code = blocks("python")
+    torch.manual_seed(0)
+    model = Heads()
+    names = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loader": [(torch.randn(4, 8), torch.randint(3, (4,))) for _ in range(3)],
+        "loss_of_each": losses_of,
+    }
+    script = tmp_path / "example.py"
+    script.write_text(f"import gradsurg as gs\n{code}")
+    runpy.run_path(str(script), init_globals=names)
+    printed = capsys.readouterr().out
+    assert printed.startswith("pcgrad at shared, 3 measured steps: conflict rate ")
+    assert re.search(r"^height( +-?[\d.e-]+){5}$", printed, re.MULTILINE)
+
+
+def test_the_keys_of_shared_are_those_of_the_config_and_each_is_explained() -> None:
+    text = (ROOT / "gradsurg" / "multitask" / "README.md").read_text()
+    told = re.findall(r"^\| `shared\.(\w+)` \|", text, re.MULTILINE)
+    assert told == list(yaml.safe_load((ROOT / "conf" / "config.yaml").read_text())["shared"])
+
+
+def test_the_fields_of_a_conflict_are_each_explained() -> None:
+    text = (ROOT / "gradsurg" / "multitask" / "README.md").read_text()
+    told = set(re.findall(r"`(\w+)`", text.partition("conflicts.jsonl")[2]))
+    assert {one.name for one in fields(Conflict)} <= told
 
 
 def test_the_examples_of_choosing_run() -> None:
@@ -79,7 +129,7 @@ def test_the_two_commands_stand_on_lines_of_their_own() -> None:
 
 def test_the_readme_fits_one_screen_of_prose() -> None:
     prose = re.sub(r"^```.*?^```$", "", README, flags=re.DOTALL | re.MULTILINE)
-    assert len(prose.split()) < 900
+    assert len(prose.split()) < 1000
 
 
 def test_every_folder_in_the_map_is_there() -> None:

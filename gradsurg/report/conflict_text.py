@@ -1,6 +1,6 @@
 """How the tasks conflict, as words and tables for the terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
 
@@ -20,6 +20,7 @@ from gradsurg.tables import aligned
 WIDTH = 100
 FEW_PAIRS = 6  # are all shown: those of four tasks
 MAX_TASKS = 8
+SINGLE_NUMBERS = 6  # columns of a study's table, the arm among them, before those of tasks
 EXTREMES = 3  # of many tasks or pairs, at each end
 ABOUT = (
     "decrease: by how much a plain step lowers the loss of a task, to first order and a learning "
@@ -44,19 +45,30 @@ def conflict_text(arms: Sequence[tuple[str, Sequence[Path]]]) -> str:
         return ""
     first, groups = found[0]
     group, means = min(groups.items(), key=lambda item: _sharpest(item[1]))
-    beside = [(name, own.get(group) or next(iter(own.values()))) for name, own in found[1:]]
+    beside = [_beside(group, name, own) for name, own in found[1:]]
     own = [(first, means), *((name, one) for name, one in beside if one.tasks == means.tasks)]
     of = count(means.steps // means.runs, "measured step")
     where = f" at {group}, one of {len(groups)} groups" if len(groups) > 1 else ""
     caption = f"How the tasks conflict{where}, means over {count(means.runs, 'run')}, {of} each:"
     parts = [fill(caption, WIDTH), _table(own), _task_table(own), fill(ABOUT, WIDTH)]
     said = others_line(first, means) if first != "control" else ""
-    return "\n\n".join([*parts, *([said] if said else [])])
+    return "\n\n".join([*parts, *([fill(said, WIDTH)] if said else [])])
 
 
 def _by_group(paths: Sequence[Path]) -> dict[str, ConflictMeans]:
-    rows = read_conflicts(paths)
-    return {group: conflict_means(own) for _, group, own in by_group(rows)}
+    """Of each group; where its tasks were not always the same, of those that were met most."""
+    means = [(group, conflict_means(own)) for _, group, own in by_group(read_conflicts(paths))]
+    return dict(sorted(means, key=lambda item: item[1].steps))
+
+
+def _beside(
+    group: str, name: str, groups: Mapping[str, ConflictMeans]
+) -> tuple[str, ConflictMeans]:
+    """That of the same group; a control is measured as a whole, and is called so."""
+    if group in groups:
+        return name, groups[group]
+    other = next(iter(groups))
+    return f"{name} at {other}", groups[other]
 
 
 def others_line(name: str, means: ConflictMeans) -> str:
@@ -65,8 +77,7 @@ def others_line(name: str, means: ConflictMeans) -> str:
     for other, (cosine, _) in means.others.items():
         named.setdefault(number_of(cosine), []).append(other)
     said = "; ".join(f"{cosine} {', '.join(others)}" for cosine, others in named.items())
-    line = f"What the others would have done, cosine to the update of {name}: {said}." * bool(said)
-    return fill(line, WIDTH, break_on_hyphens=False)
+    return f"What the others would have done, cosine to the update of {name}: {said}." * bool(said)
 
 
 def number_of(found: float) -> str:

@@ -110,7 +110,8 @@ def conflict_series(arms: Sequence[Arm], rows: pl.DataFrame) -> list[ConflictSer
     means = [conflict_means(own) for *_, own in found]
     keys = dict.fromkeys(tuple(one.tasks) for one in means)
     chosen = {key: _chosen([one for one in means if tuple(one.tasks) == key]) for key in keys}
-    size = sum(sum(map(len, chosen[tuple(one.tasks)])) * 6 for one in means)
+    sizes = [[len(part) for part in chosen[tuple(one.tasks)]] for one in means]
+    size = sum(pairs + 6 * tasks for pairs, tasks in sizes)  # of two panels three lines each
     intervals = max(4, min(NUM_INTERVALS, MAX_NUMBERS // max(1, size)))
     return [
         _series(arm, aggregator, group, own, mean, *chosen[tuple(mean.tasks)], intervals)

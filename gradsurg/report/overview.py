@@ -10,7 +10,12 @@ from rich.text import Text
 from gradsurg.report.alone import alone_rows
 from gradsurg.report.attribution import shares_text
 from gradsurg.report.certainty import p_text
-from gradsurg.report.conflict_text import about_conflicts, conflict_rows, others_lines
+from gradsurg.report.conflict_text import (
+    SINGLE_NUMBERS,
+    about_conflicts,
+    conflict_rows,
+    others_lines,
+)
 from gradsurg.report.outcomes import Outcome
 from gradsurg.report.study_report import StudyReport
 from gradsurg.report.update_line import update_line
@@ -64,7 +69,8 @@ def _print(report: StudyReport, console: Console) -> None:
         console.print(_alone(report))
     if report.conflicts:
         console.print()
-        console.print(_conflicts(report))
+        for table in _conflicts(report, console.width):
+            console.print(table)
         console.print(Text(_folded(about_conflicts(report.conflicts), console.width), style="dim"))
     if arms <= MAX_WHOLE:
         for text in [*_shares(report), *_updates(report), *others_lines(report.conflicts)]:
@@ -90,11 +96,26 @@ def _alone(report: StudyReport) -> Table:
     return table
 
 
-def _conflicts(report: StudyReport) -> Table:
-    """An arm a row, and a group a row where there are several."""
+def _conflicts(report: StudyReport, width: int) -> list[Table]:
+    """An arm a row; in two tables where one would not fit."""
+    heads, rows = conflict_rows(report.conflicts)
+    widths = [
+        max(map(len, [*head.split("\n"), *cells]))
+        for head, *cells in zip(heads, *rows, strict=True)
+    ]
+    if sum(widths) + 2 * len(widths) <= width:
+        return [_conflict_table(heads, rows)]
+    half = SINGLE_NUMBERS
+    last = [[row[0], *row[half:]] for row in rows]
+    return [
+        _conflict_table(heads[:half], [row[:half] for row in rows]),
+        _conflict_table([heads[0], *heads[half:]], last),
+    ]
+
+
+def _conflict_table(heads: list[str], rows: list[list[str]]) -> Table:
     title = "conflict between tasks"
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    heads, rows = conflict_rows(report.conflicts)
     for place, head in enumerate(heads):
         table.add_column(head, justify="right" if place else "left", no_wrap=place > 0)
     for row in rows[:MAX_LISTED]:

@@ -17,7 +17,7 @@ from gradsurg.report.conflicts import (
     ConflictMeans,
     conflict_means,
 )
-from gradsurg.report.overview import overview
+from gradsurg.report.overview import _conflicts, overview
 from gradsurg.report.page import page
 from gradsurg.report.reading import stamp
 from gradsurg.report.study_report import study_report
@@ -133,9 +133,18 @@ def test_many_tasks_are_told_by_their_extremes_and_lines_stay_short(
 
 def test_the_sharpest_of_several_groups_is_told(tmp_path: Path) -> None:
     rows = [conflict("mgda", 0, cosine, group=name) for name, cosine in (("a", 0.5), ("b", -0.5))]
-    text = conflict_text([("mgda", [written(tmp_path, *rows)])])
+    control = written(tmp_path / "control", conflict("sum", 0, 0.25))
+    text = conflict_text([("mgda", [written(tmp_path, *rows)]), ("control", [control])])
     assert text.startswith("How the tasks conflict at b, one of 2 groups")
-    assert "-0.5" in text
+    assert text.splitlines()[2].split() == ["mgda", "control", "at", "shared"]
+    assert "  -0.5  " in text
+
+
+def test_of_tasks_that_change_those_are_told_that_were_met_most(tmp_path: Path) -> None:
+    rows = [conflict("mgda", step, count=2 if step else 3) for step in range(3)]
+    text = conflict_text([("mgda", [written(tmp_path, *rows[1:], rows[0])])])
+    assert "2 measured steps" in text
+    assert "task2" not in text
 
 
 def test_without_a_row_an_aggregator_says_that_nothing_was_measured(tmp_path: Path) -> None:
@@ -158,6 +167,14 @@ def test_a_study_has_a_row_for_each_arm_and_says_what_others_would_have_done(
     assert rows["pcgrad"][-1] == "none"
     assert "cosine to the update of mgda" in text
     assert "cosine to the update of control" not in text
+
+
+def test_a_narrow_terminal_gets_two_tables_and_nothing_is_cut(tmp_path: Path) -> None:
+    found = study_report(studies.clashing(tmp_path / "first", 3))
+    whole, narrow = _conflicts(found, 100), _conflicts(found, 60)
+    assert [len(table.columns) for table in whole] == [9]
+    assert [len(table.columns) for table in narrow] == [6, 4]
+    assert [table.row_count for table in narrow] == [2, 2]
 
 
 def test_series_cut_the_steps_into_intervals_and_show_the_same_pairs_for_all(
@@ -199,6 +216,7 @@ def test_the_rows_lie_beside_the_page_as_parquet(tmp_path: Path) -> None:
     found = pl.read_parquet(tmp_path / "out" / "conflicts.parquet")
     assert len(found) == 16
     assert found.columns[:4] == ["run", "arm", "seed", "state"]
+    assert "others" not in found.columns
     assert {"cosines", "others.mgda.cosine", "others.mgda.weights"} < set(found.columns)
     write_report(study_report(studies.mixed(tmp_path / "none")), tmp_path / "out", figures=False)
     assert not (tmp_path / "out" / "conflicts.parquet").exists()

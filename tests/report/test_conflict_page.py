@@ -1,0 +1,76 @@
+"""Conflicts on the page, in a real browser."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.report import studies
+from tests.report.browser import browser, prefer, screenshot
+from tests.report.test_browser import (
+    KEPT,
+    RUN_AXE,
+    Driver,
+    all_of,
+    one,
+    opened_study,
+    pytestmark,  # noqa: F401 - pytest reads it here: slow, and skipped without a browser
+    texts,
+)
+
+
+def slide(driver: Driver, place: int) -> None:
+    driver.execute_script(
+        "const s = document.getElementById('conflict'); s.value = arguments[0];"
+        "s.dispatchEvent(new Event('input'))",
+        place,
+    )
+
+
+def test_conflicts_have_their_table_map_lines_and_others(tmp_path: Path) -> None:
+    study = studies.clashing(tmp_path / "first", 3, ("pcgrad", "mgda"))
+    with browser(1280, 900) as driver:
+        opened_study(driver, study)
+        assert not one(driver, "#effects").is_displayed()
+        rows = texts(driver, "#conflicts [aria-label='Conflict of each arm'] tbody tr")
+        assert [row.split()[0] for row in rows] == ["mgda", "pcgrad", "control"]
+        assert rows[2].endswith("task0 25%")
+        assert rows[1].endswith("none")
+        assert one(driver, "#conflict-name").text == "mgda, n = 2 runs, 4 measured steps each"
+        assert len(all_of(driver, "#conflicts rect[data-at]")) == 3 * 4
+        assert len(all_of(driver, "#conflicts .panel path.task")) == 2 * 3
+        others = "#conflicts [aria-label='What the others would have done'] tbody tr"
+        assert texts(driver, others) == ["mean 1 0.25 0.25 0.25", "mgda 0.75 0.25 0.25 0.25"]
+        one(driver, "#conflict").send_keys("\ue014\ue014")  # arrow right, twice
+        assert one(driver, "#conflict-name").text.startswith("control, n = 2")
+        assert all_of(driver, others) == []  # who sums does not choose
+        panel = all_of(driver, "#conflicts .panel")[1]
+        panel.send_keys("\ue010")  # end
+        assert "Decrease, up to step 30\ntask0 \u22120.25" in one(driver, "#tip").text
+        assert "n = 2 runs" in one(driver, "#tip").text
+        assert driver.get_log("browser") == []
+
+
+def test_a_page_without_several_tasks_has_no_such_section(tmp_path: Path) -> None:
+    with browser(1280, 900) as driver:
+        opened_study(driver, studies.chain(tmp_path / "chain"))
+        assert not one(driver, "#conflicts").is_displayed()
+        assert one(driver, "#effects").is_displayed()
+        assert "Conflict" not in one(driver, "#contents").text
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light")])
+def test_conflicts_have_no_serious_fault_of_access(tmp_path: Path, width: int, scheme: str) -> None:
+    import axe_core_python
+
+    script = Path(axe_core_python.__path__[0]) / "axe.min.js"
+    with browser(width, 900) as driver:
+        prefer(driver, scheme)
+        opened_study(driver, studies.clashing(tmp_path / "first", 8))
+        screenshot(driver, KEPT / f"conflicts-{width}-{scheme}.png")
+        assert driver.execute_script("return document.documentElement.scrollWidth") <= width
+        assert len(all_of(driver, "#conflicts rect[data-at]")) == 28 * 4
+        driver.execute_script(script.read_text())
+        for place in range(2):
+            slide(driver, place)
+            found = driver.execute_async_script(RUN_AXE)
+            assert [fault for fault in found if fault[0] in ("serious", "critical")] == []
