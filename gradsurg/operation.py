@@ -37,7 +37,6 @@ class Operation:
         "opened",
         "ready",
         "rests",
-        "retired",
         "sampling",
         "seed",
         "settled",
@@ -77,7 +76,6 @@ class Operation:
         self.lasts = stepping and not at_once
         self.most = 1  # gradients in one step at one site
         self.on = True
-        self.retired = False
         self.spared: Collection[Node] = ()  # what comes to these is left alone
         self.set(links, trigger)
 
@@ -141,7 +139,7 @@ class Operation:
 
     def resume(self) -> None:
         """The end of a pause."""
-        self.on = not self.retired
+        self.on = True
         self.begin_again()
 
     def spare(self, nodes: Collection[Node]) -> None:
@@ -218,5 +216,4 @@ class Operation:
     def retire(self) -> None:
         """Hooks on graphs that are already built outlive their handles; from now on they pass."""
         self.on = self.short = False
-        self.retired = True
         self.ready = None

@@ -21,15 +21,16 @@ class SharedParameters(ParamSelector):
 
     Which these are the graph says, at each `live.backward(losses)`; a parameter that one task alone
     reaches gets the gradient of that task. Of those that several reach, the ones that are not
-    selected get the sum. They are selected as `Parameters` are; for groups of your own give an
-    aggregator to each of several selections.
+    selected, and those that only the optimizer has, get the sum. They are selected as `Parameters`
+    are; for groups of your own give an aggregator to each of several selections.
 
     `granularity` says what is aggregated together: the `whole`, the parameters of each `module`, or
     each `tensor`. The engine `full` makes one backward pass a task and keeps tasks x parameters
-    numbers. `feature` looks at the gradients where the tasks part, and makes one backward pass
-    through all that is below: its conflicts are those at that representation (the upper bound of
-    Sener & Koltun, NeurIPS 2018, eq. MGDA-UB). It finds the place by the graph; `features` names
-    the module whose output it is to be instead.
+    numbers, also from one step to the next. `feature` looks at the gradients where the tasks part,
+    and makes one backward pass through all that is below: its conflicts are those at that
+    representation (the upper bound of Sener & Koltun, NeurIPS 2018, eq. MGDA-UB). It finds the
+    place by the graph; `features` names the module whose output it is to be instead. Where the
+    tasks part, and below, transforms meet what was made of the tasks, above it each of them.
     """
 
     granularity: Granularity = "whole"

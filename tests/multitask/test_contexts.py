@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
+from gradsurg.aggregators.base import Context, State
+from gradsurg.aggregators.base import losses_of as losses_known
+from gradsurg.fields import validated
 from gradsurg.multitask.conflict import Conflict
 from tests.multitask.nets import (
     TARGETS,
@@ -46,6 +49,24 @@ def test_gradients_of_several_batches_are_aggregated_as_their_sum(granularity: s
     found = grads_of(model)
     names = [[name] for name in TRUNK] if granularity == "tensor" else [TRUNK]
     close(found, oracle(model, total, [(Uneven(), own) for own in names]))  # pyright: ignore[reportArgumentType]
+
+
+@validated
+class ByLosses(Running):
+    """The losses are the weights."""
+
+    def update(self, gramian: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+        return losses_known(self, context), state
+
+
+def test_the_losses_of_several_batches_are_told_as_their_sum() -> None:
+    model = Net()
+    with gs.Surgery(at_shared(ByLosses())).attach(model) as live:
+        for step in range(3):
+            live.backward(losses_of(model, step), aggregate=step == 2)
+    (conflict,) = live.conflicts.fetch()
+    total = [sum(losses_of(model, step)[t].item() for step in range(3)) for t in "abc"]
+    assert conflict.weights == pytest.approx(total)
 
 
 def test_losses_of_several_batches_are_weighed_by_the_first() -> None:

@@ -76,8 +76,8 @@ def test_what_is_changed_while_a_task_flows_waits_for_the_last_of_them() -> None
             model.zero_grad()
             losses = losses_of(model)
             if expected:
-                losses["c"].register_hook(lambda grad: live.set("scale", factor=100.0))
-                losses["c"].register_hook(lambda grad: live.remove("scale"))
+                losses["a"].register_hook(lambda grad: live.set("scale", factor=100.0))
+                losses["a"].register_hook(lambda grad: live.remove("scale"))
             live.backward(losses)
             expected = expected or grads_of(model)
         assert same(grads_of(model), expected)
@@ -161,6 +161,17 @@ def test_resumed_it_goes_on_bit_for_bit(aggregator: Aggregator) -> None:
     _train(*again, range(3))
     _train(*again, range(3, 6))  # attached again it goes on too
     assert same(dict(again[1].named_parameters()), dict(whole[1].named_parameters()))
+
+
+def test_what_it_remembers_is_of_the_steps_before() -> None:
+    model = Net()
+    with gs.Surgery(at_shared(Running())).attach(model) as live:
+        for step in range(2):
+            live.backward(losses_of(model, step))
+        first, second = live.conflicts.fetch()
+    norms = torch.tensor([first.norms, second.norms], dtype=torch.float64)
+    assert first.weights == pytest.approx((1 / (1 + norms[0])).tolist())
+    assert second.weights == pytest.approx((1 / (1 + 0.5 * norms[0] + norms[1])).tolist())
 
 
 def test_its_state_travels_with_the_model() -> None:
