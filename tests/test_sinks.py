@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,20 @@ def test_console_shows_a_bar_on_a_terminal_and_takes_it_away(monkeypatch):
     assert not progress.live.is_started
     assert file.getvalue().endswith("\x1b[1A\x1b[2K")
     assert "finished" not in file.getvalue()
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_console_says_that_a_model_is_compiled_until_the_first_log(monkeypatch, backend):
+    file = console_on(monkeypatch, terminal=True)
+    sink = Console()
+    sink.start(replace(info("."), config={"compile": backend}))
+    sink._screen.progress.refresh()
+    assert ("compiling" in file.getvalue()) == bool(backend)
+    sink.log(1, {"train/loss": 0.5})
+    began = len(file.getvalue())
+    sink._screen.progress.refresh()
+    assert "compiling" not in file.getvalue()[began:]
+    sink.abandon()
 
 
 def test_console_abandons_its_bar(monkeypatch):

@@ -48,7 +48,9 @@ class Console(Sink):
         screen.run, screen.step = run, 0
         if screen.console.is_terminal:
             screen.progress = _bar(screen.console)
-            screen.progress.add_task(f"{run.arm} {run.label}", total=run.total_steps, loss="")
+            # Which takes a while, and until the first log there is nothing else to see.
+            doing = "compiling" if run.config.get("compile") else ""
+            screen.progress.add_task(f"{run.arm} {run.label}", total=run.total_steps, loss=doing)
             screen.progress.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
