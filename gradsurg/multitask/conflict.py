@@ -19,6 +19,8 @@ from gradsurg.aggregators.base import (
 from gradsurg.catalogue import find, names
 from gradsurg.tables import aligned
 
+TWINS = {"fair_grad": "nash_mtl", "grad_vac": "pcgrad"}
+"""With their defaults, and at a first step, they do what others do: which is not solved twice."""
 KEPT = 1000  # conflicts that wait to be fetched
 SAID = {
     "conflict_rate": "conflict rate",
@@ -165,7 +167,7 @@ def _comparable() -> tuple[tuple[str, Aggregator], ...]:
                 made.append((stem, kind()))
             except ValueError:  # it has a field without a default
                 continue
-    return tuple(made)
+    return tuple(sorted(made, key=lambda own: own[0] in TWINS))
 
 
 def others_of(
@@ -177,6 +179,9 @@ def others_of(
         return {}
     for name, aggregator in _comparable():
         if name == label:
+            continue
+        if (twin := found.get(TWINS.get(name, ""))) is not None:
+            found[name] = twin
             continue
         try:
             weights = weights_of(aggregator, gramian, context).numpy()

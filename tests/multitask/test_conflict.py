@@ -1,0 +1,119 @@
+"""The numbers of a conflict are those of the rows, and the others' those of the others."""
+
+from math import inf, isnan, log
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradsurg.aggregators.base import Context
+from gradsurg.catalogue import names
+from gradsurg.multitask.conflict import (
+    KEPT,
+    TWINS,
+    Conflict,
+    Conflicts,
+    _comparable,
+    conflict_of,
+    numbers,
+    others_of,
+    weights_of,
+)
+
+CONTEXT = Context(step=4, group="shared", tasks=("a", "b"))
+
+
+def found(rows: Tensor, weights: Tensor | None, update: Tensor, tasks: str = "ab") -> Conflict:
+    context = Context(step=4, group="shared", tasks=tuple(tasks))
+    norm = float(update.norm())
+    return conflict_of("mine", context, rows @ rows.T, weights, rows @ update, norm)
+
+
+def test_each_number_is_what_was_worked_out_by_hand() -> None:
+    rows = torch.tensor([[3.0, 0.0], [-3.0, 4.0]], dtype=torch.float64)
+    weights = torch.tensor([0.75, 0.25], dtype=torch.float64)
+    conflict = found(rows, weights, weights @ rows)  # d = (1.5, 1), the mean is (0, 2)
+    assert (conflict.step, conflict.aggregator, conflict.group) == (4, "mine", "shared")
+    assert conflict.norms == [3.0, 5.0]
+    assert conflict.cosines[0][1] == conflict.cosines[1][0] == pytest.approx(-0.6)
+    assert conflict.conflict_rate == 1.0
+    assert conflict.norm_spread == pytest.approx(5 / 3)
+    assert conflict.condition == pytest.approx(1.6 / 0.4)
+    assert conflict.weights == [0.75, 0.25]
+    assert conflict.decrease == pytest.approx([4.5, -0.5])
+    assert conflict.cosine_to_mean == pytest.approx(2 / (3.25**0.5 * 2))
+    assert conflict.norm_to_mean == pytest.approx(3.25**0.5 / 2)
+    entropy = -(0.75 * log(0.75) + 0.25 * log(0.25)) / log(2)
+    assert conflict.weight_entropy == pytest.approx(entropy)
+    paths = numbers(conflict.row())
+    assert paths["conflict/mine/shared/cosine/a~b"] == pytest.approx(-0.6)
+    assert paths["conflict/mine/shared/decrease/b"] == pytest.approx(-0.5)
+    assert paths["conflict/mine/shared/norm/a"] == 3.0
+    assert paths["conflict/mine/shared/weight/a"] == 0.75
+
+
+def test_what_does_not_exist_is_nan_and_is_not_logged() -> None:
+    rows = torch.tensor([[2.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
+    conflict = found(rows, None, torch.zeros(2, dtype=torch.float64))
+    assert conflict.cosines == [[1.0, 0.0], [0.0, 0.0]]
+    assert conflict.conflict_rate == 0.0
+    assert conflict.norm_spread == 1.0  # of those that are not zero
+    assert conflict.condition == inf
+    assert conflict.weights == []
+    assert isnan(conflict.cosine_to_mean)
+    assert isnan(conflict.weight_entropy)
+    said = numbers(conflict.row())
+    assert "conflict/mine/shared/cosine_to_mean" not in said
+    assert not any("weight" in path for path in said)
+
+
+def test_of_others_weights_and_cosine_are_those_of_their_updates() -> None:
+    rows = torch.randn(3, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    losses = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    context = Context(2, 0, "shared", ("a", "b", "c"), losses)
+    update = rows[0] + 2 * rows[1]
+    others = others_of("mgda", context, rows @ rows.T, rows @ update, float(update.norm()))
+    made = dict(_comparable())
+    assert set(others) == set(made) - {"mgda"}
+    assert set(made) < set(names("aggregators"))
+    for name, other in others.items():
+        theirs = made[name](rows, context)
+        cosine = torch.cosine_similarity(theirs, update, dim=0).item()
+        assert other.cosine == pytest.approx(cosine, abs=1e-9), name
+        weights = torch.tensor(other.weights, dtype=torch.float64)
+        torch.testing.assert_close(weights @ rows, theirs)
+
+
+def test_an_other_that_takes_no_two_tasks_is_left_out() -> None:
+    rows = torch.eye(2, dtype=torch.float64)
+    losses = torch.ones(2, dtype=torch.float64)
+    context = Context(0, 0, "shared", ("a", "b"), losses)
+    others = others_of("sum", context, rows, rows.sum(0), 2**0.5)
+    assert "krum" not in others
+    assert "pcgrad" in others
+    assert others_of("sum", context, rows * torch.nan, rows.sum(0), 2**0.5) == {}
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_twins_do_what_their_others_do(count: int) -> None:
+    made = dict(_comparable())
+    for seed in range(5):
+        rows = torch.randn(count, 20, generator=torch.Generator().manual_seed(seed)).double()
+        context = Context(step=seed, group="shared")
+        for name, other in TWINS.items():
+            pair = [weights_of(made[key], rows @ rows.T, context) for key in (name, other)]
+            torch.testing.assert_close(*pair)
+
+
+def test_the_newest_are_kept_until_they_are_fetched_and_the_means_of_all() -> None:
+    conflicts = Conflicts()
+    assert conflicts.table() == "no conflict was measured"
+    rows = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+    for number in range(KEPT + 2):
+        conflicts.add(found(rows * (1 + number % 2), None, rows[0]))
+    fetched = conflicts.fetch()
+    assert len(fetched) == KEPT
+    assert conflicts.fetch() == []
+    said = conflicts.table()
+    assert f"mine at shared, {KEPT + 2} measured steps: conflict rate 0" in said
+    assert "1.5" in said.splitlines()[3].split()  # the mean norm
