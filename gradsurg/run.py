@@ -19,6 +19,7 @@ from gradsurg.config.command import Asked, asked
 from gradsurg.config.jobs import ending
 from gradsurg.fields import told
 from gradsurg.ledger import SurgeryWarning
+from gradsurg.pipes import outlive_readers
 from gradsurg.report.terminal import Runs, report
 from gradsurg.runs.arms import Run
 from gradsurg.runs.store import ERROR
@@ -187,4 +188,5 @@ def _words() -> str:
 
 
 if __name__ == "__main__":
+    outlive_readers()
     main()

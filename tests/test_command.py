@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
+import yaml
 
 from gradsurg.config.build import GROUPS
+from gradsurg.config.compose import CONFIG_DIR
 from gradsurg.config.settings import Settings
+from gradsurg.multitask.shared_parameters import SharedParameters
 from tests.conftest import Ended, Here
 
 SHORT = ("steps=20", "seeds=1", "sink=none")
@@ -114,10 +117,10 @@ def test_a_users_model_is_trained(here: Here) -> None:
     assert "\n1.weight " in ended.out
 
 
-def test_help_mentions_each_group_and_five_commands(here: Here) -> None:
+def test_help_mentions_each_group_and_six_commands(here: Here) -> None:
     ended = here("--help")
     assert ended.code == 0
-    assert ended.out.count("  python -m gradsurg.run ") == 5
+    assert ended.out.count("  python -m gradsurg.run ") == 6
     described = ended.out.partition("Groups:")[2].partition("\n\ntransform:")[0]
     missing = [group for group in GROUPS if group not in described]
     assert not missing
@@ -135,15 +138,18 @@ def choices(kind: object) -> list[str]:
 def test_help_explains_each_key_and_each_word_that_it_can_be(here: Here) -> None:
     out = here("--help").out
     text = out.partition("what they can be:")[2].partition("Groups and keys as")[0]
+    kinds = get_type_hints(Settings)
+    fields = yaml.safe_load((CONFIG_DIR / "config.yaml").read_text())["shared"]
+    of_shared = get_type_hints(SharedParameters)
+    kinds |= {f"shared.{field}": of_shared[field] for field in fields}
     lines: dict[str, str] = {}
     last: list[str] = []
     for line in text.splitlines():
-        if found := re.match(r"  (?! )(\w+(?: \w+)?)(?:  +| )(?=\S)", line):
-            last = [key for key in found[1].split() if key in Settings.__annotations__]
+        if found := re.match(r"  (?! )([\w.]+(?: \w+)?)(?:  +| )(?=\S)", line):
+            last = [key for key in found[1].split() if key in kinds]
         for key in last:
             lines[key] = lines.get(key, "") + line
-    assert sorted(lines) == sorted(Settings.__annotations__)
-    kinds = get_type_hints(Settings)
+    assert sorted(lines) == sorted(kinds)
     for key, line in lines.items():
         missing = [word for word in choices(kinds[key]) if not re.search(rf"\b{word}\b", line)]
         assert not missing, key
@@ -188,3 +194,33 @@ def test_of_a_users_model_what_does_not_act_in_one_step_is_warned_of(here: Here)
     assert ended.err.startswith("warning: Depth(low=9, high=None) never fires in 20 steps")
     # No step of a model, whosever it is, comes after the last.
     assert here(*own, "when.start=20").code == 2
+
+
+def test_a_command_whose_reader_leaves_ends_as_it_would_have(folder: Path) -> None:
+    program = "from gradsurg.pipes import outlive_readers; outlive_readers()\n"
+    program += "import sys\nfor line in range(9999): print('a line', flush=True)\n"
+    program += "print('and a word', file=sys.stderr); open('done', 'w').close(); sys.exit(3)"
+    words = [sys.executable, "-c", program]
+    with subprocess.Popen(
+        words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as begun:
+        assert begun.stdout is not None
+        assert begun.stderr is not None
+        assert begun.stdout.readline() == b"a line\n"
+        begun.stdout.close()
+        told = begun.stderr.read()
+    assert (begun.returncode, told) == (3, b"and a word\n")
+    assert (folder / "done").is_file()
+
+
+@pytest.mark.parametrize("module", ["gradsurg.run", "gradsurg.report"])
+def test_help_that_is_not_read_to_its_end_is_no_fault(folder: Path, module: str) -> None:
+    words = [sys.executable, "-u", "-m", module, "--help"]
+    with subprocess.Popen(
+        words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as begun:
+        assert begun.stdout is not None
+        assert begun.stderr is not None
+        begun.stdout.close()
+        told = begun.stderr.read()
+    assert (begun.returncode, told) == (0, b"")

@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "gradsurg"
 
 FLOORS = (
-    ("engine", "fields", "per", "catalogue", "ledger", "tables", "randomness"),
+    ("engine", "fields", "per", "catalogue", "ledger", "tables", "randomness", "pipes"),
     ("transforms", "aggregators", "triggers", "models", "tasks", "sinks", "stats"),
     ("sites", "testing"),
     (
@@ -44,6 +44,9 @@ FLOORS = (
         "runs.made_with",
         "runs.learned",
         "runs.controls",
+        "runs.durable",
+        "runs.json_rows",
+        "runs.lock",
         "runs.store",
         "runs.frames",
         "runs.arms",

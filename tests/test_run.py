@@ -521,13 +521,13 @@ def test_wrong_input_ends_with_2_and_no_traceback(tmp_path, words, start) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def test_help_names_the_groups_and_five_commands(command, capsys) -> None:
+def test_help_names_the_groups_and_six_commands(command, capsys) -> None:
     with pytest.raises(SystemExit) as ended:
         command("--help")
     assert not ended.value.code
     told = capsys.readouterr().out
     commands = re.findall(r"^  python -m gradsurg\.run (.+)$", told, re.MULTILINE)
-    assert len(commands) == 5
+    assert len(commands) == 6
     for group in ("transform", "site", "when", "model", "task", "optimizer", "sink"):
         assert re.search(rf"^{group}: \w+", told, re.MULTILINE), group
     assert "clip_global_norm" in told
@@ -536,7 +536,7 @@ def test_help_names_the_groups_and_five_commands(command, capsys) -> None:
 def test_the_commands_of_the_help_compose() -> None:
     text = (run.compose.CONFIG_DIR / "config.yaml").read_text()
     commands = re.findall(r"^ +python -m gradsurg\.run (.+)$", text, re.MULTILINE)
-    assert len(commands) == 5
+    assert len(commands) == 6
     for line in commands:
         words = shlex.split(line)
         overrides = [word for word in words if word != "-m"]

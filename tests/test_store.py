@@ -138,7 +138,7 @@ def test_a_summary_that_was_not_written_whole_does_not_count(run, monkeypatch, m
 
     run.append_metrics({"step": 1})
     (run.path / "metrics.jsonl").rename(run.path / "kept")
-    monkeypatch.setattr(store.os, moment, stop)
+    monkeypatch.setattr(os, moment, stop)
     with pytest.raises(OSError, match=r"No space left on device: '.*summary\.json'"):
         run.write_summary({"state": "finished"})
     assert not run.finished
@@ -147,7 +147,7 @@ def test_a_summary_that_was_not_written_whole_does_not_count(run, monkeypatch, m
 
 def test_a_failed_summary_leaves_the_one_before(run, monkeypatch):
     run.write_summary({"state": "first"})
-    monkeypatch.setattr(store.os, "replace", lambda *_: os.listdir("/does/not/exist"))
+    monkeypatch.setattr(os, "replace", lambda *_: os.listdir("/does/not/exist"))
     with pytest.raises(FileNotFoundError):
         run.write_summary({"state": "second"})
     assert run.read_summary() == {"state": "first"}
@@ -162,7 +162,7 @@ def test_a_line_that_fills_the_disk_is_taken_back_and_the_file_named(run, monkey
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(descriptor, content[: len(content) - 5])
 
-    monkeypatch.setattr(store.os, "write", half)
+    monkeypatch.setattr(os, "write", half)
     with pytest.raises(OSError, match=r"No space left on device: '.*metrics\.jsonl'"):
         run.append_metrics({"step": 2, "train/loss": 0.25})
     monkeypatch.undo()
@@ -237,7 +237,7 @@ def test_lines_missing_before_the_checkpoint_stop_the_run(run):
 def test_a_later_checkpoint_replaces_the_earlier_or_leaves_it(run, monkeypatch):
     run.save_checkpoint({"step": 1})
     run.save_checkpoint({"step": 2})
-    monkeypatch.setattr(store.os, "replace", lambda *_: os.listdir("/does/not/exist"))
+    monkeypatch.setattr(os, "replace", lambda *_: os.listdir("/does/not/exist"))
     with pytest.raises(FileNotFoundError):
         run.save_checkpoint({"step": 3})
     assert run.load_checkpoint() == {"step": 2}

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from gradsurg.pipes import outlive_readers
 from gradsurg.report.overview import print_overview
 from gradsurg.report.reading import NotAStudy, Stamp, stamp
 from gradsurg.report.study_report import study_report
@@ -60,4 +61,5 @@ def _watch(study: Path, out: Path) -> int:
 
 
 if __name__ == "__main__":
+    outlive_readers()
     sys.exit(main())

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gradsurg.report.wording import Summary, listed
+from gradsurg.runs.json_rows import NOT_FINITE
 from gradsurg.runs.store import (
     CONFIG,
     CONFLICTS,
@@ -16,7 +17,6 @@ from gradsurg.runs.store import (
     FACTS,
     LOCK,
     METRICS,
-    NOT_FINITE,
     SUMMARY,
     RunDirectory,
     RunState,

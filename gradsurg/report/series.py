@@ -11,7 +11,7 @@ from gradsurg.report.reading import Found
 from gradsurg.report.update_line import SAMPLED
 from gradsurg.report.wording import HEADLINE
 from gradsurg.runs.frames import METRICS_KEYS, read_effects, read_metrics
-from gradsurg.runs.store import NOT_FINITE
+from gradsurg.runs.json_rows import NOT_FINITE
 from gradsurg.stats import t_reach
 
 MAX_POINTS = 60  # of a learning curve: more are not seen on a page

@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradsurg.runs.store import CONFLICTS, EFFECTS, METRICS, NOT_FINITE, whole_lines
+from gradsurg.runs.durable import whole_lines
+from gradsurg.runs.json_rows import NOT_FINITE
+from gradsurg.runs.store import CONFLICTS, EFFECTS, METRICS
 
 if TYPE_CHECKING:
     import polars as pl

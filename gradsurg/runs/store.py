@@ -1,19 +1,19 @@
 """The run directory: the durable record of one run."""
 
-import fcntl
 import hashlib
 import json
 import logging
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import isfinite
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Literal
 
+from gradsurg.runs import lock
 from gradsurg.runs.controls import controls_of, merged_facts
+from gradsurg.runs.durable import append, cut, remove_drafts, replace, sync, whole_lines
+from gradsurg.runs.json_rows import as_line, finite
 
 CONFIG, METRICS, EFFECTS = "config.yaml", "metrics.jsonl", "effects.jsonl"
 CONFLICTS = "conflicts.jsonl"
@@ -22,7 +22,6 @@ LINES = (METRICS, EFFECTS, CONFLICTS)
 SUMMARY, CHECKPOINT, LOCK = "summary.json", "checkpoint.pt", ".lock"
 FACTS, ERROR, LANDSCAPE = "run.json", "error.log", "landscape.json"
 OWN = (SUMMARY, CHECKPOINT, *LINES, CONFIG, FACTS, ERROR, LANDSCAPE)
-NOT_FINITE = "not_finite"
 MAX_LABEL = 80
 
 RunState = Literal["planned", "running", "interrupted", "failed", "finished", "diverged"]
@@ -71,7 +70,8 @@ class RunDirectory:
     def state(self) -> RunState:
         """How far the run is, as its files say; `running` if a process is at it."""
         state = self.unheld_state
-        return "running" if state not in ("finished", "diverged") and self._is_held() else state
+        ended = state in ("finished", "diverged")
+        return state if ended or not lock.is_held(self.path / LOCK) else "running"
 
     @property
     def unheld_state(self) -> RunState:
@@ -91,25 +91,10 @@ class RunDirectory:
         Two commands can come to the same control at once. If another process is at it, wait until
         that is done, or go without. A lock dies with its process.
         """
-        path = self.path / LOCK
-        while True:
-            with _naming(path):
-                self.path.mkdir(parents=True, exist_ok=True)
-                file = path.open("a")
-                got = _locked(file.fileno(), path, wait)
-            if not got:
-                file.close()
-                yield False
-                return
-            if _is_still(path, file.fileno()):
-                break
-            file.close()  # who had it has taken the file away
-        try:
-            self._remove_drafts()
-            yield True
-        finally:
-            path.unlink(missing_ok=True)
-            file.close()
+        with lock.held(self.path / LOCK, wait) as mine:
+            if mine:
+                remove_drafts(self.path, OWN)
+            yield mine
 
     def plan(self, facts: Mapping[str, object], config: Mapping[str, object]) -> None:
         """Say that this run is to be: what readers should know of it, and its resolved config.
@@ -211,8 +196,8 @@ class RunDirectory:
     def write_summary(self, summary: Mapping[str, object]) -> None:
         """Write the outcome: afterwards the run is finished, so this comes last."""
         for name in LINES:
-            self._sync(name)
-        self._replace(SUMMARY, json.dumps(_finite(summary), indent=2).encode())
+            sync(self.path / name)
+        self._replace(SUMMARY, json.dumps(finite(summary), indent=2).encode())
 
     def read_summary(self) -> dict[str, object]:
         """The outcome of a finished run; FileNotFoundError if it is not finished."""
@@ -220,7 +205,7 @@ class RunDirectory:
 
     def write_landscape(self, told: Mapping[str, object]) -> None:
         """Keep what the task's losses are over the plane, for pictures of the ways through it."""
-        self._replace(LANDSCAPE, json.dumps(_finite(told), separators=(",", ":")).encode())
+        self._replace(LANDSCAPE, json.dumps(finite(told), separators=(",", ":")).encode())
 
     def read_landscape(self) -> dict[str, Any] | None:  # Any: what JSON can hold
         """What `write_landscape` kept, or None."""
@@ -233,7 +218,7 @@ class RunDirectory:
 
         import torch
 
-        sizes = {name: self._sync(name) for name in LINES}
+        sizes = {name: sync(self.path / name) for name in LINES}
         buffer = BytesIO()
         torch.save({"state": dict(state), "sizes": sizes}, buffer)
         self._replace(CHECKPOINT, buffer.getbuffer())
@@ -264,167 +249,18 @@ class RunDirectory:
         """Remove this run's own files, the summary first; other files stay."""
         for name in OWN:
             (self.path / name).unlink(missing_ok=True)
-        self._remove_drafts()
-
-    def _remove_drafts(self) -> None:
-        """Remove what a process that was killed had begun to write."""
-        for name in OWN:
-            for draft in self.path.glob(f".{name}.*.tmp"):
-                draft.unlink(missing_ok=True)
-
-    def _is_held(self) -> bool:
-        path = self.path / LOCK
-        if not path.is_file():
-            return False
-        try:
-            with path.open() as file:
-                fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except FileNotFoundError:  # gone in between
-            return False
-        return False
+        remove_drafts(self.path, OWN)
 
     def _append(self, name: str, rows: Iterable[Mapping[str, object]]) -> None:
-        lines = b"".join(_line(row) for row in rows)
-        path = self.path / name
-        with _naming(path):
-            descriptor = self._opened(path)
-            try:
-                size = os.fstat(descriptor).st_size
-                try:
-                    _write_all(descriptor, lines)
-                except OSError:
-                    # half a line would spoil the lines after it
-                    os.ftruncate(descriptor, size)
-                    raise
-            finally:
-                os.close(descriptor)
-
-    def _opened(self, path: Path) -> int:
-        """A descriptor to append by; the directory is made where it is not there yet."""
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        try:
-            return os.open(path, flags, 0o666)
-        except FileNotFoundError:
-            self.path.mkdir(parents=True, exist_ok=True)
-            return os.open(path, flags, 0o666)
+        append(self.path / name, b"".join(as_line(row) for row in rows))
 
     def _replace(self, name: str, content: bytes | memoryview) -> None:
-        path = self.path / name
-        draft = self.path / f".{name}.{os.getpid()}.tmp"
-        with _naming(path):
-            self.path.mkdir(parents=True, exist_ok=True)
-            try:
-                with draft.open("wb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(draft, path)
-            finally:
-                draft.unlink(missing_ok=True)
-
-    def _sync(self, name: str) -> int:
-        """Bring a JSONL file to the disk; its size in bytes."""
-        path = self.path / name
-        if not path.is_file():
-            return 0
-        with _naming(path), path.open("ab") as file:
-            os.fsync(file.fileno())
-            return file.tell()
+        replace(self.path / name, content)
 
     def _cut(self, sizes: Mapping[str, int]) -> None:
         for name, size in sizes.items():
-            path = self.path / name
-            found = path.stat().st_size if path.is_file() else 0
-            if found < size:
-                raise ValueError(
-                    f"{path} has {found} bytes but had {size} at the checkpoint; "
-                    "force=true starts the run anew"
-                )
-            if found > size:
-                with _naming(path):
-                    os.truncate(path, size)
-
-
-def whole_lines(file: Path) -> bytes:
-    """What a file holds up to its last line that is whole; nothing if it is not there."""
-    content = file.read_bytes() if file.is_file() else b""
-    return content[: content.rfind(b"\n") + 1]
+            cut(self.path / name, size)
 
 
 def _facts_text(facts: Mapping[str, object]) -> bytes:
-    return json.dumps(_finite(facts), indent=2).encode()
-
-
-_row_encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
-
-
-def _line(row: Mapping[str, object]) -> bytes:
-    try:
-        return _row_encoder.encode(row).encode() + b"\n"
-    except ValueError:
-        pass  # JSON has no NaN and no infinity
-    told = {**row, NOT_FINITE: " ".join(_not_finite(row))}
-    return _row_encoder.encode(_finite(told)).encode() + b"\n"
-
-
-def _not_finite(value: object, path: str = "") -> Iterator[str]:
-    """Each number that JSON cannot say, where it stands: `norms.1=nan`, with places from 0."""
-    match value:
-        case float():
-            if not isfinite(value):
-                yield f"{path}={value}"
-        case Mapping():
-            for key, item in value.items():
-                yield from _not_finite(item, f"{path}.{key}" if path else str(key))
-        case Sequence() if not isinstance(value, str):
-            for place, item in enumerate(value):
-                yield from _not_finite(item, f"{path}.{place}")
-        case _:
-            pass
-
-
-def _finite(value: object) -> object:
-    match value:
-        case float():
-            return value if isfinite(value) else None
-        case Mapping():
-            return {key: _finite(item) for key, item in value.items()}
-        case Sequence() if not isinstance(value, str):
-            return [_finite(item) for item in value]
-        case _:
-            return value
-
-
-def _locked(descriptor: int, path: Path, wait: bool) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        if not wait:
-            return False
-        _log.warning("waiting for another process that is at %s", path.parent)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    return True
-
-
-def _is_still(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-
-
-def _write_all(descriptor: int, content: bytes) -> None:
-    rest = memoryview(content)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Give an OSError the file that it is about: a full disk's has none."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    return json.dumps(finite(facts), indent=2).encode()
