@@ -125,7 +125,7 @@ def numbers(path: Path) -> dict[str, Any]:
     return kept | files
 
 
-UNTIMED = ("step time", "whose effect is measured", "----")
+UNTIMED = ("step time", "step whose effect", "whose effect is measured", "10) takes", "----")
 
 
 def untimed(printed: str) -> str:

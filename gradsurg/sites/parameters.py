@@ -52,11 +52,14 @@ class Parameters(ParamSelector):
         chosen = expected(self, model, gates)
         match stage:
             case "backward":
-                hooks = [(param, gates.gate(name, ref(param))) for name, param in chosen.items()]
+                held = [
+                    (ref(param), gates.gate(name, ref(param))) for name, param in chosen.items()
+                ]
 
                 def put(own: ExitStack) -> None:
-                    for param, gate in hooks:
-                        own.callback(param.register_hook(gate).remove)
+                    for there, gate in held:
+                        if (param := there()) is not None:
+                            own.callback(param.register_hook(gate).remove)
 
                 gates.put(put, stack)
             case "accumulated":
