@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from gradsurg import engine
@@ -11,7 +11,7 @@ from gradsurg.attached import Attached, Patient, check_flags, flags_of
 from gradsurg.changes import Changes
 from gradsurg.closing import complaints
 from gradsurg.effects import Effects
-from gradsurg.fields import FieldError, nearest
+from gradsurg.fields import nearest
 from gradsurg.intervention import (
     Intervention,
     check_pattern,
@@ -25,9 +25,9 @@ from gradsurg.multitask.conflict import Conflicts
 from gradsurg.multitask.joint import Joint
 from gradsurg.multitask.losses import Losses
 from gradsurg.operation import Operation
+from gradsurg.retuning import retuned
 from gradsurg.sources import watch, watched
-from gradsurg.transforms.base import State, Transform
-from gradsurg.transforms.chain import Chain
+from gradsurg.transforms.base import State
 from gradsurg.triggers.base import Clock, Sourced, Trigger
 from gradsurg.triggers.flag import Flag
 
@@ -184,26 +184,7 @@ class Live:
         could not act there.
         """
         attached = self._find(label)
-        if when is None and not changes:
-            raise ValueError(f"'{label}': nothing to change was given, no field and no `when`")
-        old = attached.wanted
-        links = [
-            _changed(link, label, changes) if name == label and changes else link
-            for name, link in zip(attached.labels, old.links, strict=True)
-        ]
-        if changes and label not in attached.labels:
-            raise LookupError(f"'{label}' has several links: {', '.join(attached.labels)}")
-        if when is not None and not isinstance(when, Trigger):
-            raise TypeError(f"when: must be a trigger, as Steps(stop=100), found {when!r}")
-        transform = old.operator
-        if changes:
-            transform = Chain(*links) if isinstance(transform, Chain) else links[0]
-        new = Intervention(transform, old.at, when or old.when, old.names)
-        if (new.stage, new.operator.scope) != (old.stage, old.operator.scope):
-            raise ValueError(
-                f"'{label}' is hooked at stage '{old.stage}' for a {old.operator.scope}, and would "
-                f"act at stage '{new.stage}' for a {new.operator.scope}: remove it and add another"
-            )
+        new = retuned(attached.wanted, attached.labels, label, when, changes)
         self._check(new, attached)
         attached.wanted = new
         self._changes.soon(lambda: self._change(attached, new))
@@ -356,13 +337,3 @@ class Live:
         own, model = self._attached, self._patient.model
         notes = [*self._notes, *self._joint.complaints()]
         return complaints(own, self.ledger, model, self.clock, self._began, notes, why)
-
-
-def _changed(link: Transform, label: str, changes: dict[str, object]) -> Transform:
-    known = [field.name for field in fields(link)] if hasattr(link, "__dataclass_fields__") else []  # pyright: ignore[reportArgumentType]
-    wrong = [
-        (key, f"is not a field here. {nearest(key, known)}") for key in changes if key not in known
-    ]
-    if wrong:
-        raise FieldError(label, wrong)
-    return replace(link, **changes)  # pyright: ignore[reportArgumentType, reportCallIssue, reportType]

@@ -34,6 +34,7 @@ FLOORS = (
         "multitask.joint",
         "sources",
         "changes",
+        "retuning",
         "closing",
         "live",
     ),
