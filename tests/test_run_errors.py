@@ -14,7 +14,7 @@ from gradsurg.fields import told
 from tests.conftest import Here
 
 SHORT = ("steps=20", "seeds=1", "sink=none")
-OFTEN = ("checkpoint_every=1", "log_every=1")
+OFTEN = ("checkpoint_every=1", "checkpoint_seconds=0", "log_every=1")
 LINE = "interrupted; the same command goes on from the last checkpoint"
 
 
