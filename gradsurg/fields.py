@@ -89,8 +89,9 @@ def validated(cls: Class) -> Class:
 
 def nearest(name: str, choices: list[str]) -> str:
     """The choices, in full, with the nearest one first in a question: for an error message."""
-    close = get_close_matches(name, choices, n=1, cutoff=0.5)
-    question = f" Did you mean '{close[0]}'?" if close else ""
+    plain = {choice.lower(): choice for choice in choices}
+    close = get_close_matches(name.lower(), plain, n=1, cutoff=0.5)
+    question = f" Did you mean '{plain[close[0]]}'?" if close else ""
     return f"There are: {', '.join(choices) or 'none'}.{question}"
 
 

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 FOLDERS = {
     "transforms": "transform",
+    "aggregators": "aggregator",
     "models": "model",
     "tasks": "task",
     "sinks": "sink",

@@ -112,5 +112,6 @@ def test_it_is_a_value() -> None:
 
 def test_nearest_lists_the_choices_and_asks() -> None:
     assert nearest("clp", ["clip", "zero"]) == "There are: clip, zero. Did you mean 'clip'?"
+    assert nearest("PCGrad", ["pcgrad", "upgrad"]).endswith(" Did you mean 'pcgrad'?")
     assert nearest("qqq", ["clip"]) == "There are: clip."
     assert nearest("clip", []) == "There are: none."

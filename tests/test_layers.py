@@ -65,6 +65,7 @@ FLOORS = (
         "config.optimizers",
         "config.schedules",
         "config.parts",
+        "config.culprits",
         "config.probe",
         "config.rehearsal",
         "config.pairs",

@@ -25,6 +25,17 @@ Property = Literal[
     "deterministic",  # draws no random numbers
 ]
 
+OF_GIVEN_WEIGHTS: frozenset[Property] = frozenset(
+    {
+        "permutation_invariant",
+        "linear_under_scaling",
+        "homogeneous",
+        "strongly_stationary",
+        "deterministic",
+    }
+)
+"""What holds of weights above zero that no gradient decides, for a fixed state."""
+
 
 @dataclass(slots=True)
 class Context:

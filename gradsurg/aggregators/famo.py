@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gradsurg.aggregators._adam import moments, stepped
 from gradsurg.aggregators.base import (
+    OF_GIVEN_WEIGHTS,
     Context,
     LossWeighting,
     Property,
@@ -42,15 +43,7 @@ class FAMO(LossWeighting):
 
     @property
     def properties(self) -> frozenset[Property]:
-        return frozenset(
-            {
-                "permutation_invariant",
-                "linear_under_scaling",
-                "homogeneous",
-                "strongly_stationary",
-                "deterministic",
-            }
-        )
+        return OF_GIVEN_WEIGHTS
 
     def init(self, num_tasks: int) -> State:
         return {

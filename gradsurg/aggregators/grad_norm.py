@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gradsurg.aggregators._adam import moments, stepped
 from gradsurg.aggregators.base import (
+    OF_GIVEN_WEIGHTS,
     Context,
     GramianAggregator,
     Property,
@@ -45,15 +46,7 @@ class GradNorm(GramianAggregator):
 
     @property
     def properties(self) -> frozenset[Property]:
-        return frozenset(
-            {
-                "permutation_invariant",
-                "linear_under_scaling",
-                "homogeneous",
-                "strongly_stationary",
-                "deterministic",
-            }
-        )
+        return OF_GIVEN_WEIGHTS
 
     def init(self, num_tasks: int) -> State:
         return {

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from gradsurg.aggregators.base import Context, LossWeighting, Property, State
+from gradsurg.aggregators.base import OF_GIVEN_WEIGHTS, Context, LossWeighting, Property, State
 from gradsurg.fields import validated
 
 
@@ -13,15 +13,7 @@ class Mean(LossWeighting):
 
     @property
     def properties(self) -> frozenset[Property]:
-        return frozenset(
-            {
-                "permutation_invariant",
-                "linear_under_scaling",
-                "homogeneous",
-                "strongly_stationary",
-                "deterministic",
-            }
-        )
+        return OF_GIVEN_WEIGHTS
 
     def init(self, num_tasks: int) -> State:
         return {}

@@ -8,6 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.aggregators.base import (
+    OF_GIVEN_WEIGHTS,
     Context,
     LossWeighting,
     Property,
@@ -38,15 +39,7 @@ class UncertaintyWeighting(LossWeighting):
 
     @property
     def properties(self) -> frozenset[Property]:
-        return frozenset(
-            {
-                "permutation_invariant",
-                "linear_under_scaling",
-                "homogeneous",
-                "strongly_stationary",
-                "deterministic",
-            }
-        )
+        return OF_GIVEN_WEIGHTS
 
     def init(self, num_tasks: int) -> State:
         return {"log_variances": torch.zeros(num_tasks, dtype=torch.float64)}

@@ -26,7 +26,13 @@ from gradsurg.config.parts import (
     transforms_of,
 )
 from gradsurg.config.probe import Trial, check_stage
-from gradsurg.config.rehearsal import check_fields, check_manner, check_step
+from gradsurg.config.rehearsal import (
+    check_acting,
+    check_batch,
+    check_manner,
+    check_optimizer,
+    check_untrained,
+)
 from gradsurg.config.settings import Settings
 from gradsurg.fields import nearest
 from gradsurg.intervention import Intervention
@@ -101,39 +107,27 @@ def build(config: Config) -> Experiment:
     device = None
     if settings is not None:
         device = faults.made("device", lambda: device_of(settings.device))
-        _check_batch(settings, data, faults)
+        check_batch(settings, data, faults)
         check_manner(settings, selector, intervention, device, faults)
         _check_links(settings, config, faults)
     experiment = None
     if not faults.lines and settings and task and selector and device and data:
         make_optimizer = optimizer_maker(config, settings)
-        plan = Plan(
-            config,
-            settings,
-            task,
-            make_optimizer,
-            device,
-            selector,
-            intervention,
-            joint,
-            content=content or "",
-        )
+        parts = task, make_optimizer, device, selector, intervention, joint
+        plan = Plan(config, settings, *parts, content=content or "")
         if settings.attribute:
             plan = replace(plan, without=_without_links(plan, transforms, trigger, faults))
         experiment = _experiment(plan, data, sinks)
     if settings is not None and settings.steps == 0:
-        _check_untrained(config, settings, selector, model, faults)
+        check_untrained(config, settings, selector, joint, model, faults)
     elif experiment is None or not experiment.finished:
-        _check_optimizer(config, settings, model, faults)
+        check_optimizer(config, settings, model, faults)
         if task and data and model and selector:
             scope = intervention.operator.scope if intervention else "tensor"
             steady = "name" in config["model"] and "name" in config["task"]
             label = "+".join(transforms) or "none"
             trial = Trial(model, task, data, settings, label, scope, steady)
-            _try(trial, selector, trigger if config.get("transform") else None, faults)
-            if joint is not None and isinstance(task, MultiTask) and not faults.lines:
-                with faults.at("aggregator"):
-                    trial.check_joint(*(own for own in (intervention, joint) if own))
+            check_acting(trial, selector, trigger, intervention, joint, faults)
     faults.stop()
     assert experiment  # what is missing has been said, and `stop` has raised
     return experiment
@@ -150,36 +144,6 @@ def _experiment(plan: Plan, data: Data, sinks: tuple[Guarded, ...]) -> Experimen
         data.train_inputs[:2],
         sinks,
     )
-
-
-def _check_untrained(
-    config: Config,
-    settings: Settings,
-    selector: Selector | None,
-    model: nn.Module | None,
-    faults: Faults,
-) -> None:
-    """What can be wrong though no step is to be made, without the seconds that a step takes."""
-    if model is None:
-        return
-    make_optimizer = optimizer_maker(config, settings, bare=True)
-    optimizer = faults.made("optimizer", lambda: make_optimizer(model))
-    if optimizer is not None:
-        check_fields(config, settings, optimizer, faults)
-    if selector is not None:
-        with faults.at("site"):
-            selector.find(model)
-
-
-def _check_optimizer(
-    config: Config, settings: Settings | None, model: nn.Module | None, faults: Faults
-) -> None:
-    make_optimizer = optimizer_maker(config, settings)
-    # What is wrong with an optimizer is mostly so for any parameter.
-    stand_in = model or nn.Linear(1, 1, bias=False)
-    optimizer = faults.made("optimizer", lambda: make_optimizer(stand_in))
-    if optimizer is not None and settings is not None:
-        check_step(config, settings, optimizer, faults)
 
 
 def _wrong_keys(config: Config) -> list[str]:
@@ -243,9 +207,12 @@ def _joint(
     always = faults.made("shared", lambda: Intervention(aggregator, at=shared, names=(key,)))
     if always is None or trigger is None or config.get("transform"):
         return always
-    with faults.at("when"):
-        check_host(trigger, key)
-    return replace(always, when=trigger)
+    return faults.made("when", lambda: _hosted(always, trigger, key))
+
+
+def _hosted(joint: Intervention, trigger: Trigger, key: str) -> Intervention:
+    check_host(trigger, key)
+    return replace(joint, when=trigger)
 
 
 def _shared(config: Config) -> SharedParameters:
@@ -255,15 +222,6 @@ def _shared(config: Config) -> SharedParameters:
     made = called(SharedParameters, (), dict(fields))
     assert isinstance(made, SharedParameters)
     return made
-
-
-def _try(trial: Trial, selector: Selector, trigger: Trigger | None, faults: Faults) -> None:
-    said = len(faults.lines)
-    with faults.at("site"):
-        trial.check_site(selector)
-    if trigger is not None and len(faults.lines) == said:
-        with faults.at("when"):
-            trial.check_when(selector, trigger)
 
 
 def _without_links(
@@ -292,14 +250,3 @@ def _check_links(settings: Settings, config: Config, faults: Faults) -> None:
             "attribute: the shorter chains have no norm-matched control, "
             "needs control=plain or control=none, found control=norm_matched"
         )
-
-
-def _check_batch(settings: Settings, data: Data | None, faults: Faults) -> None:
-    if data is None:
-        return
-    count, size, several = len(data.train_inputs), settings.batch_size, settings.accumulate
-    if size > count:
-        faults.lines.append(f"batch_size: must be <= {count} examples, found {size}")
-    elif size * several > count:
-        rule = f"a step's batches must have <= {count} examples together"
-        faults.lines.append(f"accumulate: {rule}, found {several} of {size}")

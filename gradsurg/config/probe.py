@@ -1,20 +1,22 @@
 """A trial step on a model that is thrown away: what could never act is found before a run."""
 
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from gradsurg import randomness
+from gradsurg.config.culprits import culprit, guilty, inside, joined, parts
 from gradsurg.config.make import ERRORS, sentence
 from gradsurg.config.settings import Settings
-from gradsurg.fields import Contradiction, FieldError, nearest
+from gradsurg.fields import Contradiction, FieldError, nearest, told
 from gradsurg.intervention import Intervention
 from gradsurg.ledger import Entry, SurgeryWarning
+from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.sites.base import Selector
 from gradsurg.sources import watched
 from gradsurg.surgery import Surgery
@@ -25,7 +27,6 @@ from gradsurg.triggers.always import Always
 from gradsurg.triggers.base import Clock, Fires, Moment, Trigger
 from gradsurg.triggers.for_task import ForTask
 
-Part = TypeVar("Part", Selector, Trigger)
 Losing = Callable[[Tensor, Tensor], Tensor | Mapping[str, Tensor]]
 
 PATIENCE = 100_000  # steps: of a longer run nobody waits to hear that nothing would ever act
@@ -49,41 +50,52 @@ class Trial:
     def check_site(self, selector: Selector) -> None:
         """Raises FieldError if nothing is found to hook, or if no gradient passes there."""
         if self._site_fault(selector):
-            path, part = _guilty(selector, lambda other: bool(self._site_fault(other)))
+            path, part = guilty(selector, lambda other: bool(self._site_fault(other)))
             fault = self._site_fault(part)
-            field = _culprit(part, lambda other: not self._site_fault(other))
-            self._refuse(_joined(path, field), fault, self.steady or SILENT not in fault)
+            field = culprit(part, lambda other: not self._site_fault(other))
+            self._refuse(joined(path, field), fault, self.steady or SILENT not in fault)
 
-    def check_joint(self, *interventions: Intervention) -> None:
-        """Raises FieldError if one training step with an aggregator cannot be made."""
-        assert isinstance(self.task, MultiTask)
-        try:
-            self._ledger(Surgery(*interventions), self.task.losses)
-        except ERRORS as error:  # whatever it is, training would meet it too
-            raise FieldError("", [("", sentence(error))]) from error
+    def check_joint(self, joint: Intervention, *others: Intervention) -> None:
+        """Raises FieldError, with the whole key, if no training step with an aggregator can be
+        made: that of `shared` if it acted elsewhere.
+        """
+        fault = self._joint_fault(joint, *others)
+        if not fault:
+            return
+
+        def acts(at: Selector) -> bool:
+            return not self._joint_fault(replace(joint, at=at), *others)
+
+        if joint.at != SharedParameters() and acts(SharedParameters()):
+            field = culprit(joint.at, acts)
+            text = fault.removeprefix(f"{field}: ").removeprefix("SharedParameters: ")
+            raise FieldError("", [(joined("shared", field), text)])
+        own = re.match(rf"{type(joint.aggregator).__name__}\.(\w+): ", fault)
+        field, text = (own[1], fault[own.end() :]) if own else ("", fault)
+        raise FieldError("", [(joined("aggregator", field), text)])
 
     def check_when(self, selector: Selector, trigger: Trigger) -> None:
         """Raises FieldError if the trigger cannot be asked, or fires at no step of the run."""
-        for path, part in _parts(trigger):
+        for path, part in parts(trigger):
             try:
                 watched(part, self.model)
             except LookupError as error:
-                self._refuse(_joined(path, "source"), sentence(error), True)
+                self._refuse(joined(path, "source"), sentence(error), True)
             if isinstance(part, ForTask):
                 names = self._names
                 if part.task not in names:
                     near = nearest(part.task, list(names)) if names else "The task has one loss."
                     text = f"there is no loss '{part.task}'. {near}"
-                    self._refuse(_joined(path, "task"), text, True)
+                    self._refuse(joined(path, "task"), text, True)
         own = all(type(part).__module__.startswith("gradsurg.") for part in trigger.parts)
         if self.settings is None or not own:
             return  # a user's own may have a memory, or be moved from outside
         if not self._fires(selector, trigger):
-            path, part = _guilty(trigger, lambda other: not self._fires(selector, other))
-            field = _culprit(part, lambda other: self._fires(selector, other))
+            path, part = guilty(trigger, lambda other: not self._fires(selector, other))
+            field = culprit(part, lambda other: self._fires(selector, other))
             text = f"{part!r} never fires in {self._length(self.settings)}"
             certain = self.steady or self._by_step(trigger) is False
-            self._refuse(_joined(path, field), text, certain)
+            self._refuse(joined(path, field), text, certain)
 
     def _refuse(self, key: str, text: str, certain: bool) -> None:
         if certain:
@@ -121,6 +133,16 @@ class Trial:
         sites = ", ".join(entry.site for entry in entries) or repr(selector)
         reasons = ", ".join(dict.fromkeys(entry.skipped for entry in entries if entry.skipped))
         return f"{SILENT} {sites}" + (f" ({reasons})" if reasons else "")
+
+    def _joint_fault(self, *interventions: Intervention) -> str:
+        assert isinstance(self.task, MultiTask)
+        try:
+            self._ledger(Surgery(*interventions), self.task.losses)
+        except (ValueError, TypeError) as error:
+            return sentence(error)
+        except ERRORS as error:  # whatever it is, training would meet it too
+            return sentence(error) if type(error) is LookupError else told(error)
+        return ""
 
     def _fires(self, selector: Selector, trigger: Trigger) -> bool:
         """Whether it may act at a step of the run. Raises FieldError if it cannot be asked."""
@@ -180,12 +202,12 @@ class Trial:
 
 def check_stage(selector: Selector) -> None:
     """Raises FieldError if a selector has a stage that is none of its kind's."""
-    for path, kind in _parts(selector):
-        allowed = dict.fromkeys((*kind.stages, *kind.group_stages)) if not _inside(kind) else {}
+    for path, kind in parts(selector):
+        allowed = dict.fromkeys((*kind.stages, *kind.group_stages)) if not inside(kind) else {}
         if allowed and kind.stage is not None and kind.stage not in allowed:
             text = f"{type(kind).__name__} cannot have stage '{kind.stage}'"
             fault = f"{text}; stages it can have: {', '.join(allowed)}"
-            raise FieldError("", [(_joined(path, "stage"), fault)])
+            raise FieldError("", [(joined(path, "stage"), fault)])
 
 
 class _Ever(Trigger):
@@ -212,13 +234,13 @@ class _Ever(Trigger):
         return False
 
     def _raising(self, moment: Moment) -> str:
-        for path, part in _parts(self.of):
+        for path, part in parts(self.of):
             try:
                 _could(part, moment, 0)
             except Contradiction as error:
-                return _joined(path, error.field)
+                return joined(path, error.field)
             except ERRORS:  # it is the caller's already
-                if not _inside(part):
+                if not inside(part):
                     return path
         return ""
 
@@ -262,56 +284,3 @@ class _LeaveGroup(GroupTransform):
         self, grads: Sequence[Tensor], state: State, contexts: Sequence[Context]
     ) -> tuple[list[Tensor], State]:
         return list(grads), state
-
-
-def _guilty(whole: Part, fails: Callable[[Part], bool], path: str = "") -> tuple[str, Part]:
-    """The part that fails by itself, with its key in the whole; without such a part the whole."""
-    if isinstance(getattr(whole, "of", None), tuple):
-        for key, part in _inside(whole):
-            if fails(part):
-                return _guilty(part, fails, _joined(path, key))
-    return path, whole
-
-
-def _culprit(part: Part, acts: Callable[[Part], bool]) -> str:
-    """The field without which `part` would act; empty if there is none."""
-    if not is_dataclass(part):
-        return ""
-    given = [
-        field
-        for field in fields(part)
-        if field.default is MISSING or getattr(part, field.name) != field.default
-    ]
-    if len(given) == 1:
-        return given[0].name
-    for field in fields(part):
-        value = getattr(part, field.name)
-        # A switch has one other position; of anything else the default asks the least.
-        other: Any = not value if isinstance(value, bool) else field.default
-        if other is MISSING or other == value:
-            continue
-        try:
-            if acts(replace(part, **{field.name: other})):
-                return field.name
-        except FieldError:
-            continue  # the fields need one another
-    return ""
-
-
-def _parts(whole: Part, path: str = "") -> Iterator[tuple[str, Part]]:
-    """It and all that it is made of, each with its key in it, as `of.1`."""
-    yield path, whole
-    for key, part in _inside(whole):
-        yield from _parts(part, _joined(path, key))
-
-
-def _inside(whole: Part) -> list[tuple[str, Part]]:
-    of: Any = getattr(whole, "of", None)  # Any: parts of the same kind as the whole, if it has some
-    parts: list[tuple[str, Any]] = [("of", of)] if isinstance(of, Selector | Trigger) else []
-    if isinstance(of, tuple):
-        parts = [(f"of.{index}", part) for index, part in enumerate(of)]
-    return parts
-
-
-def _joined(*keys: str) -> str:
-    return ".".join(key for key in keys if key)

@@ -1,15 +1,20 @@
 """Whether the steps that a config asks for can be made: tried before anything is trained."""
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from gradsurg.config.faults import Faults
 from gradsurg.config.make import ERRORS, Config, sentence
+from gradsurg.config.optimizers import optimizer_maker
+from gradsurg.config.probe import Trial
 from gradsurg.config.schedules import WALKED, schedule_maker, walk
 from gradsurg.config.settings import Settings
 from gradsurg.intervention import Intervention, check_scaled
 from gradsurg.runs.switches import check_compiled
 from gradsurg.sites.base import Selector
+from gradsurg.tasks.base import Data, MultiTask
+from gradsurg.triggers.base import Trigger
 
 
 def check_manner(
@@ -35,14 +40,79 @@ def check_manner(
             check_compiled(selector)
 
 
-def check_fields(config: Config, settings: Settings, optimizer: Optimizer, faults: Faults) -> None:
+def check_batch(settings: Settings, data: Data | None, faults: Faults) -> None:
+    """Refuse more examples in a step than there are."""
+    if data is None:
+        return
+    count, size, several = len(data.train_inputs), settings.batch_size, settings.accumulate
+    if size > count:
+        faults.lines.append(f"batch_size: must be <= {count} examples, found {size}")
+    elif size * several > count:
+        rule = f"a step's batches must have <= {count} examples together"
+        faults.lines.append(f"accumulate: {rule}, found {several} of {size}")
+
+
+def check_untrained(
+    config: Config,
+    settings: Settings,
+    selector: Selector | None,
+    joint: Intervention | None,
+    model: nn.Module | None,
+    faults: Faults,
+) -> None:
+    """What can be wrong though no step is to be made, without the seconds that a step takes."""
+    if model is None:
+        return
+    make_optimizer = optimizer_maker(config, settings, bare=True)
+    optimizer = faults.made("optimizer", lambda: make_optimizer(model))
+    if optimizer is not None:
+        _check_fields(config, settings, optimizer, faults)
+    for key, places in (("site", selector), ("shared", joint and joint.at)):
+        if places is not None:
+            with faults.at(key):
+                places.find(model)
+
+
+def check_optimizer(
+    config: Config, settings: Settings | None, model: nn.Module | None, faults: Faults
+) -> None:
+    """Refuse an optimizer or a schedule that cannot be made, or cannot make its steps."""
+    make_optimizer = optimizer_maker(config, settings)
+    # What is wrong with an optimizer is mostly so for any parameter.
+    stand_in = model or nn.Linear(1, 1, bias=False)
+    optimizer = faults.made("optimizer", lambda: make_optimizer(stand_in))
+    if optimizer is not None and settings is not None:
+        _check_step(config, settings, optimizer, faults)
+
+
+def check_acting(
+    trial: Trial,
+    selector: Selector,
+    trigger: Trigger | None,
+    intervention: Intervention | None,
+    joint: Intervention | None,
+    faults: Faults,
+) -> None:
+    """Refuse what could never act, and what a training step with it shows."""
+    said = len(faults.lines)
+    with faults.at("site"):
+        trial.check_site(selector)
+    if trigger is not None and (intervention or joint) and len(faults.lines) == said:
+        with faults.at("when"):
+            trial.check_when(selector, trigger)
+    if joint is not None and isinstance(trial.task, MultiTask) and not faults.lines:
+        with faults.at(""):
+            trial.check_joint(joint, *([intervention] if intervention else []))
+
+
+def _check_fields(config: Config, settings: Settings, optimizer: Optimizer, faults: Faults) -> None:
     """Refuse an optimizer or a schedule by its fields alone: no step is to be made."""
     _check_fused(settings, optimizer, faults)
     with faults.at("schedule"):
         schedule_maker(config["schedule"], settings.steps or WALKED)(optimizer)
 
 
-def check_step(config: Config, settings: Settings, optimizer: Optimizer, faults: Faults) -> None:
+def _check_step(config: Config, settings: Settings, optimizer: Optimizer, faults: Faults) -> None:
     """Refuse an optimizer or a schedule that cannot make its steps; the model is thrown away."""
     _check_fused(settings, optimizer, faults)
     with faults.at("optimizer"):

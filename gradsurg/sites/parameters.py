@@ -52,13 +52,12 @@ class Parameters(ParamSelector):
         chosen = expected(self, model, gates)
         match stage:
             case "backward":
-                held = [
-                    (ref(param), gates.gate(name, ref(param))) for name, param in chosen.items()
-                ]
+                hooks = [_weak(param, name, gates) for name, param in chosen.items()]
 
                 def put(own: ExitStack) -> None:
-                    for there, gate in held:
-                        if (param := there()) is not None:
+                    for held, gate in hooks:
+                        param = held()
+                        if param is not None:  # it may have left the model
                             own.callback(param.register_hook(gate).remove)
 
                 gates.put(put, stack)
@@ -106,6 +105,11 @@ def held_node(name: str, param: nn.Parameter, gates: Gates) -> Node:
 
     gates.at_end(check)  # which holds on to the node until then
     return node
+
+
+def _weak(param: nn.Parameter, name: str, gates: Gates) -> tuple[ref[nn.Parameter], GradFn]:
+    held = ref(param)
+    return held, gates.gate(name, held)
 
 
 def _of_one(gate: GradFn) -> Callable[[Sequence[Tensor | None]], tuple[Tensor | None, ...] | None]:

@@ -1,0 +1,56 @@
+"""What is wrong with an aggregator is said of the key that it is due to, before anything trains."""
+
+import pytest
+
+from gradsurg.config.faults import ConfigError
+from tests.test_build import built
+
+SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
+
+
+@pytest.mark.parametrize(
+    ("words", "faults"),
+    [
+        (["shared.pattern=nope"], ["shared.pattern: nothing matches 'nope'. There are: trunk."]),
+        (
+            ["shared.engine=feature", "shared.features=nope"],
+            ["shared.features: there is no module 'nope'. There are: root, trunk,"],
+        ),
+        (
+            ["shared.engine=foo", "shared.granularity=bar"],
+            ["shared.granularity: must be one of", "shared.engine: must be one of"],
+        ),
+        (
+            ["aggregator=fixed_weights", "aggregator.weights=[1,2,3]"],
+            ["aggregator.weights: must be one for each task, found 3 weights for 2 tasks"],
+        ),
+        (["aggregator=krum"], ["aggregator: Krum(num_byzantine=0, num_selected=1) needs 3 tasks"]),
+        (
+            ["when.start=100"],
+            ["when.start: Steps(start=100, stop=None, every=1) never fires in 10 steps"],
+        ),
+        (["when=value"], ["when: pcgrad: Value("]),
+        (["when=for_task", "when.task=nope"], ["when: pcgrad: ForTask(task='nope') looks at one"]),
+        (
+            ["when=flag", "when.flag=late"],
+            ["when.flag: Flag(flag='late', on=False) never fires in 10"],
+        ),
+        (["task=digits", "model=mlp"], ["aggregator: pcgrad makes one gradient of those of sev"]),
+        (["aggregator.order=nope"], ["aggregator.order: must be one of"]),
+    ],
+)
+def test_a_wrong_aggregator_is_a_line_of_its_key(words: list[str], faults: list[str]) -> None:
+    start = () if words[0].startswith("aggregator=") else ("aggregator=pcgrad",)
+    with pytest.raises(ConfigError) as found:
+        built(*start, *SEVERAL, *words)
+    said = found.value.faults
+    assert [line[: len(start)] for line, start in zip(said, faults, strict=True)] == faults
+
+
+def test_without_a_step_to_make_the_places_are_looked_for_all_the_same() -> None:
+    with pytest.raises(ConfigError, match=r"^shared: SharedParameters: nothing matches 'nope'"):
+        built("aggregator=pcgrad", *SEVERAL, "steps=0", "shared.pattern=nope")
+
+
+def test_when_is_the_transforms_where_there_is_one() -> None:
+    built("aggregator=pcgrad", "transform=clip", *SEVERAL, "when=value")
