@@ -23,8 +23,8 @@ class WrongExperiment(ValueError):
 class Band:
     """Where a number has to lie, from `low` to `high`, both included.
 
-    `runs` says of which runs of `study` (of the only one, if empty): by their `label`, or by keys of
-    their config, as `task.start`. `metric` is an outcome of a run, or a sum of some: `test/x1 +
+    `runs` says of which runs of `study` (of the only one, if empty): by their `label`, or by keys
+    of their config, as `task.start`. `metric` is an outcome of a run, or a sum of some: `test/x1 +
     test/x2`. Each of the runs has to lie there, or with `of: mean` their mean.
     """
 

@@ -58,7 +58,7 @@ def keep(folder: Path, record: Record, figure: Path | None) -> None:
 
 
 def write_between(path: Path, text: str) -> None:
-    """Replace what stands between the marks of a file; they are put at its end if there are none."""
+    """Replace what stands between the marks of a file; without marks it goes to the end."""
     before = path.read_text() if path.is_file() else ""
     if BEGIN not in before:
         before = f"{before.rstrip()}\n\n{BEGIN}\n{END}\n".lstrip()

@@ -37,7 +37,9 @@ def run_study(name: str, words: Sequence[str]) -> Study:
     """
     overrides = [f"experiment={name}", *words]
     folder, names = _planned(overrides)
-    code = subprocess.run([sys.executable, "-m", "gradsurg.run", *overrides], check=False).returncode
+    code = subprocess.run(
+        [sys.executable, "-m", "gradsurg.run", *overrides], check=False
+    ).returncode
     if code == WRONG_INPUT:
         raise WrongExperiment(f"{name}: the runner refuses it")
     if code < 0 or code > WRONG_INPUT:
