@@ -61,6 +61,8 @@ ROWS = (
     Row("clip_norm", [[3.0, 4.0], [0.3, 0.4]], [[0.6, 0.8], [0.3, 0.4]], {"per": "unit"}),
     # |g|_1 = 4, so a quarter.
     Row("clip_norm", [1.0, -3.0], [0.25, -0.75], {"p": 1.0}),
+    # Nothing is owed at first; the mean magnitude is 2.
+    Row("error_feedback", [1.0, -5.0, 0.0], [2.0, -2.0, 0.0]),
     Row("identity", [1.0, NAN, -INF], [1.0, NAN, -INF]),
     # At the first step m = g, so 3 g.
     Row("low_pass", [1.0, -2.0], [3.0, -6.0]),
@@ -113,6 +115,7 @@ ROWS = (
     Row("scheduled", [4.0, INF], [4.0, INF]),
     Row("sign", [3.0, -0.1, 0.0, NAN, -INF], [1.0, -1.0, 0.0, NAN, -1.0]),
     # The mean magnitude is 2.
+    Row("scaled_sign", [1.0, -5.0, 0.0], [2.0, -2.0, 0.0]),
     Row("sign", [1.0, -5.0, 0.0], [2.0, -2.0, 0.0], {"scale": "mean"}),
     Row("zero", [1.0, NAN, INF], [0.0, 0.0, 0.0]),
 )

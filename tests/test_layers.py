@@ -80,6 +80,7 @@ FLOORS = (
         "config.jobs",
         "config.command",
     ),
+    ("reproduce",),
     ("run",),
 )
 """Lowest first; a folder is one unit, but for those of OPEN, whose modules stand here one by one.

@@ -76,10 +76,11 @@ def test_the_data_is_what_it_says_it_is(name):
             assert 0 <= inputs.min() <= inputs.max() < data.num_tokens
         if targets.is_floating_point():
             assert targets.shape[1:] == (data.num_outputs,)
+            assert not data.every_step
         else:
             assert targets.dtype == torch.int64
             assert 0 <= targets.min() <= targets.max() < data.num_outputs
-        assert (targets.shape == inputs.shape) == data.every_step
+            assert (targets.shape == inputs.shape) == data.every_step
 
 
 @pytest.mark.parametrize("name", NAMES)

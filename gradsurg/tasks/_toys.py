@@ -1,7 +1,7 @@
 """Toys: several losses of a point in the plane, for pictures of where it goes."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,15 +47,7 @@ class Toy(MultiTask):
         return tuple(str(1 + number) for number in range(len(self.values(torch.zeros(1, 2)))))
 
     def load(self) -> Data:
-        return Data(
-            train_inputs=torch.ones(NUM_EXAMPLES, 1),
-            train_targets=torch.ones(NUM_EXAMPLES, 2),
-            test_inputs=torch.ones(NUM_EXAMPLES, 1),
-            test_targets=torch.ones(NUM_EXAMPLES, 2),
-            input_shape=(1,),
-            num_outputs=2,
-            start=self.place,
-        )
+        return starting_at(self.place)
 
     def losses(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         values = self.values(outputs)
@@ -67,21 +59,46 @@ class Toy(MultiTask):
         return {"loss": sum(losses), **of_each("loss", self.names, losses), "x1": x1, "x2": x2}
 
     def landscape(self) -> dict[str, Any]:  # Any: what JSON can hold
-        x1, x2 = (torch.linspace(*ends, GRID, dtype=torch.float64) for ends in self.window)
-        values = self.values(torch.cartesian_prod(x2, x1).flip(1))
-        points, closed = self.pareto()
-        return {
-            "names": list(self.names),
-            "start": list(self.place),
-            "x1": _short(x1),
-            "x2": _short(x2),
-            "values": {
-                name: [_short(row) for row in value.view(GRID, GRID)]
-                for name, value in zip(self.names, values, strict=True)
-            },
-            "pareto": [_short(torch.tensor(point)) for point in points],
-            "closed": closed,
-        }
+        def named(points: Tensor) -> dict[str, Tensor]:
+            return dict(zip(self.names, self.values(points), strict=True))
+
+        return landscape(self.place, self.window, named, *self.pareto())
+
+
+def starting_at(place: Place) -> Data:
+    """Examples that mean nothing, for a point that starts there."""
+    return Data(
+        train_inputs=torch.ones(NUM_EXAMPLES, 1),
+        train_targets=torch.ones(NUM_EXAMPLES, 2),
+        test_inputs=torch.ones(NUM_EXAMPLES, 1),
+        test_targets=torch.ones(NUM_EXAMPLES, 2),
+        input_shape=(1,),
+        num_outputs=2,
+        start=place,
+    )
+
+
+def landscape(
+    place: Place,
+    window: tuple[Place, Place],
+    values: Callable[[Tensor], Mapping[str, Tensor]],
+    pareto: Sequence[Place],
+    closed: bool,
+) -> dict[str, Any]:  # Any: what JSON can hold
+    """What `Task.landscape` gives, of the losses at points (number, 2) by their names."""
+    x1, x2 = (torch.linspace(*ends, GRID, dtype=torch.float64) for ends in window)
+    tables = values(torch.cartesian_prod(x2, x1).flip(1))
+    return {
+        "names": list(tables),
+        "start": list(place),
+        "x1": _short(x1),
+        "x2": _short(x2),
+        "values": {
+            name: [_short(row) for row in value.view(GRID, GRID)] for name, value in tables.items()
+        },
+        "pareto": [_short(torch.tensor(point)) for point in pareto],
+        "closed": closed,
+    }
 
 
 def _short(numbers: Tensor) -> list[float]:

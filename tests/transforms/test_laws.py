@@ -18,6 +18,7 @@ from gradsurg.transforms.clamp import Clamp
 from gradsurg.transforms.clip import Clip
 from gradsurg.transforms.clip_global_norm import ClipGlobalNorm
 from gradsurg.transforms.clip_norm import ClipNorm
+from gradsurg.transforms.error_feedback import ErrorFeedback
 from gradsurg.transforms.low_pass import LowPass
 from gradsurg.transforms.mask import Mask
 from gradsurg.transforms.norm_matched import NormMatched
@@ -81,6 +82,10 @@ OTHERS = (
     Scheduled(Scale(0.5), start=-1.0, stop=3.0),
     Scheduled(Mask(0.5, by="random", rescale=True)),
     Scheduled(ClipGlobalNorm(0.5)),
+    ErrorFeedback(Mask(0.5)),
+    ErrorFeedback(Mask(0.5, by="random")),
+    ErrorFeedback(LowPass()),
+    ErrorFeedback(ClipGlobalNorm(0.5)),
     NormMatched(Reverse()),
     NormMatched(NormRescale()),
     NormMatched(ScaleBySign()),

@@ -14,8 +14,10 @@ from gradsurg.transforms.base import Context, Function, Transform, init_all, upd
 from gradsurg.transforms.chain import Chain
 from gradsurg.transforms.clip import Clip
 from gradsurg.transforms.clip_global_norm import ClipGlobalNorm
+from gradsurg.transforms.error_feedback import ErrorFeedback
 from gradsurg.transforms.identity import Identity
 from gradsurg.transforms.low_pass import LowPass
+from gradsurg.transforms.mask import Mask
 from gradsurg.transforms.norm_matched import NormMatched
 from gradsurg.transforms.reverse import Reverse
 from gradsurg.transforms.scale import Scale
@@ -111,7 +113,7 @@ def test_a_chain_sees_the_group_if_a_link_does() -> None:
     assert {key for key in state if key.endswith("mean")} == {"2.0.mean", "2.1.mean"}
 
 
-@pytest.mark.parametrize("wrap", [Chain, Scheduled, NormMatched])
+@pytest.mark.parametrize("wrap", [Chain, Scheduled, NormMatched, ErrorFeedback])
 def test_a_wrapper_needs_what_its_part_needs(wrap: Callable[[Any], Transform]) -> None:
     assert wrap(ScaleBySign(of="value")).needs_value
     assert not wrap(Zero()).needs_value
@@ -165,6 +167,34 @@ def test_a_schedule_takes_a_group() -> None:
     results, _ = update_all(scheduled, GRADS, init_all(scheduled, GRADS), CONTEXTS)
     torch.testing.assert_close(results[0], torch.tensor([1.8, 0.0]))
     torch.testing.assert_close(results[1], torch.tensor([[2.4]]))
+
+
+def test_error_feedback_adds_what_was_left_out() -> None:
+    feedback = ErrorFeedback(Mask(0.5))
+    state = feedback.init(torch.zeros(2))
+    first, state = feedback.update(torch.tensor([4.0, 3.0]), state, Context(step=0))
+    second, state = feedback.update(torch.tensor([1.0, 1.0]), state, Context(step=1))
+    third, state = feedback.update(torch.tensor([0.0, 0.0]), state, Context(step=2))
+    assert [first.tolist(), second.tolist(), third.tolist()] == [[4.0, 0.0], [0.0, 4.0], [1.0, 0.0]]
+    assert state["error.0"].tolist() == [0.0, 0.0]
+
+
+def test_error_feedback_loses_nothing_by_rounding() -> None:
+    feedback, grad = ErrorFeedback(Scale(1.0)), torch.ones(1, dtype=torch.bfloat16)
+    state = feedback.init(grad)
+    state["error.0"] = torch.tensor([0.001])  # there is no 1.001 in bfloat16
+    result, state = feedback.update(grad, state, Context())
+    assert result.dtype == torch.bfloat16
+    assert result.item() == 1.0
+    torch.testing.assert_close(state["error.0"], torch.tensor([0.001]), atol=1e-6, rtol=0)
+
+
+def test_error_feedback_of_a_group_keeps_the_error_of_each_and_the_state_inside() -> None:
+    feedback = ErrorFeedback(Chain(ClipGlobalNorm(1.0, eps=0.0), LowPass()))
+    results, state = update_all(feedback, GRADS, init_all(feedback, GRADS), CONTEXTS)
+    for index, (grad, result) in enumerate(zip(GRADS, results, strict=True)):
+        torch.testing.assert_close(state[f"error.{index}"], grad - result)
+    assert {key for key in state if key.endswith("mean")} == {"of.1.0.mean", "of.1.1.mean"}
 
 
 def test_a_wrapper_refuses_what_is_no_transform() -> None:

@@ -1,0 +1,43 @@
+"""BoxedPoint: a place that is kept within bounds."""
+
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from gradsurg.fields import validated
+from gradsurg.models.point import PointOptions
+
+
+@validated
+class Box:
+    """How far from zero a coordinate may be."""
+
+    reach: Annotated[float, Field(gt=0)] = 1.0
+
+
+class BoxedPoint(nn.Module):
+    """A few coordinates in [-reach, reach], which are its outputs whatever the inputs.
+
+    Its one parameter is `point`; where an optimizer has moved it out of the box, the next forward
+    puts it back to the nearest place in it: projected gradient descent.
+    """
+
+    def __init__(
+        self,
+        input_shape: tuple[int, ...],
+        num_outputs: int,
+        *,
+        start: tuple[float, ...],
+        reach: float = 1.0,
+    ) -> None:
+        super().__init__()
+        options = PointOptions(input_shape, num_outputs, start)
+        self.reach = Box(reach).reach
+        self.point = nn.Parameter(torch.tensor(options.start))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.point.clamp_(-self.reach, self.reach)
+        return self.point.expand(len(inputs), -1)

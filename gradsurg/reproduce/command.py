@@ -1,0 +1,143 @@
+"""The command: a claim is run, held against its bands, and said to hold or not."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from gradsurg.report.reading import NotAStudy
+from gradsurg.reproduce.expected import Expected, Form, WrongExperiment, papers, read_expected
+from gradsurg.reproduce.judging import judge
+from gradsurg.reproduce.record import (
+    Record,
+    held,
+    keep,
+    markdown,
+    read_record,
+    record_of,
+    write_between,
+)
+from gradsurg.reproduce.running import Study, run_study
+from gradsurg.tables import aligned
+
+HOLDS, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(root: Path, words: Sequence[str]) -> int:
+    """Do what the command line asks for, of the project at `root`; the exit code.
+
+    It is 0 if every band holds, 1 if one does not, 2 if the command or an `expected.yaml` is wrong.
+    """
+    asked = _parser().parse_args(words)
+    chosen = [word for word in asked.words if "=" not in word]
+    overrides = [word for word in asked.words if "=" in word]
+    try:
+        if asked.all or asked.list or asked.table:
+            chosen = papers(root)
+        if not chosen:
+            raise WrongExperiment(f"name a paper. There are: {', '.join(papers(root)) or 'none'}.")
+        expected = {paper: read_expected(root, paper) for paper in chosen}
+        if asked.list:
+            print(_list(root, expected))
+            return HOLDS
+        if asked.table:
+            return _table(root, expected, asked.write)
+        form: Form = "full" if asked.full else "quick"
+        if lacking := [paper for paper in chosen if form == "full" and not expected[paper].full]:
+            raise WrongExperiment(f"{', '.join(lacking)}: there is no full form")
+        whole = [_one(root, paper, form, overrides, asked.write) for paper in chosen]
+    except (WrongExperiment, NotAStudy) as error:
+        print(error, file=sys.stderr)
+        return WRONG_INPUT
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        return INTERRUPTED
+    return HOLDS if all(whole) else FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "reproduce.py", description="Run a published claim again and hold it against its bands."
+    )
+    text = "papers, and words for the runner, as hydra/launcher=joblib or out=elsewhere"
+    parser.add_argument("words", nargs="*", metavar="paper", help=text)
+    parser.add_argument("--full", action="store_true", help="at the paper's scale")
+    parser.add_argument("--all", action="store_true", help="all papers")
+    parser.add_argument("--list", action="store_true", help="the papers, their claims and verdicts")
+    parser.add_argument("--table", action="store_true", help="the front table, from what was kept")
+    text = "keep what was measured in experiments/, with --table the index there"
+    parser.add_argument("--write", action="store_true", help=text)
+    return parser
+
+
+def _one(root: Path, paper: str, form: Form, words: Sequence[str], write: bool) -> bool:
+    """Run one paper and tell what came of it; whether every band holds."""
+    expected = read_expected(root, paper)
+    studies = {key: run_study(name, words) for key, name in expected.studies(form).items()}
+    runs = {key: study.runs for key, study in studies.items()}
+    judged = judge(expected, runs)
+    minutes = sum(study.minutes for study in studies.values())
+    record = record_of(expected, form, judged, runs, minutes)
+    figure = _figure(expected, studies)
+    print(f"\n{paper}: {expected.claim}\n{expected.source}\n")
+    rows = [["band", "stated", "measured", "runs", ""]]
+    for one in judged:
+        found = [one.band.name, one.band.bounds, one.measured, str(len(one.values))]
+        rows.append([*found, held(one.holds)])
+    print(aligned(rows))
+    if figure is not None:
+        print(f"figure: {figure}")
+    print(f"{paper}, {form} form: {record['verdict']}{_conditions(expected)}")
+    for one in judged:
+        if not one.holds:
+            print(f"{one.band.name} does not hold: {one.band.says} Found: {one.measured}.")
+    if write:
+        keep(root / "experiments" / paper, record, figure)
+    return all(one.holds for one in judged)
+
+
+def _conditions(expected: Expected) -> str:
+    return f" ({expected.conditions})" if expected.conditions else ""
+
+
+def _figure(expected: Expected, studies: dict[str, Study]) -> Path | None:
+    """The paper's figure, which the report of its first study has drawn; None if there is none."""
+    if not expected.figure:
+        return None
+    path = studies[expected.quick[0]].folder / "report" / f"{expected.figure}.png"
+    return path if path.is_file() else None
+
+
+def _list(root: Path, expected: dict[str, Expected]) -> str:
+    rows = [["paper", "verdict", "minutes", "claim"]]
+    for paper, own in expected.items():
+        record = read_record(root / "experiments" / paper)
+        rows.append([paper, *_kept(record), own.claim])
+    return aligned(rows, left=4)
+
+
+def _kept(record: Record | None) -> tuple[str, str]:
+    return (record["verdict"], f"{record['minutes']:g}") if record else ("not measured", "-")
+
+
+def _table(root: Path, expected: dict[str, Expected], write: bool) -> int:
+    """The front table; with `write` into the index too."""
+    rows = [["paper", "claim", "published", "measured here", "verdict", "minutes"]]
+    for paper, own in expected.items():
+        record = read_record(root / "experiments" / paper)
+        verdict, minutes = _kept(record)
+        measured = "-"
+        if record:
+            good = sum(band["holds"] for band in record["bands"])
+            measured = f"{good} of {len(record['bands'])} bands hold"
+        link = f"[`{paper}`](experiments/{paper}/README.md)"
+        rows.append([link, own.claim, own.published, measured, verdict, minutes])
+    print(markdown(rows))
+    if write:
+        index = [[row[0].replace("(experiments/", "("), *row[1:]] for row in rows]
+        index = [[*index[0], "command"]] + [
+            [*row, f"`python scripts/reproduce.py {paper}`"]
+            for row, paper in zip(index[1:], expected, strict=True)
+        ]
+        write_between(root / "experiments" / "README.md", markdown(index))
+    return HOLDS

@@ -1,0 +1,116 @@
+"""What a paper is expected to show: its claim and bands, as `expected.yaml` states them."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field
+
+from gradsurg.fields import Contradiction, FieldError, nearest, validated
+
+FILE = "expected.yaml"
+STUDIES = Path("conf", "experiment")
+
+Text = Annotated[str, Field(min_length=1)]
+Form = Literal["quick", "full"]
+
+
+class WrongExperiment(ValueError):
+    """An experiment that is not there, or not whole; one sentence."""
+
+
+@validated
+class Band:
+    """Where a number has to lie, from `low` to `high`, both included.
+
+    `runs` says of which runs of `study` (of the only one, if empty): by their `label`, or by keys
+    of their config, as `task.start`. `metric` is an outcome of a run, or a sum of some: `test/x1 +
+    test/x2`. Each of the runs has to lie there, or with `of: mean` their mean.
+    """
+
+    name: Text
+    says: Text
+    metric: Text
+    low: float | None = None
+    high: float | None = None
+    of: Literal["every", "mean"] = "every"
+    study: str = ""
+    runs: dict[str, Any] = Field(default_factory=dict)  # Any: what YAML can hold
+
+    def __post_init__(self) -> None:
+        if self.low is None and self.high is None:
+            raise Contradiction("low", "is required, or high")
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise Contradiction("low", f"must be <= high, found low={self.low}, high={self.high}")
+
+    def holds(self, value: float) -> bool:
+        """Whether a value lies in it; NaN does not."""
+        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+
+    @property
+    def bounds(self) -> str:
+        """`>= 0.99`, `<= 0.01` or `-8.6 to -8.2`."""
+        if self.low is None:
+            return f"<= {self.high:g}"
+        return f">= {self.low:g}" if self.high is None else f"{self.low:g} to {self.high:g}"
+
+
+@validated
+class Expected:
+    """A claim, the studies that ask about it in each form, and what they must show.
+
+    `conditions` are those under which alone the bands are stated, where the published ones are
+    others; `figure` is a figure of the report of the first study, without its ending.
+    """
+
+    claim: Text
+    source: Text
+    published: Text
+    quick: Annotated[tuple[Text, ...], Field(min_length=1)]
+    bands: Annotated[tuple[Band, ...], Field(min_length=1)]
+    full: tuple[Text, ...] = ()
+    figure: str = ""
+    conditions: str = ""
+
+    def __post_init__(self) -> None:
+        names = [band.name for band in self.bands]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise Contradiction("bands", f"must have a name each, found {twice[0]} twice")
+        if self.full and len(self.full) != len(self.quick):
+            raise Contradiction("full", "must be as many studies as quick, in the same order")
+        for band in self.bands:
+            if band.study not in (self.quick if len(self.quick) > 1 else ("", *self.quick)):
+                found = band.study or "none"
+                rule = f"must name a study of quick in the band {band.name}, found {found}"
+                raise Contradiction("bands", rule)
+
+    def studies(self, form: Form) -> dict[str, str]:
+        """What each study of the quick form is in `form`."""
+        return dict(zip(self.quick, self.full if form == "full" else self.quick, strict=True))
+
+
+def papers(root: Path) -> list[str]:
+    """The experiments of the project at `root` that state what they expect."""
+    return sorted(path.parent.name for path in (root / "experiments").glob(f"*/{FILE}"))
+
+
+def read_expected(root: Path, paper: str) -> Expected:
+    """What a paper is expected to show; raises WrongExperiment if that is not there, or wrong."""
+    if paper not in papers(root):
+        raise WrongExperiment(f"there is no experiment '{paper}'. {nearest(paper, papers(root))}")
+    path = root / "experiments" / paper / FILE
+    where = path.relative_to(root)
+    try:
+        found = yaml.safe_load(path.read_text())
+        if not isinstance(found, dict):
+            raise WrongExperiment(f"{where}: must be a mapping, found {found!r}")
+        expected = Expected(**found)
+    except yaml.YAMLError as error:
+        raise WrongExperiment(f"{where}: {' '.join(str(error).split())}") from error
+    except FieldError as error:
+        faults = (f"{field}: {text}" for field, text in error.faults)
+        raise WrongExperiment("\n".join(f"{where}: {fault}" for fault in faults)) from error
+    for study in (*expected.quick, *expected.full):
+        if not (root / STUDIES / f"{study}.yaml").is_file():
+            raise WrongExperiment(f"{where}: there is no {STUDIES / study}.yaml")
+    return expected

@@ -1,0 +1,271 @@
+"""Claims held against their bands: what is said, and the exit code."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gradsurg.report.reading import Found
+from gradsurg.reproduce import command
+from gradsurg.reproduce.expected import papers, read_expected
+from gradsurg.reproduce.judging import judge
+from gradsurg.reproduce.running import Study
+from tests.conftest import Ended
+
+ROOT = Path(__file__).parents[1]
+BAND = {"name": "low_enough", "says": "It is low.", "runs": {"label": "clip"}, "high": 0.5}
+MINI = {
+    "claim": "Clipping helps.",
+    "source": "Nobody 2000",
+    "published": "0.4",
+    "quick": ["simple_transforms"],
+    "bands": [{**BAND, "metric": "test/loss"}],
+}
+LOSSES = {("clip", 0): 0.25, ("clip", 1): 0.5, ("none", 0): 2.0}
+Reproduce = Callable[..., Ended]
+
+
+def found(label: str, seed: int, summary: Mapping[str, object] | None, folder: Path) -> Found:
+    return Found(
+        path=folder / f"{label}-seed{seed}-0",
+        state="finished" if summary else "failed",
+        arm="control" if label == "none" else "treated",
+        label=label,
+        seed=seed,
+        config={"seed": seed, "task": {"start": [1, 2]}, "transform": {label: {}}},
+        summary=dict(summary) if summary else None,
+    )
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A project with one experiment."""
+    studies = tmp_path / "conf" / "experiment"
+    studies.mkdir(parents=True)
+    (studies / "simple_transforms.yaml").touch()
+    expect(tmp_path, MINI)
+    return tmp_path
+
+
+def expect(root: Path, told: object, paper: str = "mini") -> None:
+    folder = root / "experiments" / paper
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "expected.yaml").write_text(yaml.safe_dump(told))
+
+
+@pytest.fixture
+def losses() -> dict[tuple[str, int], float | None]:
+    """What the runs of the study come to; None has failed."""
+    return dict(LOSSES)
+
+
+@pytest.fixture
+def reproduce(
+    root: Path,
+    losses: dict[tuple[str, int], float | None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Reproduce:
+    """The command, with a runner that trains nothing."""
+
+    def run_study(name: str, words: list[str]) -> Study:
+        folder = root / "runs" / name
+        runs = [
+            found(*who, None if loss is None else {"test/loss": loss, "time/train_s": 60}, folder)
+            for who, loss in losses.items()
+        ]
+        return Study(folder, runs)
+
+    monkeypatch.setattr(command, "run_study", run_study)
+
+    def reproduced(*words: str) -> Ended:
+        code = command.main(root, words)
+        return Ended(code, *capsys.readouterr())
+
+    return reproduced
+
+
+def test_a_claim_whose_bands_hold_gives_exit_code_0(reproduce: Reproduce) -> None:
+    ended = reproduce("mini")
+    assert ended.code == 0
+    assert "low_enough  <= 0.5  0.25 to 0.5     2  holds" in ended.out
+    assert "mini, quick form: holds\n" in ended.out
+
+
+def test_a_band_that_does_not_hold_gives_exit_code_1_and_is_named(
+    reproduce: Reproduce, losses: dict[tuple[str, int], float | None]
+) -> None:
+    losses["clip", 1] = 0.51
+    ended = reproduce("mini")
+    assert ended.code == 1
+    assert "mini, quick form: does not hold" in ended.out
+    assert "low_enough does not hold: It is low. Found: 0.25 to 0.51." in ended.out
+
+
+def test_a_band_about_the_mean_is_held_against_the_mean(root: Path, reproduce: Reproduce) -> None:
+    expect(root, {**MINI, "bands": [{**MINI["bands"][0], "high": 0.4, "of": "mean"}]})
+    ended = reproduce("mini")
+    assert ended.code == 0
+    # half of 0.25, and 12.706 times its standard error, 0.125
+    assert "0.375 (-1.213 to 1.963)" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"runs": {"label": "sign"}}, "Found: no run is meant."),
+        ({"runs": {"task.start": [1, 3]}}, "Found: no run is meant."),
+        ({"metric": "test/accuracy"}, "Found: no test/accuracy in clip-seed0-0."),
+        ({"metric": "test/loss + test/accuracy"}, "Found: no test/loss + test/accuracy in clip"),
+    ],
+)
+def test_a_band_that_cannot_be_judged_does_not_hold(
+    root: Path, reproduce: Reproduce, change: dict[str, object], said: str
+) -> None:
+    expect(root, {**MINI, "bands": [{**MINI["bands"][0], **change}]})
+    ended = reproduce("mini")
+    assert ended.code == 1
+    assert said in ended.out
+
+
+def test_runs_that_failed_are_not_left_out_of_a_band(
+    reproduce: Reproduce, losses: dict[tuple[str, int], float | None]
+) -> None:
+    losses["clip", 1] = None
+    ended = reproduce("mini")
+    assert ended.code == 1
+    assert "Found: 1 of 2 runs: failed." in ended.out
+
+
+def test_runs_are_chosen_by_keys_of_their_config_and_metrics_are_added(root: Path) -> None:
+    runs = {"task.start": [1, 2], "label": "none"}
+    band = {**MINI["bands"][0], "runs": runs, "metric": "test/loss + test/loss"}
+    expect(root, {**MINI, "bands": [band]})
+    own = [found(*who, {"test/loss": loss}, root) for who, loss in LOSSES.items()]
+    (judged,) = judge(read_expected(root, "mini"), {"simple_transforms": own})
+    assert judged.values == (4.0,)
+    assert not judged.holds
+
+
+def test_conditions_are_part_of_the_verdict(root: Path, reproduce: Reproduce) -> None:
+    expect(root, {**MINI, "conditions": "fewer steps"})
+    ended = reproduce("mini")
+    assert ended.code == 0
+    assert "mini, quick form: holds under conditions (fewer steps)" in ended.out
+
+
+def test_all_of_several_papers_must_hold(root: Path, reproduce: Reproduce) -> None:
+    expect(root, {**MINI, "bands": [{**MINI["bands"][0], "high": 0.1}]}, "other")
+    ended = reproduce("--all")
+    assert ended.code == 1
+    assert "mini, quick form: holds" in ended.out
+    assert "other, quick form: does not hold" in ended.out
+
+
+def test_an_unknown_paper_is_told_with_the_list_and_exit_code_2(reproduce: Reproduce) -> None:
+    ended = reproduce("mino")
+    assert ended.code == 2
+    told = "there is no experiment 'mino'. There are: mini. Did you mean 'mini'?\n"
+    assert (ended.out, ended.err) == ("", told)
+
+
+def test_no_paper_is_told_with_the_list(reproduce: Reproduce) -> None:
+    ended = reproduce()
+    assert (ended.code, ended.err) == (2, "name a paper. There are: mini.\n")
+
+
+def test_a_full_form_that_is_not_there_is_told(reproduce: Reproduce) -> None:
+    ended = reproduce("mini", "--full")
+    assert (ended.code, ended.err) == (2, "mini: there is no full form\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"quick": ["nowhere"]}, ": there is no conf/experiment/nowhere.yaml"),
+        ({"full": ["nowhere"]}, ": there is no conf/experiment/nowhere.yaml"),
+        ({"full": ["one", "two"]}, ": full: must be as many studies as quick, in the same order"),
+        ({"claims": "x"}, ": claims: is not a field here."),
+        ({"bands": []}, ": bands: must have at least 1 item, found []"),
+        ({"bands": [*MINI["bands"], *MINI["bands"]]}, "a name each, found low_enough twice"),
+        ({"bands": [{**MINI["bands"][0], "low": 1}]}, "must be <= high, found low=1.0, high=0.5"),
+        ({"bands": [{**MINI["bands"][0], "high": None}]}, "is required, or high"),
+        ({"bands": [{**MINI["bands"][0], "study": "x"}]}, "the band low_enough, found x"),
+    ],
+)
+def test_an_expectation_that_is_wrong_is_told_with_exit_code_2(
+    root: Path, reproduce: Reproduce, change: dict[str, object], said: str
+) -> None:
+    expect(root, {**MINI, **change})
+    ended = reproduce("--all")
+    assert ended.code == 2
+    assert ended.err.startswith("experiments/mini/expected.yaml: ")
+    assert said in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_what_was_measured_is_kept_and_told_in_the_tables(root: Path, reproduce: Reproduce) -> None:
+    assert "mini   not measured  -        Clipping helps." in reproduce("--list").out
+    readme = root / "experiments" / "mini" / "README.md"
+    readme.write_text("# Mini\n")
+    for _ in range(2):  # the second time in the place of the first
+        assert reproduce("mini", "--write").code == 0
+    text = readme.read_text()
+    assert text.startswith("# Mini\n\n<!-- begin")
+    assert text.count("| It is low. | <= 0.5 | 0.25 to 0.5 | 2 | holds |") == 1
+    assert text.count("| simple_transforms | control | 0 | test/loss | 2 |") == 1
+    assert json.loads((readme.parent / "measured.json").read_text())["verdict"] == "holds"
+    assert "mini   holds    3        Clipping helps." in reproduce("--list").out
+    row = "Clipping helps. | 0.4 | 1 of 1 bands hold | holds | 3 |"
+    assert row in reproduce("--table", "--write").out
+    assert (
+        f"{row} `python scripts/reproduce.py mini` |"
+        in (root / "experiments" / "README.md").read_text()
+    )
+
+
+def test_nothing_is_kept_without_being_asked_to(root: Path, reproduce: Reproduce) -> None:
+    before = sorted(root.rglob("*"))
+    assert reproduce("mini").code == 0
+    assert reproduce("--table").code == 0
+    assert sorted(root.rglob("*")) == before
+
+
+@pytest.mark.parametrize("paper", papers(ROOT))
+def test_every_experiment_states_what_it_expects_and_has_a_readme(paper: str) -> None:
+    assert read_expected(ROOT, paper).full
+    text = (ROOT / "experiments" / paper / "README.md").read_text()
+    assert f"python scripts/reproduce.py {paper}" in text
+    index = (ROOT / "experiments" / "README.md").read_text()
+    assert f"[`{paper}`]({paper}/README.md)" in index
+
+
+@pytest.mark.slow
+def test_a_study_is_run_once_and_other_runs_in_its_folder_are_none_of_it(
+    root: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    small = ["transform=clip,sign", "model=mlp", "steps=20", "sink=none", f"out={root / 'runs'}"]
+    chance = {**MINI["bands"][0], "metric": "test/loss", "high": 10, "runs": {}}
+    expect(root, {**MINI, "bands": [chance]})
+    assert command.main(root, ["mini", *small, "seed=0"]) == 0
+    assert "3 to train" in capfd.readouterr().err
+    assert command.main(root, ["mini", *small, "seed=0"]) == 0
+    assert "3 finished before, skipped" in capfd.readouterr().err
+    assert command.main(root, ["mini", *small, "seed=1"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    # those of seed 0 lie in the same folder
+    line = next(line for line in lines if line.startswith("low_enough"))
+    assert line.split()[-2:] == ["3", "holds"]
+
+
+@pytest.mark.slow
+def test_a_wrong_word_for_the_runner_is_told(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert command.main(root, ["mini", "steps=-1"]) == 2
+    assert "steps: must be >= 0, found -1" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_counter_examples_of_error_feedback_hold(tmp_path: Path) -> None:
+    assert command.main(ROOT, ["karimireddy2019", f"out={tmp_path}"]) == 0
