@@ -232,11 +232,13 @@ def test_console_says_that_a_model_is_compiled_until_the_first_log(monkeypatch, 
     file = console_on(monkeypatch, terminal=True)
     sink = Console()
     sink.start(replace(info("."), config={"compile": backend}))
-    sink._screen.progress.refresh()
+    progress = sink._screen.progress
+    assert progress is not None
+    progress.refresh()
     assert ("compiling" in file.getvalue()) == bool(backend)
     sink.log(1, {"train/loss": 0.5})
     began = len(file.getvalue())
-    sink._screen.progress.refresh()
+    progress.refresh()
     assert "compiling" not in file.getvalue()[began:]
     sink.abandon()
 
