@@ -127,7 +127,8 @@ def build(config: Config) -> Experiment:
             steady = "name" in config["model"] and "name" in config["task"]
             label = "+".join(transforms) or "none"
             trial = Trial(model, task, data, settings, label, scope, steady)
-            check_acting(trial, selector, trigger, intervention, joint, faults)
+            asked = config.get("transform") or joint
+            check_acting(trial, selector, trigger if asked else None, intervention, joint, faults)
     faults.stop()
     assert experiment  # what is missing has been said, and `stop` has raised
     return experiment

@@ -97,7 +97,7 @@ def check_acting(
     said = len(faults.lines)
     with faults.at("site"):
         trial.check_site(selector)
-    if trigger is not None and (intervention or joint) and len(faults.lines) == said:
+    if trigger is not None and len(faults.lines) == said:
         with faults.at("when"):
             trial.check_when(selector, trigger)
     if joint is not None and isinstance(trial.task, MultiTask) and not faults.lines:

@@ -121,7 +121,7 @@ class Joint:
         if one is not None and not self._shadow:
             weights = one.weigh(values(given, self.around.scale), last)
         if (one is not None or picky) and self.around.effects.sampling:
-            self._observe(given, attached, picky, weights)
+            self._observe(given, attached, picky, weights, last)
         parts = list(given.values())
         if weights is not None:
             parts = [loss * own for loss, own in zip(parts, weights.tolist(), strict=True)]
@@ -133,12 +133,13 @@ class Joint:
         attached: Sequence[Attached],
         picky: Sequence[Attached],
         weights: Tensor | None,
+        last: bool,
     ) -> None:
         """How the tasks conflict at this step, from passes of their own, in which no hook acts but
         those that a plain backward would show nothing.
         """
         with paused([own for own in attached if own not in picky]):
-            looked = self._passes.look(given, attached, picky)
+            looked = self._passes.look(given, attached, picky, last)
         if looked is None:
             return
         rows, losses = looked

@@ -25,6 +25,7 @@ class Passes:
         self, patient: Patient, around: Around, aggregations: Sequence[Aggregation]
     ) -> None:
         self.waiting: dict[str, float] = {}  # the losses so far of rows that wait for more
+        self._looked: dict[str, float] = {}  # those of rows that are only looked at
         self._patient: Patient | None = patient
         self._around = around
         self._aggregations = aggregations
@@ -57,10 +58,14 @@ class Passes:
         return rows, losses
 
     def look(
-        self, given: Mapping[str, Tensor], attached: Sequence[Attached], picky: Sequence[Attached]
+        self,
+        given: Mapping[str, Tensor],
+        attached: Sequence[Attached],
+        picky: Sequence[Attached],
+        last: bool,
     ) -> tuple[Rows, dict[str, float]] | None:
-        """The rows and the losses of one batch, whose graph stays for another backward. None
-        where there is no more than one.
+        """As `collect`, and the graph stays for another backward. None too where there is no more
+        than one.
         """
         if REENTRANT in _names(given):
             self._around.tell(
@@ -68,13 +73,20 @@ class Passes:
                 "their conflicts are not measured. Use checkpoint(use_reentrant=False)."
             )
             return None
-        rows = self._fill(given, attached, picky, retain=True)
+        before, self._looked = self._looked, {}
+        before = before if list(before) == list(given) else {}
+        rows = self._fill(given, attached, picky, anew=not before, retain=True)
+        losses = values(given, self._around.scale)
+        losses = {name: loss + before.get(name, 0.0) for name, loss in losses.items()}
+        if not last:
+            self._looked = losses
+            return None
         if left := rows.settle(strict=False):
             self._around.tell(
                 f"the gradients of {', '.join(left)} are not dense and real, and have no part in "
                 "the conflicts"
             )
-        return rows, values(given, self._around.scale)
+        return rows, losses
 
     def groups(self, rows: Rows) -> Iterator[tuple[Aggregation, str, list[Block]]]:
         """The blocks of each group, and the aggregator that has them."""
@@ -86,7 +98,7 @@ class Passes:
     def close(self) -> None:
         """Let everything go."""
         self._patient = self._rows = None
-        self.waiting = {}
+        self.waiting = self._looked = {}
 
     def _fill(
         self,

@@ -457,3 +457,20 @@ def test_every_aggregator_in_the_catalogue_is_as_by_hand() -> None:
         close(*shared, rtol=1e-4)
         checked += 1
     assert checked >= 15
+
+
+@pytest.mark.parametrize("aggregator", [gs.Sum(), gs.Mean(), gs.PCGrad()])
+@pytest.mark.parametrize("shadow", [False, True])
+def test_of_several_batches_the_conflict_is_that_of_their_sum(aggregator, shadow) -> None:
+    model = Net()
+    surgery = gs.Surgery(at_shared(aggregator))
+    with surgery.attach(model, shadow=shadow) as live:
+        live.backward(losses_of(model, 1), aggregate=False)
+        live.backward(losses_of(model, 2))
+        (conflict,) = live.conflicts.fetch()
+        model.zero_grad()
+        first, second = losses_of(model, 1), losses_of(model, 2)
+        live.backward({name: first[name] + second[name] for name in first})
+        (together,) = live.conflicts.fetch()
+    assert conflict.norms == pytest.approx(together.norms, rel=1e-5)
+    assert conflict.tasks == together.tasks
