@@ -562,6 +562,7 @@ def test_a_killed_command_given_again_ends_as_if_it_never_had_been(
 ) -> None:
     words = ["transform=[low_pass,noise]", "model=fragile.make", "+model.dropout=0.3"]
     words += ["steps=60", "seeds=1", "log_every=10", "checkpoint_every=20", "sink=none"]
+    words += ["checkpoint_seconds=0"]
     torn = tmp_path_factory.mktemp("torn")
     for folder in (tmp_path, torn):
         (folder / "fragile.py").write_text(FRAGILE)
