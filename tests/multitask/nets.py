@@ -16,6 +16,7 @@ from gradsurg.aggregators.base import (
     Weighting,
 )
 from gradsurg.fields import validated
+from gradsurg.sites.base import Selector
 
 WIDTH = 6
 
@@ -174,3 +175,23 @@ def oracle(
             merged[name] = flat[start : start + size].view_as(params[name])
             start += size
     return merged
+
+
+def trained(model: nn.Module, *items: gs.Intervention) -> Grads:
+    """As `joint`, with the forward in the block."""
+    model.zero_grad()
+    optimizer = still(model)
+    with gs.Surgery(*items).attach(model, optimizer) as live:
+        live.backward(losses_of(model))
+        optimizer.step()
+    return grads_of(model)
+
+
+def still(model: nn.Module) -> torch.optim.SGD:
+    """An optimizer that changes nothing."""
+    return torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+def scaled(factor: float, at: Selector, task: str = "") -> gs.Intervention:
+    when = gs.ForTask(task) if task else gs.Always()
+    return gs.Intervention(gs.Scale(factor), at=at, when=when)

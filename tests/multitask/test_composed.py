@@ -12,7 +12,6 @@ from gradsurg.fields import validated
 from gradsurg.sites.base import Selector
 from gradsurg.transforms.base import Context, Law, Stateless
 from tests.multitask.nets import (
-    Grads,
     Net,
     Running,
     Uneven,
@@ -24,6 +23,9 @@ from tests.multitask.nets import (
     losses_of,
     oracle,
     same,
+    scaled,
+    still,
+    trained,
 )
 
 TRUNK = ["trunk.0.weight", "trunk.0.bias", "trunk.2.weight", "trunk.2.bias"]
@@ -48,25 +50,6 @@ def seen(model: nn.Module, at: Selector, *more: gs.Intervention) -> list[tuple]:
     with gs.Surgery(gs.Intervention(Notes(), at=at), *more).attach(model) as live:
         live.backward(losses_of(model))
     return list(SEEN)
-
-
-def trained(model: nn.Module, *items: gs.Intervention) -> Grads:
-    """As `joint`, with the forward in the block."""
-    model.zero_grad()
-    optimizer = _sgd(model)
-    with gs.Surgery(*items).attach(model, optimizer) as live:
-        live.backward(losses_of(model))
-        optimizer.step()
-    return grads_of(model)
-
-
-def _sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.0)
-
-
-def scaled(factor: float, at: Selector, task: str = "") -> gs.Intervention:
-    when = gs.ForTask(task) if task else gs.Always()
-    return gs.Intervention(gs.Scale(factor), at=at, when=when)
 
 
 # Before the aggregator: the gradient of each task
@@ -196,7 +179,7 @@ def test_what_remembers_may_act_on_one_task_or_after(how: str) -> None:
     model, stage = Net(), "backward" if how == "one task" else "step"
     when = gs.ForTask("b") if how == "one task" else gs.Always()
     item = gs.Intervention(gs.LowPass(), at=gs.Parameters("trunk.*", stage=stage), when=when)
-    optimizer = _sgd(model)
+    optimizer = still(model)
     with gs.Surgery(item, at_shared(Uneven())).attach(model, optimizer) as live:
         for step in range(2):
             live.backward(losses_of(model, step))

@@ -4,13 +4,10 @@ import gc
 from weakref import ref
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.sites.base import Selector
 from tests.multitask.nets import (
-    Grads,
     Net,
     Running,
     Uneven,
@@ -18,28 +15,10 @@ from tests.multitask.nets import (
     grads_of,
     losses_of,
     same,
+    scaled,
+    still,
 )
 from tests.nets import num_hooks
-
-
-def trained(model: nn.Module, *items: gs.Intervention) -> Grads:
-    """As `joint`, with the forward in the block."""
-    model.zero_grad()
-    optimizer = _sgd(model)
-    with gs.Surgery(*items).attach(model, optimizer) as live:
-        live.backward(losses_of(model))
-        optimizer.step()
-    return grads_of(model)
-
-
-def _sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.0)
-
-
-def scaled(factor: float, at: Selector, task: str = "") -> gs.Intervention:
-    when = gs.ForTask(task) if task else gs.Always()
-    return gs.Intervention(gs.Scale(factor), at=at, when=when)
-
 
 # What is left
 
@@ -102,7 +81,7 @@ def test_after_an_error_while_measuring_nobody_is_paused() -> None:
 def test_after_the_block_nothing_is_left(engine: str) -> None:
     model = Net()
     before = num_hooks(model)
-    optimizer = _sgd(model)
+    optimizer = still(model)
     features = "trunk" if engine == "feature" else ""
     surgery = gs.Surgery(
         scaled(2.0, gs.Outputs("trunk.1")),
@@ -127,7 +106,7 @@ def test_after_the_block_nothing_is_left(engine: str) -> None:
 def test_two_hundred_rounds_leave_nothing_alive(engine: str) -> None:
     model, kept, counts = Net(), [], []
     for number in range(200):
-        optimizer = _sgd(model)
+        optimizer = still(model)
         surgery = gs.Surgery(
             scaled(2.0, gs.Outputs("trunk.1")),
             gs.Intervention(gs.LowPass(), at=gs.Parameters("trunk.*", stage="accumulated")),

@@ -8,9 +8,7 @@ from torch import nn
 
 import gradsurg as gs
 from gradsurg.aggregators.base import Aggregator
-from gradsurg.sites.base import Selector
 from tests.multitask.nets import (
-    Grads,
     Net,
     Running,
     Uneven,
@@ -21,28 +19,11 @@ from tests.multitask.nets import (
     losses_of,
     oracle,
     same,
+    scaled,
+    trained,
 )
 
 TRUNK = ["trunk.0.weight", "trunk.0.bias", "trunk.2.weight", "trunk.2.bias"]
-
-
-def trained(model: nn.Module, *items: gs.Intervention) -> Grads:
-    """As `joint`, with the forward in the block."""
-    model.zero_grad()
-    optimizer = _sgd(model)
-    with gs.Surgery(*items).attach(model, optimizer) as live:
-        live.backward(losses_of(model))
-        optimizer.step()
-    return grads_of(model)
-
-
-def _sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.0)
-
-
-def scaled(factor: float, at: Selector, task: str = "") -> gs.Intervention:
-    when = gs.ForTask(task) if task else gs.Always()
-    return gs.Intervention(gs.Scale(factor), at=at, when=when)
 
 
 # While it runs

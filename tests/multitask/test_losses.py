@@ -4,12 +4,9 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
 
 import gradsurg as gs
-from gradsurg.sites.base import Selector
 from tests.multitask.nets import (
-    Grads,
     Net,
     Uneven,
     at_shared,
@@ -19,27 +16,8 @@ from tests.multitask.nets import (
     inputs,
     joint,
     losses_of,
+    still,
 )
-
-
-def trained(model: nn.Module, *items: gs.Intervention) -> Grads:
-    """As `joint`, with the forward in the block."""
-    model.zero_grad()
-    optimizer = _sgd(model)
-    with gs.Surgery(*items).attach(model, optimizer) as live:
-        live.backward(losses_of(model))
-        optimizer.step()
-    return grads_of(model)
-
-
-def _sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.0)
-
-
-def scaled(factor: float, at: Selector, task: str = "") -> gs.Intervention:
-    when = gs.ForTask(task) if task else gs.Always()
-    return gs.Intervention(gs.Scale(factor), at=at, when=when)
-
 
 # What is given wrong
 
@@ -136,7 +114,7 @@ def test_one_task_is_given_to_the_aggregator_alone() -> None:
 
 def test_a_step_while_gradients_wait_is_told() -> None:
     model = Net()
-    optimizer = _sgd(model)
+    optimizer = still(model)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         with gs.Surgery(at_shared(Uneven())).attach(model, optimizer) as live:
