@@ -138,6 +138,7 @@ def main() -> None:
             print(bench_engines.table(args.rounds))
         case "multitask":
             for threads in args.threads:
+                print(f"threads: {threads}")
                 print(bench_multitask.table(args.rounds, args.only, args.sizes, threads))
         case _:
             print(table(args.rounds, args.threads))

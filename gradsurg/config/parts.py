@@ -110,7 +110,7 @@ def device_of(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device).item()
+        torch.zeros(1, device=device).item()  # a wait, before anything is trained
     except (RuntimeError, AssertionError, NotImplementedError):
         raise ValueError(f"there is no '{name}' here; auto takes what there is") from None
     return device

@@ -185,6 +185,7 @@ class Aggregation:
             norm = max(float(weights @ falls), 0.0) ** 0.5
         else:
             falls = products(parts, merged.grads) / scale**2
+            # Waits for the device, at measured steps only.
             norm = sum(grad.double().square().sum().item() for grad in merged.grads) ** 0.5 / scale
         found = conflict_of(self.label, context, gramian, weights, falls, norm)
         others = partial(others_of, self.label, context, gramian, falls, norm)

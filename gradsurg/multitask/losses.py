@@ -56,7 +56,9 @@ def _check(name: object, loss: object) -> None:
 
 
 def values(losses: Mapping[str, Tensor], scale: float) -> dict[str, float]:
-    """The numbers, without the loss scale; waits for the device once."""
+    """The numbers, without the loss scale; waits for the device, as the solvers do: once, or for
+    each loss where they are on several.
+    """
     wide = [loss.detach().double() for loss in losses.values()]
     one = {loss.device for loss in wide}
     found = torch.stack(wide).tolist() if len(one) == 1 else [loss.item() for loss in wide]
