@@ -174,6 +174,33 @@ def test_mlp_without_hidden_layers_is_linear():
     ]
 
 
+def test_mlp_starts_as_init_says():
+    def parameters(**options):
+        torch.manual_seed(0)
+        return torch.cat([p.detach().flatten() for p in MLP((64,), 16, **options).parameters()])
+
+    assert parameters(init="zero").count_nonzero() == 0
+    assert parameters(init="normal", init_std=0.3).std().item() == pytest.approx(0.3, rel=0.05)
+    torch.manual_seed(0)
+    model = MLP((64,), 16, hidden=(32,), init="fan_out")
+    for linear in (model.hidden[0].linear, model.output):
+        for parameter in linear.parameters():
+            bound = linear.out_features**-0.5
+            assert 0.8 * bound < parameter.abs().max() <= bound
+
+
+def test_a_separate_bias_is_added_by_an_operation_of_its_own():
+    inputs = torch.randn(5, 8)
+    found = []
+    for separate in (False, True):
+        torch.manual_seed(0)
+        found.append(MLP((8,), 3, hidden=(), separate_bias=separate)(inputs))
+    torch.testing.assert_close(*found)
+    whole, apart = (outputs.grad_fn for outputs in found)
+    assert whole.name() == "AddmmBackward0"
+    assert (apart.name(), apart.next_functions[0][0].name()) == ("AddBackward0", "MmBackward0")
+
+
 def test_mlp_dropout_acts_in_training_only():
     torch.manual_seed(0)
     model = MLP((8,), 2, hidden=(64,), dropout=0.5)

@@ -6,6 +6,7 @@ from itertools import pairwise
 from math import prod
 from typing import Annotated, Literal
 
+import torch
 from einops.layers.torch import Rearrange
 from pydantic import Field
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from gradsurg.fields import validated
 
 Activation = Literal["relu", "tanh", "gelu"]
+Init = Literal["torch", "zero", "normal", "fan_out"]
 Size = Annotated[int, Field(gt=0)]
 
 
@@ -25,12 +27,28 @@ class MLPOptions:
     hidden: Sequence[Size] = (64, 64)
     activation: Activation = "relu"
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    init: Init = "torch"
+    init_std: Annotated[float, Field(gt=0)] = 0.1
+    separate_bias: bool = False
+
+
+class SeparateBias(nn.Linear):
+    """A linear layer whose bias is added by an operation of its own.
+
+    Between the product and the sum there is a gradient to act on that the bias does not get.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input @ self.weight.T + self.bias
 
 
 class MLP(nn.Module):
     """Flatten, then `hidden` layers, then a linear readout; `hidden=()` is a linear model.
 
-    Its modules are `hidden.0.linear`, `hidden.0.relu` (and `.dropout`), ..., `output`.
+    Its modules are `hidden.0.linear`, `hidden.0.relu` (and `.dropout`), ..., `output`. `init` is of
+    all weights and biases: torch's own; all `zero`; `normal` of deviation `init_std`; or `fan_out`,
+    uniform within 1 / sqrt(outputs of the layer). With `separate_bias` a layer is a product and
+    then a sum, two autograd nodes.
     """
 
     def __init__(
@@ -41,22 +59,27 @@ class MLP(nn.Module):
         hidden: Sequence[int] = (64, 64),
         activation: Activation = "relu",
         dropout: float = 0.0,
+        init: Init = "torch",
+        init_std: float = 0.1,
+        separate_bias: bool = False,
     ) -> None:
         super().__init__()
-        options = MLPOptions(input_shape, num_outputs, hidden, activation, dropout)
+        options = MLPOptions(
+            input_shape, num_outputs, hidden, activation, dropout, init, init_std, separate_bias
+        )
         widths = [prod(options.input_shape), *options.hidden]
         self.flatten = Rearrange("batch ... -> batch (...)")
         self.hidden = nn.Sequential(
             *(_layer(before, after, options) for before, after in pairwise(widths))
         )
-        self.output = nn.Linear(widths[-1], options.num_outputs)
+        self.output = _linear(widths[-1], options.num_outputs, options)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.output(self.hidden(self.flatten(inputs)))
 
 
 def _layer(before: int, after: int, options: MLPOptions) -> nn.Sequential:
-    layer = OrderedDict[str, nn.Module](linear=nn.Linear(before, after))
+    layer = OrderedDict[str, nn.Module](linear=_linear(before, after, options))
     match options.activation:
         case "relu":
             layer["relu"] = nn.ReLU()
@@ -67,3 +90,19 @@ def _layer(before: int, after: int, options: MLPOptions) -> nn.Sequential:
     if options.dropout:
         layer["dropout"] = nn.Dropout(options.dropout)
     return nn.Sequential(layer)
+
+
+@torch.no_grad()
+def _linear(before: int, after: int, options: MLPOptions) -> nn.Linear:
+    linear = (SeparateBias if options.separate_bias else nn.Linear)(before, after)
+    for parameter in linear.parameters():
+        match options.init:
+            case "torch":
+                pass
+            case "zero":
+                parameter.zero_()
+            case "normal":
+                parameter.normal_(std=options.init_std)
+            case "fan_out":
+                parameter.uniform_(-(after**-0.5), after**-0.5)
+    return linear
