@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--all", action="store_true", help="all papers")
     parser.add_argument("--list", action="store_true", help="the papers, their claims and verdicts")
     parser.add_argument("--table", action="store_true", help="the front table, from what was kept")
-    text = "keep what was measured in experiments/, with --table in the tables there and in README.md"
+    text = "keep what was measured in experiments/, with --table the tables there and in README.md"
     parser.add_argument("--write", action="store_true", help=text)
     return parser
 
