@@ -152,7 +152,7 @@ def test_one_cache_folder_is_taken_for_another(tmp_path, made_up, monkeypatch):
     assert command.main([*DATA_SETS]) == 0
     monkeypatch.setenv("GRADSURG_DATA", str(tmp_path / "second"))
     (made_up / "npm").unlink()
-    assert command.main([*DATA_SETS, "--from", str(tmp_path / "data")]) == 0
+    assert command.main(["mnist", "--from", str(tmp_path / "data"), *DATA_SETS]) == 0
     assert (tmp_path / "second" / "text" / "moby_dick.txt").read_bytes() == TEXT
 
 

@@ -20,7 +20,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
     It is 0 if all of them are there, 1 if one could not be had, 2 if the command is wrong.
     """
-    asked = _parser().parse_args(words)
+    asked = _parser().parse_intermixed_args(words)
     names = list(dict.fromkeys(asked.names))
     if unknown := [name for name in names if name not in DATA_SETS]:
         for name in unknown:
