@@ -233,7 +233,7 @@ def _examined(run: Run, place: RunDirectory, data: Data, model: nn.Module) -> di
         return {}
     model.eval()
     with randomness.kept(run.device):
-        randomness.seed(EXAMINATION + run.seed)
+        randomness.seed((EXAMINATION + run.seed) % 2**63)  # a seed may fill 64 bits
         examination = run.task.examine(model, data)
     model.train()
     if examination.kept:
