@@ -23,7 +23,7 @@ def ssim(first: Tensor, second: Tensor) -> Tensor:
     That of Wang et al. 2004, with each image in units of its largest entry: the mean over all
     windows of 7 x 7 (less where an image is smaller) that lie inside, each entry of equal weight.
     """
-    a, b = first.double(), _scaled(second.double())
+    a, b = _scaled(first.double()), _scaled(second.double())
     side = min(WINDOW, *a.shape[2:])
     unbiased = side**2 / (side**2 - 1) if side > 1 else 1.0
 
