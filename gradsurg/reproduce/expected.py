@@ -25,10 +25,10 @@ class Band:
     """Where a number has to lie, from `low` to `high`, both included.
 
     `runs` says of which runs of `study` (of the only one, if empty): by their `label`, or by keys
-    of their config, as `task.start`. `metric` is an outcome of a run, or a sum of some: `test/x1 +
-    test/x2`. It is taken `at` the end, or from the rows of `metrics.jsonl`: at its most, its least,
-    or at a step. With `minus` the value of the run of the same seed among those runs is taken off.
-    Each of the runs has to lie there, or with `of` their mean, or their total.
+    of their config, as `task.start`. `metric` is an outcome of a run, or a sum or a difference of
+    some: `test/x1 + test/x2`. It is taken `at` the end, or from the rows of `metrics.jsonl`: at its
+    most, its least, or at a step. With `minus` the value of the run of the same seed among those
+    runs is taken off. Each of the runs has to lie there, or with `of` their mean, or their total.
     """
 
     name: Text
@@ -74,11 +74,12 @@ class Band:
 
 @validated
 class Drawing:
-    """A figure of all arms: a metric over the steps (`curves`), or what its seeds came to
-    (`outcomes`), in `studies` (in all of them, if empty).
+    """A figure of all arms: a metric over the steps (`curves`), what its seeds came to
+    (`outcomes`), or what an examination found layer by layer, all names of numbers that begin with
+    `metric`, and pictures that it kept (`maps`); in `studies` (in all of them, if empty).
     """
 
-    kind: Literal["curves", "outcomes"]
+    kind: Literal["curves", "outcomes", "maps"]
     metric: Text
     studies: tuple[Text, ...] = ()
 

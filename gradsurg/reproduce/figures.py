@@ -15,6 +15,7 @@ from gradsurg.report.reading import Found
 from gradsurg.report.wording import is_share, title
 from gradsurg.reproduce.expected import Drawing
 from gradsurg.reproduce.judging import outcome
+from gradsurg.reproduce.maps import draw_maps
 from gradsurg.runs.store import METRICS, RunDirectory
 
 FILE = "figure.png"
@@ -24,7 +25,8 @@ def draw(drawing: Drawing, runs: Sequence[Found], folder: Path) -> Path | None:
     """Draw the arms that these runs are of; the picture in `folder`, None without a number."""
     arms = [arm for arm in group(runs) if arm.whole]
     with mpl.rc_context(STYLE):
-        figure = {"curves": _curves, "outcomes": _outcomes}[drawing.kind](arms, drawing.metric)
+        kinds = {"curves": _curves, "outcomes": _outcomes, "maps": draw_maps}
+        figure = kinds[drawing.kind](arms, drawing.metric)
         if figure is None:
             return None
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,6 @@
 """Whether what was measured lies in the bands."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
@@ -70,7 +71,7 @@ def verdict(expected: Expected, judged: Sequence[Judged]) -> str:
 
 
 def outcome(run: Found, metric: str, at: str | int = "end") -> float | None:
-    """An outcome of a run, or the sum of some; None if the run has not got it."""
+    """An outcome of a run, or a sum or difference of some; None if the run has not got it."""
     if at == "end":
         return _sum(run.summary or {}, metric)
     values = {row["step"]: _sum(row, metric) for row in RunDirectory(run.path).read_rows(METRICS)}
@@ -81,9 +82,11 @@ def outcome(run: Found, metric: str, at: str | int = "end") -> float | None:
 
 
 def _sum(numbers: Mapping[str, Any], metric: str) -> float | None:  # Any: what JSON can hold
-    parts = [numbers.get(part.strip()) for part in metric.split(" + ")]
-    found = [part for part in parts if isinstance(part, int | float)]
-    return float(sum(found)) if len(found) == len(parts) else None
+    names, signs = re.split(" [+-] ", metric), ["+", *re.findall(" ([+-]) ", metric)]
+    found = [part for name in names if isinstance(part := numbers.get(name.strip()), int | float)]
+    if len(found) < len(names):
+        return None
+    return float(sum(-one if sign == "-" else one for one, sign in zip(found, signs, strict=True)))
 
 
 def _judged(band: Band, runs: Sequence[Found]) -> Judged:
