@@ -14,6 +14,7 @@ from gradsurg.report.conflict_text import conflict_text
 from gradsurg.report.dead import dead_line
 from gradsurg.report.grouping import Arm
 from gradsurg.report.outcomes import Cost, Outcome
+from gradsurg.report.reached import reached
 from gradsurg.report.reading import Found
 from gradsurg.report.update_line import update_line
 from gradsurg.report.wording import (
@@ -55,6 +56,7 @@ def report(runs: Sequence[Runs]) -> str:
     shown = paths or [run.control for run in runs if run.control]
     parts = [
         _outcome(runs),
+        _reached(runs),
         _dead(treated, control),
         _shares(runs, treated),
         _wrapped(update_line([summary for summary in treated if summary is not None])),
@@ -120,6 +122,16 @@ def _arm(runs: Sequence[Found]) -> Arm:
     if runs[0].arm == "control":
         name = "control" if name == "none" else "norm-matched"
     return Arm(name, tuple(runs), {})
+
+
+def _reached(runs: Sequence[Runs]) -> str:
+    """Which seeds have reached what they were trained until."""
+    arms: list[Arm] = []
+    for arm in ("treated", "control"):
+        paths = [path for run in runs if (path := getattr(run, arm))]
+        found = [_found(path, said, arm) for path in paths if (said := _summary(path))]
+        arms += [_arm(found)] if found else []
+    return "\n".join(_wrapped(line) for line in reached(arms))
 
 
 def _first(arm: Arm) -> Summary:
