@@ -37,7 +37,7 @@ def main(root: Path, words: Sequence[str]) -> int:
 
     It is 0 if every band holds, 1 if one does not, 2 if the command or an `expected.yaml` is wrong.
     """
-    asked = _parser().parse_args(words)
+    asked = _parser().parse_intermixed_args(words)
     chosen = [word for word in asked.words if "=" not in word]
     overrides = [word for word in asked.words if "=" in word]
     try:
