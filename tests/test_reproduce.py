@@ -345,7 +345,8 @@ def test_what_was_measured_is_kept_and_told_in_the_tables(root: Path, reproduce:
     assert json.loads((readme.parent / "measured.json").read_text())["verdict"] == "holds"
     assert "mini   holds    3        Clipping helps." in reproduce("--list").out
     expect(root, {**MINI, "front": "a loss of {low_enough}"})
-    row = "Clipping helps. | 0.4 | a loss of 0.25 to 0.5; 1 of 1 bands hold | holds | 3 |"
+    told = "a loss of 0.375 (-1.213 to 1.963); 1 of 1 bands hold"
+    row = f"Clipping helps. | 0.4 | {told} | holds | 3 |"
     assert row in reproduce("--table", "--write").out
     assert (
         f"{row} `python scripts/reproduce.py mini` |"

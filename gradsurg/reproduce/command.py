@@ -158,7 +158,7 @@ def _kept(record: Record | None) -> tuple[str, str]:
 
 def _measured(expected: Expected, record: Record) -> str:
     """What was measured, in the words of the claim, and how many bands hold."""
-    values = {band["name"]: band["measured"] for band in record["bands"]}
+    values = {band["name"]: band.get("over_seeds", band["measured"]) for band in record["bands"]}
     good = sum(band["holds"] for band in record["bands"])
     held = f"{good} of {len(record['bands'])} bands hold"
     told = re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], "-"), expected.front)

@@ -90,7 +90,8 @@ class Expected:
 
     `conditions` are those under which alone the bands are stated, where the published ones are
     others; `figure` is a figure of the report of the first study, without its ending, or says what
-    to draw. `front` is what the front table says was measured, `{name}` in it a band's value.
+    to draw. `front` is what the front table says was measured, `{name}` in it a band's value: of
+    runs with a seed each their mean and its interval.
     """
 
     claim: Text

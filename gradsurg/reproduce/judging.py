@@ -25,6 +25,7 @@ class Judged:
     band: Band
     values: tuple[float, ...] = ()
     lacking: str = ""
+    seeds: tuple[int, ...] = ()
 
     @property
     def holds(self) -> bool:
@@ -47,6 +48,13 @@ class Judged:
             return f"{sum(self.values):.4g}"
         least, most = min(self.values), max(self.values)
         return f"{least:.4g}" if least == most else f"{least:.4g} to {most:.4g}"
+
+    @property
+    def over_seeds(self) -> str:
+        """As `measured`; of runs with a seed each their mean with its interval."""
+        apart = len(set(self.seeds)) == len(self.values) > 1 and self.band.of == "every"
+        apart = apart and min(self.values) < max(self.values)
+        return said_mean(self.values) if apart else self.measured
 
 
 def said_mean(values: Sequence[float]) -> str:
@@ -103,11 +111,12 @@ def _judged(band: Band, runs: Sequence[Found]) -> Judged:
     if lacking := [name for name in values if name not in told]:
         return Judged(band, lacking=f"no {band.quantity} in {lacking[0]}")
     if not others:
-        return Judged(band, tuple(told.values()))
+        return Judged(band, tuple(told.values()), seeds=tuple(run.seed for run in chosen))
     seeds = {run.seed: told[run.name] for run in others}
     if len(seeds) < len(others) or sorted(seeds) != sorted(run.seed for run in chosen):
         return Judged(band, lacking="runs and minus must be one run each of the same seeds")
-    return Judged(band, tuple(told[run.name] - seeds[run.seed] for run in chosen))
+    left = {run.seed: told[run.name] - seeds[run.seed] for run in chosen}
+    return Judged(band, tuple(left.values()), seeds=tuple(left))
 
 
 def _meant(runs: Sequence[Found], which: Mapping[str, object]) -> list[Found]:
