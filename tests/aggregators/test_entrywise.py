@@ -177,7 +177,7 @@ def test_weights_by_name_refuse_other_tasks_by_name(tasks: tuple[str, ...], mess
         ({"weights": {"a": 1.0}, "tasks": ["a"]}, "tasks: must not be given where weights are by"),
         ({"weights": [1.0, 2.0], "tasks": ["a"]}, "tasks: must be one name for each weight"),
         ({"weights": [1.0, 2.0], "tasks": ["a", "a"]}, "tasks: must be one name for each weight"),
-        ({"tasks": ["a"]}, "tasks: must be one name for each weight, found a"),
+        ({"weights": None, "tasks": ["a"]}, "tasks: must be one name for each weight, found a"),
     ],
 )
 def test_wrong_weights_by_name_are_refused(
