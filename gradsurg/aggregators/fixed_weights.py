@@ -34,6 +34,9 @@ class FixedWeights(LossWeighting):
         """Names and weights apart, where they were given as a mapping."""
         fields = dict(zip(("weights", "tasks"), given.args, strict=False)) | (given.kwargs or {})
         weights = fields.get("weights")
+        if isinstance(weights, str | int | float):
+            text = "must be a list, or a mapping with a number for each task"
+            raise Contradiction("weights", f"{text}, found {weights!r}")
         if not isinstance(weights, Mapping) or len(given.args) > 2:
             return given
         if fields.get("tasks"):

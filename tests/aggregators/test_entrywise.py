@@ -173,6 +173,10 @@ def test_weights_by_name_refuse_other_tasks_by_name(tasks: tuple[str, ...], mess
     [
         ({"weights": {"a": True}}, "weights.a: must be a number, found True"),
         ({"weights": {"a": float("nan")}}, "weights.a: must be finite, found nan"),
+        (
+            {"weights": 3},
+            "weights: must be a list, or a mapping with a number for each task, found 3",
+        ),
         ({"weights": {}}, "weights: must have at least 1 item"),
         ({"weights": {"a": 1.0}, "tasks": ["a"]}, "tasks: must not be given where weights are by"),
         ({"weights": [1.0, 2.0], "tasks": ["a"]}, "tasks: must be one name for each weight"),
