@@ -24,6 +24,25 @@ SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
             ["aggregator=fixed_weights", "aggregator.weights=[1,2,3]"],
             ["aggregator.weights: must be one for each task, found 3 weights for 2 tasks"],
         ),
+        (
+            ["aggregator=fixed_weights", "aggregator.weights={first: 1}"],
+            ["aggregator.weights: none is of task 'second', found first"],
+        ),
+        (
+            ["aggregator=fixed_weights", "aggregator.weights={frist: 1, second: 0.5}"],
+            [
+                "aggregator.weights: there is no task 'frist'. There are: first, second. "
+                "Did you mean 'first'?"
+            ],
+        ),
+        (
+            ["aggregator=fixed_weights", "aggregator.weights={first: much, second: 0.5}"],
+            ["aggregator.weights.first: must be a number, found 'much'"],
+        ),
+        (
+            ["aggregator=fixed_weights", "aggregator.weights={first: 1, second: 0.5, third: 2}"],
+            ["aggregator.weights: there is no task 'third'. There are: first, second."],
+        ),
         (["aggregator=krum"], ["aggregator: Krum(num_byzantine=0, num_selected=1) needs 3 tasks"]),
         (
             ["when.start=100"],

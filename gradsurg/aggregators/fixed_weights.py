@@ -1,55 +1,113 @@
 """FixedWeights: a weight for each task that never changes."""
 
+from collections.abc import Mapping
+from math import isfinite
 from typing import Annotated
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
+from pydantic_core import ArgsKwargs
 from torch import Tensor
 
 from gradsurg.aggregators.base import Context, LossWeighting, Property, State
-from gradsurg.fields import validated
+from gradsurg.fields import Contradiction, nearest, validated
+
+Weights = Annotated[tuple[float, ...], Field(min_length=1)]
 
 
 @validated
 class FixedWeights(LossWeighting):
-    """The weighted sum of the gradients, one number a task in the order of the tasks.
+    """The weighted sum of the gradients, one number a task in the order of the tasks, or by name.
 
-    The weights are taken as they are, of any sign, and need not sum to one. Another number of
-    tasks than of weights is an error. A NaN stays in its columns, also under a weight of 0.
+    `FixedWeights({"first": 1.0, "second": 0.5})` is the same as `FixedWeights((1.0, 0.5),
+    tasks=("first", "second"))`, and must name each task. With None each has a weight of one.
+    They are taken as they are, of any sign, and need not sum to one. Another number of tasks than
+    of weights is an error. A NaN stays in its columns, also under a weight of 0.
     """
 
-    weights: Annotated[tuple[float, ...], Field(min_length=1)]
+    weights: Weights | None
+    tasks: tuple[str, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, given: ArgsKwargs) -> ArgsKwargs:
+        """Names and weights apart, where they were given as a mapping."""
+        fields = dict(zip(("weights", "tasks"), given.args, strict=False)) | (given.kwargs or {})
+        weights = fields.get("weights")
+        if isinstance(weights, str | int | float):
+            text = "must be a list, or a mapping with a number for each task"
+            raise Contradiction("weights", f"{text}, found {weights!r}")
+        if not isinstance(weights, Mapping) or len(given.args) > 2:
+            return given
+        if fields.get("tasks"):
+            raise Contradiction("tasks", "must not be given where weights are by name")
+        for task, weight in weights.items():
+            if isinstance(weight, bool) or not isinstance(weight, int | float):
+                raise Contradiction(f"weights.{task}", f"must be a number, found {weight!r}")
+            if not isfinite(weight):
+                raise Contradiction(f"weights.{task}", f"must be finite, found {weight!r}")
+        named = {"weights": tuple(weights.values()), "tasks": tuple(map(str, weights))}
+        return ArgsKwargs((), {**fields, **named})
+
+    def __post_init__(self) -> None:
+        if self.tasks and len(set(self.tasks)) != len(self.weights or ()):
+            names = ", ".join(self.tasks)
+            raise Contradiction("tasks", f"must be one name for each weight, found {names}")
 
     @property
-    def num_tasks(self) -> int:
-        return len(self.weights)
+    def num_tasks(self) -> int | None:
+        return None if self.weights is None else len(self.weights)
 
     @property
     def properties(self) -> frozenset[Property]:
+        weights = self.weights or (1.0,)
+        alone = self.weights is not None and len(weights) == 1
         properties: set[Property] = {"linear_under_scaling", "homogeneous", "deterministic"}
-        if len(set(self.weights)) == 1:
+        if len(set(weights)) == 1:
             properties |= {"permutation_invariant"}
-        if min(self.weights) > 0:
+        if min(weights) > 0:
             properties |= {"strongly_stationary"}
-        if len(self.weights) == 1 and self.weights[0] >= 0:
+        if alone and weights[0] >= 0:
             properties |= {"non_conflicting"}
-        if len(self.weights) == 1 or not any(self.weights):
+        if alone or not any(weights):
             properties |= {"scale_invariant"}
-        if not any(self.weights):
+        if not any(weights):
             properties |= {"non_conflicting"}
         return frozenset(properties)
 
     def init(self, num_tasks: int) -> State:
-        self._check(num_tasks)
+        if not self.tasks:
+            self._check(num_tasks)  # by name those are told that are missing
         return {}
 
     def weigh(self, num_tasks: int, state: State, context: Context) -> tuple[Tensor, State]:
+        if self.weights is None:
+            return torch.ones(num_tasks, dtype=torch.float64), state
+        weights = self.weights
+        if self.tasks:
+            weights = self._in_order(dict(zip(self.tasks, weights, strict=True)), context.tasks)
         self._check(num_tasks)
-        return torch.tensor(self.weights, dtype=torch.float64), state
+        return torch.tensor(weights, dtype=torch.float64), state
+
+    def _in_order(self, named: Mapping[str, float], tasks: tuple[str, ...]) -> tuple[float, ...]:
+        if not tasks:
+            raise ValueError(
+                "FixedWeights.weights: are by the names of tasks, which are not known here: use "
+                "live.backward(losses), or give a Context(tasks=...)"
+            )
+        for name in named:
+            if name not in tasks:
+                near = nearest(name, list(tasks))
+                raise ValueError(f"FixedWeights.weights: there is no task '{name}'. {near}")
+        for task in tasks:
+            if task not in named:
+                given = ", ".join(named)
+                raise ValueError(f"FixedWeights.weights: none is of task '{task}', found {given}")
+        return tuple(named[task] for task in tasks)
 
     def _check(self, num_tasks: int) -> None:
-        if num_tasks != len(self.weights):
+        if self.num_tasks not in (None, num_tasks):
             raise ValueError(
-                f"FixedWeights.weights: must be one for each task, found {len(self.weights)} "
+                f"FixedWeights.weights: must be one for each task, found {self.num_tasks} "
                 f"weights for {num_tasks} tasks"
             )

@@ -1,6 +1,7 @@
 """What is made entry by entry: drawn as published, and the same in whatever pieces."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from gradsurg.aggregators.fixed_weights import FixedWeights
 from gradsurg.aggregators.grad_drop import GradDrop
 from gradsurg.aggregators.random import Random
 from gradsurg.aggregators.trimmed_mean import TrimmedMean
+from gradsurg.fields import FieldError
 
 
 def some_rows(num_tasks: int, size: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -142,3 +144,55 @@ def test_a_number_for_each_task_must_be_one_for_each(
     assert aggregator.num_tasks == 3
     with pytest.raises(ValueError, match=message):
         aggregator(torch.eye(2))
+
+
+def test_weights_by_name_go_to_their_tasks_whatever_the_order() -> None:
+    named = FixedWeights({"a": 2.0, "b": -1.0})
+    assert named == FixedWeights((2.0, -1.0), tasks=("a", "b"))
+    assert (named.num_tasks, named.weights, named.tasks) == (2, (2.0, -1.0), ("a", "b"))
+    rows = torch.eye(2)
+    assert named(rows, Context(tasks=("a", "b"))).tolist() == [2.0, -1.0]
+    assert named(rows, Context(tasks=("b", "a"))).tolist() == [-1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        ((), "are by the names of tasks, which are not known here"),
+        (("a", "c"), "there is no task 'b'. There are: a, c."),
+        (("a", "b", "c"), "none is of task 'c', found a, b"),
+    ],
+)
+def test_weights_by_name_refuse_other_tasks_by_name(tasks: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^FixedWeights.weights: {message}"):
+        FixedWeights({"a": 2.0, "b": -1.0})(torch.eye(len(tasks) or 2), Context(tasks=tasks))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"weights": {"a": True}}, "weights.a: must be a number, found True"),
+        ({"weights": {"a": float("nan")}}, "weights.a: must be finite, found nan"),
+        (
+            {"weights": 3},
+            "weights: must be a list, or a mapping with a number for each task, found 3",
+        ),
+        ({"weights": {}}, "weights: must have at least 1 item"),
+        ({"weights": {"a": 1.0}, "tasks": ["a"]}, "tasks: must not be given where weights are by"),
+        ({"weights": [1.0, 2.0], "tasks": ["a"]}, "tasks: must be one name for each weight"),
+        ({"weights": [1.0, 2.0], "tasks": ["a", "a"]}, "tasks: must be one name for each weight"),
+        ({"weights": None, "tasks": ["a"]}, "tasks: must be one name for each weight, found a"),
+    ],
+)
+def test_wrong_weights_by_name_are_refused(
+    fields: dict[str, Any],  # Any: wrong in many ways
+    message: str,
+) -> None:
+    with pytest.raises(FieldError, match=f"FixedWeights.{message}"):
+        FixedWeights(**fields)
+
+
+def test_with_none_for_weights_each_task_has_one() -> None:
+    for number in (1, 2, 5):
+        assert FixedWeights(None)(torch.eye(number)).tolist() == [1.0] * number
+    assert FixedWeights(None).num_tasks is None
