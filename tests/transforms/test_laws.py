@@ -50,6 +50,8 @@ OTHERS = (
     Mask(0.4, rescale=True),
     Mask(0.3, by="threshold"),
     Mask(0.3, by="random"),
+    Mask(0.5, by="random_k"),
+    Mask(0.5, by="random_k", rescale=True),
     NormRescale(2.0, p=1.0, per="unit"),
     NormRescale(0.1, p=INF, eps=0.5),
     NormRescale(2.0, per="entry"),
