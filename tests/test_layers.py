@@ -40,7 +40,7 @@ FLOORS = (
         "live",
     ),
     ("travel", "surgery", "hooking"),
-    ("train", "runs.switches", "comparison", "__init__"),
+    ("train", "runs.switches", "runs.until", "comparison", "__init__"),
     (
         "runs.hardware",
         "runs.made_with",
@@ -117,7 +117,7 @@ DOORS = {
     "wandb": ("sinks.wandb",),
     "rich": ("sinks.console", "report"),
     "polars": ("runs.frames", "report"),
-    "matplotlib": ("report",),
+    "matplotlib": ("report", "reproduce"),
     "plotly": ("report",),
     "sklearn": ("tasks",),
     "scipy": ("stats", "tasks"),
