@@ -27,8 +27,9 @@ class Band:
     `runs` says of which runs of `study` (of the only one, if empty): by their `label`, or by keys
     of their config, as `task.start`. `metric` is an outcome of a run, or a sum of some: `test/x1 +
     test/x2`. It is taken `at` the end, or from the rows of `metrics.jsonl`: at its most, its least,
-    or at a step. With `minus` the value of the run of the same seed among those runs is taken off.
-    Each of the runs has to lie there, or with `of` their mean, or their total.
+    or at a step. `effect/<transform>/<site>/<number>` is taken from those of `effects.jsonl`. With
+    `minus` the value of the run of the same seed among those runs is taken off. Each of the runs
+    has to lie there, or with `of` their mean, or their total.
     """
 
     name: Text
@@ -75,10 +76,11 @@ class Band:
 @validated
 class Drawing:
     """A figure of all arms: a metric over the steps (`curves`), or what its seeds came to
-    (`outcomes`), in `studies` (in all of them, if empty).
+    (`outcomes`), in `studies` (in all of them, if empty). With `alignment` the metric is a
+    transform, and what is drawn the angle by which it turns the gradient at each site.
     """
 
-    kind: Literal["curves", "outcomes"]
+    kind: Literal["curves", "outcomes", "alignment"]
     metric: Text
     studies: tuple[Text, ...] = ()
 
