@@ -323,6 +323,17 @@ def test_what_was_measured_is_kept_and_told_in_the_tables(root: Path, reproduce:
     assert row.removesuffix(" 3 |") in (root / "README.md").read_text()
 
 
+def test_a_study_without_a_band_stands_in_the_table_of_arms(
+    root: Path, reproduce: Reproduce
+) -> None:
+    (root / "conf" / "experiment" / "more.yaml").touch()
+    bands = [{**MINI["bands"][0], "study": "simple_transforms"}]
+    expect(root, {**MINI, "quick": ["simple_transforms", "more"], "bands": bands})
+    assert reproduce("mini", "--write").code == 0
+    text = (root / "experiments" / "mini" / "README.md").read_text()
+    assert text.count("| more | control | 0 | test/loss | 2 |") == 1
+
+
 def test_the_cost_of_the_full_form_is_reckoned_from_measured_steps(
     root: Path, reproduce: Reproduce, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,8 +98,8 @@ def held(holds: bool) -> str:
 
 
 def _arms(study: str, runs: Sequence[Found], expected: Expected) -> list[dict[str, object]]:
-    """A row for each arm and each outcome that a band is about."""
-    own = [band for band in expected.bands if band.study in ("", study)]
+    """A row for each arm and each outcome that a band is about; of any study, if none is of this."""
+    own = [band for band in expected.bands if band.study in ("", study)] or expected.bands
     rows = []
     for arm in group(runs):
         for quantity, metric, at in dict.fromkeys((b.quantity, b.metric, b.at) for b in own):
