@@ -98,7 +98,7 @@ def held(holds: bool) -> str:
 
 
 def _arms(study: str, runs: Sequence[Found], expected: Expected) -> list[dict[str, object]]:
-    """A row for each arm and each outcome that a band is about; of any study, if none is of this."""
+    """A row for each arm and each outcome that a band is about, of any study if none is of this."""
     own = [band for band in expected.bands if band.study in ("", study)] or expected.bands
     rows = []
     for arm in group(runs):
