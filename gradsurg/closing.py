@@ -38,7 +38,8 @@ def complaints(
     ]
     said += removed
     said += [note for own in attached for note in own.finish()]
-    if any(entry.calls for entry in ledger):
+    # What goes on after its last step has had them all before.
+    if any(entry.calls for entry in ledger) and not ledger.resumed:
         said += _idle_clocks(attached, clock, began)
     said += _newcomers(attached, model)
     return said

@@ -77,6 +77,14 @@ class Here:
 
 
 @pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache folder of data sets, which is not there: no test sees what the user has fetched."""
+    path = tmp_path_factory.getbasetemp() / "no-data-yet"
+    monkeypatch.setenv("GRADSURG_DATA", str(path))
+    return path
+
+
+@pytest.fixture(autouse=True)
 def _nothing_compiled() -> Iterator[None]:
     """What a test has compiled is not there in the next, which would be warned of it."""
     yield

@@ -221,6 +221,21 @@ def test_convnet_is_what_its_formula_says():
     torch.testing.assert_close(model(images), expected)
 
 
+def test_convnet_with_hidden_layers_sees_all_places():
+    torch.manual_seed(0)
+    model = Convnet((1, 5, 4), 3, channels=[2], kernel_size=5, hidden=[6])
+    images = torch.randn(7, 1, 5, 4)
+    kernel, kernel_bias, inner, inner_bias, last, last_bias = model.parameters()
+    assert kernel.shape == (2, 1, 5, 5)
+    maps = torch.relu(nn.functional.conv2d(images, kernel, kernel_bias, padding=2))
+    pooled = maps[:, :, :4].reshape(7, 2, 2, 2, 2, 2).amax(dim=(3, 5))
+    hidden = torch.relu(pooled.reshape(7, 8) @ inner.T + inner_bias)
+    torch.testing.assert_close(model(images), hidden @ last.T + last_bias)
+    names = {name for name, _ in model.named_modules()}
+    assert {"flatten", "hidden.0.fc", "hidden.0.relu", "blocks.0.conv", "output"} < names
+    assert "mean" not in names
+
+
 def test_resnet_has_the_size_that_the_paper_says():
     """0.27 M parameters at depth 20 and width 16 for CIFAR-10 (table 6)."""
     sizes = [sum(p.numel() for p in ResNet((3, 32, 32), 10, depth=d).parameters()) for d in (8, 20)]
@@ -373,6 +388,13 @@ def test_vit_without_blocks_worth_anything_is_linear_in_the_mean_patch():
                 )
             ],
         ),
+        (
+            Convnet,
+            (1, 8, 8),
+            {"kernel_size": 4, "hidden": [0]},
+            [("hidden.0", "must be > 0, found 0")],
+        ),
+        (Convnet, (1, 8, 8), {"kernel_size": 4}, [("kernel_size", "must be odd, found 4")]),
         (ResNet, (64,), {}, [("input_shape", "must be (channels, height, width), found (64,)")]),
         (
             ResNet,

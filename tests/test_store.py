@@ -271,6 +271,7 @@ def test_clear_removes_the_runs_files_and_no_other(run):
     run.save_checkpoint({"step": 1})
     run.write_error("it broke")
     run.write_landscape({"x1": [1.0]})
+    run.write_examined({"maps": [1.0]})
     run.write_summary({"state": "finished"})
     (run.path / ".summary.json.99.tmp").write_text("of a killed process")
     (run.path / "wandb").mkdir()
@@ -282,6 +283,12 @@ def test_a_landscape_is_read_as_it_was_written_and_none_if_there_is_none(run):
     assert run.read_landscape() is None
     run.write_landscape({"x1": [1.0, float("nan")]})
     assert run.read_landscape() == {"x1": [1.0, None]}
+
+
+def test_what_was_examined_is_read_as_it_was_written_and_none_if_there_is_none(run):
+    assert run.read_examined() is None
+    run.write_examined({"maps": {"trained": [[1.0, float("inf")]]}})
+    assert run.read_examined() == {"maps": {"trained": [[1.0, None]]}}
 
 
 def test_what_was_planned_can_be_read_before_there_is_anything_else(run):

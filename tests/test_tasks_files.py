@@ -129,13 +129,23 @@ def test_two_of_mnists_digits_lie_over_each_other(tmp_path):
         MNISTOverlay(root=str(tmp_path)).load()
 
 
-@pytest.mark.parametrize("kind", [MNIST, MNISTOverlay, FashionMNIST, CIFAR10])
-def test_without_a_folder_it_is_said_what_belongs_there_and_where_to_get_it(tmp_path, kind):
+@pytest.mark.parametrize(
+    ("kind", "begins"),
+    [
+        (MNIST, "MNIST is not in '{}/mnist': 'python -m gradsurg.tasks.fetch mnist' puts it"),
+        (MNISTOverlay, "MNIST is not in '{}/mnist': 'python -m gradsurg.tasks.fetch mnist' puts"),
+        (FashionMNIST, "Fashion-MNIST is not in '{}/fashion-mnist': 'python -m gradsurg.tasks.f"),
+        (CIFAR10, "is required, the folder with "),
+    ],
+)
+def test_without_a_folder_it_is_said_what_belongs_there_and_where_to_get_it(
+    tmp_path, cache, kind, begins
+):
     with pytest.raises(FieldError) as caught:
         kind().load()
     ((field, said),) = caught.value.faults
     assert field == "root"
-    assert said.startswith("is required, the folder with ")
+    assert said.startswith(begins.format(cache))
     assert "http" in said
     assert "\n" not in said
     with pytest.raises(FieldError, match="there is no folder '/no/such'"):

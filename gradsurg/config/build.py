@@ -29,6 +29,7 @@ from gradsurg.config.probe import Trial, check_stage
 from gradsurg.config.rehearsal import (
     check_acting,
     check_batch,
+    check_examination,
     check_manner,
     check_optimizer,
     check_untrained,
@@ -122,6 +123,7 @@ def build(config: Config) -> Experiment:
         check_untrained(config, settings, selector, joint, model, faults)
     elif experiment is None or not experiment.finished:
         check_optimizer(config, settings, model, faults)
+        check_examination(config, task, model, data, faults)
         if task and data and model and selector:
             scope = intervention.operator.scope if intervention else "tensor"
             steady = "name" in config["model"] and "name" in config["task"]

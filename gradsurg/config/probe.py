@@ -20,7 +20,7 @@ from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.sites.base import Selector
 from gradsurg.sources import watched
 from gradsurg.surgery import Surgery
-from gradsurg.tasks.base import Data, MultiTask, Task
+from gradsurg.tasks.base import Data, Examined, MultiTask, Task
 from gradsurg.transforms.base import Context, GroupTransform, Law, Scope, State
 from gradsurg.transforms.identity import Identity
 from gradsurg.triggers.always import Always
@@ -104,7 +104,8 @@ class Trial:
 
     def _length(self, settings: Settings) -> str:
         length = f"{settings.steps} steps with batches of {settings.batch_size}"
-        return f"{length} and epochs of {self._epoch} steps"
+        after = ", nor in the examination after them" if isinstance(self.task, Examined) else ""
+        return f"{length} and epochs of {self._epoch} steps{after}"
 
     @property
     def _names(self) -> tuple[str, ...]:
@@ -112,7 +113,9 @@ class Trial:
 
     @property
     def _steps(self) -> int:
-        return self.settings.steps if self.settings is not None else 1
+        """The moments that a trigger is asked about: an examination comes after the last step."""
+        steps = self.settings.steps if self.settings is not None else 1
+        return steps + isinstance(self.task, Examined)
 
     @property
     def _batch(self) -> int:

@@ -1,19 +1,22 @@
 """Whether the steps that a config asks for can be made: tried before anything is trained."""
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from gradsurg.config.faults import Faults
-from gradsurg.config.make import ERRORS, Config, sentence
+from gradsurg.config.make import ERRORS, Config, sentence, theirs
 from gradsurg.config.optimizers import optimizer_maker
 from gradsurg.config.probe import Trial
 from gradsurg.config.schedules import WALKED, schedule_maker, walk
 from gradsurg.config.settings import Settings
 from gradsurg.intervention import Intervention, check_scaled
 from gradsurg.runs.switches import check_compiled
+from gradsurg.sites._untouched import untouched
 from gradsurg.sites.base import Selector
-from gradsurg.tasks.base import Data, MultiTask
+from gradsurg.tasks.base import Data, Examined, MultiTask, Task
 from gradsurg.triggers.base import Trigger
 
 
@@ -50,6 +53,18 @@ def check_batch(settings: Settings, data: Data | None, faults: Faults) -> None:
     elif size * several > count:
         rule = f"a step's batches must have <= {count} examples together"
         faults.lines.append(f"accumulate: {rule}, found {several} of {size}")
+
+
+def check_examination(
+    config: Config, task: Task | None, model: nn.Module | None, data: Data | None, faults: Faults
+) -> None:
+    """Refuse a model that the task could not examine after its training: two examples tell."""
+    if model is None or data is None or not isinstance(task, Examined):
+        return
+    two = replace(data, test_inputs=data.test_inputs[:2], test_targets=data.test_targets[:2])
+    with faults.at("task"), theirs(config["task"], "examine"), untouched(model):
+        task.examine(model.eval(), two)
+    model.train()
 
 
 def check_untrained(

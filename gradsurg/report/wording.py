@@ -8,6 +8,7 @@ from gradsurg.stats import Difference, verdict
 from gradsurg.tables import number
 
 OUTCOMES = {"train/loss": "train loss", "test/loss": "test loss", "test/accuracy": "test accuracy"}
+FURTHER = ("test/", "examined/")
 HEADLINE = ("test/accuracy", "test/loss", "train/loss")
 
 FEW = "Fewer than 6 seeds cannot reach p < 0.05 in a sign-flip test."
@@ -18,7 +19,7 @@ Summary = dict[str, Any]  # Any: what JSON can hold
 def titles(summary: Mapping[str, object]) -> dict[str, str]:
     """The outcomes of a run, by key: those of every task, then what else it was tested for."""
     known = {key: title for key, title in OUTCOMES.items() if key in summary}
-    others = [key for key in summary if key.startswith("test/") and key not in OUTCOMES]
+    others = [key for key in summary if key.startswith(FURTHER) and key not in OUTCOMES]
     return known | {key: title(key) for key in others}
 
 

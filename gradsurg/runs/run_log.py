@@ -144,8 +144,10 @@ class RunLog:
             "time/measured_step_ms": _median_ms(measured),
         }
 
-    def summary(self, data: Data, model: nn.Module, notes: list[str]) -> dict[str, object]:
-        """The outcome, on all training and all test examples."""
+    def summary(
+        self, data: Data, model: nn.Module, examined: Mapping[str, float], notes: list[str]
+    ) -> dict[str, object]:
+        """The outcome, on all training and all test examples, and what was `examined`."""
         run = self.run
         outcome: dict[str, object] = {
             "state": "diverged" if self.diverged else "finished",
@@ -160,6 +162,7 @@ class RunLog:
             outcome |= metrics
             if not all(map(isfinite, metrics.values())):
                 outcome["state"] = "diverged"  # the last step can break what no loss has seen
+        outcome |= examined
         if self.bad_step is not None:
             outcome["diverged_step"] = self.bad_step
         rows = self.place.read_rows(METRICS)

@@ -21,7 +21,8 @@ LINES = (METRICS, EFFECTS, CONFLICTS)
 """The files that grow by lines."""
 SUMMARY, CHECKPOINT, LOCK = "summary.json", "checkpoint.pt", ".lock"
 FACTS, ERROR, LANDSCAPE = "run.json", "error.log", "landscape.json"
-OWN = (SUMMARY, CHECKPOINT, *LINES, CONFIG, FACTS, ERROR, LANDSCAPE)
+EXAMINED = "examined.json"
+OWN = (SUMMARY, CHECKPOINT, *LINES, CONFIG, FACTS, ERROR, LANDSCAPE, EXAMINED)
 MAX_LABEL = 80
 
 RunState = Literal["planned", "running", "interrupted", "failed", "finished", "diverged"]
@@ -210,6 +211,15 @@ class RunDirectory:
     def read_landscape(self) -> dict[str, Any] | None:  # Any: what JSON can hold
         """What `write_landscape` kept, or None."""
         path = self.path / LANDSCAPE
+        return json.loads(path.read_bytes()) if path.is_file() else None
+
+    def write_examined(self, told: Mapping[str, object]) -> None:
+        """Keep what the task's examination of the trained model has to keep, as pictures."""
+        self._replace(EXAMINED, json.dumps(finite(told), separators=(",", ":")).encode())
+
+    def read_examined(self) -> dict[str, Any] | None:  # Any: what JSON can hold
+        """What `write_examined` kept, or None."""
+        path = self.path / EXAMINED
         return json.loads(path.read_bytes()) if path.is_file() else None
 
     def save_checkpoint(self, state: Mapping[str, object]) -> None:

@@ -24,10 +24,12 @@ from gradsurg.runs.store import RunDirectory
 from gradsurg.sinks.base import Guarded, RunInfo, Sink
 from gradsurg.sinks.base import State as SinkState
 from gradsurg.surgery import Surgery
-from gradsurg.tasks.base import MultiTask
+from gradsurg.tasks.base import Data, Examined, MultiTask
 from gradsurg.train import Batches, Manner, Several, Step, train
 
 Happened = Literal["trained", "resumed", "retried", "skipped", "kept failed"]
+
+EXAMINATION = 1_000_000_007  # its seeds are other ones than those of the weights
 
 ERRORS = Exception  # whatever training raises is written down beside the run, and raised again
 
@@ -170,10 +172,11 @@ def _train(run: Run, place: RunDirectory, sinks: Sequence[Sink]) -> dict[str, ob
                     place.save_checkpoint(
                         trainee.checkpoint(step.done, live, told, log.skipped, log.trained_s)
                     )
+            examined = {} if log.diverged else _examined(run, place, data, model)
             every = run.schedule.effects_every
             notes = [] if run.shadow else changed_nothing(trainee.surgery, live, every)
     _pass_on(caught)
-    return log.summary(data, model, notes + _said(said, caught))
+    return log.summary(data, model, examined, notes + _said(said, caught))
 
 
 def _trainee(run: Run, model: nn.Module) -> Trainee:
@@ -222,6 +225,20 @@ def _steps(
             log.without.after()
         log.took(step)
         yield step
+
+
+def _examined(run: Run, place: RunDirectory, data: Data, model: nn.Module) -> dict[str, float]:
+    """What the task's examination finds, with the surgery attached; nothing if it has none."""
+    if not isinstance(run.task, Examined):
+        return {}
+    model.eval()
+    with randomness.kept(run.device):
+        randomness.seed((EXAMINATION + run.seed) % 2**63)  # a seed may fill 64 bits
+        examination = run.task.examine(model, data)
+    model.train()
+    if examination.kept:
+        place.write_examined(examination.kept)
+    return {f"examined/{name}": value for name, value in examination.numbers.items()}
 
 
 def _made_otherwise(kept: Checkpoint) -> list[str]:

@@ -10,6 +10,8 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from gradsurg.fields import FieldError
+from gradsurg.tasks import _cache
 from gradsurg.tasks._images import NUM_CLASSES, Images, folder, refused
 
 NAMES = {
@@ -25,10 +27,12 @@ NAMES = {
 class Layout:
     """A data set: torchvision's folder for it, its npz file, where to get it, what it hashes to.
 
-    Hashed are the unzipped IDX files, in the order of NAMES; arrays from an npz file are hashed
-    as the IDX files they would be.
+    `name` is that of the fetch command, and of its folder in the user's cache. Hashed are the
+    unzipped IDX files, in the order of NAMES; arrays from an npz file are hashed as the IDX files
+    they would be.
     """
 
+    name: str
     title: str
     folder: str
     npz: str
@@ -47,7 +51,7 @@ class Layout:
 
 def files(layout: Layout, root: str | None) -> list[Path]:
     """Those that are read, or a FieldError that says which is missing."""
-    place = folder(root, layout.where)
+    place = _place(layout, root)
     return [place / layout.npz] if (place / layout.npz).is_file() else _idx_files(place, layout)
 
 
@@ -55,15 +59,13 @@ def files(layout: Layout, root: str | None) -> list[Path]:
 def read(layout: Layout, root: str | None, verify: bool, content: str = "") -> Images:
     """The images of a data set, or a FieldError that says what is missing or wrong.
 
-    They are kept as long as the files have that `content`.
+    They are kept as long as the files have that `content`. Without a `root` the user's cache
+    folder is.
     """
-    place = folder(root, layout.where)
-    arrays = _from_npz(place / layout.npz, place, layout) or _from_idx(place, layout)
-    for array, name, expected in zip(arrays, NAMES, layout.hashes, strict=True):
-        digest = new(layout.algorithm, _as_idx(array), usedforsecurity=False).hexdigest()
-        if verify and digest != expected:
-            what = f"{name} has another {layout.algorithm} (verify=false takes it as it is)"
-            raise refused(place, what, layout.where)
+    place = _place(layout, root)
+    arrays = arrays_in(place, layout)
+    if verify and (fault := hash_fault(arrays, layout)):
+        raise refused(place, f"{fault} (verify=false takes it as it is)", layout.where)
     for images, labels in (arrays[:2], arrays[2:]):
         if images.ndim != 3 or labels.shape != images.shape[:1] or not len(labels):
             shapes = f"{list(images.shape)} and {list(labels.shape)}"
@@ -72,6 +74,41 @@ def read(layout: Layout, root: str | None, verify: bool, content: str = "") -> I
             raise refused(place, f"a label is {labels.max()}", layout.where)
     train_images, train_labels, test_images, test_labels = arrays
     return Images(train_images[:, None], train_labels, test_images[:, None], test_labels)
+
+
+def arrays_in(place: Path, layout: Layout) -> list[np.ndarray]:
+    """What the files of a folder hold, in the order of NAMES, or a FieldError."""
+    return _from_npz(place / layout.npz, place, layout) or _from_idx(place, layout)
+
+
+def hash_fault(arrays: list[np.ndarray], layout: Layout) -> str:
+    """Which is another file than the known one; empty if none is."""
+    for array, name, expected in zip(arrays, NAMES, layout.hashes, strict=True):
+        digest = new(layout.algorithm, as_idx(array), usedforsecurity=False).hexdigest()
+        if digest != expected:
+            return f"{name} has another {layout.algorithm}"
+    return ""
+
+
+def as_idx(array: np.ndarray) -> bytes:
+    """The IDX file of an array of bytes."""
+    head = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
+    return head + array.tobytes()
+
+
+def _place(layout: Layout, root: str | None) -> Path:
+    """The folder that is meant; without one that in the user's cache."""
+    if root is not None:
+        return folder(root, layout.where)
+    place = _cache.place(layout.name)
+    if (place / layout.npz).is_file():
+        return place
+    try:
+        _idx_files(place, layout)
+    except FieldError:
+        how = f"{_cache.command(layout.name)} puts it there, or root takes {layout.where}"
+        raise FieldError("task", [("root", f"{layout.title} is not in '{place}': {how}")]) from None
+    return place
 
 
 def _from_npz(path: Path, place: Path, layout: Layout) -> list[np.ndarray] | None:
@@ -111,16 +148,10 @@ def _from_idx(place: Path, layout: Layout) -> list[np.ndarray]:
 
 
 def _array(content: bytes) -> np.ndarray:
-    """An IDX file of bytes: 0, 0, 8, the number of axes, their lengths, the entries."""
+    """The inverse of `as_idx`: 0, 0, 8, the number of axes, their lengths, the entries."""
     if content[:3] != b"\0\0\x08" or len(content) < 4 + 4 * content[3]:
         raise ValueError("it is not an IDX file of bytes")
     num_axes = content[3]
     shape = np.frombuffer(content, ">u4", num_axes, offset=4).tolist()
     entries = np.frombuffer(content, np.uint8, offset=4 + 4 * num_axes)
     return entries.reshape(shape)
-
-
-def _as_idx(array: np.ndarray) -> bytes:
-    """The inverse of `_array`."""
-    head = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
-    return head + array.tobytes()

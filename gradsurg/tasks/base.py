@@ -4,13 +4,13 @@ import hashlib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
 from operator import add
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from gradsurg.fields import FieldError
@@ -178,6 +178,30 @@ class MultiTask(Task):
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Their sum: what is differentiated without an aggregator."""
         return reduce(add, self.losses(outputs, targets).values())
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What an examination came to: `numbers` by name, and what is kept beside the run."""
+
+    numbers: Mapping[str, float]
+    kept: Mapping[str, Any] = field(default_factory=dict)  # Any: what JSON can hold
+
+
+class Examined(Task):
+    """A task whose model is examined once it is trained.
+
+    That is the moment after the last step: a trigger is asked about step `steps` of the run, so
+    that `Steps(start=steps)` acts there and nowhere else.
+    """
+
+    @abstractmethod
+    def examine(self, model: nn.Module, data: Data) -> Examination:
+        """Examine a model, in evaluation mode, and leave it as it was.
+
+        What flows back in it meets the surgery. Random numbers begin at the run's seed, apart from
+        those of its training.
+        """
 
 
 class Classification(Task):

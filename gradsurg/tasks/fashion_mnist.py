@@ -1,4 +1,4 @@
-"""Fashion-MNIST: 70,000 pieces of clothing of 28 x 28 pixels, from files that the user has."""
+"""Fashion-MNIST: 70,000 pieces of clothing of 28 x 28 pixels, from files."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +9,7 @@ from gradsurg.tasks._generated import Count, Seed
 from gradsurg.tasks.base import Classification, Data
 
 LAYOUT = _idx.Layout(
+    name="fashion-mnist",
     title="Fashion-MNIST",
     folder="FashionMNIST",
     npz="fashion_mnist.npz",
@@ -28,8 +29,10 @@ class FashionMNIST(Classification):
     """Classify clothing (Xiao et al. 2017, arXiv 1708.07747) by cross-entropy; from files.
 
     `root` is the folder with the four files, or torchvision's around it, or one with
-    fashion_mnist.npz. With `verify` other files than the known ones are refused. `num_train` and
-    `num_test` take so many examples, chosen by `split_seed`; without them all are taken.
+    fashion_mnist.npz; without it what `python -m gradsurg.tasks.fetch fashion-mnist` put into the
+    user's cache folder is read. With `verify` other files than the known ones are refused.
+    `num_train` and `num_test` take so many examples, chosen by `split_seed`; without them all are
+    taken.
     """
 
     root: str | None = None

@@ -1,4 +1,4 @@
-"""MNIST: 70,000 handwritten digits of 28 x 28 pixels, from files that the user has."""
+"""MNIST: 70,000 handwritten digits of 28 x 28 pixels, from files."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +9,7 @@ from gradsurg.tasks._generated import Count, Seed
 from gradsurg.tasks.base import Classification, Data
 
 LAYOUT = _idx.Layout(
+    name="mnist",
     title="MNIST",
     folder="MNIST",
     npz="mnist.npz",
@@ -25,10 +26,11 @@ LAYOUT = _idx.Layout(
 
 @validated
 class MNIST(Classification):
-    """Classify handwritten digits (LeCun et al. 1998) by cross-entropy; nothing is downloaded.
+    """Classify handwritten digits (LeCun et al. 1998) by cross-entropy.
 
     `root` is the folder with the four files, or torchvision's around it, or one with Keras's
-    mnist.npz. With `verify` other files than the known ones are refused. `num_train` and
+    mnist.npz; without it what `python -m gradsurg.tasks.fetch mnist` put into the user's cache
+    folder is read. With `verify` other files than the known ones are refused. `num_train` and
     `num_test` take so many examples, chosen by `split_seed`; without them all are taken.
     """
 

@@ -1,4 +1,4 @@
-"""MNIST overlay: two digits of MNIST over each other, from files that the user has."""
+"""MNIST overlay: two digits of MNIST over each other, from files."""
 
 from collections.abc import Sequence
 from functools import lru_cache

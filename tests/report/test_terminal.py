@@ -377,8 +377,10 @@ def test_the_report_and_what_it_computes_with_name_no_torch() -> None:
 
 def test_every_metric_of_a_task_is_shown_and_the_usual_ones_come_first() -> None:
     summary = {"test/r2": 0.5, "test/loss": 1.0, "train/loss": 0.9, "state": "finished"}
+    summary |= {"examined/rank/output": 0.1, "update/cosine": 0.2}
     assert list(titles(summary).items()) == [
         ("train/loss", "train loss"),
         ("test/loss", "test loss"),
         ("test/r2", "test r2"),
+        ("examined/rank/output", "examined rank output"),
     ]

@@ -1,0 +1,178 @@
+"""An examination after the training: what it sees of the surgery, and what it changes (nothing)."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradsurg as gs
+from gradsurg import randomness
+from gradsurg.config.faults import ConfigError
+from gradsurg.runs.arms import Run
+from gradsurg.runs.store import RunDirectory
+from gradsurg.runs.study import Record, execute
+from gradsurg.tasks.base import Classification, Data, Examination, Examined
+from gradsurg.tasks.digits import Digits
+from gradsurg.transforms.base import Transform
+from tests.test_build import built
+from tests.test_study import (
+    SHORT,
+    Listening,
+    Torn,
+    a_run,
+    assert_same,
+    flat,
+    notes,
+    raising,
+    untimed,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+AFTER = gs.Steps(start=SHORT.steps)
+RELUS = gs.Nodes("Relu", side="leave")
+
+
+@dataclass(frozen=True)
+class Looked(Classification, Examined):
+    """Digits, then the norm of the gradient of all scores with respect to the test images."""
+
+    breaks: bool = False
+    nan: bool = False
+
+    def load(self) -> Data:
+        return Digits().load()
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return super().loss(outputs, targets) * (float("nan") if self.nan else 1)
+
+    def examine(self, model: nn.Module, data: Data) -> Examination:
+        assert not model.training
+        images = data.test_inputs.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(model(images).sum(), images)
+        if self.breaks:
+            raise Torn
+        numbers = {"norm": grad.norm().item(), "drawn": torch.rand(()).item()}
+        return Examination(numbers, {"first": grad[0, 0].tolist()})
+
+
+def examined(transform: Transform | None = None, task: Looked | None = None, seed: int = 0) -> Run:
+    return a_run(transform, RELUS, AFTER, seed=seed, task=task or Looked())
+
+
+def state(record: Record) -> object:
+    """All that training has changed; the surgery's own is beside it."""
+    kept = RunDirectory(record.directory).load_checkpoint() or {}
+    return flat({name: kept[name] for name in ("model", "optimizer", "generators")})
+
+
+def test_what_acts_after_the_last_step_changes_the_examination_and_no_bit_of_the_training(
+    tmp_path: Path,
+) -> None:
+    plain, treated = (execute(examined(t), tmp_path, []) for t in (None, gs.Clamp(0.0, None)))
+    assert state(plain) == state(treated)
+    rows = [RunDirectory(one.directory).read_rows("metrics.jsonl") for one in (plain, treated)]
+    assert rows[0] == rows[1]
+    same = {"examined/norm", "arm", "label"}
+    differ = {key for key in plain.summary if plain.summary[key] != treated.summary[key]}
+    assert {key for key in differ if not key.startswith("time/")} == same
+    firsts = [RunDirectory(one.directory).read_examined() for one in (plain, treated)]
+    assert firsts[0] != firsts[1]
+    assert notes(plain) == notes(treated) == []
+
+
+def test_a_task_that_is_not_examined_trains_the_same_weights(tmp_path: Path) -> None:
+    whole = execute(examined(), tmp_path, [])
+    plain = execute(replace(a_run(), study="plain"), tmp_path, [])
+    assert state(whole) == state(plain)
+    assert {key for key in whole.summary if key not in plain.summary} == {
+        "examined/norm",
+        "examined/drawn",
+    }
+    assert untimed(plain.summary) == {
+        key: value
+        for key, value in untimed(whole.summary).items()
+        if not key.startswith("examined/")
+    }
+    assert RunDirectory(plain.directory).read_examined() is None
+
+
+def test_its_random_numbers_are_those_of_the_seed_and_not_those_of_the_training(
+    tmp_path: Path,
+) -> None:
+    drawn = []
+    for transform, seed in ((None, 0), (gs.Clamp(0.0, None), 0), (None, 1)):
+        record = execute(examined(transform, seed=seed), tmp_path, [])
+        drawn.append(record.summary["examined/drawn"])
+    assert drawn[0] == drawn[1] != drawn[2]
+    shorter = replace(a_run(task=Looked(), schedule=replace(SHORT, steps=10)), study="shorter")
+    assert execute(shorter, tmp_path, []).summary["examined/drawn"] == drawn[0]
+    with randomness.kept():
+        randomness.seed(0)
+        assert torch.rand(()).item() != drawn[0]
+
+
+def test_sinks_are_told_its_numbers(tmp_path: Path) -> None:
+    sink = Listening()
+    record = execute(examined(), tmp_path, [sink])
+    ((_, told),) = sink.ended
+    assert told["examined/norm"] == record.summary["examined/norm"]
+    assert told["examined/norm"] > 0
+
+
+@pytest.mark.parametrize("broken", ["write_examined", "write_summary"])
+def test_a_run_that_was_torn_at_its_end_is_examined_again_and_ends_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    run = examined(gs.Clamp(0.0, None))
+    expected = execute(run, tmp_path / "whole", [])
+    with monkeypatch.context() as patch, pytest.raises(Torn):
+        patch.setattr(RunDirectory, broken, raising)
+        execute(run, tmp_path / "torn", [])
+    found = execute(run, tmp_path / "torn", [])
+    assert_same(found, expected)
+    firsts = [RunDirectory(one.directory).read_examined() for one in (found, expected)]
+    assert firsts[0] == firsts[1]
+
+
+def test_an_examination_that_raises_is_a_run_that_failed_and_is_tried_again(tmp_path: Path) -> None:
+    with pytest.raises(Torn):
+        execute(examined(task=Looked(breaks=True)), tmp_path, [])
+    assert RunDirectory(examined().directory(tmp_path)).state == "failed"
+    assert execute(examined(), tmp_path, []).happened == "retried"
+
+
+def test_a_run_that_diverged_is_not_examined(tmp_path: Path) -> None:
+    record = execute(examined(task=Looked(nan=True)), tmp_path, [])
+    assert record.summary["state"] == "diverged"
+    assert not [key for key in record.summary if key.startswith("examined/")]
+
+
+def refused(*words: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        built(*words)
+    return caught.value.faults
+
+
+def test_a_trigger_of_the_moment_after_the_last_step_is_right_with_an_examination_alone() -> None:
+    words = ["transform=clip", "site=relu_nodes", "steps=7", "when.start=7", "model=convnet"]
+    built(*words, "task=saliency")
+    (fault,) = refused(*words)
+    assert fault.startswith("when.start: Steps(start=7, stop=None, every=1) never fires in 7 steps")
+    assert "examination" not in fault
+    words[3] = "when.start=8"
+    (fault,) = refused(*words, "task=saliency")
+    assert fault.endswith(", nor in the examination after them")
+
+
+def test_a_model_that_cannot_be_examined_is_refused_before_it_is_trained() -> None:
+    rule = "every layer must have reset_parameters to be drawn anew"
+    assert refused("task=saliency", "model=vit") == [f"task: {rule}, found the model itself (ViT)"]
+
+
+def test_trying_an_examination_leaves_the_global_generators_alone() -> None:
+    before = torch.get_rng_state()
+    built("task=saliency")
+    assert torch.equal(before, torch.get_rng_state())
