@@ -23,6 +23,9 @@ from gradsurg.triggers.base import Sourced, Trigger
 
 GradCallable = Callable[[Tensor], Tensor]
 
+WITHIN: tuple[Stage, ...] = ("use", "backward", "accumulating", "accumulated", "settled")
+"""The stages inside a backward."""
+
 
 @dataclass(frozen=True)
 class Intervention:
@@ -138,6 +141,13 @@ class Intervention:
             raise ValueError(
                 f"{type(needy).__name__}: needs the gradient that enters the node which its own "
                 f"leaves, and {self.at!r} has none; it can act at Nodes with side='leave'"
+            )
+        if self.operator.needs_error and self.stage not in WITHIN:
+            needy = next(link for link in self.links if link.needs_error)
+            raise ValueError(
+                f"{type(needy).__name__}: needs the gradient of what the model has returned, which "
+                f"is known inside a backward; stage '{self.stage}' is not there. It can act at "
+                "Outputs, Inputs or Nodes"
             )
         for part in self.when.parts:
             source = part.source if isinstance(part, Sourced) else ""

@@ -167,15 +167,23 @@ def test_direct_feedback_at_a_parameter_has_no_examples() -> None:
         backward(model)
 
 
-def test_a_step_after_the_backward_has_no_error_any_more() -> None:
+def test_the_error_is_forgotten_when_its_backward_ends() -> None:
     model = net()
-    optimizer = torch.optim.SGD(model.parameters())
-    intervention = gs.Intervention(gs.DirectFeedback(), at=gs.Parameters("2.weight", stage="step"))
-    with gs.Surgery(intervention).attach(model, optimizer) as live:
+    intervention = gs.Intervention(gs.DirectFeedback(), at=gs.Outputs("*", types="Tanh"))
+    with gs.Surgery(intervention).attach(model) as live:
         backward(model)
         assert live.clock.error is None
         with pytest.raises(ValueError, match="none had come when there was one at the site"):
-            optimizer.step()
+            model[1](torch.ones(2, 5, requires_grad=True).double()).sum().backward()
+
+
+@pytest.mark.parametrize("at", [gs.Parameters(stage="step"), gs.Values("*"), gs.Group()], ids=repr)
+@pytest.mark.parametrize("wrap", [lambda own: own, Scheduled, Chain])
+def test_direct_feedback_is_refused_outside_of_a_backward(
+    at: gs.Parameters, wrap: type[Chain]
+) -> None:
+    with pytest.raises(ValueError, match="needs the gradient of what the model has returned"):
+        gs.Intervention(wrap(gs.DirectFeedback()), at=at)
 
 
 def test_a_graph_that_outlives_the_block_leaves_no_error_behind() -> None:
