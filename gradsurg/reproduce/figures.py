@@ -98,7 +98,7 @@ def _alignment(arms: Sequence[Arm], transform: str) -> Figure | None:
         panel.set_xscale("log")
         panel.set_xlabel("step")
         panel.set_title(arm.name, fontsize=9)
-    panels[0].set_ylabel("angle to the gradient as it came, degrees")
+    panels[0].set_ylabel("degrees between before and after")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", fontsize=8)
     figure.set_layout_engine("constrained")
     return figure
