@@ -86,7 +86,7 @@ def job(config: DictConfig) -> None:
         print(f"{failed} of {wanted} runs failed", file=sys.stderr)
     if sweeping:
         return  # told at the end, with those of the other jobs
-    if any(run.treated for run in runs) or not experiment.surgery.interventions:
+    if any(run.treated or run.control for run in runs):
         print(report(runs))
     if experiment.settings.report is not False:
         _report_job(experiment, news=skipped + failed < wanted)

@@ -13,6 +13,7 @@ from gradsurg.config.faults import ConfigError
 from gradsurg.runs.arms import Run
 from gradsurg.runs.store import RunDirectory
 from gradsurg.runs.study import Record, execute
+from gradsurg.runs.until import Until
 from gradsurg.tasks.base import Classification, Data, Examination, Examined
 from gradsurg.tasks.digits import Digits
 from gradsurg.transforms.base import Transform
@@ -142,6 +143,15 @@ def test_an_examination_that_raises_is_a_run_that_failed_and_is_tried_again(tmp_
         execute(examined(task=Looked(breaks=True)), tmp_path, [])
     assert RunDirectory(examined().directory(tmp_path)).state == "failed"
     assert execute(examined(), tmp_path, []).happened == "retried"
+
+
+def test_a_run_that_ends_before_its_last_step_is_examined_as_after_it(tmp_path: Path) -> None:
+    early = replace(SHORT, eval_every=5, until=Until.of("test/loss <= 100"))
+    runs = [replace(examined(t), schedule=early) for t in (None, gs.Clamp(0.0, None))]
+    plain, treated = (execute(run, tmp_path, []) for run in runs)
+    assert plain.summary["steps"] == treated.summary["steps"] == 5
+    assert plain.summary["train/loss"] == treated.summary["train/loss"]
+    assert plain.summary["examined/norm"] != treated.summary["examined/norm"]
 
 
 def test_a_run_that_diverged_is_not_examined(tmp_path: Path) -> None:

@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+from gradsurg.report.grouping import group
 from gradsurg.report.reading import Found
 from gradsurg.reproduce import command
 from gradsurg.reproduce.expected import Drawing, papers, read_expected
 from gradsurg.reproduce.figures import draw
 from gradsurg.reproduce.judging import Judged, judge
+from gradsurg.reproduce.maps import draw_maps
 from gradsurg.reproduce.running import Planned, Study
+from gradsurg.runs.store import RunDirectory
 from tests.conftest import Ended
 
 ROOT = Path(__file__).parents[1]
@@ -243,6 +246,56 @@ def test_runs_are_chosen_by_keys_of_their_config_and_metrics_are_added(root: Pat
     assert not judged.holds
 
 
+@pytest.mark.parametrize(
+    ("metric", "expected"),
+    [
+        ("test/loss - test/other-loss", -1.0),
+        ("test/loss + test/loss - test/other-loss - test/loss", -1.0),
+        ("test/other-loss", 3.0),
+    ],
+)
+def test_metrics_are_subtracted(root: Path, metric: str, expected: float) -> None:
+    runs = [found("clip", 0, {"test/loss": 2.0, "test/other-loss": 3.0}, root)]
+    assert judged_with(root, runs, metric=metric, high=5).values == (expected,)
+
+
+def examined(label: str, seed: int, folder: Path, number: float) -> Found:
+    """A run of an examination of two layers, with maps of two images."""
+    numbers = {"examined/rank/b": number, "examined/rank/a": 0.5, "examined/ssim/b": 0.25}
+    run = found(label, seed, {**numbers, "examined/ssim/a": 0.2, "test/loss": 1.0}, folder)
+    one = [[1.0, -0.5], [0.0, number]]
+    told = {"images": [one, one], "maps": {name: [one, one] for name in ("trained", "b", "a")}}
+    RunDirectory(run.path).write_examined(told)
+    return run
+
+
+def test_a_figure_of_maps_shows_each_measure_of_each_seed_and_the_maps_of_each_arm(
+    root: Path,
+) -> None:
+    who = [("clip", 0, 0.9), ("clip", 1, 0.8), ("none", 0, 0.1)]
+    runs = [examined(label, seed, root, number) for label, seed, number in who]
+    figure = draw_maps(group(runs), "examined")
+    assert figure is not None
+    top, bottom = figure.subfigs
+    rank, ssim = top.axes
+    assert (rank.get_title(loc="center"), ssim.get_title(loc="center")) == ("rank", "ssim")
+    marks = [list(line.get_ydata()) for line in rank.lines]
+    assert marks == [[1, 0.9, 0.5], [1, 0.8, 0.5], [1, 0.1, 0.5], [0, 0]]
+    assert [label.get_text() for label in rank.get_xticklabels()] == ["trained", "b", "a"]
+    pictures = [[len(panel.images) for panel in bottom.axes[4 * row :][:4]] for row in range(4)]
+    assert pictures == [[1, 1, 1, 1], [0, 1, 1, 1]] * 2
+    drawn = draw(Drawing("maps", "examined"), runs, root / "all")
+    assert drawn is not None
+    assert drawn.read_bytes() != b""
+
+
+def test_there_is_no_figure_of_maps_without_numbers_or_without_maps(root: Path) -> None:
+    run = examined("clip", 0, root, 0.9)
+    assert draw(Drawing("maps", "tested"), [run], root) is None
+    (run.path / "examined.json").unlink()
+    assert draw(Drawing("maps", "examined"), [run], root) is None
+
+
 def test_conditions_are_part_of_the_verdict(root: Path, reproduce: Reproduce) -> None:
     expect(root, {**MINI, "conditions": "fewer steps"})
     ended = reproduce("mini")
@@ -314,7 +367,8 @@ def test_what_was_measured_is_kept_and_told_in_the_tables(root: Path, reproduce:
     assert json.loads((readme.parent / "measured.json").read_text())["verdict"] == "holds"
     assert "mini   holds    3        Clipping helps." in reproduce("--list").out
     expect(root, {**MINI, "front": "a loss of {low_enough}"})
-    row = "Clipping helps. | 0.4 | a loss of 0.25 to 0.5; 1 of 1 bands hold | holds | 3 |"
+    told = "a loss of 0.375 (-1.213 to 1.963); 1 of 1 bands hold"
+    row = f"Clipping helps. | 0.4 | {told} | holds | 3 |"
     assert row in reproduce("--table", "--write").out
     assert (
         f"{row} `python scripts/reproduce.py mini` |"

@@ -470,9 +470,13 @@ def test_no_steps_are_a_check_of_the_command(command, tmp_path, capsys) -> None:
         (
             ("transform=clip", "schedule=one_cycle"),
             None,
-            "steps=0: 1 job checked, nothing to train",
+            "steps=0: 1 job checked without a trial step, nothing to train\n",
         ),
-        (("-m", "transform=clip,sign"), None, "steps=0: 2 jobs checked, nothing to train"),
+        (
+            ("-m", "transform=clip,sign"),
+            None,
+            "steps=0: 2 jobs checked without a trial step, nothing to train\n",
+        ),
         (("optimizer.lr=-1",), 2, "optimizer.lr: SGD refuses it: Invalid learning rate: -1, found"),
         (("schedule=step", "+schedule.gama=1"), 2, "schedule.gama: is not a field here."),
         (("site.pattern=heads",), 2, "site: Parameters: nothing matches 'heads'"),
@@ -483,6 +487,17 @@ def test_no_steps_are_a_check_of_the_command(command, tmp_path, capsys) -> None:
         shown = capsys.readouterr()
         assert (shown.err if code else shown.out).startswith(told), shown
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_of_no_steps_says_that_no_step_was_tried(command, capsys) -> None:
+    printed, _ = command("transform=clip", "when.start=5", "plan=true", "steps=0")
+    told, _, plan = printed.partition("\n")
+    assert told == "steps=0: 1 job checked without a trial step, nothing to train"
+    assert plan.startswith("clip at Parameters(")
+    with pytest.raises(SystemExit) as ended:  # the trial step of another length finds it
+        command("transform=clip", "when.start=5", "plan=true", "steps=5")
+    assert ended.value.code == 2
+    assert "never fires" in capsys.readouterr().err
 
 
 def test_wrong_words_are_all_told_and_nothing_is_trained(command, tmp_path, capsys) -> None:

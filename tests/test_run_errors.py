@@ -64,7 +64,7 @@ def test_an_interrupt_inside_a_transform_ends_the_same_way(here: Here, folder: P
 def test_what_a_transform_raises_is_told_in_one_line(here: Here, folder: Path) -> None:
     ended = here("transform=their_module.total", *SHORT)
     assert ended.code == 1
-    assert ended.out == "report: runs/default/report/index.html\n"
+    assert ended.out.splitlines()[-1] == "report: runs/default/report/index.html"
     warning, line, count = ended.err.splitlines()
     assert count == "1 of 2 runs failed"
     assert warning.startswith("warning: total is a plain callable")
@@ -74,6 +74,17 @@ def test_what_a_transform_raises_is_told_in_one_line(here: Here, folder: Path) -
     assert line.endswith(f" (the traceback is in {log.relative_to(folder)})")
     assert log.read_text().startswith("Traceback (most recent call last):\n")
     assert "in _train" in log.read_text()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_failed_arm_leaves_the_table_of_its_finished_controls(here: Here, times: int) -> None:
+    every = [here("transform=their_module.total", *SHORT) for _ in range(times)]
+    for ended in every:
+        assert ended.code == 1
+        assert ended.out.startswith("plain run, no surgery: 1 seed\n  train loss: ")
+        assert "output.bias" in ended.out
+    skipped = "1 of them had been finished before" in every[-1].out
+    assert skipped == (times > 1)
 
 
 def test_a_run_that_failed_goes_on_once_its_cause_is_gone(here: Here, folder: Path) -> None:

@@ -9,7 +9,7 @@ from gradsurg.fields import FieldError
 from gradsurg.models.boxed_point import BoxedPoint
 from gradsurg.tasks.absolute_toy import AbsoluteToy
 from gradsurg.tasks.rare_slope import RareSlope
-from gradsurg.tasks.wilson import Wilson
+from gradsurg.tasks.wilson import Wilson, _data
 from gradsurg.train import Batches
 
 
@@ -69,6 +69,7 @@ def test_the_examples_of_wilson_are_those_of_a_slow_second_version() -> None:
 
 def test_wilson_depends_on_its_seed_alone_and_labels_are_equally_likely() -> None:
     def labels(seed: int) -> Tensor:
+        _data.cache_clear()
         data = Wilson(num_examples=1000, data_seed=seed).load()
         return torch.cat([data.train_targets, data.test_targets])
 

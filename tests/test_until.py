@@ -6,7 +6,9 @@ import pytest
 
 import gradsurg as gs
 from gradsurg.config.settings import Settings
+from gradsurg.report import terminal
 from gradsurg.report.study_report import study_report
+from gradsurg.report.terminal import Runs
 from gradsurg.runs.study import execute
 from gradsurg.runs.until import Until
 from gradsurg.tasks.digits import Digits
@@ -93,5 +95,10 @@ def test_the_report_says_who_reached_it_and_when(tmp_path) -> None:
         for transform in (None, gs.Zero()):
             execute(a_run(transform, seed=seed, schedule=schedule), tmp_path, [])
     said = study_report(tmp_path / "study").effort
+    folders = {name: sorted((tmp_path / "study").glob(f"{name}-*")) for name in ("zero", "none")}
+    pairs = [Runs(*pair) for pair in zip(folders["zero"], folders["none"], strict=True)]
+    printed = terminal.report(pairs)
+    assert "zero: 0 of 2 seeds reached test/loss <= 2.2." in printed
+    assert "control: 2 of 2 seeds reached test/loss <= 2.2, at step 5 5." in printed
     assert "zero · label=zero: 0 of 2 seeds reached test/loss <= 2.2." in said
     assert "control · label=none: 2 of 2 seeds reached test/loss <= 2.2, at step 5 5." in said

@@ -73,13 +73,16 @@ def asked() -> Asked:
             sys.exit(WRONG_INPUT)
     for text in dict.fromkeys(str(item.message) for item in caught):
         print(f"warning: {text}", file=sys.stderr)
-    if arguments.cfg or found.plan:
+    if arguments.cfg:
         return Asked()
     if found.untrained:
+        # An optimizer would bring in PyTorch's compiler, which takes longer than the check.
         jobs = f"{found.untrained} job{'s' if found.untrained > 1 else ''}"
-        print(f"steps=0: {jobs} checked, nothing to train")
-        if not found.jobs:
-            sys.exit()
+        print(f"steps=0: {jobs} checked without a trial step, nothing to train")
+    if found.plan:
+        return Asked()
+    if found.untrained and not found.jobs:
+        sys.exit()
     try:
         states = prepare(found.jobs, found.force)
     except OSError as error:

@@ -1,5 +1,7 @@
 """What the page draws of conflicts: plain lists and numbers, three digits each."""
 
+from collections.abc import Mapping
+
 from gradsurg.report.conflict_text import sharpest
 from gradsurg.report.conflicts import ConflictSeries, Floats, Lines
 from gradsurg.report.study_report import StudyReport
@@ -44,11 +46,19 @@ def _series(series: ConflictSeries) -> Json:
             "decrease": _list(means.decrease),
             "lost": _list(means.lost),
         },
-        "others": [
-            [name, _short(cosine, 5), _list(weights)]
-            for name, (cosine, weights) in means.others.items()
-        ],
+        "others": _others(means.others),
     }
+
+
+def _others(others: Mapping[str, tuple[float, Floats]]) -> list[list[object]]:
+    """Names, cosine and weights; those that are equal in all digits shown are one."""
+    equal: dict[str, list[str]] = {}
+    shown: dict[str, list[object]] = {}
+    for name, (cosine, weights) in others.items():
+        key = repr((_short(cosine), _list(weights)))
+        equal.setdefault(key, []).append(name)
+        shown.setdefault(key, [_short(cosine, 5), _list(weights)])
+    return [[", ".join(names), *shown[key]] for key, names in equal.items()]
 
 
 def _lines(lines: Lines) -> Json:

@@ -50,6 +50,11 @@ class Outcome:
         return certainty.reading(self.difference, self.q_value) if self.difference else ""
 
     @property
+    def is_known(self) -> bool:
+        """Whether there is anything to tell: runs that are whole can be of a task without it."""
+        return self.difference is not None or bool(self.states)
+
+    @property
     def differences(self) -> list[float]:
         return [a - b for a, b in zip(self.treated, self.control, strict=True)]
 

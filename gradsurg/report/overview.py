@@ -24,6 +24,7 @@ from gradsurg.report.wording import amount, count, interval, unbroken, value
 MAX_LISTED = 20
 MAX_WHOLE = 8  # with more arms only the headline is printed, the page has the rest
 SHORT = {"no clear difference": "unclear", "one seed: no interval": ""}  # readings in the table
+NARROWEST = 24  # column of names that are folded rather than a table cut in two
 WIDTH = 100  # where the output is no terminal
 LOOKS = {"finished": "green", "diverged": "red", "failed": "red", "unreadable": "red"}
 
@@ -60,7 +61,7 @@ def _print(report: StudyReport, console: Console) -> None:
     arms = len({outcome.arm.name for outcome in report.outcomes})
     compared = any(outcome.difference for outcome in report.outcomes)
     for metric, name in list(report.metrics.items())[: None if arms <= MAX_WHOLE else 1]:
-        own = [outcome for outcome in report.outcomes if outcome.metric == metric]
+        own = [one for one in report.outcomes if one.metric == metric and one.is_known]
         if compared and own:
             console.print()
             console.print(_outcomes(own, name))
@@ -90,20 +91,20 @@ def _alone(report: StudyReport) -> Table:
     title = "not compared: mean (least to most)"
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for place, head in enumerate(["arm", "n", *report.metrics.values()]):
-        table.add_column(head, justify="right" if place else "left")
+        table.add_column(head, justify="right" if place else "left", overflow="fold")
     for row in alone_rows(report.alone, list(report.metrics)):
         table.add_row(*[Text(cell) for cell in row])
     return table
 
 
 def _conflicts(report: StudyReport, width: int) -> list[Table]:
-    """An arm a row; in two tables where one would not fit."""
+    """An arm a row, a long name in several lines; in two tables where one would not fit."""
     heads, rows = conflict_rows(report.conflicts)
-    widths = [
+    name, *widths = (
         max(map(len, [*head.split("\n"), *cells]))
         for head, *cells in zip(heads, *rows, strict=True)
-    ]
-    if sum(widths) + 2 * len(widths) <= width:
+    )
+    if min(name, NARROWEST) + sum(widths) + 2 * len(widths) <= width:
         return [_conflict_table(heads, rows)]
     half = SINGLE_NUMBERS
     last = [[row[0], *row[half:]] for row in rows]
@@ -117,7 +118,8 @@ def _conflict_table(heads: list[str], rows: list[list[str]]) -> Table:
     title = "conflict between tasks"
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for place, head in enumerate(heads):
-        table.add_column(head, justify="right" if place else "left", no_wrap=place > 0)
+        justify = "right" if place else "left"
+        table.add_column(head, justify=justify, no_wrap=place > 0, overflow="fold")
     for row in rows[:MAX_LISTED]:
         table.add_row(*[Text(cell) for cell in row])
     if len(rows) > MAX_LISTED:
@@ -155,7 +157,8 @@ def _outcomes(outcomes: list[Outcome], name: str) -> Table:
     rows = [_row(outcome, many) for outcome in outcomes]
     for head in heads:
         words = head in ("arm", "reading")  # which can be wrapped, numbers not
-        table.add_column(head, justify="left" if words else "right", no_wrap=not words)
+        justify = "left" if words else "right"
+        table.add_column(head, justify=justify, no_wrap=not words, overflow="fold")
     for row in rows:
         table.add_row(*[Text(cell) for cell in row])
     return table

@@ -38,7 +38,7 @@ def page_data(report: StudyReport) -> Json:
             }
             for arm, control in zip(report.arms, by_arm, strict=True)
         ],
-        "outcomes": [_outcome(outcome, places) for outcome in report.outcomes],
+        "outcomes": [_outcome(outcome, places) for outcome in report.outcomes if outcome.is_known],
         "shares": [
             {**_outcome(outcome, places), "link": outcome.link} for outcome in report.shares
         ],

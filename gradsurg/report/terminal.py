@@ -1,16 +1,21 @@
 """What a job prints when it is done: the answer first, then the effect at each site."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
 from textwrap import fill
 
+from gradsurg.report import outcomes
 from gradsurg.report.alone import spread
 from gradsurg.report.attribution import shares_text
-from gradsurg.report.certainty import about_p, bootstrap_line, p_cell
+from gradsurg.report.certainty import about_p, bootstrap_line, p_text
 from gradsurg.report.conflict_text import conflict_text
 from gradsurg.report.dead import dead_line
+from gradsurg.report.grouping import Arm
+from gradsurg.report.outcomes import Cost, Outcome
+from gradsurg.report.reached import reached
+from gradsurg.report.reading import Found
 from gradsurg.report.update_line import update_line
 from gradsurg.report.wording import (
     HEADLINE,
@@ -24,7 +29,7 @@ from gradsurg.report.wording import (
 )
 from gradsurg.runs.frames import effect_table
 from gradsurg.runs.store import RunDirectory
-from gradsurg.stats import Difference, paired_difference
+from gradsurg.stats import Difference
 from gradsurg.tables import aligned
 from gradsurg.tables import effect_table as effect_text
 
@@ -47,15 +52,17 @@ def report(runs: Sequence[Runs]) -> str:
     """The outcome of all seeds, treated beside control, and the effect at each site."""
     treated = [_summary(run.treated) for run in runs]
     control = [_summary(run.control) for run in runs]
-    shown = [run.treated or run.control for run in runs]
+    paths = [run.treated for run in runs if run.treated]
+    shown = paths or [run.control for run in runs if run.control]
     parts = [
-        _outcome(treated, control),
+        _outcome(runs),
+        _reached(runs),
         _dead(treated, control),
         _shares(runs, treated),
         _wrapped(update_line([summary for summary in treated if summary is not None])),
         _notes([summary for summary in treated + control if summary is not None]),
         conflicts := _conflicts(runs),
-        _effects([path for path in shown if path is not None], bool(conflicts)),
+        _effects(shown, bool(conflicts)),
         _places(runs),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -67,35 +74,68 @@ def _summary(path: Path | None) -> Summary | None:
     return place.read_summary() if place is not None and place.finished else None
 
 
-def _outcome(treated: Sequence[Summary | None], control: Sequence[Summary | None]) -> str:
-    both = [(a, b) for a, b in zip(treated, control, strict=True) if a and b]
-    if not both:
-        return _alone([summary for summary in [*treated, *control] if summary])
-    whole = [(a, b) for a, b in both if a["state"] == b["state"] == "finished"]
-    name = both[0][0]["label"]
-    plain = "control" if both[0][1]["label"] == "none" else "norm-matched"
+def _outcome(runs: Sequence[Runs]) -> str:
+    pairs = [pair for run in runs if (pair := _pair(run))]
+    if not pairs:
+        alone = [_summary(path) for run in runs for path in (run.treated, run.control)]
+        return _alone([summary for summary in alone if summary])
+    treated, control = (_arm([pair[side] for pair in pairs]) for side in (0, 1))
     lost = [
-        f"{count} of {len(both)} {arm} runs diverged"
-        for arm, summaries in ((name, [a for a, _ in both]), (plain, [b for _, b in both]))
-        if (count := sum(summary["state"] == "diverged" for summary in summaries))
+        f"{number} of {len(pairs)} {arm.name} runs diverged"
+        for arm in (treated, control)
+        if (number := sum(run.state == "diverged" for run in arm.runs))
     ]
-    if not whole:
-        return fill(f"{name}: nothing to compare; {'; '.join(lost)}", WIDTH)
-    rows = [["", name, plain, "difference", "95 % interval", "sign-flip p"]]
-    differences, by_seed = {}, {}
-    for key, text in titles(whole[0][0]).items():
-        values = [a[key] for a, _ in whole], [b[key] for _, b in whole]
-        differences[key] = paired_difference(*values)
-        by_seed[key] = [a - b for a, b in zip(*values, strict=True)]
-        rows.append(_row(key, text, fmean(values[0]), fmean(values[1]), differences[key]))
-        rows[-1].append(p_cell(by_seed[key]))
-    rows.append([*_time_row(whole), ""])
-    headline = next(key for key in HEADLINE if key in differences)
-    said = fill(answer(name, plain, headline, differences[headline]), WIDTH)
-    few = "" if "sign-flip" in said else about_p(len(whole))
-    notes = [few, fill(bootstrap_line(by_seed, amount), WIDTH), _measured(whole, name)]
-    lines = [said, *lost, "", aligned(rows), *(note for note in notes if note)]
-    return "\n".join(lines).rstrip()
+    compared = outcomes.compare([treated, control])
+    found = {one.metric: (one, one.difference) for one in compared if one.difference}
+    if not found:
+        return fill(f"{treated.name}: nothing to compare; {'; '.join(lost)}", WIDTH)
+    shown = {key: text for key, text in titles(_first(treated)).items() if key in found}
+    rows = [["", treated.name, control.name, "difference", "95 % interval", "sign-flip p"]]
+    rows += [_row(key, text, *found[key]) for key, text in shown.items()]
+    costs = outcomes.costs([treated, control])
+    rows.append([*_time_row(costs), ""])
+    headline = next(key for key in HEADLINE if key in found)
+    difference = found[headline][1]
+    said = fill(answer(treated.name, control.name, headline, difference), WIDTH)
+    few = "" if "sign-flip" in said else about_p(difference.n)
+    by_seed = {key: found[key][0].differences for key in shown}
+    bootstrap = fill(bootstrap_line(by_seed, amount), WIDTH)
+    notes = [note for note in (few, bootstrap, _measured(costs, treated)) if note]
+    return "\n".join([said, *lost, "", aligned(rows), *notes])
+
+
+def _pair(runs: Runs) -> tuple[Found, Found] | None:
+    """The two of a seed as the report of a study knows them; None if one has not ended."""
+    treated, control = _summary(runs.treated), _summary(runs.control)
+    if treated is None or control is None or runs.treated is None or runs.control is None:
+        return None
+    beside = _found(runs.control, control, "control")
+    return replace(_found(runs.treated, treated, "treated"), control=beside.name), beside
+
+
+def _found(path: Path, summary: Summary, arm: str) -> Found:
+    return Found(path, summary["state"], arm=arm, label=summary["label"], summary=summary)
+
+
+def _arm(runs: Sequence[Found]) -> Arm:
+    name = runs[0].label
+    if runs[0].arm == "control":
+        name = "control" if name == "none" else "norm-matched"
+    return Arm(name, tuple(runs), {})
+
+
+def _reached(runs: Sequence[Runs]) -> str:
+    """Which seeds have reached what they were trained until."""
+    arms: list[Arm] = []
+    for arm in ("treated", "control"):
+        paths = [path for run in runs if (path := getattr(run, arm))]
+        found = [_found(path, said, arm) for path in paths if (said := _summary(path))]
+        arms += [_arm(found)] if found else []
+    return "\n".join(_wrapped(line) for line in reached(arms))
+
+
+def _first(arm: Arm) -> Summary:
+    return next(run.summary for run in arm.whole if run.summary)
 
 
 def _dead(treated: Sequence[Summary | None], control: Sequence[Summary | None]) -> str:
@@ -124,33 +164,31 @@ def _finished(summary: Summary | None, key: str) -> float | None:
     return summary.get(key) if summary and summary["state"] == "finished" else None
 
 
-def _row(key: str, title: str, treated: float, control: float, found: Difference) -> list[str]:
-    shown = [value(key, treated), value(key, control), amount(key, found.mean)]
-    return [title, *shown, interval(key, found)]
+def _row(key: str, title: str, outcome: Outcome, found: Difference) -> list[str]:
+    means = [value(key, fmean(values)) for values in (outcome.treated, outcome.control)]
+    shown = [*means, amount(key, found.mean), interval(key, found)]
+    return [title, *shown, p_text(outcome.p_value)]
 
 
-def _time_row(pairs: Sequence[tuple[Summary, Summary]]) -> list[str]:
+def _time_row(costs: Sequence[Cost]) -> list[str]:
     """Step times; a run that was resumed after its last step has none."""
-    both = [(a["time/step_ms"], b["time/step_ms"]) for a, b in pairs]
-    both = [(a, b) for a, b in both if a and b]
-    if not both:
+    if not costs:
         return ["step time", "-", "-", "-", ""]
-    treated, control = [a for a, _ in both], [b for _, b in both]
-    ratios = [a / b for a, b in both]
-    times = [f"{median(treated):.3g} ms", f"{median(control):.3g} ms"]
-    spread = f"{min(ratios) - 1:+.0%} to {max(ratios) - 1:+.0%} (range)" if len(both) > 1 else ""
+    (cost,) = costs
+    ratios = cost.ratios
+    times = [f"{cost.treated_ms:.3g} ms", f"{cost.control_ms:.3g} ms"]
+    spread = f"{min(ratios) - 1:+.0%} to {max(ratios) - 1:+.0%} (range)" if len(ratios) > 1 else ""
     return ["step time", *times, f"{median(ratios) - 1:+.0%}", spread]
 
 
-def _measured(pairs: Sequence[tuple[Summary, Summary]], name: str) -> str:
-    times = [a["time/measured_step_ms"] for a, _ in pairs if a.get("time/measured_step_ms")]
-    if not times:
+def _measured(costs: Sequence[Cost], arm: Arm) -> str:
+    if not costs or costs[0].measured_ms is None:
         return ""
-    every = pairs[0][0]["effects_every"]
+    every = _first(arm)["effects_every"]
     return fill(
         "step time is the median of steps whose effect is not measured, the difference that of the "
         f"pairs; a step whose effect is measured (one in {every}) takes "
-        f"{median(times):.3g} ms with {name}",
+        f"{costs[0].measured_ms:.3g} ms with {arm.name}",
         WIDTH,
     )
 

@@ -219,7 +219,7 @@ def _tables(report: StudyReport) -> list[tuple[str, list[str], list[list[str]]]]
     """Caption (of the first: none), heads and rows: outcomes, links' shares, what stands alone."""
     tables = []
     if report.outcomes and (report.alone == [] or any(o.difference for o in report.outcomes)):
-        tables.append(("", *_cells(report.outcomes)))
+        tables.append(("", *_cells([o for o in report.outcomes if o.is_known])))
     if report.shares:
         tables.append((f"Each link's share, {ABOUT_SHARES}.", *_cells(report.shares, SHARED)))
     if report.alone:

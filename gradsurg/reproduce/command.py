@@ -37,7 +37,7 @@ def main(root: Path, words: Sequence[str]) -> int:
 
     It is 0 if every band holds, 1 if one does not, 2 if the command or an `expected.yaml` is wrong.
     """
-    asked = _parser().parse_args(words)
+    asked = _parser().parse_intermixed_args(words)
     chosen = [word for word in asked.words if "=" not in word]
     overrides = [word for word in asked.words if "=" in word]
     try:
@@ -158,7 +158,7 @@ def _kept(record: Record | None) -> tuple[str, str]:
 
 def _measured(expected: Expected, record: Record) -> str:
     """What was measured, in the words of the claim, and how many bands hold."""
-    values = {band["name"]: band["measured"] for band in record["bands"]}
+    values = {band["name"]: band.get("over_seeds", band["measured"]) for band in record["bands"]}
     good = sum(band["holds"] for band in record["bands"])
     held = f"{good} of {len(record['bands'])} bands hold"
     told = re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], "-"), expected.front)

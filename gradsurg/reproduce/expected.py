@@ -25,11 +25,11 @@ class Band:
     """Where a number has to lie, from `low` to `high`, both included.
 
     `runs` says of which runs of `study` (of the only one, if empty): by their `label`, or by keys
-    of their config, as `task.start`. `metric` is an outcome of a run, or a sum of some: `test/x1 +
-    test/x2`. It is taken `at` the end, or from the rows of `metrics.jsonl`: at its most, its least,
-    or at a step. `effect/<transform>/<site>/<number>` is taken from those of `effects.jsonl`. With
-    `minus` the value of the run of the same seed among those runs is taken off. Each of the runs
-    has to lie there, or with `of` their mean, or their total.
+    of their config, as `task.start`. `metric` is an outcome of a run, or a sum or a difference of
+    some: `test/x1 + test/x2`. It is taken `at` the end, or from the rows of `metrics.jsonl`: at its
+    most, its least, or at a step. `effect/<transform>/<site>/<number>` is taken from those of
+    `effects.jsonl`. With `minus` the value of the run of the same seed among those runs is taken
+    off. Each of the runs has to lie there, or with `of` their mean, or their total.
     """
 
     name: Text
@@ -75,12 +75,14 @@ class Band:
 
 @validated
 class Drawing:
-    """A figure of all arms: a metric over the steps (`curves`), or what its seeds came to
-    (`outcomes`), in `studies` (in all of them, if empty). With `alignment` the metric is a
-    transform, and what is drawn the angle by which it turns the gradient at each site.
+    """A figure of all arms: a metric over the steps (`curves`), what its seeds came to
+    (`outcomes`), or what an examination found layer by layer, all names of numbers that begin with
+    `metric`, and pictures that it kept (`maps`); in `studies` (in all of them, if empty). With
+    `alignment` the metric is a transform, and what is drawn the angle by which it turns the
+    gradient at each site.
     """
 
-    kind: Literal["curves", "outcomes", "alignment"]
+    kind: Literal["curves", "outcomes", "maps", "alignment"]
     metric: Text
     studies: tuple[Text, ...] = ()
 
@@ -91,7 +93,8 @@ class Expected:
 
     `conditions` are those under which alone the bands are stated, where the published ones are
     others; `figure` is a figure of the report of the first study, without its ending, or says what
-    to draw. `front` is what the front table says was measured, `{name}` in it a band's value.
+    to draw. `front` is what the front table says was measured, `{name}` in it a band's value: of
+    runs with a seed each their mean and its interval.
     """
 
     claim: Text

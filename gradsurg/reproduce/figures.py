@@ -16,6 +16,7 @@ from gradsurg.report.reading import Found
 from gradsurg.report.wording import is_share, title
 from gradsurg.reproduce.expected import Drawing
 from gradsurg.reproduce.judging import outcome
+from gradsurg.reproduce.maps import draw_maps
 from gradsurg.runs.store import EFFECTS, METRICS, RunDirectory
 
 FILE = "figure.png"
@@ -115,7 +116,7 @@ def _angles(run: Found, transform: str) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
-DRAWN = {"curves": _curves, "outcomes": _outcomes, "alignment": _alignment}
+DRAWN = {"curves": _curves, "outcomes": _outcomes, "maps": draw_maps, "alignment": _alignment}
 
 
 def _per_cent(panel: Axes, metric: str, which: str) -> None:

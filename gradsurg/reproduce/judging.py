@@ -1,5 +1,6 @@
 """Whether what was measured lies in the bands."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
@@ -25,6 +26,7 @@ class Judged:
     band: Band
     values: tuple[float, ...] = ()
     lacking: str = ""
+    seeds: tuple[int, ...] = ()
 
     @property
     def holds(self) -> bool:
@@ -47,6 +49,13 @@ class Judged:
             return f"{sum(self.values):.4g}"
         least, most = min(self.values), max(self.values)
         return f"{least:.4g}" if least == most else f"{least:.4g} to {most:.4g}"
+
+    @property
+    def over_seeds(self) -> str:
+        """As `measured`; of runs with a seed each their mean with its interval."""
+        apart = len(set(self.seeds)) == len(self.values) > 1 and self.band.of == "every"
+        apart = apart and min(self.values) < max(self.values)
+        return said_mean(self.values) if apart else self.measured
 
 
 def said_mean(values: Sequence[float]) -> str:
@@ -71,7 +80,7 @@ def verdict(expected: Expected, judged: Sequence[Judged]) -> str:
 
 
 def outcome(run: Found, metric: str, at: str | int = "end") -> float | None:
-    """An outcome of a run, or the sum of some; None if the run has not got it."""
+    """An outcome of a run, or a sum or difference of some; None if the run has not got it."""
     if metric.startswith(EFFECT):
         values = effect(run, metric)
         at = max(values, default=0) if at == "end" else at
@@ -98,9 +107,11 @@ def effect(run: Found, path: str) -> dict[int, float | None]:
 
 
 def _sum(numbers: Mapping[str, Any], metric: str) -> float | None:  # Any: what JSON can hold
-    parts = [numbers.get(part.strip()) for part in metric.split(" + ")]
-    found = [part for part in parts if isinstance(part, int | float)]
-    return float(sum(found)) if len(found) == len(parts) else None
+    names, signs = re.split(" [+-] ", metric), ["+", *re.findall(" ([+-]) ", metric)]
+    found = [part for name in names if isinstance(part := numbers.get(name.strip()), int | float)]
+    if len(found) < len(names):
+        return None
+    return float(sum(-one if sign == "-" else one for one, sign in zip(found, signs, strict=True)))
 
 
 def _judged(band: Band, runs: Sequence[Found]) -> Judged:
@@ -117,11 +128,12 @@ def _judged(band: Band, runs: Sequence[Found]) -> Judged:
     if lacking := [name for name in values if name not in told]:
         return Judged(band, lacking=f"no {band.quantity} in {lacking[0]}")
     if not others:
-        return Judged(band, tuple(told.values()))
+        return Judged(band, tuple(told.values()), seeds=tuple(run.seed for run in chosen))
     seeds = {run.seed: told[run.name] for run in others}
     if len(seeds) < len(others) or sorted(seeds) != sorted(run.seed for run in chosen):
         return Judged(band, lacking="runs and minus must be one run each of the same seeds")
-    return Judged(band, tuple(told[run.name] - seeds[run.seed] for run in chosen))
+    left = {run.seed: told[run.name] - seeds[run.seed] for run in chosen}
+    return Judged(band, tuple(left.values()), seeds=tuple(left))
 
 
 def _meant(runs: Sequence[Found], which: Mapping[str, object]) -> list[Found]:

@@ -32,6 +32,7 @@ def record_of(
             "says": one.band.says,
             "band": one.band.bounds,
             "measured": one.measured,
+            "over_seeds": one.over_seeds,
             "runs": len(one.values),
             "holds": one.holds,
         }

@@ -172,7 +172,7 @@ def _train(run: Run, place: RunDirectory, sinks: Sequence[Sink]) -> dict[str, ob
                     place.save_checkpoint(
                         trainee.checkpoint(step.done, live, told, log.skipped, log.trained_s)
                     )
-            examined = {} if log.diverged else _examined(run, place, data, model)
+            examined = {} if log.diverged else _examined(run, place, data, model, live)
             every = run.schedule.effects_every
             notes = [] if run.shadow else changed_nothing(trainee.surgery, live, every)
     _pass_on(caught)
@@ -227,10 +227,14 @@ def _steps(
         yield step
 
 
-def _examined(run: Run, place: RunDirectory, data: Data, model: nn.Module) -> dict[str, float]:
+def _examined(
+    run: Run, place: RunDirectory, data: Data, model: nn.Module, live: Live
+) -> dict[str, float]:
     """What the task's examination finds, with the surgery attached; nothing if it has none."""
     if not isinstance(run.task, Examined):
         return {}
+    while live.step < run.schedule.steps:  # steps that were skipped, or were not needed any more
+        live.tick()
     model.eval()
     with randomness.kept(run.device):
         randomness.seed((EXAMINATION + run.seed) % 2**63)  # a seed may fill 64 bits

@@ -191,8 +191,8 @@ class Examination:
 class Examined(Task):
     """A task whose model is examined once it is trained.
 
-    That is the moment after the last step: a trigger is asked about step `steps` of the run, so
-    that `Steps(start=steps)` acts there and nowhere else.
+    That is the moment after the last step: a trigger is asked about step `steps` of the run, also
+    if that has ended before, so that `Steps(start=steps)` acts there and nowhere else.
     """
 
     @abstractmethod

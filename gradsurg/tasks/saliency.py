@@ -26,12 +26,13 @@ class Saliency(Classification, Examined):
 
     A map is the gradient, with respect to the image, of the score of the class that the trained
     model predicts. Those of the first `num_maps` test images are compared with themselves after
-    the layers have been drawn anew, one after the other from the top, each as it draws itself
-    (`reset_parameters`). `rank/<layer>` is Spearman's correlation with all from the top down to
-    that layer drawn anew, `abs_rank/<layer>` that of the magnitudes, `ssim/<layer>` the structural
-    similarity of the magnitudes; each is a mean over images, and 1 if nothing has changed. Of the
-    first `num_kept` images the maps are kept, as pictures. `data` is digits, or mnist or
-    fashion_mnist with the `root`, `num_train` and `num_test` of that task.
+    the layers have been drawn anew, one after the other from the top (the last that the model has
+    registered), each as it draws itself (`reset_parameters`). `rank/<layer>` is Spearman's
+    correlation with all from the top down to that layer drawn anew, `abs_rank/<layer>` that of the
+    magnitudes, `ssim/<layer>` the structural similarity of the magnitudes; each is a mean over
+    images, and 1 if nothing has changed. Of the first `num_kept` images the maps are kept, as
+    pictures. `data` is digits, or mnist or fashion_mnist with the `root`, `num_train` and
+    `num_test` of that task.
     """
 
     data: Literal["digits", "mnist", "fashion_mnist"] = "digits"

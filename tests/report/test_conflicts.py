@@ -169,6 +169,46 @@ def test_a_study_has_a_row_for_each_arm_and_says_what_others_would_have_done(
     assert "cosine to the update of control" not in text
 
 
+def test_a_long_name_is_folded_before_the_table_is_cut_in_two(tmp_path: Path) -> None:
+    study = studies.clashing(tmp_path / "first", 3)
+    place = studies.plan(
+        study, "mgda", 0, aggregator={"name": "mgda"}, shared={"granularity": "module"}
+    )
+    rows = [conflict("mgda", step, count=3, group="trunk." + "deep" * 12) for step in (0, 10)]
+    place.append_conflicts(rows)
+    studies.end(place, "mgda", 0.9)
+    found = study_report(study)
+    (table,) = _conflicts(found, 100)
+    assert len(table.columns) == 9
+    text = overview(found)
+    assert max(map(len, text.splitlines())) <= 100
+    named = text.partition("conflict between tasks")[2].partition("Means over")[0]
+    (head,) = [line for line in named.splitlines() if line.startswith("arm ")]
+    cells = [line[: head.index(" n ")].strip() for line in named.splitlines()]
+    assert "deep" * 12 in "".join(cells)
+    assert "\u2026" not in text
+
+
+def test_others_that_are_equal_in_all_that_is_shown_are_one_row(tmp_path: Path) -> None:
+    same = {"weights": [0.25, 0.25], "cosine": 0.99999}
+    others = {
+        "mean": same,
+        "dual_proj": {**same, "cosine": 1.0},
+        "sum": {**same, "weights": [1.0, 1.0]},
+        "mgda": {**same, "cosine": 0.5},
+    }
+    study = studies.clashing(tmp_path / "first")
+    for path in study.glob("pcgrad-*"):
+        (path / CONFLICTS).unlink()
+        written(path, conflict("pcgrad", 0, others=others))
+    treated, _ = conflict_data(study_report(study))
+    assert treated["others"] == [
+        ["dual_proj, mean", 1, [0.25, 0.25]],
+        ["sum", 0.99999, [1, 1]],
+        ["mgda", 0.5, [0.25, 0.25]],
+    ]
+
+
 def test_a_narrow_terminal_gets_two_tables_and_nothing_is_cut(tmp_path: Path) -> None:
     found = study_report(studies.clashing(tmp_path / "first", 3))
     whole, narrow = _conflicts(found, 100), _conflicts(found, 60)

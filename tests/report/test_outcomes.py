@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -13,6 +14,8 @@ from gradsurg.report.dose import doses
 from gradsurg.report.effort import duration
 from gradsurg.report.grouping import group
 from gradsurg.report.outcomes import Outcome, compare, costs, shares, update_effects
+from gradsurg.report.overview import overview
+from gradsurg.report.page_data import page_data
 from gradsurg.report.reading import read_study
 from gradsurg.report.series import curves, effect_maps, load_effects, load_metrics, norms
 from gradsurg.report.study_report import study_report
@@ -259,3 +262,23 @@ def test_test_metrics_have_curves_and_the_number_of_samples_has_none(tmp_path: P
     found = {curve.metric: curve for curve in curves(arms, load_metrics(arms)[0])}
     assert list(found) == ["test/accuracy", "train/loss", "update/cosine"]
     assert (found["test/accuracy"].steps, found["test/accuracy"].mean) == ([20], [0.2])
+
+
+def test_a_metric_of_another_task_is_not_told_of_an_arm(tmp_path: Path) -> None:
+    study = tmp_path / "two"
+    for task in ("parts", "plain"):
+        control = ""
+        for label in ("none", "clip"):
+            place = studies.plan(study, label, 0, control or None, task={"name": task})
+            control = control or place.path.name
+            more = {"test/loss_first": 0.5} if task == "parts" else {}
+            studies.end(place, label, 0.9, **more)
+    report = study_report(study)
+    tables = overview(report).split("\n\n")
+    (own,) = [text for text in tables if text.startswith("test loss first")]
+    assert [line.split()[2] for line in own.splitlines()[2:]] == ["parts"]
+    (both,) = [text for text in tables if text.startswith("test accuracy\n")]
+    assert [line.split()[2] for line in both.splitlines()[2:]] == ["parts", "plain"]
+    rows = cast("list[dict[str, str]]", page_data(report)["outcomes"])
+    told = [(row["metric"], row["arm"]) for row in rows]
+    assert len([arm for metric, arm in told if metric == "test/loss_first"]) == 1

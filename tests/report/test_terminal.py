@@ -207,6 +207,18 @@ def test_if_all_have_diverged_there_is_nothing_to_compare(write) -> None:
     )
 
 
+def test_a_metric_that_a_run_lacks_is_of_the_other_pairs(write) -> None:
+    runs = pairs(write, [0.80, 0.84, 0.91], [0.90, 0.90, 0.90])
+    lacking = summary("clip", 1, 0.0)
+    del lacking["test/accuracy"]
+    write(lacking)
+    text = report(runs)
+    assert row_of(text, "test accuracy")[:3] == ["85.50%", "90.00%", "-4.50%"]
+    assert "(2 seeds, paired t)" in " ".join(text.split())
+    assert row_of(text, "test loss")[-1] == "1"
+    assert_readable(text)
+
+
 def test_step_times_are_medians_and_ratios_seed_by_seed(write) -> None:
     treated = [
         write(summary("clip", seed, 0.9, **{"time/step_ms": time}))
@@ -270,6 +282,16 @@ def test_no_pairs_give_the_outcome_alone(write) -> None:
     assert report(runs).splitlines()[1] == "1 of 2 runs diverged"
     assert "  test accuracy: 80.00%" in report(runs).splitlines()
     assert_readable(text)
+
+
+def test_a_seed_whose_treated_run_has_failed_does_not_mix_its_control_into_the_effects(
+    write,
+) -> None:
+    runs = pairs(write, [0.8], [0.9])
+    runs.append(Runs(None, write(summary("none", 1, 0.9), effect("plain.weight"))))
+    text = report(runs)
+    assert "means over 1 run at one step in 10" in text
+    assert "plain.weight" not in text
 
 
 def test_a_plain_run_prints_its_gradients_without_a_norm_after(write) -> None:
