@@ -125,11 +125,15 @@ class Gate:
     def _hook(self) -> SiteGate:
         operation, entry, effects = self.operation, self.entry, self.operation.effects
 
-        def hook(grad: Tensor | None, value: Tensor | None = None) -> Tensor | None:
+        def hook(
+            grad: Tensor | None,
+            value: Tensor | None = None,
+            entering: tuple[Tensor | None, ...] = (),
+        ) -> Tensor | None:
             if grad is None:
                 return None
             if self.passed is not operation.ready and not self.opens():
-                return self._slow(grad, value)
+                return self._slow(grad, value, entering)
             entry.fired += 1
             result = grad
             for link in self.links:
@@ -145,11 +149,15 @@ class Gate:
         operation, entry, effects = self.operation, self.entry, self.operation.effects
         clock, link, context = operation.clock, self.links[0], self.links[0].context
 
-        def hook(grad: Tensor | None, value: Tensor | None = None) -> Tensor | None:
+        def hook(
+            grad: Tensor | None,
+            value: Tensor | None = None,
+            entering: tuple[Tensor | None, ...] = (),
+        ) -> Tensor | None:
             if grad is None:
                 return None
             if self.passed is not operation.ready and not self.opens():
-                return self._slow(grad, value)
+                return self._slow(grad, value, entering)
             entry.fired += 1
             if context.step != clock.step:
                 context.step, context.call = clock.step, 0
@@ -198,7 +206,9 @@ class Gate:
             result = self.apart(link, grad, result, link.state)
         return result
 
-    def _slow(self, grad: Tensor, value: Tensor | None) -> Tensor | None:
+    def _slow(
+        self, grad: Tensor, value: Tensor | None, entering: tuple[Tensor | None, ...]
+    ) -> Tensor | None:
         """As `hook`, with all questions asked and all checks made."""
         operation = self.operation
         if operation.passes:
@@ -221,7 +231,9 @@ class Gate:
             result = grad
             for link in self.links:
                 before = result
+                link.context.entering = entering if operation.needs_entering else ()
                 result = self.apply(link, before, value, on_device)
+                link.context.entering = ()
                 if operation.sampling:
                     operation.effects.add(link.slot, before, result)
         if operation.sampling and self.at_once:

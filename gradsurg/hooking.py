@@ -70,6 +70,8 @@ def hook(place: Tensor | Node, transform: Transform | GradCallable) -> Hooked:
         raise ValueError(f"{transform!r} needs all gradients of a group at once; a hook has one")
     if intervention.operator.needs_value and not isinstance(place, Tensor):
         raise ValueError(f"{transform!r} needs the value whose gradient it gets; a node has none")
+    if intervention.operator.needs_error:
+        raise ValueError(f"{transform!r} needs the gradient of what a model returns; here is none")
     links = list(zip(labels_of(intervention), intervention.links, strict=True))
     operation = Operation(links, Always(), Effects(every=0), {}, Clock())
     ledger = Ledger()

@@ -23,6 +23,9 @@ from gradsurg.triggers.base import Sourced, Trigger
 
 GradCallable = Callable[[Tensor], Tensor]
 
+WITHIN: tuple[Stage, ...] = ("use", "backward", "accumulating", "accumulated", "settled")
+"""The stages inside a backward."""
+
 
 @dataclass(frozen=True)
 class Intervention:
@@ -32,7 +35,7 @@ class Intervention:
     `live.backward(losses)`. While its trigger does not fire they get their sum.
 
     `names` labels the transform, or each link of a `Chain`, in logs. Raises ValueError if the
-    transform cannot act at the selector's stage or needs a value that the sites do not have.
+    transform cannot act at the selector's stage or needs what the sites do not have.
     """
 
     transform: Transform | Aggregator | GradCallable
@@ -132,6 +135,19 @@ class Intervention:
             raise ValueError(
                 f"{type(needy).__name__}: needs the value whose gradient it gets, and "
                 f"{type(self.at).__name__} has none; it can act at Parameters, Outputs or Inputs"
+            )
+        if self.operator.needs_entering and not self.at.has_entering:
+            needy = next(link for link in self.links if link.needs_entering)
+            raise ValueError(
+                f"{type(needy).__name__}: needs the gradient that enters the node which its own "
+                f"leaves, and {self.at!r} has none; it can act at Nodes with side='leave'"
+            )
+        if self.operator.needs_error and self.stage not in WITHIN:
+            needy = next(link for link in self.links if link.needs_error)
+            raise ValueError(
+                f"{type(needy).__name__}: needs the gradient of what the model has returned, which "
+                f"is known inside a backward; stage '{self.stage}' is not there. It can act at "
+                "Outputs, Inputs or Nodes"
             )
         for part in self.when.parts:
             source = part.source if isinstance(part, Sourced) else ""

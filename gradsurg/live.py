@@ -25,6 +25,7 @@ from gradsurg.multitask.conflict import Conflicts
 from gradsurg.multitask.joint import Joint
 from gradsurg.multitask.losses import Losses
 from gradsurg.operation import Operation
+from gradsurg.output_error import follow_error
 from gradsurg.retuning import retuned
 from gradsurg.sources import watch, watched
 from gradsurg.transforms.base import State
@@ -124,6 +125,7 @@ class Live:
             self._first = False
             self._notice_scaler()
         self.clock.step += 1
+        self.clock.error = None
         self.effects.begin(self.clock.step)
         for attached in self._attached:
             attached.begin()
@@ -292,6 +294,8 @@ class Live:
             self.clock.flags.setdefault(flag.flag, flag.on)
         when, eyes = attached.intervention.when, attached.eyes
         watch(when, self._patient.model, self.clock, eyes, attached.note)
+        if attached.intervention.operator.needs_error:
+            follow_error(self._patient.model, self.clock, eyes)
 
     def _unsee(self, trigger: Trigger) -> None:
         """Forget what a trigger has seen, unless another intervention has the same."""
@@ -326,6 +330,7 @@ class Live:
             stack.callback(self._changes.close)
             stack.callback(self._joint.close)
         self.clock.seen.clear()
+        self.clock.error = None
         self.ledger.settle()
         self.effects.close()
 

@@ -32,6 +32,7 @@ class Operation:
         "links",
         "looks",
         "most",
+        "needs_entering",
         "needs_value",
         "on",
         "opened",
@@ -85,6 +86,7 @@ class Operation:
         self.trigger = trigger
         sources = {part.source for part in trigger.parts if isinstance(part, Sourced)}
         self.looks = "grad" in sources
+        self.needs_entering = any(link.needs_entering for _, link in links)
         self.needs_value = "value" in sources or any(link.needs_value for _, link in links)
         self.stateless = all(isinstance(link, Stateless) for _, link in links)
         self.grouped = any(link.scope == "group" for _, link in links)
@@ -122,7 +124,8 @@ class Operation:
         self.short = (
             self.on
             and fires is True
-            and not (self.idle or self.needs_value or (self.at_once and sampling) or self.spared)
+            and not (self.idle or self.needs_value or self.needs_entering)
+            and not ((self.at_once and sampling) or self.spared)
         )
         if isinstance(self.trigger, Always):
             self.settled = sampling

@@ -26,6 +26,7 @@ class Row:
     expected: Nested
     fields: Mapping[str, Any] = field(default_factory=dict)  # Any: fields have many types
     value: Nested | None = None
+    beside: Nested | None = None  # what enters the node, and what the model has returned
     step: int = 0
     tolerance: float = 1e-6
 
@@ -61,6 +62,11 @@ ROWS = (
     Row("clip_norm", [[3.0, 4.0], [0.3, 0.4]], [[0.6, 0.8], [0.3, 0.4]], {"per": "unit"}),
     # |g|_1 = 4, so a quarter.
     Row("clip_norm", [1.0, -3.0], [0.25, -0.75], {"p": 1.0}),
+    # A matrix of numbers within 1 / sqrt(4) cannot be worked out by hand; 2 of them once.
+    Row("direct_feedback", [[5.0] * 4], [[0.0] * 4], beside=[[2.0]], tolerance=1.0),
+    Row("direct_feedback", [[5.0] * 4], [[0.0] * 4], {"scale": 9.0}, beside=[[0.0]]),
+    Row("feedback_weights", [[5.0] * 4], [[0.0] * 4], beside=[[2.0]], tolerance=1.0),
+    Row("feedback_weights", [[5.0] * 4], [[0.0] * 4], {"scale": 9.0}, beside=[[0.0]]),
     # Nothing is owed at first; the mean magnitude is 2.
     Row("error_feedback", [1.0, -5.0, 0.0], [2.0, -2.0, 0.0]),
     Row("identity", [1.0, NAN, -INF], [1.0, NAN, -INF]),

@@ -32,6 +32,7 @@ FLOORS = (
         "multitask.flow",
         "multitask.passes",
         "multitask.joint",
+        "output_error",
         "sources",
         "changes",
         "retuning",

@@ -214,6 +214,28 @@ def test_a_figure_shows_each_seed_of_each_arm(root: Path, kind: str) -> None:
     assert draw(Drawing(kind, "test/accuracy"), runs, root) is None
 
 
+def test_what_was_done_to_a_gradient_is_an_angle_over_the_steps(root: Path) -> None:
+    runs = [found("clip", 0, {"test/loss": 1.0}, root), found("none", 0, {"test/loss": 1.0}, root)]
+    turned = (("a#0/Mm[0].1", 0.5), ("b#0", 0.25), ("b#0", None))
+    for run in runs:
+        run.path.mkdir()
+        rows = [
+            {"step": step, "site": site, "norm_before": 1.0, "transform": name, "cosine": own}
+            for step, (site, cosine) in enumerate(turned, 1)
+            for name, own in (("clip", cosine), ("sign", 0.9))
+        ]
+        (run.path / "effects.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    at = [("a#0/Mm[0].1", "end", 0.5), ("a#0/Mm[0].1", 1, 0.5), ("b#0", "most", 0.25)]
+    for site, when, value in at:
+        metric = f"effect/clip/{site}/cosine"
+        expect(root, {**MINI, "bands": [{**BAND, "metric": metric, "at": when}]})
+        (judged,) = judge(read_expected(root, "mini"), {"simple_transforms": runs})
+        assert judged.values == (value,)
+    assert draw(Drawing("alignment", "clip"), runs, root) is not None
+    assert draw(Drawing("alignment", "sign"), runs[1:], root) is None
+    assert draw(Drawing("alignment", "reverse"), runs, root) is None
+
+
 def test_runs_are_chosen_by_keys_of_their_config_and_metrics_are_added(root: Path) -> None:
     runs = {"task.start": [1, 2], "label": "none"}
     band = {**MINI["bands"][0], "runs": runs, "metric": "test/loss + test/loss"}
@@ -353,6 +375,17 @@ def test_what_was_measured_is_kept_and_told_in_the_tables(root: Path, reproduce:
         in (root / "experiments" / "README.md").read_text()
     )
     assert row.removesuffix(" 3 |") in (root / "README.md").read_text()
+
+
+def test_a_study_without_a_band_stands_in_the_table_of_arms(
+    root: Path, reproduce: Reproduce
+) -> None:
+    (root / "conf" / "experiment" / "more.yaml").touch()
+    bands = [{**MINI["bands"][0], "study": "simple_transforms"}]
+    expect(root, {**MINI, "quick": ["simple_transforms", "more"], "bands": bands})
+    assert reproduce("mini", "--write").code == 0
+    text = (root / "experiments" / "mini" / "README.md").read_text()
+    assert text.count("| more | control | 0 | test/loss | 2 |") == 1
 
 
 def test_the_cost_of_the_full_form_is_reckoned_from_measured_steps(

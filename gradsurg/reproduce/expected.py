@@ -27,8 +27,9 @@ class Band:
     `runs` says of which runs of `study` (of the only one, if empty): by their `label`, or by keys
     of their config, as `task.start`. `metric` is an outcome of a run, or a sum or a difference of
     some: `test/x1 + test/x2`. It is taken `at` the end, or from the rows of `metrics.jsonl`: at its
-    most, its least, or at a step. With `minus` the value of the run of the same seed among those
-    runs is taken off. Each of the runs has to lie there, or with `of` their mean, or their total.
+    most, its least, or at a step. `effect/<transform>/<site>/<number>` is taken from those of
+    `effects.jsonl`. With `minus` the value of the run of the same seed among those runs is taken
+    off. Each of the runs has to lie there, or with `of` their mean, or their total.
     """
 
     name: Text
@@ -76,10 +77,12 @@ class Band:
 class Drawing:
     """A figure of all arms: a metric over the steps (`curves`), what its seeds came to
     (`outcomes`), or what an examination found layer by layer, all names of numbers that begin with
-    `metric`, and pictures that it kept (`maps`); in `studies` (in all of them, if empty).
+    `metric`, and pictures that it kept (`maps`); in `studies` (in all of them, if empty). With
+    `alignment` the metric is a transform, and what is drawn the angle by which it turns the
+    gradient at each site.
     """
 
-    kind: Literal["curves", "outcomes", "maps"]
+    kind: Literal["curves", "outcomes", "maps", "alignment"]
     metric: Text
     studies: tuple[Text, ...] = ()
 

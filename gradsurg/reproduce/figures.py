@@ -1,6 +1,7 @@
 """The figures of a claim: all its arms in one drawing."""
 
 from collections.abc import Sequence
+from math import acos, degrees
 from pathlib import Path
 
 import matplotlib as mpl
@@ -16,7 +17,7 @@ from gradsurg.report.wording import is_share, title
 from gradsurg.reproduce.expected import Drawing
 from gradsurg.reproduce.judging import outcome
 from gradsurg.reproduce.maps import draw_maps
-from gradsurg.runs.store import METRICS, RunDirectory
+from gradsurg.runs.store import EFFECTS, METRICS, RunDirectory
 
 FILE = "figure.png"
 
@@ -25,8 +26,7 @@ def draw(drawing: Drawing, runs: Sequence[Found], folder: Path) -> Path | None:
     """Draw the arms that these runs are of; the picture in `folder`, None without a number."""
     arms = [arm for arm in group(runs) if arm.whole]
     with mpl.rc_context(STYLE):
-        kinds = {"curves": _curves, "outcomes": _outcomes, "maps": draw_maps}
-        figure = kinds[drawing.kind](arms, drawing.metric)
+        figure = DRAWN[drawing.kind](arms, drawing.metric)
         if figure is None:
             return None
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,6 +77,46 @@ def _outcomes(arms: Sequence[Arm], metric: str) -> Figure | None:
     _per_cent(panel, metric, "x")
     figure.set_layout_engine("constrained")
     return figure
+
+
+def _alignment(arms: Sequence[Arm], transform: str) -> Figure | None:
+    """A panel for each arm that has the transform, a colour for each site, a line for each seed."""
+    found = [
+        (arm, [_angles(run, transform) for run in arm.whole]) for arm in arms if not arm.is_control
+    ]
+    drawn = [(arm, seeds) for arm, seeds in found if any(seeds)]
+    if not drawn:
+        return None
+    figure = Figure(figsize=(0.6 + 3.2 * len(drawn), 3.4))
+    panels = figure.subplots(1, len(drawn), sharey=True, squeeze=False)[0]
+    for panel, (arm, seeds) in zip(panels, drawn, strict=True):
+        for seed, own in enumerate(seeds):
+            for place, (site, points) in enumerate(own.items()):
+                label = "" if seed else site
+                colour = ARMS[place % len(ARMS)]
+                panel.plot(*zip(*points, strict=True), color=colour, linewidth=1.1, label=label)
+        panel.axhline(90, color="0.5", linewidth=0.8, linestyle="--")
+        panel.set_xscale("log")
+        panel.set_xlabel("step")
+        panel.set_title(arm.name, fontsize=9)
+    panels[0].set_ylabel("degrees between before and after")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", fontsize=8)
+    figure.set_layout_engine("constrained")
+    return figure
+
+
+def _angles(run: Found, transform: str) -> dict[str, list[tuple[int, float]]]:
+    """Of each site, the angles over the steps; a gradient of zero has none."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in RunDirectory(run.path).read_rows(EFFECTS):
+        cosine = row.get("cosine")
+        if row["transform"] == transform and cosine is not None and row["norm_before"]:
+            angle = degrees(acos(max(-1.0, min(1.0, cosine))))
+            found.setdefault(row["site"], []).append((row["step"], angle))
+    return found
+
+
+DRAWN = {"curves": _curves, "outcomes": _outcomes, "maps": draw_maps, "alignment": _alignment}
 
 
 def _per_cent(panel: Axes, metric: str, which: str) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 from gradsurg.report.grouping import flat
 from gradsurg.report.reading import Found
 from gradsurg.reproduce.expected import Band, Expected
-from gradsurg.runs.store import METRICS, RunDirectory
+from gradsurg.runs.store import EFFECTS, METRICS, RunDirectory
 from gradsurg.stats import t_reach
 
 Studies = Mapping[str, Sequence[Found]]
 
+EFFECT = "effect/"
 HOLDS, CONDITIONS, FAILS = "holds", "holds under conditions", "does not hold"
 
 
@@ -80,13 +81,29 @@ def verdict(expected: Expected, judged: Sequence[Judged]) -> str:
 
 def outcome(run: Found, metric: str, at: str | int = "end") -> float | None:
     """An outcome of a run, or a sum or difference of some; None if the run has not got it."""
-    if at == "end":
+    if metric.startswith(EFFECT):
+        values = effect(run, metric)
+        at = max(values, default=0) if at == "end" else at
+    elif at == "end":
         return _sum(run.summary or {}, metric)
-    values = {row["step"]: _sum(row, metric) for row in RunDirectory(run.path).read_rows(METRICS)}
+    else:
+        rows = RunDirectory(run.path).read_rows(METRICS)
+        values = {row["step"]: _sum(row, metric) for row in rows}
     if isinstance(at, int):
         return values.get(at)
     known = [value for value in values.values() if value is not None]
     return (max if at == "most" else min)(known, default=None)
+
+
+def effect(run: Found, path: str) -> dict[int, float | None]:
+    """What `effect/<transform>/<site>/<number>` was over the steps, as effects.jsonl has it."""
+    _, transform, rest = path.split("/", 2)
+    site, _, number = rest.rpartition("/")
+    return {
+        row["step"]: row.get(number)
+        for row in RunDirectory(run.path).read_rows(EFFECTS)
+        if (row["transform"], row["site"]) == (transform, site)
+    }
 
 
 def _sum(numbers: Mapping[str, Any], metric: str) -> float | None:  # Any: what JSON can hold

@@ -10,7 +10,7 @@ from typing import Any
 from gradsurg.report.grouping import group
 from gradsurg.report.reading import Found
 from gradsurg.reproduce.expected import Expected, Form
-from gradsurg.reproduce.judging import Judged, Studies, outcome, said_mean, verdict
+from gradsurg.reproduce.judging import EFFECT, Judged, Studies, outcome, said_mean, verdict
 
 FILE = "measured.json"
 BEGIN, END = "<!-- begin: written by scripts/reproduce.py -->", "<!-- end -->"
@@ -99,13 +99,15 @@ def held(holds: bool) -> str:
 
 
 def _arms(study: str, runs: Sequence[Found], expected: Expected) -> list[dict[str, object]]:
-    """A row for each arm and each outcome that a band is about."""
-    own = [band for band in expected.bands if band.study in ("", study)]
+    """A row for each arm and each outcome that a band is about, of any study if none is of this."""
+    own = [band for band in expected.bands if band.study in ("", study)] or expected.bands
     rows = []
     for arm in group(runs):
         for quantity, metric, at in dict.fromkeys((b.quantity, b.metric, b.at) for b in own):
             values = [outcome(run, metric, at) for run in arm.whole]
             told = [value for value in values if value is not None]
+            if metric.startswith(EFFECT) and not told:
+                continue  # a transform that this arm has not
             seeds = ", ".join(str(run.seed) for run in arm.whole)
             shown = said_mean(told) if told else "-"
             if told and max(told) == min(told):

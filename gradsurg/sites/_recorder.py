@@ -199,6 +199,11 @@ class _Passing:
         self.hits = hits
         self.site = site
 
-    def __call__(self, grad: Tensor | None, value: Tensor | None = None) -> None:
+    def __call__(
+        self,
+        grad: Tensor | None,
+        value: Tensor | None = None,
+        entering: tuple[Tensor | None, ...] = (),
+    ) -> None:
         if grad is not None:
             self.hits[self.site] = Like.of(grad)

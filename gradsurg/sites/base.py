@@ -50,9 +50,16 @@ Put = Callable[[ExitStack], None]
 
 
 class SiteGate(Protocol):
-    """A `GradFn` that may be told the value anew at each call, as an activation is."""
+    """A `GradFn` that may be told more at each call: the value, as an activation is another one
+    each time, and what has entered the node that the gradient leaves.
+    """
 
-    def __call__(self, grad: Tensor | None, value: Tensor | None = None) -> Tensor | None: ...
+    def __call__(
+        self,
+        grad: Tensor | None,
+        value: Tensor | None = None,
+        entering: tuple[Tensor | None, ...] = (),
+    ) -> Tensor | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +173,11 @@ class Selector(ABC):
     uncompiled: ClassVar[str] = ""  # why it cannot act as in eager in a compiled model, if so
 
     stage: Stage | None
+
+    @property
+    def has_entering(self) -> bool:
+        """Whether its gradients leave a node, and what has entered that is known."""
+        return False
 
     @property
     def mechanism(self) -> tuple[object, ...]:

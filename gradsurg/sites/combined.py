@@ -68,6 +68,10 @@ class Combined(Selector):
         return all(kind.has_value for kind in self.kinds)
 
     @property
+    def has_entering(self) -> bool:
+        return all(kind.has_entering for kind in self.kinds)
+
+    @property
     def kinds(self) -> tuple[Selector, ...]:
         return tuple(kind for selector in self.of for kind in selector.kinds)
 

@@ -20,6 +20,7 @@ from gradsurg.sites.base import (
     Keeps,
     Place,
     Selector,
+    SiteGate,
     Stage,
     matches,
     nothing_matched,
@@ -70,6 +71,10 @@ class Nodes(Selector):
     def __post_init__(self) -> None:
         if self.edge is not None and self.side == "enter":
             raise Contradiction("edge", f"needs side=leave, found {self.edge} with side=enter")
+
+    @property
+    def has_entering(self) -> bool:
+        return self.side == "leave"
 
     @property
     def mechanism(self) -> tuple[object, ...]:
@@ -201,15 +206,15 @@ class Nodes(Selector):
         return leaving([(index, gates.gate(f"{site}.{index}")) for index in chosen])
 
 
-def leaving(pairs: Sequence[tuple[int, GradFn]]) -> Callable[..., object]:
+def leaving(pairs: Sequence[tuple[int, SiteGate]]) -> Callable[..., object]:
     """A node posthook that passes what leaves by some edges through a gate each."""
 
     def hook(
-        grads: Sequence[Tensor | None], _: Sequence[Tensor | None]
+        grads: Sequence[Tensor | None], entering: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...] | None:
         changed: list[Tensor | None] | None = None
         for index, gate in pairs:
-            result = gate(grads[index])
+            result = gate(grads[index], None, entering)
             if result is not None:
                 changed = changed or list(grads)
                 changed[index] = result

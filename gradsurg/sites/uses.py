@@ -17,10 +17,10 @@ from gradsurg.sites._modules import ROOT, Pattern, names_of, params_of
 from gradsurg.sites._resolver import Edge, Graph, around, resolver
 from gradsurg.sites.base import (
     Gates,
-    GradFn,
     Keeps,
     Place,
     Selector,
+    SiteGate,
     Stage,
     matches,
     nothing_matched,
@@ -159,7 +159,7 @@ class _Take:
             return
         tensors = self._tensors(graph)
         counts: Counter[Edge] = Counter()
-        hooks: defaultdict[Node, list[tuple[int, GradFn]]] = defaultdict(list)
+        hooks: defaultdict[Node, list[tuple[int, SiteGate]]] = defaultdict(list)
         for edge, node, index in graph.uses(tensors):
             gate = self._gate(tensors[edge], counts[edge])
             counts[edge] += 1
@@ -198,7 +198,7 @@ class _Take:
                 tensors.setdefault(get_gradient_edge(now)[:2], []).append(used)
         return tensors
 
-    def _gate(self, owners: list[Used], number: int) -> GradFn | None:
+    def _gate(self, owners: list[Used], number: int) -> SiteGate | None:
         """The gate of a use: that of the first owner which is selected; the others are aliases."""
         chosen = [used for used in owners if self._keeps(used, number)]
         if not chosen:

@@ -7,6 +7,7 @@ from random import Random
 import torch
 from torch import Tensor
 
+from gradsurg.testing.contexts import context_with
 from gradsurg.testing.verdicts import expect, written
 from gradsurg.transforms.base import Context, Law, Transform
 
@@ -23,6 +24,12 @@ class Draw:
     past: Tensor
     context: Context
 
+    def times(self, factor: float) -> "Draw":
+        """The same with the other gradients at hand so many times as large."""
+        value, step = self.context.value, self.context.step
+        assert value is not None
+        return replace(self, context=context_with(value, step, factor))
+
     def act(self, transform: Transform) -> Callable[[Tensor], Tensor]:
         """The transform as a function, with the state that one gradient has left behind."""
         _, state = transform.update(self.past, transform.init(self.past), self.context)
@@ -37,7 +44,7 @@ def draws(shapes: Sequence[tuple[int, ...]], count: int) -> Iterator[Draw]:
         shape = shapes[(index + 2) % len(shapes)]
         grads = [_gradient(shape, choice, generator) for _ in range(4)]
         step = STEPS[index // len(shapes) % len(STEPS)]
-        yield Draw(grads[0], grads[1], grads[2], Context("a.weight", step, grads[3]))
+        yield Draw(grads[0], grads[1], grads[2], context_with(grads[3], step))
 
 
 def _gradient(shape: tuple[int, ...], choice: Random, generator: torch.Generator) -> Tensor:
@@ -55,9 +62,10 @@ def assert_elementwise(transform: Transform, draw: Draw) -> None:
 
 
 def assert_homogeneous(transform: Transform, draw: Draw) -> None:
-    act = draw.act(transform)
+    once = draw.act(transform)(draw.g)
     for factor in (0.125, 3.0, 2.0**16):
-        assert_close(act(factor * draw.g), factor * act(draw.g), draw, f"times {factor:g}")
+        scaled = draw.times(factor).act(transform)(factor * draw.g)
+        assert_close(scaled, factor * once, draw, f"times {factor:g}")
 
 
 def assert_idempotent(transform: Transform, draw: Draw) -> None:

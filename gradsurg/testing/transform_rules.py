@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from gradsurg.testing.contexts import context_with
 from gradsurg.testing.verdicts import (
     at,
     expect,
@@ -18,7 +19,7 @@ from gradsurg.testing.verdicts import (
     expect_unshared,
     written,
 )
-from gradsurg.transforms.base import Context, Function, Law, State, Transform
+from gradsurg.transforms.base import Function, Law, State, Transform
 
 SHAPES = ((), (0,), (1,), (3,), (2, 3), (3, 2, 2), (4, 3, 3, 3))
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -40,7 +41,7 @@ class Subject:
 
     def once(self, grad: Tensor) -> Tensor:
         """Its first result."""
-        context = Context("a.weight", value=noise(tuple(grad.shape), grad.dtype, seed=7))
+        context = context_with(noise(tuple(grad.shape), grad.dtype, seed=7))
         return self.transform.update(grad, self.transform.init(grad), context)[0]
 
 
@@ -62,7 +63,7 @@ def _pure(subject: Subject) -> None:
                 value = noise(shape, dtype, seed=7)
                 given = [grad, value, *state.values()]
                 before = [tensor.clone() for tensor in given]
-                result, after = transform.update(grad, state, Context("a.weight", step, value))
+                result, after = transform.update(grad, state, context_with(value, step))
                 expect_like(result, grad, text)
                 expect(result.isfinite().all(), f"{text}: {written(result)}")
                 names = ("the gradient", "the value", *(f"'{key}' of its state" for key in state))
@@ -146,7 +147,7 @@ def _no_graph(subject: Subject) -> None:
         grad = noise(shape, torch.float32)
         value = noise(shape, torch.float32).requires_grad_()
         state = subject.transform.init(grad)
-        result, after = subject.transform.update(grad, state, Context(value=value))
+        result, after = subject.transform.update(grad, state, context_with(value))
         for tensor in (result, *after.values()):
             expect(not tensor.requires_grad, "the result or the state is part of a graph")
 
@@ -161,7 +162,7 @@ def _nothing_waits(subject: Subject) -> None:
     for shape in subject.shapes:
         grad = torch.empty(shape, device="meta")
         state = subject.transform.init(grad)
-        result, _ = subject.transform.update(grad, state, Context(step=500, value=grad))
+        result, _ = subject.transform.update(grad, state, context_with(grad, 500))
         expect_like(result, grad, f"a meta tensor of shape {list(shape)}")
 
 
@@ -192,7 +193,7 @@ def _any_batch(subject: Subject) -> None:
         state = subject.transform.init(grads[0])
 
         def step(grad: Tensor, value: Tensor, state: State = state) -> tuple[Tensor, State]:
-            return subject.transform.update(grad, state, Context(step=500, value=value))
+            return subject.transform.update(grad, state, context_with(value, 500))
 
         loop = [step(grad, value) for grad, value in zip(grads, values, strict=True)]
         batch, states = torch.vmap(step)(grads, values)

@@ -25,9 +25,10 @@ Law = Literal[
 
 
 class Flow(Protocol):
-    """What knows whose gradient is flowing."""
+    """What knows whose gradient is flowing, and what came to the output of the model."""
 
     task: str
+    error: Tensor | None
 
 
 @dataclass(slots=True)
@@ -36,7 +37,8 @@ class Context:
 
     `site` is the stable id of the place, `step` the optimizer steps done so far (from 0), `value`
     the tensor whose gradient this is (None where there is none, as at a node), `call` counts the
-    gradients seen at this site in this step.
+    gradients seen at this site in this step. `entering` is of what leaves a node alone: the
+    gradients that have entered it, one for each of its outputs.
     """
 
     site: str = ""
@@ -45,17 +47,30 @@ class Context:
     seed: int = 0
     call: int = 0
     flow: Flow | None = None
+    entering: tuple[Tensor | None, ...] = ()
+
+    @property
+    def error(self) -> Tensor | None:
+        """The gradient of what the model has returned, in the backward at hand; None if none has
+        come, or no transform has `needs_error`.
+        """
+        return self.flow.error if self.flow is not None else None
 
     @property
     def task(self) -> str:
         """The loss whose gradient this is, in `live.backward(losses)`; empty if it is of none."""
         return self.flow.task if self.flow is not None else ""
 
-    def generator(self, device: torch.device) -> torch.Generator:
-        """A generator from (seed, site, step, call) alone; the global one is not touched."""
-        key = f"{self.seed}/{self.site}/{self.step}/{self.call}".encode()
+    def generator(self, device: torch.device, *, anew: bool = True) -> torch.Generator:
+        """A generator from (seed, site, step, call) alone; the global one is not touched.
+
+        Not `anew`: from (seed, site) alone, so that it draws the same at each gradient.
+        """
+        key = f"{self.seed}/{self.site}"
+        if anew:
+            key += f"/{self.step}/{self.call}"
         # The CPU generator keeps only the low 32 bits of a seed, so the key is hashed first.
-        seed = int.from_bytes(blake2b(key, digest_size=4).digest(), "little")
+        seed = int.from_bytes(blake2b(key.encode(), digest_size=4).digest(), "little")
         return torch.Generator(device).manual_seed(seed)
 
 
@@ -84,6 +99,16 @@ class Transform(ABC):
     @property
     def needs_value(self) -> bool:
         """Whether it reads `context.value`."""
+        return False
+
+    @property
+    def needs_entering(self) -> bool:
+        """Whether it reads `context.entering`."""
+        return False
+
+    @property
+    def needs_error(self) -> bool:
+        """Whether it reads `context.error`."""
         return False
 
     @abstractmethod
@@ -174,6 +199,34 @@ def value_of(transform: Transform, context: Context) -> Tensor:
             f"'{context.site}' has none: use it at parameters, outputs or inputs."
         )
     return context.value.detach()
+
+
+def entering_of(transform: Transform, context: Context) -> Tensor:
+    """The one gradient that has entered the node, a constant also in a double backward.
+
+    Raises ValueError if the site has none, or several.
+    """
+    entered = [grad for grad in context.entering if grad is not None]
+    if len(entered) != 1:
+        raise ValueError(
+            f"{type(transform).__name__} needs the gradient that enters the node which this one "
+            f"leaves, and at the site '{context.site}' there are {len(entered)}: use it at nodes "
+            "with side=leave, of an operation that has one result."
+        )
+    return entered[0].detach()
+
+
+def error_of(transform: Transform, context: Context) -> Tensor:
+    """The gradient of what the model has returned, a constant also in a double backward.
+
+    Raises ValueError if none has come in this backward.
+    """
+    if context.error is None:
+        raise ValueError(
+            f"{type(transform).__name__} needs the gradient of what the model has returned, and "
+            f"none had come when there was one at the site '{context.site}'."
+        )
+    return context.error.detach()
 
 
 def init_all(transform: Transform, grads: Sequence[Tensor]) -> State:

@@ -58,6 +58,14 @@ class Chain(GroupTransform):
         return any(link.needs_value for link in self.links)
 
     @property
+    def needs_entering(self) -> bool:
+        return any(link.needs_entering for link in self.links)
+
+    @property
+    def needs_error(self) -> bool:
+        return any(link.needs_error for link in self.links)
+
+    @property
     def laws(self) -> frozenset[Law]:
         """What all links obey: each law holds of a composition if it holds of the parts.
 

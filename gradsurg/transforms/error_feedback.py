@@ -48,6 +48,14 @@ class ErrorFeedback(GroupTransform):
         return self.of.needs_value
 
     @property
+    def needs_entering(self) -> bool:
+        return self.of.needs_entering
+
+    @property
+    def needs_error(self) -> bool:
+        return self.of.needs_error
+
+    @property
     def laws(self) -> frozenset[Law]:
         kept: set[Law] = {"elementwise", "deterministic"}
         return self.of.laws & kept

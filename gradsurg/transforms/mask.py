@@ -29,7 +29,7 @@ class Mask(Stateless):
 
     amount: Annotated[float, Field(gt=0)] = 0.1
     _: KW_ONLY
-    by: Literal["largest", "threshold", "random"] = "largest"
+    by: Literal["largest", "threshold", "random", "random_k"] = "largest"
     per: Per = "tensor"
     rescale: bool = False
 
@@ -38,7 +38,7 @@ class Mask(Stateless):
             raise Contradiction("amount", f"must be <= 1 with by={self.by}, found {self.amount}")
         if self.by == "threshold" and self.rescale:
             raise Contradiction("rescale", "must be false with by=threshold: no fraction is given")
-        if self.by != "largest" and self.per != "tensor":
+        if self.by in ("threshold", "random") and self.per != "tensor":
             raise Contradiction("per", f"must be tensor with by={self.by}, found {self.per}")
 
     @property
@@ -52,7 +52,7 @@ class Mask(Stateless):
                 laws |= set() if self.rescale else {"idempotent"}
             case "threshold":
                 laws |= {"elementwise", "idempotent", "deterministic"}
-            case "random":
+            case "random" | "random_k":
                 # Not linear: the draws of two accumulated gradients differ from those of their sum.
                 laws |= {"elementwise", "homogeneous"}
                 laws |= {"unbiased"} if self.rescale else set()
@@ -61,27 +61,31 @@ class Mask(Stateless):
     def apply(self, grad: Tensor, context: Context) -> Tensor:
         match self.by:
             case "largest":
-                kept, gain = _largest(grad, self.amount, self.per)
+                kept, gain = _largest(grad.abs(), self.amount, self.per)
             case "threshold":
                 kept, gain = ~(grad.abs() <= self.amount), 1.0
             case "random":
                 generator = context.generator(grad.device)
                 draws = torch.rand(grad.shape, generator=generator, device=grad.device)
                 kept, gain = draws < self.amount, 1 / self.amount
+            case "random_k":
+                generator = context.generator(grad.device)
+                draws = torch.rand(grad.shape, generator=generator, device=grad.device)
+                kept, gain = _largest(draws, self.amount, self.per)
         return torch.where(kept, grad * gain if self.rescale else grad, 0.0)
 
 
-def _largest(grad: Tensor, amount: float, per: str) -> tuple[Tensor, float]:
+def _largest(sizes: Tensor, amount: float, per: str) -> tuple[Tensor, float]:
     """Which entries are kept, exactly k in each group, and d / k."""
-    axes = reduced_axes(per, grad.ndim)
-    if grad.numel() == 0 or not axes:
-        return torch.ones_like(grad, dtype=torch.bool), 1.0
-    apart = [axis for axis in range(grad.ndim) if axis not in axes]
-    moved = grad.abs().permute(*apart, *axes)
+    axes = reduced_axes(per, sizes.ndim)
+    if sizes.numel() == 0 or not axes:
+        return torch.ones_like(sizes, dtype=torch.bool), 1.0
+    apart = [axis for axis in range(sizes.ndim) if axis not in axes]
+    moved = sizes.permute(*apart, *axes)
     rows = moved.flatten(start_dim=len(apart))
     size = rows.shape[-1]
     k = max(1, round(amount * size))
     top = rows.topk(k, dim=-1, sorted=False).indices
     kept = torch.zeros_like(rows, dtype=torch.bool).scatter(-1, top, True)
-    back = sorted(range(grad.ndim), key=[*apart, *axes].__getitem__)
+    back = sorted(range(sizes.ndim), key=[*apart, *axes].__getitem__)
     return kept.reshape(moved.shape).permute(*back), size / k

@@ -43,6 +43,14 @@ class NormMatched(GroupTransform):
         return self.of.needs_value
 
     @property
+    def needs_entering(self) -> bool:
+        return self.of.needs_entering
+
+    @property
+    def needs_error(self) -> bool:
+        return self.of.needs_error
+
+    @property
     def laws(self) -> frozenset[Law]:
         kept: set[Law] = {"homogeneous", "odd", "norm_non_increasing", "deterministic"}
         own: set[Law] = {"sign_preserving"}

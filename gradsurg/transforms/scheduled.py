@@ -55,6 +55,14 @@ class Scheduled(GroupTransform):
         return self.of.needs_value
 
     @property
+    def needs_entering(self) -> bool:
+        return self.of.needs_entering
+
+    @property
+    def needs_error(self) -> bool:
+        return self.of.needs_error
+
+    @property
     def laws(self) -> frozenset[Law]:
         kept: set[Law] = {"elementwise", "homogeneous", "linear", "odd", "unbiased"}
         kept |= {"deterministic"}

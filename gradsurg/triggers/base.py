@@ -19,7 +19,8 @@ class Clock:
     """What all interventions of an attachment share: steps and epochs done, flags, what was seen,
     whose gradient is flowing.
 
-    `seen` holds what sourced triggers have looked at in the forward at hand.
+    `seen` holds what sourced triggers have looked at in the forward at hand, `error` the gradient
+    of what the model has returned in the backward at hand, where a transform asks for it.
     """
 
     step: int = 0
@@ -27,6 +28,7 @@ class Clock:
     counted_epochs: int = 0
     flags: dict[str, bool] = field(default_factory=dict)
     task: str = ""
+    error: Tensor | None = None
     seen: "dict[Trigger, object]" = field(default_factory=dict)
 
     @property

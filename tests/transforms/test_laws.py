@@ -18,7 +18,9 @@ from gradsurg.transforms.clamp import Clamp
 from gradsurg.transforms.clip import Clip
 from gradsurg.transforms.clip_global_norm import ClipGlobalNorm
 from gradsurg.transforms.clip_norm import ClipNorm
+from gradsurg.transforms.direct_feedback import DirectFeedback
 from gradsurg.transforms.error_feedback import ErrorFeedback
+from gradsurg.transforms.feedback_weights import FeedbackWeights
 from gradsurg.transforms.low_pass import LowPass
 from gradsurg.transforms.mask import Mask
 from gradsurg.transforms.norm_matched import NormMatched
@@ -46,10 +48,14 @@ OTHERS = (
     ClipNorm(0.5, per="entry", eps=0.1),
     ClipGlobalNorm(0.5, p=INF),
     LowPass(0.5, -3.0),
+    DirectFeedback(3.0),
+    FeedbackWeights(3.0),
     Mask(0.5, per="unit"),
     Mask(0.4, rescale=True),
     Mask(0.3, by="threshold"),
     Mask(0.3, by="random"),
+    Mask(0.5, by="random_k"),
+    Mask(0.5, by="random_k", rescale=True),
     NormRescale(2.0, p=1.0, per="unit"),
     NormRescale(0.1, p=INF, eps=0.5),
     NormRescale(2.0, per="entry"),
@@ -86,6 +92,7 @@ OTHERS = (
     ErrorFeedback(Mask(0.5, by="random")),
     ErrorFeedback(LowPass()),
     ErrorFeedback(ClipGlobalNorm(0.5)),
+    Chain(FeedbackWeights(), Scale(2.0)),
     NormMatched(Reverse()),
     NormMatched(NormRescale()),
     NormMatched(ScaleBySign()),

@@ -188,6 +188,19 @@ def test_mask_at_random_keeps_the_fraction_asked_for() -> None:
     torch.testing.assert_close(act(Mask(0.3, by="random", rescale=True), grad), kept / 0.3)
 
 
+def test_mask_of_random_k_keeps_exactly_k_of_each_row_anew_at_each_step() -> None:
+    grad = random(50, 20)
+    transform = Mask(0.1, by="random_k", per="b o -> b")
+    first, second = act(transform, grad), act(transform, grad, step=1)
+    for kept in (first, second):
+        assert kept.count_nonzero(dim=1).tolist() == [2] * 50
+        assert torch.equal(kept[kept != 0], grad[kept != 0])
+    assert not torch.equal(first, second)
+    assert len({tuple(row.nonzero().flatten().tolist()) for row in first}) > 10
+    rescaled = act(Mask(0.1, by="random_k", per="b o -> b", rescale=True), grad)
+    torch.testing.assert_close(rescaled, first * 10)
+
+
 @pytest.mark.parametrize("step", [0, 1, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_noise_has_the_variance_of_the_paper(step: int, dtype: torch.dtype) -> None:

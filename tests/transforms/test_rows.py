@@ -9,6 +9,7 @@ import torch
 
 from gradsurg import catalogue
 from gradsurg.fields import FieldError
+from gradsurg.testing.contexts import context_with
 from gradsurg.transforms.base import Context
 from gradsurg.transforms.chain import Chain
 from tests.cases import CONFIGS, ROWS, Row, build, config, names
@@ -20,6 +21,8 @@ def test_a_transform_gives_what_its_row_says(row: Row) -> None:
     grad = torch.tensor(row.grad)
     value = None if row.value is None else torch.tensor(row.value)
     context = Context(site="a.weight", step=row.step, value=value)
+    if row.beside is not None:
+        context = context_with(torch.tensor(row.beside))
     result, _ = transform.update(grad, transform.init(grad), context)
     torch.testing.assert_close(
         result, torch.tensor(row.expected), rtol=row.tolerance, atol=row.tolerance, equal_nan=True

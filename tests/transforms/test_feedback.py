@@ -1,0 +1,229 @@
+"""Feedback alignment: gradients that come by other weights than those of the forward."""
+
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import gradsurg as gs
+from gradsurg.transforms.base import Context, Law, Stateless
+from gradsurg.transforms.chain import Chain
+from gradsurg.transforms.error_feedback import ErrorFeedback
+from gradsurg.transforms.norm_matched import NormMatched
+from gradsurg.transforms.scheduled import Scheduled
+
+LAYERS = gs.Nodes("Addmm", "[24]", side="leave", edge=1)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)
+    ).double()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(6, 7).double(), torch.randint(0, 3, (6,))
+
+
+def backward(model: nn.Module) -> dict[str, Tensor]:
+    inputs, targets = batch()
+    model.zero_grad()
+    functional.cross_entropy(model(inputs), targets).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def drawn(site: str, outputs: int, inputs: int) -> Tensor:
+    generator = Context(site).generator(torch.device("cpu"), anew=False)
+    weights = torch.empty(outputs, inputs).double()
+    return weights.uniform_(-(inputs**-0.5), inputs**-0.5, generator=generator)
+
+
+def by_hand(model: nn.Sequential, top: Tensor, below: Tensor, direct: bool) -> dict[str, Tensor]:
+    """The weights' gradients with e B in place of e W, from the output's e down."""
+    inputs, targets = batch()
+    first = model[1](model[0](inputs))
+    second = model[3](model[2](first))
+    error = functional.softmax(model[4](second), dim=1) - functional.one_hot(targets, 3)
+    error = error / len(inputs)
+    last = error @ top * (1 - second**2)
+    lower = (error if direct else last) @ below * (1 - first**2)
+    return {
+        "0.weight": lower.T @ inputs,
+        "2.weight": last.T @ first,
+        "4.weight": error.T @ second,
+    }
+
+
+def test_feedback_weights_are_feedback_alignment_at_every_step() -> None:
+    model = net()
+    with gs.Surgery(gs.Intervention(gs.FeedbackWeights(), at=LAYERS)).attach(model) as live:
+        top, below = (
+            drawn(f"feedback_weights/{at}#0/AddmmBackward[0].1", *shape)
+            for at, shape in (("4", (3, 4)), ("2", (4, 5)))
+        )
+        for _ in range(2):
+            found = backward(model)
+            for name, expected in by_hand(model, top, below, direct=False).items():
+                torch.testing.assert_close(found[name], expected)
+            live.tick()
+
+
+def test_direct_feedback_takes_the_error_of_the_output_at_every_step() -> None:
+    model = net()
+    at = gs.Outputs("*", types="Tanh")
+    with gs.Surgery(gs.Intervention(gs.DirectFeedback(), at=at)).attach(model) as live:
+        top, below = drawn("direct_feedback/3#0", 3, 4), drawn("direct_feedback/1#0", 3, 5)
+        for _ in range(2):
+            found = backward(model)
+            for name, expected in by_hand(model, top, below, direct=True).items():
+                torch.testing.assert_close(found[name], expected)
+            live.tick()
+
+
+class Seen(Stateless):
+    """Notes what has entered."""
+
+    def __init__(self, asks: bool = True) -> None:
+        self.asks = asks
+        self.entered: list[tuple[Tensor | None, ...]] = []
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        return frozenset({"deterministic"})
+
+    @property
+    def needs_entering(self) -> bool:
+        return self.asks
+
+    def apply(self, grad: Tensor, context: Context) -> Tensor:
+        self.entered.append(context.entering)
+        return grad
+
+
+@pytest.mark.parametrize("wrap", [lambda own: own, Chain, Scheduled, ErrorFeedback, NormMatched])
+def test_what_leaves_a_node_is_told_what_has_entered_it(wrap: type[Chain]) -> None:
+    seen, model, entered = Seen(), net(), list[Tensor]()
+    with gs.Surgery(gs.Intervention(wrap(seen), at=LAYERS)).attach(model):
+        inputs, targets = batch()
+        output = model(inputs)
+        output.register_hook(entered.append)
+        functional.cross_entropy(output, targets).backward()
+    assert len(seen.entered) == 2
+    (last,) = seen.entered[0]
+    assert last is not None
+    assert torch.equal(last, entered[0])
+
+
+def test_a_transform_that_does_not_ask_is_not_told_what_has_entered() -> None:
+    seen, model = Seen(asks=False), net()
+    when = gs.Value(above=0.0, source="grad")
+    with gs.Surgery(gs.Intervention(seen, at=LAYERS, when=when)).attach(model):
+        backward(model)
+    assert seen.entered == [(), ()]
+
+
+@pytest.mark.parametrize(
+    "at", [gs.Parameters(), gs.Outputs("*"), gs.Nodes("Addmm"), LAYERS | gs.Nodes("Tanh")], ids=repr
+)
+@pytest.mark.parametrize("wrap", [lambda own: own, Scheduled, Chain])
+def test_feedback_weights_are_refused_where_nothing_enters(
+    at: gs.Parameters, wrap: type[Chain]
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"leaves, and {at!r} has none")):
+        gs.Intervention(wrap(gs.FeedbackWeights()), at=at)
+
+
+def test_a_lone_tensor_or_node_has_neither() -> None:
+    tensor = torch.ones(3, requires_grad=True)
+    for place in (tensor, (tensor * 2).grad_fn):
+        assert place is not None
+        with pytest.raises(ValueError, match="needs the gradient of what a model returns"):
+            gs.hook(place, gs.DirectFeedback())
+        with pytest.raises(ValueError, match="needs the gradient that enters the node"):
+            gs.hook(place, gs.FeedbackWeights())
+
+
+def test_the_wrong_edge_is_told_with_the_site() -> None:
+    model, at = net(), gs.Nodes("Addmm", "2", side="leave", edge=2)
+    message = r"at the site 'feedback_weights/2#0/AddmmBackward\[0\].2' what leaves, of shape"
+    with (
+        pytest.raises(ValueError, match=message),
+        gs.Surgery(gs.Intervention(gs.FeedbackWeights(), at=at)).attach(model),
+    ):
+        backward(model)
+
+
+def test_direct_feedback_at_a_parameter_has_no_examples() -> None:
+    model = net()
+    at = gs.Parameters("2.weight", stage="backward")
+    with (
+        pytest.raises(ValueError, match="'direct_feedback/2.weight' has 4 examples"),
+        gs.Surgery(gs.Intervention(gs.DirectFeedback(), at=at)).attach(model),
+    ):
+        backward(model)
+
+
+def test_the_error_is_forgotten_when_its_backward_ends() -> None:
+    model = net()
+    intervention = gs.Intervention(gs.DirectFeedback(), at=gs.Outputs("*", types="Tanh"))
+    with gs.Surgery(intervention).attach(model) as live:
+        backward(model)
+        assert live.clock.error is None
+        with pytest.raises(ValueError, match="none had come when there was one at the site"):
+            model[1](torch.ones(2, 5, requires_grad=True).double()).sum().backward()
+
+
+@pytest.mark.parametrize("at", [gs.Parameters(stage="step"), gs.Values("*"), gs.Group()], ids=repr)
+@pytest.mark.parametrize("wrap", [lambda own: own, Scheduled, Chain])
+def test_direct_feedback_is_refused_outside_of_a_backward(
+    at: gs.Parameters, wrap: type[Chain]
+) -> None:
+    with pytest.raises(ValueError, match="needs the gradient of what the model has returned"):
+        gs.Intervention(wrap(gs.DirectFeedback()), at=at)
+
+
+def test_a_graph_that_outlives_the_block_leaves_no_error_behind() -> None:
+    model = net()
+    at = gs.Outputs("*", types="Tanh")
+    inputs, targets = batch()
+    with gs.Surgery(gs.Intervention(gs.DirectFeedback(), at=at)).attach(model) as live:
+        loss = functional.cross_entropy(model(inputs), targets)
+        functional.cross_entropy(model(inputs), targets).backward()
+    clock = live.clock
+    errors = list[object]()
+    model[0].weight.register_hook(lambda grad: errors.append(clock.error))
+    loss.backward()
+    assert errors == [None]
+    assert not model._forward_hooks
+
+
+def test_a_model_that_returns_two_tensors_has_no_one_error() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net()
+
+        def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+            output = self.inner(inputs)
+            return output, output
+
+    model = Two()
+    at = gs.Outputs("*", types="Tanh")
+    with (
+        pytest.raises(TypeError, match="must be one tensor, found tuple"),
+        gs.Surgery(gs.Intervention(gs.DirectFeedback(), at=at)).attach(model),
+    ):
+        model(batch()[0])
+
+
+def test_a_larger_scale_is_that_many_times_the_result() -> None:
+    one, three = (
+        gs.FeedbackWeights(scale).apply(torch.ones(2, 5), Context(entering=(torch.ones(2, 3),)))
+        for scale in (1.0, 3.0)
+    )
+    torch.testing.assert_close(three, 3 * one)
+    assert one.abs().max() < 3 * 5**-0.5
