@@ -268,6 +268,37 @@ def test_a_plain_rnn_is_what_its_formula_says():
     torch.testing.assert_close(model(numbers), state @ last.T + last_bias)
 
 
+def test_tokens_can_go_in_as_rows_of_the_identity():
+    torch.manual_seed(0)
+    model = RNN((2,), 1, num_tokens=4, width=3, one_hot=True)
+    into, around, into_bias, around_bias, last, last_bias = model.parameters()
+    first = torch.tanh(into[:, 2] + into_bias + around_bias)
+    state = torch.tanh(into[:, 0] + into_bias + first @ around.T + around_bias)
+    outputs = model(torch.tensor([[2, 0]]))
+    torch.testing.assert_close(outputs[0], state @ last.T + last_bias)
+    assert model.double()(torch.tensor([[2, 0]])).dtype == torch.float64
+
+
+@pytest.mark.parametrize("unrolled", [False, True])
+def test_a_recurrent_model_starts_as_init_says(unrolled):
+    def weights(init):
+        torch.manual_seed(0)
+        model = RNN((9,), 40, num_tokens=40, width=50, unrolled=unrolled, one_hot=True, init=init)
+        into, around, into_bias, around_bias, last, last_bias = model.parameters()
+        for bias in (into_bias, around_bias, last_bias):
+            assert bias.count_nonzero() == 0
+        return into, around, last
+
+    for weight in weights("basic_tanh"):
+        assert weight.std().item() == pytest.approx(0.1, rel=0.05)
+    into, around, last = weights("smart_tanh")
+    for weight in (into, last):
+        assert weight.std().item() == pytest.approx(0.01, rel=0.05)
+    assert (around.count_nonzero(dim=0) == 15).all()  # of the weights that go out of a unit
+    assert around.count_nonzero(dim=1).unique().numel() > 1
+    assert torch.linalg.eigvals(around).abs().max().item() == pytest.approx(0.95, rel=1e-5)
+
+
 def test_an_image_is_read_row_by_row():
     model = RNN((2, 3, 4), 1)
     image = torch.arange(24.0).view(1, 2, 3, 4)
@@ -413,6 +444,13 @@ def test_vit_without_blocks_worth_anything_is_linear_in_the_mean_patch():
                 ("cell", "must be one of 'rnn', 'gru' or 'lstm', found 'gruu'"),
                 ("width", "must be > 0, found 0"),
             ],
+        ),
+        (RNN, (8,), {"one_hot": True}, [("one_hot", "needs tokens, and the inputs are numbers")]),
+        (
+            RNN,
+            (8,),
+            {"cell": "gru", "init": "smart_tanh"},
+            [("init", "must be torch with cell=gru, found smart_tanh")],
         ),
         (
             RNN,
