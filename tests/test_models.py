@@ -327,6 +327,25 @@ def test_a_tied_gpt_reads_out_with_its_embedding_and_an_untied_one_does_not():
     )
 
 
+@pytest.mark.parametrize(("asked", "std"), [(None, 0.1), (1.0, 1.0)])
+def test_the_embeddings_of_a_gpt_start_with_the_deviation_asked_for(asked, std):
+    torch.manual_seed(0)
+    model = GPT((50,), 2, num_tokens=50, width=100, embedding_std=asked)
+    for table in (model.tokens, model.positions):
+        assert table.weight.std().item() == pytest.approx(std, rel=0.05)
+
+
+def test_a_gpt_can_leave_its_stream_behind_at_the_norm_of_the_attention():
+    torch.manual_seed(0)
+    model = GPT((3,), 2, num_tokens=5, width=8, num_layers=1, normed_stream=True)
+    block = model.blocks[0]
+    nn.init.zeros_(block.mlp.down.weight)
+    nn.init.zeros_(block.mlp.down.bias)
+    stream = torch.randn(2, 3, 8)
+    normed = block.attention_norm(stream)
+    torch.testing.assert_close(block(stream), normed + block.attention(normed))
+
+
 def test_gpt_knows_the_order_of_its_tokens():
     torch.manual_seed(0)
     model = GPT((3,), 2, num_tokens=4)
