@@ -116,17 +116,20 @@ class Plan:
 
     def _identity(self, seed: int, extra: Config) -> dict[str, object]:
         parts = {key: self.config[key] for key in ("model", "task")} | dict(extra)
-        files = {"data": self.content} if self.content else {}
+        settings = self.settings
+        asked = {"data": self.content} if self.content else {}
+        if settings.until is not None:  # how often it is tested decides where a run ends
+            asked["until"] = f"{settings.until}, tested every {settings.eval_every} steps"
         return {
             **versions(),
             "seed": seed,
-            "steps": self.settings.steps,
-            "batch_size": self.settings.batch_size,
+            "steps": settings.steps,
+            "batch_size": settings.batch_size,
             "device": self.device.type,
-            "optimizer": optimizer_config(self.config, self.settings),
+            "optimizer": optimizer_config(self.config, settings),
             "schedule": self.config["schedule"],
-            **asdict(self.settings.switches),
-            **files,
+            **asdict(settings.switches),
+            **asked,
             **copy.deepcopy(parts),
             "sources": dict(sorted(sources_of(parts))),
         }
@@ -163,6 +166,7 @@ class Plan:
                 settings.eval_every,
                 settings.update_effect_every,
                 settings.checkpoint_seconds,
+                settings.until,
             ),
             device=self.device,
             switches=settings.switches,

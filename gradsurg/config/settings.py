@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from gradsurg.fields import Contradiction, validated
 from gradsurg.runs.switches import Backend, Precision, Switches
+from gradsurg.runs.until import Until
 
 Positive = Annotated[int, Field(ge=1)]
 # YAML reads `study=2024` as a number.
@@ -35,6 +36,10 @@ def _folder(path: str) -> str:
     return path
 
 
+def _until(told: object) -> object:
+    return Until.of(told) if isinstance(told, str) else told
+
+
 @validated
 class Settings:
     """The short keys at the top of the config."""
@@ -56,6 +61,7 @@ class Settings:
     compile: bool = False
     compile_backend: Backend = "inductor"
     eval_every: Annotated[int, Field(ge=0)] = 0
+    until: Annotated[Until, BeforeValidator(_until)] | None = None
     threads: Positive | None = None
     force: bool = False
     retry_failed: bool = True
@@ -69,6 +75,8 @@ class Settings:
         if self.eval_every % self.log_every:
             rule = f"must be a multiple of log_every={self.log_every}, whose rows it is written to"
             raise Contradiction("eval_every", f"{rule}, found {self.eval_every}")
+        if self.until is not None and not self.eval_every:
+            raise Contradiction("until", "is looked at where tests are due: give eval_every too")
 
     @property
     def switches(self) -> Switches:

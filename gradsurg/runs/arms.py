@@ -14,6 +14,7 @@ from gradsurg.runs.controls import first_control
 from gradsurg.runs.made_with import made_with
 from gradsurg.runs.store import directory_name
 from gradsurg.runs.switches import Switches
+from gradsurg.runs.until import Until
 from gradsurg.surgery import Surgery
 from gradsurg.tasks.base import Data, Task
 from gradsurg.triggers.for_task import ForTask
@@ -26,7 +27,8 @@ PLAIN = Switches()
 class Schedule:
     """How long a run is, how often it logs and is saved, in optimizer steps.
 
-    It is not saved anew before `checkpoint_seconds` have passed, but for its last step.
+    It is not saved anew before `checkpoint_seconds` have passed, but for its last step. The first
+    test that reaches `until` is its end.
     """
 
     steps: int
@@ -37,6 +39,7 @@ class Schedule:
     eval_every: int = 0
     update_effect_every: int = 0
     checkpoint_seconds: float = 0.0
+    until: Until | None = None
 
 
 @dataclass(frozen=True)

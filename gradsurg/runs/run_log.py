@@ -71,7 +71,8 @@ class RunLog:
     def interval(
         self, done: int, loss: float, live: Live, others: Mapping[str, float] = NOTHING
     ) -> bool:
-        """Log the interval that ends with step `done`; False if a loss of it was not finite.
+        """Log the interval that ends with step `done`; False if the run ends there: a loss was not
+        finite, or what it is trained until is reached.
 
         `others` are what else is known there, by name.
         """
@@ -87,7 +88,17 @@ class RunLog:
         self._tell(done, {**values, **_newest(conflicts), **times}, rows)
         self._look()
         self.diverged = self.bad_step is not None or not isfinite(loss)
-        return not self.diverged
+        return not self.diverged and not self.ended(others)
+
+    def ended(self, tested: Mapping[str, float]) -> bool:
+        """Whether a test has reached what the run is trained until."""
+        until = self.run.schedule.until
+        if until is None or not tested:
+            return False
+        if until.metric not in tested:
+            names = ", ".join(tested)
+            raise ValueError(f"until: the task has no {until.metric}, it has {names}")
+        return until.holds(tested)
 
     def tested(self, done: int, loss: float, data: Data, model: nn.Module) -> dict[str, float]:
         """The task's metrics on the test data, at steps where they are due."""
@@ -153,6 +164,8 @@ class RunLog:
             outcome["diverged_step"] = self.bad_step
         rows = self.place.read_rows(METRICS)
         outcome |= means(rows)
+        if run.schedule.until is not None:
+            outcome |= run.schedule.until.outcome(rows)
         if outcome["state"] == "finished":
             outcome["learned_nothing"] = learned_nothing(run.task, data, outcome, rows)
         outcome |= self.times()

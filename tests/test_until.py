@@ -1,0 +1,97 @@
+"""A run that ends when a test has reached what is asked for."""
+
+from dataclasses import replace
+
+import pytest
+
+import gradsurg as gs
+from gradsurg.config.settings import Settings
+from gradsurg.report.study_report import study_report
+from gradsurg.runs.study import execute
+from gradsurg.runs.until import Until
+from gradsurg.tasks.digits import Digits
+from tests.test_study import SHORT, Torn, Wrapped, a_run, lines
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def short_until(condition: str):
+    return replace(SHORT, eval_every=5, until=Until.of(condition))
+
+
+@pytest.mark.parametrize(
+    ("said", "values", "holds"),
+    [
+        ("test/accuracy >= 0.95", {"test/accuracy": 0.95}, True),
+        ("test/accuracy>=0.95", {"test/accuracy": 0.949}, False),
+        ("test/loss <= 1e-3", {"test/loss": 0.001}, True),
+        ("test/loss <= 1e-3", {"test/loss": float("nan")}, False),
+        ("test/loss <= 1e-3", {"test/loss": None}, False),
+    ],
+)
+def test_a_condition_is_a_metric_and_its_bound(said, values, holds) -> None:
+    assert Until.of(said).holds(values) is holds
+
+
+@pytest.mark.parametrize(
+    "said", ["accuracy >= 0.9", "test/accuracy > 0.9", "test/loss <= low", "test/loss", ""]
+)
+def test_another_text_is_no_condition(said: str) -> None:
+    with pytest.raises(ValueError, match='must be as "test/accuracy >= 0.95", with >= or <='):
+        Until.of(said)
+
+
+def test_a_run_ends_at_the_first_test_that_reaches_it(tmp_path) -> None:
+    whole = execute(a_run(schedule=replace(SHORT, eval_every=5)), tmp_path / "whole", [])
+    rows = lines(whole, "metrics.jsonl")
+    aim = rows[2]["test/loss"]
+    assert aim < min(row["test/loss"] for row in rows[:2])
+    ended = execute(a_run(schedule=short_until(f"test/loss <= {aim!r}")), tmp_path / "ended", [])
+    assert ended.summary["state"] == "finished"
+    assert ended.summary["steps"] == ended.summary["until/step"] == 15
+    assert ended.summary["until/reached"] == 1
+    assert ended.summary["test/loss"] == aim
+    assert lines(ended, "metrics.jsonl") == rows[:3]
+
+
+def test_a_run_that_does_not_reach_it_makes_all_its_steps(tmp_path) -> None:
+    record = execute(a_run(schedule=short_until("test/accuracy >= 1")), tmp_path, [])
+    assert (record.summary["steps"], record.summary["until/reached"]) == (30, 0)
+    assert "until/step" not in record.summary
+
+
+def test_a_metric_that_the_task_has_not_got_is_told(tmp_path) -> None:
+    with pytest.raises(ValueError, match=r"until: the task has no test/acc, it has test/loss, "):
+        execute(a_run(schedule=short_until("test/acc >= 1")), tmp_path, [])
+
+
+def test_an_interrupted_run_ends_where_a_whole_one_does(tmp_path) -> None:
+    schedule = short_until("test/loss <= 1.6")
+    whole = execute(a_run(schedule=schedule), tmp_path / "whole", [])
+    assert whole.summary["steps"] in (15, 20, 25)
+    run = a_run(task=Wrapped(12, "raise"), schedule=schedule)
+    with pytest.raises(Torn):
+        execute(run, tmp_path / "torn", [])
+    again = execute(replace(run, task=Digits()), tmp_path / "torn", [])
+    assert again.happened == "retried"
+    for name in ("until/step", "steps", "test/loss"):
+        assert again.summary[name] == whole.summary[name]
+    files = [(record.directory / "metrics.jsonl").read_bytes() for record in (whole, again)]
+    assert files[0] == files[1]
+
+
+def test_it_needs_tests_to_look_at() -> None:
+    fields = {"steps": 9, "batch_size": 4, "seeds": 1, "checkpoint_every": 9, "effects_every": 1}
+    fields |= {"study": "s", "out": ".", "control": "plain", "device": "cpu", "log_every": 5}
+    with pytest.raises(ValueError, match="until: is looked at where tests are due"):
+        Settings(**fields, until="test/loss <= 1")
+
+
+def test_the_report_says_who_reached_it_and_when(tmp_path) -> None:
+    schedule = short_until("test/loss <= 2.2")
+    for seed in range(2):
+        for transform in (None, gs.Zero()):
+            execute(a_run(transform, seed=seed, schedule=schedule), tmp_path, [])
+    said = study_report(tmp_path / "study").effort
+    assert "zero · label=zero: 0 of 2 seeds reached test/loss <= 2.2." in said
+    assert "control · label=none: 2 of 2 seeds reached test/loss <= 2.2, at step 5 5." in said
