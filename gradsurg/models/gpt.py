@@ -46,8 +46,8 @@ class GPT(nn.Module):
 
     Read out is the last position, or with `every_step` every one; `tied`, by the embedding's own
     weights. Embeddings start with deviation `embedding_std`, or width ** -0.5. With `normed_stream`
-    a block adds its attention to the normed stream, as the code of Lee et al. 2024 does. Its modules are `tokens`, `positions`, `blocks.0` (see `Block`), ...,
-    `norm`, `output`.
+    a block adds its attention to the normed stream, as the code of Lee et al. 2024 does. Its
+    modules are `tokens`, `positions`, `blocks.0` (see `Block`), ..., `norm`, `output`.
     """
 
     def __init__(
