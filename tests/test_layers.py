@@ -39,7 +39,7 @@ FLOORS = (
         "live",
     ),
     ("travel", "surgery", "hooking"),
-    ("train", "runs.switches", "comparison", "__init__"),
+    ("train", "runs.switches", "runs.until", "comparison", "__init__"),
     (
         "runs.hardware",
         "runs.made_with",
@@ -116,7 +116,7 @@ DOORS = {
     "wandb": ("sinks.wandb",),
     "rich": ("sinks.console", "report"),
     "polars": ("runs.frames", "report"),
-    "matplotlib": ("report",),
+    "matplotlib": ("report", "reproduce"),
     "plotly": ("report",),
     "sklearn": ("tasks",),
     "scipy": ("stats", "tasks"),

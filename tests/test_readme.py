@@ -129,7 +129,8 @@ def test_the_two_commands_stand_on_lines_of_their_own() -> None:
 
 def test_the_readme_fits_one_screen_of_prose() -> None:
     prose = re.sub(r"^```.*?^```$", "", README, flags=re.DOTALL | re.MULTILINE)
-    assert len(prose.split()) < 1000
+    prose = re.sub(r"^\|.*$", "", prose, flags=re.MULTILINE)  # nor tables
+    assert len(prose.split()) < 860
 
 
 def test_every_folder_in_the_map_is_there() -> None:

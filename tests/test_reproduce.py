@@ -9,9 +9,10 @@ import yaml
 
 from gradsurg.report.reading import Found
 from gradsurg.reproduce import command
-from gradsurg.reproduce.expected import papers, read_expected
-from gradsurg.reproduce.judging import judge
-from gradsurg.reproduce.running import Study
+from gradsurg.reproduce.expected import Drawing, papers, read_expected
+from gradsurg.reproduce.figures import draw
+from gradsurg.reproduce.judging import Judged, judge
+from gradsurg.reproduce.running import Planned, Study
 from tests.conftest import Ended
 
 ROOT = Path(__file__).parents[1]
@@ -23,6 +24,7 @@ MINI = {
     "quick": ["simple_transforms"],
     "bands": [{**BAND, "metric": "test/loss"}],
 }
+TIMES = {"time/train_s": 60, "time/step_ms": 2.5}
 LOSSES = {("clip", 0): 0.25, ("clip", 1): 0.5, ("none", 0): 2.0}
 Reproduce = Callable[..., Ended]
 
@@ -73,7 +75,7 @@ def reproduce(
     def run_study(name: str, words: list[str]) -> Study:
         folder = root / "runs" / name
         runs = [
-            found(*who, None if loss is None else {"test/loss": loss, "time/train_s": 60}, folder)
+            found(*who, None if loss is None else {"test/loss": loss, **TIMES}, folder)
             for who, loss in losses.items()
         ]
         return Study(folder, runs)
@@ -139,6 +141,76 @@ def test_runs_that_failed_are_not_left_out_of_a_band(
     assert "Found: 1 of 2 runs: failed." in ended.out
 
 
+def judged_with(root: Path, runs: list[Found], **change: object) -> Judged:
+    expect(root, {**MINI, "bands": [{**BAND, "metric": "test/loss", **change}]})
+    (judged,) = judge(read_expected(root, "mini"), {"simple_transforms": runs})
+    return judged
+
+
+def test_the_value_of_the_same_seed_is_taken_off(root: Path) -> None:
+    own = {("clip", 0): 1.0, ("clip", 1): 2.0, ("none", 1): 1.75, ("none", 0): 0.5}
+    runs = [found(*who, {"test/loss": loss}, root) for who, loss in own.items()]
+    judged = judged_with(root, runs, minus={"label": "none"})
+    assert (judged.values, judged.holds) == ((0.5, 0.25), True)
+    assert not judged_with(root, runs, minus={"label": "none"}, high=0.4).holds
+    alone = judged_with(root, runs[:3], minus={"label": "none"})
+    assert alone.measured == "runs and minus must be one run each of the same seeds"
+    assert not alone.holds
+    assert judged_with(root, runs, minus={"label": "sign"}).measured == "no run is meant"
+    failed = [*runs[:3], found("none", 0, None, root)]
+    assert judged_with(root, failed, minus={"label": "none"}).measured == "1 of 4 runs: failed"
+
+
+def test_a_total_is_held_against_the_band(root: Path) -> None:
+    runs = [found("clip", seed, {"test/loss": 1}, root) for seed in range(3)]
+    judged = judged_with(root, runs, of="total", low=3, high=3)
+    assert (judged.measured, judged.holds) == ("3", True)
+    assert not judged_with(root, runs, of="total", low=4, high=None).holds
+
+
+@pytest.mark.parametrize(
+    ("at", "expected", "quantity"),
+    [
+        ("end", 4.0, "test/loss"),
+        ("most", 3.0, "test/loss, most"),
+        ("least", 1.0, "test/loss, least"),
+        (10, 3.0, "test/loss at step 10"),
+        (15, None, "test/loss at step 15"),
+        (20, 1.0, "test/loss at step 20"),
+    ],
+)
+def test_a_metric_is_taken_at_the_end_or_from_the_rows(
+    root: Path, at: object, expected: float | None, quantity: str
+) -> None:
+    run = found("clip", 0, {"test/loss": 4.0}, root)
+    run.path.mkdir()
+    rows = [{"step": 10, "test/loss": 3.0}, {"step": 15}, {"step": 20, "test/loss": 1.0}]
+    (run.path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    judged = judged_with(root, [run], at=at, high=10)
+    assert judged.band.quantity == quantity
+    assert judged.values == (() if expected is None else (expected,))
+    if expected is None:
+        assert judged.measured == f"no {quantity} in clip-seed0-0"
+
+
+@pytest.mark.parametrize("kind", ["curves", "outcomes"])
+def test_a_figure_shows_each_seed_of_each_arm(root: Path, kind: str) -> None:
+    runs = []
+    for (label, seed), loss in LOSSES.items():
+        runs.append(found(label, seed, {"test/loss": loss}, root))
+        runs[-1].path.mkdir()
+        rows = [{"step": step, "test/loss": loss / step} for step in (1, 2)]
+        text = "".join(f"{json.dumps(row)}\n" for row in rows)
+        (runs[-1].path / "metrics.jsonl").write_text(text)
+    lone = draw(Drawing(kind, "test/loss"), runs[:1], root / "one")
+    every = draw(Drawing(kind, "test/loss"), runs, root / "all")
+    assert lone is not None
+    assert every is not None
+    assert every.name == "figure.png"
+    assert lone.read_bytes() != every.read_bytes()
+    assert draw(Drawing(kind, "test/accuracy"), runs, root) is None
+
+
 def test_runs_are_chosen_by_keys_of_their_config_and_metrics_are_added(root: Path) -> None:
     runs = {"task.start": [1, 2], "label": "none"}
     band = {**MINI["bands"][0], "runs": runs, "metric": "test/loss + test/loss"}
@@ -190,6 +262,7 @@ def test_a_full_form_that_is_not_there_is_told(reproduce: Reproduce) -> None:
         ({"claims": "x"}, ": claims: is not a field here."),
         ({"bands": []}, ": bands: must have at least 1 item, found []"),
         ({"bands": [*MINI["bands"], *MINI["bands"]]}, "a name each, found low_enough twice"),
+        ({"front": "a loss of {low}"}, ": front: names no band {low}"),
         ({"bands": [{**MINI["bands"][0], "low": 1}]}, "must be <= high, found low=1.0, high=0.5"),
         ({"bands": [{**MINI["bands"][0], "high": None}]}, "is required, or high"),
         ({"bands": [{**MINI["bands"][0], "study": "x"}]}, "the band low_enough, found x"),
@@ -218,12 +291,27 @@ def test_what_was_measured_is_kept_and_told_in_the_tables(root: Path, reproduce:
     assert text.count("| simple_transforms | control | 0 | test/loss | 2 |") == 1
     assert json.loads((readme.parent / "measured.json").read_text())["verdict"] == "holds"
     assert "mini   holds    3        Clipping helps." in reproduce("--list").out
-    row = "Clipping helps. | 0.4 | 1 of 1 bands hold | holds | 3 |"
+    expect(root, {**MINI, "front": "a loss of {low_enough}"})
+    row = "Clipping helps. | 0.4 | a loss of 0.25 to 0.5; 1 of 1 bands hold | holds | 3 |"
     assert row in reproduce("--table", "--write").out
     assert (
         f"{row} `python scripts/reproduce.py mini` |"
         in (root / "experiments" / "README.md").read_text()
     )
+    assert row.removesuffix(" 3 |") in (root / "README.md").read_text()
+
+
+def test_the_cost_of_the_full_form_is_reckoned_from_measured_steps(
+    root: Path, reproduce: Reproduce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expect(root, {**MINI, "full": ["simple_transforms"]})
+    planned = Planned(root, ["a", "b"], 3_600_000)
+    monkeypatch.setattr(command, "plan_study", lambda name, words: planned)
+    said = "mini: 3,600,000 steps; the quick form has not been measured\n"
+    assert reproduce("mini", "--cost").out == said
+    reproduce("mini", "--write")
+    said = "mini: 3,600,000 steps, 2.5 hours of one core at the quick form's pace\n"
+    assert reproduce("mini", "--cost").out == said
 
 
 def test_nothing_is_kept_without_being_asked_to(root: Path, reproduce: Reproduce) -> None:

@@ -1,12 +1,20 @@
 """The command: a claim is run, held against its bands, and said to hold or not."""
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from gradsurg.report.reading import NotAStudy
-from gradsurg.reproduce.expected import Expected, Form, WrongExperiment, papers, read_expected
+from gradsurg.reproduce.expected import (
+    Drawing,
+    Expected,
+    Form,
+    WrongExperiment,
+    papers,
+    read_expected,
+)
 from gradsurg.reproduce.judging import judge
 from gradsurg.reproduce.record import (
     Record,
@@ -17,9 +25,10 @@ from gradsurg.reproduce.record import (
     record_of,
     write_between,
 )
-from gradsurg.reproduce.running import Study, run_study
+from gradsurg.reproduce.running import Study, plan_study, run_study
 from gradsurg.tables import aligned
 
+MINUTES = 5  # the column that the front table does without
 HOLDS, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
@@ -43,8 +52,13 @@ def main(root: Path, words: Sequence[str]) -> int:
         if asked.table:
             return _table(root, expected, asked.write)
         form: Form = "full" if asked.full else "quick"
+        if asked.cost:
+            form = "full"
         if lacking := [paper for paper in chosen if form == "full" and not expected[paper].full]:
             raise WrongExperiment(f"{', '.join(lacking)}: there is no full form")
+        if asked.cost:
+            print("\n".join(_cost(root, paper, expected[paper], overrides) for paper in chosen))
+            return HOLDS
         whole = [_one(root, paper, form, overrides, asked.write) for paper in chosen]
     except (WrongExperiment, NotAStudy) as error:
         print(error, file=sys.stderr)
@@ -62,10 +76,12 @@ def _parser() -> argparse.ArgumentParser:
     text = "papers, and words for the runner, as hydra/launcher=joblib or out=elsewhere"
     parser.add_argument("words", nargs="*", metavar="paper", help=text)
     parser.add_argument("--full", action="store_true", help="at the paper's scale")
+    text = "what the full form would take, by the steps of the quick one; nothing is run"
+    parser.add_argument("--cost", action="store_true", help=text)
     parser.add_argument("--all", action="store_true", help="all papers")
     parser.add_argument("--list", action="store_true", help="the papers, their claims and verdicts")
     parser.add_argument("--table", action="store_true", help="the front table, from what was kept")
-    text = "keep what was measured in experiments/, with --table the index there"
+    text = "keep what was measured in experiments/, with --table the tables there and in README.md"
     parser.add_argument("--write", action="store_true", help=text)
     return parser
 
@@ -77,7 +93,8 @@ def _one(root: Path, paper: str, form: Form, words: Sequence[str], write: bool) 
     runs = {key: study.runs for key, study in studies.items()}
     judged = judge(expected, runs)
     minutes = sum(study.minutes for study in studies.values())
-    record = record_of(expected, form, judged, runs, minutes)
+    step_ms = {key: study.step_ms for key, study in studies.items()}
+    record = record_of(expected, form, judged, runs, minutes, step_ms)
     figure = _figure(expected, studies)
     print(f"\n{paper}: {expected.claim}\n{expected.source}\n")
     rows = [["band", "stated", "measured", "runs", ""]]
@@ -96,15 +113,34 @@ def _one(root: Path, paper: str, form: Form, words: Sequence[str], write: bool) 
     return all(one.holds for one in judged)
 
 
+def _cost(root: Path, paper: str, expected: Expected, words: Sequence[str]) -> str:
+    """The steps of the full form, and the hours that they would take at what the quick one took."""
+    record = read_record(root / "experiments" / paper) or {}
+    measured = record.get("step_ms", {})
+    steps, hours, unknown = 0, 0.0, False
+    for key, name in expected.studies("full").items():
+        planned = plan_study(name, words).steps
+        steps += planned
+        unknown = unknown or not measured.get(key)
+        hours += planned * (measured.get(key) or 0) / 3_600_000
+    if unknown:
+        return f"{paper}: {steps:,} steps; the quick form has not been measured"
+    return f"{paper}: {steps:,} steps, {hours:.3g} hours of one core at the quick form's pace"
+
+
 def _conditions(expected: Expected) -> str:
     return f" ({expected.conditions})" if expected.conditions else ""
 
 
 def _figure(expected: Expected, studies: dict[str, Study]) -> Path | None:
-    """The paper's figure, which the report of its first study has drawn; None if there is none."""
-    if not expected.figure:
-        return None
-    path = studies[expected.quick[0]].folder / "report" / f"{expected.figure}.png"
+    """The paper's figure, drawn here or by the report of its first study; None if there is none."""
+    folder = studies[expected.quick[0]].folder / "report"
+    if isinstance(expected.figure, Drawing):
+        from gradsurg.reproduce.figures import draw  # matplotlib takes a second
+
+        shown = expected.figure.studies or tuple(studies)
+        return draw(expected.figure, [run for key in shown for run in studies[key].runs], folder)
+    path = folder / f"{expected.figure}.png"
     return path if path.is_file() else None
 
 
@@ -120,6 +156,15 @@ def _kept(record: Record | None) -> tuple[str, str]:
     return (record["verdict"], f"{record['minutes']:g}") if record else ("not measured", "-")
 
 
+def _measured(expected: Expected, record: Record) -> str:
+    """What was measured, in the words of the claim, and how many bands hold."""
+    values = {band["name"]: band["measured"] for band in record["bands"]}
+    good = sum(band["holds"] for band in record["bands"])
+    held = f"{good} of {len(record['bands'])} bands hold"
+    told = re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], "-"), expected.front)
+    return f"{told}; {held}" if told else held
+
+
 def _table(root: Path, expected: dict[str, Expected], write: bool) -> int:
     """The front table; with `write` into the index too."""
     rows = [["paper", "claim", "published", "measured here", "verdict", "minutes"]]
@@ -128,8 +173,7 @@ def _table(root: Path, expected: dict[str, Expected], write: bool) -> int:
         verdict, minutes = _kept(record)
         measured = "-"
         if record:
-            good = sum(band["holds"] for band in record["bands"])
-            measured = f"{good} of {len(record['bands'])} bands hold"
+            measured = _measured(own, record)
         link = f"[`{paper}`](experiments/{paper}/README.md)"
         rows.append([link, own.claim, own.published, measured, verdict, minutes])
     print(markdown(rows))
@@ -140,4 +184,6 @@ def _table(root: Path, expected: dict[str, Expected], write: bool) -> int:
             for row, paper in zip(index[1:], expected, strict=True)
         ]
         write_between(root / "experiments" / "README.md", markdown(index))
+        front = [[cell for place, cell in enumerate(row) if place != MINUTES] for row in rows]
+        write_between(root / "README.md", markdown(front))
     return HOLDS

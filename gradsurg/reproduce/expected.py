@@ -1,5 +1,6 @@
 """What a paper is expected to show: its claim and bands, as `expected.yaml` states them."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,7 +26,9 @@ class Band:
 
     `runs` says of which runs of `study` (of the only one, if empty): by their `label`, or by keys
     of their config, as `task.start`. `metric` is an outcome of a run, or a sum of some: `test/x1 +
-    test/x2`. Each of the runs has to lie there, or with `of: mean` their mean.
+    test/x2`. It is taken `at` the end, or from the rows of `metrics.jsonl`: at its most, its least,
+    or at a step. With `minus` the value of the run of the same seed among those runs is taken off.
+    Each of the runs has to lie there, or with `of` their mean, or their total.
     """
 
     name: Text
@@ -33,9 +36,11 @@ class Band:
     metric: Text
     low: float | None = None
     high: float | None = None
-    of: Literal["every", "mean"] = "every"
+    of: Literal["every", "mean", "total"] = "every"
+    at: Literal["end", "most", "least"] | Annotated[int, Field(ge=1)] = "end"
     study: str = ""
     runs: dict[str, Any] = Field(default_factory=dict)  # Any: what YAML can hold
+    minus: dict[str, Any] = Field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.low is None and self.high is None:
@@ -48,6 +53,18 @@ class Band:
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
     @property
+    def quantity(self) -> str:
+        """What is measured, as `test/accuracy, most` or `test/loss at step 300`."""
+        if self.at == "end":
+            return self.metric
+        return f"{self.metric} at step {self.at}" if self.at_step else f"{self.metric}, {self.at}"
+
+    @property
+    def at_step(self) -> int | None:
+        """The step that it is taken at, if it is one."""
+        return self.at if isinstance(self.at, int) else None
+
+    @property
     def bounds(self) -> str:
         """`>= 0.99`, `<= 0.01` or `-8.6 to -8.2`."""
         if self.low is None:
@@ -56,11 +73,23 @@ class Band:
 
 
 @validated
+class Drawing:
+    """A figure of all arms: a metric over the steps (`curves`), or what its seeds came to
+    (`outcomes`), in `studies` (in all of them, if empty).
+    """
+
+    kind: Literal["curves", "outcomes"]
+    metric: Text
+    studies: tuple[Text, ...] = ()
+
+
+@validated
 class Expected:
     """A claim, the studies that ask about it in each form, and what they must show.
 
     `conditions` are those under which alone the bands are stated, where the published ones are
-    others; `figure` is a figure of the report of the first study, without its ending.
+    others; `figure` is a figure of the report of the first study, without its ending, or says what
+    to draw. `front` is what the front table says was measured, `{name}` in it a band's value.
     """
 
     claim: Text
@@ -69,7 +98,8 @@ class Expected:
     quick: Annotated[tuple[Text, ...], Field(min_length=1)]
     bands: Annotated[tuple[Band, ...], Field(min_length=1)]
     full: tuple[Text, ...] = ()
-    figure: str = ""
+    figure: Text | Drawing | None = None
+    front: str = ""
     conditions: str = ""
 
     def __post_init__(self) -> None:
@@ -78,6 +108,8 @@ class Expected:
             raise Contradiction("bands", f"must have a name each, found {twice[0]} twice")
         if self.full and len(self.full) != len(self.quick):
             raise Contradiction("full", "must be as many studies as quick, in the same order")
+        if unknown := [name for name in told_in(self.front) if name not in names]:
+            raise Contradiction("front", f"names no band {{{unknown[0]}}}")
         for band in self.bands:
             if band.study not in (self.quick if len(self.quick) > 1 else ("", *self.quick)):
                 found = band.study or "none"
@@ -87,6 +119,11 @@ class Expected:
     def studies(self, form: Form) -> dict[str, str]:
         """What each study of the quick form is in `form`."""
         return dict(zip(self.quick, self.full if form == "full" else self.quick, strict=True))
+
+
+def told_in(front: str) -> list[str]:
+    """The names of the bands whose values a sentence tells."""
+    return re.findall(r"\{(\w+)\}", front)
 
 
 def papers(root: Path) -> list[str]:

@@ -4,10 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
 from statistics import fmean, stdev
+from typing import Any
 
 from gradsurg.report.grouping import flat
 from gradsurg.report.reading import Found
 from gradsurg.reproduce.expected import Band, Expected
+from gradsurg.runs.store import METRICS, RunDirectory
 from gradsurg.stats import t_reach
 
 Studies = Mapping[str, Sequence[Found]]
@@ -29,6 +31,8 @@ class Judged:
             return False
         if self.band.of == "mean":
             return self.band.holds(fmean(self.values))
+        if self.band.of == "total":
+            return self.band.holds(sum(self.values))
         return all(self.band.holds(value) for value in self.values)
 
     @property
@@ -38,6 +42,8 @@ class Judged:
             return self.lacking
         if self.band.of == "mean":
             return said_mean(self.values)
+        if self.band.of == "total":
+            return f"{sum(self.values):.4g}"
         least, most = min(self.values), max(self.values)
         return f"{least:.4g}" if least == most else f"{least:.4g} to {most:.4g}"
 
@@ -63,28 +69,48 @@ def verdict(expected: Expected, judged: Sequence[Judged]) -> str:
     return CONDITIONS if expected.conditions else HOLDS
 
 
-def outcome(run: Found, metric: str) -> float | None:
+def outcome(run: Found, metric: str, at: str | int = "end") -> float | None:
     """An outcome of a run, or the sum of some; None if the run has not got it."""
-    summary = run.summary or {}
-    parts = [summary.get(part.strip()) for part in metric.split(" + ")]
-    numbers = [part for part in parts if isinstance(part, int | float)]
-    return float(sum(numbers)) if len(numbers) == len(parts) else None
+    if at == "end":
+        return _sum(run.summary or {}, metric)
+    values = {row["step"]: _sum(row, metric) for row in RunDirectory(run.path).read_rows(METRICS)}
+    if isinstance(at, int):
+        return values.get(at)
+    known = [value for value in values.values() if value is not None]
+    return (max if at == "most" else min)(known, default=None)
+
+
+def _sum(numbers: Mapping[str, Any], metric: str) -> float | None:  # Any: what JSON can hold
+    parts = [numbers.get(part.strip()) for part in metric.split(" + ")]
+    found = [part for part in parts if isinstance(part, int | float)]
+    return float(sum(found)) if len(found) == len(parts) else None
 
 
 def _judged(band: Band, runs: Sequence[Found]) -> Judged:
-    chosen = [run for run in runs if _is_meant(run, band)]
-    if not chosen:
+    chosen = _meant(runs, band.runs)
+    others = _meant(runs, band.minus) if band.minus else []
+    if not chosen or (band.minus and not others):
         return Judged(band, lacking="no run is meant")
-    if unfinished := [run for run in chosen if run.state != "finished"]:
+    asked = [*chosen, *others]
+    if unfinished := [run for run in asked if run.state != "finished"]:
         states = ", ".join(dict.fromkeys(run.state for run in unfinished))
-        return Judged(band, lacking=f"{len(unfinished)} of {len(chosen)} runs: {states}")
-    values = [outcome(run, band.metric) for run in chosen]
-    told = tuple(value for value in values if value is not None and isfinite(value))
-    if len(told) < len(values):
-        return Judged(band, lacking=f"no {band.metric} in {chosen[0].name}")
-    return Judged(band, told)
+        return Judged(band, lacking=f"{len(unfinished)} of {len(asked)} runs: {states}")
+    values = {run.name: outcome(run, band.metric, band.at) for run in asked}
+    told = {name: value for name, value in values.items() if value is not None and isfinite(value)}
+    if lacking := [name for name in values if name not in told]:
+        return Judged(band, lacking=f"no {band.quantity} in {lacking[0]}")
+    if not others:
+        return Judged(band, tuple(told.values()))
+    seeds = {run.seed: told[run.name] for run in others}
+    if len(seeds) < len(others) or sorted(seeds) != sorted(run.seed for run in chosen):
+        return Judged(band, lacking="runs and minus must be one run each of the same seeds")
+    return Judged(band, tuple(told[run.name] - seeds[run.seed] for run in chosen))
 
 
-def _is_meant(run: Found, band: Band) -> bool:
+def _meant(runs: Sequence[Found], which: Mapping[str, object]) -> list[Found]:
+    return [run for run in runs if _is_meant(run, which)]
+
+
+def _is_meant(run: Found, which: Mapping[str, object]) -> bool:
     known = {**flat(run.config or {}), "label": run.label, "seed": run.seed}
-    return all(key in known and known[key] == value for key, value in band.runs.items())
+    return all(key in known and known[key] == value for key, value in which.items())

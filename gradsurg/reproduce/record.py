@@ -18,7 +18,12 @@ Record = Mapping[str, Any]  # Any: what JSON can hold
 
 
 def record_of(
-    expected: Expected, form: Form, judged: Sequence[Judged], studies: Studies, minutes: float
+    expected: Expected,
+    form: Form,
+    judged: Sequence[Judged],
+    studies: Studies,
+    minutes: float,
+    step_ms: Mapping[str, float | None],
 ) -> Record:
     """All that the tables tell."""
     bands = [
@@ -37,6 +42,7 @@ def record_of(
         "form": form,
         "verdict": verdict(expected, judged),
         "minutes": round(minutes, 1),
+        "step_ms": {key: found and round(found, 3) for key, found in step_ms.items()},
         "hardware": next((found for found in hardware if found), None),
         "bands": bands,
         "arms": [row for name in studies for row in _arms(name, studies[name], expected)],
@@ -96,14 +102,14 @@ def _arms(study: str, runs: Sequence[Found], expected: Expected) -> list[dict[st
     own = [band for band in expected.bands if band.study in ("", study)]
     rows = []
     for arm in group(runs):
-        for metric in dict.fromkeys(band.metric for band in own):
-            values = [outcome(run, metric) for run in arm.whole]
+        for quantity, metric, at in dict.fromkeys((b.quantity, b.metric, b.at) for b in own):
+            values = [outcome(run, metric, at) for run in arm.whole]
             told = [value for value in values if value is not None]
             seeds = ", ".join(str(run.seed) for run in arm.whole)
             shown = said_mean(told) if told else "-"
             if told and max(told) == min(told):
                 shown = f"{fmean(told):.4g}"
             rows.append(
-                {"study": study, "arm": arm.name, "seeds": seeds, "metric": metric, "mean": shown}
+                {"study": study, "arm": arm.name, "seeds": seeds, "metric": quantity, "mean": shown}
             )
     return rows

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from gradsurg.config import compose
 from gradsurg.config.build import Experiment
@@ -25,8 +26,25 @@ class Study:
     @property
     def minutes(self) -> float:
         """Of training, all runs together."""
-        seconds = [float((run.summary or {}).get("time/train_s") or 0) for run in self.runs]
-        return sum(seconds) / 60
+        return sum(self._numbers("time/train_s")) / 60
+
+    @property
+    def step_ms(self) -> float | None:
+        """Of a step, the median over all runs; None if none was made."""
+        return median(self._numbers("time/step_ms")) if self._numbers("time/step_ms") else None
+
+    def _numbers(self, key: str) -> list[float]:
+        found = [(run.summary or {}).get(key) for run in self.runs]
+        return [float(value) for value in found if value]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a study asks for: its folder, the names of its runs, the steps of all together."""
+
+    folder: Path
+    names: list[str]
+    steps: int
 
 
 def run_study(name: str, words: Sequence[str]) -> Study:
@@ -36,7 +54,7 @@ def run_study(name: str, words: Sequence[str]) -> Study:
     WrongExperiment if the config is wrong, KeyboardInterrupt if it was interrupted.
     """
     overrides = [f"experiment={name}", *words]
-    folder, names = _planned(overrides)
+    planned = plan_study(name, words)
     code = subprocess.run(
         [sys.executable, "-m", "gradsurg.run", *overrides], check=False
     ).returncode
@@ -44,22 +62,23 @@ def run_study(name: str, words: Sequence[str]) -> Study:
         raise WrongExperiment(f"{name}: the runner refuses it")
     if code < 0 or code > WRONG_INPUT:
         raise KeyboardInterrupt
-    runs = {run.name: run for run in read_study(folder, names)}
-    return Study(folder, [runs[name] for name in names])
+    runs = {run.name: run for run in read_study(planned.folder, planned.names)}
+    return Study(planned.folder, [runs[name] for name in planned.names])
 
 
-def _planned(overrides: Sequence[str]) -> tuple[Path, list[str]]:
-    """The folder of a study and the names of its runs, as its config gives them."""
-    paths: dict[Path, None] = {}
+def plan_study(name: str, words: Sequence[str]) -> Planned:
+    """What a study would train, as its config gives it; raises WrongExperiment if that is wrong."""
+    runs: dict[Path, int] = {}
 
     def keep(words: list[str], experiment: Experiment) -> None:
         out = Path(experiment.settings.out)
-        paths.update((run.directory(out), None) for pair in experiment.pairs for run in pair.runs)
+        for pair in experiment.pairs:
+            runs.update((run.directory(out), run.schedule.steps) for run in pair.runs)
 
     try:
-        words, sweeping = compose.sweep(overrides, False, [])
-        compose.check(words, sweeping, [], keep=keep)
+        composed, sweeping = compose.sweep([f"experiment={name}", *words], False, [])
+        compose.check(composed, sweeping, [], keep=keep)
     except ConfigError as error:
         raise WrongExperiment("\n".join(error.faults)) from error
-    (folder,) = {path.parent for path in paths}
-    return folder, [path.name for path in paths]
+    (folder,) = {path.parent for path in runs}
+    return Planned(folder, [path.name for path in runs], sum(runs.values()))
