@@ -283,6 +283,37 @@ def test_a_plain_rnn_is_what_its_formula_says():
     torch.testing.assert_close(model(numbers), state @ last.T + last_bias)
 
 
+def test_tokens_can_go_in_as_rows_of_the_identity():
+    torch.manual_seed(0)
+    model = RNN((2,), 1, num_tokens=4, width=3, one_hot=True)
+    into, around, into_bias, around_bias, last, last_bias = model.parameters()
+    first = torch.tanh(into[:, 2] + into_bias + around_bias)
+    state = torch.tanh(into[:, 0] + into_bias + first @ around.T + around_bias)
+    outputs = model(torch.tensor([[2, 0]]))
+    torch.testing.assert_close(outputs[0], state @ last.T + last_bias)
+    assert model.double()(torch.tensor([[2, 0]])).dtype == torch.float64
+
+
+@pytest.mark.parametrize("unrolled", [False, True])
+def test_a_recurrent_model_starts_as_init_says(unrolled):
+    def weights(init):
+        torch.manual_seed(0)
+        model = RNN((9,), 40, num_tokens=40, width=50, unrolled=unrolled, one_hot=True, init=init)
+        into, around, into_bias, around_bias, last, last_bias = model.parameters()
+        for bias in (into_bias, around_bias, last_bias):
+            assert bias.count_nonzero() == 0
+        return into, around, last
+
+    for weight in weights("basic_tanh"):
+        assert weight.std().item() == pytest.approx(0.1, rel=0.05)
+    into, around, last = weights("smart_tanh")
+    for weight in (into, last):
+        assert weight.std().item() == pytest.approx(0.01, rel=0.05)
+    assert (around.count_nonzero(dim=0) == 15).all()  # of the weights that go out of a unit
+    assert around.count_nonzero(dim=1).unique().numel() > 1
+    assert torch.linalg.eigvals(around).abs().max().item() == pytest.approx(0.95, rel=1e-5)
+
+
 def test_an_image_is_read_row_by_row():
     model = RNN((2, 3, 4), 1)
     image = torch.arange(24.0).view(1, 2, 3, 4)
@@ -309,6 +340,25 @@ def test_a_tied_gpt_reads_out_with_its_embedding_and_an_untied_one_does_not():
     assert sum(p.numel() for p in untied.parameters()) == 5 * 64 + sum(
         p.numel() for p in tied.parameters()
     )
+
+
+@pytest.mark.parametrize(("asked", "std"), [(None, 0.1), (1.0, 1.0)])
+def test_the_embeddings_of_a_gpt_start_with_the_deviation_asked_for(asked, std):
+    torch.manual_seed(0)
+    model = GPT((50,), 2, num_tokens=50, width=100, embedding_std=asked)
+    for table in (model.tokens, model.positions):
+        assert table.weight.std().item() == pytest.approx(std, rel=0.05)
+
+
+def test_a_gpt_can_leave_its_stream_behind_at_the_norm_of_the_attention():
+    torch.manual_seed(0)
+    model = GPT((3,), 2, num_tokens=5, width=8, num_layers=1, normed_stream=True)
+    block = model.blocks[0]
+    nn.init.zeros_(block.mlp.down.weight)
+    nn.init.zeros_(block.mlp.down.bias)
+    stream = torch.randn(2, 3, 8)
+    normed = block.attention_norm(stream)
+    torch.testing.assert_close(block(stream), normed + block.attention(normed))
 
 
 def test_gpt_knows_the_order_of_its_tokens():
@@ -435,6 +485,13 @@ def test_vit_without_blocks_worth_anything_is_linear_in_the_mean_patch():
                 ("cell", "must be one of 'rnn', 'gru' or 'lstm', found 'gruu'"),
                 ("width", "must be > 0, found 0"),
             ],
+        ),
+        (RNN, (8,), {"one_hot": True}, [("one_hot", "needs tokens, and the inputs are numbers")]),
+        (
+            RNN,
+            (8,),
+            {"cell": "gru", "init": "smart_tanh"},
+            [("init", "must be torch with cell=gru, found smart_tanh")],
         ),
         (
             RNN,

@@ -103,6 +103,16 @@ def test_adding_marks_one_number_in_each_half():
     assert Adding().loss(torch.ones(10000, 1), data.train_targets) == pytest.approx(1 / 6, rel=0.05)
 
 
+def test_modular_can_have_a_token_for_the_operation():
+    plain = Modular(modulus=5, operation="multiply").load()
+    data = Modular(modulus=5, operation="multiply", operator_token=True).load()
+    assert (data.input_shape, data.num_tokens) == ((4,), 7)
+    for tokens in (data.train_inputs, data.test_inputs):
+        assert tokens[:, [1, 3]].unique(dim=0).tolist() == [[6, 5]]
+    assert torch.equal(data.train_inputs[:, [0, 2, 3]], plain.train_inputs)
+    assert torch.equal(data.train_targets, plain.train_targets)
+
+
 def test_temporal_order_asks_for_the_order_of_x_and_y():
     data = TemporalOrder(length=20, num_train=4, num_test=2).load()
     said = ["".join(SYMBOLS[token] for token in example) for example in data.train_inputs]

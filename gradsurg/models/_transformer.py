@@ -10,11 +10,12 @@ from torch.nn.functional import scaled_dot_product_attention
 class Block(nn.Module):
     """Attention, then two linear layers, each after a norm and each added to what it was given.
 
+    With `normed` the attention is added to the normed stream, and what it was given is left out.
     Its modules are `attention_norm`, `attention.qkv`, `attention.output`, `mlp_norm`, `mlp.up`,
     `mlp.gelu`, `mlp.down`.
     """
 
-    def __init__(self, width: int, num_heads: int, causal: bool) -> None:
+    def __init__(self, width: int, num_heads: int, causal: bool, normed: bool = False) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
         self.attention = Attention(width, num_heads, causal)
@@ -26,9 +27,11 @@ class Block(nn.Module):
                 down=nn.Linear(4 * width, width),
             )
         )
+        self.normed = normed
 
     def forward(self, stream: Tensor) -> Tensor:
-        stream = stream + self.attention(self.attention_norm(stream))
+        normed = self.attention_norm(stream)
+        stream = (normed if self.normed else stream) + self.attention(normed)
         return stream + self.mlp(self.mlp_norm(stream))
 
 

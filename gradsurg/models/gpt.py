@@ -24,6 +24,8 @@ class GPTOptions:
     num_layers: Size = 2
     num_heads: Size = 4
     tied: bool = False
+    embedding_std: Annotated[float, Field(gt=0)] | None = None
+    normed_stream: bool = False
 
     def __post_init__(self) -> None:
         if len(self.input_shape) != 1:
@@ -43,7 +45,9 @@ class GPT(nn.Module):
     """Embeddings of tokens and positions, causal blocks, a norm and a linear readout.
 
     Read out is the last position, or with `every_step` every one; `tied`, by the embedding's own
-    weights. Its modules are `tokens`, `positions`, `blocks.0` (see `Block`), ..., `norm`, `output`.
+    weights. Embeddings start with deviation `embedding_std`, or width ** -0.5. With `normed_stream`
+    a block adds its attention to the normed stream, as the code of Lee et al. 2024 does. Its
+    modules are `tokens`, `positions`, `blocks.0` (see `Block`), ..., `norm`, `output`.
     """
 
     def __init__(
@@ -57,22 +61,37 @@ class GPT(nn.Module):
         num_layers: int = 2,
         num_heads: int = 4,
         tied: bool = False,
+        embedding_std: float | None = None,
+        normed_stream: bool = False,
     ) -> None:
         super().__init__()
         options = GPTOptions(
-            input_shape, num_outputs, num_tokens, every_step, width, num_layers, num_heads, tied
+            input_shape,
+            num_outputs,
+            num_tokens,
+            every_step,
+            width,
+            num_layers,
+            num_heads,
+            tied,
+            embedding_std,
+            normed_stream,
         )
         width = options.width
         self.tokens = nn.Embedding(options.num_tokens, width)
         self.positions = nn.Embedding(options.input_shape[0], width)
         self.blocks = nn.Sequential(
-            *(Block(width, options.num_heads, causal=True) for _ in range(options.num_layers))
+            *(
+                Block(width, options.num_heads, True, options.normed_stream)
+                for _ in range(options.num_layers)
+            )
         )
         self.norm = nn.LayerNorm(width)
         self.output = nn.Linear(width, options.num_outputs, bias=False)
+        # By default a normed stream, read out by the same weights, gives numbers of deviation one.
+        std = options.embedding_std or width**-0.5
         for table in (self.tokens, self.positions):
-            # Read out by the same weights, a normed stream then gives numbers of deviation one.
-            nn.init.normal_(table.weight, std=width**-0.5)
+            nn.init.normal_(table.weight, std=std)
         if options.tied:
             self.output.weight = self.tokens.weight
         self.every_step = options.every_step

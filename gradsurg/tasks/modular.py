@@ -17,14 +17,16 @@ Operation = Literal["add", "subtract", "multiply"]
 class Modular(Classification):
     """Fill in the table of a + b, a - b or a * b modulo `modulus` (Power et al. 2022, grokking).
 
-    An example is the three tokens a, b and "=", which is numbered `modulus`; the classes are the
-    results. Which entries are for training depends on `split_seed` alone.
+    An example is the three tokens a, b and "=", which is numbered `modulus`, or with
+    `operator_token` the four a, "∘", b and "=", as in the paper; the classes are the results. Which
+    entries are for training depends on `split_seed` alone.
     """
 
     modulus: Annotated[int, Field(ge=2, le=1000)] = 97
     operation: Operation = "add"
     train_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5
     split_seed: Seed = 0
+    operator_token: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self._num_train() < self.modulus**2:
@@ -34,7 +36,9 @@ class Modular(Classification):
     def load(self) -> Data:
         numbers = torch.arange(self.modulus)
         a, b = torch.cartesian_prod(numbers, numbers).T
-        inputs = torch.stack([a, b, torch.full_like(a, self.modulus)], dim=1)
+        equals, operator = torch.full_like(a, self.modulus), torch.full_like(a, self.modulus + 1)
+        said = [a, operator, b, equals] if self.operator_token else [a, b, equals]
+        inputs = torch.stack(said, dim=1)
         targets = self._result(a, b)
         generator = torch.Generator().manual_seed(self.split_seed)
         order = torch.randperm(len(targets), generator=generator)
@@ -44,9 +48,9 @@ class Modular(Classification):
             train_targets=targets[train],
             test_inputs=inputs[test],
             test_targets=targets[test],
-            input_shape=(3,),
+            input_shape=(len(said),),
             num_outputs=self.modulus,
-            num_tokens=self.modulus + 1,
+            num_tokens=self.modulus + len(said) - 2,
         )
 
     def _num_train(self) -> int:
