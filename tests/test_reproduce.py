@@ -160,15 +160,36 @@ def test_the_value_of_the_same_seed_is_taken_off(root: Path) -> None:
     assert alone.measured == "runs and minus must be one run each of the same seeds"
     assert not alone.holds
     assert judged_with(root, runs, minus={"label": "sign"}).measured == "no run is meant"
+    same = judged_with(root, runs, minus={"label": "clip"})
+    assert (same.measured, same.holds) == ("runs and minus mean the same runs", False)
     failed = [*runs[:3], found("none", 0, None, root)]
     assert judged_with(root, failed, minus={"label": "none"}).measured == "1 of 4 runs: failed"
 
 
 def test_a_total_is_held_against_the_band(root: Path) -> None:
     runs = [found("clip", seed, {"test/loss": 1}, root) for seed in range(3)]
-    judged = judged_with(root, runs, of="total", low=3, high=3)
-    assert (judged.measured, judged.holds) == ("3", True)
-    assert not judged_with(root, runs, of="total", low=4, high=None).holds
+    judged = judged_with(root, runs, of="total", low=3, high=3, count=3)
+    assert (judged.measured, judged.holds) == ("3 of 3", True)
+    assert not judged_with(root, runs, of="total", low=4, high=None, count=3).holds
+    few = judged_with(root, runs, of="total", high=8, count=8)
+    assert (few.measured, few.holds) == ("3 runs, and the band is of 8", False)
+
+
+def test_without_bounds_a_number_is_told_and_counts_as_no_band(
+    root: Path, reproduce: Reproduce
+) -> None:
+    told = {**MINI["bands"][0], "name": "told", "high": None}
+    expect(root, {**MINI, "bands": [*MINI["bands"], told], "front": "{told}"})
+    ended = reproduce("mini", "--write")
+    assert (ended.code, ended.out.count("told        -         0.25 to 0.5     2  told")) == (0, 1)
+    assert "| 0.375 (-1.213 to 1.963); 1 of 1 bands hold |" in reproduce("--table").out
+
+
+def test_what_was_asked_otherwise_is_not_kept(root: Path, reproduce: Reproduce) -> None:
+    ended = reproduce("mini", "seeds=1", "--write", "out=there")
+    said = "--write keeps what the study itself asks for: leave out seeds=1, or --write\n"
+    assert (ended.code, ended.err) == (2, said)
+    assert not (root / "experiments" / "mini" / "measured.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -339,7 +360,7 @@ def test_a_full_form_that_is_not_there_is_told(reproduce: Reproduce) -> None:
         ({"bands": [*MINI["bands"], *MINI["bands"]]}, "a name each, found low_enough twice"),
         ({"front": "a loss of {low}"}, ": front: names no band {low}"),
         ({"bands": [{**MINI["bands"][0], "low": 1}]}, "must be <= high, found low=1.0, high=0.5"),
-        ({"bands": [{**MINI["bands"][0], "high": None}]}, "is required, or high"),
+        ({"bands": [{**MINI["bands"][0], "of": "total"}]}, "count: is required with of=total"),
         ({"bands": [{**MINI["bands"][0], "study": "x"}]}, "the band low_enough, found x"),
     ],
 )

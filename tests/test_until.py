@@ -12,6 +12,7 @@ from gradsurg.report.terminal import Runs
 from gradsurg.runs.study import execute
 from gradsurg.runs.until import Until
 from gradsurg.tasks.digits import Digits
+from tests.conftest import Here
 from tests.test_study import SHORT, Torn, Wrapped, a_run, lines
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -36,7 +37,16 @@ def test_a_condition_is_a_metric_and_its_bound(said, values, holds) -> None:
 
 
 @pytest.mark.parametrize(
-    "said", ["accuracy >= 0.9", "test/accuracy > 0.9", "test/loss <= low", "test/loss", ""]
+    "said",
+    [
+        "accuracy >= 0.9",
+        "test/accuracy > 0.9",
+        "test/loss <= low",
+        "test/loss",
+        "",
+        "test/loss <= nan",
+        "test/loss >= inf",
+    ],
 )
 def test_another_text_is_no_condition(said: str) -> None:
     with pytest.raises(ValueError, match='must be as "test/accuracy >= 0.95", with >= or <='):
@@ -63,7 +73,7 @@ def test_a_run_that_does_not_reach_it_makes_all_its_steps(tmp_path) -> None:
 
 
 def test_a_metric_that_the_task_has_not_got_is_told(tmp_path) -> None:
-    with pytest.raises(ValueError, match=r"until: the task has no test/acc, it has test/loss, "):
+    with pytest.raises(ValueError, match=r"the task has no test/acc, it has test/loss, "):
         execute(a_run(schedule=short_until("test/acc >= 1")), tmp_path, [])
 
 
@@ -87,6 +97,21 @@ def test_it_needs_tests_to_look_at() -> None:
     fields |= {"study": "s", "out": ".", "control": "plain", "device": "cpu", "log_every": 5}
     with pytest.raises(ValueError, match="until: is looked at where tests are due"):
         Settings(**fields, until="test/loss <= 1")
+    for other in (0.9, {"metric": "test/loss", "bound": 1.0}):
+        with pytest.raises(ValueError, match='until: must be as "test/accuracy >= 0.95"'):
+            Settings(**fields, eval_every=5, until=other)
+
+
+def test_conditions_that_differ_in_the_last_digit_are_two() -> None:
+    words = [str(Until.of(f"test/loss <= {bound}")) for bound in ("0.7000001", "0.7000002")]
+    assert words == ["test/loss <= 0.7000001", "test/loss <= 0.7000002"]
+
+
+def test_a_metric_that_is_not_there_is_refused_before_anything_is_trained(here: Here) -> None:
+    words = ("transform=clip", "log_every=5", "eval_every=5", "sink=none")
+    ended = here(*words, "until='test/acc >= 1'")
+    assert ended.code == 2
+    assert ended.err == "until: the task has no test/acc, it has test/loss, test/accuracy\n"
 
 
 def test_the_report_says_who_reached_it_and_when(tmp_path) -> None:
@@ -94,11 +119,12 @@ def test_the_report_says_who_reached_it_and_when(tmp_path) -> None:
     for seed in range(2):
         for transform in (None, gs.Zero()):
             execute(a_run(transform, seed=seed, schedule=schedule), tmp_path, [])
-    said = study_report(tmp_path / "study").effort
+    said = study_report(tmp_path / "study").answer
     folders = {name: sorted((tmp_path / "study").glob(f"{name}-*")) for name in ("zero", "none")}
     pairs = [Runs(*pair) for pair in zip(folders["zero"], folders["none"], strict=True)]
     printed = terminal.report(pairs)
     assert "zero: 0 of 2 seeds reached test/loss <= 2.2." in printed
     assert "control: 2 of 2 seeds reached test/loss <= 2.2, at step 5 5." in printed
     assert "zero · label=zero: 0 of 2 seeds reached test/loss <= 2.2." in said
-    assert "control · label=none: 2 of 2 seeds reached test/loss <= 2.2, at step 5 5." in said
+    assert "control · label=none: 2 of 2 seeds reached test/loss <= 2.2, at step 5 5. " in said
+    assert "Outcomes are of the step at which each run has ended." in said

@@ -32,6 +32,7 @@ from gradsurg.config.rehearsal import (
     check_examination,
     check_manner,
     check_optimizer,
+    check_until,
     check_untrained,
 )
 from gradsurg.config.settings import Settings
@@ -124,6 +125,7 @@ def build(config: Config) -> Experiment:
     elif experiment is None or not experiment.finished:
         check_optimizer(config, settings, model, faults)
         check_examination(config, task, model, data, faults)
+        check_until(settings, task, model, data, faults)
         if task and data and model and selector:
             scope = intervention.operator.scope if intervention else "tensor"
             steady = "name" in config["model"] and "name" in config["task"]

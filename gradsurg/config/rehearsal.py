@@ -17,7 +17,10 @@ from gradsurg.runs.switches import check_compiled
 from gradsurg.sites._untouched import untouched
 from gradsurg.sites.base import Selector
 from gradsurg.tasks.base import Data, Examined, MultiTask, Task
+from gradsurg.train import outputs_of
 from gradsurg.triggers.base import Trigger
+
+FEW = 8  # examples by which a metric's name is known
 
 
 def check_manner(
@@ -98,6 +101,23 @@ def check_optimizer(
     optimizer = faults.made("optimizer", lambda: make_optimizer(stand_in))
     if optimizer is not None and settings is not None:
         _check_step(config, settings, optimizer, faults)
+
+
+def check_until(
+    settings: Settings | None,
+    task: Task | None,
+    model: nn.Module | None,
+    data: Data | None,
+    faults: Faults,
+) -> None:
+    """Refuse a condition on a metric that the task has not got, by a few of its examples."""
+    until = settings and settings.until
+    if until is None or task is None or model is None or data is None:
+        return
+    with faults.at("until"), torch.random.fork_rng(devices=[]):
+        outputs = outputs_of(model, data.test_inputs[:FEW])
+        metrics = task.metrics(outputs, data.test_targets[:FEW])
+        until.check([f"test/{name}" for name in metrics])
 
 
 def check_acting(

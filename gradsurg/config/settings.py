@@ -37,7 +37,9 @@ def _folder(path: str) -> str:
 
 
 def _until(told: object) -> object:
-    return Until.of(told) if isinstance(told, str) else told
+    if told is None or isinstance(told, Until):
+        return told
+    return Until.of(told if isinstance(told, str) else repr(told))
 
 
 @validated

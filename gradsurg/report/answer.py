@@ -7,6 +7,7 @@ from gradsurg.report.certainty import CLEAR, MAX_Q, MIN_FOR_P
 from gradsurg.report.dead import dead_line
 from gradsurg.report.grouping import Arm
 from gradsurg.report.outcomes import Outcome
+from gradsurg.report.reached import reached
 from gradsurg.report.reading import STATES, Found
 from gradsurg.report.wording import FEW, amount, answer, count, interval, listed, title
 
@@ -23,13 +24,14 @@ def paragraph(outcomes: Sequence[Outcome], arms: Sequence[Arm]) -> str:
     own = [outcome for outcome in outcomes if outcome.metric == headline]
     compared = [outcome for outcome in own if outcome.difference]
     lost = [outcome.arm.name for outcome in own if not outcome.difference]
+    ended = reached(arms)
     if not compared:
-        return _nothing_yet(arms, lost)
+        return " ".join([*ended, _nothing_yet(arms, lost)])
     one = compared[0]
     if len(compared) == 1 and one.difference:
-        said = [answer(one.arm.name, one.plain, headline, one.difference)]
+        said = [*ended, answer(one.arm.name, one.plain, headline, one.difference)]
     else:
-        said = _of_many(compared, headline)
+        said = [*ended, *_of_many(compared, headline)]
     if lost:
         said.append(f"Nothing to compare yet for {listed(lost)}.")
     return " ".join(said)

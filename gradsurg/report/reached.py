@@ -5,9 +5,14 @@ from collections.abc import Sequence
 from gradsurg.report.grouping import Arm
 from gradsurg.runs.until import REACHED, STEP, UNTIL
 
+ABOUT = "Outcomes are of the step at which each run has ended."
+
 
 def reached(arms: Sequence[Arm]) -> list[str]:
-    """A sentence for each arm that was trained until something: how many seeds, at which steps."""
+    """A sentence for each arm that was trained until something: how many seeds, at which steps.
+
+    Another one says what that makes of the outcomes.
+    """
     said = []
     for arm in arms:
         asked = [run.summary for run in arm.whole if run.summary and REACHED in run.summary]
@@ -18,4 +23,4 @@ def reached(arms: Sequence[Arm]) -> list[str]:
         said.append(
             f"{arm.name}: {len(steps)} of {len(asked)} seeds reached {asked[0][UNTIL]}{at}."
         )
-    return said
+    return [*said, ABOUT] if said else []

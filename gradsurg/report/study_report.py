@@ -15,7 +15,6 @@ from gradsurg.report.grouping import Arm, group
 from gradsurg.report.landscapes import Landscape, landscapes
 from gradsurg.report.outcomes import Cost, Outcome, UpdateEffect
 from gradsurg.report.pareto import Front, fronts
-from gradsurg.report.reached import reached
 from gradsurg.report.reading import Found, read_study
 from gradsurg.report.series import Curve, EffectMap, Norms
 
@@ -99,7 +98,7 @@ def study_report(
         conflict_rows=conflicts,
         answer=answer.paragraph(compared, arms),
         cautions=[*answer.cautions(runs, compared, arms), *faults],
-        effort=[*reached(arms), *effort(runs)],
+        effort=effort(runs),
     )
 
 

@@ -55,8 +55,8 @@ def report(runs: Sequence[Runs]) -> str:
     paths = [run.treated for run in runs if run.treated]
     shown = paths or [run.control for run in runs if run.control]
     parts = [
-        _outcome(runs),
         _reached(runs),
+        _outcome(runs),
         _dead(treated, control),
         _shares(runs, treated),
         _wrapped(update_line([summary for summary in treated if summary is not None])),

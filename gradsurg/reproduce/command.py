@@ -15,10 +15,10 @@ from gradsurg.reproduce.expected import (
     papers,
     read_expected,
 )
-from gradsurg.reproduce.judging import judge
+from gradsurg.reproduce.judging import HOLDS as HOLD
+from gradsurg.reproduce.judging import TOLD, judge
 from gradsurg.reproduce.record import (
     Record,
-    held,
     keep,
     markdown,
     read_record,
@@ -28,6 +28,8 @@ from gradsurg.reproduce.record import (
 from gradsurg.reproduce.running import Study, plan_study, run_study
 from gradsurg.tables import aligned
 
+PLACES = ("out=", "hydra", "task.root=", "threads=", "device=", "sink=", "report=", "force=")
+"""The words that change nothing of what is asked."""
 MINUTES = 5  # the column that the front table does without
 HOLDS, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -59,6 +61,9 @@ def main(root: Path, words: Sequence[str]) -> int:
         if asked.cost:
             print("\n".join(_cost(root, paper, expected[paper], overrides) for paper in chosen))
             return HOLDS
+        if asked.write and (other := [word for word in overrides if not word.startswith(PLACES)]):
+            rule = "--write keeps what the study itself asks for"
+            raise WrongExperiment(f"{rule}: leave out {' '.join(other)}, or --write")
         whole = [_one(root, paper, form, overrides, asked.write) for paper in chosen]
     except (WrongExperiment, NotAStudy) as error:
         print(error, file=sys.stderr)
@@ -100,7 +105,7 @@ def _one(root: Path, paper: str, form: Form, words: Sequence[str], write: bool) 
     rows = [["band", "stated", "measured", "runs", ""]]
     for one in judged:
         found = [one.band.name, one.band.bounds, one.measured, str(len(one.values))]
-        rows.append([*found, held(one.holds)])
+        rows.append([*found, one.said])
     print(aligned(rows))
     if figure is not None:
         print(f"figure: {figure}")
@@ -159,8 +164,8 @@ def _kept(record: Record | None) -> tuple[str, str]:
 def _measured(expected: Expected, record: Record) -> str:
     """What was measured, in the words of the claim, and how many bands hold."""
     values = {band["name"]: band.get("over_seeds", band["measured"]) for band in record["bands"]}
-    good = sum(band["holds"] for band in record["bands"])
-    held = f"{good} of {len(record['bands'])} bands hold"
+    judged = [band["said"] for band in record["bands"] if band["said"] != TOLD]
+    held = f"{judged.count(HOLD)} of {len(judged)} bands hold"
     told = re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], "-"), expected.front)
     return f"{told}; {held}" if told else held
 

@@ -29,7 +29,9 @@ class Band:
     some: `test/x1 + test/x2`. It is taken `at` the end, or from the rows of `metrics.jsonl`: at its
     most, its least, or at a step. `effect/<transform>/<site>/<number>` is taken from those of
     `effects.jsonl`. With `minus` the value of the run of the same seed among those runs is taken
-    off. Each of the runs has to lie there, or with `of` their mean, or their total.
+    off. Each of the runs has to lie there, or with `of` their mean, or their total; `count` is how
+    many runs there have to be. Without `low` and `high` it is told what was measured, and nothing
+    is held against it.
     """
 
     name: Text
@@ -42,10 +44,11 @@ class Band:
     study: str = ""
     runs: dict[str, Any] = Field(default_factory=dict)  # Any: what YAML can hold
     minus: dict[str, Any] = Field(default_factory=dict)
+    count: Annotated[int, Field(ge=1)] | None = None
 
     def __post_init__(self) -> None:
-        if self.low is None and self.high is None:
-            raise Contradiction("low", "is required, or high")
+        if self.of == "total" and self.count is None and not self.is_told:
+            raise Contradiction("count", "is required with of=total")
         if self.low is not None and self.high is not None and self.low > self.high:
             raise Contradiction("low", f"must be <= high, found low={self.low}, high={self.high}")
 
@@ -66,8 +69,15 @@ class Band:
         return self.at if isinstance(self.at, int) else None
 
     @property
+    def is_told(self) -> bool:
+        """Whether it has no bounds to be held against."""
+        return self.low is None and self.high is None
+
+    @property
     def bounds(self) -> str:
         """`>= 0.99`, `<= 0.01` or `-8.6 to -8.2`."""
+        if self.is_told:
+            return "-"
         if self.low is None:
             return f"<= {self.high:g}"
         return f">= {self.low:g}" if self.high is None else f"{self.low:g} to {self.high:g}"

@@ -17,6 +17,7 @@ Studies = Mapping[str, Sequence[Found]]
 
 EFFECT = "effect/"
 HOLDS, CONDITIONS, FAILS = "holds", "holds under conditions", "does not hold"
+TOLD = "told"
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,13 @@ class Judged:
         return all(self.band.holds(value) for value in self.values)
 
     @property
+    def said(self) -> str:
+        """`holds`, `does not hold`, or `told` where nothing is held against it."""
+        if not self.holds:
+            return FAILS
+        return TOLD if self.band.is_told else HOLDS
+
+    @property
     def measured(self) -> str:
         """The value; of some the mean with its interval, or from the least to the greatest."""
         if self.lacking:
@@ -46,7 +54,7 @@ class Judged:
         if self.band.of == "mean":
             return said_mean(self.values)
         if self.band.of == "total":
-            return f"{sum(self.values):.4g}"
+            return f"{sum(self.values):.4g}{f' of {self.band.count}' if self.band.count else ''}"
         least, most = min(self.values), max(self.values)
         return f"{least:.4g}" if least == most else f"{least:.4g} to {most:.4g}"
 
@@ -119,6 +127,10 @@ def _judged(band: Band, runs: Sequence[Found]) -> Judged:
     others = _meant(runs, band.minus) if band.minus else []
     if not chosen or (band.minus and not others):
         return Judged(band, lacking="no run is meant")
+    if any(run in chosen for run in others):
+        return Judged(band, lacking="runs and minus mean the same runs")
+    if band.count not in (None, len(chosen)):
+        return Judged(band, lacking=f"{len(chosen)} runs, and the band is of {band.count}")
     asked = [*chosen, *others]
     if unfinished := [run for run in asked if run.state != "finished"]:
         states = ", ".join(dict.fromkeys(run.state for run in unfinished))

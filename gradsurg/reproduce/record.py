@@ -11,6 +11,7 @@ from gradsurg.report.grouping import group
 from gradsurg.report.reading import Found
 from gradsurg.reproduce.expected import Expected, Form
 from gradsurg.reproduce.judging import EFFECT, Judged, Studies, outcome, said_mean, verdict
+from gradsurg.runs.until import REACHED
 
 FILE = "measured.json"
 BEGIN, END = "<!-- begin: written by scripts/reproduce.py -->", "<!-- end -->"
@@ -34,7 +35,7 @@ def record_of(
             "measured": one.measured,
             "over_seeds": one.over_seeds,
             "runs": len(one.values),
-            "holds": one.holds,
+            "said": one.said,
         }
         for one in judged
     ]
@@ -83,7 +84,7 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 def _tables(record: Record) -> str:
     bands = [["band", "stated", "measured", "runs", ""]]
     bands += [
-        [one["says"], one["band"], one["measured"], str(one["runs"]), held(one["holds"])]
+        [one["says"], one["band"], one["measured"], str(one["runs"]), one["said"]]
         for one in record["bands"]
     ]
     arms = [["study", "arm", "seeds", "outcome", "mean (95 % interval)"]]
@@ -91,11 +92,6 @@ def _tables(record: Record) -> str:
     took = f"{record['minutes']:g} minutes of training, all runs together"
     head = f"Verdict of the {record['form']} form: **{record['verdict']}** ({took})."
     return "\n\n".join([head, markdown(bands), markdown(arms)])
-
-
-def held(holds: bool) -> str:
-    """What is said of one band."""
-    return "holds" if holds else "does not hold"
 
 
 def _arms(study: str, runs: Sequence[Found], expected: Expected) -> list[dict[str, object]]:
@@ -110,7 +106,9 @@ def _arms(study: str, runs: Sequence[Found], expected: Expected) -> list[dict[st
                 continue  # a transform that this arm has not
             seeds = ", ".join(str(run.seed) for run in arm.whole)
             shown = said_mean(told) if told else "-"
-            if told and max(told) == min(told):
+            if told and metric == REACHED:
+                shown = f"{sum(told):g} of {len(told)}"
+            elif told and max(told) == min(told):
                 shown = f"{fmean(told):.4g}"
             rows.append(
                 {"study": study, "arm": arm.name, "seeds": seeds, "metric": quantity, "mean": shown}

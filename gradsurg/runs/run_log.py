@@ -95,9 +95,7 @@ class RunLog:
         until = self.run.schedule.until
         if until is None or not tested:
             return False
-        if until.metric not in tested:
-            names = ", ".join(tested)
-            raise ValueError(f"until: the task has no {until.metric}, it has {names}")
+        until.check(tested)
         return until.holds(tested)
 
     def tested(self, done: int, loss: float, data: Data, model: nn.Module) -> dict[str, float]:
@@ -163,6 +161,8 @@ class RunLog:
             if not all(map(isfinite, metrics.values())):
                 outcome["state"] = "diverged"  # the last step can break what no loss has seen
         outcome |= examined
+        if not all(map(isfinite, examined.values())):
+            outcome["state"] = "diverged"
         if self.bad_step is not None:
             outcome["diverged_step"] = self.bad_step
         rows = self.place.read_rows(METRICS)

@@ -1,8 +1,9 @@
 """The condition that ends a run before its last step."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from math import isfinite, nan
 from typing import Any
 
 FORM = re.compile(r"\s*(test/[\w./-]+)\s*(>=|<=)\s*(\S+)\s*")
@@ -26,12 +27,20 @@ class Until:
             raise ValueError(f"{rule}, found {text!r}")
         metric, sign, bound = found.groups()
         try:
-            return cls(metric, float(bound), sign == "<=")
+            number = float(bound)
         except ValueError:
-            raise ValueError(f"{rule} and a number, found {bound!r}") from None
+            number = nan
+        if not isfinite(number):
+            raise ValueError(f"{rule} and a finite number, found {bound!r}")
+        return cls(metric, number, sign == "<=")
 
     def __str__(self) -> str:
-        return f"{self.metric} {'<=' if self.at_most else '>='} {self.bound:g}"
+        return f"{self.metric} {'<=' if self.at_most else '>='} {self.bound!r}"
+
+    def check(self, metrics: Collection[str]) -> None:
+        """Raise ValueError if a task with these test metrics can never reach it."""
+        if self.metric not in metrics:
+            raise ValueError(f"the task has no {self.metric}, it has {', '.join(metrics)}")
 
     def holds(self, values: Mapping[str, Any]) -> bool:  # Any: what JSON can hold
         """Whether these numbers have reached it; without the metric, or with NaN, they have not."""

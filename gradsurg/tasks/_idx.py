@@ -117,7 +117,7 @@ def _from_npz(path: Path, place: Path, layout: Layout) -> list[np.ndarray] | Non
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as held:
             arrays = [held[key] for key in NAMES.values()]
-    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
+    except (OSError, ValueError, KeyError, EOFError, TypeError, BadZipFile, zlib.error) as error:
         raise refused(place, f"{path.name} cannot be read ({error})", layout.where) from error
     if any(array.dtype != np.uint8 for array in arrays):
         raise refused(place, f"{path.name} holds other numbers than bytes", layout.where)

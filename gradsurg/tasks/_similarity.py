@@ -40,6 +40,8 @@ def ssim(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _ranks(values: Tensor) -> Tensor:
+    if not values.isfinite().all():  # which has no order
+        return torch.full_like(values, torch.nan, dtype=torch.float64)
     _, place, counts = values.unique(return_inverse=True, return_counts=True)
     return (counts.cumsum(0) - (counts - 1) / 2.0).double()[place]
 

@@ -199,8 +199,8 @@ class Examined(Task):
     def examine(self, model: nn.Module, data: Data) -> Examination:
         """Examine a model, in evaluation mode, and leave it as it was.
 
-        What flows back in it meets the surgery. Random numbers begin at the run's seed, apart from
-        those of its training.
+        What flows back in it meets the surgery. Random numbers follow from the run's seed,
+        apart from those of its training.
         """
 
 
