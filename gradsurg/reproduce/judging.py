@@ -11,6 +11,7 @@ from gradsurg.report.grouping import flat
 from gradsurg.report.reading import Found
 from gradsurg.reproduce.expected import Band, Expected
 from gradsurg.runs.store import EFFECTS, METRICS, RunDirectory
+from gradsurg.runs.until import REACHED
 from gradsurg.stats import t_reach
 
 Studies = Mapping[str, Sequence[Found]]
@@ -132,7 +133,9 @@ def _judged(band: Band, runs: Sequence[Found]) -> Judged:
     if band.count not in (None, len(chosen)):
         return Judged(band, lacking=f"{len(chosen)} runs, and the band is of {band.count}")
     asked = [*chosen, *others]
-    if unfinished := [run for run in asked if run.state != "finished"]:
+    # one that diverged has an outcome if the question is whether it has got somewhere
+    ended = ("finished", "diverged") if band.metric == REACHED else ("finished",)
+    if unfinished := [run for run in asked if run.state not in ended]:
         states = ", ".join(dict.fromkeys(run.state for run in unfinished))
         return Judged(band, lacking=f"{len(unfinished)} of {len(asked)} runs: {states}")
     values = {run.name: outcome(run, band.metric, band.at) for run in asked}
