@@ -1,5 +1,6 @@
 """An examination after the training: what it sees of the surgery, and what it changes (nothing)."""
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -152,6 +153,14 @@ def test_a_run_that_ends_before_its_last_step_is_examined_as_after_it(tmp_path: 
     assert plain.summary["steps"] == treated.summary["steps"] == 5
     assert plain.summary["train/loss"] == treated.summary["train/loss"]
     assert plain.summary["examined/norm"] != treated.summary["examined/norm"]
+
+
+def test_a_run_whose_examination_is_not_finite_has_no_outcome(tmp_path: Path) -> None:
+    at = gs.Nodes("Relu", side="leave")
+    broken = a_run(gs.Scale(1e38), at, AFTER, task=Looked())
+    record = execute(broken, tmp_path, [])
+    assert record.summary["test/loss"] < 10
+    assert (record.summary["examined/norm"], record.summary["state"]) == (math.inf, "diverged")
 
 
 def test_a_run_that_diverged_is_not_examined(tmp_path: Path) -> None:

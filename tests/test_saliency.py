@@ -44,6 +44,15 @@ def test_the_rank_correlation_is_1_with_itself_and_minus_1_with_its_opposite_and
 
 
 @pytest.mark.parametrize("compare", [rank_correlation, ssim])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_map_that_is_not_finite_is_like_no_other_and_not_like_itself(compare, bad):
+    some, broken = images(), images()
+    broken[1, 0, 2, 3] = bad
+    for found in (compare(some, broken), compare(broken, some), compare(broken, broken)):
+        assert found.isnan().tolist() == [False, True, False, False, False]
+
+
+@pytest.mark.parametrize("compare", [rank_correlation, ssim])
 def test_a_constant_map_gives_a_finite_number(compare):
     some, none = images(), torch.zeros(5, 1, 9, 9)
     for found in (compare(some.abs(), none), compare(none, some.abs())):

@@ -192,6 +192,21 @@ def test_a_broken_npz_is_told(tmp_path, content):
         MNIST(root=str(tmp_path), verify=False).load()
 
 
+def test_an_npz_that_is_an_array_or_damaged_inside_is_told(tmp_path):
+    path = tmp_path / "mnist.npz"
+    with path.open("wb") as file:
+        np.save(file, np.zeros(3, np.uint8))
+    with pytest.raises(FieldError, match="mnist.npz cannot be read"):
+        MNIST(root=str(tmp_path), verify=False).load()
+    np.savez_compressed(path, **named())
+    content = bytearray(path.read_bytes())
+    start = content.index(b"x_train.npy") + 11
+    content[start : start + 60] = bytes(60)
+    path.write_bytes(content)
+    with pytest.raises(FieldError, match="mnist.npz cannot be read"):
+        MNIST(root=str(tmp_path), verify=False).load()
+
+
 def test_an_npz_of_objects_is_not_unpickled(tmp_path):
     arrays = dict.fromkeys(_idx.NAMES.values(), np.array([Trap()], dtype=object))
     np.savez(tmp_path / "mnist.npz", **arrays)

@@ -107,7 +107,9 @@ def _one(root: Path, paper: str, form: Form, words: Sequence[str], write: bool) 
         found = [one.band.name, one.band.bounds, one.measured, str(len(one.values))]
         rows.append([*found, one.said])
     print(aligned(rows))
-    if figure is not None:
+    if figure is None and expected.figure:
+        print("figure: none, no run has what it shows")
+    elif figure is not None:
         print(f"figure: {figure}")
     print(f"{paper}, {form} form: {record['verdict']}{_conditions(expected)}")
     for one in judged:

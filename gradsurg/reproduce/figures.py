@@ -36,7 +36,7 @@ def draw(drawing: Drawing, runs: Sequence[Found], folder: Path) -> Path | None:
 
 def _curves(arms: Sequence[Arm], metric: str) -> Figure | None:
     """A line for each seed, in the colour of its arm."""
-    figure = Figure(figsize=(6.4, 3.4))
+    figure = Figure(figsize=(6.4, 3.6 + 0.18 * len(arms)))
     panel = figure.subplots()
     drawn = 0
     for place, arm in enumerate(arms):
@@ -53,7 +53,7 @@ def _curves(arms: Sequence[Arm], metric: str) -> Figure | None:
     panel.set_xlabel("step")
     panel.set_ylabel(title(metric))
     _per_cent(panel, metric, "y")
-    figure.legend(loc="outside right upper", fontsize=8)
+    figure.legend(loc="outside lower center", fontsize=8)
     figure.set_layout_engine("constrained")
     return figure
 
@@ -64,7 +64,8 @@ def _outcomes(arms: Sequence[Arm], metric: str) -> Figure | None:
     values = [[value for value in own if value is not None] for own in found]
     if not any(values):
         return None
-    figure = Figure(figsize=(6.4, 0.9 + 0.3 * len(arms)))
+    widest = max(len(arm.name) for arm in arms)
+    figure = Figure(figsize=(3.8 + 0.07 * widest, 0.9 + 0.3 * len(arms)))
     panel = figure.subplots()
     for row, own in enumerate(values):
         if own:
@@ -73,7 +74,7 @@ def _outcomes(arms: Sequence[Arm], metric: str) -> Figure | None:
             panel.plot([sum(own) / len(own)], [row], "|", color=colour, markersize=16)
     panel.set_yticks(range(len(arms)), [arm.name for arm in arms])
     panel.set_ylim(len(arms) - 0.4, -0.6)
-    panel.set_xlabel(f"{title(metric)}: each seed, and the mean")
+    panel.set_xlabel(f"{title(metric)} of each seed, and the mean")
     _per_cent(panel, metric, "x")
     figure.set_layout_engine("constrained")
     return figure

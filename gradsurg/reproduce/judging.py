@@ -55,7 +55,8 @@ class Judged:
         if self.band.of == "mean":
             return said_mean(self.values)
         if self.band.of == "total":
-            return f"{sum(self.values):.4g}{f' of {self.band.count}' if self.band.count else ''}"
+            of = f" of {len(self.values)}" if self.band.metric == REACHED else ""
+            return f"{sum(self.values):.4g}{of}"
         least, most = min(self.values), max(self.values)
         return f"{least:.4g}" if least == most else f"{least:.4g} to {most:.4g}"
 
