@@ -13,7 +13,7 @@ from gradsurg.catalogue import find, names
 from gradsurg.fields import validated
 from gradsurg.rules import known
 from gradsurg.sites.base import Selector
-from gradsurg.transforms.base import Context, GroupTransform, Law, State, Transform
+from gradsurg.transforms.base import Context, GroupTransform, Law, Need, State, Transform
 from tests.nets import backward, batch, sgd, small, weights
 
 STAGES: dict[str, Selector] = {
@@ -179,8 +179,8 @@ class Later(GroupTransform):
         return frozenset({"linear", "idempotent"})
 
     @property
-    def needs_value(self) -> bool:
-        return True
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"value"})
 
     def init_group(self, grads: Sequence[Tensor]) -> State:
         return {}

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import gradsurg as gs
-from gradsurg.transforms.base import Context, Law, Stateless
+from gradsurg.transforms.base import Context, Law, Need, Stateless
 from gradsurg.transforms.chain import Chain
 from gradsurg.transforms.error_feedback import ErrorFeedback
 from gradsurg.transforms.norm_matched import NormMatched
@@ -96,8 +96,8 @@ class Seen(Stateless):
         return frozenset({"deterministic"})
 
     @property
-    def needs_entering(self) -> bool:
-        return self.asks
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"entering"} if self.asks else ())
 
     def apply(self, grad: Tensor, context: Context) -> Tensor:
         self.entered.append(context.entering)
