@@ -124,7 +124,7 @@ class GroupGate:
         # One of gradsurg's own keeps the rules at every gradient.
         trusted = self._seen and links[0].known
         versions = [] if trusted else [grad._version for grad in grads]
-        if transform.needs_value:
+        if self.operation.needs_value:
             for gate, context in zip(gates, contexts, strict=True):
                 context.value = gate.value()
         try:

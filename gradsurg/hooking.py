@@ -16,10 +16,14 @@ from gradsurg.intervention import GradCallable, Intervention, labels_of
 from gradsurg.ledger import Ledger, SurgeryWarning
 from gradsurg.operation import Operation
 from gradsurg.sites.base import through
-from gradsurg.transforms.base import Transform
+from gradsurg.transforms.base import Need, Transform, as_transform
 from gradsurg.triggers.always import Always
 from gradsurg.triggers.base import Clock
 
+NOT_HERE: dict[Need, str] = {
+    "entering": "the gradient that enters the node which its own leaves",
+    "error": "the gradient of what a model returns",
+}
 _HOOKS = count()  # tells hooked places apart: two of them draw different noise
 
 
@@ -65,13 +69,14 @@ def hook(place: Tensor | Node, transform: Transform | GradCallable) -> Hooked:
     """
     if not isinstance(place, Tensor | Node):
         raise TypeError(f"place: must be a tensor or a node of the graph, found {place!r}")
-    intervention = Intervention(transform)
+    made = as_transform(transform)
+    for need in sorted(made.needs & NOT_HERE.keys()) if isinstance(made, Transform) else ():
+        raise ValueError(f"{made!r} needs {NOT_HERE[need]}; a hook is not told of it")
+    intervention = Intervention(made)
     if intervention.operator.scope == "group":
         raise ValueError(f"{transform!r} needs all gradients of a group at once; a hook has one")
-    if intervention.operator.needs_value and not isinstance(place, Tensor):
+    if "value" in intervention.operator.needs and not isinstance(place, Tensor):
         raise ValueError(f"{transform!r} needs the value whose gradient it gets; a node has none")
-    if intervention.operator.needs_error:
-        raise ValueError(f"{transform!r} needs the gradient of what a model returns; here is none")
     links = list(zip(labels_of(intervention), intervention.links, strict=True))
     operation = Operation(links, Always(), Effects(every=0), {}, Clock())
     ledger = Ledger()

@@ -16,15 +16,12 @@ from gradsurg.per import reduced_axes
 from gradsurg.sites._modules import params_of
 from gradsurg.sites.base import SCALED, Selector, Stage
 from gradsurg.sites.parameters import Parameters
-from gradsurg.transforms.base import Function, Transform, as_transform
+from gradsurg.transforms.base import Function, Need, Transform, as_transform
 from gradsurg.transforms.chain import Chain
 from gradsurg.triggers.always import Always
 from gradsurg.triggers.base import Sourced, Trigger
 
 GradCallable = Callable[[Tensor], Tensor]
-
-WITHIN: tuple[Stage, ...] = ("use", "backward", "accumulating", "accumulated", "settled")
-"""The stages inside a backward."""
 
 
 @dataclass(frozen=True)
@@ -130,25 +127,10 @@ class Intervention:
             _ = self.stage
         except ValueError as error:
             raise ValueError(f"{type(guilty(self)).__name__}: {error}") from None
-        if self.operator.needs_value and not self.at.has_value:
-            needy = next(link for link in self.links if link.needs_value)
-            raise ValueError(
-                f"{type(needy).__name__}: needs the value whose gradient it gets, and "
-                f"{type(self.at).__name__} has none; it can act at Parameters, Outputs or Inputs"
-            )
-        if self.operator.needs_entering and not self.at.has_entering:
-            needy = next(link for link in self.links if link.needs_entering)
-            raise ValueError(
-                f"{type(needy).__name__}: needs the gradient that enters the node which its own "
-                f"leaves, and {self.at!r} has none; it can act at Nodes with side='leave'"
-            )
-        if self.operator.needs_error and self.stage not in WITHIN:
-            needy = next(link for link in self.links if link.needs_error)
-            raise ValueError(
-                f"{type(needy).__name__}: needs the gradient of what the model has returned, which "
-                f"is known inside a backward; stage '{self.stage}' is not there. It can act at "
-                "Outputs, Inputs or Nodes"
-            )
+        for link in self.links:
+            for need in sorted(link.needs):
+                if lack := _lack(self.at, need):
+                    raise ValueError(f"{type(link).__name__}: needs {lack}")
         for part in self.when.parts:
             source = part.source if isinstance(part, Sourced) else ""
             if source == "value" and not self.at.has_value:
@@ -161,6 +143,33 @@ class Intervention:
                     f"{part!r} looks at one gradient, and {type(guilty(self)).__name__} acts on "
                     "all of a group at once; it can look at the 'batch' or at a module"
                 )
+
+
+def _lack(at: Selector, need: Need) -> str:
+    """What a transform needs and does not have at the sites of a selector; empty if it has it."""
+    match need:
+        case "value" if not at.has_value:
+            return (
+                f"the value whose gradient it gets, and {type(at).__name__} has none; it can act "
+                "at Parameters, Outputs or Inputs"
+            )
+        case "entering" if not at.has_entering:
+            return (
+                f"the gradient that enters the node which its own leaves, and {at!r} has none; it "
+                "can act at Nodes with side='leave'"
+            )
+        case "product" if not at.has_product:
+            return (
+                f"what leaves a product for its input, and {at!r} has other gradients too; it can "
+                "act at Nodes with pattern='Addmm' and edge=1, or pattern='Mm' and edge=0"
+            )
+        case "error" if not at.has_error:
+            return (
+                "the gradient of what the model has returned, which stands beside those of the "
+                f"same examples, and {at!r} has others; it can act at Outputs or Inputs"
+            )
+        case _:
+            return ""
 
 
 def guilty(intervention: Intervention) -> Transform:

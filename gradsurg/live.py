@@ -294,7 +294,7 @@ class Live:
             self.clock.flags.setdefault(flag.flag, flag.on)
         when, eyes = attached.intervention.when, attached.eyes
         watch(when, self._patient.model, self.clock, eyes, attached.note)
-        if attached.intervention.operator.needs_error:
+        if "error" in attached.intervention.operator.needs:
             follow_error(self._patient.model, self.clock, eyes)
 
     def _unsee(self, trigger: Trigger) -> None:

@@ -86,8 +86,9 @@ class Operation:
         self.trigger = trigger
         sources = {part.source for part in trigger.parts if isinstance(part, Sourced)}
         self.looks = "grad" in sources
-        self.needs_entering = any(link.needs_entering for _, link in links)
-        self.needs_value = "value" in sources or any(link.needs_value for _, link in links)
+        needs = {need for _, link in links for need in link.needs}
+        self.needs_entering = "entering" in needs
+        self.needs_value = "value" in needs or "value" in sources
         self.stateless = all(isinstance(link, Stateless) for _, link in links)
         self.grouped = any(link.scope == "group" for _, link in links)
         self.begin_anew()

@@ -10,7 +10,8 @@ from gradsurg.triggers.base import Clock
 
 
 def follow_error(model: nn.Module, clock: Clock, stack: ExitStack) -> None:
-    """Have `clock.error` be the gradient of what `model` has returned, until its backward ends.
+    """Have `clock.error` be the gradient of what `model` has returned, until its backward ends
+    or, where that raised, the next forward of the model.
 
     Raises TypeError in a forward that returns anything but one tensor.
     """
@@ -33,6 +34,7 @@ def follow_error(model: nn.Module, clock: Clock, stack: ExitStack) -> None:
     def hook(called: nn.Module, args: tuple[object, ...], output: object) -> None:
         if called is not own() or engine.in_backward():
             return
+        forget()  # a backward that raised has not
         if not isinstance(output, Tensor):
             raise TypeError(
                 "a transform needs the gradient of what the model has returned, which must be one "

@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from gradsurg.catalogue import find
-from gradsurg.transforms.base import Transform
+from gradsurg.transforms.base import Context, Transform
 
 CONFIGS = Path(__file__).parents[1] / "conf" / "transform"
 
@@ -29,6 +30,13 @@ class Row:
     beside: Nested | None = None  # what enters the node, and what the model has returned
     step: int = 0
     tolerance: float = 1e-6
+
+
+def _fed_back(error: float, inputs: int, scale: float) -> list[list[float]]:
+    """The row e B, with B as it is drawn for the site of the rows' context."""
+    generator = Context("a.weight").generator(torch.device("cpu"), anew=False)
+    weights = torch.rand(inputs, generator=generator)
+    return [[error * scale * (2 * own - 1) / inputs**0.5 for own in weights.tolist()]]
 
 
 ROWS = (
@@ -62,10 +70,12 @@ ROWS = (
     Row("clip_norm", [[3.0, 4.0], [0.3, 0.4]], [[0.6, 0.8], [0.3, 0.4]], {"per": "unit"}),
     # |g|_1 = 4, so a quarter.
     Row("clip_norm", [1.0, -3.0], [0.25, -0.75], {"p": 1.0}),
-    # A matrix of numbers within 1 / sqrt(4) cannot be worked out by hand; 2 of them once.
-    Row("direct_feedback", [[5.0] * 4], [[0.0] * 4], beside=[[2.0]], tolerance=1.0),
+    # Numbers from -1 to 1, over sqrt(4): what comes does not matter.
+    Row("direct_feedback", [[5.0] * 4], _fed_back(2.0, 4, 1.0), beside=[[2.0]]),
+    Row("direct_feedback", [[7.0] * 9], _fed_back(-3.0, 9, 6.0), {"scale": 6.0}, beside=[[-3.0]]),
     Row("direct_feedback", [[5.0] * 4], [[0.0] * 4], {"scale": 9.0}, beside=[[0.0]]),
-    Row("feedback_weights", [[5.0] * 4], [[0.0] * 4], beside=[[2.0]], tolerance=1.0),
+    Row("feedback_weights", [[5.0] * 4], _fed_back(2.0, 4, 1.0), beside=[[2.0]]),
+    Row("feedback_weights", [[7.0] * 9], _fed_back(-3.0, 9, 6.0), {"scale": 6.0}, beside=[[-3.0]]),
     Row("feedback_weights", [[5.0] * 4], [[0.0] * 4], {"scale": 9.0}, beside=[[0.0]]),
     # Nothing is owed at first; the mean magnitude is 2.
     Row("error_feedback", [1.0, -5.0, 0.0], [2.0, -2.0, 0.0]),

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.conftest import Here
+
 ROOT = Path(__file__).parents[1]
 
 FOLDERS = {
@@ -91,6 +93,17 @@ def _uses(first: str, group: str, names: set[str]) -> bool:
 
 def test_every_class_has_its_config_and_every_config_its_class_and_its_command() -> None:
     assert missing(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "conf/transform").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_the_command_of_a_transform_trains(path: Path, here: Here) -> None:
+    first = path.read_text().partition("\n")[0]
+    words = shlex.split(first.removeprefix("# "))
+    ended = here(*words[len(COMMAND) :], "steps=2", "seeds=1", "sink=none")
+    assert ended.code == 0, ended.err
+    assert "2 runs in" in ended.out or path.stem == "none"
 
 
 @pytest.fixture

@@ -205,6 +205,24 @@ WRONG = (
         "it can act at Parameters with stage=step, or at Group",
     ),
     Wrong("transform=adaptive_clip site=nodes", "transform.adaptive_clip: AdaptiveClip: needs the"),
+    # gradients of others than the transform is made for, however equal the sizes are
+    Wrong(
+        "transform=direct_feedback site.pattern=hidden.1.linear.weight site.stage=backward",
+        "transform.direct_feedback: DirectFeedback: needs the gradient of what the model",
+        "it can act at Outputs or Inputs",
+    ),
+    Wrong(
+        "transform=feedback_weights site=nodes site.pattern=Addmm site.side=leave",
+        "transform.feedback_weights: FeedbackWeights: needs what leaves a product for its input",
+        "it can act at Nodes with pattern='Addmm' and edge=1, or pattern='Mm' and edge=0",
+    ),
+    # which a step alone tells
+    Wrong(
+        "transform=direct_feedback site=outputs site.pattern=positions model=gpt task=char_lm"
+        " batch_size=3",
+        "transform: DirectFeedback: the gradient at the site 'direct_feedback/positions#0' has 64",
+        "and what the model has returned 3",
+    ),
     Wrong("site.depth=9", "site.depth: Parameters: nothing matches '*' with 'depth=(9, 9)'"),
     Wrong("site=outputs site.stage=step", "site.stage: Outputs cannot have stage 'step'; "),
     Wrong(

@@ -17,6 +17,7 @@ from gradsurg.transforms.base import (
     Context,
     GroupTransform,
     Law,
+    Need,
     State,
     Stateless,
     value_of,
@@ -434,8 +435,8 @@ class TimesValue(GroupTransform):
         return frozenset()
 
     @property
-    def needs_value(self) -> bool:
-        return True
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"value"})
 
     def init_group(self, grads: Sequence[Tensor]) -> State:
         return {}

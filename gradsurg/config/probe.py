@@ -74,6 +74,18 @@ class Trial:
         field, text = (own[1], fault[own.end() :]) if own else ("", fault)
         raise FieldError("", [(joined("aggregator", field), text)])
 
+    def check_transform(self, intervention: Intervention) -> None:
+        """Raises ValueError if a training step with the transform cannot be made, as where what it
+        needs does not come.
+        """
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                surgery = Surgery(replace(intervention, when=Always()))
+            self._ledger(surgery, self.task.loss)
+        except ERRORS as error:  # whatever it is, training would meet it too
+            raise ValueError(sentence(error)) from error
+
     def check_when(self, selector: Selector, trigger: Trigger) -> None:
         """Raises FieldError if the trigger cannot be asked, or fires at no step of the run."""
         for path, part in parts(trigger):

@@ -18,9 +18,11 @@ from gradsurg.sites._untouched import untouched
 from gradsurg.sites.base import Selector
 from gradsurg.tasks.base import Data, Examined, MultiTask, Task
 from gradsurg.train import outputs_of
+from gradsurg.transforms.base import Need
 from gradsurg.triggers.base import Trigger
 
 FEW = 8  # examples by which a metric's name is known
+ASKED: set[Need] = {"entering", "error"}  # whether it comes, a step tells
 
 
 def check_manner(
@@ -132,6 +134,9 @@ def check_acting(
     said = len(faults.lines)
     with faults.at("site"):
         trial.check_site(selector)
+    if intervention and intervention.operator.needs & ASKED and len(faults.lines) == said:
+        with faults.at("transform"):
+            trial.check_transform(intervention)
     if trigger is not None and len(faults.lines) == said:
         with faults.at("when"):
             trial.check_when(selector, trigger)

@@ -169,6 +169,7 @@ class Selector(ABC):
     stages: ClassVar[tuple[Stage, ...]]
     group_stages: ClassVar[tuple[Stage, ...]] = ()
     has_value: ClassVar[bool]
+    has_error: ClassVar[bool] = False  # whether they are of examples, on their way from the error
     known_at_once: ClassVar[bool] = False  # whether its sites are known before the model is called
     uncompiled: ClassVar[str] = ""  # why it cannot act as in eager in a compiled model, if so
 
@@ -177,6 +178,11 @@ class Selector(ABC):
     @property
     def has_entering(self) -> bool:
         """Whether its gradients leave a node, and what has entered that is known."""
+        return False
+
+    @property
+    def has_product(self) -> bool:
+        """Whether they all leave the product of an input and a weight, for the input."""
         return False
 
     @property

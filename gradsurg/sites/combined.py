@@ -68,8 +68,23 @@ class Combined(Selector):
         return all(kind.has_value for kind in self.kinds)
 
     @property
+    def has_error(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return all(kind.has_error for kind in self.kinds)
+
+    @property
     def has_entering(self) -> bool:
         return all(kind.has_entering for kind in self.kinds)
+
+    @property
+    def has_product(self) -> bool:
+        parts = [part.has_product for part in self.of]
+        match self.by:
+            case "any":
+                return all(parts)
+            case "all":
+                return any(parts)
+            case "none":  # then they are of any other kind
+                return False
 
     @property
     def kinds(self) -> tuple[Selector, ...]:

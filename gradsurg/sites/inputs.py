@@ -52,6 +52,7 @@ class Inputs(ModuleSelector):
 
     stages: ClassVar[tuple[Stage, ...]] = ("backward",)
     has_value: ClassVar[bool] = True
+    has_error: ClassVar[bool] = True
 
     @property
     def mechanism(self) -> tuple[object, ...]:

@@ -28,6 +28,7 @@ from gradsurg.sites.base import (
 from gradsurg.transforms.base import Scope
 
 COMPILED = "CompiledFunction"
+PRODUCTS = (("Addmm", 1), ("Mm", 0))  # by which edge the gradient of the input leaves
 ONE_NODE = (
     "it acted on nodes that torch.compile has made, each of them many operations in one: in eager "
     "there are others"
@@ -75,6 +76,11 @@ class Nodes(Selector):
     @property
     def has_entering(self) -> bool:
         return self.side == "leave"
+
+    @property
+    def has_product(self) -> bool:
+        kind = plain(self.pattern).removesuffix("Backward")
+        return self.side == "leave" and (kind, self.edge) in PRODUCTS
 
     @property
     def mechanism(self) -> tuple[object, ...]:

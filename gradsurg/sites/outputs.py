@@ -35,6 +35,7 @@ class Outputs(ModuleSelector):
 
     stages: ClassVar[tuple[Stage, ...]] = ("backward",)
     has_value: ClassVar[bool] = True
+    has_error: ClassVar[bool] = True
 
     def hook(
         self,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradsurg.fields import validated
 from gradsurg.per import Per, norm, widened
-from gradsurg.transforms.base import Context, Law, Stateless, value_of
+from gradsurg.transforms.base import Context, Law, Need, Stateless, value_of
 
 
 @validated
@@ -32,8 +32,8 @@ class AdaptiveClip(Stateless):
     per: Per = "unit"
 
     @property
-    def needs_value(self) -> bool:
-        return True
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"value"})
 
     @property
     def laws(self) -> frozenset[Law]:

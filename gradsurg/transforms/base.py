@@ -1,5 +1,6 @@
 """What a transform is: a frozen value that maps (gradient, state, context) to a gradient."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,14 @@ Law = Literal[
     "norm_non_increasing",  # |T(g)| <= |g|
     "unbiased",  # E[T(g)] = g over the random draws
     "deterministic",  # draws no random numbers
+]
+
+
+Need = Literal[
+    "value",  # the tensor whose gradient it gets: `context.value`
+    "entering",  # what has entered the node that its gradient leaves: `context.entering`
+    "product",  # and that this is the gradient of the input of a product with a weight
+    "error",  # the gradient of what the model has returned: `context.error`
 ]
 
 
@@ -52,7 +61,7 @@ class Context:
     @property
     def error(self) -> Tensor | None:
         """The gradient of what the model has returned, in the backward at hand; None if none has
-        come, or no transform has `needs_error`.
+        come, or no transform needs it.
         """
         return self.flow.error if self.flow is not None else None
 
@@ -64,11 +73,14 @@ class Context:
     def generator(self, device: torch.device, *, anew: bool = True) -> torch.Generator:
         """A generator from (seed, site, step, call) alone; the global one is not touched.
 
-        Not `anew`: from (seed, site) alone, so that it draws the same at each gradient.
+        Not `anew`: from (seed, site) alone, so that it draws the same at each gradient, and at all
+        calls of a module: `h#1` as `h#0`.
         """
         key = f"{self.seed}/{self.site}"
         if anew:
             key += f"/{self.step}/{self.call}"
+        else:
+            key = re.sub(r"#\d+(?=[^#]*$)", "#0", key)
         # The CPU generator keeps only the low 32 bits of a seed, so the key is hashed first.
         seed = int.from_bytes(blake2b(key.encode(), digest_size=4).digest(), "little")
         return torch.Generator(device).manual_seed(seed)
@@ -97,19 +109,9 @@ class Transform(ABC):
         return "tensor"
 
     @property
-    def needs_value(self) -> bool:
-        """Whether it reads `context.value`."""
-        return False
-
-    @property
-    def needs_entering(self) -> bool:
-        """Whether it reads `context.entering`."""
-        return False
-
-    @property
-    def needs_error(self) -> bool:
-        """Whether it reads `context.error`."""
-        return False
+    def needs(self) -> frozenset[Need]:
+        """What it must have besides the gradient; where its sites lack it, it is refused."""
+        return frozenset()
 
     @abstractmethod
     def init(self, grad: Tensor) -> State:
@@ -160,6 +162,20 @@ class GroupTransform(Transform):
     def update(self, grad: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
         grads, state = self.update_group([grad], state, [context])
         return grads[0], state
+
+
+class Wrapper(GroupTransform):
+    """A transform around another one, `of`: it needs what that needs, and sees what that sees."""
+
+    of: Transform
+
+    @property
+    def scope(self) -> Scope:
+        return self.of.scope
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return self.of.needs
 
 
 class Function(Stateless):

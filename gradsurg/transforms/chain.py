@@ -9,6 +9,7 @@ from gradsurg.transforms.base import (
     Context,
     GroupTransform,
     Law,
+    Need,
     Scope,
     State,
     Transform,
@@ -54,16 +55,8 @@ class Chain(GroupTransform):
         return "group" if any(link.scope == "group" for link in self.links) else "tensor"
 
     @property
-    def needs_value(self) -> bool:
-        return any(link.needs_value for link in self.links)
-
-    @property
-    def needs_entering(self) -> bool:
-        return any(link.needs_entering for link in self.links)
-
-    @property
-    def needs_error(self) -> bool:
-        return any(link.needs_error for link in self.links)
+    def needs(self) -> frozenset[Need]:
+        return frozenset[Need]().union(*(link.needs for link in self.links))
 
     @property
     def laws(self) -> frozenset[Law]:

@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.fields import validated
-from gradsurg.transforms.base import Context, Law, Stateless, error_of
+from gradsurg.transforms.base import Context, Law, Need, Stateless, error_of
 
 
 @validated
@@ -19,7 +19,8 @@ class DirectFeedback(Stateless):
     It acts on the gradient of each hidden layer's output: `site=outputs site.pattern=*.tanh`. Both
     e and the gradient begin with the axis of the examples. B is fixed, from all outputs to all
     entries of an example here, uniform within `scale` / sqrt(those entries); it is drawn anew from
-    (seed, site) at each gradient, always the same, so that there is no state.
+    (seed, site) at each gradient, always the same, so that there is no state. A module that is
+    called twice has one B; it is drawn in float32 and rounded, or widened, to the dtype.
 
     Any shape. It is made of e alone: where e is zero or not finite so is the result, what came does
     not matter. An empty tensor stays empty.
@@ -28,8 +29,8 @@ class DirectFeedback(Stateless):
     scale: Annotated[float, Field(gt=0)] = 1.0
 
     @property
-    def needs_error(self) -> bool:
-        return True
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"error"})
 
     @property
     def laws(self) -> frozenset[Law]:
@@ -45,9 +46,10 @@ class DirectFeedback(Stateless):
             )
         shape = error.shape[1], given.shape[1]
         generator = context.generator(grad.device, anew=False)
-        weights = torch.empty(shape, dtype=grad.dtype, device=grad.device)
         bound = self.scale * max(1, shape[1]) ** -0.5
-        weights.uniform_(-bound, bound, generator=generator)
+        # float32 whatever the gradient is: another dtype would draw other numbers.
+        weights = torch.empty(shape, dtype=torch.float32, device=grad.device)
+        weights = weights.uniform_(-bound, bound, generator=generator).to(grad.dtype)
         return (error.to(grad.dtype) @ weights).view(grad.shape)
 
 

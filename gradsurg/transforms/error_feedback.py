@@ -11,11 +11,10 @@ from gradsurg.fields import validated
 from gradsurg.per import widened
 from gradsurg.transforms.base import (
     Context,
-    GroupTransform,
     Law,
-    Scope,
     State,
     Transform,
+    Wrapper,
     as_transform,
     init_all,
     substate,
@@ -25,7 +24,7 @@ from gradsurg.transforms.sign import Sign
 
 
 @validated
-class ErrorFeedback(GroupTransform):
+class ErrorFeedback(Wrapper):
     """T(g + e), where e, zero at first, is then g + e - T(g + e): nothing is lost, only late.
 
     T is `of`, and e is kept for each site, in float32 or wider. Algorithms 1 and 2 of Karimireddy
@@ -38,22 +37,6 @@ class ErrorFeedback(GroupTransform):
     """
 
     of: Annotated[Transform, BeforeValidator(as_transform)] = Sign("mean")
-
-    @property
-    def scope(self) -> Scope:
-        return self.of.scope
-
-    @property
-    def needs_value(self) -> bool:
-        return self.of.needs_value
-
-    @property
-    def needs_entering(self) -> bool:
-        return self.of.needs_entering
-
-    @property
-    def needs_error(self) -> bool:
-        return self.of.needs_error
 
     @property
     def laws(self) -> frozenset[Law]:

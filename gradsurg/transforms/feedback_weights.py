@@ -7,7 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.fields import validated
-from gradsurg.transforms.base import Context, Law, Stateless, entering_of
+from gradsurg.transforms.base import Context, Law, Need, Stateless, entering_of
 
 
 @validated
@@ -15,10 +15,14 @@ class FeedbackWeights(Stateless):
     """e B in place of g = e W, where e is what enters the product of a linear layer: feedback
     alignment, Lillicrap, Cownden, Tweed and Akerman, Nature Communications 2016.
 
-    It acts on what leaves the product for its input: `site=nodes site.pattern=Addmm
-    site.side=leave site.edge=1`, or `Mm` and `site.edge=0` for a layer without bias. B is fixed,
-    of the shape of W, uniform within `scale` / sqrt(inputs of the layer) as torch's own start of W;
-    it is drawn anew from (seed, site) at each gradient, always the same, so that there is no state.
+    It acts on what leaves the product for its input, and is refused elsewhere: `site=nodes
+    site.pattern=Addmm site.side=leave site.edge=1`, or `Mm` and `site.edge=0` for a layer without
+    bias. `site.module` has to leave the first layer out, where nothing goes to the input.
+
+    B is fixed, of the shape of W, uniform within `scale` / sqrt(inputs of the layer) as torch's own
+    start of W; it is drawn anew from (seed, site) at each gradient, always the same, so that there
+    is no state. A layer that is called twice has one B, but each product inside of one call, as
+    of an `nn.RNN`, its own; it is drawn in float32 and rounded, or widened, to the dtype.
 
     Any shape (..., inputs), where e is (..., outputs). It is made of e alone: where e is zero or
     not finite so is the result, what g is does not matter. An empty tensor stays empty.
@@ -27,8 +31,8 @@ class FeedbackWeights(Stateless):
     scale: Annotated[float, Field(gt=0)] = 1.0
 
     @property
-    def needs_entering(self) -> bool:
-        return True
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"entering", "product"})
 
     @property
     def laws(self) -> frozenset[Law]:
@@ -45,8 +49,8 @@ class FeedbackWeights(Stateless):
             )
         shape = entering.shape[-1], given.shape[-1]
         generator = context.generator(grad.device, anew=False)
-        weights = torch.empty(shape, dtype=grad.dtype, device=grad.device)
         bound = self.scale * max(1, shape[1]) ** -0.5
-        return (
-            entering.to(grad.dtype) @ weights.uniform_(-bound, bound, generator=generator)
-        ).view(grad.shape)
+        # float32 whatever the gradient is: another dtype would draw other numbers.
+        weights = torch.empty(shape, dtype=torch.float32, device=grad.device)
+        weights = weights.uniform_(-bound, bound, generator=generator).to(grad.dtype)
+        return (entering.to(grad.dtype) @ weights).view(grad.shape)

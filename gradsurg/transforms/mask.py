@@ -18,13 +18,17 @@ class Mask(Stateless):
 
     `largest`: the fraction `amount` of largest magnitude, rounded, at least one, in the tensor or
     in what `per` keeps apart; of equal ones as many as are needed. `threshold`: those with
-    |g| > amount. `random`: each with probability `amount`. `rescale` divides by the fraction kept
-    (d / k for `largest`), which makes `random` unbiased.
+    |g| > amount. `random`: each by itself with probability `amount`, so that their number varies.
+    `random_k`: drawn too, but exactly as many as `largest` keeps, of the tensor or of what `per`
+    keeps apart. `rescale` multiplies what is kept by d / k for `largest` and `random_k`, k of d
+    being kept, and by 1 / amount for `random`; both of the random ones are then unbiased.
 
-    Any shape; an empty tensor stays empty, zero stays zero. NaN counts as the largest and is kept,
-    as an infinity is; `random` may drop either. Aji and Heafield, EMNLP 2017 (arXiv 1704.05021)
-    for `largest` (without their residual) and `threshold`; Child-Tuning, Xu et al., EMNLP 2021
-    (arXiv 2109.05687) for `random` with `rescale`.
+    Any shape; an empty tensor stays empty, zero stays zero. For `largest` a NaN is larger than an
+    infinity and both are larger than all else: they are dropped only where k leaves no room.
+    `threshold` keeps both, the random ones may drop either; `rescale` leaves them what they are.
+    Aji and Heafield, EMNLP 2017 (arXiv 1704.05021) for `largest` (without their residual) and
+    `threshold`; Child-Tuning, Xu et al., EMNLP 2021 (arXiv 2109.05687) for `random` with
+    `rescale`.
     """
 
     amount: Annotated[float, Field(gt=0)] = 0.1

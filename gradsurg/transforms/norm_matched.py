@@ -10,11 +10,10 @@ from gradsurg.fields import validated
 from gradsurg.per import direction, norm
 from gradsurg.transforms.base import (
     Context,
-    GroupTransform,
     Law,
-    Scope,
     State,
     Transform,
+    Wrapper,
     as_transform,
     init_all,
     update_all,
@@ -23,7 +22,7 @@ from gradsurg.transforms.clip import Clip
 
 
 @validated
-class NormMatched(GroupTransform):
+class NormMatched(Wrapper):
     """Keep the direction of g and take the norm of T(g), tensor by tensor: g * |T(g)| / |g|.
 
     The control that says whether a transform T (`of`) helps by its direction or by its norm alone.
@@ -33,22 +32,6 @@ class NormMatched(GroupTransform):
     """
 
     of: Annotated[Transform, BeforeValidator(as_transform)] = Clip(0.01)
-
-    @property
-    def scope(self) -> Scope:
-        return self.of.scope
-
-    @property
-    def needs_value(self) -> bool:
-        return self.of.needs_value
-
-    @property
-    def needs_entering(self) -> bool:
-        return self.of.needs_entering
-
-    @property
-    def needs_error(self) -> bool:
-        return self.of.needs_error
 
     @property
     def laws(self) -> frozenset[Law]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradsurg.fields import validated
 from gradsurg.per import Per, reduced_axes
-from gradsurg.transforms.base import Context, Law, Stateless, value_of
+from gradsurg.transforms.base import Context, Law, Need, Stateless, value_of
 
 
 @validated
@@ -34,8 +34,8 @@ class ScaleBySign(Stateless):
     per: Per = "entry"
 
     @property
-    def needs_value(self) -> bool:
-        return self.of == "value"
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"value"} if self.of == "value" else ())
 
     @property
     def laws(self) -> frozenset[Law]:

@@ -12,11 +12,10 @@ from torch import Tensor
 from gradsurg.fields import validated
 from gradsurg.transforms.base import (
     Context,
-    GroupTransform,
     Law,
-    Scope,
     State,
     Transform,
+    Wrapper,
     as_transform,
     init_all,
     update_all,
@@ -25,7 +24,7 @@ from gradsurg.transforms.scale import Scale
 
 
 @validated
-class Scheduled(GroupTransform):
+class Scheduled(Wrapper):
     """Blend a transform T (`of`) in or out: g + s * (T(g) - g), s the strength at this step.
 
     s is `start` up to step `begin`, `stop` from step `begin + steps` on, and follows `curve`
@@ -45,22 +44,6 @@ class Scheduled(GroupTransform):
     begin: Annotated[int, Field(ge=0)] = 0
     steps: Annotated[int, Field(ge=1)] = 1000
     curve: Literal["linear", "cosine", "saturating"] = "linear"
-
-    @property
-    def scope(self) -> Scope:
-        return self.of.scope
-
-    @property
-    def needs_value(self) -> bool:
-        return self.of.needs_value
-
-    @property
-    def needs_entering(self) -> bool:
-        return self.of.needs_entering
-
-    @property
-    def needs_error(self) -> bool:
-        return self.of.needs_error
 
     @property
     def laws(self) -> frozenset[Law]:

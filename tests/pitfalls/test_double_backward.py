@@ -1,11 +1,14 @@
 """Pitfall 33 for every transform: what it does to a gradient is differentiated as it is."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 import gradsurg as gs
 from gradsurg.catalogue import find, names
+from gradsurg.testing.contexts import context_with
 from gradsurg.transforms.base import Context, Law, Stateless, Transform
 
 TRANSFORMS: list[Transform] = [
@@ -41,7 +44,8 @@ def gradient(x: Tensor, transform: Transform, *, hooked: bool) -> Tensor:
     if hooked:
         handle = gs.hook(h, transform)
     else:  # a transform of a group has no hook, and a random one is to draw the same each time
-        context = Context("h", value=h.detach())
+        beside = context_with(torch.ones_like(h))  # what else is asked for: constants
+        context = replace(beside, site="h", value=h.detach())
         handle = h.register_hook(lambda g: transform.update(g, transform.init(g), context)[0])
     with handle:
         (grad,) = torch.autograd.grad((h**3).sum(), x, create_graph=True)

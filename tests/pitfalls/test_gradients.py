@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.sites.base import Selector
-from gradsurg.transforms.base import Context, Law, Stateless
+from gradsurg.transforms.base import Context, Law, Need, Stateless
 from gradsurg.transforms.zero import Zero
 from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train
 
@@ -132,8 +132,8 @@ class OwnValue(Stateless):
     """Returns the value itself, which would then be the gradient too."""
 
     @property
-    def needs_value(self) -> bool:
-        return True
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"value"})
 
     @property
     def laws(self) -> frozenset[Law]:

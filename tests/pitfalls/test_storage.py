@@ -13,7 +13,8 @@ from gradsurg.catalogue import find, names
 from gradsurg.fields import validated
 from gradsurg.rules import known
 from gradsurg.sites.base import Selector
-from gradsurg.transforms.base import Context, GroupTransform, Law, State, Transform
+from gradsurg.testing.contexts import context_with
+from gradsurg.transforms.base import Context, GroupTransform, Law, Need, State, Transform
 from tests.nets import backward, batch, sgd, small, weights
 
 STAGES: dict[str, Selector] = {
@@ -179,8 +180,8 @@ class Later(GroupTransform):
         return frozenset({"linear", "idempotent"})
 
     @property
-    def needs_value(self) -> bool:
-        return True
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"value"})
 
     def init_group(self, grads: Sequence[Tensor]) -> State:
         return {}
@@ -244,7 +245,7 @@ def test_our_own_transforms_never_return_what_they_remember_nor_what_they_got_ch
         grad, value = torch.randn(2, 3), torch.randn(2, 3)
         given, state = grad.clone(), transform.init(grad)
         for call in range(3):
-            context = Context("site", call, value=value)
+            context = context_with(value, call)
             result, state = transform.update(grad, state, context)
             for own in (value, *state.values()):
                 assert result.untyped_storage().data_ptr() != own.untyped_storage().data_ptr()

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.fields import FieldError
-from gradsurg.transforms.base import Context, Law, Stateless
+from gradsurg.transforms.base import Context, Law, Need, Stateless
 from tests.nets import attached, num_hooks, small
 
 
@@ -271,8 +271,8 @@ class TimesValue(Stateless):
     """It looks at the value as it is, with its graph."""
 
     @property
-    def needs_value(self) -> bool:
-        return True
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"value"})
 
     @property
     def laws(self) -> frozenset[Law]:

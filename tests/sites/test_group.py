@@ -13,7 +13,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
-from gradsurg.transforms.base import Context, Law, Stateless
+from gradsurg.transforms.base import Context, Law, Need, Stateless
 from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train, weights
 from tests.sites.points import calls_of
 
@@ -435,8 +435,8 @@ class TimesValue(Stateless):
     """It looks at the value as it is, with its graph."""
 
     @property
-    def needs_value(self) -> bool:
-        return True
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"value"})
 
     @property
     def laws(self) -> frozenset[Law]:

@@ -12,9 +12,9 @@ from gradsurg.testing.transform_rules import DTYPES, noise
 from gradsurg.transforms.base import Context, State
 from tests.cases import INF, NAN, build, names
 
-# They say so in their docstrings; every other transform keeps a NaN where it finds one.
 # Of other gradients alone, by a matrix that is drawn once for all.
 MADE_ANEW = ("direct_feedback", "feedback_weights")
+# They say so in their docstrings; every other transform keeps a NaN where it finds one.
 DROP_NAN = ("random_mask", "sanitize", "zero", *MADE_ANEW)
 ALWAYS_FINITE = ("sanitize", "zero")
 

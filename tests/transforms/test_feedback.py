@@ -1,6 +1,9 @@
 """Feedback alignment: gradients that come by other weights than those of the forward."""
 
 import re
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import gradsurg as gs
-from gradsurg.transforms.base import Context, Law, Stateless
+from gradsurg.sites.base import Selector
+from gradsurg.testing.contexts import context_with
+from gradsurg.transforms.base import Context, Law, Need, Stateless, Transform
 from gradsurg.transforms.chain import Chain
 from gradsurg.transforms.error_feedback import ErrorFeedback
 from gradsurg.transforms.norm_matched import NormMatched
@@ -38,8 +43,8 @@ def backward(model: nn.Module) -> dict[str, Tensor]:
 
 def drawn(site: str, outputs: int, inputs: int) -> Tensor:
     generator = Context(site).generator(torch.device("cpu"), anew=False)
-    weights = torch.empty(outputs, inputs).double()
-    return weights.uniform_(-(inputs**-0.5), inputs**-0.5, generator=generator)
+    weights = torch.empty(outputs, inputs)
+    return weights.uniform_(-(inputs**-0.5), inputs**-0.5, generator=generator).double()
 
 
 def by_hand(model: nn.Sequential, top: Tensor, below: Tensor, direct: bool) -> dict[str, Tensor]:
@@ -96,8 +101,8 @@ class Seen(Stateless):
         return frozenset({"deterministic"})
 
     @property
-    def needs_entering(self) -> bool:
-        return self.asks
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"entering"} if self.asks else ())
 
     def apply(self, grad: Tensor, context: Context) -> Tensor:
         self.entered.append(context.entering)
@@ -147,24 +152,155 @@ def test_a_lone_tensor_or_node_has_neither() -> None:
             gs.hook(place, gs.FeedbackWeights())
 
 
-def test_the_wrong_edge_is_told_with_the_site() -> None:
-    model, at = net(), gs.Nodes("Addmm", "2", side="leave", edge=2)
-    message = r"at the site 'feedback_weights/2#0/AddmmBackward\[0\].2' what leaves, of shape"
-    with (
-        pytest.raises(ValueError, match=message),
-        gs.Surgery(gs.Intervention(gs.FeedbackWeights(), at=at)).attach(model),
-    ):
-        backward(model)
+LEAVE = partial(gs.Nodes, side="leave")
 
 
-def test_direct_feedback_at_a_parameter_has_no_examples() -> None:
-    model = net()
-    at = gs.Parameters("2.weight", stage="backward")
-    with (
-        pytest.raises(ValueError, match="'direct_feedback/2.weight' has 4 examples"),
-        gs.Surgery(gs.Intervention(gs.DirectFeedback(), at=at)).attach(model),
+def square(at: Selector, transform: Transform, bias: bool = True) -> dict[str, int]:
+    """The sites of a training step in which no shape tells anything: batch = inputs = outputs."""
+    model = nn.Sequential(*(nn.Linear(5, 5, bias=bias) for _ in range(3)), nn.Tanh())
+    with gs.Surgery(gs.Intervention(transform, at=at)).attach(model) as live:
+        model(torch.ones(5, 5)).sum().backward()
+        return {entry.site: entry.calls for entry in live.ledger}
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        LEAVE("Addmm", edge=2),
+        LEAVE("Addmm", edge=0),
+        LEAVE("Addmm"),
+        LEAVE("Mm"),
+        LEAVE("Mm", edge=1),
+        LEAVE("Tanh", edge=0),
+        LEAVE("Convolution", edge=0),
+        LEAVE("*", edge=1),
+        LEAVE("Addmm", edge=1) | LEAVE("Tanh", edge=1),
+        ~LEAVE("Addmm", edge=1),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("wrap", [lambda own: own, Scheduled, Chain])
+def test_feedback_weights_are_refused_where_no_product_takes_an_input(
+    at: Selector, wrap: type[Chain]
+) -> None:
+    with pytest.raises(ValueError, match="what leaves a product for its input, and .* has other"):
+        square(at, wrap(gs.FeedbackWeights()))
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        LEAVE("Addmm", "[12]", edge=1),
+        LEAVE("AddmmBackward0", "1", edge=1) | LEAVE("Addmm", "2", edge=1),
+        LEAVE("Addmm", edge=1) & ~LEAVE("Addmm", "0", edge=1),
+        LEAVE("Mm", "[12]", edge=0),
+    ],
+    ids=repr,
+)
+def test_feedback_weights_act_where_a_product_takes_an_input(at: Selector) -> None:
+    edge, bias = at.kinds[0].mechanism[-1], "Mm" not in repr(at)
+    kind = "Addmm" if bias else "Mm"
+    assert square(at, gs.FeedbackWeights(), bias) == {
+        f"{layer}#0/{kind}Backward[0].{edge}": 1 for layer in (2, 1)
+    }
+
+
+def test_what_enters_and_what_leaves_must_be_of_the_same_examples() -> None:
+    context = Context("a", entering=(torch.ones(2, 3),))
+    with pytest.raises(
+        ValueError, match=r"at the site 'a' what leaves, of shape \[4, 5\], must be"
     ):
-        backward(model)
+        gs.FeedbackWeights().apply(torch.ones(4, 5), context)
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        gs.Parameters("1.weight"),
+        gs.Parameters("1.weight", stage="backward"),
+        gs.Parameters("1.weight", stage="accumulated"),
+        gs.Uses("1.weight"),
+        gs.Nodes("T"),
+        LEAVE("Addmm", edge=2),
+        gs.Captured("1.weight"),
+        gs.Outputs("1") | gs.Parameters("1.weight"),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("wrap", [lambda own: own, Scheduled, Chain])
+def test_direct_feedback_is_refused_where_no_axis_is_of_examples(
+    at: Selector, wrap: type[Chain]
+) -> None:
+    with pytest.raises(ValueError, match="same examples, and .* has others; it can act at Outputs"):
+        square(at, wrap(gs.DirectFeedback()))
+
+
+@pytest.mark.parametrize("at", [gs.Outputs("0"), gs.Inputs("1"), gs.Outputs("0") | gs.Inputs("1")])
+def test_direct_feedback_acts_on_what_flows(at: Selector) -> None:
+    assert set(square(at, gs.DirectFeedback()).values()) == {1}
+
+
+class Twice(nn.Module):
+    """The same layer, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 5)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.inner(self.inner(inputs))
+
+
+@pytest.mark.parametrize(
+    ("transform", "at"),
+    [(gs.FeedbackWeights(), LEAVE("Addmm", edge=1)), (gs.DirectFeedback(), gs.Outputs("inner"))],
+    ids=repr,
+)
+def test_a_layer_that_is_called_twice_has_one_matrix(transform: Transform, at: Selector) -> None:
+    model, inputs = Twice(), torch.ones(1, 5, requires_grad=True)
+    kept = list[Tensor]()
+
+    class Same(Stateless):
+        """What the transform makes of ones."""
+
+        @property
+        def laws(self) -> frozenset[Law]:
+            return frozenset()
+
+        @property
+        def needs(self) -> frozenset[Need]:
+            return transform.needs
+
+        def apply(self, grad: Tensor, context: Context) -> Tensor:
+            flow = SimpleNamespace(error=torch.ones(1, 5), task="")
+            ones = replace(context, flow=flow, entering=(torch.ones(1, 5),))
+            kept.append(transform.update(grad, {}, ones)[0])
+            return grad
+
+    with gs.Surgery(gs.Intervention(Same(), at=at)).attach(model) as live:
+        model(inputs).sum().backward()
+        assert len({entry.site for entry in live.ledger}) == 2
+    assert torch.equal(*kept)
+
+
+def test_the_numbers_of_a_call_are_not_those_of_a_name() -> None:
+    def draw(site: str) -> Tensor:
+        generator = Context(site).generator(torch.device("cpu"), anew=False)
+        return torch.rand(3, generator=generator)
+
+    assert torch.equal(draw("b#2/h#0"), draw("b#2/h#1"))
+    assert not torch.equal(draw("b#2/h#0"), draw("b#3/h#0"))
+    assert not torch.equal(draw("h#1/Mm[0].0"), draw("h#1/Mm[1].0"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("transform", [gs.FeedbackWeights(), gs.DirectFeedback()], ids=repr)
+def test_the_matrix_is_the_same_in_every_dtype(transform: Stateless, dtype: torch.dtype) -> None:
+    one, other = (
+        transform.apply(torch.ones(1, 9, dtype=own), context_with(torch.ones(1, 1, dtype=own)))
+        for own in (torch.float32, dtype)
+    )
+    assert torch.equal(one.to(dtype), other)
 
 
 def test_the_error_is_forgotten_when_its_backward_ends() -> None:
@@ -175,6 +311,26 @@ def test_the_error_is_forgotten_when_its_backward_ends() -> None:
         assert live.clock.error is None
         with pytest.raises(ValueError, match="none had come when there was one at the site"):
             model[1](torch.ones(2, 5, requires_grad=True).double()).sum().backward()
+
+
+def test_the_error_of_a_backward_that_raised_is_forgotten_in_the_next_forward() -> None:
+    model = net()
+    at = gs.Outputs("*", types="Tanh")
+    hidden = list[Tensor]()
+    model[1].register_forward_hook(lambda module, args, output: hidden.append(output))
+
+    def fails(grad: Tensor) -> None:
+        raise RuntimeError("caught")
+
+    with gs.Surgery(gs.Intervention(gs.DirectFeedback(), at=at)).attach(model) as live:
+        handle = model[0].weight.register_hook(fails)
+        with pytest.raises(RuntimeError, match="caught"):
+            backward(model)
+        handle.remove()
+        assert live.clock.error is not None
+        model(batch()[0])
+        with pytest.raises(ValueError, match="none had come when there was one at the site"):
+            hidden[-1].sum().backward()
 
 
 @pytest.mark.parametrize("at", [gs.Parameters(stage="step"), gs.Values("*"), gs.Group()], ids=repr)
