@@ -159,7 +159,7 @@ def test_a_run_whose_examination_is_not_finite_has_no_outcome(tmp_path: Path) ->
     at = gs.Nodes("Relu", side="leave")
     broken = a_run(gs.Scale(1e38), at, AFTER, task=Looked())
     record = execute(broken, tmp_path, [])
-    assert record.summary["test/loss"] < 10
+    assert math.isfinite(float(str(record.summary["test/loss"])))
     assert (record.summary["examined/norm"], record.summary["state"]) == (math.inf, "diverged")
 
 
