@@ -84,7 +84,10 @@ def reproduce(
         ]
         return Study(folder, runs)
 
+    known = {f"{label}-{seed}": {"label": label, "seed": seed} for label, seed in losses}
+    planned = Planned(root, known, 10)
     monkeypatch.setattr(command, "run_study", run_study)
+    monkeypatch.setattr(command, "plan_study", lambda name, words: planned)
 
     def reproduced(*words: str) -> Ended:
         code = command.main(root, words)
@@ -118,11 +121,22 @@ def test_a_band_about_the_mean_is_held_against_the_mean(root: Path, reproduce: R
     assert "0.375 (-1.213 to 1.963)" in ended.out
 
 
+@pytest.mark.parametrize("change", [{"runs": {"label": "clp"}}, {"minus": {"label": "clp"}}])
+def test_a_band_about_a_run_that_will_not_be_there_is_refused_before_any_is_trained(
+    root: Path, reproduce: Reproduce, change: dict[str, object]
+) -> None:
+    expect(root, {**MINI, "bands": [{**MINI["bands"][0], **change}]})
+    ended = reproduce("mini")
+    said = "mini: low_enough: simple_transforms has no run of label: clp\n"
+    assert (ended.code, ended.out, ended.err) == (2, "", said)
+    other = reproduce("mini", "seeds=1")  # then a band can be about none
+    assert (other.code, other.err) == (1, "")
+    assert "does not hold, with seeds=1, which is not what the claim is about" in other.out
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"runs": {"label": "sign"}}, "Found: no run is meant."),
-        ({"runs": {"task.start": [1, 3]}}, "Found: no run is meant."),
         ({"metric": "test/accuracy"}, "Found: no test/accuracy in clip-seed0-0."),
         ({"metric": "test/loss + test/accuracy"}, "Found: no test/loss + test/accuracy in clip"),
     ],
@@ -425,7 +439,7 @@ def test_the_cost_of_the_full_form_is_reckoned_from_measured_steps(
     root: Path, reproduce: Reproduce, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expect(root, {**MINI, "full": ["simple_transforms"]})
-    planned = Planned(root, ["a", "b"], 3_600_000)
+    planned = Planned(root, {"a": {"label": "clip"}}, 3_600_000)
     monkeypatch.setattr(command, "plan_study", lambda name, words: planned)
     said = "mini: 3,600,000 steps; the quick form has not been measured\n"
     assert reproduce("mini", "--cost").out == said

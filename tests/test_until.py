@@ -49,7 +49,7 @@ def test_a_condition_is_a_metric_and_its_bound(said, values, holds) -> None:
     ],
 )
 def test_another_text_is_no_condition(said: str) -> None:
-    with pytest.raises(ValueError, match='must be as "test/accuracy >= 0.95", with >= or <='):
+    with pytest.raises(ValueError, match='must be as "test/accuracy >= 0.95": a test metric, '):
         Until.of(said)
 
 
@@ -124,7 +124,7 @@ def test_the_report_says_who_reached_it_and_when(tmp_path) -> None:
     pairs = [Runs(*pair) for pair in zip(folders["zero"], folders["none"], strict=True)]
     printed = terminal.report(pairs)
     assert "zero: 0 of 2 seeds reached test/loss <= 2.2." in printed
-    assert "control: 2 of 2 seeds reached test/loss <= 2.2, at step 5 5." in printed
+    assert "control: 2 of 2 seeds reached test/loss <= 2.2, at steps 5, 5." in printed
     assert "zero · label=zero: 0 of 2 seeds reached test/loss <= 2.2." in said
-    assert "control · label=none: 2 of 2 seeds reached test/loss <= 2.2, at step 5 5. " in said
+    assert "control · label=none: 2 of 2 seeds reached test/loss <= 2.2, at steps 5, 5. " in said
     assert "Outcomes are of the step at which each run has ended." in said

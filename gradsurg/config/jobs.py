@@ -85,7 +85,8 @@ def beginning(num_jobs: int, states: Counter[RunState], retry_failed: bool) -> s
         f"{count} {TOLD[state]}{f', {failed}' if state == 'failed' else ''}"
         for state, count in states.items()
     ]
-    return f"{num_jobs} jobs, {states.total()} runs: {'; '.join(told)}"
+    jobs = f"{num_jobs} job{'s' if num_jobs > 1 else ''}"
+    return f"{jobs}, {states.total()} runs: {'; '.join(told)}"
 
 
 def ending(jobs: Sequence[Job]) -> tuple[str, bool]:

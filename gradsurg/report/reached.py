@@ -19,7 +19,8 @@ def reached(arms: Sequence[Arm]) -> list[str]:
         if not asked:
             continue
         steps = sorted(summary[STEP] for summary in asked if summary[REACHED])
-        at = f", at step {' '.join(str(step) for step in steps)}" if steps else ""
+        listed = ", ".join(str(step) for step in steps)
+        at = f", at step{'s' if len(steps) > 1 else ''} {listed}" if steps else ""
         said.append(
             f"{arm.name}: {len(steps)} of {len(asked)} seeds reached {asked[0][UNTIL]}{at}."
         )

@@ -16,7 +16,7 @@ from gradsurg.reproduce.expected import (
     read_expected,
 )
 from gradsurg.reproduce.judging import HOLDS as HOLD
-from gradsurg.reproduce.judging import TOLD, judge
+from gradsurg.reproduce.judging import TOLD, is_meant, judge
 from gradsurg.reproduce.record import (
     Record,
     keep,
@@ -76,7 +76,9 @@ def main(root: Path, words: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "reproduce.py", description="Run a published claim again and hold it against its bands."
+        "reproduce.py",
+        description="Run a published claim again and hold it against its bands.",
+        allow_abbrev=False,
     )
     text = "papers, and words for the runner, as hydra/launcher=joblib or out=elsewhere"
     parser.add_argument("words", nargs="*", metavar="paper", help=text)
@@ -94,6 +96,9 @@ def _parser() -> argparse.ArgumentParser:
 def _one(root: Path, paper: str, form: Form, words: Sequence[str], write: bool) -> bool:
     """Run one paper and tell what came of it; whether every band holds."""
     expected = read_expected(root, paper)
+    other = [word for word in words if not word.startswith(PLACES)]
+    if not other:
+        _check_chosen(paper, expected, form, words)
     studies = {key: run_study(name, words) for key, name in expected.studies(form).items()}
     runs = {key: study.runs for key, study in studies.items()}
     judged = judge(expected, runs)
@@ -111,7 +116,8 @@ def _one(root: Path, paper: str, form: Form, words: Sequence[str], write: bool) 
         print("figure: none, no run has what it shows")
     elif figure is not None:
         print(f"figure: {figure}")
-    print(f"{paper}, {form} form: {record['verdict']}{_conditions(expected)}")
+    asked = f", with {' '.join(other)}, which is not what the claim is about" if other else ""
+    print(f"{paper}, {form} form: {record['verdict']}{_conditions(expected)}{asked}")
     for one in judged:
         if not one.holds:
             print(f"{one.band.name} does not hold: {one.band.says} Found: {one.measured}.")
@@ -120,13 +126,28 @@ def _one(root: Path, paper: str, form: Form, words: Sequence[str], write: bool) 
     return all(one.holds for one in judged)
 
 
+def _check_chosen(paper: str, expected: Expected, form: Form, words: Sequence[str]) -> None:
+    """Raise WrongExperiment if a band is about no run that will be there."""
+    names = expected.studies(form)
+    planned = {key: [*plan_study(name, words).runs.values()] for key, name in names.items()}
+    for band in expected.bands:
+        study = band.study or expected.quick[0]
+        for which in (band.runs, band.minus):
+            if not any(is_meant(known, which) for known in planned[study]):
+                asked = ", ".join(f"{key}: {value}" for key, value in which.items())
+                raise WrongExperiment(f"{paper}: {band.name}: {names[study]} has no run of {asked}")
+
+
 def _cost(root: Path, paper: str, expected: Expected, words: Sequence[str]) -> str:
     """The steps of the full form, and the hours that they would take at what the quick one took."""
     record = read_record(root / "experiments" / paper) or {}
     measured = record.get("step_ms", {})
     steps, hours, unknown = 0, 0.0, False
     for key, name in expected.studies("full").items():
-        planned = plan_study(name, words).steps
+        try:
+            planned = plan_study(name, words).steps
+        except WrongExperiment as error:
+            return f"{paper}: {error}"
         steps += planned
         unknown = unknown or not measured.get(key)
         hours += planned * (measured.get(key) or 0) / 3_600_000

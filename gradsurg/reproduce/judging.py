@@ -153,9 +153,14 @@ def _judged(band: Band, runs: Sequence[Found]) -> Judged:
 
 
 def _meant(runs: Sequence[Found], which: Mapping[str, object]) -> list[Found]:
-    return [run for run in runs if _is_meant(run, which)]
+    return [run for run in runs if is_meant(known_of(run.config or {}, run.label, run.seed), which)]
 
 
-def _is_meant(run: Found, which: Mapping[str, object]) -> bool:
-    known = {**flat(run.config or {}), "label": run.label, "seed": run.seed}
+def known_of(config: Mapping[str, Any], label: str, seed: int) -> dict[str, object]:
+    """What a band can choose a run by."""
+    return {**flat(config), "label": label, "seed": seed}
+
+
+def is_meant(known: Mapping[str, object], which: Mapping[str, object]) -> bool:
+    """Whether a run is among those that a band is about."""
     return all(key in known and known[key] == value for key, value in which.items())

@@ -15,6 +15,7 @@ from gradsurg.runs.until import REACHED
 
 FILE = "measured.json"
 BEGIN, END = "<!-- begin: written by scripts/reproduce.py -->", "<!-- end -->"
+STEPS = "steps"
 Record = Mapping[str, Any]  # Any: what JSON can hold
 
 
@@ -108,6 +109,8 @@ def _arms(study: str, runs: Sequence[Found], expected: Expected) -> list[dict[st
             shown = said_mean(told) if told else "-"
             if told and metric == REACHED:
                 shown = f"{sum(told):g} of {len(told)}"
+            elif told and metric == STEPS:  # of runs that were ended there is no mean
+                shown = f"{min(told):g} to {max(told):g}"
             elif told and max(told) == min(told):
                 shown = f"{fmean(told):.4g}"
             rows.append(

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -12,6 +12,8 @@ from gradsurg.config.build import Experiment
 from gradsurg.config.faults import ConfigError
 from gradsurg.report.reading import Found, read_study
 from gradsurg.reproduce.expected import WrongExperiment
+from gradsurg.reproduce.judging import known_of
+from gradsurg.runs.arms import Run
 
 WRONG_INPUT = 2
 
@@ -40,10 +42,12 @@ class Study:
 
 @dataclass(frozen=True)
 class Planned:
-    """What a study asks for: its folder, the names of its runs, the steps of all together."""
+    """What a study asks for: its folder, its runs by the names of their directories, the steps of
+    all together. Of a run it is known what a band can choose it by.
+    """
 
     folder: Path
-    names: list[str]
+    runs: dict[str, Mapping[str, object]]
     steps: int
 
 
@@ -62,18 +66,18 @@ def run_study(name: str, words: Sequence[str]) -> Study:
         raise WrongExperiment(f"{name}: the runner refuses it")
     if code < 0 or code > WRONG_INPUT:
         raise KeyboardInterrupt
-    runs = {run.name: run for run in read_study(planned.folder, planned.names)}
-    return Study(planned.folder, [runs[name] for name in planned.names])
+    runs = {run.name: run for run in read_study(planned.folder, [*planned.runs])}
+    return Study(planned.folder, [runs[name] for name in planned.runs])
 
 
 def plan_study(name: str, words: Sequence[str]) -> Planned:
     """What a study would train, as its config gives it; raises WrongExperiment if that is wrong."""
-    runs: dict[Path, int] = {}
+    runs: dict[Path, Run] = {}
 
     def keep(words: list[str], experiment: Experiment) -> None:
         out = Path(experiment.settings.out)
         for pair in experiment.pairs:
-            runs.update((run.directory(out), run.schedule.steps) for run in pair.runs)
+            runs.update((run.directory(out), run) for run in pair.runs)
 
     try:
         composed, sweeping = compose.sweep([f"experiment={name}", *words], False, [])
@@ -81,4 +85,7 @@ def plan_study(name: str, words: Sequence[str]) -> Planned:
     except ConfigError as error:
         raise WrongExperiment("\n".join(error.faults)) from error
     (folder,) = {path.parent for path in runs}
-    return Planned(folder, [path.name for path in runs], sum(runs.values()))
+    known: dict[str, Mapping[str, object]] = {
+        path.name: known_of(run.identity, run.label, run.seed) for path, run in runs.items()
+    }
+    return Planned(folder, known, sum(run.schedule.steps for run in runs.values()))

@@ -22,16 +22,16 @@ class Until:
     def of(cls, text: str) -> "Until":
         """`test/accuracy >= 0.95` as a condition; a ValueError says what is wrong with it."""
         found = FORM.fullmatch(text)
-        rule = 'must be as "test/accuracy >= 0.95", with >= or <='
+        rule = 'must be as "test/accuracy >= 0.95": a test metric, >= or <=, a finite number'
         if found is None:
-            raise ValueError(f"{rule}, found {text!r}")
+            raise ValueError(rule)
         metric, sign, bound = found.groups()
         try:
             number = float(bound)
         except ValueError:
             number = nan
         if not isfinite(number):
-            raise ValueError(f"{rule} and a finite number, found {bound!r}")
+            raise ValueError(rule)
         return cls(metric, number, sign == "<=")
 
     def __str__(self) -> str:

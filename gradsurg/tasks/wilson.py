@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from gradsurg.fields import validated
 from gradsurg.tasks._generated import Seed
-from gradsurg.tasks.base import Data, Task
+from gradsurg.tasks.base import Chance, Data, Task
 
 OWN = 5  # coordinates that belong to one example alone
 
@@ -38,6 +38,11 @@ class Wilson(Task):
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
         right = (outputs * targets > 0).double().mean().item()
         return {"loss": self.loss(outputs, targets).item(), "accuracy": right}
+
+    def chance(self, targets: Tensor) -> Chance:
+        most = max((targets > 0).double().mean().item(), (targets < 0).double().mean().item())
+        spread = targets.double().var(correction=0).item()
+        return Chance(spread, "accuracy", most, 1.0, "chance for 2 classes is")
 
 
 @lru_cache(maxsize=2)

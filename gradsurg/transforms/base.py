@@ -240,7 +240,8 @@ def error_of(transform: Transform, context: Context) -> Tensor:
     if context.error is None:
         raise ValueError(
             f"{type(transform).__name__} needs the gradient of what the model has returned, and "
-            f"none had come when there was one at the site '{context.site}'."
+            f"none had come when there was one at the site '{context.site}': leave out what the "
+            "model itself returns, as with site.pattern."
         )
     return context.error.detach()
 
