@@ -120,9 +120,18 @@ def _of_many(compared: Sequence[Outcome], headline: str) -> list[str]:
                 f"{_why_hints(compared, few)}: take as hints that {name} is {listed(hints)}."
             )
     unclear = [o for o in compared if o.reading not in (*CLEAR, *(f"{w} (hint)" for w in CLEAR))]
-    if unclear:
-        parts = [f"{o.arm.name} ({_number_of(o)})" for o in unclear]
+    alone = [o for o in unclear if o.difference and o.difference.low is None]
+    several = [o for o in unclear if o not in alone]
+    if several:
+        parts = [f"{o.arm.name} ({_number_of(o)})" for o in several]
         said.append(f"No clear difference in {name} for {listed(parts)}.")
+    if alone:
+        parts = [
+            f"{amount(headline, o.difference.mean)} with {o.arm.name}"
+            for o in alone
+            if o.difference
+        ]
+        said.append(f"One seed each and so no interval: {name} {listed(parts)}.")
     said[0] = f"Beside their control arms, seed for seed: {said[0][0].lower()}{said[0][1:]}"
     said.append("Brackets: mean difference, 95 % paired t interval, number of seeds.")
     return said

@@ -169,6 +169,17 @@ def test_the_answer_names_the_arms_and_the_cautions_what_is_missing(tmp_path: Pa
     assert "Fewer than 6 seeds cannot reach" in text
 
 
+def test_of_arms_with_one_seed_no_verdict_is_told(tmp_path: Path) -> None:
+    control = studies.whole(tmp_path, "none", 0, 0.9)
+    for label, accuracy in (("clip", 0.5), ("sign", 0.95)):
+        studies.whole(tmp_path, label, 0, accuracy, control)
+    arms = group(read_study(tmp_path))
+    said = paragraph(compare(arms), arms)
+    told = "one seed each and so no interval: test accuracy -40.00% with clip and +5.00% with sign."
+    assert said.startswith(f"Beside their control arms, seed for seed: {told}")
+    assert "No clear difference" not in said
+
+
 def test_q_is_of_the_sign_flip_p_of_all_arms_in_one_metric(tmp_path: Path) -> None:
     for seed in range(6):
         control = studies.whole(tmp_path, "none", seed, 0.5)
