@@ -186,7 +186,7 @@ def _kept(record: Record | None) -> tuple[str, str]:
 
 def _measured(expected: Expected, record: Record) -> str:
     """What was measured, in the words of the claim, and how many bands hold."""
-    values = {band["name"]: band.get("over_seeds", band["measured"]) for band in record["bands"]}
+    values = {band["name"]: band["over_seeds"] for band in record["bands"]}
     judged = [band["said"] for band in record["bands"] if band["said"] != TOLD]
     held = f"{judged.count(HOLD)} of {len(judged)} bands hold"
     told = re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], "-"), expected.front)
