@@ -38,8 +38,7 @@ def complaints(
     ]
     said += removed
     said += [note for own in attached for note in own.finish()]
-    # What goes on after its last step has had them all before.
-    if any(entry.calls for entry in ledger) and not ledger.resumed:
+    if any(entry.calls for entry in ledger):
         said += _idle_clocks(attached, clock, began)
     said += _newcomers(attached, model)
     return said

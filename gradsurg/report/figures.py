@@ -88,7 +88,7 @@ def _outcome(report: StudyReport) -> Figure | None:
         panel.set_xlim(*_limits(own))
         for row, outcome in enumerate(own):
             _arrows(panel, outcome, row)
-        _per_cent(panel.xaxis, metric)
+        per_cent(panel.xaxis, metric)
         panel.set_xlabel(f"difference in {title(metric)}")
         panel.tick_params(axis="y", length=0)
     axes[0].set_yticks(range(len(first)), [_named(outcome) for outcome in first])
@@ -159,7 +159,7 @@ def _curves(report: StudyReport) -> Figure | None:
             _line(panel, own[behind], CONTROL, "control")
         _line(panel, curve, TREATED, "treated" if behind else "")
         panel.set_title(f"{_cut(curve.arm.name)}, n = {max(curve.n)}")
-        _per_cent(panel.yaxis, metric)
+        per_cent(panel.yaxis, metric)
     panels[0].set_ylabel(title(metric))
     if panels[0].get_legend_handles_labels()[0]:
         panels[0].legend(fontsize=8)
@@ -279,7 +279,7 @@ def _doses(report: StudyReport) -> Figure | None:
         several = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{(counts or [0])[0]}"
         panel.set_title(f"{_cut(doses.name)}, n = {several}")
         panel.set_xlabel(doses.key.rpartition(".")[2])
-        _per_cent(panel.yaxis, metric)
+        per_cent(panel.yaxis, metric)
     panels[0].set_ylabel(f"difference in {title(metric)}")
     return figure
 
@@ -329,7 +329,8 @@ def _of(shown: int, there: int) -> str:
     return "" if shown == there else f" (the first {shown} of {there} arms; the page has them all)"
 
 
-def _per_cent(axis: Any, metric: str) -> None:  # Any: matplotlib's XAxis or YAxis
+def per_cent(axis: Any, metric: str) -> None:  # Any: matplotlib's XAxis or YAxis
+    """Label an axis in per cent, if the outcome is a share."""
     if is_share(metric):
         axis.set_major_formatter(PercentFormatter(1.0))
 

@@ -53,9 +53,7 @@ def main(root: Path, words: Sequence[str]) -> int:
             return HOLDS
         if asked.table:
             return _table(root, expected, asked.write)
-        form: Form = "full" if asked.full else "quick"
-        if asked.cost:
-            form = "full"
+        form: Form = "full" if asked.full or asked.cost else "quick"
         if lacking := [paper for paper in chosen if form == "full" and not expected[paper].full]:
             raise WrongExperiment(f"{', '.join(lacking)}: there is no full form")
         if asked.cost:
@@ -64,7 +62,11 @@ def main(root: Path, words: Sequence[str]) -> int:
         if asked.write and (other := [word for word in overrides if not word.startswith(PLACES)]):
             rule = "--write keeps what the study itself asks for"
             raise WrongExperiment(f"{rule}: leave out {' '.join(other)}, or --write")
-        whole = [_one(root, paper, form, overrides, asked.write) for paper in chosen]
+        folder = root / "experiments"
+        whole = [
+            _one(folder / paper, own, form, overrides, asked.write)
+            for paper, own in expected.items()
+        ]
     except (WrongExperiment, NotAStudy) as error:
         print(error, file=sys.stderr)
         return WRONG_INPUT
@@ -93,9 +95,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _one(root: Path, paper: str, form: Form, words: Sequence[str], write: bool) -> bool:
-    """Run one paper and tell what came of it; whether every band holds."""
-    expected = read_expected(root, paper)
+def _one(folder: Path, expected: Expected, form: Form, words: Sequence[str], write: bool) -> bool:
+    """Run the paper of a folder and tell what came of it; whether every band holds."""
+    paper = folder.name
     other = [word for word in words if not word.startswith(PLACES)]
     if not other:
         _check_chosen(paper, expected, form, words)
@@ -122,7 +124,7 @@ def _one(root: Path, paper: str, form: Form, words: Sequence[str], write: bool) 
         if not one.holds:
             print(f"{one.band.name} does not hold: {one.band.says} Found: {one.measured}.")
     if write:
-        keep(root / "experiments" / paper, record, figure)
+        keep(folder, record, figure)
     return all(one.holds for one in judged)
 
 
@@ -199,9 +201,7 @@ def _table(root: Path, expected: dict[str, Expected], write: bool) -> int:
     for paper, own in expected.items():
         record = read_record(root / "experiments" / paper)
         verdict, minutes = _kept(record)
-        measured = "-"
-        if record:
-            measured = _measured(own, record)
+        measured = _measured(own, record) if record else "-"
         link = f"[`{paper}`](experiments/{paper}/README.md)"
         rows.append([link, own.claim, own.published, measured, verdict, minutes])
     print(markdown(rows))

@@ -5,15 +5,13 @@ from math import acos, degrees
 from pathlib import Path
 
 import matplotlib as mpl
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 
-from gradsurg.report.figures import STYLE
+from gradsurg.report.figures import STYLE, per_cent
 from gradsurg.report.grouping import Arm, group
 from gradsurg.report.palette import ARMS
 from gradsurg.report.reading import Found
-from gradsurg.report.wording import is_share, title
+from gradsurg.report.wording import title
 from gradsurg.reproduce.expected import Drawing
 from gradsurg.reproduce.judging import outcome
 from gradsurg.reproduce.maps import draw_maps
@@ -52,7 +50,7 @@ def _curves(arms: Sequence[Arm], metric: str) -> Figure | None:
         return None
     panel.set_xlabel("step")
     panel.set_ylabel(title(metric))
-    _per_cent(panel, metric, "y")
+    per_cent(panel.yaxis, metric)
     figure.legend(loc="outside lower center", fontsize=8)
     figure.set_layout_engine("constrained")
     return figure
@@ -75,7 +73,7 @@ def _outcomes(arms: Sequence[Arm], metric: str) -> Figure | None:
     panel.set_yticks(range(len(arms)), [arm.name for arm in arms])
     panel.set_ylim(len(arms) - 0.4, -0.6)
     panel.set_xlabel(f"{title(metric)} of each seed, and the mean")
-    _per_cent(panel, metric, "x")
+    per_cent(panel.xaxis, metric)
     figure.set_layout_engine("constrained")
     return figure
 
@@ -118,9 +116,3 @@ def _angles(run: Found, transform: str) -> dict[str, list[tuple[int, float]]]:
 
 
 DRAWN = {"curves": _curves, "outcomes": _outcomes, "maps": draw_maps, "alignment": _alignment}
-
-
-def _per_cent(panel: Axes, metric: str, which: str) -> None:
-    if is_share(metric):
-        axis = panel.xaxis if which == "x" else panel.yaxis
-        axis.set_major_formatter(PercentFormatter(1.0))

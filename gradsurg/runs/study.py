@@ -239,6 +239,7 @@ def _examined(
     with randomness.kept(run.device):
         randomness.seed((EXAMINATION + run.seed) % 2**63)  # a seed may fill 64 bits
         examination = run.task.examine(model, data)
+    live.tick()  # it was a step of its own
     model.train()
     if examination.kept:
         place.write_examined(examination.kept)
