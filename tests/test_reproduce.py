@@ -76,7 +76,7 @@ def reproduce(
 ) -> Reproduce:
     """The command, with a runner that trains nothing."""
 
-    def run_study(name: str, words: list[str]) -> Study:
+    def run_study(name: str, words: list[str], planned: Planned) -> Study:
         folder = root / "runs" / name
         runs = [
             found(*who, None if loss is None else {"test/loss": loss, **TIMES}, folder)
@@ -332,8 +332,10 @@ def test_a_figure_of_maps_shows_each_measure_of_each_seed_and_the_maps_of_each_a
     pictures = [[len(panel.images) for panel in bottom.axes[4 * row :][:4]] for row in range(4)]
     assert pictures == [[1, 1, 1, 1], [0, 1, 1, 1]] * 2
     drawn = draw(Drawing("maps", "examined"), runs, root / "all")
+    fewer = draw(Drawing("maps", "examined"), runs[:1], root / "one")
     assert drawn is not None
-    assert drawn.read_bytes() != b""
+    assert fewer is not None
+    assert drawn.read_bytes() != fewer.read_bytes()
 
 
 def test_there_is_no_figure_of_maps_without_numbers_or_without_maps(root: Path) -> None:

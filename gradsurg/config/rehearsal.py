@@ -116,7 +116,7 @@ def check_until(
     until = settings and settings.until
     if until is None or task is None or model is None or data is None:
         return
-    with faults.at("until"), torch.random.fork_rng(devices=[]):
+    with faults.at("until"), untouched(model):
         outputs = outputs_of(model, data.test_inputs[:FEW])
         metrics = task.metrics(outputs, data.test_targets[:FEW])
         until.check([f"test/{name}" for name in metrics])

@@ -3,7 +3,7 @@
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gradsurg.report.reading import NotAStudy
@@ -25,7 +25,7 @@ from gradsurg.reproduce.record import (
     record_of,
     write_between,
 )
-from gradsurg.reproduce.running import Study, plan_study, run_study
+from gradsurg.reproduce.running import Planned, Study, plan_study, run_study
 from gradsurg.tables import aligned
 
 PLACES = ("out=", "hydra", "task.root=", "threads=", "device=", "sink=", "report=", "force=")
@@ -99,9 +99,11 @@ def _one(folder: Path, expected: Expected, form: Form, words: Sequence[str], wri
     """Run the paper of a folder and tell what came of it; whether every band holds."""
     paper = folder.name
     other = [word for word in words if not word.startswith(PLACES)]
+    names = expected.studies(form)
+    planned = {key: plan_study(name, words) for key, name in names.items()}
     if not other:
-        _check_chosen(paper, expected, form, words)
-    studies = {key: run_study(name, words) for key, name in expected.studies(form).items()}
+        _check_chosen(paper, expected, planned)
+    studies = {key: run_study(name, words, planned[key]) for key, name in names.items()}
     runs = {key: study.runs for key, study in studies.items()}
     judged = judge(expected, runs)
     minutes = sum(study.minutes for study in studies.values())
@@ -128,16 +130,14 @@ def _one(folder: Path, expected: Expected, form: Form, words: Sequence[str], wri
     return all(one.holds for one in judged)
 
 
-def _check_chosen(paper: str, expected: Expected, form: Form, words: Sequence[str]) -> None:
+def _check_chosen(paper: str, expected: Expected, planned: Mapping[str, Planned]) -> None:
     """Raise WrongExperiment if a band is about no run that will be there."""
-    names = expected.studies(form)
-    planned = {key: [*plan_study(name, words).runs.values()] for key, name in names.items()}
     for band in expected.bands:
         study = band.study or expected.quick[0]
         for which in (band.runs, band.minus):
-            if not any(is_meant(known, which) for known in planned[study]):
+            if not any(is_meant(known, which) for known in planned[study].runs.values()):
                 asked = ", ".join(f"{key}: {value}" for key, value in which.items())
-                raise WrongExperiment(f"{paper}: {band.name}: {names[study]} has no run of {asked}")
+                raise WrongExperiment(f"{paper}: {band.name}: {study} has no run of {asked}")
 
 
 def _cost(root: Path, paper: str, expected: Expected, words: Sequence[str]) -> str:

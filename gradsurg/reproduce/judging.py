@@ -3,8 +3,8 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite, sqrt
-from statistics import fmean, stdev
+from math import isfinite
+from statistics import fmean
 from typing import Any
 
 from gradsurg.report.grouping import flat
@@ -12,7 +12,7 @@ from gradsurg.report.reading import Found
 from gradsurg.reproduce.expected import Band, Expected
 from gradsurg.runs.store import EFFECTS, METRICS, RunDirectory
 from gradsurg.runs.until import REACHED
-from gradsurg.stats import t_reach
+from gradsurg.stats import paired_difference
 
 Studies = Mapping[str, Sequence[Found]]
 
@@ -70,11 +70,9 @@ class Judged:
 
 def said_mean(values: Sequence[float]) -> str:
     """The mean with its 95 % t interval, if there are several values."""
-    mean = fmean(values)
-    if len(values) == 1:
-        return f"{mean:.4g}"
-    reach = t_reach(len(values)) * stdev(values) / sqrt(len(values))
-    return f"{mean:.4g} ({mean - reach:.4g} to {mean + reach:.4g})"
+    found = paired_difference(values, [0.0] * len(values))
+    between = f" ({found.low:.4g} to {found.high:.4g})" if found.low is not None else ""
+    return f"{found.mean:.4g}{between}"
 
 
 def judge(expected: Expected, studies: Studies) -> list[Judged]:

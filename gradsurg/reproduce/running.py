@@ -51,14 +51,13 @@ class Planned:
     steps: int
 
 
-def run_study(name: str, words: Sequence[str]) -> Study:
+def run_study(name: str, words: Sequence[str], planned: Planned) -> Study:
     """Train what of a study has not been trained, in a process of its own.
 
     What lies in the folder besides, as runs with other settings, is none of it. Raises
     WrongExperiment if the config is wrong, KeyboardInterrupt if it was interrupted.
     """
     overrides = [f"experiment={name}", *words]
-    planned = plan_study(name, words)
     code = subprocess.run(
         [sys.executable, "-m", "gradsurg.run", *overrides], check=False
     ).returncode

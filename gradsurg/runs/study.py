@@ -131,13 +131,7 @@ def _train(run: Run, place: RunDirectory, sinks: Sequence[Sink]) -> dict[str, ob
     if landscape is not None:
         place.write_landscape(landscape)
     model = run.make_model(data).to(run.device)
-    batches = Batches(
-        data.train_inputs.to(run.device),
-        data.train_targets.to(run.device),
-        run.schedule.batch_size,
-        run.seed,
-        run.switches.accumulate,
-    )
+    batches = _batches(run, data)
     trainee = _trainee(run, model)
     kept = cast("Checkpoint | None", place.load_checkpoint())
     if kept is not None:
@@ -177,6 +171,16 @@ def _train(run: Run, place: RunDirectory, sinks: Sequence[Sink]) -> dict[str, ob
             notes = [] if run.shadow else changed_nothing(trainee.surgery, live, every)
     _pass_on(caught)
     return log.summary(data, model, examined, notes + _said(said, caught))
+
+
+def _batches(run: Run, data: Data) -> Batches:
+    return Batches(
+        data.train_inputs.to(run.device),
+        data.train_targets.to(run.device),
+        run.schedule.batch_size,
+        run.seed,
+        run.switches.accumulate,
+    )
 
 
 def _trainee(run: Run, model: nn.Module) -> Trainee:
