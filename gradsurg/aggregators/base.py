@@ -170,22 +170,25 @@ class Entrywise(Aggregator):
         return self.apply(rows, context), state
 
 
-def losses_of(aggregator: Aggregator, context: Context, num_tasks: int | None = None) -> Tensor:
-    """The losses of the tasks.
+def losses_of(aggregator: Aggregator, context: Context, num_tasks: int) -> Tensor:
+    """The losses of the tasks in float64, on the CPU as they come.
 
-    Raises ValueError if they are not known, as on a bare matrix, or not one for each task.
+    Raises ValueError if they are not known, as on a bare matrix, not one for each task, or below 0.
     """
+    name = type(aggregator).__name__
     if context.losses is None:
         raise ValueError(
-            f"{type(aggregator).__name__} needs the losses of the tasks: use live.backward(losses),"
+            f"{name} needs the losses of the tasks: use live.backward(losses),"
             " or give a Context(losses=...)"
         )
-    if num_tasks not in (None, len(context.losses)):
+    if num_tasks != len(context.losses):
         raise ValueError(
-            f"{type(aggregator).__name__} needs a loss for each of the {num_tasks} tasks, "
-            f"found {len(context.losses)}"
+            f"{name} needs a loss for each of the {num_tasks} tasks, found {len(context.losses)}"
         )
-    return context.losses
+    losses = context.losses.double()
+    if (losses < 0).any():
+        raise ValueError(f"{name} needs losses >= 0, found {min(losses.tolist()):.6g}")
+    return losses
 
 
 def state_of(aggregator: Aggregator, state: State, key: str, num_tasks: int) -> Tensor:

@@ -55,12 +55,7 @@ class FAMO(LossWeighting):
 
     def weigh(self, num_tasks: int, state: State, context: Context) -> tuple[Tensor, State]:
         logits = state_of(self, state, "logits", num_tasks)
-        losses = losses_of(self, context, num_tasks).double() + EPS
-        if (losses < EPS).any():
-            raise ValueError(
-                f"FAMO takes the logarithm of the losses, which must be >= 0, found "
-                f"{losses.min().item() - EPS:.6g}"
-            )
+        losses = losses_of(self, context, num_tasks) + EPS
         if not losses.isfinite().all():
             return torch.full_like(losses, torch.nan), state
         state = dict(state)

@@ -46,11 +46,7 @@ class UncertaintyWeighting(LossWeighting):
 
     def weigh(self, num_tasks: int, state: State, context: Context) -> tuple[Tensor, State]:
         logs = state_of(self, state, "log_variances", num_tasks)
-        losses = losses_of(self, context, num_tasks).double()
-        if (losses < 0).any():
-            raise ValueError(
-                f"UncertaintyWeighting needs losses >= 0, found {losses.min().item():.6g}"
-            )
+        losses = losses_of(self, context, num_tasks)
         match self.likelihood:
             case "gaussian":
                 weights = 0.5 * (-logs).exp()
