@@ -36,7 +36,7 @@ def test_grad_drop_is_what_the_paper_has(leak: float | tuple[float, ...]) -> Non
     rows, context = some_rows(3, 5000), Context(seed=4, group="a", step=7)
     chance = torch.rand(5000, generator=context.generator()).double()
     shares = torch.tensor(leak, dtype=torch.float64).expand(3)
-    expected = published(rows, chance, shares)
+    expected = published(rows, 1 - chance, shares)
     torch.testing.assert_close(GradDrop(leak=leak).apply(rows, context), expected)
 
 
@@ -48,11 +48,12 @@ def test_grad_drop_keeps_the_positive_sign_as_often_as_it_should() -> None:
 
 
 def test_grad_drop_draws_anew_for_each_seed_group_step_and_block() -> None:
-    rows = torch.tensor([[1.0], [-1.0]]).expand(2, 3 * grad_drop.BLOCK)
+    block = grad_drop.ENTRIES // 2
+    rows = torch.tensor([[1.0], [-1.0]]).expand(2, 3 * block)
     first = GradDrop()(rows)
     for context in (Context(seed=1), Context(group="b"), Context(step=1)):
         assert not torch.equal(GradDrop()(rows, context), first)
-    blocks = first.split(grad_drop.BLOCK)
+    blocks = first.split(block)
     assert not torch.equal(blocks[0], blocks[1])
     assert not torch.equal(blocks[1], blocks[2])
 
