@@ -221,7 +221,9 @@ class Joint:
             check_stateful(attached, len(given))
         parts: list[Sequence[Tensor | None]] = []
         leaves: dict[Tensor, Tensor] = {}
-        with sparing(attached, place.nodes), place.closed():
+        # What asks for a task meets the gradients of the tasks at the edges, all others their one.
+        steady = [own for own in attached if own not in picky]
+        with sparing(steady, place.nodes), place.closed():
             for number, name in enumerate(given, 1):
                 again = place.nested or number < len(given)
                 with flowing(name, self.around.clock, attached, picky):
@@ -241,7 +243,8 @@ class Joint:
         if leaves:
             with paused(at_leaves(attached)):
                 torch.autograd.backward(list(leaves), list(leaves.values()))
-        torch.autograd.backward([place.edges[index] for index in grads], list(grads.values()))
+        with sparing(picky, place.nodes):
+            torch.autograd.backward([place.edges[index] for index in grads], list(grads.values()))
 
 
 def _reaching(rows: Rows, blocks: Sequence[Block]) -> tuple[list[int], list[Tensor]]:

@@ -30,7 +30,8 @@ class SharedParameters(ParamSelector):
     and makes one backward pass through all that is below: its conflicts are those at that
     representation (the upper bound of Sener & Koltun, NeurIPS 2018, eq. MGDA-UB). It finds the
     place by the graph; `features` names the module whose output it is to be instead. Where the
-    tasks part, and below, transforms meet what was made of the tasks, above it each of them.
+    tasks part, and below, transforms meet what was made of the tasks, above it each of them; one
+    with a `ForTask` meets each of them where they part, too.
     """
 
     granularity: Granularity = "whole"

@@ -349,6 +349,28 @@ def test_at_the_cut_and_below_a_transform_meets_what_was_made_of_the_tasks_once(
     assert [entry.all_calls for entry in live.ledger if entry.intervention == "scale"] == [1]
 
 
+PICKED = {"b": gs.ForTask("b"), "ac": ~gs.ForTask("b")}
+
+
+@pytest.mark.parametrize("picked", PICKED)
+def test_at_the_cut_a_transform_for_a_task_meets_the_gradient_of_each(picked: str) -> None:
+    model = one()
+    item = gs.Intervention(gs.Scale(3.0), at=gs.Outputs("trunk"), when=PICKED[picked])
+    found, live = joint_of(model, item, feature(Uneven()))
+    h = model.trunk(inputs())
+    cut = h.detach().requires_grad_()
+    losses = model.above(model, [cut])
+    rows = [
+        torch.autograd.grad(loss, cut)[0].flatten() * (3.0 if task in picked else 1.0)
+        for task, loss in losses.items()
+    ]
+    weight = model.trunk[0].weight
+    (expected,) = torch.autograd.grad(h, weight, Uneven()(torch.stack(rows)).view_as(h))
+    close({"": found["trunk.0.weight"]}, {"": expected})
+    (entry,) = [entry for entry in live.ledger if entry.intervention == "scale"]
+    assert (entry.all_calls, entry.all_fired) == (3, len(picked))
+
+
 def test_where_one_representation_is_made_of_another_transforms_meet_both_once() -> None:
     model = scales()
     at = gs.Nodes("Tanh")
