@@ -22,19 +22,32 @@ def gramian_of(rows: Tensor) -> Tensor:
 
 
 def _product(block: Tensor) -> Tensor:
-    if block.dtype in (torch.float16, torch.bfloat16):
-        block = block.float()
+    block = _wide(block)
     whole = block.shape[1] // SUMMED * SUMMED
     rest = block[:, whole:]
     product = (rest @ rest.T).double()
-    if whole:
-        parts = block[:, :whole].unflatten(1, (-1, SUMMED)).transpose(0, 1)
-        product += torch.bmm(parts, parts.mT).sum(0, dtype=torch.float64)
-    return product
+    if not whole:
+        return product
+    parts = block[:, :whole].unflatten(1, (-1, SUMMED)).transpose(0, 1)
+    return product + torch.bmm(parts, parts.mT).sum(0, dtype=torch.float64)
 
 
 def combined(rows: Tensor, weights: Tensor) -> Tensor:
     """Jᵀ w (P,) in the dtype and on the device of the rows."""
-    dtype = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
-    weights = weights.to(rows.device, dtype)
-    return (weights @ rows.to(dtype)).to(rows.dtype)
+    wide = _wide(rows)
+    weights = weights.to(wide)
+    whole = wide.shape[1] // COLUMNS * COLUMNS
+    if not whole or wide.device.type != "cpu":
+        return (weights @ wide).to(rows.dtype)
+    # A CPU has one thread for a product of a vector, and all of them for a batch of such products.
+    result = wide.new_empty(wide.shape[1])
+    parts = wide[:, :whole].unflatten(1, (-1, COLUMNS)).transpose(0, 1)
+    below = result[:whole].view(-1, 1, COLUMNS)
+    torch.bmm(weights.expand(len(parts), 1, -1), parts, out=below)
+    torch.mv(wide[:, whole:].T, weights, out=result[whole:])
+    return result.to(rows.dtype)
+
+
+def _wide(rows: Tensor) -> Tensor:
+    """Rows of half precision in float32, others as they are."""
+    return rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows

@@ -312,3 +312,18 @@ def test_a_gramian_in_pieces_is_the_gramian(monkeypatch: pytest.MonkeyPatch, wid
         given = matrix.to(dtype)
         exact = given.double() @ given.double().T
         torch.testing.assert_close(_rows.gramian_of(given), exact, rtol=digits, atol=0.0)
+
+
+@pytest.mark.parametrize("width", [0, 7, 300, 315])
+def test_a_combination_in_pieces_is_the_combination(
+    monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setattr(_rows, "COLUMNS", 100)
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(3, width, generator=generator, dtype=torch.float64)
+    weights = torch.tensor([0.5, -2.0, 3.0], dtype=torch.float64)
+    for dtype in (torch.float64, torch.float32, torch.float16):
+        given = matrix.to(dtype)
+        found = _rows.combined(given, weights)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found, (weights @ given.double()).to(dtype))
