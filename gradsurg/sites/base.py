@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurg.fields import nearest
-from gradsurg.transforms.base import Scope
+from gradsurg.transforms.base import Need, Scope
 
 Stage = Literal[
     "use",  # the gradient of one use of a tensor
@@ -168,22 +168,15 @@ class Selector(ABC):
 
     stages: ClassVar[tuple[Stage, ...]]
     group_stages: ClassVar[tuple[Stage, ...]] = ()
-    has_value: ClassVar[bool]
-    has_error: ClassVar[bool] = False  # whether they are of examples, on their way from the error
     known_at_once: ClassVar[bool] = False  # whether its sites are known before the model is called
     uncompiled: ClassVar[str] = ""  # why it cannot act as in eager in a compiled model, if so
 
     stage: Stage | None
 
     @property
-    def has_entering(self) -> bool:
-        """Whether its gradients leave a node, and what has entered that is known."""
-        return False
-
-    @property
-    def has_product(self) -> bool:
-        """Whether they all leave the product of an input and a weight, for the input."""
-        return False
+    def gives(self) -> frozenset[Need]:
+        """What a transform is given at each of its sites besides the gradient, as it `needs` it."""
+        return frozenset()
 
     @property
     def mechanism(self) -> tuple[object, ...]:

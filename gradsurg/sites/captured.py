@@ -16,7 +16,7 @@ from gradsurg.sites._modules import ROOT, Calls, Chosen, ModuleSelector, Range, 
 from gradsurg.sites._nested import tensors_in
 from gradsurg.sites._params import chooses, expected, found, selected
 from gradsurg.sites.base import Gates, Keeps, Place, Stage, nothing_matched
-from gradsurg.transforms.base import Scope
+from gradsurg.transforms.base import Need, Scope
 
 NOT_ASKED = "not asked of autograd.grad"
 UNUSED = "what was differentiated does not depend on it"
@@ -49,7 +49,10 @@ class Captured(ModuleSelector):
     size: Range | None = None
 
     stages: ClassVar[tuple[Stage, ...]] = ("captured",)
-    has_value: ClassVar[bool] = True
+
+    @property
+    def gives(self) -> frozenset[Need]:
+        return frozenset({"value"})
 
     def selects(self, place: Place) -> bool | None:
         if isinstance(place.thing, nn.Module):

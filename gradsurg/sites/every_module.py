@@ -68,7 +68,6 @@ class EveryModule(Selector):
     stage: Stage | None = None
 
     stages: ClassVar[tuple[Stage, ...]] = ("forward", "backward")
-    has_value: ClassVar[bool] = False
     uncompiled: ClassVar[str] = "PyTorch compiles nothing while there are global hooks"
 
     @property

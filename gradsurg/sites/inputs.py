@@ -18,7 +18,7 @@ from gradsurg.sites._modules import ModuleSelector, names_of
 from gradsurg.sites._nested import rebuilt, tensors_in
 from gradsurg.sites.base import Gates, GradFn, Stage
 from gradsurg.sites.outputs import OwnedTensors, alias_of, is_new, value_of
-from gradsurg.transforms.base import Scope
+from gradsurg.transforms.base import Need, Scope
 
 TAIL = ".input"
 NO_GRADIENT = "needs no gradient"
@@ -51,8 +51,10 @@ class Inputs(ModuleSelector):
     path: Literal["branch", "total"] = "branch"
 
     stages: ClassVar[tuple[Stage, ...]] = ("backward",)
-    has_value: ClassVar[bool] = True
-    has_error: ClassVar[bool] = True
+
+    @property
+    def gives(self) -> frozenset[Need]:
+        return frozenset({"value", "error"})
 
     @property
     def mechanism(self) -> tuple[object, ...]:

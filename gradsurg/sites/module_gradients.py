@@ -46,7 +46,6 @@ class ModuleGradients(ModuleSelector):
     kind: Literal["full_backward_pre", "full_backward", "backward"] = "full_backward_pre"
 
     stages: ClassVar[tuple[Stage, ...]] = ("backward",)
-    has_value: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.kind == "backward":

@@ -25,7 +25,7 @@ from gradsurg.sites.base import (
     matches,
     nothing_matched,
 )
-from gradsurg.transforms.base import Scope
+from gradsurg.transforms.base import Need, Scope
 
 COMPILED = "CompiledFunction"
 PRODUCTS = (("Addmm", 1), ("Mm", 0))  # by which edge the gradient of the input leaves
@@ -66,7 +66,6 @@ class Nodes(Selector):
     stage: Stage | None = None
 
     stages: ClassVar[tuple[Stage, ...]] = ("backward",)
-    has_value: ClassVar[bool] = False
     uncompiled: ClassVar[str] = "what is compiled runs as one node"
 
     def __post_init__(self) -> None:
@@ -74,13 +73,11 @@ class Nodes(Selector):
             raise Contradiction("edge", f"needs side=leave, found {self.edge} with side=enter")
 
     @property
-    def has_entering(self) -> bool:
-        return self.side == "leave"
-
-    @property
-    def has_product(self) -> bool:
+    def gives(self) -> frozenset[Need]:
+        if self.side == "enter":
+            return frozenset()
         kind = plain(self.pattern).removesuffix("Backward")
-        return self.side == "leave" and (kind, self.edge) in PRODUCTS
+        return frozenset({"entering", "product"} if (kind, self.edge) in PRODUCTS else {"entering"})
 
     @property
     def mechanism(self) -> tuple[object, ...]:

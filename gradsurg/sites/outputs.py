@@ -15,7 +15,7 @@ from gradsurg.fields import validated
 from gradsurg.sites._modules import Calls, Chosen, ModuleSelector, names_of
 from gradsurg.sites._nested import tensors_in
 from gradsurg.sites.base import Gates, GradFn, Stage, foreign
-from gradsurg.transforms.base import Scope
+from gradsurg.transforms.base import Need, Scope
 
 ORIGINAL = "_gradsurg_original"  # where an alias keeps what it is one of
 
@@ -34,8 +34,10 @@ class Outputs(ModuleSelector):
     """
 
     stages: ClassVar[tuple[Stage, ...]] = ("backward",)
-    has_value: ClassVar[bool] = True
-    has_error: ClassVar[bool] = True
+
+    @property
+    def gives(self) -> frozenset[Need]:
+        return frozenset({"value", "error"})
 
     def hook(
         self,

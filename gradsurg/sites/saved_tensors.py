@@ -58,7 +58,6 @@ class SavedTensors(ModuleSelector):
     of: What = "activations"
 
     stages: ClassVar[tuple[Stage, ...]] = ("saved",)
-    has_value: ClassVar[bool] = False
     uncompiled: ClassVar[str] = "what is compiled chooses by itself what it saves"
 
     def __post_init__(self) -> None:

@@ -66,7 +66,6 @@ class Uses(Selector):
     stage: Stage | None = None
 
     stages: ClassVar[tuple[Stage, ...]] = ("use",)
-    has_value: ClassVar[bool] = False
     uncompiled: ClassVar[str] = "what is compiled is one use"
 
     def selects(self, place: Place) -> bool | None:

@@ -50,7 +50,6 @@ class Values(ModuleSelector):
     backward: Literal["through", "straight"] = "through"
 
     stages: ClassVar[tuple[Stage, ...]] = ("forward",)
-    has_value: ClassVar[bool] = False
 
     @property
     def mechanism(self) -> tuple[object, ...]:
