@@ -1,18 +1,14 @@
 """What a selector is: it finds sites in a model and hooks them."""
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradsurg.fields import nearest
 from gradsurg.transforms.base import Need, Scope
 
 Stage = Literal[
@@ -281,27 +277,6 @@ def _combined(
     return Combined(selectors, by=by, **fields)
 
 
-def matches(name: str, pattern: str) -> bool:
-    """Whether `name` fits a glob (`layer1.*`, `*` crosses dots) or, whole, a regex (`re:...`)."""
-    if pattern == "*":
-        return True
-    if pattern.startswith("re:"):
-        return re.fullmatch(pattern[3:], name) is not None
-    return fnmatchcase(name, pattern)
-
-
-def check_pattern(pattern: str) -> str:
-    """Refuse an empty pattern and a regex that does not compile."""
-    if not pattern:
-        raise ValueError("must not be empty")
-    if pattern.startswith("re:"):
-        try:
-            re.compile(pattern[3:])
-        except re.error as error:
-            raise ValueError(f"is not a regular expression ({error})") from None
-    return pattern
-
-
 def through(gates: Sequence[GradFn], grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Pass the gradients of a node through one gate each."""
     results = [gate(grad) for gate, grad in zip(gates, grads, strict=True)]
@@ -324,18 +299,3 @@ def _hooks(tables: Iterable[object]) -> Iterator[tuple[str, object]]:
         for hook in list(table.values()) if isinstance(table, dict) else []:
             hook = getattr(hook, "func", hook)  # of a partial
             yield getattr(hook, "__module__", None) or type(hook).__module__, hook
-
-
-def nothing_matched(kind: str, pattern: str, names: Iterable[str]) -> LookupError:
-    """The error for a selector that selects nothing: it lists what there was."""
-    choices = list(names)
-    # A glob stands for a prefix, as 'hiden.*': the nearest prefix is what was meant.
-    literal = pattern.removeprefix("re:").strip("*.")
-    parts = [name.split(".") for name in choices]
-    prefixes = {".".join(part[:size]) for part in parts for size in range(1, len(part) + 1)}
-    close = get_close_matches(literal, sorted(prefixes), n=1, cutoff=0.6)
-    listed = nearest(pattern, choices)
-    if close and literal != pattern:
-        listed = listed.split(" Did you mean")[0]
-        listed += f" Did you mean '{pattern.replace(literal, close[0])}'?"
-    return LookupError(f"{kind}: nothing matches '{pattern}'. {listed}")

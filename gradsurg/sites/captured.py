@@ -12,10 +12,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradsurg import engine
 from gradsurg.fields import validated
-from gradsurg.sites._modules import ROOT, Calls, Chosen, ModuleSelector, Range, names_of, params_of
+from gradsurg.sites._calls import Calls
+from gradsurg.sites._modules import ROOT, Chosen, ModuleSelector, Range, names_of, params_of
 from gradsurg.sites._nested import tensors_in
 from gradsurg.sites._params import chooses, expected, found, selected
-from gradsurg.sites.base import Gates, Keeps, Place, Stage, nothing_matched
+from gradsurg.sites._patterns import nothing_matched
+from gradsurg.sites.base import Gates, Keeps, Place, Stage
 from gradsurg.transforms.base import Need, Scope
 
 NOT_ASKED = "not asked of autograd.grad"

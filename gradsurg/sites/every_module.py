@@ -13,29 +13,21 @@ from torch.utils.hooks import RemovableHandle
 from gradsurg import engine
 from gradsurg.fields import validated
 from gradsurg.sites._backward_hooks import (
-    Hook,
     Side,
     entering,
     forbid_legacy,
     leaving,
     note_in_place,
-    tickets,
     without_warning,
 )
-from gradsurg.sites._modules import (
-    COMPILED,
-    ROOT,
-    Calls,
-    Chosen,
-    Pattern,
-    Types,
-    matches_type,
-    names_of,
-)
-from gradsurg.sites.base import Gates, Keeps, Place, Selector, Stage, foreign, matches
-from gradsurg.sites.values import Done, Flow
-from gradsurg.sites.values import entering as entering_values
-from gradsurg.sites.values import leaving as leaving_values
+from gradsurg.sites._calls import Calls
+from gradsurg.sites._flow import Done, Flow
+from gradsurg.sites._flow import entering as entering_values
+from gradsurg.sites._flow import leaving as leaving_values
+from gradsurg.sites._modules import COMPILED, ROOT, Chosen, names_of
+from gradsurg.sites._patterns import Pattern, Types, matches, matches_type
+from gradsurg.sites._tickets import Hook, tickets
+from gradsurg.sites.base import Gates, Keeps, Place, Selector, Stage, foreign
 from gradsurg.transforms.base import Scope
 
 TABLES = (

@@ -10,15 +10,15 @@ from torch.utils.hooks import RemovableHandle
 
 from gradsurg.fields import Contradiction, validated
 from gradsurg.sites._backward_hooks import (
-    Hook,
     entering,
     forbid_legacy,
     leaving,
     note_in_place,
-    tickets,
     without_warning,
 )
-from gradsurg.sites._modules import Calls, ModuleSelector, names_of
+from gradsurg.sites._calls import Calls
+from gradsurg.sites._modules import ModuleSelector, names_of
+from gradsurg.sites._tickets import Hook, tickets
 from gradsurg.sites.base import Gates, Stage
 from gradsurg.transforms.base import Scope
 

@@ -11,20 +11,11 @@ from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
 from gradsurg.fields import Contradiction, nearest, validated
-from gradsurg.sites._modules import Pattern, Types, matches_type, names_of
+from gradsurg.sites._modules import names_of
 from gradsurg.sites._node_names import FAMILIES, fits, plain
+from gradsurg.sites._patterns import Pattern, Types, matches, matches_type, nothing_matched
 from gradsurg.sites._resolver import Graph, Spot, around, resolver
-from gradsurg.sites.base import (
-    Gates,
-    GradFn,
-    Keeps,
-    Place,
-    Selector,
-    SiteGate,
-    Stage,
-    matches,
-    nothing_matched,
-)
+from gradsurg.sites.base import Gates, GradFn, Keeps, Place, Selector, SiteGate, Stage
 from gradsurg.transforms.base import Need, Scope
 
 COMPILED = "CompiledFunction"

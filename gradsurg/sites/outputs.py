@@ -12,7 +12,8 @@ from torch.utils.hooks import RemovableHandle
 
 from gradsurg import engine
 from gradsurg.fields import validated
-from gradsurg.sites._modules import Calls, Chosen, ModuleSelector, names_of
+from gradsurg.sites._calls import Calls
+from gradsurg.sites._modules import Chosen, ModuleSelector, names_of
 from gradsurg.sites._nested import tensors_in
 from gradsurg.sites.base import Gates, GradFn, Stage, foreign
 from gradsurg.transforms.base import Need, Scope

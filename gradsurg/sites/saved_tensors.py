@@ -3,9 +3,8 @@
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import AfterValidator
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
@@ -14,11 +13,12 @@ from gradsurg import engine
 from gradsurg.fields import Contradiction, validated
 from gradsurg.sites._modules import ModuleSelector, names_of
 from gradsurg.sites._node_names import fits, plain
+from gradsurg.sites._patterns import Pattern
 from gradsurg.sites._resolver import Graph, Spot, around, resolver
 from gradsurg.sites._saved_pairs import pair, saved_by
 from gradsurg.sites._saving import COMPILED_SAVES, Saving, Wanted
 from gradsurg.sites._sorts import Sort, Sorts
-from gradsurg.sites.base import Gates, Keeps, Place, Stage, check_pattern
+from gradsurg.sites.base import Gates, Keeps, Place, Stage
 from gradsurg.transforms.base import Scope
 
 BLOCK = "block"  # the pattern, and the site, of all that is saved while the block is open
@@ -54,7 +54,7 @@ class SavedTensors(ModuleSelector):
     chooses by itself what it saves, which a warning tells when the block ends.
     """
 
-    node: Annotated[str, AfterValidator(check_pattern)] | None = None
+    node: Pattern | None = None
     of: What = "activations"
 
     stages: ClassVar[tuple[Stage, ...]] = ("saved",)

@@ -13,18 +13,10 @@ from torch.optim import Optimizer
 
 from gradsurg import engine
 from gradsurg.fields import validated
-from gradsurg.sites._modules import ROOT, Pattern, names_of, params_of
+from gradsurg.sites._modules import ROOT, names_of, params_of
+from gradsurg.sites._patterns import Pattern, matches, nothing_matched
 from gradsurg.sites._resolver import Edge, Graph, around, resolver
-from gradsurg.sites.base import (
-    Gates,
-    Keeps,
-    Place,
-    Selector,
-    SiteGate,
-    Stage,
-    matches,
-    nothing_matched,
-)
+from gradsurg.sites.base import Gates, Keeps, Place, Selector, SiteGate, Stage
 from gradsurg.sites.nodes import leaving
 from gradsurg.transforms.base import Scope
 
