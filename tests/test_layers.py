@@ -39,6 +39,7 @@ FLOORS = (
         "changes",
         "retuning",
         "closing",
+        "roster",
         "live",
     ),
     ("travel", "surgery", "hooking"),
