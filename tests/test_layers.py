@@ -70,6 +70,7 @@ FLOORS = (
         "config.schedules",
         "config.parts",
         "config.culprits",
+        "config.ever",
         "config.probe",
         "config.rehearsal",
         "config.pairs",
