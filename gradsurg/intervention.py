@@ -239,8 +239,8 @@ def averages_differ(intervention: Intervention) -> bool:
     return early and not linear and _of_parameters(intervention.at)
 
 
-def check_pattern(intervention: Intervention, model: nn.Module) -> None:
-    """A pattern that cannot fit a parameter is refused now, not at its first gradient."""
+def check_per(intervention: Intervention, model: nn.Module) -> None:
+    """Refuse now, not at its first gradient, a `per` that cannot fit a parameter."""
     if not _of_parameters(intervention.at):
         return
     params = params_of(model)

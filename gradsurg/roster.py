@@ -10,7 +10,7 @@ from gradsurg.attached import Attached, Patient, check_flags, flags_of
 from gradsurg.fields import nearest
 from gradsurg.intervention import (
     Intervention,
-    check_pattern,
+    check_per,
     check_scaled,
     labels_of,
     scale_matters,
@@ -103,7 +103,7 @@ class Roster:
     def check(self, intervention: Intervention, instead: Attached | None = None) -> None:
         """Refuse what could not act; `instead` is the one whose place it takes."""
         check_scaled(intervention, self.patient.scaler)
-        check_pattern(intervention, self.patient.model)
+        check_per(intervention, self.patient.model)
         intervention.at.find(self.patient.model)
         watched(intervention.when, self.patient.model)
         check_flags([*self.flags(instead), *flags_of(intervention)])

@@ -16,7 +16,7 @@ from gradsurg.sites._calls import Calls
 from gradsurg.sites._modules import Chosen
 from gradsurg.sites._nested import tensors_in
 from gradsurg.sites._tickets import Tickets
-from gradsurg.sites.base import Gates, GradFn
+from gradsurg.sites.base import NO_GRADIENT, Gates, GradFn
 
 Side = Literal["full_backward_pre", "full_backward"]
 
@@ -103,13 +103,13 @@ def gates_of(side: Side, call: "Ended", base: str, gates: Gates) -> list[GradFn]
     found = []
     direct = call.direct(side)
     if not any(_needs_gradient(tensor) for _, tensor in call.tensors(side)):
-        gates.expect(base, skipped="needs no gradient")
+        gates.expect(base, skipped=NO_GRADIENT)
         return [_pass] * len(direct)
     for path, tensor in call.tensors(side):
         if path:
             gates.forget(base)
         if not _needs_gradient(tensor):
-            gates.expect(f"{base}{path}", skipped="needs no gradient")
+            gates.expect(f"{base}{path}", skipped=NO_GRADIENT)
         elif all(tensor is not other for _, other in direct):
             gates.expect(f"{base}{path}", skipped="a full backward hook does not see it")
     for path, value in direct:

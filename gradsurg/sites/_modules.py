@@ -1,7 +1,7 @@
 """Selecting modules by name, type, depth and index."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
@@ -75,13 +75,14 @@ class ModuleSelector(Selector):
         keeps = keeps or self.selects
         named = names_of(model)
         found = [
-            name
-            for module, names in named.items()
-            for name in names
-            if keeps(Place(self.mechanism, name, module)) is not False
+            name for names in possible(named, self.mechanism, keeps).values() for name in names
         ]
         if not found:
-            named_so = [module for module, own in named.items() if self._names(own)]
+            named_so = [
+                module
+                for module, own in named.items()
+                if any(matches(name, self.pattern) for name in own)
+            ]
             types = sorted({type(module).__name__ for module in named_so})
             if named_so and not any(matches_type(module, self.types) for module in named_so):
                 raise nothing_matched(f"{type(self).__name__}: types", self.types, types)
@@ -89,47 +90,23 @@ class ModuleSelector(Selector):
             raise nothing_matched(type(self).__name__, self.said(), choices)
         return found
 
-    def _names(self, names: Sequence[str]) -> list[str]:
-        return [name for name in names if matches(name, self.pattern)]
-
     def hookable(
         self, named: Mapping[nn.Module, Sequence[str]], gates: Gates, tail: str = ""
     ) -> list[nn.Module]:
         """The modules that may be selected, their sites put into the ledger; ids end in `tail`."""
-        found = []
-        for module, names in named.items():
-            kept = [
-                name
-                for name in names
-                if gates.keeps(Place(self.mechanism, name, module)) is not False
-            ]
+        found = possible(named, self.mechanism, gates.keeps)
+        for module, names in found.items():
             others = foreign(*(table for key, table in vars(module).items() if key in TABLES))
-            if kept:
-                # Under its other names it may be called or not: that is seen when it is.
-                first = Place(self.mechanism, kept[0], module, 0)
-                # In a combination others may take the first call of a module.
-                call = self.call if self.call and gates.keeps(first) is False else 0
-                gates.expect(f"{kept[0]}#{call}{tail}", foreign=others)
-                found.append(module)
-        return found
+            # Under its other names it may be called or not: that is seen when it is.
+            first = Place(self.mechanism, names[0], module, 0)
+            # In a combination others may take the first call of a module.
+            call = self.call if self.call and gates.keeps(first) is False else 0
+            gates.expect(f"{names[0]}#{call}{tail}", foreign=others)
+        return list(found)
 
     def chosen(self, gates: Gates, tail: str = "") -> Chosen:
         """A memory of which calls are selected, and of the ids of their sites."""
-        known: dict[nn.Module, dict[tuple[str, int], str | None]] = {}
-
-        def chosen(module: nn.Module, call: tuple[str, int]) -> str | None:
-            own = known.get(module)
-            if own is None:
-                own = known[module] = {}
-            if call not in own:
-                name, number = call
-                kept = gates.keeps(Place(self.mechanism, name, module, number, whole=True))
-                own[call] = f"{name}#{number}{tail}" if kept else None
-                if not kept:
-                    gates.forget(f"{name}#{number}{tail}")
-            return own[call]
-
-        return chosen
+        return remembered(self.mechanism, gates, {}, tail)
 
     def said(self) -> str:
         """What was asked for, for an error."""
@@ -140,6 +117,40 @@ class ModuleSelector(Selector):
         }
         extra = ", ".join(f"{key}={value}" for key, value in asked.items() if value is not None)
         return f"{self.pattern}' with '{extra}" if extra else self.pattern
+
+
+def possible(
+    named: Mapping[nn.Module, Sequence[str]], mechanism: tuple[object, ...], keeps: Keeps
+) -> dict[nn.Module, list[str]]:
+    """The modules that may be selected, each with the names by which it may be."""
+    found = {
+        module: [name for name in names if keeps(Place(mechanism, name, module)) is not False]
+        for module, names in named.items()
+    }
+    return {module: names for module, names in found.items() if names}
+
+
+def remembered(
+    mechanism: tuple[object, ...],
+    gates: Gates,
+    known: MutableMapping[nn.Module, dict[tuple[str, int], str | None]],
+    tail: str = "",
+) -> Chosen:
+    """A memory, in `known`, of which calls are selected, and of the ids of their sites."""
+
+    def chosen(module: nn.Module, call: tuple[str, int]) -> str | None:
+        own = known.get(module)
+        if own is None:
+            own = known[module] = {}
+        if call not in own:
+            name, number = call
+            kept = gates.keeps(Place(mechanism, name, module, number, whole=True))
+            own[call] = f"{name}#{number}{tail}" if kept else None
+            if not kept:
+                gates.forget(f"{name}#{number}{tail}")
+        return own[call]
+
+    return chosen
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:

@@ -34,12 +34,13 @@ SCALED: tuple[Stage, ...] = (
 )
 """The stages at which a gradient is still times the loss scale."""
 
+NO_GRADIENT = "needs no gradient"  # why a site is skipped
+
 GradFn = Callable[[Tensor | None], Tensor | None]
 """What a hook calls: it gets a gradient and gives the new one, or None to leave it."""
 
 GroupFn = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 """All gradients of a group in, the new ones out (None: leave it), in the same order."""
-
 
 Put = Callable[[ExitStack], None]
 """Registers hooks, each with its removal on the stack, as often as it is called."""

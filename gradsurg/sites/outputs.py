@@ -15,7 +15,7 @@ from gradsurg.fields import validated
 from gradsurg.sites._calls import Calls
 from gradsurg.sites._modules import Chosen, ModuleSelector, names_of
 from gradsurg.sites._nested import tensors_in
-from gradsurg.sites.base import Gates, GradFn, Stage, foreign
+from gradsurg.sites.base import NO_GRADIENT, Gates, GradFn, Stage, foreign
 from gradsurg.transforms.base import Need, Scope
 
 ORIGINAL = "_gradsurg_original"  # where an alias keeps what it is one of
@@ -127,7 +127,7 @@ class OwnedTensors(Calls):
             gates.forget(base)
         if not tensor.requires_grad:
             if tensor.is_floating_point():
-                gates.expect(site, skipped="needs no gradient")
+                gates.expect(site, skipped=NO_GRADIENT)
                 self.without_graph(module)
             return False
         if tensor._backward_hooks:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from gradsurg import engine
 from gradsurg.fields import Contradiction, validated
-from gradsurg.sites._modules import ModuleSelector, names_of
+from gradsurg.sites._modules import ModuleSelector, names_of, possible
 from gradsurg.sites._node_names import fits, plain
 from gradsurg.sites._patterns import Pattern
 from gradsurg.sites._resolver import Graph, Spot, around, resolver
@@ -150,9 +150,8 @@ class SavedTensors(ModuleSelector):
         named = names_of(model)
         places = [
             Place(self.mechanism, name, module)
-            for module, names in named.items()
+            for module, names in possible(named, self.mechanism, gates.keeps).items()
             for name in names
-            if gates.keeps(Place(self.mechanism, name, module)) is not False
         ]
         sorts = Sorts(model, stack)
         wanted = _wanted(self.of, sorts)

@@ -16,11 +16,10 @@ from gradsurg.fields import validated
 from gradsurg.sites._modules import ROOT, names_of, params_of
 from gradsurg.sites._patterns import Pattern, matches, nothing_matched
 from gradsurg.sites._resolver import Edge, Graph, around, resolver
-from gradsurg.sites.base import Gates, Keeps, Place, Selector, SiteGate, Stage
+from gradsurg.sites.base import NO_GRADIENT, Gates, Keeps, Place, Selector, SiteGate, Stage
 from gradsurg.sites.nodes import leaving
 from gradsurg.transforms.base import Scope
 
-NO_GRADIENT = "needs no gradient"
 CONSTANT = "a constant to torch.func, which was not given it"
 NO_USE = "no use of it inside the model's call"
 
