@@ -8,8 +8,9 @@ from pydantic import BeforeValidator, Field
 from torch import nn
 
 from gradsurg.fields import validated
+from gradsurg.sites._foreign import foreign
 from gradsurg.sites._patterns import Pattern, Types, matches, matches_type, nothing_matched
-from gradsurg.sites.base import Gates, Keeps, Place, Selector, Stage, foreign
+from gradsurg.sites.base import Gates, Keeps, Place, Selector, Stage
 
 ROOT = "root"  # what the model itself goes by
 COMPILED = "_orig_mod"  # what torch.compile calls a module inside the one that it makes of it

@@ -1,7 +1,7 @@
 """What a selector is: it finds sites in a model and hooks them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
@@ -284,19 +284,3 @@ def through(gates: Sequence[GradFn], grads: Sequence[Tensor | None]) -> tuple[Te
     return tuple(
         grad if result is None else result for result, grad in zip(results, grads, strict=True)
     )
-
-
-def foreign(*tables: object) -> list[str]:
-    """The names of the hooks in PyTorch's hook tables that are not gradsurg's own."""
-    return [
-        f"{module}.{getattr(hook, '__qualname__', type(hook).__qualname__)}"
-        for module, hook in _hooks(tables)
-        if module.partition(".")[0] != "gradsurg"
-    ]
-
-
-def _hooks(tables: Iterable[object]) -> Iterator[tuple[str, object]]:
-    for table in tables:
-        for hook in list(table.values()) if isinstance(table, dict) else []:
-            hook = getattr(hook, "func", hook)  # of a partial
-            yield getattr(hook, "__module__", None) or type(hook).__module__, hook

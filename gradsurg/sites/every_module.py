@@ -24,10 +24,11 @@ from gradsurg.sites._calls import Calls
 from gradsurg.sites._flow import Done, Flow
 from gradsurg.sites._flow import entering as entering_values
 from gradsurg.sites._flow import leaving as leaving_values
+from gradsurg.sites._foreign import foreign
 from gradsurg.sites._modules import COMPILED, ROOT, Chosen, names_of, possible, remembered
 from gradsurg.sites._patterns import Pattern, Types, matches, matches_type
 from gradsurg.sites._tickets import Hook, tickets
-from gradsurg.sites.base import Gates, Keeps, Place, Selector, Stage, foreign
+from gradsurg.sites.base import Gates, Keeps, Place, Selector, Stage
 from gradsurg.transforms.base import Scope
 
 TABLES = (

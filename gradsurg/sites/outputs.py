@@ -13,9 +13,10 @@ from torch.utils.hooks import RemovableHandle
 from gradsurg import engine
 from gradsurg.fields import validated
 from gradsurg.sites._calls import Calls
+from gradsurg.sites._foreign import foreign
 from gradsurg.sites._modules import Chosen, ModuleSelector, names_of
 from gradsurg.sites._nested import tensors_in
-from gradsurg.sites.base import NO_GRADIENT, Gates, GradFn, Stage, foreign
+from gradsurg.sites.base import NO_GRADIENT, Gates, GradFn, Stage
 from gradsurg.transforms.base import Need, Scope
 
 ORIGINAL = "_gradsurg_original"  # where an alias keeps what it is one of
