@@ -73,8 +73,13 @@ class Experiment:
     pairs: tuple[Pair, ...]
     surgery: Surgery
     make_model: Callable[[], nn.Module]
-    example_input: Tensor  # two examples of the task's data
+    data: Data
     sinks: tuple[Guarded, ...]
+
+    @property
+    def example_input(self) -> Tensor:
+        """Two examples of the task's data."""
+        return self.data.train_inputs[:2]
 
     @property
     def finished(self) -> bool:
@@ -146,7 +151,7 @@ def _experiment(plan: Plan, data: Data, sinks: tuple[Guarded, ...]) -> Experimen
         tuple(plan.pair(seed) for seed in seeds),
         plan.surgery(0),
         lambda: model_of(plan.config, data),
-        data.train_inputs[:2],
+        data,
         sinks,
     )
 
