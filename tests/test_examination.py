@@ -188,7 +188,7 @@ def test_the_table_of_effects_tells_what_was_done_in_the_examination_apart(tmp_p
     )
     assert told.endswith("% 1")  # calls: the one backward of the examination
     assert "fired" not in told
-    both = told_at_sites(tmp_path, gs.Steps(), every=5)
+    both = told_at_sites(tmp_path / "always", gs.Steps(), every=5)
     assert both.startswith("Gradients at each site, means over 1 run at one step in 5: ")
     assert f"% {SHORT.steps} Gradients" in both
     assert "in the examination after the training, means over 1 run: " in both
