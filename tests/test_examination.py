@@ -226,7 +226,7 @@ def test_a_trigger_of_the_moment_after_the_last_step_is_right_with_an_examinatio
     words = ["transform=clip", "site=relu_nodes", "steps=7", "when.start=7", "model=convnet"]
     built(*words, "task=saliency")
     (fault,) = refused(*words)
-    assert fault.startswith("when.start: Steps(start=7, stop=None, every=1) never fires in 7 steps")
+    assert fault.startswith("when.start: when=steps when.start=7 never fires in 7 steps")
     assert "examination" not in fault
     words[3] = "when.start=8"
     (fault,) = refused(*words, "task=saliency")

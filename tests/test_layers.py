@@ -67,6 +67,7 @@ FLOORS = (
         "config.schedules",
         "config.parts",
         "config.culprits",
+        "config.typed",
         "config.probe",
         "config.rehearsal",
         "config.pairs",

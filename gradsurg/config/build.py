@@ -36,6 +36,7 @@ from gradsurg.config.rehearsal import (
     check_untrained,
 )
 from gradsurg.config.settings import Settings
+from gradsurg.config.typed import in_typed_words
 from gradsurg.fields import nearest
 from gradsurg.intervention import Intervention
 from gradsurg.ledger import SurgeryWarning
@@ -138,6 +139,7 @@ def build(config: Config) -> Experiment:
             trial = Trial(model, task, data, settings, label, scope, steady)
             asked = config.get("transform") or joint
             check_acting(trial, selector, trigger if asked else None, intervention, joint, faults)
+    faults.lines = in_typed_words(faults.lines, selector, trigger, transforms)
     faults.stop()
     assert experiment  # what is missing has been said, and `stop` has raised
     return experiment
