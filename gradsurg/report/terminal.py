@@ -128,8 +128,11 @@ def _reached(runs: Sequence[Runs]) -> str:
     """Which seeds have reached what they were trained until."""
     arms: list[Arm] = []
     for arm in ("treated", "control"):
-        paths = [path for run in runs if (path := getattr(run, arm))]
-        found = [_found(path, said, arm) for path in paths if (said := _summary(path))]
+        found = []
+        for run in runs:
+            path, beside = getattr(run, arm), run.control if arm == "treated" else None
+            if path and (said := _summary(path)):
+                found.append(replace(_found(path, said, arm), control=beside and beside.name))
         arms += [_arm(found)] if found else []
     return "\n".join(_wrapped(line) for line in reached(arms))
 
