@@ -168,6 +168,7 @@ WRONG = (
         "transform=clip transform.clip.value=null",
         "transform.clip.value: must be a number, found null",
     ),
+    Wrong("model.hidden=big", "model.hidden: must be a list, found 'big'"),
     Wrong("model.hidden=null", "model.hidden: must be a list, found null"),
     Wrong("site=combined site.of=[]", "site.of: must have at least 1 item, found []"),
     Wrong("when=any_of when.of=[]", "when.of: must have at least 1 item, found []"),

@@ -117,6 +117,9 @@ def _execute(
             summary = _train(run, place, sinks)
         place.write_summary(summary)
         state = "diverged" if summary["state"] == "diverged" else "finished"
+    except KeyboardInterrupt:
+        state = "interrupted"
+        raise
     finally:
         numbers = {key: value for key, value in summary.items() if isinstance(value, int | float)}
         for sink in sinks:
