@@ -71,6 +71,7 @@ FLOORS = (
         "config.parts",
         "config.culprits",
         "config.ever",
+        "config.typed",
         "config.probe",
         "config.rehearsal",
         "config.pairs",

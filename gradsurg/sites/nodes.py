@@ -98,6 +98,9 @@ class Nodes(Selector):
         ]
         if not found:
             choices = [name for names in named.values() for name in names]
+            if any(matches(name, self.module) for name in choices):
+                types = sorted({type(module).__name__ for module in named})
+                raise nothing_matched("Nodes: types", str(self.types), types)
             raise nothing_matched("Nodes: module", self.module, choices)
         return found
 
@@ -156,9 +159,13 @@ class Nodes(Selector):
         where = "" if self.module == "*" else f" in '{self.module}'"
         compiled = not names or COMPILED in names
         hint = " What is compiled runs as one node: use Outputs there." if compiled else ""
+        numbers = {"call": self.call, "occurrence": self.occurrence}
+        asked = ", ".join(f"{key}={own}" for key, own in numbers.items() if own is not None)
+        there = [*families, *names]
+        listed = nearest("" if self.pattern in there else self.pattern, there)
         return LookupError(
-            f"Nodes: no node{where} is selected by '{self.pattern}' (call={self.call}, "
-            f"occurrence={self.occurrence}). {nearest(self.pattern, [*families, *names])}{hint}"
+            f"Nodes: no node{where} is selected by '{self.pattern}'{f' ({asked})' if asked else ''}"
+            f". {listed}{hint}"
         )
 
     def _site(self, node: Node, spot: Spot, gates: Gates) -> Callable[[Node], object] | None:
