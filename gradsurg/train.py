@@ -12,9 +12,9 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from gradsurg.tasks.base import Order
-
 LossFn = Callable[[Tensor, Tensor], Tensor]
+Order = Callable[[int, int, torch.Generator], Iterator[Tensor]]
+"""The numbers of the examples of each batch, of an epoch (from 0), a batch size and a generator."""
 Found = TypeVar("Found")
 
 
@@ -23,8 +23,8 @@ class Batches:
     """Batches of tensors held in memory: which examples step n gets depends on (seed, n) alone.
 
     A step takes `accumulate` batches of `size` examples, together those that it would get as one
-    batch. Every epoch is a new permutation, or what `order` makes it; what is left for an
-    incomplete last step is dropped.
+    batch. Every epoch is a new permutation, or what `order` makes it, with `epoch_size` examples;
+    what is left for an incomplete last step is dropped.
     """
 
     inputs: Tensor
@@ -33,6 +33,7 @@ class Batches:
     seed: int
     accumulate: int = 1
     order: Order | None = None
+    epoch_size: int | None = None
 
     def __post_init__(self) -> None:
         count = self._count // self.accumulate
@@ -46,7 +47,7 @@ class Batches:
 
     @property
     def _count(self) -> int:
-        return len(self.inputs) if self.order is None else self.order.num_examples
+        return self.epoch_size or len(self.inputs)
 
     def start(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of `step`, `step` + 1 and so on, without end."""
@@ -63,7 +64,7 @@ class Batches:
         generator = torch.Generator().manual_seed(seed)
         count, device = self.steps_per_epoch * self.accumulate, self.inputs.device
         if self.order is not None:
-            for chosen in islice(self.order.batches(epoch, self.size, generator), count):
+            for chosen in islice(self.order(epoch, self.size, generator), count):
                 yield chosen.to(device)
             return
         order = torch.randperm(len(self.inputs), generator=generator)

@@ -181,7 +181,8 @@ def _batches(run: Run, data: Data) -> Batches:
         run.schedule.batch_size,
         run.seed,
         run.switches.accumulate,
-        data.order,
+        data.order.batches if data.order is not None else None,
+        data.epoch_size,
     )
 
 
