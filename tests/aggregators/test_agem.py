@@ -1,4 +1,4 @@
-"""AGEM beside the formula of the paper on the gradients themselves, and what it does at the edges."""
+"""AGEM beside the formula of the paper, on the gradients themselves, and at the edges."""
 
 import numpy as np
 import pytest
@@ -7,8 +7,12 @@ import torch
 from gradsurg.aggregators.agem import AGEM
 from tests.aggregators.inputs import distance, rows
 
-PAIRS = [rows(2, 2, ratio, seed, lean) for ratio in (1.0, 1e3) for seed in range(20)
-         for lean in (0.0, 1.0)]  # fmt: skip
+PAIRS = [
+    rows(2, 2, ratio, seed, lean)
+    for ratio in (1.0, 1e3)
+    for seed in range(20)
+    for lean in (0.0, 1.0)
+]
 
 
 def slow(matrix: np.ndarray) -> np.ndarray:
