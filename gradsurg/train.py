@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
+Order = Callable[[int, int, torch.Generator], Iterator[Tensor]]
+"""The numbers of the examples of each batch, of an epoch (from 0), a batch size and a generator."""
 Found = TypeVar("Found")
 
 
@@ -21,7 +23,8 @@ class Batches:
     """Batches of tensors held in memory: which examples step n gets depends on (seed, n) alone.
 
     A step takes `accumulate` batches of `size` examples, together those that it would get as one
-    batch. Every epoch is a new permutation; what is left for an incomplete last step is dropped.
+    batch. Every epoch is a new permutation, or what `order` makes it, with `epoch_size` examples;
+    what is left for an incomplete last step is dropped.
     """
 
     inputs: Tensor
@@ -29,30 +32,43 @@ class Batches:
     size: int
     seed: int
     accumulate: int = 1
+    order: Order | None = None
+    epoch_size: int | None = None
 
     def __post_init__(self) -> None:
-        count = len(self.inputs) // self.accumulate
+        count = self._count // self.accumulate
         if not 1 <= self.size <= count:
             raise ValueError(f"batch_size: must be 1 to {count} examples, found {self.size}")
 
     @property
     def steps_per_epoch(self) -> int:
         """Steps that an epoch has."""
-        return len(self.inputs) // (self.size * self.accumulate)
+        return self._count // (self.size * self.accumulate)
+
+    @property
+    def _count(self) -> int:
+        return self.epoch_size or len(self.inputs)
 
     def start(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of `step`, `step` + 1 and so on, without end."""
         epoch, skip = divmod(step, self.steps_per_epoch)
-        whole = self.steps_per_epoch * self.size * self.accumulate
         while True:
-            # A torch seed has 64 bits, one that a user gave may fill them.
-            seed = (self.seed * 1_000_003 + epoch) % 2**63
-            generator = torch.Generator().manual_seed(seed)
-            order = torch.randperm(len(self.inputs), generator=generator)
-            order = order[:whole].to(self.inputs.device)
-            for chosen in order.view(-1, self.size)[skip * self.accumulate :]:
+            for chosen in islice(self._epoch(epoch), skip * self.accumulate, None):
                 yield self.inputs[chosen], self.targets[chosen]
             epoch, skip = epoch + 1, 0
+
+    def _epoch(self, epoch: int) -> Iterator[Tensor]:
+        """The numbers of the examples of each of its batches."""
+        # A torch seed has 64 bits, one that a user gave may fill them.
+        seed = (self.seed * 1_000_003 + epoch) % 2**63
+        generator = torch.Generator().manual_seed(seed)
+        count, device = self.steps_per_epoch * self.accumulate, self.inputs.device
+        if self.order is not None:
+            for chosen in islice(self.order(epoch, self.size, generator), count):
+                yield chosen.to(device)
+            return
+        order = torch.randperm(len(self.inputs), generator=generator)
+        yield from order[: count * self.size].to(device).view(-1, self.size)
 
 
 @dataclass(frozen=True)

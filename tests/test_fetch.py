@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from gradsurg.fields import FieldError
-from gradsurg.tasks import _idx, _moby_dick, fashion_mnist, mnist, mnist_overlay
+from gradsurg.tasks import _idx, _moby_dick, fashion_mnist, mnist, mnist_overlay, permuted_mnist
 from gradsurg.tasks.char_lm import CharLM
 from gradsurg.tasks.fashion_mnist import FashionMNIST
 from gradsurg.tasks.fetch import __main__ as command
@@ -23,6 +23,7 @@ from gradsurg.tasks.fetch.placing import drafting
 from gradsurg.tasks.fetch.sources import DATA_SETS, Images, Text
 from gradsurg.tasks.mnist import MNIST
 from gradsurg.tasks.mnist_overlay import MNISTOverlay
+from gradsurg.tasks.permuted_mnist import PermutedMNIST
 from tests.test_tasks_files import ARRAYS, TRAIN_LABELS, idx, write
 
 ROOT = Path(__file__).parents[1]
@@ -66,6 +67,7 @@ def made_up(tmp_path, monkeypatch, cache) -> Path:
             fake = replace(fake, folder=tmp_path / "share")
         monkeypatch.setitem(DATA_SETS, name, fake)
     monkeypatch.setattr(mnist_overlay, "LAYOUT", mnist.LAYOUT)
+    monkeypatch.setattr(permuted_mnist, "LAYOUT", mnist.LAYOUT)
     monkeypatch.setattr(_moby_dick, "SHA256", hashlib.sha256(TEXT).hexdigest())
     monkeypatch.setitem(DATA_SETS, "text", replace(DATA_SETS["text"], parts=PARTS))
     _idx.read.cache_clear()
@@ -105,6 +107,7 @@ def test_what_is_fetched_is_found_by_the_tasks(tmp_path, made_up, capsys):
         assert kind().content == ""
         assert len(kind(verify=False).content) == 8
     assert len(MNISTOverlay(num_train=5, num_test=5).load().train_inputs) == 5
+    assert len(PermutedMNIST(num_tasks=2, num_train=5, num_test=5).load().test_inputs) == 10
     text = CharLM(text="moby_dick", length=2)
     assert text.load().num_tokens == 1 + len({*TEXT[:-4].decode()})
     assert [path.read_bytes() for path in text.files()] == [TEXT]
@@ -344,6 +347,7 @@ def test_a_missing_data_set_is_one_line_of_the_command_and_nothing_is_trained(he
     for words, key, name in (
         (["task=mnist"], "task.root", "mnist"),
         (["task=mnist_overlay", "model=multi_head"], "task.root", "mnist"),
+        (["task=permuted_mnist", "batch_size=10"], "task.root", "mnist"),
         (["task=fashion_mnist"], "task.root", "fashion-mnist"),
         (["task=char_lm", "task.text=moby_dick", "model=gpt"], "task.text", "text"),
     ):

@@ -29,7 +29,7 @@ from gradsurg.tasks.digits import Digits
 from gradsurg.train import outputs_of
 
 CONF = Path(__file__).parent.parent / "conf"
-FROM_FILES = ("cifar10", "fashion_mnist", "mnist", "mnist_overlay")
+FROM_FILES = ("cifar10", "fashion_mnist", "mnist", "mnist_overlay", "permuted_mnist")
 NAMES = [name for name in catalogue.names("tasks") if name not in FROM_FILES]
 
 

@@ -17,6 +17,7 @@ from gradsurg.tasks.cifar10 import CIFAR10
 from gradsurg.tasks.fashion_mnist import FashionMNIST
 from gradsurg.tasks.mnist import MNIST
 from gradsurg.tasks.mnist_overlay import MNISTOverlay
+from gradsurg.tasks.permuted_mnist import PermutedMNIST
 
 GENERATOR = np.random.default_rng(0)
 TRAIN, TEST = GENERATOR.integers(0, 256, (2, 12, 28, 28), dtype=np.uint8)
@@ -134,6 +135,7 @@ def test_two_of_mnists_digits_lie_over_each_other(tmp_path):
     [
         (MNIST, "MNIST is not in '{}/mnist': 'python -m gradsurg.tasks.fetch mnist' puts it"),
         (MNISTOverlay, "MNIST is not in '{}/mnist': 'python -m gradsurg.tasks.fetch mnist' puts"),
+        (PermutedMNIST, "MNIST is not in '{}/mnist': 'python -m gradsurg.tasks.fetch mnist' puts"),
         (FashionMNIST, "Fashion-MNIST is not in '{}/fashion-mnist': 'python -m gradsurg.tasks.f"),
         (CIFAR10, "is required, the folder with "),
     ],

@@ -22,7 +22,7 @@ from gradsurg.tasks.friedman_multi import FriedmanMulti, circuit
 SEVERAL = [
     name
     for name in catalogue.names("tasks")
-    if issubclass(catalogue.find("tasks", name), MultiTask) and name != "mnist_overlay"
+    if issubclass(catalogue.find("tasks", name), MultiTask) and "mnist" not in name
 ]
 SPLIT = [name for name in SEVERAL if not name.endswith("_toy")]
 

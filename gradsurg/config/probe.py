@@ -137,7 +137,7 @@ class Trial:
     @property
     def _epoch(self) -> int:
         together = self._batch * (self.settings.accumulate if self.settings is not None else 1)
-        return max(1, len(self.data.train_inputs) // together)
+        return max(1, self.data.epoch_size // together)
 
     def _site_fault(self, selector: Selector) -> str:
         try:

@@ -52,7 +52,7 @@ def check_batch(settings: Settings, data: Data | None, faults: Faults) -> None:
     """Refuse more examples in a step than there are."""
     if data is None:
         return
-    count, size, several = len(data.train_inputs), settings.batch_size, settings.accumulate
+    count, size, several = data.epoch_size, settings.batch_size, settings.accumulate
     if size > count:
         faults.lines.append(f"batch_size: must be <= {count} examples, found {size}")
     elif size * several > count:

@@ -186,7 +186,7 @@ def others_of(
         try:
             weights = weights_of(aggregator, gramian, context).numpy()
         except (ArithmeticError, ValueError):
-            continue  # it has no answer, or none for so few tasks, and was not asked to act
+            continue  # it has no answer, or none for so many tasks, and was not asked to act
         length = float(np.sqrt(max(weights @ g @ weights, 0.0)))
         along = float(weights @ products.numpy())
         found[name] = Other(weights.tolist(), _ratio(along, norm * length))

@@ -20,7 +20,7 @@ from gradsurg.runs.counterfactual import Counterfactual
 from gradsurg.runs.idle import changed_nothing
 from gradsurg.runs.made_with import RESUMED, made_otherwise
 from gradsurg.runs.run_log import RunLog
-from gradsurg.runs.store import RunDirectory
+from gradsurg.runs.store import METRICS, RunDirectory
 from gradsurg.sinks.base import Guarded, RunInfo, Sink
 from gradsurg.sinks.base import State as SinkState
 from gradsurg.surgery import Surgery
@@ -170,6 +170,7 @@ def _train(run: Run, place: RunDirectory, sinks: Sequence[Sink]) -> dict[str, ob
                         trainee.checkpoint(step.done, live, told, log.skipped, log.trained_s)
                     )
             examined = {} if log.diverged else _examined(run, place, data, model, live)
+            examined |= _followed(run, place, batches)
             every = run.schedule.effects_every
             notes = [] if run.shadow else changed_nothing(trainee.surgery, live, every)
     _pass_on(caught)
@@ -183,6 +184,8 @@ def _batches(run: Run, data: Data) -> Batches:
         run.schedule.batch_size,
         run.seed,
         run.switches.accumulate,
+        data.order.batches if data.order is not None else None,
+        data.epoch_size,
     )
 
 
@@ -254,6 +257,12 @@ def _examined(
     if examination.kept:
         place.write_examined(examination.kept)
     return {f"examined/{name}": value for name, value in examination.numbers.items()}
+
+
+def _followed(run: Run, place: RunDirectory, batches: Batches) -> dict[str, float]:
+    """What the task makes of all tests of the run, those before an interruption too."""
+    found = run.task.followed(place.read_rows(METRICS), batches.steps_per_epoch)
+    return {f"test/{name}": value for name, value in found.items()}
 
 
 def _made_otherwise(kept: Checkpoint) -> list[str]:

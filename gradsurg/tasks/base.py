@@ -3,14 +3,14 @@
 import hashlib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
 from operator import add
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.nn import functional
 
 from gradsurg.fields import FieldError
@@ -30,6 +30,22 @@ NEEDED = {
 """What is said to a model that cannot do without what the data does not have."""
 
 
+class Order(ABC):
+    """Which training examples a batch has, where it is not any of all of them."""
+
+    @property
+    @abstractmethod
+    def num_examples(self) -> int:
+        """Those of an epoch."""
+
+    @abstractmethod
+    def batches(self, epoch: int, size: int, generator: Generator) -> Iterator[Tensor]:
+        """The numbers of the examples of each batch of an epoch (from 0), by these alone.
+
+        `size` of a batch are the epoch's own, and there may be others besides.
+        """
+
+
 @dataclass(frozen=True, eq=False)
 class Data:
     """What is learnt from and what is tested on, whole, with the first axis the examples.
@@ -39,7 +55,7 @@ class Data:
     it gives (examples, time, num_outputs). With `start` the model is that point, and its outputs
     are it. A model is told of the three by name if they are set. `heads` says how the outputs are
     split among the losses of a MultiTask: a model that asks for it is told, and may give a tuple,
-    the outputs of each head apart.
+    the outputs of each head apart. Without an `order` every epoch is all examples, shuffled.
     """
 
     train_inputs: Tensor
@@ -52,6 +68,12 @@ class Data:
     every_step: bool = False
     start: tuple[float, ...] | None = None
     heads: tuple[int, ...] | None = None
+    order: Order | None = None
+
+    @property
+    def epoch_size(self) -> int:
+        """The examples of an epoch."""
+        return len(self.train_inputs) if self.order is None else self.order.num_examples
 
     def copy(self) -> "Data":
         """The same with tensors of its own, which its user may change."""
@@ -137,6 +159,15 @@ class Task(ABC):
     def chance(self, targets: Tensor) -> Chance | None:
         """What is reached with these targets without learning; None if the task cannot tell."""
         return None
+
+    def followed(
+        self, rows: Sequence[Mapping[str, Any]], epoch: int
+    ) -> dict[str, float]:  # Any: what JSON can hold
+        """What comes of the tests of a run, by name: numbers of more than its end.
+
+        A row has what was logged at its `step`, as `test/accuracy`; an `epoch` is so many steps.
+        """
+        return {}
 
     @property
     def content(self) -> str:

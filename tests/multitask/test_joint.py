@@ -450,6 +450,8 @@ def test_every_aggregator_in_the_catalogue_is_as_by_hand() -> None:
         aggregator: Aggregator = kind((1.0, 2.0, 3.0)) if stem == "fixed_weights" else kind()
         if "deterministic" not in aggregator.properties:
             continue  # they draw for the name of the group, which a bare matrix has not
+        if aggregator.num_tasks not in (None, 3):
+            continue
         model = Net()
         found, _ = joint(model, losses_of(model), at_shared(aggregator), effects_every=0)
         expected = oracle(model, losses_of(model), [(aggregator, TRUNK)])
