@@ -558,6 +558,18 @@ def test_a_head_gives_its_own_outputs_and_is_no_part_of_the_others(trunk):
     assert everything - reached[1] == {"heads.0.weight", "heads.0.bias"}
 
 
+@pytest.mark.parametrize("activation", ["relu", "tanh", "sigmoid"])
+def test_the_features_of_the_heads_have_the_activation_that_is_asked_for(activation):
+    torch.manual_seed(0)
+    model = MultiHead((2,), 4, heads=(2, 2), width=3, hidden=(), activation=activation)
+    inputs = torch.randn(5, 2)
+    weight, bias, *heads = model.parameters()
+    features = getattr(torch, activation)(inputs @ weight.T + bias)
+    assert activation in dict(model.named_children())
+    for found, (head, head_bias) in zip(model(inputs), (heads[:2], heads[2:]), strict=True):
+        torch.testing.assert_close(found, features @ head.T + head_bias)
+
+
 def grad_of(loss, param):
     return torch.autograd.grad(loss, param, retain_graph=True, allow_unused=True)[0]
 
