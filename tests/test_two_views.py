@@ -82,6 +82,12 @@ def test_most_of_the_ten_nearest_others_vote() -> None:
     assert metrics["knn_accuracy"] == pytest.approx(21 / 22)
 
 
+def test_an_image_has_no_vote_for_itself() -> None:
+    outputs = torch.tensor([[1.0, 0.0], [1.0, 0.1], [1.0, 0.2]]).repeat(1, 4)
+    # The two others of the first are of the other kind, the votes for each other one are a tie.
+    assert TwoViews(size=2).metrics(outputs, torch.tensor([0, 1, 1]))["knn_accuracy"] == 0
+
+
 def test_outputs_of_another_size_are_refused() -> None:
     text = r"outputs must have the shape \[3, 256\], found \[3, 10\]"
     with pytest.raises(ValueError, match=text):
