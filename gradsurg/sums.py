@@ -1,6 +1,7 @@
 """The sums over pairs of gradients that effects are made of."""
 
 from itertools import groupby
+from math import isfinite
 
 import numpy as np
 import torch
@@ -69,15 +70,31 @@ def _fill(room: Tensor, before: Tensor, after: Tensor) -> None:
     torch.sub(after, before, out=difference)
     torch.mul(difference, difference, out=squared)
     torch.mul(before, after, out=products)
-    # NaN differs from itself; a NaN that stays is no change.
-    torch.ne(before, before, out=changed)
-    torch.ne(after, after, out=spare).mul_(changed)
-    torch.ne(after, before, out=changed).sub_(spare)
+    torch.ne(after, before, out=changed)
+    # A third of the work is for what is not finite, which a CPU can tell without waiting.
+    if difference.device.type == "cpu" and isfinite(difference.sum().item()):
+        nonfinite.zero_()
+    else:
+        _correct(changed, nonfinite, before, after, difference, spare)
     torch.sign(before, out=spare)  # products of small numbers vanish, with a sign they do not
     torch.lt(spare.mul_(after), 0, out=flipped)
     torch.eq(after, 0, out=zeroed)
     torch.ne(before, 0, out=spare)
     zeroed.mul_(spare)
+
+
+def _correct(
+    changed: Tensor,
+    nonfinite: Tensor,
+    before: Tensor,
+    after: Tensor,
+    difference: Tensor,
+    spare: Tensor,
+) -> None:
+    """Fill `nonfinite`, and take off `changed` each NaN that was one and stays one."""
+    # NaN differs from itself.
+    torch.ne(before, before, out=nonfinite)
+    changed.sub_(torch.ne(after, after, out=spare).mul_(nonfinite))
     # x - x is 0 for every number, NaN for NaN and the infinities.
     torch.sub(difference, difference, out=spare)
     torch.ne(spare, 0, out=nonfinite)

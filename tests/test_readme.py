@@ -123,7 +123,7 @@ def test_the_two_commands_stand_on_lines_of_their_own() -> None:
     lines = [line for line in README.splitlines() if line.startswith("pip install -e ")]
     assert lines == [
         "pip install -e . && python -m gradsurg.run transform=clip",
-        "pip install -e '.[test]' && python -m pytest",
+        "pip install -e '.[test]' && python -m pytest -n 2",
     ]
 
 

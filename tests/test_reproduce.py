@@ -13,7 +13,7 @@ from gradsurg.report.reading import Found
 from gradsurg.reproduce import command
 from gradsurg.reproduce.expected import Drawing, papers, read_expected
 from gradsurg.reproduce.figures import draw
-from gradsurg.reproduce.judging import Judged, judge
+from gradsurg.reproduce.judging import Judged, judge, said_mean
 from gradsurg.reproduce.maps import draw_maps
 from gradsurg.reproduce.running import Planned, Study
 from gradsurg.runs.store import RunDirectory
@@ -118,7 +118,7 @@ def test_a_band_about_the_mean_is_held_against_the_mean(root: Path, reproduce: R
     ended = reproduce("mini")
     assert ended.code == 0
     # half of 0.25, and 12.706 times its standard error, 0.125
-    assert "0.375 (-1.213 to 1.963)" in ended.out
+    assert "0.4 (-1.2 to 2.0)" in ended.out
 
 
 @pytest.mark.parametrize("change", [{"runs": {"label": "clp"}}, {"minus": {"label": "clp"}}])
@@ -190,6 +190,24 @@ def test_the_value_of_the_same_seed_is_taken_off(root: Path) -> None:
     assert judged_with(root, failed, minus={"label": "none"}).measured == "1 of 4 runs: failed"
 
 
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([0.876, 0.889, 0.892], "0.886 (0.865 to 0.907)"),
+        ([-0.021, 0.002, -0.004], "-0.008 (-0.037 to 0.022)"),
+        ([1240.0, 960.0, 1680.0], "1290 (390 to 2190)"),
+        ([0.12, 0.14], "0.130 (0.003 to 0.257)"),
+        ([-0.001, 0.001], "0.000 (-0.013 to 0.013)"),
+        ([0.25, 0.25], "0.25"),
+        ([0.123456], "0.1235"),
+    ],
+)
+def test_a_mean_is_told_with_the_digits_that_its_interval_leaves_it(
+    values: list[float], said: str
+) -> None:
+    assert said_mean(values) == said
+
+
 def test_a_total_is_held_against_the_band(root: Path) -> None:
     runs = [found("clip", seed, {"test/loss": 1}, root) for seed in range(3)]
     judged = judged_with(root, runs, of="total", low=3, high=3, count=3)
@@ -208,7 +226,7 @@ def test_without_bounds_a_number_is_told_and_counts_as_no_band(
     assert ended.code == 0
     (row,) = [line for line in ended.out.splitlines() if line.startswith("told ")]
     assert row.split() == ["told", "-", "0.25", "to", "0.5", "2", "told"]
-    assert "| 0.375 (-1.213 to 1.963); 1 of 1 bands hold |" in reproduce("--table").out
+    assert "| 0.4 (-1.2 to 2.0); 1 of 1 bands hold |" in reproduce("--table").out
 
 
 def test_what_was_asked_otherwise_is_not_kept(root: Path, reproduce: Reproduce) -> None:
@@ -416,7 +434,7 @@ def test_what_was_measured_is_kept_and_told_in_the_tables(root: Path, reproduce:
     assert json.loads((readme.parent / "measured.json").read_text())["verdict"] == "holds"
     assert "mini   holds    3        Clipping helps." in reproduce("--list").out
     expect(root, {**MINI, "front": "a loss of {low_enough}"})
-    told = "a loss of 0.375 (-1.213 to 1.963); 1 of 1 bands hold"
+    told = "a loss of 0.4 (-1.2 to 2.0); 1 of 1 bands hold"
     row = f"Clipping helps. | 0.4 | {told} | holds | 3 |"
     assert row in reproduce("--table", "--write").out
     assert (

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import floor, isfinite, log10
 from statistics import fmean
 from typing import Any
 
@@ -69,10 +69,20 @@ class Judged:
 
 
 def said_mean(values: Sequence[float]) -> str:
-    """The mean with its 95 % t interval, if there are several values."""
+    """The mean with its 95 % t interval, if there are several values: as many digits of both as
+    tell the half of the interval to two, and on which side of 0 its ends are.
+    """
     found = paired_difference(values, [0.0] * len(values))
-    between = f" ({found.low:.4g} to {found.high:.4g})" if found.low is not None else ""
-    return f"{found.mean:.4g}{between}"
+    if found.low is None or found.high is None or found.low == found.high:
+        return f"{found.mean:.4g}"
+    places = 1 - floor(log10((found.high - found.low) / 2))
+    while any(end and not round(end, places) for end in (found.low, found.high)):
+        places += 1
+    mean, low, high = (
+        f"{round(value, places) + 0.0:.{max(0, places)}f}"  # + 0.0: -0.0 reads as 0
+        for value in (found.mean, found.low, found.high)
+    )
+    return f"{mean} ({low} to {high})"
 
 
 def judge(expected: Expected, studies: Studies) -> list[Judged]:

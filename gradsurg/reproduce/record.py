@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from gradsurg.report.grouping import group
@@ -111,8 +110,6 @@ def _arms(study: str, runs: Sequence[Found], expected: Expected) -> list[dict[st
                 shown = f"{sum(told):g} of {len(told)}"
             elif told and metric == STEPS:  # of runs that were ended there is no mean
                 shown = f"{min(told):g} to {max(told):g}"
-            elif told and max(told) == min(told):
-                shown = f"{fmean(told):.4g}"
             rows.append(
                 {"study": study, "arm": arm.name, "seeds": seeds, "metric": quantity, "mean": shown}
             )
