@@ -23,6 +23,8 @@ Own = tuple[ref[Tensor], int, str, str]
 
 
 def leaving(flow: "Flow") -> Callable[..., object]:
+    """The forward hook that changes what a module returns."""
+
     @engine.untraced
     def hook(module: nn.Module, args: tuple[object, ...], output: object) -> object:
         new = rebuilt(output, flow.due(module))
@@ -32,6 +34,8 @@ def leaving(flow: "Flow") -> Callable[..., object]:
 
 
 def entering(flow: "Flow") -> Callable[..., object]:
+    """The forward pre-hook that changes what a module takes."""
+
     @engine.untraced
     def hook(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
         change = flow.due(module)

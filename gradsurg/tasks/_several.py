@@ -30,9 +30,9 @@ class MultiClassification(MultiTask):
         }
 
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        losses = numbers(self.losses(outputs, targets).values())
+        losses = floats(self.losses(outputs, targets).values())
         parts, columns = parts_of(outputs, self.sizes, len(targets)), targets.unbind(dim=1)
-        right = numbers(
+        right = floats(
             (part.argmax(dim=1) == column).double().mean()
             for part, column in zip(parts, columns, strict=True)
         )
@@ -64,7 +64,7 @@ class MultiRegression(MultiTask):
         }
 
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        losses = numbers(self.losses(outputs, targets).values())
+        losses = floats(self.losses(outputs, targets).values())
         variances = targets.var(dim=0, correction=0).tolist()
         explained = [
             1 - loss / (factor * variance)
@@ -92,7 +92,7 @@ def parts_of(outputs: Outputs, sizes: Sequence[int], count: int) -> Sequence[Ten
     return outputs
 
 
-def numbers(values: Iterable[Tensor]) -> list[float]:
+def floats(values: Iterable[Tensor]) -> list[float]:
     """The numbers that several tensors hold; waits for the device once."""
     return torch.stack(list(values)).tolist()
 
