@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from gradsurg.fields import validated
 from gradsurg.tasks._generated import Seed, drawn
-from gradsurg.tasks._several import Outputs, of_each, parts_of
+from gradsurg.tasks._several import Outputs, numbers, of_each, parts_of
 from gradsurg.tasks.base import Data, MultiTask
 
 LABELS = ("source", "domain")
@@ -57,17 +57,17 @@ class TwoMoonsShift(MultiTask):
         }
 
     def metrics(self, outputs: Outputs, targets: Tensor) -> dict[str, float]:
-        losses = [loss.item() for loss in self.losses(outputs, targets).values()]
+        losses = numbers(self.losses(outputs, targets).values())
         labels, domains = parts_of(outputs, SIZES, len(targets))
         source = targets[:, 2] == 0
         right = labels.argmax(dim=1) == targets[:, 0]
         of_domain = domains.argmax(dim=1) == targets[:, 1]
-        accuracies = [_share(right[source]), _share(of_domain)]
+        asked, *shares = numbers(map(_share, (right[~source], right[source], of_domain)))
         return {
             "loss": sum(losses),
-            "accuracy": _share(right[~source]),
+            "accuracy": asked,
             **of_each("loss", LABELS, losses),
-            **of_each("accuracy", LABELS, accuracies),
+            **of_each("accuracy", LABELS, shares),
         }
 
     def draw(self, generator: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -93,9 +93,9 @@ class TwoMoonsShift(MultiTask):
         return SCALE * (points - MIDDLE), np.repeat([0, 1], [len(upper), len(lower)])
 
 
-def _share(right: Tensor) -> float:
+def _share(right: Tensor) -> Tensor:
     """How many of them are right; 0 of none."""
-    return right.double().mean().item() if len(right) else 0.0
+    return right.double().sum() / max(len(right), 1)
 
 
 @lru_cache(maxsize=8)
