@@ -16,9 +16,9 @@ from gradsurg.group_gate import GroupGate
 from gradsurg.intervention import Intervention, averages_differ, sum_matters
 from gradsurg.ledger import Entry, Ledger, SurgeryWarning
 from gradsurg.operation import Operation
+from gradsurg.roll_call import RollCall
 from gradsurg.sites._averaged import when_averaged
-from gradsurg.sites._later import after_backward, may_come
-from gradsurg.sites.base import GroupFn, Keeps, Place, Put, SiteGate
+from gradsurg.sites.base import GroupFn, Place, Put, SiteGate
 from gradsurg.transforms.base import State
 from gradsurg.triggers.base import Sourced
 from gradsurg.triggers.flag import Flag
@@ -43,20 +43,18 @@ class Attached:
         self.ledger = ledger
         self.label = operation.label
         self.labels = tuple(label for label, _ in operation.links)
-        self._keeps: Keeps = intervention.at.keeper()
         self.stack = ExitStack()
         self.eyes = ExitStack()  # the hooks by which its trigger sees a forward
         self._hooks: list[tuple[Put, ExitStack]] = []  # those that are off while it rests
         self._rests = False
         self.notes: list[str] = []
         self._checks: list[Callable[[], str]] = []
-        self._uncounted = False  # whether the number of its sites is waited for
         self._sum_matters = sum_matters(intervention)
         self._tasks = False  # whether those of a step are of several tasks
         self._made: dict[str, Gate] = {}
-        self._known: dict[
-            int, ref[nn.Module | Tensor]
-        ] = {}  # what the model had when it was hooked
+        self._roll_call = RollCall(intervention.at, operation, self._made)
+        # What the model had when it was hooked.
+        self._known: dict[int, ref[nn.Module | Tensor]] = {}
 
     @property
     def needs_value(self) -> bool:
@@ -105,17 +103,10 @@ class Attached:
         scope = item.operator.scope
         things = (*patient.model.modules(), *patient.model.parameters())
         self._known = {id(thing): ref(thing) for thing in things}
-        tried = _Tried(self._keeps)
-        self._keeps = tried.keeps
         item.at.hook(patient.model, patient.optimizer, item.stage, scope, self, stack)
         if averages_differ(item):
             when_averaged(patient.model, stack, self._averaged)
-        if item.at.expected is not None and all(kind.known_at_once for kind in item.at.kinds):
-            self._count()
-        elif item.at.expected is not None or not tried.kept:
-            self._first_forward(patient.model, tried)
-        else:
-            self._keeps = tried.ask
+        self._roll_call.begin(patient.model, stack)
 
     def knew(self, thing: object) -> bool:
         """Whether the model had this module or parameter when it was hooked."""
@@ -145,7 +136,7 @@ class Attached:
     def close(self) -> None:
         """Hooks on graphs that are already built outlive their handles; from now on they pass."""
         self.operation.retire()
-        self._made = {}
+        self._made.clear()
         self._known = {}
         self._checks = []
         self._hooks = []
@@ -166,7 +157,7 @@ class Attached:
             del states[key]
 
     def keeps(self, place: Place) -> bool | None:
-        return self._keeps(place)
+        return self._roll_call.keeps(place)
 
     def expect(
         self,
@@ -212,14 +203,9 @@ class Attached:
 
     def finish(self) -> list[str]:
         """All that is to be said of it when it ends."""
-        for check in self._checks:
+        for check in (*self._checks, self._roll_call.complaint):
             if text := check():
                 self.note(text)
-        if self._uncounted:
-            self.note(
-                f"{self.intervention.at.expected} sites were expected, and no backward has come "
-                "that would show them all"
-            )
         return self.notes
 
     def gate(self, site: str, value: Callable[[], Tensor | None] | None = None) -> SiteGate:
@@ -279,66 +265,6 @@ class Attached:
 
     def _entry(self, site: str) -> Entry:
         return self.ledger.enter(self.label, site)
-
-    def _first_forward(self, model: nn.Module, tried: "_Tried") -> None:
-        """Have the first forward that makes a graph tell whether there is what was asked for."""
-        at = self.intervention.at
-        # What is met outside the model too may come after it.
-        inside = all(kind.later(model) is None for kind in at.kinds)
-        counted = False
-
-        @engine.untraced
-        def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
-            nonlocal counted
-            if counted or not torch.is_grad_enabled() or engine.in_backward():
-                return
-            counted = True
-            handle.remove()
-            self._keeps = tried.ask
-            if at.expected is not None and may_come(output, at):
-                self._uncounted = True
-                after_backward(output, self._count)
-            elif at.expected is not None:
-                self._count()
-            elif inside and tried.left and not tried.kept:
-                raise LookupError(
-                    f"{self.label}: nothing that the first forward has met is selected by {at!r}. "
-                    f"It has met: {', '.join(tried.left)}"
-                )
-
-        handle = model.register_forward_hook(hook)
-        self.stack.callback(handle.remove)
-
-    def _count(self) -> None:
-        if not self.operation.on:
-            return
-        self._uncounted = False
-        sites = list(self._made)
-        expected = self.intervention.at.expected
-        if len(sites) != expected:
-            raise LookupError(
-                f"{self.label}: {expected} sites were expected, found {len(sites)}: "
-                f"{', '.join(sites) or 'none'}"
-            )
-
-
-class _Tried:
-    """What was asked of a selector up to the end of the first forward."""
-
-    def __init__(self, ask: Keeps) -> None:
-        self.ask = ask
-        self.kept = False
-        self.left: dict[str, None] = {}  # those that it does not select
-
-    def keeps(self, place: Place) -> bool | None:
-        said = self.ask(place)
-        if said:
-            self.kept = True
-        elif place.whole:
-            call = "" if place.call is None else f"#{place.call}"
-            node = f"/{place.node}[{place.occurrence}]" if place.node else ""
-            self.left[f"{place.name}{call}{node}"] = None
-        return said
 
 
 def flags_of(intervention: Intervention) -> list[Flag]:

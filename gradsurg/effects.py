@@ -141,10 +141,11 @@ class Effects:
         self._pending, self._kept = [], 0
         self._samples.close()
 
-    def fetch(self) -> list[dict[str, object]]:
+    def fetch(self, counted: bool = False) -> list[dict[str, object]]:
         """The rows since the last fetch: means over the sampled gradients, one row a slot.
 
         A site whose trigger did not fire has None for them: its gradients are counted all the same.
+        With `counted` so has one whose gradients were not sampled, which else waits.
         """
         self.flush()
         self._collect()
@@ -153,7 +154,8 @@ class Effects:
         for slot in self._slots:
             fired, calls = slot.entry.all_fired, slot.entry.all_calls
             counts = fired - slot.fetched_fired, calls - slot.fetched_calls
-            if slot.fresh[-1] or (self.every and calls > slot.fetched_calls and not counts[0]):
+            unfired = self.every and not counts[0]
+            if slot.fresh[-1] or (counts[1] and (counted or unfired)):
                 rows.append(_row(slot, slot.fresh, *counts))
                 slot.totals = _added(slot.totals, slot.fresh)
                 slot.fresh = [0.0] * len(slot.fresh)

@@ -32,6 +32,7 @@ RULES = {
     "too_long": "must have at most {max_length} items",
     "tuple_type": "must be a list",
     "list_type": "must be a list",
+    "sequence_str": "must be a list",
     "literal_error": "must be one of {expected}",
     "is_instance_of": "must be a {class}",
     "string_pattern_mismatch": "must match {pattern}",

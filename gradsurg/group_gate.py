@@ -6,7 +6,8 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from gradsurg.gate import Gate, Link
+from gradsurg.gate import Gate
+from gradsurg.link import Link
 from gradsurg.operation import ERRORS, Operation
 from gradsurg.rules import alike
 from gradsurg.transforms.base import GroupTransform, State

@@ -21,8 +21,10 @@ from gradsurg.triggers.always import Always
 from gradsurg.triggers.base import Clock
 
 NOT_HERE: dict[Need, str] = {
-    "entering": "the gradient that enters the node which its own leaves",
-    "error": "the gradient of what a model returns",
+    "entering": "the gradient that enters the node which its own leaves; a hook is not told of it",
+    "error": "the gradient of what a model returns; a hook is not told of it",
+    "product": "what leaves a product for its input; a hook does not know what it is of",
+    "value": "the value whose gradient it gets; a node has none",
 }
 _HOOKS = count()  # tells hooked places apart: two of them draw different noise
 
@@ -70,13 +72,12 @@ def hook(place: Tensor | Node, transform: Transform | GradCallable) -> Hooked:
     if not isinstance(place, Tensor | Node):
         raise TypeError(f"place: must be a tensor or a node of the graph, found {place!r}")
     made = as_transform(transform)
-    for need in sorted(made.needs & NOT_HERE.keys()) if isinstance(made, Transform) else ():
-        raise ValueError(f"{made!r} needs {NOT_HERE[need]}; a hook is not told of it")
+    gives: set[Need] = {"value"} if isinstance(place, Tensor) else set()
+    if isinstance(made, Transform) and (lacks := sorted(made.needs - gives)):
+        raise ValueError(f"{made!r} needs {NOT_HERE[lacks[0]]}")
     intervention = Intervention(made)
     if intervention.operator.scope == "group":
         raise ValueError(f"{transform!r} needs all gradients of a group at once; a hook has one")
-    if "value" in intervention.operator.needs and not isinstance(place, Tensor):
-        raise ValueError(f"{transform!r} needs the value whose gradient it gets; a node has none")
     links = list(zip(labels_of(intervention), intervention.links, strict=True))
     operation = Operation(links, Always(), Effects(every=0), {}, Clock())
     ledger = Ledger()

@@ -128,12 +128,11 @@ class Intervention:
         except ValueError as error:
             raise ValueError(f"{type(guilty(self)).__name__}: {error}") from None
         for link in self.links:
-            for need in sorted(link.needs):
-                if lack := _lack(self.at, need):
-                    raise ValueError(f"{type(link).__name__}: needs {lack}")
+            if lacks := sorted(link.needs - self.at.gives):
+                raise ValueError(f"{type(link).__name__}: needs {_lack(self.at, lacks[0])}")
         for part in self.when.parts:
             source = part.source if isinstance(part, Sourced) else ""
-            if source == "value" and not self.at.has_value:
+            if source == "value" and source not in self.at.gives:
                 raise ValueError(
                     f"{part!r}: source 'value' is the tensor whose gradient passes, and "
                     f"{type(self.at).__name__} has none; it can look at 'grad' or the 'batch'"
@@ -146,30 +145,28 @@ class Intervention:
 
 
 def _lack(at: Selector, need: Need) -> str:
-    """What a transform needs and does not have at the sites of a selector; empty if it has it."""
+    """What a transform needs and the sites of a selector do not give it, and where it is given."""
     match need:
-        case "value" if not at.has_value:
+        case "value":
             return (
                 f"the value whose gradient it gets, and {type(at).__name__} has none; it can act "
                 "at Parameters, Outputs or Inputs"
             )
-        case "entering" if not at.has_entering:
+        case "entering":
             return (
                 f"the gradient that enters the node which its own leaves, and {at!r} has none; it "
                 "can act at Nodes with side='leave'"
             )
-        case "product" if not at.has_product:
+        case "product":
             return (
                 f"what leaves a product for its input, and {at!r} has other gradients too; it can "
                 "act at Nodes with pattern='Addmm' and edge=1, or pattern='Mm' and edge=0"
             )
-        case "error" if not at.has_error:
+        case "error":
             return (
                 "the gradient of what the model has returned, which stands beside those of the "
                 f"same examples, and {at!r} has others; it can act at Outputs or Inputs"
             )
-        case _:
-            return ""
 
 
 def guilty(intervention: Intervention) -> Transform:
@@ -242,8 +239,8 @@ def averages_differ(intervention: Intervention) -> bool:
     return early and not linear and _of_parameters(intervention.at)
 
 
-def check_pattern(intervention: Intervention, model: nn.Module) -> None:
-    """A pattern that cannot fit a parameter is refused now, not at its first gradient."""
+def check_per(intervention: Intervention, model: nn.Module) -> None:
+    """Refuse now, not at its first gradient, a `per` that cannot fit a parameter."""
     if not _of_parameters(intervention.at):
         return
     params = params_of(model)

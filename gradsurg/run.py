@@ -70,7 +70,7 @@ def job(config: DictConfig) -> None:
         return  # told while the config was checked
     sweeping = HydraConfig.get().mode is RunMode.MULTIRUN
     runs, skipped, wanted, failed = [], 0, 0, 0
-    if sweeping:
+    if sweeping and not experiment.finished:
         print(f"job {1 + HydraConfig.get().job.num}: {_words()}", file=sys.stderr, flush=True)
     for pair in experiment.pairs:
         records = [_run(experiment, run, sweeping) for run in pair.runs]
@@ -104,7 +104,8 @@ def _conclude(found: Asked) -> bool:
     from gradsurg.report.study_report import study_report
 
     table, whole = ending(found.jobs)
-    print(table)
+    if found.news:
+        print(table)
     for study, sinks in found.studies.items():
         read = study_report(study)
         print(f"\nstudy {study.name}:")
@@ -166,8 +167,6 @@ def _run(experiment: Experiment, run: Run, sweeping: bool) -> Record | None:
         return None
     if record.happened == "kept failed":
         print(f"{who}: had failed and is kept so; {record.reason}", file=sys.stderr)
-    elif record.happened == "skipped" and (not sweeping or run.arm == "control"):
-        pass  # told in one number, and a control is mostly that of the job before
     elif record.happened in TOLD:
         print(f"{who}: {TOLD[record.happened]}", file=sys.stderr)
     if record.note:
@@ -178,7 +177,6 @@ def _run(experiment: Experiment, run: Run, sweeping: bool) -> Record | None:
 TOLD = {
     "resumed": "was interrupted, went on from its checkpoint",
     "retried": "had failed, was tried again",
-    "skipped": "finished before, skipped",
 }
 
 

@@ -108,10 +108,7 @@ class Surgery:
             stack.callback(self._detach, live)
             live._blind = blind(model, whole=given is not model)
             for intervention in self._interventions:
-                if intervention.aggregator is None:
-                    live._hook(live._admit(intervention))
-                else:
-                    live._join(intervention)
+                live._roster.take(intervention)
             self._live = live
             self.was_attached = True
             if in_state_dict:

@@ -63,7 +63,7 @@ def applied(transform: Transform, grad: Tensor = GRAD) -> list[float]:
                 "site: Chain(Clip(value=0.01)): stage 'backward' sees ",
             ],
         ),
-        (["compile=true", "site=nodes"], ["site: Nodes cannot act in a compiled model: "]),
+        (["compile=true", "site=nodes"], ["site: site=nodes cannot act in a compiled model: "]),
         (["accumulate=40"], ["accumulate: a step's batches must have <= 1347 examples together, "]),
         (["batch_size=2000", "accumulate=2"], ["batch_size: must be <= 1347 examples, "]),
         (["eval_every=7"], ["eval_every: must be a multiple of log_every=50, "]),

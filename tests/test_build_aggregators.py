@@ -46,13 +46,16 @@ SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
         (["aggregator=krum"], ["aggregator: Krum(num_byzantine=0, num_selected=1) needs 3 tasks"]),
         (
             ["when.start=100"],
-            ["when.start: Steps(start=100, stop=None, every=1) never fires in 10 steps"],
+            ["when.start: when=steps when.start=100 never fires in 10 steps"],
         ),
-        (["when=value"], ["when: pcgrad: Value("]),
-        (["when=for_task", "when.task=nope"], ["when: pcgrad: ForTask(task='nope') looks at one"]),
+        (["when=value"], ["when: pcgrad: when=value "]),
+        (
+            ["when=for_task", "when.task=nope"],
+            ["when: pcgrad: when=for_task when.task=nope looks at one"],
+        ),
         (
             ["when=flag", "when.flag=late"],
-            ["when.flag: Flag(flag='late', on=False) never fires in 10"],
+            ["when.flag: when=flag when.flag=late never fires in 10"],
         ),
         (["task=digits", "model=mlp"], ["aggregator: pcgrad makes one gradient of those of sev"]),
         (["aggregator.order=nope"], ["aggregator.order: must be one of"]),

@@ -179,7 +179,7 @@ def test_a_config_is_printed_of_values_that_are_wrong(here: Here) -> None:
 def test_what_could_never_act_ends_with_code_2_and_trains_nothing(here: Here, folder: Path) -> None:
     ended = here("transform=clip", "when.start=20", *SHORT)
     assert ended.code == 2
-    assert ended.err.startswith("when.start: Steps(start=20, ")
+    assert ended.err.startswith("when.start: when=steps when.start=20 never ")
     assert ended.err.count("\n") == 1
     assert not (folder / "runs").exists()
 

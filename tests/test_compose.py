@@ -168,6 +168,7 @@ WRONG = (
         "transform=clip transform.clip.value=null",
         "transform.clip.value: must be a number, found null",
     ),
+    Wrong("model.hidden=big", "model.hidden: must be a list, found 'big'"),
     Wrong("model.hidden=null", "model.hidden: must be a list, found null"),
     Wrong("site=combined site.of=[]", "site.of: must have at least 1 item, found []"),
     Wrong("when=any_of when.of=[]", "when.of: must have at least 1 item, found []"),
@@ -189,54 +190,76 @@ WRONG = (
     Wrong("out=file.txt/runs", "out: must be a folder, and ", "'file.txt/runs'"),
     Wrong("steps='${nope}'", "steps: Interpolation key 'nope' not found"),
     # places
-    Wrong("site.pattern=hiden.*", "site.pattern: Parameters: nothing matches", "'hidden.*'?"),
     Wrong(
-        "transform=clip site=outputs site.pattern=hiden.*", "site.pattern: Outputs: ", "'hidden.*'?"
+        "site.pattern=hiden.*", "site.pattern: nothing matches 'hiden.*'. There are", "'hidden.*'?"
     ),
-    Wrong("site=nodes site.module=hiden", "site.module: Nodes: ", "'hidden'?"),
+    Wrong(
+        "transform=clip site=outputs site.pattern=hiden.*",
+        "site.pattern: nothing matches ",
+        "'hidden.*'?",
+    ),
+    Wrong("site=nodes site.module=hiden", "site.module: nothing matches 'hiden'.", "'hidden'?"),
+    Wrong("site=nodes site.types=Linea", "site.types: nothing matches 'Linea'.", "'Linear'?"),
+    Wrong("site=nodes site.pattern=Rlu", "site.pattern: no node is selected by 'Rlu'. There are: "),
+    Wrong(
+        "site=nodes site.pattern=Relu site.call=5",
+        "site.call: no node is selected by 'Relu' (call=5). There are: ",
+        " T.",
+    ),
+    Wrong(
+        "site=nodes site.pattern=Addmm site.side=leave site.edge=7",
+        "site.edge: hidden.0.linear#0/AddmmBackward[0] has no edge 7 that takes a gradient.",
+        "There are: 0, 2.",
+    ),
+    Wrong(
+        "transform=feedback_weights site=nodes site.module=hidden.1.*",
+        "transform.feedback_weights: needs the gradient that enters the node which its own leaves, "
+        "and site=nodes site.pattern=* site.module=hidden.1.* has none;",
+        "it can act at site=nodes with site.side=leave",
+    ),
     Wrong("site.stage=foo", "site.stage: must be one of 'use', 'backward', ", "found 'foo'"),
     Wrong(
         "transform=clip_global_norm site.stage=backward",
-        "transform.clip_global_norm: ClipGlobalNorm: needs all gradients of a group at once",
+        "transform.clip_global_norm: needs all gradients of a group at once",
         "stages it can have: step",
     ),
     Wrong(
         "transform=[clip,clip_global_norm] site=outputs",
-        "transform: ClipGlobalNorm: needs all gradients of a group at once",
-        "it can act at Parameters with stage=step, or at Group",
+        "transform.clip_global_norm: needs all gradients of a group at once, site=outputs meets",
+        "it can act at site=parameters with site.stage=step, or at site=group",
     ),
-    Wrong("transform=adaptive_clip site=nodes", "transform.adaptive_clip: AdaptiveClip: needs the"),
+    Wrong("transform=adaptive_clip site=nodes", "transform.adaptive_clip: needs the value"),
     # gradients of others than the transform is made for, however equal the sizes are
     Wrong(
         "transform=direct_feedback site.pattern=hidden.1.linear.weight site.stage=backward",
-        "transform.direct_feedback: DirectFeedback: needs the gradient of what the model",
-        "it can act at Outputs or Inputs",
+        "transform.direct_feedback: needs the gradient of what the model",
+        "it can act at site=outputs or site=inputs",
     ),
     Wrong(
         "transform=feedback_weights site=nodes site.pattern=Addmm site.side=leave",
-        "transform.feedback_weights: FeedbackWeights: needs what leaves a product for its input",
-        "it can act at Nodes with pattern='Addmm' and edge=1, or pattern='Mm' and edge=0",
+        "transform.feedback_weights: needs what leaves a product for its input",
+        "site.pattern=Addmm and site.edge=1, or site.pattern=Mm and site.edge=0",
     ),
     # which a step alone tells
     Wrong(
         "transform=direct_feedback site=outputs site.pattern=positions model=gpt task=char_lm"
         " batch_size=3",
-        "transform: DirectFeedback: the gradient at the site 'direct_feedback/positions#0' has 64",
+        "transform.direct_feedback: the gradient at the site 'direct_feedback/positions#0' has 64",
         "and what the model has returned 3",
     ),
-    Wrong("site.depth=9", "site.depth: Parameters: nothing matches '*' with 'depth=(9, 9)'"),
-    Wrong("site=outputs site.stage=step", "site.stage: Outputs cannot have stage 'step'; "),
+    Wrong("site.depth=9", "site.depth: nothing matches '*' with 'depth=(9, 9)'"),
+    Wrong("site=outputs site.stage=step", "site.stage: site=outputs cannot have stage 'step'; "),
     Wrong(
         "transform=clip site=outputs site.stage=step",
-        "site.stage: Outputs cannot have stage 'step'; stages it can have: backward",
+        "site.stage: site=outputs cannot have stage 'step'; stages it can have: backward",
     ),
     Wrong(
         "transform=clip site=combined +site.of.0.stage=forward +site.of.1.stage=forward",
-        "site.of.0.stage: Parameters cannot have stage 'forward'; ",
+        "site.of.0.stage: site=parameters cannot have stage 'forward'; ",
     ),
     Wrong(
         "transform=clip site=combined site.of.0.pattern=hiden.* site.by=all",
-        "site.of.0.pattern: Parameters: nothing matches 'hiden.*'",
+        "site.of.0.pattern: nothing matches 'hiden.*'",
         "'hidden.*'?",
     ),
     Wrong(
@@ -249,7 +272,7 @@ WRONG = (
     # what would never act
     Wrong(
         "transform=clip site=outputs site.call=7",
-        "site.call: clip: nothing that the first forward has met is selected by Outputs(",
+        "site.call: nothing that the first forward has met is selected by site=outputs ",
     ),
     Wrong(
         "transform=clip site=captured",
@@ -257,37 +280,50 @@ WRONG = (
         "(not asked of autograd.grad, needs no gradient)",
     ),
     Wrong("site=captured", "site: no gradient passes at ", "needs no gradient)"),
-    Wrong("transform=clip when=flag", "when.on: Flag(flag='flag', on=False) never fires in 500 st"),
-    Wrong("transform=clip when=depth when.low=9", "when.low: Depth(low=9, high=None) never fires"),
+    Wrong("transform=clip when=flag", "when.on: when=flag never fires in 500 steps with"),
+    Wrong("transform=clip when=depth when.low=9", "when.low: when=depth when.low=9 never"),
     Wrong(
         "transform=clip_global_norm site=group when=depth when.low=9",
-        "when.low: Depth(low=9, high=None) never fires",
+        "when.low: when=depth when.low=9 never fires",
     ),
-    Wrong("transform=clip when=index when.start=9", "when.start: Index(start=9, stop=None) never"),
-    Wrong("transform=clip when.start=500", "when.start: Steps(start=500, ", "epochs of 21 steps"),
-    Wrong("transform=clip when=every when.offset=500", "when.offset: Every("),
-    Wrong("transform=clip when=epochs when.start=24", "when.start: Epochs(start=24, "),
+    Wrong("transform=clip when=index when.start=9", "when.start: when=index when.start=9 never"),
+    Wrong(
+        "transform=clip when.start=500",
+        "when.start: when=steps when.start=500 ",
+        "epochs of 21 steps",
+    ),
+    Wrong(
+        "transform=clip when=every when.offset=500",
+        "when.offset: when=every when.count=10 when.offset=500 n",
+    ),
+    Wrong("transform=clip when=epochs when.start=24", "when.start: when=epochs when.start=24 n"),
     Wrong(
         "transform=clip when=phase when.phase=fine_tune when.fine_tune=500",
-        "when: Phase(phase='fine_tune', warm_up=100, fine_tune=500) never fires in 500 steps",
+        "when: when=phase when.phase=fine_tune when.warm_up=100 when.fine_tune=500 never fires in",
     ),
-    Wrong("transform=clip when=shape when.above=64", "when.above: Shape(above=64, "),
-    Wrong("transform=clip when=probability when.p=0", "when.p: Probability(p=0.0, "),
-    Wrong("transform=clip when=unless when.of.stop=500", "when.of: Unless(of=Steps("),
+    Wrong("transform=clip when=shape when.above=64", "when.above: when=shape when.above=64 n"),
+    Wrong("transform=clip when=probability when.p=0", "when.p: when=probability when.p=0.0 n"),
+    Wrong(
+        "transform=clip when=unless when.of.stop=500",
+        "when.of: when=unless when.of.name=steps when.of.stop=500 n",
+    ),
     Wrong(
         "transform=clip when=all_of when.of.0.start=500 when.of.0.stop=null", "when.of.0.start: "
     ),
     Wrong(
         "transform=clip when=shape when.source=grad when.dim=5",
-        "when.dim: Shape(above=32, below=None, dim=5, source='grad'): the source has the shape",
+        "when.dim: the source has the shape",
         "so dim 5 is not there",
     ),
     Wrong(
         "transform=clip when=value when.source=output:hiden",
-        "when.source: Value(",
+        "when.source: there is no module 'hiden'. There are: ",
         "Did you mean 'hidden'?",
     ),
-    Wrong("transform=clip when=value when.source=value site=nodes", "when: Value("),
+    Wrong(
+        "transform=clip when=value when.source=value site=nodes",
+        "when: source 'value' is the tensor whose gradient passes, and site=nodes has",
+    ),
     # words
     Wrong("transform=[clip", "transform=[clip: cannot be read: ", "spaces need quotes"),
     Wrong(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import gradsurg as gs
 from gradsurg import randomness
 from gradsurg.config.faults import ConfigError
+from gradsurg.report.terminal import Runs, report
 from gradsurg.runs.arms import Run
 from gradsurg.runs.store import RunDirectory
 from gradsurg.runs.study import Record, execute
@@ -18,6 +19,7 @@ from gradsurg.runs.until import Until
 from gradsurg.tasks.base import Classification, Data, Examination, Examined
 from gradsurg.tasks.digits import Digits
 from gradsurg.transforms.base import Transform
+from gradsurg.triggers.base import Trigger
 from tests.test_build import built
 from tests.test_study import (
     SHORT,
@@ -169,6 +171,51 @@ def test_a_run_that_diverged_is_not_examined(tmp_path: Path) -> None:
     assert not [key for key in record.summary if key.startswith("examined/")]
 
 
+def told_at_sites(tmp_path: Path, when: Trigger, every: int) -> str:
+    """What the terminal says of a treated run beside its control, from the effects on."""
+    schedule = replace(SHORT, effects_every=every)
+    runs = [a_run(t, RELUS, when, task=Looked(), schedule=schedule) for t in (gs.Scale(2.0), None)]
+    treated, control = (execute(run, tmp_path, []).directory for run in runs)
+    text = report([Runs(treated, control)])
+    return " ".join(text[text.index("Gradients at") : text.index("2 runs in")].split())
+
+
+def test_the_table_of_effects_tells_what_was_done_in_the_examination_apart(tmp_path: Path) -> None:
+    told = told_at_sites(tmp_path, AFTER, every=5)
+    assert told.startswith(
+        "Gradients at each site in the examination after the training, means over 1 run (the "
+        "surgery acted on no gradient in the training): "
+    )
+    assert told.endswith("% 1")  # calls: the one backward of the examination
+    assert "fired" not in told
+    both = told_at_sites(tmp_path / "always", gs.Steps(), every=5)
+    assert both.startswith("Gradients at each site, means over 1 run at one step in 5: ")
+    assert f"% {SHORT.steps} Gradients" in both
+    assert "in the examination after the training, means over 1 run: " in both
+    assert both.endswith("% 1")
+
+
+@pytest.mark.parametrize("when", [AFTER, gs.Steps()])
+def test_an_examination_that_is_not_measured_is_counted(tmp_path: Path, when: Trigger) -> None:
+    told = told_at_sites(tmp_path, when, every=0)
+    assert "(the surgery was not measured in the training)" in told
+    assert told.endswith(" - 1")
+
+
+def test_the_effects_of_an_examination_are_none_of_the_training(tmp_path: Path) -> None:
+    own, plain = (
+        execute(replace(a_run(gs.Scale(2.0), RELUS, task=task), study=study), tmp_path, [])
+        for task, study in ((Looked(), "looked"), (Digits(), "plain"))
+    )
+    rows = [RunDirectory(one.directory).read_rows("effects.jsonl") for one in (own, plain)]
+    assert rows[0] == rows[1]
+    (row,) = RunDirectory(own.directory).read_rows("examined_effects.jsonl")
+    assert (row["step"], row["calls"], row["seen"]) == (SHORT.steps, 1, 1)
+    assert not (plain.directory / "examined_effects.jsonl").exists()
+    RunDirectory(own.directory).clear()
+    assert not (own.directory / "examined_effects.jsonl").exists()
+
+
 def refused(*words: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         built(*words)
@@ -179,7 +226,7 @@ def test_a_trigger_of_the_moment_after_the_last_step_is_right_with_an_examinatio
     words = ["transform=clip", "site=relu_nodes", "steps=7", "when.start=7", "model=convnet"]
     built(*words, "task=saliency")
     (fault,) = refused(*words)
-    assert fault.startswith("when.start: Steps(start=7, stop=None, every=1) never fires in 7 steps")
+    assert fault.startswith("when.start: when=steps when.start=7 never fires in 7 steps")
     assert "examination" not in fault
     words[3] = "when.start=8"
     (fault,) = refused(*words, "task=saliency")

@@ -28,7 +28,8 @@ TOLD = {  # what is required by name
     "multi_head": {"heads": (4, 6)},
     "point": {"start": (1.0,) * 10},
 }
-IMAGES = [name for name in NAMES if name not in TOLD]
+IMAGES = [name for name in NAMES if name not in {*TOLD, "siamese"}]
+SHAPES = {"gpt": (8,), "siamese": (2, 1, 8, 8)}  # what is not one image of 8 x 8
 SEQUENCES = ["gru", "lstm", "rnn"]
 
 
@@ -61,11 +62,12 @@ def test_every_model_has_a_yaml_of_its_name():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_yaml_and_defaults_are_the_same_model(name):
-    shape, said = (8,) if name == "gpt" else (1, 8, 8), TOLD.get(name, {})
+    shape, said = SHAPES.get(name, (1, 8, 8)), TOLD.get(name, {})
+    num_outputs = 8 if name == "siamese" else 10
     torch.manual_seed(0)
-    written = made(name, shape, 10, **said)
+    written = made(name, shape, num_outputs, **said)
     torch.manual_seed(0)
-    default = catalogue.find("models", name)(shape, 10, **said)
+    default = catalogue.find("models", name)(shape, num_outputs, **said)
     assert str(written) == str(default)
     for a, b in zip(written.parameters(), default.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -556,6 +558,18 @@ def test_a_head_gives_its_own_outputs_and_is_no_part_of_the_others(trunk):
     everything = {name for name, _ in model.named_parameters()}
     assert everything - reached[0] == {"heads.1.weight", "heads.1.bias"}
     assert everything - reached[1] == {"heads.0.weight", "heads.0.bias"}
+
+
+@pytest.mark.parametrize("activation", ["relu", "tanh", "sigmoid"])
+def test_the_features_of_the_heads_have_the_activation_that_is_asked_for(activation):
+    torch.manual_seed(0)
+    model = MultiHead((2,), 4, heads=(2, 2), width=3, hidden=(), activation=activation)
+    inputs = torch.randn(5, 2)
+    weight, bias, *heads = model.parameters()
+    features = getattr(torch, activation)(inputs @ weight.T + bias)
+    assert activation in dict(model.named_children())
+    for found, (head, head_bias) in zip(model(inputs), (heads[:2], heads[2:]), strict=True):
+        torch.testing.assert_close(found, features @ head.T + head_bias)
 
 
 def grad_of(loss, param):

@@ -13,6 +13,7 @@ from gradsurg.report.reading import Found
 from gradsurg.reproduce import command
 from gradsurg.reproduce.expected import Drawing, papers, read_expected
 from gradsurg.reproduce.figures import draw
+from gradsurg.reproduce.foreseen import Foreseen
 from gradsurg.reproduce.judging import Judged, judge, said_mean
 from gradsurg.reproduce.maps import draw_maps
 from gradsurg.reproduce.running import Planned, Study
@@ -43,6 +44,11 @@ def found(label: str, seed: int, summary: Mapping[str, object] | None, folder: P
         config={"seed": seed, "task": {"start": [1, 2]}, "transform": {label: {}}},
         summary=dict(summary) if summary else None,
     )
+
+
+def foreseen(label: str, seed: int) -> Foreseen:
+    known = {"label": label, "seed": seed, "task.start": [1, 2]}
+    return Foreseen(known, 10, ("test/loss", "test/other-loss"), {"train/loss": 5})
 
 
 @pytest.fixture
@@ -84,8 +90,9 @@ def reproduce(
         ]
         return Study(folder, runs)
 
-    known = {f"{label}-{seed}": {"label": label, "seed": seed} for label, seed in losses}
-    planned = Planned(root, known, 10)
+    planned = Planned(
+        root, {f"{label}-{seed}": foreseen(label, seed) for label, seed in losses}, 10
+    )
     monkeypatch.setattr(command, "run_study", run_study)
     monkeypatch.setattr(command, "plan_study", lambda name, words: planned)
 
@@ -121,15 +128,30 @@ def test_a_band_about_the_mean_is_held_against_the_mean(root: Path, reproduce: R
     assert "0.4 (-1.2 to 2.0)" in ended.out
 
 
-@pytest.mark.parametrize("change", [{"runs": {"label": "clp"}}, {"minus": {"label": "clp"}}])
-def test_a_band_about_a_run_that_will_not_be_there_is_refused_before_any_is_trained(
-    root: Path, reproduce: Reproduce, change: dict[str, object]
+CLP = "has no run of label: clp. There are: clip, none. Did you mean 'clip'?"
+OTHER = "There are: test/loss, test/other-loss. Did you mean 'test/loss'?"
+
+
+@pytest.mark.parametrize(
+    ("change", "faults"),
+    [
+        ({"runs": {"label": "clp"}}, [CLP]),
+        ({"minus": {"label": "clp"}}, [CLP]),
+        ({"metric": "test/los"}, [f"will have no test/los. {OTHER}"]),
+        (
+            {"metric": "test/loss - test/lss", "minus": {"label": "clp"}},
+            [f"will have no test/lss. {OTHER}", CLP],
+        ),
+    ],
+)
+def test_a_band_about_what_will_not_be_there_is_refused_before_any_is_trained(
+    root: Path, reproduce: Reproduce, change: dict[str, object], faults: list[str]
 ) -> None:
     expect(root, {**MINI, "bands": [{**MINI["bands"][0], **change}]})
+    said = "".join(f"mini: low_enough: simple_transforms {fault}\n" for fault in faults)
     ended = reproduce("mini")
-    said = "mini: low_enough: simple_transforms has no run of label: clp\n"
     assert (ended.code, ended.out, ended.err) == (2, "", said)
-    other = reproduce("mini", "seeds=1")  # then a band can be about none
+    other = reproduce("mini", "seeds=1")  # then there can be other runs
     assert (other.code, other.err) == (1, "")
     assert "does not hold, with seeds=1, which is not what the claim is about" in other.out
 
@@ -137,8 +159,8 @@ def test_a_band_about_a_run_that_will_not_be_there_is_refused_before_any_is_trai
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"metric": "test/accuracy"}, "Found: no test/accuracy in clip-seed0-0."),
-        ({"metric": "test/loss + test/accuracy"}, "Found: no test/loss + test/accuracy in clip"),
+        ({"metric": "test/other-loss"}, "Found: no test/other-loss in clip-seed0-0."),
+        ({"metric": "test/loss + test/other-loss"}, "Found: no test/loss + test/other-loss in c"),
     ],
 )
 def test_a_band_that_cannot_be_judged_does_not_hold(
@@ -398,8 +420,8 @@ def test_a_full_form_that_is_not_there_is_told(reproduce: Reproduce) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"quick": ["nowhere"]}, ": there is no conf/experiment/nowhere.yaml"),
-        ({"full": ["nowhere"]}, ": there is no conf/experiment/nowhere.yaml"),
+        ({"quick": ["nowhere"]}, ": there is no conf/experiment/nowhere.yaml. There are: simple_"),
+        ({"full": ["simple_transform"]}, "Did you mean 'simple_transforms'?"),
         ({"full": ["one", "two"]}, ": full: must be as many studies as quick, in the same order"),
         ({"claims": "x"}, ": claims: is not a field here."),
         ({"bands": []}, ": bands: must have at least 1 item, found []"),
@@ -407,7 +429,11 @@ def test_a_full_form_that_is_not_there_is_told(reproduce: Reproduce) -> None:
         ({"front": "a loss of {low}"}, ": front: names no band {low}"),
         ({"bands": [{**MINI["bands"][0], "low": 1}]}, "must be <= high, found low=1.0, high=0.5"),
         ({"bands": [{**MINI["bands"][0], "of": "total"}]}, "count: is required with of=total"),
-        ({"bands": [{**MINI["bands"][0], "study": "x"}]}, "the band low_enough, found x"),
+        ({"bands": [{**MINI["bands"][0], "study": "x"}]}, "the band low_enough, found x. There a"),
+        (
+            {"figure": {"kind": "curves", "metric": "test/loss", "studies": ["simple"]}},
+            ": figure: must name studies of quick, found simple. There are: simple_transforms. Did",
+        ),
     ],
 )
 def test_an_expectation_that_is_wrong_is_told_with_exit_code_2(
@@ -459,7 +485,7 @@ def test_the_cost_of_the_full_form_is_reckoned_from_measured_steps(
     root: Path, reproduce: Reproduce, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expect(root, {**MINI, "full": ["simple_transforms"]})
-    planned = Planned(root, {"a": {"label": "clip"}}, 3_600_000)
+    planned = Planned(root, {"a": foreseen("clip", 0)}, 3_600_000)
     monkeypatch.setattr(command, "plan_study", lambda name, words: planned)
     said = "mini: 3,600,000 steps; the quick form has not been measured\n"
     assert reproduce("mini", "--cost").out == said

@@ -479,7 +479,7 @@ def test_no_steps_are_a_check_of_the_command(command, tmp_path, capsys) -> None:
         ),
         (("optimizer.lr=-1",), 2, "optimizer.lr: SGD refuses it: Invalid learning rate: -1, found"),
         (("schedule=step", "+schedule.gama=1"), 2, "schedule.gama: is not a field here."),
-        (("site.pattern=heads",), 2, "site: Parameters: nothing matches 'heads'"),
+        (("site.pattern=heads",), 2, "site: nothing matches 'heads'"),
     ):
         with pytest.raises(SystemExit) as ended:
             command(*words, "steps=0", "sink=none")

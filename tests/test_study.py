@@ -72,6 +72,8 @@ class Wrapped(Task):
             match self.does:
                 case "raise":
                     raise Torn
+                case "interrupt":
+                    raise KeyboardInterrupt
                 case "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
         if self.does == "nan" and len(self.calls) >= self.at:
@@ -747,3 +749,11 @@ def test_a_wandb_run_has_the_numbers_of_the_files(tmp_path) -> None:
             last |= update["update"]
         for key in ("state", "test/accuracy", "test/loss", "train/accuracy", "train/loss"):
             assert last[key] == record.summary[key], key
+
+
+def test_sinks_are_told_that_a_run_was_interrupted_and_not_that_it_failed(tmp_path: Path) -> None:
+    sink = Listening()
+    with pytest.raises(KeyboardInterrupt):
+        execute(a_run(task=Wrapped(12, "interrupt")), tmp_path, [sink])
+    assert sink.ended == [("interrupted", {})]
+    assert RunDirectory(a_run().directory(tmp_path)).state == "interrupted"

@@ -69,8 +69,19 @@ def test_a_sweep_given_again_skips_retries_and_says_so(here: Here, folder: Path)
     assert "2 jobs, 3 runs: " in again.err
     for told in ("2 finished before, skipped", "1 failed before, tried again"):
         assert told in again.err
-    assert "clip, seed 0: finished before, skipped" in again.err.splitlines()
     assert "total, seed 0: TypeError: " in again.err
+    jobs = [line for line in again.err.splitlines() if line.startswith(("job ", "clip"))]
+    assert [job.partition(":")[0] for job in jobs] == ["job 1"]  # the one that has run anew
+    assert len(table(again.out)) == 2
+
+
+def test_a_sweep_in_which_all_has_finished_is_told_in_one_line(here: Here, folder: Path) -> None:
+    words = ("-m", "transform=clip,sign", "seed=0,1", *SHORT, "report=false")
+    first, again = here(*words), here(*words)
+    assert again.err == "4 jobs, 6 runs: 6 finished before, skipped\n"
+    _, _, study = first.out.partition("\nstudy default:")
+    assert study
+    assert again.out == f"\nstudy default:{study}"
 
 
 def test_failed_runs_can_be_kept_failed(here: Here, folder: Path) -> None:

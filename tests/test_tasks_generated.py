@@ -23,6 +23,7 @@ from gradsurg.tasks.mnist1d import MNIST1D
 from gradsurg.tasks.modular import Modular
 from gradsurg.tasks.overlay import Overlay
 from gradsurg.tasks.temporal_order import SYMBOLS, TemporalOrder
+from gradsurg.tasks.two_moons_shift import TwoMoonsShift
 
 QUIET = {"scale": 0, "shear": 0, "correlated_noise": 0, "white_noise": 0}
 SMALL = {"num_train": 20, "num_test": 20}
@@ -50,6 +51,7 @@ PINNED = [
     (Modular(), "cd4d04f7a6a3e5ec"),
     (Overlay(), "e999f3382573de45"),
     (TemporalOrder(), "82c8c303c7717362"),
+    (TwoMoonsShift(), "d4e5412385bf3eb9"),
 ]
 
 

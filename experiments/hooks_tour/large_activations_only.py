@@ -17,7 +17,7 @@ damped = gs.Intervention(gs.Scale(0.1), at=gs.Outputs("0"), when=large)
 with gs.Surgery(damped).attach(model) as live:
     for scale in (0.5, 1.0, 4.0):
         inputs = scale * torch.randn(64, 4)
-        activation = model[0](inputs).abs().mean().item()
+        activation = model[0](inputs).abs().mean()
         model.zero_grad()
         model(inputs).mean().backward()
         fired = sum(entry.all_fired for entry in live.ledger)

@@ -36,6 +36,7 @@ from gradsurg.config.rehearsal import (
     check_untrained,
 )
 from gradsurg.config.settings import Settings
+from gradsurg.config.typed import in_typed_words
 from gradsurg.fields import nearest
 from gradsurg.intervention import Intervention
 from gradsurg.ledger import SurgeryWarning
@@ -73,8 +74,13 @@ class Experiment:
     pairs: tuple[Pair, ...]
     surgery: Surgery
     make_model: Callable[[], nn.Module]
-    example_input: Tensor  # two examples of the task's data
+    data: Data
     sinks: tuple[Guarded, ...]
+
+    @property
+    def example_input(self) -> Tensor:
+        """Two examples of the task's data."""
+        return self.data.train_inputs[:2]
 
     @property
     def finished(self) -> bool:
@@ -133,6 +139,7 @@ def build(config: Config) -> Experiment:
             trial = Trial(model, task, data, settings, label, scope, steady)
             asked = config.get("transform") or joint
             check_acting(trial, selector, trigger if asked else None, intervention, joint, faults)
+    faults.lines = in_typed_words(faults.lines, selector, trigger, transforms)
     faults.stop()
     assert experiment  # what is missing has been said, and `stop` has raised
     return experiment
@@ -146,7 +153,7 @@ def _experiment(plan: Plan, data: Data, sinks: tuple[Guarded, ...]) -> Experimen
         tuple(plan.pair(seed) for seed in seeds),
         plan.surgery(0),
         lambda: model_of(plan.config, data),
-        data.train_inputs[:2],
+        data,
         sinks,
     )
 

@@ -33,6 +33,7 @@ class Asked:
     retry_failed: bool = True
     plan: bool = False
     untrained: int = 0  # jobs of no steps
+    news: bool = True  # whether a run was not finished before
 
     def keep(self, words: list[str], experiment: Experiment) -> None:
         """Keep what is to be known of a job that is right: no model and no data."""
@@ -88,6 +89,7 @@ def asked() -> Asked:
     except OSError as error:
         print(f"out: cannot be written to: {error}", file=sys.stderr)
         sys.exit(WRONG_INPUT)
+    found.news = set(states) != {"finished"}
     if found.sweeping:
         print(beginning(len(found.jobs), states, found.retry_failed), file=sys.stderr)
     return found

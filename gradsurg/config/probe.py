@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from gradsurg import randomness
 from gradsurg.config.culprits import culprit, guilty, inside, joined, parts
+from gradsurg.config.ever import Asked, Ever
 from gradsurg.config.make import ERRORS, sentence
 from gradsurg.config.settings import Settings
-from gradsurg.fields import Contradiction, FieldError, nearest, told
+from gradsurg.fields import FieldError, nearest, told
 from gradsurg.intervention import Intervention
 from gradsurg.ledger import Entry, SurgeryWarning
 from gradsurg.multitask.shared_parameters import SharedParameters
@@ -24,7 +25,7 @@ from gradsurg.tasks.base import Data, Examined, MultiTask, Task
 from gradsurg.transforms.base import Context, GroupTransform, Law, Scope, State
 from gradsurg.transforms.identity import Identity
 from gradsurg.triggers.always import Always
-from gradsurg.triggers.base import Clock, Fires, Moment, Trigger
+from gradsurg.triggers.base import Clock, Trigger
 from gradsurg.triggers.for_task import ForTask
 
 Losing = Callable[[Tensor, Tensor], Tensor | Mapping[str, Tensor]]
@@ -164,7 +165,7 @@ class Trial:
         by_step = self._by_step(trigger)
         if by_step is not None:
             return by_step
-        ever = _Ever(trigger, self._steps)
+        ever = Ever(trigger, self._steps)
         self._step(selector, ever)
         if ever.fault:
             raise FieldError("", [ever.fault])
@@ -180,7 +181,7 @@ class Trial:
             return True
         tasks = [part.task for part in trigger.parts if isinstance(part, ForTask)] or [""]
         for step, task in product(range(self._steps), tasks):
-            moment = _Asked(Clock(step=step, epoch_length=self._epoch, task=task))
+            moment = Asked(Clock(step=step, epoch_length=self._epoch, task=task))
             fires = trigger.fires(moment)
             if fires is True or moment.drawn:
                 return True
@@ -223,66 +224,6 @@ def check_stage(selector: Selector) -> None:
             text = f"{type(kind).__name__} cannot have stage '{kind.stage}'"
             fault = f"{text}; stages it can have: {', '.join(allowed)}"
             raise FieldError("", [(joined(path, "stage"), fault)])
-
-
-class _Ever(Trigger):
-    """Asks the trigger `of` about every step at every site, and lets nothing act itself."""
-
-    def __init__(self, of: Trigger, steps: int) -> None:
-        self.of = of
-        self.steps = steps
-        self.hit = False
-        self.fault: tuple[str, str] | None = None
-
-    @property
-    def parts(self) -> Iterator[Trigger]:
-        yield from self.of.parts
-
-    def fires(self, moment: Moment) -> Fires:
-        if moment.site is None:
-            return None
-        if not self.hit and self.fault is None:
-            try:
-                self.hit = any(_could(self.of, moment, step) for step in range(self.steps))
-            except ERRORS as error:  # a trigger's own, told of its key
-                self.fault = self._raising(moment), sentence(error)
-        return False
-
-    def _raising(self, moment: Moment) -> str:
-        for path, part in parts(self.of):
-            try:
-                _could(part, moment, 0)
-            except Contradiction as error:
-                return joined(path, error.field)
-            except ERRORS:  # it is the caller's already
-                if not inside(part):
-                    return path
-        return ""
-
-
-def _could(trigger: Trigger, moment: Moment, step: int) -> bool:
-    """Whether it may fire at this step: what chance or the device decides may."""
-    asked = _Asked(
-        replace(moment.clock, step=step),
-        moment.seed,
-        moment.label,
-        moment.site,
-        moment.grad,
-        moment.value,
-        dict(moment.state),
-    )
-    return trigger.fires(asked) is not False or asked.drawn
-
-
-@dataclass
-class _Asked(Moment):
-    """A moment that knows whether chance was asked: another seed might have said otherwise."""
-
-    drawn: bool = False
-
-    def chance(self, *key: object) -> float:
-        self.drawn = True
-        return super().chance(*key)
 
 
 class _LeaveGroup(GroupTransform):

@@ -66,10 +66,16 @@ def check_examination(
     """Refuse a model that the task could not examine after its training: two examples tell."""
     if model is None or data is None or not isinstance(task, Examined):
         return
-    two = replace(data, test_inputs=data.test_inputs[:2], test_targets=data.test_targets[:2])
     with faults.at("task"), theirs(config["task"], "examine"), untouched(model):
-        task.examine(model.eval(), two)
+        examined(task, model, data)
+
+
+def examined(task: Examined, model: nn.Module, data: Data) -> list[str]:
+    """The names of what an examination finds, by two examples."""
+    two = replace(data, test_inputs=data.test_inputs[:2], test_targets=data.test_targets[:2])
+    numbers = task.examine(model.eval(), two).numbers
     model.train()
+    return [*numbers]
 
 
 def check_untrained(
@@ -117,9 +123,13 @@ def check_until(
     if until is None or task is None or model is None or data is None:
         return
     with faults.at("until"), untouched(model):
-        outputs = outputs_of(model, data.test_inputs[:FEW])
-        metrics = task.metrics(outputs, data.test_targets[:FEW])
-        until.check([f"test/{name}" for name in metrics])
+        until.check([f"test/{name}" for name in metrics_of(task, model, data)])
+
+
+def metrics_of(task: Task, model: nn.Module, data: Data) -> list[str]:
+    """The names of a task's metrics, by a few of its examples."""
+    outputs = outputs_of(model, data.test_inputs[:FEW])
+    return [*task.metrics(outputs, data.test_targets[:FEW])]
 
 
 def check_acting(

@@ -12,6 +12,7 @@ from gradsurg.models.mlp import MLP
 
 Size = Annotated[int, Field(gt=0)]
 Trunk = Literal["mlp", "convnet"]
+Activation = Literal["relu", "tanh", "sigmoid"]
 
 
 @validated
@@ -25,6 +26,7 @@ class MultiHeadOptions:
     width: Size = 64
     hidden: Sequence[Size] = (64,)
     channels: Sequence[Size] = (16, 32)
+    activation: Activation = "relu"
 
     def __post_init__(self) -> None:
         if sum(self.heads) != self.num_outputs:
@@ -35,9 +37,10 @@ class MultiHeadOptions:
 class MultiHead(nn.Module):
     """An MLP of `hidden` layers or a convnet of `channels`, `width` features, and linear heads.
 
-    What is under `trunk` is shared by all losses, each of `heads.0`, `heads.1` and so on belongs to
-    one. Its outputs are a tuple, one of each head with as many columns as the task says: in a
-    single tensor the graph of every loss would hold all heads.
+    What is under `trunk` is shared by all losses, and so is the `activation` of the features, a
+    module of that name; each of `heads.0`, `heads.1` and so on belongs to one loss. Its outputs are
+    a tuple, one of each head with as many columns as the task says: in a single tensor the graph of
+    every loss would hold all heads.
     """
 
     def __init__(
@@ -50,18 +53,28 @@ class MultiHead(nn.Module):
         width: int = 64,
         hidden: Sequence[int] = (64,),
         channels: Sequence[int] = (16, 32),
+        activation: Activation = "relu",
     ) -> None:
         super().__init__()
-        options = MultiHeadOptions(input_shape, num_outputs, heads, trunk, width, hidden, channels)
+        options = MultiHeadOptions(
+            input_shape, num_outputs, heads, trunk, width, hidden, channels, activation
+        )
         width = options.width
         match options.trunk:
             case "mlp":
                 self.trunk = MLP(options.input_shape, width, hidden=options.hidden)
             case "convnet":
                 self.trunk = Convnet(options.input_shape, width, channels=options.channels)
-        self.relu = nn.ReLU()
+        self.activation = options.activation
+        match options.activation:
+            case "relu":
+                self.relu = nn.ReLU()
+            case "tanh":
+                self.tanh = nn.Tanh()
+            case "sigmoid":
+                self.sigmoid = nn.Sigmoid()
         self.heads = nn.ModuleList(nn.Linear(width, size) for size in options.heads)
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, ...]:
-        features = self.relu(self.trunk(inputs))
+        features = self.get_submodule(self.activation)(self.trunk(inputs))
         return tuple(head(features) for head in self.heads)

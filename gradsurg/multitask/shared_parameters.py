@@ -39,7 +39,6 @@ class SharedParameters(ParamSelector):
     features: str = ""
 
     stages: ClassVar[tuple[Stage, ...]] = ()
-    has_value: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.stage is not None:

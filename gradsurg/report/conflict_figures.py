@@ -1,6 +1,6 @@
 """Conflicts as figures for paper and slides: the map over time, weights and decrease by task."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from math import ceil
 from types import MappingProxyType
 
@@ -10,13 +10,12 @@ from matplotlib.figure import Figure
 
 from gradsurg.report.conflict_text import sharpest
 from gradsurg.report.conflicts import ConflictSeries, Lines, pair_name
+from gradsurg.report.panels import MAX_PANELS, cut, first_of, subplots
 from gradsurg.report.study_report import StudyReport
 
 # Okabe and Ito's, and dashes: told apart by all kinds of colour vision, and in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8C6D00", "#3D3DB8", "#222222", "#767676")
 DASHES = ("-", "--", ":", "-.")
-MAX_PANELS = 12  # more small panels than this are not read in print
-MAX_NAME = 34
 
 
 def _map(report: StudyReport) -> Figure | None:
@@ -40,13 +39,13 @@ def _map(report: StudyReport) -> Figure | None:
             vmax=reach,
             extent=(ends[0], max(ends[1], ends[0] + 1), len(one.pairs) - 0.5, -0.5),
         )
-        names = [_cut(pair_name(one.means.tasks, pair)) for pair in one.pairs]
+        names = [cut(pair_name(one.means.tasks, pair)) for pair in one.pairs]
         panel.set_yticks(range(len(names)), names, fontsize=7)
         panel.set_title(_title(one))
     figure.tight_layout(rect=(0, 0.05, 0.93, 1))
     if image is not None:
         figure.colorbar(image, cax=figure.add_axes((0.945, 0.2, 0.012, 0.6)))
-    said = f"step; cosine of the gradients of two tasks{_of(len(shown), there)}"
+    said = f"step; cosine of the gradients of two tasks{first_of(len(shown), there)}"
     figure.supxlabel(said, fontsize=9, y=0.01)
     return figure
 
@@ -80,7 +79,7 @@ def _curves(
         panel.set_title(_title(one))
         panel.set_ylabel(what)
     figure.tight_layout(rect=(0, 0.05, 1, 1))
-    figure.supxlabel(f"step{_of(len(shown), len(every))}", fontsize=9, y=0.01)
+    figure.supxlabel(f"step{first_of(len(shown), len(every))}", fontsize=9, y=0.01)
     return figure
 
 
@@ -111,24 +110,13 @@ def _shown(report: StudyReport) -> tuple[list[ConflictSeries], int]:
     return every[:MAX_PANELS], len(every)
 
 
-def _grid(count: int, height: float, width: float) -> tuple[Figure, Sequence[Axes]]:
+def _grid(count: int, height: float, width: float) -> tuple[Figure, list[Axes]]:
     """Panels in rows of at most three; no empty one is left."""
     columns = min(3, count)
     rows = ceil(count / columns)
     figure = Figure(figsize=(width * columns + 0.8, height * rows + 0.4))
-    axes: Sequence[Axes] = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
-    for spare in axes[count:]:
-        spare.remove()
-    return figure, axes[:count]
+    return figure, subplots(figure, rows, columns, count)
 
 
 def _title(one: ConflictSeries) -> str:
-    return f"{_cut(one.name)}, n = {one.means.runs}"
-
-
-def _of(shown: int, there: int) -> str:
-    return "" if shown == there else f" (the first {shown} of {there} arms; the page has them all)"
-
-
-def _cut(name: str) -> str:
-    return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…"
+    return f"{cut(one.name)}, n = {one.means.runs}"

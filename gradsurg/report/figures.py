@@ -11,15 +11,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, PercentFormatter
 
-from gradsurg.report.certainty import CLEAR
 from gradsurg.report.conflict_figures import CONFLICT_FIGURES
-from gradsurg.report.outcomes import Outcome
-from gradsurg.report.palette import CONTROL, INK, TREATED, UNCLEAR
+from gradsurg.report.curves import Curve
+from gradsurg.report.effect_series import EffectMap
+from gradsurg.report.outcome_figure import draw_outcome
+from gradsurg.report.palette import CONTROL, INK, TREATED
+from gradsurg.report.panels import MAX_PANELS, cut, first_of, per_cent, subplots
 from gradsurg.report.pareto_figure import draw_front
-from gradsurg.report.series import Curve, EffectMap
 from gradsurg.report.study_report import StudyReport
 from gradsurg.report.trajectories import draw_trajectories
-from gradsurg.report.wording import is_share, title
+from gradsurg.report.wording import title
 
 STYLE: dict[Any, Any] = {  # Any: matplotlib has a type for its keys, and no name for it
     "font.size": 9,
@@ -33,15 +34,13 @@ STYLE: dict[Any, Any] = {  # Any: matplotlib has a type for its keys, and no nam
     "svg.hashsalt": "gradsurg",  # the same data, the same file
     "svg.fonttype": "none",
 }
-MAX_PANELS = 12  # more small panels than this are not read in print
-MAX_NAME = 34
 Drawn = TypeVar("Drawn")
 
 
 def write_figures(report: StudyReport, folder: Path) -> list[Path]:
     """Each figure that there are numbers for; their PNG files."""
     drawings: dict[str, Callable[[StudyReport], Figure | None]] = {
-        "outcome": _outcome,
+        "outcome": draw_outcome,
         "curves": _curves,
         "effects": _effects,
         "norms": _norms,
@@ -72,77 +71,6 @@ def numbered(stem: str, figures: Sequence[Drawn]) -> dict[str, Drawn]:
     return {f"{stem}-{place}" if place > 1 else stem: one for place, one in enumerate(figures, 1)}
 
 
-def _outcome(report: StudyReport) -> Figure | None:
-    """The forest plot, a panel for each metric; arms without a pair are named, with no mark."""
-    if not any(outcome.difference for outcome in report.outcomes):
-        return None
-    shown = list(report.metrics)[:4]
-    first = [outcome for outcome in report.outcomes if outcome.metric == shown[0]]
-    figure = Figure(figsize=(2.2 + 2.4 * len(shown), 0.9 + 0.27 * len(first)))
-    axes = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
-    for panel, metric in zip(axes, shown, strict=True):
-        own = [outcome for outcome in report.outcomes if outcome.metric == metric]
-        panel.axvline(0, color="#999999", linewidth=0.8, linestyle=":")
-        for row, outcome in enumerate(own):
-            _mark(panel, outcome, row)
-        panel.set_xlim(*_limits(own))
-        for row, outcome in enumerate(own):
-            _arrows(panel, outcome, row)
-        per_cent(panel.xaxis, metric)
-        panel.set_xlabel(f"difference in {title(metric)}")
-        panel.tick_params(axis="y", length=0)
-    axes[0].set_yticks(range(len(first)), [_named(outcome) for outcome in first])
-    axes[0].set_ylim(len(first) - 0.4, -0.6)
-    figure.suptitle(
-        "Treated minus control, mean and 95 % paired t interval", x=0.01, ha="left", fontsize=9
-    )
-    figure.tight_layout()
-    return figure
-
-
-def _mark(panel: Axes, outcome: Outcome, row: float) -> None:
-    found = outcome.difference
-    if found is None:
-        return
-    clear = outcome.reading in CLEAR
-    colour = TREATED if clear else UNCLEAR
-    if found.low is not None and found.high is not None:
-        panel.plot([found.low, found.high], [row, row], color=colour, linewidth=1.6)
-    face = colour if clear else "white"
-    panel.plot([found.mean], [row], "o", color=colour, markerfacecolor=face, markersize=4.5)
-
-
-def _limits(outcomes: Sequence[Outcome]) -> tuple[float, float]:
-    """Room for all means and seeds; an interval may take half as much again at each end."""
-    found = [outcome.difference for outcome in outcomes if outcome.difference]
-    seen = [0.0, *(value for outcome in outcomes for value in outcome.differences)]
-    ends = [end for one in found for end in (one.low, one.high) if end is not None]
-    room = (max(seen) - min(seen)) / 2
-    low = max(min(seen) - room, min([*ends, *seen]))
-    high = min(max(seen) + room, max([*ends, *seen]))
-    pad = 0.04 * ((high - low) or 1)
-    return low - pad, high + pad
-
-
-def _arrows(panel: Axes, outcome: Outcome, row: float) -> None:
-    """At the edge, where an interval goes on."""
-    found, (left, right) = outcome.difference, panel.get_xlim()
-    if found is None or found.low is None or found.high is None:
-        return
-    colour = TREATED if outcome.reading in CLEAR else UNCLEAR
-    inset = 0.015 * (right - left)
-    ends = ((found.low < left, left + inset, "<"), (found.high > right, right - inset, ">"))
-    for cut, edge, sign in ends:
-        if cut:
-            panel.plot([edge], [row], sign, color=colour, markersize=5)
-
-
-def _named(outcome: Outcome) -> str:
-    number = outcome.difference.n if outcome.difference else 0
-    of = "" if number == outcome.planned else f" of {outcome.planned}"
-    return f"{_cut(outcome.arm.name)}  (n = {number}{of})"
-
-
 def _curves(report: StudyReport) -> Figure | None:
     """A panel for each treated arm, its control behind it."""
     if not report.curves:
@@ -158,12 +86,12 @@ def _curves(report: StudyReport) -> Figure | None:
         if behind in own:
             _line(panel, own[behind], CONTROL, "control")
         _line(panel, curve, TREATED, "treated" if behind else "")
-        panel.set_title(f"{_cut(curve.arm.name)}, n = {max(curve.n)}")
+        panel.set_title(f"{cut(curve.arm.name)}, n = {max(curve.n)}")
         per_cent(panel.yaxis, metric)
     panels[0].set_ylabel(title(metric))
     if panels[0].get_legend_handles_labels()[0]:
         panels[0].legend(fontsize=8)
-    figure.supxlabel(f"step{_of(len(shown), len(treated or own))}", fontsize=9, y=0.01)
+    figure.supxlabel(f"step{first_of(len(shown), len(treated or own))}", fontsize=9, y=0.01)
     return figure
 
 
@@ -206,7 +134,7 @@ def _effects(report: StudyReport) -> Figure | None:
         panel.set_xticks(range(len(maps)), names, rotation=45, ha="right", rotation_mode="anchor")
         panel.set_title(titles[measure])
         figure.colorbar(image, ax=panel, fraction=0.08, pad=0.03)
-    axes[0].set_yticks(range(len(sites)), [_cut(site) for site in sites])
+    axes[0].set_yticks(range(len(sites)), [cut(site) for site in sites])
     runs = sorted({found.n for found in maps})
     count = f"{runs[0]}" if len(runs) == 1 else f"{runs[0]} to {runs[-1]}"
     figure.suptitle(f"Means over all steps, n = {count} runs an arm", x=0.01, ha="left", fontsize=9)
@@ -216,7 +144,7 @@ def _effects(report: StudyReport) -> Figure | None:
 
 def _of_map(found: EffectMap) -> str:
     name = found.arm.name
-    return _cut(name if found.transform == name.split(" · ")[0] else f"{name}: {found.transform}")
+    return cut(name if found.transform == name.split(" · ")[0] else f"{name}: {found.transform}")
 
 
 def _at(found: EffectMap, site: str, measure: str) -> float:
@@ -246,12 +174,12 @@ def _norms(report: StudyReport) -> Figure | None:
         panel.set_xscale("log")
         panel.xaxis.set_minor_locator(NullLocator())
         panel.yaxis.set_major_formatter(PercentFormatter(1.0, 0))
-        panel.set_title(f"{_cut(found.arm.name)}, n = {found.n}")
+        panel.set_title(f"{cut(found.arm.name)}, n = {found.n}")
         if found.zero_after:
             corner = {"transform": panel.transAxes, "va": "top", "fontsize": 7}
             panel.text(0.02, 0.98, f"{found.zero_after:.0%} are zero after", **corner)
     panels[0].legend(fontsize=8)
-    told = f"gradient norm, all sites and measured steps{_of(len(shown), len(every))}"
+    told = f"gradient norm, all sites and measured steps{first_of(len(shown), len(every))}"
     figure.supxlabel(told, fontsize=9, y=0.01)
     return figure
 
@@ -277,7 +205,7 @@ def _doses(report: StudyReport) -> Figure | None:
             panel.set_xscale("log")
         counts = sorted({found.n for _, found in known})
         several = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{(counts or [0])[0]}"
-        panel.set_title(f"{_cut(doses.name)}, n = {several}")
+        panel.set_title(f"{cut(doses.name)}, n = {several}")
         panel.set_xlabel(doses.key.rpartition(".")[2])
         per_cent(panel.yaxis, metric)
     panels[0].set_ylabel(f"difference in {title(metric)}")
@@ -295,7 +223,7 @@ def _cost(report: StudyReport) -> Figure | None:
         ratios = sorted(cost.ratios)
         panel.plot([ratios[0], ratios[-1]], [row, row], color=TREATED, linewidth=1.6)
         panel.plot(ratios, [row] * len(ratios), "|", color=TREATED, markersize=5)
-    names = [f"{_cut(cost.arm.name)}  (n = {len(cost.ratios)})" for cost in report.costs]
+    names = [f"{cut(cost.arm.name)}  (n = {len(cost.ratios)})" for cost in report.costs]
     panel.set_yticks(range(len(names)), names)
     panel.set_ylim(len(names) - 0.4, -0.6)
     panel.set_xlabel("step time over the control's, each pair")
@@ -318,22 +246,4 @@ def _grid(count: int, height: float) -> tuple[Figure, list[Axes]]:
         wspace=0.38,
         hspace=0.75 / (height - 0.75),
     )
-    axes: Sequence[Axes] = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
-    for spare in axes[count:]:
-        spare.remove()
-    return figure, list(axes[:count])
-
-
-def _of(shown: int, there: int) -> str:
-    """Says it where not all arms have a panel."""
-    return "" if shown == there else f" (the first {shown} of {there} arms; the page has them all)"
-
-
-def per_cent(axis: Any, metric: str) -> None:  # Any: matplotlib's XAxis or YAxis
-    """Label an axis in per cent, if the outcome is a share."""
-    if is_share(metric):
-        axis.set_major_formatter(PercentFormatter(1.0))
-
-
-def _cut(name: str) -> str:
-    return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…"
+    return figure, subplots(figure, rows, columns, count)

@@ -93,13 +93,14 @@ def metrics_of(arms: Sequence[Arm]) -> dict[str, str]:
 
 def compare(arms: Sequence[Arm]) -> list[Outcome]:
     """Each treated arm beside its control, metric by metric."""
+    return [one for metric in metrics_of(arms) or {"": ""} for one in beside_control(arms, metric)]
+
+
+def beside_control(arms: Sequence[Arm], metric: str) -> list[Outcome]:
+    """One number of each treated arm beside its control, of the seeds that have it in both."""
     runs = {run.name: run for arm in arms for run in arm.runs}
     treated = [arm for arm in arms if not arm.is_control]
-    found: list[Outcome] = []
-    for metric in metrics_of(arms) or {"": ""}:
-        own = [_outcome(arm, metric, _its_control(runs), "control") for arm in treated]
-        found += _among_many(own)
-    return found
+    return _among_many([_outcome(arm, metric, _its_control(runs), "control") for arm in treated])
 
 
 def shares(arms: Sequence[Arm]) -> list[Outcome]:

@@ -5,10 +5,11 @@ from statistics import median
 
 from gradsurg.report.alone import alone_rows
 from gradsurg.report.certainty import p_text
+from gradsurg.report.curves import Curve
+from gradsurg.report.effect_series import EffectMap, Norms
 from gradsurg.report.outcomes import Cost, Outcome, UpdateEffect
 from gradsurg.report.pareto import Front, clusters, ends_of
 from gradsurg.report.reading import Found
-from gradsurg.report.series import Curve, EffectMap, Norms
 from gradsurg.report.study_report import StudyReport
 from gradsurg.report.update_line import NUMBERS, of_how_much
 from gradsurg.report.wording import amount, interval, is_share, title, value

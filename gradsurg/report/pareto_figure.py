@@ -1,19 +1,16 @@
 """The figure of trade-offs: tasks two by two, each run a dot, each arm a mean with intervals."""
 
-from collections.abc import Sequence
 from math import ceil
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 
 from gradsurg.report.palette import CONTROL, INK, TREATED
+from gradsurg.report.panels import cut, per_cent, subplots
 from gradsurg.report.pareto import Front, Mark, clusters, ends_of
-from gradsurg.report.wording import is_share
 
 MAX_PAIRS = 6
 COLUMNS = 3
-MAX_NAME = 34
 
 
 def draw_front(front: Front) -> Figure:
@@ -21,13 +18,11 @@ def draw_front(front: Front) -> Figure:
     pairs = front.pairs[:MAX_PAIRS]
     columns = min(COLUMNS, len(pairs))
     rows = ceil(len(pairs) / columns)
-    names = [f"{1 + place}  {_cut(mark.arm.name)}" for place, mark in enumerate(front.marks)]
+    names = [f"{1 + place}  {cut(mark.arm.name)}" for place, mark in enumerate(front.marks)]
     height = max(2.6 * rows, 0.17 * len(names)) + 0.6
     figure = Figure(figsize=(2.9 * columns + 2.6, height), layout="constrained")
-    axes: Sequence[Axes] = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
-    for spare in axes[len(pairs) :]:
-        spare.remove()
-    for panel, (first, second) in zip(axes, pairs, strict=False):
+    axes = subplots(figure, rows, columns, len(pairs))
+    for panel, (first, second) in zip(axes, pairs, strict=True):
         _panel(panel, front, first, second)
     handles = [axes[0].plot([], [], " ")[0] for _ in names]
     figure.legend(handles, names, loc="outside right center", fontsize=8, handlelength=0)
@@ -46,9 +41,8 @@ def _panel(panel: Axes, front: Front, first: int, second: int) -> None:
     panel.set_ylim(*ends[1][:2])
     panel.set_xscale("log" if ends[0][2] else "linear")
     panel.set_yscale("log" if ends[1][2] else "linear")
-    if is_share(front.metric):
-        for axis in (panel.xaxis, panel.yaxis):
-            axis.set_major_formatter(PercentFormatter(1.0))
+    for axis in (panel.xaxis, panel.yaxis):
+        per_cent(axis, front.metric)
     for mark in front.marks:
         _mark(panel, mark, first, second)
     offset = {"xytext": (5, 4), "textcoords": "offset points", "fontsize": 8, "color": INK}
@@ -67,7 +61,3 @@ def _mark(panel: Axes, mark: Mark, first: int, second: int) -> None:
         panel.plot([x.mean, x.mean], [y.low, y.high], **line)
     face = "white" if mark.beaten_by else colour
     panel.plot([x.mean], [y.mean], "o", color=colour, markerfacecolor=face, markersize=6)
-
-
-def _cut(name: str) -> str:
-    return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…"

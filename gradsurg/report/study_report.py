@@ -6,17 +6,18 @@ from pathlib import Path
 
 import polars as pl
 
-from gradsurg.report import answer, certainty, outcomes, series
+from gradsurg.report import answer, certainty, curves, effect_series, outcomes
 from gradsurg.report.alone import uncompared
 from gradsurg.report.conflicts import ConflictSeries, conflict_series, load_conflicts
+from gradsurg.report.curves import Curve
 from gradsurg.report.dose import Doses, doses
+from gradsurg.report.effect_series import EffectMap, Norms
 from gradsurg.report.effort import effort
 from gradsurg.report.grouping import Arm, group
 from gradsurg.report.landscapes import Landscape, landscapes
 from gradsurg.report.outcomes import Cost, Outcome, UpdateEffect
 from gradsurg.report.pareto import Front, fronts
 from gradsurg.report.reading import Found, read_study
-from gradsurg.report.series import Curve, EffectMap, Norms
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,8 @@ def study_report(
     runs = read_study(folder, only)
     arms = group(runs)
     logged = arms if logs else []
-    metrics, faults = series.load_metrics(logged)
-    effects = series.load_effects(logged)
+    metrics, faults = curves.load_metrics(logged)
+    effects = effect_series.load_effects(logged)
     conflicts, torn = load_conflicts(logged)
     compared = outcomes.compare(arms)
     grounds, broken = landscapes(logged, metrics)
@@ -87,9 +88,9 @@ def study_report(
         shares=outcomes.shares(arms),
         costs=outcomes.costs(arms),
         updates=outcomes.update_effects(arms),
-        curves=series.curves(arms, metrics),
-        maps=series.effect_maps(arms, effects),
-        norms=series.norms(arms, effects),
+        curves=curves.curves(arms, metrics),
+        maps=effect_series.effect_maps(arms, effects),
+        norms=effect_series.norms(arms, effects),
         doses=_compared(doses(arms), compared),
         fronts=fronts(arms),
         landscapes=grounds,

@@ -128,8 +128,11 @@ def _reached(runs: Sequence[Runs]) -> str:
     """Which seeds have reached what they were trained until."""
     arms: list[Arm] = []
     for arm in ("treated", "control"):
-        paths = [path for run in runs if (path := getattr(run, arm))]
-        found = [_found(path, said, arm) for path in paths if (said := _summary(path))]
+        found = []
+        for run in runs:
+            path, beside = getattr(run, arm), run.control if arm == "treated" else None
+            if path and (said := _summary(path)):
+                found.append(replace(_found(path, said, arm), control=beside and beside.name))
         arms += [_arm(found)] if found else []
     return "\n".join(_wrapped(line) for line in reached(arms))
 
@@ -221,20 +224,32 @@ def _conflicts(runs: Sequence[Runs]) -> str:
 
 def _effects(paths: Sequence[Path], several: bool) -> str:
     """At each site; an aggregator of `several` tasks has effects only if there is a transform."""
-    rows = effect_table(paths)
-    if not rows and (several or all(_without_transform(path) for path in paths)):
-        return "" if several else "No conflict was measured: effects_every=0."
-    if not rows:
+    rows, examined = effect_table(paths), effect_table(paths, examined=True)
+    if not rows and not examined:
+        if several or all(_without_transform(path) for path in paths):
+            return "" if several else "No conflict was measured: effects_every=0."
         return "No effect was measured: effects_every=0, or the transform never acted."
+    means = f"means over {count(len(paths), 'run')}"
+    parts = []
+    if not examined or any(row["calls"] for row in rows):
+        every = {(_summary(path) or {}).get("effects_every", 1) for path in paths}
+        when = f" at one step in {every.pop()}" if len(every) == 1 and every != {1} else ""
+        parts.append(f"Gradients at each site, {means}{when}:\n\n{_effect_text(rows)}")
+    if examined:
+        training = "acted on no gradient in" if rows else "was not measured in"
+        only = f" (the surgery {training} the training)" if not parts else ""
+        head = f"Gradients at each site in the examination after the training, {means}{only}:"
+        parts.append(f"{fill(head, WIDTH)}\n\n{_effect_text(examined)}")
+    return "\n\n".join(parts)
+
+
+def _effect_text(rows: list[dict[str, object]]) -> str:
     for row in rows:
         if row["transform"] == "none":
             row["norm_after"] = None  # what it was before: nothing was done
     ranks = {transform: rank for rank, transform in enumerate(_in_order(rows))}
     rows.sort(key=lambda row: ranks[row["transform"]])
-    every = {(_summary(path) or {}).get("effects_every", 1) for path in paths}
-    when = f" at one step in {every.pop()}" if len(every) == 1 and every != {1} else ""
-    means = f"means over {count(len(paths), 'run')}{when}"
-    return f"Gradients at each site, {means}:\n\n{effect_text(rows)}"
+    return effect_text(rows)
 
 
 def _without_transform(path: Path) -> bool:

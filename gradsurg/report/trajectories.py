@@ -1,6 +1,5 @@
 """The figure of where points went: contours of the losses and their mean, the ways of each arm."""
 
-from collections.abc import Sequence
 from itertools import pairwise
 from math import ceil
 
@@ -12,6 +11,7 @@ from matplotlib.lines import Line2D
 
 from gradsurg.report.landscapes import Landscape, Way
 from gradsurg.report.palette import END, INK, PARETO
+from gradsurg.report.panels import cut, subplots
 
 COLUMNS = 4
 SIDE = 2.6  # of a panel, in inches
@@ -29,9 +29,7 @@ def draw_trajectories(landscape: Landscape) -> Figure:
     rows = ceil(count / columns)
     size = SIDE * columns + 0.3, SIDE * rows + 0.6
     figure = Figure(figsize=size, layout="constrained")
-    axes: Sequence[Axes] = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
-    for spare in axes[count:]:
-        spare.remove()
+    axes = subplots(figure, rows, columns, count)
     titled = {f"loss {name}": np.array(table, float) for name, table in landscape.values.items()}
     tables = {**titled, "mean of the losses": mean}
     for panel, (title, table) in zip(axes, tables.items(), strict=False):
@@ -41,7 +39,7 @@ def draw_trajectories(landscape: Landscape) -> Figure:
         _ground(panel, landscape, mean, alone=False)
         for way in arm.ways:
             _way(panel, way)
-        panel.set_title(arm.name if len(arm.name) <= 34 else f"{arm.name[:33]}…")
+        panel.set_title(cut(arm.name))
     _legend(figure, len(shown), len(landscape.arms))
     return figure
 

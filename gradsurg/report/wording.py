@@ -4,10 +4,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from gradsurg.runs.until import STEP
 from gradsurg.stats import Difference, verdict
 from gradsurg.tables import number
 
 OUTCOMES = {"train/loss": "train loss", "test/loss": "test loss", "test/accuracy": "test accuracy"}
+NAMED = {**OUTCOMES, STEP: "the step that gets there"}
 FURTHER = ("test/", "examined/")
 HEADLINE = ("test/accuracy", "test/loss", "train/loss")
 
@@ -25,7 +27,7 @@ def titles(summary: Mapping[str, object]) -> dict[str, str]:
 
 def title(key: str) -> str:
     """A logged name in words: `update/norm_ratio` is "update norm ratio"."""
-    return OUTCOMES.get(key, key.replace("/", " ").replace("_", " "))
+    return NAMED.get(key, key.replace("/", " ").replace("_", " "))
 
 
 def is_share(key: str) -> bool:
@@ -42,6 +44,8 @@ def amount(key: str, found: float | None) -> str:
     """A difference with its sign, as -0.62% or +0.0253."""
     if found is None:
         return "-"
+    if key == STEP:
+        return f"{found:+,.1f}".removesuffix(".0")
     return f"{found:+.2%}" if is_share(key) else f"{found:+.3g}"
 
 

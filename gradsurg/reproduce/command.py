@@ -3,7 +3,7 @@
 import argparse
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from gradsurg.report.reading import NotAStudy
@@ -15,8 +15,9 @@ from gradsurg.reproduce.expected import (
     papers,
     read_expected,
 )
+from gradsurg.reproduce.foreseen import faults_of
 from gradsurg.reproduce.judging import HOLDS as HOLD
-from gradsurg.reproduce.judging import TOLD, is_meant, judge
+from gradsurg.reproduce.judging import TOLD, judge
 from gradsurg.reproduce.record import (
     Record,
     keep,
@@ -25,7 +26,7 @@ from gradsurg.reproduce.record import (
     record_of,
     write_between,
 )
-from gradsurg.reproduce.running import Planned, Study, plan_study, run_study
+from gradsurg.reproduce.running import Study, plan_study, run_study
 from gradsurg.tables import aligned
 
 PLACES = ("out=", "hydra", "task.root=", "threads=", "device=", "sink=", "report=", "force=")
@@ -101,8 +102,10 @@ def _one(folder: Path, expected: Expected, form: Form, words: Sequence[str], wri
     other = [word for word in words if not word.startswith(PLACES)]
     names = expected.studies(form)
     planned = {key: plan_study(name, words) for key, name in names.items()}
-    if not other:
-        _check_chosen(paper, expected, planned)
+    foreseen = {key: own.runs for key, own in planned.items()}
+    # asked for with other words it is another study, which may have other runs
+    if not other and (faults := faults_of(expected, foreseen)):
+        raise WrongExperiment("\n".join(f"{paper}: {fault}" for fault in faults))
     studies = {key: run_study(name, words, planned[key]) for key, name in names.items()}
     runs = {key: study.runs for key, study in studies.items()}
     judged = judge(expected, runs)
@@ -128,16 +131,6 @@ def _one(folder: Path, expected: Expected, form: Form, words: Sequence[str], wri
     if write:
         keep(folder, record, figure)
     return all(one.holds for one in judged)
-
-
-def _check_chosen(paper: str, expected: Expected, planned: Mapping[str, Planned]) -> None:
-    """Raise WrongExperiment if a band is about no run that will be there."""
-    for band in expected.bands:
-        study = band.study or expected.quick[0]
-        for which in (band.runs, band.minus):
-            if not any(is_meant(known, which) for known in planned[study].runs.values()):
-                asked = ", ".join(f"{key}: {value}" for key, value in which.items())
-                raise WrongExperiment(f"{paper}: {band.name}: {study} has no run of {asked}")
 
 
 def _cost(root: Path, paper: str, expected: Expected, words: Sequence[str]) -> str:

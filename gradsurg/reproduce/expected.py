@@ -127,9 +127,13 @@ class Expected:
             raise Contradiction("front", f"names no band {{{unknown[0]}}}")
         for band in self.bands:
             if band.study not in (self.quick if len(self.quick) > 1 else ("", *self.quick)):
-                found = band.study or "none"
-                rule = f"must name a study of quick in the band {band.name}, found {found}"
-                raise Contradiction("bands", rule)
+                rule = f"must name a study of quick in the band {band.name}"
+                found = f"found {band.study or 'none'}. {nearest(band.study, list(self.quick))}"
+                raise Contradiction("bands", f"{rule}, {found}")
+        for study in self.figure.studies if isinstance(self.figure, Drawing) else ():
+            if study not in self.quick:
+                near = nearest(study, list(self.quick))
+                raise Contradiction("figure", f"must name studies of quick, found {study}. {near}")
 
     def studies(self, form: Form) -> dict[str, str]:
         """What each study of the quick form is in `form`."""
@@ -162,7 +166,9 @@ def read_expected(root: Path, paper: str) -> Expected:
     except FieldError as error:
         faults = (f"{field}: {text}" for field, text in error.faults)
         raise WrongExperiment("\n".join(f"{where}: {fault}" for fault in faults)) from error
-    for study in (*expected.quick, *expected.full):
-        if not (root / STUDIES / f"{study}.yaml").is_file():
-            raise WrongExperiment(f"{where}: there is no {STUDIES / study}.yaml")
+    there = [file.stem for file in sorted((root / STUDIES).glob("*.yaml"))]
+    unknown = [study for study in (*expected.quick, *expected.full) if study not in there]
+    if unknown:
+        said = (f"there is no {STUDIES / study}.yaml. {nearest(study, there)}" for study in unknown)
+        raise WrongExperiment("\n".join(f"{where}: {line}" for line in said))
     return expected

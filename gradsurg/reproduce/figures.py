@@ -7,9 +7,10 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from gradsurg.report.figures import STYLE, per_cent
+from gradsurg.report.figures import STYLE
 from gradsurg.report.grouping import Arm, group
 from gradsurg.report.palette import ARMS
+from gradsurg.report.panels import per_cent
 from gradsurg.report.reading import Found
 from gradsurg.report.wording import title
 from gradsurg.reproduce.expected import Drawing

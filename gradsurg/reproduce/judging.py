@@ -124,9 +124,14 @@ def effect(run: Found, path: str) -> dict[int, float | None]:
     }
 
 
+def names_in(metric: str) -> list[str]:
+    """The outcomes that a metric is the sum or the difference of."""
+    return [name.strip() for name in re.split(" [+-] ", metric)]
+
+
 def _sum(numbers: Mapping[str, Any], metric: str) -> float | None:  # Any: what JSON can hold
-    names, signs = re.split(" [+-] ", metric), ["+", *re.findall(" ([+-]) ", metric)]
-    found = [part for name in names if isinstance(part := numbers.get(name.strip()), int | float)]
+    names, signs = names_in(metric), ["+", *re.findall(" ([+-]) ", metric)]
+    found = [part for name in names if isinstance(part := numbers.get(name), int | float)]
     if len(found) < len(names):
         return None
     return float(sum(-one if sign == "-" else one for one, sign in zip(found, signs, strict=True)))

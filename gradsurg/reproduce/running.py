@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -12,8 +12,7 @@ from gradsurg.config.build import Experiment
 from gradsurg.config.faults import ConfigError
 from gradsurg.report.reading import Found, read_study
 from gradsurg.reproduce.expected import WrongExperiment
-from gradsurg.reproduce.judging import known_of
-from gradsurg.runs.arms import Run
+from gradsurg.reproduce.foreseen import Foreseen, foresee
 
 WRONG_INPUT = 2
 
@@ -43,11 +42,11 @@ class Study:
 @dataclass(frozen=True)
 class Planned:
     """What a study asks for: its folder, its runs by the names of their directories, the steps of
-    all together. Of a run it is known what a band can choose it by.
+    all together.
     """
 
     folder: Path
-    runs: dict[str, Mapping[str, object]]
+    runs: dict[str, Foreseen]
     steps: int
 
 
@@ -71,20 +70,18 @@ def run_study(name: str, words: Sequence[str], planned: Planned) -> Study:
 
 def plan_study(name: str, words: Sequence[str]) -> Planned:
     """What a study would train, as its config gives it; raises WrongExperiment if that is wrong."""
-    runs: dict[Path, Run] = {}
+    runs: dict[str, Foreseen] = {}
+    folders: set[Path] = set()
 
     def keep(words: list[str], experiment: Experiment) -> None:
-        out = Path(experiment.settings.out)
-        for pair in experiment.pairs:
-            runs.update((run.directory(out), run) for run in pair.runs)
+        settings = experiment.settings
+        folders.add(Path(settings.out) / settings.study)
+        runs.update(foresee(experiment))
 
     try:
         composed, sweeping = compose.sweep([f"experiment={name}", *words], False, [])
         compose.check(composed, sweeping, [], keep=keep)
     except ConfigError as error:
         raise WrongExperiment("\n".join(error.faults)) from error
-    (folder,) = {path.parent for path in runs}
-    known: dict[str, Mapping[str, object]] = {
-        path.name: known_of(run.identity, run.label, run.seed) for path, run in runs.items()
-    }
-    return Planned(folder, known, sum(run.schedule.steps for run in runs.values()))
+    (folder,) = folders
+    return Planned(folder, runs, sum(run.steps for run in runs.values()))

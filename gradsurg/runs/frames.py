@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from gradsurg.runs.durable import whole_lines
 from gradsurg.runs.json_rows import NOT_FINITE
-from gradsurg.runs.store import CONFLICTS, EFFECTS, METRICS
+from gradsurg.runs.store import CONFLICTS, EFFECTS, EXAMINED_EFFECTS, METRICS
 
 if TYPE_CHECKING:
     import polars as pl
@@ -89,16 +89,17 @@ def _typed_conflicts(frame: "pl.DataFrame") -> "pl.DataFrame":
     return frame.with_columns(there)
 
 
-def effect_table(paths: Iterable[str | Path]) -> list[dict[str, object]]:
+def effect_table(paths: Iterable[str | Path], examined: bool = False) -> list[dict[str, object]]:
     """For each transform and site, each number's mean: over a run's steps, then over the runs.
 
     An interval counts as often as the site was called in it, a run counts once. Where a number is
     null (not sampled, or not finite) its interval does not count. `runs`, `seen`, `calls`,
-    `sampled` and `nonfinite` are totals. In the order in which they were first met.
+    `sampled` and `nonfinite` are totals. In the order in which they were first met. With `examined`
+    of the examination after the training instead.
     """
     import polars as pl
 
-    rows = read_effects(paths)
+    rows = _read(paths, EXAMINED_EFFECTS if examined else EFFECTS, EFFECTS_KEYS)
     numbers = [
         name
         for name, kind in rows.schema.items()

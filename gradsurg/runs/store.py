@@ -21,8 +21,9 @@ LINES = (METRICS, EFFECTS, CONFLICTS)
 """The files that grow by lines."""
 SUMMARY, CHECKPOINT, LOCK = "summary.json", "checkpoint.pt", ".lock"
 FACTS, ERROR, LANDSCAPE = "run.json", "error.log", "landscape.json"
-EXAMINED = "examined.json"
-OWN = (SUMMARY, CHECKPOINT, *LINES, CONFIG, FACTS, ERROR, LANDSCAPE, EXAMINED)
+EXAMINED, EXAMINED_EFFECTS = "examined.json", "examined_effects.jsonl"
+BESIDE = (LANDSCAPE, EXAMINED, EXAMINED_EFFECTS)
+OWN = (SUMMARY, CHECKPOINT, *LINES, CONFIG, FACTS, ERROR, *BESIDE)
 MAX_LABEL = 80
 
 RunState = Literal["planned", "running", "interrupted", "failed", "finished", "diverged"]
@@ -221,6 +222,10 @@ class RunDirectory:
         """What `write_examined` kept, or None."""
         path = self.path / EXAMINED
         return json.loads(path.read_bytes()) if path.is_file() else None
+
+    def write_examined_effects(self, rows: Iterable[Mapping[str, object]]) -> None:
+        """Keep what the surgery did in that examination, a line for each row as in the effects."""
+        self._replace(EXAMINED_EFFECTS, b"".join(map(as_line, rows)))
 
     def save_checkpoint(self, state: Mapping[str, object]) -> None:
         """Keep what resuming needs, with the present lengths of the JSONL files."""

@@ -117,6 +117,9 @@ def _execute(
             summary = _train(run, place, sinks)
         place.write_summary(summary)
         state = "diverged" if summary["state"] == "diverged" else "finished"
+    except KeyboardInterrupt:
+        state = "interrupted"
+        raise
     finally:
         numbers = {key: value for key, value in summary.items() if isinstance(value, int | float)}
         for sink in sinks:
@@ -242,10 +245,13 @@ def _examined(
         return {}
     while live.step < run.schedule.steps:  # steps that were skipped, or were not needed any more
         live.tick()
+    live.effects.fetch(counted=True)  # what is left of the training
     model.eval()
     with randomness.kept(run.device):
         randomness.seed((EXAMINATION + run.seed) % 2**63)  # a seed may fill 64 bits
         examination = run.task.examine(model, data)
+    if rows := live.effects.fetch(counted=True):
+        place.write_examined_effects([{"step": live.step, **row} for row in rows])
     live.tick()  # it was a step of its own
     model.train()
     if examination.kept:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from gradsurg.fields import told
 
-State = Literal["finished", "diverged", "failed"]
+State = Literal["finished", "diverged", "failed", "interrupted"]
 
 _log = logging.getLogger("gradsurg")
 

@@ -3,7 +3,7 @@
 import re
 from functools import cache
 
-from gradsurg.sites.base import matches
+from gradsurg.sites._patterns import matches
 
 FAMILIES = {
     "activation": (

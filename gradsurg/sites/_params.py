@@ -7,28 +7,10 @@ from torch import Tensor, nn
 
 from gradsurg import engine
 from gradsurg.fields import validated
-from gradsurg.sites._modules import (
-    ROOT,
-    Pattern,
-    Range,
-    Types,
-    depth,
-    index,
-    matches_type,
-    own_name,
-    params_of,
-    within,
-)
-from gradsurg.sites.base import (
-    Gates,
-    Keeps,
-    Place,
-    Selector,
-    Stage,
-    foreign,
-    matches,
-    nothing_matched,
-)
+from gradsurg.sites._foreign import foreign
+from gradsurg.sites._modules import ROOT, Range, depth, index, own_name, params_of, within
+from gradsurg.sites._patterns import Pattern, Types, matches, matches_type, nothing_matched
+from gradsurg.sites.base import Gates, Keeps, Place, Selector, Stage
 
 
 class ParamFields(Protocol):

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from gradsurg import engine
-from gradsurg.sites._modules import Calls, Chosen
+from gradsurg.sites._calls import Calls
+from gradsurg.sites._modules import Chosen
 from gradsurg.sites._saved_pairs import Site, pair
 from gradsurg.sites._sorts import Sorts
 from gradsurg.sites.base import Gates

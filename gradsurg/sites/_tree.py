@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from gradsurg import engine
-from gradsurg.sites._modules import ROOT, Calls, names_of
+from gradsurg.sites._calls import Calls
+from gradsurg.sites._modules import ROOT, names_of
 from gradsurg.sites._nested import tensors_in
 from gradsurg.sites._node_names import plain
 from gradsurg.sites._recorder import Like, Mark, Seen, marked

@@ -1,19 +1,15 @@
 """What a selector is: it finds sites in a model and hooks them."""
 
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradsurg.fields import nearest
-from gradsurg.transforms.base import Scope
+from gradsurg.transforms.base import Need, Scope
 
 Stage = Literal[
     "use",  # the gradient of one use of a tensor
@@ -38,12 +34,13 @@ SCALED: tuple[Stage, ...] = (
 )
 """The stages at which a gradient is still times the loss scale."""
 
+NO_GRADIENT = "needs no gradient"  # why a site is skipped
+
 GradFn = Callable[[Tensor | None], Tensor | None]
 """What a hook calls: it gets a gradient and gives the new one, or None to leave it."""
 
 GroupFn = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 """All gradients of a group in, the new ones out (None: leave it), in the same order."""
-
 
 Put = Callable[[ExitStack], None]
 """Registers hooks, each with its removal on the stack, as often as it is called."""
@@ -168,22 +165,15 @@ class Selector(ABC):
 
     stages: ClassVar[tuple[Stage, ...]]
     group_stages: ClassVar[tuple[Stage, ...]] = ()
-    has_value: ClassVar[bool]
-    has_error: ClassVar[bool] = False  # whether they are of examples, on their way from the error
     known_at_once: ClassVar[bool] = False  # whether its sites are known before the model is called
     uncompiled: ClassVar[str] = ""  # why it cannot act as in eager in a compiled model, if so
 
     stage: Stage | None
 
     @property
-    def has_entering(self) -> bool:
-        """Whether its gradients leave a node, and what has entered that is known."""
-        return False
-
-    @property
-    def has_product(self) -> bool:
-        """Whether they all leave the product of an input and a weight, for the input."""
-        return False
+    def gives(self) -> frozenset[Need]:
+        """What a transform is given at each of its sites besides the gradient, as it `needs` it."""
+        return frozenset()
 
     @property
     def mechanism(self) -> tuple[object, ...]:
@@ -288,61 +278,9 @@ def _combined(
     return Combined(selectors, by=by, **fields)
 
 
-def matches(name: str, pattern: str) -> bool:
-    """Whether `name` fits a glob (`layer1.*`, `*` crosses dots) or, whole, a regex (`re:...`)."""
-    if pattern == "*":
-        return True
-    if pattern.startswith("re:"):
-        return re.fullmatch(pattern[3:], name) is not None
-    return fnmatchcase(name, pattern)
-
-
-def check_pattern(pattern: str) -> str:
-    """Refuse an empty pattern and a regex that does not compile."""
-    if not pattern:
-        raise ValueError("must not be empty")
-    if pattern.startswith("re:"):
-        try:
-            re.compile(pattern[3:])
-        except re.error as error:
-            raise ValueError(f"is not a regular expression ({error})") from None
-    return pattern
-
-
 def through(gates: Sequence[GradFn], grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Pass the gradients of a node through one gate each."""
     results = [gate(grad) for gate, grad in zip(gates, grads, strict=True)]
     return tuple(
         grad if result is None else result for result, grad in zip(results, grads, strict=True)
     )
-
-
-def foreign(*tables: object) -> list[str]:
-    """The names of the hooks in PyTorch's hook tables that are not gradsurg's own."""
-    return [
-        f"{module}.{getattr(hook, '__qualname__', type(hook).__qualname__)}"
-        for module, hook in _hooks(tables)
-        if module.partition(".")[0] != "gradsurg"
-    ]
-
-
-def _hooks(tables: Iterable[object]) -> Iterator[tuple[str, object]]:
-    for table in tables:
-        for hook in list(table.values()) if isinstance(table, dict) else []:
-            hook = getattr(hook, "func", hook)  # of a partial
-            yield getattr(hook, "__module__", None) or type(hook).__module__, hook
-
-
-def nothing_matched(kind: str, pattern: str, names: Iterable[str]) -> LookupError:
-    """The error for a selector that selects nothing: it lists what there was."""
-    choices = list(names)
-    # A glob stands for a prefix, as 'hiden.*': the nearest prefix is what was meant.
-    literal = pattern.removeprefix("re:").strip("*.")
-    parts = [name.split(".") for name in choices]
-    prefixes = {".".join(part[:size]) for part in parts for size in range(1, len(part) + 1)}
-    close = get_close_matches(literal, sorted(prefixes), n=1, cutoff=0.6)
-    listed = nearest(pattern, choices)
-    if close and literal != pattern:
-        listed = listed.split(" Did you mean")[0]
-        listed += f" Did you mean '{pattern.replace(literal, close[0])}'?"
-    return LookupError(f"{kind}: nothing matches '{pattern}'. {listed}")

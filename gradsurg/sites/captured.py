@@ -12,11 +12,21 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradsurg import engine
 from gradsurg.fields import validated
-from gradsurg.sites._modules import ROOT, Calls, Chosen, ModuleSelector, Range, names_of, params_of
+from gradsurg.sites._calls import Calls
+from gradsurg.sites._modules import (
+    ROOT,
+    Chosen,
+    ModuleSelector,
+    Range,
+    names_of,
+    params_of,
+    possible,
+)
 from gradsurg.sites._nested import tensors_in
 from gradsurg.sites._params import chooses, expected, found, selected
-from gradsurg.sites.base import Gates, Keeps, Place, Stage, nothing_matched
-from gradsurg.transforms.base import Scope
+from gradsurg.sites._patterns import nothing_matched
+from gradsurg.sites.base import NO_GRADIENT, Gates, Keeps, Place, Stage
+from gradsurg.transforms.base import Need, Scope
 
 NOT_ASKED = "not asked of autograd.grad"
 UNUSED = "what was differentiated does not depend on it"
@@ -49,7 +59,10 @@ class Captured(ModuleSelector):
     size: Range | None = None
 
     stages: ClassVar[tuple[Stage, ...]] = ("captured",)
-    has_value: ClassVar[bool] = True
+
+    @property
+    def gives(self) -> frozenset[Need]:
+        return frozenset({"value"})
 
     def selects(self, place: Place) -> bool | None:
         if isinstance(place.thing, nn.Module):
@@ -64,7 +77,9 @@ class Captured(ModuleSelector):
     def find(self, model: nn.Module, keeps: Keeps | None = None) -> list[str]:
         keeps = keeps or self.selects
         named = names_of(model)
-        modules = [name for names in self._kept(named, keeps).values() for name in names]
+        modules = [
+            name for names in possible(named, self.mechanism, keeps).values() for name in names
+        ]
         if not modules and selected(self, model, keeps):
             return found(self, model, keeps)
         params = [names[0] for param, names in selected(self, model, keeps) if param.requires_grad]
@@ -87,7 +102,7 @@ class Captured(ModuleSelector):
         for name, param in expected(self, model, gates).items():
             sites.add(param, name)
         calls = Calls(names_of(model))
-        kept = self._kept(calls.names, gates.keeps)
+        kept = possible(calls.names, self.mechanism, gates.keeps)
         if kept:  # compiled code stays whole where there are parameters alone
             calls.hook(model, stack)
         for module, names in kept.items():
@@ -95,18 +110,6 @@ class Captured(ModuleSelector):
             hook = _remembering(sites, calls, self.chosen(gates))
             stack.callback(module.register_forward_hook(hook).remove)
         _watch(sites, stack)
-
-    def _kept(
-        self, named: Mapping[nn.Module, Sequence[str]], keeps: Keeps
-    ) -> dict[nn.Module, list[str]]:
-        """The modules that may be selected, with the names by which they are."""
-        kept = {
-            module: [
-                name for name in names if keeps(Place(self.mechanism, name, module)) is not False
-            ]
-            for module, names in named.items()
-        }
-        return {module: names for module, names in kept.items() if names}
 
 
 def _remembering(sites: "_Sites", calls: Calls, chosen: Chosen) -> Callable[..., None]:
@@ -198,7 +201,7 @@ class _Sites:
             return
         if not tensor.requires_grad:
             if site not in self.met:
-                self.gates.expect(site, skipped="needs no gradient")
+                self.gates.expect(site, skipped=NO_GRADIENT)
             return
         owner = self.of(tensor)
         if not owner:

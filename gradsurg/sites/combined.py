@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from gradsurg.fields import Contradiction, validated
 from gradsurg.sites.base import Gates, Keeps, Place, Selector, Stage
-from gradsurg.transforms.base import Scope
+from gradsurg.transforms.base import Need, Scope
 
 
 @validated
@@ -64,27 +64,14 @@ class Combined(Selector):
         return f"Combined({', '.join(given)})"
 
     @property
-    def has_value(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return all(kind.has_value for kind in self.kinds)
-
-    @property
-    def has_error(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return all(kind.has_error for kind in self.kinds)
-
-    @property
-    def has_entering(self) -> bool:
-        return all(kind.has_entering for kind in self.kinds)
-
-    @property
-    def has_product(self) -> bool:
-        parts = [part.has_product for part in self.of]
+    def gives(self) -> frozenset[Need]:
         match self.by:
             case "any":
-                return all(parts)
+                return frozenset.intersection(*(part.gives for part in self.of))
             case "all":
-                return any(parts)
-            case "none":  # then they are of any other kind
-                return False
+                return frozenset.union(*(part.gives for part in self.of))
+            case "none":  # other sites of the same kinds, of which none need be a product
+                return frozenset.intersection(*(kind.gives for kind in self.kinds)) - {"product"}
 
     @property
     def kinds(self) -> tuple[Selector, ...]:

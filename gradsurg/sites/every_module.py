@@ -13,29 +13,22 @@ from torch.utils.hooks import RemovableHandle
 from gradsurg import engine
 from gradsurg.fields import validated
 from gradsurg.sites._backward_hooks import (
-    Hook,
     Side,
     entering,
     forbid_legacy,
     leaving,
     note_in_place,
-    tickets,
     without_warning,
 )
-from gradsurg.sites._modules import (
-    COMPILED,
-    ROOT,
-    Calls,
-    Chosen,
-    Pattern,
-    Types,
-    matches_type,
-    names_of,
-)
-from gradsurg.sites.base import Gates, Keeps, Place, Selector, Stage, foreign, matches
-from gradsurg.sites.values import Done, Flow
-from gradsurg.sites.values import entering as entering_values
-from gradsurg.sites.values import leaving as leaving_values
+from gradsurg.sites._calls import Calls
+from gradsurg.sites._flow import Done, Flow
+from gradsurg.sites._flow import entering as entering_values
+from gradsurg.sites._flow import leaving as leaving_values
+from gradsurg.sites._foreign import foreign
+from gradsurg.sites._modules import COMPILED, ROOT, Chosen, names_of, possible, remembered
+from gradsurg.sites._patterns import Pattern, Types, matches, matches_type
+from gradsurg.sites._tickets import Hook, tickets
+from gradsurg.sites.base import Gates, Keeps, Place, Selector, Stage
 from gradsurg.transforms.base import Scope
 
 TABLES = (
@@ -68,7 +61,6 @@ class EveryModule(Selector):
     stage: Stage | None = None
 
     stages: ClassVar[tuple[Stage, ...]] = ("forward", "backward")
-    has_value: ClassVar[bool] = False
     uncompiled: ClassVar[str] = "PyTorch compiles nothing while there are global hooks"
 
     @property
@@ -114,30 +106,14 @@ class EveryModule(Selector):
 
     def find(self, model: nn.Module, keeps: Keeps | None = None) -> list[str]:
         keeps = keeps or self.selects
-        found = [
-            name
-            for module, names in names_of(model).items()
-            for name in names
-            if keeps(Place(self.mechanism, name, module)) is not False
-        ]
+        kept = possible(names_of(model), self.mechanism, keeps)
+        found = [name for names in kept.values() for name in names]
         return found or [f"what fits {self!r} outside the model"]
 
     def chosen(self, gates: Gates, tail: str = "") -> Chosen:
         """A memory of which calls are selected, and of the ids of their sites."""
-        known: WeakKeyDictionary[nn.Module, dict[tuple[str, int], str | None]]
-        known = WeakKeyDictionary()
-
-        def chosen(module: nn.Module, call: tuple[str, int]) -> str | None:
-            own = known.setdefault(module, {})
-            if call not in own:
-                name, number = call
-                kept = gates.keeps(Place(self.mechanism, name, module, number, whole=True))
-                own[call] = f"{name}#{number}{tail}" if kept else None
-                if not kept:
-                    gates.forget(f"{name}#{number}{tail}")
-            return own[call]
-
-        return chosen
+        # Modules outside the model may come and go.
+        return remembered(self.mechanism, gates, WeakKeyDictionary(), tail)
 
     def hook(
         self,

@@ -17,7 +17,7 @@ from gradsurg.fields import validated
 from gradsurg.sites._averaged import refuse_averaged
 from gradsurg.sites._params import ParamSelector, expected
 from gradsurg.sites.base import Gates, Stage
-from gradsurg.transforms.base import Scope
+from gradsurg.transforms.base import Need, Scope
 
 
 @validated
@@ -37,7 +37,10 @@ class Group(ParamSelector):
 
     stages: ClassVar[tuple[Stage, ...]] = ("backward_end",)
     group_stages: ClassVar[tuple[Stage, ...]] = ("backward_end",)
-    has_value: ClassVar[bool] = True
+
+    @property
+    def gives(self) -> frozenset[Need]:
+        return frozenset({"value"})
 
     def hook(
         self,

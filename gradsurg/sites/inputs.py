@@ -16,12 +16,11 @@ from gradsurg import engine
 from gradsurg.fields import validated
 from gradsurg.sites._modules import ModuleSelector, names_of
 from gradsurg.sites._nested import rebuilt, tensors_in
-from gradsurg.sites.base import Gates, GradFn, Stage
+from gradsurg.sites.base import NO_GRADIENT, Gates, GradFn, Stage
 from gradsurg.sites.outputs import OwnedTensors, alias_of, is_new, value_of
-from gradsurg.transforms.base import Scope
+from gradsurg.transforms.base import Need, Scope
 
 TAIL = ".input"
-NO_GRADIENT = "needs no gradient"
 
 Given = tuple[tuple[object, ...], dict[str, Any]]  # Any: a user's values
 Change = Callable[[str, Tensor], Tensor]
@@ -51,8 +50,10 @@ class Inputs(ModuleSelector):
     path: Literal["branch", "total"] = "branch"
 
     stages: ClassVar[tuple[Stage, ...]] = ("backward",)
-    has_value: ClassVar[bool] = True
-    has_error: ClassVar[bool] = True
+
+    @property
+    def gives(self) -> frozenset[Need]:
+        return frozenset({"value", "error"})
 
     @property
     def mechanism(self) -> tuple[object, ...]:
@@ -218,7 +219,7 @@ class _Taken(OwnedTensors):
             if path:
                 self.gates.forget(base)
             if not (tensor.requires_grad and torch.is_grad_enabled()):
-                self.gates.expect(site, skipped="needs no gradient")
+                self.gates.expect(site, skipped=NO_GRADIENT)
                 sites[id(tensor)] = tensor, site
             elif id(tensor) in sites:
                 self.gates.expect(sites[id(tensor)][1], [site])

@@ -10,15 +10,15 @@ from torch.utils.hooks import RemovableHandle
 
 from gradsurg.fields import Contradiction, validated
 from gradsurg.sites._backward_hooks import (
-    Hook,
     entering,
     forbid_legacy,
     leaving,
     note_in_place,
-    tickets,
     without_warning,
 )
-from gradsurg.sites._modules import Calls, ModuleSelector, names_of
+from gradsurg.sites._calls import Calls
+from gradsurg.sites._modules import ModuleSelector, names_of
+from gradsurg.sites._tickets import Hook, tickets
 from gradsurg.sites.base import Gates, Stage
 from gradsurg.transforms.base import Scope
 
@@ -46,7 +46,6 @@ class ModuleGradients(ModuleSelector):
     kind: Literal["full_backward_pre", "full_backward", "backward"] = "full_backward_pre"
 
     stages: ClassVar[tuple[Stage, ...]] = ("backward",)
-    has_value: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.kind == "backward":

@@ -11,21 +11,12 @@ from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
 from gradsurg.fields import Contradiction, nearest, validated
-from gradsurg.sites._modules import Pattern, Types, matches_type, names_of
+from gradsurg.sites._modules import names_of, possible
 from gradsurg.sites._node_names import FAMILIES, fits, plain
+from gradsurg.sites._patterns import Pattern, Types, matches, matches_type, nothing_matched
 from gradsurg.sites._resolver import Graph, Spot, around, resolver
-from gradsurg.sites.base import (
-    Gates,
-    GradFn,
-    Keeps,
-    Place,
-    Selector,
-    SiteGate,
-    Stage,
-    matches,
-    nothing_matched,
-)
-from gradsurg.transforms.base import Scope
+from gradsurg.sites.base import Gates, GradFn, Keeps, Place, Selector, SiteGate, Stage
+from gradsurg.transforms.base import Need, Scope
 
 COMPILED = "CompiledFunction"
 PRODUCTS = (("Addmm", 1), ("Mm", 0))  # by which edge the gradient of the input leaves
@@ -66,7 +57,6 @@ class Nodes(Selector):
     stage: Stage | None = None
 
     stages: ClassVar[tuple[Stage, ...]] = ("backward",)
-    has_value: ClassVar[bool] = False
     uncompiled: ClassVar[str] = "what is compiled runs as one node"
 
     def __post_init__(self) -> None:
@@ -74,13 +64,11 @@ class Nodes(Selector):
             raise Contradiction("edge", f"needs side=leave, found {self.edge} with side=enter")
 
     @property
-    def has_entering(self) -> bool:
-        return self.side == "leave"
-
-    @property
-    def has_product(self) -> bool:
+    def gives(self) -> frozenset[Need]:
+        if self.side == "enter":
+            return frozenset()
         kind = plain(self.pattern).removesuffix("Backward")
-        return self.side == "leave" and (kind, self.edge) in PRODUCTS
+        return frozenset({"entering", "product"} if (kind, self.edge) in PRODUCTS else {"entering"})
 
     @property
     def mechanism(self) -> tuple[object, ...]:
@@ -106,13 +94,13 @@ class Nodes(Selector):
         keeps = keeps or self.selects
         named = names_of(model)
         found = [
-            name
-            for module, names in named.items()
-            for name in names
-            if keeps(Place(self.mechanism, name, module)) is not False
+            name for names in possible(named, self.mechanism, keeps).values() for name in names
         ]
         if not found:
             choices = [name for names in named.values() for name in names]
+            if any(matches(name, self.module) for name in choices):
+                types = sorted({type(module).__name__ for module in named})
+                raise nothing_matched("Nodes: types", str(self.types), types)
             raise nothing_matched("Nodes: module", self.module, choices)
         return found
 
@@ -127,18 +115,14 @@ class Nodes(Selector):
     ) -> None:
         self.find(model, gates.keeps)
         names = names_of(model)
-        own = [
-            (name, module)
-            for module in names
-            for name in names[module]
-            if gates.keeps(Place(self.mechanism, name, module)) is not False
-        ]
+        kept = possible(names, self.mechanism, gates.keeps)
+        own = [(module, name) for module in kept for name in kept[module]]
         met = False
         sites: dict[Spot, Callable[[Node], object] | None] = {}
 
         @cache
         def wanted(node: str) -> bool:
-            places = (Place(self.mechanism, name, module, node=node) for name, module in own)
+            places = (Place(self.mechanism, name, module, node=node) for module, name in own)
             return any(gates.keeps(place) is not False for place in places)
 
         def take(graph: Graph) -> None:
@@ -156,16 +140,15 @@ class Nodes(Selector):
             # A later forward may go another way, as one in evaluation mode does.
             if not (chosen or met) and graph.whole and not graph.empty and not graph.hides():
                 # Others may have all the places that a combination has room for.
-                places = (Place(self.mechanism, name, module) for name, module in own)
+                places = (Place(self.mechanism, name, module) for module, name in own)
                 if any(gates.keeps(place) is not False for place in places):
                     raise self._nothing(graph)
             met = met or chosen
 
-        chosen = {module for _, module in own}
-        modules = around(names, chosen, inside=True)
+        modules = around(names, kept, inside=True)
 
         def put(own: ExitStack) -> None:
-            resolver().follow(model, modules, take, own, since=chosen)
+            resolver().follow(model, modules, take, own, since=kept)
 
         gates.put(put, stack)
 
@@ -176,9 +159,13 @@ class Nodes(Selector):
         where = "" if self.module == "*" else f" in '{self.module}'"
         compiled = not names or COMPILED in names
         hint = " What is compiled runs as one node: use Outputs there." if compiled else ""
+        numbers = {"call": self.call, "occurrence": self.occurrence}
+        asked = ", ".join(f"{key}={own}" for key, own in numbers.items() if own is not None)
+        there = [*families, *names]
+        listed = nearest("" if self.pattern in there else self.pattern, there)
         return LookupError(
-            f"Nodes: no node{where} is selected by '{self.pattern}' (call={self.call}, "
-            f"occurrence={self.occurrence}). {nearest(self.pattern, [*families, *names])}{hint}"
+            f"Nodes: no node{where} is selected by '{self.pattern}'{f' ({asked})' if asked else ''}"
+            f". {listed}{hint}"
         )
 
     def _site(self, node: Node, spot: Spot, gates: Gates) -> Callable[[Node], object] | None:

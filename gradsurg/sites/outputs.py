@@ -12,10 +12,12 @@ from torch.utils.hooks import RemovableHandle
 
 from gradsurg import engine
 from gradsurg.fields import validated
-from gradsurg.sites._modules import Calls, Chosen, ModuleSelector, names_of
+from gradsurg.sites._calls import Calls
+from gradsurg.sites._foreign import foreign
+from gradsurg.sites._modules import Chosen, ModuleSelector, names_of
 from gradsurg.sites._nested import tensors_in
-from gradsurg.sites.base import Gates, GradFn, Stage, foreign
-from gradsurg.transforms.base import Scope
+from gradsurg.sites.base import NO_GRADIENT, Gates, GradFn, Stage
+from gradsurg.transforms.base import Need, Scope
 
 ORIGINAL = "_gradsurg_original"  # where an alias keeps what it is one of
 
@@ -34,8 +36,10 @@ class Outputs(ModuleSelector):
     """
 
     stages: ClassVar[tuple[Stage, ...]] = ("backward",)
-    has_value: ClassVar[bool] = True
-    has_error: ClassVar[bool] = True
+
+    @property
+    def gives(self) -> frozenset[Need]:
+        return frozenset({"value", "error"})
 
     def hook(
         self,
@@ -124,7 +128,7 @@ class OwnedTensors(Calls):
             gates.forget(base)
         if not tensor.requires_grad:
             if tensor.is_floating_point():
-                gates.expect(site, skipped="needs no gradient")
+                gates.expect(site, skipped=NO_GRADIENT)
                 self.without_graph(module)
             return False
         if tensor._backward_hooks:

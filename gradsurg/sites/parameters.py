@@ -13,7 +13,7 @@ from gradsurg.fields import validated
 from gradsurg.sites._averaged import refuse_averaged
 from gradsurg.sites._params import ParamSelector, expected
 from gradsurg.sites.base import Gates, GradFn, GroupFn, Stage
-from gradsurg.transforms.base import Scope
+from gradsurg.transforms.base import Need, Scope
 
 
 @validated
@@ -38,7 +38,10 @@ class Parameters(ParamSelector):
         "step",
     )
     group_stages: ClassVar[tuple[Stage, ...]] = ("step",)
-    has_value: ClassVar[bool] = True
+
+    @property
+    def gives(self) -> frozenset[Need]:
+        return frozenset({"value"})
 
     def hook(
         self,

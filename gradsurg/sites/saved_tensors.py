@@ -3,22 +3,22 @@
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import AfterValidator
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
 from gradsurg import engine
 from gradsurg.fields import Contradiction, validated
-from gradsurg.sites._modules import ModuleSelector, names_of
+from gradsurg.sites._modules import ModuleSelector, names_of, possible
 from gradsurg.sites._node_names import fits, plain
+from gradsurg.sites._patterns import Pattern
 from gradsurg.sites._resolver import Graph, Spot, around, resolver
 from gradsurg.sites._saved_pairs import pair, saved_by
 from gradsurg.sites._saving import COMPILED_SAVES, Saving, Wanted
 from gradsurg.sites._sorts import Sort, Sorts
-from gradsurg.sites.base import Gates, Keeps, Place, Stage, check_pattern
+from gradsurg.sites.base import Gates, Keeps, Place, Stage
 from gradsurg.transforms.base import Scope
 
 BLOCK = "block"  # the pattern, and the site, of all that is saved while the block is open
@@ -54,11 +54,10 @@ class SavedTensors(ModuleSelector):
     chooses by itself what it saves, which a warning tells when the block ends.
     """
 
-    node: Annotated[str, AfterValidator(check_pattern)] | None = None
+    node: Pattern | None = None
     of: What = "activations"
 
     stages: ClassVar[tuple[Stage, ...]] = ("saved",)
-    has_value: ClassVar[bool] = False
     uncompiled: ClassVar[str] = "what is compiled chooses by itself what it saves"
 
     def __post_init__(self) -> None:
@@ -151,9 +150,8 @@ class SavedTensors(ModuleSelector):
         named = names_of(model)
         places = [
             Place(self.mechanism, name, module)
-            for module, names in named.items()
+            for module, names in possible(named, self.mechanism, gates.keeps).items()
             for name in names
-            if gates.keeps(Place(self.mechanism, name, module)) is not False
         ]
         sorts = Sorts(model, stack)
         wanted = _wanted(self.of, sorts)

@@ -13,22 +13,13 @@ from torch.optim import Optimizer
 
 from gradsurg import engine
 from gradsurg.fields import validated
-from gradsurg.sites._modules import ROOT, Pattern, names_of, params_of
+from gradsurg.sites._modules import ROOT, names_of, params_of
+from gradsurg.sites._patterns import Pattern, matches, nothing_matched
 from gradsurg.sites._resolver import Edge, Graph, around, resolver
-from gradsurg.sites.base import (
-    Gates,
-    Keeps,
-    Place,
-    Selector,
-    SiteGate,
-    Stage,
-    matches,
-    nothing_matched,
-)
+from gradsurg.sites.base import NO_GRADIENT, Gates, Keeps, Place, Selector, SiteGate, Stage
 from gradsurg.sites.nodes import leaving
 from gradsurg.transforms.base import Scope
 
-NO_GRADIENT = "needs no gradient"
 CONSTANT = "a constant to torch.func, which was not given it"
 NO_USE = "no use of it inside the model's call"
 
@@ -66,7 +57,6 @@ class Uses(Selector):
     stage: Stage | None = None
 
     stages: ClassVar[tuple[Stage, ...]] = ("use",)
-    has_value: ClassVar[bool] = False
     uncompiled: ClassVar[str] = "what is compiled is one use"
 
     def selects(self, place: Place) -> bool | None:

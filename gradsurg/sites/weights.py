@@ -35,7 +35,6 @@ class Weights(ParamSelector):
 
     stages: ClassVar[tuple[Stage, ...]] = ("step", "forward")
     group_stages: ClassVar[tuple[Stage, ...]] = ("step", "forward")
-    has_value: ClassVar[bool] = False
 
     def hook(
         self,

@@ -1,9 +1,10 @@
 """Several losses of one vector of outputs, each with its own part of it."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -29,16 +30,16 @@ class MultiClassification(MultiTask):
         }
 
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        losses = {name: loss.item() for name, loss in self.losses(outputs, targets).items()}
+        losses = numbers(self.losses(outputs, targets).values())
         parts, columns = parts_of(outputs, self.sizes, len(targets)), targets.unbind(dim=1)
-        right = [
-            (part.argmax(dim=1) == column).double().mean().item()
+        right = numbers(
+            (part.argmax(dim=1) == column).double().mean()
             for part, column in zip(parts, columns, strict=True)
-        ]
+        )
         return {
-            "loss": sum(losses.values()),
+            "loss": sum(losses),
             "accuracy": fmean(right),
-            **of_each("loss", self.names, list(losses.values())),
+            **of_each("loss", self.names, losses),
             **of_each("accuracy", self.names, right),
         }
 
@@ -63,7 +64,7 @@ class MultiRegression(MultiTask):
         }
 
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        losses = [loss.item() for loss in self.losses(outputs, targets).values()]
+        losses = numbers(self.losses(outputs, targets).values())
         variances = targets.var(dim=0, correction=0).tolist()
         explained = [
             1 - loss / (factor * variance)
@@ -89,6 +90,11 @@ def parts_of(outputs: Outputs, sizes: Sequence[int], count: int) -> Sequence[Ten
         rule = f"a tensor of the shape {whole}, or for each task its part of it"
         raise ValueError(f"outputs must be {rule}, {list(sizes)} columns, found shapes {found}")
     return outputs
+
+
+def numbers(values: Iterable[Tensor]) -> list[float]:
+    """The numbers that several tensors hold; waits for the device once."""
+    return torch.stack(list(values)).tolist()
 
 
 def of_each(metric: str, names: Sequence[str], values: Sequence[float]) -> dict[str, float]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsurg.tasks._several import of_each
+from gradsurg.tasks._several import numbers, of_each
 from gradsurg.tasks.base import Data, MultiTask
 
 Place = tuple[float, float]
@@ -54,7 +54,7 @@ class Toy(MultiTask):
         return {name: value.mean() for name, value in zip(self.names, values, strict=True)}
 
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        losses = [loss.item() for loss in self.losses(outputs, targets).values()]
+        losses = numbers(self.losses(outputs, targets).values())
         x1, x2 = outputs.mean(dim=0).tolist()
         return {"loss": sum(losses), **of_each("loss", self.names, losses), "x1": x1, "x2": x2}
 

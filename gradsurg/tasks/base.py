@@ -138,7 +138,10 @@ class Task(ABC):
 
     @abstractmethod
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        """Numbers for evaluation, by name, `loss` among them; waits for the device."""
+        """Numbers for evaluation, by name, `loss` among them.
+
+        This is where `.item()` belongs: it waits for the device, at tests and never between steps.
+        """
 
     def files(self) -> Sequence[Path]:
         """The files whose content decides the data; runs are told apart by it."""

@@ -15,7 +15,8 @@ class Reverse(Stateless):
 
     Any shape. Zero stays zero, NaN stays NaN, an infinity changes its sign (NaN if the strength is
     0), an empty tensor stays empty. The gradient reversal layer of Ganin and Lempitsky, ICML 2015
-    (arXiv 1409.7495), where strength is lambda; put it at the output of the feature extractor.
+    (arXiv 1409.7495), where strength is lambda; put it at the input of the domain classifier, its
+    branch alone (`Inputs("domain")`): at the features it would turn the label's gradient too.
     Their growing lambda is `Scheduled(Reverse(), start=0.5, stop=1.0, curve="saturating")`.
     """
 

@@ -364,7 +364,7 @@ def test_at_the_cut_a_transform_for_a_task_meets_the_gradient_of_each(picked: st
         torch.autograd.grad(loss, cut)[0].flatten() * (3.0 if task in picked else 1.0)
         for task, loss in losses.items()
     ]
-    weight = model.trunk[0].weight
+    weight = model.get_parameter("trunk.0.weight")
     (expected,) = torch.autograd.grad(h, weight, Uneven()(torch.stack(rows)).view_as(h))
     close({"": found["trunk.0.weight"]}, {"": expected})
     (entry,) = [entry for entry in live.ledger if entry.intervention == "scale"]

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from gradsurg.report.figures import _curves, _limits, _outcome, write_figures
+from gradsurg.report.figures import _curves, write_figures
+from gradsurg.report.outcome_figure import _limits, draw_outcome
 from gradsurg.report.study_report import study_report
 from tests.report import studies
 
@@ -25,7 +26,7 @@ def test_an_interval_far_from_all_seeds_is_cut_with_an_arrow_at_both_ends(tmp_pa
     low, high = _limits(accuracy)
     assert -0.13 < low < -0.1  # half of 0 to 0.2 more at each end, and a little room
     assert 0.3 < high < 0.33
-    figure = _outcome(report)
+    figure = draw_outcome(report)
     assert figure is not None
     markers = [line.get_marker() for line in figure.axes[0].lines]
     assert (markers.count("<"), markers.count(">")) == (1, 1)

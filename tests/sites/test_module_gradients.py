@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.fields import FieldError
-from gradsurg.sites._backward_hooks import Notes
+from gradsurg.sites._tickets import Notes
 from gradsurg.sites.base import Selector
 from tests.nets import attached, backward, batch, gradients, num_hooks, sgd, small, train, weights
 from tests.sites.points import Double, Shared, calls_of, grad_of, point

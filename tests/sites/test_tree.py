@@ -322,7 +322,6 @@ class Later(Selector):
     """Knows its sites, and asks for their gates in a backward."""
 
     stages = ("captured",)
-    has_value = False
     known_at_once = True
     stage = None
 

@@ -1,38 +1,17 @@
-"""What happened along the way: learning curves, the effect at each site, the norms of gradients."""
+"""What transforms did along the way: the effect at each site, the norms of gradients."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import sqrt
 
 import polars as pl
 
 from gradsurg.report.grouping import Arm
-from gradsurg.report.reading import Found
-from gradsurg.report.update_line import SAMPLED
-from gradsurg.report.wording import HEADLINE
-from gradsurg.runs.frames import METRICS_KEYS, read_effects, read_metrics
-from gradsurg.runs.json_rows import NOT_FINITE
-from gradsurg.stats import t_reach
+from gradsurg.runs.frames import read_effects
 
-MAX_POINTS = 60  # of a learning curve: more are not seen on a page
 MAX_CELLS = 240_000  # of all effect maps together, so that a page stays small
 NUM_INTERVALS = 24  # into which a run's steps are cut
 NUM_BINS = 40  # of a histogram
 MEASURES = ("cosine", "ratio", "changed", "flipped", "zeroed")
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A metric of one arm over steps: mean and interval of its whole runs, and every run alone."""
-
-    arm: Arm
-    metric: str
-    steps: list[int]
-    n: list[int]
-    mean: list[float | None]
-    low: list[float | None]
-    high: list[float | None]
-    runs: dict[str, list[float | None]]
 
 
 @dataclass(frozen=True)
@@ -71,32 +50,16 @@ class Effects:
     faults: list[str]
 
 
-def load_metrics(arms: Sequence[Arm]) -> tuple[pl.DataFrame, list[str]]:
-    """All runs' metrics with `run`, the directory's name, and what could not be read."""
-    frames, faults = [pl.DataFrame(schema={"run": pl.String, "step": pl.Int64})], []
-    for run in _runs(arms):
+def load_effects(arms: Sequence[Arm]) -> Effects:
+    """All runs' effects with `run`, the directory's name, and what could not be read."""
+    frames, faults = [], []
+    for run in (run for arm in arms for run in arm.runs if run.state != "missing"):
         try:
-            frame = read_metrics([run.path]) if run.state != "missing" else frames[0]
+            frame = read_effects([run.path])
         except ValueError as error:
             faults.append(f"{run.name}: {' '.join(str(error).split())}")
             continue
         if len(frame):
-            numbers = [name for name in frame.columns if name not in (*METRICS_KEYS, NOT_FINITE)]
-            casts = [pl.col(name).cast(pl.Float64, strict=False) for name in numbers]
-            frames.append(frame.select(pl.lit(run.name).alias("run"), "step", *casts))
-    return pl.concat(frames, how="diagonal_relaxed"), faults
-
-
-def load_effects(arms: Sequence[Arm]) -> Effects:
-    """All runs' effects with `run`, the directory's name, and what could not be read."""
-    frames, faults = [], []
-    for run in _runs(arms):
-        try:
-            frame = read_effects([run.path]) if run.state != "missing" else None
-        except ValueError as error:
-            faults.append(f"{run.name}: {' '.join(str(error).split())}")
-            continue
-        if frame is not None and len(frame):
             names = [name for name in frame.columns if frame.schema[name] == pl.Null]
             frames.append(
                 frame.with_columns(
@@ -106,31 +69,6 @@ def load_effects(arms: Sequence[Arm]) -> Effects:
                 )
             )
     return Effects(pl.concat(frames, how="diagonal_relaxed") if frames else _no_rows(), faults)
-
-
-def curve_metrics(metrics: pl.DataFrame) -> list[str]:
-    """What was logged over steps, the headline first."""
-    names = [name for name in metrics.columns if name not in (*METRICS_KEYS, SAMPLED)]
-    first = [name for name in HEADLINE if name in names]
-    return list(dict.fromkeys([*first, *names]))
-
-
-def curves(arms: Sequence[Arm], metrics: pl.DataFrame) -> list[Curve]:
-    """A curve for each arm and each metric that it has logged."""
-    by_run = {
-        str(key[0]): frame for key, frame in metrics.partition_by("run", as_dict=True).items()
-    }
-    found = []
-    for metric in curve_metrics(metrics):
-        for arm in arms:
-            values = {}
-            for run in arm.runs:
-                if run.name in by_run:
-                    own = by_run[run.name].select("step", metric).drop_nulls().unique("step")
-                    values[run.name] = dict(own.iter_rows())
-            if any(values.values()):
-                found.append(_curve(arm, metric, values))
-    return found
 
 
 def effect_maps(arms: Sequence[Arm], effects: Effects) -> list[EffectMap]:
@@ -149,48 +87,12 @@ def norms(arms: Sequence[Arm], effects: Effects) -> list[Norms]:
     return [_norms(arm, name, frame) for arm, name, frame in _of_each(arms, effects.rows)]
 
 
-def _runs(arms: Sequence[Arm]) -> Iterator[Found]:
-    return (run for arm in arms for run in arm.runs)
-
-
 def _no_rows() -> pl.DataFrame:
     names = ("cosine", "norm_before", "norm_after", "changed", "flipped", "zeroed")
     text = dict.fromkeys(("run", "transform", "site"), pl.Categorical)
     return pl.DataFrame(
         schema={**text, "step": pl.Int64, "sampled": pl.Int64, **dict.fromkeys(names, pl.Float64)}
     )
-
-
-def _curve(arm: Arm, metric: str, values: Mapping[str, Mapping[int, float]]) -> Curve:
-    steps = _thinned(sorted({step for own in values.values() for step in own}))
-    whole = {run.name for run in arm.runs if run.state != "diverged"}
-    reaches: dict[int, float] = {}
-    n, means, lows, highs = [], [], [], []
-    for step in steps:
-        own = [row[step] for name, row in values.items() if name in whole and step in row]
-        mean = sum(own) / len(own) if own else None
-        n.append(len(own))
-        means.append(mean)
-        if mean is None or len(own) < 2:
-            lows.append(None)
-            highs.append(None)
-            continue
-        if len(own) not in reaches:
-            reaches[len(own)] = t_reach(len(own))
-        variance = sum((value - mean) ** 2 for value in own) / (len(own) - 1)
-        reach = reaches[len(own)] * sqrt(variance / len(own))
-        lows.append(mean - reach)
-        highs.append(mean + reach)
-    single = {name: [row.get(step) for step in steps] for name, row in values.items()}
-    return Curve(arm, metric, steps, n, means, lows, highs, single)
-
-
-def _thinned(steps: list[int]) -> list[int]:
-    """At most MAX_POINTS of them, the first and the last among these."""
-    if len(steps) <= MAX_POINTS:
-        return steps
-    places = [round(k * (len(steps) - 1) / (MAX_POINTS - 1)) for k in range(MAX_POINTS)]
-    return [steps[place] for place in places]
 
 
 def _of_each(arms: Sequence[Arm], rows: pl.DataFrame) -> Iterator[tuple[Arm, str, pl.DataFrame]]:

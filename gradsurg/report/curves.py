@@ -1,0 +1,103 @@
+"""Learning curves: what was logged over steps, an arm at a time."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+import polars as pl
+
+from gradsurg.report.grouping import Arm
+from gradsurg.report.update_line import SAMPLED
+from gradsurg.report.wording import HEADLINE
+from gradsurg.runs.frames import METRICS_KEYS, read_metrics
+from gradsurg.runs.json_rows import NOT_FINITE
+from gradsurg.stats import t_reach
+
+MAX_POINTS = 60  # of a learning curve: more are not seen on a page
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A metric of one arm over steps: mean and interval of its whole runs, and every run alone."""
+
+    arm: Arm
+    metric: str
+    steps: list[int]
+    n: list[int]
+    mean: list[float | None]
+    low: list[float | None]
+    high: list[float | None]
+    runs: dict[str, list[float | None]]
+
+
+def load_metrics(arms: Sequence[Arm]) -> tuple[pl.DataFrame, list[str]]:
+    """All runs' metrics with `run`, the directory's name, and what could not be read."""
+    frames, faults = [pl.DataFrame(schema={"run": pl.String, "step": pl.Int64})], []
+    for run in (run for arm in arms for run in arm.runs if run.state != "missing"):
+        try:
+            frame = read_metrics([run.path])
+        except ValueError as error:
+            faults.append(f"{run.name}: {' '.join(str(error).split())}")
+            continue
+        if len(frame):
+            numbers = [name for name in frame.columns if name not in (*METRICS_KEYS, NOT_FINITE)]
+            casts = [pl.col(name).cast(pl.Float64, strict=False) for name in numbers]
+            frames.append(frame.select(pl.lit(run.name).alias("run"), "step", *casts))
+    return pl.concat(frames, how="diagonal_relaxed"), faults
+
+
+def curve_metrics(metrics: pl.DataFrame) -> list[str]:
+    """What was logged over steps, the headline first."""
+    names = [name for name in metrics.columns if name not in (*METRICS_KEYS, SAMPLED)]
+    first = [name for name in HEADLINE if name in names]
+    return list(dict.fromkeys([*first, *names]))
+
+
+def curves(arms: Sequence[Arm], metrics: pl.DataFrame) -> list[Curve]:
+    """A curve for each arm and each metric that it has logged."""
+    by_run = {
+        str(key[0]): frame for key, frame in metrics.partition_by("run", as_dict=True).items()
+    }
+    found = []
+    for metric in curve_metrics(metrics):
+        for arm in arms:
+            values = {}
+            for run in arm.runs:
+                if run.name in by_run:
+                    own = by_run[run.name].select("step", metric).drop_nulls().unique("step")
+                    values[run.name] = dict(own.iter_rows())
+            if any(values.values()):
+                found.append(_curve(arm, metric, values))
+    return found
+
+
+def _curve(arm: Arm, metric: str, values: Mapping[str, Mapping[int, float]]) -> Curve:
+    steps = _thinned(sorted({step for own in values.values() for step in own}))
+    whole = {run.name for run in arm.runs if run.state != "diverged"}
+    reaches: dict[int, float] = {}
+    n, means, lows, highs = [], [], [], []
+    for step in steps:
+        own = [row[step] for name, row in values.items() if name in whole and step in row]
+        mean = sum(own) / len(own) if own else None
+        n.append(len(own))
+        means.append(mean)
+        if mean is None or len(own) < 2:
+            lows.append(None)
+            highs.append(None)
+            continue
+        if len(own) not in reaches:
+            reaches[len(own)] = t_reach(len(own))
+        variance = sum((value - mean) ** 2 for value in own) / (len(own) - 1)
+        reach = reaches[len(own)] * sqrt(variance / len(own))
+        lows.append(mean - reach)
+        highs.append(mean + reach)
+    single = {name: [row.get(step) for step in steps] for name, row in values.items()}
+    return Curve(arm, metric, steps, n, means, lows, highs, single)
+
+
+def _thinned(steps: list[int]) -> list[int]:
+    """At most MAX_POINTS of them, the first and the last among these."""
+    if len(steps) <= MAX_POINTS:
+        return steps
+    places = [round(k * (len(steps) - 1) / (MAX_POINTS - 1)) for k in range(MAX_POINTS)]
+    return [steps[place] for place in places]

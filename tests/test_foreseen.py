@@ -1,0 +1,144 @@
+"""What runs will have measured is known before any is trained, and a band on anything else told."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from gradsurg.reproduce.expected import Band, Drawing, Expected
+from gradsurg.reproduce.foreseen import Foreseen, faults_of, foresee
+from gradsurg.runs.store import EFFECTS, METRICS, RunDirectory
+from gradsurg.runs.study import execute
+from tests.test_build import built
+
+SHORT = ("steps=10", "log_every=5", "eval_every=10", "effects_every=5", "batch_size=8")
+BESIDE = {"seed", "effects_every"}  # numbers of a summary that are no outcomes
+
+SPEED = "effect/clip/output.weight/cosine"
+RUN = Foreseen(
+    known={"label": "clip", "seed": 0, "model.width": 8},
+    steps=20,
+    ends=("test/loss", "test/accuracy", "examined/rank/a"),
+    rows={"train/loss": 5, "test/loss": 10},
+    transforms=("clip",),
+    sites=("output.weight", "output.bias"),
+    every=5,
+)
+PLAIN = Foreseen({"label": "none", "seed": 0, "model.width": 8}, 20, RUN.ends, RUN.rows)
+
+
+def faults(figure: Drawing | None = None, **band: object) -> Sequence[str]:
+    own = Band(**{"name": "low", "says": "It is low.", "metric": "test/loss", **band})
+    said = {"claim": "x", "source": "x", "published": "x", "quick": ("mini",), "bands": (own,)}
+    return faults_of(Expected(**said, figure=figure), {"mini": {"clip-0": RUN, "none-0": PLAIN}})
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("transform=clip", "until='test/accuracy >= 2'", "update_effect_every=5"),
+        ("transform=clip", "task=diabetes", "site=relu_nodes"),
+        ("transform=clip", "task=digits", "site=outputs"),
+        ("task=saliency", "model=convnet", "when.start=${steps}", "transform=reverse"),
+        ("aggregator=pcgrad", "task=overlay", "model=multi_head"),
+        ("aggregator=pcgrad", "task=overlay", "model=multi_head", "control=none"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::gradsurg.SurgeryWarning")
+def test_what_is_foreseen_is_what_a_run_has_in_the_end(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    experiment = built(*SHORT, *words)
+    foreseen = foresee(experiment)
+    for run in experiment.pairs[0].runs:
+        place = RunDirectory(execute(run, tmp_path, []).directory)
+        summary, expected = place.read_summary(), foreseen[run.name]
+        numbers = {key for key, value in summary.items() if isinstance(value, int | float)}
+        reached = {"until/step"}  # only of a run that gets there
+        assert numbers - BESIDE - {"time/measured_step_ms"} == {*expected.ends} - reached
+        rows = place.read_rows(METRICS)
+        logged = {key: row["step"] for row in reversed(rows) for key in row if "/" in key}
+        assert logged == expected.rows
+        effects = place.read_rows(EFFECTS)
+        assert {row["transform"] for row in effects} == {*expected.transforms}
+        assert {row["site"] for row in effects} == set(expected.sites if effects else ())
+
+
+def test_what_is_right_has_no_faults() -> None:
+    assert not faults()
+    assert not faults(metric="test/loss - examined/rank/a", runs={"label": "clip"})
+    assert not faults(at=10, minus={"label": "none"}, runs={"label": "clip"})
+    assert not faults(metric=SPEED, runs={"label": "clip"}, at=15)
+
+
+@pytest.mark.parametrize(
+    ("band", "fault"),
+    [
+        (
+            {"metric": "test/acuracy"},
+            "will have no test/acuracy. There are: test/loss, test/accuracy, examined/rank/a. "
+            "Did you mean 'test/accuracy'?",
+        ),
+        (
+            {"metric": "test/loss + test/los"},
+            "will have no test/los. There are: test/loss, test/accuracy, examined/rank/a. "
+            "Did you mean 'test/loss'?",
+        ),
+        (
+            {"metric": "test/accuracy", "at": "most"},
+            "will have no test/accuracy but at the end. There are: train/loss, test/loss.",
+        ),
+        ({"at": 15}, "will have test/loss at every 10 steps up to 20, not at 15"),
+        ({"at": 30}, "will have test/loss at every 10 steps up to 20, not at 30"),
+        (
+            {"runs": {"label": "clp"}},
+            "has no run of label: clp. There are: clip, none. Did you mean 'clip'?",
+        ),
+        (
+            {"runs": {"label": "clip"}, "minus": {"label": "nine"}},
+            "has no run of label: nine. There are: clip, none. Did you mean 'none'?",
+        ),
+        (
+            {"runs": {"model.wdth": 8}},
+            "has no run of model.wdth: 8: their config has no 'model.wdth'. "
+            "There are: label, seed, model.width. Did you mean 'model.width'?",
+        ),
+        ({"runs": {"label": "clip", "seed": 1}}, "run of label: clip, seed: 1. There are: 0."),
+        (
+            {"metric": "effect/clp/output.weight/cosine", "runs": {"label": "clip"}},
+            "no transform 'clp'. There are: clip. Did you mean 'clip'?",
+        ),
+        (
+            {"metric": "effect/clip/output.wight/cosine", "runs": {"label": "clip"}},
+            "no site 'output.wight'. There are: output.weight, output.bias. "
+            "Did you mean 'output.weight'?",
+        ),
+        (
+            {"metric": "effect/clip/output.weight/cosin", "runs": {"label": "clip"}},
+            "Did you mean 'cosine'?",
+        ),
+        ({"metric": "effect/clip", "runs": {"label": "clip"}}, "no site ''. There are: "),
+        ({"metric": SPEED, "runs": {"label": "clip"}, "at": 3}, "at every 5 steps up to 20, not"),
+    ],
+)
+def test_what_no_run_will_have_is_told_with_the_nearest_name(
+    band: dict[str, object], fault: str
+) -> None:
+    (said,) = faults(**band)
+    assert said.startswith("low: mini ")
+    assert fault in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "metric", "wrong"),
+    [
+        ("curves", "train/loss", "test/accuracy"),
+        ("outcomes", "test/accuracy", "train/loss"),
+        ("maps", "examined", "examines"),
+        ("alignment", "clip", "clp"),
+    ],
+)
+def test_a_figure_of_what_no_run_will_have_is_told(kind: str, metric: str, wrong: str) -> None:
+    assert not faults(Drawing(kind, metric))
+    (said,) = faults(Drawing(kind, wrong))
+    assert said.startswith(f"figure: there will be no {wrong} to draw. There are: ")
