@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from gradsurg.fields import validated
 from gradsurg.tasks._generated import Seed, drawn
-from gradsurg.tasks._several import Outputs, numbers, of_each, parts_of
+from gradsurg.tasks._several import Outputs, floats, of_each, parts_of
 from gradsurg.tasks.base import Data, MultiTask
 
 LABELS = ("source", "domain")
@@ -57,12 +57,12 @@ class TwoMoonsShift(MultiTask):
         }
 
     def metrics(self, outputs: Outputs, targets: Tensor) -> dict[str, float]:
-        losses = numbers(self.losses(outputs, targets).values())
+        losses = floats(self.losses(outputs, targets).values())
         labels, domains = parts_of(outputs, SIZES, len(targets))
         source = targets[:, 2] == 0
         right = labels.argmax(dim=1) == targets[:, 0]
         of_domain = domains.argmax(dim=1) == targets[:, 1]
-        asked, *shares = numbers(map(_share, (right[~source], right[source], of_domain)))
+        asked, *shares = floats(map(_share, (right[~source], right[source], of_domain)))
         return {
             "loss": sum(losses),
             "accuracy": asked,
