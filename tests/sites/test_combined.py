@@ -568,14 +568,14 @@ def test_the_command_line_says_what_python_says(words: str, expected: list[str])
                 "site.of.1.ndim: must be a number >= 0 or two of them, low and high, found [2, 1]",
             ],
         ),
-        (["site=combined", "site.count=5"], ["site.count: clip: 5 sites were expected, found 6: "]),
+        (["site=combined", "site.count=5"], ["site.count: 5 sites were expected, found 6: "]),
         (
             ["site=combined", "site.of=[{name:outputs}]", "site.count=1"],
-            ["site.count: clip: 1 sites were expected, found "],
+            ["site.count: 1 sites were expected, found "],
         ),
         (["site=combined", "site.by=most"], ["site.by: must be one of 'any', 'all' or 'none'"]),
         (["site=combined", "site.limit=0"], ["site.limit: must be >= 1, found 0"]),
-        (["site.depth=9"], ["site.depth: Parameters: nothing matches '*' with 'depth=(9, 9)'."]),
+        (["site.depth=9"], ["site.depth: nothing matches '*' with 'depth=(9, 9)'."]),
         (["site.depth=true"], ["site.depth: must be a number >= 0 or two of them"]),
         (
             ["when=all_of", "when.of.0.stop=-1", "when.of.1.source=bach"],
