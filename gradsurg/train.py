@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
-Order = Callable[[int, int, torch.Generator], Iterator[Tensor]]
+EpochOrder = Callable[[int, int, torch.Generator], Iterator[Tensor]]
 """The numbers of the examples of each batch, of an epoch (from 0), a batch size and a generator."""
 Found = TypeVar("Found")
 
@@ -23,8 +23,9 @@ class Batches:
     """Batches of tensors held in memory: which examples step n gets depends on (seed, n) alone.
 
     A step takes `accumulate` batches of `size` examples, together those that it would get as one
-    batch. Every epoch is a new permutation, or what `order` makes it, with `epoch_size` examples;
-    what is left for an incomplete last step is dropped.
+    batch; what an `order` gives besides, each of them has. Every epoch is a new permutation, or
+    what `order` makes it, with `epoch_size` examples; what is left for an incomplete last step is
+    dropped. An order that ends before its epoch does raises ValueError.
     """
 
     inputs: Tensor
@@ -32,7 +33,7 @@ class Batches:
     size: int
     seed: int
     accumulate: int = 1
-    order: Order | None = None
+    order: EpochOrder | None = None
     epoch_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -47,7 +48,7 @@ class Batches:
 
     @property
     def _count(self) -> int:
-        return self.epoch_size or len(self.inputs)
+        return len(self.inputs) if self.epoch_size is None else self.epoch_size
 
     def start(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of `step`, `step` + 1 and so on, without end."""
@@ -64,8 +65,13 @@ class Batches:
         generator = torch.Generator().manual_seed(seed)
         count, device = self.steps_per_epoch * self.accumulate, self.inputs.device
         if self.order is not None:
-            for chosen in islice(self.order(epoch, self.size, generator), count):
+            number = 0
+            for number, chosen in enumerate(
+                islice(self.order(epoch, self.size, generator), count), 1
+            ):
                 yield chosen.to(device)
+            if number < count:
+                raise ValueError(f"the order of epoch {epoch} has {number} of its {count} batches")
             return
         order = torch.randperm(len(self.inputs), generator=generator)
         yield from order[: count * self.size].to(device).view(-1, self.size)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurg.config.faults import Faults
@@ -123,13 +123,13 @@ def check_until(
     if until is None or task is None or model is None or data is None:
         return
     with faults.at("until"), untouched(model):
-        until.check([f"test/{name}" for name in metrics_of(task, model, data)])
+        tests = data.test_inputs[:FEW], data.test_targets[:FEW]
+        until.check([f"test/{name}" for name in metrics_of(task, model, *tests)])
 
 
-def metrics_of(task: Task, model: nn.Module, data: Data) -> list[str]:
+def metrics_of(task: Task, model: nn.Module, inputs: Tensor, targets: Tensor) -> list[str]:
     """The names of a task's metrics, by a few of its examples."""
-    outputs = outputs_of(model, data.test_inputs[:FEW])
-    return [*task.metrics(outputs, data.test_targets[:FEW])]
+    return [*task.metrics(outputs_of(model, inputs), targets)]
 
 
 def check_acting(

@@ -13,6 +13,8 @@ from gradsurg.triggers.base import Trigger
 
 CHOICES = re.compile(r"(?<=can act at ).*|(?<=Choose ).*")
 """The rest of a sentence that tells where something can be done."""
+OURS = re.compile(r"(?:site|when|transform)\b")
+"""The keys whose faults speak of places and moments."""
 SUBJECT = r"(?= (?:has|have|meets|cannot|acts)\b)"
 
 
@@ -28,7 +30,10 @@ def in_typed_words(
     spelled = {**_parts("site", "sites", selector), **_parts("when", "triggers", trigger)}
     owners = {type(link).__name__: key for key, own in transforms.items() for link in _links(own)}
     classes = ["+".join(transforms), *owners, *(found.partition("(")[0] for found in spelled)]
-    return [_in_typed_words(_whose(line, owners), spelled, classes) for line in lines]
+    return [
+        _in_typed_words(_whose(line, owners), spelled, classes) if OURS.match(line) else line
+        for line in lines
+    ]
 
 
 def _links(transform: Transform) -> tuple[Transform, ...]:
@@ -95,8 +100,10 @@ def _spelled(group: str, path: str, part: Part) -> str:
     words = [f"{group}.{path}.name={stem}" if path else f"{group}={stem}"]
     below = inside(part)
     words += [_spelled(group, joined(path, key), own) for key, own in below]
-    if is_dataclass(part) and not below:
+    if is_dataclass(part):
         for field in fields(part):
+            if below and field.name == "of":
+                continue
             value = getattr(part, field.name)
             if field.default is MISSING or value != field.default:
                 words.append(f"{joined(group, path, field.name)}={_value(value)}")

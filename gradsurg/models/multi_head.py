@@ -65,7 +65,7 @@ class MultiHead(nn.Module):
                 self.trunk = MLP(options.input_shape, width, hidden=options.hidden)
             case "convnet":
                 self.trunk = Convnet(options.input_shape, width, channels=options.channels)
-        self.activation = options.activation
+        self._activation = options.activation
         match options.activation:
             case "relu":
                 self.relu = nn.ReLU()
@@ -76,5 +76,5 @@ class MultiHead(nn.Module):
         self.heads = nn.ModuleList(nn.Linear(width, size) for size in options.heads)
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, ...]:
-        features = self.get_submodule(self.activation)(self.trunk(inputs))
+        features = self.get_submodule(self._activation)(self.trunk(inputs))
         return tuple(head(features) for head in self.heads)

@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from gradsurg import randomness
 from gradsurg.config.build import Experiment
-from gradsurg.config.rehearsal import examined, metrics_of
+from gradsurg.config.rehearsal import FEW, examined, metrics_of
 from gradsurg.effects import NUMBERS as OF_EFFECTS
 from gradsurg.fields import nearest
 from gradsurg.reproduce.expected import Band, Drawing, Expected
@@ -39,6 +40,18 @@ class Foreseen:
     every: int = 1
 
 
+@dataclass(frozen=True)
+class Measured:
+    """The names of a task's metrics on training and on test examples and of what is examined, and
+    the sites where effects are measured.
+    """
+
+    trained: list[str]
+    tested: list[str]
+    examined: list[str]
+    sites: tuple[str, ...]
+
+
 Studies = Mapping[str, Mapping[str, Foreseen]]
 
 
@@ -48,10 +61,14 @@ def foresee(experiment: Experiment) -> dict[str, Foreseen]:
     task, data = next(iter(runs.values())).task, experiment.data
     with randomness.kept():
         model = experiment.make_model()
-        metrics = metrics_of(task, model, data)
+        tested = metrics_of(task, model, data.test_inputs[:FEW], data.test_targets[:FEW])
+        # What the first training examples lack the last may have, as those of a memory.
+        both = [torch.cat([o[:FEW], o[-FEW:]]) for o in (data.train_inputs, data.train_targets)]
+        trained = metrics_of(task, model, *both)
         found = examined(task, model, data) if isinstance(task, Examined) else []
         sites = _sites(experiment, model) if experiment.settings.effects_every else ()
-    return {name: _foreseen(run, metrics, found, sites) for name, run in runs.items()}
+    measured = Measured(trained, tested, found, sites)
+    return {name: _foreseen(run, measured) for name, run in runs.items()}
 
 
 def faults_of(expected: Expected, studies: Studies) -> list[str]:
@@ -76,20 +93,23 @@ def _sites(experiment: Experiment, model: nn.Module) -> tuple[str, ...]:
     return ()
 
 
-def _foreseen(run: Run, metrics: list[str], found: list[str], sites: tuple[str, ...]) -> Foreseen:
+def _foreseen(run: Run, measured: Measured) -> Foreseen:
     schedule = run.schedule
-    tested = [f"test/{name}" for name in metrics]
+    tested = [f"test/{name}" for name in measured.tested]
+    following = [f"test/{name}" for name in run.task.following if schedule.eval_every]
     updates = (SAMPLED, *OF_UPDATES) if schedule.update_effect_every and not run.shadow else ()
     until = (REACHED, STEP) if schedule.until is not None else ()
-    trained = [f"train/{name}" for name in metrics]
-    ends = (*trained, *tested, *(f"examined/{name}" for name in found), *until, *updates, *ALWAYS)
+    trained = [f"train/{name}" for name in measured.trained]
+    found = [f"examined/{name}" for name in measured.examined]
+    ends = (*trained, *tested, *following, *found, *until, *updates, *ALWAYS)
     rows: dict[str, int] = dict.fromkeys(("train/loss", *updates), schedule.log_every)
     if schedule.eval_every:
         rows |= dict.fromkeys(tested, schedule.eval_every)
     known = known_of(run.identity, run.label, run.seed)
     of_each = zip(run.surgery.interventions, run.surgery.labels, strict=True)
     transforms = tuple(name for item, names in of_each if not item.aggregator for name in names)
-    return Foreseen(known, schedule.steps, ends, rows, transforms, sites, schedule.log_every)
+    every = schedule.log_every
+    return Foreseen(known, schedule.steps, ends, rows, transforms, measured.sites, every)
 
 
 def _of_band(band: Band, runs: list[Foreseen]) -> Iterator[str]:

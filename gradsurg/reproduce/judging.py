@@ -19,6 +19,7 @@ Studies = Mapping[str, Sequence[Found]]
 EFFECT = "effect/"
 HOLDS, CONDITIONS, FAILS = "holds", "holds under conditions", "does not hold"
 TOLD = "told"
+MOST_PLACES = 6  # behind the point
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,10 @@ def said_mean(values: Sequence[float]) -> str:
     if found.low is None or found.high is None or found.low == found.high:
         return f"{found.mean:.4g}"
     places = 1 - floor(log10((found.high - found.low) / 2))
-    while any(end and not round(end, places) for end in (found.low, found.high)):
-        places += 1
+    ends = [abs(end) for end in (found.low, found.high) if end]
+    places = max(places, *(-floor(log10(end)) for end in ends))
+    if places > MOST_PLACES:
+        return f"{found.mean:.4g} ({found.low:.2g} to {found.high:.2g})"
     mean, low, high = (
         f"{round(value, places) + 0.0:.{max(0, places)}f}"  # + 0.0: -0.0 reads as 0
         for value in (found.mean, found.low, found.high)

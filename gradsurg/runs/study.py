@@ -184,8 +184,8 @@ def _batches(run: Run, data: Data) -> Batches:
         run.schedule.batch_size,
         run.seed,
         run.switches.accumulate,
-        data.order.batches if data.order is not None else None,
-        data.epoch_size,
+        order=data.order.batches if data.order is not None else None,
+        epoch_size=data.epoch_size,
     )
 
 
@@ -261,6 +261,8 @@ def _examined(
 
 def _followed(run: Run, place: RunDirectory, batches: Batches) -> dict[str, float]:
     """What the task makes of all tests of the run, those before an interruption too."""
+    if not run.task.following:
+        return {}
     found = run.task.followed(place.read_rows(METRICS), batches.steps_per_epoch)
     return {f"test/{name}": value for name, value in found.items()}
 

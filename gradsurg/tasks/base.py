@@ -160,6 +160,11 @@ class Task(ABC):
         """What is reached with these targets without learning; None if the task cannot tell."""
         return None
 
+    @property
+    def following(self) -> tuple[str, ...]:
+        """The names of what `followed` makes."""
+        return ()
+
     def followed(
         self, rows: Sequence[Mapping[str, Any]], epoch: int
     ) -> dict[str, float]:  # Any: what JSON can hold

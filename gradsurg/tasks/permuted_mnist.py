@@ -34,9 +34,9 @@ class PermutedMNIST(MultiTask):
     images, chosen by `data_seed` like the orders; with null all. An epoch is one pass over one
     task; those after the last task stay with it. All tasks have the same ten outputs.
 
-    Of each task the first `per_class` examples of each class go into a memory. A step has a batch
-    of the task at hand, `now`, and `memory_batch` examples of the memory of the tasks before, or
-    all that there are. Their losses are two; that of the memory is 0 in the first task, and always
+    Of each task the first `per_class` examples of each class go into a memory. A batch has examples
+    of the task at hand, `now`, and `memory_batch` of the memory of the tasks before, or all that
+    there are. Their losses are two; that of the memory is 0 in the first task, and always
     with `per_class` 0. What is tested are all tasks: `accuracy_<task>` (from 0), and their mean.
 
     `test/forgetting` is the mean, over all tasks but the last that was learned, of the best
@@ -92,12 +92,12 @@ class PermutedMNIST(MultiTask):
         )
 
     def losses(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        kept = targets[:, KEPT] > 0
+        # No branch and no choice of rows, which a device would have to be waited for.
+        each = functional.cross_entropy(outputs, targets[:, LABEL], reduction="none")
+        kept = targets[:, KEPT].to(each)
         return {
-            name: functional.cross_entropy(outputs[own], targets[own, LABEL])
-            if own.any()
-            else 0 * outputs.sum()
-            for name, own in zip(NAMES, (~kept, kept), strict=True)
+            name: (each * own).sum() / own.sum().clamp(min=1)
+            for name, own in zip(NAMES, (1 - kept, kept), strict=True)
         }
 
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
@@ -123,6 +123,10 @@ class PermutedMNIST(MultiTask):
         entropy = sum(-(shares * shares.log()).sum().item() for shares in parts)
         what = f"chance for {len(parts[0])} classes is"
         return Chance(entropy, "accuracy", parts[0].max().item(), 1.0, what)
+
+    @property
+    def following(self) -> tuple[str, ...]:
+        return ("forgetting",) if self.num_tasks > 1 else ()
 
     def followed(
         self, rows: Sequence[Mapping[str, Any]], epoch: int
