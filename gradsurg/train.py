@@ -65,13 +65,12 @@ class Batches:
         generator = torch.Generator().manual_seed(seed)
         count, device = self.steps_per_epoch * self.accumulate, self.inputs.device
         if self.order is not None:
-            number = 0
-            for number, chosen in enumerate(
-                islice(self.order(epoch, self.size, generator), count), 1
-            ):
+            batches = self.order(epoch, self.size, generator)
+            for number in range(count):
+                chosen = next(batches, None)
+                if chosen is None:
+                    raise ValueError(f"the order of epoch {epoch} has {number} of {count} batches")
                 yield chosen.to(device)
-            if number < count:
-                raise ValueError(f"the order of epoch {epoch} has {number} of its {count} batches")
             return
         order = torch.randperm(len(self.inputs), generator=generator)
         yield from order[: count * self.size].to(device).view(-1, self.size)

@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from gradsurg.reproduce.expected import Band, Drawing, Expected
+from gradsurg.reproduce.expected import Band, Drawing, Expected, papers, read_expected
 from gradsurg.reproduce.foreseen import Foreseen, faults_of, foresee
+from gradsurg.reproduce.running import WrongExperiment, plan_study
 from gradsurg.runs.store import EFFECTS, METRICS, RunDirectory
 from gradsurg.runs.study import execute
 from tests.test_build import built
 
 SHORT = ("steps=10", "log_every=5", "eval_every=10", "effects_every=5", "batch_size=8")
+ROOT = Path(__file__).parents[1]
 BESIDE = {"seed", "effects_every"}  # numbers of a summary that are no outcomes
 
 SPEED = "effect/clip/output.weight/cosine"
@@ -142,3 +144,16 @@ def test_a_figure_of_what_no_run_will_have_is_told(kind: str, metric: str, wrong
     assert not faults(Drawing(kind, metric))
     (said,) = faults(Drawing(kind, wrong))
     assert said.startswith(f"figure: there will be no {wrong} to draw. There are: ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("paper", papers(ROOT))
+def test_no_band_that_is_shipped_is_about_what_no_run_will_have(paper: str) -> None:
+    expected = read_expected(ROOT, paper)
+    try:
+        planned = {name: plan_study(name, []).runs for name in expected.quick}
+    except WrongExperiment as error:
+        if "gradsurg.tasks.fetch" not in str(error):
+            raise
+        pytest.skip(str(error).splitlines()[0])
+    assert faults_of(expected, planned) == []

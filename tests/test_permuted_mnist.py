@@ -14,6 +14,7 @@ import gradsurg as gs
 from gradsurg.fields import FieldError
 from gradsurg.intervention import Intervention
 from gradsurg.multitask.shared_parameters import SharedParameters
+from gradsurg.reproduce.foreseen import foresee
 from gradsurg.runs.arms import Run, Schedule
 from gradsurg.runs.store import RunDirectory
 from gradsurg.runs.study import execute
@@ -23,6 +24,7 @@ from gradsurg.tasks.base import Data
 from gradsurg.tasks.permuted_mnist import KEPT, LABEL, TASK, PermutedMNIST
 from gradsurg.train import Batches
 from tests.conftest import Here
+from tests.test_build import built
 from tests.test_study import Torn, a_run, assert_same
 from tests.test_tasks_files import idx
 
@@ -32,6 +34,9 @@ COUNT, TEST = 60, 20  # images that there are
 GENERATOR = np.random.default_rng(1)
 IMAGES = GENERATOR.integers(0, 256, (COUNT + TEST, 28, 28), dtype=np.uint8)
 LABELS = np.arange(COUNT + TEST, dtype=np.uint8) % 10
+
+
+WORDS = ("transform=none", "steps=8", "batch_size=10", "eval_every=4", "log_every=4", "seeds=1")
 
 
 @pytest.fixture
@@ -295,3 +300,18 @@ def test_a_batch_is_of_one_task_and_so_is_an_epoch(root: str, here: Here) -> Non
     assert ended.code == 2
     assert "never fires in 8 steps with batches of 10 and epochs of 4 steps" in ended.err
     assert here(*words(root, "transform=clip", "when=epochs", "when.start=1")).code == 0
+
+
+def test_what_comes_of_all_tests_is_foreseen(root: str) -> None:
+    few = ("num_tasks=2", "num_train=40", "num_test=null", "per_class=2", "verify=false")
+    fields = (f"task.{word}" for word in (f"root={root}", *few))
+    (run,) = foresee(built("task=permuted_mnist", *fields, *WORDS)).values()
+    assert {"test/forgetting", "train/loss_memory"} <= {*run.ends}
+    assert "test/forgetting" not in run.rows
+
+
+def test_an_order_that_ends_before_its_epoch_is_refused() -> None:
+    numbers = torch.arange(20)
+    batches = Batches(numbers, numbers, 5, 0, order=lambda *_: iter([numbers[:5], numbers[5:10]]))
+    with pytest.raises(ValueError, match="the order of epoch 0 has 2 of 4 batches"):
+        list(islice(batches.start(0), 4))
