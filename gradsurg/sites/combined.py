@@ -1,7 +1,7 @@
 """Combined: what several selectors select together."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -117,14 +117,13 @@ class Combined(Selector):
 
     def find(self, model: nn.Module, keeps: Keeps | None = None) -> list[str]:
         keeps = keeps or self.keeper()
-        found, errors = [], []
+        found = []
         for kind in self._hooked():
-            try:
+            with suppress(LookupError):  # the others may have something
                 found += kind.find(model, keeps)
-            except LookupError as error:
-                errors.append(str(error))
         if not found:
-            raise LookupError(f"nothing is selected by {self!r}. {' '.join(errors)}")
+            own = "; ".join(", ".join(part.find(model)) for part in self.of)
+            raise LookupError(f"nothing is selected by {self!r}. Its parts by themselves: {own}")
         return found
 
     def hook(

@@ -442,15 +442,26 @@ def test_several_stages_take_several_interventions() -> None:
         gs.Intervention(gs.Zero(), at)
 
 
-def test_what_selects_nothing_lists_what_there_is() -> None:
-    for at in (P("first.*") & P("last.*"), ~P(), P("nope") | P("neither")):
-        with (
-            pytest.raises(LookupError) as caught,
-            attached(small(), gs.Zero(), at),
-        ):
-            pass
-        assert "nothing is selected by Combined(" in str(caught.value)
-        assert "There are: first.weight, first.bias, last.weight, last.bias" in str(caught.value)
+@pytest.mark.parametrize(
+    ("at", "said"),
+    [
+        (P("first.*") & P("last.*"), "first.weight, first.bias; last.weight, last.bias"),
+        (~P(), "first.weight, first.bias, last.weight, last.bias"),
+    ],
+)
+def test_what_selects_nothing_lists_what_its_parts_select(at: Selector, said: str) -> None:
+    with pytest.raises(LookupError) as caught, attached(small(), gs.Zero(), at):
+        pass
+    assert str(caught.value).startswith("nothing is selected by Combined(")
+    assert str(caught.value).endswith(f" Its parts by themselves: {said}")
+
+
+def test_a_part_that_selects_nothing_is_told_where_the_whole_does_not_either() -> None:
+    with (
+        pytest.raises(LookupError, match="nothing matches 'nope'. There are: first.weight, "),
+        attached(small(), gs.Zero(), P("nope") | P("neither")),
+    ):
+        pass
 
 
 def test_a_kind_that_has_no_value_makes_none_of_the_whole() -> None:
@@ -575,6 +586,12 @@ def test_the_command_line_says_what_python_says(words: str, expected: list[str])
         ),
         (["site=combined", "site.by=most"], ["site.by: must be one of 'any', 'all' or 'none'"]),
         (["site=combined", "site.limit=0"], ["site.limit: must be >= 1, found 0"]),
+        (
+            ["site=combined", "site.by=none", "site.of=[{name:parameters}]"],
+            [
+                "site.by: nothing is selected by site=combined site.of.0.name=parameters site.by=none. "
+            ],
+        ),
         (["site.depth=9"], ["site.depth: nothing matches '*' with 'depth=(9, 9)'."]),
         (["site.depth=true"], ["site.depth: must be a number >= 0 or two of them"]),
         (
