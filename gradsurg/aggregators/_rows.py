@@ -16,8 +16,8 @@ def gramian_of(rows: Tensor) -> Tensor:
     """G = J Jᵀ (T, T) in float64 on the CPU, from rows (T, P) of any floating dtype and device.
 
     Products of 4096 columns are summed in float64: float32 rows cost about 1e-7 of |g_i| |g_j|, and
-    not 2e-4 as one product over 1e7 columns does. Half-precision rows are multiplied in float32. Rows
-    of float32 with norms below 1e-19 have products of 0, and above 1e19 of infinity.
+    not 2e-4 as one product over 1e7 columns does. Half-precision rows are multiplied in float32. In
+    float32, rows with norms below 1e-19 have products of 0, and above 1e19 of infinity.
     """
     return reduce(add, map(_product, rows.split(64 * COLUMNS, dim=1))).cpu()
 

@@ -589,7 +589,7 @@ def test_the_command_line_says_what_python_says(words: str, expected: list[str])
         (
             ["site=combined", "site.by=none", "site.of=[{name:parameters}]"],
             [
-                "site.by: nothing is selected by site=combined site.of.0.name=parameters site.by=none. "
+                "site.by: nothing is selected by site=combined site.of.0.name=parameters site.by="
             ],
         ),
         (["site.depth=9"], ["site.depth: nothing matches '*' with 'depth=(9, 9)'."]),
