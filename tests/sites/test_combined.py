@@ -588,9 +588,7 @@ def test_the_command_line_says_what_python_says(words: str, expected: list[str])
         (["site=combined", "site.limit=0"], ["site.limit: must be >= 1, found 0"]),
         (
             ["site=combined", "site.by=none", "site.of=[{name:parameters}]"],
-            [
-                "site.by: nothing is selected by site=combined site.of.0.name=parameters site.by="
-            ],
+            ["site.by: nothing is selected by site=combined site.of.0.name=parameters site.by="],
         ),
         (["site.depth=9"], ["site.depth: nothing matches '*' with 'depth=(9, 9)'."]),
         (["site.depth=true"], ["site.depth: must be a number >= 0 or two of them"]),
