@@ -56,6 +56,7 @@ FLOORS = (
         "runs.frames",
         "runs.arms",
         "runs.idle",
+        "runs.warned",
         "runs.checkpoint",
         "runs.counterfactual",
         "runs.run_log",

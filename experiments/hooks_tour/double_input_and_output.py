@@ -23,4 +23,5 @@ for name, sites in {
     with surgery.attach(model):
         y = model(x)
         y.backward()
+    # Read to be printed, after the backward.
     print(f"{name}: f(1) = {y.item():g}, df/dx = {x.grad.item():g}")

@@ -24,6 +24,7 @@ with model.register_forward_hook(double):
         optimizer.zero_grad()
         model(torch.ones(1)).backward()
         optimizer.step()
+        # Read to be printed, between steps.
         print(
             f"replaced: the model has {model.weight.item():.1f}, the optimizer {known.item():.1f}"
         )
@@ -37,4 +38,5 @@ with gs.Surgery(inside).attach(model, optimizer):
         optimizer.zero_grad()
         model(torch.ones(1)).backward()
         optimizer.step()
+        # Read to be printed, between steps.
         print(f"edited in place: {model.weight.item():.2f}")

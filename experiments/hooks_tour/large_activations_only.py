@@ -32,4 +32,5 @@ with gs.Surgery(gs.Intervention(gs.Zero(), when=sticky)).attach(model):
     for size in (0.6, 0.9, 0.6, 0.4, 0.6):
         model.zero_grad()
         model(torch.tensor([size])).backward()
+        # Read to be printed, after the backward.
         print(f"gradient {size}: becomes {model[0].weight.grad.item():.1f}")

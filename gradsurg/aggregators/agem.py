@@ -46,7 +46,7 @@ class AGEM(Weighting):
         if not gramian.isfinite().all():
             return torch.full((count,), torch.nan, dtype=torch.float64)
         weights = torch.tensor([1.0, 0.0][:count], dtype=torch.float64)
-        inner, square = gramian[0, -1].item(), gramian[-1, -1].item()
+        inner, square = gramian[[0, -1], -1].tolist()  # on the CPU, as every Gramian is
         if inner < 0 < square:
             weights[1] = -inner / square
         return weights

@@ -7,6 +7,7 @@ from math import sqrt
 import polars as pl
 
 from gradsurg.report.grouping import Arm
+from gradsurg.report.run_frames import run_frames
 from gradsurg.report.update_line import SAMPLED
 from gradsurg.report.wording import HEADLINE
 from gradsurg.runs.frames import METRICS_KEYS, read_metrics
@@ -32,17 +33,12 @@ class Curve:
 
 def load_metrics(arms: Sequence[Arm]) -> tuple[pl.DataFrame, list[str]]:
     """All runs' metrics with `run`, the directory's name, and what could not be read."""
-    frames, faults = [pl.DataFrame(schema={"run": pl.String, "step": pl.Int64})], []
-    for run in (run for arm in arms for run in arm.runs if run.state != "missing"):
-        try:
-            frame = read_metrics([run.path])
-        except ValueError as error:
-            faults.append(f"{run.name}: {' '.join(str(error).split())}")
-            continue
-        if len(frame):
-            numbers = [name for name in frame.columns if name not in (*METRICS_KEYS, NOT_FINITE)]
-            casts = [pl.col(name).cast(pl.Float64, strict=False) for name in numbers]
-            frames.append(frame.select(pl.lit(run.name).alias("run"), "step", *casts))
+    own, faults = run_frames(arms, read_metrics)
+    frames = [pl.DataFrame(schema={"run": pl.String, "step": pl.Int64})]
+    for name, frame in own.items():
+        numbers = [key for key in frame.columns if key not in (*METRICS_KEYS, NOT_FINITE)]
+        casts = [pl.col(key).cast(pl.Float64, strict=False) for key in numbers]
+        frames.append(frame.select(pl.lit(name).alias("run"), "step", *casts))
     return pl.concat(frames, how="diagonal_relaxed"), faults
 
 

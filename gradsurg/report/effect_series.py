@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import polars as pl
 
 from gradsurg.report.grouping import Arm
+from gradsurg.report.run_frames import run_frames
 from gradsurg.runs.frames import read_effects
 
 MAX_CELLS = 240_000  # of all effect maps together, so that a page stays small
@@ -52,22 +53,19 @@ class Effects:
 
 def load_effects(arms: Sequence[Arm]) -> Effects:
     """All runs' effects with `run`, the directory's name, and what could not be read."""
-    frames, faults = [], []
-    for run in (run for arm in arms for run in arm.runs if run.state != "missing"):
-        try:
-            frame = read_effects([run.path])
-        except ValueError as error:
-            faults.append(f"{run.name}: {' '.join(str(error).split())}")
-            continue
-        if len(frame):
-            names = [name for name in frame.columns if frame.schema[name] == pl.Null]
-            frames.append(
-                frame.with_columns(
-                    pl.lit(run.name).alias("run").cast(pl.Categorical),
-                    pl.col("transform", "site").cast(pl.Categorical),
-                    *[pl.col(name).cast(pl.Float64) for name in names],
-                )
-            )
+    found, faults = run_frames(arms, read_effects)
+    frames = [
+        frame.with_columns(
+            pl.lit(name).alias("run").cast(pl.Categorical),
+            pl.col("transform", "site").cast(pl.Categorical),
+            *[
+                pl.col(key).cast(pl.Float64)
+                for key in frame.columns
+                if frame.schema[key] == pl.Null
+            ],
+        )
+        for name, frame in found.items()
+    ]
     return Effects(pl.concat(frames, how="diagonal_relaxed") if frames else _no_rows(), faults)
 
 

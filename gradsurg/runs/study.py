@@ -2,7 +2,7 @@
 
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from gradsurg import randomness
-from gradsurg.ledger import SurgeryWarning
 from gradsurg.live import Live
 from gradsurg.runs.arms import Run
 from gradsurg.runs.checkpoint import Checkpoint, Saving, Trainee
@@ -21,6 +20,7 @@ from gradsurg.runs.idle import changed_nothing
 from gradsurg.runs.made_with import RESUMED, made_otherwise
 from gradsurg.runs.run_log import RunLog
 from gradsurg.runs.store import METRICS, RunDirectory
+from gradsurg.runs.warned import pass_on, said_once
 from gradsurg.sinks.base import Guarded, RunInfo, Sink
 from gradsurg.sinks.base import State as SinkState
 from gradsurg.surgery import Surgery
@@ -165,7 +165,7 @@ def _train(run: Run, place: RunDirectory, sinks: Sequence[Sink]) -> dict[str, ob
                     break
                 # Only here is nothing half-gathered, so the first log after a due step saves.
                 if saving.due(step.done):
-                    told = _said(said, caught)
+                    told = said_once(said, caught)
                     place.save_checkpoint(
                         trainee.checkpoint(step.done, live, told, log.skipped, log.trained_s)
                     )
@@ -173,8 +173,8 @@ def _train(run: Run, place: RunDirectory, sinks: Sequence[Sink]) -> dict[str, ob
             examined |= _followed(run, place, batches)
             every = run.schedule.effects_every
             notes = [] if run.shadow else changed_nothing(trainee.surgery, live, every)
-    _pass_on(caught)
-    return log.summary(data, model, examined, notes + _said(said, caught))
+    pass_on(caught)
+    return log.summary(data, model, examined, notes + said_once(said, caught))
 
 
 def _batches(run: Run, data: Data) -> Batches:
@@ -270,22 +270,6 @@ def _followed(run: Run, place: RunDirectory, batches: Batches) -> dict[str, floa
 def _made_otherwise(kept: Checkpoint) -> list[str]:
     said = made_otherwise(kept["made_with"])
     return [said] if said else []
-
-
-def _said(before: Iterable[str], caught: Iterable[warnings.WarningMessage]) -> list[str]:
-    """What the surgery has warned of, each once."""
-    new = [str(item.message) for item in caught if item.category is SurgeryWarning]
-    return list(dict.fromkeys([*before, *new]))
-
-
-def _pass_on(caught: Iterable[warnings.WarningMessage]) -> None:
-    """Warn of what was caught and is not the surgery's: a warning of every step once."""
-    told: dict[str | tuple[str, type[Warning], int], int] = {}
-    for item in caught:
-        if item.category is not SurgeryWarning:
-            warnings.warn_explicit(
-                item.message, item.category, item.filename, item.lineno, registry=told
-            )
 
 
 @contextmanager

@@ -259,7 +259,7 @@ class Classification(Task):
     def chance(self, targets: Tensor) -> Chance:
         _, counts = targets.unique(return_counts=True)
         shares = counts.double() / targets.numel()
-        entropy = -(shares * shares.log()).sum().item()
+        entropy = -(shares * shares.log()).sum().item()  # once a run, as all of `chance`
         what = f"chance for {len(shares)} classes is"
         return Chance(entropy, "accuracy", shares.max().item(), 1.0, what)
 

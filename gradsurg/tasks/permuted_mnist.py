@@ -16,7 +16,7 @@ from gradsurg.fields import FieldError, validated
 from gradsurg.tasks import _idx
 from gradsurg.tasks._generated import Count, Seed
 from gradsurg.tasks._images import NUM_CLASSES, Images
-from gradsurg.tasks._several import of_each
+from gradsurg.tasks._several import floats, of_each
 from gradsurg.tasks.base import Chance, Data, MultiTask, Order
 from gradsurg.tasks.mnist import LAYOUT
 
@@ -101,19 +101,18 @@ class PermutedMNIST(MultiTask):
         }
 
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        there = {"now": True, "memory": bool(targets[:, KEPT].any())}
-        losses = {
-            name: loss.item() for name, loss in self.losses(outputs, targets).items() if there[name]
-        }
         now = targets[:, KEPT] == 0
+        names = NAMES if not now.all() else NAMES[:1]
+        found = self.losses(outputs, targets)
+        losses = floats(found[name] for name in names)
         tasks = targets[now, TASK]
         right = (outputs[now].argmax(dim=1) == targets[now, LABEL]).double()
         counts = torch.bincount(tasks, minlength=self.num_tasks)
         accuracies = (torch.bincount(tasks, right, minlength=self.num_tasks) / counts).tolist()
         return {
-            "loss": sum(losses.values()),
+            "loss": sum(losses),
             "accuracy": fmean(accuracies),
-            **of_each("loss", list(losses), list(losses.values())),
+            **of_each("loss", names, losses),
             **of_each("accuracy", self._numbers, accuracies),
         }
 

@@ -8,15 +8,12 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from gradsurg.fields import Contradiction, validated
+from gradsurg.fields import validated
 from gradsurg.tasks._generated import Count
+from gradsurg.tasks._pictures import pictures
 from gradsurg.tasks._similarity import rank_correlation, ssim
 from gradsurg.tasks.base import Classification, Data, Examination, Examined, Task
-from gradsurg.tasks.digits import Digits
-from gradsurg.tasks.fashion_mnist import FashionMNIST
-from gradsurg.tasks.mnist import MNIST
 
-FILES = {"mnist": MNIST, "fashion_mnist": FashionMNIST}
 DIGITS = 4  # of the numbers in the pictures that are kept
 
 
@@ -43,22 +40,18 @@ class Saliency(Classification, Examined):
     num_kept: Annotated[int, Field(ge=0)] = 4
 
     def __post_init__(self) -> None:
-        if self.data == "digits":
-            for name in ("root", "num_train", "num_test"):
-                if (found := getattr(self, name)) is not None:
-                    raise Contradiction(name, f"must be null with data=digits, found {found!r}")
+        _ = self.images
 
     def load(self) -> Data:
-        return self._images.load()
+        return self.images.load()
 
     def files(self) -> Sequence[Path]:
-        return self._images.files()
+        return self.images.files()
 
     @property
-    def _images(self) -> Task:
-        if self.data == "digits":
-            return Digits()
-        return FILES[self.data](self.root, self.num_train, self.num_test)
+    def images(self) -> Task:
+        """What has them."""
+        return pictures(self.data, self.root, self.num_train, self.num_test)
 
     def examine(self, model: nn.Module, data: Data) -> Examination:
         images = data.test_inputs[: self.num_maps].to(next(model.parameters()).device)

@@ -10,11 +10,10 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
-from gradsurg.fields import Contradiction, validated
+from gradsurg.fields import validated
 from gradsurg.tasks._generated import Count, Seed
+from gradsurg.tasks._pictures import pictures
 from gradsurg.tasks.base import Data, Task
-from gradsurg.tasks.digits import Digits
-from gradsurg.tasks.fashion_mnist import FashionMNIST
 
 PARTS = 4  # of the outputs: what is predicted from each view, and the target of each
 CHUNK = 4096  # images whose views are made at once
@@ -46,10 +45,7 @@ class TwoViews(Task):
     data_seed: Seed = 0
 
     def __post_init__(self) -> None:
-        if self.data == "digits":
-            for name in ("root", "num_train", "num_test"):
-                if (found := getattr(self, name)) is not None:
-                    raise Contradiction(name, f"must be null with data=digits, found {found!r}")
+        _ = self.images
 
     def load(self) -> Data:
         return _data(self, self.content).copy()
@@ -59,10 +55,8 @@ class TwoViews(Task):
 
     @property
     def images(self) -> Task:
-        """What the views are of."""
-        if self.data == "digits":
-            return Digits()
-        return FashionMNIST(self.root, self.num_train, self.num_test)
+        """What has them."""
+        return pictures(self.data, self.root, self.num_train, self.num_test)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if outputs.shape != (len(targets), PARTS * self.size):

@@ -47,6 +47,15 @@ def test_grad_drop_keeps_the_positive_sign_as_often_as_it_should() -> None:
     assert abs(share - 0.75) < 5 * (0.75 * 0.25 / columns) ** 0.5
 
 
+@pytest.mark.parametrize("chance", [0.0, 0.5, 1 - 2**-24])
+def test_grad_drop_keeps_an_entry_on_whose_sign_all_agree_whatever_is_drawn(
+    monkeypatch: pytest.MonkeyPatch, chance: float
+) -> None:
+    monkeypatch.setattr(torch, "rand", lambda size, **_: torch.full((size,), chance))
+    rows = torch.tensor([[1.0, -1.0, 1e-30, -1e-30, 0.0], [2.0, -2.0, 0.0, 0.0, 0.0]])
+    assert torch.equal(GradDrop()(rows), rows.sum(0))
+
+
 def test_grad_drop_draws_anew_for_each_seed_group_step_and_block() -> None:
     block = grad_drop.ENTRIES // 2
     rows = torch.tensor([[1.0], [-1.0]]).expand(2, 3 * block)
