@@ -10,26 +10,30 @@ COLUMNS = 65_536
 """Columns that are worked on at once, where an intermediate result is as large as they are."""
 SUMMED = 4096
 """Columns whose products are summed in their own dtype: float32 sums over more lose digits."""
+SUMMED_OF_FEW = 1024
+"""The same for fewer than 8 rows, which are then in the first cache: a fifth of the time less."""
 
 
 def gramian_of(rows: Tensor) -> Tensor:
     """G = J Jᵀ (T, T) in float64 on the CPU, from rows (T, P) of any floating dtype and device.
 
-    Products of 4096 columns are summed in float64: float32 rows cost about 1e-7 of |g_i| |g_j|, and
-    not 2e-4 as one product over 1e7 columns does. Half-precision rows are multiplied in float32. In
-    float32, rows with norms below 1e-19 have products of 0, and above 1e19 of infinity.
+    Products of at most 4096 columns are summed in float64: float32 rows cost about 1e-7 of
+    |g_i| |g_j|, and not 2e-4 as one product over 1e7 columns does. Half-precision rows are
+    multiplied in float32. In float32, rows with norms below 1e-19 have products of 0, and above
+    1e19 of infinity.
     """
     return reduce(add, map(_product, rows.split(64 * COLUMNS, dim=1))).cpu()
 
 
 def _product(block: Tensor) -> Tensor:
     block = _wide(block)
-    whole = block.shape[1] // SUMMED * SUMMED
+    summed = SUMMED_OF_FEW if len(block) < 8 else SUMMED
+    whole = block.shape[1] // summed * summed
     rest = block[:, whole:]
     product = (rest @ rest.T).double()
     if not whole:
         return product
-    parts = block[:, :whole].unflatten(1, (-1, SUMMED)).transpose(0, 1)
+    parts = block[:, :whole].unflatten(1, (-1, summed)).transpose(0, 1)
     return product + torch.bmm(parts, parts.mT).sum(0, dtype=torch.float64)
 
 
@@ -38,7 +42,7 @@ def combined(rows: Tensor, weights: Tensor) -> Tensor:
     wide = _wide(rows)
     weights = weights.to(wide)
     whole = wide.shape[1] // COLUMNS * COLUMNS
-    if not whole or wide.device.type != "cpu":
+    if not whole or wide.device.type != "cpu" or torch.get_num_threads() == 1:
         return (weights @ wide).to(rows.dtype)
     # A CPU has one thread for a product of a vector, and all of them for a batch of such products.
     result = wide.new_empty(wide.shape[1])

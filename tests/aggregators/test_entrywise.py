@@ -34,7 +34,7 @@ def published(rows: Tensor, chance: Tensor, leak: Tensor) -> Tensor:
 @pytest.mark.parametrize("leak", [0.0, 0.3, 1.0, (0.0, 0.25, 1.0)])
 def test_grad_drop_is_what_the_paper_has(leak: float | tuple[float, ...]) -> None:
     rows, context = some_rows(3, 5000), Context(seed=4, group="a", step=7)
-    chance = torch.rand(5000, generator=context.generator()).double()
+    chance = grad_drop._uniform(5000, 5000, context.generator()).double()
     shares = torch.tensor(leak, dtype=torch.float64).expand(3)
     expected = published(rows, 1 - chance, shares)
     torch.testing.assert_close(GradDrop(leak=leak).apply(rows, context), expected)
@@ -47,11 +47,27 @@ def test_grad_drop_keeps_the_positive_sign_as_often_as_it_should() -> None:
     assert abs(share - 0.75) < 5 * (0.75 * 0.25 / columns) ** 0.5
 
 
+def test_grad_drop_draws_numbers_that_are_uniform_and_know_nothing_of_their_neighbours() -> None:
+    drawn = grad_drop._uniform(1 << 18, 200_001, torch.Generator().manual_seed(0))
+    assert drawn.dtype == torch.float32
+    assert len(drawn) == 200_001
+    assert drawn.min() >= 0
+    assert drawn.max() < 1
+    assert torch.equal(drawn * 2**24, (drawn * 2**24).round())
+    shares = torch.histc(drawn, bins=64, min=0, max=1) / len(drawn)
+    assert (shares - 1 / 64).abs().max() < 5 * (1 / 64 / len(drawn)) ** 0.5
+    for apart in (1, 2):
+        pairs = torch.stack([drawn[apart:], drawn[:-apart]]).double()
+        assert abs(torch.corrcoef(pairs)[0, 1]) < 5 / len(drawn) ** 0.5
+    fewer = grad_drop._uniform(1 << 18, 1001, torch.Generator().manual_seed(0))
+    assert torch.equal(fewer, drawn[:1001])
+
+
 @pytest.mark.parametrize("chance", [0.0, 0.5, 1 - 2**-24])
 def test_grad_drop_keeps_an_entry_on_whose_sign_all_agree_whatever_is_drawn(
     monkeypatch: pytest.MonkeyPatch, chance: float
 ) -> None:
-    monkeypatch.setattr(torch, "rand", lambda size, **_: torch.full((size,), chance))
+    monkeypatch.setattr(grad_drop, "_uniform", lambda _, count, __: torch.full((count,), chance))
     rows = torch.tensor([[1.0, -1.0, 1e-30, -1e-30, 0.0], [2.0, -2.0, 0.0, 0.0, 0.0]])
     assert torch.equal(GradDrop()(rows), rows.sum(0))
 
