@@ -10,6 +10,7 @@ from gradsurg import engine
 from gradsurg.operation import Operation
 from gradsurg.sites._later import after_backward, may_come
 from gradsurg.sites.base import Keeps, Place, Selector
+from gradsurg.sites.combined import Keeper
 
 
 class RollCall:
@@ -41,12 +42,14 @@ class RollCall:
 
     def complaint(self) -> str:
         """What is to be said when the block ends; empty if nothing is."""
-        if not self._waits:
-            return ""
-        return (
-            f"{self._at.expected} sites were expected, and no backward has come that would show "
-            "them all"
-        )
+        if self._waits:
+            return (
+                f"{self._at.expected} sites were expected, and no backward has come that would "
+                "show them all"
+            )
+        if self._met and isinstance(self._ask, Keeper) and (silent := self._ask.silent()):
+            return f"nothing was selected by {', '.join(map(repr, silent))}, a part of it"
+        return ""
 
     def _noting(self, place: Place) -> bool | None:
         """As the selector says, up to the end of the first forward."""

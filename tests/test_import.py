@@ -10,6 +10,7 @@ import gradsurg as gs
 from gradsurg.catalogue import find, names
 from gradsurg.sites.nodes import Nodes
 from gradsurg.transforms.clip import Clip
+from scripts.stub import STUB, written
 
 HEAVY = ("hydra", "matplotlib", "omegaconf", "plotly", "polars", "sklearn", "wandb")
 
@@ -84,7 +85,11 @@ def test_dir_lists_the_surgery_and_every_transform_and_site() -> None:
     assert {"Surgery", "Intervention", "Steps", "Always", "SurgeryWarning", "hook"} <= listed
     for kind in ("transforms", "sites"):
         assert {find(kind, stem).__name__ for stem in names(kind)} <= listed
-    assert set(gs.__all__) <= listed
+    assert set(gs.HOMES) <= listed
+
+
+def test_editors_and_type_checkers_are_told_of_all_that_python_finds() -> None:
+    assert STUB.read_text() == written(), "python scripts/stub.py writes it anew"
 
 
 @pytest.mark.parametrize("name", dir(gs))
@@ -121,3 +126,9 @@ def test_the_spellings_that_users_have_learnt_are_kept() -> None:
 def test_an_unknown_name_is_an_attribute_error(name: str) -> None:
     with pytest.raises(AttributeError, match=f"module 'gradsurg' has no attribute '{name}'"):
         getattr(gs, name)
+
+
+def test_python_adds_the_name_that_was_meant() -> None:
+    code = "import gradsurg; gradsurg.PCGradd"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "Did you mean: 'PCGrad'?" in done.stderr

@@ -1,8 +1,8 @@
 """FixedWeights: a weight for each task that never changes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import isfinite
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from pydantic import Field, model_validator
@@ -27,6 +27,12 @@ class FixedWeights(LossWeighting):
 
     weights: Weights | None
     tasks: tuple[str, ...] = ()
+
+    if TYPE_CHECKING:  # what may be given, of which the fields are made
+
+        def __init__(
+            self, weights: Sequence[float] | Mapping[str, float] | None, tasks: Sequence[str] = ()
+        ) -> None: ...
 
     @model_validator(mode="before")
     @classmethod

@@ -29,8 +29,8 @@ def _range(given: Any) -> tuple[int, int]:  # Any: pydantic refuses what is no n
             raise ValueError("must be a number >= 0 or two of them, low and high")
 
 
-Range = Annotated[tuple[int, int], BeforeValidator(_range)]
-"""A number, or the lowest and the highest."""
+Range = Annotated[int | tuple[int, int], BeforeValidator(_range)]
+"""A number, or the lowest and the highest, which is what it becomes."""
 
 
 @validated
@@ -86,7 +86,7 @@ class ModuleSelector(Selector):
             ]
             types = sorted({type(module).__name__ for module in named_so})
             if named_so and not any(matches_type(module, self.types) for module in named_so):
-                raise nothing_matched(f"{type(self).__name__}: types", self.types, types)
+                raise nothing_matched(f"{type(self).__name__}: types", str(self.types), types)
             choices = [name for names in named.values() for name in names if name != ROOT]
             raise nothing_matched(type(self).__name__, self.said(), choices)
         return found
@@ -190,6 +190,9 @@ def index(name: str) -> int | None:
     return int(numbers[-1]) if numbers else None
 
 
-def within(number: int | None, bounds: tuple[int, int] | None) -> bool:
+def within(number: int | None, bounds: Range | None) -> bool:
     """Whether a number is inside its bounds; no bounds hold it all."""
-    return bounds is None or (number is not None and bounds[0] <= number <= bounds[1])
+    if bounds is None or number is None:
+        return bounds is None
+    low, high = (bounds, bounds) if isinstance(bounds, int) else bounds
+    return low <= number <= high

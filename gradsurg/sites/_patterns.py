@@ -24,15 +24,17 @@ def _check_pattern(pattern: str) -> str:
     return pattern
 
 
-def _type_name(given: Any) -> Any:  # Any: pydantic refuses what is neither a class nor a string
-    return given.__name__ if isinstance(given, type) else given
+def _type_name(given: Any) -> str:  # Any: pydantic has not looked yet
+    if not isinstance(given, str | type):
+        raise ValueError("must be a string or a class")
+    return _check_pattern(given.__name__ if isinstance(given, type) else given)
 
 
 Pattern = Annotated[str, AfterValidator(_check_pattern)]
 """A pattern on names, as `matches` reads it."""
 
-Types = Annotated[str, BeforeValidator(_type_name), AfterValidator(_check_pattern)]
-"""A glob or `re:` on a class's name or that of one of its bases, or the class itself."""
+Types = Annotated[str | type[Any], BeforeValidator(_type_name)]
+"""A glob or `re:` on a class's name or that of one of its bases; a class becomes its name."""
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -44,10 +46,11 @@ def matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern)
 
 
-def matches_type(module: nn.Module | None, pattern: str) -> bool:
+def matches_type(module: nn.Module | None, types: Types) -> bool:
     """Whether the class of a module, or a base of it below nn.Module, fits the pattern."""
-    if pattern == "*":
+    if types == "*":
         return True
+    pattern = types if isinstance(types, str) else types.__name__
     bases = [base for base in type(module).__mro__ if base not in nn.Module.__mro__]
     return any(matches(base.__name__, pattern) for base in bases)
 

@@ -1,6 +1,6 @@
 """Combined: what several selectors select together."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Annotated, Literal
 
@@ -19,7 +19,8 @@ class Combined(Selector):
 
     `limit` keeps so many of them, in the order in which they are met; `count` refuses any other
     number, at once for parameters and after the first forward for what is known only then; `test`
-    has the last word on each `Place`. In Python: `a | b`, `a & b`, `~a`, `a.first(limit)`,
+    has the last word on each `Place`. A part of `any` or `none` that selects nothing by itself is
+    refused, as it would be alone. In Python: `a | b`, `a & b`, `~a`, `a.first(limit)`,
     `a.expect(count)`, `a.where(test)`. Raises ValueError if the selectors have no kind of site in
     common where all must agree, or would act at different stages: that takes two interventions.
     """
@@ -91,31 +92,16 @@ class Combined(Selector):
         return stages[0]
 
     def selects(self, place: Place) -> bool | None:
-        said = self._agreed(place, [selector.selects(place) for selector in self.of])
-        return self._tested(place, said)
+        return self.agreed(place, [selector.selects(place) for selector in self.of])
 
     def offers(self, place: Place) -> bool:
         return any(k.offers(place) for k in self.kinds if k.mechanism == place.mechanism)
 
     def keeper(self) -> Keeps:
-        keepers = [selector.keeper() for selector in self.of]
-        admitted: set[tuple[object, ...]] = set()
-
-        def keeps(place: Place) -> bool | None:
-            said = self._tested(place, self._agreed(place, [keeper(place) for keeper in keepers]))
-            if self.limit is None or said is False:
-                return said
-            full = len(admitted) >= self.limit
-            if not place.whole:
-                # Once it is full, nothing is that is not a part of what was admitted.
-                return None if not full or place.key[:2] in {key[:2] for key in admitted} else False
-            if said and not full:
-                admitted.add(place.key)
-            return place.key in admitted
-
-        return keeps
+        return Keeper(self)
 
     def find(self, model: nn.Module, keeps: Keeps | None = None) -> list[str]:
+        self._check_parts(model)
         keeps = keeps or self.keeper()
         found = []
         for kind in self._hooked():
@@ -142,11 +128,26 @@ class Combined(Selector):
                 continue  # the others have something, or `find` has told before
             kind.hook(model, optimizer, stage, scope, gates, stack)
 
+    def _check_parts(self, model: nn.Module) -> None:
+        """Raises LookupError if a part selects nothing, and the whole would not show it."""
+        for part in self.of:
+            if self.by != "all":
+                part.find(model)
+            elif isinstance(part, Combined):
+                part._check_parts(model)
+
     def _hooked(self) -> list[Selector]:
         """One selector for each mechanism: it hooks what all of them keep."""
         return list({kind.mechanism: kind for kind in reversed(self.kinds)}.values())[::-1]
 
-    def _agreed(self, place: Place, said: list[bool | None]) -> bool | None:
+    def agreed(self, place: Place, said: Sequence[bool | None]) -> bool | None:
+        """What the whole says of a place of which its parts say so much."""
+        together = self._together(place, said)
+        if not together or self.test is None:
+            return together
+        return bool(self.test(place)) if place.whole else None
+
+    def _together(self, place: Place, said: Sequence[bool | None]) -> bool | None:
         match self.by:
             case "any":
                 return True if True in said else None if None in said else False
@@ -157,7 +158,45 @@ class Combined(Selector):
                     return False
                 return None if None in said else True
 
-    def _tested(self, place: Place, said: bool | None) -> bool | None:
-        if not said or self.test is None:
+
+class Keeper:
+    """What a combination keeps, for the length of one attachment: it counts up to `limit`, and
+    knows the parts that have selected none of the sites they were asked about.
+    """
+
+    def __init__(self, whole: Combined) -> None:
+        self._whole = whole
+        self._parts = [selector.keeper() for selector in whole.of]
+        self._mechanisms = [{kind.mechanism for kind in part.kinds} for part in whole.of]
+        self._asked: set[int] = set()
+        self._fitted: set[int] = set()
+        self._admitted: set[tuple[object, ...]] = set()
+
+    def __call__(self, place: Place) -> bool | None:
+        parts = [keeps(place) for keeps in self._parts]
+        for at, said in enumerate(parts):
+            if said:
+                self._fitted.add(at)
+            elif place.whole and place.mechanism in self._mechanisms[at]:
+                self._asked.add(at)
+        said = self._whole.agreed(place, parts)
+        if self._whole.limit is None or said is False:
             return said
-        return bool(self.test(place)) if place.whole else None
+        full = len(self._admitted) >= self._whole.limit
+        if not place.whole:
+            # Once it is full, nothing is that is not a part of what was admitted.
+            admitted = {key[:2] for key in self._admitted}
+            return None if not full or place.key[:2] in admitted else False
+        if said and not full:
+            self._admitted.add(place.key)
+        return place.key in self._admitted
+
+    def silent(self) -> list[Selector]:
+        """The parts, of those that the whole does not need, that have selected nothing so far."""
+        silent: list[Selector] = []
+        for at, keeps in enumerate(self._parts):
+            if self._whole.by != "all" and at in self._asked - self._fitted:
+                silent.append(self._whole.of[at])
+            elif isinstance(keeps, Keeper):
+                silent += keeps.silent()
+        return silent

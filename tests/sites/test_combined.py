@@ -1,6 +1,7 @@
 """Combined: the algebra of selectors, and how many sites it must or may give."""
 
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -456,12 +457,48 @@ def test_what_selects_nothing_lists_what_its_parts_select(at: Selector, said: st
     assert str(caught.value).endswith(f" Its parts by themselves: {said}")
 
 
-def test_a_part_that_selects_nothing_is_told_where_the_whole_does_not_either() -> None:
+@pytest.mark.parametrize(
+    "at",
+    [
+        P("nope") | P("neither"),
+        P("nope") | P(),
+        ~P("nope"),
+        P() & ~P("nope"),
+        (P() | P("nope")).first(2),
+        P("first.*") | (P() & (P("last.*") | P("nope"))),
+    ],
+    ids=str,
+)
+def test_a_part_that_selects_nothing_is_refused_as_it_would_be_alone(at: Selector) -> None:
     with (
         pytest.raises(LookupError, match="nothing matches 'nope'. There are: first.weight, "),
-        attached(small(), gs.Zero(), P("nope") | P("neither")),
+        attached(small(), gs.Zero(), at),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("at", "silent"),
+    [
+        (N("Nope") | N("Relu"), N("Nope")),
+        (N("Relu") & ~N("Nope"), N("Nope")),
+        (N("Relu") | N("Sigmoid") | N("Addmm"), N("Sigmoid")),
+        (N("Relu") | N("Addmm"), None),
+        (N("Relu") & ~N("Addmm"), None),
+        ((N("Addmm") | N("Relu")).first(1), None),
+    ],
+    ids=str,
+)
+def test_a_part_of_which_no_forward_shows_a_site_is_told_at_the_end(
+    at: Selector, silent: Selector | None
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with attached(model, gs.Zero(), at):
+            model(torch.ones(3, 2)).sum().backward()
+    said = f"zero: nothing was selected by {silent!r}, a part of it"
+    assert [str(warning.message) for warning in caught] == ([said] if silent else [])
 
 
 def test_a_kind_that_has_no_value_makes_none_of_the_whole() -> None:
