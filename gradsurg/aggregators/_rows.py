@@ -1,5 +1,6 @@
 """The two readings of the rows J (T x P): their Gramian, and what weights make of them."""
 
+from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import add
 
@@ -14,15 +15,38 @@ SUMMED_OF_FEW = 1024
 """The same for fewer than 8 rows, which are then in the first cache: a fifth of the time less."""
 
 
-def gramian_of(rows: Tensor) -> Tensor:
-    """G = J Jᵀ (T, T) in float64 on the CPU, from rows (T, P) of any floating dtype and device.
+def gramian_of(blocks: Sequence[Tensor]) -> Tensor:
+    """G = J Jᵀ (T, T) in float64 on the CPU, from the blocks (T, p) of J, of any floating dtype and
+    device.
 
     Products of at most 4096 columns are summed in float64: float32 rows cost about 1e-7 of
-    |g_i| |g_j|, and not 2e-4 as one product over 1e7 columns does. Half-precision rows are
-    multiplied in float32. In float32, rows with norms below 1e-19 have products of 0, and above
-    1e19 of infinity.
+    |g_i| |g_j|, and not 2e-4 as one product over 1e7 columns does. Where the rows depend on each
+    other so much that a solution would make 1e-6 of it, all is multiplied in float64 instead.
+    Half-precision rows are multiplied in float32. In float32, rows with norms below 1e-19 have
+    products of 0, and above 1e19 of infinity.
     """
-    return reduce(add, map(_product, rows.split(64 * COLUMNS, dim=1))).cpu()
+    gramian = _sum_over(blocks, 64 * COLUMNS, _product)
+    exact = all(rows.dtype == torch.float64 for rows in blocks)
+    if exact or not _nearly_dependent(gramian):
+        return gramian
+    return _sum_over(blocks, COLUMNS, lambda block: block.double() @ block.double().T)
+
+
+def _sum_over(
+    blocks: Sequence[Tensor], columns: int, product: Callable[[Tensor], Tensor]
+) -> Tensor:
+    return reduce(
+        add, (reduce(add, map(product, rows.split(columns, dim=1))).cpu() for rows in blocks)
+    )
+
+
+def _nearly_dependent(gramian: Tensor) -> bool:
+    """Whether the cosines' least eigenvalue multiplies an error by more than ten."""
+    norms = gramian.diagonal().sqrt()
+    cosines = (gramian / (norms[:, None] * norms))[norms > 0][:, norms > 0]
+    if not len(cosines) or not cosines.isfinite().all():
+        return False
+    return bool(torch.linalg.eigvalsh(cosines)[0] < 0.1)
 
 
 def _product(block: Tensor) -> Tensor:
@@ -35,6 +59,19 @@ def _product(block: Tensor) -> Tensor:
         return product
     parts = block[:, :whole].unflatten(1, (-1, summed)).transpose(0, 1)
     return product + torch.bmm(parts, parts.mT).sum(0, dtype=torch.float64)
+
+
+def merged(blocks: Sequence[Tensor], weights: Tensor, gramian: Tensor) -> list[Tensor]:
+    """Jᵀ w (p,) of each block of J, whose Gramian is known: in float64 where the rows cancel."""
+    whole = (weights @ gramian @ weights).clamp(min=0).sqrt()
+    cancels = bool(weights.abs() @ gramian.diagonal().sqrt() > 8 * whole)
+    return [(_combined_exactly if cancels else combined)(rows, weights) for rows in blocks]
+
+
+def _combined_exactly(rows: Tensor, weights: Tensor) -> Tensor:
+    weights = weights.to(rows.device)
+    parts = [(weights @ part.double()).to(rows.dtype) for part in rows.split(COLUMNS, dim=1)]
+    return torch.cat(parts)
 
 
 def combined(rows: Tensor, weights: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradsurg.aggregators._rows import combined, gramian_of
+from gradsurg.aggregators._rows import combined, gramian_of, merged
 
 State = dict[str, Tensor]
 Property = Literal[
@@ -120,8 +120,9 @@ class GramianAggregator(Aggregator):
         """The weights (T,) of the rows and the next state; all in float64, on the CPU."""
 
     def merge(self, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
-        weights, state = self.update(gramian_of(rows), state, context)
-        return combined(rows, weights), state
+        gramian = gramian_of([rows])
+        weights, state = self.update(gramian, state, context)
+        return merged([rows], weights, gramian)[0], state
 
 
 class Weighting(GramianAggregator):

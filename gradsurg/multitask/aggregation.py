@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from gradsurg import engine
-from gradsurg.aggregators._rows import combined
+from gradsurg.aggregators._rows import combined, gramian_of
 from gradsurg.aggregators.base import Aggregator, Context, LossWeighting, State
 from gradsurg.effects import Effects
 from gradsurg.intervention import Intervention
 from gradsurg.ledger import Ledger, SurgeryWarning
 from gradsurg.multitask.conflict import Conflicts, conflict_of, others_of
-from gradsurg.multitask.merging import Merged, gramian_over, merge, products
+from gradsurg.multitask.merging import Merged, merge, products
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.sites._modules import ROOT
 from gradsurg.triggers.base import Clock, Moment, Sourced, Trigger
@@ -179,7 +179,7 @@ class Aggregation:
     def _tell_conflict(self, context: Context, parts: Sequence[Tensor], merged: Merged) -> None:
         scale, gramian, weights = self.around.scale, merged.gramian, merged.weights
         if gramian is None:
-            gramian = gramian_over(parts) / scale**2
+            gramian = gramian_of(parts) / scale**2
         if weights is not None:
             falls = gramian @ weights
             norm = max(float(weights @ falls), 0.0) ** 0.5

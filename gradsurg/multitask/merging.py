@@ -9,7 +9,7 @@ from operator import add
 import torch
 from torch import Tensor
 
-from gradsurg.aggregators._rows import combined, gramian_of
+from gradsurg.aggregators._rows import combined, gramian_of, merged
 from gradsurg.aggregators.base import (
     Aggregator,
     Context,
@@ -43,10 +43,9 @@ def merge(
     """
     match aggregator:
         case GramianAggregator():
-            gramian = gramian_over(blocks) / scale**2
+            gramian = gramian_of(blocks) / scale**2
             weights, state = aggregator.update(gramian, state, context)
-            grads = [combined(rows, weights) for rows in blocks]
-            return Merged(grads, state, weights, gramian)
+            return Merged(merged(blocks, weights, gramian), state, weights, gramian)
         case LossWeighting():
             weights, state = aggregator.weigh(len(blocks[0]), state, context)
             return Merged([combined(rows, weights) for rows in blocks], state, weights)
@@ -66,11 +65,6 @@ def merge(
                 )
             grad, state = aggregator.merge(blocks[0], state, context)
             return Merged([grad], state)
-
-
-def gramian_over(blocks: Sequence[Tensor]) -> Tensor:
-    """G of the matrix that the blocks are together."""
-    return reduce(add, map(gramian_of, blocks))
 
 
 def products(blocks: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:

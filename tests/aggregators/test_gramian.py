@@ -312,7 +312,35 @@ def test_a_gramian_in_pieces_is_the_gramian(monkeypatch: pytest.MonkeyPatch, wid
     for dtype, digits in ((torch.float64, 1e-14), (torch.float32, 1e-6), (torch.float16, 1e-6)):
         given = matrix.to(dtype)
         exact = given.double() @ given.double().T
-        torch.testing.assert_close(_rows.gramian_of(given), exact, rtol=digits, atol=0.0)
+        torch.testing.assert_close(_rows.gramian_of([given]), exact, rtol=digits, atol=0.0)
+
+
+def _dependent(count: int, width: int, seed: int) -> Tensor:
+    """Rows in float32 of which one is nearly what the others make, of norms from 1 to 1e6."""
+    generator = torch.Generator().manual_seed(seed)
+    matrix = torch.randn(count, width, generator=generator, dtype=torch.float64)
+    matrix[-1] = 1e-3 * matrix[-1] - matrix[:-1].sum(0)
+    lengths = torch.logspace(0, 6, count, dtype=torch.float64)
+    return (matrix / matrix.norm(dim=1, keepdim=True) * lengths[:, None]).float()
+
+
+@pytest.mark.parametrize("stem", [stem for stem in STEMS if stem != "krum"])
+@pytest.mark.parametrize("width", [50, 20_000])
+def test_float32_rows_that_nearly_cancel_lose_no_digits(stem: str, width: int) -> None:
+    aggregator = made(stem)
+    for seed in range(4):
+        given = _dependent(4, width, seed)
+        exact = by(aggregator, given.double())
+        apart = by(aggregator, given).double() - exact
+        assert apart.norm() <= 1e-6 * exact.norm()
+
+
+def test_a_row_of_zeros_and_one_that_is_not_finite_need_no_second_look() -> None:
+    given = torch.tensor([[1.0, 2.0], [0.0, 0.0], [2.0, 4.0]])
+    assert torch.equal(_rows.gramian_of([given]), (given @ given.T).double())
+    given[1, 0] = torch.nan
+    assert torch.equal(_rows.gramian_of([given]).isnan(), (given @ given.T).isnan())
+    assert torch.equal(_rows.gramian_of([torch.zeros(2, 3)]), torch.zeros(2, 2).double())
 
 
 @pytest.mark.parametrize("width", [0, 7, 300, 315])
