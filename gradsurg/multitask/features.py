@@ -189,8 +189,14 @@ def side_by_side(parts: Sequence[Sequence[Tensor | None]]) -> list[Piece]:
 
 
 def is_apart(pieces: Sequence[Piece]) -> bool:
-    """Whether there is no number that two tasks use, and so none to conflict at."""
-    return all(bool((piece.rows != 0).sum(dim=0).max() < 2) for piece in pieces)
+    """Whether several tasks have a gradient there, and no number two of them, so that none can
+    conflict. A gradient of zero tells of neither.
+    """
+    used = [piece.rows != 0 for piece in pieces]
+    if any(bool((own.sum(dim=0) > 1).any()) for own in used):
+        return False
+    there = torch.stack([own.any(dim=1).cpu() for own in used]).any(dim=0)
+    return int(there.sum()) > 1
 
 
 def _flat(grad: Tensor | None, like: Tensor) -> Tensor:

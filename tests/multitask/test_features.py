@@ -309,6 +309,54 @@ def test_losses_that_were_stacked_part_at_nothing_but_themselves_which_is_told()
         joint(model, losses, feature(Uneven()))
 
 
+def with_a_task_of_its_own() -> Split:
+    """As `one`, where task d uses what no other does."""
+    model = one()
+    above = model.above
+    model.own = linear(4, 1)
+    model.above = lambda own, values: above(own, values) | {"d": own.own(inputs()).square().mean()}
+    return model
+
+
+@pytest.mark.parametrize("features", ["", "trunk"])
+def test_a_task_that_does_not_reach_the_shared_part_has_no_say_in_it(features: str) -> None:
+    model = with_a_task_of_its_own()
+    with pytest.warns(gs.SurgeryWarning, match=r"uneven: d does not reach the representation"):
+        found, live = joint_of(model, feature(Uneven(), features))
+    close(
+        {name: grad for name, grad in found.items() if "own" not in name}, oracle(one(), Uneven())
+    )
+    (conflict,) = live.conflicts.fetch()
+    assert conflict.tasks == ["a", "b", "c"]
+    model.zero_grad()
+    model(inputs())["d"].backward()
+    assert torch.equal(found["own.weight"], model.own.weight.grad)
+
+
+def test_a_representation_that_one_task_alone_reaches_is_refused() -> None:
+    model = with_a_task_of_its_own()
+    with gs.Surgery(feature(Uneven(), "trunk")).attach(model) as live:
+        outputs = model(inputs())
+        with pytest.raises(ValueError, match="of a, d the representation has a gradient of a al"):
+            live.backward({task: outputs[task] for task in "ad"})
+        outputs = model(inputs())
+        live.backward({task: outputs[task] for task in "ab"})
+    assert model.own.weight.grad is None
+
+
+def test_a_task_of_no_gradient_is_not_said_to_part_from_the_others() -> None:
+    model = one()
+
+    def losses() -> dict[str, Tensor]:
+        outputs = model(inputs())
+        return {"a": outputs["a"], "zero": torch.relu(outputs["b"] - 1e6)}
+
+    found, _ = joint(model, losses(), feature(gs.PCGrad()))  # a warning would be an error
+    model.zero_grad()
+    sum(losses().values()).backward()
+    close(found, grads_of(model))
+
+
 def test_batches_that_wait_are_refused() -> None:
     model = one()
     with gs.Surgery(feature(Uneven())).attach(model) as live:
