@@ -13,6 +13,7 @@ from gradsurg import engine
 from gradsurg.fields import nearest
 from gradsurg.sites._modules import names_of
 from gradsurg.sites._nested import tensors_in
+from gradsurg.sites._params import owned_params
 
 REENTRANT = "CheckpointFunctionBackward"  # the node of a reentrant checkpoint
 MANY = -1  # whose node it is that several tasks reach
@@ -54,6 +55,15 @@ class Cut:
         grads = torch.autograd.grad(loss, ends, retain_graph=retain, allow_unused=True)
         at, above = grads[: len(self.edges)], grads[len(self.edges) :]
         return at, {leaf: grad for leaf, grad in zip(own, above, strict=True) if grad is not None}
+
+    def check_dense(self, parts: Sequence[Sequence[Tensor | None]], model: nn.Module) -> None:
+        """Refuse a gradient at the edges that no row can hold."""
+        for edge, grad in ((e, g) for own in parts for e, g in zip(self.edges, own, strict=True)):
+            if grad is not None and grad.layout != torch.strided:
+                raise TypeError(
+                    f"{_called(edge.node, model)}: an aggregator takes dense gradients, found "
+                    f"{grad.dtype} with layout {grad.layout}"
+                )
 
 
 def cut(losses: Mapping[str, Tensor], at: Sequence[GradientEdge] | None = None) -> Cut:
@@ -143,6 +153,15 @@ def _leaf(node: Node) -> Tensor | None:
     return getattr(node, "variable", None)
 
 
+def _called(node: Node, model: nn.Module) -> str:
+    """What a user knows a node by."""
+    leaf = _leaf(node)
+    if leaf is None:
+        return f"the representation that {node.name()} has made"
+    names = (own[0][0] for param, own in owned_params(model).items() if param is leaf)
+    return f"parameter '{next(names, 'that is not of the model')}'"
+
+
 def _check_apart(heads: Mapping[str, Sequence[Tensor]], beneath: set[Node]) -> None:
     """Refuse a leaf that has not one place: the head of one task, or what all share."""
     owner: dict[int, str] = {}
@@ -164,10 +183,12 @@ def _check_apart(heads: Mapping[str, Sequence[Tensor]], beneath: set[Node]) -> N
 
 @dataclass
 class Piece:
-    """The gradients at some edges, of one dtype and device: the rows (T, p) of the tasks."""
+    """The gradients at some edges, of one dtype and device: the rows (T, p) of the tasks.
 
-    indices: list[int]
-    shapes: list[torch.Size]
+    A complex gradient is two numbers an entry, as the loss depends on its real and imaginary part.
+    """
+
+    likes: dict[int, Tensor]  # by the number of the edge, one of the gradients there
     rows: Tensor
 
 
@@ -179,12 +200,11 @@ def side_by_side(parts: Sequence[Sequence[Tensor | None]]) -> list[Piece]:
     for index, column in enumerate(zip(*parts, strict=True)):
         like = next((grad for grad in column if grad is not None), None)
         if like is not None:
-            kinds.setdefault((like.dtype, like.device), {})[index] = like
+            kinds.setdefault((like.dtype.to_real(), like.device), {})[index] = like
     pieces = []
     for likes in kinds.values():
         rows = [torch.cat([_flat(own[index], likes[index]) for index in likes]) for own in parts]
-        shapes = [like.shape for like in likes.values()]
-        pieces.append(Piece(list(likes), shapes, torch.stack(rows)))
+        pieces.append(Piece(likes, torch.stack(rows)))
     return pieces
 
 
@@ -200,17 +220,25 @@ def is_apart(pieces: Sequence[Piece]) -> bool:
 
 
 def _flat(grad: Tensor | None, like: Tensor) -> Tensor:
-    return (torch.zeros_like(like) if grad is None else grad).reshape(-1)
+    full = torch.zeros_like(like) if grad is None else grad
+    return (torch.view_as_real(full.resolve_conj()) if like.is_complex() else full).reshape(-1)
 
 
 def split(pieces: Sequence[Piece], grads: Sequence[Tensor]) -> dict[int, Tensor]:
     """The gradient at each edge, of those of the pieces."""
     found: dict[int, Tensor] = {}
     for piece, grad in zip(pieces, grads, strict=True):
-        parts = grad.split([shape.numel() for shape in piece.shapes])
-        shaped = [part.view(shape) for part, shape in zip(parts, piece.shapes, strict=True)]
-        found |= dict(zip(piece.indices, shaped, strict=True))
+        likes = piece.likes.values()
+        sizes = [like.numel() * (2 if like.is_complex() else 1) for like in likes]
+        parts = map(_shaped, grad.split(sizes), likes)
+        found |= dict(zip(piece.likes, parts, strict=True))
     return found
+
+
+def _shaped(flat: Tensor, like: Tensor) -> Tensor:
+    if not like.is_complex():
+        return flat.view(like.shape)
+    return torch.complex(*flat.view(*like.shape, 2).unbind(-1))
 
 
 class Watch:
@@ -245,6 +273,6 @@ class Watch:
 
 
 def _edges(output: object) -> Iterator[GradientEdge]:
-    for _, tensor in tensors_in(output):
+    for _, tensor in tensors_in(output, every=True):
         if tensor.requires_grad:
             yield get_gradient_edge(tensor)

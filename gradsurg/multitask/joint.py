@@ -226,6 +226,8 @@ class Joint:
                     grads, own = place.pass_down(given[name], name, again)
                 parts.append(grads)
                 leaves |= own
+        assert self._patient is not None
+        place.check_dense(parts, self._patient.model)
         tasks = _meeting(given, parts)
         self._tell_absent(one, given, tasks, "the representation that others share", "its")
         pieces = side_by_side([parts[task] for task in tasks])

@@ -357,6 +357,117 @@ def test_a_task_of_no_gradient_is_not_said_to_part_from_the_others() -> None:
     close(found, grads_of(model))
 
 
+def spectral() -> Split:
+    """A complex representation beside a real one, of an odd number of entries."""
+    torch.manual_seed(0)
+
+    def below(model: nn.Module, x: Tensor) -> Sequence[Tensor]:
+        h = model.low(x).tanh()
+        return model.odd(h).tanh(), torch.fft.rfft(h)
+
+    def above(model: nn.Module, values: Sequence[Tensor]) -> dict[str, Tensor]:
+        odd, waves = values
+        return {
+            "a": model.a(odd).square().mean() + waves.abs().mean(),
+            "b": (model.b(waves.imag) - 1).square().mean() - waves.real.mean(),
+            "c": (odd.mean() * waves.conj() * (2 + 1j)).sum().real,
+        }
+
+    layers = {"low": linear(4, 6), "odd": linear(6, 3), "a": linear(3, 1), "b": linear(4, 1)}
+    return Split(below, above, **layers)
+
+
+class Pair(nn.Module):
+    """Two numbers as one complex one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = nn.Parameter(torch.ones(2))
+
+    def forward(self) -> Tensor:
+        return torch.view_as_complex(self.pair)
+
+
+def test_a_complex_representation_is_two_numbers_an_entry() -> None:
+    model = Pair()
+    with gs.Surgery(feature(gs.MGDA())).attach(model) as live:
+        z = model()
+        live.backward([2 * z.real + 3 * z.imag, 3 * z.imag - z.real])
+    # The gradients are (2, 3) and (-1, 3), and the shortest between them is (0, 3).
+    assert model.pair.grad is not None
+    assert model.pair.grad.tolist() == pytest.approx([0.0, 3.0], abs=1e-6)
+    (conflict,) = live.conflicts.fetch()
+    assert conflict.norms == pytest.approx([13**0.5, 10**0.5])
+
+
+@pytest.mark.parametrize("aggregator", AGGREGATORS)
+def test_complex_and_real_representations_make_one_gradient(aggregator: str) -> None:
+    model = spectral()
+    found, _ = joint(model, model(inputs()), feature(AGGREGATORS[aggregator]))
+    close(found, by_parts(model, AGGREGATORS[aggregator]))
+
+
+def by_parts(model: Split, aggregator: Aggregator) -> Grads:
+    """The oracle, of real and imaginary parts in place of complex numbers."""
+    below, above = model.below, model.above
+    real = Split(
+        lambda own, x: [*(odd := below(own, x))[:1], odd[1].real, odd[1].imag],
+        lambda own, values: above(own, [values[0], torch.complex(values[1], values[2])]),
+        **dict(model.named_children()),
+    )
+    return oracle(real, aggregator)
+
+
+@pytest.mark.parametrize("features", ["", "low"])
+def test_the_module_that_is_named_may_give_complex_numbers(features: str) -> None:
+    class Waves(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return torch.fft.rfft(super().forward(input))
+
+    torch.manual_seed(0)
+
+    def above(model: nn.Module, values: Sequence[Tensor]) -> dict[str, Tensor]:
+        (waves,) = values
+        return {"a": model.a(waves.real).mean(), "b": model.b(waves.abs()).square().mean()}
+
+    layers = {"low": Waves(4, 6), "a": linear(4, 1), "b": linear(4, 1)}
+    model = Split(lambda own, x: [own.low(x)], above, **layers)
+    found, _ = joint_of(model, feature(Uneven(), features))
+    real = Split(
+        lambda own, x: [torch.view_as_real(own.low(x))],
+        lambda own, values: above(own, [torch.view_as_complex(values[0])]),
+        **layers,
+    )
+    close(found, oracle(real, Uneven()))
+
+
+def test_a_sparse_gradient_where_the_tasks_part_is_refused_by_name() -> None:
+    model = nn.ModuleDict({"words": nn.Embedding(5, 2, sparse=True)})
+    words = model["words"]
+    rule = "parameter 'words.weight': an aggregator takes dense gradients, .*layout torch.sparse"
+    losses = [words(torch.tensor([0, 1])).sum(), words(torch.tensor([1, 2])).square().sum()]
+    with pytest.raises(TypeError, match=rule):
+        joint(model, losses, feature(gs.PCGrad()))
+    assert words.weight.grad is None
+
+
+def test_a_sparse_gradient_above_or_below_where_the_tasks_part_is_as_it_was() -> None:
+    model = nn.Module()
+    model.words, model.own = (nn.Embedding(5, 2, sparse=True) for _ in range(2))
+
+    def losses() -> dict[str, Tensor]:
+        h = model.words(torch.tensor([0, 1])).tanh()
+        return {"a": (h * model.own(torch.tensor([2, 3]))).sum(), "b": h.square().sum()}
+
+    found, _ = joint(model, losses(), feature(gs.PCGrad()))
+    assert found["words.weight"].is_sparse
+    assert found["own.weight"].is_sparse
+    model.zero_grad()
+    losses()["a"].backward()
+    expected = grads_of(model)["own.weight"]
+    assert torch.equal(found["own.weight"].to_dense(), expected.to_dense())
+
+
 def test_batches_that_wait_are_refused() -> None:
     model = one()
     with gs.Surgery(feature(Uneven())).attach(model) as live:
