@@ -1,13 +1,15 @@
 """Where the graphs of several losses part: the representation that they share."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gradsurg import engine
 from gradsurg.fields import nearest
@@ -16,6 +18,7 @@ from gradsurg.sites._nested import tensors_in
 from gradsurg.sites._params import owned_params
 
 REENTRANT = "CheckpointFunctionBackward"  # the node of a reentrant checkpoint
+MARK = "gradsurg.features"  # in the metadata of a node that has made what a named module gives
 MANY = -1  # whose node it is that several tasks reach
 
 
@@ -66,19 +69,20 @@ class Cut:
                 )
 
 
-def cut(losses: Mapping[str, Tensor], at: Sequence[GradientEdge] | None = None) -> Cut:
-    """Find it by the graph, or `at` the edges of a representation that was named.
+def cut(losses: Mapping[str, Tensor], at: "Watch | None" = None) -> Cut:
+    """Find it by the graph, or `at` the representation that was named.
 
-    Raises ValueError if the losses share nothing, or a leaf above the edges.
+    Raises ValueError if the losses share nothing, or a leaf above the edges, RuntimeError if they
+    were not made of what was named.
     """
     roots = [get_gradient_edge(loss) for loss in losses.values()]
-    if at is None and len(roots) == 1:
+    below: Container[Node]
+    if at is not None:
+        below = at
+    elif len(roots) == 1:
         below = {roots[0].node}  # one task parts from nothing
-    elif at is None:
-        owners = _owners(roots)
-        below = {node for node, owner in owners.items() if owner == MANY}
     else:
-        below = {edge.node for edge in at}
+        below = {node for node, owner in _owners(roots).items() if owner == MANY}
     edges: dict[tuple[Node, int], GradientEdge] = {}
     heads: dict[str, list[Tensor]] = {}
     above: Counter[Node] = Counter()
@@ -92,6 +96,11 @@ def cut(losses: Mapping[str, Tensor], at: Sequence[GradientEdge] | None = None) 
         heads[name] = [leaf for node in alone if (leaf := _leaf(node)) is not None]
         edges |= {(edge.node, edge.output_nr): edge for edge in entered}
         above.update(alone)
+    if not edges and at is not None:
+        raise RuntimeError(
+            f"features: '{at.name}' has given no tensor that needs a gradient and that the losses "
+            f"{', '.join(losses)} were made of: was the model called in the block?"
+        )
     if not edges:
         raise ValueError(
             f"the losses {', '.join(losses)} share no graph: no tensor that needs a gradient is "
@@ -118,7 +127,7 @@ def _owners(roots: Iterable[GradientEdge]) -> dict[Node, int]:
     return owners
 
 
-def _above(root: GradientEdge, below: set[Node]) -> tuple[list[Node], list[GradientEdge]]:
+def _above(root: GradientEdge, below: Container[Node]) -> tuple[list[Node], list[GradientEdge]]:
     """The nodes from a root down to those below, and the edges that lead into those."""
     if root.node in below:
         return [], [root]
@@ -242,11 +251,16 @@ def _shaped(flat: Tensor, like: Tensor) -> Tensor:
 
 
 class Watch:
-    """The edges of what a module gives, from the forward to the backward."""
+    """The nodes at which what a module has given enters a graph.
+
+    They carry a mark and are not kept: a graph that nothing is gone back through goes with its
+    tensors.
+    """
 
     def __init__(self, model: nn.Module, name: str, stack: ExitStack) -> None:
         self.name = name
-        self.edges: list[GradientEdge] = []
+        self._leaves: WeakIdKeyDictionary = WeakIdKeyDictionary()  # which have no node of their own
+        self._mark = object()  # not the watch: what a graph holds is to hold no more
         modules = {own: module for module, names in names_of(model).items() for own in names}
         if name not in modules:
             raise LookupError(
@@ -254,25 +268,23 @@ class Watch:
             )
         stack.callback(modules[name].register_forward_hook(self._hook()).remove)
 
-    def take(self) -> list[GradientEdge]:
-        """Those since the last backward. Raises RuntimeError if the module was not called."""
-        edges, self.edges = self.edges, []
-        if not edges:
-            raise RuntimeError(
-                f"features: '{self.name}' has given no tensor that needs a gradient since the last "
-                "backward: was the model called?"
-            )
-        return edges
+    def __contains__(self, node: Node) -> bool:
+        leaf = _leaf(node)
+        known = leaf is not None and leaf in self._leaves
+        return known or _notes(node).get(MARK) is self._mark
 
     def _hook(self) -> Callable[..., None]:
         @engine.untraced
         def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
-            self.edges += list(_edges(output))
+            for _, tensor in tensors_in(output, every=True):
+                if tensor.grad_fn is not None:
+                    _notes(tensor.grad_fn)[MARK] = self._mark
+                elif tensor.requires_grad:
+                    self._leaves[tensor] = None
 
         return hook
 
 
-def _edges(output: object) -> Iterator[GradientEdge]:
-    for _, tensor in tensors_in(output, every=True):
-        if tensor.requires_grad:
-            yield get_gradient_edge(tensor)
+def _notes(node: Node) -> dict[str, object]:
+    notes: Any = node.metadata  # Any: PyTorch's type calls it a method
+    return notes

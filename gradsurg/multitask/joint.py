@@ -212,7 +212,7 @@ class Joint:
                 "engine 'feature' has the gradients of one forward: aggregate=False needs engine "
                 "'full'"
             )
-        place = cut(given, self._watch.take() if self._watch is not None else None)
+        place = cut(given, self._watch)
         if place.joined:
             check_stateful(attached, len(given))
         parts: list[Sequence[Tensor | None]] = []

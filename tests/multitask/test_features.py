@@ -1,5 +1,6 @@
 """The engine that looks at the gradients where the tasks part."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -255,6 +256,50 @@ def test_a_forward_that_was_never_gone_back_from_is_no_part_of_it() -> None:
         model(inputs(1))
         live.backward(model(inputs()))
     found = grads_of(model)
+    close(found, oracle(model, Uneven()))
+
+
+def test_forwards_that_are_never_gone_back_from_keep_no_graph() -> None:
+    model = one()
+    with gs.Surgery(feature(Uneven(), "trunk")).attach(model) as live:
+        kept = []
+        for step in range(3):
+            x = inputs(step)
+            kept.append(weakref.ref(x))  # the graph has it, for the gradient of the weight
+            model(x)
+            del x
+        assert [ref() for ref in kept] == [None] * 3
+        live.backward(model(inputs()))
+    close(grads_of(model), oracle(model, Uneven()))
+
+
+def test_two_forwards_can_be_gone_back_from_in_turn() -> None:
+    model = one()
+    with gs.Surgery(feature(Uneven(), "trunk")).attach(model) as live:
+        first, second = model(inputs()), model(inputs(1))
+        live.backward(second)
+        model.zero_grad()
+        live.backward(first)
+    close(grads_of(model), oracle(model, Uneven()))
+
+
+def test_the_module_that_is_named_may_give_a_parameter() -> None:
+    class Code(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.code = nn.Parameter(torch.linspace(-1, 1, 6))
+
+        def forward(self) -> Tensor:
+            return self.code
+
+    def above(model: nn.Module, values: Sequence[Tensor]) -> dict[str, Tensor]:
+        (code,) = values
+        return {"a": model.a(code).square().mean(), "b": (model.b(code) - 1).square().mean()}
+
+    torch.manual_seed(0)
+    layers = {"below_": Code(), "a": linear(6, 1), "b": linear(6, 1)}
+    model = Split(lambda own, x: [own.below_()], above, **layers)
+    found, _ = joint_of(model, feature(Uneven(), "below_"))
     close(found, oracle(model, Uneven()))
 
 
