@@ -250,6 +250,14 @@ def _shaped(flat: Tensor, like: Tensor) -> Tensor:
     return torch.complex(*flat.view(*like.shape, 2).unbind(-1))
 
 
+def module_of(model: nn.Module, name: str) -> nn.Module:
+    """The module that `features` names. Raises LookupError if there is none."""
+    modules = {own: module for module, names in names_of(model).items() for own in names}
+    if name not in modules:
+        raise LookupError(f"features: there is no module '{name}'. {nearest(name, list(modules))}")
+    return modules[name]
+
+
 class Watch:
     """The nodes at which what a module has given enters a graph.
 
@@ -261,12 +269,8 @@ class Watch:
         self.name = name
         self._leaves: WeakIdKeyDictionary = WeakIdKeyDictionary()  # which have no node of their own
         self._mark = object()  # not the watch: what a graph holds is to hold no more
-        modules = {own: module for module, names in names_of(model).items() for own in names}
-        if name not in modules:
-            raise LookupError(
-                f"features: there is no module '{name}'. {nearest(name, list(modules))}"
-            )
-        stack.callback(modules[name].register_forward_hook(self._hook()).remove)
+        module = module_of(model, name)
+        stack.callback(module.register_forward_hook(self._hook()).remove)
 
     def __contains__(self, node: Node) -> bool:
         leaf = _leaf(node)
