@@ -13,6 +13,7 @@ from gradsurg.effects import Effects
 from gradsurg.intervention import Intervention, labels_of
 from gradsurg.ledger import SurgeryWarning
 from gradsurg.live import Live, Patient
+from gradsurg.multitask.features import module_of
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.sites import tree
 from gradsurg.sites._compiled import blind
@@ -200,7 +201,11 @@ def _plan_of_aggregator(item: Intervention, label: str, model: nn.Module) -> str
     at = item.at
     assert isinstance(at, SharedParameters)
     sites = at.find(model)
-    how = f"engine {at.engine}, granularity {at.granularity}, when {item.when!r}"
+    place = ""
+    if at.features:
+        module_of(model, at.features)  # a plan of what could not be attached is none
+        place = f" at {at.features!r}"
+    how = f"engine {at.engine}{place}, granularity {at.granularity}, when {item.when!r}"
     first = f"{label}: {item.transform!r} of what several tasks reach of"
     return "\n".join(
         [f"{first} {many(len(sites), 'parameter')}", f"  {how}", *(f"  {s}" for s in sites)]

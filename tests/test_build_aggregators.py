@@ -5,6 +5,9 @@ import pytest
 from gradsurg.config.faults import ConfigError
 from tests.test_build import built
 
+ONE_FORWARD = (
+    "shared.engine: feature makes its update of one forward and needs accumulate=1, found "
+)
 SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
 
 
@@ -59,6 +62,8 @@ SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
         ),
         (["task=digits", "model=mlp"], ["aggregator: pcgrad makes one gradient of those of sev"]),
         (["aggregator.order=nope"], ["aggregator.order: must be one of"]),
+        (["shared.engine=feature", "accumulate=3"], [ONE_FORWARD]),
+        (["shared.engine=feature", "accumulate=3", "steps=0"], [ONE_FORWARD]),
     ],
 )
 def test_a_wrong_aggregator_is_a_line_of_its_key(words: list[str], faults: list[str]) -> None:
@@ -72,7 +77,22 @@ def test_a_wrong_aggregator_is_a_line_of_its_key(words: list[str], faults: list[
 def test_without_a_step_to_make_the_places_are_looked_for_all_the_same() -> None:
     with pytest.raises(ConfigError, match=r"^shared: SharedParameters: nothing matches 'nope'"):
         built("aggregator=pcgrad", *SEVERAL, "steps=0", "shared.pattern=nope")
+    words = ("shared.engine=feature", "shared.features=nope", "steps=0")
+    with pytest.raises(ConfigError, match=r"^shared: features: there is no module 'nope'"):
+        built("aggregator=pcgrad", *SEVERAL, *words)
 
 
 def test_when_is_the_transforms_where_there_is_one() -> None:
     built("aggregator=pcgrad", "transform=clip", *SEVERAL, "when=value")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["aggregator=pcgrad", "accumulate=3"],
+        ["aggregator=pcgrad", "shared.engine=feature"],
+        ["aggregator=none", "shared.engine=feature", "accumulate=3"],
+    ],
+)
+def test_batches_of_a_step_may_wait_where_no_engine_needs_one_forward(words: list[str]) -> None:
+    built(*SEVERAL, *words)

@@ -34,6 +34,7 @@ from gradsurg.config.rehearsal import (
     check_optimizer,
     check_until,
     check_untrained,
+    check_waiting,
 )
 from gradsurg.config.settings import Settings
 from gradsurg.config.typed import in_typed_words
@@ -116,6 +117,7 @@ def build(config: Config) -> Experiment:
     if settings is not None:
         device = faults.made("device", lambda: device_of(settings.device))
         check_batch(settings, data, faults)
+        check_waiting(settings, joint, faults)
         check_manner(settings, selector, intervention, device, faults)
         _check_links(settings, config, faults)
     experiment = None

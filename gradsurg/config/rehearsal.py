@@ -13,6 +13,8 @@ from gradsurg.config.probe import Trial
 from gradsurg.config.schedules import WALKED, schedule_maker, walk
 from gradsurg.config.settings import Settings
 from gradsurg.intervention import Intervention, check_scaled
+from gradsurg.multitask.features import module_of
+from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.runs.switches import check_compiled
 from gradsurg.sites._untouched import untouched
 from gradsurg.sites.base import Selector
@@ -60,6 +62,18 @@ def check_batch(settings: Settings, data: Data | None, faults: Faults) -> None:
         faults.lines.append(f"accumulate: {rule}, found {several} of {size}")
 
 
+def check_waiting(settings: Settings, joint: Intervention | None, faults: Faults) -> None:
+    """Refuse several batches a step of an engine that has the gradients of one forward."""
+    if joint is None or settings.accumulate == 1:
+        return
+    assert isinstance(joint.at, SharedParameters)
+    if joint.at.engine == "feature":
+        faults.lines.append(
+            "shared.engine: feature makes its update of one forward and needs accumulate=1, found "
+            f"accumulate={settings.accumulate}; engine full takes several"
+        )
+
+
 def check_examination(
     config: Config, task: Task | None, model: nn.Module | None, data: Data | None, faults: Faults
 ) -> None:
@@ -97,6 +111,8 @@ def check_untrained(
         if places is not None:
             with faults.at(key):
                 places.find(model)
+                if isinstance(places, SharedParameters) and places.features:
+                    module_of(model, places.features)
 
 
 def check_optimizer(

@@ -1,20 +1,24 @@
 """Where the graphs of several losses part: the representation that they share."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gradsurg import engine
 from gradsurg.fields import nearest
 from gradsurg.sites._modules import names_of
 from gradsurg.sites._nested import tensors_in
+from gradsurg.sites._params import owned_params
 
 REENTRANT = "CheckpointFunctionBackward"  # the node of a reentrant checkpoint
+MARK = "gradsurg.features"  # in the metadata of a node that has made what a named module gives
 MANY = -1  # whose node it is that several tasks reach
 
 
@@ -55,20 +59,30 @@ class Cut:
         at, above = grads[: len(self.edges)], grads[len(self.edges) :]
         return at, {leaf: grad for leaf, grad in zip(own, above, strict=True) if grad is not None}
 
+    def check_dense(self, parts: Sequence[Sequence[Tensor | None]], model: nn.Module) -> None:
+        """Refuse a gradient at the edges that no row can hold."""
+        for edge, grad in ((e, g) for own in parts for e, g in zip(self.edges, own, strict=True)):
+            if grad is not None and grad.layout != torch.strided:
+                raise TypeError(
+                    f"{_called(edge.node, model)}: an aggregator takes dense gradients, found "
+                    f"{grad.dtype} with layout {grad.layout}"
+                )
 
-def cut(losses: Mapping[str, Tensor], at: Sequence[GradientEdge] | None = None) -> Cut:
-    """Find it by the graph, or `at` the edges of a representation that was named.
 
-    Raises ValueError if the losses share nothing, or a leaf above the edges.
+def cut(losses: Mapping[str, Tensor], at: "Watch | None" = None) -> Cut:
+    """Find it by the graph, or `at` the representation that was named.
+
+    Raises ValueError if the losses share nothing, or a leaf above the edges, RuntimeError if they
+    were not made of what was named.
     """
     roots = [get_gradient_edge(loss) for loss in losses.values()]
-    if at is None and len(roots) == 1:
+    below: Container[Node]
+    if at is not None:
+        below = at
+    elif len(roots) == 1:
         below = {roots[0].node}  # one task parts from nothing
-    elif at is None:
-        owners = _owners(roots)
-        below = {node for node, owner in owners.items() if owner == MANY}
     else:
-        below = {edge.node for edge in at}
+        below = {node for node, owner in _owners(roots).items() if owner == MANY}
     edges: dict[tuple[Node, int], GradientEdge] = {}
     heads: dict[str, list[Tensor]] = {}
     above: Counter[Node] = Counter()
@@ -82,6 +96,11 @@ def cut(losses: Mapping[str, Tensor], at: Sequence[GradientEdge] | None = None) 
         heads[name] = [leaf for node in alone if (leaf := _leaf(node)) is not None]
         edges |= {(edge.node, edge.output_nr): edge for edge in entered}
         above.update(alone)
+    if not edges and at is not None:
+        raise RuntimeError(
+            f"features: '{at.name}' has given no tensor that needs a gradient and that the losses "
+            f"{', '.join(losses)} were made of: was the model called in the block?"
+        )
     if not edges:
         raise ValueError(
             f"the losses {', '.join(losses)} share no graph: no tensor that needs a gradient is "
@@ -108,7 +127,7 @@ def _owners(roots: Iterable[GradientEdge]) -> dict[Node, int]:
     return owners
 
 
-def _above(root: GradientEdge, below: set[Node]) -> tuple[list[Node], list[GradientEdge]]:
+def _above(root: GradientEdge, below: Container[Node]) -> tuple[list[Node], list[GradientEdge]]:
     """The nodes from a root down to those below, and the edges that lead into those."""
     if root.node in below:
         return [], [root]
@@ -143,6 +162,15 @@ def _leaf(node: Node) -> Tensor | None:
     return getattr(node, "variable", None)
 
 
+def _called(node: Node, model: nn.Module) -> str:
+    """What a user knows a node by."""
+    leaf = _leaf(node)
+    if leaf is None:
+        return f"the representation that {node.name()} has made"
+    names = (own[0][0] for param, own in owned_params(model).items() if param is leaf)
+    return f"parameter '{next(names, 'that is not of the model')}'"
+
+
 def _check_apart(heads: Mapping[str, Sequence[Tensor]], beneath: set[Node]) -> None:
     """Refuse a leaf that has not one place: the head of one task, or what all share."""
     owner: dict[int, str] = {}
@@ -164,10 +192,12 @@ def _check_apart(heads: Mapping[str, Sequence[Tensor]], beneath: set[Node]) -> N
 
 @dataclass
 class Piece:
-    """The gradients at some edges, of one dtype and device: the rows (T, p) of the tasks."""
+    """The gradients at some edges, of one dtype and device: the rows (T, p) of the tasks.
 
-    indices: list[int]
-    shapes: list[torch.Size]
+    A complex gradient is two numbers an entry, as the loss depends on its real and imaginary part.
+    """
+
+    likes: dict[int, Tensor]  # by the number of the edge, one of the gradients there
     rows: Tensor
 
 
@@ -179,66 +209,86 @@ def side_by_side(parts: Sequence[Sequence[Tensor | None]]) -> list[Piece]:
     for index, column in enumerate(zip(*parts, strict=True)):
         like = next((grad for grad in column if grad is not None), None)
         if like is not None:
-            kinds.setdefault((like.dtype, like.device), {})[index] = like
+            kinds.setdefault((like.dtype.to_real(), like.device), {})[index] = like
     pieces = []
     for likes in kinds.values():
         rows = [torch.cat([_flat(own[index], likes[index]) for index in likes]) for own in parts]
-        shapes = [like.shape for like in likes.values()]
-        pieces.append(Piece(list(likes), shapes, torch.stack(rows)))
+        pieces.append(Piece(likes, torch.stack(rows)))
     return pieces
 
 
 def is_apart(pieces: Sequence[Piece]) -> bool:
-    """Whether there is no number that two tasks use, and so none to conflict at."""
-    return all(bool((piece.rows != 0).sum(dim=0).max() < 2) for piece in pieces)
+    """Whether several tasks have a gradient there, and no number two of them, so that none can
+    conflict. A gradient of zero tells of neither.
+    """
+    used = [piece.rows != 0 for piece in pieces]
+    if any(bool((own.sum(dim=0) > 1).any()) for own in used):
+        return False
+    there = torch.stack([own.any(dim=1).cpu() for own in used]).any(dim=0)
+    return int(there.sum()) > 1
 
 
 def _flat(grad: Tensor | None, like: Tensor) -> Tensor:
-    return (torch.zeros_like(like) if grad is None else grad).reshape(-1)
+    full = torch.zeros_like(like) if grad is None else grad
+    return (torch.view_as_real(full.resolve_conj()) if like.is_complex() else full).reshape(-1)
 
 
 def split(pieces: Sequence[Piece], grads: Sequence[Tensor]) -> dict[int, Tensor]:
     """The gradient at each edge, of those of the pieces."""
     found: dict[int, Tensor] = {}
     for piece, grad in zip(pieces, grads, strict=True):
-        parts = grad.split([shape.numel() for shape in piece.shapes])
-        shaped = [part.view(shape) for part, shape in zip(parts, piece.shapes, strict=True)]
-        found |= dict(zip(piece.indices, shaped, strict=True))
+        likes = piece.likes.values()
+        sizes = [like.numel() * (2 if like.is_complex() else 1) for like in likes]
+        parts = map(_shaped, grad.split(sizes), likes)
+        found |= dict(zip(piece.likes, parts, strict=True))
     return found
 
 
+def _shaped(flat: Tensor, like: Tensor) -> Tensor:
+    if not like.is_complex():
+        return flat.view(like.shape)
+    return torch.complex(*flat.view(*like.shape, 2).unbind(-1))
+
+
+def module_of(model: nn.Module, name: str) -> nn.Module:
+    """The module that `features` names. Raises LookupError if there is none."""
+    modules = {own: module for module, names in names_of(model).items() for own in names}
+    if name not in modules:
+        raise LookupError(f"features: there is no module '{name}'. {nearest(name, list(modules))}")
+    return modules[name]
+
+
 class Watch:
-    """The edges of what a module gives, from the forward to the backward."""
+    """The nodes at which what a module has given enters a graph.
+
+    They carry a mark and are not kept: a graph that nothing is gone back through goes with its
+    tensors.
+    """
 
     def __init__(self, model: nn.Module, name: str, stack: ExitStack) -> None:
         self.name = name
-        self.edges: list[GradientEdge] = []
-        modules = {own: module for module, names in names_of(model).items() for own in names}
-        if name not in modules:
-            raise LookupError(
-                f"features: there is no module '{name}'. {nearest(name, list(modules))}"
-            )
-        stack.callback(modules[name].register_forward_hook(self._hook()).remove)
+        self._leaves: WeakIdKeyDictionary = WeakIdKeyDictionary()  # which have no node of their own
+        self._mark = object()  # not the watch: what a graph holds is to hold no more
+        module = module_of(model, name)
+        stack.callback(module.register_forward_hook(self._hook()).remove)
 
-    def take(self) -> list[GradientEdge]:
-        """Those since the last backward. Raises RuntimeError if the module was not called."""
-        edges, self.edges = self.edges, []
-        if not edges:
-            raise RuntimeError(
-                f"features: '{self.name}' has given no tensor that needs a gradient since the last "
-                "backward: was the model called?"
-            )
-        return edges
+    def __contains__(self, node: Node) -> bool:
+        leaf = _leaf(node)
+        known = leaf is not None and leaf in self._leaves
+        return known or _notes(node).get(MARK) is self._mark
 
     def _hook(self) -> Callable[..., None]:
         @engine.untraced
         def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
-            self.edges += list(_edges(output))
+            for _, tensor in tensors_in(output, every=True):
+                if tensor.grad_fn is not None:
+                    _notes(tensor.grad_fn)[MARK] = self._mark
+                elif tensor.requires_grad:
+                    self._leaves[tensor] = None
 
         return hook
 
 
-def _edges(output: object) -> Iterator[GradientEdge]:
-    for _, tensor in tensors_in(output):
-        if tensor.requires_grad:
-            yield get_gradient_edge(tensor)
+def _notes(node: Node) -> dict[str, object]:
+    notes: Any = node.metadata  # Any: PyTorch's type calls it a method
+    return notes

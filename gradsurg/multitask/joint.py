@@ -1,6 +1,6 @@
 """One update of several losses: what `live.backward(losses)` does."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import reduce
 from operator import add
@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from gradsurg.attached import Attached, Patient
 from gradsurg.intervention import Intervention
 from gradsurg.multitask.aggregation import SHARED, Aggregation, Around, check_host
-from gradsurg.multitask.features import Watch, cut, is_apart, side_by_side, split
+from gradsurg.multitask.features import Piece, Watch, cut, is_apart, side_by_side, split
 from gradsurg.multitask.flow import (
     at_leaves,
     check_stateful,
@@ -195,11 +195,7 @@ class Joint:
             if self.around.effects.sampling:
                 one.observe(group, parts, _some(losses, tasks), weights[tasks])
             return one.weighed(parts, weights[tasks])
-        if absent := [name for index, name in enumerate(losses) if index not in tasks]:
-            self.around.tell(
-                f"{one.label}: {', '.join(absent)} does not reach the shared parameters of "
-                f"'{group}', and has no say in their gradient"
-            )
+        self._tell_absent(one, losses, tasks, f"the shared parameters of '{group}'", "their")
         return one.make(group, parts, _some(losses, tasks)).grads
 
     def _at_features(
@@ -216,7 +212,7 @@ class Joint:
                 "engine 'feature' has the gradients of one forward: aggregate=False needs engine "
                 "'full'"
             )
-        place = cut(given, self._watch.take() if self._watch is not None else None)
+        place = cut(given, self._watch)
         if place.joined:
             check_stateful(attached, len(given))
         parts: list[Sequence[Tensor | None]] = []
@@ -230,21 +226,39 @@ class Joint:
                     grads, own = place.pass_down(given[name], name, again)
                 parts.append(grads)
                 leaves |= own
-        pieces = side_by_side(parts)
-        rows = [piece.rows for piece in pieces]
-        if len(given) > 1 and is_apart(pieces):
-            self.around.tell(
-                f"{one.label}: the tasks part at {sum(own.shape[1] for own in rows)} numbers, none "
-                "of which two of them use, as where losses were stacked or the whole model was "
-                "compiled as one: they cannot conflict there. Give losses apart, compile the trunk "
-                "and the heads apart, or name the representation (features=)."
-            )
-        grads = split(pieces, one.make(SHARED, rows, values(given, self.around.scale)).grads)
+        assert self._patient is not None
+        place.check_dense(parts, self._patient.model)
+        tasks = _meeting(given, parts)
+        self._tell_absent(one, given, tasks, "the representation that others share", "its")
+        pieces = side_by_side([parts[task] for task in tasks])
+        self._tell_apart(one, pieces)
+        losses = _some(values(given, self.around.scale), tasks)
+        grads = split(pieces, one.make(SHARED, [piece.rows for piece in pieces], losses).grads)
         if leaves:
             with paused(at_leaves(attached)):
                 torch.autograd.backward(list(leaves), list(leaves.values()))
         with sparing(picky, place.nodes):
             torch.autograd.backward([place.edges[index] for index in grads], list(grads.values()))
+
+    def _tell_absent(
+        self, one: Aggregation, losses: Iterable[str], tasks: Sequence[int], what: str, whose: str
+    ) -> None:
+        """Say which of the tasks are not among those that reach something."""
+        if absent := [name for index, name in enumerate(losses) if index not in tasks]:
+            self.around.tell(
+                f"{one.label}: {', '.join(absent)} does not reach {what}, and has no say in "
+                f"{whose} gradient"
+            )
+
+    def _tell_apart(self, one: Aggregation, pieces: Sequence[Piece]) -> None:
+        """Say that the tasks cannot conflict where they part."""
+        if is_apart(pieces):
+            self.around.tell(
+                f"{one.label}: the tasks part at {sum(piece.rows.shape[1] for piece in pieces)} "
+                "numbers, none of which two of them use, as where losses were stacked or the whole "
+                "model was compiled as one: they cannot conflict there. Give losses apart, compile "
+                "the trunk and the heads apart, or name the representation (features=)."
+            )
 
 
 def _reaching(rows: Rows, blocks: Sequence[Block]) -> tuple[list[int], list[Tensor]]:
@@ -253,6 +267,21 @@ def _reaching(rows: Rows, blocks: Sequence[Block]) -> tuple[list[int], list[Tens
     if len(tasks) == rows.num_tasks:
         return tasks, [block.rows for block in blocks]
     return tasks, [block.rows[tasks] for block in blocks]
+
+
+def _meeting(given: Mapping[str, Tensor], parts: Sequence[Sequence[Tensor | None]]) -> list[int]:
+    """The tasks with a gradient where they part. Raises ValueError if there are no two of several,
+    or none.
+    """
+    tasks = [task for task, own in enumerate(parts) if any(grad is not None for grad in own)]
+    if len(tasks) < min(2, len(given)):
+        names = list(given)
+        said = ", ".join(names[task] for task in tasks) or "none"
+        raise ValueError(
+            f"losses: of {', '.join(names)} the representation has a gradient of {said} alone, so "
+            "there is nothing to make one of"
+        )
+    return tasks
 
 
 def _some(losses: Mapping[str, float], tasks: Sequence[int]) -> dict[str, float]:

@@ -29,7 +29,9 @@ class SharedParameters(ParamSelector):
     numbers, also from one step to the next. `feature` looks at the gradients where the tasks part,
     and makes one backward pass through all that is below: its conflicts are those at that
     representation (the upper bound of Sener & Koltun, NeurIPS 2018, eq. MGDA-UB). It finds the
-    place by the graph; `features` names the module whose output it is to be instead. Where the
+    place by the graph; `features` names the module whose output it is to be instead. A complex
+    representation is two numbers an entry. What it sends down depends on all that a step has, and a
+    graph is gone back through once: it takes one forward a step, no `aggregate=False`. Where the
     tasks part, and below, transforms meet what was made of the tasks, above it each of them; one
     with a `ForTask` meets each of them where they part, too.
     """

@@ -1,5 +1,6 @@
 """The engine that looks at the gradients where the tasks part."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -258,6 +259,50 @@ def test_a_forward_that_was_never_gone_back_from_is_no_part_of_it() -> None:
     close(found, oracle(model, Uneven()))
 
 
+def test_forwards_that_are_never_gone_back_from_keep_no_graph() -> None:
+    model = one()
+    with gs.Surgery(feature(Uneven(), "trunk")).attach(model) as live:
+        kept = []
+        for step in range(3):
+            x = inputs(step)
+            kept.append(weakref.ref(x))  # the graph has it, for the gradient of the weight
+            model(x)
+            del x
+        assert [ref() for ref in kept] == [None] * 3
+        live.backward(model(inputs()))
+    close(grads_of(model), oracle(model, Uneven()))
+
+
+def test_two_forwards_can_be_gone_back_from_in_turn() -> None:
+    model = one()
+    with gs.Surgery(feature(Uneven(), "trunk")).attach(model) as live:
+        first, second = model(inputs()), model(inputs(1))
+        live.backward(second)
+        model.zero_grad()
+        live.backward(first)
+    close(grads_of(model), oracle(model, Uneven()))
+
+
+def test_the_module_that_is_named_may_give_a_parameter() -> None:
+    class Code(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.code = nn.Parameter(torch.linspace(-1, 1, 6))
+
+        def forward(self) -> Tensor:
+            return self.code
+
+    def above(model: nn.Module, values: Sequence[Tensor]) -> dict[str, Tensor]:
+        (code,) = values
+        return {"a": model.a(code).square().mean(), "b": (model.b(code) - 1).square().mean()}
+
+    torch.manual_seed(0)
+    layers = {"below_": Code(), "a": linear(6, 1), "b": linear(6, 1)}
+    model = Split(lambda own, x: [own.below_()], above, **layers)
+    found, _ = joint_of(model, feature(Uneven(), "below_"))
+    close(found, oracle(model, Uneven()))
+
+
 def test_what_tasks_share_above_the_module_that_is_named_is_refused() -> None:
     model = partly()
     rule = r"tasks 'a' and 'b' share a parameter of shape \[6\] above the representation"
@@ -307,6 +352,165 @@ def test_losses_that_were_stacked_part_at_nothing_but_themselves_which_is_told()
     losses = torch.stack(list(model(inputs()).values()))
     with pytest.warns(gs.SurgeryWarning, match="the tasks part at 3 numbers"):
         joint(model, losses, feature(Uneven()))
+
+
+def with_a_task_of_its_own() -> Split:
+    """As `one`, where task d uses what no other does."""
+    model = one()
+    above = model.above
+    model.own = linear(4, 1)
+    model.above = lambda own, values: above(own, values) | {"d": own.own(inputs()).square().mean()}
+    return model
+
+
+@pytest.mark.parametrize("features", ["", "trunk"])
+def test_a_task_that_does_not_reach_the_shared_part_has_no_say_in_it(features: str) -> None:
+    model = with_a_task_of_its_own()
+    with pytest.warns(gs.SurgeryWarning, match=r"uneven: d does not reach the representation"):
+        found, live = joint_of(model, feature(Uneven(), features))
+    close(
+        {name: grad for name, grad in found.items() if "own" not in name}, oracle(one(), Uneven())
+    )
+    (conflict,) = live.conflicts.fetch()
+    assert conflict.tasks == ["a", "b", "c"]
+    model.zero_grad()
+    model(inputs())["d"].backward()
+    assert torch.equal(found["own.weight"], model.own.weight.grad)
+
+
+def test_a_representation_that_one_task_alone_reaches_is_refused() -> None:
+    model = with_a_task_of_its_own()
+    with gs.Surgery(feature(Uneven(), "trunk")).attach(model) as live:
+        outputs = model(inputs())
+        with pytest.raises(ValueError, match="of a, d the representation has a gradient of a al"):
+            live.backward({task: outputs[task] for task in "ad"})
+        outputs = model(inputs())
+        live.backward({task: outputs[task] for task in "ab"})
+    assert model.own.weight.grad is None
+
+
+def test_a_task_of_no_gradient_is_not_said_to_part_from_the_others() -> None:
+    model = one()
+
+    def losses() -> dict[str, Tensor]:
+        outputs = model(inputs())
+        return {"a": outputs["a"], "zero": torch.relu(outputs["b"] - 1e6)}
+
+    found, _ = joint(model, losses(), feature(gs.PCGrad()))  # a warning would be an error
+    model.zero_grad()
+    sum(losses().values()).backward()
+    close(found, grads_of(model))
+
+
+def spectral() -> Split:
+    """A complex representation beside a real one, of an odd number of entries."""
+    torch.manual_seed(0)
+
+    def below(model: nn.Module, x: Tensor) -> Sequence[Tensor]:
+        h = model.low(x).tanh()
+        return model.odd(h).tanh(), torch.fft.rfft(h)
+
+    def above(model: nn.Module, values: Sequence[Tensor]) -> dict[str, Tensor]:
+        odd, waves = values
+        return {
+            "a": model.a(odd).square().mean() + waves.abs().mean(),
+            "b": (model.b(waves.imag) - 1).square().mean() - waves.real.mean(),
+            "c": (odd.mean() * waves.conj() * (2 + 1j)).sum().real,
+        }
+
+    layers = {"low": linear(4, 6), "odd": linear(6, 3), "a": linear(3, 1), "b": linear(4, 1)}
+    return Split(below, above, **layers)
+
+
+class Pair(nn.Module):
+    """Two numbers as one complex one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = nn.Parameter(torch.ones(2))
+
+    def forward(self) -> Tensor:
+        return torch.view_as_complex(self.pair)
+
+
+def test_a_complex_representation_is_two_numbers_an_entry() -> None:
+    model = Pair()
+    with gs.Surgery(feature(gs.MGDA())).attach(model) as live:
+        z = model()
+        live.backward([2 * z.real + 3 * z.imag, 3 * z.imag - z.real])
+    # The gradients are (2, 3) and (-1, 3), and the shortest between them is (0, 3).
+    assert model.pair.grad is not None
+    assert model.pair.grad.tolist() == pytest.approx([0.0, 3.0], abs=1e-6)
+    (conflict,) = live.conflicts.fetch()
+    assert conflict.norms == pytest.approx([13**0.5, 10**0.5])
+
+
+@pytest.mark.parametrize("aggregator", AGGREGATORS)
+def test_complex_and_real_representations_make_one_gradient(aggregator: str) -> None:
+    model = spectral()
+    found, _ = joint(model, model(inputs()), feature(AGGREGATORS[aggregator]))
+    close(found, by_parts(model, AGGREGATORS[aggregator]))
+
+
+def by_parts(model: Split, aggregator: Aggregator) -> Grads:
+    """The oracle, of real and imaginary parts in place of complex numbers."""
+    below, above = model.below, model.above
+    real = Split(
+        lambda own, x: [*(odd := below(own, x))[:1], odd[1].real, odd[1].imag],
+        lambda own, values: above(own, [values[0], torch.complex(values[1], values[2])]),
+        **dict(model.named_children()),
+    )
+    return oracle(real, aggregator)
+
+
+@pytest.mark.parametrize("features", ["", "low"])
+def test_the_module_that_is_named_may_give_complex_numbers(features: str) -> None:
+    class Waves(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return torch.fft.rfft(super().forward(input))
+
+    torch.manual_seed(0)
+
+    def above(model: nn.Module, values: Sequence[Tensor]) -> dict[str, Tensor]:
+        (waves,) = values
+        return {"a": model.a(waves.real).mean(), "b": model.b(waves.abs()).square().mean()}
+
+    layers = {"low": Waves(4, 6), "a": linear(4, 1), "b": linear(4, 1)}
+    model = Split(lambda own, x: [own.low(x)], above, **layers)
+    found, _ = joint_of(model, feature(Uneven(), features))
+    real = Split(
+        lambda own, x: [torch.view_as_real(own.low(x))],
+        lambda own, values: above(own, [torch.view_as_complex(values[0])]),
+        **layers,
+    )
+    close(found, oracle(real, Uneven()))
+
+
+def test_a_sparse_gradient_where_the_tasks_part_is_refused_by_name() -> None:
+    model = nn.ModuleDict({"words": nn.Embedding(5, 2, sparse=True)})
+    words = model["words"]
+    rule = "parameter 'words.weight': an aggregator takes dense gradients, .*layout torch.sparse"
+    losses = [words(torch.tensor([0, 1])).sum(), words(torch.tensor([1, 2])).square().sum()]
+    with pytest.raises(TypeError, match=rule):
+        joint(model, losses, feature(gs.PCGrad()))
+    assert words.weight.grad is None
+
+
+def test_a_sparse_gradient_above_or_below_where_the_tasks_part_is_as_it_was() -> None:
+    model = nn.Module()
+    model.words, model.own = (nn.Embedding(5, 2, sparse=True) for _ in range(2))
+
+    def losses() -> dict[str, Tensor]:
+        h = model.words(torch.tensor([0, 1])).tanh()
+        return {"a": (h * model.own(torch.tensor([2, 3]))).sum(), "b": h.square().sum()}
+
+    found, _ = joint(model, losses(), feature(gs.PCGrad()))
+    assert found["words.weight"].is_sparse
+    assert found["own.weight"].is_sparse
+    model.zero_grad()
+    losses()["a"].backward()
+    expected = grads_of(model)["own.weight"]
+    assert torch.equal(found["own.weight"].to_dense(), expected.to_dense())
 
 
 def test_batches_that_wait_are_refused() -> None:

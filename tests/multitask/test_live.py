@@ -107,7 +107,16 @@ def test_the_plan_tells_what_an_aggregator_has() -> None:
     said = gs.Surgery(at_shared(Uneven())).plan(Net())
     assert "uneven: Uneven() of what several tasks reach" in said
     assert "trunk.0.weight" in said
+    assert "engine full, granularity whole" in said
     gs.Surgery(at_shared(Uneven())).plan(Net(), inputs())
+
+
+def test_the_plan_tells_the_module_that_is_named_as_the_representation() -> None:
+    said = gs.Surgery(at_shared(Uneven(), engine="feature", features="trunk.2")).plan(Net())
+    assert "engine feature at 'trunk.2', granularity whole" in said
+    wrong = gs.Surgery(at_shared(Uneven(), engine="feature", features="trunk.9"))
+    with pytest.raises(LookupError, match=r"features: there is no module 'trunk\.9'"):
+        wrong.plan(Net())
 
 
 # State
