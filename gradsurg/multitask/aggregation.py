@@ -200,7 +200,8 @@ class Aggregation:
 
     def _context(self, group: str, losses: Mapping[str, float]) -> Context:
         values = torch.tensor([*losses.values()], dtype=torch.float64)
-        return Context(self.around.clock.step, self.around.seed, group, tuple(losses), values)
+        clock, seed = self.around.clock, self.around.seed
+        return Context(clock.step, seed, group, tuple(losses), values, call=clock.backwards)
 
     def _state(self, group: str, tasks: tuple[str, ...]) -> State:
         fresh = self.aggregator.init(len(tasks))

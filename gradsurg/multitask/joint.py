@@ -69,6 +69,8 @@ class Joint:
             self._at_features(one, given, attached, picky, last)
         else:
             self._one_by_one(given, attached, picky, last)
+        if last and self._patient is not None and self._patient.optimizer is None:
+            self.around.clock.backwards += 1
 
     def stepped(self) -> None:
         """The optimizer has made a step."""

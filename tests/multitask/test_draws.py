@@ -1,0 +1,96 @@
+"""What is drawn at random in an update: when anew, when again, and for which selection."""
+
+import pytest
+
+import gradsurg as gs
+from gradsurg.aggregators.base import Aggregator
+from tests.multitask.nets import Grads, Net, at_shared, close, grads_of, losses_of, same, still
+
+DRAWING = [gs.GradDrop(), gs.PCGrad(), gs.Random()]  # none remembers what was before
+
+
+def _updates(surgery: gs.Surgery, model: Net, count: int, **options: object) -> list[Grads]:
+    """What each of several updates from the same losses makes."""
+    found = []
+    with surgery.attach(model, **options) as live:
+        for _ in range(count):
+            model.zero_grad()
+            live.backward(losses_of(model))
+            found.append(grads_of(model))
+    return found
+
+
+def _kinds(updates: list[Grads]) -> int:
+    """How many of them differ."""
+    return sum(not any(same(own, other) for other in updates[:i]) for i, own in enumerate(updates))
+
+
+@pytest.mark.parametrize("aggregator", DRAWING, ids=repr)
+def test_without_an_optimizer_each_update_draws_anew(aggregator: Aggregator) -> None:
+    assert _kinds(_updates(gs.Surgery(at_shared(aggregator)), Net(), 6)) >= 3
+
+
+def test_without_an_optimizer_two_equal_runs_draw_alike_measured_or_not() -> None:
+    first, second = (
+        _updates(gs.Surgery(at_shared(gs.GradDrop())), Net(), 4, effects_every=every)
+        for every in (1, 0)
+    )
+    for own, other in zip(first, second, strict=True):
+        assert same(own, other)
+
+
+@pytest.mark.parametrize("how", ["attached again", "loaded"])
+def test_without_an_optimizer_the_draws_go_on_after_a_checkpoint(how: str) -> None:
+    model = Net()
+    whole = _updates(gs.Surgery(at_shared(gs.GradDrop())), model, 4)
+    surgery = gs.Surgery(at_shared(gs.GradDrop()))
+    halves = _updates(surgery, model, 2)
+    if how == "loaded":
+        state = surgery.state_dict()
+        surgery = gs.Surgery(at_shared(gs.GradDrop()))
+        surgery.load_state_dict(state)
+    halves += _updates(surgery, model, 2)
+    for own, other in zip(halves, whole, strict=True):
+        assert same(own, other)
+
+
+def test_batches_that_are_one_update_have_one_draw() -> None:
+    model = Net()
+    updates = _updates(gs.Surgery(at_shared(gs.Random())), model, 3)  # of one batch each
+    with gs.Surgery(at_shared(gs.Random())).attach(model) as live:
+        for update in updates:
+            model.zero_grad()
+            live.backward(losses_of(model), aggregate=False)
+            one = grads_of(model)
+            live.backward(losses_of(model), aggregate=False)
+            live.backward(losses_of(model))
+            close(grads_of(model), {name: 3 * own for name, own in one.items()})
+            assert same(one, update)
+
+
+def test_a_clock_that_is_moved_by_hand_counts_as_an_optimizer() -> None:
+    by_optimizer, by_hand = [], []
+    for found, told in ((by_optimizer, True), (by_hand, False)):
+        model = Net()
+        optimizer = still(model)
+        with gs.Surgery(at_shared(gs.GradDrop())).attach(
+            model, optimizer if told else None
+        ) as live:
+            for _ in range(3):
+                optimizer.zero_grad()
+                live.backward(losses_of(model))
+                found.append(grads_of(model))
+                optimizer.step()
+                if not told:
+                    live.tick()
+    for own, other in zip(by_optimizer, by_hand, strict=True):
+        assert same(own, other)
+
+
+def test_with_an_optimizer_a_step_that_is_skipped_is_drawn_again() -> None:
+    # As it is after a checkpoint: what was drawn in a step that was never made leaves no trace.
+    model = Net()
+    optimizer = still(model)
+    assert (
+        _kinds(_updates(gs.Surgery(at_shared(gs.GradDrop())), model, 3, optimizer=optimizer)) == 1
+    )
