@@ -201,7 +201,15 @@ class Aggregation:
     def _context(self, group: str, losses: Mapping[str, float]) -> Context:
         values = torch.tensor([*losses.values()], dtype=torch.float64)
         clock, seed = self.around.clock, self.around.seed
-        return Context(clock.step, seed, group, tuple(losses), values, call=clock.backwards)
+        return Context(
+            clock.step,
+            seed,
+            group,
+            tuple(losses),
+            values,
+            call=clock.backwards,
+            selection=self.at.selection,
+        )
 
     def _state(self, group: str, tasks: tuple[str, ...]) -> State:
         fresh = self.aggregator.init(len(tasks))

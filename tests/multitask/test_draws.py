@@ -1,10 +1,36 @@
 """What is drawn at random in an update: when anew, when again, and for which selection."""
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.aggregators.base import Aggregator
+from gradsurg.aggregators.base import (
+    Aggregator,
+    Context,
+    GramianAggregator,
+    Property,
+    State,
+)
+from gradsurg.fields import validated
 from tests.multitask.nets import Grads, Net, at_shared, close, grads_of, losses_of, same, still
+
+
+@validated
+class Drawn(GramianAggregator):
+    """Weights that are drawn."""
+
+    @property
+    def properties(self) -> frozenset[Property]:
+        return frozenset()
+
+    def init(self, num_tasks: int) -> State:
+        return {}
+
+    def update(self, gramian: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+        drawn = torch.rand(len(gramian), generator=context.generator(), dtype=torch.float64)
+        return drawn, state
+
 
 DRAWING = [gs.GradDrop(), gs.PCGrad(), gs.Random()]  # none remembers what was before
 
@@ -94,3 +120,57 @@ def test_with_an_optimizer_a_step_that_is_skipped_is_drawn_again() -> None:
     assert (
         _kinds(_updates(gs.Surgery(at_shared(gs.GradDrop())), model, 3, optimizer=optimizer)) == 1
     )
+
+
+# Several selections
+
+
+class Twice(nn.Module):
+    """Two equal layers side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(20, 1, bias=False), nn.Linear(20, 1, bias=False)
+
+
+def _masks(*items: gs.Intervention) -> list[list[float]]:
+    """What is kept of two opposite tasks in each layer."""
+    model = Twice()
+    total = model.first.weight.sum() + model.second.weight.sum()
+    with gs.Surgery(*items).attach(model, still(model)) as live:
+        live.backward([total, -total])
+    return [grad.flatten().tolist() for grad in grads_of(model).values()]
+
+
+@pytest.mark.parametrize("granularity", ["whole", "module", "tensor"])
+def test_two_selections_draw_apart_whichever_is_attached_first(granularity: str) -> None:
+    items = [
+        at_shared(gs.GradDrop(), pattern=pattern, granularity=granularity)
+        for pattern in ("first.*", "second.*")
+    ]
+    one, other = _masks(*items)
+    assert one != other
+    assert _masks(*items) == [one, other]
+    assert _masks(*reversed(items)) == [one, other]
+
+
+def test_two_selections_of_one_module_draw_apart() -> None:
+    model = nn.Linear(20, 20)
+    items = [
+        at_shared(gs.GradDrop(), pattern=pattern, granularity="module")
+        for pattern in ("weight", "bias")
+    ]
+    with gs.Surgery(*items).attach(model, still(model)) as live:
+        total = model.weight[0].sum() + model.bias.sum()
+        live.backward([total, -total])
+    grads = grads_of(model)
+    assert grads["weight"][0].tolist() != grads["bias"].tolist()
+
+
+def test_weights_are_drawn_apart_too() -> None:
+    model = Net()
+    items = [at_shared(Drawn(), pattern=pattern) for pattern in ("trunk.0.*", "trunk.2.*")]
+    with gs.Surgery(*items).attach(model, still(model)) as live:
+        live.backward(losses_of(model))
+        one, other = live.conflicts.fetch()
+    assert one.weights != other.weights
