@@ -86,7 +86,6 @@ class Aggregation:
         self.around = around
         self._weights: Tensor | None = None  # of the losses, for the rest of a step
         self._weighed: tuple[str, ...] = ()  # the tasks that they are of
-        self._remembered: dict[str, tuple[str, ...]] = {}  # the tasks that a group's state is of
 
     @property
     def weighs(self) -> bool:
@@ -213,8 +212,8 @@ class Aggregation:
 
     def _state(self, group: str, tasks: tuple[str, ...]) -> State:
         fresh = self.aggregator.init(len(tasks))
-        state = self.around.states.get(f"{self.label}/{group}", fresh)
-        before = self._remembered.get(group, tasks)
+        states, key = self.around.states, f"{self.label}/{group}"
+        state, before = states.get(key, fresh), tuple(states.get(f"{key}/tasks", tasks))
         shapes = [{name: own.shape for name, own in one.items()} for one in (state, fresh)]
         if shapes[0] != shapes[1] or (fresh and before != tasks):
             known = ", ".join(before) if before != tasks else "another number of tasks"
@@ -226,8 +225,12 @@ class Aggregation:
 
     def _keep(self, group: str, tasks: tuple[str, ...], state: State) -> None:
         if state:
-            self.around.states[f"{self.label}/{group}"] = state
-            self._remembered[group] = tasks
+            states, key = self.around.states, f"{self.label}/{group}"
+            states[key] = state
+            if f"{key}/tasks" not in states:  # as `_state` has seen, they stay the same
+                # The names go with the state into a checkpoint, in which all are tensors.
+                places = {name: torch.tensor(place) for place, name in enumerate(tasks)}
+                states[f"{key}/tasks"] = places
 
     def _check_finite(self, merged: Merged, context: Context) -> None:
         if merged.gramian is None or bool(merged.gramian.isfinite().all()):

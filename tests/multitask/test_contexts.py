@@ -179,10 +179,8 @@ def test_a_step_that_overflows_is_left_out_and_nothing_is_learnt_from_it(engine:
             assert moved == (step != 1)
         assert live.step == 2
         assert len(live.conflicts.fetch()) == 2
-    assert all(
-        own["norms"].isfinite().all()
-        for own in surgery.state_dict()["states"].values()  # pyright: ignore
-    )
+    states = surgery.state_dict()["states"]
+    assert states["running/shared"]["norms"].isfinite().all()  # pyright: ignore
     assert scaler.get_scale() == 2.0**13
 
 
