@@ -82,11 +82,12 @@ class Surgery:
         are measured every `effects_every` steps, 0 for never. `shadow` measures without applying:
         where transforms keep no state and act always, other steps than those that are measured are
         not counted, and most hooks are off in them.
-        Tell the `scaler` if losses are scaled: a transform or a trigger for which the scale matters
-        is then refused at stages that see scaled gradients; a scaler that was not told is noticed,
-        and warned about, when it first makes the `optimizer` step. With `in_state_dict` the
-        surgery's state is a tensor of bytes in `model.state_dict()`, under `_gradsurg`, and is
-        taken up again by `model.load_state_dict()`; one surgery of a model at a time can travel so.
+        Tell the `scaler` if losses are scaled: a transform, a trigger or an aggregator for which
+        the scale matters is then refused where it would see scaled gradients; a scaler that was not
+        told is noticed, and warned about, when it first makes the `optimizer` step. With
+        `in_state_dict` the surgery's state is a tensor of bytes in `model.state_dict()`, under
+        `_gradsurg`, and is taken up again by `model.load_state_dict()`; one surgery of a model at a
+        time can travel so.
         Raises LookupError if a selector matches nothing, with what there is to match; what only a
         forward can show, as which calls there are, is raised at the end of the first.
         """
