@@ -8,7 +8,7 @@ from itertools import chain, count
 import torch
 from torch import Tensor, nn
 
-from gradsurg.aggregators.base import Aggregator, LossWeighting
+from gradsurg.aggregators.base import Aggregator, GramianAggregator, LossWeighting
 from gradsurg.catalogue import snake
 from gradsurg.ledger import SurgeryWarning
 from gradsurg.multitask.shared_parameters import SharedParameters
@@ -210,11 +210,16 @@ def sum_matters(intervention: Intervention) -> bool:
 def check_scaled(intervention: Intervention, scaler: torch.amp.GradScaler | None) -> None:
     """Refuse what depends on the size of gradients where a loss scale is on them."""
     if scaler is not None and scaler.is_enabled() and (said := scale_matters(intervention)):
-        raise ValueError(f"{said}. Use Parameters(stage='step').")
+        way = "Use Parameters(stage='step')"
+        if intervention.aggregator is not None:
+            way = "Use a precision that needs no loss scale, as bfloat16"
+        raise ValueError(f"{said}. {way}.")
 
 
 def scale_matters(intervention: Intervention) -> str:
-    """Why a loss scale changes what a transform or a trigger does, empty if it does not."""
+    """Why a loss scale changes what is done, empty if it does not."""
+    if intervention.aggregator is not None:
+        return _rows_scaled(intervention.aggregator)
     if intervention.stage not in SCALED:
         return ""
     sized: Transform | Trigger | None = None
@@ -229,6 +234,19 @@ def scale_matters(intervention: Intervention) -> str:
     return (
         f"{sized!r}: stage '{intervention.stage}' sees gradients times the loss scale, and this "
         f"{kind} depends on their size"
+    )
+
+
+def _rows_scaled(aggregator: Aggregator) -> str:
+    """Why a loss scale changes what an aggregator makes."""
+    # G and the losses come without the scale.
+    if isinstance(aggregator, GramianAggregator | LossWeighting):
+        return ""
+    if "homogeneous" in aggregator.properties:
+        return ""
+    return (
+        f"{aggregator!r}: sees gradients times the loss scale, and this aggregator depends on "
+        "their size: 'homogeneous' is not one of its properties"
     )
 
 

@@ -98,6 +98,7 @@ class Live:
             self._first = False
             self._roster.notice(engine.stepping_scaler())
         self.clock.step += 1
+        self.clock.backwards = 0
         self.clock.error = None
         self.effects.begin(self.clock.step)
         for attached in self._roster.attached:

@@ -178,6 +178,7 @@ class Roster:
     def _join(self, intervention: Intervention) -> None:
         """Take in an aggregator."""
         label = self._labels_for(intervention)[0]
+        check_scaled(intervention, self.patient.scaler)
         check_flags([*self.flags(), *flags_of(intervention)])
         self._joint.join(intervention, label)
         self._know_flags(intervention)

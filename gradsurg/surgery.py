@@ -78,15 +78,17 @@ class Surgery:
     ) -> "Iterator[Live]":
         """Hook `model` for the length of a block; all hooks are gone after it, whatever happens.
 
-        `optimizer` moves the step clock that triggers read, and is needed by stage `step`. Effects
+        `optimizer` moves the step clock that triggers read, and is needed by stage `step`; without
+        it an aggregator draws anew at each `live.backward` and not at each step. Effects
         are measured every `effects_every` steps, 0 for never. `shadow` measures without applying:
         where transforms keep no state and act always, other steps than those that are measured are
         not counted, and most hooks are off in them.
-        Tell the `scaler` if losses are scaled: a transform or a trigger for which the scale matters
-        is then refused at stages that see scaled gradients; a scaler that was not told is noticed,
-        and warned about, when it first makes the `optimizer` step. With `in_state_dict` the
-        surgery's state is a tensor of bytes in `model.state_dict()`, under `_gradsurg`, and is
-        taken up again by `model.load_state_dict()`; one surgery of a model at a time can travel so.
+        Tell the `scaler` if losses are scaled: a transform, a trigger or an aggregator for which
+        the scale matters is then refused where it would see scaled gradients; a scaler that was not
+        told is noticed, and warned about, when it first makes the `optimizer` step. With
+        `in_state_dict` the surgery's state is a tensor of bytes in `model.state_dict()`, under
+        `_gradsurg`, and is taken up again by `model.load_state_dict()`; one surgery of a model at a
+        time can travel so.
         Raises LookupError if a selector matches nothing, with what there is to match; what only a
         forward can show, as which calls there are, is raised at the end of the first.
         """
@@ -150,13 +152,14 @@ class Surgery:
         return "\n\n".join(parts) or f"{tree(model, example_input)}\nno intervention"
 
     def state_dict(self) -> dict[str, object]:
-        """Step, epoch, switches and the state of transforms and triggers, for a checkpoint.
+        """Step, epoch, switches, the state of transforms, aggregators and triggers: a checkpoint.
 
         Plain tensors, numbers and strings.
         """
         return {
             "step": self._clock.step,
             "epoch": self._clock.counted_epochs,
+            "backwards": self._clock.backwards,
             "flags": dict(self._clock.flags),
             "transforms": self._names(),
             "states": {key: dict(state) for key, state in self._states.items()},
@@ -173,14 +176,17 @@ class Surgery:
             )
         step, states = state.get("step"), state.get("states")
         epoch, flags = state.get("epoch", 0), state.get("flags", {})
+        backwards = state.get("backwards", 0)
         if (
             not isinstance(step, int)
             or not isinstance(states, dict)
             or not isinstance(epoch, int)
             or not isinstance(flags, dict)
+            or not isinstance(backwards, int)
         ):
             raise ValueError("step must be a number and states a dict: is this a surgery's state?")
         self._clock.step, self._clock.counted_epochs = step, epoch
+        self._clock.backwards = backwards
         self._clock.flags.update(flags)
         self._states.clear()
         self._states.update({key: dict(own) for key, own in states.items()})

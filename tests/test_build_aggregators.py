@@ -2,6 +2,7 @@
 
 import pytest
 
+import gradsurg as gs
 from gradsurg.config.faults import ConfigError
 from tests.test_build import built
 
@@ -96,3 +97,16 @@ def test_when_is_the_transforms_where_there_is_one() -> None:
 )
 def test_batches_of_a_step_may_wait_where_no_engine_needs_one_forward(words: list[str]) -> None:
     built(*SEVERAL, *words)
+
+
+def test_one_that_depends_on_the_size_of_its_rows_is_refused_where_the_loss_is_scaled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gs.TrimmedMean, "properties", frozenset({"deterministic"}))
+    with pytest.raises(ConfigError) as found:
+        built("aggregator=trimmed_mean", *SEVERAL, "precision=float16")
+    assert found.value.faults[1:] == [
+        "aggregator: TrimmedMean(beta=0.1): sees gradients times the loss scale, and this "
+        "aggregator depends on their size: 'homogeneous' is not one of its properties. Use a "
+        "precision that needs no loss scale, as bfloat16."
+    ]

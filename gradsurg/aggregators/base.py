@@ -44,6 +44,9 @@ class Context:
     `step` counts the optimizer steps done (from 0), `group` names the parameters they are of,
     `tasks` the rows in their order, `losses` are those of the tasks: T numbers, on the CPU.
     `start` counts the columns of the group that stand before those at hand, if not all are given.
+    `call` counts the updates since the last step, where no optimizer tells which step one is of.
+    `selection` says of which parameters the group is one, if not of all: groups of two selections
+    draw apart.
     """
 
     step: int = 0
@@ -52,16 +55,21 @@ class Context:
     tasks: tuple[str, ...] = ()
     losses: Tensor | None = None
     start: int = 0
+    call: int = 0
+    selection: str = ""
 
     def generator(self, device: torch.device | str = "cpu", block: int = 0) -> torch.Generator:
-        """A generator from (seed, group, step, block) alone; the global one is not touched.
+        """A generator from (seed, selection, group, step, call, block) alone, and no global one.
 
         What draws a number for each column takes one for each block of columns, so that the pieces
         in which it is asked do not matter.
         """
-        key = f"{self.seed}/{self.group}/{self.step}{f'/{block}' if block else ''}".encode()
+        key = f"{self.seed}/{self.group}/{self.step}"
+        key += f"/of {self.selection}" if self.selection else ""
+        key += f"/call {self.call}" if self.call else ""
+        key += f"/{block}" if block else ""
         # The CPU generator keeps only the low 32 bits of a seed, so the key is hashed first.
-        seed = int.from_bytes(blake2b(key, digest_size=4).digest(), "little")
+        seed = int.from_bytes(blake2b(key.encode(), digest_size=4).digest(), "little")
         return torch.Generator(device).manual_seed(seed)
 
 

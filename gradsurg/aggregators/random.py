@@ -16,8 +16,9 @@ class Random(LossWeighting):
 
     With `draw="dirichlet"` they are uniform on the simplex, w ~ Dirichlet(1, ..., 1). In both the
     mean of each weight is 1/T. Random loss weighting (RLW) of Lin et al., TMLR 2022 (arXiv
-    2111.10603), equation 2. The draw depends on seed, group and step alone, so that a run can be
-    repeated. One task has weight 1, a NaN stays in its columns.
+    2111.10603), equation 2. The draw depends on seed, group and step alone, and where no
+    optimizer counts steps on the number of the call, so that a run can be repeated. One task has
+    weight 1, a NaN stays in its columns.
     """
 
     _: KW_ONLY

@@ -118,7 +118,7 @@ def build(config: Config) -> Experiment:
         device = faults.made("device", lambda: device_of(settings.device))
         check_batch(settings, data, faults)
         check_waiting(settings, joint, faults)
-        check_manner(settings, selector, intervention, device, faults)
+        check_manner(settings, selector, intervention, joint, device, faults)
         _check_links(settings, config, faults)
     experiment = None
     if not faults.lines and settings and task and selector and device and data:

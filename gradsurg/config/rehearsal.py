@@ -31,6 +31,7 @@ def check_manner(
     settings: Settings,
     selector: Selector | None,
     intervention: Intervention | None,
+    joint: Intervention | None,
     device: torch.device | None,
     faults: Faults,
 ) -> None:
@@ -42,9 +43,10 @@ def check_manner(
                     "float16 needs CUDA, where the loss is scaled; the device is "
                     f"{device.type}, which has bfloat16"
                 )
-        if intervention is not None:
-            with faults.at("site"):
-                check_scaled(intervention, torch.amp.GradScaler("cpu"))
+        for key, own in (("site", intervention), ("aggregator", joint)):
+            if own is not None:
+                with faults.at(key):
+                    check_scaled(own, torch.amp.GradScaler("cpu"))
     if settings.compile and selector is not None:
         with faults.at("site"):
             check_compiled(selector)

@@ -13,7 +13,13 @@ from torch.amp import GradScaler
 
 from gradsurg import engine
 from gradsurg.aggregators._rows import combined, gramian_of
-from gradsurg.aggregators.base import Aggregator, Context, LossWeighting, State
+from gradsurg.aggregators.base import (
+    Aggregator,
+    Context,
+    GramianAggregator,
+    LossWeighting,
+    State,
+)
 from gradsurg.effects import Effects
 from gradsurg.intervention import Intervention
 from gradsurg.ledger import Ledger, SurgeryWarning
@@ -86,7 +92,6 @@ class Aggregation:
         self.around = around
         self._weights: Tensor | None = None  # of the losses, for the rest of a step
         self._weighed: tuple[str, ...] = ()  # the tasks that they are of
-        self._remembered: dict[str, tuple[str, ...]] = {}  # the tasks that a group's state is of
 
     @property
     def weighs(self) -> bool:
@@ -200,12 +205,21 @@ class Aggregation:
 
     def _context(self, group: str, losses: Mapping[str, float]) -> Context:
         values = torch.tensor([*losses.values()], dtype=torch.float64)
-        return Context(self.around.clock.step, self.around.seed, group, tuple(losses), values)
+        clock, seed = self.around.clock, self.around.seed
+        return Context(
+            clock.step,
+            seed,
+            group,
+            tuple(losses),
+            values,
+            call=clock.backwards,
+            selection=self.at.selection,
+        )
 
     def _state(self, group: str, tasks: tuple[str, ...]) -> State:
         fresh = self.aggregator.init(len(tasks))
-        state = self.around.states.get(f"{self.label}/{group}", fresh)
-        before = self._remembered.get(group, tasks)
+        states, key = self.around.states, f"{self.label}/{group}"
+        state, before = states.get(key, fresh), tuple(states.get(f"{key}/tasks", tasks))
         shapes = [{name: own.shape for name, own in one.items()} for one in (state, fresh)]
         if shapes[0] != shapes[1] or (fresh and before != tasks):
             known = ", ".join(before) if before != tasks else "another number of tasks"
@@ -213,12 +227,19 @@ class Aggregation:
                 f"{self.label}: what it remembers at '{group}' is of {known}, found "
                 f"{', '.join(tasks)}: its tasks must stay the same, in their order"
             )
+        if isinstance(self.aggregator, GramianAggregator | LossWeighting):
+            # A checkpoint comes back on the device of the model, and these calculate on the CPU.
+            state = {name: own.cpu() for name, own in state.items()}
         return state
 
     def _keep(self, group: str, tasks: tuple[str, ...], state: State) -> None:
         if state:
-            self.around.states[f"{self.label}/{group}"] = state
-            self._remembered[group] = tasks
+            states, key = self.around.states, f"{self.label}/{group}"
+            states[key] = state
+            if f"{key}/tasks" not in states:  # as `_state` has seen, they stay the same
+                # The names go with the state into a checkpoint, in which all are tensors.
+                places = {name: torch.tensor(place) for place, name in enumerate(tasks)}
+                states[f"{key}/tasks"] = places
 
     def _check_finite(self, merged: Merged, context: Context) -> None:
         if merged.gramian is None or bool(merged.gramian.isfinite().all()):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from gradsurg.attached import Attached, Patient
-from gradsurg.intervention import Intervention
+from gradsurg.intervention import Intervention, scale_matters
 from gradsurg.multitask.aggregation import SHARED, Aggregation, Around, check_host
 from gradsurg.multitask.features import Piece, Watch, cut, is_apart, side_by_side, split
 from gradsurg.multitask.flow import (
@@ -69,6 +69,8 @@ class Joint:
             self._at_features(one, given, attached, picky, last)
         else:
             self._one_by_one(given, attached, picky, last)
+        if last and self._patient is not None and self._patient.optimizer is None:
+            self.around.clock.backwards += 1
 
     def stepped(self) -> None:
         """The optimizer has made a step."""
@@ -81,10 +83,12 @@ class Joint:
     def notice(self, scaler: GradScaler) -> None:
         """A scaler that was not told makes the steps."""
         for one in self.aggregations:
+            said = scale_matters(one.intervention) or (
+                "The losses and gradients so far were seen times the loss scale"
+            )
             self.around.tell(
-                f"{one.label}: a GradScaler makes the steps, and attach was not told of it: the "
-                "losses and gradients so far were seen times the loss scale. Use "
-                "attach(..., scaler=scaler).",
+                f"{one.label}: a GradScaler makes the steps, and attach was not told of it. "
+                f"{said}. Use attach(..., scaler=scaler).",
             )
         self.around.scaler = scaler
 

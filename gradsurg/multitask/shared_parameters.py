@@ -60,8 +60,16 @@ class SharedParameters(ParamSelector):
     @property
     def all(self) -> bool:
         """Whether nothing is selected, and so all are meant."""
-        asked = (self.depth, self.index, self.ndim, self.size)
-        return self.pattern == self.types == "*" and all(field is None for field in asked)
+        return not self.selection
+
+    @property
+    def selection(self) -> str:
+        """What is selected, as the fields say it; empty if all are meant."""
+        fields = ("pattern", "types", "depth", "index", "ndim", "size")
+        asked = {name: getattr(self, name) for name in fields}
+        return ", ".join(
+            f"{name}={value!r}" for name, value in asked.items() if value not in ("*", None)
+        )
 
     def hook(
         self,

@@ -21,6 +21,7 @@ class Clock:
 
     `seen` holds what sourced triggers have looked at in the forward at hand, `error` the gradient
     of what the model has returned in the backward at hand, where a transform asks for it.
+    `backwards` numbers those of several losses where no optimizer tells which step they are of.
     """
 
     step: int = 0
@@ -29,6 +30,7 @@ class Clock:
     flags: dict[str, bool] = field(default_factory=dict)
     task: str = ""
     error: Tensor | None = None
+    backwards: int = 0
     seen: "dict[Trigger, object]" = field(default_factory=dict)
 
     @property

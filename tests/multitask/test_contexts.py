@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
-from gradsurg.aggregators.base import Context, State
+from gradsurg.aggregators.base import Aggregator, Context, Entrywise, Property, State
 from gradsurg.aggregators.base import losses_of as losses_known
+from gradsurg.catalogue import find, names
 from gradsurg.fields import validated
 from gradsurg.multitask.conflict import Conflict
 from tests.multitask.nets import (
@@ -27,6 +28,7 @@ from tests.multitask.nets import (
     losses_of,
     oracle,
     same,
+    still,
 )
 
 TRUNK = ["trunk.0.weight", "trunk.0.bias", "trunk.2.weight", "trunk.2.bias"]
@@ -179,10 +181,8 @@ def test_a_step_that_overflows_is_left_out_and_nothing_is_learnt_from_it(engine:
             assert moved == (step != 1)
         assert live.step == 2
         assert len(live.conflicts.fetch()) == 2
-    assert all(
-        own["norms"].isfinite().all()
-        for own in surgery.state_dict()["states"].values()  # pyright: ignore
-    )
+    states = surgery.state_dict()["states"]
+    assert states["running/shared"]["norms"].isfinite().all()  # pyright: ignore
     assert scaler.get_scale() == 2.0**13
 
 
@@ -200,6 +200,67 @@ def test_a_scaler_that_was_not_told_is() -> None:
             assert [("attach was not told" in one) for one in said] == [True] * (live.step == 1)
         first, second = live.conflicts.fetch()
         assert first.norms[0] > 1000 * second.norms[0]
+
+
+@validated
+class Bounded(Entrywise):
+    """The sum of the tasks, no entry of which is beyond a bound."""
+
+    @property
+    def properties(self) -> frozenset[Property]:
+        return frozenset({"deterministic"})
+
+    def apply(self, rows: Tensor, context: Context) -> Tensor:
+        return rows.sum(0).clamp(-0.1, 0.1)
+
+
+@validated
+class Whole(Aggregator):
+    """The same of all the rows at once."""
+
+    @property
+    def properties(self) -> frozenset[Property]:
+        return frozenset({"deterministic"})
+
+    def init(self, num_tasks: int) -> State:
+        return {}
+
+    def merge(self, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+        return rows.sum(0).clamp(-0.1, 0.1), state
+
+
+@pytest.mark.parametrize("aggregator", [Bounded(), Whole()], ids=repr)
+def test_what_depends_on_the_size_of_the_rows_is_refused_under_a_loss_scale(
+    aggregator: Aggregator,
+) -> None:
+    model, surgery = Net(), gs.Surgery(at_shared(aggregator))
+    said = rf"{type(aggregator).__name__}\(\): sees gradients times the loss scale.*'homogeneous'"
+    with pytest.raises(ValueError, match=said), surgery.attach(model, scaler=_scaler()):
+        pass
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    with surgery.attach(model, scaler=off) as live:
+        live.backward(losses_of(model))
+    # One that was not told of is noticed.
+    scaler, optimizer = _scaler(), torch.optim.SGD(model.parameters(), lr=0.01)
+    with surgery.attach(model, optimizer) as live:
+        live.backward({t: scaler.scale(own) for t, own in losses_of(model).items()})
+        with pytest.warns(gs.SurgeryWarning, match=f"attach was not told of it. {said}"):
+            scaler.step(optimizer)
+
+
+def test_every_aggregator_of_the_catalogue_works_under_a_loss_scale() -> None:
+    for stem in names("aggregators"):
+        kind = find("aggregators", stem)
+        aggregator = kind((1.0, 2.0, 3.0)) if kind is gs.FixedWeights else kind()
+        tasks = ("a", "b") if kind is gs.AGEM else ("a", "b", "c")
+        model, scaler = Net(tasks), _scaler()
+        with gs.Surgery(at_shared(aggregator)).attach(model, still(model), scaler=scaler) as live:
+            live.backward({t: scaler.scale(own) for t, own in losses_of(model).items()})
+        found = grads_of(model)
+        model.zero_grad()
+        with gs.Surgery(at_shared(aggregator)).attach(model, still(model)) as live:
+            live.backward(losses_of(model))
+        close(found, {name: own * 2.0**14 for name, own in grads_of(model).items()}, rtol=1e-4)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

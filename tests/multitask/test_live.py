@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.aggregators.base import Aggregator
@@ -174,14 +174,39 @@ def test_its_state_travels_with_the_model() -> None:
     with resumed.attach(other, in_state_dict=True) as live:
         other.load_state_dict(kept)
         live.backward(losses_of(other))
-    norms = {
-        key: own["norms"]
-        for key, own in resumed.state_dict()["states"].items()  # pyright: ignore
-    }
+    norms = resumed.state_dict()["states"]["running/shared"]["norms"]  # pyright: ignore
     with surgery.attach(model) as live:
         live.backward(losses_of(model))
     expected = surgery.state_dict()["states"]["running/shared"]["norms"]  # pyright: ignore
-    assert torch.equal(norms["running/shared"], expected)
+    assert torch.equal(norms, expected)
+
+
+@pytest.mark.parametrize("tasks", ["b, a, c", "a, b, d"])
+@pytest.mark.parametrize("how", ["attached again", "loaded", "loaded while attached", "with model"])
+@pytest.mark.parametrize("aggregator", [Running(), gs.FAMO(), gs.UncertaintyWeighting()], ids=repr)
+def test_what_it_remembers_is_of_tasks_by_their_names(
+    aggregator: Aggregator, how: str, tasks: str
+) -> None:
+    def some(names: str) -> dict[str, Tensor]:
+        return dict(zip(names.split(", "), losses_of(model).values(), strict=True))
+
+    model, surgery = Net(), gs.Surgery(at_shared(aggregator))
+    with surgery.attach(model, in_state_dict=True) as live:
+        live.backward(some("a, b, c"))
+        carried, state = model.state_dict(), surgery.state_dict()
+    if how != "attached again":
+        surgery = gs.Surgery(at_shared(aggregator))
+    if how == "loaded":
+        surgery.load_state_dict(state)
+    with surgery.attach(model, in_state_dict=True) as live:
+        if how == "loaded while attached":
+            live.backward(some(tasks))
+            surgery.load_state_dict(state)
+        elif how == "with model":
+            model.load_state_dict(carried)
+        with pytest.raises(ValueError, match=f"at 'shared' is of a, b, c, found {tasks}: its"):
+            live.backward(some(tasks))
+        live.backward(some("a, b, c"))
 
 
 def test_the_state_of_another_aggregator_is_refused() -> None:

@@ -1,0 +1,176 @@
+"""What is drawn at random in an update: when anew, when again, and for which selection."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradsurg as gs
+from gradsurg.aggregators.base import (
+    Aggregator,
+    Context,
+    GramianAggregator,
+    Property,
+    State,
+)
+from gradsurg.fields import validated
+from tests.multitask.nets import Grads, Net, at_shared, close, grads_of, losses_of, same, still
+
+
+@validated
+class Drawn(GramianAggregator):
+    """Weights that are drawn."""
+
+    @property
+    def properties(self) -> frozenset[Property]:
+        return frozenset()
+
+    def init(self, num_tasks: int) -> State:
+        return {}
+
+    def update(self, gramian: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+        drawn = torch.rand(len(gramian), generator=context.generator(), dtype=torch.float64)
+        return drawn, state
+
+
+DRAWING = [gs.GradDrop(), gs.PCGrad(), gs.Random()]  # none remembers what was before
+
+
+def _updates(surgery: gs.Surgery, model: Net, count: int, **options: object) -> list[Grads]:
+    """What each of several updates from the same losses makes."""
+    found = []
+    with surgery.attach(model, **options) as live:
+        for _ in range(count):
+            model.zero_grad()
+            live.backward(losses_of(model))
+            found.append(grads_of(model))
+    return found
+
+
+def _kinds(updates: list[Grads]) -> int:
+    """How many of them differ."""
+    return sum(not any(same(own, other) for other in updates[:i]) for i, own in enumerate(updates))
+
+
+@pytest.mark.parametrize("aggregator", DRAWING, ids=repr)
+def test_without_an_optimizer_each_update_draws_anew(aggregator: Aggregator) -> None:
+    assert _kinds(_updates(gs.Surgery(at_shared(aggregator)), Net(), 6)) >= 3
+
+
+def test_without_an_optimizer_two_equal_runs_draw_alike_measured_or_not() -> None:
+    first, second = (
+        _updates(gs.Surgery(at_shared(gs.GradDrop())), Net(), 4, effects_every=every)
+        for every in (1, 0)
+    )
+    for own, other in zip(first, second, strict=True):
+        assert same(own, other)
+
+
+@pytest.mark.parametrize("how", ["attached again", "loaded"])
+def test_without_an_optimizer_the_draws_go_on_after_a_checkpoint(how: str) -> None:
+    model = Net()
+    whole = _updates(gs.Surgery(at_shared(gs.GradDrop())), model, 4)
+    surgery = gs.Surgery(at_shared(gs.GradDrop()))
+    halves = _updates(surgery, model, 2)
+    if how == "loaded":
+        state = surgery.state_dict()
+        surgery = gs.Surgery(at_shared(gs.GradDrop()))
+        surgery.load_state_dict(state)
+    halves += _updates(surgery, model, 2)
+    for own, other in zip(halves, whole, strict=True):
+        assert same(own, other)
+
+
+def test_batches_that_are_one_update_have_one_draw() -> None:
+    model = Net()
+    updates = _updates(gs.Surgery(at_shared(gs.Random())), model, 3)  # of one batch each
+    with gs.Surgery(at_shared(gs.Random())).attach(model) as live:
+        for update in updates:
+            model.zero_grad()
+            live.backward(losses_of(model), aggregate=False)
+            one = grads_of(model)
+            live.backward(losses_of(model), aggregate=False)
+            live.backward(losses_of(model))
+            close(grads_of(model), {name: 3 * own for name, own in one.items()})
+            assert same(one, update)
+
+
+def test_a_clock_that_is_moved_by_hand_counts_as_an_optimizer() -> None:
+    by_optimizer, by_hand = [], []
+    for found, told in ((by_optimizer, True), (by_hand, False)):
+        model = Net()
+        optimizer = still(model)
+        with gs.Surgery(at_shared(gs.GradDrop())).attach(
+            model, optimizer if told else None
+        ) as live:
+            for _ in range(3):
+                optimizer.zero_grad()
+                live.backward(losses_of(model))
+                found.append(grads_of(model))
+                optimizer.step()
+                if not told:
+                    live.tick()
+    for own, other in zip(by_optimizer, by_hand, strict=True):
+        assert same(own, other)
+
+
+def test_with_an_optimizer_a_step_that_is_skipped_is_drawn_again() -> None:
+    # As it is after a checkpoint: what was drawn in a step that was never made leaves no trace.
+    model = Net()
+    optimizer = still(model)
+    assert (
+        _kinds(_updates(gs.Surgery(at_shared(gs.GradDrop())), model, 3, optimizer=optimizer)) == 1
+    )
+
+
+# Several selections
+
+
+class Twice(nn.Module):
+    """Two equal layers side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(20, 1, bias=False), nn.Linear(20, 1, bias=False)
+
+
+def _masks(*items: gs.Intervention) -> list[list[float]]:
+    """What is kept of two opposite tasks in each layer."""
+    model = Twice()
+    total = model.first.weight.sum() + model.second.weight.sum()
+    with gs.Surgery(*items).attach(model, still(model)) as live:
+        live.backward([total, -total])
+    return [grad.flatten().tolist() for grad in grads_of(model).values()]
+
+
+@pytest.mark.parametrize("granularity", ["whole", "module", "tensor"])
+def test_two_selections_draw_apart_whichever_is_attached_first(granularity: str) -> None:
+    items = [
+        at_shared(gs.GradDrop(), pattern=pattern, granularity=granularity)
+        for pattern in ("first.*", "second.*")
+    ]
+    one, other = _masks(*items)
+    assert one != other
+    assert _masks(*items) == [one, other]
+    assert _masks(*reversed(items)) == [one, other]
+
+
+def test_two_selections_of_one_module_draw_apart() -> None:
+    model = nn.Linear(20, 20)
+    items = [
+        at_shared(gs.GradDrop(), pattern=pattern, granularity="module")
+        for pattern in ("weight", "bias")
+    ]
+    with gs.Surgery(*items).attach(model, still(model)) as live:
+        total = model.weight[0].sum() + model.bias.sum()
+        live.backward([total, -total])
+    grads = grads_of(model)
+    assert grads["weight"][0].tolist() != grads["bias"].tolist()
+
+
+def test_weights_are_drawn_apart_too() -> None:
+    model = Net()
+    items = [at_shared(Drawn(), pattern=pattern) for pattern in ("trunk.0.*", "trunk.2.*")]
+    with gs.Surgery(*items).attach(model, still(model)) as live:
+        live.backward(losses_of(model))
+        one, other = live.conflicts.fetch()
+    assert one.weights != other.weights
