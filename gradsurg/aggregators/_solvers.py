@@ -238,9 +238,8 @@ def _bargained_from(z: Array, cosines: Array, unit: Array, power: float) -> Arra
         else:
             change = float(np.abs(relative).max())
         fall = -float(slope @ step)
-        # What is left after this step is about its square. Between dependent rows it may not get
-        # any smaller, and does not matter there.
-        if change * root <= (1e-4 if fall <= 1e-15 * energy else 1e-7):
+        lost = power < 1 and fall <= 1e-15 * energy  # in rounding: what moves weighs little
+        if change * root <= (1e-4 if lost else 1e-7):  # what is left is about its square
             return z + z * relative
         # 1 / (1 + decrement) is enough at power 1, where the function is self-concordant.
         share = 1.0 if power != 1 or fall < 0.05 else 1 / (1 + sqrt(fall))
@@ -248,7 +247,7 @@ def _bargained_from(z: Array, cosines: Array, unit: Array, power: float) -> Arra
         while True:
             ahead = z + share * z * relative
             v, slope, wanted, energy = _demand(cosines, ahead, unit, power)
-            if float(slope @ step) <= fall / 2 or share < 1e-9:
+            if float(slope @ step) <= fall / 2 or share < 1e-9 or lost:
                 break
             share /= 2
         z = ahead
