@@ -43,6 +43,10 @@ SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
             ["aggregator=fixed_weights", "aggregator.weights={first: 1, second: 0.5, third: 2}"],
             ["aggregator.weights: there is no task 'third'. There are: first, second."],
         ),
+        (
+            ["aggregator=grad_drop", "aggregator.leak=2"],
+            ["aggregator.leak: must be <= 1.0, found 2"],
+        ),
         (["aggregator=krum"], ["aggregator: Krum(num_byzantine=0, num_selected=1) needs 3 tasks"]),
         (
             ["when.start=100"],
