@@ -3,7 +3,8 @@
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import wraps
-from typing import Any, TypeVar, dataclass_transform
+from types import NoneType, UnionType
+from typing import Annotated, Any, TypeVar, Union, dataclass_transform, get_args, get_origin
 
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
@@ -81,7 +82,10 @@ def validated(cls: Class) -> Class:
             ordered = sorted(fields(made), key=lambda field: bool(field.kw_only))
             names = [field.name for field in ordered]
             places = [field.name for field in ordered if not field.kw_only]
-            faults = [_fault(details, names, places) for details in error.errors()]
+            unions = [field.name for field in ordered if _is_union(field.type)]
+            unions += [index for index, name in enumerate(places) if name in unions]
+            told = _by_one_member(error.errors(), unions)
+            faults = [_fault(details, names, places) for details in told]
             raise FieldError(cls.__name__, faults) from None
 
     made.__init__ = init
@@ -94,6 +98,49 @@ def nearest(name: str, choices: list[str]) -> str:
     close = get_close_matches(name.lower(), plain, n=1, cutoff=0.5)
     question = f" Did you mean '{plain[close[0]]}'?" if close else ""
     return f"There are: {', '.join(choices) or 'none'}.{question}"
+
+
+def _is_union(annotation: Any) -> bool:  # Any: whatever may stand behind a colon
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    members = [own for own in get_args(annotation) if own is not NoneType]
+    return get_origin(annotation) in (Union, UnionType) and len(members) > 1
+
+
+def _by_one_member(errors: list[ErrorDetails], unions: list[str | int]) -> list[ErrorDetails]:
+    """The errors, with those of one member for each union: of the first whose kind the value is.
+
+    Pydantic has those of all members, each with the member's name in its `loc`. If the value is of
+    no member's kind, they are made one.
+    """
+    members: dict[str | int, dict[str | int, list[ErrorDetails]]] = {}
+    for details in errors:
+        match details["loc"]:
+            case (field, member, *rest) if field in unions:
+                own = members.setdefault(field, {}).setdefault(member, [])
+                own.append({**details, "loc": (field, *rest)})
+    chosen: list[ErrorDetails] = [
+        details for details in errors if len(details["loc"]) < 2 or details["loc"][0] not in unions
+    ]
+    for field, own in members.items():
+        fitting = [told for told in own.values() if not _of_another_kind(told)]
+        if fitting:
+            chosen += fitting[0]
+            continue
+        first, *others = (told[0] for told in own.values())
+        kinds = [_rule(details).removeprefix("must be ") for details in (first, *others)]
+        rule = f"must be {' or '.join(dict.fromkeys(kinds))}"
+        chosen.append({**first, "type": "union", "loc": (field,), "msg": rule})
+    return chosen
+
+
+def _of_another_kind(errors: list[ErrorDetails]) -> bool:
+    kinds = ("_type", "_parsing", "literal_error")
+    return any(len(own["loc"]) == 1 and own["type"].endswith(kinds) for own in errors)
+
+
+def _rule(details: ErrorDetails) -> str:
+    return RULES.get(details["type"], details["msg"]).format_map(details.get("ctx", {}))
 
 
 def _fault(details: ErrorDetails, names: list[str], places: list[str]) -> tuple[str, str]:
@@ -109,15 +156,20 @@ def _fault(details: ErrorDetails, names: list[str], places: list[str]) -> tuple[
         case "unexpected_keyword_argument":
             return field, f"is not a field here. {nearest(field, names)}"
         case "unexpected_positional_argument":
-            return "", f"takes at most {len(places)} values without a name: {', '.join(places)}"
+            return "", _too_many(names, places)
         case "value_error" if isinstance(context.get("error"), Contradiction):
             contradiction = context["error"]
             return contradiction.field, str(contradiction)
         case "is_instance_of" if context.get("class") == "Sequence":
             return field, f"must be a list, found {details['input']!r}"
-        case kind:
-            rule = RULES.get(kind, details["msg"]).format_map(context)
-            return field, f"{rule}, found {details['input']!r}"
+        case _:
+            return field, f"{_rule(details)}, found {details['input']!r}"
+
+
+def _too_many(names: list[str], places: list[str]) -> str:
+    if places:
+        return f"takes at most {len(places)} values without a name: {', '.join(places)}"
+    return f"takes no values without a name. {nearest('', names)}" if names else "takes no values"
 
 
 def told(error: BaseException) -> str:

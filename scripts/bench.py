@@ -137,6 +137,8 @@ def main() -> None:
         case "engines":
             print(bench_engines.table(args.rounds))
         case "multitask":
+            if lacking := bench_multitask.lacking():
+                parser.exit(2, f"{lacking}\n")
             for threads in args.threads:
                 print(f"threads: {threads}")
                 print(bench_multitask.table(args.rounds, args.only, args.sizes, threads))

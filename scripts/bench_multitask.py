@@ -3,13 +3,15 @@
 python scripts/bench.py multitask [--rounds 10] [--only UPGrad] [--sizes 8x1000000] [--threads 1]
 
 The two take turns on the same float32 matrix in one process; every other round goes backwards.
-The least of the times says what the work is, the median what it was on this machine. The errors
-are those of 8 x 10,000 matrices whose rows have norms from 1 to the ratio, relative to an exact
-solution that knows the rows themselves; TorchJD has its defaults.
+The least of the times says what the work is, the median what it was on this machine; a ratio of
+the least times that is above its bound is followed by `> bound`. The errors are those of 8 x 10,000
+matrices whose rows have norms from 1 to the ratio, relative to an exact solution that knows the
+rows themselves; TorchJD has its defaults.
 """
 
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import combinations
 from statistics import median
 from time import perf_counter
@@ -35,7 +37,7 @@ Array = NDArray[np.float64]
 
 SIZES = ("2x1000000", "8x1000000", "8x10000000", "32x1000000")
 RATIOS = (1.0, 30.0, 1e3, 1e6)
-# What is to be reached of (median) time: at (method, size), then by the size, then everywhere.
+# The largest ratio of the least times: at (method, size), then by the size, then everywhere.
 BOUNDS = {
     ("NashMTL", "2x1000000"): 0.2,
     ("CAGrad", "2x1000000"): 0.2,
@@ -62,6 +64,13 @@ def fields() -> dict[str, dict[str, Any]]:  # Any: fields have many types
         "ConFIG": {},
     }
     return chosen | ({"GradDrop": {}} if "grad_drop" in names("aggregators") else {})
+
+
+def lacking() -> str:
+    """What to install before it can run; empty if nothing."""
+    if find_spec("torchjd"):
+        return ""
+    return "multitask: needs TorchJD 0.18, which is not installed: pip install -e '.[bench]'"
 
 
 def theirs(name: str, count: int) -> Callable[[Tensor], Tensor]:
@@ -97,7 +106,7 @@ def times(chosen: list[str], sizes: list[str], rounds: int) -> str:
             ratio, least = (how(taken["ours"]) / how(taken["theirs"]) for how in (median, min))
             bound = bound_of(name, size)
             late = "" if least <= bound else f" > {bound:g}"
-            lines.append([*row, f"{ratio:.3f}{late}", f"({least:.3f})"])
+            lines.append([*row, f"{ratio:.3f}", f"({least:.3f}){late}"])
     return aligned([head, *lines], left=2)
 
 

@@ -47,6 +47,10 @@ SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
             ["aggregator=fixed_weights", "aggregator.weights={first: 1, second: 0.5, third: 2}"],
             ["aggregator.weights: there is no task 'third'. There are: first, second."],
         ),
+        (
+            ["aggregator=grad_drop", "aggregator.leak=2"],
+            ["aggregator.leak: must be <= 1.0, found 2"],
+        ),
         (["aggregator=krum"], ["aggregator: Krum(num_byzantine=0, num_selected=1) needs 3 tasks"]),
         (
             ["when.start=100"],
@@ -61,6 +65,17 @@ SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
             ["when=flag", "when.flag=late"],
             ["when.flag: when=flag when.flag=late never fires in 10"],
         ),
+        *[
+            (
+                [f"transform={words}"],
+                [
+                    "transform.low_pass: remembers what passes at a site, and there the gradients "
+                    "of 2 tasks pass one after the other; it can act at site=parameters with "
+                    "site.stage=step, after them, or at one task, by when=for_task"
+                ],
+            )
+            for words in ("low_pass", "[clip,low_pass]")
+        ],
         (["task=digits", "model=mlp"], ["aggregator: pcgrad makes one gradient of those of sev"]),
         (["aggregator.order=nope"], ["aggregator.order: must be one of"]),
         (["shared.engine=feature", "accumulate=3"], [ONE_FORWARD]),
@@ -73,6 +88,11 @@ def test_a_wrong_aggregator_is_a_line_of_its_key(words: list[str], faults: list[
         built(*start, *SEVERAL, *words)
     said = found.value.faults
     assert [line[: len(start)] for line, start in zip(said, faults, strict=True)] == faults
+
+
+@pytest.mark.parametrize("way", [["site.stage=step"], ["when=for_task", "when.task=first"]])
+def test_what_remembers_can_act_where_it_is_told_to(way: list[str]) -> None:
+    built("aggregator=pcgrad", "transform=low_pass", *SEVERAL, *way)
 
 
 def test_without_a_step_to_make_the_places_are_looked_for_all_the_same() -> None:

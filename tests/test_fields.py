@@ -90,6 +90,72 @@ def test_only_the_first_fields_go_without_a_name() -> None:
     assert str(caught.value) == message
 
 
+@validated
+class Named:
+    """Fields that all need their names."""
+
+    _: KW_ONLY
+    size: float = 1.0
+    kind: Literal["red", "blue"] = "red"
+
+
+@validated
+class Bare:
+    """No fields."""
+
+
+def test_where_no_value_goes_without_a_name_the_names_are_told() -> None:
+    values: list[Any] = ["red"]
+    with pytest.raises(FieldError) as caught:
+        Named(*values)
+    assert str(caught.value) == "Named: takes no values without a name. There are: size, kind."
+    with pytest.raises(FieldError, match=r"^Bare: takes no values$"):
+        Bare(*values)
+
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+@validated
+class Either:
+    """Fields of one of several kinds."""
+
+    share: Share | Annotated[tuple[Share, ...], Field(min_length=1)] = 0.0
+    _: KW_ONLY
+    report: Annotated[Literal["auto"] | bool | None, Field()] = "auto"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"share": 2}, "Either.share: must be <= 1.0, found 2"),
+        ({"share": float("nan")}, "Either.share: must be finite, found nan"),
+        ({"share": [0.5, 2]}, "Either.share.1: must be <= 1.0, found 2"),
+        ({"share": [0.5, "much"]}, "Either.share.1: must be a number, found 'much'"),
+        ({"share": []}, "Either.share: must have at least 1 item, found []"),
+        ({"share": "much"}, "Either.share: must be a number or a list, found 'much'"),
+        ({"share": None}, "Either.share: must be a number or a list, found None"),
+        ({"report": "no "}, "Either.report: must be one of 'auto' or true or false, found 'no '"),
+    ],
+)
+def test_of_several_kinds_the_fault_is_that_of_the_one_it_is(
+    values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(FieldError) as caught:
+        Either(**values)
+    assert str(caught.value) == message
+
+
+def test_faults_of_several_kinds_stand_beside_others() -> None:
+    wrong: dict[str, Any] = {"share": 2, "report": 3, "size": 1}
+    with pytest.raises(FieldError) as caught:
+        Either(**wrong)
+    assert sorted(field for field, _ in caught.value.faults) == ["report", "share", "size"]
+    wrong_place: list[Any] = [2]
+    with pytest.raises(FieldError, match=r"^Either\.share: must be <= 1\.0, found 2$"):
+        Either(*wrong_place)
+
+
 def test_a_missing_field_is_told() -> None:
     nothing: dict[str, Any] = {}
     with pytest.raises(FieldError, match=r"^Needy\.factor: is required$"):

@@ -9,6 +9,7 @@ the square of a convex combination of unit rows under RANK. That is about what f
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 from math import isfinite, sqrt
 
 import numpy as np
@@ -24,6 +25,8 @@ RANK = 1e-6
 TOLERANCE = 1e-12
 EXCHANGES = 8  # blocks that are exchanged before variables are taken one at a time
 NEWTON_STEPS = 200
+FARTHER = 4.0  # one power of a bargain is as many times the one before
+TINY = 1e-30  # of the largest: as good as nothing
 
 
 class NotConverged(ArithmeticError):
@@ -186,45 +189,80 @@ def _fitted(rows: Array, free: NDArray[np.bool_], target: Array) -> Array:
 def bargained(cosines: Array, norms: Array, power: float) -> Array:
     """v of G w = w^(-power), w > 0: C v = k v^(-power) with k = norms^(power - 1).
 
-    Damped Newton on the strictly convex vᵀ C v / 2 - Σ k_i v_i^(1 - power) / (1 - power), or with
-    log v_i at power 1. If some v >= 0 has Σ v_i u_i = 0 it has no minimum, no direction helps every
-    row, and v is zero.
+    With v = s z and s = norms^((power - 1) / (power + 1)) it is C v = s z^(-power), where z is 1 if
+    the rows are orthogonal: neither the scale of the rows nor the power takes it out of range. A
+    power far from 1 is come to from one near 1, by FARTHER at a time, from solution to solution.
+
+    If some v >= 0 has Σ v_i u_i = 0 there is no solution, no direction helps every row, and v is
+    zero.
     """
-    unit = norms ** ((power - 1) / (power + 1))  # the solution where the rows are orthogonal
-    k = unit ** (power + 1)
-    v = unit
-    slope, wanted, energy = _demand(cosines, v, k, power)
-    if energy > 0:
-        v = unit * ((unit @ unit) / energy) ** (1 / (power + 1))
-        slope, wanted, energy = _demand(cosines, v, k, power)
-    change = np.inf
+    exponent = (power - 1) / (power + 1)
+    scale = norms.max() if power > 1 else norms.min()
+    unit = (norms / scale) ** exponent
+    powers = [power]
+    while not 1 / FARTHER <= powers[0] <= FARTHER:
+        powers.insert(0, powers[0] * (FARTHER if power < 1 else 1 / FARTHER))
+    z = _bargained_from(np.ones_like(unit), cosines, unit, powers[0])
+    for before, now in pairwise(powers):
+        if not z.any():
+            break
+        # Where z is small, z^(-power) is what is met already: it stays. Where it is large, z stays.
+        z = np.where(z < 1, np.maximum(z, TINY) ** (before / now), z)
+        z = _bargained_from(z, cosines, unit, now)
+    return unit * z * scale**exponent
+
+
+def _bargained_from(z: Array, cosines: Array, unit: Array, power: float) -> Array:
+    """z of C v = s z^(-power), v = s z, s = `unit`: zero if there is none.
+
+    Damped Newton on the strictly convex vᵀ C v / 2 - Σ s_i² z_i^(1 - power) / (1 - power), or with
+    s_i² log z_i at power 1.
+    """
+    v, slope, wanted, energy = _demand(cosines, z, unit, power)
+    if energy > 0:  # start as far out as it is to be
+        z = z * (float(v @ wanted) / energy) ** (1 / (power + 1))
+        v, slope, wanted, energy = _demand(cosines, z, unit, power)
+    change, root = np.inf, sqrt(max(power, 1.0))
     for _ in range(NEWTON_STEPS):
         if energy <= RANK * v.sum() ** 2:
             return np.zeros_like(v)
-        step = -np.linalg.solve(cosines + np.diag(power * wanted / v), slope)
+        try:
+            step = -np.linalg.solve(cosines + np.diag(power * wanted / v), slope)
+        except np.linalg.LinAlgError:
+            break
         relative = step / v
-        change = float(np.abs(relative).max())
-        if change <= 1e-7:  # what is left after this step is about its square
-            return v + step
+        if power < 1 and (idle := z < TINY * z.max()).any():  # they must not hold up the rest
+            relative[idle] = np.maximum(relative[idle], -0.9)
+            step = relative * v
+            change = float(np.abs(relative[~idle]).max())
+        else:
+            change = float(np.abs(relative).max())
         fall = -float(slope @ step)
+        lost = power < 1 and fall <= 1e-15 * energy  # in rounding: what moves weighs little
+        if change * root <= (1e-4 if lost else 1e-7):  # what is left is about its square
+            return z + z * relative
         # 1 / (1 + decrement) is enough at power 1, where the function is self-concordant.
         share = 1.0 if power != 1 or fall < 0.05 else 1 / (1 + sqrt(fall))
         share = min(share, 0.9 / max(float(-relative.min()), 0.9))
         while True:
-            ahead = v + share * step
-            slope, wanted, energy = _demand(cosines, ahead, k, power)
-            if float(slope @ step) <= fall / 2 or share < 1e-9:
+            ahead = z + share * z * relative
+            v, slope, wanted, energy = _demand(cosines, ahead, unit, power)
+            if float(slope @ step) <= fall / 2 or share < 1e-9 or lost:
                 break
             share /= 2
-        v = ahead
+        z = ahead
     raise NotConverged("G w = w^(-1/alpha)", change)
 
 
-def _demand(cosines: Array, v: Array, k: Array, power: float) -> tuple[Array, Array, float]:
-    """The slope C v - k v^(-power), its second part, and vᵀ C v."""
-    wanted = k / v if power == 1 else k * v**-power
+def _demand(
+    cosines: Array, z: Array, unit: Array, power: float
+) -> tuple[Array, Array, Array, float]:
+    """v, the slope C v - s z^(-power), its second part, and vᵀ C v."""
+    v = unit * z
+    # No solution is at e^300, but a step that is too long can ask for more than a float holds.
+    wanted = unit / z if power == 1 else unit * np.exp((-power * np.log(z)).clip(-300, 300))
     met = cosines @ v
-    return met - wanted, wanted, float(v @ met)
+    return v, met - wanted, wanted, float(v @ met)
 
 
 def limited(weights: Tensor, gramian: Tensor, max_norm: float) -> Tensor:

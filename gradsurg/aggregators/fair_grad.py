@@ -12,13 +12,17 @@ from gradsurg.aggregators._solvers import bargained, limited, weights_of
 from gradsurg.aggregators.base import Property, Weighting
 from gradsurg.fields import validated
 
+FARTHEST = 1e10
+"""From here on, and from one over it on, another alpha changes no digit that a Gramian has."""
+
 
 @validated
 class FairGrad(Weighting):
     """w > 0 with G w = w^(-1/alpha), entry by entry: the alpha-fair direction in a ball.
 
-    Solved to the last digit by Newton's method. Near 0 it is the sum, 1 is NashMTL, and towards
-    infinity the worst task decides, as in MGDA. Equation 4 of Ban and Ji, ICML 2024
+    Solved to the last digit by Newton's method. Near 0 it is the sum, and where that conflicts with
+    a task what is nearest to it and does not, as in DualProj; 1 is NashMTL; towards infinity the
+    worst task decides, as in MGDA. Equation 4 of Ban and Ji, ICML 2024
     (arXiv 2402.15638). As in the official code |d| is limited to `max_norm`, 0 for no limit.
 
     Where no direction helps every task (0 is in the hull of the gradients) there is no solution,
@@ -44,5 +48,6 @@ class FairGrad(Weighting):
 
     def weights(self, gramian: Tensor) -> Tensor:
         pair = _pairs.bargained if self.alpha == 1 else None
-        weights = weights_of(gramian, partial(bargained, power=1 / self.alpha), pair)
+        power = min(max(1 / self.alpha, 1 / FARTHEST), FARTHEST)
+        weights = weights_of(gramian, partial(bargained, power=power), pair)
         return limited(weights, gramian, self.max_norm)

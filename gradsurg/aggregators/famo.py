@@ -29,8 +29,15 @@ class FAMO(LossWeighting):
     The logits xi start at 0 and follow the gradient of sum z_i(xi) (log l_i(t) - log l_i(t+1)) by
     Adam with `lr`, and `gamma` times xi added to it: the task that shrinks slowest gains. Liu et
     al., NeurIPS 2023 (arXiv 2306.03792), algorithm 1, equations 8 to 10, with the defaults of the
-    authors' code. There l(t+1) is the loss of the same batch after the step, for a forward pass
-    more; here it is the loss of the next call, so the noise of the batches is in it.
+    authors' class `FAMO` (copies of it for benchmarks have gamma=1e-5). There l(t+1) is the loss of
+    the same batch after the step, for a forward pass more; here it is the loss of the next call, so
+    the noise of the batches is in it.
+
+    Their class also clips the gradient of the shared parameters to a norm of 1 (`max_norm`). That
+    is left to you, as a transform after it: `gs.Intervention(gs.ClipGlobalNorm(1.0),
+    at=gs.Parameters("trunk.*", stage="step"))` beside it, where the trunk is what is shared; on the
+    command line `transform=clip_global_norm transform.clip_global_norm.max_norm=1 site.stage=step
+    'site.pattern=trunk.*'`.
 
     Each loss has 1e-8 added, so that a zero is allowed; a negative one is an error: subtract from
     the loss what it can reach. A loss that is NaN or infinite makes all weights NaN, and nothing

@@ -31,7 +31,9 @@ class GradNorm(GramianAggregator):
     m is the mean of w_i n_i, r_i the loss of task i over its first loss, over the mean of these
     ratios; the target m r_i^alpha counts as a constant. w starts at 1 and sums to T after each
     step. Chen et al., ICML 2018 (arXiv 1711.02257), equations 1 and 2 and algorithm 1; alpha 1.5
-    is that of their NYUv2 experiments. The weights of a call are those learnt before it.
+    is that of their NYUv2 experiments. The weights of a call are those learnt before it. Equation 1
+    weighs the whole loss; here w weighs the gradients of the shared parameters, and what one task
+    alone reaches, as its head, gets the gradient of that task unweighted.
 
     The step is Adam's with `lr`, which the scale of the gradients does not change, and a weight
     stays above a thousandth of the mean weight. Losses must be >= 0, and have 1e-8 added, so that a

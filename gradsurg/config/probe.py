@@ -15,7 +15,7 @@ from gradsurg.config.ever import Asked, Ever
 from gradsurg.config.make import ERRORS, sentence
 from gradsurg.config.settings import Settings
 from gradsurg.fields import FieldError, nearest, told
-from gradsurg.intervention import Intervention
+from gradsurg.intervention import Intervention, labels_of
 from gradsurg.ledger import Entry, SurgeryWarning
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.sites.base import Selector
@@ -58,11 +58,17 @@ class Trial:
 
     def check_joint(self, joint: Intervention, *others: Intervention) -> None:
         """Raises FieldError, with the whole key, if no training step with an aggregator can be
-        made: that of `shared` if it acted elsewhere.
+        made: that of `shared` if it acted elsewhere, that of another intervention if it says so.
         """
         fault = self._joint_fault(joint, *others)
         if not fault:
             return
+        for other in others:
+            label = " -> ".join(labels_of(other))
+            if fault.startswith(f"{label}: "):
+                text = fault.removeprefix(f"{label}: ")
+                own = any(text.startswith(repr(part)) for part in other.when.parts)
+                raise FieldError("", [("when" if own else "transform", text)])
 
         def acts(at: Selector) -> bool:
             return not self._joint_fault(replace(joint, at=at), *others)

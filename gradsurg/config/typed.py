@@ -28,10 +28,12 @@ def in_typed_words(
     without the names of classes that their keys tell already.
     """
     spelled = {**_parts("site", "sites", selector), **_parts("when", "triggers", trigger)}
-    owners = {type(link).__name__: key for key, own in transforms.items() for link in _links(own)}
+    links = [(link, key) for key, own in transforms.items() for link in _links(own)]
+    owners = {type(link).__name__: key for link, key in links}
+    shown = {repr(link): key for link, key in links}
     classes = ["+".join(transforms), *owners, *(found.partition("(")[0] for found in spelled)]
     return [
-        _in_typed_words(_whose(line, owners), spelled, classes) if OURS.match(line) else line
+        _in_typed_words(_whose(line, owners, shown), spelled, classes) if OURS.match(line) else line
         for line in lines
     ]
 
@@ -40,9 +42,14 @@ def _links(transform: Transform) -> tuple[Transform, ...]:
     return (transform, *(transform.links if isinstance(transform, Chain) else ()))
 
 
-def _whose(line: str, owners: Mapping[str, str]) -> str:
-    """`transform: Clip: ...` of several transforms as `transform.clip: ...`."""
+def _whose(line: str, owners: Mapping[str, str], shown: Mapping[str, str]) -> str:
+    """`transform: Clip: ...` of several transforms as `transform.clip: ...`, and
+    `transform: LowPass(decay=0.9) remembers` as `transform.low_pass: remembers`.
+    """
     key, _, text = line.partition(": ")
+    for name, owner in shown.items():
+        if key == "transform" and text.startswith(f"{name} "):
+            return f"transform.{owner}: {text.removeprefix(f'{name} ')}"
     owner = owners.get(text.partition(": ")[0])
     return f"transform.{owner}: {text}" if key == "transform" and owner else line
 
@@ -81,7 +88,10 @@ def _before_lists(text: str) -> tuple[str, str, str]:
 
 
 def _choices(text: str, kinds: str) -> str:
-    """`Nodes with side='leave'` as `site=nodes with site.side=leave`."""
+    """`Nodes with side='leave'` as `site=nodes with site.side=leave`, `when=ForTask(...)` as
+    `when=for_task`.
+    """
+    text = re.sub(r"when=(\w+)\(\.\.\.\)", lambda found: f"when={snake(found[1])}", text)
     own = {field.name for kind in _kinds().values() for field in fields(kind)}
     given = rf"(?<![\w.])({'|'.join(sorted(own))})='?([\w*.]+)'?"
     text = re.sub(given, r"site.\1=\2", text)

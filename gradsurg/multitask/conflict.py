@@ -21,6 +21,8 @@ from gradsurg.tables import aligned
 
 TWINS = {"fair_grad": "nash_mtl", "grad_vac": "pcgrad"}
 """With their defaults, and at a first step, they do what others do: which is not solved twice."""
+REACHED = {"fair_grad": 1 - 1e-12}
+"""How long an update must be for that, but for rounding: NashMTL's may not reach `max_norm`."""
 KEPT = 1000  # conflicts that wait to be fetched
 SAID = {
     "conflict_rate": "conflict rate",
@@ -174,22 +176,24 @@ def others_of(
     label: str, context: Context, gramian: Tensor, products: Tensor, norm: float
 ) -> dict[str, Other]:
     """What every other aggregator would have done, from what `conflict_of` takes."""
-    g, found = gramian.numpy(), {}
+    g, found, lengths = gramian.numpy(), {}, {}
     if not np.isfinite(g).all():
         return {}
     for name, aggregator in _comparable():
         if name == label:
             continue
-        if (twin := found.get(TWINS.get(name, ""))) is not None:
-            found[name] = twin
+        if (twin := TWINS.get(name, "")) in found and (
+            not 0 < lengths[twin] < REACHED.get(name, 0.0)
+        ):
+            found[name] = found[twin]
             continue
         try:
             weights = weights_of(aggregator, gramian, context).numpy()
         except (ArithmeticError, ValueError):
             continue  # it has no answer, or none for so many tasks, and was not asked to act
-        length = float(np.sqrt(max(weights @ g @ weights, 0.0)))
+        lengths[name] = float(np.sqrt(max(weights @ g @ weights, 0.0)))
         along = float(weights @ products.numpy())
-        found[name] = Other(weights.tolist(), _ratio(along, norm * length))
+        found[name] = Other(weights.tolist(), _ratio(along, norm * lengths[name]))
     return found
 
 

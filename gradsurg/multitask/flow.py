@@ -83,8 +83,8 @@ def check_stateful(attached: Sequence[Attached], num_tasks: int) -> None:
         if passes and own.stateful and not _picked(own):
             raise ValueError(
                 f"{own.label}: {own.stateful} remembers what passes at a site, and there the "
-                f"gradients of {num_tasks} tasks pass one after the other: give it "
-                "when=ForTask(...), or let it act after them with Parameters(stage='step')"
+                f"gradients of {num_tasks} tasks pass one after the other; it can act at "
+                "Parameters with stage='step', after them, or at one task, by when=ForTask(...)"
             )
 
 

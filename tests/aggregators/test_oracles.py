@@ -286,6 +286,33 @@ def test_fair_weights_meet_their_equation(alpha: float) -> None:
         assert distance(w @ matrix, result) <= 1e-6
 
 
+@pytest.mark.parametrize("alpha", [5e-324, 1e-6, 1e-3, 0.02, 0.5, 10.0, 1e3, 1e6, 1e300])
+def test_fair_weights_are_found_at_every_alpha_and_scale(alpha: float) -> None:
+    power = 1 / alpha
+    grows = (power - 1) / (power + 1) if power < 1e9 else 1.0
+    fair = made("fair_grad", alpha=alpha, max_norm=0.0)
+    for count in (2, 5):
+        for ratio in RATIOS:
+            matrix = rows(count, count, ratio, seed=0)
+            result = by(fair, matrix)
+            assert result.any()
+            for scale in (1e-6, 1e3, 1e6):
+                assert distance(by(fair, matrix * scale), result * scale**grows) <= 1e-6, ratio
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_the_fairest_serves_the_worst_task_and_the_least_fair_the_sum(count: int) -> None:
+    for ratio in RATIOS:
+        for seed in range(4):
+            matrix = rows(count, count, ratio, seed, lean=seed / 4)
+            least = by(made("fair_grad", alpha=1e-8, max_norm=0.0), matrix)
+            assert distance(least, count * dual_proj(matrix)) <= 1e-6, (ratio, seed)
+            most = by(made("fair_grad", alpha=1e8, max_norm=0.0), matrix)
+            worst = mgda(matrix)
+            both = [one / np.linalg.norm(one) for one in (most, worst)]
+            assert distance(*both) <= 1e-6, (ratio, seed)
+
+
 @pytest.mark.parametrize("scale", ["min", "median", "rmse"])
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_aligned_gradients_are_orthogonal_and_of_the_chosen_length(scale: str, count: int) -> None:

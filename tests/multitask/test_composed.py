@@ -1,5 +1,6 @@
 """An aggregator with transforms before and after it, and with all that changes a live surgery."""
 
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from gradsurg.fields import validated
 from gradsurg.sites.base import Selector
 from gradsurg.transforms.base import Context, Law, Stateless
 from tests.multitask.nets import (
+    Grads,
     Net,
     Running,
     Uneven,
@@ -188,6 +190,43 @@ def test_what_remembers_may_act_on_one_task_or_after(how: str) -> None:
             live.add(gs.Intervention(gs.LowPass(), at=gs.Outputs("trunk.1")))
             live.backward(losses_of(model))
         live.remove("low_pass_2")
+
+
+def test_what_famo_makes_is_clipped_by_a_transform_after_it_as_its_docstring_says() -> None:
+    recipe = re.search(r"`(gs\.Intervention\(.*?stage=\"step\"\)\))`", gs.FAMO.__doc__ or "", re.S)
+    assert recipe
+    made: list[Grads] = []
+    for items in ([], [eval(recipe[1])]):
+        model = Net()
+        optimizer = still(model)
+        with gs.Surgery(at_shared(gs.FAMO()), *items).attach(model, optimizer) as live:
+            live.backward({task: 100 * loss for task, loss in losses_of(model).items()})
+            optimizer.step()
+        made.append(grads_of(model))
+    plain, found = made
+    norm = sum(float(plain[name].square().sum()) for name in TRUNK) ** 0.5
+    assert norm > 1
+    close(found, {name: own / norm if name in TRUNK else own for name, own in plain.items()})
+
+
+def test_what_gradnorm_has_learnt_weighs_no_head() -> None:
+    model = Net()
+    optimizer = still(model)
+    with gs.Surgery(at_shared(gs.GradNorm(lr=0.5))).attach(model, optimizer) as live:
+        for _ in range(3):
+            optimizer.zero_grad()
+            live.backward(losses_of(model))
+            optimizer.step()
+        (*_, last) = live.conflicts.fetch()
+    found, alone = grads_of(model), each(model, losses_of(model))
+    assert max(last.weights) > 1.2
+    weighed = {
+        name: sum(w * alone[task][name] for task, w in zip("abc", last.weights, strict=True))
+        for name in TRUNK
+    }
+    heads = {f"heads.{task}.weight": alone[task][f"heads.{task}.weight"] for task in "abc"}
+    expected = weighed | heads
+    close({name: found[name] for name in expected}, expected)
 
 
 def test_calls_and_effects_are_counted_for_each_task() -> None:

@@ -94,15 +94,38 @@ def test_an_other_that_takes_no_two_tasks_is_left_out() -> None:
     assert others_of("sum", context, rows * torch.nan, rows.sum(0), 2**0.5) == {}
 
 
+def awkward(count: int, seed: int) -> Tensor:
+    """Rows that are independent, or dependent, or opposite to others, or zero."""
+    rows = torch.randn(count, 20, generator=torch.Generator().manual_seed(seed)).double()
+    match seed % 4:
+        case 1:
+            rows[-1] = rows[:-1].mean(0)
+        case 2:
+            rows[-1] = -2 * rows[0]
+        case 3:
+            rows[-1] = 0
+    return rows
+
+
 @pytest.mark.parametrize("count", [2, 3, 8])
-def test_twins_do_what_their_others_do(count: int) -> None:
+@pytest.mark.parametrize("scale", [1e-6, 0.01, 0.1, 1.0, 1e3])
+def test_what_twins_would_have_done_is_their_own(count: int, scale: float) -> None:
     made = dict(_comparable())
-    for seed in range(5):
-        rows = torch.randn(count, 20, generator=torch.Generator().manual_seed(seed)).double()
-        context = Context(step=seed, group="shared")
+    for seed in range(8):
+        rows = awkward(count, seed) * scale
+        context = Context(seed, 0, "shared", losses=torch.ones(count, dtype=torch.float64))
+        update = rows.mean(0)
+        others = others_of("mean", context, rows @ rows.T, rows @ update, float(update.norm()))
         for name, other in TWINS.items():
-            pair = [weights_of(made[key], rows @ rows.T, context) for key in (name, other)]
-            torch.testing.assert_close(*pair)
+            if scale >= 1:
+                assert others[name] is others[other]  # or nothing is saved
+            own = weights_of(made[name], rows @ rows.T, context)
+            theirs = torch.tensor(others[name].weights, dtype=torch.float64)
+            torch.testing.assert_close(theirs, own)
+            result = own @ rows
+            if result.norm() > 1e-9 * scale:
+                cosine = torch.cosine_similarity(result, update, dim=0).item()
+                assert others[name].cosine == pytest.approx(cosine, abs=1e-6)
 
 
 def test_the_newest_are_kept_until_they_are_fetched_and_the_means_of_all() -> None:
