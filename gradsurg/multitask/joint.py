@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
+from gradsurg import engine
 from gradsurg.attached import Attached, Patient
 from gradsurg.intervention import Intervention
 from gradsurg.multitask.aggregation import SHARED, Aggregation, Around, check_host
@@ -23,7 +24,7 @@ from gradsurg.multitask.flow import (
     sparing,
 )
 from gradsurg.multitask.losses import Losses, named, values
-from gradsurg.multitask.passes import Passes
+from gradsurg.multitask.passes import Passes, check_again
 from gradsurg.multitask.rows import Block, Rows, views
 
 
@@ -38,6 +39,7 @@ class Joint:
         self._shadow = shadow
         self._stack = ExitStack()
         self._watch: Watch | None = None
+        self._keeps = False
         self._tasks: dict[str, None] = {}  # all that have come
 
     def join(self, intervention: Intervention, label: str) -> None:
@@ -55,6 +57,13 @@ class Joint:
         if one.at.features:
             self._watch = Watch(model, one.at.features, self._stack)
         self.aggregations.append(one)
+        self.keep_buffers()
+
+    def keep_buffers(self) -> None:
+        """Have what will be compiled take a backward for each task."""
+        if not self._keeps:
+            self._keeps = True
+            self._stack.enter_context(engine.keeping_buffers())
 
     def backward(self, losses: Losses, attached: Sequence[Attached], last: bool) -> None:
         """As `Live.backward` says."""
@@ -91,10 +100,13 @@ class Joint:
     def complaints(self) -> list[str]:
         """What is to be said when the block ends."""
         met = {entry.intervention for entry in self.around.ledger if entry.all_calls}
+        why = "live.backward(losses) was never called"
+        if self._tasks:
+            why = "no two tasks were seen to reach a parameter that it has"
         said = [
-            f"{one.label}: attached, but live.backward(losses) was never called"
+            f"{one.label}: attached, but {why}"
             for one in self.aggregations
-            if one.label not in met
+            if one.label not in met and not (self._shadow and self._tasks)
         ]
         if self._passes.waiting:
             said.append("what waits since live.backward(.., aggregate=False) was never aggregated")
@@ -172,7 +184,7 @@ class Joint:
                 blocks, self._made(one, group, rows, blocks, losses, weights), strict=True
             ):
                 found |= views(block, rows.params, grad)
-        if self.aggregations and not found:
+        if self.aggregations and not found and not self._passes.blank:
             raise _nothing_shared(rows, given)
         grads = rows.merged(found, [1.0] * len(given) if weights is None else weights.tolist())
         leaves = [rows.params[index] for index in grads]
@@ -217,6 +229,8 @@ class Joint:
                 "'full'"
             )
         place = cut(given, self._watch.take() if self._watch is not None else None)
+        if len(given) > 1:
+            check_again(given)
         if place.joined:
             check_stateful(attached, len(given))
         parts: list[Sequence[Tensor | None]] = []

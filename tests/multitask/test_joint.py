@@ -255,6 +255,12 @@ def test_while_its_trigger_does_not_fire_the_shared_parameters_get_the_sum() -> 
     assert [(entry.all_calls, entry.all_fired) for entry in live.ledger] == [(2, 1)]
 
 
+def test_an_aggregator_of_parameters_that_one_task_alone_reaches_says_that_it_did_nothing() -> None:
+    items = at_shared(Uneven(), pattern="trunk.*"), at_shared(gs.MGDA(), pattern="heads.a.*")
+    with pytest.warns(gs.SurgeryWarning, match="mgda: attached, but no two tasks were seen"):
+        joint(model := Net(), losses_of(model), *items)
+
+
 # Dynamic graphs
 
 
