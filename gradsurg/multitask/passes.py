@@ -84,6 +84,11 @@ class Passes:
                 f"{ONCE}: in such steps the conflicts of the tasks are not measured. {RECOMPILE}"
             )
             return None
+        try:
+            self._current()
+        except LookupError as error:  # all that is selected is frozen by now
+            self._around.tell(f"{error.args[0]}: the conflicts of the tasks are not measured")
+            return None
         before, self._looked = self._looked, {}
         before = before if list(before) == list(given) else {}
         rows = self._fill(given, attached, picky, anew=not before, looks=True)
@@ -133,7 +138,7 @@ class Passes:
         if compiled and len(given) > 1:
             check_again(given)
         rows = self._current()
-        if anew:
+        if anew or (looks and rows.num_tasks != len(given)):
             rows.clear(len(given))
             self.blank = set()
         elif rows.num_tasks != len(given):
