@@ -259,3 +259,21 @@ def test_measuring_changes_no_bit(aggregator: Aggregator, every: int) -> None:
 
     pairs = zip(train(0), train(every), strict=True)
     assert all(torch.equal(own, other) for own, other in pairs)
+
+
+@pytest.mark.parametrize("engine", ["full", "feature"])
+def test_a_step_at_which_an_aggregator_does_not_act_is_measured_too(engine: str) -> None:
+    model = Net()
+    optimizer = still(model)
+    at = gs.SharedParameters(engine=engine)
+    item = gs.Intervention(Uneven(), at=at, when=gs.Steps(start=2))
+    with gs.Surgery(item).attach(model, optimizer) as live:
+        for _ in range(3):
+            optimizer.zero_grad()
+            live.backward(losses_of(model))
+            optimizer.step()
+        found = live.conflicts.fetch()
+    assert [conflict.step for conflict in found] == [0, 1, 2]
+    assert [conflict.weights == [1.0, 1.0, 1.0] for conflict in found] == [True, True, False]
+    assert found[0].norms == found[2].norms
+    assert found[0].norm_to_mean == pytest.approx(3.0)
