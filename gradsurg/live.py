@@ -76,8 +76,8 @@ class Live:
         an aggregator makes one of them for each group of shared parameters, a parameter that one
         task alone reaches gets that of its task, and the results are added to `.grad`. Hooks of
         others on a parameter meet those of each task and then the result. An aggregator that weighs
-        losses, as `Mean` does, has one backward of the weighed losses; with no aggregator it is one
-        of their sum.
+        losses, as `Mean` does, has one backward of the weighed losses while no transform acts on
+        the way but linear ones, for which it is the same; with no aggregator it is one of the sum.
 
         With `aggregate=False` the gradients wait, and are added to those of the next call: several
         batches make one step so. With a GradScaler give scaled losses. Only parameters of the model

@@ -22,6 +22,7 @@ from gradsurg.multitask.flow import (
     paused,
     pickers,
     sparing,
+    tell_tasks_apart,
 )
 from gradsurg.multitask.losses import Losses, named, values
 from gradsurg.multitask.passes import Passes, check_again
@@ -72,12 +73,18 @@ class Joint:
         attached, picky = list(attached), pickers(attached)
         check_tasks(picky, list(self._tasks))
         one = self.aggregations[0] if self.aggregations else None
-        if self._shadow or (not picky and (one is None or one.weighs)):
+        if self._shadow or not (picky or self._needs_each(one, attached)):
             self._at_once(one, given, attached, picky, last)
         elif one is not None and one.at.engine == "feature":
             self._at_features(one, given, attached, picky, last)
         else:
             self._one_by_one(given, attached, picky, last)
+
+    def _needs_each(self, one: Aggregation | None, attached: Sequence[Attached]) -> bool:
+        """Whether each loss has a backward of its own, also where none is asked for by name."""
+        if one is None or (one.weighs and one.at.engine == "feature"):
+            return False
+        return not one.weighs or bool(self._passes.waiting) or tell_tasks_apart(attached)
 
     def stepped(self) -> None:
         """The optimizer has made a step."""
