@@ -68,7 +68,9 @@ class Live:
         """How far the tasks of `backward` conflict, at the measured steps."""
         return self._joint.around.conflicts
 
-    def backward(self, losses: Losses, *, aggregate: bool = True) -> None:
+    def backward(
+        self, losses: Losses, *, aggregate: bool = True, retain_graph: bool = False
+    ) -> None:
         """In place of `sum(losses).backward()`: back from several losses, to one update.
 
         `losses` are tensors of no axes, by the names of their tasks or in an order. The gradients
@@ -88,7 +90,7 @@ class Live:
         """
         _ = self._roster.patient
         with self._changes.held():
-            self._joint.backward(losses, self._roster.attached, aggregate)
+            self._joint.backward(losses, self._roster.attached, aggregate, retain_graph)
 
     def tick(self) -> None:
         """One optimizer step is done; called by the optimizer's own hook where one was given."""

@@ -66,23 +66,27 @@ class Joint:
             self._keeps = True
             self._stack.enter_context(engine.keeping_buffers())
 
-    def backward(self, losses: Losses, attached: Sequence[Attached], last: bool) -> None:
+    def backward(
+        self, losses: Losses, attached: Sequence[Attached], last: bool, retain: bool
+    ) -> None:
         """As `Live.backward` says."""
         given = named(losses)
+        if retain:
+            check_again(given)
         self._tasks |= dict.fromkeys(given)
         attached, picky = list(attached), pickers(attached)
         check_tasks(picky, list(self._tasks))
         one = self.aggregations[0] if self.aggregations else None
         if self._shadow or not (picky or self._needs_each(one, attached)):
-            self._at_once(one, given, attached, picky, last)
+            self._at_once(one, given, attached, picky, last, retain)
         elif one is not None and one.at.engine == "feature":
-            self._at_features(one, given, attached, picky, last)
+            self._at_features(one, given, attached, picky, last, retain)
         else:
-            self._one_by_one(given, attached, picky, last)
+            self._one_by_one(given, attached, picky, last, retain)
 
     def _needs_each(self, one: Aggregation | None, attached: Sequence[Attached]) -> bool:
         """Whether each loss has a backward of its own, also where none is asked for by name."""
-        if one is None or (one.weighs and one.at.engine == "feature"):
+        if one is None:
             return False
         return not one.weighs or bool(self._passes.waiting) or tell_tasks_apart(attached)
 
@@ -134,6 +138,7 @@ class Joint:
         attached: Sequence[Attached],
         picky: Sequence[Attached],
         last: bool,
+        retain: bool,
     ) -> None:
         """One backward of the weighed losses. Measuring has passes of its own, and changes none."""
         weights = None
@@ -144,7 +149,7 @@ class Joint:
         parts = list(given.values())
         if weights is not None:
             parts = [loss * own for loss, own in zip(parts, weights.tolist(), strict=True)]
-        reduce(add, parts).backward()
+        reduce(add, parts).backward(retain_graph=retain)
 
     def _observe(
         self,
@@ -174,6 +179,7 @@ class Joint:
         attached: Sequence[Attached],
         picky: Sequence[Attached],
         last: bool,
+        retain: bool,
     ) -> None:
         """One backward a task, then one through the nodes alone that add to `.grad`."""
         check_stateful(attached, len(given))
@@ -181,7 +187,8 @@ class Joint:
         weights = None
         if one is not None and one.weighs:
             weights = one.weigh(values(given, self.around.scale), last)
-        collected = self._passes.collect(given, attached, picky, last, strict=weights is None)
+        strict = weights is None
+        collected = self._passes.collect(given, attached, picky, last, strict, retain)
         if collected is None:
             return
         rows, losses = collected
@@ -228,6 +235,7 @@ class Joint:
         attached: Sequence[Attached],
         picky: Sequence[Attached],
         last: bool,
+        retain: bool,
     ) -> None:
         """A pass a task down to where they part, one from there on."""
         if not last:
@@ -246,7 +254,7 @@ class Joint:
         steady = [own for own in attached if own not in picky]
         with sparing(steady, place.nodes), place.closed():
             for number, name in enumerate(given, 1):
-                again = place.nested or number < len(given)
+                again = retain or place.nested or number < len(given)
                 with flowing(name, self.around.clock, attached, picky):
                     grads, own = place.pass_down(given[name], name, again)
                 parts.append(grads)
@@ -265,7 +273,8 @@ class Joint:
             with paused(at_leaves(attached)):
                 torch.autograd.backward(list(leaves), list(leaves.values()))
         with sparing(picky, place.nodes):
-            torch.autograd.backward([place.edges[index] for index in grads], list(grads.values()))
+            edges = [place.edges[index] for index in grads]
+            torch.autograd.backward(edges, list(grads.values()), retain_graph=retain)
 
 
 def _reaching(rows: Rows, blocks: Sequence[Block]) -> tuple[list[int], list[Tensor]]:

@@ -44,6 +44,7 @@ class Passes:
         picky: Sequence[Attached],
         last: bool,
         strict: bool,
+        retain: bool,
     ) -> tuple[Rows, dict[str, float]] | None:
         """The rows and the losses of a step; None while they wait for its `last` batch. `strict`
         as `Rows.settle` has it.
@@ -54,7 +55,7 @@ class Passes:
                 f"{', '.join(given)}"
             )
         before, self.waiting = self.waiting, {}
-        rows = self._fill(given, attached, picky, anew=not before)
+        rows = self._fill(given, attached, picky, anew=not before, retain=retain)
         losses = values(given, self._around.scale)
         losses = {name: loss + before.get(name, 0.0) for name, loss in losses.items()}
         if not last:
@@ -123,6 +124,7 @@ class Passes:
         picky: Sequence[Attached],
         anew: bool = True,
         looks: bool = False,
+        retain: bool = False,
     ) -> Rows:
         """The rows, with the gradients of these losses written or added to them. One that only
         `looks` leaves the graph as it is, and refuses no task.
@@ -153,7 +155,7 @@ class Passes:
             rows.expect(reached)
         try:
             for index, (name, loss) in enumerate(given.items()):
-                again = looks or index < len(given) - 1
+                again = looks or retain or index < len(given) - 1
                 with flowing(name, self._around.clock, attached, picky):
                     grads = torch.autograd.grad(
                         loss, rows.params, retain_graph=again, allow_unused=True

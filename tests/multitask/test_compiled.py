@@ -108,6 +108,15 @@ def test_a_graph_of_one_backward_is_refused_where_each_task_needs_one(engine: st
             live.backward(compiled(model)(batch(8)))
 
 
+def test_a_graph_of_one_backward_is_not_retained() -> None:
+    model = Losing()
+    called = before(model)
+    with gs.Surgery(at_shared(gs.Mean())).attach(model, effects_every=0) as live:
+        with pytest.raises(RuntimeError, match="for one backward alone"):
+            live.backward(called(batch(8)), retain_graph=True)
+        live.backward(called(batch(8)))
+
+
 # What a task reaches
 
 
