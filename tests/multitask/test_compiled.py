@@ -49,7 +49,7 @@ def train(every: int, dynamic: bool | None, *items: gs.Intervention) -> tuple[li
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with gs.Surgery(*items).attach(model, optimizer, effects_every=every) as live:
         called = compiled(model, dynamic)
-        for size in (8, 5, 5, 6, 6, 7):
+        for size in (8, 5, 5):
             optimizer.zero_grad()
             live.backward(called(batch(size)))
             optimizer.step()
@@ -63,7 +63,7 @@ def test_batches_of_several_sizes_train_the_same_measured_or_not(
 ) -> None:
     plain, none = train(0, dynamic, at_shared(aggregator))
     measured, count = train(2, dynamic, at_shared(aggregator))
-    assert (none, count) == (0, 3)
+    assert (none, count) == (0, 2)
     assert all(torch.equal(own, other) for own, other in zip(plain, measured, strict=True))
 
 
