@@ -203,7 +203,11 @@ class Attached:
 
     def finish(self) -> list[str]:
         """All that is to be said of it when it ends."""
-        for check in (*self._checks, self._roll_call.complaint):
+        checks = [*self._checks, self._roll_call.complaint]
+        own = [entry for entry in self.ledger if entry.intervention == self.label]
+        if all(entry.all_calls or entry.skipped for entry in own):  # else the ledger tells
+            checks.append(self._roll_call.silence)
+        for check in checks:
             if text := check():
                 self.note(text)
         return self.notes

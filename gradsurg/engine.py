@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from math import nan
 from typing import Any, TypeVar, cast
 
 import torch
@@ -173,6 +174,66 @@ def in_compiled() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+@contextmanager
+def keeping_buffers() -> Iterator[None]:
+    """A block in which what torch.compile compiles may be sent back through more than once.
+
+    Else its backward may write to what its forward has saved, its "donated buffers". The caches on
+    disk do not tell the two apart, and so they get a tag.
+    """
+    functorch: Any = import_module("torch._functorch.config")  # Any: modules of settings
+    compiler: Any = import_module("torch.compiler.config")
+    before = functorch.donated_buffer, compiler.cache_key_tag
+    functorch.donated_buffer = False
+    compiler.cache_key_tag = before[1].removesuffix(_KEPT) + _KEPT
+    try:
+        yield
+    finally:
+        functorch.donated_buffer, compiler.cache_key_tag = before
+
+
+_KEPT = "/gradsurg keeps buffers"
+
+
+def runs_again(node: Any) -> bool:
+    """Whether a graph that torch.compile has made may be sent back through more than once: the
+    first time with `retain_graph`, if it was not yet. Any: a node of its `CompiledFunction`.
+    """
+    function = node._forward_cls
+    metadata = function.metadata
+    if metadata.bw_donated_idxs is None:
+        # It was compiled while buffers were kept. PyTorch takes a list alone for a sign of that,
+        # where its setting, which each thread has for itself, says otherwise.
+        metadata.bw_donated_idxs = []
+    return not metadata.bw_donated_idxs or function.compiled_bw is None
+
+
+def lets_through(node: Any, number: int) -> list[int]:
+    """To which of the nodes after it a gradient flows that enters a graph of torch.compile at its
+    output `number`; nodes that are None are not counted.
+
+    It gives zero to all others that it holds. A gradient of NaN tells them apart from those to
+    which none but zeros flow today; no hook sees it. Any: as above.
+    """
+    with torch.no_grad():
+        given = [
+            torch.full(
+                tuple(own.shape),
+                nan if index == number and not _is_whole(own.dtype) else 0,
+                dtype=own.dtype,
+                device=own.device,
+            )
+            for index, own in enumerate(node._input_metadata)
+        ]
+        found = node.apply(*given)
+    grads = [grad for grad, asked in zip(found, node.needs_input_grad, strict=True) if asked]
+    return [i for i, grad in enumerate(grads) if grad is not None and bool(grad.isnan().any())]
+
+
+def _is_whole(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex)
 
 
 Pair = tuple[Callable[[torch.Tensor], object], Callable[[Any], torch.Tensor]]

@@ -68,7 +68,9 @@ class Live:
         """How far the tasks of `backward` conflict, at the measured steps."""
         return self._joint.around.conflicts
 
-    def backward(self, losses: Losses, *, aggregate: bool = True) -> None:
+    def backward(
+        self, losses: Losses, *, aggregate: bool = True, retain_graph: bool = False
+    ) -> None:
         """In place of `sum(losses).backward()`: back from several losses, to one update.
 
         `losses` are tensors of no axes, by the names of their tasks or in an order. The gradients
@@ -76,8 +78,8 @@ class Live:
         an aggregator makes one of them for each group of shared parameters, a parameter that one
         task alone reaches gets that of its task, and the results are added to `.grad`. Hooks of
         others on a parameter meet those of each task and then the result. An aggregator that weighs
-        losses, as `Mean` does, has one backward of the weighed losses; with no aggregator it is one
-        of their sum.
+        losses, as `Mean` does, has one backward of the weighed losses while no transform acts on
+        the way but linear ones, for which it is the same; with no aggregator it is one of the sum.
 
         With `aggregate=False` the gradients wait, and are added to those of the next call: several
         batches make one step so. With a GradScaler give scaled losses. Only parameters of the model
@@ -88,7 +90,7 @@ class Live:
         """
         _ = self._roster.patient
         with self._changes.held():
-            self._joint.backward(losses, self._roster.attached, aggregate)
+            self._joint.backward(losses, self._roster.attached, aggregate, retain_graph)
 
     def tick(self) -> None:
         """One optimizer step is done; called by the optimizer's own hook where one was given."""

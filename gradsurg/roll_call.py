@@ -42,14 +42,19 @@ class RollCall:
 
     def complaint(self) -> str:
         """What is to be said when the block ends; empty if nothing is."""
-        if self._waits:
-            return (
-                f"{self._at.expected} sites were expected, and no backward has come that would "
-                "show them all"
-            )
-        if self._met and isinstance(self._ask, Keeper) and (silent := self._ask.silent()):
-            return f"nothing was selected by {', '.join(map(repr, silent))}, a part of it"
-        return ""
+        if not self._waits:
+            return ""
+        return (
+            f"{self._at.expected} sites were expected, and no backward has come that would show "
+            "them all"
+        )
+
+    def silence(self) -> str:
+        """What is to be said of parts that have selected nothing, where the whole has."""
+        silent = self._ask.silent() if self._met and isinstance(self._ask, Keeper) else []
+        if not silent:
+            return ""
+        return f"nothing was selected by {', '.join(map(repr, silent))}, a part of it"
 
     def _noting(self, place: Place) -> bool | None:
         """As the selector says, up to the end of the first forward."""

@@ -16,6 +16,7 @@ from gradsurg.intervention import (
     scale_matters,
 )
 from gradsurg.ledger import SurgeryWarning
+from gradsurg.multitask.flow import pickers
 from gradsurg.multitask.joint import Joint
 from gradsurg.operation import Operation
 from gradsurg.output_error import follow_error
@@ -98,6 +99,8 @@ class Roster:
         )
         attached = Attached(intervention, operation, self._around.ledger)
         self.attached.append(attached)
+        if pickers([attached]):
+            self._joint.keep_buffers()
         return attached
 
     def check(self, intervention: Intervention, instead: Attached | None = None) -> None:

@@ -1,6 +1,7 @@
 """What gradsurg relies on in PyTorch without it being exported."""
 
 import gc
+from contextlib import nullcontext
 from typing import Any
 from weakref import ref
 
@@ -336,3 +337,38 @@ def test_within_earlier_surroundings_only_what_was_there_before_is_in_force() ->
         engine.end_functions(mode)
         for handle in [early, *later]:
             handle.remove()
+
+
+def test_a_compiled_graph_tells_what_each_output_lets_through_and_whether_it_runs_again() -> None:
+    def node_of(keeps: bool, retain: bool) -> Any:
+        torch.compiler.reset()
+        first, second = (torch.zeros(2, requires_grad=True) for _ in range(2))
+
+        def forward(scale: Tensor) -> tuple[Tensor, Tensor]:
+            return (scale * first.tanh().exp()).sum(), (scale * second.tanh().exp()).sum()
+
+        with engine.keeping_buffers() if keeps else nullcontext():
+            outputs = torch.compile(forward, backend="aot_eager")(torch.zeros(2))
+            node: Any = outputs[0].grad_fn
+            assert engine.runs_again(node)
+            sum(outputs).backward(retain_graph=retain)
+        return node
+
+    for keeps, retain in ((True, True), (True, False), (False, True), (False, False)):
+        node = node_of(keeps, retain)
+        assert engine.runs_again(node) == (keeps or retain)
+        if retain:
+            through = [engine.lets_through(node, number) for number in range(2)]
+            assert sorted(through) == [[0], [1]]
+    torch.compiler.reset()
+
+
+def test_asking_a_compiled_graph_first_keeps_its_buffers() -> None:
+    torch.compiler.reset()
+    leaf = torch.ones(2, requires_grad=True)
+    output = torch.compile(lambda: leaf.tanh().exp().sum(), backend="aot_eager")()
+    assert engine.lets_through(output.grad_fn, 0) == [0]
+    assert engine.runs_again(output.grad_fn)
+    for _ in range(2):
+        output.backward(retain_graph=True)
+    torch.compiler.reset()

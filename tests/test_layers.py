@@ -31,6 +31,7 @@ FLOORS = (
         "multitask.conflict",
         "multitask.merging",
         "multitask.aggregation",
+        "multitask.compiled",
         "multitask.flow",
         "multitask.passes",
         "multitask.joint",

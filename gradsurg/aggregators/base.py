@@ -148,7 +148,8 @@ class Weighting(GramianAggregator):
 
 
 class LossWeighting(Aggregator):
-    """An aggregator that weighs the losses and looks at no gradient: one backward will do.
+    """An aggregator that weighs the losses and looks at no gradient: one backward will do, unless a
+    transform that is not linear is to meet the gradient of each task.
 
     Its weights are those of the tasks' own parameters too, as if the losses were weighed.
     """

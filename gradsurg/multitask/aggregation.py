@@ -140,18 +140,19 @@ class Aggregation:
 
     def make(self, group: str, parts: Sequence[Tensor], losses: Mapping[str, float]) -> Merged:
         """One gradient of the rows (T, p) of each part of a group, of tasks with these losses."""
-        if not self._count(group):
-            ones = torch.ones(len(losses), dtype=torch.float64)
-            return Merged([rows.sum(dim=0) for rows in parts], {}, ones)
+        fires, sampling = self._count(group), self.around.effects.sampling
+        if not (fires or sampling):
+            return _summed(parts)
         if self.around.scaled and not all(bool(rows.isfinite().all()) for rows in parts):
             # The scaler leaves such a step out: nothing is learnt from it, and nothing told.
             return Merged([rows.sum(dim=0) for rows in parts], {})
         with _precisely(parts):
-            merged = self._merge(group, parts, losses)
-            self._keep(group, tuple(losses), merged.state)
             context = self._context(group, losses)
-            self._check_finite(merged, context)
-            if self.around.effects.sampling:
+            merged = self._merge(group, parts, losses) if fires else _summed(parts)
+            if fires:
+                self._keep(group, tuple(losses), merged.state)
+                self._check_finite(merged, context)
+            if sampling:
                 self._tell_conflict(context, parts, merged)
         return merged
 
@@ -255,6 +256,12 @@ class Aggregation:
             f"finite at step {context.step}, and so is what was made of it",
             of=f"{self.label} not finite",
         )
+
+
+def _summed(parts: Sequence[Tensor]) -> Merged:
+    """What is made where nothing acts."""
+    ones = torch.ones(len(parts[0]), dtype=torch.float64)
+    return Merged([rows.sum(dim=0) for rows in parts], {}, ones)
 
 
 def _precisely(parts: Sequence[Tensor]) -> AbstractContextManager[object]:

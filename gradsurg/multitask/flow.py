@@ -10,6 +10,9 @@ from gradsurg.fields import nearest
 from gradsurg.triggers.base import Clock
 from gradsurg.triggers.for_task import ForTask
 
+_STEADY = {"linear", "deterministic"}
+EARLY = ("backward", "use", "captured")  # the stages at which a transform meets each task
+
 
 @contextmanager
 def flowing(
@@ -63,6 +66,18 @@ def pickers(attached: Sequence[Attached]) -> list[Attached]:
     return [own for own in attached if _picked(own)]
 
 
+def tell_tasks_apart(attached: Sequence[Attached]) -> bool:
+    """Whether any that acts at this step makes of a sum another thing than of its parts: it is to
+    meet the gradient of each task, and not their weighed sum.
+    """
+    return any(
+        own.intervention.stage in EARLY
+        and own.operation.firing is not False
+        and not (own.operation.firing and own.intervention.operator.laws >= _STEADY)
+        for own in attached
+    )
+
+
 def check_tasks(picky: Sequence[Attached], names: Sequence[str]) -> None:
     """Refuse a trigger that waits for a task which is not there."""
     for own in picky:
@@ -79,8 +94,7 @@ def check_stateful(attached: Sequence[Attached], num_tasks: int) -> None:
     if num_tasks == 1:
         return
     for own in attached:
-        passes = own.intervention.stage in ("backward", "use", "captured")
-        if passes and own.stateful and not _picked(own):
+        if own.intervention.stage in EARLY and own.stateful and not _picked(own):
             raise ValueError(
                 f"{own.label}: {own.stateful} remembers what passes at a site, and there the "
                 f"gradients of {num_tasks} tasks pass one after the other; it can act at "

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
+from gradsurg import engine
 from gradsurg.attached import Attached, Patient
 from gradsurg.intervention import Intervention, scale_matters
 from gradsurg.multitask.aggregation import SHARED, Aggregation, Around, check_host
@@ -21,9 +22,10 @@ from gradsurg.multitask.flow import (
     paused,
     pickers,
     sparing,
+    tell_tasks_apart,
 )
 from gradsurg.multitask.losses import Losses, named, values
-from gradsurg.multitask.passes import Passes
+from gradsurg.multitask.passes import Passes, check_again
 from gradsurg.multitask.rows import Block, Rows, views
 
 
@@ -38,6 +40,7 @@ class Joint:
         self._shadow = shadow
         self._stack = ExitStack()
         self._watch: Watch | None = None
+        self._keeps = False
         self._tasks: dict[str, None] = {}  # all that have come
 
     def join(self, intervention: Intervention, label: str) -> None:
@@ -55,22 +58,39 @@ class Joint:
         if one.at.features:
             self._watch = Watch(model, one.at.features, self._stack)
         self.aggregations.append(one)
+        self.keep_buffers()
 
-    def backward(self, losses: Losses, attached: Sequence[Attached], last: bool) -> None:
+    def keep_buffers(self) -> None:
+        """Have what will be compiled take a backward for each task."""
+        if not self._keeps:
+            self._keeps = True
+            self._stack.enter_context(engine.keeping_buffers())
+
+    def backward(
+        self, losses: Losses, attached: Sequence[Attached], last: bool, retain: bool
+    ) -> None:
         """As `Live.backward` says."""
         given = named(losses)
+        if retain:
+            check_again(given)
         self._tasks |= dict.fromkeys(given)
         attached, picky = list(attached), pickers(attached)
         check_tasks(picky, list(self._tasks))
         one = self.aggregations[0] if self.aggregations else None
-        if self._shadow or (not picky and (one is None or one.weighs)):
-            self._at_once(one, given, attached, picky, last)
+        if self._shadow or not (picky or self._needs_each(one, attached)):
+            self._at_once(one, given, attached, picky, last, retain)
         elif one is not None and one.at.engine == "feature":
-            self._at_features(one, given, attached, picky, last)
+            self._at_features(one, given, attached, picky, last, retain)
         else:
-            self._one_by_one(given, attached, picky, last)
+            self._one_by_one(given, attached, picky, last, retain)
         if last and self._patient is not None and self._patient.optimizer is None:
             self.around.clock.backwards += 1
+
+    def _needs_each(self, one: Aggregation | None, attached: Sequence[Attached]) -> bool:
+        """Whether each loss has a backward of its own, also where none is asked for by name."""
+        if one is None:
+            return False
+        return not one.weighs or bool(self._passes.waiting) or tell_tasks_apart(attached)
 
     def stepped(self) -> None:
         """The optimizer has made a step."""
@@ -95,10 +115,13 @@ class Joint:
     def complaints(self) -> list[str]:
         """What is to be said when the block ends."""
         met = {entry.intervention for entry in self.around.ledger if entry.all_calls}
+        why = "live.backward(losses) was never called"
+        if self._tasks:
+            why = "no two tasks were seen to reach a parameter that it has"
         said = [
-            f"{one.label}: attached, but live.backward(losses) was never called"
+            f"{one.label}: attached, but {why}"
             for one in self.aggregations
-            if one.label not in met
+            if one.label not in met and not (self._shadow and self._tasks)
         ]
         if self._passes.waiting:
             said.append("what waits since live.backward(.., aggregate=False) was never aggregated")
@@ -119,6 +142,7 @@ class Joint:
         attached: Sequence[Attached],
         picky: Sequence[Attached],
         last: bool,
+        retain: bool,
     ) -> None:
         """One backward of the weighed losses. Measuring has passes of its own, and changes none."""
         weights = None
@@ -129,7 +153,7 @@ class Joint:
         parts = list(given.values())
         if weights is not None:
             parts = [loss * own for loss, own in zip(parts, weights.tolist(), strict=True)]
-        reduce(add, parts).backward()
+        reduce(add, parts).backward(retain_graph=retain)
 
     def _observe(
         self,
@@ -159,6 +183,7 @@ class Joint:
         attached: Sequence[Attached],
         picky: Sequence[Attached],
         last: bool,
+        retain: bool,
     ) -> None:
         """One backward a task, then one through the nodes alone that add to `.grad`."""
         check_stateful(attached, len(given))
@@ -166,7 +191,8 @@ class Joint:
         weights = None
         if one is not None and one.weighs:
             weights = one.weigh(values(given, self.around.scale), last)
-        collected = self._passes.collect(given, attached, picky, last, strict=weights is None)
+        strict = weights is None
+        collected = self._passes.collect(given, attached, picky, last, strict, retain)
         if collected is None:
             return
         rows, losses = collected
@@ -176,7 +202,7 @@ class Joint:
                 blocks, self._made(one, group, rows, blocks, losses, weights), strict=True
             ):
                 found |= views(block, rows.params, grad)
-        if self.aggregations and not found:
+        if self.aggregations and not found and not self._passes.blank:
             raise _nothing_shared(rows, given)
         grads = rows.merged(found, [1.0] * len(given) if weights is None else weights.tolist())
         leaves = [rows.params[index] for index in grads]
@@ -209,6 +235,7 @@ class Joint:
         attached: Sequence[Attached],
         picky: Sequence[Attached],
         last: bool,
+        retain: bool,
     ) -> None:
         """A pass a task down to where they part, one from there on."""
         if not last:
@@ -217,6 +244,8 @@ class Joint:
                 "'full'"
             )
         place = cut(given, self._watch)
+        if len(given) > 1:
+            check_again(given)
         if place.joined:
             check_stateful(attached, len(given))
         parts: list[Sequence[Tensor | None]] = []
@@ -225,7 +254,7 @@ class Joint:
         steady = [own for own in attached if own not in picky]
         with sparing(steady, place.nodes), place.closed():
             for number, name in enumerate(given, 1):
-                again = place.nested or number < len(given)
+                again = retain or place.nested or number < len(given)
                 with flowing(name, self.around.clock, attached, picky):
                     grads, own = place.pass_down(given[name], name, again)
                 parts.append(grads)
@@ -242,7 +271,8 @@ class Joint:
             with paused(at_leaves(attached)):
                 torch.autograd.backward(list(leaves), list(leaves.values()))
         with sparing(picky, place.nodes):
-            torch.autograd.backward([place.edges[index] for index in grads], list(grads.values()))
+            edges = [place.edges[index] for index in grads]
+            torch.autograd.backward(edges, list(grads.values()), retain_graph=retain)
 
     def _tell_absent(
         self, one: Aggregation, losses: Iterable[str], tasks: Sequence[int], what: str, whose: str

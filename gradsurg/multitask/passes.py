@@ -7,13 +7,18 @@ from torch import Tensor
 
 from gradsurg.attached import Attached, Patient
 from gradsurg.multitask.aggregation import Aggregation, Around
+from gradsurg.multitask.compiled import COMPILED, all_run_again, leaves_of
 from gradsurg.multitask.features import REENTRANT
 from gradsurg.multitask.flow import flowing
 from gradsurg.multitask.losses import nodes_of, values
 from gradsurg.multitask.rows import Block, Rows
 from gradsurg.sites._params import owned_params
 
-COMPILED = "CompiledFunctionBackward"  # the node of all that torch.compile has made one graph of
+ONCE = (
+    "a graph was compiled before the surgery was attached, for one backward alone, which may write "
+    "to what the forward has saved"
+)
+RECOMPILE = "Call torch.compiler.reset() and compile it inside the block."
 
 ERRORS = BaseException  # whatever stops a pass: what it has written is dropped, and it goes on
 
@@ -25,6 +30,7 @@ class Passes:
         self, patient: Patient, around: Around, aggregations: Sequence[Aggregation]
     ) -> None:
         self.waiting: dict[str, float] = {}  # the losses so far of rows that wait for more
+        self.blank: set[str] = set()  # tasks of which it is not known what they reach
         self._looked: dict[str, float] = {}  # those of rows that are only looked at
         self._patient: Patient | None = patient
         self._around = around
@@ -38,6 +44,7 @@ class Passes:
         picky: Sequence[Attached],
         last: bool,
         strict: bool,
+        retain: bool,
     ) -> tuple[Rows, dict[str, float]] | None:
         """The rows and the losses of a step; None while they wait for its `last` batch. `strict`
         as `Rows.settle` has it.
@@ -48,7 +55,7 @@ class Passes:
                 f"{', '.join(given)}"
             )
         before, self.waiting = self.waiting, {}
-        rows = self._fill(given, attached, picky, anew=not before)
+        rows = self._fill(given, attached, picky, anew=not before, retain=retain)
         losses = values(given, self._around.scale)
         losses = {name: loss + before.get(name, 0.0) for name, loss in losses.items()}
         if not last:
@@ -65,7 +72,7 @@ class Passes:
         last: bool,
     ) -> tuple[Rows, dict[str, float]] | None:
         """As `collect`, and the graph stays for another backward. None too where there is no more
-        than one.
+        than one, and a task that reaches nothing is left out.
         """
         if REENTRANT in _names(given):
             self._around.tell(
@@ -73,9 +80,19 @@ class Passes:
                 "their conflicts are not measured. Use checkpoint(use_reentrant=False)."
             )
             return None
+        if not all_run_again(given.values()):
+            self._around.tell(
+                f"{ONCE}: in such steps the conflicts of the tasks are not measured. {RECOMPILE}"
+            )
+            return None
+        try:
+            self._current()
+        except LookupError as error:  # all that is selected is frozen by now
+            self._around.tell(f"{error.args[0]}: the conflicts of the tasks are not measured")
+            return None
         before, self._looked = self._looked, {}
         before = before if list(before) == list(given) else {}
-        rows = self._fill(given, attached, picky, anew=not before, retain=True)
+        rows = self._fill(given, attached, picky, anew=not before, looks=True)
         losses = values(given, self._around.scale)
         losses = {name: loss + before.get(name, 0.0) for name, loss in losses.items()}
         if not last:
@@ -106,9 +123,12 @@ class Passes:
         attached: Sequence[Attached],
         picky: Sequence[Attached],
         anew: bool = True,
+        looks: bool = False,
         retain: bool = False,
     ) -> Rows:
-        """The rows, with the gradients of these losses written or added to them."""
+        """The rows, with the gradients of these losses written or added to them. One that only
+        `looks` leaves the graph as it is, and refuses no task.
+        """
         names = _names(given)
         if REENTRANT in names:
             raise RuntimeError(
@@ -116,27 +136,34 @@ class Passes:
                 "parameters from autograd.grad: use checkpoint(use_reentrant=False), or "
                 "engine='feature' if it is below where the tasks part"
             )
+        compiled = COMPILED in names
+        if compiled and len(given) > 1:
+            check_again(given)
         rows = self._current()
-        if anew:
+        if anew or (looks and rows.num_tasks != len(given)):
             rows.clear(len(given))
+            self.blank = set()
         elif rows.num_tasks != len(given):
             raise ValueError(
                 "the parameters that need a gradient have changed while gradients waited, which "
                 "are dropped: change them between two steps"
             )
+        reached: list[set[int]] = [set() for _ in given]
+        if len(given) > 1 and (compiled or not rows.blocks):
+            reached = [_leaves(loss, rows.params) for loss in given.values()]
         if not rows.blocks:
-            rows.expect([_leaves(loss, rows.params) for loss in given.values()])
+            rows.expect(reached)
         try:
             for index, (name, loss) in enumerate(given.items()):
-                again = retain or index < len(given) - 1
+                again = looks or retain or index < len(given) - 1
                 with flowing(name, self._around.clock, attached, picky):
                     grads = torch.autograd.grad(
                         loss, rows.params, retain_graph=again, allow_unused=True
                     )
-                if COMPILED in names:
-                    grads = _without_zeros(grads)
-                if all(grad is None for grad in grads):
+                if all(grad is None for grad in grads) and not looks:
                     raise ValueError(f"losses['{name}']: reaches no parameter of the model")
+                if compiled:
+                    grads = self._without_zeros(name, grads, reached[index])
                 rows.add(index, grads)
         except ERRORS as error:
             if not anew:
@@ -144,6 +171,29 @@ class Passes:
             rows.clear(0)
             raise
         return rows
+
+    def _without_zeros(
+        self, name: str, grads: Sequence[Tensor | None], reached: set[int]
+    ) -> list[Tensor | None]:
+        """None for what is zero throughout and is not `reached`: a compiled graph has a gradient
+        for all that it holds, and so a task seems to reach the heads of the others.
+        """
+        there = [grad.any() for grad in grads if grad is not None]
+        device = there[0].device if there else None
+        said = iter(torch.stack([own.to(device) for own in there]).tolist() if there else [])
+        kept = [
+            grad if grad is not None and (next(said) or index in reached) else None
+            for index, grad in enumerate(grads)
+        ]
+        if there and all(grad is None for grad in kept):
+            self.blank.add(name)
+            self._around.tell(
+                f"losses['{name}']: its gradient is zero throughout, and a compiled graph does not "
+                "tell what it reaches: it has no say in such steps. Compute losses outside of what "
+                "is compiled.",
+                of=f"{name} is blank",
+            )
+        return kept
 
     def _current(self) -> Rows:
         """The rows for the parameters as they are now."""
@@ -165,20 +215,17 @@ class Passes:
         return rows
 
 
+def check_again(given: Mapping[str, Tensor]) -> None:
+    """Raises RuntimeError if a backward for each of several losses would come to wrong numbers."""
+    if not all_run_again(given.values()):
+        raise RuntimeError(f"losses: {ONCE}. {RECOMPILE}")
+
+
 def _names(given: Mapping[str, Tensor]) -> set[str]:
     return {node.name() for node in nodes_of(given.values())}
 
 
 def _leaves(loss: Tensor, params: Sequence[Tensor]) -> set[int]:
     """The parameters that a loss was made of."""
-    found = {id(getattr(node, "variable", None)) for node in nodes_of([loss])}
+    found = leaves_of(loss)
     return {index for index, param in enumerate(params) if id(param) in found}
-
-
-def _without_zeros(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """None for what is zero throughout: a compiled graph has a gradient for all that it holds, and
-    so a task seems to reach the heads of the others.
-    """
-    there = [grad.any() for grad in grads if grad is not None]
-    said = iter(torch.stack([own.to(there[0].device) for own in there]).tolist() if there else [])
-    return [grad if grad is not None and next(said) else None for grad in grads]

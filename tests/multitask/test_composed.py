@@ -1,6 +1,7 @@
 """An aggregator with transforms before and after it, and with all that changes a live surgery."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -36,11 +37,15 @@ SEEN: list[tuple[str, str, int]] = []
 
 @validated
 class Notes(Stateless):
-    """Writes down whose gradient it is, where, and which of the step."""
+    """Writes down whose gradient it is, where, and which of the step. What it does to a sum may be
+    known, or not.
+    """
+
+    known: bool = True
 
     @property
     def laws(self) -> frozenset[Law]:
-        return frozenset({"linear"})
+        return frozenset({"linear", "deterministic"}) if self.known else frozenset()
 
     def apply(self, grad: Tensor, context: Context) -> Tensor:
         SEEN.append((context.task, context.site.partition("/")[2], context.call))
@@ -131,6 +136,81 @@ def test_a_task_that_was_there_may_be_left_out() -> None:
         model.zero_grad()
         live.backward({"a": losses_of(model)["a"]})
     close(grads_of(model), each(model, {"a": losses_of(model)["a"]})["a"])
+
+
+WEIGHS = {
+    "mean": gs.Mean(),
+    "sum": gs.Sum(),
+    "fixed": gs.FixedWeights((0.3, 2.0, 5.0)),
+    "random": gs.Random(),
+    "famo": gs.FAMO(),
+    "uncertainty": gs.UncertaintyWeighting(),
+}
+CLAMP = gs.Clamp(low=-0.05, high=0.05)
+
+
+def clamped(grads: dict[str, Any], weights: Sequence[float]) -> dict[str, Any]:
+    """The weighed sum of what a clamp makes of the gradient of each task."""
+    parts = list(zip(weights, grads.values(), strict=True))
+    return {n: sum(w * own[n].clamp(-0.05, 0.05) for w, own in parts) for n in TRUNK}
+
+
+@pytest.mark.parametrize("name", WEIGHS)
+def test_before_what_weighs_losses_a_transform_meets_each_task_too(name: str) -> None:
+    model, seen_by = Net(), {}
+    for every in (0, 1):
+        model.zero_grad()
+        items = gs.Intervention(CLAMP, at=gs.Parameters("*")), at_shared(WEIGHS[name])
+        with gs.Surgery(*items).attach(model, still(model), effects_every=every) as live:
+            live.backward(losses_of(model))
+            seen_by[every] = grads_of(model), live.conflicts.fetch()
+    assert same(seen_by[0][0], seen_by[1][0])
+    found, (conflict,) = seen_by[1]
+    expected = clamped(each(model, losses_of(model)), conflict.weights)
+    close({n: found[n] for n in TRUNK}, expected)
+    head = each(model, losses_of(model))["b"]["heads.b.weight"].clamp(-0.05, 0.05)
+    close({"": found["heads.b.weight"]}, {"": conflict.weights[1] * head})
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_wherever_it_stands_before_what_weighs_losses_it_meets_each_task(name: str) -> None:
+    SEEN.clear()
+    trained(Net(), gs.Intervention(Notes(known=False), at=BEFORE[name][0]), at_shared(gs.Mean()))
+    assert [task for task, _, _ in SEEN] == ["a", "b", "c"]
+
+
+def test_what_weighs_losses_is_one_backward_where_that_is_the_same() -> None:
+    model = Net()
+    plain = trained(model, at_shared(gs.Mean()))
+    items = [
+        gs.Intervention(CLAMP, at=gs.Parameters("*"), when=gs.Steps(start=1)),
+        gs.Intervention(Notes(), at=gs.Parameters("trunk.0.weight")),
+        gs.Intervention(gs.Clamp(-9.0, 9.0), at=gs.Parameters("*", stage="step")),
+    ]
+    SEEN.clear()
+    model.zero_grad()
+    optimizer = still(model)
+    with gs.Surgery(*items, at_shared(gs.Mean())).attach(model, optimizer) as live:
+        live.backward(losses_of(model))
+        assert same(grads_of(model), plain)
+        optimizer.step()
+        live.backward(losses_of(model))
+        optimizer.step()
+    assert [task for task, _, _ in SEEN] == ["", "a", "b", "c"]
+
+
+def test_of_several_batches_each_meets_the_transform_task_by_task() -> None:
+    model = Net()
+    items = gs.Intervention(CLAMP, at=gs.Parameters("*")), at_shared(gs.Sum())
+    with gs.Surgery(*items).attach(model) as live:
+        live.backward(losses_of(model, 0), aggregate=False)
+        live.remove("clamp")
+        live.backward(losses_of(model, 1))
+    found, ones = grads_of(model), [1.0] * 3
+    first = clamped(each(model, losses_of(model, 0)), ones)
+    second = each(model, losses_of(model, 1)).values()
+    expected = {n: first[n] + sum(grads[n] for grads in second) for n in TRUNK}
+    close({n: found[n] for n in TRUNK}, expected)
 
 
 # After it: what was made of them
@@ -298,3 +378,21 @@ def test_measuring_changes_no_bit(aggregator: Aggregator, every: int) -> None:
 
     pairs = zip(train(0), train(every), strict=True)
     assert all(torch.equal(own, other) for own, other in pairs)
+
+
+@pytest.mark.parametrize("engine", ["full", "feature"])
+def test_a_step_at_which_an_aggregator_does_not_act_is_measured_too(engine: str) -> None:
+    model = Net()
+    optimizer = still(model)
+    at = gs.SharedParameters(engine=engine)
+    item = gs.Intervention(Uneven(), at=at, when=gs.Steps(start=2))
+    with gs.Surgery(item).attach(model, optimizer) as live:
+        for _ in range(3):
+            optimizer.zero_grad()
+            live.backward(losses_of(model))
+            optimizer.step()
+        found = live.conflicts.fetch()
+    assert [conflict.step for conflict in found] == [0, 1, 2]
+    assert [conflict.weights == [1.0, 1.0, 1.0] for conflict in found] == [True, True, False]
+    assert found[0].norms == found[2].norms
+    assert found[0].norm_to_mean == pytest.approx(3.0)

@@ -468,6 +468,27 @@ def test_the_graph_may_be_kept_for_more_by_the_loss_alone() -> None:
         losses["a"].backward()
 
 
+RETAINED = {name: [at_shared(Uneven(), engine=name)] for name in ENGINES}
+RETAINED |= {"mean": [at_shared(gs.Mean())], "none": []}
+
+
+@pytest.mark.parametrize("name", RETAINED)
+def test_a_graph_that_is_retained_has_another_backward(name: str) -> None:
+    model, items = Net(), RETAINED[name]
+    expected, _ = joint(model, losses_of(model), *items)
+    model.zero_grad()
+    with gs.Surgery(*items).attach(model) as live:
+        losses = losses_of(model)
+        live.backward(losses, retain_graph=True)
+        assert same(grads_of(model), expected)
+        live.backward({"a": losses["a"]}, retain_graph=True)
+        model.zero_grad()
+        live.backward(losses)
+        assert same(grads_of(model), expected)
+        with pytest.raises(RuntimeError, match="second time"):
+            live.backward(losses)
+
+
 def test_a_functional_call_with_the_models_own_parameters_is_a_forward_as_any() -> None:
     model = Net()
     outputs = torch.func.functional_call(model, dict(model.named_parameters()), inputs())

@@ -256,6 +256,63 @@ def test_while_its_trigger_does_not_fire_the_shared_parameters_get_the_sum() -> 
     assert [(entry.all_calls, entry.all_fired) for entry in live.ledger] == [(2, 1)]
 
 
+def test_an_aggregator_of_parameters_that_one_task_alone_reaches_says_that_it_did_nothing() -> None:
+    items = at_shared(Uneven(), pattern="trunk.*"), at_shared(gs.MGDA(), pattern="heads.a.*")
+    with pytest.warns(gs.SurgeryWarning, match="mgda: attached, but no two tasks were seen"):
+        joint(model := Net(), losses_of(model), *items)
+
+
+@pytest.mark.parametrize("every", [0, 1])
+@pytest.mark.parametrize("items", [(), (at_shared(gs.Mean()),)])
+def test_one_backward_gives_a_leaf_outside_of_the_model_its_gradient_measured_or_not(
+    items: tuple[gs.Intervention, ...], every: int
+) -> None:
+    model, outside = Net(), nn.Parameter(torch.tensor(3.0))
+    losses = {**losses_of(model), "d": outside.square()}
+    found, _ = joint(model, losses, *items, effects_every=every)
+    assert outside.grad is not None
+    weight = 0.25 if items else 1.0
+    assert outside.grad.item() == pytest.approx(6 * weight)
+    expected = plain(model, {name: weight * loss for name, loss in losses_of(model).items()})
+    assert same(found, expected)
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_backward_for_each_task_gives_none_to_a_leaf_outside_of_the_model(every: int) -> None:
+    model, outside = Net(), nn.Parameter(torch.tensor(3.0))
+    losses = {task: loss * outside for task, loss in losses_of(model).items()}
+    joint(model, losses, at_shared(Uneven()), effects_every=every)
+    assert outside.grad is None
+    with pytest.raises(ValueError, match=r"losses\['d'\]: reaches no parameter of the model"):
+        joint(model, {**losses_of(model), "d": outside.square()}, at_shared(Uneven()))
+
+
+@pytest.mark.parametrize("every", [0, 1])
+@pytest.mark.parametrize("frozen", ["all", "between two batches"])
+def test_what_is_frozen_stops_no_backward_measured_or_not(frozen: str, every: int) -> None:
+    model, outside = Net(), nn.Parameter(torch.tensor(3.0))
+    with (
+        warnings.catch_warnings(),
+        gs.Surgery(at_shared(gs.Mean())).attach(model, effects_every=every) as live,
+    ):
+        warnings.simplefilter("ignore", gs.SurgeryWarning)
+        if frozen == "all":
+            model.requires_grad_(False)
+        else:
+            live.backward(losses_of(model), aggregate=False)
+            model.trunk[0].weight.requires_grad_(False)
+        live.backward({task: loss * outside for task, loss in losses_of(model).items()})
+    assert outside.grad is not None
+
+
+def test_where_all_is_frozen_that_nothing_is_measured_is_told() -> None:
+    model, outside = Net(), nn.Parameter(torch.tensor(3.0))
+    with gs.Surgery(at_shared(gs.Mean())).attach(model) as live:
+        model.requires_grad_(False)
+        with pytest.warns(gs.SurgeryWarning, match="is frozen: .* are not measured"):
+            live.backward({task: loss * outside for task, loss in losses_of(model).items()})
+
+
 # Dynamic graphs
 
 

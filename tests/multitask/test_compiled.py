@@ -1,0 +1,211 @@
+"""What torch.compile has made of a model: measuring and aggregating are as they are without."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradsurg as gs
+from gradsurg.aggregators.base import Aggregator
+from tests.multitask.nets import Net, Uneven, at_shared, close, grads_of, scaled
+
+TARGETS = {"a": 0.5, "b": -1.0, "c": 2.0}
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def anew() -> Iterator[None]:
+    """What one test has compiled is not that of another."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Losing(Net):
+    """Its losses are part of what is compiled."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        outputs = super().forward(x).items()
+        return {task: (own - TARGETS[task]).square().mean() for task, own in outputs}
+
+
+def batch(size: int) -> Tensor:
+    return torch.randn(size, 4, generator=torch.Generator().manual_seed(size))
+
+
+def compiled(
+    model: nn.Module, dynamic: bool | None = False, backend: str = "aot_eager"
+) -> nn.Module:
+    return torch.compile(model, backend=backend, dynamic=dynamic)  # pyright: ignore
+
+
+def train(every: int, dynamic: bool | None, *items: gs.Intervention) -> tuple[list[Tensor], int]:
+    """What is left of a model after batches of several sizes, and how often it was measured."""
+    torch.compiler.reset()
+    model = Losing()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gs.Surgery(*items).attach(model, optimizer, effects_every=every) as live:
+        called = compiled(model, dynamic)
+        for size in (8, 5, 5):
+            optimizer.zero_grad()
+            live.backward(called(batch(size)))
+            optimizer.step()
+        return [own.detach().clone() for own in model.parameters()], len(live.conflicts.fetch())
+
+
+@pytest.mark.parametrize("dynamic", [False, None])
+@pytest.mark.parametrize("aggregator", [gs.Mean(), gs.FAMO(), gs.PCGrad()])
+def test_batches_of_several_sizes_train_the_same_measured_or_not(
+    aggregator: Aggregator, dynamic: bool | None
+) -> None:
+    plain, none = train(0, dynamic, at_shared(aggregator))
+    measured, count = train(2, dynamic, at_shared(aggregator))
+    assert (none, count) == (0, 2)
+    assert all(torch.equal(own, other) for own, other in zip(plain, measured, strict=True))
+
+
+def test_a_transform_for_one_task_meets_batches_of_several_sizes() -> None:
+    train(0, None, scaled(2.0, gs.Parameters("*"), "b"))
+
+
+def before(model: nn.Module) -> nn.Module:
+    """A model that was compiled, and sent back through, before anything was attached."""
+    called = compiled(model)
+    sum(called(batch(8)).values()).backward()
+    model.zero_grad()
+    return called
+
+
+def test_a_graph_of_one_backward_is_not_measured_and_trains_on() -> None:
+    model, plain = Losing(), Losing()
+    called = before(model)
+    with gs.Surgery(at_shared(gs.Mean())).attach(model) as live:
+        with pytest.warns(gs.SurgeryWarning, match="for one backward alone.* are not measured"):
+            live.backward(called(batch(8)))
+        assert live.conflicts.fetch() == []
+        found = grads_of(model)
+        live.backward(called(batch(5)))
+        assert len(live.conflicts.fetch()) == 1
+    called = before(plain)
+    sum(loss / 3 for loss in called(batch(8)).values()).backward()
+    close(found, grads_of(plain))
+
+
+@pytest.mark.parametrize("engine", ["full", "feature"])
+def test_a_graph_of_one_backward_is_refused_where_each_task_needs_one(engine: str) -> None:
+    model = Losing()
+    called = before(model)
+    rule = "for one backward alone.*torch.compiler.reset"
+    with gs.Surgery(at_shared(Uneven(), engine=engine)).attach(model) as live:
+        with pytest.raises(RuntimeError, match=rule):
+            live.backward(called(batch(8)))
+        torch.compiler.reset()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", gs.SurgeryWarning)
+            live.backward(compiled(model)(batch(8)))
+
+
+def test_a_graph_of_one_backward_is_not_retained() -> None:
+    model = Losing()
+    called = before(model)
+    with gs.Surgery(at_shared(gs.Mean())).attach(model, effects_every=0) as live:
+        with pytest.raises(RuntimeError, match="for one backward alone"):
+            live.backward(called(batch(8)), retain_graph=True)
+        live.backward(called(batch(8)))
+
+
+# What a task reaches
+
+
+def hinged(losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The loss of b is satisfied, and has a gradient of zero."""
+    return {**losses, "b": torch.relu(losses["b"] - 1e3)}
+
+
+Change = Callable[[Net], object]
+CHANGES: dict[str, Change] = {
+    "nothing": lambda model: None,
+    "a head of zeros": lambda model: nn.init.zeros_(model.heads["b"].weight),
+    "heads of zeros": lambda model: [
+        nn.init.zeros_(head.weight)  # pyright: ignore[reportArgumentType]
+        for head in model.heads.values()
+    ],
+}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("satisfied", [False, True])
+@pytest.mark.parametrize("aggregator", [gs.Mean(), gs.PCGrad(), gs.MGDA(), gs.UPGrad()])
+def test_a_gradient_of_zero_is_a_gradient_as_without_compiling(
+    aggregator: Aggregator, satisfied: bool, change: str, backend: str
+) -> None:
+    found = []
+    for called in (lambda model: model, lambda model: compiled(model, backend=backend)):
+        model = Losing()
+        CHANGES[change](model)
+        with gs.Surgery(at_shared(aggregator)).attach(model) as live:
+            losses = called(model)(batch(8))
+            live.backward(hinged(losses) if satisfied else losses)
+            (conflict,) = live.conflicts.fetch()
+            assert conflict.tasks == ["a", "b", "c"]
+        found.append(grads_of(model))
+    close(found[1], found[0], rtol=1e-4)
+
+
+class Satisfied(Losing):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return hinged(super().forward(x))
+
+
+@pytest.mark.parametrize("tasks", ["ab", "abc"])
+@pytest.mark.parametrize("aggregator", [gs.Mean(), gs.PCGrad(), Uneven()])
+def test_a_loss_that_is_satisfied_inside_the_graph_ends_no_training(
+    aggregator: Aggregator, tasks: str
+) -> None:
+    found = []
+    for called in (lambda model: model, compiled):
+        model = Satisfied()
+        with warnings.catch_warnings(), gs.Surgery(at_shared(aggregator)).attach(model) as live:
+            warnings.simplefilter("ignore", gs.SurgeryWarning)
+            losses = called(model)(batch(8))
+            live.backward({task: losses[task] for task in tasks})
+        found.append(grads_of(model))
+    if aggregator == gs.PCGrad():
+        trunk = [{n: own for n, own in grads.items() if "trunk" in n} for grads in found]
+        close(*trunk)
+
+
+def test_of_a_graph_that_does_not_tell_what_is_reached_that_is_told() -> None:
+    model = Satisfied()
+    with (
+        gs.Surgery(at_shared(gs.Mean())).attach(model) as live,
+        pytest.warns(gs.SurgeryWarning, match=r"losses\['b'\]: its gradient is zero throughout"),
+    ):
+        live.backward(compiled(model)(batch(8)))
+
+
+def test_what_is_asked_of_a_graph_no_hook_meets() -> None:
+    model = Losing()
+    met = []
+    for param in model.parameters():
+        param.register_hook(lambda grad: met.append(grad.clone()))
+    with gs.Surgery(at_shared(Uneven())).attach(model) as live:
+        live.backward(compiled(model)(batch(8)))
+    assert met
+    assert all(grad.isfinite().all() for grad in met)
+
+
+def test_a_block_leaves_the_settings_of_the_compiler_as_they_were() -> None:
+    import torch._functorch.config as functorch
+    import torch.compiler.config as compiler
+
+    before = functorch.donated_buffer, compiler.cache_key_tag
+    with gs.Surgery(at_shared(Uneven())).attach(Losing()) as live:
+        assert not functorch.donated_buffer
+        assert compiler.cache_key_tag != before[1]
+        live.backward(Losing()(batch(8)) | live._roster.patient.model(batch(8)))
+    assert (functorch.donated_buffer, compiler.cache_key_tag) == before
