@@ -178,23 +178,31 @@ def in_compiled() -> bool:
 
 @contextmanager
 def keeping_buffers() -> Iterator[None]:
-    """A block in which what torch.compile compiles may be sent back through more than once.
+    """A block in which what torch.compile compiles, of any model, may be sent back through more
+    than once. Blocks may overlap: the last that ends restores what was before the first.
 
     Else its backward may write to what its forward has saved, its "donated buffers". The caches on
     disk do not tell the two apart, and so they get a tag.
     """
+    global _keeping
     functorch: Any = import_module("torch._functorch.config")  # Any: modules of settings
     compiler: Any = import_module("torch.compiler.config")
-    before = functorch.donated_buffer, compiler.cache_key_tag
-    functorch.donated_buffer = False
-    compiler.cache_key_tag = before[1].removesuffix(_KEPT) + _KEPT
+    if not _keeping:
+        _before[:] = functorch.donated_buffer, compiler.cache_key_tag
+        functorch.donated_buffer = False
+        compiler.cache_key_tag += _KEPT
+    _keeping += 1
     try:
         yield
     finally:
-        functorch.donated_buffer, compiler.cache_key_tag = before
+        _keeping -= 1
+        if not _keeping:
+            functorch.donated_buffer, compiler.cache_key_tag = _before
 
 
 _KEPT = "/gradsurg keeps buffers"
+_keeping = 0
+_before: list[Any] = []  # Any: settings
 
 
 def runs_again(node: Any) -> bool:
@@ -214,8 +222,9 @@ def lets_through(node: Any, number: int) -> list[int]:
     """To which of the nodes after it a gradient flows that enters a graph of torch.compile at its
     output `number`; nodes that are None are not counted.
 
-    It gives zero to all others that it holds. A gradient of NaN tells them apart from those to
-    which none but zeros flow today; no hook sees it. Any: as above.
+    It gives zero to all others that it holds. A gradient of NaN tells them apart from most of those
+    to which none but zeros flow today, but not from what a relu or a mask holds back; no hook sees
+    it. Any: as above.
     """
     with torch.no_grad():
         given = [

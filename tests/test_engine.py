@@ -2,6 +2,7 @@
 
 import gc
 from contextlib import nullcontext
+from importlib import import_module
 from typing import Any
 from weakref import ref
 
@@ -361,6 +362,24 @@ def test_a_compiled_graph_tells_what_each_output_lets_through_and_whether_it_run
             through = [engine.lets_through(node, number) for number in range(2)]
             assert sorted(through) == [[0], [1]]
     torch.compiler.reset()
+
+
+def test_blocks_that_keep_buffers_may_overlap() -> None:
+    functorch = import_module("torch._functorch.config")
+    compiler = import_module("torch.compiler.config")
+
+    def settings() -> tuple[bool, str]:
+        return functorch.donated_buffer, compiler.cache_key_tag
+
+    before = settings()
+    first, second = engine.keeping_buffers(), engine.keeping_buffers()
+    first.__enter__()
+    kept = settings()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert settings() == kept != before
+    second.__exit__(None, None, None)
+    assert settings() == before
 
 
 def test_asking_a_compiled_graph_first_keeps_its_buffers() -> None:

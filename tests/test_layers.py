@@ -27,6 +27,7 @@ FLOORS = (
         "attached",
         "multitask.losses",
         "multitask.rows",
+        "multitask.reaching",
         "multitask.features",
         "multitask.conflict",
         "multitask.merging",

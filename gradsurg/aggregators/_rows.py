@@ -1,6 +1,6 @@
 """The two readings of the rows J (T x P): their Gramian, and what weights make of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from operator import add
 
@@ -20,28 +20,28 @@ def gramian_of(blocks: Sequence[Tensor]) -> Tensor:
     device.
 
     Products of at most 4096 columns are summed in float64: float32 rows cost about 1e-7 of
-    |g_i| |g_j|, and not 2e-4 as one product over 1e7 columns does. Where the rows depend on each
-    other so much that a solution would make 1e-6 of it, all is multiplied in float64 instead.
+    |g_i| |g_j|, and not 2e-4 as one product over 1e7 columns does. Where a solution would make more
+    than 1e-6 of that, all is multiplied in float64 instead, which takes three times as long more.
     Half-precision rows are multiplied in float32. In float32, rows with norms below 1e-19 have
     products of 0, and above 1e19 of infinity.
     """
-    gramian = _sum_over(blocks, 64 * COLUMNS, _product)
+    gramian = _sum_over(blocks, lambda rows: rows.split(64 * COLUMNS, dim=1))
     exact = all(rows.dtype == torch.float64 for rows in blocks)
-    if exact or not _nearly_dependent(gramian):
-        return gramian
-    return _sum_over(blocks, COLUMNS, lambda block: block.double() @ block.double().T)
+    return gramian if exact or not _nearly_dependent(gramian) else _sum_over(blocks, _in_float64)
 
 
-def _sum_over(
-    blocks: Sequence[Tensor], columns: int, product: Callable[[Tensor], Tensor]
-) -> Tensor:
-    return reduce(
-        add, (reduce(add, map(product, rows.split(columns, dim=1))).cpu() for rows in blocks)
-    )
+def _sum_over(blocks: Sequence[Tensor], pieces_of: Callable[[Tensor], Iterable[Tensor]]) -> Tensor:
+    return reduce(add, (reduce(add, map(_product, pieces_of(rows))).cpu() for rows in blocks))
+
+
+def _in_float64(rows: Tensor) -> Iterator[Tensor]:
+    """A copy of some columns at a time: as many as a cache holds, or as are worth a launch."""
+    columns = COLUMNS if rows.device.type == "cpu" else 64 * COLUMNS
+    return (part.double() for part in rows.split(columns, dim=1))
 
 
 def _nearly_dependent(gramian: Tensor) -> bool:
-    """Whether the cosines' least eigenvalue multiplies an error by more than ten."""
+    """Whether the cosines' least eigenvalue makes of an error in G ten times as much."""
     norms = gramian.diagonal().sqrt()
     cosines = (gramian / (norms[:, None] * norms))[norms > 0][:, norms > 0]
     if not len(cosines) or not cosines.isfinite().all():
@@ -61,7 +61,7 @@ def _product(block: Tensor) -> Tensor:
     return product + torch.bmm(parts, parts.mT).sum(0, dtype=torch.float64)
 
 
-def merged(blocks: Sequence[Tensor], weights: Tensor, gramian: Tensor) -> list[Tensor]:
+def combined_safely(blocks: Sequence[Tensor], weights: Tensor, gramian: Tensor) -> list[Tensor]:
     """Jᵀ w (p,) of each block of J, whose Gramian is known: in float64 where the rows cancel."""
     whole = (weights @ gramian @ weights).clamp(min=0).sqrt()
     cancels = bool(weights.abs() @ gramian.diagonal().sqrt() > 8 * whole)
@@ -70,8 +70,7 @@ def merged(blocks: Sequence[Tensor], weights: Tensor, gramian: Tensor) -> list[T
 
 def _combined_exactly(rows: Tensor, weights: Tensor) -> Tensor:
     weights = weights.to(rows.device)
-    parts = [(weights @ part.double()).to(rows.dtype) for part in rows.split(COLUMNS, dim=1)]
-    return torch.cat(parts)
+    return torch.cat([(weights @ part).to(rows.dtype) for part in _in_float64(rows)])
 
 
 def combined(rows: Tensor, weights: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradsurg.aggregators._rows import combined, gramian_of, merged
+from gradsurg.aggregators._rows import combined, combined_safely, gramian_of
 
 State = dict[str, Tensor]
 Property = Literal[
@@ -130,7 +130,7 @@ class GramianAggregator(Aggregator):
     def merge(self, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
         gramian = gramian_of([rows])
         weights, state = self.update(gramian, state, context)
-        return merged([rows], weights, gramian)[0], state
+        return combined_safely([rows], weights, gramian)[0], state
 
 
 class Weighting(GramianAggregator):

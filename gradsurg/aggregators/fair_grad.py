@@ -20,10 +20,11 @@ FARTHEST = 1e10
 class FairGrad(Weighting):
     """w > 0 with G w = w^(-1/alpha), entry by entry: the alpha-fair direction in a ball.
 
-    Solved to the last digit by Newton's method. Near 0 it is the sum, and where that conflicts with
-    a task what is nearest to it and does not, as in DualProj; 1 is NashMTL; towards infinity the
-    worst task decides, as in MGDA. Equation 4 of Ban and Ji, ICML 2024
-    (arXiv 2402.15638). As in the official code |d| is limited to `max_norm`, 0 for no limit.
+    Solved by Newton's method, to about 1e-7 but for weights that are next to nothing. Near 0 it is
+    the sum, and where that conflicts with a task what is nearest to it and does not, as in
+    DualProj; 1 is NashMTL; towards infinity the worst task decides, as in MGDA. Equation 4 of Ban
+    and Ji, ICML 2024 (arXiv 2402.15638). As in the official code |d| is limited to `max_norm`, 0
+    for no limit.
 
     Where no direction helps every task (0 is in the hull of the gradients) there is no solution,
     and the weights are zero: so it is for opposite tasks. Zero gradients do not bargain: their

@@ -1,25 +1,38 @@
 """The graphs that torch.compile has made: what each task reaches in them, and how often."""
 
+from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from gradsurg import engine
-from gradsurg.multitask.losses import nodes_of
+from gradsurg.multitask.losses import beneath, nodes_of
 
 COMPILED = "CompiledFunctionBackward"  # the node of all that has become one graph
 
-ERRORS = Exception  # what a compiled backward asks of its gradients is its own matter
+PROBES = 5
 
-# What each output of a graph lets through, as numbers of next nodes: found once a graph.
-_KNOWN: WeakKeyDictionary[type, dict[int, list[int]]] = WeakKeyDictionary()
+# What each output of a graph has let through so far, as numbers of next nodes, in so many probes.
+# More than one, for what a relu holds back today it may let through tomorrow.
+_SEEN: WeakKeyDictionary[type, dict[int, tuple[set[int], int]]] = WeakKeyDictionary()
 
 
-def all_run_again(losses: Iterable[Tensor]) -> bool:
-    """Whether the losses may be sent back through more than once, as far as compiled graphs go."""
-    return all(engine.runs_again(node) for node in nodes_of(losses) if node.name() == COMPILED)
+def runs_once(losses: Iterable[Tensor], shared: bool = False, below: Iterable[Node] = ()) -> bool:
+    """Whether a compiled graph that the losses were made by may be sent back through once alone.
+    If `shared`, of those that two losses reach; what is `below` these nodes does not count.
+    """
+    if not engine.has_compiled():
+        return False
+    met = Counter(chain.from_iterable(nodes_of([loss]) for loss in losses))
+    left_out = beneath(below)
+    return any(
+        node.name() == COMPILED and not engine.runs_again(node)
+        for node, number in met.items()
+        if number > shared and node not in left_out
+    )
 
 
 def leaves_of(loss: Tensor) -> set[int]:
@@ -39,16 +52,15 @@ def leaves_of(loss: Tensor) -> set[int]:
 
 
 def _after(node: Node, number: int) -> list[tuple[Node, int]]:
-    """The edges that a gradient at output `number` flows on to. Of a node that is no compiled graph
-    all outputs are one, and of one that cannot be asked there are none.
+    """The edges that a gradient at output `number` flows on to, as far as it was seen. Of a node
+    that is no compiled graph all outputs are one.
     """
     edges = [(own, at) for own, at in node.next_functions if own is not None]
     if node.name() != COMPILED:
         return [(own, at if own.name() == COMPILED else 0) for own, at in edges]
-    known = _KNOWN.setdefault(type(node), {})
-    if number not in known:
-        try:
-            known[number] = engine.lets_through(node, number)
-        except ERRORS:
-            known[number] = []
-    return [edges[index] for index in known[number]]
+    seen = _SEEN.setdefault(type(node), {})
+    through, probes = seen.get(number, (set(), 0))
+    if probes < PROBES and len(through) < len(edges):
+        through = through | set(engine.lets_through(node, number))
+        seen[number] = through, probes + 1
+    return [edges[index] for index in sorted(through)]

@@ -66,7 +66,7 @@ def pickers(attached: Sequence[Attached]) -> list[Attached]:
     return [own for own in attached if _picked(own)]
 
 
-def tell_tasks_apart(attached: Sequence[Attached]) -> bool:
+def acts_unlike_on_parts(attached: Sequence[Attached]) -> bool:
     """Whether any that acts at this step makes of a sum another thing than of its parts: it is to
     meet the gradient of each task, and not their weighed sum.
     """

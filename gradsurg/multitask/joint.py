@@ -15,6 +15,7 @@ from gradsurg.intervention import Intervention, scale_matters
 from gradsurg.multitask.aggregation import SHARED, Aggregation, Around, check_host
 from gradsurg.multitask.features import Piece, Watch, cut, is_apart, side_by_side, split
 from gradsurg.multitask.flow import (
+    acts_unlike_on_parts,
     at_leaves,
     check_stateful,
     check_tasks,
@@ -22,10 +23,10 @@ from gradsurg.multitask.flow import (
     paused,
     pickers,
     sparing,
-    tell_tasks_apart,
 )
 from gradsurg.multitask.losses import Losses, named, values
-from gradsurg.multitask.passes import Passes, check_again
+from gradsurg.multitask.passes import Passes, check_runs_again
+from gradsurg.multitask.reaching import meeting, nothing_shared, reaching, some
 from gradsurg.multitask.rows import Block, Rows, views
 
 
@@ -72,7 +73,7 @@ class Joint:
         """As `Live.backward` says."""
         given = named(losses)
         if retain:
-            check_again(given)
+            check_runs_again(given, shared=False)
         self._tasks |= dict.fromkeys(given)
         attached, picky = list(attached), pickers(attached)
         check_tasks(picky, list(self._tasks))
@@ -90,7 +91,7 @@ class Joint:
         """Whether each loss has a backward of its own, also where none is asked for by name."""
         if one is None:
             return False
-        return not one.weighs or bool(self._passes.waiting) or tell_tasks_apart(attached)
+        return not one.weighs or bool(self._passes.waiting) or acts_unlike_on_parts(attached)
 
     def stepped(self) -> None:
         """The optimizer has made a step."""
@@ -172,9 +173,9 @@ class Joint:
             return
         rows, losses = looked
         for one, group, blocks in self._passes.groups(rows):
-            tasks, parts = _reaching(rows, blocks)
+            tasks, parts = reaching(rows, blocks)
             used = weights[tasks] if weights is not None else None
-            one.observe(group, parts, _some(losses, tasks), used)
+            one.observe(group, parts, some(losses, tasks), used)
         rows.clear(0)
 
     def _one_by_one(
@@ -197,18 +198,19 @@ class Joint:
             return
         rows, losses = collected
         found: dict[int, Tensor] = {}
-        for one, group, blocks in self._passes.groups(rows):
-            for block, grad in zip(
-                blocks, self._made(one, group, rows, blocks, losses, weights), strict=True
-            ):
+        for own, group, blocks in self._passes.groups(rows):
+            grads = self._made(own, group, rows, blocks, losses, weights)
+            for block, grad in zip(blocks, grads, strict=True):
                 found |= views(block, rows.params, grad)
-        if self.aggregations and not found and not self._passes.blank:
-            raise _nothing_shared(rows, given)
-        grads = rows.merged(found, [1.0] * len(given) if weights is None else weights.tolist())
-        leaves = [rows.params[index] for index in grads]
+        if self.aggregations and not found:
+            if not self._passes.compiled:
+                raise nothing_shared(rows, given)
+            self.around.tell(str(nothing_shared(rows, given)))
+        whole = rows.merged(found, [1.0] * len(given) if weights is None else weights.tolist())
+        leaves = [rows.params[index] for index in whole]
         rows.clear(rows.num_tasks)
         with paused(at_leaves(attached)):
-            torch.autograd.backward(leaves, list(grads.values()))
+            torch.autograd.backward(leaves, list(whole.values()))
 
     def _made(
         self,
@@ -220,13 +222,13 @@ class Joint:
         weights: Tensor | None,
     ) -> list[Tensor]:
         """The gradient of each block of a group, by these weights of all losses if there are."""
-        tasks, parts = _reaching(rows, blocks)
+        tasks, parts = reaching(rows, blocks)
         if weights is not None:
             if self.around.effects.sampling:
-                one.observe(group, parts, _some(losses, tasks), weights[tasks])
+                one.observe(group, parts, some(losses, tasks), weights[tasks])
             return one.weighed(parts, weights[tasks])
         self._tell_absent(one, losses, tasks, f"the shared parameters of '{group}'", "their")
-        return one.make(group, parts, _some(losses, tasks)).grads
+        return one.make(group, parts, some(losses, tasks)).grads
 
     def _at_features(
         self,
@@ -244,8 +246,7 @@ class Joint:
                 "'full'"
             )
         place = cut(given, self._watch)
-        if len(given) > 1:
-            check_again(given)
+        check_runs_again(given, shared=True, below=() if place.nested else place.nodes)
         if place.joined:
             check_stateful(attached, len(given))
         parts: list[Sequence[Tensor | None]] = []
@@ -261,11 +262,11 @@ class Joint:
                 leaves |= own
         assert self._patient is not None
         place.check_dense(parts, self._patient.model)
-        tasks = _meeting(given, parts)
+        tasks = meeting(given, parts)
         self._tell_absent(one, given, tasks, "the representation that others share", "its")
         pieces = side_by_side([parts[task] for task in tasks])
         self._tell_apart(one, pieces)
-        losses = _some(values(given, self.around.scale), tasks)
+        losses = some(values(given, self.around.scale), tasks)
         grads = split(pieces, one.make(SHARED, [piece.rows for piece in pieces], losses).grads)
         if leaves:
             with paused(at_leaves(attached)):
@@ -293,40 +294,3 @@ class Joint:
                 "model was compiled as one: they cannot conflict there. Give losses apart, compile "
                 "the trunk and the heads apart, or name the representation (features=)."
             )
-
-
-def _reaching(rows: Rows, blocks: Sequence[Block]) -> tuple[list[int], list[Tensor]]:
-    """The tasks that reach a group, and their rows of each of its blocks."""
-    tasks = rows.reaching(blocks)
-    if len(tasks) == rows.num_tasks:
-        return tasks, [block.rows for block in blocks]
-    return tasks, [block.rows[tasks] for block in blocks]
-
-
-def _meeting(given: Mapping[str, Tensor], parts: Sequence[Sequence[Tensor | None]]) -> list[int]:
-    """The tasks with a gradient where they part. Raises ValueError if there are no two of several,
-    or none.
-    """
-    tasks = [task for task, own in enumerate(parts) if any(grad is not None for grad in own)]
-    if len(tasks) < min(2, len(given)):
-        names = list(given)
-        said = ", ".join(names[task] for task in tasks) or "none"
-        raise ValueError(
-            f"losses: of {', '.join(names)} the representation has a gradient of {said} alone, so "
-            "there is nothing to make one of"
-        )
-    return tasks
-
-
-def _some(losses: Mapping[str, float], tasks: Sequence[int]) -> dict[str, float]:
-    items = list(losses.items())
-    return dict(items[task] for task in tasks)
-
-
-def _nothing_shared(rows: Rows, given: Mapping[str, Tensor]) -> ValueError:
-    counts = zip(given, rows.reached, strict=True)
-    said = ", ".join(f"{name} reaches {len(own)}" for name, own in counts)
-    return ValueError(
-        "losses: no parameter that an aggregator has is reached by two tasks, so there is nothing "
-        f"to make one of; of all {len(rows.params)} parameters {said}"
-    )

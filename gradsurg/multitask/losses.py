@@ -67,7 +67,12 @@ def values(losses: Mapping[str, Tensor], scale: float) -> dict[str, float]:
 
 def nodes_of(losses: Iterable[Tensor]) -> set[Node]:
     """The autograd nodes that the losses were made by."""
-    waiting = [get_gradient_edge(loss).node for loss in losses]
+    return beneath(get_gradient_edge(loss).node for loss in losses)
+
+
+def beneath(nodes: Iterable[Node]) -> set[Node]:
+    """These nodes and all that a gradient flows on to from them."""
+    waiting = list(nodes)
     met = set(waiting)
     while waiting:
         for after, _ in waiting.pop().next_functions:

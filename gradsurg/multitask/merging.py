@@ -9,7 +9,7 @@ from operator import add
 import torch
 from torch import Tensor
 
-from gradsurg.aggregators._rows import combined, gramian_of, merged
+from gradsurg.aggregators._rows import combined, combined_safely, gramian_of
 from gradsurg.aggregators.base import (
     Aggregator,
     Context,
@@ -45,7 +45,7 @@ def merge(
         case GramianAggregator():
             gramian = gramian_of(blocks) / scale**2
             weights, state = aggregator.update(gramian, state, context)
-            return Merged(merged(blocks, weights, gramian), state, weights, gramian)
+            return Merged(combined_safely(blocks, weights, gramian), state, weights, gramian)
         case LossWeighting():
             weights, state = aggregator.weigh(len(blocks[0]), state, context)
             return Merged([combined(rows, weights) for rows in blocks], state, weights)

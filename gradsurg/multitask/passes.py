@@ -1,13 +1,14 @@
 """The backward passes of several losses, one a task, and what they give to each parameter."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from gradsurg.attached import Attached, Patient
 from gradsurg.multitask.aggregation import Aggregation, Around
-from gradsurg.multitask.compiled import COMPILED, all_run_again, leaves_of
+from gradsurg.multitask.compiled import COMPILED, leaves_of, runs_once
 from gradsurg.multitask.features import REENTRANT
 from gradsurg.multitask.flow import flowing
 from gradsurg.multitask.losses import nodes_of, values
@@ -30,7 +31,8 @@ class Passes:
         self, patient: Patient, around: Around, aggregations: Sequence[Aggregation]
     ) -> None:
         self.waiting: dict[str, float] = {}  # the losses so far of rows that wait for more
-        self.blank: set[str] = set()  # tasks of which it is not known what they reach
+        self.compiled = False  # whether the last went through graphs that hide what is reached
+        self._alive: dict[str, set[int]] = {}  # what each was seen to reach in compiled graphs
         self._looked: dict[str, float] = {}  # those of rows that are only looked at
         self._patient: Patient | None = patient
         self._around = around
@@ -80,7 +82,7 @@ class Passes:
                 "their conflicts are not measured. Use checkpoint(use_reentrant=False)."
             )
             return None
-        if not all_run_again(given.values()):
+        if runs_once(given.values()):
             self._around.tell(
                 f"{ONCE}: in such steps the conflicts of the tasks are not measured. {RECOMPILE}"
             )
@@ -136,13 +138,11 @@ class Passes:
                 "parameters from autograd.grad: use checkpoint(use_reentrant=False), or "
                 "engine='feature' if it is below where the tasks part"
             )
-        compiled = COMPILED in names
-        if compiled and len(given) > 1:
-            check_again(given)
+        self.compiled = compiled = COMPILED in names
+        check_runs_again(given, shared=not retain)
         rows = self._current()
         if anew or (looks and rows.num_tasks != len(given)):
             rows.clear(len(given))
-            self.blank = set()
         elif rows.num_tasks != len(given):
             raise ValueError(
                 "the parameters that need a gradient have changed while gradients waited, which "
@@ -181,12 +181,12 @@ class Passes:
         there = [grad.any() for grad in grads if grad is not None]
         device = there[0].device if there else None
         said = iter(torch.stack([own.to(device) for own in there]).tolist() if there else [])
+        alive = self._alive.setdefault(name, set())
+        alive |= {index for index, grad in enumerate(grads) if grad is not None and next(said)}
         kept = [
-            grad if grad is not None and (next(said) or index in reached) else None
-            for index, grad in enumerate(grads)
+            grad if index in alive or index in reached else None for index, grad in enumerate(grads)
         ]
         if there and all(grad is None for grad in kept):
-            self.blank.add(name)
             self._around.tell(
                 f"losses['{name}']: its gradient is zero throughout, and a compiled graph does not "
                 "tell what it reaches: it has no say in such steps. Compute losses outside of what "
@@ -211,13 +211,16 @@ class Passes:
                 one.look(model)
                 keys |= {name: f"{one.label}/{one.group(name)}" for name in one.sites}
             groups = [keys.get(name) for name in params.values()]
+            self._alive = {}
             rows = self._rows = Rows(list(params), list(params.values()), groups)
         return rows
 
 
-def check_again(given: Mapping[str, Tensor]) -> None:
-    """Raises RuntimeError if a backward for each of several losses would come to wrong numbers."""
-    if not all_run_again(given.values()):
+def check_runs_again(given: Mapping[str, Tensor], shared: bool, below: Iterable[Node] = ()) -> None:
+    """Raises RuntimeError if a second backward would come to wrong numbers; `shared` and `below` as
+    `runs_once` has them.
+    """
+    if runs_once(given.values(), shared, below):
         raise RuntimeError(f"losses: {ONCE}. {RECOMPILE}")
 
 

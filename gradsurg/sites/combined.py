@@ -131,7 +131,9 @@ class Combined(Selector):
     def _check_parts(self, model: nn.Module) -> None:
         """Raises LookupError if a part selects nothing, and the whole would not show it."""
         for part in self.of:
-            if self.by != "all":
+            if isinstance(part, Combined) and part.by != "all":
+                part._check_parts(model)  # each leaf is asked once
+            elif self.by != "all":
                 part.find(model)
             elif isinstance(part, Combined):
                 part._check_parts(model)

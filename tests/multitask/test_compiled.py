@@ -94,18 +94,33 @@ def test_a_graph_of_one_backward_is_not_measured_and_trains_on() -> None:
     close(found, grads_of(plain))
 
 
-@pytest.mark.parametrize("engine", ["full", "feature"])
-def test_a_graph_of_one_backward_is_refused_where_each_task_needs_one(engine: str) -> None:
+def test_a_graph_of_one_backward_is_refused_where_each_task_needs_one() -> None:
     model = Losing()
     called = before(model)
     rule = "for one backward alone.*torch.compiler.reset"
-    with gs.Surgery(at_shared(Uneven(), engine=engine)).attach(model) as live:
+    with gs.Surgery(at_shared(Uneven())).attach(model) as live:
         with pytest.raises(RuntimeError, match=rule):
             live.backward(called(batch(8)))
         torch.compiler.reset()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", gs.SurgeryWarning)
-            live.backward(compiled(model)(batch(8)))
+        live.backward(compiled(model)(batch(8)))
+
+
+@pytest.mark.parametrize("engine", ["full", "feature"])
+def test_graphs_of_one_backward_that_one_task_has_or_that_are_passed_once_are_not_refused(
+    engine: str,
+) -> None:
+    found = []
+    for compiles in (False, True):
+        model = Net()
+        parts = [*model.heads.values(), *([model.trunk] if engine == "feature" else [])]
+        for part in parts if compiles else ():
+            part.compile(backend="aot_eager", dynamic=False)
+        sum(own.sum() for own in model(batch(8)).values()).backward()
+        model.zero_grad()
+        with gs.Surgery(at_shared(Uneven(), engine=engine)).attach(model) as live:
+            live.backward({task: own.square().mean() for task, own in model(batch(8)).items()})
+        found.append(grads_of(model))
+    close(*found)
 
 
 def test_a_graph_of_one_backward_is_not_retained() -> None:
@@ -154,6 +169,33 @@ def test_a_gradient_of_zero_is_a_gradient_as_without_compiling(
             assert conflict.tasks == ["a", "b", "c"]
         found.append(grads_of(model))
     close(found[1], found[0], rtol=1e-4)
+
+
+class Gated(Losing):
+    """The second half of the trunk reaches task b through a gate that may be shut."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        opened, rest = x[0, 0], self.trunk(x)
+        gated = self.heads["b"](torch.relu(rest * opened))
+        return {"a": self.heads["a"](rest).square().mean(), "b": gated.mean()}
+
+
+def test_what_was_seen_to_be_reached_is_so_also_where_a_relu_holds_all_back() -> None:
+    model = Gated()
+    shut, opened = (torch.cat([torch.tensor([[at, 0, 0, 0.0]]), batch(7)]) for at in (0.0, 1.0))
+    found = []
+    for called in (lambda model: model, compiled):
+        with (
+            warnings.catch_warnings(),
+            gs.Surgery(at_shared(gs.MGDA())).attach(model) as live,
+        ):
+            warnings.simplefilter("ignore", gs.SurgeryWarning)
+            forward = called(model)
+            for x in (shut, opened, shut):
+                model.zero_grad()
+                live.backward(forward(x))
+        found.append(grads_of(model))
+    close(*found)
 
 
 class Satisfied(Losing):
