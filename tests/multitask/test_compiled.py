@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.aggregators.base import Aggregator
-from tests.multitask.nets import Net, Uneven, at_shared, close, grads_of, scaled
+from tests.multitask.nets import WIDTH, Net, Uneven, at_shared, close, grads_of, scaled
 
 TARGETS = {"a": 0.5, "b": -1.0, "c": 2.0}
 
@@ -105,6 +105,18 @@ def test_a_graph_of_one_backward_is_refused_where_each_task_needs_one() -> None:
         live.backward(compiled(model)(batch(8)))
 
 
+class Spent(nn.Module):
+    """Its compiled backward may write to what its forward has saved."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(-1, 1, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale.tanh().exp()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it
 @pytest.mark.parametrize("engine", ["full", "feature"])
 def test_graphs_of_one_backward_that_one_task_has_or_that_are_passed_once_are_not_refused(
     engine: str,
@@ -112,6 +124,8 @@ def test_graphs_of_one_backward_that_one_task_has_or_that_are_passed_once_are_no
     found = []
     for compiles in (False, True):
         model = Net()
+        model.heads = nn.ModuleDict({task: Spent(WIDTH) for task in TARGETS})
+        model.trunk.append(Spent(WIDTH))
         parts = [*model.heads.values(), *([model.trunk] if engine == "feature" else [])]
         for part in parts if compiles else ():
             part.compile(backend="aot_eager", dynamic=False)
@@ -191,7 +205,7 @@ def test_what_was_seen_to_be_reached_is_so_also_where_a_relu_holds_all_back() ->
         ):
             warnings.simplefilter("ignore", gs.SurgeryWarning)
             forward = called(model)
-            for x in (shut, opened, shut):
+            for x in (*[shut] * 6, opened, shut):
                 model.zero_grad()
                 live.backward(forward(x))
         found.append(grads_of(model))
