@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from operator import add
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,11 +43,14 @@ def _in_float64(rows: Tensor) -> Iterator[Tensor]:
 
 def _nearly_dependent(gramian: Tensor) -> bool:
     """Whether the cosines' least eigenvalue makes of an error in G ten times as much."""
-    norms = gramian.diagonal().sqrt()
-    cosines = (gramian / (norms[:, None] * norms))[norms > 0][:, norms > 0]
-    if not len(cosines) or not cosines.isfinite().all():
+    # NumPy, for so small a matrix in a quarter of the time.
+    matrix = gramian.numpy()
+    norms = np.sqrt(matrix.diagonal())
+    with np.errstate(all="ignore"):
+        cosines = (matrix / np.outer(norms, norms))[norms > 0][:, norms > 0]
+    if not cosines.size or not np.isfinite(cosines).all():
         return False
-    return bool(torch.linalg.eigvalsh(cosines)[0] < 0.1)
+    return bool(np.linalg.eigvalsh(cosines)[0] < 0.1)
 
 
 def _product(block: Tensor) -> Tensor:
@@ -63,8 +67,9 @@ def _product(block: Tensor) -> Tensor:
 
 def combined_safely(blocks: Sequence[Tensor], weights: Tensor, gramian: Tensor) -> list[Tensor]:
     """Jᵀ w (p,) of each block of J, whose Gramian is known: in float64 where the rows cancel."""
-    whole = (weights @ gramian @ weights).clamp(min=0).sqrt()
-    cancels = bool(weights.abs() @ gramian.diagonal().sqrt() > 8 * whole)
+    own, matrix = weights.numpy(), gramian.numpy()
+    with np.errstate(all="ignore"):
+        cancels = (abs(own) @ np.sqrt(matrix.diagonal())) ** 2 > 64 * max(own @ matrix @ own, 0.0)
     return [(_combined_exactly if cancels else combined)(rows, weights) for rows in blocks]
 
 
