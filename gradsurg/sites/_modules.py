@@ -194,5 +194,5 @@ def within(number: int | None, bounds: Range | None) -> bool:
     """Whether a number is inside its bounds; no bounds hold it all."""
     if bounds is None or number is None:
         return bounds is None
-    low, high = (bounds, bounds) if isinstance(bounds, int) else bounds
+    low, high = _range(bounds)
     return low <= number <= high

@@ -50,7 +50,7 @@ def matches_type(module: nn.Module | None, types: Types) -> bool:
     """Whether the class of a module, or a base of it below nn.Module, fits the pattern."""
     if types == "*":
         return True
-    pattern = types if isinstance(types, str) else types.__name__
+    pattern = _type_name(types)
     bases = [base for base in type(module).__mro__ if base not in nn.Module.__mro__]
     return any(matches(base.__name__, pattern) for base in bases)
 

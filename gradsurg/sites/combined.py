@@ -131,12 +131,15 @@ class Combined(Selector):
     def _check_parts(self, model: nn.Module) -> None:
         """Raises LookupError if a part selects nothing, and the whole would not show it."""
         for part in self.of:
-            if isinstance(part, Combined) and part.by != "all":
-                part._check_parts(model)  # each leaf is asked once
+            if isinstance(part, Combined) and (self.by == "all" or part._is_union):
+                part._check_parts(model)
             elif self.by != "all":
                 part.find(model)
-            elif isinstance(part, Combined):
-                part._check_parts(model)
+
+    @property
+    def _is_union(self) -> bool:
+        """Whether it has all that its parts have, so that to ask them is enough."""
+        return self.by == "any" and self.test is None
 
     def _hooked(self) -> list[Selector]:
         """One selector for each mechanism: it hooks what all of them keep."""

@@ -341,6 +341,8 @@ def test_a_row_of_zeros_and_one_that_is_not_finite_need_no_second_look() -> None
     given[1, 0] = torch.nan
     assert torch.equal(_rows.gramian_of([given]).isnan(), (given @ given.T).isnan())
     assert torch.equal(_rows.gramian_of([torch.zeros(2, 3)]), torch.zeros(2, 2).double())
+    large = torch.full((2, 3), 1e150, dtype=torch.float64)
+    assert _rows.gramian_of([large, torch.zeros(2, 2)]).isfinite().all()
 
 
 @pytest.mark.parametrize("width", [0, 7, 300, 315])

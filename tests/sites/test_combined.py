@@ -448,6 +448,7 @@ def test_several_stages_take_several_interventions() -> None:
     [
         (P("first.*") & P("last.*"), "first.weight, first.bias; last.weight, last.bias"),
         (~P(), "first.weight, first.bias, last.weight, last.bias"),
+        (P() | ~P(), "first.weight, first.bias, last.weight, last.bias"),
     ],
 )
 def test_what_selects_nothing_lists_what_its_parts_select(at: Selector, said: str) -> None:
@@ -466,6 +467,7 @@ def test_what_selects_nothing_lists_what_its_parts_select(at: Selector, said: st
         P() & ~P("nope"),
         (P() | P("nope")).first(2),
         P("first.*") | (P() & (P("last.*") | P("nope"))),
+        P("first.*") | (P("last.*") | (P() | P("nope"))),
     ],
     ids=str,
 )
