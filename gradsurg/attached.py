@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradsurg import engine
+from gradsurg import compiler
 from gradsurg.gate import Gate
 from gradsurg.group_gate import GroupGate
 from gradsurg.intervention import Intervention, averages_differ, sum_matters
@@ -196,7 +196,7 @@ class Attached:
                 self._rests = False
                 for put, own in self._hooks:
                     put(own)
-        elif not self._rests and self._hooks and not engine.has_compiled():
+        elif not self._rests and self._hooks and not compiler.has_compiled():
             self._rests = True
             for _, own in self._hooks:
                 own.close()

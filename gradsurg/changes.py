@@ -6,7 +6,7 @@ from weakref import ref
 
 from torch import nn
 
-from gradsurg import engine
+from gradsurg import compiler, engine
 
 
 class Changes:
@@ -27,7 +27,7 @@ class Changes:
         model = self._model()
         if not self._waiting and model is not None:
             # At the latest before the next forward: a backward that fails has no end to wait for.
-            hook = model.register_forward_pre_hook(engine.untraced(lambda *_: self.settle()))
+            hook = model.register_forward_pre_hook(compiler.untraced(lambda *_: self.settle()))
             self._alarm.callback(hook.remove)
         self._waiting.append(change)
         if engine.in_backward():

@@ -5,7 +5,7 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from gradsurg import engine
+from gradsurg import compiler, engine
 from gradsurg.triggers.base import Clock
 
 
@@ -30,7 +30,7 @@ def follow_error(model: nn.Module, clock: Clock, stack: ExitStack) -> None:
         nonlocal on
         on = False
 
-    @engine.untraced
+    @compiler.untraced
     def hook(called: nn.Module, args: tuple[object, ...], output: object) -> None:
         if called is not own() or engine.in_backward():
             return

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
-from gradsurg import engine
+from gradsurg import compiler, engine
 from gradsurg.operation import Operation
 from gradsurg.sites._later import after_backward, may_come
 from gradsurg.sites.base import Keeps, Place, Selector
@@ -77,7 +77,7 @@ class RollCall:
         inside = all(kind.later(model) is None for kind in at.kinds)
         counted = False
 
-        @engine.untraced
+        @compiler.untraced
         def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
             nonlocal counted
             if counted or not torch.is_grad_enabled() or engine.in_backward():

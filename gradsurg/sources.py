@@ -9,7 +9,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from gradsurg import engine
+from gradsurg import compiler, engine
 from gradsurg.fields import nearest
 from gradsurg.triggers.base import Clock, Sourced, Trigger
 
@@ -57,7 +57,7 @@ def _hook(module: nn.Module, call: Callable[..., None]) -> Callable[..., None]:
     """A hook for this module alone: a copy of it, made in the block, has the same hooks."""
     held = ref(module)
 
-    @engine.untraced
+    @compiler.untraced
     def hook(called: nn.Module, *given: object) -> None:
         if called is held():
             call(called, *given)

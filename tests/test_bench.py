@@ -31,12 +31,24 @@ def test_without_the_other_library_it_says_in_one_line_what_to_install(
     assert told.err.endswith("not installed: pip install -e '.[bench]'\n")
 
 
-@pytest.mark.parametrize(("ours", "mark"), [([9.0, 0.9], False), ([1.1, 1.1], True)])
-def test_the_ratio_of_the_least_times_is_marked(
-    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, ours: list[float], mark: bool
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [
+        ([9.0, 0.9], [1.0, 1.0, 1.0], ["(0.900)", "1.000"]),
+        ([1.1, 1.1], [1.0, 1.0, 1.0], ["(1.100)", ">", "1", "1.000"]),
+        ([1.1, 1.1], [1.2, 1.0, 1.15], ["(1.100)", "1.150"]),  # so far apart are halves of theirs
+        ([1.1, 1.1], [1.0, 1.2, 1.04], ["(1.100)", ">", "1", "1.040"]),
+    ],
+)
+def test_a_ratio_of_the_least_times_is_marked_where_it_is_more_than_what_equal_work_is_apart(
+    bench: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    ours: list[float],
+    theirs: list[float],
+    said: list[str],
 ) -> None:
     own = import_module("bench_multitask")
     monkeypatch.setattr(own, "theirs", lambda name, count: torch.sum)
-    monkeypatch.setattr(own, "measured", lambda *_: {"ours": ours, "theirs": [1.0, 1.0]})
+    monkeypatch.setattr(own, "measured", lambda *_: {"ours": ours, "theirs": theirs})
     line = own.times(["Mean"], ["2x4"], 2).splitlines()[-1]
-    assert line.endswith(f"({min(ours):.3f}){' > 1' if mark else ''}")
+    assert line.split()[7:] == said

@@ -1,8 +1,6 @@
 """What gradsurg relies on in PyTorch without it being exported."""
 
 import gc
-from contextlib import nullcontext
-from importlib import import_module
 from typing import Any
 from weakref import ref
 
@@ -151,20 +149,6 @@ def test_the_forward_of_a_checkpoint_that_is_not_reentrant_is_told() -> None:
         assert isinstance(y, Tensor)
         y.backward()
     assert seen == [False, True, False, False, False]
-
-
-@pytest.mark.filterwarnings("ignore")  # Dynamo trips over its own warnings when they are errors
-def test_an_untraced_function_runs_as_it_is_in_compiled_code() -> None:
-    seen: list[bool] = []
-
-    @engine.untraced
-    def look(x: Tensor) -> Tensor:
-        seen.append(torch.compiler.is_compiling())
-        return x + len(seen)
-
-    called = torch.compile(lambda x: look(x) * 2, backend="eager")
-    assert [called(torch.ones(1)).item() for _ in range(3)] == [4.0, 6.0, 8.0]
-    assert seen == [False] * 3
 
 
 def test_the_end_of_a_backward_inside_a_backward_is_told_from_that_of_the_whole() -> None:
@@ -338,56 +322,3 @@ def test_within_earlier_surroundings_only_what_was_there_before_is_in_force() ->
         engine.end_functions(mode)
         for handle in [early, *later]:
             handle.remove()
-
-
-def test_a_compiled_graph_tells_what_each_output_lets_through_and_whether_it_runs_again() -> None:
-    def node_of(keeps: bool, retain: bool) -> Any:
-        torch.compiler.reset()
-        first, second = (torch.zeros(2, requires_grad=True) for _ in range(2))
-
-        def forward(scale: Tensor) -> tuple[Tensor, Tensor]:
-            return (scale * first.tanh().exp()).sum(), (scale * second.tanh().exp()).sum()
-
-        with engine.keeping_buffers() if keeps else nullcontext():
-            outputs = torch.compile(forward, backend="aot_eager")(torch.zeros(2))
-            node: Any = outputs[0].grad_fn
-            assert engine.runs_again(node)
-            sum(outputs).backward(retain_graph=retain)
-        return node
-
-    for keeps, retain in ((True, True), (True, False), (False, True), (False, False)):
-        node = node_of(keeps, retain)
-        assert engine.runs_again(node) == (keeps or retain)
-        if retain:
-            through = [engine.lets_through(node, number) for number in range(2)]
-            assert sorted(through) == [[0], [1]]
-    torch.compiler.reset()
-
-
-def test_blocks_that_keep_buffers_may_overlap() -> None:
-    functorch = import_module("torch._functorch.config")
-    compiler = import_module("torch.compiler.config")
-
-    def settings() -> tuple[bool, str]:
-        return functorch.donated_buffer, compiler.cache_key_tag
-
-    before = settings()
-    first, second = engine.keeping_buffers(), engine.keeping_buffers()
-    first.__enter__()
-    kept = settings()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert settings() == kept != before
-    second.__exit__(None, None, None)
-    assert settings() == before
-
-
-def test_asking_a_compiled_graph_first_keeps_its_buffers() -> None:
-    torch.compiler.reset()
-    leaf = torch.ones(2, requires_grad=True)
-    output = torch.compile(lambda: leaf.tanh().exp().sum(), backend="aot_eager")()
-    assert engine.lets_through(output.grad_fn, 0) == [0]
-    assert engine.runs_again(output.grad_fn)
-    for _ in range(2):
-        output.backward(retain_graph=True)
-    torch.compiler.reset()

@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "gradsurg"
 
 FLOORS = (
-    ("engine", "fields", "per", "catalogue", "ledger", "tables", "randomness", "pipes"),
+    ("engine", "compiler", "fields", "per", "catalogue", "ledger", "tables", "randomness", "pipes"),
     ("transforms", "aggregators", "triggers", "models", "tasks", "sinks", "stats"),
     ("sites", "testing"),
     (

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import gradsurg as gs
-from gradsurg import engine
+from gradsurg import compiler
 from gradsurg.fields import validated
 from gradsurg.sites.base import Selector, Stage
 from gradsurg.transforms.base import Context, Law, Stateless, Transform
@@ -192,7 +192,7 @@ def test_a_shadow_has_hooks_in_the_steps_that_are_measured_alone(at: Selector) -
 
 
 def test_a_shadow_that_was_compiled_with_its_hooks_keeps_them(monkeypatch) -> None:
-    monkeypatch.setattr(engine, "has_compiled", lambda: True)
+    monkeypatch.setattr(compiler, "has_compiled", lambda: True)
     model = small()
     optimizer = sgd(model)
     at = gs.Outputs("*")

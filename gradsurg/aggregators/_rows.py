@@ -62,7 +62,7 @@ def _nearly_dependent(gramian: Tensor) -> bool:
 
 
 def _product(block: Tensor) -> Tensor:
-    block = _wide(block)
+    block = wide(block)
     summed = SUMMED // len(block) if len(block) < 8 else SUMMED  # few stay in the first cache
     whole = block.shape[1] // summed * summed
     rest = block[:, whole:]
@@ -94,20 +94,20 @@ def _combined_exactly(rows: Tensor, weights: Tensor) -> Tensor:
 
 def combined(rows: Tensor, weights: Tensor) -> Tensor:
     """Jᵀ w (P,) in the dtype and on the device of the rows."""
-    wide = _wide(rows)
-    weights = weights.to(wide)
-    whole = wide.shape[1] // COLUMNS * COLUMNS
-    if not whole or wide.device.type != "cpu" or torch.get_num_threads() == 1:
-        return (weights @ wide).to(rows.dtype)
+    given, rows = rows, wide(rows)
+    weights = weights.to(rows)
+    whole = rows.shape[1] // COLUMNS * COLUMNS
+    if not whole or rows.device.type != "cpu" or torch.get_num_threads() == 1:
+        return (weights @ rows).to(given.dtype)
     # A CPU has one thread for a product of a vector, and all of them for a batch of such products.
-    result = wide.new_empty(wide.shape[1])
-    parts = wide[:, :whole].unflatten(1, (-1, COLUMNS)).transpose(0, 1)
+    result = rows.new_empty(rows.shape[1])
+    parts = rows[:, :whole].unflatten(1, (-1, COLUMNS)).transpose(0, 1)
     below = result[:whole].view(-1, 1, COLUMNS)
     torch.bmm(weights.expand(len(parts), 1, -1), parts, out=below)
-    torch.mv(wide[:, whole:].T, weights, out=result[whole:])
-    return result.to(rows.dtype)
+    torch.mv(rows[:, whole:].T, weights, out=result[whole:])
+    return result.to(given.dtype)
 
 
-def _wide(rows: Tensor) -> Tensor:
+def wide(rows: Tensor) -> Tensor:
     """Rows of half precision in float32, others as they are."""
     return rows.float() if rows.dtype in HALVES else rows

@@ -106,12 +106,10 @@ def build(config: Config) -> Experiment:
     intervention = _intervention(transforms, selector, trigger, faults)
     task, data = task_of(config, faults)
     joint = _joint(config, task, trigger, faults)
-    content = None
+    sinks = sinks_of(config, faults)
+    content = model = None
     if task is not None and data is not None:
         content = faults.made("task", lambda: content_of(config, task))
-    sinks = sinks_of(config, faults)
-    model = None
-    if task is not None and data is not None:
         model = faults.made("model", lambda: checked_model(config, task, data))
     device = None
     if settings is not None:

@@ -145,13 +145,15 @@ class Aggregation:
             return _summed(parts)
         if self.around.scaled and not all(bool(rows.isfinite().all()) for rows in parts):
             # The scaler leaves such a step out: nothing is learnt from it, and nothing told.
-            return Merged([rows.sum(dim=0) for rows in parts], {})
+            return _summed(parts)
         with _precisely(parts):
             context = self._context(group, losses)
-            merged = self._merge(group, parts, losses) if fires else _summed(parts)
             if fires:
+                merged = self._merge(group, parts, losses)
                 self._keep(group, tuple(losses), merged.state)
                 self._check_finite(merged, context)
+            else:
+                merged = _summed(parts)
             if sampling:
                 self._tell_conflict(context, parts, merged)
         return merged

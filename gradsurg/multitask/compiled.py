@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from gradsurg import engine
-from gradsurg.multitask.losses import beneath, nodes_of
+from gradsurg import compiler
+from gradsurg.multitask.losses import nodes_after, nodes_of, walk
 
 COMPILED = "CompiledFunctionBackward"  # the node of all that has become one graph
 
@@ -24,12 +24,12 @@ def runs_once(losses: Iterable[Tensor], shared: bool = False, below: Iterable[No
     """Whether a compiled graph that the losses were made by may be sent back through once alone.
     If `shared`, of those that two losses reach; what is `below` these nodes does not count.
     """
-    if not engine.has_compiled():
+    if not compiler.has_compiled():
         return False
     met = Counter(chain.from_iterable(nodes_of([loss]) for loss in losses))
-    left_out = beneath(below)
+    left_out = walk(below, nodes_after)
     return any(
-        node.name() == COMPILED and not engine.runs_again(node)
+        node.name() == COMPILED and not compiler.runs_again(node)
         for node, number in met.items()
         if number > shared and node not in left_out
     )
@@ -38,29 +38,21 @@ def runs_once(losses: Iterable[Tensor], shared: bool = False, below: Iterable[No
 def leaves_of(loss: Tensor) -> set[int]:
     """The ids of the leaves that a loss was made of."""
     root = get_gradient_edge(loss)
-    waiting = [(root.node, root.output_nr)]
-    met = set(waiting)
-    leaves: set[int] = set()
-    while waiting:
-        node, number = waiting.pop()
-        leaves.add(id(getattr(node, "variable", None)))
-        for edge in _after(node, number):
-            if edge not in met:
-                met.add(edge)
-                waiting.append(edge)
-    return leaves
+    edges = walk([(root.node, root.output_nr)], _edges_after)
+    return {id(getattr(node, "variable", None)) for node, _ in edges}
 
 
-def _after(node: Node, number: int) -> list[tuple[Node, int]]:
-    """The edges that a gradient at output `number` flows on to, as far as it was seen. Of a node
-    that is no compiled graph all outputs are one.
+def _edges_after(edge: tuple[Node, int]) -> list[tuple[Node, int]]:
+    """The edges that a gradient flows on to from one, as far as it was seen. Of a node that is no
+    compiled graph all outputs are one.
     """
+    node, number = edge
     edges = [(own, at) for own, at in node.next_functions if own is not None]
     if node.name() != COMPILED:
         return [(own, at if own.name() == COMPILED else 0) for own, at in edges]
     seen = _SEEN.setdefault(type(node), {})
     through, probes = seen.get(number, (set(), 0))
     if probes < PROBES and len(through) < len(edges):
-        through = through | set(engine.lets_through(node, number))
+        through = through | set(compiler.lets_through(node, number))
         seen[number] = through, probes + 1
     return [edges[index] for index in sorted(through)]

@@ -1,9 +1,10 @@
 """Where the graphs of several losses part: the representation that they share."""
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradsurg import engine
+from gradsurg import compiler
 from gradsurg.fields import nearest
+from gradsurg.multitask.losses import nodes_after, walk
 from gradsurg.sites._modules import names_of
 from gradsurg.sites._nested import tensors_in
 from gradsurg.sites._params import owned_params
@@ -106,8 +108,10 @@ def cut(losses: Mapping[str, Tensor], at: "Watch | None" = None) -> Cut:
             f"the losses {', '.join(losses)} share no graph: no tensor that needs a gradient is "
             "part of two of them"
         )
-    beneath, nested = _beneath({edge.node for edge in edges.values()})
+    entered_nodes = {edge.node for edge in edges.values()}
+    beneath = walk(chain.from_iterable(map(nodes_after, entered_nodes)), nodes_after)
     _check_apart(heads, beneath)
+    nested = not beneath.isdisjoint(entered_nodes)
     joined = any(count > 1 for count in above.values())
     return Cut(list(edges.values()), heads, nested, joined)
 
@@ -123,7 +127,7 @@ def _owners(roots: Iterable[GradientEdge]) -> dict[Node, int]:
             if owner in (task, MANY):
                 continue
             owners[node] = task if owner is None else MANY
-            waiting += [after for after, _ in node.next_functions if after is not None]
+            waiting += nodes_after(node)
     return owners
 
 
@@ -131,30 +135,16 @@ def _above(root: GradientEdge, below: Container[Node]) -> tuple[list[Node], list
     """The nodes from a root down to those below, and the edges that lead into those."""
     if root.node in below:
         return [], [root]
-    met: dict[Node, None] = {root.node: None}
-    waiting, entered = [root.node], []
-    while waiting:
-        for after, number in waiting.pop().next_functions:
-            if after is None or after in met:
-                continue
-            if after in below:
-                entered.append(GradientEdge(after, number))
-            else:
-                met[after] = None
-                waiting.append(after)
-    return list(met), entered
+    entered: list[GradientEdge] = []
 
+    def after(node: Node) -> Iterator[Node]:
+        for own, number in node.next_functions:
+            if own is not None and own in below:
+                entered.append(GradientEdge(own, number))
+            elif own is not None:
+                yield own
 
-def _beneath(nodes: set[Node]) -> tuple[set[Node], bool]:
-    """The nodes that others lead to, and whether some of those are among them."""
-    met: set[Node] = set()
-    waiting = list(nodes)
-    while waiting:
-        for after, _ in waiting.pop().next_functions:
-            if after is not None and after not in met:
-                met.add(after)
-                waiting.append(after)
-    return met, not met.isdisjoint(nodes)
+    return list(walk([root.node], after)), entered
 
 
 def _leaf(node: Node) -> Tensor | None:
@@ -171,7 +161,7 @@ def _called(node: Node, model: nn.Module) -> str:
     return f"parameter '{next(names, 'that is not of the model')}'"
 
 
-def _check_apart(heads: Mapping[str, Sequence[Tensor]], beneath: set[Node]) -> None:
+def _check_apart(heads: Mapping[str, Sequence[Tensor]], beneath: Collection[Node]) -> None:
     """Refuse a leaf that has not one place: the head of one task, or what all share."""
     owner: dict[int, str] = {}
     hint = "name one above which they share nothing, or leave features out"
@@ -278,7 +268,7 @@ class Watch:
         return known or _notes(node).get(MARK) is self._mark
 
     def _hook(self) -> Callable[..., None]:
-        @engine.untraced
+        @compiler.untraced
         def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
             for _, tensor in tensors_in(output, every=True):
                 if tensor.grad_fn is not None:

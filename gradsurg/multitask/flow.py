@@ -1,8 +1,10 @@
 """Whose gradient flows, and which of the transforms act meanwhile."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradsurg.attached import Attached
@@ -14,21 +16,39 @@ _STEADY = {"linear", "deterministic"}
 EARLY = ("backward", "use", "captured")  # the stages at which a transform meets each task
 
 
+@dataclass(frozen=True)
+class Call:
+    """One live.backward: its losses by task, its `last` and `retain`, and what is attached.
+
+    `last` says that no further batch of the step comes, `retain` that the graph stays for another
+    backward. `picky` are those of the attached that act on some tasks only.
+    """
+
+    losses: Mapping[str, Tensor]
+    attached: Sequence[Attached]
+    picky: Sequence[Attached]
+    last: bool
+    retain: bool
+
+    @property
+    def steady(self) -> list[Attached]:
+        """The attached that act whatever the task."""
+        return [own for own in self.attached if own not in self.picky]
+
+
 @contextmanager
-def flowing(
-    task: str, clock: Clock, attached: Sequence[Attached], picky: Sequence[Attached]
-) -> Iterator[None]:
+def flowing(task: str, clock: Clock, call: Call) -> Iterator[None]:
     """The gradient of this task flows in the block: transforms and triggers know it."""
     clock.task = task
-    for own in attached:
+    for own in call.attached:
         own.expect_tasks()
-    for own in picky:
+    for own in call.picky:
         own.operation.begin_again()
     try:
         yield
     finally:
         clock.task = ""
-        for own in picky:
+        for own in call.picky:
             own.operation.begin_again()
 
 

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
-from gradsurg import engine
+from gradsurg import compiler
 from gradsurg.attached import Attached, Patient
 from gradsurg.intervention import Intervention, scale_matters
 from gradsurg.multitask.aggregation import SHARED, Aggregation, Around, check_host
 from gradsurg.multitask.features import Piece, Watch, cut, is_apart, side_by_side, split
 from gradsurg.multitask.flow import (
+    Call,
     acts_unlike_on_parts,
     at_leaves,
     check_stateful,
@@ -25,7 +26,7 @@ from gradsurg.multitask.flow import (
     sparing,
 )
 from gradsurg.multitask.losses import Losses, named, values
-from gradsurg.multitask.passes import Passes, check_runs_again
+from gradsurg.multitask.passes import Passes, refuse_a_second_backward
 from gradsurg.multitask.reaching import meeting, nothing_shared, reaching, some
 from gradsurg.multitask.rows import Block, Rows, views
 
@@ -65,25 +66,24 @@ class Joint:
         """Have what will be compiled take a backward for each task."""
         if not self._keeps:
             self._keeps = True
-            self._stack.enter_context(engine.keeping_buffers())
+            self._stack.enter_context(compiler.keeping_buffers())
 
     def backward(
         self, losses: Losses, attached: Sequence[Attached], last: bool, retain: bool
     ) -> None:
         """As `Live.backward` says."""
-        given = named(losses)
+        call = Call(named(losses), list(attached), pickers(attached), last, retain)
         if retain:
-            check_runs_again(given, shared=False)
-        self._tasks |= dict.fromkeys(given)
-        attached, picky = list(attached), pickers(attached)
-        check_tasks(picky, list(self._tasks))
+            refuse_a_second_backward(call.losses, shared=False)
+        self._tasks |= dict.fromkeys(call.losses)
+        check_tasks(call.picky, list(self._tasks))
         one = self.aggregations[0] if self.aggregations else None
-        if self._shadow or not (picky or self._needs_each(one, attached)):
-            self._at_once(one, given, attached, picky, last, retain)
+        if self._shadow or not (call.picky or self._needs_each(one, call.attached)):
+            self._at_once(one, call)
         elif one is not None and one.at.engine == "feature":
-            self._at_features(one, given, attached, picky, last, retain)
+            self._at_features(one, call)
         else:
-            self._one_by_one(given, attached, picky, last, retain)
+            self._one_by_one(one, call)
         if last and self._patient is not None and self._patient.optimizer is None:
             self.around.clock.backwards += 1
 
@@ -136,39 +136,24 @@ class Joint:
 
     # Three ways of going back: one pass, one pass a task, one pass from where the tasks part.
 
-    def _at_once(
-        self,
-        one: Aggregation | None,
-        given: Mapping[str, Tensor],
-        attached: Sequence[Attached],
-        picky: Sequence[Attached],
-        last: bool,
-        retain: bool,
-    ) -> None:
+    def _at_once(self, one: Aggregation | None, call: Call) -> None:
         """One backward of the weighed losses. Measuring has passes of its own, and changes none."""
         weights = None
         if one is not None and not self._shadow:
-            weights = one.weigh(values(given, self.around.scale), last)
-        if (one is not None or picky) and self.around.effects.sampling:
-            self._observe(given, attached, picky, weights, last)
-        parts = list(given.values())
+            weights = one.weigh(values(call.losses, self.around.scale), call.last)
+        if (one is not None or call.picky) and self.around.effects.sampling:
+            self._observe(call, weights)
+        parts = list(call.losses.values())
         if weights is not None:
             parts = [loss * own for loss, own in zip(parts, weights.tolist(), strict=True)]
-        reduce(add, parts).backward(retain_graph=retain)
+        reduce(add, parts).backward(retain_graph=call.retain)
 
-    def _observe(
-        self,
-        given: Mapping[str, Tensor],
-        attached: Sequence[Attached],
-        picky: Sequence[Attached],
-        weights: Tensor | None,
-        last: bool,
-    ) -> None:
-        """How the tasks conflict at this step, from passes of their own, in which no hook acts but
-        those that a plain backward would show nothing.
+    def _observe(self, call: Call, weights: Tensor | None) -> None:
+        """Measure how the tasks conflict at this step, in passes of its own: no transform acts in
+        them but those at some tasks only, which meet nothing in the plain backward that follows.
         """
-        with paused([own for own in attached if own not in picky]):
-            looked = self._passes.look(given, attached, picky, last)
+        with paused(call.steady):
+            looked = self._passes.look(call)
         if looked is None:
             return
         rows, losses = looked
@@ -178,22 +163,14 @@ class Joint:
             one.observe(group, parts, some(losses, tasks), used)
         rows.clear(0)
 
-    def _one_by_one(
-        self,
-        given: Mapping[str, Tensor],
-        attached: Sequence[Attached],
-        picky: Sequence[Attached],
-        last: bool,
-        retain: bool,
-    ) -> None:
+    def _one_by_one(self, one: Aggregation | None, call: Call) -> None:
         """One backward a task, then one through the nodes alone that add to `.grad`."""
-        check_stateful(attached, len(given))
-        one = self.aggregations[0] if self.aggregations else None
+        given = call.losses
+        check_stateful(call.attached, len(given))
         weights = None
         if one is not None and one.weighs:
-            weights = one.weigh(values(given, self.around.scale), last)
-        strict = weights is None
-        collected = self._passes.collect(given, attached, picky, last, strict, retain)
+            weights = one.weigh(values(given, self.around.scale), call.last)
+        collected = self._passes.collect(call, strict=weights is None)
         if collected is None:
             return
         rows, losses = collected
@@ -209,7 +186,7 @@ class Joint:
         whole = rows.merged(found, [1.0] * len(given) if weights is None else weights.tolist())
         leaves = [rows.params[index] for index in whole]
         rows.clear(rows.num_tasks)
-        with paused(at_leaves(attached)):
+        with paused(at_leaves(call.attached)):
             torch.autograd.backward(leaves, list(whole.values()))
 
     def _made(
@@ -230,33 +207,25 @@ class Joint:
         self._tell_absent(one, losses, tasks, f"the shared parameters of '{group}'", "their")
         return one.make(group, parts, some(losses, tasks)).grads
 
-    def _at_features(
-        self,
-        one: Aggregation,
-        given: Mapping[str, Tensor],
-        attached: Sequence[Attached],
-        picky: Sequence[Attached],
-        last: bool,
-        retain: bool,
-    ) -> None:
+    def _at_features(self, one: Aggregation, call: Call) -> None:
         """A pass a task down to where they part, one from there on."""
-        if not last:
+        if not call.last:
             raise ValueError(
                 "engine 'feature' has the gradients of one forward: aggregate=False needs engine "
                 "'full'"
             )
+        given = call.losses
         place = cut(given, self._watch)
-        check_runs_again(given, shared=True, below=() if place.nested else place.nodes)
+        refuse_a_second_backward(given, shared=True, below=() if place.nested else place.nodes)
         if place.joined:
-            check_stateful(attached, len(given))
+            check_stateful(call.attached, len(given))
         parts: list[Sequence[Tensor | None]] = []
         leaves: dict[Tensor, Tensor] = {}
         # What asks for a task meets the gradients of the tasks at the edges, all others their one.
-        steady = [own for own in attached if own not in picky]
-        with sparing(steady, place.nodes), place.closed():
+        with sparing(call.steady, place.nodes), place.closed():
             for number, name in enumerate(given, 1):
-                again = retain or place.nested or number < len(given)
-                with flowing(name, self.around.clock, attached, picky):
+                again = call.retain or place.nested or number < len(given)
+                with flowing(name, self.around.clock, call):
                     grads, own = place.pass_down(given[name], name, again)
                 parts.append(grads)
                 leaves |= own
@@ -265,15 +234,15 @@ class Joint:
         tasks = meeting(given, parts)
         self._tell_absent(one, given, tasks, "the representation that others share", "its")
         pieces = side_by_side([parts[task] for task in tasks])
-        self._tell_apart(one, pieces)
+        self._tell_if_apart(one, pieces)
         losses = some(values(given, self.around.scale), tasks)
         grads = split(pieces, one.make(SHARED, [piece.rows for piece in pieces], losses).grads)
         if leaves:
-            with paused(at_leaves(attached)):
+            with paused(at_leaves(call.attached)):
                 torch.autograd.backward(list(leaves), list(leaves.values()))
-        with sparing(picky, place.nodes):
+        with sparing(call.picky, place.nodes):
             edges = [place.edges[index] for index in grads]
-            torch.autograd.backward(edges, list(grads.values()), retain_graph=retain)
+            torch.autograd.backward(edges, list(grads.values()), retain_graph=call.retain)
 
     def _tell_absent(
         self, one: Aggregation, losses: Iterable[str], tasks: Sequence[int], what: str, whose: str
@@ -285,8 +254,8 @@ class Joint:
                 f"{whose} gradient"
             )
 
-    def _tell_apart(self, one: Aggregation, pieces: Sequence[Piece]) -> None:
-        """Say that the tasks cannot conflict where they part."""
+    def _tell_if_apart(self, one: Aggregation, pieces: Sequence[Piece]) -> None:
+        """Say so if the tasks cannot conflict where they part."""
         if is_apart(pieces):
             self.around.tell(
                 f"{one.label}: the tasks part at {sum(piece.rows.shape[1] for piece in pieces)} "

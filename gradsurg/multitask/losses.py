@@ -1,6 +1,7 @@
 """The losses that are given: named, and refused where they cannot be differentiated."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, KeysView, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -8,6 +9,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 Losses = Mapping[str, Tensor] | Sequence[Tensor] | Tensor
 """By the names of their tasks, or in an order, as a list or as a tensor of one axis."""
+
+Place = TypeVar("Place", bound=Hashable)
 
 
 def named(losses: Losses) -> dict[str, Tensor]:
@@ -65,18 +68,23 @@ def values(losses: Mapping[str, Tensor], scale: float) -> dict[str, float]:
     return {name: number / scale for name, number in zip(losses, found, strict=True)}
 
 
-def nodes_of(losses: Iterable[Tensor]) -> set[Node]:
+def nodes_of(losses: Iterable[Tensor]) -> KeysView[Node]:
     """The autograd nodes that the losses were made by."""
-    return beneath(get_gradient_edge(loss).node for loss in losses)
+    return walk([get_gradient_edge(loss).node for loss in losses], nodes_after)
 
 
-def beneath(nodes: Iterable[Node]) -> set[Node]:
-    """These nodes and all that a gradient flows on to from them."""
-    waiting = list(nodes)
-    met = set(waiting)
+def walk(start: Iterable[Place], after: Callable[[Place], Iterable[Place]]) -> KeysView[Place]:
+    """All places that are come to from these by going on to what is `after` each, once."""
+    met = dict.fromkeys(start)
+    waiting = list(met)
     while waiting:
-        for after, _ in waiting.pop().next_functions:
-            if after is not None and after not in met:
-                met.add(after)
-                waiting.append(after)
-    return met
+        for place in after(waiting.pop()):
+            if place not in met:
+                met[place] = None
+                waiting.append(place)
+    return met.keys()
+
+
+def nodes_after(node: Node) -> list[Node]:
+    """Those that a gradient flows on to from a node."""
+    return [after for after, _ in node.next_functions if after is not None]

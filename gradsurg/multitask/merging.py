@@ -6,10 +6,9 @@ from functools import reduce
 from itertools import accumulate
 from operator import add
 
-import torch
 from torch import Tensor
 
-from gradsurg.aggregators._rows import combined, combined_safely, gramian_of
+from gradsurg.aggregators._rows import combined, combined_safely, gramian_of, wide
 from gradsurg.aggregators.base import (
     Aggregator,
     Context,
@@ -69,8 +68,5 @@ def merge(
 
 def products(blocks: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:
     """g_i . d (T,) in float64, for a gradient d of each block."""
-    wide = [
-        (rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows, grad)
-        for rows, grad in zip(blocks, grads, strict=True)
-    ]
-    return reduce(add, [(rows @ grad.to(rows.dtype)).double().cpu() for rows, grad in wide])
+    pairs = zip(map(wide, blocks), grads, strict=True)
+    return reduce(add, [(rows @ grad.to(rows.dtype)).double().cpu() for rows, grad in pairs])

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradsurg.attached import Attached, Patient
+from gradsurg.attached import Patient
 from gradsurg.multitask.aggregation import Aggregation, Around
 from gradsurg.multitask.compiled import COMPILED, leaves_of, runs_once
 from gradsurg.multitask.features import REENTRANT
-from gradsurg.multitask.flow import flowing
+from gradsurg.multitask.flow import Call, flowing
 from gradsurg.multitask.losses import nodes_of, values
 from gradsurg.multitask.rows import Block, Rows
 from gradsurg.sites._params import owned_params
@@ -39,50 +39,37 @@ class Passes:
         self._aggregations = aggregations
         self._rows: Rows | None = None
 
-    def collect(
-        self,
-        given: Mapping[str, Tensor],
-        attached: Sequence[Attached],
-        picky: Sequence[Attached],
-        last: bool,
-        strict: bool,
-        retain: bool,
-    ) -> tuple[Rows, dict[str, float]] | None:
-        """The rows and the losses of a step; None while they wait for its `last` batch. `strict`
-        as `Rows.settle` has it.
+    def collect(self, call: Call, strict: bool) -> tuple[Rows, dict[str, float]] | None:
+        """The rows and the losses of a step; None while they wait for its last batch. `strict` as
+        `Rows.settle` has it.
         """
-        if self.waiting and list(self.waiting) != list(given):
+        if self.waiting and list(self.waiting) != list(call.losses):
             raise ValueError(
                 f"losses: the gradients of {', '.join(self.waiting)} wait for more, found "
-                f"{', '.join(given)}"
+                f"{', '.join(call.losses)}"
             )
         before, self.waiting = self.waiting, {}
-        rows = self._fill(given, attached, picky, anew=not before, retain=retain)
-        losses = values(given, self._around.scale)
-        losses = {name: loss + before.get(name, 0.0) for name, loss in losses.items()}
-        if not last:
+        rows = self._fill(call, anew=not before)
+        losses = self._added(before, call)
+        if not call.last:
             self.waiting = losses
             return None
         rows.settle(strict)
         return rows, losses
 
-    def look(
-        self,
-        given: Mapping[str, Tensor],
-        attached: Sequence[Attached],
-        picky: Sequence[Attached],
-        last: bool,
-    ) -> tuple[Rows, dict[str, float]] | None:
-        """As `collect`, and the graph stays for another backward. None too where there is no more
-        than one, and a task that reaches nothing is left out.
+    def look(self, call: Call) -> tuple[Rows, dict[str, float]] | None:
+        """As `collect`, for a measurement, which changes nothing and refuses nothing.
+
+        The graph stays for the backward that follows. A task that reaches nothing is left out, and
+        where there is nothing to measure it is None, which is told.
         """
-        if REENTRANT in _names(given):
+        if REENTRANT in _names(call.losses):
             self._around.tell(
                 "the losses hold a reentrant checkpoint, through which no task can be followed: "
                 "their conflicts are not measured. Use checkpoint(use_reentrant=False)."
             )
             return None
-        if runs_once(given.values()):
+        if runs_once(call.losses.values()):
             self._around.tell(
                 f"{ONCE}: in such steps the conflicts of the tasks are not measured. {RECOMPILE}"
             )
@@ -93,11 +80,10 @@ class Passes:
             self._around.tell(f"{error.args[0]}: the conflicts of the tasks are not measured")
             return None
         before, self._looked = self._looked, {}
-        before = before if list(before) == list(given) else {}
-        rows = self._fill(given, attached, picky, anew=not before, looks=True)
-        losses = values(given, self._around.scale)
-        losses = {name: loss + before.get(name, 0.0) for name, loss in losses.items()}
-        if not last:
+        before = before if list(before) == list(call.losses) else {}
+        rows = self._fill(call, anew=not before, looks=True)
+        losses = self._added(before, call)
+        if not call.last:
             self._looked = losses
             return None
         if left := rows.settle(strict=False):
@@ -119,18 +105,16 @@ class Passes:
         self._patient = self._rows = None
         self.waiting = self._looked = {}
 
-    def _fill(
-        self,
-        given: Mapping[str, Tensor],
-        attached: Sequence[Attached],
-        picky: Sequence[Attached],
-        anew: bool = True,
-        looks: bool = False,
-        retain: bool = False,
-    ) -> Rows:
+    def _added(self, before: Mapping[str, float], call: Call) -> dict[str, float]:
+        """The losses of the step so far."""
+        losses = values(call.losses, self._around.scale)
+        return {name: loss + before.get(name, 0.0) for name, loss in losses.items()}
+
+    def _fill(self, call: Call, anew: bool, looks: bool = False) -> Rows:
         """The rows, with the gradients of these losses written or added to them. One that only
         `looks` leaves the graph as it is, and refuses no task.
         """
+        given = call.losses
         names = _names(given)
         if REENTRANT in names:
             raise RuntimeError(
@@ -139,15 +123,8 @@ class Passes:
                 "engine='feature' if it is below where the tasks part"
             )
         self.compiled = compiled = COMPILED in names
-        check_runs_again(given, shared=not retain)
-        rows = self._current()
-        if anew or (looks and rows.num_tasks != len(given)):
-            rows.clear(len(given))
-        elif rows.num_tasks != len(given):
-            raise ValueError(
-                "the parameters that need a gradient have changed while gradients waited, which "
-                "are dropped: change them between two steps"
-            )
+        refuse_a_second_backward(given, shared=not call.retain)
+        rows = self._room(len(given), anew, looks)
         reached: list[set[int]] = [set() for _ in given]
         if len(given) > 1 and (compiled or not rows.blocks):
             reached = [_leaves(loss, rows.params) for loss in given.values()]
@@ -155,8 +132,8 @@ class Passes:
             rows.expect(reached)
         try:
             for index, (name, loss) in enumerate(given.items()):
-                again = looks or retain or index < len(given) - 1
-                with flowing(name, self._around.clock, attached, picky):
+                again = looks or call.retain or index < len(given) - 1
+                with flowing(name, self._around.clock, call):
                     grads = torch.autograd.grad(
                         loss, rows.params, retain_graph=again, allow_unused=True
                     )
@@ -170,6 +147,18 @@ class Passes:
                 error.add_note("what waited since live.backward(.., aggregate=False) is dropped")
             rows.clear(0)
             raise
+        return rows
+
+    def _room(self, count: int, anew: bool, looks: bool) -> Rows:
+        """The rows of so many tasks, with what has come so far, if not `anew`."""
+        rows = self._current()
+        if anew or (looks and rows.num_tasks != count):
+            rows.clear(count)
+        elif rows.num_tasks != count:
+            raise ValueError(
+                "the parameters that need a gradient have changed while gradients waited, which "
+                "are dropped: change them between two steps"
+            )
         return rows
 
     def _without_zeros(
@@ -216,7 +205,9 @@ class Passes:
         return rows
 
 
-def check_runs_again(given: Mapping[str, Tensor], shared: bool, below: Iterable[Node] = ()) -> None:
+def refuse_a_second_backward(
+    given: Mapping[str, Tensor], shared: bool, below: Iterable[Node] = ()
+) -> None:
     """Raises RuntimeError if a second backward would come to wrong numbers; `shared` and `below` as
     `runs_once` has them.
     """

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsurg import engine
+from gradsurg import compiler, engine
 
 
 def when_averaged(model: nn.Module, stack: ExitStack, say: Callable[[int], None]) -> None:
@@ -36,7 +36,7 @@ def refuse_averaged(at: str, model: nn.Module, stack: ExitStack) -> None:
 
 
 def _when_called(say: Callable[[int], None]) -> Callable[..., None]:
-    @engine.untraced
+    @compiler.untraced
     def hook(module: nn.Module, args: tuple[object, ...]) -> None:
         outer = engine.averaging()
         if outer is not None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gradsurg import engine
+from gradsurg import compiler, engine
 from gradsurg.sites._calls import Calls
 from gradsurg.sites._modules import Chosen
 from gradsurg.sites._nested import tensors_in
@@ -29,7 +29,7 @@ IN_PLACE = (
 def entering(calls: Calls, one: Tickets, kind: str) -> Callable[..., None]:
     """The forward pre-hook that goes with the backward hooks of `one`."""
 
-    @engine.untraced
+    @compiler.untraced
     def hook(module: nn.Module, args: tuple[object, ...]) -> None:
         names = calls.names.get(module)
         if names is None:  # a copy of the module, made in the block
@@ -56,7 +56,7 @@ def leaving(
     takes = side == "full_backward"
 
     # Any: a user's values
-    @engine.untraced
+    @compiler.untraced
     def hook(
         module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object
     ) -> None:
@@ -157,7 +157,7 @@ class Ended:
 def note_in_place(model: nn.Module, stack: ExitStack) -> None:
     """Let PyTorch's error about a write to what a hooked module has returned say what to do."""
 
-    @engine.untraced
+    @compiler.untraced
     def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
         error = sys.exception()
         if (

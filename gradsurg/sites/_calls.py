@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
-from gradsurg import engine
+from gradsurg import compiler, engine
 from gradsurg.sites.base import Put
 
 
@@ -76,12 +76,12 @@ class Calls(threading.local):
         """What hooks the model so that its calls are followed."""
         # Functions, not methods: a model is copied with its hooks, and a method with its object.
 
-        @engine.untraced
+        @compiler.untraced
         def begin(module: nn.Module, args: tuple[object, ...]) -> None:
             if module in self.names:
                 self.start()
 
-        @engine.untraced
+        @compiler.untraced
         def end(module: nn.Module, args: tuple[object, ...], output: object) -> None:
             self.stop()
 

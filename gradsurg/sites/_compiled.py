@@ -5,7 +5,7 @@ from weakref import ref
 
 from torch import nn
 
-from gradsurg import engine
+from gradsurg import compiler
 from gradsurg.sites._modules import COMPILED, own_name
 
 HINT = (
@@ -18,7 +18,7 @@ def blind(model: nn.Module, whole: bool) -> Callable[[bool], str]:
     """Why hooks that come now may never run, told when the block ends and it is known whether any
     of them has `acted`; empty if nothing says so. `whole`: the model was given compiled.
     """
-    if not engine.has_compiled():
+    if not compiler.has_compiled():
         return lambda acted: ""
     held = ref(model)
 

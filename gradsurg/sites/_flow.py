@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from gradsurg import engine
+from gradsurg import compiler, engine
 from gradsurg.sites._calls import Calls
 from gradsurg.sites._modules import ROOT, Chosen
 from gradsurg.sites._nested import rebuilt
@@ -25,7 +25,7 @@ Own = tuple[ref[Tensor], int, str, str]
 def leaving(flow: "Flow") -> Callable[..., object]:
     """The forward hook that changes what a module returns."""
 
-    @engine.untraced
+    @compiler.untraced
     def hook(module: nn.Module, args: tuple[object, ...], output: object) -> object:
         new = rebuilt(output, flow.due(module))
         return None if new is output else new
@@ -36,7 +36,7 @@ def leaving(flow: "Flow") -> Callable[..., object]:
 def entering(flow: "Flow") -> Callable[..., object]:
     """The forward pre-hook that changes what a module takes."""
 
-    @engine.untraced
+    @compiler.untraced
     def hook(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
         change = flow.due(module)
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):

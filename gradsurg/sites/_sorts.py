@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gradsurg import engine
+from gradsurg import compiler, engine
 from gradsurg.sites._node_names import plain
 
 LOOKS = {"AsStrided", "Detach", "Expand", "Permute", "Select", "Slice", "Split", "T", "ToCopy"}
@@ -108,7 +108,7 @@ class Sorts:
     # Functions, not methods: a model is copied with its hooks, and a method with its object.
 
     def _begin(self) -> Callable[..., None]:
-        @engine.untraced
+        @compiler.untraced
         def begin(module: nn.Module, args: tuple[object, ...]) -> None:
             if module is self._model():
                 self._known = None
@@ -120,11 +120,11 @@ class Sorts:
     def _follow(self, own: ParametrizationList, stack: ExitStack) -> None:
         """Note what a parametrization makes, and when it does."""
 
-        @engine.untraced
+        @compiler.untraced
         def enter(module: nn.Module, args: tuple[object, ...]) -> None:
             self._now.making += self.makes(module)
 
-        @engine.untraced
+        @compiler.untraced
         def leave(module: nn.Module, args: tuple[object, ...], output: object) -> None:
             if self.makes(module):
                 self._now.making = max(self._now.making - 1, 0)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
-from gradsurg import engine
+from gradsurg import compiler, engine
 from gradsurg.sites._marks import Followed, Left, Reading, Track
 from gradsurg.sites._modules import names_of
 from gradsurg.sites._nested import tensors_in
@@ -84,7 +84,7 @@ class Spans:
     def _enter(self, me: Followed, is_model: bool) -> Callable[..., None]:
         thread, module = self._thread, me.module
         task_now, number_now = engine.backward_task, engine.next_sequence_number
-        gradients_on, traced = torch.is_grad_enabled, engine.traced
+        gradients_on, traced = torch.is_grad_enabled, compiler.traced
 
         def enter(called: nn.Module, args: object, kwargs: object) -> None:
             if called is not module:
@@ -104,11 +104,11 @@ class Spans:
             track.numbers.append(number_now())
             track.marks.append(me)
 
-        untraced = engine.untraced(enter)
+        untraced = compiler.untraced(enter)
         return enter
 
     def _leave(self, left: Left, take: Take, tells: bool) -> Callable[..., None]:
-        thread, module, traced = self._thread, left.of.module, engine.traced
+        thread, module, traced = self._thread, left.of.module, compiler.traced
         task_now, number_now = engine.backward_task, engine.next_sequence_number
 
         def leave(called: nn.Module, args: object, output: object) -> None:
@@ -132,7 +132,7 @@ class Spans:
                 else:
                     self._end(track, task, output, take)
 
-        untraced = engine.untraced(leave)
+        untraced = compiler.untraced(leave)
         return leave
 
     def _begin(self, track: Track, module: nn.Module, given: object) -> None:

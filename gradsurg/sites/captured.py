@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradsurg import engine
+from gradsurg import compiler, engine
 from gradsurg.fields import validated
 from gradsurg.sites._calls import Calls
 from gradsurg.sites._modules import (
@@ -113,7 +113,7 @@ class Captured(ModuleSelector):
 
 
 def _remembering(sites: "_Sites", calls: Calls, chosen: Chosen) -> Callable[..., None]:
-    @engine.untraced
+    @compiler.untraced
     def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
         call = calls.next(module)
         base = None if call is None else chosen(module, call)

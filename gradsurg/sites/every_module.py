@@ -10,7 +10,7 @@ from torch.nn.modules import module as process
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from gradsurg import engine
+from gradsurg import compiler, engine
 from gradsurg.fields import validated
 from gradsurg.sites._backward_hooks import (
     Side,
@@ -203,7 +203,7 @@ class _Names(dict[nn.Module, list[str]]):
 def _by_place(enter: Callable[..., Any]) -> Callable[..., Any]:
     """A hook on all arguments, where PyTorch tells of those by place only. Any: a user's values."""
 
-    @engine.untraced
+    @compiler.untraced
     def hook(module: nn.Module, args: tuple[object, ...]) -> tuple[object, ...] | None:
         given = enter(module, args, {})
         return None if given is None else given[0]
@@ -215,7 +215,7 @@ def _follow_begin(calls: Calls, model: nn.Module, stack: ExitStack) -> None:
     """As `Calls.hook`, and in time for global hooks, which run before those of the model."""
     held = ref(model)
 
-    @engine.untraced
+    @compiler.untraced
     def begin(module: nn.Module, args: tuple[object, ...]) -> None:
         if module is held():
             calls.start()
@@ -226,7 +226,7 @@ def _follow_begin(calls: Calls, model: nn.Module, stack: ExitStack) -> None:
 def _follow_end(calls: Calls, model: nn.Module, stack: ExitStack) -> None:
     held = ref(model)
 
-    @engine.untraced
+    @compiler.untraced
     def end(module: nn.Module, args: tuple[object, ...], output: object) -> None:
         if module is held():
             calls.stop()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from gradsurg import engine
+from gradsurg import compiler, engine
 from gradsurg.fields import validated
 from gradsurg.sites._modules import ModuleSelector, names_of
 from gradsurg.sites._nested import rebuilt, tensors_in
@@ -104,7 +104,7 @@ def _entering(taken: "_Taken") -> Callable[..., Given | None]:
     alone = _alone_on_its_branch if path == "branch" else _alone
 
     # Any: a user's values
-    @engine.untraced
+    @compiler.untraced
     def hook(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> Given | None:
         call = taken.turns.next(module)
         base = None if call is None else chosen(module, call)
@@ -147,7 +147,7 @@ def _alone(tensor: object, gate: GradFn) -> Tensor | None:
 
 
 def _leaving(taken: "_Taken") -> Callable[..., None]:
-    @engine.untraced
+    @compiler.untraced
     def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
         running = taken.open
         if running and running[-1].module is module:
@@ -166,7 +166,7 @@ def _leaving(taken: "_Taken") -> Callable[..., None]:
 
 
 def _ending(taken: "_Taken") -> Callable[..., None]:
-    @engine.untraced
+    @compiler.untraced
     def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
         taken.end()
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from gradsurg import engine
+from gradsurg import compiler, engine
 from gradsurg.fields import validated
 from gradsurg.sites._calls import Calls
 from gradsurg.sites._foreign import foreign
@@ -68,7 +68,7 @@ class Outputs(ModuleSelector):
 def _hook_output(gates: Gates, tensors: "OwnedTensors", chosen: Chosen) -> Callable[..., None]:
     short: dict[tuple[str, int], GradFn] = {}  # the gates of calls that have returned one tensor
 
-    @engine.untraced
+    @compiler.untraced
     def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
         call = tensors.turns.next(module)
         if call is None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
-from gradsurg import engine
+from gradsurg import compiler, engine
 from gradsurg.fields import Contradiction, validated
 from gradsurg.sites._modules import ModuleSelector, names_of, possible
 from gradsurg.sites._node_names import fits, plain
@@ -126,7 +126,7 @@ class SavedTensors(ModuleSelector):
 
         def wanted(tensor: Tensor) -> bool:
             sorts.look()  # no call is followed that would say when a weight is another tensor
-            if engine.in_compiled():
+            if compiler.in_compiled():
                 gates.note(COMPILED_SAVES)
             return fits_sort(tensor)
 
@@ -140,8 +140,8 @@ class SavedTensors(ModuleSelector):
         calls = Saving(names_of(model), self.chosen(gates), gates, sorts, wanted)
         stack.callback(calls.end)
         calls.hook(model, stack)
-        enter = engine.untraced(calls.enter, calls.enter_compiled)
-        leave = engine.untraced(calls.leave)
+        enter = compiler.untraced(calls.enter, calls.enter_compiled)
+        leave = compiler.untraced(calls.leave)
         for module in self.hookable(calls.names, gates):
             stack.callback(module.register_forward_pre_hook(enter).remove)
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradsurg import engine
+from gradsurg import compiler, engine
 from gradsurg.fields import validated
 from gradsurg.sites._params import ParamSelector, expected
 from gradsurg.sites.base import Gates, Stage
@@ -70,7 +70,7 @@ def _clocks_last(optimizer: Optimizer) -> None:
 
 
 def _before(edit: Callable[[], None]) -> Callable[..., None]:
-    @engine.untraced
+    @compiler.untraced
     def hook(module: nn.Module, args: tuple[object, ...]) -> None:
         # A checkpoint's recomputation needs the weights that its forward had.
         if module.training and not engine.in_backward():

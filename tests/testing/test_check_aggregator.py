@@ -117,8 +117,7 @@ def in_place(rows: Tensor) -> Tensor:
 
 
 def remembering(rows: Tensor) -> Tensor:
-    with torch.enable_grad():
-        return rows.sum(0)
+    return rows.sum(0) * torch.ones((), dtype=rows.dtype, requires_grad=True)
 
 
 def narrow(rows: Tensor) -> Tensor:
