@@ -305,10 +305,13 @@ def test_cagrad_beside_a_zero_gradient_is_the_nearest_that_harms_none() -> None:
 
 
 @pytest.mark.parametrize("width", [0, 7, 4096, 15_000])
-def test_a_gramian_in_pieces_is_the_gramian(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_a_gramian_in_pieces_is_the_gramian(
+    monkeypatch: pytest.MonkeyPatch, count: int, width: int
+) -> None:
     monkeypatch.setattr(_rows, "COLUMNS", 100)
     generator = torch.Generator().manual_seed(0)
-    matrix = torch.randn(3, width, generator=generator, dtype=torch.float64) + 1
+    matrix = torch.randn(count, width, generator=generator, dtype=torch.float64) + 1
     for dtype, digits in ((torch.float64, 1e-14), (torch.float32, 1e-6), (torch.float16, 1e-6)):
         given = matrix.to(dtype)
         exact = given.double() @ given.double().T
