@@ -4,6 +4,7 @@ import pytest
 
 import gradsurg as gs
 from gradsurg.config.faults import ConfigError
+from gradsurg.ledger import SurgeryWarning
 from tests.test_build import built
 
 ONE_FORWARD = (
@@ -112,11 +113,17 @@ def test_when_is_the_transforms_where_there_is_one() -> None:
     [
         ["aggregator=pcgrad", "accumulate=3"],
         ["aggregator=pcgrad", "shared.engine=feature"],
-        ["aggregator=none", "shared.engine=feature", "accumulate=3"],
     ],
 )
 def test_batches_of_a_step_may_wait_where_no_engine_needs_one_forward(words: list[str]) -> None:
     built(*SEVERAL, *words)
+
+
+@pytest.mark.parametrize("words", [["transform=clip"], ["transform=none"]])
+def test_where_an_aggregator_acts_is_said_in_vain_where_there_is_none(words: list[str]) -> None:
+    built("aggregator=none", *SEVERAL, *words, "accumulate=3")
+    with pytest.warns(SurgeryWarning, match="^shared: says where an aggregator acts, and there"):
+        built("aggregator=none", *SEVERAL, *words, "shared.engine=feature", "accumulate=3")
 
 
 def test_one_that_depends_on_the_size_of_its_rows_is_refused_where_the_loss_is_scaled(

@@ -207,6 +207,10 @@ def _joint(
     """The aggregator, where one was asked for. `when` is its own if there is no transform."""
     aggregator = aggregator_of(config, faults)
     shared = faults.made("shared", lambda: _shared(config))
+    if shared not in (None, SharedParameters()) and not config.get("aggregator"):
+        warnings.warn(
+            "shared: says where an aggregator acts, and there is none", SurgeryWarning, stacklevel=2
+        )
     if aggregator is None or shared is None:
         return None
     key = str(config["aggregator"].get("name") or snake(type(aggregator).__name__))
