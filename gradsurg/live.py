@@ -71,19 +71,22 @@ class Live:
     def backward(
         self, losses: Losses, *, aggregate: bool = True, retain_graph: bool = False
     ) -> None:
-        """In place of `sum(losses).backward()`: back from several losses, to one update.
+        """In place of `sum(losses).backward()`: one update from several losses.
 
         `losses` are tensors of no axes, by the names of their tasks or in an order. The gradients
-        of the tasks flow one after the other, and the hooks in the model meet each of them;
-        an aggregator makes one of them for each group of shared parameters, a parameter that one
-        task alone reaches gets that of its task, and the results are added to `.grad`. Hooks of
-        others on a parameter meet those of each task and then the result. An aggregator that weighs
-        losses, as `Mean` does, has one backward of the weighed losses while no transform acts on
-        the way but linear ones, for which it is the same; with no aggregator it is one of the sum.
+        of the tasks flow one after the other, and transforms meet each of them. An aggregator makes
+        one gradient of them for each group of shared parameters; a parameter that one task alone
+        reaches gets that of its task. The results are added to `.grad`, of parameters of the model
+        and of the optimizer only. A hook of your own on a parameter is called for each task, and
+        then for the result.
+
+        An aggregator that weighs losses, as `Mean` does, takes one backward of the weighed losses
+        instead, unless a transform on the way is not linear, which is to meet each task. With no
+        aggregator it is one backward of the sum.
 
         With `aggregate=False` the gradients wait, and are added to those of the next call: several
-        batches make one step so. With a GradScaler give scaled losses. Only parameters of the model
-        and of the optimizer get gradients.
+        batches make one step so. `retain_graph` is that of `Tensor.backward`. With a GradScaler
+        give scaled losses.
 
         Raises TypeError or ValueError for what is no loss, for losses that share no parameter, and
         for a transform that would remember the gradients of one task for the next.

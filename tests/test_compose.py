@@ -158,7 +158,8 @@ WRONG = (
         "found [0.9]",
     ),
     Wrong("optimizer.lr=-1", "optimizer.lr: SGD refuses it: Invalid learning", "found -1"),
-    Wrong("optimizer.lr=null", "optimizer.lr: SGD refuses it: ", "found null"),
+    Wrong("optimizer.lr=null", "optimizer.lr: SGD refuses it: it takes another", "found null"),
+    Wrong("optimizer.momentum=x", "optimizer.momentum: SGD refuses it: it takes another", "'x'"),
     Wrong(
         "+optimizer.nesterov=true",
         "optimizer.nesterov: SGD refuses it: Nesterov momentum requires a momentum",

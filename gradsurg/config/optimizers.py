@@ -93,6 +93,8 @@ def _guilty(
     def refusal(given: dict[str, object]) -> str:
         try:
             kind(model.parameters(), **given)
+        except TypeError:  # it says which operation failed, and not why
+            return "it takes another type"
         except ERRORS as error:
             return sentence(error)
         return ""
