@@ -6,8 +6,8 @@ in `tests/pitfalls`.
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, cast
@@ -39,6 +39,22 @@ flat = import_module("torch._utils")._flatten_dense_tensors
 
 any_autocast: Callable[[], bool] = vars(torch._C)["_is_any_autocast_enabled"]
 """Whether this thread is under the autocast of any device."""
+
+
+def undisturbed(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
+    """A block in which what is calculated of these has their own dtype, and what is made besides is
+    on the CPU, whatever autocast and whatever default device this thread is under.
+    """
+    away = torch._C._len_torch_function_stack() > 0 and torch.get_default_device().type != "cpu"
+    if not away and not any_autocast():
+        return nullcontext()
+    stack = ExitStack()
+    for kind in {"cpu", *(tensor.device.type for tensor in tensors)}:
+        if torch.amp.is_autocast_available(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+    if away:
+        stack.enter_context(torch.device("cpu"))
+    return stack
 
 
 FIRST = -1  # no handle of PyTorch's has such a number

@@ -39,7 +39,15 @@ class Live:
         self.shadow = shadow
         self.clock = clock
         self._states = states
-        around = Around(effects, clock, states, self.ledger, seed, patient.scaler)
+        around = Around(
+            effects,
+            clock,
+            states,
+            self.ledger,
+            seed,
+            patient.scaler,
+            counts_steps=patient.optimizer is not None,
+        )
         self._joint = Joint(patient, around, shadow)
         self._roster = Roster(patient, self._joint, shadow)
         self._changes = Changes(patient.model)
@@ -81,8 +89,11 @@ class Live:
         then for the result.
 
         An aggregator that weighs losses, as `Mean` does, takes one backward of the weighed losses
-        instead, unless a transform on the way is not linear, which is to meet each task. With no
-        aggregator it is one backward of the sum.
+        instead, unless a transform on the way is not linear, which is to meet each task: so the
+        weights are those of the heads too. At steps that are measured the tasks have passes of
+        their own besides, which hooks of your own meet. With no aggregator it is one backward of
+        the sum. Where it is one, as where engine `feature` goes on from the representation, leaves
+        of other kinds get gradients too.
 
         With `aggregate=False` the gradients wait, and are added to those of the next call: several
         batches make one step so. `retain_graph` is that of `Tensor.backward`. With a GradScaler

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradsurg.aggregators._rows import combined, combined_safely, gramian_of
+from gradsurg.engine import undisturbed
 
 State = dict[str, Tensor]
 Property = Literal[
@@ -111,6 +112,8 @@ class Aggregator(ABC):
 
         Raises TypeError for what is not a matrix of real floating-point numbers.
         """
+        if not isinstance(rows, Tensor):
+            raise TypeError(f"{type(self).__name__} takes a tensor, found {rows!r}")
         if rows.ndim != 2 or not rows.is_floating_point() or not len(rows):
             raise TypeError(
                 f"{type(self).__name__} takes a matrix with a row of real numbers for each task, "
@@ -118,7 +121,8 @@ class Aggregator(ABC):
             )
         # Not `no_grad`, which would cost several per cent of a product that takes a millisecond.
         rows = rows.detach() if rows.requires_grad else rows
-        return self.merge(rows, self.init(len(rows)), context or Context())[0]
+        with undisturbed([rows]):
+            return self.merge(rows, self.init(len(rows)), context or Context())[0]
 
 
 class GramianAggregator(Aggregator):
@@ -196,7 +200,7 @@ def losses_of(aggregator: Aggregator, context: Context, num_tasks: int) -> Tenso
         raise ValueError(
             f"{name} needs a loss for each of the {num_tasks} tasks, found {len(context.losses)}"
         )
-    losses = context.losses.double()
+    losses = context.losses.detach().double()
     if (losses < 0).any():
         raise ValueError(f"{name} needs losses >= 0, found {min(losses.tolist()):.6g}")
     return losses

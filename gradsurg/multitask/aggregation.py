@@ -3,15 +3,14 @@
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from math import isfinite
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from gradsurg import engine
 from gradsurg.aggregators._rows import combined, gramian_of
 from gradsurg.aggregators.base import (
     Aggregator,
@@ -20,7 +19,9 @@ from gradsurg.aggregators.base import (
     LossWeighting,
     State,
 )
+from gradsurg.catalogue import snake
 from gradsurg.effects import Effects
+from gradsurg.engine import undisturbed
 from gradsurg.intervention import Intervention
 from gradsurg.ledger import Ledger, SurgeryWarning
 from gradsurg.multitask.conflict import Conflicts, conflict_of, others_of
@@ -56,6 +57,7 @@ class Around:
     ledger: Ledger
     seed: int
     scaler: GradScaler | None
+    counts_steps: bool  # whether an optimizer tells of its steps
     conflicts: Conflicts = field(default_factory=Conflicts)
     said: set[str] = field(default_factory=set)
 
@@ -90,6 +92,7 @@ class Aggregation:
         self.label = label
         self.sites = frozenset(sites)
         self.around = around
+        self._learnt: dict[str, State] = {}  # under a loss scale, until the optimizer makes a step
         self._weights: Tensor | None = None  # of the losses, for the rest of a step
         self._weighed: tuple[str, ...] = ()  # the tasks that they are of
 
@@ -117,25 +120,39 @@ class Aggregation:
         `last`.
         """
         assert isinstance(self.aggregator, LossWeighting)
+        self._tell_losses(losses)
         fires, tasks, weights = self._count(SHARED), tuple(losses), self._weights
         if weights is not None and self._weighed != tasks:
-            self._weights = None
             raise ValueError(
                 f"losses: the weights of this step are of {', '.join(self._weighed)}, found "
                 f"{', '.join(tasks)}"
             )
-        if not fires:
-            weights = torch.ones(len(tasks), dtype=torch.float64)
-        elif weights is None:
-            context, state = self._context(SHARED, losses), self._state(SHARED, tasks)
-            weights, state = self.aggregator.weigh(len(tasks), state, context)
-            self._keep(SHARED, tasks, state)
+        with undisturbed(()):
+            if not fires:
+                weights = torch.ones(len(tasks), dtype=torch.float64)
+            elif weights is None:
+                context, state = self._context(SHARED, losses), self._state(SHARED, tasks)
+                weights, state = self.aggregator.weigh(len(tasks), state, context)
+                self._keep(SHARED, tasks, state)
         self._weights, self._weighed = None if last else weights, tasks
         return weights
 
+    def stepped(self) -> bool:
+        """The optimizer has made a step, so what was learnt of it stays; whether the weights of its
+        losses wait for more of them.
+        """
+        self.around.states |= self._learnt
+        self._learnt = {}
+        return self.forget()
+
+    def forget(self) -> bool:
+        """The next losses are a step's first; whether others were to come."""
+        waited, self._weights = self._weights is not None, None
+        return waited
+
     def weighed(self, parts: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
         """One gradient of the rows of each part, by weights that are known."""
-        with _precisely(parts):
+        with undisturbed(parts):
             return [combined(rows, weights) for rows in parts]
 
     def make(self, group: str, parts: Sequence[Tensor], losses: Mapping[str, float]) -> Merged:
@@ -144,14 +161,15 @@ class Aggregation:
         if not (fires or sampling):
             return _summed(parts)
         if self.around.scaled and not all(bool(rows.isfinite().all()) for rows in parts):
-            # The scaler leaves such a step out: nothing is learnt from it, and nothing told.
+            # The scaler leaves such a step out, and nothing is told of it.
             return _summed(parts)
-        with _precisely(parts):
+        with undisturbed(parts):
             context = self._context(group, losses)
             if fires:
                 merged = self._merge(group, parts, losses)
                 self._keep(group, tuple(losses), merged.state)
                 self._check_finite(merged, context)
+                self._tell_losses(losses)
             else:
                 merged = _summed(parts)
             if sampling:
@@ -168,11 +186,13 @@ class Aggregation:
         """Measure the conflict where the update is made elsewhere, of these weights; with none,
         what the aggregator would have made of it.
         """
-        with _precisely(parts):
+        with undisturbed(parts):
             merged = Merged([], {}, weights)
-            if weights is None:
-                self._count(group)
+            if weights is None and self._count(group):
                 merged = self._merge(group, parts, losses)
+                self._keep(group, tuple(losses), merged.state)
+            elif weights is None:
+                merged = _summed(parts)
             self._tell_conflict(self._context(group, losses), parts, merged)
 
     def _merge(self, group: str, parts: Sequence[Tensor], losses: Mapping[str, float]) -> Merged:
@@ -188,6 +208,8 @@ class Aggregation:
         scale, gramian, weights = self.around.scale, merged.gramian, merged.weights
         if gramian is None:
             gramian = gramian_of(parts) / scale**2
+        if self.around.scaled and not bool(gramian.isfinite().all()):
+            return  # the scaler leaves such a step out
         if weights is not None:
             falls = gramian @ weights
             norm = max(float(weights @ falls), 0.0) ** 0.5
@@ -196,7 +218,8 @@ class Aggregation:
             # Waits for the device, at measured steps only.
             norm = sum(grad.double().square().sum().item() for grad in merged.grads) ** 0.5 / scale
         found = conflict_of(self.label, context, gramian, weights, falls, norm)
-        others = partial(others_of, self.label, context, gramian, falls, norm)
+        own = snake(type(self.aggregator).__name__)
+        others = partial(others_of, own, context, gramian, falls, norm)
         self.around.conflicts.add(found, others if self.at.granularity == "whole" else dict)
 
     def _count(self, group: str) -> bool:
@@ -207,7 +230,7 @@ class Aggregation:
         return around.ledger.enter(self.label, group).count(said)
 
     def _context(self, group: str, losses: Mapping[str, float]) -> Context:
-        values = torch.tensor([*losses.values()], dtype=torch.float64)
+        values = torch.tensor([*losses.values()], dtype=torch.float64, device="cpu")
         clock, seed = self.around.clock, self.around.seed
         return Context(
             clock.step,
@@ -222,7 +245,8 @@ class Aggregation:
     def _state(self, group: str, tasks: tuple[str, ...]) -> State:
         fresh = self.aggregator.init(len(tasks))
         states, key = self.around.states, f"{self.label}/{group}"
-        state, before = states.get(key, fresh), tuple(states.get(f"{key}/tasks", tasks))
+        state, places = states.get(key, fresh), states.get(f"{key}/tasks")
+        before = tuple(sorted(places, key=lambda name: int(places[name]))) if places else tasks
         shapes = [{name: own.shape for name, own in one.items()} for one in (state, fresh)]
         if shapes[0] != shapes[1] or (fresh and before != tasks):
             known = ", ".join(before) if before != tasks else "another number of tasks"
@@ -238,11 +262,23 @@ class Aggregation:
     def _keep(self, group: str, tasks: tuple[str, ...], state: State) -> None:
         if state:
             states, key = self.around.states, f"{self.label}/{group}"
-            states[key] = state
+            if self.around.scaled and self.around.counts_steps:
+                self._learnt[key] = state  # the scaler may leave this step out
+            else:
+                states[key] = state
             if f"{key}/tasks" not in states:  # as `_state` has seen, they stay the same
                 # The names go with the state into a checkpoint, in which all are tensors.
                 places = {name: torch.tensor(place) for place, name in enumerate(tasks)}
                 states[f"{key}/tasks"] = places
+
+    def _tell_losses(self, losses: Mapping[str, float]) -> None:
+        wrong = [name for name, loss in losses.items() if not isfinite(loss)]
+        if wrong and not self.around.scaled:
+            self.around.tell(
+                f"{self.label}: the loss of {', '.join(wrong)} is not finite at step "
+                f"{self.around.clock.step}",
+                of=f"{self.label} not finite",
+            )
 
     def _check_finite(self, merged: Merged, context: Context) -> None:
         if merged.gramian is None or bool(merged.gramian.isfinite().all()):
@@ -266,16 +302,9 @@ def _summed(parts: Sequence[Tensor]) -> Merged:
     return Merged([rows.sum(dim=0) for rows in parts], {}, ones)
 
 
-def _precisely(parts: Sequence[Tensor]) -> AbstractContextManager[object]:
-    """A block in which products are computed as they are, whatever autocast the caller is under."""
-    if not engine.any_autocast():
-        return nullcontext()
-    return torch.autocast(parts[0].device.type, enabled=False)
-
-
 def _users() -> int:
     """How far up the stack, from who asks, the first frame is that is not of gradsurg."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith("gradsurg."):
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("gradsurg."):
         frame, level = frame.f_back, level + 1
     return level

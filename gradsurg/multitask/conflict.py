@@ -17,6 +17,7 @@ from gradsurg.aggregators.base import (
     LossWeighting,
 )
 from gradsurg.catalogue import find, names
+from gradsurg.engine import undisturbed
 from gradsurg.tables import aligned
 
 TWINS = {"fair_grad": "nash_mtl", "grad_vac": "pcgrad"}
@@ -107,9 +108,11 @@ def conflict_of(
     """The numbers, from G (T, T), the weights, the products g_i . d (T,) and |d|."""
     g = gramian.numpy()
     norms = np.sqrt(np.diagonal(g))
-    cosines = _cosines(g, norms)
+    with np.errstate(all="ignore"):
+        cosines = _cosines(g, norms)
     pairs = cosines[np.tril_indices(len(g), -1)]
-    real = norms[norms > 0]
+    known = pairs[np.isfinite(pairs)]
+    real = norms[norms != 0]
     mean = float(np.sqrt(max(g.mean(), 0.0)))
     return Conflict(
         step=context.step,
@@ -118,8 +121,8 @@ def conflict_of(
         tasks=list(context.tasks),
         norms=norms.tolist(),
         cosines=cosines.tolist(),
-        conflict_rate=float((pairs < 0).mean()) if len(pairs) else 0.0,
-        norm_spread=float(real.max() / real.min()) if len(real) else nan,
+        conflict_rate=float((known < 0).mean()) if len(known) else nan if len(pairs) else 0.0,
+        norm_spread=_ratio(float(real.max()), float(real.min())) if len(real) else nan,
         condition=_condition(cosines),
         weights=[] if weights is None else weights.tolist(),
         decrease=products.tolist(),
@@ -130,10 +133,10 @@ def conflict_of(
 
 
 def _cosines(g: np.ndarray, norms: np.ndarray) -> np.ndarray:
-    """Those of each pair, 0 where a gradient is zero."""
-    safe = np.where(norms > 0, norms, 1.0)
+    """Those of each pair, 0 where a gradient is zero, NaN where one is not finite."""
+    safe = np.where(norms == 0, 1.0, norms)
     found = np.clip(g / np.outer(safe, safe), -1.0, 1.0)
-    np.fill_diagonal(found, np.where(norms > 0, 1.0, 0.0))
+    np.fill_diagonal(found, np.where(norms == 0, 0.0, np.where(np.isfinite(norms), 1.0, nan)))
     return found
 
 
@@ -151,11 +154,11 @@ def _entropy(weights: np.ndarray) -> float:
         return nan
     shares = np.abs(weights) / total
     shares = shares[shares > 0]
-    return float(-(shares * np.log(shares)).sum() / np.log(len(weights)))
+    return abs(float((shares * np.log(shares)).sum() / np.log(len(weights))))
 
 
 def _ratio(number: float, by: float) -> float:
-    return number / by if by > 0 else nan
+    return number / by if 0 < by < inf else nan
 
 
 @cache
@@ -173,14 +176,14 @@ def _comparable() -> tuple[tuple[str, Aggregator], ...]:
 
 
 def others_of(
-    label: str, context: Context, gramian: Tensor, products: Tensor, norm: float
+    own: str, context: Context, gramian: Tensor, products: Tensor, norm: float
 ) -> dict[str, Other]:
-    """What every other aggregator would have done, from what `conflict_of` takes."""
+    """What every aggregator but its `own` would have done, from what `conflict_of` takes."""
     g, found, lengths = gramian.numpy(), {}, {}
     if not np.isfinite(g).all():
         return {}
     for name, aggregator in _comparable():
-        if name == label:
+        if name == own:
             continue
         if (twin := TWINS.get(name, "")) in found and (
             not 0 < lengths[twin] < REACHED.get(name, 0.0)
@@ -227,7 +230,8 @@ class Conflicts:
 
     def fetch(self) -> list[Conflict]:
         """Those since the last fetch, the newest thousand."""
-        fresh = [replace(conflict, others=others()) for conflict, others in self._fresh]
+        with undisturbed(()):
+            fresh = [replace(conflict, others=others()) for conflict, others in self._fresh]
         self._fresh.clear()
         return fresh
 
@@ -243,15 +247,19 @@ class _Tally:
     def __init__(self) -> None:
         self.count = 0
         self.sums: dict[str, np.ndarray] = {}
+        self.finite: dict[str, np.ndarray] = {}  # at how many of the steps each number existed
 
     def add(self, conflict: Conflict) -> None:
         self.count += 1
         for name in (*SAID, "norms", "weights", "decrease", "cosines"):
             value = np.asarray(getattr(conflict, name), dtype=np.float64)
-            self.sums[name] = self.sums.get(name, 0.0) + value
+            real = np.isfinite(value)
+            self.sums[name] = self.sums.get(name, 0.0) + np.where(real, value, 0.0)
+            self.finite[name] = self.finite.get(name, 0) + real
 
     def table(self, aggregator: str, group: str, tasks: Sequence[str]) -> str:
-        means = {name: total / self.count for name, total in self.sums.items()}
+        with np.errstate(invalid="ignore"):
+            means = {name: total / self.finite[name] for name, total in self.sums.items()}
         said = ", ".join(f"{text} {means[name]:.3g}" for name, text in SAID.items())
         weighted = len(means["weights"]) == len(tasks)
         cells = [["task", "norm", *(["weight"] if weighted else []), "decrease"]]

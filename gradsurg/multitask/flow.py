@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, device
 from torch.autograd.graph import Node
 
 from gradsurg.attached import Attached
@@ -29,6 +29,11 @@ class Call:
     picky: Sequence[Attached]
     last: bool
     retain: bool
+
+    @property
+    def device(self) -> device:
+        """Where the first loss is."""
+        return next(iter(self.losses.values())).device
 
     @property
     def steady(self) -> list[Attached]:

@@ -26,8 +26,8 @@ from gradsurg.multitask.flow import (
     sparing,
 )
 from gradsurg.multitask.losses import Losses, named, values
-from gradsurg.multitask.passes import Passes, refuse_a_second_backward
-from gradsurg.multitask.reaching import meeting, nothing_shared, reaching, some
+from gradsurg.multitask.passes import ERRORS, Passes, refuse_a_second_backward
+from gradsurg.multitask.reaching import had_alone, meeting, nothing_shared, reaching, some
 from gradsurg.multitask.rows import Block, Rows, views
 
 
@@ -43,6 +43,8 @@ class Joint:
         self._stack = ExitStack()
         self._watch: Watch | None = None
         self._keeps = False
+        self._most = 0  # losses of one call
+        self._asked = False  # whether the tasks have heads of their own
         self._tasks: dict[str, None] = {}  # all that have come
 
     def join(self, intervention: Intervention, label: str) -> None:
@@ -78,14 +80,23 @@ class Joint:
         self._tasks |= dict.fromkeys(call.losses)
         check_tasks(call.picky, list(self._tasks))
         one = self.aggregations[0] if self.aggregations else None
+        self._most = max(self._most, len(call.losses))
+        try:
+            self._go_back(one, call)
+        except ERRORS:
+            for own in self.aggregations:
+                own.forget()
+            raise
+        if last and self._patient is not None and self._patient.optimizer is None:
+            self.around.clock.backwards += 1
+
+    def _go_back(self, one: Aggregation | None, call: Call) -> None:
         if self._shadow or not (call.picky or self._needs_each(one, call.attached)):
             self._at_once(one, call)
         elif one is not None and one.at.engine == "feature":
             self._at_features(one, call)
         else:
             self._one_by_one(one, call)
-        if last and self._patient is not None and self._patient.optimizer is None:
-            self.around.clock.backwards += 1
 
     def _needs_each(self, one: Aggregation | None, attached: Sequence[Attached]) -> bool:
         """Whether each loss has a backward of its own, also where none is asked for by name."""
@@ -95,7 +106,8 @@ class Joint:
 
     def stepped(self) -> None:
         """The optimizer has made a step."""
-        if self._passes.waiting:
+        weights_waited = [one.stepped() for one in self.aggregations]
+        if self._passes.waiting or any(weights_waited):
             self.around.tell(
                 "the optimizer has made a step while gradients waited: the last live.backward of a "
                 "step is the one with aggregate=True"
@@ -124,6 +136,11 @@ class Joint:
             for one in self.aggregations
             if one.label not in met and not (self._shadow and self._tasks)
         ]
+        if self.aggregations and self._most == 1:
+            said.append(
+                "live.backward had one loss each time, of which an aggregator has nothing to make "
+                "one: give each task's loss apart"
+            )
         if self._passes.waiting:
             said.append("what waits since live.backward(.., aggregate=False) was never aggregated")
         return said
@@ -139,12 +156,12 @@ class Joint:
     def _at_once(self, one: Aggregation | None, call: Call) -> None:
         """One backward of the weighed losses. Measuring has passes of its own, and changes none."""
         weights = None
-        if one is not None and not self._shadow:
+        if one is not None and one.weighs:  # in shadow too, for what it learns of each step
             weights = one.weigh(values(call.losses, self.around.scale), call.last)
         if (one is not None or call.picky) and self.around.effects.sampling:
             self._observe(call, weights)
         parts = list(call.losses.values())
-        if weights is not None:
+        if weights is not None and not self._shadow:
             parts = [loss * own for loss, own in zip(parts, weights.tolist(), strict=True)]
         reduce(add, parts).backward(retain_graph=call.retain)
 
@@ -174,6 +191,8 @@ class Joint:
         if collected is None:
             return
         rows, losses = collected
+        if one is not None and weights is None and not self._passes.compiled:
+            self._tell_if_stacked(one, rows)
         found: dict[int, Tensor] = {}
         for own, group, blocks in self._passes.groups(rows):
             grads = self._made(own, group, rows, blocks, losses, weights)
@@ -252,6 +271,20 @@ class Joint:
             self.around.tell(
                 f"{one.label}: {', '.join(absent)} does not reach {what}, and has no say in "
                 f"{whose} gradient"
+            )
+
+    def _tell_if_stacked(self, one: Aggregation, rows: Rows) -> None:
+        """Say so if the graph shows no heads where the gradients do; asked at the first update."""
+        if self._asked:
+            return
+        self._asked = True
+        alone = had_alone(rows)
+        if len(alone) > 1:
+            self.around.tell(
+                f"{one.label}: all tasks reach {', '.join(alone.values())}, which have a gradient "
+                "of one task each and zeros of the others, as heads have where outputs were "
+                "concatenated or losses stacked: they count as shared. Give each loss as it was "
+                "computed from its own output."
             )
 
     def _tell_if_apart(self, one: Aggregation, pieces: Sequence[Piece]) -> None:

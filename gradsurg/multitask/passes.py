@@ -13,6 +13,7 @@ from gradsurg.multitask.features import REENTRANT
 from gradsurg.multitask.flow import Call, flowing
 from gradsurg.multitask.losses import nodes_of, values
 from gradsurg.multitask.rows import Block, Rows
+from gradsurg.randomness import kept
 from gradsurg.sites._params import owned_params
 
 ONCE = (
@@ -81,7 +82,8 @@ class Passes:
             return None
         before, self._looked = self._looked, {}
         before = before if list(before) == list(call.losses) else {}
-        rows = self._fill(call, anew=not before, looks=True)
+        with kept(call.device):  # a hook of somebody else's may draw, and draws again after this
+            rows = self._fill(call, anew=not before, looks=True)
         losses = self._added(before, call)
         if not call.last:
             self._looked = losses

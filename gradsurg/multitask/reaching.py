@@ -30,6 +30,18 @@ def meeting(given: Mapping[str, Tensor], parts: Sequence[Sequence[Tensor | None]
     return tasks
 
 
+def had_alone(rows: Rows) -> dict[int, str]:
+    """Of each task, a parameter that others reach as well, but with gradients of zero alone."""
+    found: dict[int, str] = {}
+    for block in rows.blocks:
+        sizes = [rows.params[index].numel() for index in block.members]
+        for index, part in zip(block.members, block.rows.split(sizes, dim=1), strict=True):
+            tasks = part.any(dim=1).nonzero().flatten().tolist()
+            if len(tasks) == 1:
+                found.setdefault(tasks[0], rows.names[index])
+    return found
+
+
 def some(losses: Mapping[str, float], tasks: Sequence[int]) -> dict[str, float]:
     """The losses of these tasks."""
     items = list(losses.items())

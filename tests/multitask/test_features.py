@@ -628,7 +628,10 @@ def test_conflicts_are_those_at_the_representation() -> None:
 def test_with_a_single_task_it_is_that_of_the_task_times_its_weight() -> None:
     model = Net()
     loss = {"a": losses_of(model)["a"]}
-    with gs.Surgery(feature(gs.TrimmedMean(0.1))).attach(model) as live:
+    with (
+        pytest.warns(gs.SurgeryWarning, match="had one loss each time"),
+        gs.Surgery(feature(gs.TrimmedMean(0.1))).attach(model) as live,
+    ):
         live.backward(loss)
     found = grads_of(model)
     close(found, each(model, {"a": losses_of(model)["a"]})["a"])

@@ -108,7 +108,8 @@ def test_what_is_not_finite_is_told_with_its_task(number: float) -> None:
 def test_one_task_is_given_to_the_aggregator_alone() -> None:
     model = Net()
     loss = {"a": losses_of(model)["a"]}
-    found, _ = joint(model, loss, at_shared(gs.TrimmedMean(0.3)))
+    with pytest.warns(gs.SurgeryWarning, match="had one loss each time"):
+        found, _ = joint(model, loss, at_shared(gs.TrimmedMean(0.3)))
     close(found, each(model, {"a": losses_of(model)["a"]})["a"])
 
 

@@ -1,0 +1,311 @@
+"""What belongs to one step ends with it, and what was learnt of steps that were made stays."""
+
+from collections.abc import Callable
+from math import isnan
+
+import pytest
+import torch
+from torch import Tensor
+
+import gradsurg as gs
+from gradsurg.aggregators.base import Aggregator, Context
+from gradsurg.catalogue import find
+from gradsurg.live import Live
+from tests.multitask.nets import (
+    Net,
+    Running,
+    Uneven,
+    at_shared,
+    close,
+    grads_of,
+    inputs,
+    losses_of,
+    still,
+)
+
+
+def weights_of_steps(
+    spoil: Callable[[Live, Net, torch.optim.Optimizer], None], steps: int = 3
+) -> list[list[float]]:
+    """The weights that Random has at each step, before each of which something goes wrong."""
+    model = Net()
+    optimizer = still(model)
+    found = []
+    with gs.Surgery(at_shared(gs.Random())).attach(model, optimizer) as live:
+        for _ in range(steps):
+            spoil(live, model, optimizer)
+            optimizer.zero_grad()
+            live.backward(losses_of(model))
+            optimizer.step()
+            found.append(live.conflicts.fetch()[-1].weights)
+    return found
+
+
+def unfinished(live: Live, model: Net, optimizer: torch.optim.Optimizer) -> None:
+    live.backward(losses_of(model), aggregate=False)
+    optimizer.step()
+    live.clock.step -= 1
+
+
+def failed(live: Live, model: Net, optimizer: torch.optim.Optimizer) -> None:
+    def fail(grad: Tensor) -> None:
+        raise RuntimeError("in the middle")
+
+    handle = model.trunk[0].weight.register_hook(fail)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        live.backward(losses_of(model), aggregate=False)
+    handle.remove()
+
+
+@pytest.mark.filterwarnings("ignore:the optimizer has made a step while")
+@pytest.mark.parametrize("spoil", [unfinished, failed])
+def test_the_weights_of_a_step_end_with_it(
+    spoil: Callable[[Live, Net, torch.optim.Optimizer], None],
+) -> None:
+    found = weights_of_steps(spoil)
+    assert found == weights_of_steps(lambda *_: None)
+    assert found[0] != found[1] != found[2]
+
+
+def test_a_step_before_the_last_losses_are_weighed_is_told_and_tasks_may_change_after_it() -> None:
+    model = Net()
+    optimizer = still(model)
+    with (
+        pytest.warns(gs.SurgeryWarning, match="made a step while gradients waited"),
+        gs.Surgery(at_shared(gs.Mean())).attach(model, optimizer) as live,
+    ):
+        live.backward(losses_of(model), aggregate=False)
+        optimizer.step()
+        losses = losses_of(model)
+        live.backward({"a": losses["a"], "b": losses["b"]})
+
+
+# In shadow
+
+
+def weights_in(shadow: bool, aggregator: Aggregator, apart: bool = False) -> list[list[float]]:
+    """Those told of three steps, whose third task may not reach the trunk."""
+    model = Net()
+    optimizer = still(model)
+    surgery = gs.Surgery(at_shared(aggregator))
+    with surgery.attach(model, optimizer, shadow=shadow) as live:
+        for step in range(3):
+            losses = losses_of(model, step)
+            if apart:
+                losses["c"] = model.heads["c"].weight.square().sum()
+            live.backward(losses)
+            optimizer.step()
+        return [conflict.weights for conflict in live.conflicts.fetch()]
+
+
+@pytest.mark.parametrize(
+    "aggregator", [gs.GradNorm(lr=0.5), gs.FAMO(lr=0.5), Running(), Uneven(), gs.Random()]
+)
+def test_in_shadow_is_told_what_it_would_have_done_with_all_that_it_remembers(
+    aggregator: Aggregator,
+) -> None:
+    shadow, acting = weights_in(True, aggregator), weights_in(False, aggregator)
+    assert shadow == acting
+    assert shadow[0] != shadow[2]
+
+
+@pytest.mark.filterwarnings("ignore:.* does not reach the shared parameters")
+@pytest.mark.parametrize("aggregator", [gs.Mean(), gs.FixedWeights({"a": 1.0, "b": 2.0, "c": 3.0})])
+def test_in_shadow_losses_are_weighed_all_though_one_does_not_reach_the_trunk(
+    aggregator: Aggregator,
+) -> None:
+    shadow, acting = (weights_in(own, aggregator, apart=True) for own in (True, False))
+    assert shadow == acting
+    assert len(shadow[0]) == 2
+
+
+def test_in_shadow_it_does_nothing_where_when_says_no() -> None:
+    model = Net()
+    item = gs.Intervention(Uneven(), at=gs.SharedParameters(), when=gs.Steps(start=1))
+    optimizer = still(model)
+    with gs.Surgery(item).attach(model, optimizer, shadow=True) as live:
+        for _ in range(2):
+            live.backward(losses_of(model))
+            optimizer.step()
+        first, second = live.conflicts.fetch()
+    assert first.weights == [1.0, 1.0, 1.0] != second.weights
+
+
+# Under a loss scale
+
+
+def overflowing(aggregator: Aggregator, where: str, steps: int = 3) -> tuple[Live, list[bool]]:
+    """Training whose first steps overflow at a parameter, all but the last; whether each of the
+    states remembers something then.
+    """
+    model = Net()
+    optimizer = still(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    item = at_shared(aggregator, granularity="tensor" if where == "trunk.2.bias" else "whole")
+    learnt = []
+    with gs.Surgery(item).attach(model, optimizer, scaler=scaler) as live:
+        for step in range(steps):
+            param = dict(model.named_parameters())[where]
+            handle = param.register_hook(lambda grad: grad * float("inf"))
+            if step == steps - 1:
+                handle.remove()
+            optimizer.zero_grad()
+            live.backward({name: scaler.scale(own) for name, own in losses_of(model, step).items()})
+            scaler.step(optimizer)
+            scaler.update()
+            handle.remove()
+            learnt.append(any(not name.endswith("tasks") for name in live._states))
+    return live, learnt
+
+
+@pytest.mark.parametrize("where", ["trunk.0.weight", "trunk.2.bias", "heads.a.weight"])
+@pytest.mark.parametrize("aggregator", [gs.GradVac(), gs.FAMO(), gs.UncertaintyWeighting()])
+def test_of_a_step_that_the_scaler_leaves_out_nothing_is_learnt(
+    aggregator: Aggregator, where: str
+) -> None:
+    if where == "trunk.2.bias" and not isinstance(aggregator, gs.GradVac):
+        aggregator = Running()
+    live, learnt = overflowing(aggregator, where)
+    assert learnt == [False, False, True]
+    assert live.step == 1
+
+
+@pytest.mark.parametrize("aggregator", [gs.PCGrad(), gs.Random()])
+def test_no_overflow_of_a_scaled_loss_is_among_the_conflicts(aggregator: Aggregator) -> None:
+    live, _ = overflowing(aggregator, "trunk.0.weight")
+    (conflict,) = live.conflicts.fetch()
+    assert all(norm < 1e6 for norm in conflict.norms)
+    assert "inf" not in live.conflicts.table()
+    assert "nan" not in live.conflicts.table()
+
+
+# Under what a user has set for a thread
+
+
+ALL = ("mean", "random", "famo", "grad_norm", "grad_vac", "pcgrad", "krum", "cagrad", "mgda")
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("tasks", ["ab", "abc"])
+def test_a_default_device_changes_no_update(name: str, tasks: str) -> None:
+    if (name, tasks) == ("krum", "ab"):
+        name = "nash_mtl"  # two tasks are too few for Krum
+    aggregator = find("aggregators", name)()
+    found = []
+    for awry in (False, True):
+        model = Net(tuple(tasks))
+        losses = losses_of(model)
+        with gs.Surgery(at_shared(aggregator)).attach(model, still(model)) as live:
+            torch.set_default_device("meta" if awry else None)
+            try:
+                live.backward(losses)
+                live.conflicts.fetch()
+            finally:
+                torch.set_default_device(None)
+        found.append(grads_of(model))
+    close(*found, rtol=0.0)
+
+
+@pytest.mark.parametrize("name", ["mean", "mgda", "upgrad", "nash_mtl", "cagrad", "pcgrad"])
+def test_a_bare_aggregator_is_as_precise_under_autocast_and_a_default_device(name: str) -> None:
+    aggregator = find("aggregators", name)()
+    rows = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    expected = aggregator(rows)
+    with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+        assert torch.equal(aggregator(rows), expected)
+
+
+def test_losses_with_a_graph_leave_none_on_a_bare_aggregator() -> None:
+    losses = torch.ones(3, requires_grad=True) * 2
+    assert not gs.FAMO()(torch.ones(3, 70_000), Context(losses=losses)).requires_grad
+
+
+def test_what_is_no_tensor_is_refused_by_a_bare_aggregator() -> None:
+    rows: object = [[1.0, 2.0], [3.0, 4.0]]
+    with pytest.raises(TypeError, match=r"PCGrad takes a tensor, found \[\[1.0, 2.0\]"):
+        gs.PCGrad()(rows)  # pyright: ignore[reportArgumentType]
+
+
+# What is told
+
+
+def test_heads_that_the_graph_does_not_show_are_told() -> None:
+    for form in ("apart", "stacked", "concatenated"):
+        model = Net()
+        losses: dict[str, Tensor] | Tensor = losses_of(model)
+        if form == "stacked":
+            losses = torch.stack(list(losses.values()))
+        elif form == "concatenated":
+            outputs = torch.cat(list(model(inputs()).values()), dim=1)
+            losses = {name: outputs[:, i].square().mean() for i, name in enumerate("abc")}
+        with gs.Surgery(at_shared(Uneven())).attach(model) as live:
+            if form == "apart":
+                live.backward(losses)
+                continue
+            with pytest.warns(gs.SurgeryWarning, match=r"^uneven: all tasks reach heads\.a\.\w+, "):
+                live.backward(losses)
+
+
+@pytest.mark.parametrize(
+    "aggregator",
+    [gs.GradDrop(), gs.Sum(), gs.TrimmedMean(0.3), gs.UncertaintyWeighting(), Uneven()],
+)
+def test_a_loss_that_is_not_finite_is_told_by_every_aggregator(aggregator: Aggregator) -> None:
+    model = Net()
+    losses = losses_of(model)
+    losses["b"] = losses["b"] * float("nan")
+    with gs.Surgery(at_shared(aggregator)).attach(model) as live:
+        with pytest.warns(gs.SurgeryWarning, match="b is not finite at step 0"):
+            live.backward(losses)
+        (conflict,) = live.conflicts.fetch()
+    assert isnan(conflict.cosines[1][1])
+    assert isnan(conflict.norm_spread)
+    pairs = [conflict.cosines[2][0] < 0]  # the one that exists
+    assert conflict.conflict_rate == sum(pairs)
+    assert "nan" in live.conflicts.table()
+
+
+def test_a_measured_step_draws_what_an_unmeasured_one_draws() -> None:
+    found = []
+    for every in (0, 1):
+        model = Net()
+        torch.manual_seed(5)
+        model.trunk[0].weight.register_hook(lambda grad: grad * torch.rand(()))
+        with gs.Surgery(at_shared(gs.Mean())).attach(model, effects_every=every) as live:
+            live.backward(losses_of(model))
+        found.append(grads_of(model))
+    close(*found, rtol=0.0)
+
+
+def test_a_warning_comes_from_code_without_a_module_too() -> None:
+    model = Net()
+    losses = losses_of(model)
+    losses["b"] = losses["b"] * float("nan")
+    with (
+        gs.Surgery(at_shared(Uneven())).attach(model) as live,
+        pytest.warns(gs.SurgeryWarning, match="not finite"),
+    ):
+        exec("live.backward(losses)", {"live": live, "losses": losses})
+
+
+def test_the_tasks_that_are_remembered_have_an_order_of_their_own() -> None:
+    model = Net(("b", "a"))
+    optimizer = still(model)
+    with gs.Surgery(at_shared(gs.GradVac())).attach(model, optimizer) as live:
+        live.backward(losses_of(model))
+        optimizer.step()
+        states = live._states
+        states["grad_vac/shared/tasks"] = dict(sorted(states["grad_vac/shared/tasks"].items()))
+        live.backward(losses_of(model))
+        with pytest.raises(ValueError, match="is of b, a, found a, b"):
+            live.backward(dict(sorted(losses_of(model).items())))
+
+
+def test_another_name_hides_no_aggregator_among_the_others() -> None:
+    model = Net()
+    item = gs.Intervention(gs.MGDA(), at=gs.SharedParameters(), names=("pcgrad",))
+    with gs.Surgery(item).attach(model) as live:
+        live.backward(losses_of(model))
+        (conflict,) = live.conflicts.fetch()
+    assert "pcgrad" in conflict.others
+    assert "mgda" not in conflict.others
