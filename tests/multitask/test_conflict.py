@@ -52,6 +52,16 @@ def test_each_number_is_what_was_worked_out_by_hand() -> None:
     assert paths["conflict/mine/shared/weight/a"] == 0.75
 
 
+def test_means_are_those_of_the_steps_at_which_a_number_exists() -> None:
+    conflicts = Conflicts()
+    for first in (3.0, float("nan"), 5.0):
+        rows = torch.tensor([[first, 0.0], [0.0, 2.0]], dtype=torch.float64)
+        conflicts.add(found(rows, torch.ones(2, dtype=torch.float64), rows.sum(0)))
+    table = conflicts.table()
+    assert "3 measured steps: conflict rate 0," in table
+    assert [line.split()[:2] for line in table.splitlines()[3:]] == [["a", "4"], ["b", "2"]]
+
+
 def test_what_does_not_exist_is_nan_and_is_not_logged() -> None:
     rows = torch.tensor([[2.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
     conflict = found(rows, None, torch.zeros(2, dtype=torch.float64))

@@ -80,6 +80,16 @@ def test_a_step_before_the_last_losses_are_weighed_is_told_and_tasks_may_change_
         live.backward({"a": losses["a"], "b": losses["b"]})
 
 
+def test_after_an_error_the_tasks_of_a_step_may_change() -> None:
+    model = Net()
+    optimizer = still(model)
+    with gs.Surgery(at_shared(gs.Mean())).attach(model, optimizer) as live:
+        live.backward(losses_of(model), aggregate=False)
+        failed(live, model, optimizer)
+        losses = losses_of(model)
+        live.backward({"a": losses["a"], "b": losses["b"]})
+
+
 # In shadow
 
 
