@@ -7,6 +7,7 @@ from textwrap import fill
 import numpy as np
 
 from gradsurg.report.conflicts import (
+    ROUNDING,
     ConflictMeans,
     ConflictSeries,
     by_group,
@@ -22,9 +23,10 @@ FEW_PAIRS = 6  # are all shown: those of four tasks
 MAX_TASKS = 8
 SINGLE_NUMBERS = 6  # columns of a study's table, the arm among them, before those of tasks
 EXTREMES = 3  # of many tasks or pairs, at each end
+LOSES = f"the cosine of its gradient and the update is below {-ROUNDING:g}"
 ABOUT = (
     "decrease: by how much a plain step lowers the loss of a task, to first order and a learning "
-    "rate of 1; would have lost: the share of measured steps that raise it (decrease < 0)"
+    f"rate of 1; would have lost: at which share of the measured steps {LOSES}"
 )
 SAID = {
     "conflict_rate": "conflict rate",
@@ -155,7 +157,7 @@ def about_conflicts(series: Sequence[ConflictSeries]) -> str:
     tasks = "; ".join(listed(list(own), MAX_TASKS) for own in sets)
     return (
         f"Means over steps and runs; of the tasks {tasks} the least and the greatest. Lost: the "
-        "task that most often would have lost by the update (decrease < 0), and at how many steps."
+        f"task that most often would have lost ({LOSES}), and at which share of the steps."
     )
 
 

@@ -27,9 +27,10 @@ Pair = tuple[int, int]
 class ConflictMeans:
     """Of the gradients of some tasks in one group: means over a run's steps, then over the runs.
 
-    `lost` is the share of steps at which the update, to first order, raises the loss of each task,
-    beyond rounding. `weights` is empty where there are none. `others` has for other aggregators the
-    cosine of their update to the one that was made, and their weights; the nearest comes first.
+    `lost` is the share of steps at which the update, to first order, raises the loss of each task:
+    at which it has a cosine below -`ROUNDING` with the gradient. `weights` is empty where there are
+    none. `others` has for other aggregators the cosine of their update to the one that was made,
+    and their weights; the nearest comes first.
     """
 
     tasks: list[str]

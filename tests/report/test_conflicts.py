@@ -14,6 +14,7 @@ from gradsurg.report.conflicts import (
     MAX_PAIRS,
     MAX_TASKS,
     NUM_INTERVALS,
+    ROUNDING,
     ConflictMeans,
     conflict_means,
 )
@@ -95,6 +96,16 @@ def test_an_aggregator_without_weights_has_none(tmp_path: Path) -> None:
     assert len(means_of(place).weights) == 0
     (row,) = [line for line in conflict_text([("a", [place])]).splitlines() if "task1" in line][1:]
     assert row.split() == ["task1", "1", "-", "1.5", "0.0%"]
+
+
+def test_the_limit_below_which_a_task_has_lost_is_told_wherever_its_losses_are(
+    tmp_path: Path,
+) -> None:
+    folder = studies.clashing(tmp_path / "first")
+    study = study_report(folder)
+    for text in (report(pairs_in(folder)), overview(study), page(study)):
+        said = " ".join(text.split())
+        assert f"the cosine of its gradient and the update is below -{ROUNDING:g}" in said
 
 
 def pairs_in(folder: Path) -> list[Runs]:
