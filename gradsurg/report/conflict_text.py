@@ -8,6 +8,7 @@ import numpy as np
 
 from gradsurg.report.conflicts import (
     ROUNDING,
+    SINGLE,
     ConflictMeans,
     ConflictSeries,
     by_group,
@@ -28,12 +29,6 @@ ABOUT = (
     "decrease: by how much a plain step lowers the loss of a task, to first order and a learning "
     f"rate of 1; would have lost: at which share of the measured steps {LOSES}"
 )
-SAID = {
-    "conflict_rate": "conflict rate",
-    "norm_spread": "norm spread",
-    "norm_to_mean": "norm to mean",
-    "cosine_to_mean": "cosine to mean",
-}
 
 
 def conflict_text(arms: Sequence[tuple[str, Sequence[Path]]]) -> str:
@@ -104,9 +99,9 @@ def _table(arms: Sequence[tuple[str, ConflictMeans]]) -> str:
             cells.append([f".. {count(between, 'pair')} between ..", *("" for _ in arms)])
         name = f"cosine {pair_name(means.tasks, (a, b))}"
         cells.append([name, *(number_of(own.cosines[b, a]) for _, own in arms)])
-    for key, said in SAID.items():
+    for key in SINGLE:
         show = _share if key == "conflict_rate" else number_of
-        cells.append([said, *(show(own.single[key]) for _, own in arms)])
+        cells.append([key.replace("_", " "), *(show(own.single[key]) for _, own in arms)])
     return aligned(cells)
 
 
