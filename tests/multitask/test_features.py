@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.aggregators.base import Aggregator, Context
+from gradsurg.multitask.features import Piece, is_apart
 from tests.multitask.nets import (
     Grads,
     Net,
@@ -519,6 +520,25 @@ def test_batches_that_wait_are_refused() -> None:
         with pytest.raises(ValueError, match="aggregate=False needs engine 'full'"):
             live.backward(model(inputs()), aggregate=False)
         live.backward(model(inputs()))
+
+
+@pytest.mark.parametrize(
+    ("own", "apart"),
+    [
+        pytest.param([[0, 1], [2, 3]], True, id="none"),
+        pytest.param([[0, 1], [1, 2]], False, id="one of the first"),
+        pytest.param([[0, 998], [1, 998]], False, id="a late one"),
+        pytest.param([[0, 1], []], True, id="one task alone in a piece"),
+    ],
+)
+def test_tasks_are_apart_where_no_number_has_two_of_them(own: list[list[int]], apart: bool) -> None:
+    rows = torch.zeros(2, 999)
+    for task, places in enumerate(own):
+        rows[task, places] = 1.0
+    other = torch.zeros(2, 3)
+    other[1, 0] = 1.0
+    assert is_apart([Piece({}, rows), Piece({}, other)]) == apart
+    assert not is_apart([Piece({}, rows[:1])])  # a task alone is apart from nothing
 
 
 def test_its_fields_that_say_nothing_there_are_refused() -> None:
