@@ -624,6 +624,32 @@ def test_above_the_cut_a_transform_meets_the_gradient_of_its_task() -> None:
     assert calls == {"scale": 1, "scale_2": 1, "scale_3": 1, "uneven": 1}
 
 
+class Late(nn.Module):
+    """Tasks meet again above the representation that is named, at `act`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.act = nn.Linear(4, 6), nn.Tanh()
+        self.heads = nn.ModuleDict({task: nn.Linear(6, 1) for task in "ab"})
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        features = self.act(self.trunk(x))
+        return {task: head(features).square().mean() for task, head in self.heads.items()}
+
+
+def test_a_memory_above_the_representation_is_refused_where_tasks_meet_again() -> None:
+    model = Late()
+    item = gs.Intervention(gs.LowPass(), at=gs.Outputs("act"))
+    rule = "LowPass.* remembers what passes .* 2 tasks pass"
+    surgery = gs.Surgery(item, feature(Uneven(), "trunk"))
+    with pytest.raises(ValueError, match=rule), surgery.attach(model) as live:
+        live.backward(model(inputs()))
+    assert all(grad is None for grad in grads_of(model).values())
+    with gs.Surgery(item, feature(Uneven())).attach(model) as live:
+        live.backward(model(inputs()))  # they part at `act`, where it meets what was made of them
+
+
 def test_nothing_stays_on_the_graph_or_the_model() -> None:
     model = scales()
     before = num_hooks(model)
