@@ -44,12 +44,19 @@ def conflict_text(arms: Sequence[tuple[str, Sequence[Path]]]) -> str:
     group, means = min(groups.items(), key=lambda item: _sharpest(item[1]))
     beside = [_beside(group, name, own) for name, own in found[1:]]
     own = [(first, means), *((name, one) for name, one in beside if one.tasks == means.tasks)]
-    of = count(means.steps // means.runs, "measured step")
+    of = measured_steps(means)
     where = f" at {group}, one of {len(groups)} groups" if len(groups) > 1 else ""
-    caption = f"How the tasks conflict{where}, means over {count(means.runs, 'run')}, {of} each:"
+    caption = f"How the tasks conflict{where}, means over {count(means.runs, 'run')}, {of}:"
     parts = [fill(caption, WIDTH), _table(own), _task_table(own), fill(ABOUT, WIDTH)]
     said = others_line(first, means) if first != "control" else ""
     return "\n\n".join([*parts, *([fill(said, WIDTH)] if said else [])])
+
+
+def measured_steps(means: ConflictMeans) -> str:
+    """How many of each run; runs that were stopped have fewer."""
+    least, most = min(means.measured), max(means.measured)
+    said = f"{least} to " * (least < most) + count(most, "measured step")
+    return said + " each" * (means.runs > 1)
 
 
 def _by_group(paths: Sequence[Path]) -> dict[str, ConflictMeans]:
@@ -181,5 +188,6 @@ def _ends(values: Sequence[float]) -> str:
 
 
 def _lost_most(means: ConflictMeans) -> str:
-    share, task = max(zip(np.nan_to_num(means.lost), means.tasks, strict=True))
-    return f"{task} {_share(float(share))}" if share > 0 else "none"
+    shares = np.nan_to_num(means.lost)
+    most = int(shares.argmax())  # the first of several, as on the page
+    return f"{means.tasks[most]} {_share(float(shares[most]))}" if shares[most] > 0 else "none"

@@ -34,8 +34,7 @@ class ConflictMeans:
     """
 
     tasks: list[str]
-    runs: int
-    steps: int
+    measured: list[int]  # steps of each run
     single: Mapping[str, float]
     cosines: Floats
     norms: Floats
@@ -43,6 +42,15 @@ class ConflictMeans:
     decrease: Floats
     lost: Floats
     others: Mapping[str, tuple[float, Floats]]
+
+    @property
+    def runs(self) -> int:
+        return len(self.measured)
+
+    @property
+    def steps(self) -> int:
+        """Measured steps of all runs."""
+        return sum(self.measured)
 
     @property
     def pairs(self) -> list[Pair]:
@@ -146,8 +154,7 @@ def conflict_means(rows: pl.DataFrame) -> ConflictMeans:
     empty = np.zeros(0)
     return ConflictMeans(
         tasks,
-        len(runs),
-        len(rows),
+        [*map(len, runs)],
         {name: float(found[name]) for name in SINGLE},
         found["cosines"],
         found["norms"],
