@@ -5,6 +5,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib import import_module
 from math import nan
 from typing import Any, TypeVar
@@ -63,26 +64,31 @@ def keeping_buffers() -> Iterator[None]:
 
     Else its backward may write to what its forward has saved, its "donated buffers". The caches on
     disk do not tell the two apart, and so they get a tag.
+
+    PyTorch's settings are of a thread (of a context, as `contextvars` has them), and so are the
+    blocks: each holds for what the thread that opened it compiles, whatever others do. It must
+    close it, too: closed by another it ends nowhere.
     """
-    global _keeping
     functorch: Any = import_module("torch._functorch.config")  # Any: modules of settings
     compiler: Any = import_module("torch.compiler.config")
-    if not _keeping:
-        _before[:] = functorch.donated_buffer, compiler.cache_key_tag
+    block = object()
+    if not _open.get():
+        _before.set((functorch.donated_buffer, compiler.cache_key_tag))
         functorch.donated_buffer = False
         compiler.cache_key_tag += _KEPT
-    _keeping += 1
+    _open.set((*_open.get(), block))
     try:
         yield
     finally:
-        _keeping -= 1
-        if not _keeping:
-            functorch.donated_buffer, compiler.cache_key_tag = _before
+        were = _open.get()
+        _open.set(tuple(own for own in were if own is not block))
+        if were and not _open.get():
+            functorch.donated_buffer, compiler.cache_key_tag = _before.get()
 
 
 _KEPT = "/gradsurg keeps buffers"
-_keeping = 0
-_before: list[Any] = []  # Any: settings
+_open: ContextVar[tuple[object, ...]] = ContextVar("gradsurg_keeping", default=())
+_before: ContextVar[tuple[bool, str]] = ContextVar("gradsurg_before")  # the first was opened
 
 
 def runs_again(node: Any) -> bool:

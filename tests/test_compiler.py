@@ -1,5 +1,6 @@
 """The corners of torch.compile that it has but does not export."""
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
@@ -49,22 +50,63 @@ def test_a_compiled_graph_tells_what_each_output_lets_through_and_whether_it_run
     torch.compiler.reset()
 
 
-def test_blocks_that_keep_buffers_may_overlap() -> None:
+def _settings() -> tuple[bool, str]:
     functorch = import_module("torch._functorch.config")
     caches = import_module("torch.compiler.config")
+    return functorch.donated_buffer, caches.cache_key_tag
 
-    def settings() -> tuple[bool, str]:
-        return functorch.donated_buffer, caches.cache_key_tag
 
-    before = settings()
+def test_blocks_that_keep_buffers_may_overlap() -> None:
+    before = _settings()
     first, second = compiler.keeping_buffers(), compiler.keeping_buffers()
     first.__enter__()
-    kept = settings()
+    kept = _settings()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert settings() == kept != before
+    assert _settings() == kept != before
     second.__exit__(None, None, None)
-    assert settings() == before
+    assert _settings() == before
+
+
+@pytest.mark.parametrize("order", ["here first", "there first"])
+def test_blocks_of_two_threads_keep_the_buffers_of_each_and_restore_its_settings(
+    order: str,
+) -> None:
+    before = _settings()
+    here, there = compiler.keeping_buffers(), compiler.keeping_buffers()
+    with ThreadPoolExecutor(max_workers=1) as pool:
+
+        def said() -> tuple[bool, str]:
+            return pool.submit(_settings).result()
+
+        assert said() == before
+        here.__enter__()
+        kept = _settings()
+        assert said() == before != kept
+        pool.submit(there.__enter__).result()
+        assert said() == kept
+        if order == "here first":
+            here.__exit__(None, None, None)
+            assert (_settings(), said()) == (before, kept)
+            pool.submit(there.__exit__, None, None, None).result()
+        else:
+            pool.submit(there.__exit__, None, None, None).result()
+            assert (_settings(), said()) == (kept, before)
+            here.__exit__(None, None, None)
+        assert (_settings(), said()) == (before, before)
+
+
+def test_a_block_closed_by_another_thread_ends_none_of_its_blocks() -> None:
+    before = _settings()
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        strange = compiler.keeping_buffers()
+        pool.submit(strange.__enter__).result()
+        with compiler.keeping_buffers():
+            kept = _settings()
+            strange.__exit__(None, None, None)
+            assert _settings() == kept != before
+        assert _settings() == before
+        assert pool.submit(_settings).result() == kept
 
 
 def test_asking_a_compiled_graph_first_keeps_its_buffers() -> None:

@@ -21,6 +21,7 @@ from gradsurg.sites._params import owned_params
 
 REENTRANT = "CheckpointFunctionBackward"  # the node of a reentrant checkpoint
 MARK = "gradsurg.features"  # in the metadata of a node that has made what a named module gives
+FIRST = 64  # numbers at an edge that are looked at before all are
 MANY = -1  # whose node it is that several tasks reach
 
 
@@ -211,11 +212,19 @@ def is_apart(pieces: Sequence[Piece]) -> bool:
     """Whether several tasks have a gradient there, and no number two of them, so that none can
     conflict. A gradient of zero tells of neither.
     """
+    # The first numbers nearly always tell, at little cost.
+    if any(_meet(piece.rows[:, :FIRST] != 0) for piece in pieces):
+        return False
     used = [piece.rows != 0 for piece in pieces]
-    if any(bool((own.sum(dim=0) > 1).any()) for own in used):
+    if any(map(_meet, used)):
         return False
     there = torch.stack([own.any(dim=1).cpu() for own in used]).any(dim=0)
     return int(there.sum()) > 1
+
+
+def _meet(used: Tensor) -> bool:
+    """Whether any number is used by two tasks; waits for the device."""
+    return bool((used.sum(dim=0) > 1).any())
 
 
 def _flat(grad: Tensor | None, like: Tensor) -> Tensor:

@@ -74,7 +74,10 @@ def nodes_of(losses: Iterable[Tensor]) -> KeysView[Node]:
 
 
 def walk(start: Iterable[Place], after: Callable[[Place], Iterable[Place]]) -> KeysView[Place]:
-    """All places that are come to from these by going on to what is `after` each, once."""
+    """All places that are come to from these by going on to what is `after` each.
+
+    `after` is asked once for each place, and all that it gives is taken: it may note what it meets.
+    """
     met = dict.fromkeys(start)
     waiting = list(met)
     while waiting:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from gradsurg.report.conflict_text import sharpest
+from gradsurg.report.conflict_text import measured_steps, sharpest
 from gradsurg.report.conflicts import ConflictSeries, Floats, Lines
 from gradsurg.report.study_report import StudyReport
 
@@ -26,7 +26,7 @@ def _series(series: ConflictSeries) -> Json:
     return {
         "name": series.name,
         "n": means.runs,
-        "steps": round(means.steps / means.runs),
+        "measured": measured_steps(means),
         "tasks": means.tasks,
         "ends": series.ends,
         "pairs": series.pairs,

@@ -7,6 +7,8 @@ from textwrap import fill
 import numpy as np
 
 from gradsurg.report.conflicts import (
+    ROUNDING,
+    SINGLE,
     ConflictMeans,
     ConflictSeries,
     by_group,
@@ -22,16 +24,11 @@ FEW_PAIRS = 6  # are all shown: those of four tasks
 MAX_TASKS = 8
 SINGLE_NUMBERS = 6  # columns of a study's table, the arm among them, before those of tasks
 EXTREMES = 3  # of many tasks or pairs, at each end
+LOSES = f"the cosine of its gradient and the update is below {-ROUNDING:g}"
 ABOUT = (
     "decrease: by how much a plain step lowers the loss of a task, to first order and a learning "
-    "rate of 1; would have lost: the share of measured steps that raise it (decrease < 0)"
+    f"rate of 1; would have lost: at which share of the measured steps {LOSES}"
 )
-SAID = {
-    "conflict_rate": "conflict rate",
-    "norm_spread": "norm spread",
-    "norm_to_mean": "norm to mean",
-    "cosine_to_mean": "cosine to mean",
-}
 
 
 def conflict_text(arms: Sequence[tuple[str, Sequence[Path]]]) -> str:
@@ -47,12 +44,19 @@ def conflict_text(arms: Sequence[tuple[str, Sequence[Path]]]) -> str:
     group, means = min(groups.items(), key=lambda item: _sharpest(item[1]))
     beside = [_beside(group, name, own) for name, own in found[1:]]
     own = [(first, means), *((name, one) for name, one in beside if one.tasks == means.tasks)]
-    of = count(means.steps // means.runs, "measured step")
+    of = measured_steps(means)
     where = f" at {group}, one of {len(groups)} groups" if len(groups) > 1 else ""
-    caption = f"How the tasks conflict{where}, means over {count(means.runs, 'run')}, {of} each:"
+    caption = f"How the tasks conflict{where}, means over {count(means.runs, 'run')}, {of}:"
     parts = [fill(caption, WIDTH), _table(own), _task_table(own), fill(ABOUT, WIDTH)]
     said = others_line(first, means) if first != "control" else ""
     return "\n\n".join([*parts, *([fill(said, WIDTH)] if said else [])])
+
+
+def measured_steps(means: ConflictMeans) -> str:
+    """How many of each run; runs that were stopped have fewer."""
+    least, most = min(means.measured), max(means.measured)
+    said = f"{least} to " * (least < most) + count(most, "measured step")
+    return said + " each" * (means.runs > 1)
 
 
 def _by_group(paths: Sequence[Path]) -> dict[str, ConflictMeans]:
@@ -102,9 +106,9 @@ def _table(arms: Sequence[tuple[str, ConflictMeans]]) -> str:
             cells.append([f".. {count(between, 'pair')} between ..", *("" for _ in arms)])
         name = f"cosine {pair_name(means.tasks, (a, b))}"
         cells.append([name, *(number_of(own.cosines[b, a]) for _, own in arms)])
-    for key, said in SAID.items():
+    for key in SINGLE:
         show = _share if key == "conflict_rate" else number_of
-        cells.append([said, *(show(own.single[key]) for _, own in arms)])
+        cells.append([key.replace("_", " "), *(show(own.single[key]) for _, own in arms)])
     return aligned(cells)
 
 
@@ -155,7 +159,7 @@ def about_conflicts(series: Sequence[ConflictSeries]) -> str:
     tasks = "; ".join(listed(list(own), MAX_TASKS) for own in sets)
     return (
         f"Means over steps and runs; of the tasks {tasks} the least and the greatest. Lost: the "
-        "task that most often would have lost by the update (decrease < 0), and at how many steps."
+        f"task that most often would have lost ({LOSES}), and at which share of the steps."
     )
 
 
@@ -184,5 +188,6 @@ def _ends(values: Sequence[float]) -> str:
 
 
 def _lost_most(means: ConflictMeans) -> str:
-    share, task = max(zip(np.nan_to_num(means.lost), means.tasks, strict=True))
-    return f"{task} {_share(float(share))}" if share > 0 else "none"
+    shares = np.nan_to_num(means.lost)
+    most = int(shares.argmax())  # the first of several, as on the page
+    return f"{means.tasks[most]} {_share(float(shares[most]))}" if shares[most] > 0 else "none"

@@ -27,14 +27,14 @@ Pair = tuple[int, int]
 class ConflictMeans:
     """Of the gradients of some tasks in one group: means over a run's steps, then over the runs.
 
-    `lost` is the share of steps at which the update, to first order, raises the loss of each task,
-    beyond rounding. `weights` is empty where there are none. `others` has for other aggregators the
-    cosine of their update to the one that was made, and their weights; the nearest comes first.
+    `lost` is the share of steps at which the update, to first order, raises the loss of each task:
+    at which it has a cosine below -`ROUNDING` with the gradient. `weights` is empty where there are
+    none. `others` has for other aggregators the cosine of their update to the one that was made,
+    and their weights; the nearest comes first.
     """
 
     tasks: list[str]
-    runs: int
-    steps: int
+    measured: list[int]  # steps of each run
     single: Mapping[str, float]
     cosines: Floats
     norms: Floats
@@ -42,6 +42,15 @@ class ConflictMeans:
     decrease: Floats
     lost: Floats
     others: Mapping[str, tuple[float, Floats]]
+
+    @property
+    def runs(self) -> int:
+        return len(self.measured)
+
+    @property
+    def steps(self) -> int:
+        """Measured steps of all runs."""
+        return sum(self.measured)
 
     @property
     def pairs(self) -> list[Pair]:
@@ -145,8 +154,7 @@ def conflict_means(rows: pl.DataFrame) -> ConflictMeans:
     empty = np.zeros(0)
     return ConflictMeans(
         tasks,
-        len(runs),
-        len(rows),
+        [*map(len, runs)],
         {name: float(found[name]) for name in SINGLE},
         found["cosines"],
         found["norms"],

@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from gradsurg.report.attribution import ABOUT_SHARES
 from gradsurg.report.conflict_data import conflict_data
+from gradsurg.report.conflict_text import LOSES
 from gradsurg.report.page_data import page_data
 from gradsurg.report.study_report import StudyReport
 from gradsurg.report.update_line import ABOUT as ABOUT_UPDATES
@@ -48,6 +49,7 @@ def page(
         tests=escape(report.about_tests),
         about_shares=escape(_sentence(ABOUT_SHARES)),
         about_updates=escape(ABOUT_UPDATES),
+        loses=escape(LOSES),
         no_ways="" if pictures else " hidden",
         ways="".join(_picture(name, content) for name, content in pictures.items()),
         made=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.aggregators.base import Aggregator, Context
+from gradsurg.multitask.features import Piece, is_apart
 from tests.multitask.nets import (
     Grads,
     Net,
@@ -521,6 +522,25 @@ def test_batches_that_wait_are_refused() -> None:
         live.backward(model(inputs()))
 
 
+@pytest.mark.parametrize(
+    ("own", "apart"),
+    [
+        pytest.param([[0, 1], [2, 3]], True, id="none"),
+        pytest.param([[0, 1], [1, 2]], False, id="one of the first"),
+        pytest.param([[0, 998], [1, 998]], False, id="a late one"),
+        pytest.param([[0, 1], []], True, id="one task alone in a piece"),
+    ],
+)
+def test_tasks_are_apart_where_no_number_has_two_of_them(own: list[list[int]], apart: bool) -> None:
+    rows = torch.zeros(2, 999)
+    for task, places in enumerate(own):
+        rows[task, places] = 1.0
+    other = torch.zeros(2, 3)
+    other[1, 0] = 1.0
+    assert is_apart([Piece({}, rows), Piece({}, other)]) == apart
+    assert not is_apart([Piece({}, rows[:1])])  # a task alone is apart from nothing
+
+
 def test_its_fields_that_say_nothing_there_are_refused() -> None:
     with pytest.raises(ValueError, match="needs engine='feature'"):
         gs.SharedParameters(features="trunk")
@@ -602,6 +622,32 @@ def test_above_the_cut_a_transform_meets_the_gradient_of_its_task() -> None:
     close(found, expected)
     calls = {entry.intervention: entry.all_calls for entry in live.ledger}
     assert calls == {"scale": 1, "scale_2": 1, "scale_3": 1, "uneven": 1}
+
+
+class Late(nn.Module):
+    """Tasks meet again above the representation that is named, at `act`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.act = nn.Linear(4, 6), nn.Tanh()
+        self.heads = nn.ModuleDict({task: nn.Linear(6, 1) for task in "ab"})
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        features = self.act(self.trunk(x))
+        return {task: head(features).square().mean() for task, head in self.heads.items()}
+
+
+def test_a_memory_above_the_representation_is_refused_where_tasks_meet_again() -> None:
+    model = Late()
+    item = gs.Intervention(gs.LowPass(), at=gs.Outputs("act"))
+    rule = "LowPass.* remembers what passes .* 2 tasks pass"
+    surgery = gs.Surgery(item, feature(Uneven(), "trunk"))
+    with pytest.raises(ValueError, match=rule), surgery.attach(model) as live:
+        live.backward(model(inputs()))
+    assert all(grad is None for grad in grads_of(model).values())
+    with gs.Surgery(item, feature(Uneven())).attach(model) as live:
+        live.backward(model(inputs()))  # they part at `act`, where it meets what was made of them
 
 
 def test_nothing_stays_on_the_graph_or_the_model() -> None:

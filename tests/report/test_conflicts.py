@@ -14,6 +14,7 @@ from gradsurg.report.conflicts import (
     MAX_PAIRS,
     MAX_TASKS,
     NUM_INTERVALS,
+    ROUNDING,
     ConflictMeans,
     conflict_means,
 )
@@ -97,6 +98,16 @@ def test_an_aggregator_without_weights_has_none(tmp_path: Path) -> None:
     assert row.split() == ["task1", "1", "-", "1.5", "0.0%"]
 
 
+def test_the_limit_below_which_a_task_has_lost_is_told_wherever_its_losses_are(
+    tmp_path: Path,
+) -> None:
+    folder = studies.clashing(tmp_path / "first")
+    study = study_report(folder)
+    for text in (report(pairs_in(folder)), overview(study), page(study)):
+        said = " ".join(text.split())
+        assert f"the cosine of its gradient and the update is below -{ROUNDING:g}" in said
+
+
 def pairs_in(folder: Path) -> list[Runs]:
     controls = sorted(folder.glob("none-seed*"))
     return [Runs(a, b) for a, b in zip(sorted(folder.glob("pcgrad-*")), controls, strict=True)]
@@ -145,6 +156,35 @@ def test_of_tasks_that_change_those_are_told_that_were_met_most(tmp_path: Path) 
     text = conflict_text([("mgda", [written(tmp_path, *rows[1:], rows[0])])])
     assert "2 measured steps" in text
     assert "task2" not in text
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        ((2, 2), "means over 2 runs, 2 measured steps each:"),
+        ((6, 4), "means over 2 runs, 4 to 6 measured steps each:"),
+        ((1, 1), "means over 2 runs, 1 measured step each:"),
+        ((3,), "means over 1 run, 3 measured steps:"),
+    ],
+)
+def test_runs_of_different_length_are_not_said_to_have_measured_as_many_steps(
+    tmp_path: Path, steps: tuple[int, ...], said: str
+) -> None:
+    runs = [
+        written(tmp_path / str(run), *(conflict("mgda", step) for step in range(count)))
+        for run, count in enumerate(steps)
+    ]
+    assert said in conflict_text([("mgda", runs)])
+
+
+def test_of_tasks_that_have_lost_as_often_the_first_is_told(tmp_path: Path) -> None:
+    study = studies.clashing(tmp_path / "first", 3)
+    for place in study.glob(f"*/{CONFLICTS}"):
+        place.unlink()
+        written(place.parent, conflict("pcgrad", 0, count=3, decrease=[0.5, -0.5, -0.5]))
+    table = overview(study_report(study)).partition("conflict between tasks")[2]
+    assert table.count("task1 100.0%") == 2
+    assert "task2" not in table.partition("Means over")[0]
 
 
 def test_without_a_row_an_aggregator_says_that_nothing_was_measured(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ function conflicts() {
   if (!data.maps.length) document.getElementById("effects").hidden = true;
   const last = data.conflicts.length - 1, out = el("output", { id: "conflict-name", for: "conflict" }), art = el("div");
   const draw = () => {
-    const one = data.conflicts[slider.value], name = `${one.name}, n = ${runsOf(one.n)}, ${one.steps} measured steps each`;
+    const one = data.conflicts[slider.value], name = `${one.name}, n = ${runsOf(one.n)}, ${one.measured}`;
     slider.setAttribute("aria-valuetext", name);
     out.textContent = name;
     const panels = [one.weights && taskPanel(one, one.weights, "Weight"), taskPanel(one, one.decrease, "Decrease")];
