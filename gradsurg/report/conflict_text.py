@@ -169,6 +169,25 @@ def others_lines(series: Sequence[ConflictSeries]) -> list[str]:
     return [line for line in lines if line]
 
 
+def about_lengths(series: Sequence[ConflictSeries]) -> list[str]:
+    """That updates are longer or shorter than the control's, where some are by more than 1.25."""
+    of_control = {tuple(one.means.tasks): one for one in series if one.arm.is_control}
+    said = []
+    for one in series:
+        control = of_control.get(tuple(one.means.tasks))
+        if control is None or control is one or one.arm.is_control or one.group != control.group:
+            continue
+        ratio = one.means.single["norm_to_mean"] / control.means.single["norm_to_mean"]
+        if not 1 / 1.25 <= ratio <= 1.25 and ratio == ratio:
+            said.append(f"{ratio:.2g} times with {one.arm.name}")
+    if not said:
+        return []
+    return [
+        f"Updates are, beside the mean gradient, {listed(said)} as long as the control's, which is "
+        "like another learning rate: control=norm_matched compares their directions alone."
+    ]
+
+
 def sharpest(series: Sequence[ConflictSeries]) -> list[ConflictSeries]:
     """Of each arm the group in which tasks conflict most."""
     found: dict[str, ConflictSeries] = {}

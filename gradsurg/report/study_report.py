@@ -8,6 +8,7 @@ import polars as pl
 
 from gradsurg.report import answer, certainty, curves, effect_series, outcomes
 from gradsurg.report.alone import uncompared
+from gradsurg.report.conflict_text import about_lengths
 from gradsurg.report.conflicts import ConflictSeries, conflict_series, load_conflicts
 from gradsurg.report.curves import Curve
 from gradsurg.report.dose import Doses, doses
@@ -74,6 +75,7 @@ def study_report(
     metrics, faults = curves.load_metrics(logged)
     effects = effect_series.load_effects(logged)
     conflicts, torn = load_conflicts(logged)
+    in_conflict = conflict_series(arms, conflicts)
     compared = outcomes.compare(arms)
     grounds, broken = landscapes(logged, metrics)
     faults = [*faults, *broken, *effects.faults, *torn]
@@ -94,11 +96,15 @@ def study_report(
         doses=_compared(doses(arms), compared),
         fronts=fronts(arms),
         landscapes=grounds,
-        conflicts=conflict_series(arms, conflicts),
+        conflicts=in_conflict,
         effects=effects.rows,
         conflict_rows=conflicts,
         answer=answer.paragraph(compared, arms),
-        cautions=[*answer.cautions(runs, compared, arms), *faults],
+        cautions=[
+            *answer.cautions(runs, compared, arms),
+            *about_lengths(in_conflict),
+            *faults,
+        ],
         effort=effort(runs),
     )
 

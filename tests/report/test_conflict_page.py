@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from gradsurg.runs.store import RunDirectory
 from tests.report import studies
 from tests.report.browser import browser, prefer, screenshot
 from tests.report.test_browser import (
@@ -48,6 +49,16 @@ def test_conflicts_have_their_table_map_lines_and_others(tmp_path: Path) -> None
         assert "Decrease, up to step 30\ntask0 \u22120.25" in one(driver, "#tip").text
         assert "n = 2 runs" in one(driver, "#tip").text
         assert driver.get_log("browser") == []
+
+
+def test_effects_are_left_out_where_nothing_but_an_aggregator_acted(tmp_path: Path) -> None:
+    study = studies.clashing(tmp_path / "first")
+    for folder in study.glob("none-*"):
+        RunDirectory(folder).append_effects([studies.effect("none", "trunk", 10)])
+    with browser(1280, 900) as driver:
+        opened_study(driver, study)
+        assert one(driver, "#conflicts").is_displayed()
+        assert not one(driver, "#effects").is_displayed()
 
 
 def test_a_page_without_several_tasks_has_no_such_section(tmp_path: Path) -> None:

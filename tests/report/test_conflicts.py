@@ -209,6 +209,21 @@ def test_a_study_has_a_row_for_each_arm_and_says_what_others_would_have_done(
     assert "cosine to the update of control" not in text
 
 
+def test_updates_that_are_shorter_than_the_controls_are_told_with_what_to_do(
+    tmp_path: Path,
+) -> None:
+    study = studies.clashing(tmp_path, 2, ("pcgrad", "mean", "upgrad"))
+    assert not any("as long as" in text for text in study_report(study).cautions)
+    for label, length in (("mean", 1.0), ("upgrad", 0.5)):
+        for folder in study.glob(f"{label}-*"):
+            (folder / CONFLICTS).unlink()
+            written(folder, conflict(label, 0, norm_to_mean=length))
+    (said,) = [text for text in study_report(study).cautions if "as long as" in text]
+    assert "0.5 times with mean and 0.25 times with upgrad as long as the control's" in said
+    assert "pcgrad" not in said
+    assert said.endswith("control=norm_matched compares their directions alone.")
+
+
 def test_a_long_name_is_folded_before_the_table_is_cut_in_two(tmp_path: Path) -> None:
     study = studies.clashing(tmp_path / "first", 3)
     place = studies.plan(

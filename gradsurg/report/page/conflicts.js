@@ -97,7 +97,7 @@ function overviewOfConflicts() {
 function conflicts() {
   if (!data.conflicts.length) return;
   document.getElementById("conflicts").hidden = false;
-  if (!data.maps.length) document.getElementById("effects").hidden = true;
+  if (data.maps.every((map) => map.transform === "none")) document.getElementById("effects").hidden = true;
   const last = data.conflicts.length - 1, out = el("output", { id: "conflict-name", for: "conflict" }), art = el("div");
   const draw = () => {
     const one = data.conflicts[slider.value], name = `${one.name}, n = ${runsOf(one.n)}, ${one.measured}`;
