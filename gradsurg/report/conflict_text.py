@@ -179,12 +179,13 @@ def about_lengths(series: Sequence[ConflictSeries]) -> list[str]:
             continue
         ratio = one.means.single["norm_to_mean"] / control.means.single["norm_to_mean"]
         if not 1 / 1.25 <= ratio <= 1.25 and ratio == ratio:
-            said.append(f"{ratio:.2g} times with {one.arm.name}")
+            said.append(f"{ratio:.2g} ({one.arm.name})")
     if not said:
         return []
     return [
-        f"Updates are, beside the mean gradient, {listed(said)} as long as the control's, which is "
-        "like another learning rate: control=norm_matched compares their directions alone."
+        f"Relative to the mean gradient, updates are {listed(said)} times as long as the control's, "
+        "which acts like another learning rate: control=norm_matched compares directions alone, "
+        "or a learning rate of its own for what weighs losses."
     ]
 
 

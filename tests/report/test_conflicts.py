@@ -219,9 +219,9 @@ def test_updates_that_are_shorter_than_the_controls_are_told_with_what_to_do(
             (folder / CONFLICTS).unlink()
             written(folder, conflict(label, 0, norm_to_mean=length))
     (said,) = [text for text in study_report(study).cautions if "as long as" in text]
-    assert "0.5 times with mean and 0.25 times with upgrad as long as the control's" in said
+    assert "0.5 (mean) and 0.25 (upgrad) times as long as the control's" in said
     assert "pcgrad" not in said
-    assert said.endswith("control=norm_matched compares their directions alone.")
+    assert said.endswith("control=norm_matched for what weighs losses.")
 
 
 def test_a_long_name_is_folded_before_the_table_is_cut_in_two(tmp_path: Path) -> None:
