@@ -221,7 +221,7 @@ def test_updates_that_are_shorter_than_the_controls_are_told_with_what_to_do(
     (said,) = [text for text in study_report(study).cautions if "as long as" in text]
     assert "0.5 (mean) and 0.25 (upgrad) times as long as the control's" in said
     assert "pcgrad" not in said
-    assert said.endswith("control=norm_matched for what weighs losses.")
+    assert "control=norm_matched compares directions alone" in said
 
 
 def test_a_long_name_is_folded_before_the_table_is_cut_in_two(tmp_path: Path) -> None:
