@@ -101,6 +101,11 @@ class Intervention:
                 f"{kind}: makes one gradient of those of several tasks, which is done at "
                 f"SharedParameters, found at={at}"
             )
+        if shared and isinstance(self.transform, type):
+            made = f"{self.transform.__name__}()"
+            raise TypeError(
+                f"transform: must be an aggregator, found a class: did you mean {made}?"
+            )
         if self.aggregator is None and shared:
             raise ValueError(
                 f"at: SharedParameters is for aggregators, found {self.transform!r}; Parameters "

@@ -134,7 +134,7 @@ class GramianAggregator(Aggregator):
 
     def merge(self, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
         gramian = gramian_of([rows])
-        weights, state = self.update(gramian, state, context)
+        weights, state = checked_update(self, gramian, state, context)
         return combined_safely([rows], weights, gramian)[0], state
 
 
@@ -183,6 +183,19 @@ class Entrywise(Aggregator):
 
     def merge(self, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
         return self.apply(rows, context), state
+
+
+def checked_update(
+    aggregator: GramianAggregator, gramian: Tensor, state: State, context: Context
+) -> tuple[Tensor, State]:
+    """The weights and the next state. Raises ValueError for weights of another form."""
+    weights, state = aggregator.update(gramian, state, context)
+    if weights.shape != gramian.shape[:1] or weights.dtype != torch.float64:
+        raise ValueError(
+            f"{type(aggregator).__name__}: its weights must be float64 of shape [{len(gramian)}], "
+            f"found {weights.dtype} of shape {list(weights.shape)}"
+        )
+    return weights, state
 
 
 def losses_of(aggregator: Aggregator, context: Context, num_tasks: int) -> Tensor:

@@ -16,6 +16,7 @@ from gradsurg.aggregators.base import (
     GramianAggregator,
     LossWeighting,
     State,
+    checked_update,
 )
 
 
@@ -43,7 +44,7 @@ def merge(
     match aggregator:
         case GramianAggregator():
             gramian = gramian_of(blocks) / scale**2
-            weights, state = aggregator.update(gramian, state, context)
+            weights, state = checked_update(aggregator, gramian, state, context)
             return Merged(combined_safely(blocks, weights, gramian), state, weights, gramian)
         case LossWeighting():
             weights, state = aggregator.weigh(len(blocks[0]), state, context)

@@ -58,6 +58,8 @@ def test_wrong_losses_are_refused_by_name(name: str) -> None:
 
 
 def test_a_wrong_place_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"found a class: did you mean PCGrad\(\)\?"):
+        gs.Intervention(gs.PCGrad, at=gs.SharedParameters())
     with pytest.raises(ValueError, match="SharedParameters is for aggregators"):
         gs.Intervention(gs.Clip(1.0), at=gs.SharedParameters())
     with pytest.raises(ValueError, match="done at SharedParameters, found at=Parameters"):

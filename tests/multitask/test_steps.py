@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import gradsurg as gs
-from gradsurg.aggregators.base import Aggregator, Context
+from gradsurg.aggregators.base import Aggregator, Context, Property, Weighting
 from gradsurg.catalogue import find
 from gradsurg.live import Live
 from tests.multitask.nets import (
@@ -237,6 +237,34 @@ def test_what_is_no_tensor_is_refused_by_a_bare_aggregator() -> None:
 
 
 # What is told
+
+
+class Misshapen(Weighting):
+    """Weights that no rows can have."""
+
+    def __init__(self, weights: Tensor) -> None:
+        self.own = weights
+
+    @property
+    def properties(self) -> frozenset[Property]:
+        return frozenset()
+
+    def weights(self, gramian: Tensor) -> Tensor:
+        return self.own
+
+
+@pytest.mark.parametrize("weights", [torch.ones(3), torch.ones(2).double(), torch.ones(1).double()])
+def test_weights_of_another_form_are_refused_with_what_they_must_be(weights: Tensor) -> None:
+    aggregator = Misshapen(weights)
+    said = r"^Misshapen: its weights must be float64 of shape \[3\], found torch\.float"
+    with pytest.raises(ValueError, match=said):
+        aggregator(torch.eye(3))
+    model = Net()
+    with (
+        gs.Surgery(at_shared(aggregator)).attach(model) as live,
+        pytest.raises(ValueError, match=said),
+    ):
+        live.backward(losses_of(model))
 
 
 def test_heads_that_the_graph_does_not_show_are_told() -> None:
