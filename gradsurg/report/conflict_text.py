@@ -184,8 +184,8 @@ def about_lengths(series: Sequence[ConflictSeries]) -> list[str]:
         return []
     return [
         f"Relative to the mean gradient, updates are {listed(said)} times as long as the "
-        "control's, which acts like another learning rate: control=norm_matched compares directions "
-        "alone, or a learning rate of its own for what weighs losses."
+        "control's, which acts like another learning rate: control=norm_matched compares "
+        "directions alone, or a learning rate of its own for what weighs losses."
     ]
 
 
