@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gradsurg.aggregators import _rows
 from gradsurg.aggregators.base import Aggregator
+from tests.aggregators.cases import made
 from tests.aggregators.test_gramian import aggregators, by
 
 SCALES = (1e-37, 1e-30, 1e-22, 1e-16, 1e20, 1e30, 1e36)
@@ -128,3 +129,31 @@ def test_a_small_weight_that_does_not_matter_costs_nothing() -> None:
         own = torch.tensor(weights, dtype=torch.float64)
         (found,) = _rows.combined_safely([given], own, gramian(given))
         torch.testing.assert_close(found.double(), own @ given.double(), equal_nan=True)
+
+
+def _at(cosine: float, width: int = 20_000) -> Tensor:
+    """Two rows in float32 of length one, at an angle."""
+    one, two = normal(2, width).double()
+    one = one / one.norm()
+    two = two - (one @ two) * one
+    turned = cosine * one + (1 - cosine**2) ** 0.5 * two / two.norm()
+    return torch.stack([one, turned]).float()
+
+
+@pytest.mark.parametrize("stem", ["nash_mtl", "aligned_mtl"])
+@pytest.mark.parametrize("cosine", [-0.9999, -0.999999, 0.9999])
+def test_two_rows_that_are_nearly_one_lose_no_digits(stem: str, cosine: float) -> None:
+    given = _at(cosine)
+    exact = by(made(stem), given.double())
+    assert (by(made(stem), given).double() - exact).norm() <= 1e-6 * exact.norm()
+
+
+@pytest.mark.parametrize("left", [0.15, 0.05])
+def test_rows_of_which_little_is_left_are_combined_in_float64(left: float) -> None:
+    """The sum is so much shorter than the rows together."""
+    given = _at(left**2 / 2 - 1)
+    weights = torch.tensor([1 / 3, 1 / 3], dtype=torch.float64)
+    exact = weights @ given.double()
+    (found,) = _rows.combined_safely([given], weights, gramian(given))
+    assert apart(found, exact) <= 5e-8
+    assert apart(_rows.combined(given, weights), exact) > 1e-7  # which is what float32 would cost
