@@ -8,6 +8,7 @@ from itertools import chain, count
 import torch
 from torch import Tensor, nn
 
+from gradsurg.aggregators._norm_matched import NormMatchedSum
 from gradsurg.aggregators.base import Aggregator, GramianAggregator, LossWeighting
 from gradsurg.catalogue import snake
 from gradsurg.ledger import SurgeryWarning
@@ -244,6 +245,8 @@ def scale_matters(intervention: Intervention) -> str:
 
 def _rows_scaled(aggregator: Aggregator) -> str:
     """Why a loss scale changes what an aggregator makes."""
+    if isinstance(aggregator, NormMatchedSum):
+        return _rows_scaled(aggregator.of)
     # G and the losses come without the scale.
     if isinstance(aggregator, GramianAggregator | LossWeighting):
         return ""

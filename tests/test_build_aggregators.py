@@ -3,6 +3,7 @@
 import pytest
 
 import gradsurg as gs
+from gradsurg.aggregators._norm_matched import NormMatchedSum
 from gradsurg.config.faults import ConfigError
 from gradsurg.ledger import SurgeryWarning
 from tests.test_build import built
@@ -77,6 +78,13 @@ SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
             )
             for words in ("low_pass", "[clip,low_pass]")
         ],
+        *[
+            (
+                [f"aggregator={name}", "control=norm_matched"],
+                [f"control: {name} weighs the losses, and so the gradients of the heads too"],
+            )
+            for name in ("fixed_weights", "famo", "mean")
+        ],
         (["task=digits", "model=mlp"], ["aggregator: pcgrad makes one gradient of those of sev"]),
         (["aggregator.order=nope"], ["aggregator.order: must be one of"]),
         (["shared.engine=feature", "accumulate=3"], [ONE_FORWARD]),
@@ -89,6 +97,14 @@ def test_a_wrong_aggregator_is_a_line_of_its_key(words: list[str], faults: list[
         built(*start, *SEVERAL, *words)
     said = found.value.faults
     assert [line[: len(start)] for line, start in zip(said, faults, strict=True)] == faults
+
+
+def test_the_sum_as_long_as_an_update_is_its_control() -> None:
+    (pair, *_) = built("aggregator=mgda", *SEVERAL, "control=norm_matched").pairs
+    assert pair.control is not None
+    (control,) = pair.control.surgery.interventions
+    assert control.names == ("norm_matched_sum",)
+    assert control.aggregator == NormMatchedSum(gs.MGDA())
 
 
 @pytest.mark.parametrize("way", [["site.stage=step"], ["when=for_task", "when.task=first"]])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
+from math import inf
 from operator import add
 
 import numpy as np
@@ -15,6 +16,13 @@ SUMMED = 4096
 
 HALVES = (torch.float16, torch.bfloat16)
 
+LEAST = 1e-30
+"""The least mean square of a row's numbers: float32 loses products below 1e-38, 1e-8 of it."""
+NORMAL = 1.2e-38
+"""Below it a number has fewer digits in float32 than it should."""
+FAR = 1e30
+"""Norms from which float32 sums may overflow, also if rows are times a loss scale, and G is not."""
+
 
 def gramian_of(blocks: Sequence[Tensor]) -> Tensor:
     """G = J Jᵀ (T, T) in float64 on the CPU, from the blocks (T, p) of J, of any floating dtype and
@@ -22,13 +30,15 @@ def gramian_of(blocks: Sequence[Tensor]) -> Tensor:
 
     Products of at most 4096 columns are summed in float64: float32 rows cost about 1e-7 of
     |g_i| |g_j|, and not 2e-4 as one product over 1e7 columns does. Where a solution would make more
-    than 1e-6 of that, all is multiplied in float64 instead, which takes three times as long more.
-    Half-precision rows are multiplied in float32. In float32, rows with norms below 1e-19 have
-    products of 0, and above 1e19 of infinity.
+    than 1e-6 of that, all is multiplied in float64 instead, which takes three times as long; so
+    too where a row's numbers are so large or small that float32 has no room for their products.
+    Half-precision rows are multiplied in float32.
     """
     gramian = _sum_over(blocks, _in_their_dtype)
-    exact = all(rows.dtype == torch.float64 for rows in blocks)
-    return gramian if exact or not _nearly_dependent(gramian) else _sum_over(blocks, _in_float64)
+    if all(rows.dtype == torch.float64 for rows in blocks):
+        return gramian
+    again = _out_of_range(gramian, blocks) or _nearly_dependent(gramian)
+    return _sum_over(blocks, _in_float64) if again else gramian
 
 
 def _sum_over(blocks: Sequence[Tensor], pieces_of: Callable[[Tensor], Iterable[Tensor]]) -> Tensor:
@@ -44,6 +54,19 @@ def _in_float64(rows: Tensor) -> Iterator[Tensor]:
     """A copy of some columns at a time: as many as a cache holds, or as are worth a launch."""
     columns = COLUMNS if rows.device.type == "cpu" else 64 * COLUMNS
     return (part.double() for part in rows.split(columns, dim=1))
+
+
+def _out_of_range(gramian: Tensor, blocks: Sequence[Tensor]) -> bool:
+    """Whether products of float32 numbers were infinite or too small, and so G is wrong."""
+    sizes = gramian.numpy().diagonal().tolist()
+    least = LEAST * sum([rows.shape[1] for rows in blocks])
+    if min(sizes) > least and max(sizes) < inf:  # no other product is further out
+        return False
+    if any(0 < size <= least or size == inf for size in sizes):
+        return True
+    # Of zeros, or of numbers whose squares are 0: only the row itself tells, and it is one of few.
+    suspects = [index for index, size in enumerate(sizes) if size == 0]
+    return any(bool(rows[index].any()) for index in suspects for rows in blocks)
 
 
 def _nearly_dependent(gramian: Tensor) -> bool:
@@ -80,11 +103,32 @@ def _product(block: Tensor) -> Tensor:
 
 
 def combined_safely(blocks: Sequence[Tensor], weights: Tensor, gramian: Tensor) -> list[Tensor]:
-    """Jᵀ w (p,) of each block of J, whose Gramian is known: in float64 where the rows cancel."""
+    """Jᵀ w (p,) of each block of J, whose Gramian is known: in float64 where the rows cancel, or
+    where float32 has no room for a weight that matters or for a sum.
+    """
     own, matrix = weights.numpy(), gramian.numpy()
     with np.errstate(all="ignore"):
-        cancels = (abs(own) @ np.sqrt(matrix.diagonal())) ** 2 > 64 * max(own @ matrix @ own, 0.0)
-    return [(_combined_exactly if cancels else combined)(rows, weights) for rows in blocks]
+        shares = (abs(own) * np.sqrt(matrix.diagonal())).tolist()
+        square = max(float(own @ matrix @ own), 0.0)
+    reach = sum(shares)
+    exactly = reach * reach > 64 * square or reach > FAR or not _fit(weights, shares, 1e-8 * reach)
+    return [(_combined_exactly if exactly else _combined)(rows, weights) for rows in blocks]
+
+
+def combined(rows: Tensor, weights: Tensor) -> Tensor:
+    """Jᵀ w (P,) in the dtype and on the device of the rows."""
+    return (_combined if _fit(weights) else _combined_exactly)(rows, weights)
+
+
+def _fit(weights: Tensor, shares: Sequence[float] | None = None, least: float = 0.0) -> bool:
+    """Whether float32 has room for all weights, but the small ones whose share is not above the
+    least.
+    """
+    sizes = [abs(weight) for weight in weights.tolist()]
+    if min(sizes) > NORMAL and max(sizes) < FAR:
+        return True
+    pairs = zip(sizes, shares or sizes, strict=True)
+    return all(share <= least if size <= NORMAL else not size >= FAR for size, share in pairs)
 
 
 def _combined_exactly(rows: Tensor, weights: Tensor) -> Tensor:
@@ -92,8 +136,7 @@ def _combined_exactly(rows: Tensor, weights: Tensor) -> Tensor:
     return torch.cat([(weights @ part).to(rows.dtype) for part in _in_float64(rows)])
 
 
-def combined(rows: Tensor, weights: Tensor) -> Tensor:
-    """Jᵀ w (P,) in the dtype and on the device of the rows."""
+def _combined(rows: Tensor, weights: Tensor) -> Tensor:
     given, rows = rows, wide(rows)
     weights = weights.to(rows)
     whole = rows.shape[1] // COLUMNS * COLUMNS

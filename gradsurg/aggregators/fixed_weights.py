@@ -56,9 +56,14 @@ class FixedWeights(LossWeighting):
         return ArgsKwargs((), {**fields, **named})
 
     def __post_init__(self) -> None:
-        if self.tasks and len(set(self.tasks)) != len(self.weights or ()):
-            names = ", ".join(self.tasks)
-            raise Contradiction("tasks", f"must be one name for each weight, found {names}")
+        if not self.tasks:
+            return
+        names, count = ", ".join(self.tasks), len(self.weights or ())
+        if len(set(self.tasks)) != len(self.tasks):
+            raise Contradiction("tasks", f"must name each task once, found {names}")
+        if len(self.tasks) != count:
+            text = f"must be one name for each weight, found {names} for {count} weights"
+            raise Contradiction("tasks", text)
 
     @property
     def num_tasks(self) -> int | None:

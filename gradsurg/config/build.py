@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gradsurg.aggregators.base import LossWeighting
 from gradsurg.catalogue import snake
 from gradsurg.config.faults import ConfigError, Faults
 from gradsurg.config.make import Config, called, make
@@ -118,6 +119,7 @@ def build(config: Config) -> Experiment:
         check_waiting(settings, joint, faults)
         check_manner(settings, selector, intervention, joint, device, faults)
         _check_links(settings, config, faults)
+        _check_control(settings, joint, faults)
     experiment = None
     if not faults.lines and settings and task and selector and device and data:
         make_optimizer = optimizer_maker(config, settings)
@@ -265,4 +267,14 @@ def _check_links(settings: Settings, config: Config, faults: Faults) -> None:
         faults.lines.append(
             "attribute: the shorter chains have no norm-matched control, "
             "needs control=plain or control=none, found control=norm_matched"
+        )
+
+
+def _check_control(settings: Settings, joint: Intervention | None, faults: Faults) -> None:
+    weighs = joint is not None and isinstance(joint.aggregator, LossWeighting)
+    if joint is not None and weighs and settings.control == "norm_matched":
+        faults.lines.append(
+            f"control: {joint.names[0]} weighs the losses, and so the gradients of the heads too, "
+            "which the norm-matched sum does not, needs control=plain or control=none, found "
+            "control=norm_matched"
         )

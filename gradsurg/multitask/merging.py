@@ -8,6 +8,7 @@ from operator import add
 
 from torch import Tensor
 
+from gradsurg.aggregators._norm_matched import NormMatchedSum, sums_as_long
 from gradsurg.aggregators._rows import combined, combined_safely, gramian_of, wide
 from gradsurg.aggregators.base import (
     Aggregator,
@@ -56,6 +57,9 @@ def merge(
                 for rows, start in zip(blocks, starts, strict=False)
             ]
             return Merged(grads, state)
+        case NormMatchedSum():
+            made = merge(aggregator.of, blocks, state, context, scale)
+            return Merged(sums_as_long(blocks, made.grads), made.state)
         case _:
             if len(blocks) > 1:
                 kinds = ", ".join(f"{rows.dtype} on {rows.device}" for rows in blocks)

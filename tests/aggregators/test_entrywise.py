@@ -206,8 +206,22 @@ def test_weights_by_name_refuse_other_tasks_by_name(tasks: tuple[str, ...], mess
         ({"weights": {}}, "weights: must have at least 1 item"),
         ({"weights": {"a": 1.0}, "tasks": ["a"]}, "tasks: must not be given where weights are by"),
         ({"weights": [1.0, 2.0], "tasks": ["a"]}, "tasks: must be one name for each weight"),
-        ({"weights": [1.0, 2.0], "tasks": ["a", "a"]}, "tasks: must be one name for each weight"),
-        ({"weights": None, "tasks": ["a"]}, "tasks: must be one name for each weight, found a"),
+        (
+            {"weights": [1.0, 2.0], "tasks": ["a", "a"]},
+            "tasks: must name each task once, found a, a",
+        ),
+        (
+            {"weights": [1.0, 2.0], "tasks": ["a", "a", "b"]},
+            "tasks: must name each task once, found",
+        ),
+        (
+            {"weights": [1.0, 2.0], "tasks": ["a", "b", "c"]},
+            "tasks: must be one name for each weight",
+        ),
+        (
+            {"weights": None, "tasks": ["a"]},
+            "tasks: must be one name for each weight, found a for 0",
+        ),
     ],
 )
 def test_wrong_weights_by_name_are_refused(

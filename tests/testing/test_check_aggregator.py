@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 import gradsurg as gs
-from gradsurg.aggregators.base import Context, Entrywise, Property, State, Weighting
+from gradsurg.aggregators.base import (
+    Context,
+    Entrywise,
+    LossWeighting,
+    Property,
+    State,
+    Weighting,
+)
 from gradsurg.testing import Table, Verdict, check_aggregator
 from gradsurg.testing.aggregator_properties import PROPERTIES
 from gradsurg.testing.aggregator_rules import RULES
@@ -145,6 +152,38 @@ BREAK_RULES = {
 def test_a_rule_that_is_broken_is_named(name: str) -> None:
     with pytest.raises(AssertionError, match=f"\n  {name}: "):
         check_aggregator(BREAK_RULES[name], count=2)
+
+
+class Keeping(LossWeighting):
+    """Weighs by the losses, and remembers them: as they come, or without their graphs."""
+
+    def __init__(self, weighed: bool, kept: bool) -> None:
+        self.weighed, self.kept = weighed, kept
+
+    @property
+    def properties(self) -> frozenset[Property]:
+        return frozenset()
+
+    def init(self, num_tasks: int) -> State:
+        return {"last": torch.zeros(num_tasks, dtype=torch.float64)}
+
+    def weigh(self, num_tasks: int, state: State, context: Context) -> tuple[Tensor, State]:
+        assert context.losses is not None
+        alone = context.losses.detach()
+        weights = context.losses if self.weighed else alone
+        return weights * 1.0, {"last": (context.losses if self.kept else alone).clone()}
+
+
+@pytest.mark.parametrize(
+    ("aggregator", "fault"),
+    [
+        (Keeping(weighed=True, kept=False), "the result is part of a graph"),
+        (Keeping(weighed=False, kept=True), "'last' of the state is part of a graph"),
+    ],
+)
+def test_the_graphs_of_the_losses_are_not_let_through(aggregator: Keeping, fault: str) -> None:
+    with pytest.raises(AssertionError, match=f"\n  no_graph: {fault}"):
+        check_aggregator(aggregator)
 
 
 def test_every_rule_is_seen_to_be_broken() -> None:

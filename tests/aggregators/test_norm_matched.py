@@ -1,0 +1,88 @@
+"""The sum that is as long as what an aggregator makes: the control of a direction."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradsurg.aggregators._norm_matched import NormMatchedSum
+from gradsurg.aggregators.agem import AGEM
+from gradsurg.aggregators.base import Aggregator, Context
+from gradsurg.aggregators.grad_drop import GradDrop
+from gradsurg.aggregators.krum import Krum
+from gradsurg.aggregators.mgda import MGDA
+from gradsurg.aggregators.nash_mtl import NashMTL
+from gradsurg.aggregators.trimmed_mean import TrimmedMean
+from gradsurg.intervention import Intervention, scale_matters
+from gradsurg.multitask.merging import merge
+from gradsurg.multitask.shared_parameters import SharedParameters
+from gradsurg.testing import check_aggregator
+from gradsurg.testing.aggregator_rules import Plain
+
+every = pytest.mark.parametrize(
+    "of", [MGDA(), NashMTL(), TrimmedMean(), GradDrop()], ids=lambda of: type(of).__name__
+)
+
+
+def normal(count: int = 3, width: int = 40) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(count, width, generator=generator, dtype=torch.float64)
+
+
+@every
+def test_it_has_the_direction_of_the_sum_and_the_others_length(of: Aggregator) -> None:
+    rows = normal()
+    total, other = rows.sum(0), of(rows)
+    found = NormMatchedSum(of)(rows)
+    torch.testing.assert_close(found, total / total.norm() * other.norm())
+
+
+def test_a_sum_of_zero_stays_zero_and_a_nan_is_told() -> None:
+    control = NormMatchedSum(GradDrop())
+    rows = normal(1).float()
+    assert not control(torch.cat([rows, -rows])).any()
+    rows[0, 3] = torch.nan
+    assert control(rows).isnan().all()
+
+
+@every
+def test_it_keeps_what_every_aggregator_must(of: Aggregator) -> None:
+    check_aggregator(NormMatchedSum(of))
+
+
+def test_half_precision_rows_of_any_norm_have_one() -> None:
+    rows = (normal(2, 4_000) * 2e3).half()
+    assert rows[0].norm().isinf()
+    found = NormMatchedSum(MGDA())(rows)
+    assert found.dtype is torch.float16
+    exact = MGDA()(rows.double()).norm()
+    torch.testing.assert_close(found.double().norm(), exact, rtol=1e-3, atol=0.0)
+    alike = torch.full((3, 4), 6e4).half()  # whose sum has no room in the dtype
+    torch.testing.assert_close(NormMatchedSum(MGDA())(alike), alike[0])
+
+
+@every
+def test_parameters_of_several_dtypes_are_one_gradient(of: Aggregator) -> None:
+    rows = normal().float()
+    blocks = [rows[:, :30], rows[:, 30:].double()]
+    control, context = NormMatchedSum(of), Context()
+    found = merge(control, blocks, control.init(3), context).grads
+    assert [grad.dtype for grad in found] == [torch.float32, torch.float64]
+    expected = control(rows.double(), context)
+    together = torch.cat([grad.double() for grad in found])
+    torch.testing.assert_close(together, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_loss_scale_changes_it_no_more_than_the_other() -> None:
+    control, rows, scale = NormMatchedSum(NashMTL()), normal(), 2.0**16
+    state = control.init(3)
+    (found,) = merge(control, [rows * scale], state, Context(), scale).grads
+    torch.testing.assert_close(found / scale, control(rows))
+    assert not scale_matters(Intervention(control, at=SharedParameters()))
+    sized = NormMatchedSum(Plain(lambda rows: rows.sum(0).sign(), ()))
+    assert "depends on their size" in scale_matters(Intervention(sized, at=SharedParameters()))
+
+
+def test_it_is_for_as_many_tasks_as_the_other() -> None:
+    assert NormMatchedSum(AGEM()).num_tasks == 2
+    assert NormMatchedSum(MGDA()).num_tasks is None
+    assert NormMatchedSum(Krum()).least_tasks == 3
