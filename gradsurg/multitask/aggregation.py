@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from gradsurg.aggregators._norm_matched import NormMatchedSum
 from gradsurg.aggregators._rows import combined, gramian_of
 from gradsurg.aggregators.base import (
     Aggregator,
@@ -254,7 +255,7 @@ class Aggregation:
                 f"{self.label}: what it remembers at '{group}' is of {known}, found "
                 f"{', '.join(tasks)}: its tasks must stay the same, in their order"
             )
-        if isinstance(self.aggregator, GramianAggregator | LossWeighting):
+        if isinstance(self.aggregator, GramianAggregator | LossWeighting | NormMatchedSum):
             # A checkpoint comes back on the device of the model, and these calculate on the CPU.
             state = {name: own.cpu() for name, own in state.items()}
         return state
