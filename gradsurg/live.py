@@ -12,7 +12,7 @@ from gradsurg.effects import Effects
 from gradsurg.fields import nearest
 from gradsurg.intervention import Intervention
 from gradsurg.ledger import Ledger
-from gradsurg.multitask.aggregation import Around
+from gradsurg.multitask.around import Around
 from gradsurg.multitask.conflict import Conflicts
 from gradsurg.multitask.joint import Joint
 from gradsurg.multitask.losses import Losses

@@ -31,6 +31,7 @@ FLOORS = (
         "multitask.features",
         "multitask.conflict",
         "multitask.merging",
+        "multitask.around",
         "multitask.aggregation",
         "multitask.compiled",
         "multitask.flow",

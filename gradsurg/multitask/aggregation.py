@@ -1,15 +1,11 @@
 """One aggregator in place: it makes one gradient, keeps its state, and says what it did."""
 
-import sys
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
 
 from gradsurg.aggregators._norm_matched import NormMatchedSum
 from gradsurg.aggregators._rows import combined, gramian_of
@@ -21,15 +17,14 @@ from gradsurg.aggregators.base import (
     State,
 )
 from gradsurg.catalogue import snake
-from gradsurg.effects import Effects
 from gradsurg.engine import undisturbed
 from gradsurg.intervention import Intervention
-from gradsurg.ledger import Ledger, SurgeryWarning
-from gradsurg.multitask.conflict import Conflicts, conflict_of, others_of
+from gradsurg.multitask.around import Around
+from gradsurg.multitask.conflict import conflict_of, others_of
 from gradsurg.multitask.merging import Merged, merge, products
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.sites._modules import ROOT
-from gradsurg.triggers.base import Clock, Moment, Sourced, Trigger
+from gradsurg.triggers.base import Moment, Sourced, Trigger
 from gradsurg.triggers.for_task import ForTask
 
 SHARED = "shared"
@@ -46,37 +41,6 @@ def check_host(trigger: Trigger, label: str) -> None:
                 f"{label}: {part!r} looks at one gradient, and an aggregator has several: it can "
                 "act by step, epoch, phase, flag or probability"
             )
-
-
-@dataclass
-class Around:
-    """What the aggregators of an attachment have in common."""
-
-    effects: Effects
-    clock: Clock
-    states: dict[str, State]
-    ledger: Ledger
-    seed: int
-    scaler: GradScaler | None
-    counts_steps: bool  # whether an optimizer tells of its steps
-    conflicts: Conflicts = field(default_factory=Conflicts)
-    said: set[str] = field(default_factory=set)
-
-    @property
-    def scale(self) -> float:
-        """The loss scale that is on the losses, where a scaler was told."""
-        return self.scaler.get_scale() if self.scaler is not None and self.scaled else 1.0
-
-    @property
-    def scaled(self) -> bool:
-        """Whether a loss scale is on the losses."""
-        return self.scaler is not None and self.scaler.is_enabled()
-
-    def tell(self, text: str, of: str = "") -> None:
-        """Say something once: two texts `of` one thing are one."""
-        if (of or text) not in self.said:
-            self.said.add(of or text)
-            warnings.warn(text, SurgeryWarning, stacklevel=_users())
 
 
 class Aggregation:
@@ -301,11 +265,3 @@ def _summed(parts: Sequence[Tensor]) -> Merged:
     """What is made where nothing acts."""
     ones = torch.ones(len(parts[0]), dtype=torch.float64)
     return Merged([rows.sum(dim=0) for rows in parts], {}, ones)
-
-
-def _users() -> int:
-    """How far up the stack, from who asks, the first frame is that is not of gradsurg."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back and frame.f_globals.get("__name__", "").startswith("gradsurg."):
-        frame, level = frame.f_back, level + 1
-    return level

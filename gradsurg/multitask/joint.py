@@ -12,7 +12,8 @@ from torch.amp import GradScaler
 from gradsurg import compiler
 from gradsurg.attached import Attached, Patient
 from gradsurg.intervention import Intervention, scale_matters
-from gradsurg.multitask.aggregation import SHARED, Aggregation, Around, check_host
+from gradsurg.multitask.aggregation import SHARED, Aggregation, check_host
+from gradsurg.multitask.around import Around
 from gradsurg.multitask.features import Piece, Watch, cut, is_apart, side_by_side, split
 from gradsurg.multitask.flow import (
     Call,

@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradsurg.attached import Patient
-from gradsurg.multitask.aggregation import Aggregation, Around
+from gradsurg.multitask.aggregation import Aggregation
+from gradsurg.multitask.around import Around
 from gradsurg.multitask.compiled import COMPILED, leaves_of, runs_once
 from gradsurg.multitask.features import REENTRANT
 from gradsurg.multitask.flow import Call, flowing

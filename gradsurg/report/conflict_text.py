@@ -81,7 +81,10 @@ def others_line(name: str, means: ConflictMeans) -> str:
     for other, (cosine, _) in means.others.items():
         named.setdefault(number_of(cosine), []).append(other)
     said = "; ".join(f"{cosine} {', '.join(others)}" for cosine, others in named.items())
-    return f"What the others would have done, cosine to the update of {name}: {said}." * bool(said)
+    if not said:
+        return ""
+    starred = " *: at some of these steps alone." if "*" in said else ""
+    return f"What the others would have done, cosine to the update of {name}: {said}.{starred}"
 
 
 def number_of(found: float) -> str:

@@ -30,7 +30,8 @@ class ConflictMeans:
     `lost` is the share of steps at which the update, to first order, raises the loss of each task:
     at which it has a cosine below -`ROUNDING` with the gradient. `weights` is empty where there are
     none. `others` has for other aggregators the cosine of their update to the one that was made,
-    and their weights; the nearest comes first.
+    and their weights; the nearest comes first. A star at its name says that one has no answer at
+    some of the steps, as where a loss is below zero: its mean is of others than that beside it.
     """
 
     tasks: list[str]
@@ -145,11 +146,9 @@ def conflict_means(rows: pl.DataFrame) -> ConflictMeans:
         for key in per_run[0]
         if any(len(own[key]) for own in per_run)
     }
-    names = [key.split(".")[1] for key in found if key.endswith(".cosine")]
     others = {
-        name: (float(found[f"others.{name}.cosine"]), found[f"others.{name}.weights"])
-        for name in names
-        if np.isfinite(found[f"others.{name}.cosine"])
+        name: (float(found[f"others.{key}.cosine"]), found[f"others.{key}.weights"])
+        for key, name in _answering(per_run).items()
     }
     empty = np.zeros(0)
     return ConflictMeans(
@@ -163,6 +162,21 @@ def conflict_means(rows: pl.DataFrame) -> ConflictMeans:
         found["lost"],
         dict(sorted(others.items(), key=lambda item: -item[1][0])),
     )
+
+
+def _answering(per_run: Sequence[Mapping[str, Floats]]) -> dict[str, str]:
+    """The other aggregators that have a cosine at any step, with a star if not at all of those at
+    which any has.
+    """
+    keys = [key for key in per_run[0] if key.endswith(".cosine")]
+    known = {key: np.concatenate([np.isfinite(own[key]) for own in per_run]) for key in keys}
+    asked = sum(known.values()) > 0
+    found = {}
+    for key, there in known.items():
+        if there.any():
+            name = key.split(".")[1]
+            found[name] = name if np.array_equal(there, asked) else f"{name}*"
+    return found
 
 
 def _numbers(rows: pl.DataFrame, count: int) -> dict[str, Floats]:

@@ -9,7 +9,7 @@ import pytest
 
 from gradsurg.report.conflict_data import conflict_data
 from gradsurg.report.conflict_figures import CONFLICT_FIGURES
-from gradsurg.report.conflict_text import WIDTH, conflict_text
+from gradsurg.report.conflict_text import WIDTH, conflict_text, others_line
 from gradsurg.report.conflicts import (
     MAX_PAIRS,
     MAX_TASKS,
@@ -83,12 +83,24 @@ def test_others_have_their_cosines_the_nearest_first_also_where_a_run_has_not_as
     three = written(tmp_path / "3", conflict("mgda", 0, others={}))
     found = means_of(one, two, three).others
     assert {name: cosine for name, (cosine, _) in found.items()} == {
-        "mean": 1.0,
-        "mgda": 0.75,
-        "x": -1.0,
+        "mean*": 1.0,
+        "mgda*": 0.75,
+        "x*": -1.0,
     }
-    assert list(found) == ["mean", "mgda", "x"]
-    assert found["mgda"][1].tolist() == [0.25, 0.25]
+    assert list(found) == ["mean*", "mgda*", "x*"]
+    assert found["mgda*"][1].tolist() == [0.25, 0.25]
+
+
+def test_another_that_has_no_answer_at_some_steps_has_a_star(tmp_path: Path) -> None:
+    other = {"weights": [0.5, 0.5], "cosine": 0.5}
+    rows = [conflict("pcgrad", 0), conflict("pcgrad", 1, others={"mgda": other})]
+    means = means_of(written(tmp_path, *rows))
+    assert list(means.others) == ["mean*", "mgda"]
+    said = others_line("pcgrad", means)
+    assert "1 mean*; 0.625 mgda." in said
+    assert said.endswith("*: at some of these steps alone.")
+    plain = others_line("pcgrad", means_of(written(tmp_path / "all", conflict("pcgrad", 0))))
+    assert "*" not in plain
 
 
 def test_an_aggregator_without_weights_has_none(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ function perTask(one) {
 function others(one) {
   if (!one.others.length) return null;
   const tasks = one.tasks.length <= 8 ? one.tasks : [];
-  return el("div", {}, el("h3", {}, "What the others would have done"), el("p", { class: "how" }, `From the same gradients, each at its first step: the cosine of its update to that of ${one.name}${tasks.length ? ", and its weight of each task" : ""}. Means over steps and runs.`),
+  return el("div", {}, el("h3", {}, "What the others would have done"), el("p", { class: "how" }, `From the same gradients, each at its first step: the cosine of its update to that of ${one.name}${tasks.length ? ", and its weight of each task" : ""}. Means over steps and runs.${one.others.some(([name]) => name.includes("*")) ? " *: at some of these steps alone." : ""}`),
     table("What the others would have done", [head("aggregator"), head("cosine", "num"), ...tasks.map((task) => head(task, "num"))],
       one.others.map(([name, cosine, weights]) => el("tr", {}, el("th", { scope: "row" }, name), cell(short(cosine), "num"), tasks.map((_, k) => cell(short(weights[k]), "num"))))));
 }
