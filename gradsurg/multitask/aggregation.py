@@ -29,6 +29,8 @@ from gradsurg.triggers.for_task import ForTask
 
 SHARED = "shared"
 """The group of all that is selected, where an aggregator acts on the whole."""
+REPRESENTATION = "representation"
+"""The group of the gradients where the tasks part, with engine 'feature'."""
 
 ERRORS = Exception  # whatever a user's aggregator raises: it gets a note and is raised again
 

@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from gradsurg import compiler
 from gradsurg.attached import Attached, Patient
 from gradsurg.intervention import Intervention, scale_matters
-from gradsurg.multitask.aggregation import SHARED, Aggregation, check_host
+from gradsurg.multitask.aggregation import REPRESENTATION, Aggregation, check_host
 from gradsurg.multitask.around import Around
 from gradsurg.multitask.features import Piece, Watch, cut, is_apart, side_by_side, split
 from gradsurg.multitask.flow import (
@@ -256,7 +256,8 @@ class Joint:
         pieces = side_by_side([parts[task] for task in tasks])
         self._tell_if_apart(one, pieces)
         losses = some(values(given, self.around.scale), tasks)
-        grads = split(pieces, one.make(SHARED, [piece.rows for piece in pieces], losses).grads)
+        made = one.make(REPRESENTATION, [piece.rows for piece in pieces], losses)
+        grads = split(pieces, made.grads)
         if leaves:
             with paused(at_leaves(call.attached)):
                 torch.autograd.backward(list(leaves), list(leaves.values()))

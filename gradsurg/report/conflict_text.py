@@ -43,7 +43,9 @@ def conflict_text(arms: Sequence[tuple[str, Sequence[Path]]]) -> str:
     first, groups = found[0]
     group, means = min(groups.items(), key=lambda item: _sharpest(item[1]))
     beside = [_beside(group, name, own) for name, own in found[1:]]
-    own = [(first, means), *((name, one) for name, one in beside if one.tasks == means.tasks)]
+    whole = group == "shared" or len(groups) > 1  # of several the caption tells
+    own = [(first if whole else f"{first} at {group}", means)]
+    own += [(name, one) for name, one in beside if one.tasks == means.tasks]
     of = measured_steps(means)
     where = f" at {group}, one of {len(groups)} groups" if len(groups) > 1 else ""
     caption = f"How the tasks conflict{where}, means over {count(means.runs, 'run')}, {of}:"

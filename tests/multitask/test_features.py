@@ -671,6 +671,14 @@ def test_conflicts_are_those_at_the_representation() -> None:
     assert conflict.norms == pytest.approx(norms)
 
 
+def test_its_conflicts_are_called_those_of_the_representation() -> None:
+    model = Net()
+    with gs.Surgery(feature(Uneven())).attach(model) as live:
+        live.backward(losses_of(model))
+        (conflict,) = live.conflicts.fetch()
+    assert conflict.group == "representation"
+
+
 def test_with_a_single_task_it_is_that_of_the_task_times_its_weight() -> None:
     model = Net()
     loss = {"a": losses_of(model)["a"]}

@@ -163,6 +163,19 @@ def test_the_sharpest_of_several_groups_is_told(tmp_path: Path) -> None:
     assert "  -0.5  " in text
 
 
+def test_conflicts_at_the_representation_are_not_called_those_of_the_parameters(
+    tmp_path: Path,
+) -> None:
+    own = written(tmp_path / "own", conflict("pcgrad", 0, group="representation"))
+    control = written(tmp_path / "control", conflict("control", 0))
+    said = conflict_text([("pcgrad", [own]), ("control", [control])])
+    heads = said.split("\n\n")[1].splitlines()[0].split("  ")
+    assert [head.strip() for head in heads if head] == [
+        "pcgrad at representation",
+        "control at shared",
+    ]
+
+
 def test_of_tasks_that_change_those_are_told_that_were_met_most(tmp_path: Path) -> None:
     rows = [conflict("mgda", step, count=2 if step else 3) for step in range(3)]
     text = conflict_text([("mgda", [written(tmp_path, *rows[1:], rows[0])])])
