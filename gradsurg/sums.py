@@ -71,7 +71,8 @@ def _fill(room: Tensor, before: Tensor, after: Tensor) -> None:
     torch.mul(difference, difference, out=squared)
     torch.mul(before, after, out=products)
     torch.ne(after, before, out=changed)
-    # A third of the work is for what is not finite, which a CPU can tell without waiting.
+    # A third of the work is for what is not finite, which a CPU can tell without waiting: `.item()`
+    # is asked there alone.
     if difference.device.type == "cpu" and isfinite(difference.sum().item()):
         nonfinite.zero_()
     else:

@@ -38,6 +38,7 @@ def test_without_the_other_library_it_says_in_one_line_what_to_install(
         ([1.1, 1.1], [1.0, 1.0, 1.0], ["(1.100)", ">", "1", "1.000"]),
         ([1.1, 1.1], [1.2, 1.0, 1.15], ["(1.100)", "1.150"]),  # so far apart are halves of theirs
         ([1.1, 1.1], [1.0, 1.2, 1.04], ["(1.100)", ">", "1", "1.040"]),
+        ([1.1, 1.1], [1.0, 1.2], ["(1.100)", ">", "1", "1.000"]),  # too few to tell
     ],
 )
 def test_a_ratio_of_the_least_times_is_marked_where_it_is_more_than_what_equal_work_is_apart(

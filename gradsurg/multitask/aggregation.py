@@ -104,18 +104,20 @@ class Aggregation:
         self._weights, self._weighed = None if last else weights, tasks
         return weights
 
-    def stepped(self) -> bool:
-        """The optimizer has made a step, so what was learnt of it stays; whether the weights of its
-        losses wait for more of them.
-        """
+    @property
+    def waits(self) -> bool:
+        """Whether there are weights for more losses of this step."""
+        return self._weights is not None
+
+    def stepped(self) -> None:
+        """The optimizer has made a step: what was learnt of it stays, and its weights end."""
         self.around.states |= self._learnt
         self._learnt = {}
-        return self.forget()
+        self.forget()
 
-    def forget(self) -> bool:
-        """The next losses are a step's first; whether others were to come."""
-        waited, self._weights = self._weights is not None, None
-        return waited
+    def forget(self) -> None:
+        """The next losses are a step's first."""
+        self._weights = None
 
     def weighed(self, parts: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
         """One gradient of the rows of each part, by weights that are known."""
@@ -212,8 +214,11 @@ class Aggregation:
     def _state(self, group: str, tasks: tuple[str, ...]) -> State:
         fresh = self.aggregator.init(len(tasks))
         states, key = self.around.states, f"{self.label}/{group}"
-        state, places = states.get(key, fresh), states.get(f"{key}/tasks")
-        before = tuple(sorted(places, key=lambda name: int(places[name]))) if places else tasks
+        state, before = states.get(key, fresh), tasks
+        if places := states.get(f"{key}/tasks"):
+            # A checkpoint comes back on the device of the model: once to the CPU, then no wait.
+            states[f"{key}/tasks"] = places = {name: own.cpu() for name, own in places.items()}
+            before = tuple(sorted(places, key=lambda name: int(places[name])))
         shapes = [{name: own.shape for name, own in one.items()} for one in (state, fresh)]
         if shapes[0] != shapes[1] or (fresh and before != tasks):
             known = ", ".join(before) if before != tasks else "another number of tasks"
@@ -222,21 +227,21 @@ class Aggregation:
                 f"{', '.join(tasks)}: its tasks must stay the same, in their order"
             )
         if isinstance(self.aggregator, GramianAggregator | LossWeighting | NormMatchedSum):
-            # A checkpoint comes back on the device of the model, and these calculate on the CPU.
+            # As the places, for these calculate on the CPU.
             state = {name: own.cpu() for name, own in state.items()}
         return state
 
     def _keep(self, group: str, tasks: tuple[str, ...], state: State) -> None:
         if state:
             states, key = self.around.states, f"{self.label}/{group}"
-            if self.around.scaled and self.around.counts_steps:
-                self._learnt[key] = state  # the scaler may leave this step out
-            else:
-                states[key] = state
+            # A scaler may leave this step out.
+            waits = self.around.scaled and self.around.counts_steps
+            learnt = self._learnt if waits else states
+            learnt[key] = state
             if f"{key}/tasks" not in states:  # as `_state` has seen, they stay the same
                 # The names go with the state into a checkpoint, in which all are tensors.
                 places = {name: torch.tensor(place) for place, name in enumerate(tasks)}
-                states[f"{key}/tasks"] = places
+                learnt[f"{key}/tasks"] = places
 
     def _tell_losses(self, losses: Mapping[str, float]) -> None:
         wrong = [name for name, loss in losses.items() if not isfinite(loss)]

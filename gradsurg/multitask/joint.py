@@ -107,12 +107,13 @@ class Joint:
 
     def stepped(self) -> None:
         """The optimizer has made a step."""
-        weights_waited = [one.stepped() for one in self.aggregations]
-        if self._passes.waiting or any(weights_waited):
+        if self._passes.waiting or any(one.waits for one in self.aggregations):
             self.around.tell(
                 "the optimizer has made a step while gradients waited: the last live.backward of a "
                 "step is the one with aggregate=True"
             )
+        for one in self.aggregations:
+            one.stepped()
 
     def notice(self, scaler: GradScaler) -> None:
         """A scaler that was not told makes the steps."""

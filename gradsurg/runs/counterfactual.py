@@ -183,7 +183,7 @@ def _compared(
         torch.cat([(b.double() - a.double()).flatten() for a, b in zip(start, end, strict=True)])
         for end in (made, without)
     )
-    # Waits for the device, at sampled steps only.
+    # These, and the product below, wait for the device, at sampled steps only.
     norm, other_norm = with_.norm().item(), other.norm().item()
     found: dict[str, float] = {}
     if norm and other_norm:

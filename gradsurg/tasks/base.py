@@ -278,5 +278,5 @@ class Regression(Task):
         return {"loss": loss, "r2": 1 - loss / targets.var(correction=0).item()}
 
     def chance(self, targets: Tensor) -> Chance:
-        spread = targets.double().var(correction=0).item()
+        spread = targets.double().var(correction=0).item()  # once a run
         return Chance(spread, "r2", 0.0, 1.0, "the mean of all targets has")

@@ -119,6 +119,7 @@ class PermutedMNIST(MultiTask):
     def chance(self, targets: Tensor) -> Chance:
         kept = targets[:, KEPT] > 0
         parts = [_shares(targets[own, LABEL]) for own in (~kept, kept) if own.any()]
+        # Waits for the device, once a run.
         entropy = sum(-(shares * shares.log()).sum().item() for shares in parts)
         what = f"chance for {len(parts[0])} classes is"
         return Chance(entropy, "accuracy", parts[0].max().item(), 1.0, what)
