@@ -43,8 +43,12 @@ class AlignedMTL(Weighting):
 
 def _aligned(cosines: Array, norms: Array, count: int, scale: Scale) -> Array:
     # The singular values of a factor of G, not the roots of the eigenvalues of G: half the digits.
-    vectors, sigmas, _ = np.linalg.svd(norms[:, None] * factor(cosines), full_matrices=False)
-    v = norms * (vectors @ (vectors.sum(0) / sigmas)) / count
+    # With the longest row first the small ones keep theirs, whatever the norms.
+    order = np.argsort(-norms)
+    rows = norms[order, None] * factor(cosines)[order]
+    vectors, sigmas, _ = np.linalg.svd(rows, full_matrices=False)
+    v = np.empty_like(norms)
+    v[order] = norms[order] * (vectors @ (vectors.sum(0) / sigmas)) / count
     match scale:
         case "min":
             return v * sigmas[-1]
