@@ -1,8 +1,9 @@
 """Adam on a handful of numbers, with its moments in a state: for weights that are learnt."""
 
+import numpy as np
 import torch
-from torch import Tensor
 
+from gradsurg.aggregators._solvers import Array
 from gradsurg.aggregators.base import State
 
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
@@ -17,11 +18,15 @@ def moments(num_tasks: int) -> State:
     }
 
 
-def stepped(value: Tensor, grad: Tensor, state: State, lr: float) -> tuple[Tensor, State]:
+def stepped(value: Array, grad: Array, state: State, lr: float) -> tuple[Array, State]:
     """The value after one step of `torch.optim.Adam` with its defaults, and the moments."""
-    steps = state["steps"] + 1
-    mean = BETA1 * state["mean"] + (1 - BETA1) * grad
-    square = BETA2 * state["square"] + (1 - BETA2) * grad.square()
-    size = (square / (1 - BETA2**steps)).sqrt() + EPS
+    steps = float(state["steps"]) + 1
+    mean = BETA1 * state["mean"].numpy() + (1 - BETA1) * grad
+    square = BETA2 * state["square"].numpy() + (1 - BETA2) * grad**2
+    size = np.sqrt(square / (1 - BETA2**steps)) + EPS
     moved = value - lr * (mean / (1 - BETA1**steps)) / size
-    return moved, {"mean": mean, "square": square, "steps": steps}
+    return moved, {
+        "mean": torch.from_numpy(mean),
+        "square": torch.from_numpy(square),
+        "steps": torch.tensor(steps, dtype=torch.float64),
+    }

@@ -20,7 +20,7 @@ def orders_of(order: Order, count: int, context: Context) -> list[list[int]]:
     match order:
         case "random_per_task":
             draws = torch.rand(count, count, dtype=torch.float64, generator=context.generator())
-            return draws.argsort(1).tolist()
+            return draws.numpy().argsort(1).tolist()
         case "one_permutation":
             return [torch.randperm(count, generator=context.generator()).tolist()] * count
         case "fixed":

@@ -9,6 +9,7 @@ the square of a convex combination of unit rows under RANK. That is about what f
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import pairwise
 from math import isfinite, sqrt
 
@@ -52,21 +53,38 @@ def weights_of(
             norm, other = sqrt(first), sqrt(second)
             v = pair(max(-1.0, min(1.0, inner / norm / other)), norm, other)
             return torch.tensor([v[0] / norm, v[1] / other], dtype=torch.float64)
-    matrix = gramian.numpy()
-    if not np.isfinite(matrix).all():
-        return torch.full((len(matrix),), torch.nan, dtype=torch.float64)
-    norms = np.sqrt(matrix.diagonal())
-    alive = norms > 0
-    if alive.all():
-        return torch.from_numpy(general(cosines_of(matrix, norms), norms) / norms)
+    count = len(gramian)
+    rows = _directions(gramian.numpy().tobytes(), count)
+    if rows is None:
+        return torch.full((count,), torch.nan, dtype=torch.float64)
+    alive, norms, cosines = rows
+    if len(norms) == count:
+        return torch.from_numpy(general(cosines, norms) / norms)
     if idle is None:
         return torch.from_numpy(~alive / (~alive).sum())
-    weights = np.full(len(matrix), idle)
-    if alive.any():
-        norms = norms[alive]
-        cosines = cosines_of(matrix[np.ix_(alive, alive)], norms)
+    weights = np.full(count, idle)
+    if len(norms):
         weights[alive] = general(cosines, norms) / norms
     return torch.from_numpy(weights)
+
+
+@lru_cache(maxsize=4)  # several aggregators are asked about one Gramian
+def _directions(gramian: bytes, count: int) -> tuple[NDArray[np.bool_], Array, Array] | None:
+    """Which rows are not zero, with their norms and cosines; None if a number is not finite.
+
+    All that are given the same share what is returned: nobody may write to it.
+    """
+    matrix = np.frombuffer(gramian).reshape(count, count)
+    if not np.isfinite(matrix).all():
+        return None
+    norms = np.sqrt(matrix.diagonal())
+    alive = norms > 0
+    if not alive.all():
+        norms, matrix = norms[alive], matrix[np.ix_(alive, alive)]
+    cosines = cosines_of(matrix, norms)
+    for array in (alive, norms, cosines):
+        array.flags.writeable = False
+    return alive, norms, cosines
 
 
 def cosines_of(matrix: Array, norms: Array) -> Array:
@@ -75,9 +93,17 @@ def cosines_of(matrix: Array, norms: Array) -> Array:
 
 def factor(matrix: Array, tolerance: float = RANK) -> Array:
     """A (T, rank) with A Aᵀ = the matrix, without its eigenvalues under tolerance * the largest."""
-    values, vectors = np.linalg.eigh(matrix)
+    values, vectors = _eigen(matrix.tobytes(), len(matrix))
     kept = values > tolerance * values[-1]
     return vectors[:, kept] * np.sqrt(values[kept])
+
+
+@lru_cache(maxsize=4)  # as above
+def _eigen(matrix: bytes, count: int) -> tuple[Array, Array]:
+    """Its eigenvalues, from the least on, and eigenvectors."""
+    values, vectors = np.linalg.eigh(np.frombuffer(matrix).reshape(count, count))
+    values.flags.writeable = vectors.flags.writeable = False
+    return values, vectors
 
 
 def equiangular(cosines: Array) -> tuple[Array, Array]:
@@ -86,7 +112,7 @@ def equiangular(cosines: Array) -> tuple[Array, Array]:
     C v is 1 where the rows are independent; else as near to it as they let it be, with the
     shortest such v.
     """
-    values, vectors = np.linalg.eigh(cosines)
+    values, vectors = _eigen(cosines.tobytes(), len(cosines))
     kept = values > RANK * values[-1]
     vectors = vectors[:, kept]
     sums = vectors.sum(0)

@@ -214,8 +214,8 @@ def losses_of(aggregator: Aggregator, context: Context, num_tasks: int) -> Tenso
             f"{name} needs a loss for each of the {num_tasks} tasks, found {len(context.losses)}"
         )
     losses = context.losses.detach().double()
-    if (losses < 0).any():
-        raise ValueError(f"{name} needs losses >= 0, found {min(losses.tolist()):.6g}")
+    if below := [loss for loss in losses.tolist() if loss < 0]:
+        raise ValueError(f"{name} needs losses >= 0, found {min(below):.6g}")
     return losses
 
 

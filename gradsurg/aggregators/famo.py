@@ -3,11 +3,13 @@
 from dataclasses import KW_ONLY
 from typing import Annotated
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from gradsurg.aggregators._adam import moments, stepped
+from gradsurg.aggregators._solvers import Array
 from gradsurg.aggregators.base import (
     OF_GIVEN_WEIGHTS,
     Context,
@@ -61,17 +63,22 @@ class FAMO(LossWeighting):
         }
 
     def weigh(self, num_tasks: int, state: State, context: Context) -> tuple[Tensor, State]:
-        logits = state_of(self, state, "logits", num_tasks)
-        losses = losses_of(self, context, num_tasks) + EPS
-        if not losses.isfinite().all():
-            return torch.full_like(losses, torch.nan), state
+        logits = state_of(self, state, "logits", num_tasks).numpy()
+        losses = losses_of(self, context, num_tasks).numpy() + EPS
+        if not np.isfinite(losses).all():
+            return torch.full((num_tasks,), torch.nan, dtype=torch.float64), state
         state = dict(state)
         if state["seen"]:
-            shares = logits.softmax(0)
-            shrunk = state["losses"].log() - losses.log()
+            shares = _softmax(logits)
+            shrunk = np.log(state["losses"].numpy()) - np.log(losses)
             grad = shares * (shrunk - shares @ shrunk) + self.gamma * logits
             logits, after = stepped(logits, grad, state, self.lr)
-            state |= {**after, "logits": logits}
-        weights = logits.softmax(0) / losses
-        state |= {"losses": losses, "seen": torch.ones((), dtype=torch.bool)}
-        return weights / weights.sum(), state
+            state |= {**after, "logits": torch.from_numpy(logits)}
+        weights = _softmax(logits) / losses
+        state |= {"losses": torch.from_numpy(losses), "seen": torch.ones((), dtype=torch.bool)}
+        return torch.from_numpy(weights / weights.sum()), state
+
+
+def _softmax(logits: Array) -> Array:
+    sizes = np.exp(logits - logits.max())
+    return sizes / sizes.sum()

@@ -3,6 +3,7 @@
 from dataclasses import KW_ONLY
 from typing import Annotated
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -59,15 +60,17 @@ class GradNorm(GramianAggregator):
 
     def update(self, gramian: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
         weights = state_of(self, state, "weights", len(gramian))
-        losses = losses_of(self, context, len(gramian)) + EPS
-        norms = gramian.diagonal().clamp(min=0).sqrt()
-        if not (norms.isfinite().all() and losses.isfinite().all()):
+        losses = losses_of(self, context, len(gramian)).numpy() + EPS
+        norms = np.sqrt(np.maximum(gramian.numpy().diagonal(), 0.0))
+        if not np.isfinite(norms + losses).all():
             return weights, state
-        first = state["first"] if state["steps"] else losses
+        first = state["first"].numpy() if state["steps"] else losses
         rates = losses / first
-        sizes = weights * norms
+        sizes = weights.numpy() * norms
         targets = sizes.mean() * (rates / rates.mean()) ** self.alpha
-        grad = norms * (sizes - targets).sign()
-        moved, after = stepped(weights, grad, state, self.lr)
-        moved = moved.clamp(min=LEAST)
-        return weights, {**after, "weights": moved * len(moved) / moved.sum(), "first": first}
+        grad = norms * np.sign(sizes - targets)
+        moved, after = stepped(weights.numpy(), grad, state, self.lr)
+        moved = np.maximum(moved, LEAST)
+        moved *= len(moved) / moved.sum()
+        learnt = {"weights": torch.from_numpy(moved), "first": torch.from_numpy(first)}
+        return weights, {**after, **learnt}

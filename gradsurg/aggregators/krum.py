@@ -3,6 +3,7 @@
 from dataclasses import KW_ONLY
 from typing import Annotated
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -38,13 +39,14 @@ class Krum(Weighting):
         count = len(gramian)
         if count < self.least_tasks:
             raise ValueError(f"{self!r} needs {self.least_tasks} tasks or more, found {count}")
-        if not gramian.isfinite().all():
+        matrix = gramian.numpy()
+        if not np.isfinite(matrix).all():
             return torch.full((count,), torch.nan, dtype=torch.float64)
-        squares = gramian.diagonal()
-        distances = (squares + squares[:, None] - 2 * gramian).clamp(min=0)
-        distances.fill_diagonal_(0.0)
-        nearest = distances.sort(1).values[:, 1 : count - self.num_byzantine - 1]
-        chosen = nearest.sum(1).argsort(stable=True)[: self.num_selected]
-        weights = torch.zeros(count, dtype=torch.float64)
+        squares = matrix.diagonal()
+        distances = np.maximum(squares + squares[:, None] - 2 * matrix, 0.0)
+        distances.flat[:: count + 1] = 0.0
+        nearest = np.sort(distances, axis=1)[:, 1 : count - self.num_byzantine - 1]
+        chosen = np.argsort(nearest.sum(1), kind="stable")[: self.num_selected]
+        weights = np.zeros(count)
         weights[chosen] = 1 / self.num_selected
-        return weights
+        return torch.from_numpy(weights)

@@ -3,6 +3,7 @@
 from dataclasses import KW_ONLY
 from typing import Annotated, Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -45,13 +46,13 @@ class UncertaintyWeighting(LossWeighting):
         return {"log_variances": torch.zeros(num_tasks, dtype=torch.float64)}
 
     def weigh(self, num_tasks: int, state: State, context: Context) -> tuple[Tensor, State]:
-        logs = state_of(self, state, "log_variances", num_tasks)
-        losses = losses_of(self, context, num_tasks)
+        logs = state_of(self, state, "log_variances", num_tasks).numpy()
+        losses = losses_of(self, context, num_tasks).numpy()
         match self.likelihood:
             case "gaussian":
-                weights = 0.5 * (-logs).exp()
+                weights = 0.5 * np.exp(-logs)
             case "softmax":
-                weights = (-logs).exp()
-        if losses.isfinite().all():
+                weights = np.exp(-logs)
+        if np.isfinite(losses).all():
             logs = logs - self.lr * (0.5 - weights * losses)
-        return weights, {"log_variances": logs}
+        return torch.from_numpy(weights), {"log_variances": torch.from_numpy(logs)}

@@ -380,3 +380,30 @@ def test_independent_rows_take_the_fast_way(monkeypatch: pytest.MonkeyPatch) -> 
         _averse.conflict_averse(cosines, norms, norms / 8, 0.5, still=False)
         _solvers.onto_dual_cone(cosines, np.eye(8))
         _solvers.shortest(cosines, norms)
+
+
+@pytest.mark.parametrize("scale", ["min", "median", "rmse"])
+@pytest.mark.parametrize("norms", [(1.0, 1e12), (1e12, 1.0)])
+def test_the_small_rows_keep_their_digits_whatever_the_large_ones_are(
+    scale: aligned_mtl.Scale, norms: tuple[float, float]
+) -> None:
+    cosines = np.array([[1.0, 0.9], [0.9, 1.0]])
+    closed = aligned_mtl._pair(0.9, *norms, scale)
+    found = aligned_mtl._aligned(cosines, np.array(norms), 2, scale)
+    assert found == pytest.approx(closed, rel=1e-12)
+
+
+def test_what_is_shared_between_solvers_is_that_of_each_gramian() -> None:
+    rows = torch.randn(6, 3, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    gramians = [*(rows @ rows.mT), torch.diag(torch.tensor([1.0, 0.0, 4.0], dtype=torch.float64))]
+
+    def cosines(cosines: np.ndarray, norms: np.ndarray) -> np.ndarray:
+        assert not cosines.flags.writeable
+        assert not norms.flags.writeable
+        return cosines.sum(1) * norms
+
+    for one in gramians * 2:
+        norms = one.diagonal().sqrt()
+        safe = torch.where(norms > 0, norms, 1.0)
+        wanted = (one / safe / safe[:, None]).sum(1)
+        torch.testing.assert_close(_solvers.weights_of(one, cosines), wanted)
