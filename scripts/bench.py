@@ -7,6 +7,7 @@ python scripts/bench.py report                            the report of 200 runs
 python scripts/bench.py runner [--rounds 8]               what the command costs beside training
 python scripts/bench.py multitask [--rounds 10]           aggregators beside those of TorchJD
 python scripts/bench.py engines [--rounds 3]              a step of eight tasks beside a plain one
+python scripts/bench.py telemetry                         what measuring a conflict takes
 """
 
 import argparse
@@ -22,6 +23,7 @@ import bench_nodes
 import bench_report
 import bench_runner
 import bench_sites
+import bench_telemetry
 import torch
 from torch import Tensor, nn
 
@@ -117,7 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    whats = ["training", "sites", "nodes", "report", "runner", "multitask", "engines"]
+    whats = ["training", "sites", "nodes", "report", "runner", "multitask", "engines", "telemetry"]
     parser.add_argument("what", nargs="?", choices=whats)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
@@ -136,6 +138,8 @@ def main() -> None:
             print(bench_runner.table(args.rounds, args.only))
         case "engines":
             print(bench_engines.table(args.rounds))
+        case "telemetry":
+            print(bench_telemetry.table(args.rounds))
         case "multitask":
             if lacking := bench_multitask.lacking():
                 parser.exit(2, f"{lacking}\n")

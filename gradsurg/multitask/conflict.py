@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import inf, isfinite, nan
 from typing import Any
@@ -11,19 +11,23 @@ import numpy as np
 from torch import Tensor
 
 from gradsurg.aggregators.base import (
-    Aggregator,
     Context,
     GramianAggregator,
     LossWeighting,
+    State,
 )
 from gradsurg.catalogue import find, names
 from gradsurg.engine import undisturbed
 from gradsurg.tables import aligned
 
+Weigher = GramianAggregator | LossWeighting
+
 TWINS = {"fair_grad": "nash_mtl", "grad_vac": "pcgrad"}
 """With their defaults, and at a first step, they do what others do: which is not solved twice."""
-REACHED = {"fair_grad": 1 - 1e-12}
-"""How long an update must be for that, but for rounding: NashMTL's may not reach `max_norm`."""
+REACHED = {"fair_grad": 1 - 2e-12}
+"""The square of how long an update must be for that, but for rounding: NashMTL's may not reach
+`max_norm`.
+"""
 KEPT = 1000  # conflicts that wait to be fetched
 SAID = {
     "conflict_rate": "conflict rate",
@@ -72,7 +76,10 @@ class Conflict:
 
     def row(self) -> dict[str, object]:
         """All of it, for a file."""
-        return asdict(self)
+        return {
+            **vars(self),
+            "others": {name: dict(vars(one)) for name, one in self.others.items()},
+        }
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:
@@ -162,16 +169,20 @@ def _ratio(number: float, by: float) -> float:
 
 
 @cache
-def _comparable() -> tuple[tuple[str, Aggregator], ...]:
-    """Every aggregator that has weights and needs no field, with its defaults."""
+def _comparable(count: int) -> tuple[tuple[str, Weigher, State], ...]:
+    """Every aggregator that has weights, needs no field and takes so many tasks, with its defaults
+    and its first state.
+    """
     made = []
     for stem in names("aggregators"):
         kind = find("aggregators", stem)
-        if issubclass(kind, GramianAggregator | LossWeighting):
+        if issubclass(kind, Weigher):
             try:
-                made.append((stem, kind()))
+                own = kind()
             except ValueError:  # it has a field without a default
                 continue
+            if own.num_tasks in (None, count) and own.least_tasks <= count:
+                made.append((stem, own, own.init(count)))
     return tuple(sorted(made, key=lambda own: own[0] in TWINS))
 
 
@@ -179,37 +190,38 @@ def others_of(
     own: str, context: Context, gramian: Tensor, products: Tensor, norm: float
 ) -> dict[str, Other]:
     """What every aggregator but its `own` would have done, from what `conflict_of` takes."""
-    g, found, lengths = gramian.numpy(), {}, {}
+    g = gramian.numpy()
     if not np.isfinite(g).all():
         return {}
-    for name, aggregator in _comparable():
+    found: dict[str, np.ndarray] = {}
+    twins = {}
+    for name, aggregator, state in _comparable(len(g)):
         if name == own:
             continue
-        if (twin := TWINS.get(name, "")) in found and (
-            not 0 < lengths[twin] < REACHED.get(name, 0.0)
-        ):
-            found[name] = found[twin]
+        twin = found.get(TWINS.get(name, ""))
+        if twin is not None and not 0 < twin @ g @ twin < REACHED.get(name, 0.0):
+            twins[name] = TWINS[name]
             continue
         try:
-            weights = weights_of(aggregator, gramian, context).numpy()
+            found[name] = weights_of(aggregator, state, gramian, context).numpy()
         except (ArithmeticError, ValueError):
-            continue  # it has no answer, or none for so many tasks, and was not asked to act
-        lengths[name] = float(np.sqrt(max(weights @ g @ weights, 0.0)))
-        along = float(weights @ products.numpy())
-        found[name] = Other(weights.tolist(), _ratio(along, norm * lengths[name]))
-    return found
+            continue  # it has no answer, or takes no such losses, and was not asked to act
+    weights = np.stack([*found.values()])
+    with np.errstate(all="ignore"):
+        lengths = np.sqrt(np.maximum((weights @ g * weights).sum(1), 0.0))
+        sizes, along = (norm * lengths).tolist(), (weights @ products.numpy()).tolist()
+    cosines = map(_ratio, along, sizes)
+    others = dict(zip(found, map(Other, weights.tolist(), cosines), strict=True))
+    return others | {name: others[twin] for name, twin in twins.items()}
 
 
-def weights_of(aggregator: Aggregator, gramian: Tensor, context: Context) -> Tensor:
-    """The weights that it gives at its first step."""
-    state = aggregator.init(len(gramian))
+def weights_of(aggregator: Weigher, state: State, gramian: Tensor, context: Context) -> Tensor:
+    """The weights that it gives in this state."""
     match aggregator:
         case GramianAggregator():
             return aggregator.update(gramian, state, context)[0]
         case LossWeighting():
             return aggregator.weigh(len(gramian), state, context)[0]
-        case _:
-            raise TypeError(f"{type(aggregator).__name__} gives no weights")
 
 
 class Conflicts:
