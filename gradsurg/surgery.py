@@ -211,7 +211,7 @@ def _plan_of_aggregator(item: Intervention, label: str, model: nn.Module) -> str
     if at.features:
         module_of(model, at.features)  # a plan of what could not be attached is none
         place = f" at {at.features!r}"
-    how = f"engine {at.engine}{place}, granularity {at.granularity}, when {item.when!r}"
+    how = f"engine {at.engine}{place}, granularity {at.grouping}, when {item.when!r}"
     first = f"{label}: {item.transform!r} of what several tasks reach of"
     return "\n".join(
         [f"{first} {many(len(sites), 'parameter')}", f"  {how}", *(f"  {s}" for s in sites)]

@@ -17,6 +17,11 @@ SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
 @pytest.mark.parametrize(
     ("words", "faults"),
     [
+        (
+            ["shared.granularity=[nope,'*']"],
+            ["shared.granularity: nothing matches 'nope'. There are: trunk."],
+        ),
+        (["shared.granularity=[]"], ["shared.granularity: must have a pattern for each group"]),
         (["shared.pattern=nope"], ["shared.pattern: nothing matches 'nope'. There are: trunk."]),
         (
             ["shared.engine=feature", "shared.features=nope"],
@@ -24,7 +29,7 @@ SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
         ),
         (
             ["shared.engine=foo", "shared.granularity=bar"],
-            ["shared.granularity: must be one of", "shared.engine: must be one of"],
+            ["shared.engine: must be one of", "shared.granularity: must be one of"],
         ),
         (
             ["aggregator=fixed_weights", "aggregator.weights=[1,2,3]"],

@@ -22,13 +22,10 @@ from gradsurg.intervention import Intervention
 from gradsurg.multitask.around import Around
 from gradsurg.multitask.conflict import conflict_of, others_of
 from gradsurg.multitask.merging import Merged, merge, products
-from gradsurg.multitask.shared_parameters import SharedParameters
-from gradsurg.sites._modules import ROOT
+from gradsurg.multitask.shared_parameters import SHARED, SharedParameters
 from gradsurg.triggers.base import Moment, Sourced, Trigger
 from gradsurg.triggers.for_task import ForTask
 
-SHARED = "shared"
-"""The group of all that is selected, where an aggregator acts on the whole."""
 REPRESENTATION = "representation"
 """The group of the gradients where the tasks part, with engine 'feature'."""
 
@@ -49,7 +46,7 @@ class Aggregation:
     """One aggregator in place."""
 
     def __init__(
-        self, intervention: Intervention, label: str, sites: Sequence[str], around: Around
+        self, intervention: Intervention, label: str, model: nn.Module, around: Around
     ) -> None:
         assert intervention.aggregator is not None
         assert isinstance(intervention.at, SharedParameters)
@@ -57,8 +54,8 @@ class Aggregation:
         self.aggregator: Aggregator = intervention.aggregator
         self.at = intervention.at
         self.label = label
-        self.sites = frozenset(sites)
         self.around = around
+        self.look(model)
         self._learnt: dict[str, State] = {}  # under a loss scale, until the optimizer makes a step
         self._weights: Tensor | None = None  # of the losses, for the rest of a step
         self._weighed: tuple[str, ...] = ()  # the tasks that they are of
@@ -70,17 +67,7 @@ class Aggregation:
 
     def look(self, model: nn.Module) -> None:
         """Select anew: parameters were frozen, set free or replaced."""
-        self.sites = frozenset(self.at.find(model))
-
-    def group(self, param: str) -> str:
-        """The group of a parameter."""
-        match self.at.granularity:
-            case "whole":
-                return SHARED
-            case "module":
-                return param.rpartition(".")[0] or ROOT
-            case "tensor":
-                return param
+        self.groups = self.at.groups(model)  # of each parameter
 
     def weigh(self, losses: Mapping[str, float], last: bool) -> Tensor:
         """The weights of the losses: of several batches of a step the first decides, until the
@@ -189,7 +176,9 @@ class Aggregation:
         found = conflict_of(self.label, context, gramian, weights, falls, norm)
         own = snake(type(self.aggregator).__name__)
         others = partial(others_of, own, context, gramian, falls, norm)
-        self.around.conflicts.add(found, others if self.at.granularity == "whole" else dict)
+        self.around.conflicts.add(
+            found, dict if self.at.granularity in ("module", "tensor") else others
+        )
 
     def _count(self, group: str) -> bool:
         """Count the gradients at hand; whether the aggregator is to act."""

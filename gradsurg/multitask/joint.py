@@ -52,9 +52,9 @@ class Joint:
         """Take an aggregator in. Raises LookupError or ValueError if it could not act."""
         assert self._patient is not None
         model = self._patient.model
-        one = Aggregation(intervention, label, intervention.at.find(model), self.around)
+        one = Aggregation(intervention, label, model, self.around)
         for other in self.aggregations:
-            if both := sorted(one.sites & other.sites):
+            if both := sorted(one.groups.keys() & other.groups.keys()):
                 raise ValueError(
                     f"{label}: '{other.label}' acts on {', '.join(both)} already, and a parameter "
                     "has one aggregator"

@@ -201,7 +201,7 @@ class Passes:
             keys = {}
             for one in self._aggregations:
                 one.look(model)
-                keys |= {name: f"{one.label}/{one.group(name)}" for name in one.sites}
+                keys |= {name: f"{one.label}/{group}" for name, group in one.groups.items()}
             groups = [keys.get(name) for name in params.values()]
             self._alive = {}
             rows = self._rows = Rows(list(params), list(params.values()), groups)

@@ -7,11 +7,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradsurg.fields import Contradiction, validated
-from gradsurg.sites._params import ParamSelector
-from gradsurg.sites.base import Gates, Stage
+from gradsurg.sites._modules import ROOT
+from gradsurg.sites._params import ParamSelector, selected
+from gradsurg.sites._patterns import Pattern, matches, nothing_matched
+from gradsurg.sites.base import Gates, Keeps, Stage
 from gradsurg.transforms.base import Scope
 
-Granularity = Literal["whole", "module", "tensor"]
+SHARED = "shared"
+"""The group of all that is selected, where an aggregator acts on the whole."""
+
+Patterns = tuple[Pattern, ...]
+Granularity = Literal["whole", "module", "tensor"] | Patterns
 Engine = Literal["full", "feature"]
 
 
@@ -22,18 +28,22 @@ class SharedParameters(ParamSelector):
     Which these are the graph says, at each `live.backward(losses)`; a parameter that one task alone
     reaches gets the gradient of that task. Of those that several reach, the ones that are not
     selected, and those that only the optimizer has, get the sum. They are selected as `Parameters`
-    are; for groups of your own give an aggregator to each of several selections.
+    are.
 
-    `granularity` says what is aggregated together: the `whole`, the parameters of each `module`, or
-    each `tensor`. The engine `full` makes one backward pass a task and keeps tasks x parameters
-    numbers, also from one step to the next. `feature` looks at the gradients where the tasks part,
-    and makes one backward pass through all that is below: its conflicts are those at that
-    representation (the upper bound of Sener & Koltun, NeurIPS 2018, eq. MGDA-UB). It finds the
-    place by the graph; `features` names the module whose output it is to be instead. A complex
-    representation is two numbers an entry. What it sends down depends on all that a step has, and a
-    graph is gone back through once: it takes one forward a step, no `aggregate=False`. Where the
-    tasks part, and below, transforms meet what was made of the tasks, above it each of them; one
-    with a `ForTask` meets each of them where they part, too.
+    `granularity` says what is aggregated together: the `whole`, the parameters of each `module`,
+    each `tensor`, or groups of your own, a pattern on names each, as `("encoder.*", "*")`: a
+    parameter is of the first that it fits, and one that fits none is not selected. For another
+    aggregator in each group give each a selection.
+
+    The engine `full` makes one backward pass a task and keeps tasks x parameters numbers, also from
+    one step to the next. `feature` looks at the gradients where the tasks part, and makes one
+    backward pass through all that is below: its conflicts are those at that representation (the
+    upper bound of Sener & Koltun, NeurIPS 2018, eq. MGDA-UB). It finds the place by the graph;
+    `features` names the module whose output it is to be instead. A complex representation is two
+    numbers an entry. What it sends down depends on all that a step has, and a graph is gone back
+    through once: it takes one forward a step, no `aggregate=False`. Where the tasks part, and
+    below, transforms meet what was made of the tasks, above it each of them; one with a `ForTask`
+    meets each of them where they part, too.
     """
 
     granularity: Granularity = "whole"
@@ -45,17 +55,59 @@ class SharedParameters(ParamSelector):
     def __post_init__(self) -> None:
         if self.stage is not None:
             raise Contradiction("stage", f"an aggregator has no stages, found {self.stage!r}")
+        if not self.granularity:
+            raise Contradiction("granularity", "must have a pattern for each group, found none")
         if self.features and self.engine != "feature":
             raise Contradiction("features", "needs engine='feature', found engine='full'")
         if self.engine == "feature" and self.granularity != "whole":
             raise Contradiction(
                 "granularity",
-                f"engine 'feature' has no gradients apart, found {self.granularity!r}",
+                f"engine 'feature' has no gradients apart, found {self.grouping!r}",
             )
         if self.engine == "feature" and not self.all:
             raise Contradiction(
                 "pattern", "engine 'feature' acts on all that is below it, and selects none"
             )
+
+    @property
+    def grouping(self) -> str:
+        """What is aggregated together, in words."""
+        return (
+            self.granularity if isinstance(self.granularity, str) else ", ".join(self.granularity)
+        )
+
+    def find(self, model: nn.Module, keeps: Keeps | None = None) -> list[str]:
+        return list(self.groups(model, keeps))
+
+    def groups(self, model: nn.Module, keeps: Keeps | None = None) -> dict[str, str]:
+        """The group of each parameter that is selected. Raises LookupError if one has none."""
+        names = super().find(model, keeps)
+        match self.granularity:
+            case "whole":
+                return dict.fromkeys(names, SHARED)
+            case "module":
+                return {name: name.rpartition(".")[0] or ROOT for name in names}
+            case "tensor":
+                return dict(zip(names, names, strict=True))
+            case patterns:
+                return self._fitting(patterns, model, names)
+
+    def _fitting(self, patterns: Patterns, model: nn.Module, names: list[str]) -> dict[str, str]:
+        """The first pattern that each parameter fits by one of its names."""
+        aliases = {own[0]: own for _, own in selected(self, model, self.selects)}
+        fits = {
+            name: [one for one in patterns if any(matches(own, one) for own in aliases[name])]
+            for name in names
+        }
+        found = {name: own[0] for name, own in fits.items() if own}
+        for one in patterns:
+            if not any(one in own for own in fits.values()):
+                raise nothing_matched(type(self).__name__, one, names)
+            if one not in found.values():
+                raise LookupError(
+                    f"{type(self).__name__}: all that fits '{one}' is of a group before it"
+                )
+        return found
 
     @property
     def all(self) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.aggregators.base import Aggregator
+from gradsurg.multitask.shared_parameters import Granularity
 from tests.multitask.nets import (
     Grads,
     Net,
@@ -95,6 +96,8 @@ GRANULARITIES = {
     "whole": [TRUNK],
     "module": [TRUNK[:2], TRUNK[2:]],
     "tensor": [[name] for name in TRUNK],
+    ("trunk.2.weight", "*"): [TRUNK[2:3], TRUNK[:2] + TRUNK[3:]],
+    ("trunk.2.*",): [TRUNK[2:]],
 }
 AGGREGATORS = {
     "uneven": Uneven(),
@@ -104,13 +107,42 @@ AGGREGATORS = {
 }
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 @pytest.mark.parametrize("name", AGGREGATORS)
-def test_what_aggregates_is_as_by_hand(name: str, granularity: str) -> None:
+def test_what_aggregates_is_as_by_hand(name: str, granularity: Granularity) -> None:
     model, aggregator = Net(), AGGREGATORS[name]
     found, _ = joint(model, losses_of(model), at_shared(aggregator, granularity=granularity))
     groups = [(aggregator, names) for names in GRANULARITIES[granularity]]
     close(found, oracle(model, losses_of(model), groups))
+
+
+def test_groups_of_ones_own_have_a_conflict_each_and_select_by_every_name() -> None:
+    model = Net()
+    model.other = model.trunk[0]
+    item = at_shared(gs.UPGrad(), granularity=("other.*", "trunk.*"))
+    with gs.Surgery(item).attach(model) as live:
+        live.backward(losses_of(model))
+        conflicts = live.conflicts.fetch()
+    assert [one.group for one in conflicts] == ["other.*", "trunk.*"]
+    assert all("mgda" in one.others for one in conflicts)
+
+
+@pytest.mark.parametrize(
+    ("granularity", "fault"),
+    [
+        (("trnk.*", "*"), r"nothing matches 'trnk\.\*'.*Did you mean 'trunk\.\*'"),
+        (("trunk.*", "trunk.0.*"), r"all that fits 'trunk\.0\.\*' is of a group before it"),
+    ],
+)
+def test_a_group_of_nothing_is_refused(granularity: Granularity, fault: str) -> None:
+    with pytest.raises(LookupError, match=f"SharedParameters: {fault}"):
+        gs.Surgery(at_shared(gs.UPGrad(), granularity=granularity)).attach(Net()).__enter__()
+
+
+def test_groups_that_are_none_are_refused() -> None:
+    for wrong in ((), "trunk.*", ("re:(",)):
+        with pytest.raises(ValueError, match="granularity"):
+            at_shared(gs.UPGrad(), granularity=wrong)
 
 
 def test_heads_get_the_gradient_of_their_own_task() -> None:

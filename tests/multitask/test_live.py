@@ -109,6 +109,9 @@ def test_the_plan_tells_what_an_aggregator_has() -> None:
     assert "trunk.0.weight" in said
     assert "engine full, granularity whole" in said
     gs.Surgery(at_shared(Uneven())).plan(Net(), inputs())
+    said = gs.Surgery(at_shared(Uneven(), granularity=("trunk.0.*", "trunk.*"))).plan(Net())
+    assert "granularity trunk.0.*, trunk.*, when" in said
+    assert "heads" not in said
 
 
 def test_the_plan_tells_the_module_that_is_named_as_the_representation() -> None:
