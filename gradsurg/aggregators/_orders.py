@@ -5,6 +5,7 @@ tasks are faster than arrays.
 from math import isfinite, sqrt
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,7 +52,7 @@ def totals(parts: list[list[float]], norms: list[float]) -> Tensor:
         else 1.0
         for k, length in enumerate(norms)
     ]
-    return torch.tensor(sums, dtype=torch.float64)
+    return torch.from_numpy(np.array(sums))
 
 
 def dot(left: list[float], right: list[float]) -> float:

@@ -52,7 +52,7 @@ def weights_of(
         if first > 0 and second > 0 and isfinite(first + second + inner):
             norm, other = sqrt(first), sqrt(second)
             v = pair(max(-1.0, min(1.0, inner / norm / other)), norm, other)
-            return torch.tensor([v[0] / norm, v[1] / other], dtype=torch.float64)
+            return torch.from_numpy(np.array([v[0] / norm, v[1] / other]))
     count = len(gramian)
     rows = _directions(gramian.numpy().tobytes(), count)
     if rows is None:

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import chain
 from math import inf, isfinite, nan
 from typing import Any
 
@@ -117,8 +118,7 @@ def conflict_of(
     norms = np.sqrt(np.diagonal(g))
     with np.errstate(all="ignore"):
         cosines = _cosines(g, norms)
-    pairs = cosines[np.tril_indices(len(g), -1)]
-    known = pairs[np.isfinite(pairs)]
+    pairs = cosines[_below(len(g))]
     real = norms[norms != 0]
     mean = float(np.sqrt(max(g.mean(), 0.0)))
     return Conflict(
@@ -128,7 +128,7 @@ def conflict_of(
         tasks=list(context.tasks),
         norms=norms.tolist(),
         cosines=cosines.tolist(),
-        conflict_rate=float((known < 0).mean()) if len(known) else nan if len(pairs) else 0.0,
+        conflict_rate=_rate(pairs),
         norm_spread=_ratio(float(real.max()), float(real.min())) if len(real) else nan,
         condition=_condition(cosines),
         weights=[] if weights is None else weights.tolist(),
@@ -139,12 +139,26 @@ def conflict_of(
     )
 
 
+@cache
+def _below(count: int) -> np.ndarray:
+    """Where each pair of tasks stands once in a matrix."""
+    return np.tri(count, k=-1, dtype=bool)
+
+
 def _cosines(g: np.ndarray, norms: np.ndarray) -> np.ndarray:
     """Those of each pair, 0 where a gradient is zero, NaN where one is not finite."""
     safe = np.where(norms == 0, 1.0, norms)
     found = np.clip(g / np.outer(safe, safe), -1.0, 1.0)
     np.fill_diagonal(found, np.where(norms == 0, 0.0, np.where(np.isfinite(norms), 1.0, nan)))
     return found
+
+
+def _rate(pairs: np.ndarray) -> float:
+    """The share of the cosines that are below zero, of those that exist."""
+    known = np.count_nonzero(np.isfinite(pairs))
+    if not known:
+        return nan if len(pairs) else 0.0
+    return np.count_nonzero(pairs < 0) / known
 
 
 def _condition(cosines: np.ndarray) -> float:
@@ -258,28 +272,31 @@ class _Tally:
 
     def __init__(self) -> None:
         self.count = 0
-        self.sums: dict[str, np.ndarray] = {}
-        self.finite: dict[str, np.ndarray] = {}  # at how many of the steps each number existed
+        self.weighted = False
+        self.sums: Any = 0.0  # Any: arrays from the first conflict on
+        self.finite: Any = 0  # at how many of the steps each number existed
 
     def add(self, conflict: Conflict) -> None:
         self.count += 1
-        for name in (*SAID, "norms", "weights", "decrease", "cosines"):
-            value = np.asarray(getattr(conflict, name), dtype=np.float64)
-            real = np.isfinite(value)
-            self.sums[name] = self.sums.get(name, 0.0) + np.where(real, value, 0.0)
-            self.finite[name] = self.finite.get(name, 0) + real
+        self.weighted |= bool(conflict.weights)
+        weights = conflict.weights or [nan] * len(conflict.tasks)
+        columns = (conflict.norms, weights, conflict.decrease, *conflict.cosines)
+        numbers = np.array([*(getattr(conflict, name) for name in SAID), *chain(*columns)])
+        real = np.isfinite(numbers)
+        self.sums = self.sums + np.where(real, numbers, 0.0)
+        self.finite = self.finite + real
 
     def table(self, aggregator: str, group: str, tasks: Sequence[str]) -> str:
         with np.errstate(invalid="ignore"):
-            means = {name: total / self.finite[name] for name, total in self.sums.items()}
-        said = ", ".join(f"{text} {means[name]:.3g}" for name, text in SAID.items())
-        weighted = len(means["weights"]) == len(tasks)
-        cells = [["task", "norm", *(["weight"] if weighted else []), "decrease"]]
-        cells[0] += [f"cos {task}" for task in tasks]
-        for index, task in enumerate(tasks):
-            weight = [means["weights"][index]] if weighted else []
-            numbers = [means["norms"][index], *weight, means["decrease"][index]]
-            numbers += list(means["cosines"][index])
+            means = self.sums / self.finite
+        alone, each = means[: len(SAID)], means[len(SAID) :].reshape(-1, len(tasks))
+        said = ", ".join(
+            f"{text} {mean:.3g}" for text, mean in zip(SAID.values(), alone, strict=True)
+        )
+        cells = [["task", "norm", "weight", "decrease", *(f"cos {task}" for task in tasks)]]
+        for task, numbers in zip(tasks, each.T, strict=True):
             cells.append([task, *(f"{number:.3g}" for number in numbers)])
+        if not self.weighted:
+            cells = [[*row[:2], *row[3:]] for row in cells]
         steps = "1 measured step" if self.count == 1 else f"{self.count} measured steps"
         return f"{aggregator} at {group}, {steps}: {said}\n{aligned(cells)}"

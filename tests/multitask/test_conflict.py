@@ -151,3 +151,16 @@ def test_the_newest_are_kept_until_they_are_fetched_and_the_means_of_all() -> No
     said = conflicts.table()
     assert f"mine at shared, {KEPT + 2} measured steps: conflict rate 0" in said
     assert "1.5" in said.splitlines()[3].split()  # the mean norm
+
+
+def test_where_there_are_weights_at_some_steps_alone_the_table_has_their_mean() -> None:
+    rows = torch.tensor([[1.0, 0.0], [0.0, 3.0]], dtype=torch.float64)
+    conflicts, without = Conflicts(), Conflicts()
+    without.add(found(rows, None, rows[0]))
+    for first in (None, 1.0, None, 2.0):
+        weights = None if first is None else torch.tensor([first, 2.0], dtype=torch.float64)
+        conflicts.add(found(rows, weights, rows[0]))
+    _, head, _, first_row, _ = map(str.split, conflicts.table().splitlines())
+    assert head[:4] == ["task", "norm", "weight", "decrease"]
+    assert first_row[1:4] == ["1", "1.5", "1"]
+    assert "weight" not in without.table()
