@@ -206,16 +206,17 @@ class Surgery:
 def _plan_of_aggregator(item: Intervention, label: str, model: nn.Module) -> str:
     at = item.at
     assert isinstance(at, SharedParameters)
-    sites = at.find(model)
+    groups = at.groups(model)
     place = ""
     if at.features:
         module_of(model, at.features)  # a plan of what could not be attached is none
         place = f" at {at.features!r}"
     how = f"engine {at.engine}{place}, granularity {at.grouping}, when {item.when!r}"
     first = f"{label}: {item.transform!r} of what several tasks reach of"
-    return "\n".join(
-        [f"{first} {many(len(sites), 'parameter')}", f"  {how}", *(f"  {s}" for s in sites)]
-    )
+    lines = [f"{first} {many(len(groups), 'parameter')}", f"  {how}"]
+    own = not isinstance(at.granularity, str)  # or the name of the parameter tells its group
+    lines += [f"  {site} in {group}" if own else f"  {site}" for site, group in groups.items()]
+    return "\n".join(lines)
 
 
 def _state(

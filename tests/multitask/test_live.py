@@ -111,6 +111,7 @@ def test_the_plan_tells_what_an_aggregator_has() -> None:
     gs.Surgery(at_shared(Uneven())).plan(Net(), inputs())
     said = gs.Surgery(at_shared(Uneven(), granularity=("trunk.0.*", "trunk.*"))).plan(Net())
     assert "granularity trunk.0.*, trunk.*, when" in said
+    assert "  trunk.0.bias in trunk.0.*\n  trunk.2.weight in trunk.*\n" in said
     assert "heads" not in said
 
 
