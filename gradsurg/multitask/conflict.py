@@ -222,7 +222,7 @@ def others_of(
             continue  # it has no answer, or takes no such losses, and was not asked to act
     weights = np.stack([*found.values()])
     with np.errstate(all="ignore"):
-        lengths = np.sqrt(np.maximum((weights @ g * weights).sum(1), 0.0))
+        lengths = np.sqrt((weights @ g * weights).sum(1))
         sizes, along = (norm * lengths).tolist(), (weights @ products.numpy()).tolist()
     cosines = map(_ratio, along, sizes)
     others = dict(zip(found, map(Other, weights.tolist(), cosines), strict=True))

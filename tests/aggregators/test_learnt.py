@@ -115,11 +115,12 @@ def test_what_is_not_finite_is_not_remembered(aggregator: Aggregator) -> None:
     _, state = weights_of(aggregator, 3)
     for bad in (math.nan, math.inf):
         losses = torch.tensor([1.0, bad, 1.0], dtype=torch.float64)
-        rows = some_rows(0)
-        rows[1] = bad
-        _, after = aggregator.merge(rows, state, Context(losses=losses))
-        assert after.keys() == state.keys()
-        assert all(torch.equal(after[key], state[key]) for key in state)
+        spoiled = some_rows(0)
+        spoiled[1] = bad
+        for rows in (some_rows(0), spoiled):
+            _, after = aggregator.merge(rows, state, Context(losses=losses))
+            assert after.keys() == state.keys()
+            assert all(torch.equal(after[key], state[key]) for key in state)
 
 
 def test_grad_norm_does_not_remember_a_norm_that_is_not_finite() -> None:
@@ -128,6 +129,12 @@ def test_grad_norm_does_not_remember_a_norm_that_is_not_finite() -> None:
     rows[1] = math.inf
     _, after = GradNorm().merge(rows, state, Context(losses=some_losses(0)))
     assert all(torch.equal(after[key], state[key]) for key in state)
+
+
+def test_the_weights_of_famo_are_finite_however_far_its_logits_are() -> None:
+    state = FAMO().init(2) | {"logits": torch.tensor([0.0, 2000.0], dtype=torch.float64)}
+    weights, _ = FAMO().weigh(2, state, Context(losses=torch.tensor([1.0, 2.0])))
+    assert weights.tolist() == [0.0, 1.0]
 
 
 @every_one

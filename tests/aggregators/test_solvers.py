@@ -407,3 +407,6 @@ def test_what_is_shared_between_solvers_is_that_of_each_gramian() -> None:
         safe = torch.where(norms > 0, norms, 1.0)
         wanted = (one / safe / safe[:, None]).sum(1)
         torch.testing.assert_close(_solvers.weights_of(one, cosines), wanted)
+    values, vectors = _solvers._eigen(np.eye(3).tobytes(), 3)
+    assert not values.flags.writeable
+    assert not vectors.flags.writeable

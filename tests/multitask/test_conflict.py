@@ -1,5 +1,6 @@
 """The numbers of a conflict are those of the rows, and the others' those of the others."""
 
+import math
 from math import inf, isnan, log
 
 import pytest
@@ -153,11 +154,18 @@ def test_the_newest_are_kept_until_they_are_fetched_and_the_means_of_all() -> No
     assert "1.5" in said.splitlines()[3].split()  # the mean norm
 
 
+def test_the_conflict_rate_is_of_the_pairs_that_have_a_cosine() -> None:
+    rows = torch.tensor([[1.0, 0.0], [-1.0, 1.0], [torch.nan, 0.0]], dtype=torch.float64)
+    assert found(rows, None, rows[0], "abc").conflict_rate == 1.0
+    assert math.isnan(found(rows[1:], None, rows[0]).conflict_rate)
+    assert found(rows[:1], None, rows[0], "a").conflict_rate == 0.0
+
+
 def test_where_there_are_weights_at_some_steps_alone_the_table_has_their_mean() -> None:
     rows = torch.tensor([[1.0, 0.0], [0.0, 3.0]], dtype=torch.float64)
     conflicts, without = Conflicts(), Conflicts()
     without.add(found(rows, None, rows[0]))
-    for first in (None, 1.0, None, 2.0):
+    for first in (None, 1.0, 2.0, None):
         weights = None if first is None else torch.tensor([first, 2.0], dtype=torch.float64)
         conflicts.add(found(rows, weights, rows[0]))
     _, head, _, first_row, _ = map(str.split, conflicts.table().splitlines())
