@@ -1,8 +1,5 @@
 """The numbers of a conflict are those of the rows, and the others' those of the others."""
 
-import math
-from math import inf, isnan, log
-
 import pytest
 import torch
 from torch import Tensor
@@ -157,7 +154,7 @@ def test_the_newest_are_kept_until_they_are_fetched_and_the_means_of_all() -> No
 def test_the_conflict_rate_is_of_the_pairs_that_have_a_cosine() -> None:
     rows = torch.tensor([[1.0, 0.0], [-1.0, 1.0], [torch.nan, 0.0]], dtype=torch.float64)
     assert found(rows, None, rows[0], "abc").conflict_rate == 1.0
-    assert math.isnan(found(rows[1:], None, rows[0]).conflict_rate)
+    assert isnan(found(rows[1:], None, rows[0]).conflict_rate)
     assert found(rows[:1], None, rows[0], "a").conflict_rate == 0.0
 
 
