@@ -1,5 +1,7 @@
 """The numbers of a conflict are those of the rows, and the others' those of the others."""
 
+from math import inf, isnan, log
+
 import pytest
 import torch
 from torch import Tensor
