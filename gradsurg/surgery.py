@@ -211,11 +211,16 @@ def _plan_of_aggregator(item: Intervention, label: str, model: nn.Module) -> str
     if at.features:
         module_of(model, at.features)  # a plan of what could not be attached is none
         place = f" at {at.features!r}"
-    how = f"engine {at.engine}{place}, granularity {at.grouping}, when {item.when!r}"
+    own = [] if isinstance(at.granularity, str) else at.granularity
+    kind = many(len(own), "group") if own else at.granularity
+    how = f"engine {at.engine}{place}, granularity {kind}, when {item.when!r}"
     first = f"{label}: {item.transform!r} of what several tasks reach of"
     lines = [f"{first} {many(len(groups), 'parameter')}", f"  {how}"]
-    own = not isinstance(at.granularity, str)  # or the name of the parameter tells its group
-    lines += [f"  {site} in {group}" if own else f"  {site}" for site, group in groups.items()]
+    if not own:
+        return "\n".join([*lines, *(f"  {site}" for site in groups)])
+    for pattern in own:
+        lines.append(f"  {pattern}:")
+        lines += [f"    {site}" for site, group in groups.items() if group == pattern]
     return "\n".join(lines)
 
 

@@ -144,11 +144,11 @@ def _combined_exactly(rows: Tensor, weights: Tensor) -> Tensor:
 def _combined(rows: Tensor, weights: Tensor) -> Tensor:
     if rows.dtype in HALVES:
         return _combined(rows.float(), weights).to(rows.dtype)
-    if len(rows) == 2 and rows.device.type == "cpu" and (first := float(weights[0])):
+    if len(rows) == 2 and rows.shape[1] >= COLUMNS and rows.device.type == "cpu" and weights[0]:
         # In one pass, where a product of a vector takes a quarter longer. A weight of 0 would hide
         # what is not finite in the first row.
-        one, second = weights.new_ones(1).to(rows), float(weights[1])
-        return torch.addr(rows[:1], one, rows[1], beta=first, alpha=second)[0]
+        first, second = weights.tolist()
+        return torch.addr(rows[:1], rows.new_ones(1), rows[1], beta=first, alpha=second)[0]
     weights = weights.to(rows)
     whole = rows.shape[1] // COLUMNS * COLUMNS
     if not whole or rows.device.type != "cpu" or torch.get_num_threads() == 1:

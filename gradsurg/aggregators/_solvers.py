@@ -54,7 +54,7 @@ def weights_of(
             v = pair(max(-1.0, min(1.0, inner / norm / other)), norm, other)
             return torch.from_numpy(np.array([v[0] / norm, v[1] / other]))
     count = len(gramian)
-    rows = _directions(gramian.numpy().tobytes(), count)
+    rows = _directions(gramian.double().numpy().tobytes(), count)
     if rows is None:
         return torch.full((count,), torch.nan, dtype=torch.float64)
     alive, norms, cosines = rows

@@ -58,6 +58,7 @@ class GradNorm(GramianAggregator):
             **moments(num_tasks),
         }
 
+    @np.errstate(all="ignore")
     def update(self, gramian: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
         weights = state_of(self, state, "weights", len(gramian))
         losses = losses_of(self, context, len(gramian)).numpy() + EPS
@@ -65,8 +66,8 @@ class GradNorm(GramianAggregator):
         if not np.isfinite(norms + losses).all():
             return weights, state
         first = state["first"].numpy() if state["steps"] else losses
-        rates = losses / first
         sizes = weights.numpy() * norms
+        rates = losses / first
         targets = sizes.mean() * (rates / rates.mean()) ** self.alpha
         grad = norms * np.sign(sizes - targets)
         moved, after = stepped(weights.numpy(), grad, state, self.lr)

@@ -35,6 +35,7 @@ class Krum(Weighting):
     def least_tasks(self) -> int:
         return max(self.num_byzantine + 3, self.num_selected)
 
+    @np.errstate(all="ignore")
     def weights(self, gramian: Tensor) -> Tensor:
         count = len(gramian)
         if count < self.least_tasks:

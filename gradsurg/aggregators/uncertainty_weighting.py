@@ -45,6 +45,7 @@ class UncertaintyWeighting(LossWeighting):
     def init(self, num_tasks: int) -> State:
         return {"log_variances": torch.zeros(num_tasks, dtype=torch.float64)}
 
+    @np.errstate(all="ignore")
     def weigh(self, num_tasks: int, state: State, context: Context) -> tuple[Tensor, State]:
         logs = state_of(self, state, "log_variances", num_tasks).numpy()
         losses = losses_of(self, context, num_tasks).numpy()

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import combinations
 from math import isfinite
 
 import torch
@@ -39,6 +40,16 @@ def check_host(trigger: Trigger, label: str) -> None:
             raise ValueError(
                 f"{label}: {part!r} looks at one gradient, and an aggregator has several: it can "
                 "act by step, epoch, phase, flag or probability"
+            )
+
+
+def check_apart(aggregations: Sequence["Aggregation"]) -> None:
+    """Raises ValueError if a parameter has two aggregators."""
+    for other, one in combinations(aggregations, 2):
+        if both := sorted(one.groups.keys() & other.groups.keys()):
+            raise ValueError(
+                f"{one.label}: '{other.label}' acts on {', '.join(both)} already, and a parameter "
+                "has one aggregator"
             )
 
 

@@ -1,6 +1,6 @@
 """One update of several losses: what `live.backward(losses)` does."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import reduce
 from operator import add
@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from gradsurg import compiler
 from gradsurg.attached import Attached, Patient
 from gradsurg.intervention import Intervention, scale_matters
-from gradsurg.multitask.aggregation import REPRESENTATION, Aggregation, check_host
+from gradsurg.multitask.aggregation import REPRESENTATION, Aggregation, check_apart, check_host
 from gradsurg.multitask.around import Around
 from gradsurg.multitask.features import Piece, Watch, cut, is_apart, side_by_side, split
 from gradsurg.multitask.flow import (
@@ -53,12 +53,7 @@ class Joint:
         assert self._patient is not None
         model = self._patient.model
         one = Aggregation(intervention, label, model, self.around)
-        for other in self.aggregations:
-            if both := sorted(one.groups.keys() & other.groups.keys()):
-                raise ValueError(
-                    f"{label}: '{other.label}' acts on {', '.join(both)} already, and a parameter "
-                    "has one aggregator"
-                )
+        check_apart([*self.aggregations, one])
         check_host(intervention.when, label)
         if one.at.features:
             self._watch = Watch(model, one.at.features, self._stack)
@@ -138,6 +133,7 @@ class Joint:
             for one in self.aggregations
             if one.label not in met and not (self._shadow and self._tasks)
         ]
+        said += [text for one in self.aggregations for text in self._idle(one, met)]
         if self.aggregations and self._most == 1:
             said.append(
                 "live.backward had one loss each time, of which an aggregator has nothing to make "
@@ -146,6 +142,15 @@ class Joint:
         if self._passes.waiting:
             said.append("what waits since live.backward(.., aggregate=False) was never aggregated")
         return said
+
+    def _idle(self, one: Aggregation, met: Collection[str]) -> list[str]:
+        """The groups of a user's own in which nothing was made one."""
+        if isinstance(one.at.granularity, str) or one.label not in met:
+            return []
+        acted = {entry.site for entry in self.around.ledger if entry.intervention == one.label}
+        idle = [group for group in one.at.granularity if group not in acted]
+        text = f"{one.label}: no two tasks were seen to reach a parameter of its group"
+        return [f"{text} '{group}'" for group in idle]
 
     def close(self) -> None:
         """Let everything go."""

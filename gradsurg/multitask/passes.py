@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradsurg.attached import Patient
-from gradsurg.multitask.aggregation import Aggregation
+from gradsurg.multitask.aggregation import Aggregation, check_apart
 from gradsurg.multitask.around import Around
 from gradsurg.multitask.compiled import COMPILED, leaves_of, runs_once
 from gradsurg.multitask.features import REENTRANT
@@ -201,6 +201,8 @@ class Passes:
             keys = {}
             for one in self._aggregations:
                 one.look(model)
+            check_apart(self._aggregations)
+            for one in self._aggregations:
                 keys |= {name: f"{one.label}/{group}" for name, group in one.groups.items()}
             groups = [keys.get(name) for name in params.values()]
             self._alive = {}

@@ -1,8 +1,10 @@
 """SharedParameters: where the gradients of several tasks meet."""
 
 from contextlib import ExitStack
-from typing import ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
 from torch import nn
 from torch.optim import Optimizer
 
@@ -16,7 +18,15 @@ from gradsurg.transforms.base import Scope
 SHARED = "shared"
 """The group of all that is selected, where an aggregator acts on the whole."""
 
-Patterns = tuple[Pattern, ...]
+
+def _in_order(given: Any) -> Any:  # Any: pydantic has not looked yet
+    """Refuse a set, whose order is another one in each process."""
+    if not isinstance(given, list | tuple):
+        raise PydanticCustomError("tuple_type", "must be a list")
+    return given
+
+
+Patterns = Annotated[tuple[Pattern, ...], BeforeValidator(_in_order)]
 Granularity = Literal["whole", "module", "tensor"] | Patterns
 Engine = Literal["full", "feature"]
 
@@ -57,30 +67,28 @@ class SharedParameters(ParamSelector):
             raise Contradiction("stage", f"an aggregator has no stages, found {self.stage!r}")
         if not self.granularity:
             raise Contradiction("granularity", "must have a pattern for each group, found none")
+        if isinstance(self.granularity, tuple) and len({*self.granularity}) < len(self.granularity):
+            text = f"must have each pattern once, found {', '.join(self.granularity)}"
+            raise Contradiction("granularity", text)
         if self.features and self.engine != "feature":
             raise Contradiction("features", "needs engine='feature', found engine='full'")
         if self.engine == "feature" and self.granularity != "whole":
             raise Contradiction(
                 "granularity",
-                f"engine 'feature' has no gradients apart, found {self.grouping!r}",
+                f"engine 'feature' has no gradients apart, found {self.granularity!r}",
             )
         if self.engine == "feature" and not self.all:
             raise Contradiction(
                 "pattern", "engine 'feature' acts on all that is below it, and selects none"
             )
 
-    @property
-    def grouping(self) -> str:
-        """What is aggregated together, in words."""
-        return (
-            self.granularity if isinstance(self.granularity, str) else ", ".join(self.granularity)
-        )
-
     def find(self, model: nn.Module, keeps: Keeps | None = None) -> list[str]:
         return list(self.groups(model, keeps))
 
     def groups(self, model: nn.Module, keeps: Keeps | None = None) -> dict[str, str]:
-        """The group of each parameter that is selected. Raises LookupError if one has none."""
+        """The group of each parameter that is selected. Raises LookupError if a pattern has none;
+        one whose parameters are all frozen is the group of nothing for now.
+        """
         names = super().find(model, keeps)
         match self.granularity:
             case "whole":
@@ -90,19 +98,19 @@ class SharedParameters(ParamSelector):
             case "tensor":
                 return dict(zip(names, names, strict=True))
             case patterns:
-                return self._fitting(patterns, model, names)
+                fits = self._fitting(patterns, model, keeps or self.selects)
+                return {name: fits[name] for name in names if name in fits}
 
-    def _fitting(self, patterns: Patterns, model: nn.Module, names: list[str]) -> dict[str, str]:
-        """The first pattern that each parameter fits by one of its names."""
-        aliases = {own[0]: own for _, own in selected(self, model, self.selects)}
+    def _fitting(self, patterns: Patterns, model: nn.Module, keeps: Keeps) -> dict[str, str]:
+        """The first pattern that each parameter fits by one of its names, frozen ones too."""
         fits = {
-            name: [one for one in patterns if any(matches(own, one) for own in aliases[name])]
-            for name in names
+            own[0]: [one for one in patterns if any(matches(name, one) for name in own)]
+            for _, own in selected(self, model, keeps)
         }
         found = {name: own[0] for name, own in fits.items() if own}
         for one in patterns:
             if not any(one in own for own in fits.values()):
-                raise nothing_matched(type(self).__name__, one, names)
+                raise nothing_matched(type(self).__name__, one, fits)
             if one not in found.values():
                 raise LookupError(
                     f"{type(self).__name__}: all that fits '{one}' is of a group before it"
@@ -111,12 +119,12 @@ class SharedParameters(ParamSelector):
 
     @property
     def all(self) -> bool:
-        """Whether nothing is selected, and so all are meant."""
+        """Whether no field selects, but for the groups of a granularity, and so all are meant."""
         return not self.selection
 
     @property
     def selection(self) -> str:
-        """What is selected, as the fields say it; empty if all are meant."""
+        """What these fields select, in words; empty if all are meant."""
         fields = ("pattern", "types", "depth", "index", "ndim", "size")
         asked = {name: getattr(self, name) for name in fields}
         return ", ".join(

@@ -102,6 +102,8 @@ def _said(key: str, keys: Sequence[str], found: object) -> str:
     """`mlp` for a name, else the last part of the key and the value: `value=0.01`."""
     last = key.rpartition(".")[2]
     shown = f"{found:g}" if isinstance(found, float) else str(found)
+    if isinstance(found, list | tuple):
+        shown = f"[{','.join(map(str, found))}]"
     if last == "name":
         return shown
     ambiguous = sum(other.rpartition(".")[2] == last for other in keys) > 1

@@ -365,7 +365,10 @@ def test_a_combination_in_pieces_is_the_combination(
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_a_weight_of_zero_hides_nothing_of_two_rows(zero: int) -> None:
+def test_a_weight_of_zero_hides_nothing_of_two_rows(
+    monkeypatch: pytest.MonkeyPatch, zero: int
+) -> None:
+    monkeypatch.setattr(_rows, "COLUMNS", 5)
     given = torch.ones(2, 5)
     given[zero, 1], given[zero, 3] = torch.nan, torch.inf
     weights = torch.ones(2, dtype=torch.float64)

@@ -138,6 +138,14 @@ def test_the_weights_of_famo_are_finite_however_far_its_logits_are() -> None:
 
 
 @every_one
+def test_losses_and_norms_at_the_ends_of_their_range_tell_nothing(aggregator: Aggregator) -> None:
+    state = aggregator.init(3)
+    for losses in ([0.0, 1.0, 1e-300], [1e301, 1.0, 1e-300], [1.0, 1e308, 0.0]):
+        context = Context(losses=torch.tensor(losses, dtype=torch.float64))
+        _, state = aggregator.merge(some_rows(0) * 1e150, state, context)
+
+
+@every_one
 def test_a_negative_loss_is_refused(aggregator: Aggregator) -> None:
     losses = torch.tensor([1.0, -0.5, 1.0])
     with pytest.raises(ValueError, match=f"^{type(aggregator).__name__} .* >= 0, found -0.5$"):

@@ -140,9 +140,40 @@ def test_a_group_of_nothing_is_refused(granularity: Granularity, fault: str) -> 
 
 
 def test_groups_that_are_none_are_refused() -> None:
-    for wrong in ((), "trunk.*", ("re:(",)):
+    for wrong in ((), "trunk.*", ("re:(",), ("*", "*"), {"trunk.*", "*"}):
         with pytest.raises(ValueError, match="granularity"):
             at_shared(gs.UPGrad(), granularity=wrong)
+
+
+def test_a_group_that_is_frozen_in_between_is_left_out_of_these_steps() -> None:
+    model = Net()
+    with gs.Surgery(at_shared(gs.UPGrad(), granularity=("trunk.0.*", "*"))).attach(model) as live:
+        for frozen in (True, False):
+            model.trunk[0].requires_grad_(not frozen)
+            live.backward(losses_of(model))
+            assert ("trunk.0.*" in live.conflicts.table()) != frozen
+
+
+def test_a_group_in_which_nothing_was_made_one_is_told() -> None:
+    item = at_shared(gs.UPGrad(), granularity=("heads.*", "*"))
+    fault = r"^upgrad: no two tasks were seen to reach a parameter of its group 'heads\.\*'$"
+    model = Net()
+    with pytest.warns(gs.SurgeryWarning, match=fault), gs.Surgery(item).attach(model) as live:
+        live.backward(losses_of(model))
+
+
+def test_what_is_set_free_later_has_one_aggregator_too() -> None:
+    model = Net()
+    model.trunk[0].requires_grad_(False)
+    first = gs.Intervention(gs.MGDA(), at=gs.SharedParameters("re:.*weight"))
+    second = gs.Intervention(gs.UPGrad(), at=gs.SharedParameters("re:trunk.0.*|.*bias"))
+    with gs.Surgery(first, second).attach(model) as live:
+        model.trunk[0].requires_grad_(True)
+        fault = "upgrad: 'mgda' acts on trunk.0.weight already"
+        with pytest.raises(ValueError, match=fault):
+            live.backward(losses_of(model))
+        model.trunk[0].requires_grad_(False)
+        live.backward(losses_of(model))
 
 
 def test_heads_get_the_gradient_of_their_own_task() -> None:

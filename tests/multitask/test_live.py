@@ -110,8 +110,8 @@ def test_the_plan_tells_what_an_aggregator_has() -> None:
     assert "engine full, granularity whole" in said
     gs.Surgery(at_shared(Uneven())).plan(Net(), inputs())
     said = gs.Surgery(at_shared(Uneven(), granularity=("trunk.0.*", "trunk.*"))).plan(Net())
-    assert "granularity trunk.0.*, trunk.*, when" in said
-    assert "  trunk.0.bias in trunk.0.*\n  trunk.2.weight in trunk.*\n" in said
+    assert "granularity 2 groups, when" in said
+    assert "  trunk.0.*:\n    trunk.0.weight\n    trunk.0.bias\n  trunk.*:\n" in said
     assert "heads" not in said
 
 
