@@ -9,6 +9,7 @@ at a step that is measured: the runner measures one in fifty.
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import cycle
 from statistics import median
 from time import perf_counter
 
@@ -21,6 +22,7 @@ from gradsurg.multitask.conflict import Conflicts, conflict_of, others_of
 from gradsurg.tables import aligned
 
 TASKS, WIDTHS, BATCH = (2, 3, 8), (128, 1024), 100
+WARM, DIFFERENT = 20, 16
 
 
 def step_of(width: int, count: int, stack: ExitStack) -> Callable[[], object]:
@@ -44,16 +46,18 @@ def step_of(width: int, count: int, stack: ExitStack) -> Callable[[], object]:
 
 
 def telemetry_of(count: int) -> Callable[[], object]:
-    """All that is said of one measured step, of gradients whose norms are up to 10 times apart."""
+    """All that is said of one measured step, each time of other gradients, whose norms are up to 10
+    times apart.
+    """
+    context = Context(0, 0, "shared", tuple(map(str, range(count))), torch.rand(count))
+    weights = torch.full((count,), 1 / count, dtype=torch.float64)
     sizes = torch.logspace(0, 1, count, dtype=torch.float64)
-    rows = sizes[:, None] * torch.randn(count, 50, dtype=torch.float64)
-    gramian, weights = rows @ rows.T, torch.full((count,), 1 / count, dtype=torch.float64)
-    falls = gramian @ weights
-    norm = float(weights @ falls) ** 0.5
-    losses = torch.rand(count, dtype=torch.float64)
-    context = Context(0, 0, "shared", tuple(map(str, range(count))), losses)
+    rows = sizes[:, None] * torch.randn(DIFFERENT, count, 50, dtype=torch.float64)
+    steps = cycle([(gramian, gramian @ weights) for gramian in rows @ rows.mT])
 
     def telemetry() -> None:
+        gramian, falls = next(steps)
+        norm = float(weights @ falls) ** 0.5
         conflicts = Conflicts()
         found = conflict_of("mean", context, gramian, weights, falls, norm)
         conflicts.add(found, lambda: others_of("mean", context, gramian, falls, norm))
@@ -68,7 +72,7 @@ def table(rounds: int) -> str:
     for count in TASKS:
         torch.manual_seed(0)
         telemetry = telemetry_of(count)
-        alone = sorted(_seconds(telemetry) for _ in range(rounds + 20))[:-20]
+        alone = sorted([_seconds(telemetry) for _ in range(WARM + rounds)][WARM:])
         line = [str(count), f"{1e3 * alone[0]:.2f}", f"{1e3 * median(alone):.2f}"]
         for width in WIDTHS:
             with ExitStack() as stack:

@@ -53,3 +53,12 @@ def test_a_ratio_of_the_least_times_is_marked_where_it_is_more_than_what_equal_w
     monkeypatch.setattr(own, "measured", lambda *_: {"ours": ours, "theirs": theirs})
     line = own.times(["Mean"], ["2x4"], 2).splitlines()[-1]
     assert line.split()[7:] == said
+
+
+def test_the_telemetry_has_a_line_for_each_number_of_tasks(bench: ModuleType) -> None:
+    _, heads, _, *lines = bench.bench_telemetry.table(2).splitlines()
+    assert heads.split()[0] == "tasks"
+    for count, line in zip((2, 3, 8), map(str.split, lines), strict=True):
+        assert line[0] == str(count)
+        assert len(line) == 9
+        assert all(float(number) > 0 for number in line[1:])
