@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from gradsurg.report.certainty import CLEAR, MAX_Q, MIN_FOR_P
 from gradsurg.report.dead import dead_line
 from gradsurg.report.grouping import Arm
-from gradsurg.report.outcomes import Outcome
+from gradsurg.report.outcomes import Outcome, repeats_line
 from gradsurg.report.reached import reached
 from gradsurg.report.reading import STATES, Found
 from gradsurg.report.wording import FEW, amount, answer, count, interval, listed, title
@@ -58,7 +58,9 @@ def cautions(
         )
     if counts.get("failed"):
         said.append(f"{count(counts['failed'], 'run')} failed; the table of runs has the reasons.")
-    numbers = [outcome.difference.n for outcome in outcomes if outcome.difference]
+    if line := repeats_line(outcomes):
+        said.append(line)
+    numbers = [one.difference.n for one in outcomes if one.difference and not one.repeats]
     if numbers and min(numbers) < 6:
         said.append(FEW)
     compared = len({outcome.arm.name for outcome in outcomes if outcome.difference})

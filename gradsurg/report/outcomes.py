@@ -1,7 +1,7 @@
 """What each arm came to beside its control: differences seed by seed, links' shares, the cost."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
@@ -11,7 +11,7 @@ from gradsurg.report.attribution import left_out
 from gradsurg.report.grouping import Arm
 from gradsurg.report.reading import Found
 from gradsurg.report.update_line import NUMBERS, Summary, asked, known
-from gradsurg.report.wording import HEADLINE, titles
+from gradsurg.report.wording import HEADLINE, listed, titles
 from gradsurg.stats import Difference, family, paired_difference
 
 Pair = tuple[Found, Found]
@@ -24,7 +24,9 @@ class Outcome:
 
     `difference` is None if there is no such pair; `planned` counts all seeds of the arm and
     `states` those that cannot be compared, by the state that is in the way. A link's share is one
-    too: its arm is the whole chain, its control the chain without `link`.
+    too: its arm is the whole chain, its control the chain without `link`. Where nothing is drawn at
+    random all seeds give the same runs: then the pair of the first is the only one, and `repeats`
+    says how many there were.
     """
 
     arm: Arm
@@ -39,6 +41,7 @@ class Outcome:
     p_value: float | None = None
     q_value: float | None = None
     link: str = ""
+    repeats: int = 0
 
     @cached_property
     def bootstrap(self) -> tuple[float, float] | None:
@@ -168,9 +171,11 @@ def _outcome(arm: Arm, metric: str, beside: Beside, kind: str) -> Outcome:
     """The metric of an arm beside that of other runs, which are of that kind."""
     states = Counter(state for run in arm.runs if (state := _in_the_way(run, beside(run), kind)))
     outcome = Outcome(arm, metric, len(arm.runs), dict(states))
+    pairs = _pairs(arm, beside, kind)
+    repeats = len(pairs) if _are_repeats(pairs) else 0
     both = [
         (a, b, x, y)
-        for a, b in _pairs(arm, beside, kind)
+        for a, b in (pairs[:1] if repeats else pairs)
         if (x := _number(a, metric)) is not None and (y := _number(b, metric)) is not None
     ]
     if not both:
@@ -184,6 +189,7 @@ def _outcome(arm: Arm, metric: str, beside: Beside, kind: str) -> Outcome:
         control=control,
         plain="control" if plain == "none" else plain.replace("_", "-"),
         difference=paired_difference(treated, control),
+        repeats=repeats,
     )
     return replace(outcome, p_value=certainty.p_of(outcome.differences))
 
@@ -191,6 +197,26 @@ def _outcome(arm: Arm, metric: str, beside: Beside, kind: str) -> Outcome:
 def _pairs(arm: Arm, beside: Beside, kind: str) -> list[Pair]:
     pairs = [(run, beside(run)) for run in arm.runs]
     return [(run, other) for run, other in pairs if other and not _in_the_way(run, other, kind)]
+
+
+def _are_repeats(pairs: Sequence[Pair]) -> bool:
+    """Whether all seeds came to the same numbers, in all that was tested."""
+    return len(pairs) > 1 and all(
+        len({tuple(_number(run, key) for key in titles(run.summary or {})) for run in own}) == 1
+        for own in zip(*pairs, strict=True)
+    )
+
+
+def repeats_line(outcomes: Iterable[Outcome]) -> str:
+    """That seeds are no sample where nothing is drawn, if that is so in some arms."""
+    found = {one.arm.name: one.repeats for one in outcomes if one.repeats}
+    if not found:
+        return ""
+    arms = listed([f"the {n} seeds of {name}" for name, n in found.items()])
+    return (
+        f"The same numbers from {arms}: nothing in these runs is drawn at random, so they count as "
+        "one, without an interval or a p."
+    )
 
 
 def _in_the_way(run: Found, other: Found | None, kind: str) -> str | None:

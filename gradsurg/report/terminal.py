@@ -101,7 +101,8 @@ def _outcome(runs: Sequence[Runs]) -> str:
     by_seed = {key: found[key][0].differences for key in shown}
     bootstrap = fill(bootstrap_line(by_seed, amount), WIDTH)
     notes = [note for note in (few, bootstrap, _measured(costs, treated)) if note]
-    return "\n".join([said, *lost, "", aligned(rows), *notes])
+    same = fill(outcomes.repeats_line(compared), WIDTH)
+    return "\n".join([said, *lost, *([same] if same else []), "", aligned(rows), *notes])
 
 
 def _pair(runs: Runs) -> tuple[Found, Found] | None:

@@ -186,7 +186,7 @@ def test_q_is_of_the_sign_flip_p_of_all_arms_in_one_metric(tmp_path: Path) -> No
         control = studies.whole(tmp_path, "none", seed, 0.5)
         studies.whole(tmp_path, "clip", seed, 0.5 + (-1) ** seed / 10, control)
         studies.whole(tmp_path, "sign", seed, 0.5 + (seed + 1) / 100 - 0.02 * (not seed), control)
-        studies.whole(tmp_path, "zero", seed, 0.4, control)
+        studies.whole(tmp_path, "zero", seed, 0.4 - seed / 1e9, control)
     outcomes = compare(group(read_study(tmp_path)))
     found = {name: of(outcomes, name) for name in ("zero", "sign", "clip")}
     # all alike; the smallest against the rest: it and none below; three of six each way
@@ -221,13 +221,29 @@ def test_the_bootstrap_is_that_of_stats_from_20_seeds_and_p_has_no_limit(tmp_pat
         control = studies.whole(tmp_path, "none", seed, 0.5)
         studies.whole(tmp_path, "clip", seed, 0.5 + seed / 100, control)
         if seed < 19:
-            studies.whole(tmp_path, "zero", seed, 0.4, control)
+            studies.whole(tmp_path, "zero", seed, 0.4 - seed / 1e9, control)
     outcomes = compare(group(read_study(tmp_path)))
     clip, zero = of(outcomes, "clip"), of(outcomes, "zero")
     assert clip.bootstrap == bca_interval(clip.differences)
     assert zero.bootstrap is None
     assert clip.p_value == 1 / 99_901  # none of those that were drawn reaches it
     assert zero.p_value == 2 / 2**19
+
+
+def test_seeds_that_all_gave_the_same_numbers_count_as_one(tmp_path: Path) -> None:
+    for seed in range(6):
+        control = studies.whole(tmp_path, "none", seed, 0.5)
+        studies.whole(tmp_path, "clip", seed, 0.4, control)
+        studies.whole(tmp_path, "sign", seed, 0.4 + seed / 1e9, control)
+    report = study_report(tmp_path, logs=False)
+    clip, sign = of(report.outcomes, "clip"), of(report.outcomes, "sign")
+    assert clip.difference is not None
+    assert (clip.difference.n, clip.difference.low, clip.p_value) == (1, None, None)
+    assert (clip.planned, clip.repeats) == (6, 6)
+    assert sign.difference is not None
+    assert (sign.difference.n, sign.repeats) == (6, 0)
+    said = "The same numbers from the 6 seeds of clip: nothing in these runs is drawn at random"
+    assert any(line.startswith(said) for line in report.cautions)
 
 
 def test_what_p_and_q_are_of_is_said(tmp_path: Path) -> None:

@@ -17,7 +17,11 @@ Steps = Mapping[str, int | str | None]  # by label and seed; None did not get th
 def ended(folder: Path, label: str, seed: int, step: int | str | None, control: str | None) -> Path:
     place = plan(folder, label, seed, control)
     state = step if isinstance(step, str) else "finished"
-    told = {"until": AIM, "until/reached": int(isinstance(step, int)), "test/loss": 0.5}
+    told = {
+        "until": AIM,
+        "until/reached": int(isinstance(step, int)),
+        "test/loss": 0.5 - seed / 1e9,
+    }
     told |= {"until/step": step} if isinstance(step, int) else {}
     arm = "control" if label == "none" else "treated"
     summary = {"state": state, "label": label, "arm": arm, "seed": seed, "steps": 40}

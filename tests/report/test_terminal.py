@@ -21,7 +21,7 @@ def summary(label: str, seed: int, accuracy: float | None, **more: object) -> di
         "label": label,
         "seed": seed,
         "steps": 100,
-        "train/loss": 0.5,
+        "train/loss": 0.5 + seed / 1e9,
         "train/accuracy": 0.9,
         "test/loss": 0.25,
         "test/accuracy": accuracy,
@@ -140,6 +140,18 @@ def test_a_difference_that_no_signing_reaches_again_is_told_to_be_below(write) -
     assert row_of(text, "test accuracy")[-2:] == ["<", "0.0001"]
     text = report(pairs(write, [0.95] * 41, [0.9] * 41))
     assert "sign-flip p of 99,900 signings drawn at random, not of all" in text
+
+
+def test_seeds_that_all_gave_the_same_numbers_are_told_to_be_one(write) -> None:
+    runs = [
+        Runs(write(summary("clip", seed, 0.8) | same), write(summary("none", seed, 0.9) | same))
+        for seed in range(6)
+        for same in [{"train/loss": 0.5}]
+    ]
+    said = " ".join(report(runs).split())
+    assert said.startswith("clip: test accuracy -10.00% against the control arm; one seed:")
+    assert "The same numbers from the 6 seeds of clip" in said
+    assert "sign-flip test" not in said
 
 
 def test_the_share_of_a_link_is_the_chain_minus_the_chain_without_it(write) -> None:
