@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from gradsurg.report.conflict_text import measured_steps, sharpest
+from gradsurg.report.conflict_text import about_tasks, lost_most, measured_steps, sharpest
 from gradsurg.report.conflicts import ConflictSeries, Floats, Lines
 from gradsurg.report.study_report import StudyReport
 
@@ -15,7 +15,12 @@ def conflict_data(report: StudyReport) -> list[Json]:
     places = {arm.name: place for place, arm in enumerate(report.arms)}
     first = {id(one) for one in sharpest(report.conflicts)}
     return [
-        {**_series(one), "arm": places[one.arm.name], "first": id(one) in first}
+        {
+            **_series(one),
+            "arm": places[one.arm.name],
+            "first": id(one) in first,
+            "lost": lost_most(one, report.conflicts),
+        }
         for one in report.conflicts
     ]
 
@@ -28,6 +33,7 @@ def _series(series: ConflictSeries) -> Json:
         "n": means.runs,
         "measured": measured_steps(means),
         "tasks": means.tasks,
+        "about": about_tasks(series.group),
         "ends": series.ends,
         "pairs": series.pairs,
         "of": len(pairs),

@@ -25,10 +25,16 @@ MAX_TASKS = 8
 SINGLE_NUMBERS = 6  # columns of a study's table, the arm among them, before those of tasks
 EXTREMES = 3  # of many tasks or pairs, at each end
 LOSES = f"the cosine of its gradient and the update is below {-ROUNDING:g}"
-ABOUT = (
-    "decrease: by how much a plain step lowers the loss of a task, to first order and a learning "
-    f"rate of 1; would have lost: at which share of the measured steps {LOSES}"
+STEPS = {
+    "shared": "a plain step lowers the loss of a task, to first order and a learning rate of 1",
+    "representation": "the loss of a task falls, to first order, where the representation itself "
+    "is moved by the update: not what a step of the parameters does",
+}
+PART = (
+    "a plain step of these parameters alone lowers the loss of a task, to first order and a "
+    "learning rate of 1"
 )
+SHARPEST = "the one with the sharpest conflict"
 
 
 def conflict_text(arms: Sequence[tuple[str, Sequence[Path]]]) -> str:
@@ -47,18 +53,38 @@ def conflict_text(arms: Sequence[tuple[str, Sequence[Path]]]) -> str:
     own = [(first if whole else f"{first} at {group}", means)]
     own += [(name, one) for name, one in beside if one.tasks == means.tasks]
     of = measured_steps(means)
-    where = f" at {group}, one of {len(groups)} groups" if len(groups) > 1 else ""
+    where = f" at {group}, of {len(groups)} groups {SHARPEST}" if len(groups) > 1 else ""
     caption = f"How the tasks conflict{where}, means over {count(means.runs, 'run')}, {of}:"
-    parts = [fill(caption, WIDTH), _table(own), _task_table(own), fill(ABOUT, WIDTH)]
-    said = others_line(first, means) if first != "control" else ""
-    return "\n\n".join([*parts, *([fill(said, WIDTH)] if said else [])])
+    parts = [fill(caption, WIDTH), _table(own), _task_table(own)]
+    said = [_lost_elsewhere(group, groups), about_tasks(group)]
+    said.append(others_line(first, means) if first != "control" else "")
+    return "\n\n".join([*parts, *(fill(text, WIDTH) for text in said if text)])
+
+
+def about_tasks(group: str) -> str:
+    """What the columns of a table of tasks say."""
+    return (
+        f"decrease: by how much {STEPS.get(group, PART)}; would have lost: at which share of the "
+        f"measured steps {LOSES}"
+    )
+
+
+def _lost_elsewhere(group: str, groups: Mapping[str, ConflictMeans]) -> str:
+    """The task that would have lost most often, if that is in a group that is not shown."""
+    where = _most_lost(groups, group)
+    if where in ("", group):
+        return ""
+    return f"Would have lost most often, of all groups: {_loser(groups[where])} at {where}."
 
 
 def measured_steps(means: ConflictMeans) -> str:
     """How many of each run; runs that were stopped have fewer."""
     least, most = min(means.measured), max(means.measured)
     said = f"{least} to " * (least < most) + count(most, "measured step")
-    return said + " each" * (means.runs > 1)
+    said += " each" * (means.runs > 1)
+    if means.not_finite:
+        said += f", of which {means.not_finite} had a gradient that is not finite, and no number"
+    return said
 
 
 def _by_group(paths: Sequence[Path]) -> dict[str, ConflictMeans]:
@@ -153,7 +179,7 @@ def conflict_rows(series: Sequence[ConflictSeries]) -> tuple[list[str], list[lis
         numbers = [_share(single[0]), *(_ends([one]) for one in single[1:])]
         spreads = [_ends(means.weights.tolist()), _ends(means.decrease.tolist())]
         rows.append(
-            [one.name, str(means.runs), _ends(pairs), *numbers, *spreads, _lost_most(means)]
+            [one.name, str(means.runs), _ends(pairs), *numbers, *spreads, lost_most(one, series)]
         )
     return heads, rows
 
@@ -162,9 +188,12 @@ def about_conflicts(series: Sequence[ConflictSeries]) -> str:
     """Which tasks the rows are of, and what their columns say."""
     sets = dict.fromkeys(tuple(one.means.tasks) for one in series)
     tasks = "; ".join(listed(list(own), MAX_TASKS) for own in sets)
+    several = len(sharpest(series)) < len(series)
     return (
         f"Means over steps and runs; of the tasks {tasks} the least and the greatest. Lost: the "
         f"task that most often would have lost ({LOSES}), and at which share of the steps."
+        + f" Of several groups {SHARPEST} is shown; lost is of all."
+        * several
     )
 
 
@@ -212,7 +241,24 @@ def _ends(values: Sequence[float]) -> str:
     return low if low == high else f"{low} .. {high}"
 
 
-def _lost_most(means: ConflictMeans) -> str:
+def lost_most(one: ConflictSeries, series: Sequence[ConflictSeries]) -> str:
+    """The task that would have lost most often in any group of an arm; `none` if none has."""
+    groups = {own.group: own.means for own in series if own.arm.name == one.arm.name}
+    where = _most_lost(groups, one.group)
+    if not where:
+        return "none"
+    said = _loser(groups[where])
+    return said if where == one.group else f"{said} at {where}"
+
+
+def _most_lost(groups: Mapping[str, ConflictMeans], shown: str) -> str:
+    """The group in which a task would have lost most often; empty if none has."""
+    worst = {name: float(np.nan_to_num(own.lost).max()) for name, own in groups.items()}
+    most = max(worst, key=lambda name: (worst[name], name == shown))
+    return most if worst[most] > 0 else ""
+
+
+def _loser(means: ConflictMeans) -> str:
     shares = np.nan_to_num(means.lost)
-    most = int(shares.argmax())  # the first of several, as on the page
-    return f"{means.tasks[most]} {_share(float(shares[most]))}" if shares[most] > 0 else "none"
+    most = int(shares.argmax())  # the first of several
+    return f"{means.tasks[most]} {_share(float(shares[most]))}"

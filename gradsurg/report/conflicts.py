@@ -36,6 +36,7 @@ class ConflictMeans:
 
     tasks: list[str]
     measured: list[int]  # steps of each run
+    not_finite: int  # steps of all runs at which a gradient was not finite
     single: Mapping[str, float]
     cosines: Floats
     norms: Floats
@@ -72,12 +73,13 @@ class Lines:
 class ConflictSeries:
     """The conflicts of one arm in one group, interval by interval.
 
+    `name` is that of the arm, with the group where there are several in the study.
     `cosines` has a row for each of `pairs`; `weights`, if there are any, and `decrease` a line for
     each of `shown`, which are places in the means' tasks.
     """
 
+    name: str
     arm: Arm
-    aggregator: str
     group: str
     means: ConflictMeans
     ends: list[int]
@@ -86,10 +88,6 @@ class ConflictSeries:
     shown: list[int]
     weights: Lines | None
     decrease: Lines
-
-    @property
-    def name(self) -> str:
-        return self.arm.name if self.group == "shared" else f"{self.arm.name} at {self.group}"
 
 
 def pair_name(tasks: Sequence[str], pair: Pair) -> str:
@@ -123,9 +121,18 @@ def conflict_series(arms: Sequence[Arm], rows: pl.DataFrame) -> list[ConflictSer
     sizes = [[len(part) for part in chosen[tuple(one.tasks)]] for one in means]
     size = sum(pairs + 6 * tasks for pairs, tasks in sizes)  # of two panels three lines each
     intervals = max(4, min(NUM_INTERVALS, MAX_NUMBERS // max(1, size)))
+    several = any(group != "shared" for _, _, group, _ in found)
     return [
-        _series(arm, aggregator, group, own, mean, *chosen[tuple(mean.tasks)], intervals)
-        for (arm, aggregator, group, own), mean in zip(found, means, strict=True)
+        _series(
+            f"{arm.name} at {group}" if several else arm.name,
+            arm,
+            group,
+            own,
+            mean,
+            *chosen[tuple(mean.tasks)],
+            intervals,
+        )
+        for (arm, _, group, own), mean in zip(found, means, strict=True)
     ]
 
 
@@ -154,6 +161,7 @@ def conflict_means(rows: pl.DataFrame) -> ConflictMeans:
     return ConflictMeans(
         tasks,
         [*map(len, runs)],
+        sum(int((~np.isfinite(own["norms"])).any(axis=1).sum()) for own in per_run),
         {name: float(found[name]) for name in SINGLE},
         found["cosines"],
         found["norms"],
@@ -230,8 +238,8 @@ def _by_cosine(cosines: Floats) -> list[Pair]:
 
 
 def _series(
+    name: str,
     arm: Arm,
-    aggregator: str,
     group: str,
     rows: pl.DataFrame,
     means: ConflictMeans,
@@ -247,14 +255,14 @@ def _series(
     for frame in runs:
         numbers = _numbers(frame, len(means.tasks))
         places = np.searchsorted(ends, frame["step"].to_numpy())
-        for name, own in cut.items():
-            if len(numbers[name]):
-                own.append(np.stack([_mean(numbers[name][places == k]) for k in range(count)]))
+        for key, own in cut.items():
+            if len(numbers[key]):
+                own.append(np.stack([_mean(numbers[key][places == k]) for k in range(count)]))
     first, second = ([pair[end] for pair in pairs] for end in (0, 1))
     cosines = _mean(np.stack(cut["cosines"]))[:, second, first].T
     return ConflictSeries(
+        name,
         arm,
-        aggregator,
         group,
         means,
         ends,

@@ -75,8 +75,8 @@ const taskKey = (one) => el("p", { class: "key" }, one.shown.map((task, k) => el
 
 function perTask(one) {
   const { norm, weight, decrease, lost } = one.perTask;
-  return table("Tasks", [head("task"), head("norm", "num"), head("weight", "num"), head("decrease", "num"), head("would have lost", "num")],
-    one.tasks.map((task, k) => el("tr", {}, el("th", { scope: "row" }, task), [norm[k], weight[k], decrease[k]].map((v) => cell(short(v), "num")), cell(short(lost[k], true), "num"))));
+  return el("div", {}, table("Tasks", [head("task"), head("norm", "num"), head("weight", "num"), head("decrease", "num"), head("would have lost", "num")],
+    one.tasks.map((task, k) => el("tr", {}, el("th", { scope: "row" }, task), [norm[k], weight[k], decrease[k]].map((v) => cell(short(v), "num")), cell(short(lost[k], true), "num")))), el("p", { class: "how" }, `${one.about}.`));
 }
 
 function others(one) {
@@ -88,10 +88,10 @@ function others(one) {
 }
 
 function overviewOfConflicts() {
-  const most = (one) => one.perTask.lost.reduce((best, v, k) => (v > (one.perTask.lost[best] ?? 0) ? k : best), 0);
-  const lost = (one) => (one.perTask.lost[most(one)] > 0 ? `${one.tasks[most(one)]} ${short(one.perTask.lost[most(one)], true)}` : "none");
-  return table("Conflict of each arm", [head("arm"), head("n", "num"), head("conflict rate", "num"), head("sharpest pair", "word"), head("cosine", "num"), head("norm spread", "num"), head("norm to mean", "num"), head("most often lost", "word")],
-    data.conflicts.filter((one) => one.first).map((one) => el("tr", {}, el("th", { scope: "row" }, one.name), cell(one.n, "num"), cell(short(one.single.conflict_rate, true), "num"), cell(one.sharpest ? pairName(one, one.sharpest) : "–", "word"), cell(short(one.sharpest && one.sharpest[2]), "num"), cell(short(one.single.norm_spread), "num"), cell(short(one.single.norm_to_mean), "num"), cell(lost(one), "word"))));
+  const shown = data.conflicts.filter((one) => one.first);
+  const several = shown.length < data.conflicts.length && el("p", { class: "how" }, "Of several groups the one with the sharpest conflict is shown; most often lost is of all.");
+  return el("div", {}, table("Conflict of each arm", [head("arm"), head("n", "num"), head("conflict rate", "num"), head("sharpest pair", "word"), head("cosine", "num"), head("norm spread", "num"), head("norm to mean", "num"), head("most often lost", "word")],
+    shown.map((one) => el("tr", {}, el("th", { scope: "row" }, one.name), cell(one.n, "num"), cell(short(one.single.conflict_rate, true), "num"), cell(one.sharpest ? pairName(one, one.sharpest) : "–", "word"), cell(short(one.sharpest && one.sharpest[2]), "num"), cell(short(one.single.norm_spread), "num"), cell(short(one.single.norm_to_mean), "num"), cell(one.lost, "word")))), several);
 }
 
 function conflicts() {
