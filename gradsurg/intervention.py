@@ -109,7 +109,8 @@ class Intervention:
             )
         if self.aggregator is None and shared:
             raise ValueError(
-                f"at: SharedParameters is for aggregators, found {self.transform!r}; Parameters "
+                "at: SharedParameters is for aggregators, as those that derive from Weighting of "
+                f"gradsurg.aggregators.base, found {self.transform!r}; Parameters "
                 "with stage='backward' has the gradient of each task, stage='step' what was made "
                 "of them"
             )

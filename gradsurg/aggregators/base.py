@@ -82,12 +82,12 @@ class Aggregator(ABC):
     """
 
     @property
-    @abstractmethod
     def properties(self) -> frozenset[Property]:
-        """What holds for these fields, each checked by `gradsurg.testing.check_aggregator`.
+        """What is promised for these fields, each checked by `gradsurg.testing.check_aggregator`.
 
         For finite rows, and for any fixed state and context.
         """
+        return frozenset()
 
     @property
     def num_tasks(self) -> int | None:
@@ -188,8 +188,14 @@ class Entrywise(Aggregator):
 def checked_update(
     aggregator: GramianAggregator, gramian: Tensor, state: State, context: Context
 ) -> tuple[Tensor, State]:
-    """The weights and the next state. Raises ValueError for weights of another form."""
+    """The weights and the next state. Raises TypeError for what is no tensor, ValueError for
+    weights of another form.
+    """
     weights, state = aggregator.update(gramian, state, context)
+    if not isinstance(weights, Tensor):
+        raise TypeError(
+            f"{type(aggregator).__name__}: its weights must be a tensor, found {weights!r}"
+        )
     if weights.shape != gramian.shape[:1] or weights.dtype != torch.float64:
         raise ValueError(
             f"{type(aggregator).__name__}: its weights must be float64 of shape [{len(gramian)}], "

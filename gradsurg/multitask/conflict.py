@@ -272,12 +272,14 @@ class _Tally:
 
     def __init__(self) -> None:
         self.count = 0
+        self.spoiled = 0  # steps at which a gradient was not finite
         self.weighted = False
         self.sums: Any = 0.0  # Any: arrays from the first conflict on
         self.finite: Any = 0  # at how many of the steps each number existed
 
     def add(self, conflict: Conflict) -> None:
         self.count += 1
+        self.spoiled += not all(map(isfinite, conflict.norms))
         self.weighted |= bool(conflict.weights)
         weights = conflict.weights or [nan] * len(conflict.tasks)
         columns = (conflict.norms, weights, conflict.decrease, *conflict.cosines)
@@ -299,4 +301,6 @@ class _Tally:
         if not self.weighted:
             cells = [[*row[:2], *row[3:]] for row in cells]
         steps = "1 measured step" if self.count == 1 else f"{self.count} measured steps"
+        if self.spoiled:
+            steps += f", {self.spoiled} of them with a gradient that is not finite"
         return f"{aggregator} at {group}, {steps}: {said}\n{aligned(cells)}"

@@ -58,7 +58,7 @@ def test_means_are_those_of_the_steps_at_which_a_number_exists() -> None:
         rows = torch.tensor([[first, 0.0], [0.0, 2.0]], dtype=torch.float64)
         conflicts.add(found(rows, torch.ones(2, dtype=torch.float64), rows.sum(0)))
     table = conflicts.table()
-    assert "3 measured steps: conflict rate 0," in table
+    assert "3 measured steps, 1 of them with a gradient that is not finite: conf" in table
     assert [line.split()[:2] for line in table.splitlines()[3:]] == [["a", "4"], ["b", "2"]]
 
 
@@ -151,6 +151,14 @@ def test_the_newest_are_kept_until_they_are_fetched_and_the_means_of_all() -> No
     said = conflicts.table()
     assert f"mine at shared, {KEPT + 2} measured steps: conflict rate 0" in said
     assert "1.5" in said.splitlines()[3].split()  # the mean norm
+
+
+def test_steps_at_which_a_gradient_was_not_finite_are_told_apart() -> None:
+    conflicts = Conflicts()
+    for bad in (0.0, torch.nan, torch.inf):
+        rows = torch.tensor([[1.0, 0.0], [bad, 1.0]], dtype=torch.float64)
+        conflicts.add(found(rows, None, rows[0]))
+    assert "3 measured steps, 2 of them with a gradient that is not finite: " in conflicts.table()
 
 
 def test_the_conflict_rate_is_of_the_pairs_that_have_a_cosine() -> None:

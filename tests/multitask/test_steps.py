@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import gradsurg as gs
-from gradsurg.aggregators.base import Aggregator, Context, Property, Weighting
+from gradsurg.aggregators.base import Aggregator, Context, Weighting
 from gradsurg.catalogue import find
 from gradsurg.live import Live
 from tests.multitask.nets import (
@@ -245,12 +245,21 @@ class Misshapen(Weighting):
     def __init__(self, weights: Tensor) -> None:
         self.own = weights
 
-    @property
-    def properties(self) -> frozenset[Property]:
-        return frozenset()
-
     def weights(self, gramian: Tensor) -> Tensor:
         return self.own
+
+
+def test_a_class_with_nothing_but_weights_is_an_aggregator() -> None:
+    aggregator = Misshapen(torch.tensor([1.0, 0.0, 2.0], dtype=torch.float64))
+    assert aggregator(torch.eye(3)).tolist() == [1.0, 0.0, 2.0]
+    assert aggregator.properties == frozenset()
+
+
+def test_weights_that_are_no_tensor_are_refused_by_name() -> None:
+    weights: object = [1.0, 0.0, 2.0]
+    aggregator = Misshapen(weights)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"^Misshapen: its weights must be a tensor, found \[1\.0,"):
+        aggregator(torch.eye(3))
 
 
 @pytest.mark.parametrize("weights", [torch.ones(3), torch.ones(2).double(), torch.ones(1).double()])
