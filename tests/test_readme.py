@@ -119,13 +119,6 @@ def test_the_examples_of_choosing_run() -> None:
     assert len(found["made"]) == 7
 
 
-def test_the_example_of_an_aggregator_of_ones_own_runs(capsys) -> None:
-    text = (ROOT / "gradsurg" / "aggregators" / "README.md").read_text()
-    (example,) = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    exec(example, {"__name__": "example"})
-    assert "non_conflicting" in capsys.readouterr().out
-
-
 def test_the_two_commands_stand_on_lines_of_their_own() -> None:
     lines = [line for line in README.splitlines() if line.startswith("pip install -e ")]
     assert lines == [

@@ -23,5 +23,7 @@ def test_the_table_has_a_row_for_each_aggregator_and_no_other() -> None:
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
-    exec(code, {})
-    assert re.search(r"homogeneous +yes", capsys.readouterr().out)
+    exec(code, {"__name__": "example"})
+    said = capsys.readouterr().out
+    assert re.search(r"permutation_invariant +holds, not declared", said)
+    assert re.search(r"homogeneous +no .*times 0\.125", said)
