@@ -1,6 +1,8 @@
 """The documented table of properties is what the checks find."""
 
 import re
+import sys
+from types import ModuleType
 
 import pytest
 
@@ -21,9 +23,13 @@ def test_the_table_has_a_row_for_each_aggregator_and_no_other() -> None:
     assert [line.split("|")[1].strip(" `") for line in rows] == classes
 
 
-def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (code,) = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
-    exec(code, {"__name__": "example"})
+    example = ModuleType("example")
+    monkeypatch.setitem(sys.modules, "example", example)  # where pickling finds the class again
+    exec(code, vars(example))
     said = capsys.readouterr().out
     assert re.search(r"permutation_invariant +holds, not declared", said)
     assert re.search(r"homogeneous +no .*times 0\.125", said)
