@@ -62,7 +62,6 @@ class FAMO(LossWeighting):
             **moments(num_tasks),
         }
 
-    @np.errstate(all="ignore")
     def weigh(self, num_tasks: int, state: State, context: Context) -> tuple[Tensor, State]:
         logits = state_of(self, state, "logits", num_tasks).numpy()
         losses = losses_of(self, context, num_tasks).numpy() + EPS

@@ -375,3 +375,8 @@ def test_a_weight_of_zero_hides_nothing_of_two_rows(
     weights[zero] = 0.0
     found = _rows.combined(given, weights)
     assert found.isnan().tolist() == [False, True, False, True, False]
+
+
+def test_krum_takes_squares_whose_sum_is_out_of_range() -> None:
+    square = torch.full((4, 4), 1.5e308, dtype=torch.float64)
+    assert made("krum").weights(square).tolist() == [1.0, 0.0, 0.0, 0.0]

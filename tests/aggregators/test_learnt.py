@@ -145,6 +145,14 @@ def test_losses_and_norms_at_the_ends_of_their_range_tell_nothing(aggregator: Ag
         _, state = aggregator.merge(some_rows(0) * 1e150, state, context)
 
 
+def test_uncertainty_weighting_may_leave_the_range_of_its_weights() -> None:
+    aggregator = UncertaintyWeighting(lr=2000.0)
+    context = Context(losses=torch.tensor([0.0, 1.0], dtype=torch.float64))
+    _, state = aggregator.weigh(2, aggregator.init(2), context)
+    weights, _ = aggregator.weigh(2, state, context)
+    assert weights.tolist() == [math.inf, 0.5]
+
+
 @every_one
 def test_a_negative_loss_is_refused(aggregator: Aggregator) -> None:
     losses = torch.tensor([1.0, -0.5, 1.0])

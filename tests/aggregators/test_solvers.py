@@ -10,6 +10,7 @@ from scipy.optimize import minimize, nnls
 
 from gradsurg.aggregators import _averse, _pairs, _solvers, aligned_mtl, con_fig, imtlg
 from gradsurg.aggregators._solvers import NotConverged
+from gradsurg.aggregators.upgrad import UPGrad
 from tests.aggregators.inputs import COUNTS, RATIOS, Array, distance, gramian, ranks, rows
 
 CASES = [
@@ -410,3 +411,9 @@ def test_what_is_shared_between_solvers_is_that_of_each_gramian() -> None:
     values, vectors = _solvers._eigen(np.eye(3).tobytes(), 3)
     assert not values.flags.writeable
     assert not vectors.flags.writeable
+
+
+def test_a_gramian_in_float32_is_solved_in_float64() -> None:
+    matrix = gramian(np.array([[1.0, 0.0, 0.5], [-2.0, 1.0, 0.0], [0.0, -1.0, 3.0]]))
+    found = UPGrad().weights(matrix.float())
+    torch.testing.assert_close(found, UPGrad().weights(matrix.float().double()))

@@ -154,6 +154,20 @@ def test_a_group_that_is_frozen_in_between_is_left_out_of_these_steps() -> None:
             assert ("trunk.0.*" in live.conflicts.table()) != frozen
 
 
+def test_groups_are_those_of_the_places_that_are_kept() -> None:
+    at = gs.SharedParameters("trunk.*", granularity=("trunk.0.*", "*"))
+    assert {*at.groups(Net(), lambda place: True)} > {*at.groups(Net())} == {*TRUNK}
+
+
+def test_what_never_acted_is_told_once_and_not_by_group() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with gs.Surgery(at_shared(gs.UPGrad(), granularity=("trunk.0.*", "*"))).attach(Net()):
+            pass
+    (told,) = caught
+    assert "upgrad: attached, but live.backward(losses) was never called" in str(told.message)
+
+
 def test_a_group_in_which_nothing_was_made_one_is_told() -> None:
     item = at_shared(gs.UPGrad(), granularity=("heads.*", "*"))
     fault = r"^upgrad: no two tasks were seen to reach a parameter of its group 'heads\.\*'$"

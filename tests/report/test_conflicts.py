@@ -183,6 +183,15 @@ def test_a_task_that_loses_in_a_group_that_is_not_shown_is_told(tmp_path: Path) 
     assert lost["mgda at c"] == "task0 100.0%"
 
 
+def test_where_tasks_lose_as_often_the_group_that_is_shown_is_told(tmp_path: Path) -> None:
+    lost = [-1.0, 2.0]
+    groups = {"a": 0.5, "b": 0.1}
+    rows = [conflict("mgda", 0, own, group=name, decrease=lost) for name, own in groups.items()]
+    text = conflict_text([("mgda", [written(tmp_path, *rows)])])
+    assert text.startswith("How the tasks conflict at b,")
+    assert "of all groups" not in text
+
+
 def test_steps_at_which_a_gradient_was_not_finite_are_told_apart(tmp_path: Path) -> None:
     rows = [conflict("mgda", step) for step in range(3)]
     rows[1] |= {"norms": [None, 1.0], "cosines": [[None, None], [None, 1.0]]}

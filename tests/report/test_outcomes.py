@@ -20,6 +20,7 @@ from gradsurg.report.overview import overview
 from gradsurg.report.page_data import page_data
 from gradsurg.report.reading import read_study
 from gradsurg.report.study_report import study_report
+from gradsurg.report.wording import FEW
 from gradsurg.stats import bca_interval
 from tests.report import studies
 
@@ -242,8 +243,14 @@ def test_seeds_that_all_gave_the_same_numbers_count_as_one(tmp_path: Path) -> No
     assert (clip.planned, clip.repeats) == (6, 6)
     assert sign.difference is not None
     assert (sign.difference.n, sign.repeats) == (6, 0)
+    assert FEW not in report.cautions
     said = "The same numbers from the 6 seeds of clip: nothing in these runs is drawn at random"
     assert any(line.startswith(said) for line in report.cautions)
+
+
+def test_one_seed_is_no_repeat(tmp_path: Path) -> None:
+    studies.whole(tmp_path, "clip", 0, 0.4, studies.whole(tmp_path, "none", 0, 0.5))
+    assert of(compare(group(read_study(tmp_path))), "clip").repeats == 0
 
 
 def test_what_p_and_q_are_of_is_said(tmp_path: Path) -> None:

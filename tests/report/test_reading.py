@@ -93,6 +93,13 @@ def test_what_is_no_study_is_said_in_one_sentence(tmp_path: Path, there: str) ->
     assert ("studies in it: first" in str(caught.value)) == (there == "studies")
 
 
+def test_an_arm_of_a_list_is_named_as_it_was_typed(tmp_path: Path) -> None:
+    for own in ("whole", ["trunk.*", "*"]):
+        studies.whole(tmp_path, "upgrad", 0, 0.9, shared={"granularity": own})
+    names = [arm.name for arm in group(read_study(tmp_path))]
+    assert sorted(names) == ["upgrad · granularity=[trunk.*,*]", "upgrad · granularity=whole"]
+
+
 def test_arms_are_told_apart_by_the_keys_in_which_they_differ(tmp_path: Path) -> None:
     for model in ("mlp", "convnet"):
         for seed in range(2):
