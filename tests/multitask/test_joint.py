@@ -125,6 +125,10 @@ def test_groups_of_ones_own_have_a_conflict_each_and_select_by_every_name() -> N
         conflicts = live.conflicts.fetch()
     assert [one.group for one in conflicts] == ["other.*", "trunk.*"]
     assert all("mgda" in one.others for one in conflicts)
+    item = at_shared(gs.UPGrad(), granularity="tensor")  # may be hundreds: not asked of each
+    with gs.Surgery(item).attach(model) as live:
+        live.backward(losses_of(model))
+        assert not any(one.others for one in live.conflicts.fetch())
 
 
 @pytest.mark.parametrize(
