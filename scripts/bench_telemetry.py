@@ -2,14 +2,15 @@
 
 python scripts/bench.py telemetry [--rounds 60]
 
-`alone` is one call after the other; the other columns are after a step of UPGrad on a trunk of that
-width, which leaves little of it in the caches, as it is in a run. `of a step` is that share of it,
-at a step that is measured: the runner measures one in fifty.
+Each number is that of one measured step, of which 1 or 5 are fetched together: with its defaults
+the command measures one step in ten and logs one in fifty. `alone` is one fetch after the other;
+the other columns are after a step of UPGrad on a trunk of that width, which leaves little of it in
+the caches, as it is in a run. `of a step` is that share of it, at a step that is measured.
 """
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from itertools import cycle
+from itertools import cycle, islice, product
 from statistics import median
 from time import perf_counter
 
@@ -18,11 +19,11 @@ from torch import nn
 
 import gradsurg as gs
 from gradsurg.aggregators.base import Context
-from gradsurg.multitask.conflict import Conflicts, conflict_of, others_of
+from gradsurg.multitask.conflict import Conflicts, Made, conflict_of
 from gradsurg.tables import aligned
 
 TASKS, WIDTHS, BATCH = (2, 3, 8), (128, 1024), 100
-WARM, DIFFERENT = 20, 16
+WARM, DIFFERENT, TOGETHER = 20, 16, (1, 5)
 
 
 def step_of(width: int, count: int, stack: ExitStack) -> Callable[[], object]:
@@ -45,41 +46,41 @@ def step_of(width: int, count: int, stack: ExitStack) -> Callable[[], object]:
     return step
 
 
-def telemetry_of(count: int) -> Callable[[], object]:
-    """All that is said of one measured step, each time of other gradients, whose norms are up to 10
-    times apart.
+def telemetry_of(count: int, together: int) -> Callable[[], object]:
+    """All that is said of so many measured steps, each time of other gradients, whose norms are up
+    to 10 times apart.
     """
     context = Context(0, 0, "shared", tuple(map(str, range(count))), torch.rand(count))
     weights = torch.full((count,), 1 / count, dtype=torch.float64)
     sizes = torch.logspace(0, 1, count, dtype=torch.float64)
     rows = sizes[:, None] * torch.randn(DIFFERENT, count, 50, dtype=torch.float64)
     steps = cycle([(gramian, gramian @ weights) for gramian in rows @ rows.mT])
+    conflicts = Conflicts()
 
     def telemetry() -> None:
-        gramian, falls = next(steps)
-        norm = float(weights @ falls) ** 0.5
-        conflicts = Conflicts()
-        found = conflict_of("mean", context, gramian, weights, falls, norm)
-        conflicts.add(found, lambda: others_of("mean", context, gramian, falls, norm))
+        for gramian, falls in islice(steps, together):
+            norm = float(weights @ falls) ** 0.5
+            found = conflict_of("mean", context, gramian, weights, falls, norm)
+            conflicts.add(found, Made("mean", context, gramian, falls, norm))
         conflicts.fetch()
 
     return telemetry
 
 
 def table(rounds: int) -> str:
-    """A line for each number of tasks, in milliseconds, and as shares of the step before it."""
-    lines = [["tasks", "alone, least", "median", *_heads()]]
-    for count in TASKS:
+    """A line for each number of tasks and of steps, in milliseconds, and as shares of a step."""
+    lines = [["tasks", "together", "alone, least", "median", *_heads()]]
+    for count, together in product(TASKS, TOGETHER):
         torch.manual_seed(0)
-        telemetry = telemetry_of(count)
-        alone = sorted([_seconds(telemetry) for _ in range(WARM + rounds)][WARM:])
-        line = [str(count), f"{1e3 * alone[0]:.2f}", f"{1e3 * median(alone):.2f}"]
+        telemetry = telemetry_of(count, together)
+        alone = [_seconds(telemetry) / together for _ in range(WARM + rounds)][WARM:]
+        line = [str(count), str(together), f"{1e3 * min(alone):.2f}", f"{1e3 * median(alone):.2f}"]
         for width in WIDTHS:
             with ExitStack() as stack:
                 step = step_of(width, count, stack)
-                pairs = [(_seconds(step), _seconds(telemetry)) for _ in range(rounds)]
-            steps, after = (sorted(times) for times in zip(*pairs, strict=True))
-            line += [f"{1e3 * after[0]:.2f}", f"{1e3 * median(after):.2f}"]
+                pairs = [(_seconds(step), _seconds(telemetry) / together) for _ in range(rounds)]
+            steps, after = zip(*pairs, strict=True)
+            line += [f"{1e3 * min(after):.2f}", f"{1e3 * median(after):.2f}"]
             line.append(f"{median(after) / median(steps):.3f}")
         lines.append(line)
     threads = torch.get_num_threads()

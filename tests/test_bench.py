@@ -55,10 +55,11 @@ def test_a_ratio_of_the_least_times_is_marked_where_it_is_more_than_what_equal_w
     assert line.split()[7:] == said
 
 
-def test_the_telemetry_has_a_line_for_each_number_of_tasks(bench: ModuleType) -> None:
+def test_the_telemetry_has_a_line_for_each_number_of_tasks_and_steps(bench: ModuleType) -> None:
     _, heads, _, *lines = bench.bench_telemetry.table(2).splitlines()
-    assert heads.split()[0] == "tasks"
-    for count, line in zip((2, 3, 8), map(str.split, lines), strict=True):
-        assert line[0] == str(count)
-        assert len(line) == 9
-        assert all(float(number) > 0 for number in line[1:])
+    assert heads.split()[:2] == ["tasks", "together"]
+    rows = [line.split() for line in lines]
+    assert [(row[0], row[1]) for row in rows] == [(t, n) for t in "238" for n in "15"]
+    for row in rows:
+        assert len(row) == 10
+        assert all(float(number) > 0 for number in row[2:])

@@ -28,6 +28,7 @@ EXCHANGES = 8  # blocks that are exchanged before variables are taken one at a t
 NEWTON_STEPS = 200
 FARTHER = 4.0  # one power of a bargain is as many times the one before
 TINY = 1e-30  # of the largest: as good as nothing
+REMEMBERED = 16  # Gramians about which several aggregators are asked
 
 
 class NotConverged(ArithmeticError):
@@ -68,7 +69,7 @@ def weights_of(
     return torch.from_numpy(weights)
 
 
-@lru_cache(maxsize=4)  # several aggregators are asked about one Gramian
+@lru_cache(maxsize=REMEMBERED)
 def _directions(gramian: bytes, count: int) -> tuple[NDArray[np.bool_], Array, Array] | None:
     """Which rows are not zero, with their norms and cosines; None if a number is not finite.
 
@@ -98,7 +99,7 @@ def factor(matrix: Array, tolerance: float = RANK) -> Array:
     return vectors[:, kept] * np.sqrt(values[kept])
 
 
-@lru_cache(maxsize=4)  # as above
+@lru_cache(maxsize=2 * REMEMBERED)
 def _eigen(matrix: bytes, count: int) -> tuple[Array, Array]:
     """Its eigenvalues, from the least on, and eigenvectors."""
     values, vectors = np.linalg.eigh(np.frombuffer(matrix).reshape(count, count))

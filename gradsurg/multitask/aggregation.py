@@ -1,7 +1,6 @@
 """One aggregator in place: it makes one gradient, keeps its state, and says what it did."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import combinations
 from math import isfinite
 
@@ -21,7 +20,7 @@ from gradsurg.catalogue import snake
 from gradsurg.engine import undisturbed
 from gradsurg.intervention import Intervention
 from gradsurg.multitask.around import Around
-from gradsurg.multitask.conflict import conflict_of, others_of
+from gradsurg.multitask.conflict import Made, conflict_of
 from gradsurg.multitask.merging import Merged, merge, products
 from gradsurg.multitask.shared_parameters import SHARED, SharedParameters
 from gradsurg.triggers.base import Moment, Sourced, Trigger
@@ -186,10 +185,9 @@ class Aggregation:
             norm = sum(grad.double().square().sum().item() for grad in merged.grads) ** 0.5 / scale
         found = conflict_of(self.label, context, gramian, weights, falls, norm)
         own = snake(type(self.aggregator).__name__)
-        others = partial(others_of, own, context, gramian, falls, norm)
-        self.around.conflicts.add(
-            found, dict if self.at.granularity in ("module", "tensor") else others
-        )
+        many = self.at.granularity in ("module", "tensor")
+        made = None if many else Made(own, context, gramian, falls, norm)
+        self.around.conflicts.add(found, made)
 
     def _count(self, group: str) -> bool:
         """Count the gradients at hand; whether the aggregator is to act."""

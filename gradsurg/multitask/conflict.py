@@ -1,7 +1,8 @@
 """How much the gradients of several tasks disagree, in numbers, all from their Gramian."""
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from gradsurg.aggregators._solvers import REMEMBERED
 from gradsurg.aggregators.base import (
     Context,
     GramianAggregator,
@@ -200,33 +202,66 @@ def _comparable(count: int) -> tuple[tuple[str, Weigher, State], ...]:
     return tuple(sorted(made, key=lambda own: own[0] in TWINS))
 
 
-def others_of(
-    own: str, context: Context, gramian: Tensor, products: Tensor, norm: float
-) -> dict[str, Other]:
-    """What every aggregator but its `own` would have done, from what `conflict_of` takes."""
-    g = gramian.numpy()
-    if not np.isfinite(g).all():
-        return {}
-    found: dict[str, np.ndarray] = {}
-    twins = {}
-    for name, aggregator, state in _comparable(len(g)):
-        if name == own:
-            continue
-        twin = found.get(TWINS.get(name, ""))
-        if twin is not None and not 0 < twin @ g @ twin < REACHED.get(name, 0.0):
-            twins[name] = TWINS[name]
-            continue
-        try:
-            found[name] = weights_of(aggregator, state, gramian, context).numpy()
-        except (ArithmeticError, ValueError):
-            continue  # it has no answer, or takes no such losses, and was not asked to act
-    weights = np.stack([*found.values()])
-    with np.errstate(all="ignore"):
-        lengths = np.sqrt((weights @ g * weights).sum(1))
-        sizes, along = (norm * lengths).tolist(), (weights @ products.numpy()).tolist()
-    cosines = map(_ratio, along, sizes)
-    others = dict(zip(found, map(Other, weights.tolist(), cosines), strict=True))
-    return others | {name: others[twin] for name, twin in twins.items()}
+@dataclass(frozen=True)
+class Made:
+    """What an aggregator made of the gradients of a group: what the others are compared with.
+
+    `products` are g_i . d and `norm` is |d|; `aggregator` is the name of the one that made d.
+    """
+
+    aggregator: str
+    context: Context
+    gramian: Tensor
+    products: Tensor
+    norm: float
+
+
+def others_of(made: Sequence[Made]) -> list[dict[str, Other]]:
+    """What every other aggregator would have done with each: one after the other is asked about
+    all, which takes two thirds of the time that it takes to ask all about one after the other.
+    """
+    answers = [_Answers(one) for one in made]
+    for count in {len(one.gramian) for one in made}:
+        asked = [one for one in answers if len(one.gramian) == count]
+        for name, aggregator, state in _comparable(count):
+            for one in asked:
+                one.ask(name, aggregator, state)
+    return [one.others() for one in answers]
+
+
+class _Answers:
+    """What others would have done with the same gradients."""
+
+    def __init__(self, made: Made) -> None:
+        self.made = made
+        self.gramian = made.gramian.numpy()
+        self.finite = bool(np.isfinite(self.gramian).all())
+        self.weights: dict[str, np.ndarray] = {}
+        self.twins: dict[str, str] = {}
+
+    def ask(self, name: str, aggregator: Weigher, state: State) -> None:
+        if name == self.made.aggregator or not self.finite:
+            return
+        twin = self.weights.get(TWINS.get(name, ""))
+        if twin is not None and not 0 < twin @ self.gramian @ twin < REACHED.get(name, 0.0):
+            self.twins[name] = TWINS[name]
+            return
+        # Else it has no answer, or takes no such losses, and was not asked to act.
+        with suppress(ArithmeticError, ValueError):
+            found = weights_of(aggregator, state, self.made.gramian, self.made.context)
+            self.weights[name] = found.numpy()
+
+    def others(self) -> dict[str, Other]:
+        if not self.finite:
+            return {}
+        weights = np.stack([*self.weights.values()])
+        with np.errstate(all="ignore"):
+            lengths = np.sqrt((weights @ self.gramian * weights).sum(1))
+            sizes = (self.made.norm * lengths).tolist()
+            along = (weights @ self.made.products.numpy()).tolist()
+        cosines = map(_ratio, along, sizes)
+        others = dict(zip(self.weights, map(Other, weights.tolist(), cosines), strict=True))
+        return others | {name: others[twin] for name, twin in self.twins.items()}
 
 
 def weights_of(aggregator: Weigher, state: State, gramian: Tensor, context: Context) -> Tensor:
@@ -245,19 +280,27 @@ class Conflicts:
     """
 
     def __init__(self) -> None:
-        self._fresh: deque[tuple[Conflict, Callable[[], dict[str, Other]]]] = deque(maxlen=KEPT)
+        self._fresh: deque[tuple[Conflict, Made | None]] = deque(maxlen=KEPT)
         self._tallies: dict[tuple[str, str, tuple[str, ...]], _Tally] = {}
 
-    def add(self, conflict: Conflict, others: Callable[[], dict[str, Other]] = dict) -> None:
-        """One more was measured."""
-        self._fresh.append((conflict, others))
+    def add(self, conflict: Conflict, made: Made | None = None) -> None:
+        """One more was measured; the others are asked about what was `made`."""
+        self._fresh.append((conflict, made))
         key = conflict.aggregator, conflict.group, tuple(conflict.tasks)
         self._tallies.setdefault(key, _Tally()).add(conflict)
 
     def fetch(self) -> list[Conflict]:
         """Those since the last fetch, the newest thousand."""
+        waiting = [made for _, made in self._fresh if made is not None]
+        others: list[dict[str, Other]] = []
         with undisturbed(()):
-            fresh = [replace(conflict, others=others()) for conflict, others in self._fresh]
+            for start in range(0, len(waiting), REMEMBERED):
+                others += others_of(waiting[start : start + REMEMBERED])
+        asked = iter(others)
+        fresh = [
+            conflict if made is None else replace(conflict, others=next(asked))
+            for conflict, made in self._fresh
+        ]
         self._fresh.clear()
         return fresh
 

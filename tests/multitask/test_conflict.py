@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gradsurg.aggregators._solvers import REMEMBERED
 from gradsurg.aggregators.base import Context
 from gradsurg.catalogue import names
 from gradsurg.multitask.conflict import (
@@ -13,6 +14,8 @@ from gradsurg.multitask.conflict import (
     TWINS,
     Conflict,
     Conflicts,
+    Made,
+    Other,
     _comparable,
     conflict_of,
     numbers,
@@ -77,12 +80,19 @@ def test_what_does_not_exist_is_nan_and_is_not_logged() -> None:
     assert not any("weight" in path for path in said)
 
 
+def asked(
+    own: str, context: Context, gramian: Tensor, products: Tensor, norm: float
+) -> dict[str, Other]:
+    (others,) = others_of([Made(own, context, gramian, products, norm)])
+    return others
+
+
 def test_of_others_weights_and_cosine_are_those_of_their_updates() -> None:
     rows = torch.randn(3, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     losses = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
     context = Context(2, 0, "shared", ("a", "b", "c"), losses)
     update = rows[0] + 2 * rows[1]
-    others = others_of("mgda", context, rows @ rows.T, rows @ update, float(update.norm()))
+    others = asked("mgda", context, rows @ rows.T, rows @ update, float(update.norm()))
     made = {name: own for name, own, _ in _comparable(3)}
     assert set(others) == set(made) - {"mgda"}
     assert "agem" not in made  # which is for two tasks
@@ -99,10 +109,10 @@ def test_an_other_that_takes_no_two_tasks_is_left_out() -> None:
     rows = torch.eye(2, dtype=torch.float64)
     losses = torch.ones(2, dtype=torch.float64)
     context = Context(0, 0, "shared", ("a", "b"), losses)
-    others = others_of("sum", context, rows, rows.sum(0), 2**0.5)
+    others = asked("sum", context, rows, rows.sum(0), 2**0.5)
     assert "krum" not in others
     assert {"pcgrad", "agem"} < set(others)
-    assert others_of("sum", context, rows * torch.nan, rows.sum(0), 2**0.5) == {}
+    assert asked("sum", context, rows * torch.nan, rows.sum(0), 2**0.5) == {}
 
 
 def awkward(count: int, seed: int) -> Tensor:
@@ -126,7 +136,7 @@ def test_what_twins_would_have_done_is_their_own(count: int, scale: float) -> No
         rows = awkward(count, seed) * scale
         context = Context(seed, 0, "shared", losses=torch.ones(count, dtype=torch.float64))
         update = rows.mean(0)
-        others = others_of("mean", context, rows @ rows.T, rows @ update, float(update.norm()))
+        others = asked("mean", context, rows @ rows.T, rows @ update, float(update.norm()))
         for name, other in TWINS.items():
             if scale >= 1:
                 assert others[name] is others[other]  # or nothing is saved
@@ -137,6 +147,26 @@ def test_what_twins_would_have_done_is_their_own(count: int, scale: float) -> No
             if result.norm() > 1e-9 * scale:
                 cosine = torch.cosine_similarity(result, update, dim=0).item()
                 assert others[name].cosine == pytest.approx(cosine, abs=1e-6)
+
+
+def test_conflicts_that_are_fetched_together_have_each_its_own_others() -> None:
+    conflicts, alone = Conflicts(), []
+    for number in range(REMEMBERED + 5):
+        count = 2 + number % 3
+        rows = awkward(count, number)
+        own, context = (
+            ("mean", "mgda")[number % 2],
+            Context(number, 0, "shared", tuple("abcd"[:count])),
+        )
+        update = rows.mean(0)
+        made = Made(own, context, rows @ rows.T, rows @ update, float(update.norm()))
+        conflict = found(rows, None, update, "abcd"[:count])
+        conflicts.add(conflict, made if number % 5 else None)
+        alone.append(others_of([made])[0] if number % 5 else {})
+    fetched = conflicts.fetch()
+    assert [one.others for one in fetched] == alone
+    assert [len(one.tasks) for one in fetched] == [2 + number % 3 for number in range(len(alone))]
+    assert all("mean" not in one and "mgda" in one for one in alone[2::10])
 
 
 def test_the_newest_are_kept_until_they_are_fetched_and_the_means_of_all() -> None:
