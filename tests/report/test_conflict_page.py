@@ -34,7 +34,7 @@ def test_conflicts_have_their_table_map_lines_and_others(tmp_path: Path) -> None
         assert not one(driver, "#effects").is_displayed()
         rows = texts(driver, "#conflicts [aria-label='Conflict of each arm'] tbody tr")
         assert [row.split()[0] for row in rows] == ["mgda", "pcgrad", "control"]
-        assert rows[2].endswith("task0 25%")
+        assert rows[2].endswith("task0 25.0%")
         assert rows[1].endswith("none")
         assert one(driver, "#conflict-name").text == "mgda, n = 2 runs, 4 measured steps each"
         assert len(all_of(driver, "#conflicts rect[data-at]")) == 3 * 4
