@@ -19,7 +19,8 @@ from torch import nn
 
 import gradsurg as gs
 from gradsurg.aggregators.base import Context
-from gradsurg.multitask.conflict import Conflicts, Made, conflict_of
+from gradsurg.multitask.conflict import Conflicts, conflict_of
+from gradsurg.multitask.others import Made
 from gradsurg.tables import aligned
 
 TASKS, WIDTHS, BATCH = (2, 3, 8), (128, 1024), 100

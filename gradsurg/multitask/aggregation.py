@@ -20,8 +20,9 @@ from gradsurg.catalogue import snake
 from gradsurg.engine import undisturbed
 from gradsurg.intervention import Intervention
 from gradsurg.multitask.around import Around
-from gradsurg.multitask.conflict import Made, conflict_of
+from gradsurg.multitask.conflict import conflict_of
 from gradsurg.multitask.merging import Merged, merge, products
+from gradsurg.multitask.others import Made
 from gradsurg.multitask.shared_parameters import SHARED, SharedParameters
 from gradsurg.triggers.base import Moment, Sourced, Trigger
 from gradsurg.triggers.for_task import ForTask

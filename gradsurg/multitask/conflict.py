@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
@@ -12,25 +11,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from gradsurg.aggregators._solvers import REMEMBERED
-from gradsurg.aggregators.base import (
-    Context,
-    GramianAggregator,
-    LossWeighting,
-    State,
-)
-from gradsurg.catalogue import find, names
+from gradsurg.aggregators.base import Context
 from gradsurg.engine import undisturbed
+from gradsurg.multitask.others import Made, Other, others_of, ratio
 from gradsurg.tables import aligned
 
-Weigher = GramianAggregator | LossWeighting
-
-TWINS = {"fair_grad": "nash_mtl", "grad_vac": "pcgrad"}
-"""With their defaults, and at a first step, they do what others do: which is not solved twice."""
-REACHED = {"fair_grad": 1 - 2e-12}
-"""The square of how long an update must be for that, but for rounding: NashMTL's may not reach
-`max_norm`.
-"""
 KEPT = 1000  # conflicts that wait to be fetched
 SAID = {
     "conflict_rate": "conflict rate",
@@ -38,14 +23,6 @@ SAID = {
     "cosine_to_mean": "cosine to mean",
     "norm_to_mean": "norm to mean",
 }
-
-
-@dataclass(frozen=True)
-class Other:
-    """What another aggregator would have done, from the same gradients, at its first step."""
-
-    weights: list[float]
-    cosine: float  # of its update to the one that was used
 
 
 @dataclass(frozen=True)
@@ -131,12 +108,12 @@ def conflict_of(
         norms=norms.tolist(),
         cosines=cosines.tolist(),
         conflict_rate=_rate(pairs),
-        norm_spread=_ratio(float(real.max()), float(real.min())) if len(real) else nan,
+        norm_spread=ratio(float(real.max()), float(real.min())) if len(real) else nan,
         condition=_condition(cosines),
         weights=[] if weights is None else weights.tolist(),
         decrease=products.tolist(),
-        cosine_to_mean=_ratio(float(products.mean()), norm * mean),
-        norm_to_mean=_ratio(norm, mean),
+        cosine_to_mean=ratio(float(products.mean()), norm * mean),
+        norm_to_mean=ratio(norm, mean),
         weight_entropy=nan if weights is None else _entropy(weights.numpy()),
     )
 
@@ -180,99 +157,6 @@ def _entropy(weights: np.ndarray) -> float:
     return abs(float((shares * np.log(shares)).sum() / np.log(len(weights))))
 
 
-def _ratio(number: float, by: float) -> float:
-    return number / by if 0 < by < inf else nan
-
-
-@cache
-def _comparable(count: int) -> tuple[tuple[str, Weigher, State], ...]:
-    """Every aggregator that has weights, needs no field and takes so many tasks, with its defaults
-    and its first state.
-    """
-    made = []
-    for stem in names("aggregators"):
-        kind = find("aggregators", stem)
-        if issubclass(kind, Weigher):
-            try:
-                own = kind()
-            except ValueError:  # it has a field without a default
-                continue
-            if own.num_tasks in (None, count) and own.least_tasks <= count:
-                made.append((stem, own, own.init(count)))
-    return tuple(sorted(made, key=lambda own: own[0] in TWINS))
-
-
-@dataclass(frozen=True)
-class Made:
-    """What an aggregator made of the gradients of a group: what the others are compared with.
-
-    `products` are g_i . d and `norm` is |d|; `aggregator` is the name of the one that made d.
-    """
-
-    aggregator: str
-    context: Context
-    gramian: Tensor
-    products: Tensor
-    norm: float
-
-
-def others_of(made: Sequence[Made]) -> list[dict[str, Other]]:
-    """What every other aggregator would have done with each: one after the other is asked about
-    all, which takes two thirds of the time that it takes to ask all about one after the other.
-    """
-    answers = [_Answers(one) for one in made]
-    for count in {len(one.gramian) for one in made}:
-        asked = [one for one in answers if len(one.gramian) == count]
-        for name, aggregator, state in _comparable(count):
-            for one in asked:
-                one.ask(name, aggregator, state)
-    return [one.others() for one in answers]
-
-
-class _Answers:
-    """What others would have done with the same gradients."""
-
-    def __init__(self, made: Made) -> None:
-        self.made = made
-        self.gramian = made.gramian.numpy()
-        self.finite = bool(np.isfinite(self.gramian).all())
-        self.weights: dict[str, np.ndarray] = {}
-        self.twins: dict[str, str] = {}
-
-    def ask(self, name: str, aggregator: Weigher, state: State) -> None:
-        if name == self.made.aggregator or not self.finite:
-            return
-        twin = self.weights.get(TWINS.get(name, ""))
-        if twin is not None and not 0 < twin @ self.gramian @ twin < REACHED.get(name, 0.0):
-            self.twins[name] = TWINS[name]
-            return
-        # Else it has no answer, or takes no such losses, and was not asked to act.
-        with suppress(ArithmeticError, ValueError):
-            found = weights_of(aggregator, state, self.made.gramian, self.made.context)
-            self.weights[name] = found.numpy()
-
-    def others(self) -> dict[str, Other]:
-        if not self.finite:
-            return {}
-        weights = np.stack([*self.weights.values()])
-        with np.errstate(all="ignore"):
-            lengths = np.sqrt((weights @ self.gramian * weights).sum(1))
-            sizes = (self.made.norm * lengths).tolist()
-            along = (weights @ self.made.products.numpy()).tolist()
-        cosines = map(_ratio, along, sizes)
-        others = dict(zip(self.weights, map(Other, weights.tolist(), cosines), strict=True))
-        return others | {name: others[twin] for name, twin in self.twins.items()}
-
-
-def weights_of(aggregator: Weigher, state: State, gramian: Tensor, context: Context) -> Tensor:
-    """The weights that it gives in this state."""
-    match aggregator:
-        case GramianAggregator():
-            return aggregator.update(gramian, state, context)[0]
-        case LossWeighting():
-            return aggregator.weigh(len(gramian), state, context)[0]
-
-
 class Conflicts:
     """The conflicts of the measured steps: the newest until they are fetched, the means of all.
 
@@ -291,12 +175,8 @@ class Conflicts:
 
     def fetch(self) -> list[Conflict]:
         """Those since the last fetch, the newest thousand."""
-        waiting = [made for _, made in self._fresh if made is not None]
-        others: list[dict[str, Other]] = []
         with undisturbed(()):
-            for start in range(0, len(waiting), REMEMBERED):
-                others += others_of(waiting[start : start + REMEMBERED])
-        asked = iter(others)
+            asked = iter(others_of([made for _, made in self._fresh if made is not None]))
         fresh = [
             conflict if made is None else replace(conflict, others=next(asked))
             for conflict, made in self._fresh

@@ -58,17 +58,7 @@ def cautions(
         )
     if counts.get("failed"):
         said.append(f"{count(counts['failed'], 'run')} failed; the table of runs has the reasons.")
-    if line := repeats_line(outcomes):
-        said.append(line)
-    numbers = [one.difference.n for one in outcomes if one.difference and not one.repeats]
-    if numbers and min(numbers) < 6:
-        said.append(FEW)
-    compared = len({outcome.arm.name for outcome in outcomes if outcome.difference})
-    if compared > 1:
-        controlled = any(outcome.q_value is not None for outcome in outcomes)
-        chance = "of 20 that do nothing one is expected to look clear"
-        more = "; q allows for that" if controlled else ""
-        said.append(f"{compared} arms are compared at once: {chance}{more}.")
+    said += _of_seeds(outcomes)
     said += [line for arm in arms if (line := _dead(arm))]
     skipped = [n for run in runs if (n := (run.summary or {}).get("skipped_steps"))]
     if skipped:
@@ -88,6 +78,23 @@ def cautions(
             f"{count(untold, 'directory', 'directories')} without a run.json: paired with "
             "controls by their configs."
         )
+    return said
+
+
+def _of_seeds(outcomes: Sequence[Outcome]) -> list[str]:
+    """How much may be said of so many seeds, and of so many arms."""
+    said = []
+    if line := repeats_line(outcomes):
+        said.append(line)
+    numbers = [one.difference.n for one in outcomes if one.difference and not one.repeats]
+    if numbers and min(numbers) < 6:
+        said.append(FEW)
+    compared = len({outcome.arm.name for outcome in outcomes if outcome.difference})
+    if compared > 1:
+        controlled = any(outcome.q_value is not None for outcome in outcomes)
+        chance = "of 20 that do nothing one is expected to look clear"
+        more = "; q allows for that" if controlled else ""
+        said.append(f"{compared} arms are compared at once: {chance}{more}.")
     return said
 
 

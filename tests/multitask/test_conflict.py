@@ -9,19 +9,8 @@ from torch import Tensor
 from gradsurg.aggregators._solvers import REMEMBERED
 from gradsurg.aggregators.base import Context
 from gradsurg.catalogue import names
-from gradsurg.multitask.conflict import (
-    KEPT,
-    TWINS,
-    Conflict,
-    Conflicts,
-    Made,
-    Other,
-    _comparable,
-    conflict_of,
-    numbers,
-    others_of,
-    weights_of,
-)
+from gradsurg.multitask.conflict import KEPT, Conflict, Conflicts, conflict_of, numbers
+from gradsurg.multitask.others import TWINS, Made, Other, _comparable, others_of, weights_of
 
 CONTEXT = Context(step=4, group="shared", tasks=("a", "b"))
 
