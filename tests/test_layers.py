@@ -29,6 +29,7 @@ FLOORS = (
         "multitask.rows",
         "multitask.reaching",
         "multitask.features",
+        "multitask.others",
         "multitask.conflict",
         "multitask.merging",
         "multitask.around",
