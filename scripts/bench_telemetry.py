@@ -3,14 +3,14 @@
 python scripts/bench.py telemetry [--rounds 60]
 
 Each number is that of one measured step, of which 1 or 5 are fetched together: with its defaults
-the command measures one step in ten and logs one in fifty. `alone` is one fetch after the other;
-the other columns are after a step of UPGrad on a trunk of that width, which leaves little of it in
-the caches, as it is in a run. `of a step` is that share of it, at a step that is measured.
+the command measures one step in ten and logs one in fifty. `alone` is one after the other; in the
+other columns each is measured after a step of UPGrad on a trunk of that width, which leaves little
+of it in the caches, as it is in a run. `of a step` is that share of it, at a step that is measured.
 """
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from itertools import cycle, islice, product
+from itertools import cycle, product
 from statistics import median
 from time import perf_counter
 
@@ -19,7 +19,7 @@ from torch import nn
 
 import gradsurg as gs
 from gradsurg.aggregators.base import Context
-from gradsurg.multitask.conflict import Conflicts, conflict_of
+from gradsurg.multitask.conflict import Conflicts
 from gradsurg.multitask.others import Made
 from gradsurg.tables import aligned
 
@@ -47,23 +47,32 @@ def step_of(width: int, count: int, stack: ExitStack) -> Callable[[], object]:
     return step
 
 
-def telemetry_of(count: int, together: int) -> Callable[[], object]:
-    """All that is said of so many measured steps, each time of other gradients, whose norms are up
-    to 10 times apart.
+def telemetry_of(
+    count: int, together: int, step: Callable[[], object] | None = None
+) -> Callable[[], float]:
+    """Seconds of all that is said of one of so many measured steps, that are fetched together: each
+    time of other gradients, whose norms are up to 10 times apart, and after a training `step`.
     """
     context = Context(0, 0, "shared", tuple(map(str, range(count))), torch.rand(count))
     weights = torch.full((count,), 1 / count, dtype=torch.float64)
     sizes = torch.logspace(0, 1, count, dtype=torch.float64)
     rows = sizes[:, None] * torch.randn(DIFFERENT, count, 50, dtype=torch.float64)
-    steps = cycle([(gramian, gramian @ weights) for gramian in rows @ rows.mT])
+    gramians = cycle(rows @ rows.mT)
     conflicts = Conflicts()
 
-    def telemetry() -> None:
-        for gramian, falls in islice(steps, together):
-            norm = float(weights @ falls) ** 0.5
-            found = conflict_of("mean", context, gramian, weights, falls, norm)
-            conflicts.add(found, Made("mean", context, gramian, falls, norm))
-        conflicts.fetch()
+    def tell() -> None:
+        gramian = next(gramians)
+        falls = gramian @ weights
+        norm = float(weights @ falls) ** 0.5
+        conflicts.add(Made("mean", "mean", context, gramian, weights, falls, norm))
+
+    def telemetry() -> float:
+        taken = 0.0
+        for _ in range(together):
+            if step is not None:
+                step()
+            taken += _seconds(tell)
+        return (taken + _seconds(conflicts.fetch)) / together
 
     return telemetry
 
@@ -74,13 +83,14 @@ def table(rounds: int) -> str:
     for count, together in product(TASKS, TOGETHER):
         torch.manual_seed(0)
         telemetry = telemetry_of(count, together)
-        alone = [_seconds(telemetry) / together for _ in range(WARM + rounds)][WARM:]
+        alone = [telemetry() for _ in range(WARM + rounds)][WARM:]
         line = [str(count), str(together), f"{1e3 * min(alone):.2f}", f"{1e3 * median(alone):.2f}"]
         for width in WIDTHS:
             with ExitStack() as stack:
                 step = step_of(width, count, stack)
-                pairs = [(_seconds(step), _seconds(telemetry) / together) for _ in range(rounds)]
-            steps, after = zip(*pairs, strict=True)
+                steps = [_seconds(step) for _ in range(rounds)]
+                telemetry = telemetry_of(count, together, step)
+                after = [telemetry() for _ in range(rounds)]
             line += [f"{1e3 * min(after):.2f}", f"{1e3 * median(after):.2f}"]
             line.append(f"{median(after) / median(steps):.3f}")
         lines.append(line)

@@ -129,9 +129,10 @@ def _fit(weights: Tensor, shares: Sequence[float] | None = None, least: float = 
     """Whether float32 has room for all weights, but the small ones whose share is not above the
     least.
     """
-    sizes = [abs(weight) for weight in weights.tolist()]
-    if min(sizes) > NORMAL and max(sizes) < FAR:
+    own = weights.tolist()
+    if min(own) > NORMAL and max(own) < FAR:
         return True
+    sizes = [abs(weight) for weight in own]
     pairs = zip(sizes, shares or sizes, strict=True)
     return all(share <= least if size <= NORMAL else not size >= FAR for size, share in pairs)
 
@@ -144,17 +145,19 @@ def _combined_exactly(rows: Tensor, weights: Tensor) -> Tensor:
 def _combined(rows: Tensor, weights: Tensor) -> Tensor:
     if rows.dtype in HALVES:
         return _combined(rows.float(), weights).to(rows.dtype)
-    if len(rows) == 2 and rows.shape[1] >= COLUMNS and rows.device.type == "cpu" and weights[0]:
+    if rows.shape[1] < COLUMNS or rows.device.type != "cpu":
+        return weights.to(rows) @ rows
+    if len(rows) == 2 and weights[0]:
         # In one pass, where a product of a vector takes a quarter longer. A weight of 0 would hide
         # what is not finite in the first row.
         first, second = weights.tolist()
         return torch.addr(rows[:1], rows.new_ones(1), rows[1], beta=first, alpha=second)[0]
-    weights = weights.to(rows)
-    whole = rows.shape[1] // COLUMNS * COLUMNS
-    if not whole or rows.device.type != "cpu" or torch.get_num_threads() == 1:
+    weights = weights.to(rows.dtype)
+    if torch.get_num_threads() == 1:
         return weights @ rows
     # A CPU has one thread for a product of a vector, and all of them for a batch of such products.
     result = rows.new_empty(rows.shape[1])
+    whole = rows.shape[1] // COLUMNS * COLUMNS
     parts = rows[:, :whole].unflatten(1, (-1, COLUMNS)).transpose(0, 1)
     below = result[:whole].view(-1, 1, COLUMNS)
     torch.bmm(weights.expand(len(parts), 1, -1), parts, out=below)

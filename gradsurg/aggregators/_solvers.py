@@ -253,8 +253,10 @@ def _bargained_from(z: Array, cosines: Array, unit: Array, power: float) -> Arra
     for _ in range(NEWTON_STEPS):
         if energy <= RANK * v.sum() ** 2:
             return np.zeros_like(v)
+        curved = cosines.copy()
+        curved.flat[:: len(v) + 1] += power * wanted / v  # on the diagonal
         try:
-            step = -np.linalg.solve(cosines + np.diag(power * wanted / v), slope)
+            step = -np.linalg.solve(curved, slope)
         except np.linalg.LinAlgError:
             break
         relative = step / v
@@ -292,7 +294,9 @@ def _demand(
     return v, met - wanted, wanted, float(v @ met)
 
 
+@np.errstate(all="ignore")
 def limited(weights: Tensor, gramian: Tensor, max_norm: float) -> Tensor:
     """The weights of a gradient not longer than `max_norm`; 0 is no limit."""
-    length = float((weights @ gramian @ weights).clamp(min=0).sqrt()) if max_norm else 0.0
-    return weights * (max_norm / length) if length > max_norm else weights
+    own = weights.numpy()
+    length = sqrt(max(float(own @ gramian.numpy() @ own), 0.0)) if max_norm else 0.0
+    return torch.from_numpy(own * (max_norm / length)) if length > max_norm else weights

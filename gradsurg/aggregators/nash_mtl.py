@@ -3,6 +3,7 @@
 from dataclasses import KW_ONLY
 from typing import Annotated
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -57,7 +58,8 @@ class NashMTL(GramianAggregator):
         else:
             weights = weights_of(gramian, _bargained, _pairs.bargained)
             if self.normalize:
-                weights = weights * torch.linalg.vector_norm(gramian).sqrt()
+                matrix = gramian.numpy()
+                weights = torch.from_numpy(weights.numpy() * np.sqrt(np.linalg.norm(matrix)))
         used = limited(weights, gramian, self.max_norm)
         if state and used.isfinite().all():
             state = {"weights": weights, "age": state["age"] + 1}

@@ -20,7 +20,6 @@ from gradsurg.catalogue import snake
 from gradsurg.engine import undisturbed
 from gradsurg.intervention import Intervention
 from gradsurg.multitask.around import Around
-from gradsurg.multitask.conflict import conflict_of
 from gradsurg.multitask.merging import Merged, merge, products
 from gradsurg.multitask.others import Made
 from gradsurg.multitask.shared_parameters import SHARED, SharedParameters
@@ -184,11 +183,10 @@ class Aggregation:
             falls = products(parts, merged.grads) / scale**2
             # Waits for the device, at measured steps only.
             norm = sum(grad.double().square().sum().item() for grad in merged.grads) ** 0.5 / scale
-        found = conflict_of(self.label, context, gramian, weights, falls, norm)
         own = snake(type(self.aggregator).__name__)
-        many = self.at.granularity in ("module", "tensor")
-        made = None if many else Made(own, context, gramian, falls, norm)
-        self.around.conflicts.add(found, made)
+        weights = None if weights is None else weights.clone()  # as they are now
+        made = Made(self.label, own, context, gramian, weights, falls, norm)
+        self.around.conflicts.add(made, ask=self.at.granularity not in ("module", "tensor"))
 
     def _count(self, group: str) -> bool:
         """Count the gradients at hand; whether the aggregator is to act."""

@@ -9,14 +9,13 @@ from math import inf, isfinite, nan
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from gradsurg.aggregators.base import Context
 from gradsurg.engine import undisturbed
 from gradsurg.multitask.others import Made, Other, others_of, ratio
 from gradsurg.tables import aligned
 
 KEPT = 1000  # conflicts that wait to be fetched
+AT_ONCE = 50  # whose numbers are made together, where no fetch asks for them before
 SAID = {
     "conflict_rate": "conflict rate",
     "norm_spread": "norm spread",
@@ -84,16 +83,9 @@ def numbers(row: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def conflict_of(
-    label: str,
-    context: Context,
-    gramian: Tensor,
-    weights: Tensor | None,
-    products: Tensor,
-    norm: float,
-) -> Conflict:
-    """The numbers, from G (T, T), the weights, the products g_i . d (T,) and |d|."""
-    g = gramian.numpy()
+def conflict_of(made: Made) -> Conflict:
+    """The numbers of what was made."""
+    g, weights, products = made.gramian.numpy(), made.weights, made.products
     norms = np.sqrt(np.diagonal(g))
     with np.errstate(all="ignore"):
         cosines = _cosines(g, norms)
@@ -101,10 +93,10 @@ def conflict_of(
     real = norms[norms != 0]
     mean = float(np.sqrt(max(g.mean(), 0.0)))
     return Conflict(
-        step=context.step,
-        aggregator=label,
-        group=context.group,
-        tasks=list(context.tasks),
+        step=made.context.step,
+        aggregator=made.label,
+        group=made.context.group,
+        tasks=list(made.context.tasks),
         norms=norms.tolist(),
         cosines=cosines.tolist(),
         conflict_rate=_rate(pairs),
@@ -112,8 +104,8 @@ def conflict_of(
         condition=_condition(cosines),
         weights=[] if weights is None else weights.tolist(),
         decrease=products.tolist(),
-        cosine_to_mean=ratio(float(products.mean()), norm * mean),
-        norm_to_mean=ratio(norm, mean),
+        cosine_to_mean=ratio(float(products.mean()), made.norm * mean),
+        norm_to_mean=ratio(made.norm, mean),
         weight_entropy=nan if weights is None else _entropy(weights.numpy()),
     )
 
@@ -160,21 +152,24 @@ def _entropy(weights: np.ndarray) -> float:
 class Conflicts:
     """The conflicts of the measured steps: the newest until they are fetched, the means of all.
 
-    What other aggregators would have done takes them their time, and waits for the fetch.
+    Inside a step nothing is in the caches that all this needs: the numbers wait until some of them
+    are made at once, and what other aggregators would have done waits for the fetch.
     """
 
     def __init__(self) -> None:
+        self._waiting: list[tuple[Made, bool]] = []
         self._fresh: deque[tuple[Conflict, Made | None]] = deque(maxlen=KEPT)
         self._tallies: dict[tuple[str, str, tuple[str, ...]], _Tally] = {}
 
-    def add(self, conflict: Conflict, made: Made | None = None) -> None:
-        """One more was measured; the others are asked about what was `made`."""
-        self._fresh.append((conflict, made))
-        key = conflict.aggregator, conflict.group, tuple(conflict.tasks)
-        self._tallies.setdefault(key, _Tally()).add(conflict)
+    def add(self, made: Made, ask: bool = True) -> None:
+        """One more was measured; the others are to be asked about it, or not."""
+        self._waiting.append((made, ask))
+        if len(self._waiting) == AT_ONCE:
+            self._settle()
 
     def fetch(self) -> list[Conflict]:
         """Those since the last fetch, the newest thousand."""
+        self._settle()
         with undisturbed(()):
             asked = iter(others_of([made for _, made in self._fresh if made is not None]))
         fresh = [
@@ -186,8 +181,18 @@ class Conflicts:
 
     def table(self) -> str:
         """Means over the measured steps: how far tasks conflict, and what was made of each."""
+        self._settle()
         parts = [tally.table(*key) for key, tally in self._tallies.items()]
         return "\n\n".join(parts) or "no conflict was measured"
+
+    def _settle(self) -> None:
+        """The numbers of all that wait."""
+        waiting, self._waiting = self._waiting, []
+        for made, ask in waiting:
+            conflict = conflict_of(made)
+            self._fresh.append((conflict, made if ask else None))
+            key = conflict.aggregator, conflict.group, tuple(conflict.tasks)
+            self._tallies.setdefault(key, _Tally()).add(conflict)
 
 
 class _Tally:

@@ -15,12 +15,8 @@ from gradsurg.catalogue import find, names
 
 Weigher = GramianAggregator | LossWeighting
 
-TWINS = {"fair_grad": "nash_mtl", "grad_vac": "pcgrad"}
+TWINS = {"fair_grad": "nash_mtl", "grad_norm": "sum", "grad_vac": "pcgrad"}
 """With their defaults, and at a first step, they do what others do: which is not solved twice."""
-REACHED = {"fair_grad": 1 - 2e-12}
-"""The square of how long an update must be for that, but for rounding: NashMTL's may not reach
-`max_norm`.
-"""
 
 
 @dataclass(frozen=True)
@@ -51,14 +47,17 @@ def _comparable(count: int) -> tuple[tuple[str, Weigher, State], ...]:
 
 @dataclass(frozen=True)
 class Made:
-    """What an aggregator made of the gradients of a group: what the others are compared with.
+    """What an aggregator made of the gradients g_i of a group: an update d.
 
-    `products` are g_i . d and `norm` is |d|; `aggregator` is the name of the one that made d.
+    `label` is the name of its intervention, `aggregator` its own. `weights` are the w of
+    d = sum w_i g_i, where there is one; `products` are g_i . d and `norm` is |d|.
     """
 
+    label: str
     aggregator: str
     context: Context
     gramian: Tensor
+    weights: Tensor | None
     products: Tensor
     norm: float
 
@@ -92,7 +91,7 @@ class _Answers:
         if name == self.made.aggregator or not self.finite:
             return
         twin = self.weights.get(TWINS.get(name, ""))
-        if twin is not None and not 0 < twin @ self.gramian @ twin < REACHED.get(name, 0.0):
+        if twin is not None and self._agree(name, twin):
             self.twins[name] = TWINS[name]
             return
         # Else it has no answer, or takes no such losses, and was not asked to act.
@@ -100,10 +99,21 @@ class _Answers:
             found = weights_of(aggregator, state, self.made.gramian, self.made.context)
             self.weights[name] = found.numpy()
 
+    def _agree(self, name: str, twin: np.ndarray) -> bool:
+        """Whether it does here what its twin does, of these weights."""
+        match name:
+            case "fair_grad":  # NashMTL's update may not be as long as `max_norm`, but for rounding
+                return not 0 < twin @ self.gramian @ twin < 1 - 2e-12
+            case "grad_norm":  # it takes no losses below zero
+                losses = self.made.context.losses
+                return losses is not None and min(losses.tolist()) >= 0
+            case _:
+                return True
+
     def others(self) -> dict[str, Other]:
         if not self.finite:
             return {}
-        weights = np.stack([*self.weights.values()])
+        weights = np.array([*self.weights.values()])  # a third of what `np.stack` takes
         with np.errstate(all="ignore"):
             lengths = np.sqrt((weights @ self.gramian * weights).sum(1))
             sizes = (self.made.norm * lengths).tolist()

@@ -1,6 +1,8 @@
 """The numbers of a conflict are those of the rows, and the others' those of the others."""
 
-from math import inf, isnan, log
+from dataclasses import replace
+from math import inf, isnan, log, nan
+from weakref import ref
 
 import pytest
 import torch
@@ -9,16 +11,27 @@ from torch import Tensor
 from gradsurg.aggregators._solvers import REMEMBERED
 from gradsurg.aggregators.base import Context
 from gradsurg.catalogue import names
-from gradsurg.multitask.conflict import KEPT, Conflict, Conflicts, conflict_of, numbers
+from gradsurg.multitask.conflict import AT_ONCE, KEPT, Conflict, Conflicts, conflict_of, numbers
 from gradsurg.multitask.others import TWINS, Made, Other, _comparable, others_of, weights_of
 
 CONTEXT = Context(step=4, group="shared", tasks=("a", "b"))
 
 
-def found(rows: Tensor, weights: Tensor | None, update: Tensor, tasks: str = "ab") -> Conflict:
-    context = Context(step=4, group="shared", tasks=tuple(tasks))
+def made(
+    rows: Tensor,
+    weights: Tensor | None,
+    update: Tensor,
+    tasks: str = "ab",
+    own: str = "mine",
+    context: Context = CONTEXT,
+) -> Made:
+    context = replace(context, tasks=tuple(tasks))
     norm = float(update.norm())
-    return conflict_of("mine", context, rows @ rows.T, weights, rows @ update, norm)
+    return Made("mine", own, context, rows @ rows.T, weights, rows @ update, norm)
+
+
+def found(rows: Tensor, weights: Tensor | None, update: Tensor, tasks: str = "ab") -> Conflict:
+    return conflict_of(made(rows, weights, update, tasks))
 
 
 def test_each_number_is_what_was_worked_out_by_hand() -> None:
@@ -48,7 +61,7 @@ def test_means_are_those_of_the_steps_at_which_a_number_exists() -> None:
     conflicts = Conflicts()
     for first in (3.0, float("nan"), 5.0):
         rows = torch.tensor([[first, 0.0], [0.0, 2.0]], dtype=torch.float64)
-        conflicts.add(found(rows, torch.ones(2, dtype=torch.float64), rows.sum(0)))
+        conflicts.add(made(rows, torch.ones(2, dtype=torch.float64), rows.sum(0)))
     table = conflicts.table()
     assert "3 measured steps, 1 of them with a gradient that is not finite: conf" in table
     assert [line.split()[:2] for line in table.splitlines()[3:]] == [["a", "4"], ["b", "2"]]
@@ -72,7 +85,7 @@ def test_what_does_not_exist_is_nan_and_is_not_logged() -> None:
 def asked(
     own: str, context: Context, gramian: Tensor, products: Tensor, norm: float
 ) -> dict[str, Other]:
-    (others,) = others_of([Made(own, context, gramian, products, norm)])
+    (others,) = others_of([Made("mine", own, context, gramian, None, products, norm)])
     return others
 
 
@@ -82,12 +95,12 @@ def test_of_others_weights_and_cosine_are_those_of_their_updates() -> None:
     context = Context(2, 0, "shared", ("a", "b", "c"), losses)
     update = rows[0] + 2 * rows[1]
     others = asked("mgda", context, rows @ rows.T, rows @ update, float(update.norm()))
-    made = {name: own for name, own, _ in _comparable(3)}
-    assert set(others) == set(made) - {"mgda"}
-    assert "agem" not in made  # which is for two tasks
-    assert set(made) < set(names("aggregators"))
+    asks = {name: own for name, own, _ in _comparable(3)}
+    assert set(others) == set(asks) - {"mgda"}
+    assert "agem" not in asks  # which is for two tasks
+    assert set(asks) < set(names("aggregators"))
     for name, other in others.items():
-        theirs = made[name](rows, context)
+        theirs = asks[name](rows, context)
         cosine = torch.cosine_similarity(theirs, update, dim=0).item()
         assert other.cosine == pytest.approx(cosine, abs=1e-9), name
         weights = torch.tensor(other.weights, dtype=torch.float64)
@@ -120,7 +133,7 @@ def awkward(count: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("count", [2, 3, 8])
 @pytest.mark.parametrize("scale", [1e-6, 0.01, 0.1, 1.0, 1e3])
 def test_what_twins_would_have_done_is_their_own(count: int, scale: float) -> None:
-    made = {name: (own, state) for name, own, state in _comparable(count)}
+    asks = {name: (own, state) for name, own, state in _comparable(count)}
     for seed in range(8):
         rows = awkward(count, seed) * scale
         context = Context(seed, 0, "shared", losses=torch.ones(count, dtype=torch.float64))
@@ -129,7 +142,7 @@ def test_what_twins_would_have_done_is_their_own(count: int, scale: float) -> No
         for name, other in TWINS.items():
             if scale >= 1:
                 assert others[name] is others[other]  # or nothing is saved
-            own = weights_of(*made[name], rows @ rows.T, context)
+            own = weights_of(*asks[name], rows @ rows.T, context)
             theirs = torch.tensor(others[name].weights, dtype=torch.float64)
             torch.testing.assert_close(theirs, own)
             result = own @ rows
@@ -138,20 +151,25 @@ def test_what_twins_would_have_done_is_their_own(count: int, scale: float) -> No
                 assert others[name].cosine == pytest.approx(cosine, abs=1e-6)
 
 
+@pytest.mark.parametrize("losses", [(1.0, 0.0), (1.0, nan), (1.0, -0.1), None])
+def test_what_takes_no_such_losses_would_have_done_nothing(losses: tuple[float] | None) -> None:
+    rows = torch.eye(2, dtype=torch.float64)
+    values = None if losses is None else torch.tensor(losses, dtype=torch.float64)
+    others = asked("mean", replace(CONTEXT, losses=values), rows, rows.sum(0), 2**0.5)
+    refuses = losses is None or min(losses) < 0
+    assert ("uncertainty_weighting" not in others) == refuses
+    assert ("grad_norm" not in others) == refuses
+
+
 def test_conflicts_that_are_fetched_together_have_each_its_own_others() -> None:
     conflicts, alone = Conflicts(), []
     for number in range(REMEMBERED + 5):
         count = 2 + number % 3
         rows = awkward(count, number)
-        own, context = (
-            ("mean", "mgda")[number % 2],
-            Context(number, 0, "shared", tuple("abcd"[:count])),
-        )
-        update = rows.mean(0)
-        made = Made(own, context, rows @ rows.T, rows @ update, float(update.norm()))
-        conflict = found(rows, None, update, "abcd"[:count])
-        conflicts.add(conflict, made if number % 5 else None)
-        alone.append(others_of([made])[0] if number % 5 else {})
+        own, context = ("mean", "mgda")[number % 2], Context(number, 0, "shared")
+        one = made(rows, None, rows.mean(0), "abcd"[:count], own, context)
+        conflicts.add(one, ask=bool(number % 5))
+        alone.append(others_of([one])[0] if number % 5 else {})
     fetched = conflicts.fetch()
     assert [one.others for one in fetched] == alone
     assert [len(one.tasks) for one in fetched] == [2 + number % 3 for number in range(len(alone))]
@@ -162,13 +180,18 @@ def test_the_newest_are_kept_until_they_are_fetched_and_the_means_of_all() -> No
     conflicts = Conflicts()
     assert conflicts.table() == "no conflict was measured"
     rows = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
-    for number in range(KEPT + 2):
-        conflicts.add(found(rows * (1 + number % 2), None, rows[0]))
+    first, count = made(rows, None, rows[0]), KEPT + AT_ONCE + 2
+    oldest = ref(first)
+    conflicts.add(first)
+    del first
+    for number in range(1, count):
+        conflicts.add(made(rows * (1 + number % 2), None, rows[0]))
+    assert oldest() is None
     fetched = conflicts.fetch()
     assert len(fetched) == KEPT
     assert conflicts.fetch() == []
     said = conflicts.table()
-    assert f"mine at shared, {KEPT + 2} measured steps: conflict rate 0" in said
+    assert f"mine at shared, {count} measured steps: conflict rate 0" in said
     assert "1.5" in said.splitlines()[3].split()  # the mean norm
 
 
@@ -176,7 +199,7 @@ def test_steps_at_which_a_gradient_was_not_finite_are_told_apart() -> None:
     conflicts = Conflicts()
     for bad in (0.0, torch.nan, torch.inf):
         rows = torch.tensor([[1.0, 0.0], [bad, 1.0]], dtype=torch.float64)
-        conflicts.add(found(rows, None, rows[0]))
+        conflicts.add(made(rows, None, rows[0]))
     assert "3 measured steps, 2 of them with a gradient that is not finite: " in conflicts.table()
 
 
@@ -190,10 +213,10 @@ def test_the_conflict_rate_is_of_the_pairs_that_have_a_cosine() -> None:
 def test_where_there_are_weights_at_some_steps_alone_the_table_has_their_mean() -> None:
     rows = torch.tensor([[1.0, 0.0], [0.0, 3.0]], dtype=torch.float64)
     conflicts, without = Conflicts(), Conflicts()
-    without.add(found(rows, None, rows[0]))
+    without.add(made(rows, None, rows[0]))
     for first in (None, 1.0, 2.0, None):
         weights = None if first is None else torch.tensor([first, 2.0], dtype=torch.float64)
-        conflicts.add(found(rows, weights, rows[0]))
+        conflicts.add(made(rows, weights, rows[0]))
     _, head, _, first_row, _ = map(str.split, conflicts.table().splitlines())
     assert head[:4] == ["task", "norm", "weight", "decrease"]
     assert first_row[1:4] == ["1", "1.5", "1"]

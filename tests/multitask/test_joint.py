@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.aggregators.base import Aggregator
+from gradsurg.aggregators.base import Aggregator, Weighting
 from gradsurg.multitask.shared_parameters import Granularity
 from tests.multitask.nets import (
     Grads,
@@ -87,6 +87,24 @@ def test_measuring_what_weighs_losses_tells_the_conflict_of_its_weights() -> Non
     assert conflict.norms == pytest.approx(rows.norm(dim=1).tolist())
     assert conflict.decrease == pytest.approx((rows @ update).tolist(), rel=1e-4)
     assert conflict.norm_to_mean == pytest.approx(float(update.norm() / rows.mean(0).norm()))
+
+
+class Reusing(Weighting):
+    """One that gives the same tensor each time, with other numbers in it."""
+
+    def __init__(self) -> None:
+        self.given = torch.zeros(3, dtype=torch.float64)
+
+    def weights(self, gramian: Tensor) -> Tensor:
+        return self.given.add_(1)
+
+
+def test_weights_are_told_as_they_were_at_their_step() -> None:
+    model = Net()
+    with gs.Surgery(at_shared(Reusing())).attach(model) as live:
+        for _ in range(2):
+            live.backward(losses_of(model))
+    assert [one.weights for one in live.conflicts.fetch()] == [[1.0] * 3, [2.0] * 3]
 
 
 # One backward a task
