@@ -43,13 +43,15 @@ def leaves_of(loss: Tensor) -> set[int]:
 
 
 def _edges_after(edge: tuple[Node, int]) -> list[tuple[Node, int]]:
-    """The edges that a gradient flows on to from one, as far as it was seen. Of a node that is no
-    compiled graph all outputs are one.
+    """The edges that a gradient flows on to from one, as far as it was seen: none of a graph that
+    has one backward alone. Of a node that is no compiled graph all outputs are one.
     """
     node, number = edge
     edges = [(own, at) for own, at in node.next_functions if own is not None]
     if node.name() != COMPILED:
         return [(own, at if own.name() == COMPILED else 0) for own, at in edges]
+    if not compiler.runs_again(node):  # asking takes the one backward that it has
+        return []
     seen = _SEEN.setdefault(type(node), {})
     through, probes = seen.get(number, (set(), 0))
     if probes < PROBES and len(through) < len(edges):

@@ -137,6 +137,28 @@ def test_graphs_of_one_backward_that_one_task_has_or_that_are_passed_once_are_no
     close(*found)
 
 
+@pytest.mark.slow
+def test_what_a_graph_of_one_backward_has_saved_is_not_written_to() -> None:
+    model = Net(("a", "b"))
+    model.trunk.extend([nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.Tanh()])
+    encoder = compiled(model.trunk, backend="inductor")
+
+    def losses(encode: nn.Module) -> dict[str, Tensor]:
+        return {
+            task: (head(encode(number * batch(5))) - 1).square().mean()
+            for number, (task, head) in enumerate(model.heads.items(), 1)
+        }
+
+    sum(losses(encoder).values()).backward()
+    found = []
+    for encode in (encoder, model.trunk):
+        model.zero_grad()
+        with gs.Surgery(at_shared(gs.PCGrad())).attach(model) as live:
+            live.backward(losses(encode))
+        found.append(grads_of(model))
+    close(*found)
+
+
 def test_a_graph_of_one_backward_is_not_retained() -> None:
     model = Losing()
     called = before(model)
