@@ -86,6 +86,9 @@ def keeping_buffers() -> Iterator[None]:
             functorch.donated_buffer, compiler.cache_key_tag = _before.get()
 
 
+COMPILED = "CompiledFunctionBackward"
+"""The name of the autograd node of all that has become one graph."""
+
 _KEPT = "/gradsurg keeps buffers"
 _open: ContextVar[tuple[object, ...]] = ContextVar("gradsurg_keeping", default=())
 _before: ContextVar[tuple[bool, str]] = ContextVar("gradsurg_before")  # the first was opened

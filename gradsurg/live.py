@@ -84,20 +84,21 @@ class Live:
         `losses` are tensors of no axes, by the names of their tasks or in an order. The gradients
         of the tasks flow one after the other, and transforms meet each of them. An aggregator makes
         one gradient of them for each group of shared parameters; a parameter that one task alone
-        reaches gets that of its task. The results are added to `.grad`, of parameters of the model
-        and of the optimizer only. A hook of your own on a parameter is called for each task, and
-        then for the result.
+        reaches gets that of its task. The results are added to `.grad`. Other leaves, as an input
+        that needs a gradient, get the sum. A hook of your own on a parameter is called for each
+        task, and then for the result.
 
         An aggregator that weighs losses, as `Mean` does, takes one backward of the weighed losses
         instead, unless a transform on the way is not linear, which is to meet each task: so the
         weights are those of the heads too. At steps that are measured the tasks have passes of
         their own besides, which hooks of your own meet. With no aggregator it is one backward of
-        the sum. Where it is one, as where engine `feature` goes on from the representation, leaves
-        of other kinds get gradients too.
+        the sum.
 
         With `aggregate=False` the gradients wait, and are added to those of the next call: several
-        batches make one step so. `retain_graph` is that of `Tensor.backward`. With a GradScaler
-        give scaled losses.
+        batches make one step so, of which each may have some of the tasks (but where losses are
+        weighed). `discard` drops what waits, as where a batch is left out; so do an error and a
+        step of the optimizer. `retain_graph` is that of `Tensor.backward`. With a GradScaler give
+        scaled losses.
 
         Raises TypeError or ValueError for what is no loss, for losses that share no parameter, and
         for a transform that would remember the gradients of one task for the next.
@@ -105,6 +106,10 @@ class Live:
         _ = self._roster.patient
         with self._changes.held():
             self._joint.backward(losses, self._roster.attached, aggregate, retain_graph)
+
+    def discard(self) -> None:
+        """Drop the gradients that wait since `live.backward(..., aggregate=False)`, if any do."""
+        self._joint.discard()
 
     def tick(self) -> None:
         """One optimizer step is done; called by the optimizer's own hook where one was given."""

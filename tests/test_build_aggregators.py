@@ -95,6 +95,10 @@ SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
         (["aggregator.order=nope"], ["aggregator.order: must be one of"]),
         (["shared.engine=feature", "accumulate=3"], [ONE_FORWARD]),
         (["shared.engine=feature", "accumulate=3", "steps=0"], [ONE_FORWARD]),
+        (
+            ["shared.engine=feature", "compile=true"],
+            ["shared.engine: feature goes on from a representation, which a model that is "],
+        ),
     ],
 )
 def test_a_wrong_aggregator_is_a_line_of_its_key(words: list[str], faults: list[str]) -> None:

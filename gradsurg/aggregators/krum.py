@@ -43,6 +43,7 @@ class Krum(Weighting):
         matrix = gramian.numpy()
         if not np.isfinite(matrix).all():
             return torch.full((count,), torch.nan, dtype=torch.float64)
+        matrix = (matrix + matrix.T) / 2  # or rounding would choose one of a pair
         squares = matrix.diagonal()
         distances = np.maximum(squares + squares[:, None] - 2 * matrix, 0.0)
         distances.flat[:: count + 1] = 0.0

@@ -58,12 +58,19 @@ class NashMTL(GramianAggregator):
         else:
             weights = weights_of(gramian, _bargained, _pairs.bargained)
             if self.normalize:
-                matrix = gramian.numpy()
-                weights = torch.from_numpy(weights.numpy() * np.sqrt(np.linalg.norm(matrix)))
+                weights = torch.from_numpy(weights.numpy() * _root_of_norm(gramian.numpy()))
         used = limited(weights, gramian, self.max_norm)
         if state and used.isfinite().all():
             state = {"weights": weights, "age": state["age"] + 1}
         return used, state
+
+
+def _root_of_norm(matrix: Array) -> float:
+    """The root of its Frobenius norm, of which no number is too large or small to be squared."""
+    largest = np.abs(matrix).max()
+    if not 0 < largest < np.inf:
+        return np.sqrt(largest)
+    return np.sqrt(largest) * np.sqrt(np.linalg.norm(matrix / largest))
 
 
 def _bargained(cosines: Array, norms: Array) -> Array:

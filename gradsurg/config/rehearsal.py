@@ -50,6 +50,13 @@ def check_manner(
     if settings.compile and selector is not None:
         with faults.at("site"):
             check_compiled(selector)
+    if settings.compile and joint is not None and isinstance(joint.at, SharedParameters):
+        with faults.at("shared.engine"):
+            if joint.at.engine == "feature":
+                raise ValueError(
+                    "feature goes on from a representation, which a model that is compiled as one "
+                    "does not show: use full, or compile=false"
+                )
 
 
 def check_batch(settings: Settings, data: Data | None, faults: Faults) -> None:

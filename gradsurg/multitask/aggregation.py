@@ -98,6 +98,7 @@ class Aggregation:
                 context, state = self._context(SHARED, losses), self._state(SHARED, tasks)
                 weights, state = self.aggregator.weigh(len(tasks), state, context)
                 self._keep(SHARED, tasks, state)
+                self._tell_alone(losses, weights)
         self._weights, self._weighed = None if last else weights, tasks
         return weights
 
@@ -248,6 +249,17 @@ class Aggregation:
                 f"{self.around.clock.step}",
                 of=f"{self.label} not finite",
             )
+
+    def _tell_alone(self, losses: Mapping[str, float], weights: Tensor) -> None:
+        """Say so if a task without a loss has taken the weight of all others."""
+        shares = (weights / weights.sum()).tolist()
+        for (name, loss), share in zip(losses.items(), shares, strict=True):
+            if loss == 0 and share > 0.99 and len(shares) > 1:
+                self.around.tell(
+                    f"{self.label}: the loss of {name} is 0 at step {self.around.clock.step}, and "
+                    "so it has all the weight and the other tasks none",
+                    of=f"{self.label}: {name} has all the weight",
+                )
 
     def _check_finite(self, merged: Merged, context: Context) -> None:
         if merged.gramian is None or bool(merged.gramian.isfinite().all()):

@@ -11,8 +11,6 @@ from torch.autograd.graph import Node, get_gradient_edge
 from gradsurg import compiler
 from gradsurg.multitask.losses import nodes_after, nodes_of, walk
 
-COMPILED = "CompiledFunctionBackward"  # the node of all that has become one graph
-
 PROBES = 5
 
 # What each output of a graph has let through so far, as numbers of next nodes, in so many probes.
@@ -29,7 +27,7 @@ def runs_once(losses: Iterable[Tensor], shared: bool = False, below: Iterable[No
     met = Counter(chain.from_iterable(nodes_of([loss]) for loss in losses))
     left_out = walk(below, nodes_after)
     return any(
-        node.name() == COMPILED and not compiler.runs_again(node)
+        node.name() == compiler.COMPILED and not compiler.runs_again(node)
         for node, number in met.items()
         if number > shared and node not in left_out
     )
@@ -48,8 +46,8 @@ def _edges_after(edge: tuple[Node, int]) -> list[tuple[Node, int]]:
     """
     node, number = edge
     edges = [(own, at) for own, at in node.next_functions if own is not None]
-    if node.name() != COMPILED:
-        return [(own, at if own.name() == COMPILED else 0) for own, at in edges]
+    if node.name() != compiler.COMPILED:
+        return [(own, at if own.name() == compiler.COMPILED else 0) for own, at in edges]
     if not compiler.runs_again(node):  # asking takes the one backward that it has
         return []
     seen = _SEEN.setdefault(type(node), {})

@@ -16,6 +16,7 @@ from gradsurg.tables import aligned
 
 KEPT = 1000  # conflicts that wait to be fetched
 AT_ONCE = 50  # whose numbers are made together, where no fetch asks for them before
+TALLIES = 20  # sets of tasks whose means are kept apart
 SAID = {
     "conflict_rate": "conflict rate",
     "norm_spread": "norm spread",
@@ -129,7 +130,7 @@ def _rate(pairs: np.ndarray) -> float:
     known = np.count_nonzero(np.isfinite(pairs))
     if not known:
         return nan if len(pairs) else 0.0
-    return np.count_nonzero(pairs < 0) / known
+    return float(np.count_nonzero(pairs < 0) / known)
 
 
 def _condition(cosines: np.ndarray) -> float:
@@ -160,6 +161,7 @@ class Conflicts:
         self._waiting: list[tuple[Made, bool]] = []
         self._fresh: deque[tuple[Conflict, Made | None]] = deque(maxlen=KEPT)
         self._tallies: dict[tuple[str, str, tuple[str, ...]], _Tally] = {}
+        self._further = 0  # that were of still other tasks
 
     def add(self, made: Made, ask: bool = True) -> None:
         """One more was measured; the others are to be asked about it, or not."""
@@ -183,6 +185,8 @@ class Conflicts:
         """Means over the measured steps: how far tasks conflict, and what was made of each."""
         self._settle()
         parts = [tally.table(*key) for key, tally in self._tallies.items()]
+        if self._further:
+            parts.append(f"{self._further} more conflicts, of other sets of tasks, are in no mean")
         return "\n\n".join(parts) or "no conflict was measured"
 
     def _settle(self) -> None:
@@ -192,7 +196,10 @@ class Conflicts:
             conflict = conflict_of(made)
             self._fresh.append((conflict, made if ask else None))
             key = conflict.aggregator, conflict.group, tuple(conflict.tasks)
-            self._tallies.setdefault(key, _Tally()).add(conflict)
+            if key not in self._tallies and len(self._tallies) == TALLIES:
+                self._further += 1
+            else:
+                self._tallies.setdefault(key, _Tally()).add(conflict)
 
 
 class _Tally:

@@ -109,6 +109,11 @@ def cut(losses: Mapping[str, Tensor], at: "Watch | None" = None) -> Cut:
             f"the losses {', '.join(losses)} share no graph: no tensor that needs a gradient is "
             "part of two of them"
         )
+    if any(count > 1 and node.name() == compiler.COMPILED for node, count in above.items()):
+        raise RuntimeError(
+            f"features: the losses {', '.join(losses)} part inside of what was compiled as one, "
+            "which does not show where: compile the trunk and the heads apart, or use engine='full'"
+        )
     entered_nodes = {edge.node for edge in edges.values()}
     beneath = walk(chain.from_iterable(map(nodes_after, entered_nodes)), nodes_after)
     _check_apart(heads, beneath)

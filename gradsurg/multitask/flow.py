@@ -110,7 +110,7 @@ def check_tasks(picky: Sequence[Attached], names: Sequence[str]) -> None:
             if part.task not in names:
                 raise LookupError(
                     f"{own.label}: {part!r}, and there is no loss '{part.task}'. "
-                    f"{nearest(part.task, list(names))}"
+                    f"{nearest(part.task, list(names))} The first live.backward must have it"
                 )
 
 

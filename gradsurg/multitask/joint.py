@@ -31,6 +31,8 @@ from gradsurg.multitask.passes import ERRORS, Passes, refuse_a_second_backward
 from gradsurg.multitask.reaching import had_alone, meeting, nothing_shared, reaching, some
 from gradsurg.multitask.rows import Block, Rows, views
 
+STILL = 10  # updates in which an optimizer has made no step, and so is not the one in use
+
 
 class Joint:
     """The aggregators of an attachment, and the backward passes of its losses."""
@@ -46,6 +48,8 @@ class Joint:
         self._keeps = False
         self._most = 0  # losses of one call
         self._asked = False  # whether the tasks have heads of their own
+        self._ended = 0  # calls that were a step's last
+        self._stepped = 0
         self._tasks: dict[str, None] = {}  # all that have come
 
     def join(self, intervention: Intervention, label: str) -> None:
@@ -77,11 +81,12 @@ class Joint:
         check_tasks(call.picky, list(self._tasks))
         one = self.aggregations[0] if self.aggregations else None
         self._most = max(self._most, len(call.losses))
+        self._ended += last
         try:
             self._go_back(one, call)
-        except ERRORS:
-            for own in self.aggregations:
-                own.forget()
+        except ERRORS as error:
+            if self.discard():
+                error.add_note("what waited since live.backward(.., aggregate=False) is dropped")
             raise
         if last and self._patient is not None and self._patient.optimizer is None:
             self.around.clock.backwards += 1
@@ -102,13 +107,21 @@ class Joint:
 
     def stepped(self) -> None:
         """The optimizer has made a step."""
-        if self._passes.waiting or any(one.waits for one in self.aggregations):
+        self._stepped += 1
+        if self.discard():
             self.around.tell(
-                "the optimizer has made a step while gradients waited: the last live.backward of a "
-                "step is the one with aggregate=True"
+                "the optimizer has made a step while gradients waited, which are dropped: the last "
+                "live.backward of a step is the one with aggregate=True"
             )
         for one in self.aggregations:
             one.stepped()
+
+    def discard(self) -> bool:
+        """Drop what waits for more losses of this step; whether anything did."""
+        waited = any(one.waits for one in self.aggregations)
+        for one in self.aggregations:
+            one.forget()
+        return self._passes.discard() or waited
 
     def notice(self, scaler: GradScaler) -> None:
         """A scaler that was not told makes the steps."""
@@ -128,6 +141,8 @@ class Joint:
         why = "live.backward(losses) was never called"
         if self._tasks:
             why = "no two tasks were seen to reach a parameter that it has"
+        if self._tasks and not self._ended:
+            why = "no live.backward ended a step: the last one of a step has aggregate=True"
         said = [
             f"{one.label}: attached, but {why}"
             for one in self.aggregations
@@ -138,6 +153,13 @@ class Joint:
             said.append(
                 "live.backward had one loss each time, of which an aggregator has nothing to make "
                 "one: give each task's loss apart"
+            )
+        stood = self._ended >= STILL and not self._stepped
+        if self.aggregations and stood and self.around.counts_steps:
+            said.append(
+                f"live.backward was called for {self._ended} steps, and the optimizer that attach "
+                "was given made none: all were step 0 to triggers and to what draws. Give attach "
+                "the optimizer that makes the steps."
             )
         if self._passes.waiting:
             said.append("what waits since live.backward(.., aggregate=False) was never aggregated")
@@ -189,15 +211,15 @@ class Joint:
 
     def _one_by_one(self, one: Aggregation | None, call: Call) -> None:
         """One backward a task, then one through the nodes alone that add to `.grad`."""
-        given = call.losses
-        check_stateful(call.attached, len(given))
+        check_stateful(call.attached, len({**self._passes.waiting, **call.losses}))
         weights = None
         if one is not None and one.weighs:
-            weights = one.weigh(values(given, self.around.scale), call.last)
+            weights = one.weigh(values(call.losses, self.around.scale), call.last)
         collected = self._passes.collect(call, strict=weights is None)
         if collected is None:
             return
         rows, losses = collected
+        self._most = max(self._most, len(losses))
         if one is not None and weights is None and not self._passes.compiled:
             self._tell_if_stacked(one, rows)
         found: dict[int, Tensor] = {}
@@ -207,13 +229,12 @@ class Joint:
                 found |= views(block, rows.params, grad)
         if self.aggregations and not found:
             if not self._passes.compiled:
-                raise nothing_shared(rows, given)
-            self.around.tell(str(nothing_shared(rows, given)))
-        whole = rows.merged(found, [1.0] * len(given) if weights is None else weights.tolist())
-        leaves = [rows.params[index] for index in whole]
+                raise nothing_shared(rows, losses)
+            self.around.tell(str(nothing_shared(rows, losses)))
+        whole = rows.merged(found, [1.0] * len(losses) if weights is None else weights.tolist())
         rows.clear(rows.num_tasks)
         with paused(at_leaves(call.attached)):
-            torch.autograd.backward(leaves, list(whole.values()))
+            torch.autograd.backward(list(whole), list(whole.values()))
 
     def _made(
         self,
@@ -275,10 +296,9 @@ class Joint:
         self, one: Aggregation, losses: Iterable[str], tasks: Sequence[int], what: str, whose: str
     ) -> None:
         """Say which of the tasks are not among those that reach something."""
-        if absent := [name for index, name in enumerate(losses) if index not in tasks]:
+        for name in (name for index, name in enumerate(losses) if index not in tasks):
             self.around.tell(
-                f"{one.label}: {', '.join(absent)} does not reach {what}, and has no say in "
-                f"{whose} gradient"
+                f"{one.label}: {name} does not reach {what}, and has no say in {whose} gradient"
             )
 
     def _tell_if_stacked(self, one: Aggregation, rows: Rows) -> None:

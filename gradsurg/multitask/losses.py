@@ -25,7 +25,7 @@ def named(losses: Losses) -> dict[str, Tensor]:
             given = dict(enumerate(losses.reshape(-1).unbind()))
         case Mapping():
             given = dict(losses)
-        case Sequence() if not isinstance(losses, str):
+        case Iterable() if not isinstance(losses, str):  # also what a mapping gives as its values
             given = dict(enumerate(losses))
         case _:
             raise TypeError(f"losses: must be a mapping or a sequence of tensors, found {losses!r}")

@@ -1,15 +1,18 @@
 """The backward passes of several losses, one a task, and what they give to each parameter."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.nn.modules.batchnorm import _NormBase
 
 from gradsurg.attached import Patient
+from gradsurg.compiler import COMPILED
 from gradsurg.multitask.aggregation import Aggregation, check_apart
 from gradsurg.multitask.around import Around
-from gradsurg.multitask.compiled import COMPILED, leaves_of, runs_once
+from gradsurg.multitask.compiled import leaves_of, runs_once
 from gradsurg.multitask.features import REENTRANT
 from gradsurg.multitask.flow import Call, flowing
 from gradsurg.multitask.losses import nodes_of, values
@@ -40,18 +43,19 @@ class Passes:
         self._around = around
         self._aggregations = aggregations
         self._rows: Rows | None = None
+        self._norms: list[_NormBase] = []  # the modules that count batches
 
     def collect(self, call: Call, strict: bool) -> tuple[Rows, dict[str, float]] | None:
         """The rows and the losses of a step; None while they wait for its last batch. `strict` as
         `Rows.settle` has it.
         """
-        if self.waiting and list(self.waiting) != list(call.losses):
-            raise ValueError(
-                f"losses: the gradients of {', '.join(self.waiting)} wait for more, found "
-                f"{', '.join(call.losses)}"
-            )
         before, self.waiting = self.waiting, {}
-        rows = self._fill(call, anew=not before)
+        tasks = list({**before, **call.losses})
+        try:
+            rows = self._fill(call, tasks, anew=not before)
+        except ERRORS:
+            self.waiting = before
+            raise
         losses = self._added(before, call)
         if not call.last:
             self.waiting = losses
@@ -84,7 +88,7 @@ class Passes:
         before, self._looked = self._looked, {}
         before = before if list(before) == list(call.losses) else {}
         with kept(call.device):  # a hook of somebody else's may draw, and draws again after this
-            rows = self._fill(call, anew=not before, looks=True)
+            rows = self._fill(call, list(call.losses), anew=not before, looks=True)
         losses = self._added(before, call)
         if not call.last:
             self._looked = losses
@@ -103,6 +107,13 @@ class Passes:
             label, _, group = key.partition("/")
             yield by_label[label], group, blocks
 
+    def discard(self) -> bool:
+        """Drop the rows that wait for more; whether there were any."""
+        waited, self.waiting = bool(self.waiting), {}
+        if self._rows is not None:
+            self._rows.clear(0)
+        return waited
+
     def close(self) -> None:
         """Let everything go."""
         self._patient = self._rows = None
@@ -111,14 +122,16 @@ class Passes:
     def _added(self, before: Mapping[str, float], call: Call) -> dict[str, float]:
         """The losses of the step so far."""
         losses = values(call.losses, self._around.scale)
-        return {name: loss + before.get(name, 0.0) for name, loss in losses.items()}
+        added = {name: loss + before.get(name, 0.0) for name, loss in losses.items()}
+        return {**before, **added}
 
-    def _fill(self, call: Call, anew: bool, looks: bool = False) -> Rows:
-        """The rows, with the gradients of these losses written or added to them. One that only
-        `looks` leaves the graph as it is, and refuses no task.
+    def _fill(self, call: Call, tasks: list[str], anew: bool, looks: bool = False) -> Rows:
+        """The rows of the `tasks`, with the gradients of these losses written or added to them. One
+        that only `looks` leaves the graph as it is, and refuses no task.
         """
         given = call.losses
-        names = _names(given)
+        nodes = nodes_of(given.values())
+        names = {node.name() for node in nodes}
         if REENTRANT in names:
             raise RuntimeError(
                 "the losses hold a reentrant checkpoint, which has one backward and hides its "
@@ -127,27 +140,34 @@ class Passes:
             )
         self.compiled = compiled = COMPILED in names
         refuse_a_second_backward(given, shared=not call.retain)
-        rows = self._room(len(given), anew, looks)
+        rows = self._room(len(tasks), anew, looks)
+        beyond = [] if looks else _beyond(nodes, rows.params)
+        counts = [own for norm in self._norms if norm.training for own in norm.buffers()]
+        before = [own._version for own in counts]  # num_batches_tracked has a true one
         reached: list[set[int]] = [set() for _ in given]
-        if len(given) > 1 and (compiled or not rows.blocks):
+        if (len(tasks) > 1 or not call.last) and (compiled or not rows.blocks):
             reached = [_leaves(loss, rows.params) for loss in given.values()]
         if not rows.blocks:
             rows.expect(reached)
         try:
             for index, (name, loss) in enumerate(given.items()):
                 again = looks or call.retain or index < len(given) - 1
-                with flowing(name, self._around.clock, call):
-                    grads = torch.autograd.grad(
-                        loss, rows.params, retain_graph=again, allow_unused=True
-                    )
+                # A checkpoint makes its forward anew in each pass: one counts, as without tasks.
+                remade = index > 0 and before != [own._version for own in counts]
+                with (
+                    flowing(name, self._around.clock, call),
+                    _unchanged(counts if looks or remade else []),
+                ):
+                    leaves = [*rows.params, *beyond]
+                    grads = torch.autograd.grad(loss, leaves, retain_graph=again, allow_unused=True)
+                grads, theirs = grads[: len(rows.params)], grads[len(rows.params) :]
                 if all(grad is None for grad in grads) and not looks:
                     raise ValueError(f"losses['{name}']: reaches no parameter of the model")
                 if compiled:
                     grads = self._without_zeros(name, grads, reached[index])
-                rows.add(index, grads)
-        except ERRORS as error:
-            if not anew:
-                error.add_note("what waited since live.backward(.., aggregate=False) is dropped")
+                rows.add(tasks.index(name), grads)
+                rows.add_beyond(tasks.index(name), beyond, theirs)
+        except ERRORS:
             rows.clear(0)
             raise
         return rows
@@ -157,11 +177,13 @@ class Passes:
         rows = self._current()
         if anew or (looks and rows.num_tasks != count):
             rows.clear(count)
-        elif rows.num_tasks != count:
+        elif not rows.num_tasks:
             raise ValueError(
-                "the parameters that need a gradient have changed while gradients waited, which "
-                "are dropped: change them between two steps"
+                "the parameters that need a gradient have changed while gradients waited: change "
+                "them between two steps"
             )
+        elif rows.num_tasks != count:
+            rows.grow(count)
         return rows
 
     def _without_zeros(
@@ -206,6 +228,7 @@ class Passes:
                 keys |= {name: f"{one.label}/{group}" for name, group in one.groups.items()}
             groups = [keys.get(name) for name in params.values()]
             self._alive = {}
+            self._norms = [own for own in model.modules() if isinstance(own, _NormBase)]
             rows = self._rows = Rows(list(params), list(params.values()), groups)
         return rows
 
@@ -222,6 +245,24 @@ def refuse_a_second_backward(
 
 def _names(given: Mapping[str, Tensor]) -> set[str]:
     return {node.name() for node in nodes_of(given.values())}
+
+
+@contextmanager
+def _unchanged(buffers: Sequence[Tensor]) -> Iterator[None]:
+    """These hold after the block what they held before it."""
+    before = [own.clone() for own in buffers]
+    try:
+        yield
+    finally:
+        for own, kept in zip(buffers, before, strict=True):
+            own.copy_(kept)
+
+
+def _beyond(nodes: Iterable[Node], params: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves in a graph that are no parameters of these."""
+    known = set(map(id, params))
+    leaves = [getattr(node, "variable", None) for node in nodes]
+    return [leaf for leaf in leaves if leaf is not None and id(leaf) not in known]
 
 
 def _leaves(loss: Tensor, params: Sequence[Tensor]) -> set[int]:

@@ -1,6 +1,6 @@
 """Which tasks reach what an aggregator has."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -48,7 +48,7 @@ def some(losses: Mapping[str, float], tasks: Sequence[int]) -> dict[str, float]:
     return dict(items[task] for task in tasks)
 
 
-def nothing_shared(rows: Rows, given: Mapping[str, Tensor]) -> ValueError:
+def nothing_shared(rows: Rows, given: Iterable[str]) -> ValueError:
     """That no two tasks meet, and how many parameters each reaches."""
     counts = zip(given, rows.reached, strict=True)
     said = ", ".join(f"{name} reaches {len(own)}" for name, own in counts)

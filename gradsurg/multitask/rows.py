@@ -11,12 +11,23 @@ from torch import Tensor
 
 @dataclass
 class Block:
-    """Parameters of one group, one dtype and one device: their gradients, a row a task."""
+    """Parameters of one group, one dtype and one device: their gradients, a row a task.
+
+    `room` has a row for each of the most tasks so far, and `rows` are the first of them.
+    """
 
     group: str
     members: list[int]
     starts: list[int]
+    room: Tensor
     rows: Tensor
+
+    def fit(self, num_tasks: int) -> None:
+        """A row for each of so many tasks; what the first hold stays."""
+        if len(self.room) < num_tasks:
+            self.room = self.room.new_empty(num_tasks, self.room.shape[1])
+            self.room[: len(self.rows)] = self.rows
+        self.rows = self.room[:num_tasks]
 
 
 class Rows:
@@ -25,7 +36,7 @@ class Rows:
     A parameter that several tasks reach, and that has a group, has its place in a block. Which
     these are is known when all tasks have come; until then those of the last time, or those that
     are expected, are taken for them, and their gradients are written into the blocks as they come.
-    All others are kept as they are, in `own`.
+    All others are kept as they are, in `own`; those of leaves that are no parameters in `beyond`.
     """
 
     def __init__(
@@ -39,14 +50,27 @@ class Rows:
         self.clear(0)
 
     def clear(self, num_tasks: int) -> None:
-        """Nothing has come yet, of so many tasks."""
+        """Nothing has come yet, of so many tasks; of none, no room is kept either."""
         self.num_tasks = num_tasks
         self.own: list[dict[int, Tensor]] = [{} for _ in range(num_tasks)]
+        self.beyond: list[dict[Tensor, Tensor]] = [{} for _ in range(num_tasks)]
         self.reached: list[set[int]] = [set() for _ in range(num_tasks)]
         self._written: list[bool] = [False] * num_tasks
         for block in self.blocks:
-            if len(block.rows) != num_tasks:
-                block.rows = block.rows.new_empty(num_tasks, block.rows.shape[1])
+            block.rows = block.rows[:0]
+            block.room = block.room if num_tasks else block.rows.clone()
+            block.fit(num_tasks)
+
+    def grow(self, num_tasks: int) -> None:
+        """More tasks come, beside those that have."""
+        more = num_tasks - self.num_tasks
+        self.num_tasks = num_tasks
+        self.own += [{} for _ in range(more)]
+        self.beyond += [{} for _ in range(more)]
+        self.reached += [set() for _ in range(more)]
+        self._written += [False] * more
+        for block in self.blocks:
+            block.fit(num_tasks)
 
     def expect(self, reached: Sequence[set[int]]) -> None:
         """Make room for what the tasks are said to reach, before anything has come."""
@@ -62,6 +86,15 @@ class Rows:
                 kept = self.own[task].get(index)
                 self.own[task][index] = grad if kept is None else kept + grad
         self._written[task] = True
+
+    def add_beyond(
+        self, task: int, leaves: Sequence[Tensor], grads: Sequence[Tensor | None]
+    ) -> None:
+        """The gradients of one pass of a task of leaves that are no parameters."""
+        own = self.beyond[task]
+        for leaf, grad in zip(leaves, grads, strict=True):
+            if grad is not None:
+                own[leaf] = own[leaf] + grad if leaf in own else grad
 
     def settle(self, strict: bool = True) -> list[str]:
         """All tasks have come: what has a group and is reached by two of them, and nothing else,
@@ -89,16 +122,17 @@ class Rows:
         members = {index for block in blocks for index in block.members}
         return [task for task, own in enumerate(self.reached) if own & members]
 
-    def merged(self, found: Mapping[int, Tensor], weights: Sequence[float]) -> dict[int, Tensor]:
-        """A gradient for each parameter that any task reaches, with `found` for those in blocks.
+    def merged(self, found: Mapping[int, Tensor], weights: Sequence[float]) -> dict[Tensor, Tensor]:
+        """A gradient for each leaf that any task reaches, with `found` for those in blocks.
 
         The others get the weighed sum of what the tasks have.
         """
-        grads = dict(found)
-        for weight, own in zip(weights, self.own, strict=True):
-            for index, grad in own.items():
+        grads = {self.params[index]: grad for index, grad in found.items()}
+        for weight, own, beyond in zip(weights, self.own, self.beyond, strict=True):
+            theirs = {self.params[index]: grad for index, grad in own.items()}
+            for leaf, grad in (theirs | beyond).items():
                 weighed = grad if weight == 1 else grad * weight
-                grads[index] = grads[index] + weighed if index in grads else weighed
+                grads[leaf] = grads[leaf] + weighed if leaf in grads else weighed
         return grads
 
     def _shared(self, reached: Sequence[set[int]]) -> list[int]:
@@ -141,7 +175,7 @@ class Rows:
         sizes = [self.params[index].numel() for index in indices]
         starts = [0, *accumulate(sizes)][:-1]
         rows = self.params[indices[0]].new_empty(self.num_tasks, sum(sizes))
-        block = Block(group, indices, starts, rows)
+        block = Block(group, indices, starts, rows, rows)
         self.blocks.append(block)
         for index, start in zip(indices, starts, strict=True):
             self._places[index] = block, start

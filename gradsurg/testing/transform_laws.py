@@ -36,6 +36,14 @@ class Draw:
         return lambda grad: transform.update(grad, state, self.context)[0]
 
 
+@dataclass
+class _Flow:
+    """A gradient that is of a task."""
+
+    task: str
+    error: Tensor | None
+
+
 def draws(shapes: Sequence[tuple[int, ...]], count: int) -> Iterator[Draw]:
     """Gradients of many scales, with zeros, equal entries and one sign in places."""
     for index in range(count):
@@ -78,6 +86,9 @@ def assert_linear(transform: Transform, draw: Draw) -> None:
     act = draw.act(transform)
     expected = 2 * act(draw.g) - 3 * act(draw.h)
     assert_close(act(2 * draw.g - 3 * draw.h), expected, draw, f"2 g - 3 h, h = {written(draw.h)}")
+    flow = _Flow("task", draw.context.error)
+    of_task = replace(draw, context=replace(draw.context, flow=flow)).act(transform)
+    assert_close(of_task(draw.g), act(draw.g), draw, "of another task")
 
 
 def assert_odd(transform: Transform, draw: Draw) -> None:

@@ -16,7 +16,8 @@ Law = Literal[
     "elementwise",  # an entry of the result depends on the same entry of the gradient alone
     "homogeneous",  # T(c g) = c T(g) for c > 0: safe on gradients scaled by a loss scale
     "idempotent",  # T(T(g)) = T(g)
-    "linear",  # T(a g + b h) = a T(g) + b T(h): the same before and after accumulation
+    "linear",  # T(a g + b h) = a T(g) + b T(h): the same before and after accumulation, also if
+    # g and h are of several tasks, so that it must not ask for `context.task`
     "odd",  # T(-g) = -T(g)
     "sign_preserving",  # no entry changes from positive to negative or back; zero stays zero
     "norm_non_increasing",  # |T(g)| <= |g|

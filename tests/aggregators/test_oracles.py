@@ -8,6 +8,7 @@ import torch
 from scipy.optimize import nnls
 
 from gradsurg.aggregators._orders import orders_of
+from gradsurg.aggregators._rows import gramian_of
 from gradsurg.aggregators.base import Aggregator, Context
 from tests.aggregators.cases import made
 from tests.aggregators.inputs import COUNTS, RATIOS, Array, distance, ranks, rows
@@ -119,6 +120,25 @@ def test_krum_takes_the_row_with_the_nearest_neighbours() -> None:
     for _ in range(20):
         matrix = generator.standard_normal((7, 5)) + 1
         assert (by(made("krum", num_byzantine=1), matrix) == krum(matrix)).all()
+
+
+def test_of_two_rows_that_are_as_near_to_each_other_krum_takes_the_first() -> None:
+    firsts = 0
+    for seed in range(100):
+        gramian = gramian_of([torch.from_numpy(np.random.default_rng(seed).normal(size=(7, 20)))])
+        chosen = int(made("krum", num_byzantine=4).weights(gramian).argmax())
+        distances = gramian.diagonal() + gramian.diagonal()[:, None] - 2 * gramian
+        distances.fill_diagonal_(torch.inf)
+        first, second = divmod(int(distances.argmin()), 7)
+        firsts += chosen == min(first, second)
+    assert firsts == 100
+
+
+@pytest.mark.parametrize("scale", [1e-150, 1e-85, 1e80, 1e150])
+def test_nash_weights_have_their_size_for_gradients_of_any_size(scale: float) -> None:
+    matrix = rows(3, 3, 30.0, seed=0)
+    nash = made("nash_mtl", max_norm=0.0)
+    assert distance(by(nash, matrix * scale) / scale, by(nash, matrix)) <= 1e-9
 
 
 def paper(matrix: Array, orders: list[list[int]]) -> Array:

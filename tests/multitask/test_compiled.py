@@ -137,6 +137,17 @@ def test_graphs_of_one_backward_that_one_task_has_or_that_are_passed_once_are_no
     close(*found)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it
+def test_a_representation_inside_of_what_was_compiled_as_one_is_refused() -> None:
+    model = Net()
+    rule = "the losses a, b, c part inside of what was compiled as one"
+    with gs.Surgery(at_shared(Uneven(), engine="feature", features="trunk")).attach(model) as live:
+        outputs = compiled(model)(batch(8))
+        with pytest.raises(RuntimeError, match=rule):
+            live.backward({task: own.square().mean() for task, own in outputs.items()})
+        live.backward({task: own.square().mean() for task, own in model(batch(8)).items()})
+
+
 @pytest.mark.slow
 def test_what_a_graph_of_one_backward_has_saved_is_not_written_to() -> None:
     model = Net(("a", "b"))

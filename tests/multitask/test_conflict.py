@@ -11,7 +11,15 @@ from torch import Tensor
 from gradsurg.aggregators._solvers import REMEMBERED
 from gradsurg.aggregators.base import Context
 from gradsurg.catalogue import names
-from gradsurg.multitask.conflict import AT_ONCE, KEPT, Conflict, Conflicts, conflict_of, numbers
+from gradsurg.multitask.conflict import (
+    AT_ONCE,
+    KEPT,
+    TALLIES,
+    Conflict,
+    Conflicts,
+    conflict_of,
+    numbers,
+)
 from gradsurg.multitask.others import TWINS, Made, Other, _comparable, others_of, weights_of
 
 CONTEXT = Context(step=4, group="shared", tasks=("a", "b"))
@@ -205,9 +213,20 @@ def test_steps_at_which_a_gradient_was_not_finite_are_told_apart() -> None:
 
 def test_the_conflict_rate_is_of_the_pairs_that_have_a_cosine() -> None:
     rows = torch.tensor([[1.0, 0.0], [-1.0, 1.0], [torch.nan, 0.0]], dtype=torch.float64)
-    assert found(rows, None, rows[0], "abc").conflict_rate == 1.0
+    assert repr(found(rows, None, rows[0], "abc").conflict_rate) == "1.0"
     assert isnan(found(rows[1:], None, rows[0]).conflict_rate)
     assert found(rows[:1], None, rows[0], "a").conflict_rate == 0.0
+
+
+def test_of_many_sets_of_tasks_the_first_have_means_and_the_others_are_told() -> None:
+    rows = torch.eye(2, dtype=torch.float64)
+    conflicts = Conflicts()
+    for number in range(TALLIES + 3):
+        for _ in range(2):
+            conflicts.add(made(rows, None, rows[0], "a" + chr(ord("b") + number)))
+    said = conflicts.table()
+    assert said.count("2 measured steps") == TALLIES
+    assert said.endswith("\n\n6 more conflicts, of other sets of tasks, are in no mean")
 
 
 def test_where_there_are_weights_at_some_steps_alone_the_table_has_their_mean() -> None:

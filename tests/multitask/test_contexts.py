@@ -14,6 +14,7 @@ from gradsurg.aggregators.base import Aggregator, Context, Entrywise, Property, 
 from gradsurg.aggregators.base import losses_of as losses_known
 from gradsurg.catalogue import find, names
 from gradsurg.fields import validated
+from gradsurg.live import Live
 from gradsurg.multitask.conflict import Conflict
 from tests.multitask.nets import (
     TARGETS,
@@ -28,6 +29,7 @@ from tests.multitask.nets import (
     losses_of,
     oracle,
     same,
+    scaled,
     still,
 )
 
@@ -86,17 +88,74 @@ def test_losses_of_several_batches_are_weighed_by_the_first() -> None:
     close(found, grads_of(model))
 
 
-def test_other_tasks_than_those_that_wait_are_refused() -> None:
+@pytest.mark.parametrize("given", ["a b c", "abc ab", "ab bc", "b ac b", "c c ab"])
+def test_each_batch_of_a_step_may_have_tasks_of_its_own(given: str) -> None:
+    model, found = Net(), []
+    batches = given.split()
+    tasks = list(dict.fromkeys("".join(batches)))
+    with (
+        warnings.catch_warnings(),
+        gs.Surgery(at_shared(Uneven())).attach(model) as live,
+    ):
+        warnings.simplefilter("ignore", gs.SurgeryWarning)  # of one task alone
+        for _ in range(2):  # the second time in the room of the first
+            model.zero_grad()
+            for step, names in enumerate(batches):
+                losses = {task: losses_of(model, step)[task] for task in names}
+                live.backward(losses, aggregate=step == len(batches) - 1)
+            found.append(grads_of(model))
+            (conflict,) = live.conflicts.fetch()
+            assert conflict.tasks == tasks
+    together = {
+        task: sum(losses_of(model, i)[task] for i, own in enumerate(batches) if task in own)
+        for task in tasks
+    }
+    assert same(*found)
+    close(found[0], oracle(model, together, [(Uneven(), TRUNK)]))
+
+
+def test_batches_whose_losses_are_weighed_have_the_same_tasks() -> None:
     model = Net()
-    with gs.Surgery(at_shared(Uneven())).attach(model) as live:
-        live.backward(losses_of(model), aggregate=False)
-        with pytest.raises(ValueError, match="gradients of a, b, c wait for more, found a, b"):
-            live.backward({task: losses_of(model)[task] for task in "ab"})
-        live.backward(losses_of(model))
     with gs.Surgery(at_shared(gs.Mean())).attach(model) as live:
         live.backward(losses_of(model), aggregate=False)
         with pytest.raises(ValueError, match="weights of this step are of a, b, c, found a, b"):
             live.backward({task: losses_of(model)[task] for task in "ab"})
+        live.backward({task: losses_of(model)[task] for task in "ab"})
+
+
+def test_what_waits_can_be_dropped() -> None:
+    model = Net()
+    optimizer = still(model)
+
+    def fail(live: Live) -> None:
+        with pytest.raises(ZeroDivisionError):
+            live.backward(failing(model))
+
+    drops = [
+        lambda live: live.discard(),
+        lambda live: optimizer.step(),
+        fail,
+        lambda live: None,
+    ]
+    for number, drop in enumerate(drops):
+        model.zero_grad()
+        with (
+            warnings.catch_warnings(),
+            gs.Surgery(at_shared(Uneven())).attach(model, optimizer) as live,
+        ):
+            warnings.simplefilter("ignore", gs.SurgeryWarning)
+            live.backward(losses_of(model, 1), aggregate=False)
+            drop(live)
+            live.backward(losses_of(model, 2))
+            live.discard()
+        found, expected = grads_of(model), oracle(model, losses_of(model, 2), [(Uneven(), TRUNK)])
+        assert all(torch.allclose(found[n], expected[n]) for n in TRUNK) == (number < 3)
+
+
+def failing(model: Net) -> dict[str, Tensor]:
+    losses = losses_of(model)
+    losses["b"].register_hook(lambda grad: 1 / 0)
+    return losses
 
 
 def test_a_parameter_that_is_frozen_while_gradients_wait_is_told() -> None:
@@ -114,10 +173,8 @@ def test_an_error_while_gradients_wait_drops_them_and_says_so() -> None:
     model = Net()
     with gs.Surgery(at_shared(Uneven())).attach(model) as live:
         live.backward(losses_of(model), aggregate=False)
-        losses = losses_of(model)
-        losses["b"].register_hook(lambda grad: 1 / 0)
         with pytest.raises(ZeroDivisionError) as error:
-            live.backward(losses)
+            live.backward(failing(model))
         assert "what waited" in "".join(error.value.__notes__)
         live.backward(losses_of(model))
     close(grads_of(model), oracle(model, losses_of(model), [(Uneven(), TRUNK)]))
@@ -369,6 +426,35 @@ def test_a_checkpoint_changes_nothing(engine: str) -> None:
     found, _ = joint(model, losses_of(model), at_shared(Uneven(), engine=engine))
     expected, _ = joint(plain, losses_of(plain), at_shared(Uneven(), engine=engine))
     close(found, expected)
+
+
+class Recounted(Net):
+    """Its trunk counts batches, in a forward that each backward makes anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk.insert(1, nn.BatchNorm1d(6))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        features = checkpoint(self.trunk, x, use_reentrant=False)
+        assert isinstance(features, Tensor)
+        return {task: head(features) for task, head in self.heads.items()}
+
+
+@pytest.mark.parametrize("every", [0, 1])
+@pytest.mark.parametrize("aggregator", [gs.Mean(), Uneven(), None], ids=repr)
+def test_a_checkpoint_counts_batches_as_in_a_plain_backward(
+    aggregator: Aggregator | None, every: int
+) -> None:
+    plain, model = Recounted(), Recounted()
+    optimizers = [still(plain), still(model)]
+    items = [at_shared(aggregator)] if aggregator else [scaled(1.0, gs.Parameters("*"), "b")]
+    with gs.Surgery(*items).attach(model, optimizers[1], effects_every=every) as live:
+        for step in range(3):
+            sum(losses_of(plain, step).values()).backward()
+            live.backward(losses_of(model, step))
+    for own, other in zip(plain.buffers(), model.buffers(), strict=True):
+        assert torch.equal(own, other)
 
 
 def test_a_reentrant_checkpoint_is_refused_with_the_way_out() -> None:

@@ -377,11 +377,24 @@ def test_one_backward_gives_a_leaf_outside_of_the_model_its_gradient_measured_or
 
 
 @pytest.mark.parametrize("every", [0, 1])
-def test_a_backward_for_each_task_gives_none_to_a_leaf_outside_of_the_model(every: int) -> None:
+@pytest.mark.parametrize("aggregator", [Uneven(), gs.Mean()], ids=repr)
+@pytest.mark.parametrize("item", [None, gs.Clip(0.1)], ids=repr)
+def test_a_leaf_outside_of_the_model_gets_what_its_losses_give_it(
+    item: gs.Clip | None, aggregator: Aggregator, every: int
+) -> None:
+    model, outside = Net(), nn.Parameter(torch.tensor([3.0, 2.0]))
+    values = [losses_of(model)[task].item() for task in "ab"]
+    items = [gs.Intervention(item, at=gs.Parameters("trunk.*"))] if item else []
+    for _ in range(2):
+        losses = {task: losses_of(model)[task] * outside.prod() for task in "ab"}
+        joint(model, losses, at_shared(aggregator), *items, effects_every=every)
+    weight = 0.5 if isinstance(aggregator, gs.Mean) else 1.0
+    expected = 2 * weight * sum(values) * torch.tensor([2.0, 3.0])
+    torch.testing.assert_close(outside.grad, expected)
+
+
+def test_a_loss_that_reaches_a_leaf_outside_of_the_model_alone_is_refused() -> None:
     model, outside = Net(), nn.Parameter(torch.tensor(3.0))
-    losses = {task: loss * outside for task, loss in losses_of(model).items()}
-    joint(model, losses, at_shared(Uneven()), effects_every=every)
-    assert outside.grad is None
     with pytest.raises(ValueError, match=r"losses\['d'\]: reaches no parameter of the model"):
         joint(model, {**losses_of(model), "d": outside.square()}, at_shared(Uneven()))
 

@@ -133,9 +133,9 @@ def test_the_room_for_the_rows_is_kept_for_the_next_step_and_goes_with_the_block
         rows = live._joint._passes._rows
         assert rows is not None
         (block,) = rows.blocks
-        held = ref(block.rows)
+        held = ref(block.room)
         live.backward(losses_of(model))
-        assert block.rows is held()
+        assert block.room is held()
         assert rows.own == [{}, {}, {}]
     del block, rows
     gc.collect()
@@ -148,4 +148,4 @@ def test_measuring_keeps_no_room_between_the_steps() -> None:
         live.backward(losses_of(model))
         rows = live._joint._passes._rows
         assert rows is not None
-        assert [len(block.rows) for block in rows.blocks] == [0]
+        assert [len(block.room) for block in rows.blocks] == [0]

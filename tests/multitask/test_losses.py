@@ -16,6 +16,7 @@ from tests.multitask.nets import (
     inputs,
     joint,
     losses_of,
+    same,
     still,
 )
 
@@ -125,7 +126,62 @@ def test_a_step_while_gradients_wait_is_told() -> None:
             optimizer.step()
     said = [str(one.message) for one in told]
     assert any("made a step while gradients waited" in one for one in said)
-    assert any("was never aggregated" in one for one in said)
+    assert any("no live.backward ended a step" in one for one in said)
+
+
+def test_what_a_mapping_gives_as_its_values_are_losses_in_an_order() -> None:
+    model = Net()
+    found, _ = joint(model, losses_of(model).values(), at_shared(Uneven()))
+    assert same(found, joint(model, [*losses_of(model).values()], at_shared(Uneven()))[0])
+
+
+@pytest.mark.parametrize("calls", [9, 10])
+def test_that_the_optimizer_makes_no_step_is_told(calls: int) -> None:
+    model = Net()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for optimizer in (still(model), None):
+            with gs.Surgery(at_shared(gs.Random())).attach(model, optimizer) as live:
+                for _ in range(calls):
+                    live.backward(losses_of(model))
+    said = [str(one.message) for one in told]
+    assert [f"called for {calls} steps, and the optimizer" in one for one in said] == (
+        [True] if calls == 10 else []
+    )
+
+
+def test_a_task_without_a_loss_that_takes_all_the_weight_is_told_once() -> None:
+    model = Net()
+    with (
+        pytest.warns(gs.SurgeryWarning) as told,
+        gs.Surgery(at_shared(gs.FAMO())).attach(model) as live,
+    ):
+        for step in range(3):
+            losses = losses_of(model, step)
+            live.backward({**losses, "b": losses["b"] * (step == 0)})
+    (said,) = told
+    assert "famo: the loss of b is 0 at step 0, and so it has all the weight" in str(said.message)
+
+
+def test_each_task_that_is_absent_is_told_once() -> None:
+    model = Net()
+    with (
+        pytest.warns(gs.SurgeryWarning) as told,
+        gs.Surgery(at_shared(Uneven())).attach(model) as live,
+    ):
+        for absent in ("a", "b", "a", "c"):
+            losses = losses_of(model)
+            live.backward({**losses, absent: model.heads[absent].weight.sum() * 0})
+    assert [str(one.message).split()[1] for one in told] == ["a", "b", "c"]
+
+
+def test_what_waits_when_the_block_ends_is_told() -> None:
+    model = Net()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with gs.Surgery(at_shared(Uneven())).attach(model) as live:
+            live.backward(losses_of(model), aggregate=False)
+    assert any("was never aggregated" in str(one.message) for one in told)
 
 
 def test_a_warning_points_at_the_line_of_the_user() -> None:

@@ -31,6 +31,19 @@ def test_a_law_that_does_not_hold_has_its_counterexample() -> None:
         check_transform(halve, declared=["idempotent", "linear"])
 
 
+def test_what_asks_for_the_task_is_not_linear() -> None:
+    class Picky(Own):
+        @property
+        def laws(self) -> frozenset[Law]:
+            return frozenset({"deterministic", "linear"})
+
+        def apply(self, grad: Tensor, context: Context) -> Tensor:
+            return grad * 2 if context.task else grad
+
+    with pytest.raises(AssertionError, match="\n  linear: g = .* of another task: "):
+        check_transform(Picky())
+
+
 class Own(Stateless):
     """A transform that is equal to its copies."""
 
