@@ -100,8 +100,9 @@ class Live:
         step of the optimizer. `retain_graph` is that of `Tensor.backward`. With a GradScaler give
         scaled losses.
 
-        Raises TypeError or ValueError for what is no loss, for losses that share no parameter, and
-        for a transform that would remember the gradients of one task for the next.
+        Raises TypeError or ValueError for what is no loss, for a transform that would remember the
+        gradients of one task for the next, and, where gradients are made one, for losses that
+        share no parameter.
         """
         _ = self._roster.patient
         with self._changes.held():

@@ -87,8 +87,9 @@ class Surgery:
         the scale matters is then refused where it would see scaled gradients; a scaler that was not
         told is noticed, and warned about, when it first makes the `optimizer` step. With
         `in_state_dict` the surgery's state is a tensor of bytes in `model.state_dict()`, under
-        `_gradsurg`, and is taken up again by `model.load_state_dict()`; one surgery of a model at a
-        time can travel so.
+        `_gradsurg`, and is taken up again by `model.load_state_dict()` where a surgery is attached
+        to it so; into other models, as copies of it, load with `strict=False`. One surgery of a
+        model at a time can travel so.
         Raises LookupError if a selector matches nothing, with what there is to match; what only a
         forward can show, as which calls there are, is raised at the end of the first.
         """

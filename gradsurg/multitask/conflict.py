@@ -76,10 +76,14 @@ def numbers(row: Mapping[str, Any]) -> dict[str, float]:
         for second in range(first):
             found[f"cosine/{tasks[second]}~{name}"] = row["cosines"][first][second]
     found |= {f"cosine_to/{other}": said["cosine"] for other, said in row["others"].items()}
-    prefix = f"conflict/{row['aggregator']}/{row['group']}"
+    of = f"{row['aggregator']}/{row['group']}"
+    paths = {f"conflict/{of}/{name}": number for name, number in found.items()}
+    for other, said in row["others"].items():
+        for task, weight in zip(tasks, said["weights"], strict=True):
+            paths[f"others/{of}/{other}/weight/{task}"] = weight
     return {
-        f"{prefix}/{name}": number
-        for name, number in found.items()
+        path: number
+        for path, number in paths.items()
         if isinstance(number, int | float) and isfinite(number)
     }
 

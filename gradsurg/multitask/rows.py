@@ -194,7 +194,8 @@ class Rows:
         odd = next(own[index] for own in self._odd() if index in own)
         return (
             f"parameter '{self.names[index]}': an aggregator takes dense real gradients, "
-            f"found {odd.dtype} with layout {odd.layout}"
+            f"found {odd.dtype} with layout {odd.layout}: select others "
+            "(SharedParameters('<pattern>')), or use engine='feature'"
         )
 
 

@@ -75,6 +75,18 @@ def test_means_are_those_of_the_steps_at_which_a_number_exists() -> None:
     assert [line.split()[:2] for line in table.splitlines()[3:]] == [["a", "4"], ["b", "2"]]
 
 
+def test_what_others_would_have_done_is_logged_beside_it() -> None:
+    rows = torch.tensor([[3.0, 0.0], [-3.0, 4.0]], dtype=torch.float64)
+    conflicts = Conflicts()
+    conflicts.add(made(rows, None, rows.sum(0), own="sum"))
+    (conflict,) = conflicts.fetch()
+    paths = numbers(conflict.row())
+    assert paths["others/mine/shared/mean/weight/b"] == 0.5
+    assert paths["conflict/mine/shared/cosine_to/mean"] == pytest.approx(1.0)
+    ours = [path for path in paths if path.startswith("others/")]
+    assert len(ours) == 2 * len(conflict.others)
+
+
 def test_what_does_not_exist_is_nan_and_is_not_logged() -> None:
     rows = torch.tensor([[2.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
     conflict = found(rows, None, torch.zeros(2, dtype=torch.float64))
