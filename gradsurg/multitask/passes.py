@@ -110,8 +110,8 @@ class Passes:
     def discard(self) -> bool:
         """Drop the rows that wait for more; whether there were any."""
         waited, self.waiting = bool(self.waiting), {}
-        if self._rows is not None:
-            self._rows.clear(0)
+        if waited and self._rows is not None:
+            self._rows.clear(self._rows.num_tasks)
         return waited
 
     def close(self) -> None:

@@ -128,12 +128,14 @@ def test_two_hundred_rounds_leave_nothing_alive(engine: str) -> None:
 
 def test_the_room_for_the_rows_is_kept_for_the_next_step_and_goes_with_the_block() -> None:
     model = Net()
-    with gs.Surgery(at_shared(Uneven())).attach(model, effects_every=0) as live:
+    optimizer = still(model)
+    with gs.Surgery(at_shared(Uneven())).attach(model, optimizer, effects_every=0) as live:
         live.backward(losses_of(model))
         rows = live._joint._passes._rows
         assert rows is not None
         (block,) = rows.blocks
         held = ref(block.room)
+        optimizer.step()
         live.backward(losses_of(model))
         assert block.room is held()
         assert rows.own == [{}, {}, {}]
