@@ -93,11 +93,7 @@ def test_each_batch_of_a_step_may_have_tasks_of_its_own(given: str) -> None:
     model, found = Net(), []
     batches = given.split()
     tasks = list(dict.fromkeys("".join(batches)))
-    with (
-        warnings.catch_warnings(),
-        gs.Surgery(at_shared(Uneven())).attach(model) as live,
-    ):
-        warnings.simplefilter("ignore", gs.SurgeryWarning)  # of one task alone
+    with gs.Surgery(at_shared(Uneven())).attach(model) as live:
         for _ in range(2):  # the second time in the room of the first
             model.zero_grad()
             for step, names in enumerate(batches):
@@ -112,6 +108,28 @@ def test_each_batch_of_a_step_may_have_tasks_of_its_own(given: str) -> None:
     }
     assert same(*found)
     close(found[0], oracle(model, together, [(Uneven(), TRUNK)]))
+
+
+def test_of_several_batches_a_leaf_outside_of_the_model_gets_the_sum() -> None:
+    model, outside = Net(), nn.Parameter(torch.tensor(3.0))
+    with gs.Surgery(at_shared(Uneven())).attach(model) as live:
+        for step in range(2):
+            losses = {task: loss * outside for task, loss in losses_of(model, step).items()}
+            live.backward(losses, aggregate=step == 1)
+    expected = [loss.detach() for step in range(2) for loss in losses_of(model, step).values()]
+    torch.testing.assert_close(outside.grad, torch.stack(expected).sum())
+
+
+def test_a_memory_that_batches_of_other_tasks_would_meet_is_refused() -> None:
+    model = Net()
+    item = gs.Intervention(gs.LowPass(), at=gs.Parameters("trunk.0.weight"))
+    with (
+        pytest.warns(gs.SurgeryWarning, match="had one loss each time"),
+        gs.Surgery(item, at_shared(Uneven())).attach(model) as live,
+    ):
+        live.backward({"a": losses_of(model)["a"]}, aggregate=False)
+        with pytest.raises(ValueError, match="gradients of 2 tasks pass one after the other"):
+            live.backward({"b": losses_of(model)["b"]})
 
 
 def test_batches_whose_losses_are_weighed_have_the_same_tasks() -> None:
