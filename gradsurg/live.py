@@ -109,7 +109,10 @@ class Live:
             self._joint.backward(losses, self._roster.attached, aggregate, retain_graph)
 
     def discard(self) -> None:
-        """Drop the gradients that wait since `live.backward(..., aggregate=False)`, if any do."""
+        """Drop the gradients that wait since `live.backward(..., aggregate=False)`, if any do.
+
+        Those of losses that were weighed, as by `Mean`, do not wait: they are in `.grad`.
+        """
         self._joint.discard()
 
     def tick(self) -> None:

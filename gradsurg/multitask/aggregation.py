@@ -252,6 +252,8 @@ class Aggregation:
 
     def _tell_alone(self, losses: Mapping[str, float], weights: Tensor) -> None:
         """Say so if a task without a loss has taken the weight of all others."""
+        if 0 not in losses.values():
+            return
         shares = (weights / weights.sum()).tolist()
         for (name, loss), share in zip(losses.items(), shares, strict=True):
             if loss == 0 and share > 0.99 and len(shares) > 1:

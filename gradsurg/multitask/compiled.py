@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from gradsurg import compiler
-from gradsurg.multitask.losses import nodes_after, nodes_of, walk
+from gradsurg.multitask.losses import leaf_of, nodes_after, nodes_of, walk
 
 PROBES = 5
 
@@ -37,7 +37,7 @@ def leaves_of(loss: Tensor) -> set[int]:
     """The ids of the leaves that a loss was made of."""
     root = get_gradient_edge(loss)
     edges = walk([(root.node, root.output_nr)], _edges_after)
-    return {id(getattr(node, "variable", None)) for node, _ in edges}
+    return {id(leaf_of(node)) for node, _ in edges}
 
 
 def _edges_after(edge: tuple[Node, int]) -> list[tuple[Node, int]]:

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradsurg import compiler
 from gradsurg.fields import nearest
-from gradsurg.multitask.losses import nodes_after, walk
+from gradsurg.multitask.losses import leaf_of, nodes_after, walk
 from gradsurg.sites._modules import names_of
 from gradsurg.sites._nested import tensors_in
 from gradsurg.sites._params import owned_params
@@ -96,7 +96,7 @@ def cut(losses: Mapping[str, Tensor], at: "Watch | None" = None) -> Cut:
                 f"the head of task '{name}' holds a reentrant checkpoint, which hides its "
                 "parameters from autograd.grad: use checkpoint(use_reentrant=False)"
             )
-        heads[name] = [leaf for node in alone if (leaf := _leaf(node)) is not None]
+        heads[name] = [leaf for node in alone if (leaf := leaf_of(node)) is not None]
         edges |= {(edge.node, edge.output_nr): edge for edge in entered}
         above.update(alone)
     if not edges and at is not None:
@@ -153,14 +153,9 @@ def _above(root: GradientEdge, below: Container[Node]) -> tuple[list[Node], list
     return list(walk([root.node], after)), entered
 
 
-def _leaf(node: Node) -> Tensor | None:
-    """The leaf whose gradient a node adds up, if it is such a node."""
-    return getattr(node, "variable", None)
-
-
 def _called(node: Node, model: nn.Module) -> str:
     """What a user knows a node by."""
-    leaf = _leaf(node)
+    leaf = leaf_of(node)
     if leaf is None:
         return f"the representation that {node.name()} has made"
     names = (own[0][0] for param, own in owned_params(model).items() if param is leaf)
@@ -277,7 +272,7 @@ class Watch:
         stack.callback(module.register_forward_hook(self._hook()).remove)
 
     def __contains__(self, node: Node) -> bool:
-        leaf = _leaf(node)
+        leaf = leaf_of(node)
         known = leaf is not None and leaf in self._leaves
         return known or _notes(node).get(MARK) is self._mark
 

@@ -49,7 +49,7 @@ class Joint:
         self._most = 0  # losses of one call
         self._asked = False  # whether the tasks have heads of their own
         self._ended = 0  # calls that were a step's last
-        self._stepped = 0
+        self._stepped = False
         self._tasks: dict[str, None] = {}  # all that have come
 
     def join(self, intervention: Intervention, label: str) -> None:
@@ -107,21 +107,21 @@ class Joint:
 
     def stepped(self) -> None:
         """The optimizer has made a step."""
-        self._stepped += 1
-        if self.discard():
+        self._stepped = True
+        waited = any(one.waits for one in self.aggregations)
+        if self.discard() or waited:
             self.around.tell(
-                "the optimizer has made a step while gradients waited, which are dropped: the last "
-                "live.backward of a step is the one with aggregate=True"
+                "the optimizer has made a step while gradients or weights waited, which are "
+                "dropped: the last live.backward of a step is the one with aggregate=True"
             )
         for one in self.aggregations:
             one.stepped()
 
     def discard(self) -> bool:
-        """Drop what waits for more losses of this step; whether anything did."""
-        waited = any(one.waits for one in self.aggregations)
+        """Drop what waits for more losses of this step; whether any gradients did."""
         for one in self.aggregations:
             one.forget()
-        return self._passes.discard() or waited
+        return self._passes.discard()
 
     def notice(self, scaler: GradScaler) -> None:
         """A scaler that was not told makes the steps."""

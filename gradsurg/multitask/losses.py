@@ -91,3 +91,8 @@ def walk(start: Iterable[Place], after: Callable[[Place], Iterable[Place]]) -> K
 def nodes_after(node: Node) -> list[Node]:
     """Those that a gradient flows on to from a node."""
     return [after for after, _ in node.next_functions if after is not None]
+
+
+def leaf_of(node: Node) -> Tensor | None:
+    """The leaf whose gradient a node adds up, if it is such a node."""
+    return getattr(node, "variable", None)

@@ -15,7 +15,7 @@ from gradsurg.multitask.around import Around
 from gradsurg.multitask.compiled import leaves_of, runs_once
 from gradsurg.multitask.features import REENTRANT
 from gradsurg.multitask.flow import Call, flowing
-from gradsurg.multitask.losses import nodes_of, values
+from gradsurg.multitask.losses import leaf_of, nodes_of, values
 from gradsurg.multitask.rows import Block, Rows
 from gradsurg.randomness import kept
 from gradsurg.sites._params import owned_params
@@ -49,16 +49,11 @@ class Passes:
         """The rows and the losses of a step; None while they wait for its last batch. `strict` as
         `Rows.settle` has it.
         """
-        before, self.waiting = self.waiting, {}
-        tasks = list({**before, **call.losses})
-        try:
-            rows = self._fill(call, tasks, anew=not before)
-        except ERRORS:
-            self.waiting = before
-            raise
+        before = self.waiting
+        rows = self._fill(call, list({**before, **call.losses}), anew=not before)
         losses = self._added(before, call)
+        self.waiting = {} if call.last else losses
         if not call.last:
-            self.waiting = losses
             return None
         rows.settle(strict)
         return rows, losses
@@ -261,7 +256,7 @@ def _unchanged(buffers: Sequence[Tensor]) -> Iterator[None]:
 def _beyond(nodes: Iterable[Node], params: Sequence[Tensor]) -> list[Tensor]:
     """The leaves in a graph that are no parameters of these."""
     known = set(map(id, params))
-    leaves = [getattr(node, "variable", None) for node in nodes]
+    leaves = map(leaf_of, nodes)
     return [leaf for leaf in leaves if leaf is not None and id(leaf) not in known]
 
 

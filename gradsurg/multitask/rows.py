@@ -58,7 +58,8 @@ class Rows:
         self._written: list[bool] = [False] * num_tasks
         for block in self.blocks:
             block.rows = block.rows[:0]
-            block.room = block.room if num_tasks else block.rows.clone()
+            if not num_tasks:
+                block.room = block.room.new_empty(0, block.room.shape[1])
             block.fit(num_tasks)
 
     def grow(self, num_tasks: int) -> None:
