@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from gradsurg.catalogue import find, names
+from gradsurg.plugins.registry import find, names
 
 try:
     __version__ = version("gradsurg")
@@ -22,15 +22,15 @@ KINDS = ("transforms", "sites", "triggers", "aggregators")
 FOLDERS = (*KINDS, "testing")
 
 HOMES = {
-    "Comparison": "comparison",
-    "Intervention": "intervention",
-    "Live": "live",
+    "Comparison": "training.compare",
+    "Intervention": "surgery.intervention",
+    "Live": "surgery.live",
     "SharedParameters": "multitask.shared_parameters",
-    "Surgery": "surgery",
-    "SurgeryWarning": "ledger",
+    "Surgery": "surgery.surgery",
+    "SurgeryWarning": "effects.ledger",
     "Trigger": "triggers.base",
-    "compare": "comparison",
-    "hook": "hooking",
+    "compare": "training.compare",
+    "hook": "surgery.hook",
 }
 """The modules of what stands in no catalogue; none of them is named like what it gives."""
 

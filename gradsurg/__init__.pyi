@@ -27,13 +27,9 @@ from gradsurg.aggregators.sum import Sum as Sum
 from gradsurg.aggregators.trimmed_mean import TrimmedMean as TrimmedMean
 from gradsurg.aggregators.uncertainty_weighting import UncertaintyWeighting as UncertaintyWeighting
 from gradsurg.aggregators.upgrad import UPGrad as UPGrad
-from gradsurg.comparison import Comparison as Comparison
-from gradsurg.comparison import compare as compare
-from gradsurg.hooking import hook as hook
-from gradsurg.intervention import Intervention as Intervention
-from gradsurg.ledger import SurgeryWarning as SurgeryWarning
-from gradsurg.live import Live as Live
+from gradsurg.effects.ledger import SurgeryWarning as SurgeryWarning
 from gradsurg.multitask.shared_parameters import SharedParameters as SharedParameters
+from gradsurg.sites.activations import Activations as Activations
 from gradsurg.sites.captured import Captured as Captured
 from gradsurg.sites.combined import Combined as Combined
 from gradsurg.sites.every_module import EveryModule as EveryModule
@@ -45,11 +41,15 @@ from gradsurg.sites.outputs import Outputs as Outputs
 from gradsurg.sites.parameters import Parameters as Parameters
 from gradsurg.sites.saved_tensors import SavedTensors as SavedTensors
 from gradsurg.sites.uses import Uses as Uses
-from gradsurg.sites.values import Values as Values
 from gradsurg.sites.weights import Weights as Weights
-from gradsurg.surgery import Surgery as Surgery
-from gradsurg.transforms.adaptive_clip import AdaptiveClip as AdaptiveClip
+from gradsurg.surgery.hook import hook as hook
+from gradsurg.surgery.intervention import Intervention as Intervention
+from gradsurg.surgery.live import Live as Live
+from gradsurg.surgery.surgery import Surgery as Surgery
+from gradsurg.training.compare import Comparison as Comparison
+from gradsurg.training.compare import compare as compare
 from gradsurg.transforms.add_noise import AddNoise as AddNoise
+from gradsurg.transforms.agc import AGC as AGC
 from gradsurg.transforms.centralize import Centralize as Centralize
 from gradsurg.transforms.chain import Chain as Chain
 from gradsurg.transforms.clamp import Clamp as Clamp
@@ -59,12 +59,12 @@ from gradsurg.transforms.clip_norm import ClipNorm as ClipNorm
 from gradsurg.transforms.direct_feedback import DirectFeedback as DirectFeedback
 from gradsurg.transforms.error_feedback import ErrorFeedback as ErrorFeedback
 from gradsurg.transforms.feedback_weights import FeedbackWeights as FeedbackWeights
+from gradsurg.transforms.gradient_reversal import GradientReversal as GradientReversal
+from gradsurg.transforms.grokfast_ema import GrokfastEMA as GrokfastEMA
 from gradsurg.transforms.identity import Identity as Identity
-from gradsurg.transforms.low_pass import LowPass as LowPass
 from gradsurg.transforms.mask import Mask as Mask
 from gradsurg.transforms.norm_matched import NormMatched as NormMatched
 from gradsurg.transforms.norm_rescale import NormRescale as NormRescale
-from gradsurg.transforms.reverse import Reverse as Reverse
 from gradsurg.transforms.sanitize import Sanitize as Sanitize
 from gradsurg.transforms.scale import Scale as Scale
 from gradsurg.transforms.scale_by_sign import ScaleBySign as ScaleBySign
@@ -86,7 +86,7 @@ from gradsurg.triggers.phase import Phase as Phase
 from gradsurg.triggers.probability import Probability as Probability
 from gradsurg.triggers.shape import Shape as Shape
 from gradsurg.triggers.steps import Steps as Steps
+from gradsurg.triggers.threshold import Threshold as Threshold
 from gradsurg.triggers.unless import Unless as Unless
-from gradsurg.triggers.value import Value as Value
 
 __version__: str

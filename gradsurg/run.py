@@ -17,14 +17,14 @@ from gradsurg.config import compose
 from gradsurg.config.build import Experiment, build
 from gradsurg.config.command import Asked, asked
 from gradsurg.config.jobs import ending
-from gradsurg.fields import told
-from gradsurg.ledger import SurgeryWarning
-from gradsurg.pipes import outlive_readers
+from gradsurg.effects.ledger import SurgeryWarning
+from gradsurg.loggers.base import Guarded, Logger
+from gradsurg.plugins.fields import told
+from gradsurg.plugins.pipes import outlive_readers
 from gradsurg.report.terminal import Runs, report
-from gradsurg.runs.arms import Run
-from gradsurg.runs.store import ERROR
-from gradsurg.runs.study import Record, execute
-from gradsurg.sinks.base import Guarded, Sink
+from gradsurg.training.arms import Run
+from gradsurg.training.run_directory import ERROR
+from gradsurg.training.study import Record, execute
 
 if TYPE_CHECKING:
     from gradsurg.report.study_report import StudyReport
@@ -92,7 +92,7 @@ def job(config: DictConfig) -> None:
         _report_job(experiment, news=skipped + failed < wanted)
     if skipped:
         print(f"{skipped} of them had been finished before; force=true repeats them")
-    _print_notes(experiment.sinks)
+    _print_notes(experiment.loggers)
     if failed:
         sys.exit(FAILED)
 
@@ -106,18 +106,18 @@ def _conclude(found: Asked) -> bool:
     table, whole = ending(found.jobs)
     if found.news:
         print(table)
-    for study, sinks in found.studies.items():
+    for study, loggers in found.studies.items():
         read = study_report(study)
         print(f"\nstudy {study.name}:")
         print_overview(read)
         if found.report:
-            _write(read, sinks.values(), figures=True)
-    _print_notes(found.sinks.values())
+            _write(read, loggers.values(), figures=True)
+    _print_notes(found.loggers.values())
     return whole
 
 
 def _report_job(experiment: Experiment, news: bool) -> None:
-    """Treat a single job as a study of its own: the page, and the sinks if there is news for them.
+    """Treat a single job as a study of its own: the page, and the loggers if there is news for them.
 
     Figures take as long as some trainings, so they are drawn if they were asked for, and where an
     earlier report has some: those would be out of date.
@@ -127,11 +127,11 @@ def _report_job(experiment: Experiment, news: bool) -> None:
 
     study = Path(experiment.settings.out) / experiment.settings.study
     figures = experiment.settings.report is True or bool(figures_in(study / "report"))
-    _write(study_report(study), experiment.sinks if news else (), figures)
+    _write(study_report(study), experiment.loggers if news else (), figures)
 
 
-def _write(study: "StudyReport", sinks: Iterable[Guarded], figures: bool) -> None:
-    """Write a study's report, say where, and tell the sinks."""
+def _write(study: "StudyReport", loggers: Iterable[Guarded], figures: bool) -> None:
+    """Write a study's report, say where, and tell the loggers."""
     from gradsurg.report.writing import study_info, write_report
 
     out = study.folder / "report"
@@ -142,13 +142,13 @@ def _write(study: "StudyReport", sinks: Iterable[Guarded], figures: bool) -> Non
         return
     print(f"report: {page}")
     info = study_info(study, out)
-    for sink in sinks if info.rows else ():  # of plain runs alone there is no table
-        sink.study(info)
+    for logger in loggers if info.rows else ():  # of plain runs alone there is no table
+        logger.study(info)
 
 
-def _print_notes(sinks: Iterable[Sink]) -> None:
-    """What sinks have to say at the end, each line once."""
-    for note in dict.fromkeys(note for sink in sinks for note in sink.notes()):
+def _print_notes(loggers: Iterable[Logger]) -> None:
+    """What loggers have to say at the end, each line once."""
+    for note in dict.fromkeys(note for logger in loggers for note in logger.notes()):
         print(note)
 
 
@@ -158,7 +158,7 @@ def _run(experiment: Experiment, run: Run, sweeping: bool) -> Record | None:
     out = Path(settings.out)
     who = f"{run.label}, seed {run.seed}"
     try:
-        record = execute(run, out, experiment.sinks, settings.threads, settings.retry_failed)
+        record = execute(run, out, experiment.loggers, settings.threads, settings.retry_failed)
     except ERRORS as error:
         if _is_env_set("HYDRA_FULL_ERROR"):
             raise

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.tables import aligned
+from gradsurg.effects.tables import aligned
 from gradsurg.transforms.base import Transform
 
 BOUND = 0.001

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.tables import aligned
+from gradsurg.effects.tables import aligned
 
 TASKS, BATCH, STEPS = 8, 64, 6
 

@@ -26,8 +26,8 @@ from torch import Tensor
 import gradsurg as gs
 from gradsurg.aggregators._orders import orders_of
 from gradsurg.aggregators.base import Context
-from gradsurg.catalogue import names
-from gradsurg.tables import aligned
+from gradsurg.effects.tables import aligned
+from gradsurg.plugins.registry import names
 
 # What ECOS and CVXPY say of every problem that Nash-MTL poses to them.
 filterwarnings("ignore", module="torchjd|cvxpy")

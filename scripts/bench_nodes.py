@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
+from gradsurg.effects.tables import aligned
 from gradsurg.sites.base import Selector
-from gradsurg.tables import aligned
 
 BLOCKS, TOKENS, WIDTH, BATCH = 12, 16, 128, 8
 

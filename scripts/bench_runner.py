@@ -18,17 +18,17 @@ from gradsurg.config import compose
 from gradsurg.config.build import Experiment, build
 from gradsurg.config.jobs import Job, ending, job_of, prepare
 from gradsurg.config.options import CONFIG_DIR
-from gradsurg.runs.arms import Run
-from gradsurg.runs.store import SUMMARY, RunDirectory
-from gradsurg.runs.study import execute
-from gradsurg.sinks.base import RunInfo, Sink, State
-from gradsurg.tables import aligned
-from gradsurg.train import Batches
+from gradsurg.effects.tables import aligned
+from gradsurg.loggers.base import Logger, RunInfo, State
+from gradsurg.training.arms import Run
+from gradsurg.training.loop import Batches
+from gradsurg.training.run_directory import SUMMARY, RunDirectory
+from gradsurg.training.study import execute
 
 WARM, STEPS, CLIP = 50, 2000, 0.01
 MAX_OVERHEAD, MAX_START, MAX_RESUME_S = 1.10, 1.3, 2.0
 RUNS, JOBS = 1000, 50
-SWEEP = ["transform=none,clip,scale_by_sign,norm_rescale,zero", "seed=range(0,10)", "sink=none"]
+SWEEP = ["transform=none,clip,scale_by_sign,norm_rescale,zero", "seed=range(0,10)", "logger=none"]
 
 IMPORTS = "import torch, hydra, wandb"
 OPTIMIZER = f"{IMPORTS}; torch.optim.SGD([torch.zeros(1)], lr=1.0)"
@@ -49,7 +49,7 @@ def table(rounds: int, only: Sequence[str]) -> str:
 
 
 @dataclass
-class Stopwatch(Sink):
+class Stopwatch(Logger):
     """Times what lies between two logged steps: so and so many steps with all that recurs."""
 
     between: tuple[int, int]
@@ -84,12 +84,12 @@ def overhead(rounds: int, place: Path) -> str:
     for name, clip in (("none", False), ("clip", True)):
         words = [f"transform={name}", *common]
         words += [f"transform.clip.value={CLIP}"] if clip else []
-        full, bare = _experiment(words), _experiment([*words, "sink=none"])
+        full, bare = _experiment(words), _experiment([*words, "logger=none"])
         run = full.pairs[0].runs[0]
         arms[f"by hand, {name}"] = lambda run=run, clip=clip, name=name: _note(
             times, f"by hand, {name}", _by_hand(run, clip)
         )
-        for label, made in (("sink=none", bare), ("console, W&B offline", full)):
+        for label, made in (("logger=none", bare), ("console, W&B offline", full)):
             key = f"{label}, {name}"
             arms[key] = lambda key=key, made=made: _runner(key, made, watch, place, times, whole)
     for turn in range(rounds):
@@ -103,7 +103,7 @@ def overhead(rounds: int, place: Path) -> str:
     note = (
         f"digits, mlp, batches of 64: steps {WARM} to {WARM + STEPS}, {step:.3f} ms each by hand; "
         f"{rounds} rounds.\nCounted: batches, steps, effects every 10, a log every 50 (JSONL, "
-        "sinks), checkpoints, not more than one a second.\nBy hand: the loss every 50. rest: data, "
+        "loggers), checkpoints, not more than one a second.\nBy hand: the loss every 50. rest: data, "
         "model, W&B's init and finish, the summary, once a run"
     )
     return f"{note}\n{aligned(rows)}"
@@ -144,7 +144,7 @@ def _runner(
     """The same steps by the runner, whose earlier run is forgotten; what else it took."""
     run = replace(experiment.pairs[0].runs[0], study=f"round{len(times.get(key, []))}-{key[0]}")
     began = perf_counter()
-    execute(run, place, [*experiment.sinks, watch], 1)
+    execute(run, place, [*experiment.loggers, watch], 1)
     seconds = perf_counter() - began
     first, last = watch.stamps
     _note(times, key, (last[0] - first[0], last[1] - first[1]))
@@ -158,7 +158,7 @@ def start_up(rounds: int, place: Path) -> str:
         IMPORTS: ["-c", IMPORTS],
         ".. and an optimizer made": ["-c", OPTIMIZER],
         "python -m gradsurg.run, steps=0": [*command, "steps=0"],
-        "steps=1, sink=none": [*command, *ONE_STEP, "sink=none"],
+        "steps=1, logger=none": [*command, *ONE_STEP, "logger=none"],
         "steps=1, W&B offline": [*command, *ONE_STEP],
         "steps=1, finished before": [*command, "steps=1"],
     }
@@ -184,7 +184,7 @@ def start_up(rounds: int, place: Path) -> str:
 def resuming(_: int, place: Path) -> str:
     """What it takes to find that runs have finished, and to check a sweep's jobs; once each."""
     out = place / "resume"
-    experiment = _experiment(["transform=none", f"seeds={RUNS}", f"out={out}", "sink=none"])
+    experiment = _experiment(["transform=none", f"seeds={RUNS}", f"out={out}", "logger=none"])
     runs = [run for pair in experiment.pairs for run in pair.runs]
     rows = [[f"{RUNS} runs", "seconds", "bound"]]
     jobs: list[Job] = []

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
+from gradsurg.effects.tables import aligned
 from gradsurg.sites.base import Selector
-from gradsurg.tables import aligned
 
 BOUND = 0.001
 LAYERS = 24
@@ -177,7 +177,7 @@ KINDS: dict[str, tuple[Callable[[Arm], None], Callable[[], Selector]]] = {
     ),
     "values": (
         of_layers(lambda layer: layer.register_forward_hook(lambda _, __, out: clamp(out))),
-        lambda: gs.Values(),
+        lambda: gs.Activations(),
     ),
     "nodes enter": (of_layers(on_node), lambda: gs.Nodes("Addmm")),
     "nodes leave": (of_layers(behind_node), lambda: gs.Nodes("Addmm", side="leave", edge=1)),

@@ -19,9 +19,9 @@ from torch import nn
 
 import gradsurg as gs
 from gradsurg.aggregators.base import Context
+from gradsurg.effects.tables import aligned
 from gradsurg.multitask.conflict import Conflicts
 from gradsurg.multitask.others import Made
-from gradsurg.tables import aligned
 
 TASKS, WIDTHS, BATCH = (2, 3, 8), (128, 1024), 100
 WARM, DIFFERENT, TOGETHER = 20, 16, (1, 5)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from gradsurg.runs.store import CHECKPOINT, CONFIG, EFFECTS, METRICS, SUMMARY
+from gradsurg.training.run_directory import CHECKPOINT, CONFIG, EFFECTS, METRICS, SUMMARY
 
 
 def differences(one: Path, other: Path) -> Iterator[str]:

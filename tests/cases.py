@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import yaml
 
-from gradsurg.catalogue import find
+from gradsurg.plugins.registry import find
 from gradsurg.transforms.base import Context, Transform
 
 CONFIGS = Path(__file__).parents[1] / "conf" / "transform"
@@ -42,14 +42,14 @@ def _fed_back(error: float, inputs: int, scale: float) -> list[list[float]]:
 ROWS = (
     # |w| = 5, bound 0.1 * 5 = 0.5, |g| = 10; second unit: |w| = 0 -> 1e-3, bound 1e-4, |g| = 1e-4.
     Row(
-        "adaptive_clip",
+        "agc",
         [[6.0, 8.0], [0.0, 1e-4]],
         [[0.3, 0.4], [0.0, 1e-4]],
         {"clipping": 0.1},
         value=[[3.0, 4.0], [0.0, 0.0]],
     ),
     # A vector is one unit: |w| = 2, bound 0.02, |g| = 2.
-    Row("adaptive_clip", [0.0, 2.0], [0.0, 0.02], value=[2.0, 0.0]),
+    Row("agc", [0.0, 2.0], [0.0, 0.02], value=[2.0, 0.0]),
     # Noise cannot be worked out by hand: within 10 standard deviations.
     Row("add_noise", [1.0, -2.0], [1.0, -2.0], {"sigma": 1e-3}, tolerance=1e-2),
     # 1e-4 / 10^2 = 1e-6, the variance: a standard deviation of 1e-3.
@@ -81,7 +81,7 @@ ROWS = (
     Row("error_feedback", [1.0, -5.0, 0.0], [2.0, -2.0, 0.0]),
     Row("identity", [1.0, NAN, -INF], [1.0, NAN, -INF]),
     # At the first step m = g, so 3 g.
-    Row("low_pass", [1.0, -2.0], [3.0, -6.0]),
+    Row("grokfast_ema", [1.0, -2.0], [3.0, -6.0]),
     # A tenth of 10 entries is one.
     Row("mask", [*range(-6, 4)], [-6.0, *[0.0] * 9]),
     # Half of two, in each row; of three equal ones exactly two (2/3 of 3), times 3/2.
@@ -103,7 +103,7 @@ ROWS = (
     ),
     # |g|_1 = 4, + 1 = 5.
     Row("norm_rescale", [1.0, -3.0], [0.2, -0.6], {"p": 1.0, "eps": 1.0}),
-    Row("reverse", [1.0, -2.0], [-0.5, 1.0], {"strength": 0.5}),
+    Row("gradient_reversal", [1.0, -2.0], [-0.5, 1.0], {"strength": 0.5}),
     Row("sanitize", [1.0, NAN, INF, -INF], [1.0, 0.0, 0.0, 0.0]),
     Row("sanitize", [1.0, NAN, -3.0, INF], [1.0, 0.0, -3.0, 3.0], {"on_nonfinite": "clamp"}),
     Row("sanitize", [1.0, -INF, 2.0], [1.0, -2.0, 2.0], {"on_nonfinite": "clamp"}),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradsurg import compiler
+from gradsurg.torch_internals import compiling
 
 THEIRS = """
 from torch import nn
@@ -88,7 +88,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 def _nothing_compiled() -> Iterator[None]:
     """What a test has compiled is not there in the next, which would be warned of it."""
     yield
-    if compiler.has_compiled():
+    if compiling.has_compiled():
         torch.compiler.reset()
 
 

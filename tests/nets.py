@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from gradsurg.intervention import Intervention
-from gradsurg.live import Live
 from gradsurg.sites.base import Selector
 from gradsurg.sites.parameters import Parameters
-from gradsurg.surgery import Surgery
+from gradsurg.surgery.intervention import Intervention
+from gradsurg.surgery.live import Live
+from gradsurg.surgery.surgery import Surgery
 from gradsurg.transforms.base import Transform
 from gradsurg.triggers.always import Always
 from gradsurg.triggers.base import Trigger

@@ -14,7 +14,7 @@ from tests.nets import attached, backward, num_hooks, small
 KINDS: list[Callable[..., Selector]] = [
     gs.Outputs,
     gs.Inputs,
-    gs.Values,
+    gs.Activations,
     gs.ModuleGradients,
     gs.SavedTensors,
     gs.Captured,
@@ -122,7 +122,7 @@ class Within(nn.Module):
         return checkpoint(self.inside, self.out(x), use_reentrant=True)
 
 
-@pytest.mark.parametrize("kind", [gs.Outputs, gs.Inputs, gs.Values, gs.SavedTensors])
+@pytest.mark.parametrize("kind", [gs.Outputs, gs.Inputs, gs.Activations, gs.SavedTensors])
 def test_what_is_kept_inside_a_reentrant_checkpoint_is_not_missed(
     kind: Callable[..., Selector],
 ) -> None:

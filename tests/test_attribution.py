@@ -7,7 +7,7 @@ import pytest
 
 from gradsurg.config.faults import ConfigError
 from gradsurg.report.attribution import left_out
-from gradsurg.runs.store import run_hash
+from gradsurg.training.run_directory import run_hash
 from tests import test_run
 from tests.test_build import built
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::gradsurg.SurgeryWarning")
 command = test_run.command  # the fixture
 
 CHAIN = "transform=[clip,noise,sign]"
-SHORT = ("steps=20", "seeds=2", "sink=none")
+SHORT = ("steps=20", "seeds=2", "logger=none")
 
 
 def test_each_link_is_left_out_once_a_seed() -> None:

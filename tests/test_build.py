@@ -17,8 +17,8 @@ import gradsurg as gs
 from gradsurg.config import compose
 from gradsurg.config.build import Experiment, build
 from gradsurg.config.faults import ConfigError
-from gradsurg.runs import made_with
-from gradsurg.runs.store import run_hash
+from gradsurg.training import made_with
+from gradsurg.training.run_directory import run_hash
 from gradsurg.transforms.base import Transform
 from gradsurg.transforms.norm_matched import NormMatched
 from tests import theirs
@@ -31,7 +31,7 @@ GRAD = torch.tensor([3.0, -4.0])
 def config(*words: str) -> dict[str, Any]:  # Any: what a YAML file can hold
     compose.register()
     with initialize_config_dir(str(compose.CONFIG_DIR), version_base="1.3"):
-        return compose.plain(hydra_compose("config", ["sink=none", "seeds=1", *words]))
+        return compose.plain(hydra_compose("config", ["logger=none", "seeds=1", *words]))
 
 
 def built(*words: str) -> Experiment:
@@ -258,7 +258,7 @@ OUTSIDE = (
     "out=elsewhere",
     "study=other",
     "log_every=7",
-    "sink=console",
+    "logger=console",
     "force=true",
     "plan=true",
     "threads=2",

@@ -5,7 +5,7 @@ import pytest
 import gradsurg as gs
 from gradsurg.aggregators._norm_matched import NormMatchedSum
 from gradsurg.config.faults import ConfigError
-from gradsurg.ledger import SurgeryWarning
+from gradsurg.effects.ledger import SurgeryWarning
 from tests.test_build import built
 
 ONE_FORWARD = (
@@ -64,7 +64,7 @@ SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
             ["when.start=100"],
             ["when.start: when=steps when.start=100 never fires in 10 steps"],
         ),
-        (["when=value"], ["when: pcgrad: when=value "]),
+        (["when=threshold"], ["when: pcgrad: when=threshold "]),
         (
             ["when=for_task", "when.task=nope"],
             ["when: pcgrad: when=for_task when.task=nope looks at one"],
@@ -77,12 +77,12 @@ SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
             (
                 [f"transform={words}"],
                 [
-                    "transform.low_pass: remembers what passes at a site, and there the gradients "
+                    "transform.grokfast_ema: remembers what passes at a site, and there the gradients "
                     "of 2 tasks pass one after the other; it can act at site=parameters with "
                     "site.stage=step, after them, or at one task, by when=for_task"
                 ],
             )
-            for words in ("low_pass", "[clip,low_pass]")
+            for words in ("grokfast_ema", "[clip,grokfast_ema]")
         ],
         *[
             (
@@ -119,7 +119,7 @@ def test_the_sum_as_long_as_an_update_is_its_control() -> None:
 
 @pytest.mark.parametrize("way", [["site.stage=step"], ["when=for_task", "when.task=first"]])
 def test_what_remembers_can_act_where_it_is_told_to(way: list[str]) -> None:
-    built("aggregator=pcgrad", "transform=low_pass", *SEVERAL, *way)
+    built("aggregator=pcgrad", "transform=grokfast_ema", *SEVERAL, *way)
 
 
 def test_without_a_step_to_make_the_places_are_looked_for_all_the_same() -> None:
@@ -131,7 +131,7 @@ def test_without_a_step_to_make_the_places_are_looked_for_all_the_same() -> None
 
 
 def test_when_is_the_transforms_where_there_is_one() -> None:
-    built("aggregator=pcgrad", "transform=clip", *SEVERAL, "when=value")
+    built("aggregator=pcgrad", "transform=clip", *SEVERAL, "when=threshold")
 
 
 @pytest.mark.parametrize(

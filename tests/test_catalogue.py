@@ -9,8 +9,8 @@ import torch
 import yaml
 
 from gradsurg.aggregators.base import Aggregator
-from gradsurg.catalogue import find, names
-from gradsurg.sinks.base import Sink
+from gradsurg.loggers.base import Logger
+from gradsurg.plugins.registry import find, names
 from gradsurg.sites.base import Selector
 from gradsurg.tasks.base import Task
 from gradsurg.transforms.base import Transform
@@ -23,7 +23,7 @@ FOLDERS = {
     "aggregators": "aggregator",
     "models": "model",
     "tasks": "task",
-    "sinks": "sink",
+    "loggers": "logger",
     "sites": "site",
     "triggers": "when",
 }
@@ -31,7 +31,7 @@ BASES = {
     "transforms": Transform,
     "aggregators": Aggregator,
     "tasks": Task,
-    "sinks": Sink,
+    "loggers": Logger,
     "sites": Selector,
     "triggers": Trigger,
 }
@@ -102,7 +102,7 @@ def test_a_class_is_found_by_its_files_stem() -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_choices_and_the_nearest() -> None:
-    message = "there is no 'norm_rescal' in transforms. There are: adaptive_clip, add_noise,"
+    message = "there is no 'norm_rescal' in transforms. There are: agc, add_noise,"
     with pytest.raises(LookupError, match=re.escape(message)) as caught:
         find("transforms", "norm_rescal")
     assert str(caught.value).endswith("Did you mean 'norm_rescale'?")

@@ -45,7 +45,7 @@ def grow(model: nn.Sequential) -> None:
         gs.Inputs(),
         gs.Uses("*"),
         gs.ModuleGradients(),
-        gs.Values(),
+        gs.Activations(),
         gs.SavedTensors(),
         gs.SavedTensors(node="Relu"),
         gs.EveryModule("re:last|3"),

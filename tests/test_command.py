@@ -16,7 +16,7 @@ from gradsurg.config.settings import Settings
 from gradsurg.multitask.shared_parameters import SharedParameters
 from tests.conftest import Ended, Here
 
-SHORT = ("steps=20", "seeds=1", "sink=none")
+SHORT = ("steps=20", "seeds=1", "logger=none")
 
 
 def command(folder: Path, *words: str) -> Ended:
@@ -76,7 +76,7 @@ def test_wrong_input_leaves_no_folder_and_no_traceback(
 
 
 def test_a_plan_prints_the_sites_and_trains_nothing(here: Here, folder: Path) -> None:
-    ended = here("transform=clip", "plan=true", "site.pattern=*.bias", "sink=none")
+    ended = here("transform=clip", "plan=true", "site.pattern=*.bias", "logger=none")
     marked = [line.split()[1] for line in ended.out.splitlines() if line.startswith("*")]
     assert marked == ["hidden.0.linear.bias", "hidden.1.linear.bias", "output.bias"]
     assert not (folder / "runs").exists()
@@ -197,7 +197,7 @@ def test_of_a_users_model_what_does_not_act_in_one_step_is_warned_of(here: Here)
 
 
 def test_a_command_whose_reader_leaves_ends_as_it_would_have(folder: Path) -> None:
-    program = "from gradsurg.pipes import outlive_readers; outlive_readers()\n"
+    program = "from gradsurg.plugins.pipes import outlive_readers; outlive_readers()\n"
     program += "import sys\nfor line in range(9999): print('a line', flush=True)\n"
     program += "print('and a word', file=sys.stderr); open('done', 'w').close(); sys.exit(3)"
     words = [sys.executable, "-c", program]

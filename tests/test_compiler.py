@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsurg import compiler
+from gradsurg.torch_internals import compiling
 
 
 @pytest.mark.filterwarnings("ignore")  # Dynamo trips over its own warnings when they are errors
 def test_an_untraced_function_runs_as_it_is_in_compiled_code() -> None:
     seen: list[bool] = []
 
-    @compiler.untraced
+    @compiling.untraced
     def look(x: Tensor) -> Tensor:
         seen.append(torch.compiler.is_compiling())
         return x + len(seen)
@@ -34,18 +34,18 @@ def test_a_compiled_graph_tells_what_each_output_lets_through_and_whether_it_run
         def forward(scale: Tensor) -> tuple[Tensor, Tensor]:
             return (scale * first.tanh().exp()).sum(), (scale * second.tanh().exp()).sum()
 
-        with compiler.keeping_buffers() if keeps else nullcontext():
+        with compiling.keeping_buffers() if keeps else nullcontext():
             outputs = torch.compile(forward, backend="aot_eager")(torch.zeros(2))
             node: Any = outputs[0].grad_fn
-            assert compiler.runs_again(node)
+            assert compiling.runs_again(node)
             sum(outputs).backward(retain_graph=retain)
         return node
 
     for keeps, retain in ((True, True), (True, False), (False, True), (False, False)):
         node = node_of(keeps, retain)
-        assert compiler.runs_again(node) == (keeps or retain)
+        assert compiling.runs_again(node) == (keeps or retain)
         if retain:
-            through = [compiler.lets_through(node, number) for number in range(2)]
+            through = [compiling.lets_through(node, number) for number in range(2)]
             assert sorted(through) == [[0], [1]]
     torch.compiler.reset()
 
@@ -58,7 +58,7 @@ def _settings() -> tuple[bool, str]:
 
 def test_blocks_that_keep_buffers_may_overlap() -> None:
     before = _settings()
-    first, second = compiler.keeping_buffers(), compiler.keeping_buffers()
+    first, second = compiling.keeping_buffers(), compiling.keeping_buffers()
     first.__enter__()
     kept = _settings()
     second.__enter__()
@@ -73,7 +73,7 @@ def test_blocks_of_two_threads_keep_the_buffers_of_each_and_restore_its_settings
     order: str,
 ) -> None:
     before = _settings()
-    here, there = compiler.keeping_buffers(), compiler.keeping_buffers()
+    here, there = compiling.keeping_buffers(), compiling.keeping_buffers()
     with ThreadPoolExecutor(max_workers=1) as pool:
 
         def said() -> tuple[bool, str]:
@@ -99,9 +99,9 @@ def test_blocks_of_two_threads_keep_the_buffers_of_each_and_restore_its_settings
 def test_a_block_closed_by_another_thread_ends_none_of_its_blocks() -> None:
     before = _settings()
     with ThreadPoolExecutor(max_workers=1) as pool:
-        strange = compiler.keeping_buffers()
+        strange = compiling.keeping_buffers()
         pool.submit(strange.__enter__).result()
-        with compiler.keeping_buffers():
+        with compiling.keeping_buffers():
             kept = _settings()
             strange.__exit__(None, None, None)
             assert _settings() == kept != before
@@ -113,8 +113,8 @@ def test_asking_a_compiled_graph_first_keeps_its_buffers() -> None:
     torch.compiler.reset()
     leaf = torch.ones(2, requires_grad=True)
     output = torch.compile(lambda: leaf.tanh().exp().sum(), backend="aot_eager")()
-    assert compiler.lets_through(output.grad_fn, 0) == [0]
-    assert compiler.runs_again(output.grad_fn)
+    assert compiling.lets_through(output.grad_fn, 0) == [0]
+    assert compiling.runs_again(output.grad_fn)
     for _ in range(2):
         output.backward(retain_graph=True)
     torch.compiler.reset()

@@ -18,13 +18,13 @@ FOLDERS = {
     "aggregators": "aggregator",
     "models": "model",
     "tasks": "task",
-    "sinks": "sink",
+    "loggers": "logger",
     "sites": "site",
     "triggers": "when",
 }
 """The folder of classes and the one of their configs."""
 
-LISTS = ("transform", "sink")
+LISTS = ("transform", "logger")
 """Groups of which several configs are taken at once, so that each stands under a key of its own."""
 
 COMMAND = ["python", "-m", "gradsurg.run"]
@@ -101,7 +101,7 @@ def test_every_class_has_its_config_and_every_config_its_class_and_its_command()
 def test_the_command_of_a_transform_trains(path: Path, here: Here) -> None:
     first = path.read_text().partition("\n")[0]
     words = shlex.split(first.removeprefix("# "))
-    ended = here(*words[len(COMMAND) :], "steps=2", "seeds=1", "sink=none")
+    ended = here(*words[len(COMMAND) :], "steps=2", "seeds=1", "logger=none")
     assert ended.code == 0, ended.err
     assert "2 runs in" in ended.out or path.stem == "none"
 
@@ -169,33 +169,33 @@ def test_a_config_of_a_list_has_one_key_named_after_the_file(
     assert told.startswith(f"conf/{group}/one.yaml has the keys [")
 
 
-@pytest.mark.parametrize("first", ["# A sink", "# python -m gradsurg.run sink=two"])
+@pytest.mark.parametrize("first", ["# A logger", "# python -m gradsurg.run logger=two"])
 def test_a_config_without_its_command_is_told(project: Path, first: str) -> None:
-    _write(project / "conf" / "sink" / "one.yaml", f"{first}\none:\n  name: one\n")
+    _write(project / "conf" / "logger" / "one.yaml", f"{first}\none:\n  name: one\n")
     assert missing(project) == [
-        "conf/sink/one.yaml does not begin with a '# python -m gradsurg.run' that uses it"
+        "conf/logger/one.yaml does not begin with a '# python -m gradsurg.run' that uses it"
     ]
 
 
 @pytest.mark.parametrize(
     ("first", "right"),
     [
-        ("# python -m gradsurg.run sink=one", True),
-        ("# python -m gradsurg.run sink=[two,one]", True),
-        ("# python -m gradsurg.run 'sink=[one, two]'", True),
-        ("# python -m gradsurg.run sink.one.size=4", True),
-        ("# python -m gradsurg.run sink.size=4", True),
-        ("# python -m gradsurg.run model=two sink=one", True),
-        ("# python -m gradsurg.run sink=ones", False),
-        ("# python -m gradsurg.run sink=two sink.two.size=4", False),
-        ("# python -m gradsurg.run sink.two.one=4", False),
+        ("# python -m gradsurg.run logger=one", True),
+        ("# python -m gradsurg.run logger=[two,one]", True),
+        ("# python -m gradsurg.run 'logger=[one, two]'", True),
+        ("# python -m gradsurg.run logger.one.size=4", True),
+        ("# python -m gradsurg.run logger.size=4", True),
+        ("# python -m gradsurg.run model=two logger=one", True),
+        ("# python -m gradsurg.run logger=ones", False),
+        ("# python -m gradsurg.run logger=two logger.two.size=4", False),
+        ("# python -m gradsurg.run logger.two.one=4", False),
         ("# python -m gradsurg.run model=one", False),
         ("# python -m gradsurg.run", False),
-        ("# python -m gradsurg.runs.study sink=one", False),
-        ("python -m gradsurg.run sink=one", False),
-        ("# A sink: python -m gradsurg.run sink=one", False),
+        ("# python -m gradsurg.training.study logger=one", False),
+        ("python -m gradsurg.run logger=one", False),
+        ("# A logger: python -m gradsurg.run logger=one", False),
         ("", False),
     ],
 )
 def test_the_first_line_is_a_command_that_uses_the_file(first: str, right: bool) -> None:
-    assert _uses(first, "sink", {"one", "size"}) == right
+    assert _uses(first, "logger", {"one", "size"}) == right

@@ -15,7 +15,7 @@ from hydra import initialize_config_dir
 
 from gradsurg.config import compose
 from gradsurg.config.faults import ConfigError
-from gradsurg.ledger import SurgeryWarning
+from gradsurg.effects.ledger import SurgeryWarning
 
 # The line of tests/theirs.py that raises.
 STUBBORN = 1 + next(
@@ -56,9 +56,9 @@ class Wrong:
 
 WRONG = (
     # options
-    Wrong("transform=clop", "transform: there is no 'clop'. There are: adaptive_clip,", "'clip'?"),
+    Wrong("transform=clop", "transform: there is no 'clop'. There are: agc,", "'clip'?"),
     Wrong("transform=[clip,nose]", "transform: there is no 'nose'. There are: ", "'noise'?"),
-    Wrong("transform=", "transform: there is no ''. There are: adaptive_clip,", "zero."),
+    Wrong("transform=", "transform: there is no ''. There are: agc,", "zero."),
     Wrong("site=output", "site: there is no 'output'. There are: ", "'outputs'?"),
     Wrong("hydra/launcher=nope", "hydra/launcher: there is no 'nope'. There are: basic"),
     Wrong("transform=null", "transform: must name an option, found null; 'transform=none' is a"),
@@ -229,7 +229,7 @@ WRONG = (
         "transform.clip_global_norm: needs all gradients of a group at once, site=outputs meets",
         "it can act at site=parameters with site.stage=step, or at site=group",
     ),
-    Wrong("transform=adaptive_clip site=nodes", "transform.adaptive_clip: needs the value"),
+    Wrong("transform=agc site=nodes", "transform.agc: needs the value"),
     # gradients of others than the transform is made for, however equal the sizes are
     Wrong(
         "transform=direct_feedback site.pattern=hidden.1.linear.weight site.stage=backward",
@@ -317,12 +317,12 @@ WRONG = (
         "so dim 5 is not there",
     ),
     Wrong(
-        "transform=clip when=value when.source=output:hiden",
+        "transform=clip when=threshold when.source=output:hiden",
         "when.source: there is no module 'hiden'. There are: ",
         "Did you mean 'hidden'?",
     ),
     Wrong(
-        "transform=clip when=value when.source=value site=nodes",
+        "transform=clip when=threshold when.source=value site=nodes",
         "when: source 'value' is the tensor whose gradient passes, and site=nodes has",
     ),
     # words
@@ -403,7 +403,7 @@ RIGHT = (
     "transform=clip when=shape when.above=63",
     "transform=clip when=probability when.p=1e-9",
     "transform=clip when=probability when.p=1e-9 when.per=site",
-    "transform=clip when=value when.above=1e9",
+    "transform=clip when=threshold when.above=1e9",
     "transform=clip when=all_same_sign",
     "transform=clip when=depth when.low=3 when.high=3",
     "transform=clip when=unless when.of.stop=499",
@@ -581,7 +581,7 @@ def test_a_transforms_yaml_has_one_key_named_after_itself(path: Path) -> None:
             ["steps", "when.stop", "site.depth"],
         ),
         (
-            "transform=clip steps=-1 when=value when.source=output:hiden",
+            "transform=clip steps=-1 when=threshold when.source=output:hiden",
             ["steps", "when.source"],
         ),
         (

@@ -19,7 +19,7 @@ from tests.cases import Row
 from tests.conftest import Here
 
 TEXT = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
-SHORT = ("steps=20", "seeds=1", "sink=none", "report=false")
+SHORT = ("steps=20", "seeds=1", "logger=none", "report=false")
 
 
 def blocks(language: str) -> list[str]:
@@ -46,7 +46,7 @@ def test_the_transform_is_what_its_row_says_and_its_laws_hold(modules: list[Modu
     for times in (0, 1, 2):
         halve: Transform = modules[0].Halve(times=times)
         check_transform(halve)
-        assert ("idempotent" in halve.laws) == (times == 0)
+        assert ("idempotent" in halve.properties) == (times == 0)
     (text,) = blocks("yaml")
     config = yaml.safe_load(text)
     fields = config[row.name]

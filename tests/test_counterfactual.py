@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import gradsurg as gs
-from gradsurg.intervention import Intervention
-from gradsurg.runs.arms import Run, Schedule
-from gradsurg.runs.counterfactual import NUMBERS, SAMPLED, Counterfactual, means
-from gradsurg.runs.store import RunDirectory
-from gradsurg.runs.study import Record, execute
 from gradsurg.sites.base import Selector
-from gradsurg.surgery import Surgery
+from gradsurg.surgery.intervention import Intervention
+from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, Task
 from gradsurg.tasks.digits import Digits
-from gradsurg.train import Batches, train
+from gradsurg.training.arms import Run, Schedule
+from gradsurg.training.counterfactual import NUMBERS, SAMPLED, Counterfactual, means
+from gradsurg.training.loop import Batches, train
+from gradsurg.training.run_directory import RunDirectory
+from gradsurg.training.study import Record, execute
 from gradsurg.transforms.base import Transform
 from tests.nets import batch, noisy, num_hooks, small, weights
 from tests.test_study import Torn, flat, untimed
@@ -136,7 +136,7 @@ def assert_alike(asked: Record, plain: Record) -> None:
     assert without_update(asked.summary) == without_update(plain.summary)
 
 
-MIXED = gs.Chain(gs.LowPass(), gs.AddNoise(0.01), gs.Clip(0.05))
+MIXED = gs.Chain(gs.GrokfastEMA(), gs.AddNoise(0.01), gs.Clip(0.05))
 
 
 def both(run: Run, out: Path) -> tuple[Record, Record]:
@@ -161,7 +161,7 @@ SITES = {
     "saved in modules": gs.SavedTensors(),
     "every module": gs.EveryModule(),
     "every module's gradients": gs.EveryModule(kind="full_backward"),
-    "values": gs.Values(),
+    "values": gs.Activations(),
     "uses": gs.Uses("*.weight"),
     "captured": gs.Captured(),
     "at the step": gs.Parameters(stage="step"),
@@ -171,7 +171,7 @@ SITES = {
 
 
 @pytest.mark.parametrize("kind", SITES)
-@pytest.mark.filterwarnings("ignore::gradsurg.ledger.SurgeryWarning")
+@pytest.mark.filterwarnings("ignore::gradsurg.effects.ledger.SurgeryWarning")
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_no_kind_of_site_notices(tmp_path, kind: str) -> None:
     run = a_run(gs.Scale(0.5), at=SITES[kind])
@@ -220,7 +220,7 @@ def test_gradients_of_zero_make_no_update_with_sgd_and_one_with_momentum(tmp_pat
 
 @pytest.mark.parametrize(
     ("transform", "cosine", "ratio"),
-    [(gs.Scale(0.5), 1, 0.5), (gs.Reverse(), -1, 1), (gs.Scale(-3.0), -1, 3)],
+    [(gs.Scale(0.5), 1, 0.5), (gs.GradientReversal(), -1, 1), (gs.Scale(-3.0), -1, 3)],
     ids=repr,
 )
 def test_with_plain_sgd_updates_compare_as_gradients_do(tmp_path, transform, cosine, ratio) -> None:

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import gradsurg as gs
-from gradsurg import effects as effects_module
-from gradsurg.effects import CHUNK, NUMBERS, Effects
-from gradsurg.ledger import Ledger
+from gradsurg.effects import effects as effects_module
+from gradsurg.effects.effects import CHUNK, NUMBERS, Effects
+from gradsurg.effects.ledger import Ledger
 from tests.nets import attached, backward, batch, gradients, noisy, sgd, small, train, weights
 
 NAN, INF = float("nan"), float("inf")
@@ -138,7 +138,7 @@ def test_what_was_left_as_it_is_has_the_numbers_of_an_equal_one(
 
 
 def test_what_waits_is_a_copy_and_little(monkeypatch) -> None:
-    monkeypatch.setattr("gradsurg.samples.COPIED", 40)
+    monkeypatch.setattr("gradsurg.effects.samples.COPIED", 40)
     effects, (slot,) = slots("w")
     pairs = [(random(11, seed=seed), random(11, seed=seed + 1)) for seed in range(50)]
     for before, after in pairs:

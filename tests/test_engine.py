@@ -11,25 +11,25 @@ from torch.nn.modules import module
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from gradsurg import engine
+from gradsurg.torch_internals import autograd
 
 
 def test_sequence_numbers_go_up_by_one_with_each_differentiable_node() -> None:
     leaf = torch.ones(2, requires_grad=True)
-    before = engine.next_sequence_number()
+    before = autograd.next_sequence_number()
     node = (leaf * 2).grad_fn
     assert node is not None
     assert node._sequence_nr() == before
-    assert engine.next_sequence_number() == before + 1
+    assert autograd.next_sequence_number() == before + 1
 
 
 def test_in_backward_is_true_inside_a_hook_alone() -> None:
     seen = []
     leaf = torch.ones(2, requires_grad=True)
-    leaf.register_hook(lambda grad: seen.append(engine.in_backward()))
+    leaf.register_hook(lambda grad: seen.append(autograd.in_backward()))
     leaf.sum().backward()
     assert seen == [True]
-    assert not engine.in_backward()
+    assert not autograd.in_backward()
 
 
 def test_a_callback_comes_after_the_gradients_are_there() -> None:
@@ -37,7 +37,7 @@ def test_a_callback_comes_after_the_gradients_are_there() -> None:
     leaf = torch.ones(2, requires_grad=True)
 
     def hook(grad: torch.Tensor) -> None:
-        engine.at_end_of_backward(lambda: seen.append(leaf.grad is not None))
+        autograd.at_end_of_backward(lambda: seen.append(leaf.grad is not None))
 
     leaf.register_hook(hook)
     leaf.sum().backward()
@@ -48,33 +48,33 @@ def test_in_functorch_is_true_under_vmap_alone() -> None:
     seen = []
 
     def look(row: torch.Tensor) -> torch.Tensor:
-        seen.append(engine.in_functorch())
+        seen.append(autograd.in_functorch())
         return row
 
     torch.vmap(look)(torch.ones(2, 3))
     assert seen == [True]
-    assert not engine.in_functorch()
+    assert not autograd.in_functorch()
 
 
 def test_foreach_operations_do_what_their_names_say() -> None:
     tensors = [torch.tensor([3.0, 4.0]), torch.tensor([[2.0]])]
-    assert [norm.item() for norm in engine.foreach_norm(tensors, 2.0)] == [5.0, 2.0]
-    halves = engine.foreach_mul(tensors, torch.tensor(0.5))
+    assert [norm.item() for norm in autograd.foreach_norm(tensors, 2.0)] == [5.0, 2.0]
+    halves = autograd.foreach_mul(tensors, torch.tensor(0.5))
     assert [half.tolist() for half in halves] == [[1.5, 2.0], [[1.0]]]
 
 
 def test_each_backward_pass_has_a_number_of_its_own() -> None:
     seen = []
     leaf = torch.ones(2, requires_grad=True)
-    leaf.register_hook(lambda grad: seen.append(engine.backward_task()))
+    leaf.register_hook(lambda grad: seen.append(autograd.backward_task()))
     for _ in range(2):
         leaf.sum().backward()
     assert len(set(seen)) == 2
-    assert engine.backward_task() == -1
+    assert autograd.backward_task() == -1
 
 
 def test_flat_puts_entries_one_after_the_other() -> None:
-    assert engine.flat([torch.ones(2, 2), torch.tensor(3.0)]).tolist() == [1, 1, 1, 1, 3]
+    assert autograd.flat([torch.ones(2, 2), torch.tensor(3.0)]).tolist() == [1, 1, 1, 1, 3]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -82,12 +82,12 @@ def test_a_reentrant_checkpoint_is_a_function_whose_forward_is_running(reentrant
     seen = []
 
     def run(x: Tensor) -> Tensor:
-        seen.append([node.name() for node in engine.running_functions()])
+        seen.append([node.name() for node in autograd.running_functions()])
         return x * 2
 
     checkpoint(run, torch.ones(2, requires_grad=True), use_reentrant=reentrant)
     assert seen == [["CheckpointFunctionBackward"] if reentrant else []]
-    assert engine.running_functions() == []
+    assert autograd.running_functions() == []
 
 
 def test_the_running_node_is_the_one_whose_backward_is_at_work() -> None:
@@ -100,17 +100,17 @@ def test_the_running_node_is_the_one_whose_backward_is_at_work() -> None:
 
         @staticmethod
         def backward(ctx: object, *grads: torch.Tensor) -> torch.Tensor:
-            seen.append(engine.running_node())
+            seen.append(autograd.running_node())
             return grads[0] * 2
 
     result = Twice.apply(torch.ones(2, requires_grad=True))
     assert isinstance(result, torch.Tensor)
     result.sum().backward()
     assert seen == [result.grad_fn]
-    assert engine.running_node() is None
+    assert autograd.running_node() is None
 
 
-def _pair(seen: list[str], name: str) -> engine.Pair:
+def _pair(seen: list[str], name: str) -> autograd.Pair:
     def pack(tensor: Tensor) -> Tensor:
         seen.append(name)
         return tensor.detach()
@@ -122,16 +122,16 @@ def test_pairs_of_hooks_for_saved_tensors_are_left_in_any_order() -> None:
     seen: list[str] = []
     first, second = _pair(seen, "first"), _pair(seen, "second")
     x = torch.ones(1, requires_grad=True)
-    assert engine.saving() is None
-    engine.begin_saving(first)
-    engine.begin_saving(second)
+    assert autograd.saving() is None
+    autograd.begin_saving(first)
+    autograd.begin_saving(second)
     x.exp()
-    engine.end_saving(first)
+    autograd.end_saving(first)
     x.exp()
-    assert engine.saving() == second
-    engine.end_saving(second)
+    assert autograd.saving() == second
+    autograd.end_saving(second)
     x.exp()
-    assert engine.saving() is None
+    assert autograd.saving() is None
     assert seen == ["second", "second"]
 
 
@@ -139,7 +139,7 @@ def test_the_forward_of_a_checkpoint_that_is_not_reentrant_is_told() -> None:
     seen: list[bool] = []
 
     def run(x: Tensor) -> Tensor:
-        seen.append(engine.in_checkpoint())
+        seen.append(autograd.in_checkpoint())
         return x.exp()
 
     x = torch.ones(1, requires_grad=True)
@@ -155,7 +155,7 @@ def test_the_end_of_a_backward_inside_a_backward_is_told_from_that_of_the_whole(
     seen = []
 
     def at_end(grad: Tensor) -> None:
-        engine.at_end_of_backward(lambda: seen.append(engine.in_inner_backward()))
+        autograd.at_end_of_backward(lambda: seen.append(autograd.in_inner_backward()))
 
     def inner(grad: Tensor) -> None:
         with torch.enable_grad():
@@ -177,7 +177,7 @@ def test_what_stands_for_many_tensors_is_batched_and_what_has_no_storage_is_wrap
     seen = []
 
     def look(row: Tensor) -> Tensor:
-        seen.append((engine.is_batched(row), engine.is_wrapped(row)))
+        seen.append((autograd.is_batched(row), autograd.is_wrapped(row)))
         return row.sum()
 
     leaf = torch.ones(3, requires_grad=True)
@@ -196,7 +196,7 @@ def test_a_global_forward_hook_with_keywords_leaves_nothing_behind() -> None:
     tables = vars(module)
     handle = module.register_module_forward_hook(lambda *_: None, with_kwargs=True)
     assert handle.id in tables["_global_forward_hooks_with_kwargs"]
-    engine.remove_global_forward_hook(handle)
+    autograd.remove_global_forward_hook(handle)
     assert handle.id not in tables["_global_forward_hooks_with_kwargs"]
     assert handle.id not in tables["_global_forward_hooks"]
 
@@ -215,23 +215,23 @@ class _Passing(TorchFunctionMode):
 
 def test_modes_of_torch_functions_are_left_in_any_order() -> None:
     outer, inner = _Passing(), _Passing()
-    engine.begin_functions(outer)
-    engine.begin_functions(inner)
-    assert engine.function_modes() == [outer, inner]
-    engine.end_functions(outer)
-    assert engine.function_modes() == [inner]
-    engine.end_functions(outer)  # again, and nothing else is taken out
+    autograd.begin_functions(outer)
+    autograd.begin_functions(inner)
+    assert autograd.function_modes() == [outer, inner]
+    autograd.end_functions(outer)
+    assert autograd.function_modes() == [inner]
+    autograd.end_functions(outer)  # again, and nothing else is taken out
     torch.ones(1).neg()
-    engine.end_functions(inner)
+    autograd.end_functions(inner)
     torch.ones(1).neg()
-    assert engine.function_modes() == []
+    assert autograd.function_modes() == []
     assert (outer.count, inner.count) == (0, 2)
 
 
 def test_a_first_hook_comes_before_those_of_others_and_is_seen_by_them() -> None:
     x = torch.ones(2, requires_grad=True)
     y = x * 2.0
-    engine.hook_first(y, lambda grad: grad * 3.0)
+    autograd.hook_first(y, lambda grad: grad * 3.0)
     handle = y.register_hook(lambda grad: grad + 1.0)
     assert len(y._backward_hooks or ()) == 2
     y.sum().backward()
@@ -249,7 +249,7 @@ def test_a_first_hook_lives_and_dies_with_its_tensor() -> None:
     witness = Witness()
     held = ref(witness)
     y = torch.ones(2, requires_grad=True) * 2.0
-    engine.hook_first(y, witness)
+    autograd.hook_first(y, witness)
     del witness
     gc.collect()
     assert held() is not None
@@ -259,13 +259,13 @@ def test_a_first_hook_lives_and_dies_with_its_tensor() -> None:
 
 
 def test_autocast_of_any_device_is_told() -> None:
-    assert not engine.any_autocast()
+    assert not autograd.any_autocast()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert engine.any_autocast()
-    assert not engine.any_autocast()
+        assert autograd.any_autocast()
+    assert not autograd.any_autocast()
 
 
-class _Counting(engine.Mode):
+class _Counting(autograd.Mode):
     """Counts the torch functions that it sees."""
 
     def __init__(self) -> None:
@@ -279,8 +279,8 @@ class _Counting(engine.Mode):
 
 def _all_in_force() -> tuple[list[int], int, object]:
     tables = vars(torch.nn.modules.module)
-    hooks = [key for name in engine._TABLES for key in tables[name]]
-    return hooks, len(engine.function_modes()), engine.saving()
+    hooks = [key for name in autograd._TABLES for key in tables[name]]
+    return hooks, len(autograd.function_modes()), autograd.saving()
 
 
 def test_within_earlier_surroundings_only_what_was_there_before_is_in_force() -> None:
@@ -289,9 +289,9 @@ def test_within_earlier_surroundings_only_what_was_there_before_is_in_force() ->
     early = process.register_module_forward_hook(lambda *_: seen.append("early"))
     mode, later_mode, model = _Counting(), _Counting(), torch.nn.Linear(2, 2)
     pairs = [(lambda t, n=name: seen.append(n) or t, lambda t: t) for name in ("saved", "later")]
-    engine.begin_functions(mode)
-    engine.begin_saving(pairs[0])
-    known = engine.surroundings()
+    autograd.begin_functions(mode)
+    autograd.begin_saving(pairs[0])
+    known = autograd.surroundings()
     later = [
         register(lambda *_: seen.append("later"))
         for register in (
@@ -301,11 +301,11 @@ def test_within_earlier_surroundings_only_what_was_there_before_is_in_force() ->
             process.register_module_full_backward_hook,
         )
     ]
-    engine.begin_functions(later_mode)
-    engine.begin_saving(pairs[1])
+    autograd.begin_functions(later_mode)
+    autograd.begin_saving(pairs[1])
     before = _all_in_force()
     try:
-        with pytest.raises(KeyError), engine.within(known):
+        with pytest.raises(KeyError), autograd.within(known):
             model(torch.ones(1, 2, requires_grad=True)).exp().sum().backward()
             raise KeyError
         assert set(seen) == {"early", "saved"}
@@ -317,8 +317,8 @@ def test_within_earlier_surroundings_only_what_was_there_before_is_in_force() ->
         assert later_mode.seen
     finally:
         for pair in reversed(pairs):
-            engine.end_saving(pair)
-        engine.end_functions(later_mode)
-        engine.end_functions(mode)
+            autograd.end_saving(pair)
+        autograd.end_functions(later_mode)
+        autograd.end_functions(mode)
         for handle in [early, *later]:
             handle.remove()

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg import randomness
 from gradsurg.config.faults import ConfigError
 from gradsurg.report.terminal import Runs, report
-from gradsurg.runs.arms import Run
-from gradsurg.runs.store import RunDirectory
-from gradsurg.runs.study import Record, execute
-from gradsurg.runs.until import Until
 from gradsurg.tasks.base import Classification, Data, Examination, Examined
 from gradsurg.tasks.digits import Digits
+from gradsurg.torch_internals import random_state
+from gradsurg.training.arms import Run
+from gradsurg.training.run_directory import RunDirectory
+from gradsurg.training.study import Record, execute
+from gradsurg.training.until import Until
 from gradsurg.transforms.base import Transform
 from gradsurg.triggers.base import Trigger
 from tests.test_build import built
@@ -113,15 +113,15 @@ def test_its_random_numbers_are_those_of_the_seed_and_not_those_of_the_training(
     assert drawn[0] == drawn[1] != drawn[2]
     shorter = replace(a_run(task=Looked(), schedule=replace(SHORT, steps=10)), study="shorter")
     assert execute(shorter, tmp_path, []).summary["examined/drawn"] == drawn[0]
-    with randomness.kept():
-        randomness.seed(0)
+    with random_state.kept():
+        random_state.seed(0)
         assert torch.rand(()).item() != drawn[0]
 
 
-def test_sinks_are_told_its_numbers(tmp_path: Path) -> None:
-    sink = Listening()
-    record = execute(examined(), tmp_path, [sink])
-    ((_, told),) = sink.ended
+def test_loggers_are_told_its_numbers(tmp_path: Path) -> None:
+    logger = Listening()
+    record = execute(examined(), tmp_path, [logger])
+    ((_, told),) = logger.ended
     assert told["examined/norm"] == record.summary["examined/norm"]
     assert told["examined/norm"] > 0
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gradsurg.fields import FieldError
+from gradsurg.plugins.fields import FieldError
 from gradsurg.tasks import _idx, _moby_dick, fashion_mnist, mnist, mnist_overlay, permuted_mnist
 from gradsurg.tasks.char_lm import CharLM
 from gradsurg.tasks.fashion_mnist import FashionMNIST
@@ -351,7 +351,7 @@ def test_a_missing_data_set_is_one_line_of_the_command_and_nothing_is_trained(he
         (["task=fashion_mnist"], "task.root", "fashion-mnist"),
         (["task=char_lm", "task.text=moby_dick", "model=gpt"], "task.text", "text"),
     ):
-        ended = here(*words, "sink=none")
+        ended = here(*words, "logger=none")
         assert ended.code == 2
         assert len(ended.err.splitlines()) == 1
         assert ended.err.startswith(f"{key}: ")

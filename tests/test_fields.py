@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field
 
-from gradsurg.fields import Contradiction, FieldError, nearest, validated
-from gradsurg.per import Order, Per
+from gradsurg.plugins.fields import Contradiction, FieldError, nearest, validated
+from gradsurg.plugins.per import Order, Per
 
 
 @validated

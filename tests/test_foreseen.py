@@ -8,8 +8,8 @@ import pytest
 from gradsurg.reproduce.expected import Band, Drawing, Expected, papers, read_expected
 from gradsurg.reproduce.foreseen import Foreseen, faults_of, foresee
 from gradsurg.reproduce.running import WrongExperiment, plan_study
-from gradsurg.runs.store import EFFECTS, METRICS, RunDirectory
-from gradsurg.runs.study import execute
+from gradsurg.training.run_directory import EFFECTS, METRICS, RunDirectory
+from gradsurg.training.study import execute
 from tests.test_build import built
 
 SHORT = ("steps=10", "log_every=5", "eval_every=10", "effects_every=5", "batch_size=8")
@@ -41,7 +41,7 @@ def faults(figure: Drawing | None = None, **band: object) -> Sequence[str]:
         ("transform=clip", "until='test/accuracy >= 2'", "update_effect_every=5"),
         ("transform=clip", "task=diabetes", "site=relu_nodes"),
         ("transform=clip", "task=digits", "site=outputs"),
-        ("task=saliency", "model=convnet", "when.start=${steps}", "transform=reverse"),
+        ("task=saliency", "model=convnet", "when.start=${steps}", "transform=gradient_reversal"),
         ("aggregator=pcgrad", "task=overlay", "model=multi_head"),
         ("aggregator=pcgrad", "task=overlay", "model=multi_head", "control=none"),
     ],

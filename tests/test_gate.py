@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import Selector
 from gradsurg.transforms.base import (
     Context,
     GroupTransform,
-    Law,
     Need,
+    Property,
     State,
     Stateless,
     value_of,
@@ -37,7 +37,7 @@ class Later(Stateless):
         return "Later()"
 
     @property
-    def laws(self) -> frozenset[Law]:
+    def properties(self) -> frozenset[Property]:
         return frozenset({"linear", "idempotent"})
 
     def apply(self, grad: Tensor, context: Context) -> Tensor:
@@ -55,7 +55,7 @@ class LaterGroup(GroupTransform):
         return "LaterGroup()"
 
     @property
-    def laws(self) -> frozenset[Law]:
+    def properties(self) -> frozenset[Property]:
         return frozenset()
 
     def init_group(self, grads: Sequence[Tensor]) -> State:
@@ -320,7 +320,7 @@ class Product(Stateless):
     """Multiplies matrices, which autocast would do in half precision."""
 
     @property
-    def laws(self) -> frozenset[Law]:
+    def properties(self) -> frozenset[Property]:
         return frozenset()
 
     def apply(self, grad: Tensor, context: Context) -> Tensor:
@@ -350,7 +350,7 @@ def test_autocast_is_off_inside_a_transform_though_a_call_of_the_same_step_was_o
     AUTOCAST.clear()
     model = small()
     optimizer = sgd(model)
-    surgery = gs.Surgery(gs.Intervention(Product(), gs.Values("first")))
+    surgery = gs.Surgery(gs.Intervention(Product(), gs.Activations("first")))
     with surgery.attach(model, optimizer, effects_every=0):
         for _ in range(2):
             backward(model)
@@ -362,8 +362,8 @@ def test_autocast_is_off_inside_a_transform_though_a_call_of_the_same_step_was_o
 
 def test_a_state_that_is_loaded_is_taken_up_after_gradients_have_passed_the_short_way() -> None:
     model = nn.Linear(2, 1, bias=False)
-    surgery = gs.Surgery(gs.Intervention(gs.LowPass(), gs.Parameters(stage="step")))
-    fresh = gs.Surgery(gs.Intervention(gs.LowPass(), gs.Parameters(stage="step"))).state_dict()
+    surgery = gs.Surgery(gs.Intervention(gs.GrokfastEMA(), gs.Parameters(stage="step")))
+    fresh = gs.Surgery(gs.Intervention(gs.GrokfastEMA(), gs.Parameters(stage="step"))).state_dict()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     grads = []
     with surgery.attach(model, optimizer, effects_every=0):
@@ -384,7 +384,7 @@ def test_the_value_is_the_parameter_whose_gradient_it_is() -> None:
     model = nn.Linear(2, 1, bias=False)
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[3.0, 4.0]]))
-    with attached(model, gs.AdaptiveClip(0.1)):
+    with attached(model, gs.AGC(0.1)):
         (model.weight * torch.tensor([[0.0, 2.0]])).sum().backward()
     assert model.weight.grad is not None
     torch.testing.assert_close(model.weight.grad, torch.tensor([[0.0, 0.5]]))
@@ -431,7 +431,7 @@ class TimesValue(GroupTransform):
     """Multiplies each gradient of a group by its value."""
 
     @property
-    def laws(self) -> frozenset[Law]:
+    def properties(self) -> frozenset[Property]:
         return frozenset()
 
     @property

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import gradsurg as gs
-from gradsurg.catalogue import find, names
+from gradsurg.plugins.registry import find, names
 from gradsurg.sites.nodes import Nodes
 from gradsurg.transforms.clip import Clip
 from scripts.stub import STUB, written
@@ -53,7 +53,7 @@ for words in sys.argv[1].split("/"):
         gradsurg.run.main()
 print(sorted(set(("torch._dynamo", "wandb", "sklearn")) & set(sys.modules)))
 """
-    once = "transform=clip steps=2 seeds=1 sink=none"
+    once = "transform=clip steps=2 seeds=1 logger=none"
     assert _fresh(code, once).splitlines()[-1] == "['torch._dynamo']"
     assert _fresh(code, f"transform=clip steps=0/{once}").splitlines()[-1] == "[]"
 
@@ -63,7 +63,7 @@ def test_importing_alone_does_not_bring_in_torch_and_the_names_are_right_in_any_
 import sys
 import gradsurg
 print("torch" in sys.modules)
-import gradsurg.comparison, gradsurg.hooking
+import gradsurg.training.compare, gradsurg.surgery.hook
 print(gradsurg.compare.__name__, gradsurg.hook.__name__, gradsurg.sites.__name__)
 """
     assert _fresh(code).split() == ["False", "compare", "hook", "gradsurg.sites"]
@@ -109,7 +109,7 @@ def test_the_spellings_that_users_have_learnt_are_kept() -> None:
         "ScaleBySign": gs.ScaleBySign(positive=1.0, negative=0.0),
         "Scale": gs.Scale(10.0),
         "Zero": gs.Zero(),
-        "LowPass": gs.LowPass(),
+        "GrokfastEMA": gs.GrokfastEMA(),
         "Parameters": gs.Parameters("*.weight", stage="step"),
         "Outputs": gs.Outputs("layer1.*", call=0),
         "Nodes": gs.Nodes("Relu", module="layer1.*"),

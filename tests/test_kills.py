@@ -12,15 +12,15 @@ import pytest
 from torch import Tensor
 
 import gradsurg as gs
-from gradsurg.intervention import Intervention
 from gradsurg.models.multi_head import MultiHead
-from gradsurg.runs.arms import Run
-from gradsurg.runs.store import RunDirectory
-from gradsurg.runs.study import Record, execute
-from gradsurg.surgery import Surgery
+from gradsurg.surgery.intervention import Intervention
+from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, MultiTask
 from gradsurg.tasks.digit_attributes import DigitAttributes
-from tests.test_sinks import alone
+from gradsurg.training.arms import Run
+from gradsurg.training.run_directory import RunDirectory
+from gradsurg.training.study import Record, execute
+from tests.test_loggers import alone
 from tests.test_study import MIXED, SHORT, a_run, assert_same
 
 ROOT = Path(__file__).parent.parent
@@ -30,7 +30,7 @@ KILLS = """
 import os, random, signal, sys
 from pathlib import Path
 import torch
-from gradsurg.runs.study import execute
+from gradsurg.training.study import execute
 from tests.test_study import MIXED, Wrapped, a_run
 
 torch.set_num_threads(1)
@@ -205,7 +205,7 @@ AGGREGATORS = {
 KILLED = """
 import sys
 from pathlib import Path
-from gradsurg.runs.study import execute
+from gradsurg.training.study import execute
 from tests.test_kills import several
 
 execute(several(sys.argv[1], int(sys.argv[2])), Path("."), [], threads=1)
@@ -237,7 +237,7 @@ def test_a_killed_run_of_several_tasks_ends_with_the_same_conflicts_and_the_same
 FULL = """
 import json, resource, signal, sys
 from pathlib import Path
-from gradsurg.runs.study import execute
+from gradsurg.training.study import execute
 from tests.test_study import MIXED, a_run
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

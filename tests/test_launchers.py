@@ -12,11 +12,11 @@ import pytest
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 
-from gradsurg.runs.store import LOCK, SUMMARY
+from gradsurg.training.run_directory import LOCK, SUMMARY
 from scripts.same_runs import differences
 
 ROOT = Path(__file__).parents[1]
-SHORT = ("steps=20", "seeds=1", "sink=none")
+SHORT = ("steps=20", "seeds=1", "logger=none")
 LAUNCHERS = ("joblib", "submitit_local", "submitit_slurm")
 PARALLEL = ("joblib", "submitit_local")
 
@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.transforms.base import Stateless
 
 
@@ -35,7 +35,7 @@ class Noted(Stateless):
     """Changes nothing, and writes down where it was at work and with how many threads."""
 
     @property
-    def laws(self):
+    def properties(self):
         return frozenset()
 
     def apply(self, grad, context):
@@ -86,7 +86,7 @@ def test_a_parallel_sweep_ends_bit_by_bit_as_one_in_a_single_process(
     folder: Path, launcher: str
 ) -> None:
     words = ("transform=clip,[add_noise,theirs.Noted]", "seeds=2", "model.dropout=0.2")
-    words += ("steps=100", "checkpoint_every=20", "log_every=10", "sink=none")
+    words += ("steps=100", "checkpoint_every=20", "log_every=10", "logger=none")
     code, said = ended(started(folder, *words, "study=alone"))
     assert code == 0, said
     for path in folder.glob("noted-*"):
@@ -121,7 +121,7 @@ def test_a_job_that_fails_in_a_process_of_its_own_ends_with_code_1_after_the_oth
 
 @pytest.mark.slow
 def test_two_sweeps_of_one_study_at_once_do_each_run_once(folder: Path) -> None:
-    words = ("transform=clip,sign,[clip,add_noise]", "seeds=2", "steps=400", "sink=console")
+    words = ("transform=clip,sign,[clip,add_noise]", "seeds=2", "steps=400", "logger=console")
     both = [started(folder, *words) for _ in range(2)]
     results = [ended(process) for process in both]
     assert [code for code, _ in results] == [0, 0], results
@@ -141,7 +141,7 @@ def test_two_sweeps_of_one_study_at_once_do_each_run_once(folder: Path) -> None:
 @pytest.mark.slow
 def test_the_lock_of_a_process_that_was_killed_is_taken_over(folder: Path) -> None:
     words = ("transform=none", "seeds=1", "steps=3000", "log_every=10", "checkpoint_every=10")
-    process = started(folder, *words, "sink=none")
+    process = started(folder, *words, "logger=none")
     deadline = time.monotonic() + 120
     while not [*folder.rglob("checkpoint.pt")] and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -149,7 +149,7 @@ def test_the_lock_of_a_process_that_was_killed_is_taken_over(folder: Path) -> No
     process.communicate()
     assert finished(folder) == []
     (lock,) = folder.rglob(LOCK)
-    code, said = ended(started(folder, *words, "sink=none"))
+    code, said = ended(started(folder, *words, "logger=none"))
     assert code == 0, said
     assert "waiting for another process" not in said
     assert finished(folder) == ["none-seed0"]

@@ -17,7 +17,9 @@ ROUNDS = 200
 def _round(kind: Kind, model: nn.Module, kept: list[ref]) -> None:
     """Attach, train a step, detach."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    surgery = gs.Surgery(gs.Intervention(gs.LowPass(), at=kind.make(), when=gs.Value(above=0.0)))
+    surgery = gs.Surgery(
+        gs.Intervention(gs.GrokfastEMA(), at=kind.make(), when=gs.Threshold(above=0.0))
+    )
     if kind.make().resolve("tensor") == "forward":  # what remembers is refused by some of them
         surgery = gs.Surgery(gs.Intervention(gs.Scale(1.0), at=kind.make()))
     x = torch.ones(3, 4, requires_grad=True)

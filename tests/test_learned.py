@@ -10,10 +10,10 @@ from torch import Tensor
 import gradsurg as gs
 from gradsurg.report.dead import dead_line
 from gradsurg.report.study_report import study_report
-from gradsurg.runs.learned import learned_nothing
-from gradsurg.runs.study import execute
 from gradsurg.tasks.base import Classification, Data, Regression, Task
 from gradsurg.tasks.digits import Digits
+from gradsurg.training.learned import learned_nothing
+from gradsurg.training.study import execute
 from tests.conftest import Here
 from tests.report import studies
 from tests.test_study import Wrapped, a_run
@@ -106,7 +106,7 @@ def test_a_run_says_in_its_summary_that_it_has_learned_nothing(
 
 
 def test_an_arm_that_learned_nothing_is_told_in_one_line(here: Here) -> None:
-    words = ("steps=40", "seeds=2", "sink=none", "report=false")
+    words = ("steps=40", "seeds=2", "logger=none", "report=false")
     told = " ".join(here("transform=zero", *words).out.split())
     assert "zero: training did not learn anything in 2 of 2 seeds: test accuracy " in told
     assert ", and chance for 10 classes is 10.22%." in told

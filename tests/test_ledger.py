@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gradsurg as gs
-from gradsurg.ledger import Ledger
+from gradsurg.effects.ledger import Ledger
 from tests.nets import attached, backward, sgd, small, train
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
-from gradsurg.fields import FieldError
+from gradsurg.plugins.fields import FieldError
 from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train
 
 
@@ -257,11 +257,11 @@ def test_the_end_of_a_backward_inside_a_backward_is_not_the_end() -> None:
 
 def test_set_keeps_the_state_of_the_transform() -> None:
     model = Sums()
-    with attached(model, gs.LowPass(decay=0.5, strength=1.0), effects_every=0) as live:
+    with attached(model, gs.GrokfastEMA(decay=0.5, strength=1.0), effects_every=0) as live:
         assert _passed(model, 4.0) == 8.0  # m = 4
-        live.set("low_pass", strength=2.0)
+        live.set("grokfast_ema", strength=2.0)
         assert _passed(model, 8.0) == 20.0  # m = 6
-        live.set("low_pass", when=gs.Value(0.0))
+        live.set("grokfast_ema", when=gs.Threshold(0.0))
         assert _passed(model, 2.0) == 10.0  # m = 4
 
 
@@ -291,7 +291,7 @@ def test_it_holds_on_the_short_way_of_later_steps_too() -> None:
 
 def test_the_memory_of_a_trigger_that_is_replaced_is_dropped() -> None:
     model = Sums()
-    first, second = gs.Value(2.0, release=1.0), gs.Value(2.5, release=1.0)
+    first, second = gs.Threshold(2.0, release=1.0), gs.Threshold(2.5, release=1.0)
     with attached(model, gs.Scale(10.0), when=first, effects_every=0) as live:
         assert [_passed(model, x) for x in (3.0, 1.5)] == [30.0, 15.0]
         live.set("scale", factor=2.0)
@@ -304,17 +304,17 @@ def test_the_memory_of_a_trigger_that_is_replaced_is_dropped() -> None:
 
 def test_what_is_removed_takes_its_state_with_it() -> None:
     model = Sums()
-    low_pass = gs.Intervention(gs.LowPass(decay=0.5, strength=1.0))
-    surgery = gs.Surgery(low_pass, _scale(1.0, at=gs.Value(0.0, release=0.0)))
+    grokfast_ema = gs.Intervention(gs.GrokfastEMA(decay=0.5, strength=1.0))
+    surgery = gs.Surgery(grokfast_ema, _scale(1.0, at=gs.Threshold(0.0, release=0.0)))
     with surgery.attach(model) as live:
         _passed(model, 4.0)
-        live.remove("low_pass")
+        live.remove("grokfast_ema")
         states: Any = surgery.state_dict()["states"]
         assert list(states) == ["scale/w/when"]
-        assert live.add(low_pass) == "low_pass"
+        assert live.add(grokfast_ema) == "grokfast_ema"
         assert _passed(model, 8.0) == 16.0  # it has begun anew: m = 8
         live.remove("scale")
-        assert list(surgery.state_dict()["states"]) == ["low_pass/w"]  # pyright: ignore[reportArgumentType]
+        assert list(surgery.state_dict()["states"]) == ["grokfast_ema/w"]  # pyright: ignore[reportArgumentType]
 
 
 def test_noise_goes_on_where_it_was() -> None:
@@ -389,11 +389,11 @@ def test_the_surgery_follows_and_stays_so_after_the_block() -> None:
     surgery = gs.Surgery(_scale(2.0), _scale(3.0, "gone"))
     with surgery.attach(model) as live:
         live.set("scale", factor=4.0)
-        live.add(gs.Intervention(gs.LowPass(decay=0.5, strength=1.0), names=("new",)))
+        live.add(gs.Intervention(gs.GrokfastEMA(decay=0.5, strength=1.0), names=("new",)))
         live.remove("gone")
         expected = (
             _scale(4.0),
-            gs.Intervention(gs.LowPass(decay=0.5, strength=1.0), names=("new",)),
+            gs.Intervention(gs.GrokfastEMA(decay=0.5, strength=1.0), names=("new",)),
         )
         _passed(model)
         assert (surgery.interventions, live.interventions) == (expected, expected)
@@ -525,7 +525,7 @@ def test_all_hooks_are_gone_after_the_block() -> None:
     optimizer = sgd(model)
     with attached(model, gs.Scale(1.0), None, optimizer, gs.Shape(above=0)) as live:
         for at in (gs.Parameters(stage="settled"), gs.Outputs(), gs.Parameters(stage="step")):
-            live.add(gs.Intervention(gs.Scale(1.0), at, gs.Value(0.0, source="output:act")))
+            live.add(gs.Intervention(gs.Scale(1.0), at, gs.Threshold(0.0, source="output:act")))
         train(model, optimizer, 2)
         live.set("scale_2", when=gs.Shape(above=0, source="input:last"))
         live.remove("scale_3")
@@ -588,7 +588,7 @@ WRONG: Any = 3
             "there is no module 'x'. There are: first, act, last, root.",
         ),
         (
-            lambda live: live.set("clip", when=gs.Value(1.0, source="output:x")),
+            lambda live: live.set("clip", when=gs.Threshold(1.0, source="output:x")),
             LookupError,
             "there is no module 'x'. There are: first, act, last, root.",
         ),
@@ -682,14 +682,14 @@ def test_what_is_kept_of_it_after_the_block_holds_neither_model_nor_gradient() -
     model = small()
     optimizer = sgd(model)
     surgery = gs.Surgery(
-        _scale(1.0, at=gs.Value(0.0) & gs.Shape(above=0)),
+        _scale(1.0, at=gs.Threshold(0.0) & gs.Shape(above=0)),
         gs.Intervention(gs.Scale(1.0), gs.Parameters(stage="settled")),
-        gs.Intervention(gs.Scale(1.0), gs.Outputs(), gs.Value(0.0, source="output:act")),
+        gs.Intervention(gs.Scale(1.0), gs.Outputs(), gs.Threshold(0.0, source="output:act")),
         gs.Intervention(gs.Scale(1.0), gs.Parameters() | gs.Outputs("act")),
     )
     with surgery.attach(model, optimizer) as live:
         live.add(gs.Intervention(gs.Scale(1.0), gs.Parameters(stage="accumulating")))
-        live.set("scale", when=gs.Value(0.0, source="input:last"))
+        live.set("scale", when=gs.Threshold(0.0, source="input:last"))
         train(model, optimizer, 2)
         live.remove("scale_2")
         train(model, optimizer, 2)
@@ -720,7 +720,7 @@ def test_after_a_block_that_failed_in_a_backward_nothing_is_held_either() -> Non
 
 def test_no_tensor_is_left_in_the_ledger() -> None:
     model = small()
-    with attached(model, gs.Scale(1.0), when=gs.Value(0.0)) as live:
+    with attached(model, gs.Scale(1.0), when=gs.Threshold(0.0)) as live:
         backward(model)
     assert {type(entry.fired_on_device) for entry in live.ledger} == {int}
 
@@ -737,10 +737,12 @@ def test_many_rounds_of_changes_leave_nothing_behind() -> None:
     with surgery.attach(model, effects_every=0) as live:
         for _ in range(3):
             for _ in range(4):
-                low_pass = gs.Intervention(gs.LowPass(), gs.Outputs(), gs.Value(0.0, release=0.0))
-                label = live.add(low_pass)
+                grokfast_ema = gs.Intervention(
+                    gs.GrokfastEMA(), gs.Outputs(), gs.Threshold(0.0, release=0.0)
+                )
+                label = live.add(grokfast_ema)
                 backward(model)
-                live.set(label, when=gs.Value(1e-9, source="output:act"))
+                live.set(label, when=gs.Threshold(1e-9, source="output:act"))
                 backward(model)
                 live.remove(label)
             backward(model)

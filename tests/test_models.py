@@ -7,8 +7,6 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from gradsurg import catalogue
-from gradsurg.fields import FieldError
 from gradsurg.models._transformer import Attention
 from gradsurg.models.convnet import Convnet
 from gradsurg.models.gpt import GPT
@@ -18,10 +16,11 @@ from gradsurg.models.point import Point
 from gradsurg.models.resnet import ResNet
 from gradsurg.models.rnn import RNN
 from gradsurg.models.vit import ViT
+from gradsurg.plugins.fields import FieldError
 
 CONF = Path(__file__).parent.parent / "conf" / "model"
 STEMS = sorted(path.stem for path in CONF.glob("*.yaml"))
-NAMES = catalogue.names("models")
+NAMES = registry.names("models")
 TOLD = {  # what is required by name
     "boxed_point": {"start": (1.0,) * 10},
     "gpt": {"num_tokens": 5},
@@ -42,7 +41,7 @@ def fields_of(stem) -> dict:
 def made(stem, shape, num_outputs, **options):
     """The model of a yaml, with its fields and `options` over them."""
     fields = fields_of(stem) | options
-    return catalogue.find("models", fields.pop("name"))(shape, num_outputs, **fields)
+    return registry.find("models", fields.pop("name"))(shape, num_outputs, **fields)
 
 
 def assert_learns(model, inputs, shape):
@@ -67,7 +66,7 @@ def test_yaml_and_defaults_are_the_same_model(name):
     torch.manual_seed(0)
     written = made(name, shape, num_outputs, **said)
     torch.manual_seed(0)
-    default = catalogue.find("models", name)(shape, num_outputs, **said)
+    default = registry.find("models", name)(shape, num_outputs, **said)
     assert str(written) == str(default)
     for a, b in zip(written.parameters(), default.parameters(), strict=True):
         assert torch.equal(a, b)

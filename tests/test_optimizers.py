@@ -13,10 +13,10 @@ from torch.nn import functional
 
 import gradsurg as gs
 from gradsurg.config.optimizers import MakeOptimizer, optimizer_maker
-from gradsurg.runs.arms import Run
-from gradsurg.runs.study import execute
 from gradsurg.tasks.digits import Digits
-from gradsurg.train import train
+from gradsurg.training.arms import Run
+from gradsurg.training.loop import train
+from gradsurg.training.study import execute
 from tests.nets import small, weights
 from tests.test_study import Torn, Wrapped, a_run, assert_same
 from tests.test_switches import data

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PARTS = ("gradsurg", "conf", "pyproject.toml", "README.md", "LICENSE")
-WORDS = ["transform=clip", "steps=20", "seeds=1", "sink=none"]
+WORDS = ["transform=clip", "steps=20", "seeds=1", "logger=none"]
 
 
 WHENCE = """

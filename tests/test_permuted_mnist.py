@@ -11,18 +11,18 @@ from torch import Tensor
 from torch.nn import functional
 
 import gradsurg as gs
-from gradsurg.fields import FieldError
-from gradsurg.intervention import Intervention
 from gradsurg.multitask.shared_parameters import SharedParameters
+from gradsurg.plugins.fields import FieldError
 from gradsurg.reproduce.foreseen import foresee
-from gradsurg.runs.arms import Run, Schedule
-from gradsurg.runs.store import RunDirectory
-from gradsurg.runs.study import execute
-from gradsurg.surgery import Surgery
+from gradsurg.surgery.intervention import Intervention
+from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks import _idx
 from gradsurg.tasks.base import Data
 from gradsurg.tasks.permuted_mnist import KEPT, LABEL, TASK, PermutedMNIST
-from gradsurg.train import Batches
+from gradsurg.training.arms import Run, Schedule
+from gradsurg.training.loop import Batches
+from gradsurg.training.run_directory import RunDirectory
+from gradsurg.training.study import execute
 from tests.conftest import Here
 from tests.test_build import built
 from tests.test_study import Torn, a_run, assert_same
@@ -267,7 +267,7 @@ def words(root: str, *more: str, batch_size: int = 10) -> list[str]:
     own = ["task=permuted_mnist", f"task.root={root}", "task.verify=false", "task.num_tasks=2"]
     own += ["task.num_train=40", "task.num_test=20", "steps=8", "seeds=1"]
     own += [f"batch_size={batch_size}"]
-    return [*own, "sink=none", "model.hidden=[8]", "effects_every=2", "log_every=4", *more]
+    return [*own, "logger=none", "model.hidden=[8]", "effects_every=2", "log_every=4", *more]
 
 
 def test_the_command_trains_task_by_task_and_tells_forgetting(root: str, here: Here) -> None:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg import randomness
-from gradsurg.runs.arms import Run
-from gradsurg.runs.study import execute
 from gradsurg.tasks.base import Data
+from gradsurg.torch_internals import random_state
+from gradsurg.training.arms import Run
+from gradsurg.training.study import execute
 from tests.conftest import Here
 from tests.test_study import ROOT, SHORT, Torn, Wrapped, a_run, assert_same, lines, make_model
 
@@ -63,32 +63,32 @@ def drawing_run(at: int = 0, does: str = "", seed: int = 0) -> Run:
 
 
 def test_the_states_can_be_loaded_as_weights_alone_and_put_back() -> None:
-    with randomness.kept():
+    with random_state.kept():
         for number in (0, 2**32 - 1, 2**63 - 1):
-            randomness.seed(number)
+            random_state.seed(number)
             draw()
             file = io.BytesIO()
-            torch.save(randomness.generators(), file)
+            torch.save(random_state.generators(), file)
             expected = [draw(), draw()]
             file.seek(0)
-            randomness.put_back(torch.load(file, weights_only=True))
+            random_state.put_back(torch.load(file, weights_only=True))
             assert [draw(), draw()] == expected
 
 
 def test_seeds_that_differ_give_other_numbers() -> None:
     drawn = []
-    with randomness.kept():
+    with random_state.kept():
         for number in (0, 1, 2**32, 2**40):
-            randomness.seed(number)
+            random_state.seed(number)
             drawn.append(draw()[:-1])  # torch's looks at 32 bits of its seed
     for numbers in zip(*drawn, strict=True):
         assert len(set(numbers)) == 4
 
 
 def test_a_block_leaves_all_generators_as_it_found_them_also_when_it_raises() -> None:
-    with randomness.kept():
-        with pytest.raises(Torn), randomness.kept():
-            randomness.seed(3)
+    with random_state.kept():
+        with pytest.raises(Torn), random_state.kept():
+            random_state.seed(3)
             raise Torn
         found = draw()
     assert draw() == found
@@ -109,7 +109,7 @@ def test_a_run_depends_on_its_seed_and_not_on_the_state_of_the_process(tmp_path:
 def test_a_run_leaves_the_generators_of_the_process_as_it_found_them(
     tmp_path: Path, at: int
 ) -> None:
-    with randomness.kept():
+    with random_state.kept():
         try:
             execute(drawing_run(at, "raise"), tmp_path, [])
         except Torn:
@@ -128,7 +128,7 @@ def test_a_run_that_draws_and_was_torn_ends_as_if_it_never_had(tmp_path: Path, s
 
 KILLED = """
 from pathlib import Path
-from gradsurg.runs.study import execute
+from gradsurg.training.study import execute
 from tests.test_randomness import drawing_run
 execute(drawing_run(17, "kill"), Path("."), [], threads=1)
 """
@@ -176,7 +176,7 @@ def test_arms_that_are_compared_draw_the_same() -> None:
         drawn.append(draw())
         return drawn[-1][0]
 
-    with randomness.kept():
+    with random_state.kept():
         gs.compare(lambda: nn.Linear(1, 1), train, gs.Surgery(), seeds=2)
         found = draw()
     assert draw() == found
@@ -200,8 +200,8 @@ def make(shape, num_outputs):
 
 def test_a_command_leaves_no_trace_in_the_generators(here: Here, folder: Path) -> None:
     (folder / "drawn_model.py").write_text(THEIRS)
-    with randomness.kept():
-        words = ("transform=clip", "model=drawn_model.make", "steps=5", "seeds=1", "sink=none")
+    with random_state.kept():
+        words = ("transform=clip", "model=drawn_model.make", "steps=5", "seeds=1", "logger=none")
         assert here(*words, "report=false").code == 0
         found = draw()
     assert draw() == found

@@ -17,7 +17,7 @@ from gradsurg.reproduce.foreseen import Foreseen
 from gradsurg.reproduce.judging import Judged, judge, said_mean
 from gradsurg.reproduce.maps import draw_maps
 from gradsurg.reproduce.running import Planned, Study
-from gradsurg.runs.store import RunDirectory
+from gradsurg.training.run_directory import RunDirectory
 from tests.conftest import Ended
 
 ROOT = Path(__file__).parents[1]
@@ -515,7 +515,7 @@ def test_every_experiment_states_what_it_expects_and_has_a_readme(paper: str) ->
 def test_a_study_is_run_once_and_other_runs_in_its_folder_are_none_of_it(
     root: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    small = ["transform=clip,sign", "model=mlp", "steps=20", "sink=none", f"out={root / 'runs'}"]
+    small = ["transform=clip,sign", "model=mlp", "steps=20", "logger=none", f"out={root / 'runs'}"]
     chance = {**MINI["bands"][0], "metric": "test/loss", "high": 10, "runs": {}}
     expect(root, {**MINI, "bands": [chance]})
     assert command.main(root, ["mini", *small, "seed=0"]) == 0

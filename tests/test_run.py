@@ -16,9 +16,9 @@ import torch
 from omegaconf import OmegaConf
 
 from gradsurg import run
-from tests.test_sinks import alone, inspect, of_type
+from tests.test_loggers import alone, inspect, of_type
 
-SHORT = ("steps=20", "seeds=1", "sink=none")
+SHORT = ("steps=20", "seeds=1", "logger=none")
 
 FRAGILE = """
 import os, signal
@@ -45,7 +45,7 @@ def make(shape, num_outputs, dropout=0.0):
 
 MINE = """
 from torch import nn
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.tasks.digits import Digits
 from gradsurg.transforms.base import Stateless
 
@@ -53,7 +53,7 @@ from gradsurg.transforms.base import Stateless
 @validated
 class Halve(Stateless):
     @property
-    def laws(self):
+    def properties(self):
         return frozenset()
 
     def apply(self, grad, context):
@@ -258,7 +258,7 @@ def test_a_command_run_again_repeats_nothing_and_prints_the_same(command, tmp_pa
 def test_what_is_not_trained_differently_is_the_same_run(command, tmp_path) -> None:
     command("transform=clip", *SHORT)
     others = ("threads=2", "effects_every=10", "log_every=7", "checkpoint_every=5")
-    printed, _ = command("transform=clip", *SHORT[:2], *others, "sink=console")
+    printed, _ = command("transform=clip", *SHORT[:2], *others, "logger=console")
     assert "2 of them had been finished before" in printed
     command("transform=clip", *SHORT, "lr=0.2")
     assert directories(tmp_path) == ["clip-seed0"] * 2 + ["none-seed0"] * 2
@@ -288,7 +288,7 @@ def test_one_seed_says_that_there_is_no_interval(command) -> None:
 
 
 def test_a_seed_can_be_pinned(command, tmp_path) -> None:
-    command("transform=clip", "steps=20", "seed=3", "sink=none")
+    command("transform=clip", "steps=20", "seed=3", "logger=none")
     assert directories(tmp_path) == ["clip-seed3", "none-seed3"]
 
 
@@ -313,7 +313,7 @@ def test_the_control_can_be_the_plain_direction_with_the_treated_norm(command, t
     [
         ["transform=clip", "transform.clip.value=1e9"],
         ["transform=identity"],
-        ["transform=add_noise", "when=value", "when.above=1000000000"],
+        ["transform=add_noise", "when=threshold", "when.above=1000000000"],
     ],
     ids=" ".join,
 )
@@ -343,14 +343,14 @@ def test_a_transform_that_changed_nothing_is_told_with_a_value_that_would(comman
 
 
 def test_a_trigger_that_never_fired_is_told(command) -> None:
-    printed, _ = command("transform=clip", "when=value", "when.above=1000", *SHORT)
+    printed, _ = command("transform=clip", "when=threshold", "when.above=1000", *SHORT)
     assert "Note (1 run): clip: its trigger never fired in 120 gradients" in printed
     rows = [line.split() for line in printed.splitlines() if line.startswith("hidden.")]
     assert [row[-2:] for row in rows] == [["0.0%", "0"]] * len(rows) != []
 
 
 def test_diverged_runs_are_counted_apart_and_the_command_ends_well(command, tmp_path) -> None:
-    words = ("transform=scale", "transform.scale.factor=1e9", "steps=40", "sink=none")
+    words = ("transform=scale", "transform.scale.factor=1e9", "steps=40", "logger=none")
     printed, _ = command(*words, "seeds=2", "log_every=10")
     assert printed.startswith("scale: nothing to compare; 2 of 2 scale runs diverged\n")
     summary = json.loads((of(tmp_path, "scale-seed1") / "summary.json").read_text())
@@ -361,7 +361,7 @@ def test_diverged_runs_are_counted_apart_and_the_command_ends_well(command, tmp_
 
 
 def test_a_sweep_runs_every_combination_and_shares_the_controls(command, tmp_path) -> None:
-    words = ("transform=none,clip,[sign,clip]", "lr=0.1,0.2", "seed=0,1", "steps=5", "sink=none")
+    words = ("transform=none,clip,[sign,clip]", "lr=0.1,0.2", "seed=0,1", "steps=5", "logger=none")
     printed, told = command("-m", *words)
     labels = ["clip", "none", "sign+clip"]
     names = sorted(f"{label}-seed{seed}" for label in labels for seed in (0, 1) for _ in (0, 1))
@@ -377,8 +377,8 @@ def test_a_sweep_runs_every_combination_and_shares_the_controls(command, tmp_pat
 
 
 def test_a_job_of_a_sweep_ends_as_it_would_alone(command, tmp_path) -> None:
-    words = ("steps=20", "seeds=1", "sink=none", "model.dropout=0.3")
-    command("-m", "transform=add_noise,low_pass,clip", "study=sweep", *words)
+    words = ("steps=20", "seeds=1", "logger=none", "model.dropout=0.3")
+    command("-m", "transform=add_noise,grokfast_ema,clip", "study=sweep", *words)
     command("transform=clip", "study=alone", *words)
     swept, alone = (of(tmp_path, "clip-seed0", study) for study in ("sweep", "alone"))
     assert swept.name == alone.name
@@ -389,7 +389,7 @@ def test_a_command_leaves_generator_threads_and_warnings_as_they_were(command) -
     torch.manual_seed(5)
     before = torch.get_rng_state(), torch.get_num_threads(), list(warnings.filters)
     hooks = dict(torch.nn.modules.module._global_forward_hooks)
-    command("-m", "transform=add_noise,clip", "steps=5", "seeds=1", "sink=none", "threads=2")
+    command("-m", "transform=add_noise,clip", "steps=5", "seeds=1", "logger=none", "threads=2")
     after = torch.get_rng_state(), torch.get_num_threads(), list(warnings.filters)
     assert torch.equal(before[0], after[0])
     assert before[1:] == after[1:]
@@ -407,7 +407,7 @@ def test_a_command_leaves_generator_threads_and_warnings_as_they_were(command) -
     ids=" ".join,
 )
 def test_options_may_stand_anywhere(command, tmp_path, words) -> None:
-    command(*words, "seeds=1", "sink=none")
+    command(*words, "seeds=1", "logger=none")
     assert directories(tmp_path) == ["clip-seed0", "none-seed0", "sign-seed0"]
 
 
@@ -482,7 +482,7 @@ def test_no_steps_are_a_check_of_the_command(command, tmp_path, capsys) -> None:
         (("site.pattern=heads",), 2, "site: nothing matches 'heads'"),
     ):
         with pytest.raises(SystemExit) as ended:
-            command(*words, "steps=0", "sink=none")
+            command(*words, "steps=0", "logger=none")
         assert ended.value.code == code
         shown = capsys.readouterr()
         assert (shown.err if code else shown.out).startswith(told), shown
@@ -514,7 +514,7 @@ def test_wrong_words_are_all_told_and_nothing_is_trained(command, tmp_path, caps
 @pytest.mark.parametrize(
     ("words", "start"),
     [
-        (["transform=clop"], "transform: there is no 'clop'. There are: adaptive_clip, "),
+        (["transform=clop"], "transform: there is no 'clop'. There are: agc, "),
         pytest.param(
             ["transform=clip", "transform.clip.value=-1"],
             "transform.clip.value: must be > 0",
@@ -544,7 +544,7 @@ def test_help_names_the_groups_and_six_commands(command, capsys) -> None:
     told = capsys.readouterr().out
     commands = re.findall(r"^  python -m gradsurg\.run (.+)$", told, re.MULTILINE)
     assert len(commands) == 6
-    for group in ("transform", "site", "when", "model", "task", "optimizer", "sink"):
+    for group in ("transform", "site", "when", "model", "task", "optimizer", "logger"):
         assert re.search(rf"^{group}: \w+", told, re.MULTILINE), group
     assert "clip_global_norm" in told
 
@@ -575,8 +575,8 @@ def test_ctrl_c_is_one_line_that_says_how_to_go_on(command, capsys, monkeypatch)
 def test_a_killed_command_given_again_ends_as_if_it_never_had_been(
     command, tmp_path, tmp_path_factory
 ) -> None:
-    words = ["transform=[low_pass,noise]", "model=fragile.make", "+model.dropout=0.3"]
-    words += ["steps=60", "seeds=1", "log_every=10", "checkpoint_every=20", "sink=none"]
+    words = ["transform=[grokfast_ema,noise]", "model=fragile.make", "+model.dropout=0.3"]
+    words += ["steps=60", "seeds=1", "log_every=10", "checkpoint_every=20", "logger=none"]
     words += ["checkpoint_seconds=0"]
     torn = tmp_path_factory.mktemp("torn")
     for folder in (tmp_path, torn):
@@ -584,14 +584,14 @@ def test_a_killed_command_given_again_ends_as_if_it_never_had_been(
     (torn / "kill_at").write_text("47")
     done = shell(torn, *words, "control=none")
     assert done.returncode == -signal.SIGKILL, done.stderr
-    place = of(torn, "low_pass+noise-seed0")
+    place = of(torn, "grokfast_ema+noise-seed0")
     assert not (place / "summary.json").exists()
     assert (place / "checkpoint.pt").exists()
     with (place / "metrics.jsonl").open("a") as file:
         file.write('{"step":50,"tra')
     assert shell(torn, *words, "control=none").returncode == 0
     command(*words, "control=none")
-    whole = of(tmp_path, "low_pass+noise-seed0")
+    whole = of(tmp_path, "grokfast_ema+noise-seed0")
     assert whole.name == place.name
     assert numbers(whole) == numbers(place)
 
@@ -602,7 +602,7 @@ def test_two_commands_at_once_share_their_controls(tmp_path) -> None:
     env = {key: value for key, value in alone(tmp_path).items() if key != "PYTHONPATH"}
     begun = [
         subprocess.Popen(
-            [sys.executable, "-m", "gradsurg.run", f"transform={name}", "sink=none", *words],
+            [sys.executable, "-m", "gradsurg.run", f"transform={name}", "logger=none", *words],
             cwd=tmp_path,
             env=env,
             stdin=subprocess.DEVNULL,

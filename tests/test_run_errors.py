@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from gradsurg.fields import told
+from gradsurg.plugins.fields import told
 from tests.conftest import Here
 
-SHORT = ("steps=20", "seeds=1", "sink=none")
+SHORT = ("steps=20", "seeds=1", "logger=none")
 OFTEN = ("checkpoint_every=1", "checkpoint_seconds=0", "log_every=1")
 LINE = "interrupted; the same command goes on from the last checkpoint"
 
@@ -44,7 +44,7 @@ def test_a_users_callable_is_run_with_a_warning_of_one_line(folder: Path) -> Non
 
 
 def test_ctrl_c_ends_a_run_with_one_line_and_code_130(folder: Path) -> None:
-    words = ("transform=clip", "steps=1000000", "seeds=1", "sink=none", *OFTEN)
+    words = ("transform=clip", "steps=1000000", "seeds=1", "logger=none", *OFTEN)
     process = started(folder, *words)
     deadline = time.monotonic() + 60
     while not any(folder.rglob("checkpoint.pt")) and time.monotonic() < deadline:

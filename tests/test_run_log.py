@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.config.settings import Settings
-from gradsurg.runs.arms import Run
-from gradsurg.runs.hardware import hardware
-from gradsurg.runs.study import execute
 from gradsurg.sites.base import Selector
 from gradsurg.tasks.digits import Digits
+from gradsurg.training.arms import Run
+from gradsurg.training.hardware import hardware
+from gradsurg.training.study import execute
 from gradsurg.transforms.base import Transform
 from tests.test_study import (
     SHORT,
@@ -64,13 +64,13 @@ def evaluated(
 WAYS = {
     "parameters": (gs.Parameters(), None),
     "outputs": (gs.Outputs(types="ReLU"), None),
-    "values": (gs.Values(types="ReLU"), None),
+    "values": (gs.Activations(types="ReLU"), None),
     "every module": (gs.EveryModule(types="ReLU"), None),
     "nodes": (gs.Nodes("Relu"), None),
     "saved": (gs.SavedTensors(types="ReLU"), None),
     "everything saved": (gs.SavedTensors("block"), None),
     "group": (gs.Group(), None),
-    "a trigger that looks": (gs.Parameters(), gs.Value(0.5, "max_abs", source="output:act")),
+    "a trigger that looks": (gs.Parameters(), gs.Threshold(0.5, "max_abs", source="output:act")),
 }
 
 
@@ -96,13 +96,13 @@ def test_a_run_that_is_tested_is_the_one_that_is_not(tmp_path: Path, way: str) -
 
 
 def test_the_last_row_has_the_test_metrics_of_the_summary(tmp_path: Path) -> None:
-    sink = Listening()
-    record = execute(evaluated(10), tmp_path, [sink])
+    logger = Listening()
+    record = execute(evaluated(10), tmp_path, [logger])
     rows = lines(record, "metrics.jsonl")
     assert [row["step"] for row in rows if "test/loss" in row] == [10, 20, 30]
     own = {key: value for key, value in ended(record).items() if key.startswith("test/")}
     assert own == {key: value for key, value in rows[-1].items() if key.startswith("test/")}
-    told = [step for step, values in sink.logged if "test/accuracy" in values]
+    told = [step for step, values in logger.logged if "test/accuracy" in values]
     assert told == [10, 20, 30]
 
 
@@ -120,10 +120,10 @@ def test_a_tested_run_that_was_torn_ends_as_if_it_never_had(tmp_path: Path) -> N
     whole = execute(run(), tmp_path / "whole", [])
     with pytest.raises(Torn):
         execute(run(fails_at=17), tmp_path / "torn", [])
-    sink = Listening()
-    record = execute(run(), tmp_path / "torn", [sink])
+    logger = Listening()
+    record = execute(run(), tmp_path / "torn", [logger])
     assert_same(record, whole)
-    assert all("test/loss" in values for _, values in sink.logged)
+    assert all("test/loss" in values for _, values in logger.logged)
 
 
 def test_tests_stand_in_the_rows_of_logs() -> None:
@@ -153,7 +153,7 @@ def test_the_hardware_names_no_machine(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert platform.node() not in found
     info = tmp_path / "cpuinfo"
     info.write_text("processor : 0\nmodel name\t: A Fine CPU\nmodel name\t: another\n")
-    monkeypatch.setattr("gradsurg.runs.hardware.CPU_INFO", info)
+    monkeypatch.setattr("gradsurg.training.hardware.CPU_INFO", info)
     assert ", A Fine CPU, " in hardware(torch.device("cpu"))
     info.unlink()
     assert ", , " not in hardware(torch.device("cpu"))

@@ -7,13 +7,13 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.fields import FieldError
-from gradsurg.intervention import Intervention
 from gradsurg.models.convnet import Convnet
 from gradsurg.models.linear import Linear
 from gradsurg.models.mlp import MLP
 from gradsurg.models.vit import ViT
-from gradsurg.surgery import Surgery
+from gradsurg.plugins.fields import FieldError
+from gradsurg.surgery.intervention import Intervention
+from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks._similarity import rank_correlation, ssim
 from gradsurg.tasks.saliency import Saliency, drawn_anew, maps
 

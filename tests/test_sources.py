@@ -103,12 +103,14 @@ def test_of_several_forwards_before_a_backward_it_is_the_last() -> None:
 WIDE = gs.Shape(above=5)
 
 
-@pytest.mark.parametrize("when", [WIDE, gs.Value(above=1.0, source="output:first")])
+@pytest.mark.parametrize("when", [WIDE, gs.Threshold(above=1.0, source="output:first")])
 @pytest.mark.parametrize("at", [gs.Parameters(), gs.Outputs("second")], ids=repr)
 def test_two_forwards_before_one_backward_are_told_once(at: Any, when: gs.Trigger) -> None:
     model = Two()
     with (
-        pytest.warns(gs.SurgeryWarning, match="and (Shape|Value).* decided by what the") as caught,
+        pytest.warns(
+            gs.SurgeryWarning, match="and (Shape|Threshold).* decided by what the"
+        ) as caught,
         attached(model, gs.Identity(), at, when=when | ~when),
     ):
         for _ in range(3):
@@ -226,7 +228,7 @@ def test_a_module_that_is_not_there_is_named_with_the_nearest() -> None:
     model = small()
     with (
         pytest.raises(LookupError) as caught,
-        attached(model, gs.Zero(), when=gs.Value(1.0, source="input:lsat")),
+        attached(model, gs.Zero(), when=gs.Threshold(1.0, source="input:lsat")),
     ):
         pass
     assert "there is no module 'lsat'. There are: first, act, last, root." in str(caught.value)
@@ -292,7 +294,7 @@ def test_it_is_an_error_if_only_a_part_of_the_model_was_called() -> None:
         model.first(torch.ones(2, 2)).sum().backward()
 
 
-@pytest.mark.parametrize("when", [gs.Value(1.0, source="value"), gs.AllSameSign("value")])
+@pytest.mark.parametrize("when", [gs.Threshold(1.0, source="value"), gs.AllSameSign("value")])
 def test_a_site_without_a_value_is_refused_at_once(when: gs.Trigger) -> None:
     with pytest.raises(ValueError, match="Nodes has none; it can look at 'grad' or the 'batch'"):
         gs.Intervention(gs.Zero(), gs.Nodes("Relu"), when)
@@ -301,14 +303,14 @@ def test_a_site_without_a_value_is_refused_at_once(when: gs.Trigger) -> None:
 @pytest.mark.parametrize("source", ["grad", "value"])
 def test_one_gradient_is_no_source_for_a_group(source) -> None:
     with pytest.raises(ValueError, match="looks at one gradient, and ClipGlobalNorm acts on all"):
-        gs.Intervention(gs.ClipGlobalNorm(1.0), when=~gs.Value(1.0, source=source))
+        gs.Intervention(gs.ClipGlobalNorm(1.0), when=~gs.Threshold(1.0, source=source))
 
 
 def test_the_batch_is_a_source_for_a_group() -> None:
     model = small()
     optimizer = sgd(model)
     fired = []
-    when = gs.Value(0.5, source="batch")
+    when = gs.Threshold(0.5, source="batch")
     with attached(model, gs.ClipGlobalNorm(1e-3, eps=0.0), None, optimizer, when):
         for scale in (0.1, 1.0):
             optimizer.zero_grad()
@@ -325,7 +327,7 @@ def test_the_batch_is_a_source_for_a_group() -> None:
 def test_nothing_seen_is_kept_after_the_block() -> None:
     model = small()
     surgery = gs.Surgery(
-        gs.Intervention(gs.Scale(1.0), when=gs.Value(0.0, source="output:act") | gs.Shape(0))
+        gs.Intervention(gs.Scale(1.0), when=gs.Threshold(0.0, source="output:act") | gs.Shape(0))
     )
     with surgery.attach(model) as live:
         backward(model)
@@ -341,7 +343,7 @@ def test_what_is_seen_holds_neither_graph_nor_activation() -> None:
         held.append(ref(output))
 
     model.act.register_forward_hook(remember)
-    when = gs.Value(0.0, source="output:act")
+    when = gs.Threshold(0.0, source="output:act")
     with attached(model, gs.Scale(1.0), when=when) as live:
         y = model(torch.ones(2, 6))
         (look,) = live.clock.seen.values()

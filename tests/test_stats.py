@@ -1,4 +1,4 @@
-"""Statistics: numbers worked out by hand, scipy's own as oracles, and laws."""
+"""Statistics: numbers worked out by hand, scipy's own as oracles, and properties."""
 
 import random
 import subprocess

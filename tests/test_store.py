@@ -12,9 +12,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from gradsurg.runs import store
-from gradsurg.runs.frames import effect_table, read_effects, read_metrics
-from gradsurg.runs.store import RunDirectory, directory_name, run_hash
+from gradsurg.training.frames import effect_table, read_effects, read_metrics
+from gradsurg.training.run_directory import RunDirectory, directory_name, run_hash
 
 
 @pytest.fixture
@@ -318,7 +317,7 @@ def test_the_state_is_what_the_files_say(run):
 
 def test_a_run_that_a_process_is_at_is_running_until_that_process_is_gone(run):
     run.append_metrics({"step": 1})
-    code = "import sys; from gradsurg.runs.store import RunDirectory\n"
+    code = "import sys; from gradsurg.training.run_directory import RunDirectory\n"
     code += "with RunDirectory(sys.argv[1]).held():\n    print(flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", code, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -427,6 +426,6 @@ def test_effect_table_of_numbers_that_are_never_finite_is_null(run):
 
 
 def test_importing_frames_imports_no_polars():
-    code = "import sys, gradsurg.runs.frames; print('polars' in sys.modules)"
+    code = "import sys, gradsurg.training.frames; print('polars' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

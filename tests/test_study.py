@@ -20,26 +20,25 @@ from torch import Tensor, nn
 import gradsurg as gs
 from gradsurg.config.build import build
 from gradsurg.config.compose import CONFIG_DIR, plain, register
-from gradsurg.effects import NUMBERS
-from gradsurg.intervention import Intervention
+from gradsurg.effects.effects import NUMBERS
+from gradsurg.loggers.base import Guarded, Logger, RunInfo, State
 from gradsurg.models.mlp import MLP
 from gradsurg.models.point import Point
-from gradsurg.runs import run_log
-from gradsurg.runs.arms import Run, Schedule
-from gradsurg.runs.idle import _would_bite
-from gradsurg.runs.made_with import made_with
-from gradsurg.runs.store import RunDirectory, run_hash
-from gradsurg.runs.study import Record, execute
-from gradsurg.sinks.base import Guarded, RunInfo, Sink, State
 from gradsurg.sites.base import Selector
-from gradsurg.surgery import Surgery
+from gradsurg.surgery.intervention import Intervention
+from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, Task
 from gradsurg.tasks.cagrad_toy import CAGradToy
 from gradsurg.tasks.digits import Digits
+from gradsurg.training.arms import Run, Schedule
+from gradsurg.training.idle import _would_bite
+from gradsurg.training.made_with import made_with
+from gradsurg.training.run_directory import RunDirectory, run_hash
+from gradsurg.training.study import Record, execute
 from gradsurg.transforms.base import Transform
 from gradsurg.triggers.always import Always
 from gradsurg.triggers.base import Trigger
-from tests.test_sinks import alone, inspect, of_type, rows
+from tests.test_loggers import alone, inspect, of_type, rows
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -174,7 +173,7 @@ def flat(thing: object) -> object:
             return thing
 
 
-class Listening(Sink):
+class Listening(Logger):
     """Keeps what it is told."""
 
     def __init__(self) -> None:
@@ -245,16 +244,16 @@ def make_point(data: Data) -> nn.Module:
     return Point(data.input_shape, data.num_outputs, start=data.start or ())
 
 
-def test_a_sink_is_told_what_the_files_hold(tmp_path) -> None:
-    sink, run = Listening(), a_run(gs.Clip(0.01))
-    record = execute(run, tmp_path, [sink])
-    (info,) = sink.begun
+def test_a_logger_is_told_what_the_files_hold(tmp_path) -> None:
+    logger, run = Listening(), a_run(gs.Clip(0.01))
+    record = execute(run, tmp_path, [logger])
+    (info,) = logger.begun
     assert (info.study, info.arm, info.label) == ("study", "treated", "clip-seed0")
     assert (info.directory, info.total_steps) == (record.directory, 30)
-    told = [{"step": step, "train/loss": values["train/loss"]} for step, values in sink.logged]
+    told = [{"step": step, "train/loss": values["train/loss"]} for step, values in logger.logged]
     assert told == lines(record, "metrics.jsonl")
-    assert_effects_match(dict(sink.logged), lines(record, "effects.jsonl"))
-    ((state, summary),) = sink.ended
+    assert_effects_match(dict(logger.logged), lines(record, "effects.jsonl"))
+    ((state, summary),) = logger.ended
     assert state == "finished"
     numbers = {k: v for k, v in record.summary.items() if isinstance(v, int | float)}
     assert summary == numbers
@@ -305,7 +304,7 @@ def test_another_seed_is_another_run(tmp_path) -> None:
     assert lines(one, "metrics.jsonl") != lines(two, "metrics.jsonl")
 
 
-MIXED = gs.Chain(gs.LowPass(), gs.AddNoise(0.001), gs.Clip(0.05))
+MIXED = gs.Chain(gs.GrokfastEMA(), gs.AddNoise(0.001), gs.Clip(0.05))
 INTERRUPTED = [1, 5, 10, 11, 14, 15, 21, 30]
 
 
@@ -325,12 +324,12 @@ def test_a_run_that_raised_and_is_run_again_ends_as_if_it_never_had(tmp_path, wh
     assert_same(execute(run, tmp_path, []), whole)
 
 
-REMEMBERS = gs.Value(0.15, "max_abs", release=0.1) & gs.Probability(0.8, per="site")
+REMEMBERS = gs.Threshold(0.15, "max_abs", release=0.1) & gs.Probability(0.8, per="site")
 
 
 @pytest.mark.parametrize("step", [5, 11, 15, 21])
 def test_a_trigger_that_remembers_or_draws_resumes_too(tmp_path, step: int) -> None:
-    transform = gs.Chain(gs.LowPass(), gs.Clip(0.05))
+    transform = gs.Chain(gs.GrokfastEMA(), gs.Clip(0.05))
     record = execute(a_run(transform, when=REMEMBERS), tmp_path / "whole", [])
     rows = lines(record, "effects.jsonl")
     calls, seen = (sum(int(str(row[name])) for row in rows) for name in ("calls", "seen"))
@@ -345,7 +344,7 @@ def test_a_trigger_that_remembers_or_draws_resumes_too(tmp_path, step: int) -> N
 
 
 @pytest.mark.parametrize("step", [5, 14, 21])
-def test_a_sink_of_a_resumed_run_hears_of_all_steps(tmp_path, step) -> None:
+def test_a_logger_of_a_resumed_run_hears_of_all_steps(tmp_path, step) -> None:
     expected, torn, resumed = Listening(), Listening(), Listening()
     execute(a_run(MIXED), tmp_path / "whole", [expected])
     run = a_run(MIXED, task=Wrapped(step, "raise"))
@@ -397,7 +396,7 @@ def raising(*args: object) -> None:
 KILLED = """
 from pathlib import Path
 from typing import Any
-from gradsurg.runs.study import execute
+from gradsurg.training.study import execute
 from tests.test_study import MIXED, Wrapped, a_run
 execute(a_run(MIXED, task=Wrapped(17, "kill")), Path("."), [], threads=1)
 """
@@ -470,7 +469,7 @@ def test_a_run_that_goes_on_with_another_version_says_so(tmp_path, monkeypatch, 
     facts, before = place.known_facts(), made_with()
     assert facts["made_with"] == before
     now = {**before, name: "0.0.1"}
-    monkeypatch.setattr("gradsurg.runs.made_with.made_with", lambda: now)
+    monkeypatch.setattr("gradsurg.training.made_with.made_with", lambda: now)
     record = execute(run, tmp_path, [])
     (note,) = notes(record)
     begins = f"went on from a checkpoint that was made with {name} {before[name]}, with {name} 0.0"
@@ -481,7 +480,7 @@ def test_a_run_that_goes_on_with_another_version_says_so(tmp_path, monkeypatch, 
 def test_what_a_run_is_made_with_has_the_source_of_gradsurg(tmp_path, monkeypatch) -> None:
     (tmp_path / "inside").mkdir()
     (tmp_path / "inside" / "one.py").write_text("x = 1\n")
-    monkeypatch.setattr("gradsurg.runs.made_with.PACKAGE", tmp_path)
+    monkeypatch.setattr("gradsurg.training.made_with.PACKAGE", tmp_path)
     first = made_with.__wrapped__()
     (tmp_path / "inside" / "one.py").write_text("x = 2\n")
     second = made_with.__wrapped__()
@@ -496,18 +495,18 @@ def notes(record: Record) -> list[str]:
 
 
 def test_a_finished_run_is_not_repeated_unless_it_was_cleared(tmp_path) -> None:
-    run = a_run(gs.LowPass(), task=(task := Wrapped()))
+    run = a_run(gs.GrokfastEMA(), task=(task := Wrapped()))
     first = execute(run, tmp_path, [])
     before = {path: path.read_bytes() for path in first.directory.glob("*.jsonl")}
     done = len(task.calls)
-    sink = Listening()
-    again = execute(run, tmp_path, [sink])
+    logger = Listening()
+    again = execute(run, tmp_path, [logger])
     assert again.happened == "skipped"
     assert again.summary == first.summary
     assert len(task.calls) == done
-    assert sink.begun == []
+    assert logger.begun == []
     RunDirectory(first.directory).clear()
-    forced = execute(run, tmp_path, [sink])
+    forced = execute(run, tmp_path, [logger])
     assert forced.happened == "trained"
     assert len(task.calls) == 2 * done
     assert untimed(forced.summary) == untimed(first.summary)
@@ -544,12 +543,12 @@ def test_the_state_of_the_global_generator_does_not_matter(tmp_path) -> None:
 
 
 def test_a_loss_that_is_nan_ends_the_run_as_diverged(tmp_path) -> None:
-    sink = Listening()
-    record = execute(a_run(gs.Clip(0.1), task=Wrapped(12, "nan")), tmp_path, [sink])
+    logger = Listening()
+    record = execute(a_run(gs.Clip(0.1), task=Wrapped(12, "nan")), tmp_path, [logger])
     assert record.summary["state"] == "diverged"
     assert record.summary["steps"] == 15
     assert record.summary["diverged_step"] == 12
-    assert sink.ended[0][0] == "diverged"
+    assert logger.ended[0][0] == "diverged"
     assert [row["train/loss"] is None for row in lines(record, "metrics.jsonl")] == [0, 0, 1]
     assert lines(record, "metrics.jsonl")[-1]["not_finite"] == "train/loss=nan"
     assert lines(record, "effects.jsonl")[-1]["nonfinite"]
@@ -561,7 +560,7 @@ def test_a_loss_that_is_nan_ends_the_run_as_diverged(tmp_path) -> None:
 def test_the_first_loss_that_is_not_finite_is_told_however_seldom_is_logged(
     tmp_path, monkeypatch, log_every: int, most: int
 ) -> None:
-    monkeypatch.setattr(run_log, "MOST_LOSSES", most)
+    monkeypatch.setattr(logging, "MOST_LOSSES", most)
     run = a_run(gs.Clip(0.1), task=Wrapped(12, "one nan"))
     schedule = replace(run.schedule, log_every=log_every)
     record = execute(replace(run, schedule=schedule), tmp_path, [])
@@ -598,29 +597,29 @@ class Rude(Listening):
 
 @pytest.mark.parametrize("where", ["start", "log", "finish"])
 @pytest.mark.parametrize("guard", [True, False])
-def test_a_sink_that_raises_never_kills_training(tmp_path, where, guard) -> None:
+def test_a_logger_that_raises_never_kills_training(tmp_path, where, guard) -> None:
     plain, other = execute(a_run(), tmp_path / "a", []), Listening()
-    rude: Sink = Guarded(Rude(where)) if guard else Rude(where)
+    rude: Logger = Guarded(Rude(where)) if guard else Rude(where)
     assert_same(execute(a_run(), tmp_path / "b", [rude, other]), plain)
     assert len(other.logged) == 6
     assert other.ended[0][0] == "finished"
 
 
-def test_a_sink_hears_of_a_run_that_failed(tmp_path) -> None:
-    sink = Listening()
+def test_a_logger_hears_of_a_run_that_failed(tmp_path) -> None:
+    logger = Listening()
     with pytest.raises(Torn):
-        execute(a_run(task=Wrapped(12, "raise")), tmp_path, [sink])
-    assert sink.ended == [("failed", {})]
+        execute(a_run(task=Wrapped(12, "raise")), tmp_path, [logger])
+    assert logger.ended == [("failed", {})]
 
 
 def test_a_run_whose_summary_cannot_be_written_is_not_told_as_finished(
     tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setattr(RunDirectory, "write_summary", raising)
-    sink = Listening()
+    logger = Listening()
     with pytest.raises(Torn):
-        execute(a_run(), tmp_path, [sink])
-    assert [state for state, _ in sink.ended] == ["failed"]
+        execute(a_run(), tmp_path, [logger])
+    assert [state for state, _ in logger.ended] == ["failed"]
 
 
 def test_warnings_of_others_are_passed_on_once(tmp_path) -> None:
@@ -692,7 +691,7 @@ def test_a_control_has_nothing_to_tell(tmp_path) -> None:
 def test_the_default_clip_changes_five_to_twenty_five_percent_of_all_entries(tmp_path) -> None:
     register()
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        config = plain(hydra_compose("config", ["transform=clip", "seed=0", "sink=none"]))
+        config = plain(hydra_compose("config", ["transform=clip", "seed=0", "logger=none"]))
     experiment = build(config)
     (pair,) = experiment.pairs
     assert pair.treated is not None
@@ -713,8 +712,8 @@ WITH_WANDB = """
 from pathlib import Path
 from typing import Any
 import gradsurg as gs
-from gradsurg.sinks.wandb import Wandb
-from gradsurg.runs.study import execute
+from gradsurg.loggers.wandb import Wandb
+from gradsurg.training.study import execute
 from tests.test_study import a_run
 for transform in (gs.Clip(0.01), None):
     execute(a_run(transform), Path("."), [Wandb(mode="offline")], threads=1)
@@ -751,9 +750,9 @@ def test_a_wandb_run_has_the_numbers_of_the_files(tmp_path) -> None:
             assert last[key] == record.summary[key], key
 
 
-def test_sinks_are_told_that_a_run_was_interrupted_and_not_that_it_failed(tmp_path: Path) -> None:
-    sink = Listening()
+def test_loggers_are_told_that_a_run_was_interrupted_and_not_that_it_failed(tmp_path: Path) -> None:
+    logger = Listening()
     with pytest.raises(KeyboardInterrupt):
-        execute(a_run(task=Wrapped(12, "interrupt")), tmp_path, [sink])
-    assert sink.ended == [("interrupted", {})]
+        execute(a_run(task=Wrapped(12, "interrupt")), tmp_path, [logger])
+    assert logger.ended == [("interrupted", {})]
     assert RunDirectory(a_run().directory(tmp_path)).state == "interrupted"

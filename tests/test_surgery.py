@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import gradsurg as gs
-from gradsurg import compiler
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import Selector, Stage
-from gradsurg.transforms.base import Context, Law, Stateless, Transform
+from gradsurg.transforms.base import Context, Property, Stateless, Transform
 from tests.nets import (
     BATCH,
     attached,
@@ -192,7 +191,7 @@ def test_a_shadow_has_hooks_in_the_steps_that_are_measured_alone(at: Selector) -
 
 
 def test_a_shadow_that_was_compiled_with_its_hooks_keeps_them(monkeypatch) -> None:
-    monkeypatch.setattr(compiler, "has_compiled", lambda: True)
+    monkeypatch.setattr(compiling, "has_compiled", lambda: True)
     model = small()
     optimizer = sgd(model)
     at = gs.Outputs("*")
@@ -319,9 +318,9 @@ def test_interventions_act_in_their_order() -> None:
             "Clip: Outputs cannot have stage 'step'; stages it can have: backward",
         ),
         (
-            {"transform": gs.AdaptiveClip(), "at": gs.Nodes("Relu")},
+            {"transform": gs.AGC(), "at": gs.Nodes("Relu")},
             ValueError,
-            "AdaptiveClip: needs the value",
+            "AGC: needs the value",
         ),
         (
             {"transform": gs.Chain(gs.Clip(), gs.ScaleBySign(of="value")), "at": gs.Nodes("Relu")},
@@ -399,13 +398,13 @@ def test_with_an_example_the_plan_is_the_tree_of_each_intervention() -> None:
     model = small()
     relu = gs.Outputs("act")
     surgery = gs.Surgery(
-        gs.Intervention(gs.LowPass(), at=relu), gs.Intervention(gs.Clip(), at=gs.Parameters())
+        gs.Intervention(gs.GrokfastEMA(), at=relu), gs.Intervention(gs.Clip(), at=gs.Parameters())
     )
     x = batch()[0]
     first, second = surgery.plan(model, x).split("\n\nclip at ")
     # A mean of as many floats as the output has entries, and whether it has begun.
     said = "stage backward, when Always(), 1 site, 161 bytes of state with this input"
-    assert first == f"low_pass at {relu!r}\n{gs.sites.tree(model, x, relu)}\n{said}"
+    assert first == f"grokfast_ema at {relu!r}\n{gs.sites.tree(model, x, relu)}\n{said}"
     assert second.endswith("4 sites selected (*)\nstage backward, when Always(), 4 sites")
     assert num_hooks(model) == 0
     assert gs.Surgery().plan(model, x) == f"{gs.sites.tree(model, x)}\nno intervention"
@@ -415,12 +414,12 @@ def test_a_plan_says_how_much_state_there_will_be_as_far_as_shapes_are_known() -
     model, x = small(), batch()[0]
 
     def planned(at: Selector, example: Tensor | None = None) -> str:
-        return gs.Surgery(gs.Intervention(gs.LowPass(), at=at)).plan(model, example)
+        return gs.Surgery(gs.Intervention(gs.GrokfastEMA(), at=at)).plan(model, example)
 
     assert ", 74 bytes of state\n" in planned(gs.Parameters("last.*")) + "\n"
     assert ", 74 bytes of state" in planned(gs.Parameters("last.*"), x)
     assert "when Always(), state of unknown size at 1 site" in planned(gs.Outputs("act"))
-    with attached(model, gs.LowPass(), gs.Parameters("last.*")) as live:
+    with attached(model, gs.GrokfastEMA(), gs.Parameters("last.*")) as live:
         backward(model)
         held = [own for state in live._states.values() for own in state.values()]
     assert sum(own.nbytes for own in held) == 74
@@ -448,7 +447,7 @@ def _grokked(steps: int, model: nn.Module, surgery: gs.Surgery, start: int = 0) 
 
 def _surgery() -> gs.Surgery:
     return gs.Surgery(
-        gs.Intervention(gs.Chain(gs.LowPass(), gs.AddNoise(sigma=0.01))),
+        gs.Intervention(gs.Chain(gs.GrokfastEMA(), gs.AddNoise(sigma=0.01))),
         gs.Intervention(gs.Scale(2.0), when=gs.Steps(start=4, every=2)),
         seed=3,
     )
@@ -481,17 +480,17 @@ def test_the_state_taken_inside_the_block_can_be_saved_and_loaded_as_weights(tmp
         torch.save(surgery.state_dict(), tmp_path / "state.pt")
         kept = surgery.state_dict()["states"]
         assert isinstance(kept, dict)
-        mean = kept["low_pass/first.weight"]["mean"].clone()
+        mean = kept["grokfast_ema/first.weight"]["mean"].clone()
         train(model, optimizer, 4)
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     assert state["step"] == 4
-    torch.testing.assert_close(state["states"]["low_pass/first.weight"]["mean"], mean)
+    torch.testing.assert_close(state["states"]["grokfast_ema/first.weight"]["mean"], mean)
 
 
 def test_a_group_transform_keeps_its_state_too() -> None:
     whole, halves = small(), small()
     group = gs.Scheduled(gs.ClipGlobalNorm(0.1), steps=4)
-    lowered = gs.Chain(gs.LowPass(), group)
+    lowered = gs.Chain(gs.GrokfastEMA(), group)
     _grokked(6, whole, gs.Surgery(gs.Intervention(lowered)))
     first = gs.Surgery(gs.Intervention(lowered))
     _grokked(3, halves, first)
@@ -523,9 +522,9 @@ def test_the_state_of_something_else_is_refused(state: dict[str, object]) -> Non
 
 
 def test_state_can_be_loaded_while_the_surgery_is_attached() -> None:
-    kept, model = gs.Surgery(gs.Intervention(gs.LowPass())), small()
+    kept, model = gs.Surgery(gs.Intervention(gs.GrokfastEMA())), small()
     _grokked(3, model, kept)
-    surgery, other = gs.Surgery(gs.Intervention(gs.LowPass())), small()
+    surgery, other = gs.Surgery(gs.Intervention(gs.GrokfastEMA())), small()
     other.load_state_dict(model.state_dict())
     with surgery.attach(other, sgd(other)) as live:
         backward(other)
@@ -688,7 +687,7 @@ def test_hook_refuses_what_it_cannot_do() -> None:
     with pytest.raises(ValueError, match="a hook has one"):
         gs.hook(y, gs.ClipGlobalNorm())
     with pytest.raises(ValueError, match="a node has none"):
-        gs.hook(y.grad_fn, gs.AdaptiveClip())
+        gs.hook(y.grad_fn, gs.AGC())
     with pytest.raises(TypeError, match="must be a tensor or a node of the graph, found None"):
         gs.hook(nothing, gs.Zero())
 
@@ -788,7 +787,7 @@ def _scaled_step(model: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradS
 
 @pytest.mark.parametrize(
     ("transform", "at"),
-    [(gs.Clip(0.01), gs.Parameters(stage="step")), (gs.Reverse(2.0), gs.Parameters())],
+    [(gs.Clip(0.01), gs.Parameters(stage="step")), (gs.GradientReversal(2.0), gs.Parameters())],
     ids=repr,
 )
 def test_under_a_scaler_the_update_is_what_it_is_without(
@@ -808,13 +807,13 @@ def test_under_a_scaler_the_update_is_what_it_is_without(
 @pytest.mark.parametrize(
     ("when", "refused"),
     [
-        (gs.Value(above=1.0), True),
-        (gs.Steps() & ~gs.Value(above=1.0, measure="norm"), True),
-        (gs.Value(above=0.1, measure="nan"), False),
+        (gs.Threshold(above=1.0), True),
+        (gs.Steps() & ~gs.Threshold(above=1.0, measure="norm"), True),
+        (gs.Threshold(above=0.1, measure="nan"), False),
         (gs.AllSameSign(), False),
         (gs.Shape(above=1, source="grad"), False),
-        (gs.Value(above=1.0, source="batch"), False),
-        (gs.Value(above=1.0, source="value"), False),
+        (gs.Threshold(above=1.0, source="batch"), False),
+        (gs.Threshold(above=1.0, source="value"), False),
     ],
     ids=repr,
 )
@@ -825,7 +824,7 @@ def test_a_trigger_that_depends_on_size_is_refused_on_scaled_gradients(
     scaler = torch.amp.GradScaler("cpu")
 
     def attach(stage: Stage | None) -> None:
-        item = gs.Intervention(gs.Reverse(), gs.Parameters(stage=stage), when)
+        item = gs.Intervention(gs.GradientReversal(), gs.Parameters(stage=stage), when)
         with gs.Surgery(item).attach(model, sgd(model), scaler=scaler) as live:
             live.remove("reverse")
 
@@ -833,13 +832,15 @@ def test_a_trigger_that_depends_on_size_is_refused_on_scaled_gradients(
     if not refused:
         attach(None)
         return
-    with pytest.raises(ValueError, match=r"Value\(above=1.0.*loss scale, and this trigger depends"):
+    with pytest.raises(
+        ValueError, match=r"Threshold\(above=1.0.*loss scale, and this trigger depends"
+    ):
         attach(None)
 
 
 SIZED = [
     (gs.Clip(0.01), gs.Always(), "Clip"),
-    (gs.Reverse(), gs.Value(above=1.0), "Value"),
+    (gs.GradientReversal(), gs.Threshold(above=1.0), "Threshold"),
 ]
 
 
@@ -872,7 +873,7 @@ def test_where_a_scaler_changes_nothing_it_is_not_told_of() -> None:
     off, on = (torch.amp.GradScaler("cpu", init_scale=8.0, enabled=e) for e in (False, True))
     for transform, at, scaler in (
         (gs.Clip(0.1), gs.Parameters(), off),
-        (gs.Reverse(), gs.Parameters(), on),
+        (gs.GradientReversal(), gs.Parameters(), on),
         (gs.Clip(0.1), gs.Parameters(stage="step"), on),
     ):
         model = small()
@@ -900,7 +901,7 @@ def test_a_fused_optimizer_that_unscales_by_itself_is_refused_at_stage_step() ->
 def test_model_activations_and_surgery_are_freed_after_the_block(at: Selector) -> None:
     model = small()
     optimizer = sgd(model)
-    surgery = gs.Surgery(gs.Intervention(gs.LowPass(), at=at))
+    surgery = gs.Surgery(gs.Intervention(gs.GrokfastEMA(), at=at))
     x, _ = batch()
     with surgery.attach(model, optimizer) as live:
         hidden = model.first(x)
@@ -917,7 +918,7 @@ def test_model_activations_and_surgery_are_freed_after_the_block(at: Selector) -
 def test_what_is_kept_of_the_surgery_does_not_hold_the_model(at: Selector) -> None:
     model = small()
     optimizer = sgd(model)
-    surgery = gs.Surgery(gs.Intervention(gs.LowPass(), at=at))
+    surgery = gs.Surgery(gs.Intervention(gs.GrokfastEMA(), at=at))
     with surgery.attach(model, optimizer) as live:
         train(model, optimizer, 2)
     held = [ref(model), ref(model.first.weight), ref(optimizer)]
@@ -929,7 +930,7 @@ def test_what_is_kept_of_the_surgery_does_not_hold_the_model(at: Selector) -> No
 
 
 @in_backward
-@pytest.mark.parametrize("transform", [gs.Scale(2.0), gs.LowPass()], ids=repr)
+@pytest.mark.parametrize("transform", [gs.Scale(2.0), gs.GrokfastEMA()], ids=repr)
 def test_no_hook_keeps_an_activation_after_backward(at: Selector, transform: Transform) -> None:
     model = small()
     held = []
@@ -998,7 +999,7 @@ class Recorder(Stateless):
     """Remembers what it was told; for these tests alone."""
 
     @property
-    def laws(self) -> frozenset[Law]:
+    def properties(self) -> frozenset[Property]:
         return frozenset()
 
     def apply(self, grad: Tensor, context: Context) -> Tensor:

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from gradsurg.loggers.base import Guarded, StudyInfo
 from gradsurg.report import summary
-from gradsurg.runs.store import RunDirectory
-from gradsurg.sinks.base import Guarded, StudyInfo
+from gradsurg.training.run_directory import RunDirectory
 from tests.conftest import Here
 
-SHORT = ("steps=20", "seeds=1", "sink=none")
+SHORT = ("steps=20", "seeds=1", "logger=none")
 TWO = ("-m", "transform=their_module.total,clip", *SHORT)
 
 
@@ -50,7 +50,7 @@ def test_every_run_is_written_down_before_the_first_is_trained(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("gradsurg.run.execute", interrupted)
-    ended = here("-m", "transform=clip,sign", "seeds=2", "steps=20", "sink=none")
+    ended = here("-m", "transform=clip,sign", "seeds=2", "steps=20", "logger=none")
     assert ended.code == 130
     assert set(states(folder).values()) == {"planned"}
     facts = {path.parent.name: json.loads(path.read_text()) for path in folder.rglob("run.json")}
@@ -115,7 +115,7 @@ def test_a_run_that_diverged_is_told_and_does_not_stop_the_others(here: Here, fo
 
 
 def test_a_sweep_ends_with_the_report_of_its_study(here: Here, folder: Path) -> None:
-    words = ("-m", "transform=clip,sign", "steps=20", "seeds=2", "sink=none", "study=first")
+    words = ("-m", "transform=clip,sign", "steps=20", "seeds=2", "logger=none", "study=first")
     ended = here(*words)
     assert ended.code == 0
     assert ended.out.count("Gradients at each site") == 0  # no job has a block of its own
@@ -127,12 +127,12 @@ def test_a_sweep_ends_with_the_report_of_its_study(here: Here, folder: Path) -> 
     assert {path.name for path in (folder / "runs").iterdir()} == {"first"}
 
 
-def test_sinks_are_told_of_the_study_that_a_sweep_belongs_to(
+def test_loggers_are_told_of_the_study_that_a_sweep_belongs_to(
     here: Here, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[StudyInfo] = []
     monkeypatch.setattr(Guarded, "study", lambda self, study: told.append(study))
-    here("-m", "transform=clip,sign", "steps=20", "seeds=2", "sink=console", "study=first")
+    here("-m", "transform=clip,sign", "steps=20", "seeds=2", "logger=console", "study=first")
     (study,) = told
     assert study.study == "first"
     accuracy = [row for row in study.rows if row["metric"] == "test/accuracy"]
@@ -142,7 +142,7 @@ def test_sinks_are_told_of_the_study_that_a_sweep_belongs_to(
     assert "outcome" in [title for title, _ in study.figures]
 
 
-def test_each_sink_that_a_sweep_used_gets_once_the_studies_that_it_was_used_in(
+def test_each_logger_that_a_sweep_used_gets_once_the_studies_that_it_was_used_in(
     here: Here, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[tuple[str, str]] = []
@@ -151,12 +151,12 @@ def test_each_sink_that_a_sweep_used_gets_once_the_studies_that_it_was_used_in(
     )
     monkeypatch.setenv("WANDB_MODE", "disabled")
     quick = ("steps=5", "seeds=1")
-    here("-m", "transform=clip,sign", "sink=console,wandb", "study=both", *quick)
+    here("-m", "transform=clip,sign", "logger=console,wandb", "study=both", *quick)
     for made_of in ("console", "wandb"):
         assert [study for made, study in told if f'"{made_of}"' in made] == ["both"]
     assert len(told) == 2
     told.clear()
-    here("-m", "transform=clip", "sink=console", "study=one,other", *quick)
+    here("-m", "transform=clip", "logger=console", "study=one,other", *quick)
     assert [study for _, study in told] == ["one", "other"]
 
 
@@ -167,7 +167,7 @@ FIGURES = {"outcome.png", "curves.svg"}
 def test_the_report_of_a_single_job_has_what_was_asked_for(
     here: Here, folder: Path, word: str
 ) -> None:
-    ended = here("transform=clip", "steps=20", "seeds=2", "sink=none", word)
+    ended = here("transform=clip", "steps=20", "seeds=2", "logger=none", word)
     report = folder / "runs" / "default" / "report"
     asked = word.partition("=")[2]
     assert ("report: runs/default/report/index.html\n" in ended.out) == (asked != "false")
@@ -177,7 +177,7 @@ def test_the_report_of_a_single_job_has_what_was_asked_for(
 
 
 def test_figures_that_a_study_has_are_drawn_anew_by_a_single_job(here: Here, folder: Path) -> None:
-    words = ("steps=20", "seeds=2", "sink=none")
+    words = ("steps=20", "seeds=2", "logger=none")
     here("-m", "transform=sign", *words)
     (figure,) = folder.glob("runs/default/report/outcome.svg")
     assert "clip  (n = 2)" not in figure.read_text()
@@ -192,12 +192,12 @@ def test_a_sweep_without_a_report_is_told_and_writes_none(here: Here, folder: Pa
     assert not list(folder.rglob("report"))
 
 
-def test_sinks_get_the_study_of_a_single_job_when_it_has_trained(
+def test_loggers_get_the_study_of_a_single_job_when_it_has_trained(
     here: Here, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[StudyInfo] = []
     monkeypatch.setattr(Guarded, "study", lambda self, study: told.append(study))
-    words = ("transform=clip", "steps=20", "sink=console")
+    words = ("transform=clip", "steps=20", "logger=console")
     here(*words, "seeds=2")
     (study,) = told
     assert {row["seeds"] for row in study.rows} == {2}
@@ -245,7 +245,7 @@ hydra:
 def test_a_study_file_is_the_sweep_that_it_states(here: Here, folder: Path) -> None:
     (folder / "conf" / "experiment").mkdir(parents=True)
     (folder / "conf" / "experiment" / "mine.yaml").write_text(STUDY)
-    words = (f"--config-dir={folder / 'conf'}", "experiment=mine", "sink=none")
+    words = (f"--config-dir={folder / 'conf'}", "experiment=mine", "logger=none")
     ended = here(*words)
     assert ended.code == 0
     names = [f"{label}-seed{seed}" for label in ("clip", "none", "sign") for seed in (0, 1)]
@@ -260,7 +260,7 @@ def test_a_study_file_is_the_sweep_that_it_states(here: Here, folder: Path) -> N
 def test_what_is_typed_replaces_what_a_study_file_says(here: Here, folder: Path) -> None:
     (folder / "conf" / "experiment").mkdir(parents=True)
     (folder / "conf" / "experiment" / "mine.yaml").write_text(STUDY)
-    words = (f"--config-dir={folder / 'conf'}", "experiment=mine", "sink=none")
+    words = (f"--config-dir={folder / 'conf'}", "experiment=mine", "logger=none")
     ended = here(*words, "transform=zero", "seed=3", "steps=5")
     assert ended.code == 0
     assert sorted(states(folder, "mine")) == ["none-seed3", "zero-seed3"]
@@ -269,7 +269,7 @@ def test_what_is_typed_replaces_what_a_study_file_says(here: Here, folder: Path)
 def test_a_fault_in_a_study_file_is_told_like_one_that_is_typed(here: Here, folder: Path) -> None:
     (folder / "conf" / "experiment").mkdir(parents=True)
     (folder / "conf" / "experiment" / "mine.yaml").write_text(STUDY.replace("sign", "sing"))
-    ended = here(f"--config-dir={folder / 'conf'}", "experiment=mine", "sink=none")
+    ended = here(f"--config-dir={folder / 'conf'}", "experiment=mine", "logger=none")
     assert ended.code == 2
     assert "transform: there is no 'sing'." in ended.err
     assert not (folder / "runs").exists()
@@ -316,7 +316,7 @@ def test_both_controls_of_one_sweep_are_known(here: Here, folder: Path) -> None:
 def test_a_run_that_is_taken_up_without_a_control_keeps_the_one_it_has(
     here: Here, folder: Path
 ) -> None:
-    words = ("transform=their_module.interrupts", "seed=0", "steps=100", "sink=none")
+    words = ("transform=their_module.interrupts", "seed=0", "steps=100", "logger=none")
     words = (*words, "log_every=1")
     here(*words)
     (path,) = folder.glob("runs/default/interrupts-*")
@@ -326,7 +326,7 @@ def test_a_run_that_is_taken_up_without_a_control_keeps_the_one_it_has(
 
 
 def test_a_broken_run_json_is_written_anew(here: Here, folder: Path) -> None:
-    words = ("transform=their_module.interrupts", "seed=0", "steps=100", "sink=none")
+    words = ("transform=their_module.interrupts", "seed=0", "steps=100", "logger=none")
     here(*words)
     (path,) = folder.glob("runs/default/interrupts-*/run.json")
     path.write_text("{")
@@ -353,7 +353,7 @@ def test_another_text_in_the_file_is_another_run_and_another_control(
 ) -> None:
     file = folder / "words.txt"
     words = ("transform=clip", "task=char_lm", f"task.path={file}", "model=gpt", "seed=0")
-    words = (*words, "task.length=8", "batch_size=2", "steps=2", "sink=none")
+    words = (*words, "task.length=8", "batch_size=2", "steps=2", "logger=none")
     for text, count in (("abcd" * 100, 1), ("abcd" * 100, 1), ("abdc" * 100, 2)):
         file.write_text(text)
         ended = here(*words)

@@ -13,19 +13,19 @@ from torch.amp import GradScaler
 from torch.nn import functional
 
 import gradsurg as gs
-from gradsurg.intervention import Intervention
-from gradsurg.runs.arms import Run
-from gradsurg.runs.store import RunDirectory
-from gradsurg.runs.study import Record, execute
-from gradsurg.runs.switches import Backend, Switches, check_compiled
-from gradsurg.surgery import Surgery
+from gradsurg.surgery.intervention import Intervention
+from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.digits import Digits
-from gradsurg.train import Batches, Manner, Step, train
+from gradsurg.training.arms import Run
+from gradsurg.training.loop import Batches, Step, StepOptions, train
+from gradsurg.training.run_directory import RunDirectory
+from gradsurg.training.study import Record, execute
+from gradsurg.training.switches import Backend, Switches, check_compiled
 from gradsurg.transforms.base import Transform
 from tests.nets import CLASSES, FEATURES, num_hooks, sgd, small, weights
 from tests.test_study import SHORT, Torn, Wrapped, a_run, assert_same, lines, untimed
 
-BFLOAT16 = Manner(autocast=torch.bfloat16)
+BFLOAT16 = StepOptions(autocast=torch.bfloat16)
 
 
 def data(size: int = 4, accumulate: int = 1, count: int = 26) -> Batches:
@@ -35,7 +35,7 @@ def data(size: int = 4, accumulate: int = 1, count: int = 26) -> Batches:
     return Batches(inputs, targets, size, 3, accumulate)
 
 
-def go(model: nn.Module, batches: Batches, manner: Manner, steps: int = 7) -> list[Step]:
+def go(model: nn.Module, batches: Batches, manner: StepOptions, steps: int = 7) -> list[Step]:
     loss = functional.cross_entropy
     return list(train(model, sgd(model), loss, batches, steps, manner=manner))
 
@@ -94,7 +94,7 @@ def by_hand(
 def test_accumulation_is_the_loop_that_one_would_write() -> None:
     plain, model = small(), small()
     losses = by_hand(plain, data(4, accumulate=3))
-    steps = go(model, data(4, accumulate=3), Manner())
+    steps = go(model, data(4, accumulate=3), StepOptions())
     assert [step.loss.item() for step in steps] == losses
     assert same(plain, model)
 
@@ -136,7 +136,7 @@ def test_the_forward_and_the_loss_are_computed_under_autocast_and_the_backward_i
         optimizer.step()
     go(model, data(), BFLOAT16)
     assert same(plain, model)
-    go(other := small(), data(), Manner())
+    go(other := small(), data(), StepOptions())
     assert not same(other, model)
     assert not torch.is_autocast_enabled("cpu")
 
@@ -167,7 +167,7 @@ def test_a_scaled_loss_is_the_loop_of_pytorchs_manual_and_skipped_steps_are_told
             schedule.step()
     own, own_scaler = sgd(model), GradScaler("cpu", init_scale=1024.0)
     own_schedule = torch.optim.lr_scheduler.ExponentialLR(own, 0.9)
-    manner = Manner(scaler=own_scaler, schedule=own_schedule)
+    manner = StepOptions(scaler=own_scaler, schedule=own_schedule)
     surgery = Surgery(Intervention(gs.Identity(), at=gs.Parameters(stage="step")))
     with surgery.attach(model, own, scaler=own_scaler) as live:
         steps = list(train(model, own, Scaled([2, 3]), data(), 7, manner=manner))
@@ -203,7 +203,7 @@ def test_only_float16_needs_a_scaler() -> None:
         gs.Outputs(),
         gs.Outputs("first") | gs.Outputs("last"),
         gs.Inputs(types="Linear"),
-        gs.Values(types="ReLU"),
+        gs.Activations(types="ReLU"),
         gs.ModuleGradients(types="ReLU"),
         gs.Weights("first.*"),
     ],
@@ -322,7 +322,7 @@ def switched(name: str, transform: Transform | None = None, at: int = 0) -> Run:
 @pytest.mark.usefixtures("eager_scaler")
 @pytest.mark.parametrize("name", SWITCHES)
 def test_a_run_that_was_torn_ends_as_if_it_never_had(tmp_path: Path, name: str) -> None:
-    transform = gs.Chain(gs.LowPass(), gs.Clip(0.05))
+    transform = gs.Chain(gs.GrokfastEMA(), gs.Clip(0.05))
     whole = execute(switched(name, transform), tmp_path / "whole", [])
     at = 16 * SWITCHES[name].accumulate - 1
     run = switched(name, transform, at)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gradsurg.tables import aligned, effect_table, number
+from gradsurg.effects.tables import aligned, effect_table, number
 
 
 def _row(**changes: object) -> dict[str, object]:

@@ -13,24 +13,23 @@ from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from gradsurg import catalogue
 from gradsurg.config import compose
 from gradsurg.config.build import ConfigError, Experiment, build
-from gradsurg.fields import FieldError
 from gradsurg.models.gpt import GPT
 from gradsurg.models.mlp import MLP
 from gradsurg.models.multi_head import MultiHead
 from gradsurg.models.point import Point
 from gradsurg.models.rnn import RNN
+from gradsurg.plugins.fields import FieldError
 from gradsurg.tasks import mnist
 from gradsurg.tasks.adding import Adding
 from gradsurg.tasks.base import Data
 from gradsurg.tasks.digits import Digits
-from gradsurg.train import outputs_of
+from gradsurg.training.loop import outputs_of
 
 CONF = Path(__file__).parent.parent / "conf"
 FROM_FILES = ("cifar10", "fashion_mnist", "mnist", "mnist_overlay", "permuted_mnist")
-NAMES = [name for name in catalogue.names("tasks") if name not in FROM_FILES]
+NAMES = [name for name in registry.names("tasks") if name not in FROM_FILES]
 
 
 def content_of(path) -> dict:
@@ -52,17 +51,17 @@ def model_for(data: Data) -> nn.Module:
 
 def test_every_task_has_a_yaml_with_its_defaults():
     stems = sorted(path.stem for path in (CONF / "task").glob("*.yaml"))
-    assert stems == catalogue.names("tasks") != []
+    assert stems == registry.names("tasks") != []
     for stem in stems:
         content = content_of(CONF / "task" / f"{stem}.yaml")
         assert content.pop("name") == stem
-        made = catalogue.find("tasks", stem)
+        made = registry.find("tasks", stem)
         assert made(**content) == made()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_data_is_what_it_says_it_is(name):
-    task = catalogue.find("tasks", name)()
+    task = registry.find("tasks", name)()
     data = task.load()
     for part in ("train", "test"):
         inputs, targets = getattr(data, f"{part}_inputs"), getattr(data, f"{part}_targets")
@@ -86,7 +85,7 @@ def test_the_data_is_what_it_says_it_is(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_learns_from_it_and_every_metric_is_a_finite_number(name):
     torch.manual_seed(0)
-    task = catalogue.find("tasks", name)()
+    task = registry.find("tasks", name)()
     data = task.load()
     model = model_for(data)
     inputs, targets = data.train_inputs[:4], data.train_targets[:4]
@@ -102,7 +101,7 @@ def test_a_model_learns_from_it_and_every_metric_is_a_finite_number(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_load_is_the_same_again_and_no_users_to_change_for_others(name):
-    task = catalogue.find("tasks", name)
+    task = registry.find("tasks", name)
     first = task().load()
     kept = {key: tensor.clone() for key, tensor in tensors_of(first).items()}
     for tensor in tensors_of(first).values():
@@ -118,7 +117,7 @@ def test_a_load_is_the_same_again_and_no_users_to_change_for_others(name):
 def test_loading_leaves_the_global_generators_alone(name):
     torch.manual_seed(0)
     before, before_numpy = torch.random.get_rng_state(), np.random.get_state()[1].copy()
-    kind = catalogue.find("tasks", name)
+    kind = registry.find("tasks", name)
     # one that no other test has made, so that its data are not there yet
     seeds = {"data_seed": 3} if "data_seed" in kind.__annotations__ else {}
     kind(**seeds).load()
@@ -129,7 +128,7 @@ def test_loading_leaves_the_global_generators_alone(name):
 def built(*words: str) -> Experiment:
     compose.register()
     with initialize_config_dir(str(compose.CONFIG_DIR), version_base="1.3"):
-        config = hydra_compose("config", [*words, "sink=none", "seeds=1"])
+        config = hydra_compose("config", [*words, "logger=none", "seeds=1"])
     return build(compose.plain(config))
 
 

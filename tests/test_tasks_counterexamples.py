@@ -5,12 +5,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsurg.fields import FieldError
 from gradsurg.models.boxed_point import BoxedPoint
+from gradsurg.plugins.fields import FieldError
 from gradsurg.tasks.absolute_toy import AbsoluteToy
 from gradsurg.tasks.rare_slope import RareSlope
 from gradsurg.tasks.wilson import Wilson, _data
-from gradsurg.train import Batches
+from gradsurg.training.loop import Batches
 
 
 def slope(task: AbsoluteToy | RareSlope, at: list[float], target: float = 1.0) -> list[float]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradsurg.fields import FieldError
+from gradsurg.plugins.fields import FieldError
 from gradsurg.tasks import _idx, cifar10, fashion_mnist, mnist
 from gradsurg.tasks.char_lm import CharLM
 from gradsurg.tasks.cifar10 import CIFAR10

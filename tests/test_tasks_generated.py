@@ -8,7 +8,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from gradsurg.fields import FieldError
+from gradsurg.plugins.fields import FieldError
 from gradsurg.tasks.adding import Adding
 from gradsurg.tasks.base import Data
 from gradsurg.tasks.breast_cancer import BreastCancer

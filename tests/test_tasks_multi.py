@@ -9,9 +9,8 @@ import torch
 from sklearn.datasets import load_diabetes, make_friedman2, make_friedman3
 
 import gradsurg as gs
-from gradsurg import catalogue
-from gradsurg.fields import FieldError
 from gradsurg.models.multi_head import MultiHead
+from gradsurg.plugins.fields import FieldError
 from gradsurg.tasks.base import MultiTask
 from gradsurg.tasks.diabetes import Diabetes
 from gradsurg.tasks.diabetes_multi import DiabetesMulti
@@ -23,8 +22,8 @@ from gradsurg.tasks.two_moons_shift import TwoMoonsShift
 
 SEVERAL = [
     name
-    for name in catalogue.names("tasks")
-    if issubclass(catalogue.find("tasks", name), MultiTask) and "mnist" not in name
+    for name in registry.names("tasks")
+    if issubclass(registry.find("tasks", name), MultiTask) and "mnist" not in name
 ]
 SPLIT = [name for name in SEVERAL if not name.endswith("_toy")]
 
@@ -35,7 +34,7 @@ def test_there_are_tasks_of_several_losses():
 
 @pytest.mark.parametrize("name", SEVERAL)
 def test_metrics_of_each_task_are_called_after_it_and_the_loss_is_their_sum(name):
-    task = catalogue.find("tasks", name)()
+    task = registry.find("tasks", name)()
     data = task.load()
     outputs = torch.randn(16, data.num_outputs, generator=torch.Generator().manual_seed(0))
     targets = data.train_targets[:16]
@@ -51,7 +50,7 @@ def test_metrics_of_each_task_are_called_after_it_and_the_loss_is_their_sum(name
 @pytest.mark.parametrize("name", SPLIT)
 def test_each_loss_reaches_the_trunk_and_its_own_head_alone(name):
     torch.manual_seed(0)
-    task = catalogue.find("tasks", name)()
+    task = registry.find("tasks", name)()
     data = task.load()
     assert data.heads is not None
     assert sum(data.heads) == data.num_outputs
@@ -275,7 +274,7 @@ def test_at_its_branch_alone_a_reversal_spares_the_gradient_of_the_labels():
     weight = model.trunk.output.weight
 
     def gradient(at):
-        surgery = gs.Surgery(gs.Intervention(gs.Reverse(6.0), at=at))
+        surgery = gs.Surgery(gs.Intervention(gs.GradientReversal(6.0), at=at))
         weight.grad = None
         with surgery.attach(model):
             task.loss(model(data.train_inputs), data.train_targets).backward()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gradsurg.train import Batches, Step, outputs_of, train
+from gradsurg.training.loop import Batches, Step, outputs_of, train
 from tests.nets import CLASSES, FEATURES, sgd, small, weights
 
 
@@ -121,7 +121,7 @@ def test_what_the_caller_does_between_steps_is_not_timed(monkeypatch) -> None:
         clock[0] += 1
         return functional.cross_entropy(outputs, targets)
 
-    monkeypatch.setattr("gradsurg.train.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("gradsurg.training.loop.perf_counter", lambda: clock[0])
     model = small()
     seconds = []
     for step in train(model, sgd(model), loss_fn, data(), steps=3):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.travel import KEY, packed, unpacked
+from gradsurg.surgery.state_in_model import KEY, packed, unpacked
 from tests.nets import backward, gradients, num_hooks, sgd, small, train, weights
 
 # What these surgeries have is asked for, not whether it acts.
@@ -27,7 +27,7 @@ pytestmark = [
 def _surgery(beta: float = 0.5) -> gs.Surgery:
     """With a step clock, a switch, a transform with state and random numbers."""
     return gs.Surgery(
-        gs.Intervention(gs.LowPass(beta), gs.Parameters("first.*")),
+        gs.Intervention(gs.GrokfastEMA(beta), gs.Parameters("first.*")),
         gs.Intervention(gs.AddNoise(0.1), gs.Parameters("last.*"), gs.Steps(stop=4)),
         gs.Intervention(gs.Scale(0.5), gs.Parameters("last.bias"), gs.Flag("half", on=False)),
         seed=3,

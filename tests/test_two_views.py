@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import gradsurg as gs
-from gradsurg.fields import FieldError
 from gradsurg.models.siamese import Siamese
+from gradsurg.plugins.fields import FieldError
 from gradsurg.tasks.two_views import TwoViews
 
 SHAPE = (2, 1, 8, 8)

@@ -9,9 +9,9 @@ from gradsurg.config.settings import Settings
 from gradsurg.report import terminal
 from gradsurg.report.study_report import study_report
 from gradsurg.report.terminal import Runs
-from gradsurg.runs.study import execute
-from gradsurg.runs.until import Until
 from gradsurg.tasks.digits import Digits
+from gradsurg.training.study import execute
+from gradsurg.training.until import Until
 from tests.conftest import Here
 from tests.test_study import SHORT, Torn, Wrapped, a_run, lines
 
@@ -108,7 +108,7 @@ def test_conditions_that_differ_in_the_last_digit_are_two() -> None:
 
 
 def test_a_metric_that_is_not_there_is_refused_before_anything_is_trained(here: Here) -> None:
-    words = ("transform=clip", "log_every=5", "eval_every=5", "sink=none")
+    words = ("transform=clip", "log_every=5", "eval_every=5", "logger=none")
     ended = here(*words, "until='test/acc >= 1'")
     assert ended.code == 2
     assert ended.err == "until: the task has no test/acc, it has test/loss, test/accuracy\n"

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.tasks.base import Data, Task
-from gradsurg.transforms.base import Context, Law, Stateless, Transform
+from gradsurg.transforms.base import Context, Property, Stateless, Transform
 
 ready = gs.Scale(0.5)
 number = 3
@@ -19,7 +19,7 @@ class Twice(Stateless):
     factor: float = 2.0
 
     @property
-    def laws(self) -> frozenset[Law]:
+    def properties(self) -> frozenset[Property]:
         return frozenset()
 
     def apply(self, grad: Tensor, context: Context) -> Tensor:
@@ -37,7 +37,7 @@ class Named(Stateless):
         self.name = name
 
     @property
-    def laws(self) -> frozenset[Law]:
+    def properties(self) -> frozenset[Property]:
         return frozenset()
 
     def apply(self, grad: Tensor, context: Context) -> Tensor:

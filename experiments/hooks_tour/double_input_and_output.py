@@ -13,10 +13,10 @@ model = nn.Sequential(nn.Linear(1, 1, bias=False))
 nn.init.constant_(model[0].weight, 3.0)
 for name, sites in {
     "as it is": (),
-    "input doubled": (gs.Values("0", side="input"),),
-    "output doubled": (gs.Values("0"),),
-    "both": (gs.Values("0", side="input"), gs.Values("0")),
-    "output doubled, gradient straight through": (gs.Values("0", backward="straight"),),
+    "input doubled": (gs.Activations("0", side="input"),),
+    "output doubled": (gs.Activations("0"),),
+    "both": (gs.Activations("0", side="input"), gs.Activations("0")),
+    "output doubled, gradient straight through": (gs.Activations("0", backward="straight"),),
 }.items():
     x = torch.tensor([1.0], requires_grad=True)
     surgery = gs.Surgery(*(gs.Intervention(gs.Scale(2.0), at=at) for at in sites))

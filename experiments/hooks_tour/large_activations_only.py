@@ -12,7 +12,7 @@ import gradsurg as gs
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-large = gs.Value(above=0.8, measure="mean_abs", source="output:0")
+large = gs.Threshold(above=0.8, measure="mean_abs", source="output:0")
 damped = gs.Intervention(gs.Scale(0.1), at=gs.Outputs("0"), when=large)
 with gs.Surgery(damped).attach(model) as live:
     for scale in (0.5, 1.0, 4.0):
@@ -25,7 +25,7 @@ with gs.Surgery(damped).attach(model) as live:
 
 print()
 # Hysteresis: on above 0.8, off again only below 0.5.
-sticky = gs.Value(above=0.8, release=0.5)
+sticky = gs.Threshold(above=0.8, release=0.5)
 x = torch.tensor([1.0], requires_grad=True)
 model = nn.Sequential(nn.Linear(1, 1, bias=False))
 with gs.Surgery(gs.Intervention(gs.Zero(), when=sticky)).attach(model):

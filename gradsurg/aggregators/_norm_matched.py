@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradsurg.aggregators._rows import combined, wide
 from gradsurg.aggregators.base import Aggregator, Context, Property, State
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 
 
 @validated

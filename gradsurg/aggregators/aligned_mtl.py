@@ -9,7 +9,7 @@ from torch import Tensor
 from gradsurg.aggregators import _pairs
 from gradsurg.aggregators._solvers import Array, factor, weights_of
 from gradsurg.aggregators.base import Property, Weighting
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 
 Scale = Literal["min", "median", "rmse"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradsurg.aggregators._rows import combined, combined_safely, gramian_of
-from gradsurg.engine import undisturbed
+from gradsurg.torch_internals.autograd import undisturbed
 
 State = dict[str, Tensor]
 Property = Literal[

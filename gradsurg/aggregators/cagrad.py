@@ -10,7 +10,7 @@ from torch import Tensor
 from gradsurg.aggregators import _averse, _pairs
 from gradsurg.aggregators._solvers import Array, weights_of
 from gradsurg.aggregators.base import Property, Weighting
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 
 
 @validated

@@ -10,7 +10,7 @@ from torch import Tensor
 from gradsurg.aggregators import _pairs
 from gradsurg.aggregators._solvers import bargained, limited, weights_of
 from gradsurg.aggregators.base import Property, Weighting
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 
 FARTHEST = 1e10
 """From here on, and from one over it on, another alpha changes no digit that a Gramian has."""

@@ -10,7 +10,7 @@ from pydantic_core import ArgsKwargs
 from torch import Tensor
 
 from gradsurg.aggregators.base import Context, LossWeighting, Property, State
-from gradsurg.fields import Contradiction, nearest, validated
+from gradsurg.plugins.fields import Contradiction, nearest, validated
 
 Weights = Annotated[tuple[float, ...], Field(min_length=1)]
 

@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.aggregators.base import Context, Entrywise, Property
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 
 ENTRIES = 1 << 20
 """Entries of the columns that are computed at once, in the cache, and that one generator serves."""

@@ -18,7 +18,7 @@ from gradsurg.aggregators.base import (
     losses_of,
     state_of,
 )
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 
 EPS = 1e-8
 LEAST = 1e-3

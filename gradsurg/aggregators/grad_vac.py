@@ -11,7 +11,7 @@ from torch import Tensor
 from gradsurg.aggregators._orders import Order, dot, orders_of, totals, unpacked
 from gradsurg.aggregators._solvers import RANK
 from gradsurg.aggregators.base import Context, GramianAggregator, Property, State
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 
 
 @validated

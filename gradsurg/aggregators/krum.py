@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.aggregators.base import Property, Weighting
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 
 
 @validated

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from gradsurg.aggregators.base import OF_GIVEN_WEIGHTS, Context, LossWeighting, Property, State
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 
 
 @validated

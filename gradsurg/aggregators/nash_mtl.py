@@ -11,7 +11,7 @@ from torch import Tensor
 from gradsurg.aggregators import _pairs
 from gradsurg.aggregators._solvers import Array, bargained, limited, weights_of
 from gradsurg.aggregators.base import Context, GramianAggregator, Property, State
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 
 
 @validated

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradsurg.aggregators.base import Context, LossWeighting, Property, State
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 
 
 @validated

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradsurg.aggregators._rows import COLUMNS
 from gradsurg.aggregators.base import Context, Entrywise, Property
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 
 
 @validated

@@ -17,7 +17,7 @@ from gradsurg.aggregators.base import (
     losses_of,
     state_of,
 )
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 
 
 @validated

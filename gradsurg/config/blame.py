@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from gradsurg.config.options import LISTS, options_of
-from gradsurg.fields import nearest
+from gradsurg.plugins.fields import nearest
 
 NO_KEY = "is not a key here."
 # A yaml file that is none, or is no mapping, is a YAMLError or an OSError.

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradsurg.aggregators.base import LossWeighting
-from gradsurg.catalogue import snake
 from gradsurg.config.faults import ConfigError, Faults
 from gradsurg.config.make import Config, called, make
 from gradsurg.config.optimizers import optimizer_maker
@@ -19,10 +18,10 @@ from gradsurg.config.parts import (
     checked_model,
     content_of,
     device_of,
+    loggers_of,
     model_of,
     names_of,
     several_losses,
-    sinks_of,
     task_of,
     transforms_of,
 )
@@ -39,16 +38,17 @@ from gradsurg.config.rehearsal import (
 )
 from gradsurg.config.settings import Settings
 from gradsurg.config.typed import in_typed_words
-from gradsurg.fields import nearest
-from gradsurg.intervention import Intervention
-from gradsurg.ledger import SurgeryWarning
+from gradsurg.effects.ledger import SurgeryWarning
+from gradsurg.loggers.base import Guarded
 from gradsurg.multitask.aggregation import check_host
 from gradsurg.multitask.shared_parameters import SharedParameters
-from gradsurg.runs.store import RunDirectory
-from gradsurg.sinks.base import Guarded
+from gradsurg.plugins.fields import nearest
+from gradsurg.plugins.registry import snake
 from gradsurg.sites.base import Selector
-from gradsurg.surgery import Surgery
+from gradsurg.surgery.intervention import Intervention
+from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, MultiTask, Task
+from gradsurg.training.run_directory import RunDirectory
 from gradsurg.transforms.base import Transform
 from gradsurg.transforms.chain import Chain
 from gradsurg.triggers.base import Trigger
@@ -62,7 +62,7 @@ GROUPS = (
     "task",
     "optimizer",
     "schedule",
-    "sink",
+    "logger",
 )
 MAPPINGS = ("shared",)
 REQUIRED = ("site", "when", "model", "task", "optimizer", "schedule")
@@ -77,7 +77,7 @@ class Experiment:
     surgery: Surgery
     make_model: Callable[[], nn.Module]
     data: Data
-    sinks: tuple[Guarded, ...]
+    loggers: tuple[Guarded, ...]
 
     @property
     def example_input(self) -> Tensor:
@@ -107,7 +107,7 @@ def build(config: Config) -> Experiment:
     intervention = _intervention(transforms, selector, trigger, faults)
     task, data = task_of(config, faults)
     joint = _joint(config, task, trigger, faults)
-    sinks = sinks_of(config, faults)
+    loggers = loggers_of(config, faults)
     content = model = None
     if task is not None and data is not None:
         content = faults.made("task", lambda: content_of(config, task))
@@ -127,7 +127,7 @@ def build(config: Config) -> Experiment:
         plan = Plan(config, settings, *parts, content=content or "")
         if settings.attribute:
             plan = replace(plan, without=_without_links(plan, transforms, trigger, faults))
-        experiment = _experiment(plan, data, sinks)
+        experiment = _experiment(plan, data, loggers)
     if settings is not None and settings.steps == 0:
         check_untrained(config, settings, selector, joint, model, faults)
     elif experiment is None or not experiment.finished:
@@ -147,7 +147,7 @@ def build(config: Config) -> Experiment:
     return experiment
 
 
-def _experiment(plan: Plan, data: Data, sinks: tuple[Guarded, ...]) -> Experiment:
+def _experiment(plan: Plan, data: Data, loggers: tuple[Guarded, ...]) -> Experiment:
     settings = plan.settings
     seeds = [settings.seed] if settings.seed is not None else range(settings.seeds)
     return Experiment(
@@ -156,7 +156,7 @@ def _experiment(plan: Plan, data: Data, sinks: tuple[Guarded, ...]) -> Experimen
         plan.surgery(0),
         lambda: model_of(plan.config, data),
         data,
-        sinks,
+        loggers,
     )
 
 

@@ -12,8 +12,8 @@ from gradsurg.config import compose
 from gradsurg.config.build import Experiment
 from gradsurg.config.faults import ConfigError
 from gradsurg.config.jobs import Job, beginning, job_of, prepare
-from gradsurg.ledger import SurgeryWarning
-from gradsurg.sinks.base import Guarded
+from gradsurg.effects.ledger import SurgeryWarning
+from gradsurg.loggers.base import Guarded
 
 WRONG_INPUT = 2
 
@@ -26,8 +26,8 @@ class Asked:
 
     sweeping: bool = False
     jobs: list[Job] = field(default_factory=list)
-    sinks: dict[str, Guarded] = field(default_factory=dict)  # each once, by what it is made of
-    studies: dict[Path, dict[str, Guarded]] = field(default_factory=dict)  # and its jobs' sinks
+    loggers: dict[str, Guarded] = field(default_factory=dict)  # each once, by what it is made of
+    studies: dict[Path, dict[str, Guarded]] = field(default_factory=dict)  # and its jobs' loggers
     report: bool = True
     force: bool = False
     retry_failed: bool = True
@@ -46,8 +46,8 @@ class Asked:
         runs = [run for pair in experiment.pairs for run in pair.runs]
         self.jobs.append(job_of(words, runs, out))
         of_study = self.studies.setdefault(out / settings.study, {})
-        for sink in experiment.sinks:
-            of_study[sink.made_of] = self.sinks.setdefault(sink.made_of, sink)
+        for logger in experiment.loggers:
+            of_study[logger.made_of] = self.loggers.setdefault(logger.made_of, logger)
         self.report &= settings.report is not False
         self.force |= settings.force
         self.retry_failed &= settings.retry_failed

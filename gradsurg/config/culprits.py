@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
-from gradsurg.fields import FieldError
+from gradsurg.plugins.fields import FieldError
 from gradsurg.sites.base import Selector
 from gradsurg.triggers.base import Trigger
 

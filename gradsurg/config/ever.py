@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from gradsurg.config.culprits import inside, joined, parts
 from gradsurg.config.make import ERRORS, sentence
-from gradsurg.fields import Contradiction
+from gradsurg.plugins.fields import Contradiction
 from gradsurg.triggers.base import Fires, Moment, Trigger
 
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from gradsurg.config.make import sentence
-from gradsurg.fields import FieldError
+from gradsurg.plugins.fields import FieldError
 
 Made = TypeVar("Made")
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gradsurg.runs.arms import Run
-from gradsurg.runs.controls import merged_facts
-from gradsurg.runs.store import ERROR, RunDirectory, RunState
-from gradsurg.tables import aligned
+from gradsurg.effects.tables import aligned
+from gradsurg.training.arms import Run
+from gradsurg.training.controls import merged_facts
+from gradsurg.training.run_directory import ERROR, RunDirectory, RunState
 
 WORST_FIRST: tuple[RunState, ...] = (
     "failed",

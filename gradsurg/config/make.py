@@ -11,8 +11,8 @@ from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any
 
-from gradsurg.catalogue import find
-from gradsurg.fields import FieldError, nearest
+from gradsurg.plugins.fields import FieldError, nearest
+from gradsurg.plugins.registry import find
 from gradsurg.transforms.base import Transform, as_transform
 
 Config = Mapping[str, Any]  # Any: what a YAML file can hold

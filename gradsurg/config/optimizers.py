@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from gradsurg.config.make import ERRORS, Config, called, chosen, sentence
 from gradsurg.config.settings import Settings
-from gradsurg.fields import FieldError
+from gradsurg.plugins.fields import FieldError
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 

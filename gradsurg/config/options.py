@@ -7,9 +7,9 @@ from pathlib import Path
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from gradsurg.catalogue import snake
+from gradsurg.plugins.registry import snake
 
-LISTS = ("transform", "sink")
+LISTS = ("transform", "logger")
 LAUNCHERS = ("joblib", "submitit_local", "submitit_slurm")  # an extra: gradsurg[launchers]
 
 

@@ -11,7 +11,7 @@ from hydra.errors import HydraException, OverrideParseException
 from gradsurg.config.blame import one_line
 from gradsurg.config.build import GROUPS
 from gradsurg.config.options import LAUNCHERS, LISTS, content_of, key_of, options_of
-from gradsurg.fields import nearest
+from gradsurg.plugins.fields import nearest
 
 
 def read(overrides: Sequence[str], multirun: bool) -> tuple[list[list[str]], list[str]]:

@@ -14,13 +14,13 @@ from gradsurg.config.optimizers import MakeOptimizer, optimizer_config
 from gradsurg.config.parts import model_of
 from gradsurg.config.schedules import schedule_maker
 from gradsurg.config.settings import Settings
-from gradsurg.intervention import Intervention
 from gradsurg.multitask.shared_parameters import SharedParameters
-from gradsurg.runs.arms import Run, Schedule
-from gradsurg.runs.made_with import versions
 from gradsurg.sites.base import Selector
-from gradsurg.surgery import Surgery
+from gradsurg.surgery.intervention import Intervention
+from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import MultiTask, Task
+from gradsurg.training.arms import Run, Schedule
+from gradsurg.training.made_with import versions
 from gradsurg.transforms.identity import Identity
 from gradsurg.transforms.norm_matched import NormMatched
 

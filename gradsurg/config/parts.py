@@ -6,13 +6,13 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from gradsurg import randomness
 from gradsurg.aggregators.base import Aggregator
-from gradsurg.catalogue import find, names, snake
 from gradsurg.config.faults import Faults
 from gradsurg.config.make import ERRORS, Config, called, fields_of, make, named, sentence, theirs
-from gradsurg.sinks.base import Guarded, Sink
+from gradsurg.loggers.base import Guarded, Logger
+from gradsurg.plugins.registry import find, names, snake
 from gradsurg.tasks.base import Data, MultiTask, Task
+from gradsurg.torch_internals import random_state
 from gradsurg.transforms.base import Transform
 from gradsurg.transforms.chain import Chain
 
@@ -48,12 +48,12 @@ def names_of(transforms: Mapping[str, Transform]) -> tuple[str, ...]:
     )
 
 
-def sinks_of(config: Config, faults: Faults) -> tuple[Guarded, ...]:
-    """The sinks, each guarded."""
+def loggers_of(config: Config, faults: Faults) -> tuple[Guarded, ...]:
+    """The loggers, each guarded."""
     made = []
-    for key, fields in (config.get("sink") or {}).items():
-        with faults.at(f"sink.{key}"):
-            made.append(Guarded(make("sinks", fields, Sink), json.dumps([key, fields])))
+    for key, fields in (config.get("logger") or {}).items():
+        with faults.at(f"logger.{key}"):
+            made.append(Guarded(make("loggers", fields, Logger), json.dumps([key, fields])))
     return tuple(made)
 
 
@@ -91,7 +91,7 @@ def model_of(config: Config, data: Data) -> nn.Module:
 
 def checked_model(config: Config, task: Task, data: Data) -> nn.Module:
     """The model once over, two examples through it, without a trace in the global generators."""
-    with randomness.kept():
+    with random_state.kept():
         model = model_of(config, data)
         try:
             task.loss(model(data.train_inputs[:2]), data.train_targets[:2]).backward()

@@ -9,20 +9,20 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
-from gradsurg import randomness
 from gradsurg.config.culprits import culprit, guilty, inside, joined, parts
 from gradsurg.config.ever import Asked, Ever
 from gradsurg.config.make import ERRORS, sentence
 from gradsurg.config.settings import Settings
-from gradsurg.fields import FieldError, nearest, told
-from gradsurg.intervention import Intervention, labels_of
-from gradsurg.ledger import Entry, SurgeryWarning
+from gradsurg.effects.ledger import Entry, SurgeryWarning
 from gradsurg.multitask.shared_parameters import SharedParameters
+from gradsurg.plugins.fields import FieldError, nearest, told
 from gradsurg.sites.base import Selector
-from gradsurg.sources import watched
-from gradsurg.surgery import Surgery
+from gradsurg.surgery.forward_observers import watched
+from gradsurg.surgery.intervention import Intervention, labels_of
+from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, Examined, MultiTask, Task
-from gradsurg.transforms.base import Context, GroupTransform, Law, Scope, State
+from gradsurg.torch_internals import random_state
+from gradsurg.transforms.base import Context, GroupTransform, Property, Scope, State
 from gradsurg.transforms.identity import Identity
 from gradsurg.triggers.always import Always
 from gradsurg.triggers.base import Clock, Trigger
@@ -209,7 +209,7 @@ class Trial:
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
         count = self._batch
         inputs, targets = self.data.train_inputs[:count], self.data.train_targets[:count]
-        with randomness.kept(), warnings.catch_warnings():
+        with random_state.kept(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run will say the same
             attached = surgery.attach(
                 self.model, optimizer, effects_every=0, steps_per_epoch=self._epoch
@@ -236,8 +236,8 @@ class _LeaveGroup(GroupTransform):
     """The gradients of a group as they are."""
 
     @property
-    def laws(self) -> frozenset[Law]:
-        return Identity().laws
+    def properties(self) -> frozenset[Property]:
+        return Identity().properties
 
     def init_group(self, grads: Sequence[Tensor]) -> State:
         return {}

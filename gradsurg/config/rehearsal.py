@@ -12,14 +12,14 @@ from gradsurg.config.optimizers import optimizer_maker
 from gradsurg.config.probe import Trial
 from gradsurg.config.schedules import WALKED, schedule_maker, walk
 from gradsurg.config.settings import Settings
-from gradsurg.intervention import Intervention, check_scaled
 from gradsurg.multitask.features import module_of
 from gradsurg.multitask.shared_parameters import SharedParameters
-from gradsurg.runs.switches import check_compiled
 from gradsurg.sites._untouched import untouched
 from gradsurg.sites.base import Selector
+from gradsurg.surgery.intervention import Intervention, check_scaled
 from gradsurg.tasks.base import Data, Examined, MultiTask, Task
-from gradsurg.train import outputs_of
+from gradsurg.training.loop import outputs_of
+from gradsurg.training.switches import check_compiled
 from gradsurg.transforms.base import Need
 from gradsurg.triggers.base import Trigger
 

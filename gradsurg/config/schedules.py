@@ -10,7 +10,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from gradsurg.config.make import ERRORS, called, chosen, sentence
-from gradsurg.fields import FieldError
+from gradsurg.plugins.fields import FieldError
 
 MakeSchedule = Callable[[Optimizer], LRScheduler | None]
 

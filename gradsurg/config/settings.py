@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from gradsurg.fields import Contradiction, validated
-from gradsurg.runs.switches import Backend, Precision, Switches
-from gradsurg.runs.until import Until
+from gradsurg.plugins.fields import Contradiction, validated
+from gradsurg.training.switches import Backend, Precision, Switches
+from gradsurg.training.until import Until
 
 Positive = Annotated[int, Field(ge=1)]
 # YAML reads `study=2024` as a number.

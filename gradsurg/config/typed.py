@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 
-from gradsurg.catalogue import find, names, snake
 from gradsurg.config.culprits import Part, inside, joined, parts
+from gradsurg.plugins.registry import find, names, snake
 from gradsurg.sites.base import Selector
 from gradsurg.transforms.base import Transform
 from gradsurg.transforms.chain import Chain
@@ -44,7 +44,7 @@ def _links(transform: Transform) -> tuple[Transform, ...]:
 
 def _whose(line: str, owners: Mapping[str, str], shown: Mapping[str, str]) -> str:
     """`transform: Clip: ...` of several transforms as `transform.clip: ...`, and
-    `transform: LowPass(decay=0.9) remembers` as `transform.low_pass: remembers`.
+    `transform: GrokfastEMA(decay=0.9) remembers` as `transform.grokfast_ema: remembers`.
     """
     key, _, text = line.partition(": ")
     for name, owner in shown.items():

@@ -6,8 +6,8 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from gradsurg.fields import validated
 from gradsurg.models.point import PointOptions
+from gradsurg.plugins.fields import validated
 
 
 @validated

@@ -9,7 +9,7 @@ from einops.layers.torch import Rearrange, Reduce
 from pydantic import Field
 from torch import Tensor, nn
 
-from gradsurg.fields import Contradiction, FieldError, validated
+from gradsurg.plugins.fields import Contradiction, FieldError, validated
 
 Size = Annotated[int, Field(gt=0)]
 

@@ -6,8 +6,8 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from gradsurg.fields import Contradiction, validated
 from gradsurg.models._transformer import Block
+from gradsurg.plugins.fields import Contradiction, validated
 
 Size = Annotated[int, Field(gt=0)]
 

@@ -11,7 +11,7 @@ from einops.layers.torch import Rearrange
 from pydantic import Field
 from torch import Tensor, nn
 
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 
 Activation = Literal["relu", "tanh", "gelu"]
 Init = Literal["torch", "zero", "normal", "fan_out"]

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 from torch import Tensor, nn
 
-from gradsurg.fields import Contradiction, validated
 from gradsurg.models.convnet import Convnet
 from gradsurg.models.mlp import MLP
+from gradsurg.plugins.fields import Contradiction, validated
 
 Size = Annotated[int, Field(gt=0)]
 Trunk = Literal["mlp", "convnet"]

@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from gradsurg.fields import Contradiction, validated
+from gradsurg.plugins.fields import Contradiction, validated
 
 Size = Annotated[int, Field(gt=0)]
 

@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from gradsurg.fields import Contradiction, FieldError, validated
+from gradsurg.plugins.fields import Contradiction, FieldError, validated
 
 Size = Annotated[int, Field(gt=0)]
 

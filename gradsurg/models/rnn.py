@@ -7,8 +7,8 @@ from einops.layers.torch import Rearrange
 from pydantic import Field
 from torch import Tensor, nn
 
-from gradsurg.fields import Contradiction, validated
 from gradsurg.models._unrolled import Cell, Unrolled
+from gradsurg.plugins.fields import Contradiction, validated
 
 Size = Annotated[int, Field(gt=0)]
 Init = Literal["torch", "basic_tanh", "smart_tanh"]

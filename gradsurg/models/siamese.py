@@ -10,7 +10,7 @@ from einops.layers.torch import Reduce
 from pydantic import Field
 from torch import Tensor, nn
 
-from gradsurg.fields import Contradiction, validated
+from gradsurg.plugins.fields import Contradiction, validated
 
 VIEWS = 2
 PARTS = 4  # of the outputs: what is predicted from each view, and the target of each

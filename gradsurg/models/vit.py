@@ -7,8 +7,8 @@ from einops import rearrange, repeat
 from pydantic import Field
 from torch import Tensor, nn
 
-from gradsurg.fields import Contradiction, FieldError, validated
 from gradsurg.models._transformer import Block
+from gradsurg.plugins.fields import Contradiction, FieldError, validated
 
 Readout = Literal["token", "mean"]
 Size = Annotated[int, Field(gt=0)]

@@ -16,13 +16,13 @@ from gradsurg.aggregators.base import (
     LossWeighting,
     State,
 )
-from gradsurg.catalogue import snake
-from gradsurg.engine import undisturbed
-from gradsurg.intervention import Intervention
-from gradsurg.multitask.around import Around
+from gradsurg.multitask.aggregation_context import AggregationContext
 from gradsurg.multitask.merging import Merged, merge, products
 from gradsurg.multitask.others import Made
 from gradsurg.multitask.shared_parameters import SHARED, SharedParameters
+from gradsurg.plugins.registry import snake
+from gradsurg.surgery.intervention import Intervention
+from gradsurg.torch_internals.autograd import undisturbed
 from gradsurg.triggers.base import Moment, Sourced, Trigger
 from gradsurg.triggers.for_task import ForTask
 
@@ -56,7 +56,7 @@ class Aggregation:
     """One aggregator in place."""
 
     def __init__(
-        self, intervention: Intervention, label: str, model: nn.Module, around: Around
+        self, intervention: Intervention, label: str, model: nn.Module, around: AggregationContext
     ) -> None:
         assert intervention.aggregator is not None
         assert isinstance(intervention.at, SharedParameters)

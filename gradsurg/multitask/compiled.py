@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from gradsurg import compiler
 from gradsurg.multitask.losses import leaf_of, nodes_after, nodes_of, walk
+from gradsurg.torch_internals import compiling
 
 PROBES = 5
 
@@ -22,12 +22,12 @@ def runs_once(losses: Iterable[Tensor], shared: bool = False, below: Iterable[No
     """Whether a compiled graph that the losses were made by may be sent back through once alone.
     If `shared`, of those that two losses reach; what is `below` these nodes does not count.
     """
-    if not compiler.has_compiled():
+    if not compiling.has_compiled():
         return False
     met = Counter(chain.from_iterable(nodes_of([loss]) for loss in losses))
     left_out = walk(below, nodes_after)
     return any(
-        node.name() == compiler.COMPILED and not compiler.runs_again(node)
+        node.name() == compiling.COMPILED and not compiling.runs_again(node)
         for node, number in met.items()
         if number > shared and node not in left_out
     )
@@ -46,13 +46,13 @@ def _edges_after(edge: tuple[Node, int]) -> list[tuple[Node, int]]:
     """
     node, number = edge
     edges = [(own, at) for own, at in node.next_functions if own is not None]
-    if node.name() != compiler.COMPILED:
-        return [(own, at if own.name() == compiler.COMPILED else 0) for own, at in edges]
-    if not compiler.runs_again(node):  # asking takes the one backward that it has
+    if node.name() != compiling.COMPILED:
+        return [(own, at if own.name() == compiling.COMPILED else 0) for own, at in edges]
+    if not compiling.runs_again(node):  # asking takes the one backward that it has
         return []
     seen = _SEEN.setdefault(type(node), {})
     through, probes = seen.get(number, (set(), 0))
     if probes < PROBES and len(through) < len(edges):
-        through = through | set(compiler.lets_through(node, number))
+        through = through | set(compiling.lets_through(node, number))
         seen[number] = through, probes + 1
     return [edges[index] for index in sorted(through)]

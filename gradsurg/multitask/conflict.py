@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from gradsurg.engine import undisturbed
+from gradsurg.effects.tables import aligned
 from gradsurg.multitask.others import Made, Other, others_of, ratio
-from gradsurg.tables import aligned
+from gradsurg.torch_internals.autograd import undisturbed
 
 KEPT = 1000  # conflicts that wait to be fetched
 AT_ONCE = 50  # whose numbers are made together, where no fetch asks for them before

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradsurg import compiler
-from gradsurg.fields import nearest
 from gradsurg.multitask.losses import leaf_of, nodes_after, walk
+from gradsurg.plugins.fields import nearest
 from gradsurg.sites._modules import names_of
 from gradsurg.sites._nested import tensors_in
 from gradsurg.sites._params import owned_params
+from gradsurg.torch_internals import compiling
 
 REENTRANT = "CheckpointFunctionBackward"  # the node of a reentrant checkpoint
 MARK = "gradsurg.features"  # in the metadata of a node that has made what a named module gives
@@ -109,7 +109,7 @@ def cut(losses: Mapping[str, Tensor], at: "Watch | None" = None) -> Cut:
             f"the losses {', '.join(losses)} share no graph: no tensor that needs a gradient is "
             "part of two of them"
         )
-    if any(count > 1 and node.name() == compiler.COMPILED for node, count in above.items()):
+    if any(count > 1 and node.name() == compiling.COMPILED for node, count in above.items()):
         raise RuntimeError(
             f"features: the losses {', '.join(losses)} part inside of what was compiled as one, "
             "which does not show where: compile the trunk and the heads apart, or use engine='full'"
@@ -277,7 +277,7 @@ class Watch:
         return known or _notes(node).get(MARK) is self._mark
 
     def _hook(self) -> Callable[..., None]:
-        @compiler.untraced
+        @compiling.untraced
         def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
             for _, tensor in tensors_in(output, every=True):
                 if tensor.grad_fn is not None:

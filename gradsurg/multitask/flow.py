@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor, device
 from torch.autograd.graph import Node
 
-from gradsurg.attached import Attached
-from gradsurg.fields import nearest
+from gradsurg.plugins.fields import nearest
+from gradsurg.surgery.attached import Attached
 from gradsurg.triggers.base import Clock
 from gradsurg.triggers.for_task import ForTask
 
@@ -98,7 +98,7 @@ def acts_unlike_on_parts(attached: Sequence[Attached]) -> bool:
     return any(
         own.intervention.stage in EARLY
         and own.operation.firing is not False
-        and not (own.operation.firing and own.intervention.operator.laws >= _STEADY)
+        and not (own.operation.firing and own.intervention.operator.properties >= _STEADY)
         for own in attached
     )
 

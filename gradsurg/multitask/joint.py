@@ -9,11 +9,8 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
-from gradsurg import compiler
-from gradsurg.attached import Attached, Patient
-from gradsurg.intervention import Intervention, scale_matters
 from gradsurg.multitask.aggregation import REPRESENTATION, Aggregation, check_apart, check_host
-from gradsurg.multitask.around import Around
+from gradsurg.multitask.aggregation_context import AggregationContext
 from gradsurg.multitask.features import Piece, Watch, cut, is_apart, side_by_side, split
 from gradsurg.multitask.flow import (
     Call,
@@ -30,18 +27,21 @@ from gradsurg.multitask.losses import Losses, named, values
 from gradsurg.multitask.passes import ERRORS, Passes, refuse_a_second_backward
 from gradsurg.multitask.reaching import had_alone, meeting, nothing_shared, reaching, some
 from gradsurg.multitask.rows import Block, Rows, views
+from gradsurg.surgery.attached import Attached, Target
+from gradsurg.surgery.intervention import Intervention, scale_matters
+from gradsurg.torch_internals import compiling
 
 STILL = 10  # updates in which an optimizer has made no step, and so is not the one in use
 
 
-class Joint:
+class MultiTaskBackward:
     """The aggregators of an attachment, and the backward passes of its losses."""
 
-    def __init__(self, patient: Patient, around: Around, shadow: bool) -> None:
+    def __init__(self, patient: Target, around: AggregationContext, shadow: bool) -> None:
         self.around = around
         self.aggregations: list[Aggregation] = []
         self._passes = Passes(patient, around, self.aggregations)
-        self._patient: Patient | None = patient
+        self._patient: Target | None = patient
         self._shadow = shadow
         self._stack = ExitStack()
         self._watch: Watch | None = None
@@ -68,7 +68,7 @@ class Joint:
         """Have what will be compiled take a backward for each task."""
         if not self._keeps:
             self._keeps = True
-            self._stack.enter_context(compiler.keeping_buffers())
+            self._stack.enter_context(compiling.keeping_buffers())
 
     def backward(
         self, losses: Losses, attached: Sequence[Attached], last: bool, retain: bool

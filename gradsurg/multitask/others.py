@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradsurg.aggregators._solvers import REMEMBERED
 from gradsurg.aggregators.base import Context, GramianAggregator, LossWeighting, State
-from gradsurg.catalogue import find, names
+from gradsurg.plugins.registry import find, names
 
 Weigher = GramianAggregator | LossWeighting
 

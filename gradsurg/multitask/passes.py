@@ -8,17 +8,17 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _NormBase
 
-from gradsurg.attached import Patient
-from gradsurg.compiler import COMPILED
 from gradsurg.multitask.aggregation import Aggregation, check_apart
-from gradsurg.multitask.around import Around
+from gradsurg.multitask.aggregation_context import AggregationContext
 from gradsurg.multitask.compiled import leaves_of, runs_once
 from gradsurg.multitask.features import REENTRANT
 from gradsurg.multitask.flow import Call, flowing
 from gradsurg.multitask.losses import leaf_of, nodes_of, values
 from gradsurg.multitask.rows import Block, Rows
-from gradsurg.randomness import kept
 from gradsurg.sites._params import owned_params
+from gradsurg.surgery.attached import Target
+from gradsurg.torch_internals.compiling import COMPILED
+from gradsurg.torch_internals.random_state import kept
 
 ONCE = (
     "a graph was compiled before the surgery was attached, for one backward alone, which may write "
@@ -33,13 +33,13 @@ class Passes:
     """The rows that the passes of one live.backward fill, or of several that are one step's."""
 
     def __init__(
-        self, patient: Patient, around: Around, aggregations: Sequence[Aggregation]
+        self, patient: Target, around: AggregationContext, aggregations: Sequence[Aggregation]
     ) -> None:
         self.waiting: dict[str, float] = {}  # the losses so far of rows that wait for more
         self.compiled = False  # whether the last went through graphs that hide what is reached
         self._alive: dict[str, set[int]] = {}  # what each was seen to reach in compiled graphs
         self._looked: dict[str, float] = {}  # those of rows that are only looked at
-        self._patient: Patient | None = patient
+        self._patient: Target | None = patient
         self._around = around
         self._aggregations = aggregations
         self._rows: Rows | None = None

@@ -8,11 +8,11 @@ from pydantic_core import PydanticCustomError
 from torch import nn
 from torch.optim import Optimizer
 
-from gradsurg.fields import Contradiction, validated
+from gradsurg.plugins.fields import Contradiction, validated
 from gradsurg.sites._modules import ROOT
 from gradsurg.sites._params import ParamSelector, selected
 from gradsurg.sites._patterns import Pattern, matches, nothing_matched
-from gradsurg.sites.base import Gates, Keeps, Stage
+from gradsurg.sites.base import HookRegistry, Keeps, Stage
 from gradsurg.transforms.base import Scope
 
 SHARED = "shared"
@@ -137,7 +137,7 @@ class SharedParameters(ParamSelector):
         optimizer: Optimizer | None,
         stage: Stage,
         scope: Scope,
-        gates: Gates,
+        gates: HookRegistry,
         stack: ExitStack,
     ) -> None:
         raise AssertionError("no transform acts here")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradsurg.pipes import outlive_readers
+from gradsurg.plugins.pipes import outlive_readers
 from gradsurg.report.overview import print_overview
 from gradsurg.report.reading import NotAStudy, Stamp, stamp
 from gradsurg.report.study_report import study_report

@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gradsurg.effects.tables import aligned
 from gradsurg.report.certainty import p_cell
 from gradsurg.report.wording import amount, interval, title
 from gradsurg.stats import Difference, paired_difference
-from gradsurg.tables import aligned
 
 Config = Mapping[str, Any]  # Any: what YAML can hold
-Values = Sequence[float | None]
+Activations = Sequence[float | None]
 
 ABOUT_SHARES = "the chain minus the chain without it"
 
@@ -44,7 +44,7 @@ def left_out(configs: Mapping[str, Config]) -> list[LeftOut]:
     return found
 
 
-def share(whole: Values, without: Values) -> Difference | None:
+def share(whole: Activations, without: Activations) -> Difference | None:
     """A link's share in a metric: the whole chain minus the chain without it, seed by seed.
 
     Shares need not add up to what the chain does: two links that do the same have none each. A seed
@@ -54,7 +54,7 @@ def share(whole: Values, without: Values) -> Difference | None:
     return paired_difference([a for a, _ in both], [b for _, b in both]) if both else None
 
 
-def shares_text(key: str, links: Mapping[str, tuple[Values, Values]]) -> str:
+def shares_text(key: str, links: Mapping[str, tuple[Activations, Activations]]) -> str:
     """A table of each link's share in a metric, of its values with and without the link."""
     rows = [["link", "share", "95 % interval", "sign-flip p", "seeds"]]
     for link, (whole, without) in links.items():
@@ -67,7 +67,7 @@ def shares_text(key: str, links: Mapping[str, tuple[Values, Values]]) -> str:
     return f"Each link's share in {title(key)}, {ABOUT_SHARES}:\n\n{aligned(rows)}"
 
 
-def _both(whole: Values, without: Values) -> list[tuple[float, float]]:
+def _both(whole: Activations, without: Activations) -> list[tuple[float, float]]:
     pairs = zip(whole, without, strict=True)
     return [(a, b) for a, b in pairs if a is not None and b is not None]
 

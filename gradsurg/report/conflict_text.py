@@ -6,6 +6,7 @@ from textwrap import fill
 
 import numpy as np
 
+from gradsurg.effects.tables import aligned
 from gradsurg.report.conflicts import (
     ROUNDING,
     SINGLE,
@@ -16,8 +17,7 @@ from gradsurg.report.conflicts import (
     pair_name,
 )
 from gradsurg.report.wording import count, listed
-from gradsurg.runs.frames import read_conflicts
-from gradsurg.tables import aligned
+from gradsurg.training.frames import read_conflicts
 
 WIDTH = 100
 FEW_PAIRS = 6  # are all shown: those of four tasks

@@ -8,8 +8,8 @@ import polars as pl
 from numpy.typing import NDArray
 
 from gradsurg.report.grouping import Arm
-from gradsurg.runs.frames import read_conflicts
 from gradsurg.stats import t_reach
+from gradsurg.training.frames import read_conflicts
 
 NUM_INTERVALS = 30  # into which a run's steps are cut
 MAX_NUMBERS = 240_000  # of all series together, so that a page stays small

@@ -10,9 +10,9 @@ from gradsurg.report.grouping import Arm
 from gradsurg.report.run_frames import run_frames
 from gradsurg.report.update_line import SAMPLED
 from gradsurg.report.wording import HEADLINE
-from gradsurg.runs.frames import METRICS_KEYS, read_metrics
-from gradsurg.runs.json_rows import NOT_FINITE
 from gradsurg.stats import t_reach
+from gradsurg.training.frames import METRICS_KEYS, read_metrics
+from gradsurg.training.json_rows import NOT_FINITE
 
 MAX_POINTS = 60  # of a learning curve: more are not seen on a page
 

@@ -7,7 +7,7 @@ import polars as pl
 
 from gradsurg.report.grouping import Arm
 from gradsurg.report.run_frames import run_frames
-from gradsurg.runs.frames import read_effects
+from gradsurg.training.frames import read_effects
 
 MAX_CELLS = 240_000  # of all effect maps together, so that a page stays small
 NUM_INTERVALS = 24  # into which a run's steps are cut

@@ -9,7 +9,7 @@ import polars as pl
 
 from gradsurg.report.grouping import Arm, group
 from gradsurg.report.reading import Found, canonical
-from gradsurg.runs.store import RunDirectory
+from gradsurg.training.run_directory import RunDirectory
 
 X1, X2 = "test/x1", "test/x2"
 MAX_PLACES = 400  # of a way: more are not seen

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from statistics import median
 
+from gradsurg.effects.tables import number as plain
 from gradsurg.report.alone import alone_rows
 from gradsurg.report.certainty import p_text
 from gradsurg.report.curves import Curve
@@ -13,8 +14,7 @@ from gradsurg.report.reading import Found
 from gradsurg.report.study_report import StudyReport
 from gradsurg.report.update_line import NUMBERS, of_how_much
 from gradsurg.report.wording import amount, interval, is_share, title, value
-from gradsurg.runs.store import CONFIG
-from gradsurg.tables import number as plain
+from gradsurg.training.run_directory import CONFIG
 
 Json = dict[str, object]
 

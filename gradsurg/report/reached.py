@@ -8,7 +8,7 @@ from gradsurg.report.grouping import Arm
 from gradsurg.report.outcomes import Outcome, beside_control
 from gradsurg.report.reading import Found
 from gradsurg.report.wording import Summary, answer, count, listed
-from gradsurg.runs.until import REACHED, STEP, UNTIL
+from gradsurg.training.until import REACHED, STEP, UNTIL
 
 ABOUT = "Outcomes are of the step at which each run has ended."
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gradsurg.report.wording import Summary, listed
-from gradsurg.runs.json_rows import NOT_FINITE
-from gradsurg.runs.store import (
+from gradsurg.training.json_rows import NOT_FINITE
+from gradsurg.training.run_directory import (
     CONFIG,
     CONFLICTS,
     EFFECTS,

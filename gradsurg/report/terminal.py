@@ -6,6 +6,8 @@ from pathlib import Path
 from statistics import fmean, median
 from textwrap import fill
 
+from gradsurg.effects.tables import aligned
+from gradsurg.effects.tables import effect_table as effect_text
 from gradsurg.report import outcomes
 from gradsurg.report.alone import spread
 from gradsurg.report.attribution import shares_text
@@ -27,11 +29,9 @@ from gradsurg.report.wording import (
     titles,
     value,
 )
-from gradsurg.runs.frames import effect_table
-from gradsurg.runs.store import RunDirectory
 from gradsurg.stats import Difference
-from gradsurg.tables import aligned
-from gradsurg.tables import effect_table as effect_text
+from gradsurg.training.frames import effect_table
+from gradsurg.training.run_directory import RunDirectory
 
 WIDTH = 100
 

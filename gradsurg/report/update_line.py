@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from gradsurg.tables import number
+from gradsurg.effects.tables import number
 
 Summary = Mapping[str, Any]  # Any: what JSON can hold
 

@@ -4,9 +4,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from gradsurg.runs.until import STEP
+from gradsurg.effects.tables import number
 from gradsurg.stats import Difference, verdict
-from gradsurg.tables import number
+from gradsurg.training.until import STEP
 
 OUTCOMES = {"train/loss": "train loss", "test/loss": "test loss", "test/accuracy": "test accuracy"}
 NAMED = {**OUTCOMES, STEP: "the step that gets there"}

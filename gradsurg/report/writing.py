@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 import polars as pl
 
+from gradsurg.loggers.base import StudyInfo
 from gradsurg.report.alone import alone_rows
 from gradsurg.report.attribution import ABOUT_SHARES
 from gradsurg.report.certainty import p_text
@@ -21,7 +22,6 @@ from gradsurg.report.page import page
 from gradsurg.report.page_data import number
 from gradsurg.report.study_report import StudyReport
 from gradsurg.report.wording import amount, interval, title, value
-from gradsurg.sinks.base import StudyInfo
 
 PAGE = "index.html"
 WRITTEN = ".written.json"  # the names of the files of the report that lies there
@@ -91,7 +91,7 @@ def figures_in(out: Path) -> list[Path]:
 
 
 def study_info(report: StudyReport, out: Path) -> StudyInfo:
-    """What a sink is told of a study: a row an outcome, and the figures that lie in `out`."""
+    """What a logger is told of a study: a row an outcome, and the figures that lie in `out`."""
     rows = [
         {
             "arm": outcome.arm.name,

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from gradsurg.effects.tables import aligned
 from gradsurg.report.reading import NotAStudy
 from gradsurg.reproduce.expected import (
     Drawing,
@@ -27,9 +28,8 @@ from gradsurg.reproduce.record import (
     write_between,
 )
 from gradsurg.reproduce.running import Study, plan_study, run_study
-from gradsurg.tables import aligned
 
-PLACES = ("out=", "hydra", "task.root=", "threads=", "device=", "sink=", "report=", "force=")
+PLACES = ("out=", "hydra", "task.root=", "threads=", "device=", "logger=", "report=", "force=")
 """The words that change nothing of what is asked."""
 MINUTES = 5  # the column that the front table does without
 HOLDS, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130

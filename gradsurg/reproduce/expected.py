@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field
 
-from gradsurg.fields import Contradiction, FieldError, nearest, validated
+from gradsurg.plugins.fields import Contradiction, FieldError, nearest, validated
 
 FILE = "expected.yaml"
 STUDIES = Path("conf", "experiment")

@@ -16,7 +16,7 @@ from gradsurg.report.wording import title
 from gradsurg.reproduce.expected import Drawing
 from gradsurg.reproduce.judging import outcome
 from gradsurg.reproduce.maps import draw_maps
-from gradsurg.runs.store import EFFECTS, METRICS, RunDirectory
+from gradsurg.training.run_directory import EFFECTS, METRICS, RunDirectory
 
 FILE = "figure.png"
 

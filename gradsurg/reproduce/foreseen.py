@@ -6,19 +6,19 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from gradsurg import randomness
 from gradsurg.config.build import Experiment
 from gradsurg.config.rehearsal import FEW, examined, metrics_of
-from gradsurg.effects import NUMBERS as OF_EFFECTS
-from gradsurg.fields import nearest
+from gradsurg.effects.effects import NUMBERS as OF_EFFECTS
+from gradsurg.plugins.fields import nearest
 from gradsurg.reproduce.expected import Band, Drawing, Expected
 from gradsurg.reproduce.judging import EFFECT, is_meant, known_of, names_in
-from gradsurg.runs.arms import Run
-from gradsurg.runs.counterfactual import NUMBERS as OF_UPDATES
-from gradsurg.runs.counterfactual import SAMPLED
-from gradsurg.runs.until import REACHED, STEP
 from gradsurg.sites import tree
 from gradsurg.tasks.base import Examined
+from gradsurg.torch_internals import random_state
+from gradsurg.training.arms import Run
+from gradsurg.training.counterfactual import NUMBERS as OF_UPDATES
+from gradsurg.training.counterfactual import SAMPLED
+from gradsurg.training.until import REACHED, STEP
 
 ALWAYS = ("steps", "skipped_steps", "time/train_s", "time/step_ms")
 
@@ -59,7 +59,7 @@ def foresee(experiment: Experiment) -> dict[str, Foreseen]:
     """The runs of an experiment, by the names of their directories; nothing is trained."""
     runs = {run.name: run for pair in experiment.pairs for run in pair.runs}
     task, data = next(iter(runs.values())).task, experiment.data
-    with randomness.kept():
+    with random_state.kept():
         model = experiment.make_model()
         tested = metrics_of(task, model, data.test_inputs[:FEW], data.test_targets[:FEW])
         # What the first training examples lack the last may have, as those of a memory.

@@ -10,9 +10,9 @@ from typing import Any
 from gradsurg.report.grouping import flat
 from gradsurg.report.reading import Found
 from gradsurg.reproduce.expected import Band, Expected
-from gradsurg.runs.store import EFFECTS, METRICS, RunDirectory
-from gradsurg.runs.until import REACHED
 from gradsurg.stats import paired_difference
+from gradsurg.training.run_directory import EFFECTS, METRICS, RunDirectory
+from gradsurg.training.until import REACHED
 
 Studies = Mapping[str, Sequence[Found]]
 

@@ -9,7 +9,7 @@ from gradsurg.report.grouping import Arm
 from gradsurg.report.palette import ARMS, INK
 from gradsurg.report.reading import Found
 from gradsurg.report.wording import title
-from gradsurg.runs.store import RunDirectory
+from gradsurg.training.run_directory import RunDirectory
 
 SIDE = 0.82  # of a picture, in inches
 MAX_IMAGES = 3

@@ -10,7 +10,7 @@ from gradsurg.report.grouping import group
 from gradsurg.report.reading import Found
 from gradsurg.reproduce.expected import Expected, Form
 from gradsurg.reproduce.judging import EFFECT, Judged, Studies, outcome, said_mean, verdict
-from gradsurg.runs.until import REACHED
+from gradsurg.training.until import REACHED
 
 FILE = "measured.json"
 BEGIN, END = "<!-- begin: written by scripts/reproduce.py -->", "<!-- end -->"

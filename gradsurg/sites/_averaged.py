@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsurg import compiler, engine
+from gradsurg.torch_internals import autograd, compiling
 
 
 def when_averaged(model: nn.Module, stack: ExitStack, say: Callable[[int], None]) -> None:
@@ -17,7 +17,7 @@ def when_averaged(model: nn.Module, stack: ExitStack, say: Callable[[int], None]
     outer = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
     if outer:
         say(distributed.get_world_size(outer[0].process_group))
-    elif engine.is_distributed():
+    elif autograd.is_distributed():
         hook = _when_called(say)
         stack.callback(model.register_forward_pre_hook(hook).remove)
 
@@ -36,9 +36,9 @@ def refuse_averaged(at: str, model: nn.Module, stack: ExitStack) -> None:
 
 
 def _when_called(say: Callable[[int], None]) -> Callable[..., None]:
-    @compiler.untraced
+    @compiling.untraced
     def hook(module: nn.Module, args: tuple[object, ...]) -> None:
-        outer = engine.averaging()
+        outer = autograd.averaging()
         if outer is not None:
             say(distributed.get_world_size(outer.process_group))
 

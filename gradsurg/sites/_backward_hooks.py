@@ -11,12 +11,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gradsurg import compiler, engine
 from gradsurg.sites._calls import Calls
 from gradsurg.sites._modules import Chosen
 from gradsurg.sites._nested import tensors_in
 from gradsurg.sites._tickets import Tickets
-from gradsurg.sites.base import NO_GRADIENT, Gates, GradFn
+from gradsurg.sites.base import NO_GRADIENT, GradFn, HookRegistry
+from gradsurg.torch_internals import autograd, compiling
 
 Side = Literal["full_backward_pre", "full_backward"]
 
@@ -29,12 +29,12 @@ IN_PLACE = (
 def entering(calls: Calls, one: Tickets, kind: str) -> Callable[..., None]:
     """The forward pre-hook that goes with the backward hooks of `one`."""
 
-    @compiler.untraced
+    @compiling.untraced
     def hook(module: nn.Module, args: tuple[object, ...]) -> None:
         names = calls.names.get(module)
         if names is None:  # a copy of the module, made in the block
             return
-        if engine.in_functorch():
+        if autograd.in_functorch():
             raise RuntimeError(
                 f"{kind}: module '{names[0]}' is called inside torch.func, which has no full "
                 "backward hooks. Use Outputs or Inputs."
@@ -45,7 +45,7 @@ def entering(calls: Calls, one: Tickets, kind: str) -> Callable[..., None]:
 
 
 def leaving(
-    calls: Calls, one: Tickets, chosen: Chosen, gates: Gates, side: Side, refuses: str
+    calls: Calls, one: Tickets, chosen: Chosen, gates: HookRegistry, side: Side, refuses: str
 ) -> Callable[..., None]:
     """The forward hook that goes with them; `refuses` is who refuses a call that they do not see.
 
@@ -56,7 +56,7 @@ def leaving(
     takes = side == "full_backward"
 
     # Any: a user's values
-    @compiler.untraced
+    @compiling.untraced
     def hook(
         module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object
     ) -> None:
@@ -98,7 +98,7 @@ def forbid_legacy(flag: bool | None, whose: str, kind: str) -> None:
         )
 
 
-def gates_of(side: Side, call: "Ended", base: str, gates: Gates) -> list[GradFn]:
+def gates_of(side: Side, call: "Ended", base: str, gates: HookRegistry) -> list[GradFn]:
     """The gates of the gradients that the hook gets, in order; what it does not see is told."""
     found = []
     direct = call.direct(side)
@@ -157,7 +157,7 @@ class Ended:
 def note_in_place(model: nn.Module, stack: ExitStack) -> None:
     """Let PyTorch's error about a write to what a hooked module has returned say what to do."""
 
-    @compiler.untraced
+    @compiling.untraced
     def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
         error = sys.exception()
         if (

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
-from gradsurg import compiler, engine
 from gradsurg.sites.base import Put
+from gradsurg.torch_internals import autograd, compiling
 
 
 class Turns:
@@ -31,7 +31,7 @@ class Turns:
         recomputation inside a backward, but not for that of a reentrant checkpoint: it makes the
         graph which the call in the forward did not make, and goes by its name and index.
         """
-        if engine.backward_task() != -1:
+        if autograd.backward_task() != -1:
             return self._again(module)
         names = self.names.get(module)
         if names is None:
@@ -47,7 +47,7 @@ class Turns:
         return latest
 
     def _again(self, module: nn.Module) -> tuple[str, int] | None:
-        node = engine.running_node()
+        node = autograd.running_node()
         if not isinstance(node, BackwardCFunction) or not torch.is_grad_enabled():
             return None
         # A checkpoint has one node, made before its modules were called: those that were called
@@ -76,12 +76,12 @@ class Calls(threading.local):
         """What hooks the model so that its calls are followed."""
         # Functions, not methods: a model is copied with its hooks, and a method with its object.
 
-        @compiler.untraced
+        @compiling.untraced
         def begin(module: nn.Module, args: tuple[object, ...]) -> None:
             if module in self.names:
                 self.start()
 
-        @compiler.untraced
+        @compiling.untraced
         def end(module: nn.Module, args: tuple[object, ...], output: object) -> None:
             self.stop()
 
@@ -93,7 +93,7 @@ class Calls(threading.local):
 
     def start(self) -> None:
         """A call of the model begins, or a part of it is recomputed."""
-        if not engine.in_backward():
+        if not autograd.in_backward():
             turns = self.turns
             turns.inside = True
             turns.counts.clear()
@@ -103,7 +103,7 @@ class Calls(threading.local):
     def stop(self) -> None:
         """A call of the model has ended, or a recomputation."""
         turns = self.turns
-        turns.inside = turns.inside and engine.in_backward()
+        turns.inside = turns.inside and autograd.in_backward()
 
     def next(self, module: nn.Module) -> tuple[str, int] | None:
         """As `Turns.next`, in the thread at hand."""
@@ -111,9 +111,9 @@ class Calls(threading.local):
 
     def without_graph(self, module: nn.Module) -> None:
         """The call that `next` has just told of has made no graph."""
-        if not engine.in_backward():
+        if not autograd.in_backward():
             turns = self.turns
-            turns.blank.append((engine.next_sequence_number(), module, turns.latest))
+            turns.blank.append((autograd.next_sequence_number(), module, turns.latest))
 
     def begin(self) -> None:
         """The model is called: what a subclass counts begins again."""

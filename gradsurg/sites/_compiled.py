@@ -5,8 +5,8 @@ from weakref import ref
 
 from torch import nn
 
-from gradsurg import compiler
 from gradsurg.sites._modules import COMPILED, own_name
+from gradsurg.torch_internals import compiling
 
 HINT = (
     " (torch.compile had compiled {what} before the block, and compiled code does not see hooks "
@@ -18,7 +18,7 @@ def blind(model: nn.Module, whole: bool) -> Callable[[bool], str]:
     """Why hooks that come now may never run, told when the block ends and it is known whether any
     of them has `acted`; empty if nothing says so. `whole`: the model was given compiled.
     """
-    if not compiler.has_compiled():
+    if not compiling.has_compiled():
         return lambda acted: ""
     held = ref(model)
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from gradsurg import compiler, engine
 from gradsurg.sites._calls import Calls
 from gradsurg.sites._modules import ROOT, Chosen
 from gradsurg.sites._nested import rebuilt
-from gradsurg.sites.base import Gates
+from gradsurg.sites.base import HookRegistry
+from gradsurg.torch_internals import autograd, compiling
 
 Change = Callable[[str, Tensor], Tensor]
 
@@ -25,7 +25,7 @@ Own = tuple[ref[Tensor], int, str, str]
 def leaving(flow: "Flow") -> Callable[..., object]:
     """The forward hook that changes what a module returns."""
 
-    @compiler.untraced
+    @compiling.untraced
     def hook(module: nn.Module, args: tuple[object, ...], output: object) -> object:
         new = rebuilt(output, flow.due(module))
         return None if new is output else new
@@ -36,7 +36,7 @@ def leaving(flow: "Flow") -> Callable[..., object]:
 def entering(flow: "Flow") -> Callable[..., object]:
     """The forward pre-hook that changes what a module takes."""
 
-    @compiler.untraced
+    @compiling.untraced
     def hook(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
         change = flow.due(module)
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
@@ -65,7 +65,7 @@ class Flowing(Protocol):
     def side(self) -> str: ...
     @property
     def backward(self) -> str: ...
-    def chosen(self, gates: Gates, tail: str = "") -> Chosen: ...
+    def chosen(self, gates: HookRegistry, tail: str = "") -> Chosen: ...
 
 
 class Owned(Calls):
@@ -88,7 +88,7 @@ class Flow:
         self,
         names: dict[nn.Module, list[str]],
         at: Flowing,
-        gates: Gates,
+        gates: HookRegistry,
         done: MutableMapping[nn.Module, list[Done]],
         block: list[str],
     ) -> None:
@@ -106,7 +106,7 @@ class Flow:
 
     def due(self, module: nn.Module) -> Change:
         """What is to become of the tensors of this call."""
-        if engine.in_backward() and module in self.done:
+        if autograd.in_backward() and module in self.done:
             return self._repeated(module, self.done[module])
         names = self.names.get(module)
         if names is None:  # of a copy
@@ -118,7 +118,7 @@ class Flow:
         base = self.chosen(module, call)
         done = None
         # A checkpoint, which will run this again, takes gradients off or sees what is saved.
-        if not torch.is_grad_enabled() or engine.saving() is not None:
+        if not torch.is_grad_enabled() or autograd.saving() is not None:
             done = Done(ref(module), self.gates.moment, base)
             if calls.turns.inside and module in calls.noted:
                 self.done[module].append(done)
@@ -189,9 +189,9 @@ class Flow:
         """Have a backward refused whose recomputation could not give this value again."""
         guard = _inside(self.block, self.kind, site, self._stale(done))
         if not torch.is_grad_enabled():
-            for function in engine.running_functions():
+            for function in autograd.running_functions():
                 function.register_prehook(guard)
-        elif result.requires_grad and engine.in_checkpoint():
+        elif result.requires_grad and autograd.in_checkpoint():
             result.register_hook(guard)
 
     def _stale(self, done: Done) -> Callable[[], bool]:

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from gradsurg import engine
 from gradsurg.sites._nested import tensors_in
 from gradsurg.sites._span_graph import WRAPPER
 from gradsurg.sites.base import Selector
 from gradsurg.sites.nodes import Nodes
+from gradsurg.torch_internals import autograd
 
 
 def may_come(output: object, at: Selector) -> bool:
@@ -36,7 +36,7 @@ def after_backward(output: object, call: Callable[[], None]) -> None:
 
     for _, tensor in tensors_in(output):
         if tensor.requires_grad:
-            tensor.register_hook(lambda _: engine.at_end_of_backward(end) if waiting else None)
+            tensor.register_hook(lambda _: autograd.at_end_of_backward(end) if waiting else None)
 
 
 def _reached(output: object) -> Iterator[Node]:

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 from torch import nn
 
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.sites._foreign import foreign
 from gradsurg.sites._patterns import Pattern, Types, matches, matches_type, nothing_matched
-from gradsurg.sites.base import Gates, Keeps, Place, Selector, Stage
+from gradsurg.sites.base import HookRegistry, Keeps, Place, Selector, Stage
 
 ROOT = "root"  # what the model itself goes by
 COMPILED = "_orig_mod"  # what torch.compile calls a module inside the one that it makes of it
@@ -92,7 +92,7 @@ class ModuleSelector(Selector):
         return found
 
     def hookable(
-        self, named: Mapping[nn.Module, Sequence[str]], gates: Gates, tail: str = ""
+        self, named: Mapping[nn.Module, Sequence[str]], gates: HookRegistry, tail: str = ""
     ) -> list[nn.Module]:
         """The modules that may be selected, their sites put into the ledger; ids end in `tail`."""
         found = possible(named, self.mechanism, gates.keeps)
@@ -105,7 +105,7 @@ class ModuleSelector(Selector):
             gates.expect(f"{names[0]}#{call}{tail}", foreign=others)
         return list(found)
 
-    def chosen(self, gates: Gates, tail: str = "") -> Chosen:
+    def chosen(self, gates: HookRegistry, tail: str = "") -> Chosen:
         """A memory of which calls are selected, and of the ids of their sites."""
         return remembered(self.mechanism, gates, {}, tail)
 
@@ -133,7 +133,7 @@ def possible(
 
 def remembered(
     mechanism: tuple[object, ...],
-    gates: Gates,
+    gates: HookRegistry,
     known: MutableMapping[nn.Module, dict[tuple[str, int], str | None]],
     tail: str = "",
 ) -> Chosen:

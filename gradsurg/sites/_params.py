@@ -5,12 +5,12 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor, nn
 
-from gradsurg import engine
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.sites._foreign import foreign
 from gradsurg.sites._modules import ROOT, Range, depth, index, own_name, params_of, within
 from gradsurg.sites._patterns import Pattern, Types, matches, matches_type, nothing_matched
-from gradsurg.sites.base import Gates, Keeps, Place, Selector, Stage
+from gradsurg.sites.base import HookRegistry, Keeps, Place, Selector, Stage
+from gradsurg.torch_internals import autograd
 
 
 class ParamFields(Protocol):
@@ -119,7 +119,7 @@ def _said(fields: ParamFields) -> str:
     return f"{fields.pattern}' with '{extra}" if extra else fields.pattern
 
 
-def expected(fields: ParamFields, model: nn.Module, gates: Gates) -> dict[str, nn.Parameter]:
+def expected(fields: ParamFields, model: nn.Module, gates: HookRegistry) -> dict[str, nn.Parameter]:
     """The parameters that are kept, by name, their sites put into the ledger."""
     chosen: dict[str, nn.Parameter] = {}
     for param, (name, *aliases) in selected(fields, model, gates.keeps):
@@ -127,7 +127,7 @@ def expected(fields: ParamFields, model: nn.Module, gates: Gates) -> dict[str, n
         tables = param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)
         gates.expect(name, aliases, skipped, foreign(*tables))
         if not skipped:
-            if engine.is_sharded(param):
+            if autograd.is_sharded(param):
                 raise TypeError(
                     f"{type(fields).__name__}: parameter '{name}' is a DTensor, as fully_shard "
                     "makes it: autograd computes with another tensor in its place, and a transform "

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator
 from torch import nn
 
-from gradsurg.fields import nearest
+from gradsurg.plugins.fields import nearest
 
 
 def _check_pattern(pattern: str) -> str:

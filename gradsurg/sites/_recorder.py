@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradsurg.fields import nearest
+from gradsurg.plugins.fields import nearest
 from gradsurg.sites._modules import params_of
 from gradsurg.sites._node_names import plain
-from gradsurg.sites.base import GroupFn, Keeps, Place, Put, Selector, SiteGate, Stage
+from gradsurg.sites.base import GroupFn, Keeps, Place, Put, Selector, SiteHook, Stage
 from gradsurg.transforms.base import Scope
 
 NOT_MET = "not met"
@@ -182,7 +182,7 @@ class _Recorder:
     def at_end(self, check: Callable[[], str]) -> None:
         """It would be asked when a block ends."""
 
-    def gate(self, site: str, value: Callable[[], Tensor | None] | None = None) -> SiteGate:
+    def gate(self, site: str, value: Callable[[], Tensor | None] | None = None) -> SiteHook:
         self.hits.setdefault(site)
         return _Passing(self.hits, site)
 

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradsurg import engine
-from gradsurg.sites.base import SiteGate
+from gradsurg.sites.base import SiteHook
+from gradsurg.torch_internals import autograd
 
-Site = tuple[SiteGate, str]
+Site = tuple[SiteHook, str]
 
 
-def pair(site_of: Callable[[Tensor], Site | None], outer: engine.Pair | None) -> engine.Pair:
+def pair(site_of: Callable[[Tensor], Site | None], outer: autograd.Pair | None) -> autograd.Pair:
     """Hooks that keep a tensor as `outer` does, and let it through its gate when it is read."""
     give_back = outer[1] if outer is not None else None
 
@@ -32,7 +32,7 @@ def pair(site_of: Callable[[Tensor], Site | None], outer: engine.Pair | None) ->
             if tensor._version != version:
                 raise _changed_since(site, tensor, version)
         # Somebody may look at it outside a backward, and sees what was saved.
-        if site is None or not engine.in_backward():
+        if site is None or not autograd.in_backward():
             return tensor
         gate, name = site
         result = gate(tensor)
@@ -41,7 +41,7 @@ def pair(site_of: Callable[[Tensor], Site | None], outer: engine.Pair | None) ->
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"SavedTensors: site '{name}' is read back under create_graph, and PyTorch cannot "
-                "differentiate what is done to a saved tensor: use Values, or no create_graph"
+                "differentiate what is done to a saved tensor: use Activations, or no create_graph"
             )
         return result
 

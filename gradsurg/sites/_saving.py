@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gradsurg import engine
 from gradsurg.sites._calls import Calls
 from gradsurg.sites._modules import Chosen
 from gradsurg.sites._saved_pairs import Site, pair
 from gradsurg.sites._sorts import Sorts
-from gradsurg.sites.base import Gates
+from gradsurg.sites.base import HookRegistry
+from gradsurg.torch_internals import autograd
 
 Wanted = Callable[[Tensor], bool]
 
@@ -28,7 +28,7 @@ class Saving(Calls):
         self,
         names: dict[nn.Module, list[str]],
         chosen: Chosen,
-        gates: Gates,
+        gates: HookRegistry,
         sorts: Sorts,
         wanted: Wanted,
     ) -> None:
@@ -57,7 +57,7 @@ class Saving(Calls):
             self.without_graph(module)
             return
         self.sorts.look(module)
-        outer = engine.saving()
+        outer = autograd.saving()
         for other in self.open:
             # Of two calls inside one another the inner one takes the place of the outer.
             if outer is not None and outer[0] is other.pair[0]:
@@ -65,7 +65,7 @@ class Saving(Calls):
         numbered = _Numbered(base, self.gates, self.wanted)
         own = pair(numbered, outer)
         self.open.append(_Open(module, own, outer, numbered))
-        engine.begin_saving(own)
+        autograd.begin_saving(own)
 
     def enter_compiled(self, module: nn.Module, args: tuple[object, ...]) -> None:
         """As `enter`, in a compiled model: what is saved there is told of."""
@@ -80,7 +80,7 @@ class Saving(Calls):
 
     def _close(self) -> nn.Module:
         own = self.open.pop()
-        engine.end_saving(own.pair)
+        autograd.end_saving(own.pair)
         if not own.numbered.number:
             self.gates.expect(own.numbered.base, skipped="saves no such tensor of its own")
         return own.module
@@ -89,7 +89,7 @@ class Saving(Calls):
 class _Numbered:
     """The sites of one call: a number for each tensor that it saves and that is wanted."""
 
-    def __init__(self, base: str, gates: Gates, wanted: Wanted) -> None:
+    def __init__(self, base: str, gates: HookRegistry, wanted: Wanted) -> None:
         self.base = base
         self.gates = gates
         self.wanted = wanted
@@ -109,6 +109,6 @@ class _Open:
     """A call that is running; `outer` are the hooks that were in force before it."""
 
     module: nn.Module
-    pair: engine.Pair
-    outer: engine.Pair | None
+    pair: autograd.Pair
+    outer: autograd.Pair | None
     numbered: _Numbered

@@ -13,8 +13,8 @@ from torch.autograd.graph import Node
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gradsurg import compiler, engine
 from gradsurg.sites._node_names import plain
+from gradsurg.torch_internals import autograd, compiling
 
 LOOKS = {"AsStrided", "Detach", "Expand", "Permute", "Select", "Slice", "Split", "T", "ToCopy"}
 LOOKS |= {"Transpose", "Unsqueeze", "UnsafeView", "View"}
@@ -76,7 +76,7 @@ class Sorts:
             looks = self._looks_at_one(tensor.grad_fn) or self._looks_at_one(own.grad_fn)
             return "parameter" if looks else "activation"
         # What a transform of torch.func or a compiler computes with has no memory to look at.
-        if own.requires_grad or type(own) is not Tensor or engine.is_wrapped(own):
+        if own.requires_grad or type(own) is not Tensor or autograd.is_wrapped(own):
             return "activation"
         if self._known is None:
             self._known = _Known.of(self._model())
@@ -108,7 +108,7 @@ class Sorts:
     # Functions, not methods: a model is copied with its hooks, and a method with its object.
 
     def _begin(self) -> Callable[..., None]:
-        @compiler.untraced
+        @compiling.untraced
         def begin(module: nn.Module, args: tuple[object, ...]) -> None:
             if module is self._model():
                 self._known = None
@@ -120,11 +120,11 @@ class Sorts:
     def _follow(self, own: ParametrizationList, stack: ExitStack) -> None:
         """Note what a parametrization makes, and when it does."""
 
-        @compiler.untraced
+        @compiling.untraced
         def enter(module: nn.Module, args: tuple[object, ...]) -> None:
             self._now.making += self.makes(module)
 
-        @compiler.untraced
+        @compiling.untraced
         def leave(module: nn.Module, args: tuple[object, ...], output: object) -> None:
             if self.makes(module):
                 self._now.making = max(self._now.making - 1, 0)
@@ -170,7 +170,7 @@ class _Known:
         for buffer in model.buffers() if model is not None else ():
             known.buffers[id(buffer)] = ref(buffer)
         for param in model.parameters() if model is not None else ():
-            if type(param) in (Tensor, nn.Parameter) and not engine.is_wrapped(param):
+            if type(param) in (Tensor, nn.Parameter) and not autograd.is_wrapped(param):
                 known.memories.add(_memory(param))
                 if not param.requires_grad:
                     known.frozen.setdefault(param.shape, []).append(ref(param))

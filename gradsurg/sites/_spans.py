@@ -12,12 +12,12 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
-from gradsurg import compiler, engine
 from gradsurg.sites._marks import Followed, Left, Reading, Track
 from gradsurg.sites._modules import names_of
 from gradsurg.sites._nested import tensors_in
 from gradsurg.sites._resolver import Call, Edge, Take
 from gradsurg.sites._span_graph import LEAF, SpanGraph
+from gradsurg.torch_internals import autograd, compiling
 
 FORWARD = -1  # the number of the backward pass that a forward is inside
 REMEMBERED = 2**14  # calls without a graph that a recomputation may ask for
@@ -83,8 +83,8 @@ class Spans:
 
     def _enter(self, me: Followed, is_model: bool) -> Callable[..., None]:
         thread, module = self._thread, me.module
-        task_now, number_now = engine.backward_task, engine.next_sequence_number
-        gradients_on, traced = torch.is_grad_enabled, compiler.traced
+        task_now, number_now = autograd.backward_task, autograd.next_sequence_number
+        gradients_on, traced = torch.is_grad_enabled, compiling.traced
 
         def enter(called: nn.Module, args: object, kwargs: object) -> None:
             if called is not module:
@@ -104,12 +104,12 @@ class Spans:
             track.numbers.append(number_now())
             track.marks.append(me)
 
-        untraced = compiler.untraced(enter)
+        untraced = compiling.untraced(enter)
         return enter
 
     def _leave(self, left: Left, take: Take, tells: bool) -> Callable[..., None]:
-        thread, module, traced = self._thread, left.of.module, compiler.traced
-        task_now, number_now = engine.backward_task, engine.next_sequence_number
+        thread, module, traced = self._thread, left.of.module, compiling.traced
+        task_now, number_now = autograd.backward_task, autograd.next_sequence_number
 
         def leave(called: nn.Module, args: object, output: object) -> None:
             if called is not module:
@@ -132,7 +132,7 @@ class Spans:
                 else:
                     self._end(track, task, output, take)
 
-        untraced = compiler.untraced(leave)
+        untraced = compiling.untraced(leave)
         return leave
 
     def _begin(self, track: Track, module: nn.Module, given: object) -> None:
@@ -171,7 +171,7 @@ class Spans:
 
     def _again(self, me: Followed) -> None:
         """A call inside a backward: follow it if it makes the graph that the forward did not."""
-        thread, task, node = self._thread, engine.backward_task(), engine.running_node()
+        thread, task, node = self._thread, autograd.backward_task(), autograd.running_node()
         if not isinstance(node, BackwardCFunction):
             return
         number = node._sequence_nr()
@@ -193,7 +193,7 @@ class Spans:
         track.recomputed.append(blank.call)
         if not torch.is_grad_enabled():
             track.blank.append(len(track.marks))
-        track.numbers.append(engine.next_sequence_number())
+        track.numbers.append(autograd.next_sequence_number())
         track.marks.append(me)
 
     def _made_after(self, number: int) -> Iterator[Blank]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradsurg.sites._nested import rebuilt, tensors_in
-from gradsurg.sites.base import NO_GRADIENT, Gates, GradFn
+from gradsurg.sites.base import NO_GRADIENT, GradFn, HookRegistry
 from gradsurg.sites.outputs import OwnedTensors, alias_of, value_of
 
 Path = Literal["branch", "total"]
@@ -40,7 +40,7 @@ class Taken(OwnedTensors):
         sites: dict[object, str],
         short: dict[str, GradFn],
         path: Path,
-        gates: Gates,
+        gates: HookRegistry,
     ) -> None:
         super().__init__(names, leaves, sites)
         # Of all threads: the gates of the sites where a module has taken one tensor by place.

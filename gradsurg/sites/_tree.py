@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradsurg import engine
 from gradsurg.sites._calls import Calls
 from gradsurg.sites._modules import ROOT, names_of
 from gradsurg.sites._nested import tensors_in
@@ -21,6 +20,7 @@ from gradsurg.sites._rows import Row, Tree
 from gradsurg.sites._untouched import copied, untouched, versions
 from gradsurg.sites.base import Selector
 from gradsurg.sites.every_module import EveryModule
+from gradsurg.torch_internals import autograd
 
 ERRORS = Exception  # whatever a forward raises: it gets a note and is raised again
 
@@ -33,7 +33,7 @@ def tree(model: nn.Module, example_input: Any, at: Selector | None = None) -> Tr
     that stays behind: no statistics, random numbers, gradients, hooks. There is no backward. Raises
     LookupError, with what there is, if nothing is selected. (Any: the inputs of a model.)
     """
-    if engine.in_backward():
+    if autograd.in_backward():
         raise RuntimeError("a tree takes a forward of its own: not inside a backward")
     model = getattr(model, "_orig_mod", model)
     before = versions(model)
@@ -118,7 +118,7 @@ def _walked(model: nn.Module, example: Any) -> _Walk:
 
         # Any: a user's keyword inputs
         def enter(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
-            named = None if engine.in_backward() else calls.next(module)
+            named = None if autograd.in_backward() else calls.next(module)
             if named is None:
                 return
             call = _Call(module, *named, len(open_calls), torch.is_grad_enabled(), module in called)
@@ -130,7 +130,7 @@ def _walked(model: nn.Module, example: Any) -> _Walk:
             walk.likes |= {f"{call.label}.input{path}": like for path, like in _shapes(given)}
 
         def leave(module: nn.Module, args: tuple[object, ...], output: object) -> None:
-            if any(call.module is module for call in open_calls) and not engine.in_backward():
+            if any(call.module is module for call in open_calls) and not autograd.in_backward():
                 # What a model's own `except` has caught is still open above it.
                 while open_calls[-1].module is not module:
                     open_calls.pop()

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 from torch.nn.parameter import is_lazy
 
-from gradsurg.randomness import generators, put_back
 from gradsurg.sites._nested import tensors_in
+from gradsurg.torch_internals.random_state import generators, put_back
 
 CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 

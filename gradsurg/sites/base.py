@@ -46,7 +46,7 @@ Put = Callable[[ExitStack], None]
 """Registers hooks, each with its removal on the stack, as often as it is called."""
 
 
-class SiteGate(Protocol):
+class SiteHook(Protocol):
     """A `GradFn` that may be told more at each call: the value, as an activation is another one
     each time, and what has entered the node that the gradient leaves.
     """
@@ -89,7 +89,7 @@ Keeps = Callable[[Place], bool | None]
 """Whether a place is selected; None if that depends on what is not known of it yet."""
 
 
-class Gates(Protocol):
+class HookRegistry(Protocol):
     """How a selector reaches the surgery: it asks for the gate of a site and hooks that."""
 
     @property
@@ -99,7 +99,7 @@ class Gates(Protocol):
 
     @property
     def stateful(self) -> str:
-        """What keeps a memory of each site, as `LowPass(...)`; empty if nothing does."""
+        """What keeps a memory of each site, as `GrokfastEMA(...)`; empty if nothing does."""
         ...
 
     @property
@@ -146,7 +146,7 @@ class Gates(Protocol):
         """Have `check` called when the block ends: what it then says, if anything, is noted."""
         ...
 
-    def gate(self, site: str, value: Callable[[], Tensor | None] | None = None) -> SiteGate:
+    def gate(self, site: str, value: Callable[[], Tensor | None] | None = None) -> SiteHook:
         """The gate of a site, one for all time; `value` gives the tensor whose gradient passes."""
         ...
 
@@ -239,7 +239,7 @@ class Selector(ABC):
         optimizer: Optimizer | None,
         stage: Stage,
         scope: Scope,
-        gates: Gates,
+        gates: HookRegistry,
         stack: ExitStack,
     ) -> None:
         """Hook at `stage` whatever `gates` keeps; each handle goes on `stack` as it is made."""

@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradsurg import compiler, engine
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.sites._calls import Calls
 from gradsurg.sites._modules import (
     ROOT,
@@ -25,7 +24,8 @@ from gradsurg.sites._modules import (
 from gradsurg.sites._nested import tensors_in
 from gradsurg.sites._params import chooses, expected, found, selected
 from gradsurg.sites._patterns import nothing_matched
-from gradsurg.sites.base import NO_GRADIENT, Gates, Keeps, Place, Stage
+from gradsurg.sites.base import NO_GRADIENT, HookRegistry, Keeps, Place, Stage
+from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Need, Scope
 
 NOT_ASKED = "not asked of autograd.grad"
@@ -95,7 +95,7 @@ class Captured(ModuleSelector):
         optimizer: Optimizer | None,
         stage: Stage,
         scope: Scope,
-        gates: Gates,
+        gates: HookRegistry,
         stack: ExitStack,
     ) -> None:
         sites = _Sites(gates)
@@ -113,7 +113,7 @@ class Captured(ModuleSelector):
 
 
 def _remembering(sites: "_Sites", calls: Calls, chosen: Chosen) -> Callable[..., None]:
-    @compiler.untraced
+    @compiling.untraced
     def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
         call = calls.next(module)
         base = None if call is None else chosen(module, call)
@@ -170,16 +170,16 @@ class _Watching(TorchFunctionMode):
 
 def _watch(sites: "_Sites", stack: ExitStack) -> None:
     """Have the calls of this thread pass these sites too."""
-    watching = [mode for mode in engine.function_modes() if isinstance(mode, _Watching)]
+    watching = [mode for mode in autograd.function_modes() if isinstance(mode, _Watching)]
     mode = watching[0] if watching else _Watching()
     if not watching:
-        engine.begin_functions(mode)
+        autograd.begin_functions(mode)
     mode.all.append(sites)
 
     def end() -> None:
         mode.all.remove(sites)
         if not mode.all:
-            engine.end_functions(mode)
+            autograd.end_functions(mode)
 
     stack.callback(end)
 
@@ -190,14 +190,14 @@ class _Sites:
     The first site of a tensor is its site: a parameter that a module returns goes by its own name.
     """
 
-    def __init__(self, gates: Gates) -> None:
+    def __init__(self, gates: HookRegistry) -> None:
         self.gates = gates
         self.known = WeakIdKeyDictionary()  # tensor -> (site, version)
         self.met: set[str] = set()
 
     def add(self, tensor: Tensor, site: str) -> None:
         """A tensor is known to be at this site, unless it is at another one already."""
-        if engine.in_functorch():
+        if autograd.in_functorch():
             return
         if not tensor.requires_grad:
             if site not in self.met:

@@ -8,8 +8,8 @@ from pydantic import Field
 from torch import nn
 from torch.optim import Optimizer
 
-from gradsurg.fields import Contradiction, validated
-from gradsurg.sites.base import Gates, Keeps, Place, Selector, Stage
+from gradsurg.plugins.fields import Contradiction, validated
+from gradsurg.sites.base import HookRegistry, Keeps, Place, Selector, Stage
 from gradsurg.transforms.base import Need, Scope
 
 
@@ -118,7 +118,7 @@ class Combined(Selector):
         optimizer: Optimizer | None,
         stage: Stage,
         scope: Scope,
-        gates: Gates,
+        gates: HookRegistry,
         stack: ExitStack,
     ) -> None:
         for kind in self._hooked():

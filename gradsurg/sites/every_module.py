@@ -10,8 +10,7 @@ from torch.nn.modules import module as process
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from gradsurg import compiler, engine
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.sites._backward_hooks import (
     Side,
     entering,
@@ -28,7 +27,8 @@ from gradsurg.sites._foreign import foreign
 from gradsurg.sites._modules import COMPILED, ROOT, Chosen, names_of, possible, remembered
 from gradsurg.sites._patterns import Pattern, Types, matches, matches_type
 from gradsurg.sites._tickets import Hook, tickets
-from gradsurg.sites.base import Gates, Keeps, Place, Selector, Stage
+from gradsurg.sites.base import HookRegistry, Keeps, Place, Selector, Stage
+from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Scope
 
 TABLES = (
@@ -47,7 +47,7 @@ class EveryModule(Selector):
     that of its class: a loss is `CrossEntropyLoss#0`. `types` is a pattern on the class's name.
     Calls are counted within one call of the model, outside it each is call 0. Sites are those of
     the kind of hook: `forward_pre` and `forward` change what flows into a module by place and out
-    of it, as `Values` does; `full_backward_pre` and `full_backward` change gradients, as
+    of it, as `Activations` does; `full_backward_pre` and `full_backward` change gradients, as
     `ModuleGradients` does, with its limits, which then hold for every module of the process.
 
     All threads are seen. Compiled code is not: it keeps no global hook that was registered after
@@ -110,7 +110,7 @@ class EveryModule(Selector):
         found = [name for names in kept.values() for name in names]
         return found or [f"what fits {self!r} outside the model"]
 
-    def chosen(self, gates: Gates, tail: str = "") -> Chosen:
+    def chosen(self, gates: HookRegistry, tail: str = "") -> Chosen:
         """A memory of which calls are selected, and of the ids of their sites."""
         # Modules outside the model may come and go.
         return remembered(self.mechanism, gates, WeakKeyDictionary(), tail)
@@ -121,7 +121,7 @@ class EveryModule(Selector):
         optimizer: Optimizer | None,
         stage: Stage,
         scope: Scope,
-        gates: Gates,
+        gates: HookRegistry,
         stack: ExitStack,
     ) -> None:
         names = _Names(names_of(model))
@@ -141,7 +141,7 @@ class EveryModule(Selector):
         return "forward" if self.kind in ("forward_pre", "forward") else "backward"
 
     def _hook_values(
-        self, model: nn.Module, names: "_Names", gates: Gates, stack: ExitStack
+        self, model: nn.Module, names: "_Names", gates: HookRegistry, stack: ExitStack
     ) -> None:
         block = ["open"]
         stack.callback(block.clear)
@@ -158,7 +158,7 @@ class EveryModule(Selector):
         _follow_end(flow.calls, model, stack)
 
     def _hook_gradients(
-        self, model: nn.Module, names: "_Names", gates: Gates, stack: ExitStack, side: Side
+        self, model: nn.Module, names: "_Names", gates: HookRegistry, stack: ExitStack, side: Side
     ) -> None:
         calls = Calls(names)
         forbid_legacy(process._global_is_full_backward_hook, "the process", "EveryModule")
@@ -170,7 +170,7 @@ class EveryModule(Selector):
         tail = ".input" if side == "full_backward" else ""
         leave = leaving(calls, one, self.chosen(gates, tail), gates, side, refuses="")
         leave_handle = process.register_module_forward_hook(leave, with_kwargs=True)
-        stack.callback(engine.remove_global_forward_hook, leave_handle)
+        stack.callback(autograd.remove_global_forward_hook, leave_handle)
         _follow_end(calls, model, stack)
         note_in_place(model, stack)
         without_warning(stack)
@@ -203,7 +203,7 @@ class _Names(dict[nn.Module, list[str]]):
 def _by_place(enter: Callable[..., Any]) -> Callable[..., Any]:
     """A hook on all arguments, where PyTorch tells of those by place only. Any: a user's values."""
 
-    @compiler.untraced
+    @compiling.untraced
     def hook(module: nn.Module, args: tuple[object, ...]) -> tuple[object, ...] | None:
         given = enter(module, args, {})
         return None if given is None else given[0]
@@ -215,7 +215,7 @@ def _follow_begin(calls: Calls, model: nn.Module, stack: ExitStack) -> None:
     """As `Calls.hook`, and in time for global hooks, which run before those of the model."""
     held = ref(model)
 
-    @compiler.untraced
+    @compiling.untraced
     def begin(module: nn.Module, args: tuple[object, ...]) -> None:
         if module is held():
             calls.start()
@@ -226,7 +226,7 @@ def _follow_begin(calls: Calls, model: nn.Module, stack: ExitStack) -> None:
 def _follow_end(calls: Calls, model: nn.Module, stack: ExitStack) -> None:
     held = ref(model)
 
-    @compiler.untraced
+    @compiling.untraced
     def end(module: nn.Module, args: tuple[object, ...], output: object) -> None:
         if module is held():
             calls.stop()

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
-from gradsurg import engine
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.sites._averaged import refuse_averaged
 from gradsurg.sites._params import ParamSelector, expected
-from gradsurg.sites.base import Gates, Stage
+from gradsurg.sites.base import HookRegistry, Stage
+from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import Need, Scope
 
 
@@ -48,7 +48,7 @@ class Group(ParamSelector):
         optimizer: Optimizer | None,
         stage: Stage,
         scope: Scope,
-        gates: Gates,
+        gates: HookRegistry,
         stack: ExitStack,
     ) -> None:
         # Not by `register_multi_grad_hook`: it never fires on a root, twice around a reentrant
@@ -78,7 +78,7 @@ class _Reached:
 class _Backwards:
     """The backwards at work, and what each has reached. It holds no parameter."""
 
-    def __init__(self, params: Mapping[str, nn.Parameter], gates: Gates) -> None:
+    def __init__(self, params: Mapping[str, nn.Parameter], gates: HookRegistry) -> None:
         self.params = {name: ref(param) for name, param in params.items()}
         self.gate_all = gates.group(list(self.params), list(self.params.values()))
         self.gates = gates
@@ -86,18 +86,18 @@ class _Backwards:
 
     def reach(self, names: Iterable[str]) -> None:
         """The backward at hand has written to the `.grad` of these."""
-        task = engine.backward_task()
+        task = autograd.backward_task()
         held = self.open.get(task)
         reached = None if held is None else held()
         if reached is None:
             reached = _Reached()
             # The queue of a backward is dropped when it fails, and no other thread need be asked.
             self.open[task] = ref(reached, partial(self._failed, task))
-            engine.at_end_of_backward(partial(self._end, task, reached))
+            autograd.at_end_of_backward(partial(self._end, task, reached))
         reached.names.update(names)
 
     def _end(self, task: int, reached: _Reached) -> None:
-        if engine.in_inner_backward():
+        if autograd.in_inner_backward():
             self._hand_on(task, reached)
         else:
             del self.open[task]
@@ -112,7 +112,7 @@ class _Backwards:
             for handle in handles:
                 handle.remove()
 
-        running = engine.running_node()
+        running = autograd.running_node()
         edges = running.next_functions if isinstance(running, Node) else ()
         handles = [node.register_prehook(hook) for node, _ in edges if node is not None]
         if not handles:

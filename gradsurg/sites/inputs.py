@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradsurg import compiler, engine
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.sites._modules import Chosen, ModuleSelector, names_of
 from gradsurg.sites._taken import Given, OpenCall, Taken
-from gradsurg.sites.base import Gates, GradFn, Stage
+from gradsurg.sites.base import GradFn, HookRegistry, Stage
 from gradsurg.sites.outputs import alias_of, is_new
+from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Need, Scope
 
 TAIL = ".input"
@@ -59,7 +59,7 @@ class Inputs(ModuleSelector):
         optimizer: Optimizer | None,
         stage: Stage,
         scope: Scope,
-        gates: Gates,
+        gates: HookRegistry,
         stack: ExitStack,
     ) -> None:
         taken = Taken(names_of(model), {}, {}, {}, self.path, gates)
@@ -99,7 +99,7 @@ def _entering(taken: Taken, chosen: Chosen) -> Callable[..., Given | None]:
     alone = _alone_on_its_branch if path == "branch" else _alone
 
     # Any: a user's values
-    @compiler.untraced
+    @compiling.untraced
     def hook(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> Given | None:
         call = taken.turns.next(module)
         base = None if call is None else chosen(module, call)
@@ -129,7 +129,7 @@ def _alone_on_its_branch(tensor: object, gate: GradFn) -> Tensor | None:
     if type(tensor) is not Tensor or not (tensor.requires_grad and torch.is_grad_enabled()):
         return None
     alias = alias_of(tensor)
-    engine.hook_first(alias, gate)
+    autograd.hook_first(alias, gate)
     return alias
 
 
@@ -137,12 +137,12 @@ def _alone(tensor: object, gate: GradFn) -> Tensor | None:
     """As above, the tensor itself."""
     if not (is_new(tensor) and torch.is_grad_enabled()):
         return None
-    engine.hook_first(tensor, gate)
+    autograd.hook_first(tensor, gate)
     return tensor
 
 
 def _leaving(taken: Taken) -> Callable[..., None]:
-    @compiler.untraced
+    @compiling.untraced
     def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
         running = taken.open
         if running and running[-1].module is module:
@@ -161,7 +161,7 @@ def _leaving(taken: Taken) -> Callable[..., None]:
 
 
 def _ending(taken: Taken) -> Callable[..., None]:
-    @compiler.untraced
+    @compiling.untraced
     def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
         taken.end()
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from gradsurg.fields import Contradiction, validated
+from gradsurg.plugins.fields import Contradiction, validated
 from gradsurg.sites._backward_hooks import (
     entering,
     forbid_legacy,
@@ -19,7 +19,7 @@ from gradsurg.sites._backward_hooks import (
 from gradsurg.sites._calls import Calls
 from gradsurg.sites._modules import ModuleSelector, names_of
 from gradsurg.sites._tickets import Hook, tickets
-from gradsurg.sites.base import Gates, Stage
+from gradsurg.sites.base import HookRegistry, Stage
 from gradsurg.transforms.base import Scope
 
 
@@ -66,7 +66,7 @@ class ModuleGradients(ModuleSelector):
         optimizer: Optimizer | None,
         stage: Stage,
         scope: Scope,
-        gates: Gates,
+        gates: HookRegistry,
         stack: ExitStack,
     ) -> None:
         side = "full_backward" if self.kind == "full_backward" else "full_backward_pre"

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
-from gradsurg.fields import Contradiction, nearest, validated
+from gradsurg.plugins.fields import Contradiction, nearest, validated
 from gradsurg.sites._modules import names_of, possible
 from gradsurg.sites._node_names import FAMILIES, fits, plain
 from gradsurg.sites._patterns import Pattern, Types, matches, matches_type, nothing_matched
 from gradsurg.sites._resolver import Graph, Spot, around, resolver
-from gradsurg.sites.base import Gates, GradFn, Keeps, Place, Selector, SiteGate, Stage
+from gradsurg.sites.base import GradFn, HookRegistry, Keeps, Place, Selector, SiteHook, Stage
 from gradsurg.transforms.base import Need, Scope
 
 COMPILED = "CompiledFunction"
@@ -110,7 +110,7 @@ class Nodes(Selector):
         optimizer: Optimizer | None,
         stage: Stage,
         scope: Scope,
-        gates: Gates,
+        gates: HookRegistry,
         stack: ExitStack,
     ) -> None:
         self.find(model, gates.keeps)
@@ -168,7 +168,7 @@ class Nodes(Selector):
             f". {listed}{hint}"
         )
 
-    def _site(self, node: Node, spot: Spot, gates: Gates) -> Callable[[Node], object] | None:
+    def _site(self, node: Node, spot: Spot, gates: HookRegistry) -> Callable[[Node], object] | None:
         """How to hook a node like this one at this place, None if it is not selected."""
         call = spot.call
         where = self.mechanism, call.name, call.module, call.number, spot.name, spot.occurrence
@@ -188,7 +188,9 @@ class Nodes(Selector):
 
         return leave
 
-    def _leaving(self, site: str, gates: Gates, live: Sequence[bool]) -> Callable[..., object]:
+    def _leaving(
+        self, site: str, gates: HookRegistry, live: Sequence[bool]
+    ) -> Callable[..., object]:
         edges = [index for index, takes in enumerate(live) if takes]
         if self.edge not in (None, *edges):
             raise LookupError(
@@ -199,7 +201,7 @@ class Nodes(Selector):
         return leaving([(index, gates.gate(f"{site}.{index}")) for index in chosen])
 
 
-def leaving(pairs: Sequence[tuple[int, SiteGate]]) -> Callable[..., object]:
+def leaving(pairs: Sequence[tuple[int, SiteHook]]) -> Callable[..., object]:
     """A node posthook that passes what leaves by some edges through a gate each."""
 
     def hook(
@@ -216,7 +218,7 @@ def leaving(pairs: Sequence[tuple[int, SiteGate]]) -> Callable[..., object]:
     return hook
 
 
-def _entering(site: str, gates: Gates, alone: bool) -> Callable[..., object]:
+def _entering(site: str, gates: HookRegistry, alone: bool) -> Callable[..., object]:
     """A node prehook. Only outputs that get a gradient are sites: a norm's statistics get none."""
     if alone:
         gate = gates.gate(site)

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from gradsurg import compiler, engine
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.sites._calls import Calls
 from gradsurg.sites._foreign import foreign
 from gradsurg.sites._modules import Chosen, ModuleSelector, names_of
 from gradsurg.sites._nested import tensors_in
-from gradsurg.sites.base import NO_GRADIENT, Gates, GradFn, Stage
+from gradsurg.sites.base import NO_GRADIENT, GradFn, HookRegistry, Stage
+from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Need, Scope
 
 ORIGINAL = "_gradsurg_original"  # where an alias keeps what it is one of
@@ -47,7 +47,7 @@ class Outputs(ModuleSelector):
         optimizer: Optimizer | None,
         stage: Stage,
         scope: Scope,
-        gates: Gates,
+        gates: HookRegistry,
         stack: ExitStack,
     ) -> None:
         tensors = OwnedTensors(names_of(model), {}, {})
@@ -65,10 +65,12 @@ class Outputs(ModuleSelector):
         gates.put(put, stack)
 
 
-def _hook_output(gates: Gates, tensors: "OwnedTensors", chosen: Chosen) -> Callable[..., None]:
+def _hook_output(
+    gates: HookRegistry, tensors: "OwnedTensors", chosen: Chosen
+) -> Callable[..., None]:
     short: dict[tuple[str, int], GradFn] = {}  # the gates of calls that have returned one tensor
 
-    @compiler.untraced
+    @compiling.untraced
     def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
         call = tensors.turns.next(module)
         if call is None:
@@ -76,7 +78,7 @@ def _hook_output(gates: Gates, tensors: "OwnedTensors", chosen: Chosen) -> Calla
         if is_new(output) and not gates.needs_value:
             gate = short.get(call)
             if gate is not None:
-                engine.hook_first(output, gate)
+                autograd.hook_first(output, gate)
                 return
         base = chosen(module, call)
         if base is None:
@@ -117,7 +119,7 @@ class OwnedTensors(Calls):
         self.sites = sites
 
     def hook_tensor(
-        self, tensor: Tensor, base: str, path: str, module: nn.Module, gates: Gates
+        self, tensor: Tensor, base: str, path: str, module: nn.Module, gates: HookRegistry
     ) -> bool:
         """Hook a tensor at the site `base` + `path`, unless another site has it already; whether
         it was hooked.

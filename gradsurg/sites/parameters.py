@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.optim import Optimizer
 
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.sites._averaged import refuse_averaged
 from gradsurg.sites._params import ParamSelector, expected
-from gradsurg.sites.base import Gates, GradFn, GroupFn, Stage
+from gradsurg.sites.base import GradFn, GroupFn, HookRegistry, Stage
 from gradsurg.transforms.base import Need, Scope
 
 
@@ -49,7 +49,7 @@ class Parameters(ParamSelector):
         optimizer: Optimizer | None,
         stage: Stage,
         scope: Scope,
-        gates: Gates,
+        gates: HookRegistry,
         stack: ExitStack,
     ) -> None:
         chosen = expected(self, model, gates)
@@ -92,7 +92,7 @@ class Parameters(ParamSelector):
                 raise AssertionError(stage)
 
 
-def held_node(name: str, param: nn.Parameter, gates: Gates) -> Node:
+def held_node(name: str, param: nn.Parameter, gates: HookRegistry) -> Node:
     """The AccumulateGrad node of a parameter, kept alive: its hooks would vanish with it."""
     node = get_gradient_edge(param).node
     held = ref(param)
@@ -110,7 +110,7 @@ def held_node(name: str, param: nn.Parameter, gates: Gates) -> Node:
     return node
 
 
-def _weak(param: nn.Parameter, name: str, gates: Gates) -> tuple[ref[nn.Parameter], GradFn]:
+def _weak(param: nn.Parameter, name: str, gates: HookRegistry) -> tuple[ref[nn.Parameter], GradFn]:
     held = ref(param)
     return held, gates.gate(name, held)
 

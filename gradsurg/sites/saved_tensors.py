@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
-from gradsurg import compiler, engine
-from gradsurg.fields import Contradiction, validated
+from gradsurg.plugins.fields import Contradiction, validated
 from gradsurg.sites._modules import ModuleSelector, names_of, possible
 from gradsurg.sites._node_names import fits, plain
 from gradsurg.sites._patterns import Pattern
@@ -18,7 +17,8 @@ from gradsurg.sites._resolver import Graph, Spot, around, resolver
 from gradsurg.sites._saved_pairs import pair, saved_by
 from gradsurg.sites._saving import COMPILED_SAVES, Saving, Wanted
 from gradsurg.sites._sorts import Sort, Sorts
-from gradsurg.sites.base import Gates, Keeps, Place, Stage
+from gradsurg.sites.base import HookRegistry, Keeps, Place, Stage
+from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Scope
 
 BLOCK = "block"  # the pattern, and the site, of all that is saved while the block is open
@@ -101,7 +101,7 @@ class SavedTensors(ModuleSelector):
         optimizer: Optimizer | None,
         stage: Stage,
         scope: Scope,
-        gates: Gates,
+        gates: HookRegistry,
         stack: ExitStack,
     ) -> None:
         match self.mechanism[-1]:
@@ -112,7 +112,7 @@ class SavedTensors(ModuleSelector):
             case _:
                 self._hook_modules(model, gates, stack)
 
-    def _hook_block(self, model: nn.Module, gates: Gates, stack: ExitStack) -> None:
+    def _hook_block(self, model: nn.Module, gates: HookRegistry, stack: ExitStack) -> None:
         if not gates.keeps(Place(self.mechanism, BLOCK, whole=True)):
             return
         if gates.stateful:
@@ -126,27 +126,27 @@ class SavedTensors(ModuleSelector):
 
         def wanted(tensor: Tensor) -> bool:
             sorts.look()  # no call is followed that would say when a weight is another tensor
-            if compiler.in_compiled():
+            if compiling.in_compiled():
                 gates.note(COMPILED_SAVES)
             return fits_sort(tensor)
 
-        one = pair(lambda tensor: (gate, BLOCK) if wanted(tensor) else None, engine.saving())
-        engine.begin_saving(one)
-        stack.callback(engine.end_saving, one)
+        one = pair(lambda tensor: (gate, BLOCK) if wanted(tensor) else None, autograd.saving())
+        autograd.begin_saving(one)
+        stack.callback(autograd.end_saving, one)
 
-    def _hook_modules(self, model: nn.Module, gates: Gates, stack: ExitStack) -> None:
+    def _hook_modules(self, model: nn.Module, gates: HookRegistry, stack: ExitStack) -> None:
         sorts = Sorts(model, stack)
         wanted = _wanted(self.of, sorts)
         calls = Saving(names_of(model), self.chosen(gates), gates, sorts, wanted)
         stack.callback(calls.end)
         calls.hook(model, stack)
-        enter = compiler.untraced(calls.enter, calls.enter_compiled)
-        leave = compiler.untraced(calls.leave)
+        enter = compiling.untraced(calls.enter, calls.enter_compiled)
+        leave = compiling.untraced(calls.leave)
         for module in self.hookable(calls.names, gates):
             stack.callback(module.register_forward_pre_hook(enter).remove)
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
 
-    def _hook_nodes(self, model: nn.Module, gates: Gates, stack: ExitStack) -> None:
+    def _hook_nodes(self, model: nn.Module, gates: HookRegistry, stack: ExitStack) -> None:
         named = names_of(model)
         places = [
             Place(self.mechanism, name, module)
@@ -194,7 +194,7 @@ class SavedTensors(ModuleSelector):
         return Place(*where, whole=True)
 
 
-def _hook_node(node: Node, spot: Spot, wanted: Wanted, gates: Gates) -> None:
+def _hook_node(node: Node, spot: Spot, wanted: Wanted, gates: HookRegistry) -> None:
     """Put a pair of hooks on all that a node has saved and that is wanted."""
     for name, saved, read in saved_by(node):
         data = saved.data

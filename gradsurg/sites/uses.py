@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.optim import Optimizer
 
-from gradsurg import engine
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.sites._modules import ROOT, names_of, params_of
 from gradsurg.sites._patterns import Pattern, matches, nothing_matched
 from gradsurg.sites._resolver import Edge, Graph, around, resolver
-from gradsurg.sites.base import NO_GRADIENT, Gates, Keeps, Place, Selector, SiteGate, Stage
+from gradsurg.sites.base import NO_GRADIENT, HookRegistry, Keeps, Place, Selector, SiteHook, Stage
 from gradsurg.sites.nodes import leaving
+from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import Scope
 
 CONSTANT = "a constant to torch.func, which was not given it"
@@ -87,7 +87,7 @@ class Uses(Selector):
         optimizer: Optimizer | None,
         stage: Stage,
         scope: Scope,
-        gates: Gates,
+        gates: HookRegistry,
         stack: ExitStack,
     ) -> None:
         modules, params = self._chosen(model, gates.keeps)
@@ -134,7 +134,7 @@ class _Take:
         selector: Uses,
         modules: dict[nn.Module, list[str]],
         params: dict[nn.Parameter, Used],
-        gates: Gates,
+        gates: HookRegistry,
     ) -> None:
         self.selector = selector
         self.modules = modules
@@ -149,7 +149,7 @@ class _Take:
             return
         tensors = self._tensors(graph)
         counts: Counter[Edge] = Counter()
-        hooks: defaultdict[Node, list[tuple[int, SiteGate]]] = defaultdict(list)
+        hooks: defaultdict[Node, list[tuple[int, SiteHook]]] = defaultdict(list)
         for edge, node, index in graph.uses(tensors):
             gate = self._gate(tensors[edge], counts[edge])
             counts[edge] += 1
@@ -182,13 +182,13 @@ class _Take:
             now = _now(param, used.place)
             if not now.requires_grad:
                 continue
-            if engine.in_functorch() and not engine.is_wrapped(now):
+            if autograd.in_functorch() and not autograd.is_wrapped(now):
                 self._leave_out(used, CONSTANT)
             else:
                 tensors.setdefault(get_gradient_edge(now)[:2], []).append(used)
         return tensors
 
-    def _gate(self, owners: list[Used], number: int) -> SiteGate | None:
+    def _gate(self, owners: list[Used], number: int) -> SiteHook | None:
         """The gate of a use: that of the first owner which is selected; the others are aliases."""
         chosen = [used for used in owners if self._keeps(used, number)]
         if not chosen:
@@ -221,7 +221,7 @@ class _Take:
 
     def _nothing(self, found: Mapping[str, int]) -> LookupError:
         uses = ", ".join(f"{site}: {count}" for site, count in found.items()) or "none"
-        given = " What torch.func was not given is a constant there." * engine.in_functorch()
+        given = " What torch.func was not given is a constant there." * autograd.in_functorch()
         return LookupError(
             f"Uses: no use is selected by '{self.selector.pattern}' (use={self.selector.use}). "
             f"Uses inside the model's call: {uses}. One in the loss is not found."

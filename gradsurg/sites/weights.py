@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradsurg import compiler, engine
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.sites._params import ParamSelector, expected
-from gradsurg.sites.base import Gates, Stage
+from gradsurg.sites.base import HookRegistry, Stage
 from gradsurg.sites.parameters import check_owned
+from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Scope
 
-CLOCK = "gradsurg.surgery"  # where the hook is made that counts an optimizer's steps
+CLOCK = "gradsurg.surgery.surgery"  # where the hook is made that counts an optimizer's steps
 
 
 @validated
@@ -42,7 +42,7 @@ class Weights(ParamSelector):
         optimizer: Optimizer | None,
         stage: Stage,
         scope: Scope,
-        gates: Gates,
+        gates: HookRegistry,
         stack: ExitStack,
     ) -> None:
         chosen = expected(self, model, gates)
@@ -70,16 +70,16 @@ def _clocks_last(optimizer: Optimizer) -> None:
 
 
 def _before(edit: Callable[[], None]) -> Callable[..., None]:
-    @compiler.untraced
+    @compiling.untraced
     def hook(module: nn.Module, args: tuple[object, ...]) -> None:
         # A checkpoint's recomputation needs the weights that its forward had.
-        if module.training and not engine.in_backward():
+        if module.training and not autograd.in_backward():
             edit()
 
     return hook
 
 
-def _editor(chosen: Mapping[str, nn.Parameter], gates: Gates) -> Callable[[], None]:
+def _editor(chosen: Mapping[str, nn.Parameter], gates: HookRegistry) -> Callable[[], None]:
     """What edits all of them. It dies with the block, so it may hold the parameters."""
     params = list(chosen.values())
     gate_all = gates.group(list(chosen), [_nothing] * len(params))

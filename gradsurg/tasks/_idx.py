@@ -10,7 +10,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from gradsurg.fields import FieldError
+from gradsurg.plugins.fields import FieldError
 from gradsurg.tasks import _cache
 from gradsurg.tasks._images import NUM_CLASSES, Images, folder, refused
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradsurg.fields import FieldError
+from gradsurg.plugins.fields import FieldError
 from gradsurg.tasks.base import Data
 
 NUM_CLASSES = 10

@@ -3,7 +3,7 @@
 from hashlib import sha256
 from pathlib import Path
 
-from gradsurg.fields import FieldError
+from gradsurg.plugins.fields import FieldError
 from gradsurg.tasks import _cache
 
 NAME = "text"

@@ -1,6 +1,6 @@
 """Where a task that is about any images takes them from."""
 
-from gradsurg.fields import Contradiction
+from gradsurg.plugins.fields import Contradiction
 from gradsurg.tasks.base import Task
 from gradsurg.tasks.digits import Digits
 from gradsurg.tasks.fashion_mnist import FashionMNIST

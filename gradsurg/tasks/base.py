@@ -13,7 +13,7 @@ from typing import Any
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
-from gradsurg.fields import FieldError
+from gradsurg.plugins.fields import FieldError
 
 SAID = {
     "num_tokens": "the inputs of this task are tokens",

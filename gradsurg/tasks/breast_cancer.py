@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.tasks._generated import Seed
 from gradsurg.tasks._tables import split, standardised
 from gradsurg.tasks.base import Classification, Data

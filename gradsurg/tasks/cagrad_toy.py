@@ -5,7 +5,7 @@ from math import tanh
 import torch
 from torch import Tensor
 
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.tasks._toys import Place, Toy
 
 FLOOR = 5e-6

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field
 
-from gradsurg.fields import Contradiction, FieldError, validated
+from gradsurg.plugins.fields import Contradiction, FieldError, validated
 from gradsurg.tasks import _moby_dick
 from gradsurg.tasks._generated import Count
 from gradsurg.tasks.base import Classification, Data

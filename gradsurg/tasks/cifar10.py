@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.tasks._generated import Count, Seed
 from gradsurg.tasks._images import NUM_CLASSES, Images, folder, refused
 from gradsurg.tasks.base import Classification, Data

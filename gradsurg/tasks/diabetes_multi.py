@@ -5,7 +5,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.tasks._generated import Seed
 from gradsurg.tasks._several import MultiRegression
 from gradsurg.tasks._tables import split, standardised

@@ -8,7 +8,7 @@ from einops import rearrange
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.fields import Contradiction, validated
+from gradsurg.plugins.fields import Contradiction, validated
 from gradsurg.tasks._digits import load_digits
 from gradsurg.tasks._generated import Seed
 from gradsurg.tasks._several import MultiClassification

@@ -9,7 +9,7 @@ from einops import rearrange
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.tasks._digits import load_digits
 from gradsurg.tasks._tables import split
 from gradsurg.tasks.base import Classification, Data

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.tasks import _idx
 from gradsurg.tasks._generated import Count, Seed
 from gradsurg.tasks.base import Classification, Data

@@ -7,7 +7,7 @@ import numpy as np
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.tasks._generated import Seed, drawn
 from gradsurg.tasks._several import MultiRegression
 from gradsurg.tasks.base import Data

@@ -6,7 +6,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from gradsurg.fields import Contradiction, validated
+from gradsurg.plugins.fields import Contradiction, validated
 from gradsurg.tasks._generated import Seed, drawn
 from gradsurg.tasks.base import Classification, Data
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.tasks import _idx
 from gradsurg.tasks._generated import Count, Seed
 from gradsurg.tasks._overlays import Pool, TwoDigits, overlaid

@@ -6,11 +6,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.fields import Contradiction, validated
+from gradsurg.plugins.fields import Contradiction, validated
 from gradsurg.tasks._generated import Seed
 from gradsurg.tasks.base import Classification, Data
 
-Operation = Literal["add", "subtract", "multiply"]
+HookController = Literal["add", "subtract", "multiply"]
 
 
 @validated
@@ -23,7 +23,7 @@ class Modular(Classification):
     """
 
     modulus: Annotated[int, Field(ge=2, le=1000)] = 97
-    operation: Operation = "add"
+    operation: HookController = "add"
     train_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5
     split_seed: Seed = 0
     operator_token: bool = False

@@ -6,7 +6,7 @@ from typing import Annotated
 from einops import rearrange
 from pydantic import Field
 
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.tasks._digits import load_digits
 from gradsurg.tasks._generated import Count, Seed
 from gradsurg.tasks._overlays import Pool, TwoDigits, overlaid

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.tasks._toys import Place, Toy
 
 FLOOR = 5e-6

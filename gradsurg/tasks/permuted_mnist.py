@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional
 
-from gradsurg.fields import FieldError, validated
+from gradsurg.plugins.fields import FieldError, validated
 from gradsurg.tasks import _idx
 from gradsurg.tasks._generated import Count, Seed
 from gradsurg.tasks._images import NUM_CLASSES, Images

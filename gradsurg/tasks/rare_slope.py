@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.tasks.base import Data, Task
 
 TIMES = 4  # one example in so many has the slope of this size up, the others have 1 down

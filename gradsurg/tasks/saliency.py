@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.tasks._generated import Count
 from gradsurg.tasks._pictures import pictures
 from gradsurg.tasks._similarity import rank_correlation, ssim

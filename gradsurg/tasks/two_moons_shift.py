@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.tasks._generated import Seed, drawn
 from gradsurg.tasks._several import Outputs, floats, of_each, parts_of
 from gradsurg.tasks.base import Data, MultiTask

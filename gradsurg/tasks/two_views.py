@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.tasks._generated import Count, Seed
 from gradsurg.tasks._pictures import pictures
 from gradsurg.tasks.base import Data, Task

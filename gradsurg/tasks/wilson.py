@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.tasks._generated import Seed
 from gradsurg.tasks.base import Chance, Data, Task
 

@@ -1,4 +1,4 @@
-"""Check an aggregator or a transform of your own: which laws hold, and whether it keeps the rules.
+"""Check an aggregator or a transform of your own: which properties hold, and whether it keeps the rules.
 
     from gradsurg.testing import check_aggregator, check_transform
 

@@ -19,7 +19,7 @@ from gradsurg.testing.verdicts import (
     expect_unshared,
     written,
 )
-from gradsurg.transforms.base import Function, Law, State, Transform
+from gradsurg.transforms.base import Function, Property, State, Transform
 
 SHAPES = ((), (0,), (1,), (3,), (2, 3), (3, 2, 2), (4, 3, 3, 3))
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -30,7 +30,7 @@ class Subject:
     """A transform, what is promised of it, and the shapes that it takes."""
 
     transform: Transform
-    promised: frozenset[Law]
+    promised: frozenset[Property]
     shapes: tuple[tuple[int, ...], ...]
     drops_nan: bool
 

@@ -1,4 +1,4 @@
-"""Which laws a transform obeys, and whether it keeps the rules that each must keep."""
+"""Which properties a transform obeys, and whether it keeps the rules that each must keep."""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -6,21 +6,21 @@ from typing import get_args
 
 from torch import Tensor
 
-from gradsurg.testing.transform_laws import LAWS, Assertion, draws
+from gradsurg.testing.transform_properties import LAWS, Assertion, draws
 from gradsurg.testing.transform_rules import RULES, SHAPES, Subject
 from gradsurg.testing.verdicts import Table, demanded, judged
-from gradsurg.transforms.base import Law, Transform, as_transform
+from gradsurg.transforms.base import Property, Transform, as_transform
 
 
 def check_transform(
     transform: Transform | Callable[[Tensor], Tensor],
     *,
-    declared: Collection[Law] | None = None,
+    declared: Collection[Property] | None = None,
     shapes: Sequence[tuple[int, ...]] = SHAPES,
     drops_nan: bool = False,
     count: int = 25,
 ) -> Table:
-    """Which laws hold on `count` random gradients, and whether it keeps the rules: finite, pure,
+    """Which properties hold on `count` random gradients, and whether it keeps the rules: finite, pure,
     repeatable, nothing that waits for the device, shape and dtype kept.
 
     A plain function of one gradient will do. `declared` takes the place of what a transform says of
@@ -28,14 +28,14 @@ def check_transform(
     one line a fault, if a declared law does not hold or a rule is broken, TypeError for what is no
     transform, ValueError for an unknown law.
     """
-    known = get_args(Law)
+    known = get_args(Property)
     unknown = sorted(set(declared or ()) - set(known))
     if unknown:
         raise ValueError(f"declared: must be of {', '.join(known)}, found {', '.join(unknown)}")
     made = as_transform(transform)
     if not isinstance(made, Transform):
         raise TypeError(f"check_transform takes a transform or a function, found {transform!r}")
-    promised = made.laws if declared is None else frozenset(declared)
+    promised = made.properties if declared is None else frozenset(declared)
     subject = Subject(made, promised, tuple(shapes), drops_nan)
     rules = tuple(judged(name, True, partial(rule, subject)) for name, rule in RULES.items())
     verdicts = []

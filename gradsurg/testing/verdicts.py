@@ -35,7 +35,7 @@ class Verdict:
 class Table:
     """The verdicts on one aggregator or transform; as text, one line each.
 
-    `verdicts` are those on laws or properties, `rules` those on the contract, which all must keep.
+    `verdicts` are those on properties or properties, `rules` those on the contract, which all must keep.
     """
 
     thing: str
@@ -44,7 +44,7 @@ class Table:
 
     @property
     def holds(self) -> frozenset[str]:
-        """The laws or properties that hold on every example, declared or not."""
+        """The properties or properties that hold on every example, declared or not."""
         return frozenset(verdict.name for verdict in self.verdicts if verdict.holds)
 
     def __str__(self) -> str:

@@ -7,9 +7,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.fields import validated
-from gradsurg.per import widened
-from gradsurg.transforms.base import Context, Law, Stateless
+from gradsurg.plugins.fields import validated
+from gradsurg.plugins.per import widened
+from gradsurg.transforms.base import Context, Property, Stateless
 
 
 @validated
@@ -28,7 +28,7 @@ class AddNoise(Stateless):
     sigma: Annotated[float, Field(gt=0)] | None = None
 
     @property
-    def laws(self) -> frozenset[Law]:
+    def properties(self) -> frozenset[Property]:
         return frozenset({"elementwise", "unbiased"})
 
     def deviation(self, step: int) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 State = dict[str, Tensor]
 Scope = Literal["tensor", "group"]
-Law = Literal[
+Property = Literal[
     "elementwise",  # an entry of the result depends on the same entry of the gradient alone
     "homogeneous",  # T(c g) = c T(g) for c > 0: safe on gradients scaled by a loss scale
     "idempotent",  # T(T(g)) = T(g)
@@ -97,8 +97,8 @@ class Transform(ABC):
 
     @property
     @abstractmethod
-    def laws(self) -> frozenset[Law]:
-        """The laws that hold for these fields, each checked by the test-suite.
+    def properties(self) -> frozenset[Property]:
+        """The properties that hold for these fields, each checked by the test-suite.
 
         For finite gradients, and for any fixed state and context: of a transform with state only
         what its past cannot spoil.
@@ -180,7 +180,7 @@ class Wrapper(GroupTransform):
 
 
 class Function(Stateless):
-    """A plain callable as a transform: nothing is known of its laws."""
+    """A plain callable as a transform: nothing is known of its properties."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         self.function = function
@@ -190,7 +190,7 @@ class Function(Stateless):
         return getattr(self.function, "__qualname__", type(self.function).__qualname__)
 
     @property
-    def laws(self) -> frozenset[Law]:
+    def properties(self) -> frozenset[Property]:
         return frozenset()
 
     def apply(self, grad: Tensor, context: Context) -> Tensor:

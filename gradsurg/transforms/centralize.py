@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from gradsurg.fields import Contradiction, validated
-from gradsurg.per import Per, mean, widened
-from gradsurg.transforms.base import Context, Law, Stateless
+from gradsurg.plugins.fields import Contradiction, validated
+from gradsurg.plugins.per import Per, mean, widened
+from gradsurg.transforms.base import Context, Property, Stateless
 
 
 @validated
@@ -24,7 +24,7 @@ class Centralize(Stateless):
             raise Contradiction("per", "must not be entry: each would lose itself; use Zero")
 
     @property
-    def laws(self) -> frozenset[Law]:
+    def properties(self) -> frozenset[Property]:
         return frozenset(
             {"homogeneous", "idempotent", "linear", "odd", "norm_non_increasing", "deterministic"}
         )

@@ -8,8 +8,8 @@ from torch import Tensor
 from gradsurg.transforms.base import (
     Context,
     GroupTransform,
-    Law,
     Need,
+    Property,
     Scope,
     State,
     Transform,
@@ -20,7 +20,7 @@ from gradsurg.transforms.base import (
 )
 from gradsurg.transforms.identity import Identity
 
-Link = Transform | Callable[[Tensor], Tensor]
+BoundTransform = Transform | Callable[[Tensor], Tensor]
 
 
 class Chain(GroupTransform):
@@ -34,7 +34,7 @@ class Chain(GroupTransform):
 
     links: tuple[Transform, ...]
 
-    def __init__(self, *transforms: Link, links: Iterable[Link] = ()) -> None:
+    def __init__(self, *transforms: BoundTransform, links: Iterable[BoundTransform] = ()) -> None:
         flat = tuple(_flat([*transforms, *links]))
         object.__setattr__(self, "links", flat)
 
@@ -59,14 +59,14 @@ class Chain(GroupTransform):
         return frozenset[Need]().union(*(link.needs for link in self.links))
 
     @property
-    def laws(self) -> frozenset[Law]:
+    def properties(self) -> frozenset[Property]:
         """What all links obey: each law holds of a composition if it holds of the parts.
 
         Unbiased too, as the links' draws are independent. All but idempotent: clipping after
         scaling, say, repeats the scaling the second time.
         """
-        laws = Identity().laws.intersection(*(link.laws for link in self.links))
-        return laws if len(self.links) < 2 else laws - {"idempotent"}
+        properties = Identity().properties.intersection(*(link.properties for link in self.links))
+        return properties if len(self.links) < 2 else properties - {"idempotent"}
 
     def init_group(self, grads: Sequence[Tensor]) -> State:
         return {

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from gradsurg.fields import Contradiction, validated
-from gradsurg.transforms.base import Context, Law, Stateless
+from gradsurg.plugins.fields import Contradiction, validated
+from gradsurg.transforms.base import Context, Property, Stateless
 
 
 @validated
@@ -25,15 +25,15 @@ class Clamp(Stateless):
             raise Contradiction("low", f"must be <= high, found low={self.low}, high={self.high}")
 
     @property
-    def laws(self) -> frozenset[Law]:
-        laws: set[Law] = {"elementwise", "idempotent", "deterministic"}
+    def properties(self) -> frozenset[Property]:
+        properties: set[Property] = {"elementwise", "idempotent", "deterministic"}
         if (self.low is None or self.low <= 0) and (self.high is None or self.high >= 0):
-            laws |= {"sign_preserving", "norm_non_increasing"}
+            properties |= {"sign_preserving", "norm_non_increasing"}
         if self.low is not None and self.high is not None and self.low == -self.high:
-            laws |= {"odd"}
+            properties |= {"odd"}
         if {self.low, self.high} <= {None, 0.0}:
-            laws |= {"homogeneous"}
-        return frozenset(laws)
+            properties |= {"homogeneous"}
+        return frozenset(properties)
 
     def apply(self, grad: Tensor, context: Context) -> Tensor:
         return grad.clamp(self.low, self.high)

@@ -5,8 +5,8 @@ from typing import Annotated
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.fields import validated
-from gradsurg.transforms.base import Context, Law, Stateless
+from gradsurg.plugins.fields import validated
+from gradsurg.transforms.base import Context, Property, Stateless
 
 
 @validated
@@ -21,7 +21,7 @@ class Clip(Stateless):
     value: Annotated[float, Field(gt=0)] = 0.01
 
     @property
-    def laws(self) -> frozenset[Law]:
+    def properties(self) -> frozenset[Property]:
         return frozenset(
             {
                 "elementwise",

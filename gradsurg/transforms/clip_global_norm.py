@@ -12,10 +12,10 @@ from torch import Tensor
 # `torch.vmap` has no rule for the `_foreach` functions.
 from torch._C._functorch import is_batchedtensor
 
-from gradsurg import engine
-from gradsurg.fields import validated
-from gradsurg.per import Order
-from gradsurg.transforms.base import Context, GroupTransform, Law, State
+from gradsurg.plugins.fields import validated
+from gradsurg.plugins.per import Order
+from gradsurg.torch_internals import autograd
+from gradsurg.transforms.base import Context, GroupTransform, Property, State
 
 
 @validated
@@ -34,7 +34,7 @@ class ClipGlobalNorm(GroupTransform):
     eps: Annotated[float, Field(ge=0)] = 1e-6
 
     @property
-    def laws(self) -> frozenset[Law]:
+    def properties(self) -> frozenset[Property]:
         return frozenset({"odd", "sign_preserving", "norm_non_increasing", "deterministic"})
 
     def init_group(self, grads: Sequence[Tensor]) -> State:
@@ -44,8 +44,8 @@ class ClipGlobalNorm(GroupTransform):
         self, grads: Sequence[Tensor], state: State, contexts: Sequence[Context]
     ) -> tuple[list[Tensor], State]:
         if self.p < inf and _alike(grads) and grads[0].dtype in (torch.float32, torch.float64):
-            factor = self._factor(engine.foreach_norm(list(grads), self.p))
-            return list(engine.foreach_mul(list(grads), factor)), state
+            factor = self._factor(autograd.foreach_norm(list(grads), self.p))
+            return list(autograd.foreach_mul(list(grads), factor)), state
         norms = _norms([grad for grad in grads if grad.numel()], self.p)
         if not norms:
             return list(grads), state
@@ -59,7 +59,7 @@ class ClipGlobalNorm(GroupTransform):
 def _alike(grads: Sequence[Tensor]) -> bool:
     """One dtype, one device and no vmap around: then the fused operations do it all."""
     alike = len({grad.dtype for grad in grads}) == len({grad.device for grad in grads}) == 1
-    return alike and not engine.in_functorch()
+    return alike and not autograd.in_functorch()
 
 
 def _norms(grads: Sequence[Tensor], p: float) -> list[Tensor]:

@@ -6,9 +6,9 @@ from typing import Annotated
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.fields import validated
-from gradsurg.per import Order, Per, norm, widened
-from gradsurg.transforms.base import Context, Law, Stateless
+from gradsurg.plugins.fields import validated
+from gradsurg.plugins.per import Order, Per, norm, widened
+from gradsurg.transforms.base import Context, Property, Stateless
 
 
 @validated
@@ -28,13 +28,18 @@ class ClipNorm(Stateless):
     eps: Annotated[float, Field(ge=0)] = 0.0
 
     @property
-    def laws(self) -> frozenset[Law]:
-        laws: set[Law] = {"odd", "sign_preserving", "norm_non_increasing", "deterministic"}
+    def properties(self) -> frozenset[Property]:
+        properties: set[Property] = {
+            "odd",
+            "sign_preserving",
+            "norm_non_increasing",
+            "deterministic",
+        }
         if self.eps == 0:
-            laws |= {"idempotent"}
+            properties |= {"idempotent"}
         if self.per == "entry":
-            laws |= {"elementwise"}
-        return frozenset(laws)
+            properties |= {"elementwise"}
+        return frozenset(properties)
 
     def apply(self, grad: Tensor, context: Context) -> Tensor:
         factor = self.max_norm / (norm(grad, self.per, self.p) + self.eps)

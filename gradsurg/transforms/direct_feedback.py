@@ -7,8 +7,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.fields import validated
-from gradsurg.transforms.base import Context, Law, Need, Stateless, error_of
+from gradsurg.plugins.fields import validated
+from gradsurg.transforms.base import Context, Need, Property, Stateless, error_of
 
 
 @validated
@@ -33,7 +33,7 @@ class DirectFeedback(Stateless):
         return frozenset({"error"})
 
     @property
-    def laws(self) -> frozenset[Law]:
+    def properties(self) -> frozenset[Property]:
         # Homogeneous in all that flows: a loss scale is on the error too.
         return frozenset({"homogeneous", "idempotent"})
 

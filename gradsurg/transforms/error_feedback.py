@@ -7,11 +7,11 @@ import torch
 from pydantic import BeforeValidator
 from torch import Tensor
 
-from gradsurg.fields import validated
-from gradsurg.per import widened
+from gradsurg.plugins.fields import validated
+from gradsurg.plugins.per import widened
 from gradsurg.transforms.base import (
     Context,
-    Law,
+    Property,
     State,
     Transform,
     Wrapper,
@@ -39,9 +39,9 @@ class ErrorFeedback(Wrapper):
     of: Annotated[Transform, BeforeValidator(as_transform)] = Sign("mean")
 
     @property
-    def laws(self) -> frozenset[Law]:
-        kept: set[Law] = {"elementwise", "deterministic"}
-        return self.of.laws & kept
+    def properties(self) -> frozenset[Property]:
+        kept: set[Property] = {"elementwise", "deterministic"}
+        return self.of.properties & kept
 
     def init_group(self, grads: Sequence[Tensor]) -> State:
         wide = [widened(grad) for grad in grads]

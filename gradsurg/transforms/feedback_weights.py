@@ -6,8 +6,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.fields import validated
-from gradsurg.transforms.base import Context, Law, Need, Stateless, entering_of
+from gradsurg.plugins.fields import validated
+from gradsurg.transforms.base import Context, Need, Property, Stateless, entering_of
 
 
 @validated
@@ -35,7 +35,7 @@ class FeedbackWeights(Stateless):
         return frozenset({"entering", "product"})
 
     @property
-    def laws(self) -> frozenset[Law]:
+    def properties(self) -> frozenset[Property]:
         # Homogeneous in all that flows: a loss scale is on what enters too.
         return frozenset({"homogeneous", "idempotent"})
 

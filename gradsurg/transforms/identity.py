@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from gradsurg.fields import validated
-from gradsurg.transforms.base import Context, Law, Stateless
+from gradsurg.plugins.fields import validated
+from gradsurg.transforms.base import Context, Property, Stateless
 
 
 @validated
@@ -15,7 +15,7 @@ class Identity(Stateless):
     """
 
     @property
-    def laws(self) -> frozenset[Law]:
+    def properties(self) -> frozenset[Property]:
         return frozenset(
             {
                 "elementwise",

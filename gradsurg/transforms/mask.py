@@ -7,9 +7,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.fields import Contradiction, validated
-from gradsurg.per import Per, reduced_axes
-from gradsurg.transforms.base import Context, Law, Stateless
+from gradsurg.plugins.fields import Contradiction, validated
+from gradsurg.plugins.per import Per, reduced_axes
+from gradsurg.transforms.base import Context, Property, Stateless
 
 
 @validated
@@ -46,21 +46,21 @@ class Mask(Stateless):
             raise Contradiction("per", f"must be tensor with by={self.by}, found {self.per}")
 
     @property
-    def laws(self) -> frozenset[Law]:
-        laws: set[Law] = {"odd", "sign_preserving"}
+    def properties(self) -> frozenset[Property]:
+        properties: set[Property] = {"odd", "sign_preserving"}
         if not self.rescale:
-            laws |= {"norm_non_increasing"}
+            properties |= {"norm_non_increasing"}
         match self.by:
             case "largest":
-                laws |= {"homogeneous", "deterministic"}
-                laws |= set() if self.rescale else {"idempotent"}
+                properties |= {"homogeneous", "deterministic"}
+                properties |= set() if self.rescale else {"idempotent"}
             case "threshold":
-                laws |= {"elementwise", "idempotent", "deterministic"}
+                properties |= {"elementwise", "idempotent", "deterministic"}
             case "random" | "random_k":
                 # Not linear: the draws of two accumulated gradients differ from those of their sum.
-                laws |= {"elementwise", "homogeneous"}
-                laws |= {"unbiased"} if self.rescale else set()
-        return frozenset(laws)
+                properties |= {"elementwise", "homogeneous"}
+                properties |= {"unbiased"} if self.rescale else set()
+        return frozenset(properties)
 
     def apply(self, grad: Tensor, context: Context) -> Tensor:
         match self.by:

@@ -6,11 +6,11 @@ from typing import Annotated
 from pydantic import BeforeValidator
 from torch import Tensor
 
-from gradsurg.fields import validated
-from gradsurg.per import direction, norm
+from gradsurg.plugins.fields import validated
+from gradsurg.plugins.per import direction, norm
 from gradsurg.transforms.base import (
     Context,
-    Law,
+    Property,
     State,
     Transform,
     Wrapper,
@@ -34,10 +34,10 @@ class NormMatched(Wrapper):
     of: Annotated[Transform, BeforeValidator(as_transform)] = Clip(0.01)
 
     @property
-    def laws(self) -> frozenset[Law]:
-        kept: set[Law] = {"homogeneous", "odd", "norm_non_increasing", "deterministic"}
-        own: set[Law] = {"sign_preserving"}
-        return self.of.laws & kept | own
+    def properties(self) -> frozenset[Property]:
+        kept: set[Property] = {"homogeneous", "odd", "norm_non_increasing", "deterministic"}
+        own: set[Property] = {"sign_preserving"}
+        return self.of.properties & kept | own
 
     def init_group(self, grads: Sequence[Tensor]) -> State:
         return init_all(self.of, grads)

@@ -5,8 +5,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradsurg.fields import validated
-from gradsurg.transforms.base import Context, Law, Stateless
+from gradsurg.plugins.fields import validated
+from gradsurg.transforms.base import Context, Property, Stateless
 
 
 @validated
@@ -24,9 +24,9 @@ class Sanitize(Stateless):
     on_nonfinite: Literal["zero", "clamp", "drop"] = "zero"
 
     @property
-    def laws(self) -> frozenset[Law]:
+    def properties(self) -> frozenset[Property]:
         # Not homogeneous nor linear: where c * g overflows, c * T(g) does too, but not T(c * g).
-        laws: set[Law] = {
+        properties: set[Property] = {
             "idempotent",
             "odd",
             "sign_preserving",
@@ -34,8 +34,8 @@ class Sanitize(Stateless):
             "deterministic",
         }
         if self.on_nonfinite == "zero":
-            laws |= {"elementwise"}
-        return frozenset(laws)
+            properties |= {"elementwise"}
+        return frozenset(properties)
 
     def apply(self, grad: Tensor, context: Context) -> Tensor:
         finite = grad.isfinite()

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from gradsurg.fields import validated
-from gradsurg.transforms.base import Context, Law, Stateless
+from gradsurg.plugins.fields import validated
+from gradsurg.transforms.base import Context, Property, Stateless
 
 
 @validated
@@ -18,17 +18,17 @@ class Scale(Stateless):
     factor: float = 0.1
 
     @property
-    def laws(self) -> frozenset[Law]:
-        laws: set[Law] = {"elementwise", "homogeneous", "linear", "odd", "deterministic"}
+    def properties(self) -> frozenset[Property]:
+        properties: set[Property] = {"elementwise", "homogeneous", "linear", "odd", "deterministic"}
         if self.factor >= 0:
-            laws |= {"sign_preserving"}
+            properties |= {"sign_preserving"}
         if abs(self.factor) <= 1:
-            laws |= {"norm_non_increasing"}
+            properties |= {"norm_non_increasing"}
         if self.factor in (0.0, 1.0):
-            laws |= {"idempotent"}
+            properties |= {"idempotent"}
         if self.factor == 1:
-            laws |= {"unbiased"}
-        return frozenset(laws)
+            properties |= {"unbiased"}
+        return frozenset(properties)
 
     def apply(self, grad: Tensor, context: Context) -> Tensor:
         return grad * self.factor

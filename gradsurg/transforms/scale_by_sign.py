@@ -6,9 +6,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradsurg.fields import validated
-from gradsurg.per import Per, reduced_axes
-from gradsurg.transforms.base import Context, Law, Need, Stateless, value_of
+from gradsurg.plugins.fields import validated
+from gradsurg.plugins.per import Per, reduced_axes
+from gradsurg.transforms.base import Context, Need, Property, Stateless, value_of
 
 
 @validated
@@ -38,23 +38,23 @@ class ScaleBySign(Stateless):
         return frozenset({"value"} if self.of == "value" else ())
 
     @property
-    def laws(self) -> frozenset[Law]:
+    def properties(self) -> frozenset[Property]:
         gains = (self.positive, self.negative)
         own = self.of == "grad"
-        laws: set[Law] = {"homogeneous", "deterministic"}
+        properties: set[Property] = {"homogeneous", "deterministic"}
         if self.per == "entry" or not own:
-            laws |= {"elementwise"}
+            properties |= {"elementwise"}
         if not own or self.positive == self.negative:
-            laws |= {"odd"}
+            properties |= {"odd"}
         if not own or (self.positive == self.negative and (self.per == "entry" or gains[0] == 1)):
-            laws |= {"linear"}
+            properties |= {"linear"}
         if min(gains) >= 0:
-            laws |= {"sign_preserving"}
+            properties |= {"sign_preserving"}
         if max(map(abs, gains)) <= 1:
-            laws |= {"norm_non_increasing"}
+            properties |= {"norm_non_increasing"}
         if set(gains) <= {0.0, 1.0}:
-            laws |= {"idempotent"}
-        return frozenset(laws)
+            properties |= {"idempotent"}
+        return frozenset(properties)
 
     def apply(self, grad: Tensor, context: Context) -> Tensor:
         match self.of:

@@ -9,10 +9,10 @@ import torch
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.transforms.base import (
     Context,
-    Law,
+    Property,
     State,
     Transform,
     Wrapper,
@@ -46,12 +46,12 @@ class Scheduled(Wrapper):
     curve: Literal["linear", "cosine", "saturating"] = "linear"
 
     @property
-    def laws(self) -> frozenset[Law]:
-        kept: set[Law] = {"elementwise", "homogeneous", "linear", "odd", "unbiased"}
+    def properties(self) -> frozenset[Property]:
+        kept: set[Property] = {"elementwise", "homogeneous", "linear", "odd", "unbiased"}
         kept |= {"deterministic"}
         if min(self.start, self.stop) >= 0 and max(self.start, self.stop) <= 1:
             kept |= {"sign_preserving", "norm_non_increasing"}
-        return self.of.laws & kept
+        return self.of.properties & kept
 
     def strength(self, step: int) -> float:
         """s at a step."""

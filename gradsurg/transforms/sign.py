@@ -6,9 +6,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradsurg.fields import validated
-from gradsurg.per import Per, mean
-from gradsurg.transforms.base import Context, Law, Stateless
+from gradsurg.plugins.fields import validated
+from gradsurg.plugins.per import Per, mean
+from gradsurg.transforms.base import Context, Property, Stateless
 
 
 @validated
@@ -28,14 +28,14 @@ class Sign(Stateless):
     per: Per = "tensor"
 
     @property
-    def laws(self) -> frozenset[Law]:
-        laws: set[Law] = {"odd", "sign_preserving", "deterministic"}
+    def properties(self) -> frozenset[Property]:
+        properties: set[Property] = {"odd", "sign_preserving", "deterministic"}
         match self.scale:
             case "none":
-                laws |= {"elementwise", "idempotent"}
+                properties |= {"elementwise", "idempotent"}
             case "mean":
-                laws |= {"homogeneous", "norm_non_increasing"}
-        return frozenset(laws)
+                properties |= {"homogeneous", "norm_non_increasing"}
+        return frozenset(properties)
 
     def apply(self, grad: Tensor, context: Context) -> Tensor:
         signs = torch.where(grad.isnan(), grad, grad.sign())

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from gradsurg.fields import validated
-from gradsurg.transforms.base import Context, Law, Stateless
+from gradsurg.plugins.fields import validated
+from gradsurg.transforms.base import Context, Property, Stateless
 
 
 @validated
@@ -16,7 +16,7 @@ class Zero(Stateless):
     """
 
     @property
-    def laws(self) -> frozenset[Law]:
+    def properties(self) -> frozenset[Property]:
         return frozenset(
             {
                 "elementwise",

@@ -1,1 +1,1 @@
-"""When a transform acts: conditions as data, one a file, found by `gradsurg.catalogue`."""
+"""When a transform acts: conditions as data, one a file, found by `gradsurg.plugins.registry`."""

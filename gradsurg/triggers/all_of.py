@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.triggers.base import Fires, Moment, Trigger, combined, host_first
 
 
@@ -15,7 +15,7 @@ class AllOf(Trigger):
     """When all of the triggers `of` fire: `a & b`.
 
     Those that the host decides are asked first, and behind one that says no none is asked: then the
-    memory of a `Value(release=)` stands still.
+    memory of a `Threshold(release=)` stands still.
     """
 
     of: Annotated[tuple[Trigger, ...], Field(min_length=1)]

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.triggers.base import Moment, Source, Sourced
 
 

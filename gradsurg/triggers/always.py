@@ -1,6 +1,6 @@
 """Always: no condition."""
 
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.triggers.base import Fires, Moment, Trigger
 
 

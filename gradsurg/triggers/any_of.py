@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.triggers.base import Fires, Moment, Trigger, combined, host_first
 
 
@@ -15,7 +15,7 @@ class AnyOf(Trigger):
     """When one of the triggers `of` fires: `a | b`.
 
     Those that the host decides are asked first, and behind one that says yes none is asked: then
-    the memory of a `Value(release=)` stands still.
+    the memory of a `Threshold(release=)` stands still.
     """
 
     of: Annotated[tuple[Trigger, ...], Field(min_length=1)]

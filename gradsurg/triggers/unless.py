@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.triggers.base import Fires, Moment, Trigger
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from gradsurg.aggregators.base import Aggregator
-from gradsurg.catalogue import find
+from gradsurg.plugins.registry import find
 
 CONFIGS = Path(__file__).parents[2] / "conf" / "aggregator"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from gradsurg.aggregators.base import Property
-from gradsurg.catalogue import names
+from gradsurg.plugins.registry import names
 from gradsurg.testing import check_aggregator
 from tests.aggregators.cases import made
 from tests.verdict_tables import cell, line, paper, write

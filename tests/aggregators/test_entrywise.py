@@ -13,7 +13,7 @@ from gradsurg.aggregators.fixed_weights import FixedWeights
 from gradsurg.aggregators.grad_drop import GradDrop
 from gradsurg.aggregators.random import Random
 from gradsurg.aggregators.trimmed_mean import TrimmedMean
-from gradsurg.fields import FieldError
+from gradsurg.plugins.fields import FieldError
 
 
 def some_rows(num_tasks: int, size: int, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -12,9 +12,9 @@ from gradsurg.aggregators.krum import Krum
 from gradsurg.aggregators.mgda import MGDA
 from gradsurg.aggregators.nash_mtl import NashMTL
 from gradsurg.aggregators.trimmed_mean import TrimmedMean
-from gradsurg.intervention import Intervention, scale_matters
 from gradsurg.multitask.merging import merge
 from gradsurg.multitask.shared_parameters import SharedParameters
+from gradsurg.surgery.intervention import Intervention, scale_matters
 from gradsurg.testing import check_aggregator
 from gradsurg.testing.aggregator_rules import Plain
 

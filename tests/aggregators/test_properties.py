@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 
 from gradsurg.aggregators.base import Property
-from gradsurg.catalogue import names
+from gradsurg.plugins.registry import names
 from gradsurg.testing import check_aggregator
 from gradsurg.testing.aggregator_properties import PROPERTIES
 from tests.aggregators.cases import ROWS, Row, made

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from gradsurg.catalogue import find, names
+from gradsurg.plugins.registry import find, names
 from tests.aggregators.table import HEAD, README, row
 from tests.verdict_tables import written
 

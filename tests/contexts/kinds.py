@@ -40,7 +40,7 @@ KINDS = {
         lambda: gs.EveryModule(types="ReLU", kind="full_backward_pre")
     ),
     "EveryModule forward": Kind(lambda: gs.EveryModule(types="ReLU", kind="forward")),
-    "Values": Kind(lambda: gs.Values("act")),
+    "Activations": Kind(lambda: gs.Activations("act")),
     "Weights": Kind(lambda: gs.Weights("first.weight"), of="value"),
     "SavedTensors module": Kind(lambda: gs.SavedTensors("last"), probe="last.weight"),
     "Uses": Kind(lambda: gs.Uses("first")),

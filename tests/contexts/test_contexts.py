@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gradsurg as gs
-from gradsurg.catalogue import find, names
+from gradsurg.plugins.registry import find, names
 from tests.contexts.contexts import CONTEXTS, Order, trained
 from tests.contexts.kinds import KINDS, Kind
 from tests.contexts.table import BEGIN, END, README, outcome, row

@@ -15,7 +15,7 @@ from gradsurg.aggregators.base import (
     State,
     Weighting,
 )
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import Selector
 
 WIDTH = 6

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.aggregators.base import Aggregator
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import Selector
-from gradsurg.transforms.base import Context, Law, Stateless
+from gradsurg.transforms.base import Context, Property, Stateless
 from tests.multitask.nets import (
     Grads,
     Net,
@@ -44,7 +44,7 @@ class Notes(Stateless):
     known: bool = True
 
     @property
-    def laws(self) -> frozenset[Law]:
+    def properties(self) -> frozenset[Property]:
         return frozenset({"linear", "deterministic"}) if self.known else frozenset()
 
     def apply(self, grad: Tensor, context: Context) -> Tensor:
@@ -251,23 +251,27 @@ def test_a_leafs_transform_does_not_act_again_on_what_was_made() -> None:
 
 
 def test_what_remembers_is_refused_where_several_tasks_pass() -> None:
-    rule = r"low_pass: LowPass\(.*\) remembers what passes at a site, .* gradients of 3 tasks"
+    rule = (
+        r"grokfast_ema: GrokfastEMA\(.*\) remembers what passes at a site, .* gradients of 3 tasks"
+    )
     with pytest.raises(ValueError, match=rule):
-        trained(Net(), gs.Intervention(gs.LowPass(), at=gs.Outputs("trunk.1")), at_shared(Uneven()))
+        trained(
+            Net(), gs.Intervention(gs.GrokfastEMA(), at=gs.Outputs("trunk.1")), at_shared(Uneven())
+        )
 
 
 @pytest.mark.parametrize("how", ["one task", "after"])
 def test_what_remembers_may_act_on_one_task_or_after(how: str) -> None:
     model, stage = Net(), "backward" if how == "one task" else "step"
     when = gs.ForTask("b") if how == "one task" else gs.Always()
-    item = gs.Intervention(gs.LowPass(), at=gs.Parameters("trunk.*", stage=stage), when=when)
+    item = gs.Intervention(gs.GrokfastEMA(), at=gs.Parameters("trunk.*", stage=stage), when=when)
     optimizer = still(model)
     with gs.Surgery(item, at_shared(Uneven())).attach(model, optimizer) as live:
         for step in range(2):
             live.backward(losses_of(model, step))
             optimizer.step()
         with pytest.raises(ValueError, match="low_pass_2: .* remembers"):
-            live.add(gs.Intervention(gs.LowPass(), at=gs.Outputs("trunk.1")))
+            live.add(gs.Intervention(gs.GrokfastEMA(), at=gs.Outputs("trunk.1")))
             live.backward(losses_of(model))
         live.remove("low_pass_2")
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from gradsurg.aggregators._solvers import REMEMBERED
 from gradsurg.aggregators.base import Context
-from gradsurg.catalogue import names
 from gradsurg.multitask.conflict import (
     AT_ONCE,
     KEPT,
@@ -21,6 +20,7 @@ from gradsurg.multitask.conflict import (
     numbers,
 )
 from gradsurg.multitask.others import TWINS, Made, Other, _comparable, others_of, weights_of
+from gradsurg.plugins.registry import names
 
 CONTEXT = Context(step=4, group="shared", tasks=("a", "b"))
 

@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 import gradsurg as gs
 from gradsurg.aggregators.base import Aggregator, Context, Entrywise, Property, State
 from gradsurg.aggregators.base import losses_of as losses_known
-from gradsurg.catalogue import find, names
-from gradsurg.fields import validated
-from gradsurg.live import Live
 from gradsurg.multitask.conflict import Conflict
+from gradsurg.plugins.fields import validated
+from gradsurg.plugins.registry import find, names
+from gradsurg.surgery.live import Live
 from tests.multitask.nets import (
     TARGETS,
     Net,
@@ -123,7 +123,7 @@ def test_of_several_batches_a_leaf_outside_of_the_model_gets_the_sum() -> None:
 @pytest.mark.filterwarnings("ignore::gradsurg.SurgeryWarning")  # of a block that made no update
 def test_a_memory_that_batches_of_other_tasks_would_meet_is_refused() -> None:
     model = Net()
-    item = gs.Intervention(gs.LowPass(), at=gs.Parameters("trunk.0.weight"))
+    item = gs.Intervention(gs.GrokfastEMA(), at=gs.Parameters("trunk.0.weight"))
     with gs.Surgery(item, at_shared(Uneven())).attach(model) as live:
         live.backward({"a": losses_of(model)["a"]}, aggregate=False)
         with pytest.raises(ValueError, match="gradients of 2 tasks pass one after the other"):

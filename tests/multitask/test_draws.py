@@ -12,7 +12,7 @@ from gradsurg.aggregators.base import (
     Property,
     State,
 )
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from tests.multitask.nets import Grads, Net, at_shared, close, grads_of, losses_of, same, still
 
 

@@ -640,8 +640,8 @@ class Late(nn.Module):
 
 def test_a_memory_above_the_representation_is_refused_where_tasks_meet_again() -> None:
     model = Late()
-    item = gs.Intervention(gs.LowPass(), at=gs.Outputs("act"))
-    rule = "LowPass.* remembers what passes .* 2 tasks pass"
+    item = gs.Intervention(gs.GrokfastEMA(), at=gs.Outputs("act"))
+    rule = "GrokfastEMA.* remembers what passes .* 2 tasks pass"
     surgery = gs.Surgery(item, feature(Uneven(), "trunk"))
     with pytest.raises(ValueError, match=rule), surgery.attach(model) as live:
         live.backward(model(inputs()))

@@ -613,7 +613,7 @@ def test_a_model_that_is_copied_meanwhile_is_plain() -> None:
 
 
 def test_every_aggregator_in_the_catalogue_is_as_by_hand() -> None:
-    from gradsurg.catalogue import find, names
+    from gradsurg.plugins.registry import find, names
 
     checked = 0
     for stem in names("aggregators"):

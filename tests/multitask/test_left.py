@@ -109,7 +109,7 @@ def test_two_hundred_rounds_leave_nothing_alive(engine: str) -> None:
         optimizer = still(model)
         surgery = gs.Surgery(
             scaled(2.0, gs.Outputs("trunk.1")),
-            gs.Intervention(gs.LowPass(), at=gs.Parameters("trunk.*", stage="accumulated")),
+            gs.Intervention(gs.GrokfastEMA(), at=gs.Parameters("trunk.*", stage="accumulated")),
             at_shared(Running(), engine=engine),
         )
         with surgery.attach(model, optimizer) as live:

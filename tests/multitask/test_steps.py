@@ -9,8 +9,8 @@ from torch import Tensor
 
 import gradsurg as gs
 from gradsurg.aggregators.base import Aggregator, Context, Weighting
-from gradsurg.catalogue import find
-from gradsurg.live import Live
+from gradsurg.plugins.registry import find
+from gradsurg.surgery.live import Live
 from tests.multitask.nets import (
     Net,
     Running,

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 import gradsurg as gs
-from gradsurg.catalogue import find, names
+from gradsurg.plugins.registry import find, names
 from gradsurg.testing.contexts import context_with
-from gradsurg.transforms.base import Context, Law, Stateless, Transform
+from gradsurg.transforms.base import Context, Property, Stateless, Transform
 
 TRANSFORMS: list[Transform] = [
     *(find("transforms", stem)() for stem in names("transforms") if stem != "chain"),
-    gs.Chain(gs.ClipNorm(0.5), gs.LowPass()),
+    gs.Chain(gs.ClipNorm(0.5), gs.GrokfastEMA()),
     gs.Clip(1.0),
     gs.ClipNorm(0.5, per="unit"),
     gs.Mask(0.5, by="random", rescale=True),
@@ -28,7 +28,7 @@ class Detached(Stateless):
     """What P33 is about."""
 
     @property
-    def laws(self) -> frozenset[Law]:
+    def properties(self) -> frozenset[Property]:
         return frozenset()
 
     def apply(self, grad: Tensor, context: Context) -> Tensor:
@@ -67,16 +67,16 @@ def is_right(transform: Transform, *, hooked: bool) -> bool:
 def test_p33_a_second_derivative_through_a_transform_is_that_of_the_transform(
     transform: Transform,
 ) -> None:
-    hooked = transform.scope == "tensor" and "deterministic" in transform.laws
+    hooked = transform.scope == "tensor" and "deterministic" in transform.properties
     # What depends on the size of the value takes the value for a constant, and says so.
-    assert is_right(transform, hooked=hooked) != isinstance(transform, gs.AdaptiveClip)
+    assert is_right(transform, hooked=hooked) != isinstance(transform, gs.AGC)
 
 
 def test_p33_a_value_that_a_transform_looks_at_counts_as_a_constant() -> None:
     # Clipped to 0.01 |w|: the derivative by x of the clipped gradient is that at a fixed w.
     x = torch.tensor([2.0], dtype=torch.float64, requires_grad=True)
     w = 3 * x
-    with gs.hook(w, gs.AdaptiveClip(clipping=0.5, per="tensor")):
+    with gs.hook(w, gs.AGC(clipping=0.5, per="tensor")):
         (grad,) = torch.autograd.grad((w**2).sum(), x, create_graph=True)
     assert grad.item() == pytest.approx(0.5 * 6 * 3)
     (second,) = torch.autograd.grad(grad.sum(), x)

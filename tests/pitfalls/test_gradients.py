@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.sites.base import Selector
-from gradsurg.transforms.base import Context, Law, Need, Stateless
+from gradsurg.transforms.base import Context, Need, Property, Stateless
 from gradsurg.transforms.zero import Zero
 from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train
 
@@ -59,7 +59,7 @@ def test_p02_the_gradient_of_a_tensor_that_is_no_leaf_is_measured_all_the_same()
 
 
 @pytest.mark.parametrize(
-    "site", [gs.Outputs(), gs.Nodes("Addmm"), gs.Inputs(), gs.Uses("*.weight"), gs.Values()]
+    "site", [gs.Outputs(), gs.Nodes("Addmm"), gs.Inputs(), gs.Uses("*.weight"), gs.Activations()]
 )
 def test_p03_activations_are_freed_when_their_graph_is(site: Selector) -> None:
     def closing_over_itself() -> ref[Tensor]:
@@ -136,7 +136,7 @@ class OwnValue(Stateless):
         return frozenset({"value"})
 
     @property
-    def laws(self) -> frozenset[Law]:
+    def properties(self) -> frozenset[Property]:
         return frozenset()
 
     def apply(self, grad: Tensor, context: Context) -> Tensor:
@@ -360,7 +360,7 @@ def test_p20_a_checkpoint_that_stops_early_leaves_calls_counted_right() -> None:
 
 def test_p21_a_random_transform_of_values_is_refused_under_a_checkpoint() -> None:
     model, noise = Saved(), gs.AddNoise(sigma=1.0)
-    with attached(model, noise, gs.Values("block.0")):
+    with attached(model, noise, gs.Activations("block.0")):
         loss = model(torch.ones(1, 2))
         with pytest.raises(RuntimeError, match=r"block\.0#0.* recomputed by a checkpoint"):
             loss.backward()

@@ -11,8 +11,8 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsurg as gs
-from gradsurg import engine
 from gradsurg.sites.base import Selector
+from gradsurg.torch_internals import autograd
 from tests.nets import attached, backward, gradients, num_hooks, sgd, small
 
 
@@ -192,15 +192,15 @@ def test_p27_what_is_offered_instead_acts_on_a_sharded_model() -> None:
 def test_a_ddp_model_is_seen_from_inside_its_forward_alone() -> None:
     seen = []
     model = small()
-    model.register_forward_pre_hook(lambda *_: seen.append(engine.averaging()))
+    model.register_forward_pre_hook(lambda *_: seen.append(autograd.averaging()))
     outer = DistributedDataParallel(model)
     backward(outer)
     backward(model)
     assert seen == [outer, None]
-    assert engine.averaging() is None
-    assert engine.is_distributed()
+    assert autograd.averaging() is None
+    assert autograd.is_distributed()
 
 
 def test_without_a_group_a_process_is_not_one_of_several() -> None:
-    assert not engine.is_distributed()
-    assert not engine.is_sharded(torch.ones(1))
+    assert not autograd.is_distributed()
+    assert not autograd.is_sharded(torch.ones(1))

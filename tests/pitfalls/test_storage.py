@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import gradsurg as gs
-from gradsurg.catalogue import find, names
-from gradsurg.fields import validated
-from gradsurg.rules import known
+from gradsurg.hooks.rules import known
+from gradsurg.plugins.fields import validated
+from gradsurg.plugins.registry import find, names
 from gradsurg.sites.base import Selector
 from gradsurg.testing.contexts import context_with
-from gradsurg.transforms.base import Context, GroupTransform, Law, Need, State, Transform
+from gradsurg.transforms.base import Context, GroupTransform, Need, Property, State, Transform
 from tests.nets import backward, batch, sgd, small, weights
 
 STAGES: dict[str, Selector] = {
@@ -88,7 +88,7 @@ class Mean(Transform):
     view: bool = False
 
     @property
-    def laws(self) -> frozenset[Law]:
+    def properties(self) -> frozenset[Property]:
         return frozenset({"elementwise", "deterministic", "linear", "idempotent"})
 
     def init(self, grad: Tensor) -> State:
@@ -104,8 +104,8 @@ class Means(GroupTransform):
     """The same of a group."""
 
     @property
-    def laws(self) -> frozenset[Law]:
-        return Mean().laws
+    def properties(self) -> frozenset[Property]:
+        return Mean().properties
 
     def init_group(self, grads: Sequence[Tensor]) -> State:
         return {str(index): torch.zeros_like(grad) for index, grad in enumerate(grads)}
@@ -176,7 +176,7 @@ class Later(GroupTransform):
     fault: str
 
     @property
-    def laws(self) -> frozenset[Law]:
+    def properties(self) -> frozenset[Property]:
         return frozenset({"linear", "idempotent"})
 
     @property
@@ -227,7 +227,7 @@ def test_p08_what_is_captured_or_flows_forward_is_not_what_a_transform_remembers
             captured.append(grad.clone())
             grad.zero_()
     torch.testing.assert_close(captured[1], 1.9 * captured[0])
-    with gs.Surgery(gs.Intervention(Mean(), at=gs.Values("last"))).attach(model):
+    with gs.Surgery(gs.Intervention(Mean(), at=gs.Activations("last"))).attach(model):
         for _ in range(2):
             out = model(batch()[0])
             seen.append(out.detach().clone())
@@ -238,8 +238,8 @@ def test_p08_what_is_captured_or_flows_forward_is_not_what_a_transform_remembers
 def test_our_own_transforms_never_return_what_they_remember_nor_what_they_got_changed() -> None:
     made = [find("transforms", stem) for stem in names("transforms")]
     transforms: list[Transform] = [cls() for cls in made if cls.__name__ != "Chain"]
-    transforms.append(gs.Chain(gs.LowPass(), gs.LowPass()))
-    transforms += [gs.Scheduled(gs.LowPass(), start=1.0), gs.NormMatched(gs.LowPass())]
+    transforms.append(gs.Chain(gs.GrokfastEMA(), gs.GrokfastEMA()))
+    transforms += [gs.Scheduled(gs.GrokfastEMA(), start=1.0), gs.NormMatched(gs.GrokfastEMA())]
     for transform in transforms:
         assert known(transform), transform
         grad, value = torch.randn(2, 3), torch.randn(2, 3)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from gradsurg.runs.store import RunDirectory, directory_name
+from gradsurg.training.run_directory import RunDirectory, directory_name
 
 SITES = ("first.weight", "last.weight")
 STEPS = 40

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gradsurg.report.__main__ import main
-from gradsurg.runs.store import FACTS
+from gradsurg.training.run_directory import FACTS
 from tests.report import studies
 from tests.report.browser import browser, missing, prefer, screenshot
 

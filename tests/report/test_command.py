@@ -14,7 +14,7 @@ import polars as pl
 import pytest
 
 from gradsurg.report.__main__ import main
-from gradsurg.runs.store import SUMMARY
+from gradsurg.training.run_directory import SUMMARY
 from tests.report import studies
 
 FIGURES = ("outcome", "curves", "effects", "norms", "cost")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gradsurg.runs.store import RunDirectory
+from gradsurg.training.run_directory import RunDirectory
 from tests.report import studies
 from tests.report.browser import browser, prefer, screenshot
 from tests.report.test_browser import (

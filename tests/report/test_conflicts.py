@@ -24,8 +24,8 @@ from gradsurg.report.reading import stamp
 from gradsurg.report.study_report import study_report
 from gradsurg.report.terminal import Runs, report
 from gradsurg.report.writing import study_info, write_report
-from gradsurg.runs.frames import read_conflicts
-from gradsurg.runs.store import CONFLICTS, RunDirectory
+from gradsurg.training.frames import read_conflicts
+from gradsurg.training.run_directory import CONFLICTS, RunDirectory
 from tests.report import studies
 from tests.report.studies import conflict
 
@@ -391,7 +391,7 @@ def test_a_file_that_cannot_be_read_is_told_and_the_others_are_shown(tmp_path: P
 
 
 @pytest.mark.slow
-def test_there_is_a_figure_of_the_map_of_weights_and_of_decrease_and_sinks_get_them(
+def test_there_is_a_figure_of_the_map_of_weights_and_of_decrease_and_loggers_get_them(
     tmp_path: Path,
 ) -> None:
     folder = studies.clashing(tmp_path / "first", 9, ("pcgrad", "mgda"))

@@ -7,7 +7,7 @@ import pytest
 
 from gradsurg.report.study_report import study_report
 from gradsurg.report.terminal import Runs, report
-from gradsurg.runs.store import RunDirectory
+from gradsurg.training.run_directory import RunDirectory
 from tests.report.studies import plan
 
 AIM = "test/loss <= 0.5"

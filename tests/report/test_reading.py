@@ -6,7 +6,7 @@ import pytest
 
 from gradsurg.report.grouping import group
 from gradsurg.report.reading import Found, NotAStudy, read_study, stamp
-from gradsurg.runs.store import FACTS, LOCK, METRICS, SUMMARY
+from gradsurg.training.run_directory import FACTS, LOCK, METRICS, SUMMARY
 from tests.report import studies
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from gradsurg.report.terminal import WIDTH, Runs, report
 from gradsurg.report.wording import titles
-from gradsurg.runs.store import RunDirectory
 from gradsurg.stats import bca_interval
+from gradsurg.training.run_directory import RunDirectory
 
 T_975_2 = 4.302652729911275  # Student's t, two degrees of freedom
 

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
-from gradsurg.fields import FieldError
-from gradsurg.transforms.base import Context, Law, Need, Stateless
+from gradsurg.plugins.fields import FieldError
+from gradsurg.transforms.base import Context, Need, Property, Stateless
 from tests.nets import attached, num_hooks, small
 
 
@@ -275,7 +275,7 @@ class TimesValue(Stateless):
         return frozenset({"value"})
 
     @property
-    def laws(self) -> frozenset[Law]:
+    def properties(self) -> frozenset[Property]:
         return frozenset()
 
     def apply(self, grad: Tensor, context: Context) -> Tensor:

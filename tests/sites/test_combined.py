@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import gradsurg as gs
 from gradsurg.config.build import ConfigError, build
 from gradsurg.config.compose import CONFIG_DIR, check, plain, register
-from gradsurg.fields import FieldError
+from gradsurg.plugins.fields import FieldError
 from gradsurg.sites.base import Place, Selector
 from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train
 
@@ -537,7 +537,9 @@ def test_a_combination_is_a_value_and_its_name_holds_no_address() -> None:
 
 def test_a_surgery_at_what_a_test_selects_resumes_from_its_state() -> None:
     def surgery() -> gs.Surgery:
-        return gs.Surgery(gs.Intervention(gs.LowPass(), P().where(lambda place: "w" in place.name)))
+        return gs.Surgery(
+            gs.Intervention(gs.GrokfastEMA(), P().where(lambda place: "w" in place.name))
+        )
 
     one, other = surgery(), surgery()
     model = small()
@@ -639,7 +641,7 @@ def test_the_command_line_says_what_python_says(words: str, expected: list[str])
 )
 def test_what_is_wrong_is_one_line_a_fault(words: list[str], faults: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        check(["transform=clip", "sink=none", *words], False, [])
+        check(["transform=clip", "logger=none", *words], False, [])
     assert len(caught.value.faults) == len(faults), caught.value.faults
     for found, expected in zip(caught.value.faults, faults, strict=True):
         assert found.startswith(expected)

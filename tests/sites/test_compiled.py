@@ -161,7 +161,7 @@ def test_what_compiling_puts_around_a_module_is_no_module_of_the_process(kind: s
 def test_a_trigger_sees_the_forward_of_a_compiled_model(backend: str, source: str) -> None:
     def counts(compiling: bool) -> dict[str, int]:
         model = small()
-        when = gs.Value(above=0.73 if source == "batch" else 0.17, source=source)
+        when = gs.Threshold(above=0.73 if source == "batch" else 0.17, source=source)
         item = gs.Intervention(gs.Scale(1.5), at=gs.Outputs("*"), when=when)
         with gs.Surgery(item).attach(model, sgd(model)) as live:
             called = _whole(model, backend) if compiling else model

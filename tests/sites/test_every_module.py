@@ -206,7 +206,7 @@ def test_a_recomputation_that_could_give_another_value_is_refused() -> None:
     model = Saved()
     with (
         pytest.raises(RuntimeError, match="EveryModule: site 'twice#0' is recomputed by a chec"),
-        attached(model, gs.LowPass(), gs.EveryModule("twice")),
+        attached(model, gs.GrokfastEMA(), gs.EveryModule("twice")),
     ):
         model(point()).backward()
 

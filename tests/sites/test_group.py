@@ -13,7 +13,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
-from gradsurg.transforms.base import Context, Law, Need, Stateless
+from gradsurg.transforms.base import Context, Need, Property, Stateless
 from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train, weights
 from tests.sites.points import calls_of
 
@@ -439,7 +439,7 @@ class TimesValue(Stateless):
         return frozenset({"value"})
 
     @property
-    def laws(self) -> frozenset[Law]:
+    def properties(self) -> frozenset[Property]:
         return frozenset()
 
     def apply(self, grad: Tensor, context: Context) -> Tensor:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
-from gradsurg.fields import FieldError
+from gradsurg.plugins.fields import FieldError
 from tests.nets import (
     attached,
     backward,

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
-from gradsurg.fields import FieldError
+from gradsurg.plugins.fields import FieldError
 from gradsurg.sites._tickets import Notes
 from gradsurg.sites.base import Selector
 from tests.nets import attached, backward, batch, gradients, num_hooks, sgd, small, train, weights
@@ -83,7 +83,7 @@ class Several(nn.Module):
         return a * 3, b * 5, [value * 7 for value in words.values()], len(rest)
 
 
-class Around(nn.Module):
+class AggregationContext(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.several = Several()
@@ -96,7 +96,7 @@ class Around(nn.Module):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors_have_their_place_and_what_is_not_seen_is_told(kind: Any) -> None:
-    model, xs = Around(), [point(), point(), point()]
+    model, xs = AggregationContext(), [point(), point(), point()]
     with attached(model, gs.Scale(10.0), gs.ModuleGradients("several", kind=kind)) as live:
         model(*xs).backward()
     assert [grad_of(x) for x in xs] == [[30.0], [50.0], [7.0]]

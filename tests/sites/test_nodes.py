@@ -12,10 +12,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
-from gradsurg import engine
-from gradsurg.fields import FieldError
-from gradsurg.ledger import SurgeryWarning
+from gradsurg.effects.ledger import SurgeryWarning
+from gradsurg.plugins.fields import FieldError
 from gradsurg.sites._node_names import FAMILIES, fits
+from gradsurg.torch_internals import autograd
 from tests.nets import attached, backward, gradients, noisy, num_hooks, sgd, small, train
 from tests.sites.points import calls_of, grad_of, point
 
@@ -906,10 +906,10 @@ def test_what_was_made_in_another_thread_is_not_of_the_model() -> None:
 
     def work(until: int) -> None:
         x = point(2.0)
-        while engine.next_sequence_number() < until:
+        while autograd.next_sequence_number() < until:
             given[:] = [x * 3]
 
-    thread = threading.Thread(target=work, args=(engine.next_sequence_number() + 1,))
+    thread = threading.Thread(target=work, args=(autograd.next_sequence_number() + 1,))
     thread.start()
     thread.join()
     model = Cubes()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 import gradsurg as gs
-from gradsurg.fields import FieldError
+from gradsurg.plugins.fields import FieldError
 from tests.nets import attached, backward, batch, gradients, num_hooks, sgd, small, train
 
 

@@ -12,9 +12,9 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
-from gradsurg import engine
-from gradsurg.fields import FieldError
-from gradsurg.transforms.base import Context, Law, Stateless
+from gradsurg.plugins.fields import FieldError
+from gradsurg.torch_internals import autograd
+from gradsurg.transforms.base import Context, Property, Stateless
 from tests.nets import (
     attached,
     backward,
@@ -177,7 +177,7 @@ def test_parameters_views_of_them_and_buffers_are_left_alone_unless_asked_for() 
 
         class Shape(Stateless):
             @property
-            def laws(self) -> frozenset[Law]:
+            def properties(self) -> frozenset[Property]:
                 return frozenset()
 
             def apply(self, grad: Tensor, context: Context) -> Tensor:
@@ -288,7 +288,7 @@ def test_a_weight_changed_between_forward_and_backward_is_refused_though_no_site
 def test_a_transform_that_changes_the_shape_is_refused_by_site() -> None:
     class First(Stateless):
         @property
-        def laws(self) -> frozenset[Law]:
+        def properties(self) -> frozenset[Property]:
             return frozenset()
 
         def apply(self, grad: Tensor, context: Context) -> Tensor:
@@ -385,7 +385,7 @@ def test_hooks_are_gone_after_the_block_and_after_an_exception() -> None:
         with pytest.raises(OSError, match="gone"), attached(model, gs.Zero(), at):
             model(_x())
         assert num_hooks(model) == before
-        assert engine.saving() is None
+        assert autograd.saving() is None
 
 
 def test_an_interrupted_forward_leaves_no_hooks_in_force() -> None:
@@ -405,11 +405,11 @@ def test_an_interrupted_forward_leaves_no_hooks_in_force() -> None:
         breaks.stops = False
         model(x).sum().backward()
         assert grad_of(x) == [60.0]
-        assert engine.saving() is None
+        assert autograd.saving() is None
         breaks.stops = True
         with pytest.raises(KeyboardInterrupt):
             model(x)
-    assert engine.saving() is None
+    assert autograd.saving() is None
 
 
 def test_a_foreign_hook_that_raises_before_a_module_leaves_nothing_in_force() -> None:
@@ -422,7 +422,7 @@ def test_a_foreign_hook_that_raises_before_a_module_leaves_nothing_in_force() ->
     with attached(model, gs.Scale(10.0), gs.SavedTensors()):
         with pytest.raises(OSError, match="gone"):
             model(_x())
-        assert engine.saving() is None
+        assert autograd.saving() is None
         handle.remove()
         x = _x()
         model(x).sum().backward()
@@ -491,7 +491,7 @@ def test_save_on_cpu_and_the_block_together() -> None:
         model(x).sum().backward()
     assert grad_of(x) == [60.0]
     assert _calls(live) == {"block": 2}
-    assert engine.saving() is None
+    assert autograd.saving() is None
 
 
 # The block.
@@ -523,8 +523,8 @@ def test_what_a_checkpoint_takes_inside_the_block_is_its_own() -> None:
 def test_the_block_refuses_what_remembers_and_other_fields_and_a_module_of_its_name() -> None:
     model = small()
     with (
-        pytest.raises(ValueError, match=r"site 'block' is many tensors, and LowPass"),
-        attached(model, gs.LowPass(), gs.SavedTensors("block")),
+        pytest.raises(ValueError, match=r"site 'block' is many tensors, and GrokfastEMA"),
+        attached(model, gs.GrokfastEMA(), gs.SavedTensors("block")),
     ):
         pass
     with pytest.raises(FieldError, match=r"SavedTensors\.call: pattern 'block'"):
@@ -550,7 +550,7 @@ def test_blocks_can_be_left_in_any_order() -> None:
         x = _x()
         model(x).sum().backward()
         assert grad_of(x) == [18.0]
-    assert engine.saving() is None
+    assert autograd.saving() is None
 
 
 def test_another_thread_is_not_in_the_block_and_modules_are_followed_there() -> None:
@@ -671,7 +671,7 @@ def test_what_it_does_is_measured() -> None:
 
 def test_a_memory_belongs_to_a_site() -> None:
     model, x = nn.Sequential(nn.Tanh(), nn.Tanh()), _x(0.5)
-    with attached(model, gs.LowPass(decay=0.5, strength=1.0), gs.SavedTensors()) as live:
+    with attached(model, gs.GrokfastEMA(decay=0.5, strength=1.0), gs.SavedTensors()) as live:
         for _ in range(2):
             x.grad = None
             model(x).sum().backward()
@@ -701,7 +701,7 @@ def test_a_model_compiled_inside_the_block_reads_back_as_in_eager() -> None:
         model = small()
         optimizer = sgd(model)
         at, when = gs.SavedTensors(), gs.Steps(stop=3)
-        with attached(model, gs.LowPass(strength=0.5), at, optimizer, when) as live:
+        with attached(model, gs.GrokfastEMA(strength=0.5), at, optimizer, when) as live:
             called = torch.compile(model, backend="eager") if compiles else model
             for step in range(5):
                 optimizer.zero_grad()

@@ -227,7 +227,7 @@ IMAGES = torch.linspace(-1, 1, 48).view(8, 2, 3)
         gs.Nodes("matmul") | gs.Parameters("last.*") | gs.Outputs("act"),
         gs.Outputs().where(lambda place: isinstance(place.thing, nn.BatchNorm1d)),
         gs.Inputs("act"),
-        gs.Values("act"),
+        gs.Activations("act"),
         gs.Weights("*.bias"),
         gs.SavedTensors("last"),
         gs.SavedTensors("last", node="matmul"),
@@ -628,11 +628,11 @@ def test_a_parameter_that_the_forward_writes_to_is_told() -> None:
 def test_an_open_surgery_does_not_see_it() -> None:
     model = small()
     calls: list[int] = []
-    with attached(model, gs.Scale(2.0), gs.Values("act")) as live:
+    with attached(model, gs.Scale(2.0), gs.Activations("act")) as live:
         before, plain = num_hooks(model), model(X)
         model.register_forward_hook(lambda *_: calls.append(1))
         counted = [(entry.site, entry.calls) for entry in live.ledger]
-        shown = tree(model, X, gs.Values())
+        shown = tree(model, X, gs.Activations())
         assert [(entry.site, entry.calls) for entry in live.ledger] == counted
         assert num_hooks(model) == before + 1
         assert torch.equal(model(X), plain)

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
-from gradsurg.ledger import SurgeryWarning
+from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.sites.base import Selector
 from gradsurg.transforms.base import as_transform
 from tests.nets import attached, backward, gradients, num_hooks, small
@@ -443,7 +443,7 @@ def test_a_module_that_is_not_called_is_told() -> None:
 
 
 def test_a_transform_that_needs_a_value_or_a_group_is_refused() -> None:
-    for transform in (gs.AdaptiveClip(), gs.ClipGlobalNorm()):
+    for transform in (gs.AGC(), gs.ClipGlobalNorm()):
         with pytest.raises(ValueError, match="Uses"):
             gs.Intervention(transform, gs.Uses("part"))
 

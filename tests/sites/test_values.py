@@ -1,4 +1,4 @@
-"""Values: what flows forward is changed once at each site, and backward follows."""
+"""Activations: what flows forward is changed once at each site, and backward follows."""
 
 import gc
 from collections.abc import Callable
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
-from gradsurg.fields import FieldError
+from gradsurg.plugins.fields import FieldError
 from gradsurg.sites.base import Selector
-from gradsurg.transforms.base import Context, Law, Stateless
+from gradsurg.transforms.base import Context, Property, Stateless
 from gradsurg.triggers.base import Trigger
 from tests.nets import attached, backward, batch, gradients, num_hooks, sgd, small, train, weights
 from tests.sites.points import calls_of, grad_of, point
@@ -24,7 +24,7 @@ class Round(Stateless):
     """A quantisation: its derivative is zero."""
 
     @property
-    def laws(self) -> frozenset[Law]:
+    def properties(self) -> frozenset[Property]:
         return frozenset({"elementwise", "deterministic"})
 
     def apply(self, grad: Tensor, context: Context) -> Tensor:
@@ -51,7 +51,7 @@ class Shared(nn.Module):
 
 def test_an_output_is_doubled_and_the_gradient_goes_through() -> None:
     model, x = nn.Sequential(Times(3.0), Times(5.0)), point()
-    with attached(model, gs.Scale(2.0), gs.Values("0")) as live:
+    with attached(model, gs.Scale(2.0), gs.Activations("0")) as live:
         y = model(x)
         y.sum().backward()
     assert y.tolist() == [30.0]
@@ -68,7 +68,7 @@ def test_a_rounded_value_has_no_gradient_or_that_of_an_identity(
 ) -> None:
     # 3 * 2.25 = 6.75, rounded 7, times 2; then d/dx = 2 * 1 * 6 where it passes straight.
     model, x = nn.Sequential(Times(6.0), Times(2.0)), point(1.125)
-    with attached(model, Round(), gs.Values("0", backward=how)):
+    with attached(model, Round(), gs.Activations("0", backward=how)):
         y = model(x)
         y.sum().backward()
     assert y.tolist() == [value]
@@ -79,7 +79,7 @@ def test_straight_through_is_exact_in_the_forward_also_where_a_difference_is_not
     values = (0.1, -0.3, 1e30, -0.0, float("inf"), 3.3e-7)
     model, x = nn.Sequential(Times(1.0)), point(*values)
     expected = torch.tensor(values) * 0.7
-    with attached(model, gs.Scale(0.7), gs.Values("0", backward="straight")):
+    with attached(model, gs.Scale(0.7), gs.Activations("0", backward="straight")):
         y = model(x)
     assert torch.equal(y, expected)
     assert torch.equal(y.signbit(), expected.signbit())
@@ -88,7 +88,7 @@ def test_straight_through_is_exact_in_the_forward_also_where_a_difference_is_not
 
 def test_straight_through_can_be_written_to_and_differentiated_twice() -> None:
     model, x = nn.Sequential(Times(3.0), nn.ReLU(inplace=True)), point(1.0)
-    with attached(model, Round(), gs.Values("0", backward="straight")):
+    with attached(model, Round(), gs.Activations("0", backward="straight")):
         (first,) = torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
         first.sum().backward()
     # y = relu(round(3x)), d y^2 / dx = 2 * 3 * 3, again 2 * 3 * 3.
@@ -98,7 +98,7 @@ def test_straight_through_can_be_written_to_and_differentiated_twice() -> None:
 
 def test_a_double_backward_goes_through_the_transform() -> None:
     model, x = nn.Sequential(Times(1.0)), point(3.0)
-    square = gs.Intervention(gs.Scale(2.0), gs.Values("0"))
+    square = gs.Intervention(gs.Scale(2.0), gs.Activations("0"))
     with gs.Surgery(square).attach(model):
         (first,) = torch.autograd.grad(model(x).pow(3).sum(), x, create_graph=True)
         first.sum().backward()
@@ -112,9 +112,11 @@ def test_a_no_op_is_bit_identical() -> None:
     optimizer = sgd(model)
     train(plain, sgd(plain), 5)
     with (
-        attached(model, gs.Identity(), gs.Values(), optimizer),
-        attached(model, gs.Identity(), gs.Values(side="input", backward="straight"), optimizer),
-        attached(model, gs.Scale(3.0), gs.Values(), optimizer, shadow=True),
+        attached(model, gs.Identity(), gs.Activations(), optimizer),
+        attached(
+            model, gs.Identity(), gs.Activations(side="input", backward="straight"), optimizer
+        ),
+        attached(model, gs.Scale(3.0), gs.Activations(), optimizer, shadow=True),
     ):
         train(model, optimizer, 5)
     for ours, theirs in zip(weights(model), weights(plain), strict=True):
@@ -123,7 +125,7 @@ def test_a_no_op_is_bit_identical() -> None:
 
 def test_it_acts_in_evaluation_without_gradients_and_in_inference_mode() -> None:
     model = nn.Sequential(Times(3.0)).eval()
-    with attached(model, gs.Scale(2.0), gs.Values("0")) as live:
+    with attached(model, gs.Scale(2.0), gs.Activations("0")) as live:
         with torch.no_grad():
             assert model(torch.ones(1)).item() == 6.0
         with torch.inference_mode():
@@ -133,7 +135,7 @@ def test_it_acts_in_evaluation_without_gradients_and_in_inference_mode() -> None
 
 def test_what_it_does_is_measured() -> None:
     model = nn.Sequential(Times(1.0))
-    with attached(model, gs.Scale(2.0), gs.Values("0")) as live:
+    with attached(model, gs.Scale(2.0), gs.Activations("0")) as live:
         # In place right behind it: what was measured is what passed.
         model(torch.tensor([3.0, 4.0])).zero_()
     (row,) = live.effects.rows()
@@ -145,11 +147,14 @@ def test_hooks_are_gone_after_the_block_and_after_an_exception() -> None:
     model = small()
     for side in ("output", "input"):
         before = num_hooks(model)
-        with attached(model, gs.Scale(2.0), gs.Values(side=side)):
+        with attached(model, gs.Scale(2.0), gs.Activations(side=side)):
             assert num_hooks(model) > before
             model(torch.ones(1, 6))
         assert num_hooks(model) == before
-        with pytest.raises(OSError, match="gone"), attached(model, gs.Zero(), gs.Values(side=side)):
+        with (
+            pytest.raises(OSError, match="gone"),
+            attached(model, gs.Zero(), gs.Activations(side=side)),
+        ):
             raise OSError("gone")
         assert num_hooks(model) == before
 
@@ -157,7 +162,7 @@ def test_hooks_are_gone_after_the_block_and_after_an_exception() -> None:
 def test_a_transform_that_changes_the_shape_is_refused_by_site() -> None:
     class Half(Stateless):
         @property
-        def laws(self) -> frozenset[Law]:
+        def properties(self) -> frozenset[Property]:
             return frozenset()
 
         def apply(self, grad: Tensor, context: Context) -> Tensor:
@@ -166,14 +171,14 @@ def test_a_transform_that_changes_the_shape_is_refused_by_site() -> None:
     model = small()
     with (
         pytest.raises(TypeError, match="At site 'act#0'"),
-        attached(model, Half(), gs.Values("act")),
+        attached(model, Half(), gs.Activations("act")),
     ):
         backward(model)
 
 
 def test_nothing_is_kept_alive() -> None:
     model = small()
-    with attached(model, gs.LowPass(), gs.Values()) as live:
+    with attached(model, gs.GrokfastEMA(), gs.Activations()) as live:
         y = model(torch.ones(2, 6, requires_grad=True))
         held = [ref(y), ref(model)]
         y.sum().backward()
@@ -191,7 +196,7 @@ def test_nothing_is_kept_alive() -> None:
 
 def test_a_container_and_an_identity_do_not_change_a_value_again() -> None:
     model = nn.Sequential(nn.Sequential(Times(3.0), nn.Identity(), nn.Dropout(0.5).eval()))
-    with attached(model, gs.Scale(10.0), gs.Values()) as live:
+    with attached(model, gs.Scale(10.0), gs.Activations()) as live:
         assert model(torch.ones(1)).item() == 30.0
     (entry,) = live.ledger
     assert (entry.site, entry.aliases) == ("0.0#0", ["0.1#0", "0.2#0", "0#0"])
@@ -207,7 +212,7 @@ def test_a_tensor_that_is_given_again_is_another_value() -> None:
             return self.left(x) if left else self.right(x)
 
     model, x = Either(), torch.ones(1)
-    with attached(model, gs.Identity(), gs.Values()) as live:
+    with attached(model, gs.Identity(), gs.Activations()) as live:
         for left in (True, True, False):
             model(x, left)
         model.right(x)
@@ -225,19 +230,19 @@ def test_inputs_handed_down_are_changed_once_and_side_by_side_each() -> None:
             return self.left(x) + self.right(x)
 
     model = Both()
-    with attached(model, gs.Scale(10.0), gs.Values(side="input")) as live:
+    with attached(model, gs.Scale(10.0), gs.Activations(side="input")) as live:
         assert model(torch.ones(1)).item() == 80.0
     assert calls_of(live) == {"left#0.input": 1, "right#0.input": 1}
     assert next(iter(live.ledger)).aliases == ["left.0#0.input"]
     # Also where the transform leaves it alone.
-    with attached(model, gs.Identity(), gs.Values(side="input")) as live:
+    with attached(model, gs.Identity(), gs.Activations(side="input")) as live:
         model(torch.ones(1))
     assert calls_of(live) == {"left#0.input": 1, "right#0.input": 1}
 
 
 def test_what_was_changed_in_place_is_another_value() -> None:
     model = nn.Sequential(Times(-3.0), nn.ReLU(inplace=True), Times(1.0))
-    with attached(model, gs.Scale(-1.0), gs.Values("re:[01]")) as live:
+    with attached(model, gs.Scale(-1.0), gs.Activations("re:[01]")) as live:
         # -3 becomes 3, which relu leaves as it is and the transform makes -3.
         assert model(torch.ones(1)).item() == -3.0
     assert calls_of(live) == {"0#0": 1, "1#0": 1}
@@ -245,7 +250,7 @@ def test_what_was_changed_in_place_is_another_value() -> None:
 
 def test_a_module_that_writes_to_its_input_writes_to_the_transformed_one() -> None:
     model, x = nn.Sequential(nn.ReLU(inplace=True)), torch.tensor([-1.0])
-    with attached(model, gs.Scale(-2.0), gs.Values("0", side="input")):
+    with attached(model, gs.Scale(-2.0), gs.Activations("0", side="input")):
         assert model(x).item() == 2.0
     assert x.item() == -1.0
     model(x)
@@ -254,7 +259,7 @@ def test_a_module_that_writes_to_its_input_writes_to_the_transformed_one() -> No
 
 def test_the_input_and_the_output_of_a_module_are_two_sites_when_both_are_asked_for() -> None:
     model = nn.Sequential(Times(3.0))
-    both = gs.Values("0") | gs.Values("0", side="input")
+    both = gs.Activations("0") | gs.Activations("0", side="input")
     with attached(model, gs.Scale(10.0), both) as live:
         assert model(torch.ones(1)).item() == 300.0
     assert calls_of(live) == {"0#0": 1, "0#0.input": 1}
@@ -265,10 +270,10 @@ def test_the_input_and_the_output_of_a_module_are_two_sites_when_both_are_asked_
 
 def test_calls_of_a_shared_module_are_sites_and_call_picks_one() -> None:
     model = Shared()
-    with attached(model, gs.Scale(10.0), gs.Values("twice")) as live:
+    with attached(model, gs.Scale(10.0), gs.Activations("twice")) as live:
         assert model(torch.ones(1)).item() == 400.0
     assert calls_of(live) == {"twice#0": 1, "twice#1": 1}
-    with attached(model, gs.Scale(10.0), gs.Values("twice", call=1)) as live:
+    with attached(model, gs.Scale(10.0), gs.Activations("twice", call=1)) as live:
         assert model(torch.ones(1)).item() == 40.0
     assert calls_of(live) == {"twice#1": 1}
 
@@ -289,31 +294,31 @@ class Mixed(nn.Module):
 
 def test_nested_values_and_keyword_inputs_are_rebuilt_and_integers_left() -> None:
     model = Mixed()
-    with attached(model, gs.Scale(10.0), gs.Values("mix", side="input")) as live:
+    with attached(model, gs.Scale(10.0), gs.Activations("mix", side="input")) as live:
         y = model(torch.ones(1))
     assert (y["sum"].item(), y["count"].item()) == (70.0, 1)
     assert calls_of(live) == {"mix#0.input.0": 1, "mix#0.input.1.h": 1, "mix#0.input.mask": 1}
-    with attached(model, gs.Scale(10.0), gs.Values("mix")) as live:
+    with attached(model, gs.Scale(10.0), gs.Activations("mix")) as live:
         assert model(torch.ones(1))["sum"].item() == 70.0
     assert calls_of(live) == {"mix#0.sum": 1}
 
 
 @pytest.mark.parametrize("field", [{"side": "both"}, {"backward": "twice"}, {"pattern": "re:("}])
 def test_fields_that_make_no_sense_are_refused(field: dict[str, Any]) -> None:
-    with pytest.raises(FieldError, match=rf"Values\.{next(iter(field))}"):
-        gs.Values(**field)
+    with pytest.raises(FieldError, match=rf"Activations\.{next(iter(field))}"):
+        gs.Activations(**field)
 
 
 def test_a_transform_that_needs_a_value_or_a_group_is_refused() -> None:
     with pytest.raises(ValueError, match="needs the value whose gradient it gets"):
-        gs.Intervention(gs.ScaleBySign(of="value"), gs.Values())
+        gs.Intervention(gs.ScaleBySign(of="value"), gs.Activations())
     with pytest.raises(ValueError, match="needs all gradients of a group at once"):
-        gs.Intervention(gs.ClipGlobalNorm(), gs.Values())
+        gs.Intervention(gs.ClipGlobalNorm(), gs.Activations())
 
 
 def test_a_module_called_on_its_own_is_changed_too() -> None:
     model = Shared()
-    with attached(model, gs.Scale(10.0), gs.Values("twice")) as live:
+    with attached(model, gs.Scale(10.0), gs.Activations("twice")) as live:
         for _ in range(3):
             assert model.twice(torch.ones(1)).item() == 20.0
     assert calls_of(live) == {"twice#0": 3}
@@ -328,7 +333,7 @@ def test_an_exception_in_forward_leaves_the_calls_counted_right() -> None:
             return self.twice(y)
 
     model = Breaks()
-    with attached(model, gs.Scale(10.0), gs.Values("twice")) as live:
+    with attached(model, gs.Scale(10.0), gs.Activations("twice")) as live:
         with pytest.raises(OSError, match="gone"):
             model(torch.ones(1), True)
         model(torch.ones(1))
@@ -366,8 +371,8 @@ def test_a_recomputation_gives_the_same_values(
         nn.Sequential(Times(2.0), nn.Identity(), nn.Tanh()),
     )
     x, z = point(0.3), point(0.3)
-    at = gs.Values(pattern, side=side, backward=how)
-    with attached(plain, gs.Scale(1.5), gs.Values(side=side, backward=how)):
+    at = gs.Activations(pattern, side=side, backward=how)
+    with attached(plain, gs.Scale(1.5), gs.Activations(side=side, backward=how)):
         y = plain(z).pow(2).sum()
     y.backward()
     with attached(model, gs.Scale(1.5), at) as live:
@@ -380,7 +385,7 @@ def test_a_recomputation_gives_the_same_values(
 
 def test_a_recomputation_is_counted_again() -> None:
     model, x = Saved(Times(2.0), nn.Tanh()), point(0.3)
-    with attached(model, gs.Scale(1.5), gs.Values("inner.0")) as live:
+    with attached(model, gs.Scale(1.5), gs.Activations("inner.0")) as live:
         model(x).backward()
     assert calls_of(live) == {"inner.0#0": 2}
 
@@ -388,7 +393,7 @@ def test_a_recomputation_is_counted_again() -> None:
 @pytest.mark.parametrize(
     ("transform", "why"),
     [
-        (gs.LowPass(), r"LowPass\(.*\) remembers what it has met"),
+        (gs.GrokfastEMA(), r"GrokfastEMA\(.*\) remembers what it has met"),
         (gs.AddNoise(), r"AddNoise\(.*\) is not known to draw no random numbers"),
     ],
 )
@@ -399,14 +404,14 @@ def test_a_transform_that_would_give_other_values_is_refused_in_a_recomputation(
     model, x = Saved(Times(2.0), nn.Tanh(), reentrant=reentrant), point(0.3)
     with (
         pytest.raises(RuntimeError, match=rf"site 'inner\.0#0' is recomputed .*{why}"),
-        attached(model, transform, gs.Values("inner.0")),
+        attached(model, transform, gs.Activations("inner.0")),
     ):
         model(x).backward()
 
 
 def test_a_scheduled_transform_has_no_memory_and_is_repeated() -> None:
     model, x = Saved(Times(2.0), nn.Tanh()), point(0.3)
-    with attached(model, gs.Scheduled(gs.Scale(3.0), start=1.0), gs.Values("inner.0")) as live:
+    with attached(model, gs.Scheduled(gs.Scale(3.0), start=1.0), gs.Activations("inner.0")) as live:
         model(x).backward()
     assert calls_of(live) == {"inner.0#0": 2}
 
@@ -419,7 +424,7 @@ def test_a_surgery_that_was_changed_since_the_forward_is_refused_in_a_recomputat
     ]
     for change in changes:
         model, x = Saved(Times(2.0), nn.Tanh()), point(0.3)
-        at = gs.Values("inner.0")
+        at = gs.Activations("inner.0")
         with attached(model, gs.Scale(1.5), at, when=gs.Flag("flag", on=True)) as live:
             y = model(x)
             change(live)
@@ -428,7 +433,9 @@ def test_a_surgery_that_was_changed_since_the_forward_is_refused_in_a_recomputat
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("at", [gs.Values("inner.0"), gs.EveryModule("inner.0", kind="forward")])
+@pytest.mark.parametrize(
+    "at", [gs.Activations("inner.0"), gs.EveryModule("inner.0", kind="forward")]
+)
 def test_a_backward_after_the_block_is_refused_where_values_would_be_recomputed(
     reentrant: bool, at: Selector
 ) -> None:
@@ -445,7 +452,7 @@ def test_a_backward_after_the_block_is_refused_where_values_would_be_recomputed(
 def test_a_backward_after_the_next_steps_forward_is_refused(reentrant: bool, when: Trigger) -> None:
     """What is known of the calls is what the newest forward did, and this one did another thing."""
     model, x = Saved(Times(2.0), nn.Tanh(), reentrant=reentrant), point(0.3)
-    with attached(model, gs.Scale(1.5), gs.Values("inner.0"), when=when) as live:
+    with attached(model, gs.Scale(1.5), gs.Activations("inner.0"), when=when) as live:
         first = model(x)
         live.tick()
         second = model(x)
@@ -461,7 +468,7 @@ def test_a_backward_after_the_next_steps_forward_is_refused(reentrant: bool, whe
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_two_forwards_before_their_backwards_are_recomputed_alike(reentrant: bool) -> None:
     model, x = Saved(Times(2.0), nn.Tanh(), reentrant=reentrant), point(0.3)
-    with attached(model, gs.Scale(1.5), gs.Values("inner.0")):
+    with attached(model, gs.Scale(1.5), gs.Activations("inner.0")):
         first, second = model(x), model(x)
         with torch.no_grad():
             model(x)
@@ -475,7 +482,7 @@ def test_two_forwards_before_their_backwards_are_recomputed_alike(reentrant: boo
 def test_the_guard_of_a_recomputation_keeps_nothing_alive(reentrant: bool) -> None:
     model = Saved(Times(2.0), nn.Tanh(), reentrant=reentrant)
     held = ref(model.inner)
-    with attached(model, gs.Scale(1.5), gs.Values("inner.0")):
+    with attached(model, gs.Scale(1.5), gs.Activations("inner.0")):
         y = model(point(0.3))
         out = ref(y)
         y.backward()
@@ -492,11 +499,11 @@ def test_calls_that_differ_cannot_be_told_apart_in_a_recomputation() -> None:
     model = Saved(twice, nn.Tanh(), twice)
     with (
         pytest.raises(RuntimeError, match=r"'inner\.0#0' .*does not say which call it is"),
-        attached(model, gs.Scale(1.5), gs.Values("inner.0", call=0)),
+        attached(model, gs.Scale(1.5), gs.Activations("inner.0", call=0)),
     ):
         model(point(0.3)).backward()
     x, z = point(0.3), point(0.3)
-    with attached(model, gs.Scale(1.5), gs.Values("re:inner.[02]")):
+    with attached(model, gs.Scale(1.5), gs.Activations("re:inner.[02]")):
         model(x).backward()
     (3 * torch.tanh(3 * z)).pow(2).sum().backward()
     torch.testing.assert_close(x.grad, z.grad)
@@ -524,7 +531,7 @@ def test_a_call_outside_a_checkpoint_may_differ_from_one_that_is_recomputed(
             return y.pow(2)
 
     model, x, z = Partly(), point(0.3), point(0.3)
-    with attached(model, gs.Scale(1.5), gs.Values("inner", call=call)) as live:
+    with attached(model, gs.Scale(1.5), gs.Activations("inner", call=call)) as live:
         for _ in range(2):
             model(x).backward()
     (2 * slope * z.pow(2)).sum().backward()
@@ -534,7 +541,7 @@ def test_a_call_outside_a_checkpoint_may_differ_from_one_that_is_recomputed(
 
 def test_an_early_stop_leaves_nothing_unbalanced() -> None:
     model, x = Saved(nn.Sequential(nn.Tanh(), nn.Identity()), Times(2.0)), point(0.3)
-    with attached(model, gs.Scale(1.5), gs.Values()) as live:
+    with attached(model, gs.Scale(1.5), gs.Activations()) as live:
         for _ in range(2):
             model(x).backward()
         y = model(x)
@@ -554,7 +561,7 @@ def test_under_autocast_the_value_has_the_dtype_of_the_layer() -> None:
             seen.append((grad.dtype, torch.is_autocast_enabled("cpu")))
             return grad * 2
 
-    with attached(model, Look(), gs.Values("first")), torch.autocast("cpu", torch.bfloat16):
+    with attached(model, Look(), gs.Activations("first")), torch.autocast("cpu", torch.bfloat16):
         model(batch()[0]).float().sum().backward()
     assert seen == [(torch.bfloat16, False)]
     assert gradients(model)["first.weight"].any()
@@ -563,20 +570,20 @@ def test_under_autocast_the_value_has_the_dtype_of_the_layer() -> None:
 @pytest.mark.parametrize("how", ["through", "straight"])
 def test_it_works_in_a_functional_gradient_and_under_vmap(how: Any) -> None:
     model = nn.Sequential(Times(3.0))
-    with attached(model, gs.Scale(2.0), gs.Values("0", backward=how), effects_every=0):
+    with attached(model, gs.Scale(2.0), gs.Activations("0", backward=how), effects_every=0):
         grads = torch.func.vmap(torch.func.grad(lambda x: model(x).pow(2)))(torch.ones(2))
     # (6x)^2: 72 through; 2 * 6 * 3 straight.
     assert grads.tolist() == ([72.0] * 2 if how == "through" else [36.0] * 2)
 
 
 @pytest.mark.filterwarnings("ignore")  # Dynamo trips over its own warnings when they are errors
-@pytest.mark.parametrize("transform", [gs.LowPass(), gs.AddNoise(0.1), gs.Scale(2.0)])
+@pytest.mark.parametrize("transform", [gs.GrokfastEMA(), gs.AddNoise(0.1), gs.Scale(2.0)])
 def test_a_model_compiled_inside_the_block_is_changed_as_in_eager(transform: Any) -> None:
     def run(compiles: bool) -> tuple[list[Tensor], str]:
         torch.compiler.reset()
         model = small()
         optimizer = sgd(model)
-        at = gs.Values("first") | gs.Values("last", side="input", backward="straight")
+        at = gs.Activations("first") | gs.Activations("last", side="input", backward="straight")
         with attached(model, transform, at, optimizer, when=gs.Steps(stop=3)) as live:
             called = torch.compile(model, backend="eager") if compiles else model
             for step in range(5):
@@ -599,14 +606,14 @@ def test_a_model_called_compiled_before_the_block_is_told_not_to_be_changed() ->
     before = compiled(x)
     with (
         pytest.warns(gs.SurgeryWarning, match="no gradient ever passed at: first#0"),
-        attached(model, gs.Scale(2.0), gs.Values("first")),
+        attached(model, gs.Scale(2.0), gs.Activations("first")),
     ):
         assert torch.equal(compiled(x), before)
 
 
 def test_a_trigger_can_look_at_the_value_that_passes() -> None:
     model = nn.Sequential(Times(1.0))
-    with attached(model, gs.Scale(10.0), gs.Values("0"), when=gs.Value(above=2.0)) as live:
+    with attached(model, gs.Scale(10.0), gs.Activations("0"), when=gs.Threshold(above=2.0)) as live:
         assert model(torch.tensor([1.0])).item() == 1.0
         assert model(torch.tensor([3.0])).item() == 30.0
     assert calls_of(live) == {"0#0": 2}

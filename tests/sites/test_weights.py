@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
-from gradsurg.fields import FieldError
-from gradsurg.transforms.base import Context, Law, Stateless
+from gradsurg.plugins.fields import FieldError
+from gradsurg.transforms.base import Context, Property, Stateless
 from tests.nets import attached, batch, num_hooks, sgd, small, train, weights
 from tests.sites.points import calls_of
 
@@ -20,7 +20,7 @@ class Flip(Stateless):
     """A view of what it is given."""
 
     @property
-    def laws(self) -> frozenset[Law]:
+    def properties(self) -> frozenset[Property]:
         return frozenset({"deterministic"})
 
     def apply(self, grad: Tensor, context: Context) -> Tensor:
@@ -36,7 +36,7 @@ class Seen(Stateless):
         self.steps = []
 
     @property
-    def laws(self) -> frozenset[Law]:
+    def properties(self) -> frozenset[Property]:
         return frozenset({"deterministic"})
 
     def apply(self, grad: Tensor, context: Context) -> Tensor:
@@ -256,7 +256,7 @@ def test_hooks_are_gone_after_the_block_and_after_an_exception(stage: Any) -> No
 def test_nothing_is_kept_alive(stage: Any) -> None:
     model = small()
     optimizer = sgd(model)
-    surgery = gs.Surgery(gs.Intervention(gs.LowPass(), gs.Weights(stage=stage)))
+    surgery = gs.Surgery(gs.Intervention(gs.GrokfastEMA(), gs.Weights(stage=stage)))
     with surgery.attach(model, optimizer) as live:
         train(model, optimizer, 1)
     held = [ref(model), ref(model.first.weight)]
@@ -321,7 +321,11 @@ def test_a_model_compiled_inside_the_block_is_edited_as_in_eager(stage: Any) -> 
         model = small()
         optimizer = sgd(model)
         with attached(
-            model, gs.LowPass(strength=0.1), gs.Weights(stage=stage), optimizer, gs.Steps(stop=3)
+            model,
+            gs.GrokfastEMA(strength=0.1),
+            gs.Weights(stage=stage),
+            optimizer,
+            gs.Steps(stop=3),
         ) as live:
             called = torch.compile(model, backend="eager") if compiles else model
             for step in range(5):

@@ -7,7 +7,7 @@ from torch import Tensor
 import gradsurg as gs
 from gradsurg.testing import check_transform
 from gradsurg.testing.transform_rules import RULES
-from gradsurg.transforms.base import Context, Law, State, Stateless, Transform
+from gradsurg.transforms.base import Context, Property, State, Stateless, Transform
 
 
 def halve(grad: Tensor) -> Tensor:
@@ -17,13 +17,13 @@ def halve(grad: Tensor) -> Tensor:
 def test_a_plain_function_will_do_and_the_table_says_what_holds() -> None:
     table = check_transform(halve)
     assert table.thing == "halve"
-    assert table.holds == gs.Scale(0.5).laws
+    assert table.holds == gs.Scale(0.5).properties
     assert "  linear                    holds, not declared" in str(table).splitlines()
 
 
 def test_a_law_that_does_not_hold_has_its_counterexample() -> None:
     table = check_transform(gs.Clip(0.5))
-    assert table.holds == gs.Clip(0.5).laws
+    assert table.holds == gs.Clip(0.5).properties
     (line,) = [line for line in str(table).splitlines() if "homogeneous" in line]
     assert line.split()[1] == "no"
     assert "times" in line
@@ -34,7 +34,7 @@ def test_a_law_that_does_not_hold_has_its_counterexample() -> None:
 def test_what_asks_for_the_task_is_not_linear() -> None:
     class Picky(Own):
         @property
-        def laws(self) -> frozenset[Law]:
+        def properties(self) -> frozenset[Property]:
             return frozenset({"deterministic", "linear"})
 
         def apply(self, grad: Tensor, context: Context) -> Tensor:
@@ -48,7 +48,7 @@ class Own(Stateless):
     """A transform that is equal to its copies."""
 
     @property
-    def laws(self) -> frozenset[Law]:
+    def properties(self) -> frozenset[Property]:
         return frozenset({"deterministic"})
 
     def __eq__(self, other: object) -> bool:
@@ -93,7 +93,7 @@ class Starting(Transform):
     """Its first state is the gradient."""
 
     @property
-    def laws(self) -> frozenset[Law]:
+    def properties(self) -> frozenset[Property]:
         return frozenset()
 
     def init(self, grad: Tensor) -> State:

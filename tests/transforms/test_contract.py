@@ -52,7 +52,7 @@ def test_only_what_is_random_changes_with_seed_site_step_and_call(name: str) -> 
     for change in ({"seed": 1}, {"site": "b.weight"}, {"call": 1}):
         other = dataclasses.replace(base, **change)
         result = transform.update(grad, transform.init(grad), other)[0]
-        fixed = "deterministic" in transform.laws or (name in MADE_ANEW and "call" in change)
+        fixed = "deterministic" in transform.properties or (name in MADE_ANEW and "call" in change)
         assert torch.equal(result, first) == fixed
 
 
@@ -75,7 +75,7 @@ def test_made_twice_it_is_the_same_value(name: str) -> None:
 )
 def test_compiled_whole_it_gives_the_same(name: str) -> None:
     transform = build(name)
-    if "deterministic" not in transform.laws:
+    if "deterministic" not in transform.properties:
         pytest.skip("a generator is made outside of the graph")
     grad, value = noise((4, 3), torch.float32), noise((4, 3), torch.float32, seed=1)
     state = transform.init(grad)

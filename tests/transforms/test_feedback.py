@@ -13,7 +13,7 @@ from torch.nn import functional
 import gradsurg as gs
 from gradsurg.sites.base import Selector
 from gradsurg.testing.contexts import context_with
-from gradsurg.transforms.base import Context, Law, Need, Stateless, Transform
+from gradsurg.transforms.base import Context, Need, Property, Stateless, Transform
 from gradsurg.transforms.chain import Chain
 from gradsurg.transforms.error_feedback import ErrorFeedback
 from gradsurg.transforms.norm_matched import NormMatched
@@ -97,7 +97,7 @@ class Seen(Stateless):
         self.entered: list[tuple[Tensor | None, ...]] = []
 
     @property
-    def laws(self) -> frozenset[Law]:
+    def properties(self) -> frozenset[Property]:
         return frozenset({"deterministic"})
 
     @property
@@ -125,7 +125,7 @@ def test_what_leaves_a_node_is_told_what_has_entered_it(wrap: type[Chain]) -> No
 
 def test_a_transform_that_does_not_ask_is_not_told_what_has_entered() -> None:
     seen, model = Seen(asks=False), net()
-    when = gs.Value(above=0.0, source="grad")
+    when = gs.Threshold(above=0.0, source="grad")
     with gs.Surgery(gs.Intervention(seen, at=LAYERS, when=when)).attach(model):
         backward(model)
     assert seen.entered == [(), ()]
@@ -264,7 +264,7 @@ def test_a_layer_that_is_called_twice_has_one_matrix(transform: Transform, at: S
         """What the transform makes of ones."""
 
         @property
-        def laws(self) -> frozenset[Law]:
+        def properties(self) -> frozenset[Property]:
             return frozenset()
 
         @property
@@ -333,7 +333,9 @@ def test_the_error_of_a_backward_that_raised_is_forgotten_in_the_next_forward() 
             hidden[-1].sum().backward()
 
 
-@pytest.mark.parametrize("at", [gs.Parameters(stage="step"), gs.Values("*"), gs.Group()], ids=repr)
+@pytest.mark.parametrize(
+    "at", [gs.Parameters(stage="step"), gs.Activations("*"), gs.Group()], ids=repr
+)
 @pytest.mark.parametrize("wrap", [lambda own: own, Scheduled, Chain])
 def test_direct_feedback_is_refused_outside_of_a_backward(
     at: gs.Parameters, wrap: type[Chain]

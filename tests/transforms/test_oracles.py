@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsurg.transforms.adaptive_clip import AdaptiveClip
 from gradsurg.transforms.add_noise import AddNoise
+from gradsurg.transforms.agc import AGC
 from gradsurg.transforms.base import Context, Transform, init_all, update_all
 from gradsurg.transforms.centralize import Centralize
 from gradsurg.transforms.clip import Clip
 from gradsurg.transforms.clip_global_norm import ClipGlobalNorm
 from gradsurg.transforms.clip_norm import ClipNorm
-from gradsurg.transforms.low_pass import LowPass
+from gradsurg.transforms.grokfast_ema import GrokfastEMA
 from gradsurg.transforms.mask import Mask
 from gradsurg.transforms.norm_rescale import NormRescale
 from gradsurg.transforms.scale_by_sign import ScaleBySign
@@ -52,12 +52,12 @@ def test_adaptive_clip_is_the_papers_loop_over_units(shape: tuple[int, ...]) -> 
             for index in range(g.numel()):
                 out.view(-1)[index] = g.flatten()[index] * bound / size
     assert clipped
-    torch.testing.assert_close(act(AdaptiveClip(0.01), grad, value), expected)
+    torch.testing.assert_close(act(AGC(0.01), grad, value), expected)
 
 
 def test_adaptive_clip_says_that_it_needs_the_value() -> None:
-    with pytest.raises(ValueError, match=r"AdaptiveClip needs the tensor .* 'a\.weight' has none"):
-        act(AdaptiveClip(), random(3))
+    with pytest.raises(ValueError, match=r"AGC needs the tensor .* 'a\.weight' has none"):
+        act(AGC(), random(3))
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, INF])
@@ -135,7 +135,7 @@ def test_centralize_takes_the_mean_of_each_filter() -> None:
 
 
 def test_low_pass_is_the_recursion_of_the_paper() -> None:
-    transform = LowPass(0.9, 2.0)
+    transform = GrokfastEMA(0.9, 2.0)
     grads = [random(3, seed=seed) for seed in range(5)]
     state = transform.init(grads[0])
     m = grads[0].tolist()
@@ -148,7 +148,7 @@ def test_low_pass_is_the_recursion_of_the_paper() -> None:
 
 
 def test_low_pass_of_a_constant_is_three_times_it_at_every_step() -> None:
-    transform = LowPass()
+    transform = GrokfastEMA()
     grad = torch.ones(2)
     state = transform.init(grad)
     for step in range(4):

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradsurg import catalogue
-from gradsurg.fields import FieldError
+from gradsurg.plugins.fields import FieldError
 from gradsurg.testing.contexts import context_with
 from gradsurg.transforms.base import Context
 from gradsurg.transforms.chain import Chain
@@ -52,7 +51,7 @@ def test_every_config_has_a_row_and_every_row_a_config() -> None:
 
 
 def test_every_transform_has_a_config_of_its_name() -> None:
-    assert set(catalogue.names("transforms")) <= set(names())
+    assert set(registry.names("transforms")) <= set(names())
 
 
 @pytest.mark.parametrize("name", names())

@@ -1,4 +1,4 @@
-"""The documented table of laws is what the checks find."""
+"""The documented table of properties is what the checks find."""
 
 import re
 

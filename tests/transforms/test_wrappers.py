@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsurg.fields import FieldError
+from gradsurg.plugins.fields import FieldError
 from gradsurg.transforms.add_noise import AddNoise
 from gradsurg.transforms.base import Context, Function, Transform, init_all, update_all
 from gradsurg.transforms.chain import Chain
 from gradsurg.transforms.clip import Clip
 from gradsurg.transforms.clip_global_norm import ClipGlobalNorm
 from gradsurg.transforms.error_feedback import ErrorFeedback
+from gradsurg.transforms.gradient_reversal import GradientReversal
+from gradsurg.transforms.grokfast_ema import GrokfastEMA
 from gradsurg.transforms.identity import Identity
-from gradsurg.transforms.low_pass import LowPass
 from gradsurg.transforms.mask import Mask
 from gradsurg.transforms.norm_matched import NormMatched
-from gradsurg.transforms.reverse import Reverse
 from gradsurg.transforms.scale import Scale
 from gradsurg.transforms.scale_by_sign import ScaleBySign
 from gradsurg.transforms.scheduled import Scheduled
@@ -55,7 +55,7 @@ def test_a_chain_of_chains_is_one_chain() -> None:
 def test_a_chain_of_nothing_is_the_identity() -> None:
     grad = torch.tensor([NAN, 1.0])
     assert act(Chain(), grad) is grad
-    assert Chain().laws == Identity().laws
+    assert Chain().properties == Identity().properties
 
 
 def test_a_chain_cannot_be_changed() -> None:
@@ -76,7 +76,7 @@ def test_a_chain_refuses_what_is_no_transform() -> None:
 def test_a_chain_takes_plain_functions_and_then_knows_no_laws() -> None:
     chain = Chain(Scale(2.0), torch.neg)
     assert isinstance(chain.links[1], Function)
-    assert chain.laws == frozenset()
+    assert chain.properties == frozenset()
     assert act(chain, torch.tensor([1.0])).item() == -2.0
 
 
@@ -89,11 +89,11 @@ def test_links_that_are_equal_draw_different_noise() -> None:
 
 
 def test_each_link_of_a_chain_has_a_state_of_its_own() -> None:
-    chain = Chain(LowPass(0.5, 1.0), Scale(10.0), LowPass(0.5, 1.0))
+    chain = Chain(GrokfastEMA(0.5, 1.0), Scale(10.0), GrokfastEMA(0.5, 1.0))
     grads = [torch.tensor([1.0]), torch.tensor([3.0])]
     state = chain.init(grads[0])
     assert sorted(state) == ["0.0.mean", "0.0.started", "2.0.mean", "2.0.started"]
-    first, second = LowPass(0.5, 1.0), LowPass(0.5, 1.0)
+    first, second = GrokfastEMA(0.5, 1.0), GrokfastEMA(0.5, 1.0)
     states = [first.init(grads[0]), second.init(grads[0])]
     for grad in grads:
         result, state = chain.update(grad, state, Context())
@@ -104,10 +104,10 @@ def test_each_link_of_a_chain_has_a_state_of_its_own() -> None:
 
 def test_a_chain_sees_the_group_if_a_link_does() -> None:
     assert Chain(Clip(1.0), Zero()).scope == "tensor"
-    chain = Chain(Scale(2.0), ClipGlobalNorm(1.0, eps=0.0), LowPass())
+    chain = Chain(Scale(2.0), ClipGlobalNorm(1.0, eps=0.0), GrokfastEMA())
     assert chain.scope == "group"
     results, state = update_all(chain, GRADS, init_all(chain, GRADS), CONTEXTS)
-    # |(6, 8)| = 10, so [0.6, 0] and [0.8]; three times that at the first step of LowPass.
+    # |(6, 8)| = 10, so [0.6, 0] and [0.8]; three times that at the first step of GrokfastEMA.
     torch.testing.assert_close(results[0], torch.tensor([1.8, 0.0]))
     torch.testing.assert_close(results[1], torch.tensor([[2.4]]))
     assert {key for key in state if key.endswith("mean")} == {"2.0.mean", "2.1.mean"}
@@ -119,12 +119,12 @@ def test_a_wrapper_needs_what_its_part_needs(wrap: Callable[[Any], Transform]) -
     assert not wrap(Zero()).needs
     assert wrap(ClipGlobalNorm()).scope == "group"
     assert wrap(Zero()).scope == "tensor"
-    assert wrap(torch.neg).laws <= {"sign_preserving"}
+    assert wrap(torch.neg).properties <= {"sign_preserving"}
 
 
 def test_a_chain_of_two_is_not_called_idempotent() -> None:
-    assert "idempotent" in Chain(Sign()).laws
-    assert "idempotent" not in Chain(Sign(), Clip(0.5)).laws
+    assert "idempotent" in Chain(Sign()).properties
+    assert "idempotent" not in Chain(Sign(), Clip(0.5)).properties
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_schedule_is_exact_at_both_ends() -> None:
 
 
 def test_a_schedule_keeps_the_state_of_its_part_warm() -> None:
-    scheduled = Scheduled(LowPass(0.5, 1.0), begin=1, steps=1)
+    scheduled = Scheduled(GrokfastEMA(0.5, 1.0), begin=1, steps=1)
     state = scheduled.init(torch.zeros(1))
     _, state = scheduled.update(torch.tensor([2.0]), state, Context(step=0))
     result, _ = scheduled.update(torch.tensor([4.0]), state, Context(step=2))
@@ -155,7 +155,7 @@ def test_a_schedule_keeps_the_state_of_its_part_warm() -> None:
 
 
 def test_a_schedule_of_a_reversal_is_that_of_ganin_and_lempitsky() -> None:
-    scheduled = Scheduled(Reverse(), start=0.5, stop=1.0, curve="saturating", steps=100)
+    scheduled = Scheduled(GradientReversal(), start=0.5, stop=1.0, curve="saturating", steps=100)
     for step in (0, 1, 30, 99):
         strength = 2 / (1 + math.exp(-10 * step / 100)) - 1
         result = act(scheduled, torch.tensor([1.0]), step=step).item()
@@ -190,7 +190,7 @@ def test_error_feedback_loses_nothing_by_rounding() -> None:
 
 
 def test_error_feedback_of_a_group_keeps_the_error_of_each_and_the_state_inside() -> None:
-    feedback = ErrorFeedback(Chain(ClipGlobalNorm(1.0, eps=0.0), LowPass()))
+    feedback = ErrorFeedback(Chain(ClipGlobalNorm(1.0, eps=0.0), GrokfastEMA()))
     results, state = update_all(feedback, GRADS, init_all(feedback, GRADS), CONTEXTS)
     for index, (grad, result) in enumerate(zip(GRADS, results, strict=True)):
         torch.testing.assert_close(state[f"error.{index}"], grad - result)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import gradsurg as gs
-from gradsurg.fields import validated
-from gradsurg.transforms.base import Context, Law, Stateless
+from gradsurg.plugins.fields import validated
+from gradsurg.transforms.base import Context, Property, Stateless
 from gradsurg.triggers.base import Clock, Fires, Moment, Sourced
 from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train
 
@@ -42,7 +42,7 @@ class Counts(Stateless):
         self.calls = 0
 
     @property
-    def laws(self) -> frozenset[Law]:
+    def properties(self) -> frozenset[Property]:
         return frozenset({"linear"})
 
     def apply(self, grad: Tensor, context: Context) -> Tensor:
@@ -318,7 +318,7 @@ def test_a_group_with_a_state_keeps_it_where_the_device_says_no() -> None:
     def norms(when: gs.Trigger) -> list[float]:
         model = small()
         optimizer = sgd(model, lr=0.0)
-        transform = gs.Chain(gs.NormMatched(gs.Chain(gs.LowPass(0.5), gs.ClipGlobalNorm(1e9))))
+        transform = gs.Chain(gs.NormMatched(gs.Chain(gs.GrokfastEMA(0.5), gs.ClipGlobalNorm(1e9))))
         at = gs.Parameters(stage="step")
         found = []
         with attached(model, transform, at, optimizer, when):
@@ -341,7 +341,7 @@ def test_a_group_with_a_state_keeps_it_where_the_device_says_no() -> None:
 def test_a_group_with_a_state_keeps_its_members() -> None:
     model = small()
     optimizer = sgd(model)
-    transform = gs.NormMatched(gs.Chain(gs.LowPass(), gs.ClipGlobalNorm(1.0)))
+    transform = gs.NormMatched(gs.Chain(gs.GrokfastEMA(), gs.ClipGlobalNorm(1.0)))
 
     class First(gs.Trigger):
         def fires(self, moment: Moment) -> Fires:

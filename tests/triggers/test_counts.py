@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.runs.frames import effect_table
-from gradsurg.runs.store import RunDirectory
-from gradsurg.tables import effect_table as effect_text
+from gradsurg.effects.tables import effect_table as effect_text
+from gradsurg.training.frames import effect_table
+from gradsurg.training.run_directory import RunDirectory
 from tests.nets import attached
 
 
@@ -35,7 +35,7 @@ def _live(model: nn.Module, when: gs.Trigger, sizes: list[float]) -> gs.Live:
     return live
 
 
-@pytest.mark.parametrize("when", [gs.Value(2.0), gs.Every(3, offset=1)], ids=repr)
+@pytest.mark.parametrize("when", [gs.Threshold(2.0), gs.Every(3, offset=1)], ids=repr)
 def test_ledger_and_effects_count_what_host_or_device_has_decided(when: gs.Trigger) -> None:
     live = _live(Sums(), when, [1.0, 3.0, 1.0, 1.0, 4.0, 1.0, 1.0, 5.0])
     (entry,), (row,) = live.ledger, live.effects.rows()
@@ -48,12 +48,12 @@ def test_ledger_and_effects_count_what_host_or_device_has_decided(when: gs.Trigg
 
 
 def test_the_numbers_of_a_gradient_that_the_device_leaves_alone_are_of_no_change() -> None:
-    (row,) = _live(Sums(), gs.Value(2.0), [1.0, 4.0]).effects.rows()
+    (row,) = _live(Sums(), gs.Threshold(2.0), [1.0, 4.0]).effects.rows()
     # Half of the two was doubled: |g| is 1 and 4 before, 1 and 8 after.
     assert (row["norm_before"], row["norm_after"], row["changed"]) == (2.5, 4.5, 0.5)
 
 
-@pytest.mark.parametrize("when", [gs.Always(), gs.Value(0.0), gs.Flag("a", on=True)], ids=repr)
+@pytest.mark.parametrize("when", [gs.Always(), gs.Threshold(0.0), gs.Flag("a", on=True)], ids=repr)
 def test_a_trigger_that_always_fires_has_no_column(when: gs.Trigger) -> None:
     assert "fired" not in _live(Sums(), when, [1.0, 2.0]).effects.table()
 
@@ -75,7 +75,7 @@ def test_fetches_count_apart_and_add_up() -> None:
     model = Sums()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     counts = []
-    with attached(model, gs.Scale(2.0), None, optimizer, gs.Value(2.0)) as live:
+    with attached(model, gs.Scale(2.0), None, optimizer, gs.Threshold(2.0)) as live:
         for sizes in ([3.0, 1.0], [1.0], [1.0, 5.0, 5.0]):
             for size in sizes:
                 optimizer.zero_grad()
@@ -90,7 +90,7 @@ def test_the_files_carry_them_and_their_table_adds_them_up(tmp_path: Path) -> No
     model = Sums()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     run = RunDirectory(tmp_path / "run")
-    with attached(model, gs.Scale(2.0), None, optimizer, gs.Value(2.0)) as live:
+    with attached(model, gs.Scale(2.0), None, optimizer, gs.Threshold(2.0)) as live:
         for step, sizes in enumerate(([3.0, 1.0], [1.0], [1.0, 5.0, 5.0])):
             for size in sizes:
                 optimizer.zero_grad()

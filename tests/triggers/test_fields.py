@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 import gradsurg as gs
-from gradsurg.catalogue import find, names
-from gradsurg.fields import FieldError
+from gradsurg.plugins.fields import FieldError
+from gradsurg.plugins.registry import find, names
 from gradsurg.triggers.base import Clock, Moment
 
 KINDS = [find("triggers", stem) for stem in names("triggers")]
@@ -51,13 +51,25 @@ CONFIGS = sorted((Path(__file__).parents[2] / "conf" / "when").glob("*.yaml"))
         (gs.Shape, {"above": -1}, "Shape.above: must be >= 0, found -1"),
         (gs.Shape, {"above": 3, "below": 4}, "Shape.below: must be > above + 1 (4), found 4"),
         (gs.Shape, {"above": 3, "source": "inputs"}, "Shape.source: must be grad, value, batch"),
-        (gs.Value, {"above": -1.0}, "Value.above: must be >= 0.0, found -1.0"),
-        (gs.Value, {"above": 1, "release": 2}, "Value.release: must be <= above (1.0), found 2.0"),
-        (gs.Value, {"above": 1, "release": -1}, "Value.release: must be >= 0.0, found -1"),
-        (gs.Value, {"above": 1, "measure": "mean"}, "Value.measure: must be one of 'mean_abs'"),
-        (gs.Value, {"above": 1, "measure": "nan"}, "Value.above: must be < 1, a fraction"),
-        (gs.Value, {"above": 1, "q": 1.5}, "Value.q: must be <= 1.0, found 1.5"),
-        (gs.Value, {"above": 1, "source": "input:"}, "Value.source: must be grad, value, batch"),
+        (gs.Threshold, {"above": -1.0}, "Threshold.above: must be >= 0.0, found -1.0"),
+        (
+            gs.Threshold,
+            {"above": 1, "release": 2},
+            "Threshold.release: must be <= above (1.0), found 2.0",
+        ),
+        (gs.Threshold, {"above": 1, "release": -1}, "Threshold.release: must be >= 0.0, found -1"),
+        (
+            gs.Threshold,
+            {"above": 1, "measure": "mean"},
+            "Threshold.measure: must be one of 'mean_abs'",
+        ),
+        (gs.Threshold, {"above": 1, "measure": "nan"}, "Threshold.above: must be < 1, a fraction"),
+        (gs.Threshold, {"above": 1, "q": 1.5}, "Threshold.q: must be <= 1.0, found 1.5"),
+        (
+            gs.Threshold,
+            {"above": 1, "source": "input:"},
+            "Threshold.source: must be grad, value, batch",
+        ),
         (gs.AllSameSign, {"source": "output"}, "AllSameSign.source: must be grad, value"),
         (gs.Depth, {"low": -1}, "Depth.low: must be >= 0, found -1"),
         (gs.Depth, {"low": 2, "high": 1}, "Depth.high: must be >= low (2), found 1"),
@@ -85,7 +97,7 @@ EACH = [
     (gs.Probability(0.5), gs.Probability(p=0.5)),
     (gs.Flag("a"), gs.Flag(flag="a")),
     (gs.Shape(above=2), gs.Shape(2)),
-    (gs.Value(1), gs.Value(above=1.0)),
+    (gs.Threshold(1), gs.Threshold(above=1.0)),
     (gs.AllSameSign(), gs.AllSameSign("grad")),
     (gs.Depth(1), gs.Depth(low=1)),
     (gs.Index(1), gs.Index(start=1)),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.transforms.base import Context, Law, State, Transform
+from gradsurg.transforms.base import Context, Property, State, Transform
 from gradsurg.triggers.base import Clock, Moment, Sourced
 from tests.nets import attached, backward, gradients, sgd, small, train
 
@@ -60,7 +60,7 @@ def _look(trigger: Sourced, tensor: Tensor) -> float:
 def test_a_measurement_is_that_worked_out_by_hand(
     fields: dict[str, Any], values: list[float], expected: float
 ) -> None:
-    found = _look(gs.Value(above=0.0, **fields), torch.tensor(values))
+    found = _look(gs.Threshold(above=0.0, **fields), torch.tensor(values))
     assert found == pytest.approx(expected, nan_ok=True)
 
 
@@ -71,7 +71,7 @@ each_measure = pytest.mark.parametrize("measure", MEASURES)
 
 @each_measure
 def test_an_empty_tensor_measures_nothing(measure) -> None:
-    assert _look(gs.Value(0.0, measure), torch.zeros(0, 3)) == 0.0
+    assert _look(gs.Threshold(0.0, measure), torch.zeros(0, 3)) == 0.0
 
 
 @each_measure
@@ -80,8 +80,8 @@ def test_a_measurement_is_of_all_entries_whatever_the_shape(measure, shape) -> N
     tensor = torch.full(shape, -2.0)
     norm = 2.0 * tensor.numel() ** 0.5
     expected = {"norm": norm, "nan": 0.0}.get(measure, 2.0)
-    assert _look(gs.Value(0.0, measure), tensor) == pytest.approx(expected)
-    assert _look(gs.Value(0.0, measure), tensor.expand(3, *shape)) >= 0.0
+    assert _look(gs.Threshold(0.0, measure), tensor) == pytest.approx(expected)
+    assert _look(gs.Threshold(0.0, measure), tensor.expand(3, *shape)) >= 0.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -89,8 +89,8 @@ def test_a_measurement_is_of_all_entries_whatever_the_shape(measure, shape) -> N
 def test_half_precision_is_measured_in_single(dtype: torch.dtype, measure, expected) -> None:
     # The sums of 90000 entries and of their squares are over what a float16 can hold.
     tensor = torch.full((90000,), 300.0, dtype=dtype)
-    assert _look(gs.Value(0.0, measure), tensor) == pytest.approx(expected, rel=1e-3)
-    assert gs.Value(0.0, measure).look(tensor.double()).dtype is torch.float64  # pyright: ignore[reportAttributeAccessIssue]
+    assert _look(gs.Threshold(0.0, measure), tensor) == pytest.approx(expected, rel=1e-3)
+    assert gs.Threshold(0.0, measure).look(tensor.double()).dtype is torch.float64  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_dimension_that_is_not_there_is_an_error() -> None:
 @pytest.mark.parametrize("above", [0.9, 1.0])
 def test_it_fires_above_its_bound_and_not_at_it(above: float) -> None:
     model = Sums()
-    with attached(model, gs.Zero(), when=gs.Value(above)):
+    with attached(model, gs.Zero(), when=gs.Threshold(above)):
         model(torch.tensor([1.0, -1.0])).backward()
     assert model.w.grad is not None
     assert model.w.grad.tolist() == ([0.0, 0.0] if above < 1 else [1.0, -1.0])
@@ -156,7 +156,7 @@ def test_it_fires_above_its_bound_and_not_at_it(above: float) -> None:
 @each_measure
 def test_nan_does_not_fire_but_where_it_is_asked_for(measure) -> None:
     model = Sums()
-    when = gs.Value(0.4, measure)
+    when = gs.Threshold(0.4, measure)
     with attached(model, gs.Zero(), when=when):
         model(torch.tensor([NAN, 5.0])).backward()
     assert model.w.grad is not None
@@ -168,7 +168,7 @@ def test_what_it_leaves_alone_is_bit_identical() -> None:
     plain, model = small(), small()
     optimizer, other = sgd(model), sgd(plain)
     train(plain, other, 5)
-    never = gs.Value(1e30) | gs.Value(1e30, "max_abs", release=1e29)
+    never = gs.Threshold(1e30) | gs.Threshold(1e30, "max_abs", release=1e29)
     with (
         pytest.warns(gs.SurgeryWarning, match="never fired"),
         attached(model, gs.Zero(), None, optimizer, never),
@@ -181,7 +181,7 @@ def test_what_it_leaves_alone_is_bit_identical() -> None:
 def test_a_gradient_that_is_chosen_is_the_transforms() -> None:
     # 3 > 2 -> clipped; 1 is left alone.
     model = nn.ModuleList([Sums(), Sums()])
-    with attached(model, gs.Clip(0.5), when=gs.Value(2.0, "max_abs")):
+    with attached(model, gs.Clip(0.5), when=gs.Threshold(2.0, "max_abs")):
         model[0](torch.tensor([3.0, -1.0])).backward()
         model[1](torch.tensor([1.0, -1.0])).backward()
     grads = [param.grad.tolist() for param in model.parameters() if param.grad is not None]
@@ -189,14 +189,14 @@ def test_a_gradient_that_is_chosen_is_the_transforms() -> None:
 
 
 EVERY = [
-    *(gs.Value(0.1, measure) for measure in MEASURES),
-    gs.Value(0.1, release=0.05),
-    gs.Value(0.1, source="value"),
-    gs.Value(0.1, source="batch"),
-    gs.Value(0.1, source="output:act"),
+    *(gs.Threshold(0.1, measure) for measure in MEASURES),
+    gs.Threshold(0.1, release=0.05),
+    gs.Threshold(0.1, source="value"),
+    gs.Threshold(0.1, source="batch"),
+    gs.Threshold(0.1, source="output:act"),
     gs.AllSameSign(),
     gs.AllSameSign("input:last"),
-    gs.Value(0.1) & ~gs.AllSameSign() | gs.Value(2.0, "norm"),
+    gs.Threshold(0.1) & ~gs.AllSameSign() | gs.Threshold(2.0, "norm"),
 ]
 
 every_trigger = pytest.mark.parametrize("when", EVERY, ids=repr)
@@ -210,7 +210,7 @@ def test_nothing_waits_for_the_device(when: gs.Trigger, at) -> None:
     optimizer = sgd(model)
     with pytest.raises(RuntimeError):
         torch.zeros((), device="meta").item()
-    with attached(model, gs.LowPass(), at, optimizer, when, effects_every=0) as live:
+    with attached(model, gs.GrokfastEMA(), at, optimizer, when, effects_every=0) as live:
         for _ in range(2):
             optimizer.zero_grad()
             model(torch.ones(2, 6, device="meta")).sum().backward()
@@ -251,7 +251,7 @@ def test_inside_vmap_some_are_chosen_and_some_are_not() -> None:
     model = small()
     params = {name: param.detach() for name, param in model.named_parameters()}
     batch = torch.tensor([[0.1], [9.0]]).expand(2, 6)
-    when = gs.Value(1.0, source="batch")
+    when = gs.Threshold(1.0, source="batch")
     at = gs.Outputs("first")
     plain = torch.func.vmap(torch.func.grad(_loss(model)), (None, 0))(params, batch)
     with attached(model, gs.Scale(3.0), at, when=when, effects_every=0):
@@ -276,7 +276,7 @@ def test_so_is_each_of_a_batch_of_gradients(when: gs.Trigger) -> None:
 def test_what_remembers_is_refused_inside_vmap() -> None:
     model = small()
     params = {name: param.detach() for name, param in model.named_parameters()}
-    when = gs.Value(0.1, release=0.05)
+    when = gs.Threshold(0.1, release=0.05)
     with (
         pytest.raises(RuntimeError, match="inside vmap the site 'first#0' has many gradients"),
         attached(model, gs.Scale(3.0), gs.Outputs("first"), when=when, effects_every=0),
@@ -289,10 +289,10 @@ def test_what_remembers_is_refused_inside_vmap() -> None:
 @pytest.mark.parametrize(
     "when",
     [
-        gs.Value(0.02),
-        gs.Value(0.02, release=0.01),
-        gs.Value(0.02, source="batch"),
-        gs.Value(0.02, source="output:act"),
+        gs.Threshold(0.02),
+        gs.Threshold(0.02, release=0.01),
+        gs.Threshold(0.02, source="batch"),
+        gs.Threshold(0.02, source="output:act"),
         gs.Shape(above=2),
     ],
     ids=repr,
@@ -335,17 +335,17 @@ def _sweep(when: gs.Trigger, sizes: list[float], transform: Transform) -> list[f
 
 def test_a_state_does_not_advance_where_the_device_says_no() -> None:
     # At 4: m = 4, 4 + 2 * 4 = 12. At 1 nothing. At 8: m = 0.5 * 4 + 0.5 * 8 = 6, 8 + 12 = 20.
-    found = _sweep(gs.Value(2.0), [4.0, 1.0, 1.0, 8.0], gs.LowPass(decay=0.5, strength=2.0))
+    found = _sweep(gs.Threshold(2.0), [4.0, 1.0, 1.0, 8.0], gs.GrokfastEMA(decay=0.5, strength=2.0))
     assert found == [12.0, 1.0, 1.0, 20.0]
 
 
 def test_a_state_is_not_begun_by_a_gradient_that_the_device_leaves_alone() -> None:
-    found = _sweep(gs.Value(2.0), [1.0, 1.0, 4.0], gs.LowPass(decay=0.5, strength=2.0))
+    found = _sweep(gs.Threshold(2.0), [1.0, 1.0, 4.0], gs.GrokfastEMA(decay=0.5, strength=2.0))
     assert found == [1.0, 1.0, 12.0]
 
 
 def test_nan_that_is_left_alone_does_not_get_into_a_state() -> None:
-    found = _sweep(gs.Value(2.0), [4.0, NAN, 8.0], gs.LowPass(decay=0.5, strength=2.0))
+    found = _sweep(gs.Threshold(2.0), [4.0, NAN, 8.0], gs.GrokfastEMA(decay=0.5, strength=2.0))
     assert found == pytest.approx([12.0, NAN, 20.0], nan_ok=True)
 
 
@@ -363,14 +363,14 @@ def test_noise_is_that_of_its_step_whether_it_was_drawn_before_or_not() -> None:
         return found
 
     # Both leave the first steps alone: the device by asking, the host by not asking.
-    loud = gs.Value(0.0) & gs.Steps(start=1)
+    loud = gs.Threshold(0.0) & gs.Steps(start=1)
     assert all(map(torch.equal, grads(loud), grads(gs.Steps(start=1))))
     assert not torch.equal(grads(loud)[1], grads(gs.Steps(start=2))[1])
 
 
 def test_a_trigger_with_a_release_goes_on_until_it_is_below() -> None:
     sizes = [1.0, 2.5, 1.5, 1.0, 0.5, 1.5, 3.0, NAN, 1.5]
-    found = _sweep(gs.Value(2.0, release=1.0), sizes, gs.Scale(10.0))
+    found = _sweep(gs.Threshold(2.0, release=1.0), sizes, gs.Scale(10.0))
     fired = [after == 10 * before for after, before in zip(found, sizes, strict=True)]
     # NaN neither fires nor lets it go on.
     assert fired == [False, True, True, True, False, False, True, False, False]
@@ -378,14 +378,24 @@ def test_a_trigger_with_a_release_goes_on_until_it_is_below() -> None:
 
 def test_a_release_at_the_bound_and_one_at_zero() -> None:
     sizes = [1.0, 3.0, 2.0, 1.0, 0.0]
-    assert _sweep(gs.Value(2.0, release=2.0), sizes, gs.Scale(10.0)) == [1.0, 30.0, 20.0, 1.0, 0.0]
+    assert _sweep(gs.Threshold(2.0, release=2.0), sizes, gs.Scale(10.0)) == [
+        1.0,
+        30.0,
+        20.0,
+        1.0,
+        0.0,
+    ]
     # Nothing is below 0: it never ends.
-    assert _sweep(gs.Value(2.0, release=0.0), [1.0, 3.0, 1.0], gs.Scale(10.0)) == [1.0, 30.0, 10.0]
+    assert _sweep(gs.Threshold(2.0, release=0.0), [1.0, 3.0, 1.0], gs.Scale(10.0)) == [
+        1.0,
+        30.0,
+        10.0,
+    ]
 
 
 def test_the_memory_is_of_each_site_and_in_the_state() -> None:
     model = nn.ModuleDict({"a": Sums(0.0), "b": Sums(0.0)})
-    when = gs.Value(2.0, release=1.0)
+    when = gs.Threshold(2.0, release=1.0)
     surgery = gs.Surgery(gs.Intervention(gs.Scale(10.0), when=when))
 
     def passed(surgery: gs.Surgery, a: float, b: float) -> list[float]:
@@ -405,7 +415,7 @@ def test_the_memory_is_of_each_site_and_in_the_state() -> None:
 
 def test_two_triggers_of_one_combination_have_a_memory_each() -> None:
     # The second has gone off at 3 and goes on at 1.5, the first needs 4.
-    when = gs.Value(4.0, release=3.5) | gs.Value(2.0, release=1.0)
+    when = gs.Threshold(4.0, release=3.5) | gs.Threshold(2.0, release=1.0)
     assert _sweep(when, [3.0, 1.5, 0.5], gs.Scale(10.0)) == [30.0, 15.0, 0.5]
 
 
@@ -415,7 +425,7 @@ def test_a_state_that_init_has_not_made_cannot_stay() -> None:
             return "Grows()"
 
         @property
-        def laws(self) -> frozenset[Law]:
+        def properties(self) -> frozenset[Property]:
             return frozenset()
 
         def init(self, grad: Tensor) -> State:
@@ -425,7 +435,7 @@ def test_a_state_that_init_has_not_made_cannot_stay() -> None:
             return grad * 2, {"last": grad}
 
     with pytest.raises(TypeError, match=r"Grows\(\) has a state of last and began with none"):
-        _sweep(gs.Value(0.0), [1.0], Grows())
+        _sweep(gs.Threshold(0.0), [1.0], Grows())
 
 
 def test_a_double_backward_through_a_choice_is_right() -> None:
@@ -437,10 +447,10 @@ def test_a_double_backward_through_a_choice_is_right() -> None:
             grad.square().sum().backward()
         return gradients(model)["first.weight"]
 
-    torch.testing.assert_close(penalty(gs.Value(0.0)), penalty(gs.Always()))
+    torch.testing.assert_close(penalty(gs.Threshold(0.0)), penalty(gs.Always()))
 
 
-@pytest.mark.parametrize("when", [gs.Value(0.1), gs.AllSameSign()], ids=repr)
+@pytest.mark.parametrize("when", [gs.Threshold(0.1), gs.AllSameSign()], ids=repr)
 def test_sparse_gradients_are_refused_by_name(when: gs.Trigger) -> None:
     model = nn.Embedding(4, 2, sparse=True)
     with (

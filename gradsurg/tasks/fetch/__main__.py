@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradsurg.fields import nearest
-from gradsurg.pipes import outlive_readers
+from gradsurg.plugins.fields import nearest
+from gradsurg.plugins.pipes import outlive_readers
 from gradsurg.tasks import _cache
 from gradsurg.tasks.fetch.packages import NotFetched
 from gradsurg.tasks.fetch.placing import drafting, put

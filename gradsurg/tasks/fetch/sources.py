@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 
-from gradsurg.fields import FieldError
+from gradsurg.plugins.fields import FieldError
 from gradsurg.tasks import _idx, _moby_dick, fashion_mnist, mnist
 from gradsurg.tasks.fetch.packages import NotFetched, debian, npm
 

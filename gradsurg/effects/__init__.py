@@ -1,0 +1,1 @@
+"""Numbers before and after a transform, and counts of what fired."""

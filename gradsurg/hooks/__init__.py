@@ -1,0 +1,1 @@
+"""The one path that applies a transform to a gradient."""

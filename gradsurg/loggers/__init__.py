@@ -1,0 +1,1 @@
+"""Where logged numbers go besides the run directory: one logger a file."""

@@ -1,0 +1,107 @@
+"""Console: a progress bar on a terminal, one line a finished run elsewhere."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import rich.console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+from gradsurg.loggers.base import Logger, RunInfo, State
+from gradsurg.plugins.fields import validated
+
+NUM_SHOWN = 4
+
+
+@dataclass
+class _Screen:
+    """What changes while runs come and go; a logger's fields are its configuration only."""
+
+    console: rich.console.Console
+    run: RunInfo | None = None
+    step: int = 0
+    progress: Progress | None = None
+
+
+@validated
+class Console(Logger):
+    """Shows on stderr how far a run is; the bar goes away with its run.
+
+    Where stderr is no terminal (a pipe, CI) nothing is printed until a run ends: then one line.
+    """
+
+    @cached_property
+    def _screen(self) -> _Screen:
+        return _Screen(rich.console.Console(stderr=True))
+
+    def start(self, run: RunInfo) -> None:
+        screen = self._screen
+        screen.run, screen.step = run, 0
+        if screen.console.is_terminal:
+            screen.progress = _bar(screen.console)
+            # Which takes a while, and until the first log there is nothing else to see.
+            doing = "compiling" if run.config.get("compile") else ""
+            screen.progress.add_task(f"{run.arm} {run.label}", total=run.total_steps, loss=doing)
+            screen.progress.start()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        screen = self._screen
+        screen.step = step
+        if screen.progress is not None:
+            bar = screen.progress.task_ids[0]
+            screen.progress.update(bar, completed=step)
+            if "train/loss" in values:
+                screen.progress.update(bar, loss=f"loss {values['train/loss']:.4g}")
+
+    def finish(self, state: State, summary: Mapping[str, float]) -> None:
+        screen = self._screen
+        quiet = screen.progress is None
+        self.abandon()
+        if quiet and screen.run is not None:
+            line = _line(screen.run, screen.step, state, summary)
+            screen.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def abandon(self) -> None:
+        screen = self._screen
+        if screen.progress is not None:
+            screen.progress.stop()
+            screen.progress = None
+
+    def notes(self) -> list[str]:
+        return []
+
+
+class _Rate(ProgressColumn):
+    """Steps a second; the steps that a resumed run has behind it do not count."""
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.speed:.4g} steps/s" if task.speed else "")
+
+
+def _bar(console: rich.console.Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}", markup=False),
+        _Rate(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
+
+
+def _line(run: RunInfo, step: int, state: State, summary: Mapping[str, float]) -> str:
+    tested = {key: value for key, value in summary.items() if key.startswith("test/")}
+    shown = list((tested or summary).items())[:NUM_SHOWN]
+    numbers = ", ".join(f"{key} {value:.4g}" for key, value in shown)
+    return f"{run.arm} {run.label}: {state} at step {step}{', ' if numbers else ''}{numbers}"

@@ -1,0 +1,1 @@
+"""Shared by every plug-in: validated fields, lookup by name, reductions over axes."""

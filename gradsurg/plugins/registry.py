@@ -1,0 +1,37 @@
+"""The project's own directory of classes: what a folder holds, by the stems of its files."""
+
+import re
+from importlib import import_module
+from pathlib import Path
+
+from gradsurg.plugins.fields import nearest
+
+CONTRACTS = ("__init__", "base")
+
+
+def names(kind: str) -> list[str]:
+    """The stems of a folder of the package, as `transforms` or `sites`."""
+    folder = Path(__file__).parents[1] / kind
+    stems = (path.stem for path in folder.glob("*.py"))
+    return sorted(stem for stem in stems if stem not in CONTRACTS and not stem.startswith("_"))
+
+
+def find(kind: str, name: str) -> type:
+    """The class that the file `name` of a folder is for: `NormRescale` of `norm_rescale.py`.
+
+    Raises LookupError, with the choices and the nearest one, if there is no such file.
+    """
+    stems = names(kind)
+    if name not in stems:
+        raise LookupError(f"there is no '{name}' in {kind}. {nearest(name, stems)}")
+    module = import_module(f"gradsurg.{kind}.{name}")
+    spelling = name.replace("_", "")
+    for key, value in vars(module).items():
+        if key.lower() == spelling and isinstance(value, type):
+            return value
+    raise LookupError(f"{module.__name__} defines no class spelled like its file")
+
+
+def snake(name: str) -> str:
+    """The stem that belongs to a class: `norm_rescale` to `NormRescale`."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()

@@ -1,1 +1,0 @@
-"""Where logged numbers go besides the run directory: one sink a file."""

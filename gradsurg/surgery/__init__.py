@@ -1,0 +1,1 @@
+"""Interventions, and attaching them to a model."""

@@ -1,0 +1,241 @@
+"""Attach interventions to a live model, and take them off again."""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gradsurg.effects.effects import Effects
+from gradsurg.effects.ledger import SurgeryWarning
+from gradsurg.multitask.features import module_of
+from gradsurg.multitask.shared_parameters import SharedParameters
+from gradsurg.sites import tree
+from gradsurg.sites._compiled import blind
+from gradsurg.sites._modules import params_of
+from gradsurg.sites._recorder import Like
+from gradsurg.sites._rows import many
+from gradsurg.surgery.intervention import Intervention, labels_of
+from gradsurg.surgery.live import Live, Target
+from gradsurg.surgery.state_in_model import travel
+from gradsurg.transforms.base import State, Stateless, init_all
+from gradsurg.triggers.base import Clock
+
+
+class Surgery:
+    """An ordered list of interventions that can be attached to a model, with their state.
+
+    `seed` decides the random numbers of transforms and triggers that draw some; the global
+    generators are never touched.
+    """
+
+    def __init__(self, *interventions: Intervention, seed: int = 0) -> None:
+        for item in interventions:
+            if not isinstance(item, Intervention):
+                raise TypeError(f"Surgery takes Interventions, found {item!r}")
+        # An aggregator acts on what the transforms have left, wherever it stands.
+        self._interventions = tuple(
+            sorted(interventions, key=lambda item: item.aggregator is not None)
+        )
+        self.seed = seed
+        self._clock = Clock()
+        self._states: dict[str, State] = {}
+        self._live: Live | None = None
+        self.was_attached = False
+
+    def __repr__(self) -> str:
+        return f"Surgery({', '.join(map(repr, self.interventions))}, seed={self.seed})"
+
+    @property
+    def interventions(self) -> tuple[Intervention, ...]:
+        """What it does, in order; `live.add`, `remove` and `set` change it."""
+        return self._live.interventions if self._live is not None else self._interventions
+
+    @property
+    def labels(self) -> tuple[tuple[str, ...], ...]:
+        """The label of every link of every intervention, as logs have them."""
+        if self._live is not None:
+            return self._live.labels
+        labels: list[tuple[str, ...]] = []
+        for item in self._interventions:
+            labels.append(labels_of(item, {name for names in labels for name in names}))
+        return tuple(labels)
+
+    @contextmanager
+    def attach(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        *,
+        effects_every: int = 1,
+        shadow: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
+        steps_per_epoch: int | None = None,
+        in_state_dict: bool = False,
+    ) -> "Iterator[Live]":
+        """Hook `model` for the length of a block; all hooks are gone after it, whatever happens.
+
+        `optimizer` moves the step clock that triggers read, and is needed by stage `step`; without
+        it an aggregator draws anew at each `live.backward` and not at each step. Effects
+        are measured every `effects_every` steps, 0 for never. `shadow` measures without applying:
+        where transforms keep no state and act always, other steps than those that are measured are
+        not counted, and most hooks are off in them.
+        Tell the `scaler` if losses are scaled: a transform, a trigger or an aggregator for which
+        the scale matters is then refused where it would see scaled gradients; a scaler that was not
+        told is noticed, and warned about, when it first makes the `optimizer` step. With
+        `in_state_dict` the surgery's state is a tensor of bytes in `model.state_dict()`, under
+        `_gradsurg`, and is taken up again by `model.load_state_dict()` where a surgery is attached
+        to it so; into other models, as copies of it, load with `strict=False`. One surgery of a
+        model at a time can travel so.
+        Raises LookupError if a selector matches nothing, with what there is to match; what only a
+        forward can show, as which calls there are, is raised at the end of the first.
+        """
+        if self._live is not None:
+            raise RuntimeError("this surgery is attached already; make a second one")
+        if steps_per_epoch is not None and steps_per_epoch < 1:
+            raise ValueError(f"steps_per_epoch: must be >= 1, found {steps_per_epoch}")
+        given = model
+        model = getattr(model, "_orig_mod", model)  # of a compiled one: names are those of inside
+        self._clock.epoch_length = steps_per_epoch
+        live = Live(
+            Target(model, optimizer, scaler),
+            Effects(effects_every),
+            shadow,
+            self._clock,
+            self._states,
+            self.seed,
+        )
+        with ExitStack() as stack:
+            stack.callback(self._detach, live)
+            live._blind = blind(model, whole=given is not model)
+            for intervention in self._interventions:
+                live._roster.take(intervention)
+            self._live = live
+            self.was_attached = True
+            if in_state_dict:
+                travel(self, model, stack)
+            if optimizer is not None:
+                stack.callback(optimizer.register_step_post_hook(lambda *_: live.tick()).remove)
+            yield live
+            live.effects.flush()
+            for complaint in live._complaints():
+                warnings.warn(complaint, SurgeryWarning, stacklevel=3)
+
+    def plan(self, model: nn.Module, example_input: Any = None) -> str:
+        """What would be hooked, where, at what stage and with how much state; nothing is touched.
+
+        With an example of what the model takes, as `gradsurg.sites.tree` has it, the tree of the
+        modules as they run; without it what is known before that. (Any: the inputs of a model.)
+        """
+        model = getattr(model, "_orig_mod", model)
+        params = {name: Like.of(param) for name, param in params_of(model).items()}
+        parts = []
+        for item, labels in zip(self.interventions, self.labels, strict=True):
+            if item.aggregator is not None:
+                parts.append(_plan_of_aggregator(item, labels[0], model))
+                continue
+            said = f"stage {item.stage}, when {item.when!r}"
+            if example_input is None:
+                sites = item.at.find(model)
+                said += _state(item, {site: params.get(site) for site in sites}, params)
+                below = [f"  {line}" for line in (said, *sites)]
+            else:
+                seen = tree(model, example_input, item.at)
+                hits = {mark.site: mark.like for mark in seen.marks if mark.hit}
+                said += f", {many(len(hits), 'site')}{_state(item, hits, params)}"
+                below = [str(seen), said]
+            parts.append("\n".join([f"{' -> '.join(labels)} at {item.at!r}", *below]))
+        if example_input is None:
+            return "\n".join(parts) or "no intervention"
+        return "\n\n".join(parts) or f"{tree(model, example_input)}\nno intervention"
+
+    def state_dict(self) -> dict[str, object]:
+        """Step, epoch, switches, the state of transforms, aggregators and triggers: a checkpoint.
+
+        Plain tensors, numbers and strings.
+        """
+        return {
+            "step": self._clock.step,
+            "epoch": self._clock.counted_epochs,
+            "backwards": self._clock.backwards,
+            "flags": dict(self._clock.flags),
+            "transforms": self._names(),
+            "states": {key: dict(state) for key, state in self._states.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Take up the state of an equal surgery, attached or not.
+
+        Raises ValueError if it is of another one.
+        """
+        if state.get("transforms") != self._names():
+            raise ValueError(
+                f"this state is of {state.get('transforms')}, the surgery is {self._names()}"
+            )
+        step, states = state.get("step"), state.get("states")
+        epoch, flags = state.get("epoch", 0), state.get("flags", {})
+        backwards = state.get("backwards", 0)
+        if (
+            not isinstance(step, int)
+            or not isinstance(states, dict)
+            or not isinstance(epoch, int)
+            or not isinstance(flags, dict)
+            or not isinstance(backwards, int)
+        ):
+            raise ValueError("step must be a number and states a dict: is this a surgery's state?")
+        self._clock.step, self._clock.counted_epochs = step, epoch
+        self._clock.backwards = backwards
+        self._clock.flags.update(flags)
+        self._states.clear()
+        self._states.update({key: dict(own) for key, own in states.items()})
+        if self._live is not None:
+            self._live._refresh()
+
+    def _names(self) -> list[str]:
+        return [f"{item.transform!r} at {item.at!r}" for item in self.interventions]
+
+    def _detach(self, live: Live) -> None:
+        if self._live is live:
+            self._interventions = live.interventions
+        self._live = None
+        live._close()
+
+
+def _plan_of_aggregator(item: Intervention, label: str, model: nn.Module) -> str:
+    at = item.at
+    assert isinstance(at, SharedParameters)
+    groups = at.groups(model)
+    place = ""
+    if at.features:
+        module_of(model, at.features)  # a plan of what could not be attached is none
+        place = f" at {at.features!r}"
+    own = [] if isinstance(at.granularity, str) else at.granularity
+    kind = many(len(own), "group") if own else at.granularity
+    how = f"engine {at.engine}{place}, granularity {kind}, when {item.when!r}"
+    first = f"{label}: {item.transform!r} of what several tasks reach of"
+    lines = [f"{first} {many(len(groups), 'parameter')}", f"  {how}"]
+    if not own:
+        return "\n".join([*lines, *(f"  {site}" for site in groups)])
+    for pattern in own:
+        lines.append(f"  {pattern}:")
+        lines += [f"    {site}" for site, group in groups.items() if group == pattern]
+    return "\n".join(lines)
+
+
+def _state(
+    item: Intervention, sites: Mapping[str, Like | None], params: Mapping[str, Like | None]
+) -> str:
+    """What an intervention will remember at its sites, as far as their shapes are known."""
+    if all(isinstance(link, Stateless) for link in item.links):
+        return ""
+    likes = [like for like in sites.values() if like is not None]
+    made = [torch.empty(like.shape, dtype=like.dtype, device="meta") for like in likes]
+    size = sum(kept.nbytes for kept in init_all(item.operator, made).values()) if made else 0
+    said = f", {many(size, 'byte')} of state" if size else ""
+    if size and any(like is not None and site not in params for site, like in sites.items()):
+        said += " with this input"
+    unknown = len(sites) - len(likes)
+    return said + (f", state of unknown size at {many(unknown, 'site')}" if unknown else "")

@@ -1,0 +1,1 @@
+"""Private corners of PyTorch, each behind one function with a test."""

@@ -1,0 +1,78 @@
+"""With a surgery and without it, seed for seed, in anyone's own training function."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import isfinite
+from statistics import fmean
+
+import torch
+from torch import nn
+
+from gradsurg.effects.tables import aligned, number
+from gradsurg.stats import paired_difference, verdict
+from gradsurg.surgery.surgery import Surgery
+from gradsurg.torch_internals import random_state
+
+Outcome = float | Mapping[str, float]
+TrainFn = Callable[[nn.Module, Surgery], Outcome]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """For each seed what the treated and the control arm came to."""
+
+    seeds: tuple[int, ...]
+    treated: tuple[Mapping[str, float], ...]
+    control: tuple[Mapping[str, float], ...]
+
+    def table(self) -> str:
+        """The outcomes side by side, with paired differences and their 95 % intervals."""
+        rows = [["", "treated", "control", "difference", "95 % interval", "verdict"]]
+        for key in self.treated[0]:
+            pairs = [(a[key], b[key]) for a, b in zip(self.treated, self.control, strict=True)]
+            rows.append(_row(key, [(a, b) for a, b in pairs if isfinite(a) and isfinite(b)]))
+            lost = sum(not (isfinite(a) and isfinite(b)) for a, b in pairs)
+            if lost:
+                rows[-1][-1] += f", {lost} of {len(pairs)} pairs not finite"
+        return aligned(rows)
+
+
+def compare(
+    make_model: Callable[[], nn.Module], train: TrainFn, surgery: Surgery, seeds: int = 5
+) -> Comparison:
+    """Train with `surgery` and without, seed by seed; random generators are left as they were.
+
+    `train(model, surgery)` attaches what it is given, trains, and returns a number or a dict of
+    numbers; the control arm gets a surgery that does nothing. Raises ValueError if `seeds` < 1,
+    the surgery was never attached, or the arms return different keys.
+    """
+    if seeds < 1:
+        raise ValueError(f"seeds: must be >= 1, found {seeds}")
+    arms: tuple[list[Mapping[str, float]], ...] = ([], [])
+    for seed in range(seeds):
+        for arm, interventions in zip(arms, (surgery.interventions, ()), strict=True):
+            with random_state.kept(), torch.random.fork_rng():  # the latter: every CUDA device
+                random_state.seed(seed)
+                given = Surgery(*interventions, seed=seed)
+                outcome = train(make_model(), given)
+            if interventions and not given.was_attached:
+                raise ValueError(
+                    "train did not attach the surgery that it was given: both arms are the same; "
+                    "`with surgery.attach(model, optimizer):` goes around its loop"
+                )
+            arm.append(outcome if isinstance(outcome, Mapping) else {"outcome": float(outcome)})
+            if arm[-1].keys() != arms[0][0].keys():
+                raise ValueError(f"train returned {list(arm[-1])}, before it {list(arms[0][0])}")
+    return Comparison(tuple(range(seeds)), tuple(arms[0]), tuple(arms[1]))
+
+
+def _row(key: str, pairs: list[tuple[float, float]]) -> list[str]:
+    if not pairs:
+        return [key, "-", "-", "-", "-", "nothing to compare"]
+    treated, control = [a for a, _ in pairs], [b for _, b in pairs]
+    difference = paired_difference(treated, control)
+    interval = "-"
+    if difference.low is not None and difference.high is not None:
+        interval = f"{difference.low:+.3g} to {difference.high:+.3g}"
+    means = number(fmean(treated)), number(fmean(control))
+    return [key, *means, f"{difference.mean:+.3g}", interval, verdict(difference)]

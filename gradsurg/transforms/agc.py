@@ -1,0 +1,54 @@
+"""AGC: bound the norm of each unit's gradient by the norm of the unit."""
+
+from dataclasses import KW_ONLY
+from typing import Annotated
+
+from pydantic import Field
+from torch import Tensor
+
+from gradsurg.plugins.fields import validated
+from gradsurg.plugins.per import Per, norm, widened
+from gradsurg.transforms.base import Context, Need, Property, Stateless, value_of
+
+
+@validated
+class AGC(Stateless):
+    """Scale the gradient g of unit w by min(1, clipping * max(|w|, eps) / |g|), in 2-norms.
+
+    A unit is an index of axis 0: (out, in), (out, in, k) and (out, in, kh, kw) have `out` of them;
+    a tensor with fewer than two axes is one unit. `per` may say otherwise. Needs the value, which
+    counts as a constant in a double backward.
+
+    A zero gradient stays zero, an empty tensor empty; a NaN in g or w makes its unit NaN; an
+    infinity in g makes its unit zero and itself NaN. Adaptive gradient clipping of Brock, De,
+    Smith, Simonyan, ICML 2021 (arXiv 2102.06171), equation 3; the paper leaves the last linear
+    layer out. Its code also bounds |g| by 1e-6 in the division, which differs from this only where
+    clipping * max(|w|, eps) < 1e-6.
+    """
+
+    clipping: Annotated[float, Field(gt=0)] = 0.01
+    _: KW_ONLY
+    eps: Annotated[float, Field(gt=0)] = 1e-3
+    per: Per = "unit"
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"value"})
+
+    @property
+    def properties(self) -> frozenset[Property]:
+        properties: set[Property] = {
+            "idempotent",
+            "odd",
+            "sign_preserving",
+            "norm_non_increasing",
+            "deterministic",
+        }
+        if self.per == "entry":
+            properties |= {"elementwise"}
+        return frozenset(properties)
+
+    def apply(self, grad: Tensor, context: Context) -> Tensor:
+        bound = self.clipping * norm(value_of(self, context), self.per).clamp(min=self.eps)
+        factor = bound / norm(grad, self.per)
+        return (widened(grad) * factor.clamp(max=1.0)).to(grad.dtype)

@@ -1,0 +1,33 @@
+"""GradientReversal: turn the gradient round."""
+
+from typing import Annotated
+
+from pydantic import Field
+from torch import Tensor
+
+from gradsurg.plugins.fields import validated
+from gradsurg.transforms.base import Context, Property, Stateless
+
+
+@validated
+class GradientReversal(Stateless):
+    """Turn the gradient round: -strength * g.
+
+    Any shape. Zero stays zero, NaN stays NaN, an infinity changes its sign (NaN if the strength is
+    0), an empty tensor stays empty. The gradient reversal layer of Ganin and Lempitsky, ICML 2015
+    (arXiv 1409.7495), where strength is lambda; put it at the input of the domain classifier, its
+    branch alone (`Inputs("domain")`): at the features it would turn the label's gradient too.
+    Their growing lambda is `Scheduled(GradientReversal(), start=0.5, stop=1.0, curve="saturating")`.
+    """
+
+    strength: Annotated[float, Field(ge=0)] = 1.0
+
+    @property
+    def properties(self) -> frozenset[Property]:
+        properties: set[Property] = {"elementwise", "homogeneous", "linear", "odd", "deterministic"}
+        if self.strength <= 1:
+            properties |= {"norm_non_increasing"}
+        return frozenset(properties)
+
+    def apply(self, grad: Tensor, context: Context) -> Tensor:
+        return grad * -self.strength

@@ -1,0 +1,177 @@
+"""Every law a transform declares holds, and a law that does not hold is caught."""
+
+from collections.abc import Callable
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradsurg.testing import check_transform
+from gradsurg.testing.transform_properties import LAWS
+from gradsurg.transforms.add_noise import AddNoise
+from gradsurg.transforms.agc import AGC
+from gradsurg.transforms.base import Context, Property, State, Stateless, Transform
+from gradsurg.transforms.centralize import Centralize
+from gradsurg.transforms.chain import Chain
+from gradsurg.transforms.clamp import Clamp
+from gradsurg.transforms.clip import Clip
+from gradsurg.transforms.clip_global_norm import ClipGlobalNorm
+from gradsurg.transforms.clip_norm import ClipNorm
+from gradsurg.transforms.direct_feedback import DirectFeedback
+from gradsurg.transforms.error_feedback import ErrorFeedback
+from gradsurg.transforms.feedback_weights import FeedbackWeights
+from gradsurg.transforms.gradient_reversal import GradientReversal
+from gradsurg.transforms.grokfast_ema import GrokfastEMA
+from gradsurg.transforms.mask import Mask
+from gradsurg.transforms.norm_matched import NormMatched
+from gradsurg.transforms.norm_rescale import NormRescale
+from gradsurg.transforms.sanitize import Sanitize
+from gradsurg.transforms.scale import Scale
+from gradsurg.transforms.scale_by_sign import ScaleBySign
+from gradsurg.transforms.scheduled import Scheduled
+from gradsurg.transforms.sign import Sign
+from tests.cases import INF, build, names
+
+# Laws depend on fields: these are the other sides of those conditions.
+OTHERS = (
+    AGC(0.5, per="tensor"),
+    AGC(1e-5, eps=1e-4),
+    AddNoise(sigma=0.5),
+    Centralize("tensor"),
+    Clamp(low=-0.5, high=0.25),
+    Clamp(low=0.1, high=0.2),
+    Clamp(low=None, high=0.3),
+    Clamp(low=None, high=-0.5),
+    Clamp(low=0.0, high=None),
+    ClipNorm(0.5, p=1.0, per="unit"),
+    ClipNorm(0.5, per="entry", eps=0.1),
+    ClipGlobalNorm(0.5, p=INF),
+    GrokfastEMA(0.5, -3.0),
+    DirectFeedback(3.0),
+    FeedbackWeights(3.0),
+    Mask(0.5, per="unit"),
+    Mask(0.4, rescale=True),
+    Mask(0.3, by="threshold"),
+    Mask(0.3, by="random"),
+    Mask(0.5, by="random_k"),
+    Mask(0.5, by="random_k", rescale=True),
+    NormRescale(2.0, p=1.0, per="unit"),
+    NormRescale(0.1, p=INF, eps=0.5),
+    NormRescale(2.0, per="entry"),
+    GradientReversal(3.0),
+    Sanitize("clamp"),
+    Sanitize("drop"),
+    Scale(-2.0),
+    Scale(0.0),
+    Scale(1.0),
+    Scale(10.0),
+    ScaleBySign(2.0, -1.0),
+    ScaleBySign(0.5, 0.5),
+    ScaleBySign(-1.0, -1.0),
+    ScaleBySign(2.0, 0.5, per="unit"),
+    ScaleBySign(2.0, 2.0, per="tensor"),
+    ScaleBySign(1.0, 0.0, per="tensor"),
+    ScaleBySign(2.0, 0.0, of="value"),
+    ScaleBySign(1.0, 0.0, of="value", per="unit"),
+    Sign("mean"),
+    Sign("mean", per="unit"),
+    Chain(),
+    Chain(Clip(0.5)),
+    Chain(Scale(2.0), Clip(0.5)),
+    Chain(Mask(0.5), NormRescale()),
+    Chain(GradientReversal(), Centralize(), Scale(0.5)),
+    Chain(AddNoise(sigma=0.1), Mask(0.5, by="random", rescale=True)),
+    Chain(ScaleBySign(), Scale(3.0)),
+    Scheduled(Clip(0.5), curve="cosine"),
+    Scheduled(GradientReversal(), start=0.5, stop=1.0, curve="saturating"),
+    Scheduled(Scale(0.5), start=-1.0, stop=3.0),
+    Scheduled(Mask(0.5, by="random", rescale=True)),
+    Scheduled(ClipGlobalNorm(0.5)),
+    ErrorFeedback(Mask(0.5)),
+    ErrorFeedback(Mask(0.5, by="random")),
+    ErrorFeedback(GrokfastEMA()),
+    ErrorFeedback(ClipGlobalNorm(0.5)),
+    Chain(FeedbackWeights(), Scale(2.0)),
+    NormMatched(GradientReversal()),
+    NormMatched(NormRescale()),
+    NormMatched(ScaleBySign()),
+    NormMatched(Chain(Scale(2.0), ClipGlobalNorm(0.5))),
+)
+ALL = (*(build(name) for name in names()), *OTHERS)
+
+
+@pytest.mark.parametrize("transform", ALL, ids=str)
+def test_every_declared_law_holds(transform: Transform) -> None:
+    check_transform(transform, drops_nan=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transform", ALL, ids=str)
+def test_every_declared_law_holds_on_many_more(transform: Transform) -> None:
+    check_transform(transform, drops_nan=True, count=120)
+
+
+def test_every_law_has_its_assertion() -> None:
+    assert set(LAWS) == set(get_args(Property))
+
+
+class Liar(Stateless):
+    """Declares one law it breaks."""
+
+    def __init__(self, law: Property, breaks: Callable[[Tensor, Context], Tensor]) -> None:
+        self.law: Property = law
+        self.breaks = breaks
+
+    @property
+    def properties(self) -> frozenset[Property]:
+        return frozenset({self.law})
+
+    def apply(self, grad: Tensor, context: Context) -> Tensor:
+        return self.breaks(grad, context)
+
+
+def drawn(grad: Tensor, context: Context) -> Tensor:
+    return grad * torch.rand((), generator=context.generator(grad.device), dtype=grad.dtype)
+
+
+LIARS = (
+    Liar("elementwise", lambda grad, _: grad.cumsum(0) if grad.ndim else grad),
+    Liar("homogeneous", lambda grad, _: grad.clamp(-0.1, 0.1)),
+    Liar("idempotent", lambda grad, _: grad / 2),
+    Liar("linear", lambda grad, _: grad.abs()),
+    Liar("odd", lambda grad, _: grad.clamp(min=-0.1)),
+    Liar("sign_preserving", lambda grad, _: grad - grad.mean()),
+    Liar("norm_non_increasing", lambda grad, _: grad * 1.001),
+    Liar("unbiased", drawn),
+    Liar("deterministic", drawn),
+)
+
+
+@pytest.mark.parametrize("liar", LIARS, ids=lambda liar: liar.law)
+def test_a_law_that_does_not_hold_is_caught(liar: Liar) -> None:
+    with pytest.raises(AssertionError, match=f"\n  {liar.law}: "):
+        check_transform(liar)
+
+
+def test_there_is_a_liar_for_every_law() -> None:
+    assert {liar.law for liar in LIARS} == set(LAWS)
+
+
+class Difference(Transform):
+    """Linear in its whole past, not in one gradient."""
+
+    @property
+    def properties(self) -> frozenset[Property]:
+        return frozenset({"linear"})
+
+    def init(self, grad: Tensor) -> State:
+        return {"last": torch.zeros_like(grad)}
+
+    def update(self, grad: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+        return grad - state["last"], {"last": grad.clone()}
+
+
+def test_a_law_is_checked_with_a_past() -> None:
+    with pytest.raises(AssertionError, match="\n  linear: "):
+        check_transform(Difference())
