@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from gradsurg.loggers.base import Guarded, Logger, RunInfo, StudyInfo, StudyLogger
 from gradsurg.loggers.console import Console
 from gradsurg.loggers.wandb import Wandb, _pattern, _place
+from gradsurg.plugins import registry
 from gradsurg.plugins.fields import FieldError
 
 ROOT = Path(__file__).parent.parent

@@ -16,6 +16,7 @@ from gradsurg.models.point import Point
 from gradsurg.models.resnet import ResNet
 from gradsurg.models.rnn import RNN
 from gradsurg.models.vit import ViT
+from gradsurg.plugins import registry
 from gradsurg.plugins.fields import FieldError
 
 CONF = Path(__file__).parent.parent / "conf" / "model"

@@ -12,6 +12,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from gradsurg.training import run_directory
 from gradsurg.training.frames import effect_table, read_effects, read_metrics
 from gradsurg.training.run_directory import RunDirectory, directory_name, run_hash
 
@@ -78,7 +79,7 @@ def test_directory_name_is_fit_for_a_file_system():
     config = {"a": 1}
     assert directory_name("clip=0.01,mlp", config) == "clip=0.01,mlp-015abd7f"
     assert directory_name("a/b *c", config) == "a_b_c-015abd7f"
-    assert len(directory_name("x" * 500, config)) == store.MAX_LABEL + 9
+    assert len(directory_name("x" * 500, config)) == run_directory.MAX_LABEL + 9
 
 
 def test_making_one_writes_nothing(run):
@@ -195,7 +196,10 @@ def test_resuming_drops_what_came_after_the_checkpoint(run):
     run.append_metrics({"step": 10})
     run.append_effects([effect(10, 5, 5)])
     run.save_checkpoint({"step": 10})
-    kept = {name: (run.path / name).read_bytes() for name in (store.METRICS, store.EFFECTS)}
+    kept = {
+        name: (run.path / name).read_bytes()
+        for name in (run_directory.METRICS, run_directory.EFFECTS)
+    }
     run.append_metrics({"step": 20})
     run.append_effects([effect(20, 5, 5)])
     with (run.path / "metrics.jsonl").open("a") as file:
@@ -334,7 +338,7 @@ def test_clear_removes_the_summary_first(run, monkeypatch):
     run.plan({}, {"a": 1})
     run.write_summary({"state": "finished"})
     removed = []
-    monkeypatch.setattr(store.Path, "unlink", lambda path, **_: removed.append(path.name))
+    monkeypatch.setattr(run_directory.Path, "unlink", lambda path, **_: removed.append(path.name))
     run.clear()
     assert removed[0] == "summary.json"
 

@@ -30,6 +30,7 @@ from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, Task
 from gradsurg.tasks.cagrad_toy import CAGradToy
 from gradsurg.tasks.digits import Digits
+from gradsurg.training import logging
 from gradsurg.training.arms import Run, Schedule
 from gradsurg.training.idle import _would_bite
 from gradsurg.training.made_with import made_with

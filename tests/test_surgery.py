@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 import gradsurg as gs
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import Selector, Stage
+from gradsurg.torch_internals import compiling
 from gradsurg.transforms.base import Context, Property, Stateless, Transform
 from tests.nets import (
     BATCH,

@@ -20,6 +20,7 @@ from gradsurg.models.mlp import MLP
 from gradsurg.models.multi_head import MultiHead
 from gradsurg.models.point import Point
 from gradsurg.models.rnn import RNN
+from gradsurg.plugins import registry
 from gradsurg.plugins.fields import FieldError
 from gradsurg.tasks import mnist
 from gradsurg.tasks.adding import Adding

@@ -10,6 +10,7 @@ from sklearn.datasets import load_diabetes, make_friedman2, make_friedman3
 
 import gradsurg as gs
 from gradsurg.models.multi_head import MultiHead
+from gradsurg.plugins import registry
 from gradsurg.plugins.fields import FieldError
 from gradsurg.tasks.base import MultiTask
 from gradsurg.tasks.diabetes import Diabetes

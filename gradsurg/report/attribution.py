@@ -11,7 +11,7 @@ from gradsurg.report.wording import amount, interval, title
 from gradsurg.stats import Difference, paired_difference
 
 Config = Mapping[str, Any]  # Any: what YAML can hold
-Activations = Sequence[float | None]
+Outcomes = Sequence[float | None]
 
 ABOUT_SHARES = "the chain minus the chain without it"
 
@@ -44,7 +44,7 @@ def left_out(configs: Mapping[str, Config]) -> list[LeftOut]:
     return found
 
 
-def share(whole: Activations, without: Activations) -> Difference | None:
+def share(whole: Outcomes, without: Outcomes) -> Difference | None:
     """A link's share in a metric: the whole chain minus the chain without it, seed by seed.
 
     Shares need not add up to what the chain does: two links that do the same have none each. A seed
@@ -54,7 +54,7 @@ def share(whole: Activations, without: Activations) -> Difference | None:
     return paired_difference([a for a, _ in both], [b for _, b in both]) if both else None
 
 
-def shares_text(key: str, links: Mapping[str, tuple[Activations, Activations]]) -> str:
+def shares_text(key: str, links: Mapping[str, tuple[Outcomes, Outcomes]]) -> str:
     """A table of each link's share in a metric, of its values with and without the link."""
     rows = [["link", "share", "95 % interval", "sign-flip p", "seeds"]]
     for link, (whole, without) in links.items():
@@ -67,7 +67,7 @@ def shares_text(key: str, links: Mapping[str, tuple[Activations, Activations]]) 
     return f"Each link's share in {title(key)}, {ABOUT_SHARES}:\n\n{aligned(rows)}"
 
 
-def _both(whole: Activations, without: Activations) -> list[tuple[float, float]]:
+def _both(whole: Outcomes, without: Outcomes) -> list[tuple[float, float]]:
     pairs = zip(whole, without, strict=True)
     return [(a, b) for a, b in pairs if a is not None and b is not None]
 

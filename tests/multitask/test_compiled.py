@@ -290,6 +290,7 @@ def test_what_is_asked_of_a_graph_no_hook_meets() -> None:
 
 def test_a_block_leaves_the_settings_of_the_compiler_as_they_were() -> None:
     import torch._functorch.config as functorch
+    import torch.compiler.config as compiler
 
     before = functorch.donated_buffer, compiler.cache_key_tag
     with gs.Surgery(at_shared(Uneven())).attach(Losing()) as live:

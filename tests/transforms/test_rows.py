@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from gradsurg.plugins import registry
 from gradsurg.plugins.fields import FieldError
 from gradsurg.testing.contexts import context_with
 from gradsurg.transforms.base import Context
