@@ -1,4 +1,4 @@
-"""Whether two folders hold the same runs bit by bit: python scripts/same_runs.py ONE OTHER."""
+"""Compare the runs of two folders number by number: python scripts/same_runs.py ONE OTHER."""
 
 import json
 import sys
@@ -7,49 +7,58 @@ from pathlib import Path
 
 import torch
 
-from gradsurg.training.run_directory import CHECKPOINT, CONFIG, EFFECTS, METRICS, SUMMARY
+CHECKPOINT, SUMMARY = "checkpoint.pt", "summary.json"
+ROWS = ("metrics.jsonl", "effects.jsonl", "conflicts.jsonl")
+STATE = ("step", "model", "optimizer", "lr_schedule", "scaler", "surgery", "generators")
+WORDS = ("time/", "hardware", "notes", "learned_nothing")
 
 
 def differences(one: Path, other: Path) -> Iterator[str]:
-    """A sentence for each run, and each file of a run, that is not the same."""
-    names = [{path.parent.name for path in folder.glob(f"*/{CONFIG}")} for folder in (one, other)]
-    for name in sorted(names[0] ^ names[1]):
-        yield f"{name} is in {one if name in names[0] else other} only"
-    for name in sorted(names[0] & names[1]):
-        for file in (CONFIG, METRICS, EFFECTS, SUMMARY, CHECKPOINT):
-            left, right = one / name / file, other / name / file
-            if not (left.is_file() and right.is_file()):
-                yield f"{name} has no {file} in {one if right.is_file() else other}"
-            elif not _same(*(_content(path) for path in (left, right))):
-                yield f"{name}: {file} differs"
+    """Yield a sentence for each run, and each file of a run, that is not the same in both."""
+    left, right = _runs(one), _runs(other)
+    for run in sorted(left.keys() ^ right.keys()):
+        yield f"{run} is in {one if run in left else other} only"
+    for run in sorted(left.keys() & right.keys()):
+        for file in (*ROWS, SUMMARY, CHECKPOINT):
+            if _content(left[run] / file) != _content(right[run] / file):
+                yield f"{run}: {file} differs"
+
+
+def _runs(folder: Path) -> dict[str, Path]:
+    """The run directories in a folder by study, label and seed: without the hash of the config."""
+    places = [path.parent for path in folder.rglob(SUMMARY)]
+    return {
+        str(place.relative_to(folder).with_name(place.name.rpartition("-")[0])): place
+        for place in places
+    }
 
 
 def _content(path: Path) -> object:
-    """What a file holds, without what is timed."""
+    """The numbers of a file, as text; without times and words."""
+    if not path.is_file():
+        return None
     if path.name == CHECKPOINT:
-        kept = torch.load(path, map_location="cpu", weights_only=True)
-        del kept["state"]["seconds"]
-        return kept
-    if path.name != SUMMARY:
-        return path.read_bytes()
-    summary = json.loads(path.read_bytes())
-    apart = ("time/", "hardware")  # which says how many threads there were
-    return {key: value for key, value in summary.items() if not key.startswith(apart)}
+        kept = torch.load(path, map_location="cpu", weights_only=True)["state"]
+        return _exact({key: kept[key] for key in STATE})
+    if path.name == SUMMARY:
+        summary = json.loads(path.read_bytes())
+        return {key: value for key, value in summary.items() if not key.startswith(WORDS)}
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
-def _same(one: object, other: object) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return type(one) is type(other) and one == other
+def _exact(value: object) -> object:
+    """The same with each tensor as its dtype, shape and bytes."""
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return str(value.dtype), tuple(value.shape), flat.numpy().tobytes()
+    if isinstance(value, dict):
+        return {key: _exact(item) for key, item in value.items()}
+    return [_exact(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 if __name__ == "__main__":
     folders = Path(sys.argv[1]), Path(sys.argv[2])
-    if not [*folders[0].glob(f"*/{SUMMARY}")]:
+    if not _runs(folders[0]):
         sys.exit(f"{folders[0]} has no finished run")
     if found := [*differences(*folders)]:
         sys.exit("\n".join(found))

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import gradsurg as gs
+from gradsurg.effects.numbers import UPDATE_NAMES, UPDATES_SAMPLED
 from gradsurg.sites.base import Selector
 from gradsurg.surgery.intervention import Intervention
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, Task
 from gradsurg.tasks.digits import Digits
 from gradsurg.training.arms import Run, Schedule
-from gradsurg.training.counterfactual import NUMBERS, SAMPLED, Counterfactual, means
+from gradsurg.training.counterfactual import Counterfactual, means
 from gradsurg.training.loop import Batches, train
 from gradsurg.training.run_directory import RunDirectory
 from gradsurg.training.study import Record, execute
@@ -150,8 +151,8 @@ def both(run: Run, out: Path) -> tuple[Record, Record]:
 def test_training_is_bit_identical_to_not_asking(tmp_path, model: str, optimizer: str) -> None:
     asked, plain = both(a_run(MIXED, model, optimizer), tmp_path)
     assert_alike(asked, plain)
-    assert [row[SAMPLED] for row in rows(asked)] == [2, 2, 2]
-    assert not any(SAMPLED in row for row in rows(plain))
+    assert [row[UPDATES_SAMPLED] for row in rows(asked)] == [2, 2, 2]
+    assert not any(UPDATES_SAMPLED in row for row in rows(plain))
 
 
 SITES = {
@@ -266,7 +267,7 @@ def test_the_numbers_are_those_of_two_steps_made_by_hand() -> None:
     cosine = torch.cosine_similarity(*updates, dim=0).item()
     assert 0.5 < cosine < 0.99
     expected = [cosine, (updates[0].norm() / updates[1].norm()).item(), *losses]
-    assert [found[name] for name in NUMBERS] == pytest.approx(expected, rel=1e-4)
+    assert [found[name] for name in UPDATE_NAMES] == pytest.approx(expected, rel=1e-4)
     assert counterfactual.fetch() == {}
 
 
@@ -293,7 +294,7 @@ def test_a_step_between_the_samples_is_not_looked_at() -> None:
     for step in range(7):
         counterfactual.before(step, [batch(step)])
         counterfactual.after()
-    assert counterfactual.fetch()[SAMPLED] == 3
+    assert counterfactual.fetch()[UPDATES_SAMPLED] == 3
 
 
 class Tearing(Task):
@@ -325,7 +326,7 @@ def test_a_resumed_run_has_the_numbers_of_an_uninterrupted_one(tmp_path, call: i
     assert rows(torn) == rows(whole)
     assert torn.summary
     assert whole.summary
-    numbers = [SAMPLED, *NUMBERS]
+    numbers = [UPDATES_SAMPLED, *UPDATE_NAMES]
     assert [torn.summary[name] for name in numbers] == [whole.summary[name] for name in numbers]
 
 
@@ -333,23 +334,30 @@ def test_the_summary_has_the_mean_over_all_sampled_steps(tmp_path) -> None:
     schedule = replace(SHORT, steps=7, log_every=4)
     record = execute(a_run(gs.Sign(), schedule=schedule), tmp_path, [])
     found = rows(record)
-    assert [row[SAMPLED] for row in found] == [2, 2]
+    assert [row[UPDATES_SAMPLED] for row in found] == [2, 2]
     assert record.summary
-    assert record.summary[SAMPLED] == 4
-    for name in NUMBERS:
+    assert record.summary[UPDATES_SAMPLED] == 4
+    for name in UPDATE_NAMES:
         assert record.summary[name] == pytest.approx(sum(row[name] for row in found) / 2)
 
 
 def test_means_weigh_by_samples_and_leave_out_what_is_not_there() -> None:
-    name = NUMBERS[0]
-    found = means([{SAMPLED: 1, name: 1.0}, {SAMPLED: 3, name: 0.0}, {SAMPLED: 4, name: None}, {}])
-    assert found == {SAMPLED: 8, name: 0.25}
+    name = UPDATE_NAMES[0]
+    found = means(
+        [
+            {UPDATES_SAMPLED: 1, name: 1.0},
+            {UPDATES_SAMPLED: 3, name: 0.0},
+            {UPDATES_SAMPLED: 4, name: None},
+            {},
+        ]
+    )
+    assert found == {UPDATES_SAMPLED: 8, name: 0.25}
     assert means([{"train/loss": 1.0}]) == {}
 
 
 def test_a_control_is_not_asked(tmp_path) -> None:
     record = execute(replace(a_run(gs.Identity()), shadow=True), tmp_path, [])
-    assert not any(SAMPLED in row for row in rows(record))
+    assert not any(UPDATES_SAMPLED in row for row in rows(record))
 
 
 def test_the_model_is_left_without_a_hook_more_and_its_own_hooks_count() -> None:

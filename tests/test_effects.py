@@ -10,8 +10,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import gradsurg as gs
 from gradsurg.effects import effects as effects_module
-from gradsurg.effects.effects import CHUNK, NUMBERS, Effects
+from gradsurg.effects.effects import CHUNK, Effects
 from gradsurg.effects.ledger import Ledger
+from gradsurg.effects.numbers import EFFECT_NAMES
 from tests.nets import attached, backward, batch, gradients, noisy, sgd, small, train, weights
 
 NAN, INF = float("nan"), float("inf")
@@ -44,7 +45,7 @@ def by_hand(before: Tensor, after: Tensor) -> dict[str, float]:
     size = max(1, len(pairs))
     return dict(
         zip(
-            NUMBERS,
+            EFFECT_NAMES,
             (
                 norm_before,
                 norm_after,
@@ -65,7 +66,7 @@ def assert_row(row: dict[str, object], pairs: list[tuple[Tensor, Tensor]]) -> No
     numbers = [by_hand(before, after) for before, after in pairs]
     assert row["sampled"] == len(pairs)
     assert row["nonfinite"] == sum(each["nonfinite"] for each in numbers)
-    for name in NUMBERS[:-1]:
+    for name in EFFECT_NAMES[:-1]:
         mean = sum(each[name] for each in numbers) / len(numbers)
         assert row[name] == pytest.approx(mean, rel=2e-5, abs=1e-7, nan_ok=True), name
 

@@ -43,7 +43,14 @@ DOORS = {
 }
 """Library: the units or modules that may import it."""
 
-WITHOUT_TORCH = ("report", "stats", "effects.tables", "effects.ledger", "plugins.registry")
+WITHOUT_TORCH = (
+    "report",
+    "stats",
+    "effects.numbers",
+    "effects.tables",
+    "effects.ledger",
+    "plugins.registry",
+)
 """Units and modules that may not import torch: reading and printing numbers works without it."""
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import gradsurg as gs
 from gradsurg.config.build import build
 from gradsurg.config.compose import CONFIG_DIR, plain, register
-from gradsurg.effects.effects import NUMBERS
+from gradsurg.effects.numbers import EFFECT_NAMES
 from gradsurg.loggers.base import Guarded, Logger, RunInfo, State
 from gradsurg.models.mlp import MLP
 from gradsurg.models.point import Point
@@ -219,7 +219,7 @@ def test_a_run_writes_its_files_into_a_directory_of_its_own(tmp_path) -> None:
     ]
     assert {row["transform"] for row in effects} == {"clip"}
     assert [row["sampled"] for row in effects[:: len(sites)]] == [2, 1, 1, 1, 2, 1]
-    assert set(NUMBERS) < set(effects[0])
+    assert set(EFFECT_NAMES) < set(effects[0])
     assert json.loads(read(record, "summary.json")) == record.summary
     expected = {"state": "finished", "arm": "treated", "label": "clip", "seed": 0, "steps": 30}
     assert {key: record.summary[key] for key in expected} == expected
@@ -270,7 +270,9 @@ def assert_effects_match(
         step = row["step"]
         assert isinstance(step, int)
         prefix = f"effect/{row['transform']}/{row['site']}"
-        expected[step] |= {f"{prefix}/{name}": row[name] for name in ("seen", "calls", *NUMBERS)}
+        expected[step] |= {
+            f"{prefix}/{name}": row[name] for name in ("seen", "calls", *EFFECT_NAMES)
+        }
     found = {
         step: {key: value for key, value in values.items() if key.startswith("effect/")}
         for step, values in logged.items()

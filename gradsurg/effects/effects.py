@@ -10,24 +10,11 @@ import torch
 from torch import Tensor
 
 from gradsurg.effects.ledger import Entry, Ledger
+from gradsurg.effects.numbers import EFFECT_NAMES
 from gradsurg.effects.samples import Sample, Samples
 from gradsurg.effects.sums import numbers
 from gradsurg.effects.tables import effect_table
 from gradsurg.torch_internals import autograd
-
-NUMBERS = (
-    "norm_before",
-    "norm_after",
-    "cosine",
-    "changed",
-    "flipped",
-    "zeroed",
-    "distance",
-    "nonfinite",
-)
-"""Means over the sampled gradients of a site: L2 norms (in float32 one below 1e-19 reads 0), cosine
-of before and after, fraction of entries changed, with the other sign, and made zero,
-|after - before| / |before|; `nonfinite` counts entries that are NaN or infinite before or after."""
 
 CHUNK = 1 << 16  # entries worked on at a time on a CPU: what fits its cache
 KEPT = 1 << 22  # entries kept until they are measured together; worked on at a time elsewhere
@@ -40,8 +27,8 @@ class _Slot:
     entry: Entry
     fetched_fired: int = 0
     fetched_calls: int = 0
-    fresh: list[float] = field(default_factory=lambda: [0.0] * (len(NUMBERS) + 1))
-    totals: list[float] = field(default_factory=lambda: [0.0] * (len(NUMBERS) + 1))
+    fresh: list[float] = field(default_factory=lambda: [0.0] * (len(EFFECT_NAMES) + 1))
+    totals: list[float] = field(default_factory=lambda: [0.0] * (len(EFFECT_NAMES) + 1))
 
 
 class SlotState(TypedDict):
@@ -269,6 +256,6 @@ def _row(slot: _Slot, numbers: Sequence[float], fired: int, calls: int) -> dict[
         "sampled": int(sampled),
     }
     means = [value / sampled if sampled else None for value in sums]
-    row |= dict(zip(NUMBERS, means, strict=True))
+    row |= dict(zip(EFFECT_NAMES, means, strict=True))
     row["nonfinite"] = int(sums[-1])
     return row

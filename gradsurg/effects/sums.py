@@ -41,7 +41,7 @@ class ScratchBuffers:
 
 
 def numbers(sums: Tensor, sizes: list[int]) -> Array:
-    """From columns of sums to rows of NUMBERS and a one that counts the gradient, on the host."""
+    """From columns of sums to rows of EFFECT_NUMBERS and a one that counts the gradient, on the host."""
     # A call on so few numbers takes numpy a fifth of what it takes PyTorch.
     host = sums.cpu().double().numpy()
     counts = np.maximum(sizes, 1)

@@ -6,9 +6,9 @@ from math import sqrt
 
 import polars as pl
 
+from gradsurg.effects.numbers import UPDATES_SAMPLED
 from gradsurg.report.grouping import Arm
 from gradsurg.report.run_frames import run_frames
-from gradsurg.report.update_line import SAMPLED
 from gradsurg.report.wording import HEADLINE
 from gradsurg.stats import t_reach
 from gradsurg.training.frames import METRICS_KEYS, read_metrics
@@ -44,7 +44,7 @@ def load_metrics(arms: Sequence[Arm]) -> tuple[pl.DataFrame, list[str]]:
 
 def curve_metrics(metrics: pl.DataFrame) -> list[str]:
     """What was logged over steps, the headline first."""
-    names = [name for name in metrics.columns if name not in (*METRICS_KEYS, SAMPLED)]
+    names = [name for name in metrics.columns if name not in (*METRICS_KEYS, UPDATES_SAMPLED)]
     first = [name for name in HEADLINE if name in names]
     return list(dict.fromkeys([*first, *names]))
 

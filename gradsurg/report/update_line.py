@@ -4,19 +4,12 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from gradsurg.effects.numbers import UPDATE_NUMBERS, UPDATES_SAMPLED
 from gradsurg.effects.tables import number
 
 Summary = Mapping[str, Any]  # Any: what JSON can hold
 
-SAMPLED = "update/sampled"
-"""On how many steps the question was asked: of how much the others are means."""
-
-NUMBERS = {
-    "update/cosine": "cosine",
-    "update/norm_ratio": "norm ratio",
-    "update/loss_change": "loss change",
-    "update/loss_change_without": "loss change without the surgery",
-}
+NUMBERS = {number.name: number.label for number in UPDATE_NUMBERS}
 
 ABOUT = (
     "The update that was made beside the one there would have been without the surgery, from the "
@@ -26,7 +19,7 @@ ABOUT = (
 
 def asked(summaries: Sequence[Summary]) -> list[Summary]:
     """Those of runs whose updates were looked at."""
-    return [summary for summary in summaries if summary.get(SAMPLED)]
+    return [summary for summary in summaries if summary.get(UPDATES_SAMPLED)]
 
 
 def known(summaries: Sequence[Summary], key: str) -> list[float]:
@@ -50,7 +43,7 @@ def update_line(summaries: Sequence[Summary]) -> str:
 
 def of_how_much(summaries: Sequence[Summary]) -> str:
     """`60 steps of 3 runs`."""
-    steps = sum(summary[SAMPLED] for summary in summaries)
+    steps = sum(summary[UPDATES_SAMPLED] for summary in summaries)
     runs = f"{len(summaries)} run{'s' if len(summaries) > 1 else ''}"
     return f"{steps} step{'s' if steps > 1 else ''} of {runs}"
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from gradsurg.config.build import Experiment
 from gradsurg.config.rehearsal import FEW, examined, metrics_of
-from gradsurg.effects.effects import NUMBERS as OF_EFFECTS
+from gradsurg.effects.numbers import EFFECT_NAMES, UPDATE_NAMES, UPDATES_SAMPLED
 from gradsurg.plugins.fields import nearest
 from gradsurg.reproduce.expected import Band, Drawing, Expected
 from gradsurg.reproduce.judging import EFFECT, is_meant, known_of, names_in
@@ -16,8 +16,6 @@ from gradsurg.sites import tree
 from gradsurg.tasks.base import Examined
 from gradsurg.torch_internals import random_state
 from gradsurg.training.arms import Run
-from gradsurg.training.counterfactual import NUMBERS as OF_UPDATES
-from gradsurg.training.counterfactual import SAMPLED
 from gradsurg.training.until import REACHED, STEP
 
 ALWAYS = ("steps", "skipped_steps", "time/train_s", "time/step_ms")
@@ -97,7 +95,9 @@ def _foreseen(run: Run, measured: Measured) -> Foreseen:
     schedule = run.schedule
     tested = [f"test/{name}" for name in measured.tested]
     following = [f"test/{name}" for name in run.task.following if schedule.eval_every]
-    updates = (SAMPLED, *OF_UPDATES) if schedule.update_effect_every and not run.shadow else ()
+    updates = (
+        (UPDATES_SAMPLED, *UPDATE_NAMES) if schedule.update_effect_every and not run.shadow else ()
+    )
     until = (REACHED, STEP) if schedule.until is not None else ()
     trained = [f"train/{name}" for name in measured.trained]
     found = [f"examined/{name}" for name in measured.examined]
@@ -153,7 +153,7 @@ def _of_effect(band: Band, run: Foreseen) -> str:
     _, transform, rest = f"{band.metric}//".split("/", 2)
     site, _, number = rest.removesuffix("//").rpartition("/")
     parts = ("transform", transform, run.transforms), ("site", site, run.sites)
-    for what, name, choices in (*parts, ("number", number, OF_EFFECTS)):
+    for what, name, choices in (*parts, ("number", number, EFFECT_NAMES)):
         if name not in choices:
             return f"will have no {band.metric}: no {what} '{name}'. {_nearest(name, choices)}"
     return _of_step(band, run, run.every)

@@ -10,22 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradsurg.effects.numbers import UPDATE_NAMES, UPDATES_SAMPLED
 from gradsurg.torch_internals import autograd
 from gradsurg.torch_internals.random_state import Generators, generators, kept, put_back
 from gradsurg.training.loop import LossFn, loss_of
 
 Batch = tuple[Tensor, Tensor]
-
-NUMBERS = (
-    "update/cosine",
-    "update/norm_ratio",
-    "update/loss_change",
-    "update/loss_change_without",
-)
-"""Of the update that was made and the one there would have been: their cosine, the ratio of their
-norms (made to would-be), and by how much each changes the loss of its batch."""
-
-SAMPLED = "update/sampled"
 
 
 @dataclass
@@ -103,7 +93,7 @@ class Counterfactual:
                 self._follow(weights)
                 changes.append(self._loss(sample.parts, learn=False) - sample.loss)
         found = _compared(made, sample.without, sample.start)
-        found |= dict(zip(NUMBERS[2:], changes, strict=True))
+        found |= dict(zip(UPDATE_NAMES[2:], changes, strict=True))
         self._samples.append(found)
 
     def fetch(self) -> dict[str, float]:
@@ -114,9 +104,9 @@ class Counterfactual:
         samples, self._samples = self._samples, []
         if not samples:
             return {}
-        return {SAMPLED: len(samples)} | {
+        return {UPDATES_SAMPLED: len(samples)} | {
             name: fmean(own)
-            for name in NUMBERS
+            for name in UPDATE_NAMES
             if (own := [sample[name] for sample in samples if name in sample])
         }
 
@@ -154,15 +144,15 @@ def means(rows: Sequence[Mapping[str, object]]) -> dict[str, float]:
 
     A number that is not finite has been written as null and does not count.
     """
-    rows = [row for row in rows if SAMPLED in row]
+    rows = [row for row in rows if UPDATES_SAMPLED in row]
     if not rows:
         return {}
-    found = {SAMPLED: sum(_number(row[SAMPLED]) for row in rows)}
-    for name in NUMBERS:
+    found = {UPDATES_SAMPLED: sum(_number(row[UPDATES_SAMPLED]) for row in rows)}
+    for name in UPDATE_NAMES:
         own = [row for row in rows if row.get(name) is not None]
         if own:
-            total = sum(_number(row[name]) * _number(row[SAMPLED]) for row in own)
-            found[name] = total / sum(_number(row[SAMPLED]) for row in own)
+            total = sum(_number(row[name]) * _number(row[UPDATES_SAMPLED]) for row in own)
+            found[name] = total / sum(_number(row[UPDATES_SAMPLED]) for row in own)
     return found
 
 
@@ -188,7 +178,7 @@ def _compared(
     found: dict[str, float] = {}
     if norm and other_norm:
         same = torch.equal(with_, other)  # rounding would make it almost 1
-        found[NUMBERS[0]] = 1.0 if same else (with_ @ other).item() / (norm * other_norm)
+        found[UPDATE_NAMES[0]] = 1.0 if same else (with_ @ other).item() / (norm * other_norm)
     if other_norm:
-        found[NUMBERS[1]] = norm / other_norm
+        found[UPDATE_NAMES[1]] = norm / other_norm
     return found

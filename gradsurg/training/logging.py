@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gradsurg.effects.effects import NUMBERS
+from gradsurg.effects.numbers import EFFECT_NAMES
 from gradsurg.loggers.base import Logger
 from gradsurg.multitask.conflict import numbers
 from gradsurg.sites._untouched import untouched
@@ -123,7 +123,7 @@ class RunLog:
     ) -> None:
         for row in rows:
             prefix = f"effect/{row['transform']}/{row['site']}"
-            for name in ("seen", "calls", *NUMBERS):
+            for name in ("seen", "calls", *EFFECT_NAMES):
                 value = row[name]
                 if isinstance(value, int | float):
                     values[f"{prefix}/{name}"] = value

@@ -1,0 +1,59 @@
+"""The tables of logged numbers: the name, label and unit of each, for logs, terminal and report."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Number:
+    """A logged number: its key in files, its label for readers, and how to print it.
+
+    `better` is the direction that is good, for a number that has one.
+    """
+
+    name: str
+    label: str
+    unit: Literal["number", "cosine", "fraction", "count"] = "number"
+    better: Literal["lower", "higher"] | None = None
+
+
+EFFECT_NUMBERS = (
+    Number("norm_before", "norm before"),
+    Number("norm_after", "norm after"),
+    Number("cosine", "cosine", "cosine"),
+    Number("changed", "changed", "fraction"),
+    Number("flipped", "sign flips", "fraction"),
+    Number("zeroed", "zeroed", "fraction"),
+    Number("distance", "relative distance"),
+    Number("nonfinite", "non-finite", "count"),
+)
+"""The effect of a transform at a site, as means over the sampled gradients.
+
+L2 norms before and after (a float32 norm below 1e-19 reads 0), cosine of before and after, shares
+of the entries that changed, changed sign, and became zero, |after - before| / |before|; `nonfinite`
+is the total of entries that are NaN or infinite before or after."""
+
+UPDATE_NUMBERS = (
+    Number("update/cosine", "cosine", "cosine"),
+    Number("update/norm_ratio", "norm ratio"),
+    Number("update/loss_change", "loss change", better="lower"),
+    Number("update/loss_change_without", "loss change without the surgery", better="lower"),
+)
+"""The update effect: the optimizer's update with the surgery against the one without it.
+
+Both start at the same weights and the same batch. Cosine of the two updates, ratio of their norms
+(with to without), and the change of the batch's loss by each."""
+
+UPDATES_SAMPLED = "update/sampled"
+"""Number of steps that the means of `UPDATE_NUMBERS` are over."""
+
+
+METRICS = (
+    Number("loss", "loss", better="lower"),
+    Number("accuracy", "accuracy", "fraction", better="higher"),
+    Number("r2", "R²", better="higher"),
+)
+"""Metrics of tasks with a known unit and direction, logged as `train/loss` or `test/<task>/r2`."""
+
+EFFECT_NAMES = tuple(number.name for number in EFFECT_NUMBERS)
+UPDATE_NAMES = tuple(number.name for number in UPDATE_NUMBERS)
