@@ -24,7 +24,7 @@ from bench_exact import EXACT
 from torch import Tensor
 
 import gradsurg as gs
-from gradsurg.aggregators._orders import orders_of
+from gradsurg.aggregators._pairwise import orders_of
 from gradsurg.aggregators.base import Context
 from gradsurg.effects.tables import aligned
 from gradsurg.plugins.registry import names

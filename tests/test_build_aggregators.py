@@ -3,7 +3,7 @@
 import pytest
 
 import gradsurg as gs
-from gradsurg.aggregators._norm_matched import NormMatchedSum
+from gradsurg.aggregators.base import NormMatchedSum
 from gradsurg.config.faults import ConfigError
 from gradsurg.effects.ledger import SurgeryWarning
 from tests.test_build import built

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from gradsurg.aggregators._solvers import Array
 from gradsurg.aggregators.base import State
+from gradsurg.aggregators.solvers import Array
 
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
 

@@ -1,14 +1,14 @@
 """AlignedMTL: the gradients made orthogonal and equally long, with as little change as can be."""
 
 from functools import partial
+from math import sqrt
 from typing import Literal
 
 import numpy as np
 from torch import Tensor
 
-from gradsurg.aggregators import _pairs
-from gradsurg.aggregators._solvers import Array, factor, weights_of
 from gradsurg.aggregators.base import Property, Weighting
+from gradsurg.aggregators.solvers import RANK, Array, factor, weights_of
 from gradsurg.plugins.fields import validated
 
 Scale = Literal["min", "median", "rmse"]
@@ -38,7 +38,7 @@ class AlignedMTL(Weighting):
 
     def weights(self, gramian: Tensor) -> Tensor:
         general = partial(_aligned, count=len(gramian), scale=self.scale)
-        return weights_of(gramian, general, partial(_pair, scale=self.scale))
+        return weights_of(gramian, general, partial(_aligned_pair, scale=self.scale))
 
 
 def _aligned(cosines: Array, norms: Array, count: int, scale: Scale) -> Array:
@@ -58,11 +58,30 @@ def _aligned(cosines: Array, norms: Array, count: int, scale: Scale) -> Array:
             return v * np.sqrt((sigmas**2).mean())
 
 
-def _pair(cosine: float, norm: float, other: float, scale: Scale) -> tuple[float, float]:
-    first, second, large, small = _pairs.root(cosine, norm, other)
+def _aligned_pair(cosine: float, norm: float, other: float, scale: Scale) -> tuple[float, float]:
+    first, second, large, small = _root(cosine, norm, other)
     match scale:
         case "min" | "median":
             sigma = small or large
         case "rmse":
             sigma = ((norm**2 + other**2) / (2 if small else 1)) ** 0.5
     return first * sigma, second * sigma
+
+
+def _root(cosine: float, norm: float, other: float) -> tuple[float, float, float, float]:
+    """G^(-1/2) times the mean's weights as v, and the singular values of the two rows.
+
+    Where the rows are parallel it is the pseudoinverse and the second singular value is zero.
+    """
+    trace = norm**2 + other**2
+    if 1 - abs(cosine) <= RANK * (1 + abs(cosine)):
+        sign = 1 if cosine > 0 else -1
+        along = (norm + sign * other) / 2 / trace**1.5
+        return norm**2 * along, sign * other**2 * along, sqrt(trace), 0.0
+    area = norm * other * sqrt((1 - cosine) * (1 + cosine))
+    total = sqrt(trace + 2 * area)
+    large = (total + sqrt(max(trace - 2 * area, 0.0))) / 2
+    inner = cosine * norm * other
+    first, second = (square - inner + area for square in (other**2, norm**2))
+    scale = 2 * area * total
+    return norm * first / scale, other * second / scale, large, area / large

@@ -5,14 +5,17 @@ G = J Jᵀ (T x T). Nearly every aggregator gives weights w, and the gradient is
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from math import hypot
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gradsurg.aggregators._rows import combined, combined_safely, gramian_of
+from gradsurg.aggregators.rows import combined, combined_safely, gramian_of, wide
+from gradsurg.plugins.fields import validated
 from gradsurg.torch_internals.autograd import undisturbed
 
 State = dict[str, Tensor]
@@ -185,6 +188,48 @@ class Entrywise(Aggregator):
         return self.apply(rows, context), state
 
 
+@validated
+class NormMatchedSum(Aggregator):
+    """The direction of the sum with the norm of A(J): the control that tells direction from length.
+
+    Where the sum is zero it stays zero. Not for what weighs the losses: that changes the gradients
+    of the tasks' own parameters too, and this does not.
+    """
+
+    of: Aggregator
+
+    @property
+    def properties(self) -> frozenset[Property]:
+        kept: frozenset[Property] = frozenset(
+            {"permutation_invariant", "homogeneous", "deterministic"}
+        )
+        return self.of.properties & kept
+
+    @property
+    def num_tasks(self) -> int | None:
+        return self.of.num_tasks
+
+    @property
+    def least_tasks(self) -> int:
+        return self.of.least_tasks
+
+    def init(self, num_tasks: int) -> State:
+        return self.of.init(num_tasks)
+
+    def merge(self, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+        merged, state = self.of.merge(rows, state, context)
+        return sums_as_long([rows], [merged])[0], state
+
+
+def sums_as_long(blocks: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+    """The sum of the rows of each block, which together are as long as the gradients together."""
+    ones = torch.ones(len(blocks[0]), dtype=torch.float64)
+    sums = [combined(wide(rows), ones).double() for rows in blocks]
+    norm = _norm(sums)
+    ratio = _norm(grads) / (norm if norm > 0 else 1.0)
+    return [(total * ratio).to(rows.dtype) for total, rows in zip(sums, blocks, strict=True)]
+
+
 def checked_update(
     aggregator: GramianAggregator, gramian: Tensor, state: State, context: Context
 ) -> tuple[Tensor, State]:
@@ -233,3 +278,7 @@ def state_of(aggregator: Aggregator, state: State, key: str, num_tasks: int) -> 
             "the number of tasks must stay the same"
         )
     return state[key]
+
+
+def _norm(grads: Sequence[Tensor]) -> float:
+    return hypot(*[float(grad.double().norm()) for grad in grads])

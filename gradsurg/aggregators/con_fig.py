@@ -3,9 +3,8 @@
 import numpy as np
 from torch import Tensor
 
-from gradsurg.aggregators import _pairs
-from gradsurg.aggregators._solvers import RANK, Array, equiangular, weights_of
 from gradsurg.aggregators.base import Property, Weighting
+from gradsurg.aggregators.solvers import RANK, Array, equiangular, weights_of
 from gradsurg.plugins.fields import validated
 
 
@@ -29,10 +28,17 @@ class ConFIG(Weighting):
         )
 
     def weights(self, gramian: Tensor) -> Tensor:
-        return weights_of(gramian, _conflict_free, _pairs.conflict_free)
+        return weights_of(gramian, _conflict_free, _conflict_free_pair)
 
 
 def _conflict_free(cosines: Array, norms: Array) -> Array:
     v, met = equiangular(cosines)
     square = v @ met
     return v * (norms @ met / square) if square > RANK else np.zeros_like(v)
+
+
+def _conflict_free_pair(cosine: float, norm: float, other: float) -> tuple[float, float]:
+    """The bisector, as long as the two projections on it together."""
+    if 1 + cosine <= RANK * (1 - cosine):
+        return 0.0, 0.0
+    return (norm + other) / 2, (norm + other) / 2

@@ -2,9 +2,13 @@
 
 from torch import Tensor
 
-from gradsurg.aggregators import _pairs
-from gradsurg.aggregators._solvers import Array, onto_dual_cone, weights_of
 from gradsurg.aggregators.base import Property, Weighting
+from gradsurg.aggregators.solvers import (
+    Array,
+    onto_dual_cone,
+    project_mean_of_pair,
+    weights_of,
+)
 from gradsurg.plugins.fields import validated
 
 
@@ -39,4 +43,4 @@ class DualProj(Weighting):
         def projected(cosines: Array, norms: Array) -> Array:
             return onto_dual_cone(cosines, norms[None] / count)[0]
 
-        return weights_of(gramian, projected, _pairs.mean_onto_dual_cone, idle=1 / count)
+        return weights_of(gramian, projected, project_mean_of_pair, idle=1 / count)

@@ -7,9 +7,8 @@ from typing import Annotated
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.aggregators import _pairs
-from gradsurg.aggregators._solvers import bargained, limited, weights_of
 from gradsurg.aggregators.base import Property, Weighting
+from gradsurg.aggregators.solvers import bargain_of_pair, bargained, limited, weights_of
 from gradsurg.plugins.fields import validated
 
 FARTHEST = 1e10
@@ -48,7 +47,7 @@ class FairGrad(Weighting):
         return frozenset(properties)
 
     def weights(self, gramian: Tensor) -> Tensor:
-        pair = _pairs.bargained if self.alpha == 1 else None
+        pair = bargain_of_pair if self.alpha == 1 else None
         power = min(max(1 / self.alpha, 1 / FARTHEST), FARTHEST)
         weights = weights_of(gramian, partial(bargained, power=power), pair)
         return limited(weights, gramian, self.max_norm)

@@ -9,7 +9,6 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.aggregators._adam import moments, stepped
-from gradsurg.aggregators._solvers import Array
 from gradsurg.aggregators.base import (
     OF_GIVEN_WEIGHTS,
     Context,
@@ -19,6 +18,7 @@ from gradsurg.aggregators.base import (
     losses_of,
     state_of,
 )
+from gradsurg.aggregators.solvers import Array
 from gradsurg.plugins.fields import validated
 
 EPS = 1e-8

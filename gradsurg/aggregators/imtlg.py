@@ -3,9 +3,8 @@
 import numpy as np
 from torch import Tensor
 
-from gradsurg.aggregators import _pairs
-from gradsurg.aggregators._solvers import RANK, Array, equiangular, weights_of
 from gradsurg.aggregators.base import Property, Weighting
+from gradsurg.aggregators.solvers import RANK, Array, equiangular, weights_of
 from gradsurg.plugins.fields import validated
 
 
@@ -28,7 +27,7 @@ class IMTLG(Weighting):
         return frozenset({"permutation_invariant", "homogeneous", "deterministic"})
 
     def weights(self, gramian: Tensor) -> Tensor:
-        return weights_of(gramian, _impartial, _pairs.impartial)
+        return weights_of(gramian, _impartial, _impartial_pair)
 
 
 def _impartial(cosines: Array, norms: Array) -> Array:
@@ -38,3 +37,11 @@ def _impartial(cosines: Array, norms: Array) -> Array:
     if v @ met <= RANK or abs(total) <= RANK * np.abs(shares).sum():
         return np.zeros_like(v)
     return v / total
+
+
+def _impartial_pair(cosine: float, norm: float, other: float) -> tuple[float, float]:
+    """The same projection on each unit gradient, and weights that sum to one."""
+    if 1 + cosine <= RANK * (1 - cosine):
+        return 0.0, 0.0
+    both = norm * other / (norm + other)
+    return both, both

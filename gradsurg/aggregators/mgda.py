@@ -2,9 +2,8 @@
 
 from torch import Tensor
 
-from gradsurg.aggregators import _pairs
-from gradsurg.aggregators._solvers import shortest, weights_of
 from gradsurg.aggregators.base import Property, Weighting
+from gradsurg.aggregators.solvers import shortest, weights_of
 from gradsurg.plugins.fields import validated
 
 
@@ -34,4 +33,16 @@ class MGDA(Weighting):
         )
 
     def weights(self, gramian: Tensor) -> Tensor:
-        return weights_of(gramian, shortest, _pairs.shortest, idle=None)
+        return weights_of(gramian, shortest, _shortest_pair, idle=None)
+
+
+def _shortest_pair(cosine: float, norm: float, other: float) -> tuple[float, float]:
+    """The shortest x_1 g_1 + x_2 g_2 with x_1 + x_2 = 1, both >= 0."""
+    low, high = (norm, other) if norm <= other else (other, norm)
+    ratio = low / high
+    # |g_1 - g_2|² / high², which is zero only where the two are the same.
+    apart = (1 - ratio) ** 2 + 2 * ratio * (1 - cosine)
+    share = 0.5 if apart <= 0 else min(max(ratio * (ratio - cosine) / apart, 0.0), 1.0)
+    if norm <= other:
+        return (1 - share) * norm, share * other
+    return share * norm, (1 - share) * other

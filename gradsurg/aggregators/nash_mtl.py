@@ -8,9 +8,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.aggregators import _pairs
-from gradsurg.aggregators._solvers import Array, bargained, limited, weights_of
 from gradsurg.aggregators.base import Context, GramianAggregator, Property, State
+from gradsurg.aggregators.solvers import Array, bargain_of_pair, bargained, limited, weights_of
 from gradsurg.plugins.fields import validated
 
 
@@ -56,7 +55,7 @@ class NashMTL(GramianAggregator):
         if state and state["age"] % self.update_weights_every:
             weights = state["weights"]
         else:
-            weights = weights_of(gramian, _bargained, _pairs.bargained)
+            weights = weights_of(gramian, _bargained, bargain_of_pair)
             if self.normalize:
                 weights = torch.from_numpy(weights.numpy() * _root_of_norm(gramian.numpy()))
         used = limited(weights, gramian, self.max_norm)

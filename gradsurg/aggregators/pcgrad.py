@@ -7,9 +7,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.aggregators._orders import Order, dot, orders_of, totals, unpacked
-from gradsurg.aggregators._solvers import RANK
+from gradsurg.aggregators._pairwise import Order, dot, orders_of, totals, unpacked
 from gradsurg.aggregators.base import Context, GramianAggregator, Property, State
+from gradsurg.aggregators.solvers import RANK
 from gradsurg.plugins.fields import validated
 
 

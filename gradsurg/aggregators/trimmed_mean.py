@@ -7,8 +7,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.aggregators._rows import COLUMNS
 from gradsurg.aggregators.base import Context, Entrywise, Property
+from gradsurg.aggregators.rows import COLUMNS
 from gradsurg.plugins.fields import validated
 
 

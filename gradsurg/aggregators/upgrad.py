@@ -3,9 +3,8 @@
 import numpy as np
 from torch import Tensor
 
-from gradsurg.aggregators import _pairs
-from gradsurg.aggregators._solvers import Array, onto_dual_cone, weights_of
 from gradsurg.aggregators.base import Property, Weighting
+from gradsurg.aggregators.solvers import Array, onto_dual_cone, weights_of
 from gradsurg.plugins.fields import validated
 
 
@@ -40,4 +39,10 @@ class UPGrad(Weighting):
         def projected(cosines: Array, norms: Array) -> Array:
             return norms @ onto_dual_cone(cosines, np.eye(len(norms))) / count
 
-        return weights_of(gramian, projected, _pairs.each_onto_dual_cone, idle=1 / count)
+        return weights_of(gramian, projected, _each_projected_pair, idle=1 / count)
+
+
+def _each_projected_pair(cosine: float, norm: float, other: float) -> tuple[float, float]:
+    """The mean of what is nearest to each with g_i · d >= 0 for both."""
+    against = max(-cosine, 0.0)
+    return (norm + against * other) / 2, (other + against * norm) / 2

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from gradsurg.aggregators._norm_matched import NormMatchedSum
+from gradsurg.aggregators.base import NormMatchedSum
 from gradsurg.aggregators.sum import Sum
 from gradsurg.config.make import Config, sources_of
 from gradsurg.config.optimizers import MakeOptimizer, optimizer_config

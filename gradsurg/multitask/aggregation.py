@@ -7,15 +7,15 @@ from math import isfinite
 import torch
 from torch import Tensor, nn
 
-from gradsurg.aggregators._norm_matched import NormMatchedSum
-from gradsurg.aggregators._rows import combined, gramian_of
 from gradsurg.aggregators.base import (
     Aggregator,
     Context,
     GramianAggregator,
     LossWeighting,
+    NormMatchedSum,
     State,
 )
+from gradsurg.aggregators.rows import combined, gramian_of
 from gradsurg.multitask.aggregation_context import AggregationContext
 from gradsurg.multitask.merging import Merged, merge, products
 from gradsurg.multitask.others import Made

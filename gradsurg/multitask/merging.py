@@ -8,17 +8,18 @@ from operator import add
 
 from torch import Tensor
 
-from gradsurg.aggregators._norm_matched import NormMatchedSum, sums_as_long
-from gradsurg.aggregators._rows import combined, combined_safely, gramian_of, wide
 from gradsurg.aggregators.base import (
     Aggregator,
     Context,
     Entrywise,
     GramianAggregator,
     LossWeighting,
+    NormMatchedSum,
     State,
     checked_update,
+    sums_as_long,
 )
+from gradsurg.aggregators.rows import combined, combined_safely, gramian_of, wide
 
 
 @dataclass(frozen=True)

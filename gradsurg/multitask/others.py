@@ -9,8 +9,8 @@ from math import inf, nan
 import numpy as np
 from torch import Tensor
 
-from gradsurg.aggregators._solvers import REMEMBERED
 from gradsurg.aggregators.base import Context, GramianAggregator, LossWeighting, State
+from gradsurg.aggregators.solvers import REMEMBERED
 from gradsurg.plugins.registry import find, names
 
 Weigher = GramianAggregator | LossWeighting

@@ -1,6 +1,7 @@
 """The project's own directory of classes: what a folder holds, by the stems of its files."""
 
 import re
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -10,10 +11,18 @@ CONTRACTS = ("__init__", "base")
 
 
 def names(kind: str) -> list[str]:
-    """The stems of a folder of the package, as `transforms` or `sites`."""
+    """The stems of a folder of the package, as `transforms` or `sites`: of the files that define
+    a class spelled like the file.
+    """
     folder = Path(__file__).parents[1] / kind
-    stems = (path.stem for path in folder.glob("*.py"))
-    return sorted(stem for stem in stems if stem not in CONTRACTS and not stem.startswith("_"))
+    public = (path for path in folder.glob("[!_]*.py") if path.stem not in CONTRACTS)
+    return sorted(path.stem for path in public if _defines_its_class(path))
+
+
+@cache
+def _defines_its_class(path: Path) -> bool:
+    classes = re.findall(r"^class (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return path.stem.replace("_", "") in (name.lower() for name in classes)
 
 
 def find(kind: str, name: str) -> type:

@@ -8,8 +8,7 @@ from itertools import chain, count
 import torch
 from torch import Tensor, nn
 
-from gradsurg.aggregators._norm_matched import NormMatchedSum
-from gradsurg.aggregators.base import Aggregator, GramianAggregator, LossWeighting
+from gradsurg.aggregators.base import Aggregator, GramianAggregator, LossWeighting, NormMatchedSum
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.plugins.per import reduced_axes

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsurg.aggregators import _rows
+from gradsurg.aggregators import rows as row_algebra
 from gradsurg.aggregators.base import Aggregator, Context, GramianAggregator, Property
 from tests.aggregators.cases import CONFIGS, made
 from tests.aggregators.inputs import RATIOS, distance, ranks, rows
@@ -309,13 +309,13 @@ def test_cagrad_beside_a_zero_gradient_is_the_nearest_that_harms_none() -> None:
 def test_a_gramian_in_pieces_is_the_gramian(
     monkeypatch: pytest.MonkeyPatch, count: int, width: int
 ) -> None:
-    monkeypatch.setattr(_rows, "COLUMNS", 100)
+    monkeypatch.setattr(row_algebra, "COLUMNS", 100)
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(count, width, generator=generator, dtype=torch.float64) + 1
     for dtype, digits in ((torch.float64, 1e-13), (torch.float32, 1e-6), (torch.float16, 1e-6)):
         given = matrix.to(dtype)
         exact = given.double() @ given.double().T
-        torch.testing.assert_close(_rows.gramian_of([given]), exact, rtol=digits, atol=0.0)
+        torch.testing.assert_close(row_algebra.gramian_of([given]), exact, rtol=digits, atol=0.0)
 
 
 def _dependent(count: int, width: int, seed: int) -> Tensor:
@@ -340,12 +340,12 @@ def test_float32_rows_that_nearly_cancel_lose_no_digits(stem: str, width: int) -
 
 def test_a_row_of_zeros_and_one_that_is_not_finite_need_no_second_look() -> None:
     given = torch.tensor([[1.0, 2.0], [0.0, 0.0], [2.0, 4.0]])
-    assert torch.equal(_rows.gramian_of([given]), (given @ given.T).double())
+    assert torch.equal(row_algebra.gramian_of([given]), (given @ given.T).double())
     given[1, 0] = torch.nan
-    assert torch.equal(_rows.gramian_of([given]).isnan(), (given @ given.T).isnan())
-    assert torch.equal(_rows.gramian_of([torch.zeros(2, 3)]), torch.zeros(2, 2).double())
+    assert torch.equal(row_algebra.gramian_of([given]).isnan(), (given @ given.T).isnan())
+    assert torch.equal(row_algebra.gramian_of([torch.zeros(2, 3)]), torch.zeros(2, 2).double())
     large = torch.full((2, 3), 1e150, dtype=torch.float64)
-    assert _rows.gramian_of([large, torch.zeros(2, 2)]).isfinite().all()
+    assert row_algebra.gramian_of([large, torch.zeros(2, 2)]).isfinite().all()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -353,13 +353,13 @@ def test_a_row_of_zeros_and_one_that_is_not_finite_need_no_second_look() -> None
 def test_a_combination_in_pieces_is_the_combination(
     monkeypatch: pytest.MonkeyPatch, width: int, count: int
 ) -> None:
-    monkeypatch.setattr(_rows, "COLUMNS", 100)
+    monkeypatch.setattr(row_algebra, "COLUMNS", 100)
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(count, width, generator=generator, dtype=torch.float64)
     weights = torch.tensor([0.5, -2.0, 3.0], dtype=torch.float64)[:count]
     for dtype in (torch.float64, torch.float32, torch.float16):
         given = matrix.to(dtype)
-        found = _rows.combined(given, weights)
+        found = row_algebra.combined(given, weights)
         assert found.dtype == dtype
         torch.testing.assert_close(found, (weights @ given.double()).to(dtype))
 
@@ -368,12 +368,12 @@ def test_a_combination_in_pieces_is_the_combination(
 def test_a_weight_of_zero_hides_nothing_of_two_rows(
     monkeypatch: pytest.MonkeyPatch, zero: int
 ) -> None:
-    monkeypatch.setattr(_rows, "COLUMNS", 5)
+    monkeypatch.setattr(row_algebra, "COLUMNS", 5)
     given = torch.ones(2, 5)
     given[zero, 1], given[zero, 3] = torch.nan, torch.inf
     weights = torch.ones(2, dtype=torch.float64)
     weights[zero] = 0.0
-    found = _rows.combined(given, weights)
+    found = row_algebra.combined(given, weights)
     assert found.isnan().tolist() == [False, True, False, True, False]
 
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsurg.aggregators._norm_matched import NormMatchedSum
 from gradsurg.aggregators.agem import AGEM
-from gradsurg.aggregators.base import Aggregator, Context
+from gradsurg.aggregators.base import Aggregator, Context, NormMatchedSum
 from gradsurg.aggregators.grad_drop import GradDrop
 from gradsurg.aggregators.krum import Krum
 from gradsurg.aggregators.mgda import MGDA

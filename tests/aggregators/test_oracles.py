@@ -7,9 +7,9 @@ import pytest
 import torch
 from scipy.optimize import nnls
 
-from gradsurg.aggregators._orders import orders_of
-from gradsurg.aggregators._rows import gramian_of
+from gradsurg.aggregators._pairwise import orders_of
 from gradsurg.aggregators.base import Aggregator, Context
+from gradsurg.aggregators.rows import gramian_of
 from tests.aggregators.cases import made
 from tests.aggregators.inputs import COUNTS, RATIOS, Array, distance, ranks, rows
 

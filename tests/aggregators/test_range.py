@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsurg.aggregators import _rows
+from gradsurg.aggregators import rows as row_algebra
 from gradsurg.aggregators.base import Aggregator
 from tests.aggregators.cases import made
 from tests.aggregators.test_gramian import aggregators, by
@@ -35,7 +35,7 @@ def one_look(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(rows: Tensor) -> NoReturn:
         raise AssertionError("read again, in float64")
 
-    monkeypatch.setattr(_rows, "_in_float64", refused)
+    monkeypatch.setattr(row_algebra, "_in_float64", refused)
 
 
 @aggregators()
@@ -56,7 +56,7 @@ def test_gradients_of_any_size_are_merged_as_in_float64(
 def test_a_gramian_has_its_digits_at_any_size(scale: float, width: int) -> None:
     for count in (1, 2, 3):
         given = normal(count, width, scale)
-        assert apart(_rows.gramian_of([given]), gramian(given)) <= 3e-7
+        assert apart(row_algebra.gramian_of([given]), gramian(given)) <= 3e-7
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -66,14 +66,14 @@ def test_a_single_row_of_another_size_is_seen(scale: float) -> None:
         given[0] *= scale
         exact = gramian(given)
         lengths = exact.diagonal().sqrt()
-        error = (_rows.gramian_of([given]) - exact) / torch.outer(lengths, lengths)
+        error = (row_algebra.gramian_of([given]) - exact) / torch.outer(lengths, lengths)
         assert error.abs().max() <= 3e-7
 
 
 def test_rows_are_seen_in_each_of_their_blocks() -> None:
     zeros = torch.zeros(2, 7, dtype=torch.bfloat16)
     given = normal(2, 50, 1e-30)
-    assert apart(_rows.gramian_of([zeros, given]), gramian(given)) <= 3e-7
+    assert apart(row_algebra.gramian_of([zeros, given]), gramian(given)) <= 3e-7
 
 
 @pytest.mark.usefixtures("one_look")
@@ -82,13 +82,13 @@ def test_rows_of_common_sizes_of_zeros_and_of_nan_are_read_once(count: int) -> N
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for scale in (1e-6, 1.0, 1e4):
             given = normal(count, 5000, scale).to(dtype)
-            assert apart(_rows.gramian_of([given]), gramian(given)) <= 1e-6
+            assert apart(row_algebra.gramian_of([given]), gramian(given)) <= 1e-6
             given[0] = 0
-            assert not _rows.gramian_of([given])[0].any()
+            assert not row_algebra.gramian_of([given])[0].any()
             given[0, 1] = torch.nan
-            assert _rows.gramian_of([given])[0].isnan().all()
-    assert not _rows.gramian_of([torch.zeros(count, 5)]).any()
-    assert not _rows.gramian_of([torch.zeros(count, 0)]).any()
+            assert row_algebra.gramian_of([given])[0].isnan().all()
+    assert not row_algebra.gramian_of([torch.zeros(count, 5)]).any()
+    assert not row_algebra.gramian_of([torch.zeros(count, 0)]).any()
 
 
 def test_a_row_that_is_not_finite_stays_so() -> None:
@@ -96,7 +96,7 @@ def test_a_row_that_is_not_finite_stays_so() -> None:
         for count in (2, 3):
             given = normal(count, 50)
             given[1, 3] = bad
-            found = _rows.gramian_of([given])
+            found = row_algebra.gramian_of([given])
             assert not found[1].isfinite().any()
             assert found[0, 0].isfinite()
 
@@ -116,10 +116,10 @@ def test_weights_and_sums_that_float32_has_no_room_for(
 ) -> None:
     given = torch.tensor(numbers)[:, None] * torch.tensor([1.0, -0.5])
     own = torch.tensor(weights, dtype=torch.float64)
-    (found,) = _rows.combined_safely([given], own, gramian(given))
+    (found,) = row_algebra.combined_safely([given], own, gramian(given))
     assert apart(found, own @ given.double()) <= 1e-6
     if max(numbers) < 1e38:  # of rows alone nobody knows the size
-        assert apart(_rows.combined(given, own), own @ given.double()) <= 1e-6
+        assert apart(row_algebra.combined(given, own), own @ given.double()) <= 1e-6
 
 
 @pytest.mark.usefixtures("one_look")
@@ -127,7 +127,7 @@ def test_a_small_weight_that_does_not_matter_costs_nothing() -> None:
     given = normal(3, 50)
     for weights in ([1.0, 1e-300, 2.0], [0.0, -1.0, 0.0], [0.0, 0.0, 0.0], [torch.nan] * 3):
         own = torch.tensor(weights, dtype=torch.float64)
-        (found,) = _rows.combined_safely([given], own, gramian(given))
+        (found,) = row_algebra.combined_safely([given], own, gramian(given))
         torch.testing.assert_close(found.double(), own @ given.double(), equal_nan=True)
 
 
@@ -154,6 +154,8 @@ def test_rows_of_which_little_is_left_are_combined_in_float64(left: float) -> No
     given = _at(left**2 / 2 - 1)
     weights = torch.tensor([1 / 3, 1 / 3], dtype=torch.float64)
     exact = weights @ given.double()
-    (found,) = _rows.combined_safely([given], weights, gramian(given))
+    (found,) = row_algebra.combined_safely([given], weights, gramian(given))
     assert apart(found, exact) <= 5e-8
-    assert apart(_rows.combined(given, weights), exact) > 1e-7  # which is what float32 would cost
+    assert (
+        apart(row_algebra.combined(given, weights), exact) > 1e-7
+    )  # which is what float32 would cost

@@ -8,8 +8,8 @@ import pytest
 import torch
 from scipy.optimize import minimize, nnls
 
-from gradsurg.aggregators import _averse, _pairs, _solvers, aligned_mtl, con_fig, imtlg
-from gradsurg.aggregators._solvers import NotConverged
+from gradsurg.aggregators import aligned_mtl, cagrad, con_fig, imtlg, mgda, solvers, upgrad
+from gradsurg.aggregators.solvers import NotConverged
 from gradsurg.aggregators.upgrad import UPGrad
 from tests.aggregators.inputs import COUNTS, RATIOS, Array, distance, gramian, ranks, rows
 
@@ -25,7 +25,7 @@ CASES = [
 def parts(matrix: Array) -> tuple[Array, Array, Array]:
     """The cosines, the norms and the unit rows."""
     norms = np.linalg.norm(matrix, axis=1)
-    return _solvers.cosines_of(matrix @ matrix.T, norms), norms, matrix / norms[:, None]
+    return solvers.cosines_of(matrix @ matrix.T, norms), norms, matrix / norms[:, None]
 
 
 def cases(name: str) -> pytest.MarkDecorator:
@@ -40,7 +40,7 @@ def test_the_shortest_is_no_longer_than_its_projection_on_any_row(
     count, rank, ratio, seed = case
     matrix = rows(count, rank, ratio, seed, lean=seed % 2 / 2)
     cosines, norms, _ = parts(matrix)
-    x = _solvers.shortest(cosines, norms) / norms
+    x = solvers.shortest(cosines, norms) / norms
     assert x.min() >= 0
     assert x.sum() == pytest.approx(1)
     d = x @ matrix
@@ -59,7 +59,7 @@ def test_a_projection_onto_the_dual_cone_meets_its_conditions(
     count, rank, ratio, seed = case
     cosines, norms, unit = parts(rows(count, rank, ratio, seed, lean=seed % 2 / 2))
     targets = np.concatenate([np.eye(count), norms[None] / norms.max()])
-    v = _solvers.onto_dual_cone(cosines, targets)
+    v = solvers.onto_dual_cone(cosines, targets)
     y, inner = v - targets, v @ unit @ unit.T
     assert y.min() >= 0
     assert inner.min() >= -1e-9
@@ -75,7 +75,7 @@ def test_cagrads_direction_has_no_duality_gap(case: tuple[int, int, float, int],
     cosines, norms, unit = parts(matrix)
     center = matrix.mean(0)
     radius = c * np.linalg.norm(center)
-    v = _averse.conflict_averse(cosines, norms, norms / count, c, still=False)
+    v = cagrad._conflict_averse(cosines, norms, norms / count, c, still=False)
     d = v @ unit
     if radius < 1e-9 * norms.max():  # the gradients cancel
         assert np.linalg.norm(d) < 1e-7 * norms.max()
@@ -87,7 +87,7 @@ def test_cagrads_direction_has_no_duality_gap(case: tuple[int, int, float, int],
     bound = hull @ center + radius * np.linalg.norm(hull)
     if np.linalg.norm(d - center) < radius * (1 - 1e-6):  # nothing helps all: this harms none
         assert np.abs((unit @ d).min()) <= 1e-9 * np.linalg.norm(center)
-        assert np.linalg.norm(_solvers.shortest(cosines, np.ones(count)) @ unit) <= 1.1e-3
+        assert np.linalg.norm(solvers.shortest(cosines, np.ones(count)) @ unit) <= 1.1e-3
     else:
         assert bound - (matrix @ d).min() <= 1e-7 * (abs(bound) + np.linalg.norm(hull) * radius)
 
@@ -100,7 +100,7 @@ def test_bargained_weights_meet_their_equation(
     count, rank, ratio, seed = case
     matrix = rows(count, rank, ratio, seed, lean=seed % 2 / 2)
     cosines, norms, unit = parts(matrix)
-    v = _solvers.bargained(cosines, norms, power)
+    v = solvers.bargained(cosines, norms, power)
     if v.any():
         assert v.min() > 0
         # G w = w^-power, each line over its norm; w^-power may be more than a float holds.
@@ -109,7 +109,7 @@ def test_bargained_weights_meet_their_equation(
         met = np.abs(unit @ (v @ unit) - wanted) <= 1e-6 * wanted + rounding
         assert (met | (v < 1e-25 * v.max())).all()  # or it weighs nothing
     else:  # no direction helps every row
-        assert np.linalg.norm(_solvers.shortest(cosines, np.ones(count)) @ unit) <= 1.1e-3
+        assert np.linalg.norm(solvers.shortest(cosines, np.ones(count)) @ unit) <= 1.1e-3
 
 
 def pairs() -> list[tuple[float, float, float]]:
@@ -119,32 +119,37 @@ def pairs() -> list[tuple[float, float, float]]:
 
 
 def mean_projected(cosines: Array, norms: Array) -> Array:
-    return _solvers.onto_dual_cone(cosines, norms[None] / 2)[0]
+    return solvers.onto_dual_cone(cosines, norms[None] / 2)[0]
 
 
 def each_projected(cosines: Array, norms: Array) -> Array:
-    return norms @ _solvers.onto_dual_cone(cosines, np.eye(2)) / 2
+    return norms @ solvers.onto_dual_cone(cosines, np.eye(2)) / 2
 
 
-CLOSED: dict[str, tuple[_solvers.Pair, _solvers.General]] = {
-    "shortest": (_pairs.shortest, _solvers.shortest),
-    "mean": (_pairs.mean_onto_dual_cone, mean_projected),
-    "each": (_pairs.each_onto_dual_cone, each_projected),
-    "bargained": (_pairs.bargained, lambda cosines, norms: _solvers.bargained(cosines, norms, 1.0)),
+CLOSED: dict[str, tuple[solvers.Pair, solvers.General]] = {
+    "shortest": (mgda._shortest_pair, solvers.shortest),
+    "mean": (solvers.project_mean_of_pair, mean_projected),
+    "each": (upgrad._each_projected_pair, each_projected),
+    "bargained": (
+        solvers.bargain_of_pair,
+        lambda cosines, norms: solvers.bargained(cosines, norms, 1.0),
+    ),
     **{
         f"averse, c = {c}": (
-            lambda cosine, norm, other, c=c: _pairs.conflict_averse(cosine, norm, other, c),
-            lambda cosines, norms, c=c: _averse.conflict_averse(
+            lambda cosine, norm, other, c=c: cagrad._conflict_averse_pair(cosine, norm, other, c),
+            lambda cosines, norms, c=c: cagrad._conflict_averse(
                 cosines, norms, norms / 2, c, still=False
             ),
         )
         for c in (0.0, 0.4, 0.9, 1.0, 2.0)
     },
-    "impartial": (_pairs.impartial, imtlg._impartial),
-    "conflict-free": (_pairs.conflict_free, con_fig._conflict_free),
+    "impartial": (imtlg._impartial_pair, imtlg._impartial),
+    "conflict-free": (con_fig._conflict_free_pair, con_fig._conflict_free),
     **{
         f"aligned, {scale}": (
-            lambda cosine, norm, other, scale=scale: aligned_mtl._pair(cosine, norm, other, scale),
+            lambda cosine, norm, other, scale=scale: aligned_mtl._aligned_pair(
+                cosine, norm, other, scale
+            ),
             lambda cosines, norms, scale=scale: aligned_mtl._aligned(cosines, norms, 2, scale),
         )
         for scale in ("min", "median", "rmse")
@@ -175,9 +180,9 @@ def test_nonnegative_least_squares_agree_with_scipy(seed: int) -> None:
     made /= np.linalg.norm(made, axis=1, keepdims=True)
     target = generator.standard_normal(12)
     expected, _ = nnls(made.T, target)
-    found = _solvers.nonnegative(made @ made.T, (made @ target)[None], np.ones((1, 1)))[0]
+    found = solvers.nonnegative(made @ made.T, (made @ target)[None], np.ones((1, 1)))[0]
     np.testing.assert_allclose(found, expected, atol=1e-10)
-    slow = _solvers._one_at_a_time(made, target, 1.0)
+    slow = solvers._one_at_a_time(made, target, 1.0)
     np.testing.assert_allclose(slow, expected, atol=1e-10)
 
 
@@ -201,7 +206,7 @@ def test_cagrads_direction_agrees_with_scipy(seed: int, ratio: float) -> None:
     )
     hull = best.x @ matrix
     expected = center + radius * hull / np.linalg.norm(hull)
-    found = _averse.conflict_averse(cosines, norms, norms / 5, 0.5, still=False) @ unit
+    found = cagrad._conflict_averse(cosines, norms, norms / 5, 0.5, still=False) @ unit
     assert (matrix @ found).min() >= (matrix @ expected).min() - 1e-9 * norms.max() ** 2
     assert distance(found, expected) < 1e-2
 
@@ -216,11 +221,11 @@ def test_the_solvers_agree_with_fractions_over_all_active_sets(seed: int, ratio:
         matrix[0][0] += 20
     plain = np.array([[float(entry) for entry in row] for row in matrix])
     cosines, norms, unit = parts(plain)
-    shortest = _solvers.shortest(cosines, norms) @ unit
+    shortest = solvers.shortest(cosines, norms) @ unit
     expected = exactly_shortest(matrix)
     assert np.abs(shortest - expected).max() <= 1e-9 * norms.min()
     mean = [sum(column, Fraction()) / 3 for column in zip(*matrix, strict=True)]
-    projected = _solvers.onto_dual_cone(cosines, norms[None] / 3)[0] @ unit
+    projected = solvers.onto_dual_cone(cosines, norms[None] / 3)[0] @ unit
     assert np.abs(projected - exactly_projected(matrix, mean)).max() <= 1e-9 * norms.max()
 
 
@@ -300,13 +305,13 @@ def test_a_solver_that_does_not_get_there_raises_with_the_residual(
 ) -> None:
     opposite = np.array([[1.0, -1.0], [-1.0, 1.0]])
     with pytest.raises(NotConverged, match=r"without a bound.*1\.0e\+00 is left") as caught:
-        _solvers.nonnegative(opposite, np.array([[1.0, 1.0]]), np.ones((1, 1)))
+        solvers.nonnegative(opposite, np.array([[1.0, 1.0]]), np.ones((1, 1)))
     assert isinstance(caught.value, ArithmeticError)
     assert caught.value.residual == pytest.approx(1)
     cosines, norms, _ = parts(rows(8, 8, 30.0, 0))
-    monkeypatch.setattr(_solvers, "NEWTON_STEPS", 2)
+    monkeypatch.setattr(solvers, "NEWTON_STEPS", 2)
     with pytest.raises(NotConverged, match=r"G w = w\^"):
-        _solvers.bargained(cosines, norms, 1.0)
+        solvers.bargained(cosines, norms, 1.0)
 
 
 @pytest.mark.parametrize("solver", ["_exchanged", "exchanges"])
@@ -321,17 +326,17 @@ def test_without_the_fast_way_the_slow_one_gives_the_same(
             cosines: Array = cosines, norms: Array = norms, mean: Array = mean
         ) -> list[Array]:
             return [
-                _averse.conflict_averse(cosines, norms, mean, 0.5, still=False),
-                _solvers.shortest(cosines, norms),
-                *_solvers.onto_dual_cone(cosines, np.eye(6)),
+                cagrad._conflict_averse(cosines, norms, mean, 0.5, still=False),
+                solvers.shortest(cosines, norms),
+                *solvers.onto_dual_cone(cosines, np.eye(6)),
             ]
 
         fast = answers()
         with monkeypatch.context() as patch:
             if solver == "_exchanged":
-                patch.setattr(_averse, "_exchanged", lambda *_: None)
+                patch.setattr(cagrad, "_exchanged", lambda *_: None)
             else:
-                patch.setattr(_solvers, "EXCHANGES", 0)
+                patch.setattr(solvers, "EXCHANGES", 0)
             slow = answers()
         for one, two in zip(fast, slow, strict=True):
             assert distance(two @ unit, one @ unit) <= 1e-9
@@ -342,12 +347,12 @@ def test_rows_of_norm_zero_are_left_out_and_nan_is_everywhere() -> None:
         return norms * len(norms)
 
     matrix = np.array([[3.0, 0.0], [0.0, 0.0], [0.0, 1.0]])
-    weights = _solvers.weights_of(gramian(matrix), ones, idle=7.0)
+    weights = solvers.weights_of(gramian(matrix), ones, idle=7.0)
     assert weights.tolist() == [2.0, 7.0, 2.0]
     matrix[0, 0] = np.inf
     with np.errstate(invalid="ignore"):
         spoiled = gramian(matrix)
-    assert torch.isnan(_solvers.weights_of(spoiled, ones)).all()
+    assert torch.isnan(solvers.weights_of(spoiled, ones)).all()
 
 
 @pytest.mark.parametrize("count", [4, 8])
@@ -361,12 +366,12 @@ def test_the_rounding_of_a_float32_gramian_stops_no_solver(count: int, seed: int
         noise = 3e-8 * generator.standard_normal(cosines.shape)
         cosines = (cosines + noise + noise.T).clip(-1, 1)
         np.fill_diagonal(cosines, 1.0)
-        each = _solvers.onto_dual_cone(cosines, np.eye(count)) @ unit
+        each = solvers.onto_dual_cone(cosines, np.eye(count)) @ unit
         assert (each @ unit.T).min() >= -1e-4
-        averse = _averse.conflict_averse(cosines, norms, norms / count, 1.5, still=False) @ unit
+        averse = cagrad._conflict_averse(cosines, norms, norms / count, 1.5, still=False) @ unit
         assert (unit @ averse).min() >= -1e-4 * norms.max()
-        assert np.isfinite(_solvers.bargained(cosines, norms, 1.0)).all()
-        shortest = _solvers.shortest(cosines, norms) @ unit
+        assert np.isfinite(solvers.bargained(cosines, norms, 1.0)).all()
+        shortest = solvers.shortest(cosines, norms) @ unit
         assert np.linalg.norm(shortest) <= norms.min() * (1 + 1e-6)
 
 
@@ -374,13 +379,13 @@ def test_independent_rows_take_the_fast_way(monkeypatch: pytest.MonkeyPatch) -> 
     def refused(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(_averse, "_bisected", refused)
-    monkeypatch.setattr(_solvers, "_one_at_a_time", refused)
+    monkeypatch.setattr(cagrad, "_bisected", refused)
+    monkeypatch.setattr(solvers, "_one_at_a_time", refused)
     for seed in range(20):
         cosines, norms, _ = parts(rows(8, 8, 30.0, seed))
-        _averse.conflict_averse(cosines, norms, norms / 8, 0.5, still=False)
-        _solvers.onto_dual_cone(cosines, np.eye(8))
-        _solvers.shortest(cosines, norms)
+        cagrad._conflict_averse(cosines, norms, norms / 8, 0.5, still=False)
+        solvers.onto_dual_cone(cosines, np.eye(8))
+        solvers.shortest(cosines, norms)
 
 
 @pytest.mark.parametrize("scale", ["min", "median", "rmse"])
@@ -389,7 +394,7 @@ def test_the_small_rows_keep_their_digits_whatever_the_large_ones_are(
     scale: aligned_mtl.Scale, norms: tuple[float, float]
 ) -> None:
     cosines = np.array([[1.0, 0.9], [0.9, 1.0]])
-    closed = aligned_mtl._pair(0.9, *norms, scale)
+    closed = aligned_mtl._aligned_pair(0.9, *norms, scale)
     found = aligned_mtl._aligned(cosines, np.array(norms), 2, scale)
     assert found == pytest.approx(closed, rel=1e-12)
 
@@ -407,8 +412,8 @@ def test_what_is_shared_between_solvers_is_that_of_each_gramian() -> None:
         norms = one.diagonal().sqrt()
         safe = torch.where(norms > 0, norms, 1.0)
         wanted = (one / safe / safe[:, None]).sum(1)
-        torch.testing.assert_close(_solvers.weights_of(one, cosines), wanted)
-    values, vectors = _solvers._eigen(np.eye(3).tobytes(), 3)
+        torch.testing.assert_close(solvers.weights_of(one, cosines), wanted)
+    values, vectors = solvers._eigen(np.eye(3).tobytes(), 3)
     assert not values.flags.writeable
     assert not vectors.flags.writeable
 

@@ -270,10 +270,10 @@ def test_what_remembers_may_act_on_one_task_or_after(how: str) -> None:
         for step in range(2):
             live.backward(losses_of(model, step))
             optimizer.step()
-        with pytest.raises(ValueError, match="low_pass_2: .* remembers"):
+        with pytest.raises(ValueError, match="grokfast_ema_2: .* remembers"):
             live.add(gs.Intervention(gs.GrokfastEMA(), at=gs.Outputs("trunk.1")))
             live.backward(losses_of(model))
-        live.remove("low_pass_2")
+        live.remove("grokfast_ema_2")
 
 
 def test_what_famo_makes_is_clipped_by_a_transform_after_it_as_its_docstring_says() -> None:

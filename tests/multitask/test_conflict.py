@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsurg.aggregators._solvers import REMEMBERED
 from gradsurg.aggregators.base import Context
+from gradsurg.aggregators.solvers import REMEMBERED
 from gradsurg.multitask.conflict import (
     AT_ONCE,
     KEPT,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import gradsurg as gs
 from gradsurg.aggregators.base import Aggregator, Context
 from gradsurg.multitask.features import Piece, is_apart
+from gradsurg.plugins.fields import validated
 from tests.multitask.nets import (
     Grads,
     Net,
@@ -217,7 +218,7 @@ def test_the_cut_by_the_graph_is_as_a_cut_by_hand(name: str, aggregator: str) ->
 
 
 def test_with_the_sum_of_the_rows_it_is_the_plain_gradient() -> None:
-    @gs.fields.validated
+    @validated
     class Adds(Uneven):
         def weights(self, gramian: Tensor) -> Tensor:
             return torch.ones(len(gramian)).double()

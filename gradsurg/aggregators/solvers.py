@@ -126,6 +126,16 @@ def onto_dual_cone(cosines: Array, targets: Array) -> Array:
     return targets + nonnegative(cosines, -targets @ cosines, scale)
 
 
+def project_mean_of_pair(cosine: float, norm: float, other: float) -> tuple[float, float]:
+    """What is nearest to the mean with g_i · d >= 0 for both."""
+    first, second = norm / 2, other / 2
+    if (inner := first + cosine * second) < 0:
+        return first - inner, second
+    if (inner := second + cosine * first) < 0:
+        return first, second - inner
+    return first, second
+
+
 def shortest(cosines: Array, norms: Array) -> Array:
     """The shortest vector of the convex hull of the rows.
 
@@ -237,6 +247,14 @@ def bargained(cosines: Array, norms: Array, power: float) -> Array:
         z = np.where(z < 1, np.maximum(z, TINY) ** (before / now), z)
         z = _bargained_from(z, cosines, unit, now)
     return unit * z * scale**exponent
+
+
+def bargain_of_pair(cosine: float, norm: float, other: float) -> tuple[float, float]:
+    """G w = 1 / w: the same share of each unit gradient; zero where they are opposite."""
+    gain = 1 + cosine
+    if gain <= 2 * RANK:
+        return 0.0, 0.0
+    return 1 / sqrt(gain), 1 / sqrt(gain)
 
 
 def _bargained_from(z: Array, cosines: Array, unit: Array, power: float) -> Array:
