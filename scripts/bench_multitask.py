@@ -25,7 +25,7 @@ from torch import Tensor
 
 import gradsurg as gs
 from gradsurg.aggregators._pairwise import orders_of
-from gradsurg.aggregators.base import Context
+from gradsurg.aggregators.base import AggregatorContext
 from gradsurg.effects.tables import aligned
 from gradsurg.plugins.registry import names
 
@@ -153,7 +153,7 @@ def errors(chosen: list[str], dtype: torch.dtype, seeds: int = 5) -> str:
             for seed in range(seeds):
                 rows = made(ratio, seed).to(dtype)
                 matrix = rows.double().numpy()
-                context = Context(step=seed)
+                context = AggregatorContext(step=seed)
                 ours = getattr(gs, name)(**fields()[name])
                 found = {"ours": ours.merge(rows, ours.init(len(rows)), context)[0]}
                 torch.manual_seed(seed)
@@ -175,7 +175,7 @@ def made(ratio: float, seed: int) -> Tensor:
     return mixed * torch.logspace(0, np.log10(ratio), 8, dtype=torch.float64)[:, None]
 
 
-def orders(who: str, count: int, context: Context, seed: int) -> list[list[int]]:
+def orders(who: str, count: int, context: AggregatorContext, seed: int) -> list[list[int]]:
     """In which PCGrad has met the tasks."""
     if who == "ours":
         return orders_of("random_per_task", count, context)

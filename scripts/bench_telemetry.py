@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import gradsurg as gs
-from gradsurg.aggregators.base import Context
+from gradsurg.aggregators.base import AggregatorContext
 from gradsurg.effects.tables import aligned
 from gradsurg.multitask.conflict import Conflicts
 from gradsurg.multitask.others import Made
@@ -53,7 +53,7 @@ def telemetry_of(
     """Seconds of all that is said of one of so many measured steps, that are fetched together: each
     time of other gradients, whose norms are up to 10 times apart, and after a training `step`.
     """
-    context = Context(0, 0, "shared", tuple(map(str, range(count))), torch.rand(count))
+    context = AggregatorContext(0, 0, "shared", tuple(map(str, range(count))), torch.rand(count))
     weights = torch.full((count,), 1 / count, dtype=torch.float64)
     sizes = torch.logspace(0, 1, count, dtype=torch.float64)
     rows = sizes[:, None] * torch.randn(DIFFERENT, count, 50, dtype=torch.float64)

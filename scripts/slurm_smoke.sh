@@ -112,7 +112,7 @@ cat >"$place/noted.py" <<'NOTED'
 
 import os
 
-from gradsurg.fields import validated
+from gradsurg.plugins.fields import validated
 from gradsurg.transforms.base import Stateless
 
 begun = False
@@ -121,7 +121,7 @@ begun = False
 @validated
 class Noted(Stateless):
     @property
-    def laws(self):
+    def properties(self):
         return frozenset()
 
     def apply(self, grad, context):
@@ -133,7 +133,7 @@ class Noted(Stateless):
         return grad
 NOTED
 words=('transform=clip,[add_noise,noted.Noted],sign' model.dropout=0.2 seeds=1 steps=4000
-  effects_every=2 log_every=50 checkpoint_every=200 study=smoke sink=none)
+  effects_every=2 log_every=50 checkpoint_every=200 study=smoke logger=none)
 cd "$place"
 NOTED=/dev/null "$python" -m gradsurg.run -m "${words[@]}" out=plain >plain.log 2>&1 ||
   fail "the sweep failed without SLURM"

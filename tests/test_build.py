@@ -48,7 +48,7 @@ def labels(*words: str) -> tuple[str, ...]:
 
 
 def applied(transform: Transform, grad: Tensor = GRAD) -> list[float]:
-    result, _ = transform.update(grad, transform.init(grad), gs.transforms.base.Context())
+    result, _ = transform.update(grad, transform.init(grad), gs.transforms.base.TransformContext())
     return result.tolist()
 
 

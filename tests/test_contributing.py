@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from gradsurg.testing import check_transform
-from gradsurg.transforms.base import Context, Transform
+from gradsurg.transforms.base import Transform, TransformContext
 from tests.cases import Row
 from tests.conftest import Here
 
@@ -42,7 +42,9 @@ def test_the_transform_is_what_its_row_says_and_its_laws_hold(modules: list[Modu
     row = eval(blocks("python")[1], {"Row": Row})
     transform = modules[0].Halve(**row.fields)
     grad = torch.tensor(row.grad)
-    assert torch.equal(transform.update(grad, {}, Context())[0], torch.tensor(row.expected))
+    assert torch.equal(
+        transform.update(grad, {}, TransformContext())[0], torch.tensor(row.expected)
+    )
     for times in (0, 1, 2):
         halve: Transform = modules[0].Halve(times=times)
         check_transform(halve)

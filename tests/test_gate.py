@@ -14,12 +14,12 @@ import gradsurg as gs
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import Selector
 from gradsurg.transforms.base import (
-    Context,
     GroupTransform,
     Need,
-    Property,
-    State,
     Stateless,
+    TransformContext,
+    TransformProperty,
+    TransformState,
     value_of,
 )
 from tests.nets import attached, backward, gradients, sgd, small, train
@@ -37,10 +37,10 @@ class Later(Stateless):
         return "Later()"
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         return frozenset({"linear", "idempotent"})
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         wrong = context.step >= self.first and context.site.endswith(self.site)
         return self.wrong(grad) if wrong else grad
 
@@ -55,15 +55,15 @@ class LaterGroup(GroupTransform):
         return "LaterGroup()"
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         return frozenset()
 
-    def init_group(self, grads: Sequence[Tensor]) -> State:
+    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
         return {}
 
     def update_group(
-        self, grads: Sequence[Tensor], state: State, contexts: Sequence[Context]
-    ) -> tuple[list[Tensor], State]:
+        self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
+    ) -> tuple[list[Tensor], TransformState]:
         wrong = self.wrong if contexts[0].step >= self.first else torch.clone
         return [wrong(grad) for grad in grads], state
 
@@ -320,10 +320,10 @@ class Product(Stateless):
     """Multiplies matrices, which autocast would do in half precision."""
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         return frozenset()
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         AUTOCAST.append(torch.is_autocast_enabled("cpu"))
         return grad @ torch.eye(grad.shape[1], dtype=grad.dtype)
 
@@ -431,19 +431,19 @@ class TimesValue(GroupTransform):
     """Multiplies each gradient of a group by its value."""
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         return frozenset()
 
     @property
     def needs(self) -> frozenset[Need]:
         return frozenset({"value"})
 
-    def init_group(self, grads: Sequence[Tensor]) -> State:
+    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
         return {}
 
     def update_group(
-        self, grads: Sequence[Tensor], state: State, contexts: Sequence[Context]
-    ) -> tuple[list[Tensor], State]:
+        self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
+    ) -> tuple[list[Tensor], TransformState]:
         values = [value_of(self, context) for context in contexts]
         return [grad * value for grad, value in zip(grads, values, strict=True)], state
 

@@ -461,11 +461,11 @@ def test_a_trigger_that_is_set_brings_its_eyes_and_takes_them_along() -> None:
             assert num_hooks(model) == bare + 3
         live.set("scale", when=gs.Shape(above=7))
         assert num_hooks(model) == bare + 2
-        assert live.clock.seen == {}
+        assert live.clock.observations == {}
         backward(model)
         live.set("scale", when=gs.Always())
         assert num_hooks(model) == bare
-        assert live.clock.seen == {}
+        assert live.clock.observations == {}
     assert num_hooks(model) == 0
 
 

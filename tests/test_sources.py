@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
-from gradsurg.triggers.base import Moment, Sourced
+from gradsurg.triggers.base import TensorTrigger, TriggerContext
 from tests.nets import attached, backward, num_hooks, sgd, small
 
 
-class Keeps(Sourced):
+class Keeps(TensorTrigger):
     """Fires always, and keeps what it was shown: all that it looked at, and what it judged."""
 
     def __init__(self, source: str) -> None:
@@ -23,13 +23,13 @@ class Keeps(Sourced):
         self.looks: list[Tensor] = []
         self.judged: list[Tensor] = []
 
-    def look(self, tensor: Tensor) -> object:
+    def observe(self, tensor: Tensor) -> object:
         self.looks.append(tensor.clone())
         return self.looks[-1]
 
-    def judge(self, look: object, moment: Moment) -> bool | Tensor:
-        assert isinstance(look, Tensor)
-        self.judged.append(look)
+    def decide(self, observation: object, context: TriggerContext) -> bool | Tensor:
+        assert isinstance(observation, Tensor)
+        self.judged.append(observation)
         return True
 
 
@@ -331,8 +331,8 @@ def test_nothing_seen_is_kept_after_the_block() -> None:
     )
     with surgery.attach(model) as live:
         backward(model)
-        assert len(live.clock.seen) == 2
-    assert live.clock.seen == {}
+        assert len(live.clock.observations) == 2
+    assert live.clock.observations == {}
 
 
 def test_what_is_seen_holds_neither_graph_nor_activation() -> None:
@@ -346,9 +346,9 @@ def test_what_is_seen_holds_neither_graph_nor_activation() -> None:
     when = gs.Threshold(0.0, source="output:act")
     with attached(model, gs.Scale(1.0), when=when) as live:
         y = model(torch.ones(2, 6))
-        (look,) = live.clock.seen.values()
-        assert isinstance(look, Tensor)
-        assert (look.grad_fn, look.requires_grad) == (None, False)
+        (observation,) = live.clock.observations.values()
+        assert isinstance(observation, Tensor)
+        assert (observation.grad_fn, observation.requires_grad) == (None, False)
         del y
         gc.collect()
         assert held[0]() is None

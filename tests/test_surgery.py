@@ -16,7 +16,7 @@ import gradsurg as gs
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import Selector, Stage
 from gradsurg.torch_internals import compiling
-from gradsurg.transforms.base import Context, Property, Stateless, Transform
+from gradsurg.transforms.base import Stateless, Transform, TransformContext, TransformProperty
 from tests.nets import (
     BATCH,
     attached,
@@ -1000,10 +1000,10 @@ class Recorder(Stateless):
     """Remembers what it was told; for these tests alone."""
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         return frozenset()
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         SEEN.append((context.site, context.step, context.call))
         return grad
 

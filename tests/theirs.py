@@ -6,7 +6,7 @@ from torch import Tensor, nn
 import gradsurg as gs
 from gradsurg.plugins.fields import validated
 from gradsurg.tasks.base import Data, Task
-from gradsurg.transforms.base import Context, Property, Stateless, Transform
+from gradsurg.transforms.base import Stateless, Transform, TransformContext, TransformProperty
 
 ready = gs.Scale(0.5)
 number = 3
@@ -19,10 +19,10 @@ class Twice(Stateless):
     factor: float = 2.0
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         return frozenset()
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         return grad * self.factor
 
 
@@ -37,10 +37,10 @@ class Named(Stateless):
         self.name = name
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         return frozenset()
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         return grad
 
 

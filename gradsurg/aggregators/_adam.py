@@ -3,13 +3,13 @@
 import numpy as np
 import torch
 
-from gradsurg.aggregators.base import State
+from gradsurg.aggregators.base import AggregatorState
 from gradsurg.aggregators.solvers import Array
 
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
 
 
-def moments(num_tasks: int) -> State:
+def moments(num_tasks: int) -> AggregatorState:
     """The moments before the first step."""
     return {
         "mean": torch.zeros(num_tasks, dtype=torch.float64),
@@ -18,7 +18,9 @@ def moments(num_tasks: int) -> State:
     }
 
 
-def stepped(value: Array, grad: Array, state: State, lr: float) -> tuple[Array, State]:
+def stepped(
+    value: Array, grad: Array, state: AggregatorState, lr: float
+) -> tuple[Array, AggregatorState]:
     """The value after one step of `torch.optim.Adam` with its defaults, and the moments."""
     steps = float(state["steps"]) + 1
     mean = BETA1 * state["mean"].numpy() + (1 - BETA1) * grad

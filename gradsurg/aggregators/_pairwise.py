@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradsurg.aggregators.base import Context
+from gradsurg.aggregators.base import AggregatorContext
 
 Order = Literal["random_per_task", "one_permutation", "fixed"]
 
 
-def orders_of(order: Order, count: int, context: Context) -> list[list[int]]:
+def orders_of(order: Order, count: int, context: AggregatorContext) -> list[list[int]]:
     """For each of `count` tasks, all tasks in the order in which it meets them."""
     if count < 3:  # no order makes a difference: nothing is drawn
         order = "fixed"

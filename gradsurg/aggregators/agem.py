@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from gradsurg.aggregators.base import Property, Weighting
+from gradsurg.aggregators.base import AggregatorProperty, Weighting
 from gradsurg.plugins.fields import validated
 
 
@@ -25,7 +25,7 @@ class AGEM(Weighting):
         return 2
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[AggregatorProperty]:
         return frozenset(
             {
                 "non_conflicting",

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
-from gradsurg.aggregators.base import Property, Weighting
+from gradsurg.aggregators.base import AggregatorProperty, Weighting
 from gradsurg.aggregators.solvers import RANK, Array, factor, weights_of
 from gradsurg.plugins.fields import validated
 
@@ -31,7 +31,7 @@ class AlignedMTL(Weighting):
     scale: Scale = "min"
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[AggregatorProperty]:
         return frozenset(
             {"permutation_invariant", "homogeneous", "strongly_stationary", "deterministic"}
         )

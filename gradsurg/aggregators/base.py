@@ -18,8 +18,8 @@ from gradsurg.aggregators.rows import combined, combined_safely, gramian_of, wid
 from gradsurg.plugins.fields import validated
 from gradsurg.torch_internals.autograd import undisturbed
 
-State = dict[str, Tensor]
-Property = Literal[
+AggregatorState = dict[str, Tensor]
+AggregatorProperty = Literal[
     "non_conflicting",  # J A(J) >= 0: no task's loss grows, to first order
     "permutation_invariant",  # the order of the tasks does not matter, in all calls so far
     "linear_under_scaling",  # A(diag(c) J) is linear in c > 0
@@ -29,7 +29,7 @@ Property = Literal[
     "deterministic",  # draws no random numbers
 ]
 
-OF_GIVEN_WEIGHTS: frozenset[Property] = frozenset(
+OF_GIVEN_WEIGHTS: frozenset[AggregatorProperty] = frozenset(
     {
         "permutation_invariant",
         "linear_under_scaling",
@@ -42,7 +42,7 @@ OF_GIVEN_WEIGHTS: frozenset[Property] = frozenset(
 
 
 @dataclass(slots=True)
-class Context:
+class AggregatorContext:
     """What an aggregator may ask about the gradients at hand.
 
     `step` counts the optimizer steps done (from 0), `group` names the parameters they are of,
@@ -85,7 +85,7 @@ class Aggregator(ABC):
     """
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[AggregatorProperty]:
         """What is promised for these fields, each checked by `gradsurg.testing.check_aggregator`.
 
         For finite rows, and for any fixed state and context.
@@ -103,14 +103,16 @@ class Aggregator(ABC):
         return 1
 
     @abstractmethod
-    def init(self, num_tasks: int) -> State:
+    def init(self, num_tasks: int) -> AggregatorState:
         """The state before the first gradients."""
 
     @abstractmethod
-    def merge(self, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+    def merge(
+        self, rows: Tensor, state: AggregatorState, context: AggregatorContext
+    ) -> tuple[Tensor, AggregatorState]:
         """One gradient (P,) of the `rows` (T, P), of their dtype and device, and the next state."""
 
-    def __call__(self, rows: Tensor, context: Context | None = None) -> Tensor:
+    def __call__(self, rows: Tensor, context: AggregatorContext | None = None) -> Tensor:
         """One gradient (P,) of the rows (T, P), as it is at the first step.
 
         Raises TypeError for what is not a matrix of real floating-point numbers.
@@ -125,17 +127,21 @@ class Aggregator(ABC):
         # Not `no_grad`, which would cost several per cent of a product that takes a millisecond.
         rows = rows.detach() if rows.requires_grad else rows
         with undisturbed([rows]):
-            return self.merge(rows, self.init(len(rows)), context or Context())[0]
+            return self.merge(rows, self.init(len(rows)), context or AggregatorContext())[0]
 
 
 class GramianAggregator(Aggregator):
     """An aggregator that needs nothing of the gradients but their Gramian."""
 
     @abstractmethod
-    def update(self, gramian: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+    def update(
+        self, gramian: Tensor, state: AggregatorState, context: AggregatorContext
+    ) -> tuple[Tensor, AggregatorState]:
         """The weights (T,) of the rows and the next state; all in float64, on the CPU."""
 
-    def merge(self, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+    def merge(
+        self, rows: Tensor, state: AggregatorState, context: AggregatorContext
+    ) -> tuple[Tensor, AggregatorState]:
         gramian = gramian_of([rows])
         weights, state = checked_update(self, gramian, state, context)
         return combined_safely([rows], weights, gramian)[0], state
@@ -148,10 +154,12 @@ class Weighting(GramianAggregator):
     def weights(self, gramian: Tensor) -> Tensor:
         """The weights (T,) of the rows, from G (T, T); both in float64, on the CPU."""
 
-    def init(self, num_tasks: int) -> State:
+    def init(self, num_tasks: int) -> AggregatorState:
         return {}
 
-    def update(self, gramian: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+    def update(
+        self, gramian: Tensor, state: AggregatorState, context: AggregatorContext
+    ) -> tuple[Tensor, AggregatorState]:
         return self.weights(gramian), state
 
 
@@ -163,10 +171,14 @@ class LossWeighting(Aggregator):
     """
 
     @abstractmethod
-    def weigh(self, num_tasks: int, state: State, context: Context) -> tuple[Tensor, State]:
+    def weigh(
+        self, num_tasks: int, state: AggregatorState, context: AggregatorContext
+    ) -> tuple[Tensor, AggregatorState]:
         """The weights (T,) of the losses and the next state; all in float64, on the CPU."""
 
-    def merge(self, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+    def merge(
+        self, rows: Tensor, state: AggregatorState, context: AggregatorContext
+    ) -> tuple[Tensor, AggregatorState]:
         weights, state = self.weigh(len(rows), state, context)
         return combined(rows, weights), state
 
@@ -175,16 +187,18 @@ class Entrywise(Aggregator):
     """An aggregator whose result has entries that depend on the same entries of the rows alone."""
 
     @abstractmethod
-    def apply(self, rows: Tensor, context: Context) -> Tensor:
+    def apply(self, rows: Tensor, context: AggregatorContext) -> Tensor:
         """The gradient (p,) of some columns of the rows (T, p), the first of them `context.start`.
 
         It may be asked in pieces, which change nothing but the rounding of sums.
         """
 
-    def init(self, num_tasks: int) -> State:
+    def init(self, num_tasks: int) -> AggregatorState:
         return {}
 
-    def merge(self, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+    def merge(
+        self, rows: Tensor, state: AggregatorState, context: AggregatorContext
+    ) -> tuple[Tensor, AggregatorState]:
         return self.apply(rows, context), state
 
 
@@ -199,8 +213,8 @@ class NormMatchedSum(Aggregator):
     of: Aggregator
 
     @property
-    def properties(self) -> frozenset[Property]:
-        kept: frozenset[Property] = frozenset(
+    def properties(self) -> frozenset[AggregatorProperty]:
+        kept: frozenset[AggregatorProperty] = frozenset(
             {"permutation_invariant", "homogeneous", "deterministic"}
         )
         return self.of.properties & kept
@@ -213,10 +227,12 @@ class NormMatchedSum(Aggregator):
     def least_tasks(self) -> int:
         return self.of.least_tasks
 
-    def init(self, num_tasks: int) -> State:
+    def init(self, num_tasks: int) -> AggregatorState:
         return self.of.init(num_tasks)
 
-    def merge(self, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+    def merge(
+        self, rows: Tensor, state: AggregatorState, context: AggregatorContext
+    ) -> tuple[Tensor, AggregatorState]:
         merged, state = self.of.merge(rows, state, context)
         return sums_as_long([rows], [merged])[0], state
 
@@ -231,8 +247,11 @@ def sums_as_long(blocks: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tens
 
 
 def checked_update(
-    aggregator: GramianAggregator, gramian: Tensor, state: State, context: Context
-) -> tuple[Tensor, State]:
+    aggregator: GramianAggregator,
+    gramian: Tensor,
+    state: AggregatorState,
+    context: AggregatorContext,
+) -> tuple[Tensor, AggregatorState]:
     """The weights and the next state. Raises TypeError for what is no tensor, ValueError for
     weights of another form.
     """
@@ -249,7 +268,7 @@ def checked_update(
     return weights, state
 
 
-def losses_of(aggregator: Aggregator, context: Context, num_tasks: int) -> Tensor:
+def losses_of(aggregator: Aggregator, context: AggregatorContext, num_tasks: int) -> Tensor:
     """The losses of the tasks in float64, on the CPU as they come.
 
     Raises ValueError if they are not known, as on a bare matrix, not one for each task, or below 0.
@@ -258,7 +277,7 @@ def losses_of(aggregator: Aggregator, context: Context, num_tasks: int) -> Tenso
     if context.losses is None:
         raise ValueError(
             f"{name} needs the losses of the tasks: use live.backward(losses),"
-            " or give a Context(losses=...)"
+            " or give an AggregatorContext(losses=...)"
         )
     if num_tasks != len(context.losses):
         raise ValueError(
@@ -270,7 +289,7 @@ def losses_of(aggregator: Aggregator, context: Context, num_tasks: int) -> Tenso
     return losses
 
 
-def state_of(aggregator: Aggregator, state: State, key: str, num_tasks: int) -> Tensor:
+def state_of(aggregator: Aggregator, state: AggregatorState, key: str, num_tasks: int) -> Tensor:
     """What is remembered of each task. Raises ValueError if there are now more tasks, or fewer."""
     if len(state[key]) != num_tasks:
         raise ValueError(

@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.aggregators.base import Property, Weighting
+from gradsurg.aggregators.base import AggregatorProperty, Weighting
 from gradsurg.aggregators.solvers import (
     EXCHANGES,
     RANK,
@@ -49,8 +49,8 @@ class CAGrad(Weighting):
     rescale: Literal["none", "1+c", "1+c^2"] = "none"
 
     @property
-    def properties(self) -> frozenset[Property]:
-        properties: set[Property] = {
+    def properties(self) -> frozenset[AggregatorProperty]:
+        properties: set[AggregatorProperty] = {
             "permutation_invariant",
             "homogeneous",
             "strongly_stationary",

@@ -3,7 +3,7 @@
 import numpy as np
 from torch import Tensor
 
-from gradsurg.aggregators.base import Property, Weighting
+from gradsurg.aggregators.base import AggregatorProperty, Weighting
 from gradsurg.aggregators.solvers import RANK, Array, equiangular, weights_of
 from gradsurg.plugins.fields import validated
 
@@ -22,7 +22,7 @@ class ConFIG(Weighting):
     """
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[AggregatorProperty]:
         return frozenset(
             {"permutation_invariant", "linear_under_scaling", "homogeneous", "deterministic"}
         )

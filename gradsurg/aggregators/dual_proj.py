@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from gradsurg.aggregators.base import Property, Weighting
+from gradsurg.aggregators.base import AggregatorProperty, Weighting
 from gradsurg.aggregators.solvers import (
     Array,
     onto_dual_cone,
@@ -26,7 +26,7 @@ class DualProj(Weighting):
     """
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[AggregatorProperty]:
         return frozenset(
             {
                 "non_conflicting",

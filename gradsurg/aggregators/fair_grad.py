@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.aggregators.base import Property, Weighting
+from gradsurg.aggregators.base import AggregatorProperty, Weighting
 from gradsurg.aggregators.solvers import bargain_of_pair, bargained, limited, weights_of
 from gradsurg.plugins.fields import validated
 
@@ -36,8 +36,8 @@ class FairGrad(Weighting):
     max_norm: Annotated[float, Field(ge=0)] = 1.0
 
     @property
-    def properties(self) -> frozenset[Property]:
-        properties: set[Property] = {
+    def properties(self) -> frozenset[AggregatorProperty]:
+        properties: set[AggregatorProperty] = {
             "non_conflicting",
             "permutation_invariant",
             "deterministic",

@@ -11,10 +11,10 @@ from torch import Tensor
 from gradsurg.aggregators._adam import moments, stepped
 from gradsurg.aggregators.base import (
     OF_GIVEN_WEIGHTS,
-    Context,
+    AggregatorContext,
+    AggregatorProperty,
+    AggregatorState,
     LossWeighting,
-    Property,
-    State,
     losses_of,
     state_of,
 )
@@ -51,10 +51,10 @@ class FAMO(LossWeighting):
     gamma: Annotated[float, Field(ge=0)] = 0.01
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[AggregatorProperty]:
         return OF_GIVEN_WEIGHTS
 
-    def init(self, num_tasks: int) -> State:
+    def init(self, num_tasks: int) -> AggregatorState:
         return {
             "logits": torch.zeros(num_tasks, dtype=torch.float64),
             "losses": torch.zeros(num_tasks, dtype=torch.float64),
@@ -62,7 +62,9 @@ class FAMO(LossWeighting):
             **moments(num_tasks),
         }
 
-    def weigh(self, num_tasks: int, state: State, context: Context) -> tuple[Tensor, State]:
+    def weigh(
+        self, num_tasks: int, state: AggregatorState, context: AggregatorContext
+    ) -> tuple[Tensor, AggregatorState]:
         logits = state_of(self, state, "logits", num_tasks).numpy()
         losses = losses_of(self, context, num_tasks).numpy() + EPS
         if not np.isfinite(losses).all():

@@ -9,7 +9,12 @@ from pydantic import Field, model_validator
 from pydantic_core import ArgsKwargs
 from torch import Tensor
 
-from gradsurg.aggregators.base import Context, LossWeighting, Property, State
+from gradsurg.aggregators.base import (
+    AggregatorContext,
+    AggregatorProperty,
+    AggregatorState,
+    LossWeighting,
+)
 from gradsurg.plugins.fields import Contradiction, nearest, validated
 
 Weights = Annotated[tuple[float, ...], Field(min_length=1)]
@@ -70,10 +75,14 @@ class FixedWeights(LossWeighting):
         return None if self.weights is None else len(self.weights)
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[AggregatorProperty]:
         weights = self.weights or (1.0,)
         alone = self.weights is not None and len(weights) == 1
-        properties: set[Property] = {"linear_under_scaling", "homogeneous", "deterministic"}
+        properties: set[AggregatorProperty] = {
+            "linear_under_scaling",
+            "homogeneous",
+            "deterministic",
+        }
         if len(set(weights)) == 1:
             properties |= {"permutation_invariant"}
         if min(weights) > 0:
@@ -86,12 +95,14 @@ class FixedWeights(LossWeighting):
             properties |= {"non_conflicting"}
         return frozenset(properties)
 
-    def init(self, num_tasks: int) -> State:
+    def init(self, num_tasks: int) -> AggregatorState:
         if not self.tasks:
             self._check(num_tasks)  # by name those are told that are missing
         return {}
 
-    def weigh(self, num_tasks: int, state: State, context: Context) -> tuple[Tensor, State]:
+    def weigh(
+        self, num_tasks: int, state: AggregatorState, context: AggregatorContext
+    ) -> tuple[Tensor, AggregatorState]:
         if self.weights is None:
             return torch.ones(num_tasks, dtype=torch.float64), state
         weights = self.weights
@@ -104,7 +115,7 @@ class FixedWeights(LossWeighting):
         if not tasks:
             raise ValueError(
                 "FixedWeights.weights: are by the names of tasks, which are not known here: use "
-                "live.backward(losses), or give a Context(tasks=...)"
+                "live.backward(losses), or give an AggregatorContext(tasks=...)"
             )
         for name in named:
             if name not in tasks:

@@ -7,7 +7,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.aggregators.base import Context, Entrywise, Property
+from gradsurg.aggregators.base import AggregatorContext, AggregatorProperty, Entrywise
 from gradsurg.plugins.fields import validated
 
 ENTRIES = 1 << 20
@@ -43,8 +43,8 @@ class GradDrop(Entrywise):
         return len(self.leak) if isinstance(self.leak, tuple) else None
 
     @property
-    def properties(self) -> frozenset[Property]:
-        properties: set[Property] = {"homogeneous"}
+    def properties(self) -> frozenset[AggregatorProperty]:
+        properties: set[AggregatorProperty] = {"homogeneous"}
         leaks = set(self.leak) if isinstance(self.leak, tuple) else {self.leak}
         if len(leaks) == 1:
             properties |= {"permutation_invariant"}
@@ -54,7 +54,7 @@ class GradDrop(Entrywise):
             properties |= {"linear_under_scaling", "deterministic"}
         return frozenset(properties)
 
-    def apply(self, rows: Tensor, context: Context) -> Tensor:
+    def apply(self, rows: Tensor, context: AggregatorContext) -> Tensor:
         entries = ENTRIES if rows.device.type == "cpu" else DEVICE_ENTRIES
         width = max(1, entries // len(rows))
         stop = context.start + rows.shape[1]

@@ -11,10 +11,10 @@ from torch import Tensor
 from gradsurg.aggregators._adam import moments, stepped
 from gradsurg.aggregators.base import (
     OF_GIVEN_WEIGHTS,
-    Context,
+    AggregatorContext,
+    AggregatorProperty,
+    AggregatorState,
     GramianAggregator,
-    Property,
-    State,
     losses_of,
     state_of,
 )
@@ -48,10 +48,10 @@ class GradNorm(GramianAggregator):
     lr: Annotated[float, Field(gt=0)] = 0.025
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[AggregatorProperty]:
         return OF_GIVEN_WEIGHTS
 
-    def init(self, num_tasks: int) -> State:
+    def init(self, num_tasks: int) -> AggregatorState:
         return {
             "weights": torch.ones(num_tasks, dtype=torch.float64),
             "first": torch.zeros(num_tasks, dtype=torch.float64),
@@ -59,7 +59,9 @@ class GradNorm(GramianAggregator):
         }
 
     @np.errstate(all="ignore")
-    def update(self, gramian: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+    def update(
+        self, gramian: Tensor, state: AggregatorState, context: AggregatorContext
+    ) -> tuple[Tensor, AggregatorState]:
         weights = state_of(self, state, "weights", len(gramian))
         losses = losses_of(self, context, len(gramian)).numpy() + EPS
         norms = np.sqrt(np.maximum(gramian.numpy().diagonal(), 0.0))

@@ -9,7 +9,12 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.aggregators._pairwise import Order, dot, orders_of, totals, unpacked
-from gradsurg.aggregators.base import Context, GramianAggregator, Property, State
+from gradsurg.aggregators.base import (
+    AggregatorContext,
+    AggregatorProperty,
+    AggregatorState,
+    GramianAggregator,
+)
 from gradsurg.aggregators.solvers import RANK
 from gradsurg.plugins.fields import validated
 
@@ -36,16 +41,22 @@ class GradVac(GramianAggregator):
     order: Order = "random_per_task"
 
     @property
-    def properties(self) -> frozenset[Property]:
-        properties: set[Property] = {"homogeneous", "linear_under_scaling", "strongly_stationary"}
+    def properties(self) -> frozenset[AggregatorProperty]:
+        properties: set[AggregatorProperty] = {
+            "homogeneous",
+            "linear_under_scaling",
+            "strongly_stationary",
+        }
         if self.order == "fixed":
             properties |= {"deterministic"}
         return frozenset(properties)
 
-    def init(self, num_tasks: int) -> State:
+    def init(self, num_tasks: int) -> AggregatorState:
         return {"cosines": torch.zeros(num_tasks, num_tasks, dtype=torch.float64)}
 
-    def update(self, gramian: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+    def update(
+        self, gramian: Tensor, state: AggregatorState, context: AggregatorContext
+    ) -> tuple[Tensor, AggregatorState]:
         norms, cosines = unpacked(gramian)
         if norms is None:
             return torch.full((len(gramian),), torch.nan, dtype=torch.float64), state

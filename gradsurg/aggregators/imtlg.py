@@ -3,7 +3,7 @@
 import numpy as np
 from torch import Tensor
 
-from gradsurg.aggregators.base import Property, Weighting
+from gradsurg.aggregators.base import AggregatorProperty, Weighting
 from gradsurg.aggregators.solvers import RANK, Array, equiangular, weights_of
 from gradsurg.plugins.fields import validated
 
@@ -23,7 +23,7 @@ class IMTLG(Weighting):
     """
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[AggregatorProperty]:
         return frozenset({"permutation_invariant", "homogeneous", "deterministic"})
 
     def weights(self, gramian: Tensor) -> Tensor:

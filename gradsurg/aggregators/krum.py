@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.aggregators.base import Property, Weighting
+from gradsurg.aggregators.base import AggregatorProperty, Weighting
 from gradsurg.plugins.fields import validated
 
 
@@ -28,7 +28,7 @@ class Krum(Weighting):
     num_selected: Annotated[int, Field(ge=1)] = 1
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[AggregatorProperty]:
         return frozenset({"homogeneous", "deterministic"})
 
     @property

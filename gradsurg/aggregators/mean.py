@@ -3,7 +3,13 @@
 import torch
 from torch import Tensor
 
-from gradsurg.aggregators.base import OF_GIVEN_WEIGHTS, Context, LossWeighting, Property, State
+from gradsurg.aggregators.base import (
+    OF_GIVEN_WEIGHTS,
+    AggregatorContext,
+    AggregatorProperty,
+    AggregatorState,
+    LossWeighting,
+)
 from gradsurg.plugins.fields import validated
 
 
@@ -12,11 +18,13 @@ class Mean(LossWeighting):
     """The mean of the gradients: w = 1/T, as the mean of the losses has it."""
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[AggregatorProperty]:
         return OF_GIVEN_WEIGHTS
 
-    def init(self, num_tasks: int) -> State:
+    def init(self, num_tasks: int) -> AggregatorState:
         return {}
 
-    def weigh(self, num_tasks: int, state: State, context: Context) -> tuple[Tensor, State]:
+    def weigh(
+        self, num_tasks: int, state: AggregatorState, context: AggregatorContext
+    ) -> tuple[Tensor, AggregatorState]:
         return torch.full((num_tasks,), 1 / num_tasks, dtype=torch.float64), state

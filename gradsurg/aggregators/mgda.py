@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from gradsurg.aggregators.base import Property, Weighting
+from gradsurg.aggregators.base import AggregatorProperty, Weighting
 from gradsurg.aggregators.solvers import shortest, weights_of
 from gradsurg.plugins.fields import validated
 
@@ -22,7 +22,7 @@ class MGDA(Weighting):
     """
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[AggregatorProperty]:
         return frozenset(
             {
                 "non_conflicting",

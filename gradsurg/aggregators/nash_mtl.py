@@ -8,7 +8,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.aggregators.base import Context, GramianAggregator, Property, State
+from gradsurg.aggregators.base import (
+    AggregatorContext,
+    AggregatorProperty,
+    AggregatorState,
+    GramianAggregator,
+)
 from gradsurg.aggregators.solvers import Array, bargain_of_pair, bargained, limited, weights_of
 from gradsurg.plugins.fields import validated
 
@@ -35,15 +40,15 @@ class NashMTL(GramianAggregator):
     update_weights_every: Annotated[int, Field(ge=1)] = 1
 
     @property
-    def properties(self) -> frozenset[Property]:
-        properties: set[Property] = {"deterministic"}
+    def properties(self) -> frozenset[AggregatorProperty]:
+        properties: set[AggregatorProperty] = {"deterministic"}
         if self.update_weights_every == 1:
             properties |= {"non_conflicting", "permutation_invariant", "scale_invariant"}
             if self.normalize and not self.max_norm:
                 properties |= {"homogeneous"}
         return frozenset(properties)
 
-    def init(self, num_tasks: int) -> State:
+    def init(self, num_tasks: int) -> AggregatorState:
         if self.update_weights_every == 1:
             return {}
         return {
@@ -51,7 +56,9 @@ class NashMTL(GramianAggregator):
             "age": torch.zeros((), dtype=torch.int64),
         }
 
-    def update(self, gramian: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+    def update(
+        self, gramian: Tensor, state: AggregatorState, context: AggregatorContext
+    ) -> tuple[Tensor, AggregatorState]:
         if state and state["age"] % self.update_weights_every:
             weights = state["weights"]
         else:

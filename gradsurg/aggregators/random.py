@@ -6,7 +6,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradsurg.aggregators.base import Context, LossWeighting, Property, State
+from gradsurg.aggregators.base import (
+    AggregatorContext,
+    AggregatorProperty,
+    AggregatorState,
+    LossWeighting,
+)
 from gradsurg.plugins.fields import validated
 
 
@@ -25,13 +30,15 @@ class Random(LossWeighting):
     draw: Literal["normal", "dirichlet"] = "normal"
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[AggregatorProperty]:
         return frozenset({"linear_under_scaling", "homogeneous", "strongly_stationary"})
 
-    def init(self, num_tasks: int) -> State:
+    def init(self, num_tasks: int) -> AggregatorState:
         return {}
 
-    def weigh(self, num_tasks: int, state: State, context: Context) -> tuple[Tensor, State]:
+    def weigh(
+        self, num_tasks: int, state: AggregatorState, context: AggregatorContext
+    ) -> tuple[Tensor, AggregatorState]:
         drawn = torch.empty(num_tasks, dtype=torch.float64)
         generator = context.generator()
         match self.draw:

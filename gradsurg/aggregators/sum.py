@@ -3,7 +3,13 @@
 import torch
 from torch import Tensor
 
-from gradsurg.aggregators.base import OF_GIVEN_WEIGHTS, Context, LossWeighting, Property, State
+from gradsurg.aggregators.base import (
+    OF_GIVEN_WEIGHTS,
+    AggregatorContext,
+    AggregatorProperty,
+    AggregatorState,
+    LossWeighting,
+)
 from gradsurg.plugins.fields import validated
 
 
@@ -15,11 +21,13 @@ class Sum(LossWeighting):
     """
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[AggregatorProperty]:
         return OF_GIVEN_WEIGHTS
 
-    def init(self, num_tasks: int) -> State:
+    def init(self, num_tasks: int) -> AggregatorState:
         return {}
 
-    def weigh(self, num_tasks: int, state: State, context: Context) -> tuple[Tensor, State]:
+    def weigh(
+        self, num_tasks: int, state: AggregatorState, context: AggregatorContext
+    ) -> tuple[Tensor, AggregatorState]:
         return torch.ones(num_tasks, dtype=torch.float64), state

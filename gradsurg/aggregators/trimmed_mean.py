@@ -7,7 +7,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.aggregators.base import Context, Entrywise, Property
+from gradsurg.aggregators.base import AggregatorContext, AggregatorProperty, Entrywise
 from gradsurg.aggregators.rows import COLUMNS
 from gradsurg.plugins.fields import validated
 
@@ -25,10 +25,10 @@ class TrimmedMean(Entrywise):
     beta: Annotated[float, Field(ge=0, le=0.5)] = 0.1
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[AggregatorProperty]:
         return frozenset({"permutation_invariant", "homogeneous", "deterministic"})
 
-    def apply(self, rows: Tensor, context: Context) -> Tensor:
+    def apply(self, rows: Tensor, context: AggregatorContext) -> Tensor:
         count = len(rows)
         # Less a little: 0.28 * 25 is a little more than 7.
         trimmed = min(ceil(self.beta * count - 1e-9), (count - 1) // 2)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from gradsurg.aggregators.base import (
     OF_GIVEN_WEIGHTS,
-    Context,
+    AggregatorContext,
+    AggregatorProperty,
+    AggregatorState,
     LossWeighting,
-    Property,
-    State,
     losses_of,
     state_of,
 )
@@ -39,14 +39,16 @@ class UncertaintyWeighting(LossWeighting):
     likelihood: Literal["gaussian", "softmax"] = "gaussian"
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[AggregatorProperty]:
         return OF_GIVEN_WEIGHTS
 
-    def init(self, num_tasks: int) -> State:
+    def init(self, num_tasks: int) -> AggregatorState:
         return {"log_variances": torch.zeros(num_tasks, dtype=torch.float64)}
 
     @np.errstate(all="ignore")
-    def weigh(self, num_tasks: int, state: State, context: Context) -> tuple[Tensor, State]:
+    def weigh(
+        self, num_tasks: int, state: AggregatorState, context: AggregatorContext
+    ) -> tuple[Tensor, AggregatorState]:
         logs = state_of(self, state, "log_variances", num_tasks).numpy()
         losses = losses_of(self, context, num_tasks).numpy()
         match self.likelihood:

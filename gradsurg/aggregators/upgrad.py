@@ -3,7 +3,7 @@
 import numpy as np
 from torch import Tensor
 
-from gradsurg.aggregators.base import Property, Weighting
+from gradsurg.aggregators.base import AggregatorProperty, Weighting
 from gradsurg.aggregators.solvers import Array, onto_dual_cone, weights_of
 from gradsurg.plugins.fields import validated
 
@@ -21,7 +21,7 @@ class UPGrad(Weighting):
     """
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[AggregatorProperty]:
         return frozenset(
             {
                 "non_conflicting",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from gradsurg.config.culprits import inside, joined, parts
 from gradsurg.config.make import ERRORS, sentence
 from gradsurg.plugins.fields import Contradiction
-from gradsurg.triggers.base import Fires, Moment, Trigger
+from gradsurg.triggers.base import Decision, Trigger, TriggerContext
 
 
 class Ever(Trigger):
@@ -22,20 +22,20 @@ class Ever(Trigger):
     def parts(self) -> Iterator[Trigger]:
         yield from self.of.parts
 
-    def fires(self, moment: Moment) -> Fires:
-        if moment.site is None:
+    def fires(self, context: TriggerContext) -> Decision:
+        if context.site is None:
             return None
         if not self.hit and self.fault is None:
             try:
-                self.hit = any(_could(self.of, moment, step) for step in range(self.steps))
+                self.hit = any(_could(self.of, context, step) for step in range(self.steps))
             except ERRORS as error:  # a trigger's own, told of its key
-                self.fault = self._raising(moment), sentence(error)
+                self.fault = self._raising(context), sentence(error)
         return False
 
-    def _raising(self, moment: Moment) -> str:
+    def _raising(self, context: TriggerContext) -> str:
         for path, part in parts(self.of):
             try:
-                _could(part, moment, 0)
+                _could(part, context, 0)
             except Contradiction as error:
                 return joined(path, error.field)
             except ERRORS:  # it is the caller's already
@@ -44,23 +44,23 @@ class Ever(Trigger):
         return ""
 
 
-def _could(trigger: Trigger, moment: Moment, step: int) -> bool:
+def _could(trigger: Trigger, context: TriggerContext, step: int) -> bool:
     """Whether it may fire at this step: what chance or the device decides may."""
     asked = Asked(
-        replace(moment.clock, step=step),
-        moment.seed,
-        moment.label,
-        moment.site,
-        moment.grad,
-        moment.value,
-        dict(moment.state),
+        replace(context.clock, step=step),
+        context.seed,
+        context.label,
+        context.site,
+        context.grad,
+        context.value,
+        dict(context.state),
     )
     return trigger.fires(asked) is not False or asked.drawn
 
 
 @dataclass
-class Asked(Moment):
-    """A moment that knows whether chance was asked: another seed might have said otherwise."""
+class Asked(TriggerContext):
+    """A context that knows whether chance was asked: another seed might have said otherwise."""
 
     drawn: bool = False
 

@@ -22,7 +22,13 @@ from gradsurg.surgery.intervention import Intervention, labels_of
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, Examined, MultiTask, Task
 from gradsurg.torch_internals import random_state
-from gradsurg.transforms.base import Context, GroupTransform, Property, Scope, State
+from gradsurg.transforms.base import (
+    GroupTransform,
+    Scope,
+    TransformContext,
+    TransformProperty,
+    TransformState,
+)
 from gradsurg.transforms.identity import Identity
 from gradsurg.triggers.always import Always
 from gradsurg.triggers.base import Clock, Trigger
@@ -236,13 +242,13 @@ class _LeaveGroup(GroupTransform):
     """The gradients of a group as they are."""
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         return Identity().properties
 
-    def init_group(self, grads: Sequence[Tensor]) -> State:
+    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
         return {}
 
     def update_group(
-        self, grads: Sequence[Tensor], state: State, contexts: Sequence[Context]
-    ) -> tuple[list[Tensor], State]:
+        self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
+    ) -> tuple[list[Tensor], TransformState]:
         return list(grads), state

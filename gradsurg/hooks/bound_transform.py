@@ -6,9 +6,9 @@ from torch import Tensor
 from gradsurg.effects.ledger import Entry
 from gradsurg.hooks.controller import HookController
 from gradsurg.hooks.rules import known
-from gradsurg.transforms.base import Context, State, Stateless, Transform
+from gradsurg.transforms.base import Stateless, Transform, TransformContext, TransformState
 
-UNBORN: State = {}  # the state of a site that has met no gradient yet
+UNBORN: TransformState = {}  # the state of a site that has met no gradient yet
 UNCOUNTED = -1  # the step of a site that has met no gradient yet
 
 
@@ -37,7 +37,9 @@ class BoundTransform:
         self.slot = operation.effects.slot(label, entry)
         self.states = operation.states
         self.state = operation.states.get(self.key, UNBORN)
-        self.context = Context(self.key, UNCOUNTED, seed=operation.seed, flow=operation.clock)
+        self.context = TransformContext(
+            self.key, UNCOUNTED, seed=operation.seed, flow=operation.clock
+        )
         self.take(transform)
 
     def take(self, transform: Transform) -> None:
@@ -49,7 +51,7 @@ class BoundTransform:
         self.keeps_shape = "elementwise" in transform.properties
         self.known = known(transform)
 
-    def keep(self, state: State, fires: Tensor | None = None) -> None:
+    def keep(self, state: TransformState, fires: Tensor | None = None) -> None:
         """Take over the next state; under create_graph it must not hold on to the graph.
 
         Where the device decides, the old state stays unless the trigger fires.

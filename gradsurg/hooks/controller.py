@@ -9,9 +9,9 @@ from torch.autograd.graph import Node
 
 from gradsurg.effects.effects import Effects
 from gradsurg.torch_internals import autograd
-from gradsurg.transforms.base import Context, State, Stateless, Transform
+from gradsurg.transforms.base import Stateless, Transform, TransformContext, TransformState
 from gradsurg.triggers.always import Always
-from gradsurg.triggers.base import Clock, Fires, Moment, Sourced, Trigger
+from gradsurg.triggers.base import Clock, Decision, TensorTrigger, Trigger, TriggerContext
 
 ERRORS = Exception  # whatever a user's transform raises: it gets a note and is raised again
 
@@ -54,7 +54,7 @@ class HookController:
         links: Sequence[tuple[str, Transform]],
         trigger: Trigger,
         effects: Effects,
-        states: dict[str, State],
+        states: dict[str, TransformState],
         clock: Clock,
         seed: int = 0,
         shadow: bool = False,
@@ -84,7 +84,7 @@ class HookController:
         """What acts and when, now or anew."""
         self.links = links
         self.trigger = trigger
-        sources = {part.source for part in trigger.parts if isinstance(part, Sourced)}
+        sources = {part.source for part in trigger.parts if isinstance(part, TensorTrigger)}
         self.looks = "grad" in sources
         needs = {need for _, link in links for need in link.needs}
         self.needs_entering = "entering" in needs
@@ -114,7 +114,7 @@ class HookController:
         self.ready: object = None
         if self.settled is sampling:
             return
-        fires = self._ask(Moment(self.clock, self.seed, self.label))
+        fires = self._ask(TriggerContext(self.clock, self.seed, self.label))
         self.firing = fires if isinstance(fires, bool) else None
         self.sampling = sampling
         # A shadowed transform without state leaves no trace in a step that is not measured.
@@ -158,7 +158,7 @@ class HookController:
             return True
         return bool(self.spared) and autograd.running_node() in self.spared
 
-    def recur(self, context: Context) -> None:
+    def recur(self, context: TransformContext) -> None:
         """A site has met another gradient in the same step."""
         context.call += 1
         if context.call >= self.most:
@@ -181,28 +181,32 @@ class HookController:
     def fires(self, site: str, grad: Tensor, value: Tensor | None) -> bool | Tensor:
         """Whether the trigger fires at this gradient."""
         key = f"{self.label}/{site}/when"
-        moment = Moment(self.clock, self.seed, self.label, site, grad, value)
-        moment.state = dict(self.states.get(key, {}))
-        fires = self._ask(moment)
+        trigger_context = TriggerContext(self.clock, self.seed, self.label, site, grad, value)
+        trigger_context.state = dict(self.states.get(key, {}))
+        fires = self._ask(trigger_context)
         if fires is None:
             raise TypeError(f"{self.trigger!r}: fires() said None where the gradient was at hand")
-        if moment.state:
-            if any(autograd.is_batched(tensor) for tensor in moment.state.values()):
+        if trigger_context.state:
+            if any(autograd.is_batched(tensor) for tensor in trigger_context.state.values()):
                 raise RuntimeError(
                     f"{self.trigger!r} remembers one thing for each site, and inside vmap the site "
                     f"'{site}' has many gradients at once"
                 )
-            self.states[key] = {name: own.detach() for name, own in moment.state.items()}
+            self.states[key] = {name: own.detach() for name, own in trigger_context.state.items()}
         if isinstance(fires, Tensor) and fires.device != grad.device:
             return fires.to(grad.device, non_blocking=True)
         return fires
 
-    def _ask(self, moment: Moment) -> Fires:
+    def _ask(self, trigger_context: TriggerContext) -> Decision:
         """What the trigger says, if it may say that."""
         try:
-            fires = self.trigger.fires(moment)
+            fires = self.trigger.fires(trigger_context)
         except ERRORS as error:
-            where = f"at site '{moment.site}'" if moment.site else "before a gradient was there"
+            where = (
+                f"at site '{trigger_context.site}'"
+                if trigger_context.site
+                else "before a gradient was there"
+            )
             error.add_note(f"while {self.trigger!r} was asked {where}, step {self.step}")
             raise
         if isinstance(fires, Tensor):

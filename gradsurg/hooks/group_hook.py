@@ -10,7 +10,7 @@ from gradsurg.hooks.bound_transform import BoundTransform
 from gradsurg.hooks.controller import ERRORS, HookController
 from gradsurg.hooks.rules import alike
 from gradsurg.hooks.transform_hook import TransformHook
-from gradsurg.transforms.base import GroupTransform, State
+from gradsurg.transforms.base import GroupTransform, TransformState
 
 
 class GroupHook:
@@ -184,7 +184,9 @@ def _check(
         gate.check_pure(link, grad, version, results[index], gate.value())
 
 
-def _chosen(fires: list[bool | Tensor], new: State, before: State) -> State:
+def _chosen(
+    fires: list[bool | Tensor], new: TransformState, before: TransformState
+) -> TransformState:
     """The next state of a group; where the device decides, the old one unless it acts at all."""
     asked = [one for one in fires if isinstance(one, Tensor)]
     if len(asked) < len(fires):

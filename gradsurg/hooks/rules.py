@@ -6,14 +6,17 @@ import torch
 from torch import Tensor
 
 from gradsurg.torch_internals import autograd
-from gradsurg.transforms.base import Function, Transform
+from gradsurg.transforms.base import FunctionTransform, Transform
 
 
 def known(transform: Transform) -> bool:
     """Whether it is one of gradsurg's own, with all that it is made of: these keep the rules at
     every gradient. Those of others are looked at each time.
     """
-    if isinstance(transform, Function) or type(transform).__module__.split(".")[0] != "gradsurg":
+    if (
+        isinstance(transform, FunctionTransform)
+        or type(transform).__module__.split(".")[0] != "gradsurg"
+    ):
         return False
     fields = [own if isinstance(own, tuple) else (own,) for own in vars(transform).values()]
     return all(known(part) for own in fields for part in own if isinstance(part, Transform))

@@ -12,7 +12,7 @@ from gradsurg.hooks.controller import ERRORS, HookController
 from gradsurg.hooks.rules import alike, kind_of, same, shares, takes, version_of
 from gradsurg.sites.base import SiteHook
 from gradsurg.torch_internals import autograd
-from gradsurg.transforms.base import Context, State
+from gradsurg.transforms.base import TransformContext, TransformState
 
 
 class TransformHook:
@@ -56,7 +56,7 @@ class TransformHook:
                 link.state = link.states.get(link.key, UNBORN)
             link.take(transform)
 
-    def refresh(self, states: dict[str, State]) -> None:
+    def refresh(self, states: dict[str, TransformState]) -> None:
         """States were loaded: take up those of this site, and count its gradients anew."""
         for link in self.links:
             link.state = states.get(link.key, UNBORN)
@@ -208,7 +208,7 @@ class TransformHook:
         context.value = None
         return result if fires is None or result is grad else torch.where(fires, result, grad)
 
-    def count_call(self, link: BoundTransform) -> Context:
+    def count_call(self, link: BoundTransform) -> TransformContext:
         """Number the gradient at hand among those of this step."""
         context, operation = link.context, self.operation
         if context.step != operation.clock.step:
@@ -236,7 +236,9 @@ class TransformHook:
         """The tensor whose gradient passes here, if the site has one."""
         return self._value() if self._value is not None else None
 
-    def apart(self, link: BoundTransform, grad: Tensor, result: Tensor, state: State) -> Tensor:
+    def apart(
+        self, link: BoundTransform, grad: Tensor, result: Tensor, state: TransformState
+    ) -> Tensor:
         """The result, in memory of its own: the optimizer, or whoever gets it, may write to it.
 
         What a transform returns may be what it remembers, as a running mean is.

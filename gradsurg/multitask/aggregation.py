@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from gradsurg.aggregators.base import (
     Aggregator,
-    Context,
+    AggregatorContext,
+    AggregatorState,
     GramianAggregator,
     LossWeighting,
     NormMatchedSum,
-    State,
 )
 from gradsurg.aggregators.rows import combined, gramian_of
 from gradsurg.multitask.aggregation_context import AggregationContext
@@ -23,7 +23,7 @@ from gradsurg.multitask.shared_parameters import SHARED, SharedParameters
 from gradsurg.plugins.registry import snake
 from gradsurg.surgery.intervention import Intervention
 from gradsurg.torch_internals.autograd import undisturbed
-from gradsurg.triggers.base import Moment, Sourced, Trigger
+from gradsurg.triggers.base import TensorTrigger, Trigger, TriggerContext
 from gradsurg.triggers.for_task import ForTask
 
 REPRESENTATION = "representation"
@@ -35,7 +35,7 @@ ERRORS = Exception  # whatever a user's aggregator raises: it gets a note and is
 def check_host(trigger: Trigger, label: str) -> None:
     """Raises ValueError if a trigger looks at a gradient: an aggregator has several."""
     for part in trigger.parts:
-        if isinstance(part, Sourced | ForTask) or part.on_device:
+        if isinstance(part, TensorTrigger | ForTask) or part.on_device:
             raise ValueError(
                 f"{label}: {part!r} looks at one gradient, and an aggregator has several: it can "
                 "act by step, epoch, phase, flag or probability"
@@ -66,7 +66,9 @@ class Aggregation:
         self.label = label
         self.around = around
         self.look(model)
-        self._learnt: dict[str, State] = {}  # under a loss scale, until the optimizer makes a step
+        self._learnt: dict[
+            str, AggregatorState
+        ] = {}  # under a loss scale, until the optimizer makes a step
         self._weights: Tensor | None = None  # of the losses, for the rest of a step
         self._weighed: tuple[str, ...] = ()  # the tasks that they are of
 
@@ -171,7 +173,9 @@ class Aggregation:
             error.add_note(f"while {self.label} acted at '{group}', step {context.step}")
             raise
 
-    def _tell_conflict(self, context: Context, parts: Sequence[Tensor], merged: Merged) -> None:
+    def _tell_conflict(
+        self, context: AggregatorContext, parts: Sequence[Tensor], merged: Merged
+    ) -> None:
         scale, gramian, weights = self.around.scale, merged.gramian, merged.weights
         if gramian is None:
             gramian = gramian_of(parts) / scale**2
@@ -192,14 +196,16 @@ class Aggregation:
     def _count(self, group: str) -> bool:
         """Count the gradients at hand; whether the aggregator is to act."""
         around = self.around
-        said = self.intervention.when.fires(Moment(around.clock, around.seed, self.label, group))
+        said = self.intervention.when.fires(
+            TriggerContext(around.clock, around.seed, self.label, group)
+        )
         assert isinstance(said, bool)  # what looks at a gradient was refused
         return around.ledger.enter(self.label, group).count(said)
 
-    def _context(self, group: str, losses: Mapping[str, float]) -> Context:
+    def _context(self, group: str, losses: Mapping[str, float]) -> AggregatorContext:
         values = torch.tensor([*losses.values()], dtype=torch.float64, device="cpu")
         clock, seed = self.around.clock, self.around.seed
-        return Context(
+        return AggregatorContext(
             clock.step,
             seed,
             group,
@@ -209,7 +215,7 @@ class Aggregation:
             selection=self.at.selection,
         )
 
-    def _state(self, group: str, tasks: tuple[str, ...]) -> State:
+    def _state(self, group: str, tasks: tuple[str, ...]) -> AggregatorState:
         fresh = self.aggregator.init(len(tasks))
         states, key = self.around.states, f"{self.label}/{group}"
         state, before = states.get(key, fresh), tasks
@@ -229,7 +235,7 @@ class Aggregation:
             state = {name: own.cpu() for name, own in state.items()}
         return state
 
-    def _keep(self, group: str, tasks: tuple[str, ...], state: State) -> None:
+    def _keep(self, group: str, tasks: tuple[str, ...], state: AggregatorState) -> None:
         if state:
             states, key = self.around.states, f"{self.label}/{group}"
             # A scaler may leave this step out.
@@ -263,7 +269,7 @@ class Aggregation:
                     of=f"{self.label}: {name} has all the weight",
                 )
 
-    def _check_finite(self, merged: Merged, context: Context) -> None:
+    def _check_finite(self, merged: Merged, context: AggregatorContext) -> None:
         if merged.gramian is None or bool(merged.gramian.isfinite().all()):
             return
         sizes = merged.gramian.diagonal().tolist()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch.amp import GradScaler
 
-from gradsurg.aggregators.base import State
+from gradsurg.aggregators.base import AggregatorState
 from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import Ledger, SurgeryWarning
 from gradsurg.multitask.conflict import Conflicts
@@ -19,7 +19,7 @@ class AggregationContext:
 
     effects: Effects
     clock: Clock
-    states: dict[str, State]
+    states: dict[str, AggregatorState]
     ledger: Ledger
     seed: int
     scaler: GradScaler | None

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from gradsurg.aggregators.base import (
     Aggregator,
-    Context,
+    AggregatorContext,
+    AggregatorState,
     Entrywise,
     GramianAggregator,
     LossWeighting,
     NormMatchedSum,
-    State,
     checked_update,
     sums_as_long,
 )
@@ -27,7 +27,7 @@ class Merged:
     """One gradient for each block of a group; the weights and G, where they were found."""
 
     grads: list[Tensor]
-    state: State
+    state: AggregatorState
     weights: Tensor | None = None
     gramian: Tensor | None = None
 
@@ -35,8 +35,8 @@ class Merged:
 def merge(
     aggregator: Aggregator,
     blocks: Sequence[Tensor],
-    state: State,
-    context: Context,
+    state: AggregatorState,
+    context: AggregatorContext,
     scale: float = 1.0,
 ) -> Merged:
     """What an aggregator makes of the rows (T, p) of each block, which are one matrix together.

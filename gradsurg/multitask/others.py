@@ -9,7 +9,12 @@ from math import inf, nan
 import numpy as np
 from torch import Tensor
 
-from gradsurg.aggregators.base import Context, GramianAggregator, LossWeighting, State
+from gradsurg.aggregators.base import (
+    AggregatorContext,
+    AggregatorState,
+    GramianAggregator,
+    LossWeighting,
+)
 from gradsurg.aggregators.solvers import REMEMBERED
 from gradsurg.plugins.registry import find, names
 
@@ -28,7 +33,7 @@ class Other:
 
 
 @cache
-def _comparable(count: int) -> tuple[tuple[str, Weigher, State], ...]:
+def _comparable(count: int) -> tuple[tuple[str, Weigher, AggregatorState], ...]:
     """Every aggregator that has weights, needs no field and takes so many tasks, with its defaults
     and its first state.
     """
@@ -55,7 +60,7 @@ class Made:
 
     label: str
     aggregator: str
-    context: Context
+    context: AggregatorContext
     gramian: Tensor
     weights: Tensor | None
     products: Tensor
@@ -87,7 +92,7 @@ class _Answers:
         self.weights: dict[str, np.ndarray] = {}
         self.twins: dict[str, str] = {}
 
-    def ask(self, name: str, aggregator: Weigher, state: State) -> None:
+    def ask(self, name: str, aggregator: Weigher, state: AggregatorState) -> None:
         if name == self.made.aggregator or not self.finite:
             return
         twin = self.weights.get(TWINS.get(name, ""))
@@ -123,7 +128,9 @@ class _Answers:
         return others | {name: others[twin] for name, twin in self.twins.items()}
 
 
-def weights_of(aggregator: Weigher, state: State, gramian: Tensor, context: Context) -> Tensor:
+def weights_of(
+    aggregator: Weigher, state: AggregatorState, gramian: Tensor, context: AggregatorContext
+) -> Tensor:
     """The weights that it gives in this state."""
     match aggregator:
         case GramianAggregator():

@@ -19,8 +19,8 @@ from gradsurg.sites.base import GroupFn, Place, Put, SiteHook
 from gradsurg.surgery.intervention import Intervention, averages_differ, sum_matters
 from gradsurg.surgery.roll_call import SiteCount
 from gradsurg.torch_internals import compiling
-from gradsurg.transforms.base import State
-from gradsurg.triggers.base import Sourced
+from gradsurg.transforms.base import TransformState
+from gradsurg.triggers.base import TensorTrigger
 from gradsurg.triggers.flag import Flag
 
 
@@ -84,7 +84,7 @@ class Attached:
             if "deterministic" not in link.properties:
                 return f"{link!r} is not known to draw no random numbers"
         for part in self.intervention.when.parts:
-            if isinstance(part, Sourced) and part.source not in ("grad", "value"):
+            if isinstance(part, TensorTrigger) and part.source not in ("grad", "value"):
                 return f"{part!r} looks at the newest forward"
         return ""
 
@@ -127,7 +127,7 @@ class Attached:
         if self._rests:
             self.rest()
 
-    def refresh(self, states: dict[str, State]) -> None:
+    def refresh(self, states: dict[str, TransformState]) -> None:
         """Take up states that were loaded, at the step of the day."""
         self.operation.begin_anew()
         for gate in self._made.values():

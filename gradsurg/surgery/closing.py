@@ -51,7 +51,7 @@ def _idle_clocks(
     parts = [part for own in attached for part in own.intervention.when.parts]
     epochs = [part for part in parts if isinstance(part, Epochs)]
     told = clock.epoch_length is not None
-    timed = {type(part).__name__ for part in parts if part.clocked}
+    timed = {type(part).__name__ for part in parts if part.step_based}
     timed |= {type(part).__name__ for part in epochs if told or part.length is not None}
     if timed and clock.step == began[0]:
         still = f" since this block began, at step {began[0]}" if began[0] else ""

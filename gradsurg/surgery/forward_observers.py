@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from gradsurg.plugins.fields import nearest
 from gradsurg.torch_internals import autograd, compiling
-from gradsurg.triggers.base import Clock, Sourced, Trigger
+from gradsurg.triggers.base import Clock, TensorTrigger, Trigger
 
 
-def watched(trigger: Trigger, model: nn.Module) -> dict[Sourced, nn.Module]:
+def watched(trigger: Trigger, model: nn.Module) -> dict[TensorTrigger, nn.Module]:
     """The parts of `trigger` that look at the batch or at a module, each with its module.
 
     Raises LookupError for a module that is not there.
     """
-    found: dict[Sourced, nn.Module] = {}
+    found: dict[TensorTrigger, nn.Module] = {}
     for part in trigger.parts:
-        if isinstance(part, Sourced) and part.source not in ("grad", "value"):
+        if isinstance(part, TensorTrigger) and part.source not in ("grad", "value"):
             kind, _, name = part.source.partition(":")
             found[part] = model if kind == "batch" else _module(model, name, part)
     return found
@@ -104,9 +104,9 @@ def _arrives(forwards: "ref[_Forwards]", forward: int, grad: Tensor) -> None:
 class _Seer:
     """The eyes of one trigger. A checkpoint's recomputation has been seen before."""
 
-    def __init__(self, trigger: Sourced, clock: Clock) -> None:
+    def __init__(self, trigger: TensorTrigger, clock: Clock) -> None:
         self.trigger = trigger
-        self.seen = clock.seen
+        self.seen = clock.observations
 
     def begin(self, model: nn.Module, args: tuple[object, ...]) -> None:
         """The model is called: what an earlier call of it has shown is no more."""
@@ -126,7 +126,7 @@ class _Seer:
         self.seen.pop(self.trigger, None)
         if tensor is not None:
             with torch.no_grad():
-                self.seen[self.trigger] = self.trigger.look(tensor.detach())
+                self.seen[self.trigger] = self.trigger.observe(tensor.detach())
 
 
 def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
@@ -142,7 +142,7 @@ def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
             yield from _tensors(getattr(value, field.name) for field in fields(value))
 
 
-def _module(model: nn.Module, name: str, trigger: Sourced) -> nn.Module:
+def _module(model: nn.Module, name: str, trigger: TensorTrigger) -> nn.Module:
     modules = dict(model.named_modules(remove_duplicate=False))
     modules["root"] = modules.pop("")
     if name not in modules:

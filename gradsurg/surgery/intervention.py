@@ -16,10 +16,10 @@ from gradsurg.plugins.registry import snake
 from gradsurg.sites._modules import params_of
 from gradsurg.sites.base import SCALED, Selector, Stage
 from gradsurg.sites.parameters import Parameters
-from gradsurg.transforms.base import Function, Need, Transform, as_transform
+from gradsurg.transforms.base import FunctionTransform, Need, Transform, as_transform
 from gradsurg.transforms.chain import Chain
 from gradsurg.triggers.always import Always
-from gradsurg.triggers.base import Sourced, Trigger
+from gradsurg.triggers.base import TensorTrigger, Trigger
 
 GradCallable = Callable[[Tensor], Tensor]
 
@@ -55,7 +55,7 @@ class Intervention:
         self._check_names(len(self.links))
         self._check_fit()
         for link in self.links:
-            if isinstance(link, Function):
+            if isinstance(link, FunctionTransform):
                 warnings.warn(
                     f"{link!r} is a plain callable: nothing is known of its properties, so a stage that "
                     "changes its meaning cannot be told",
@@ -137,7 +137,7 @@ class Intervention:
             if lacks := sorted(link.needs - self.at.gives):
                 raise ValueError(f"{type(link).__name__}: needs {_lack(self.at, lacks[0])}")
         for part in self.when.parts:
-            source = part.source if isinstance(part, Sourced) else ""
+            source = part.source if isinstance(part, TensorTrigger) else ""
             if source == "value" and source not in self.at.gives:
                 raise ValueError(
                     f"{part!r}: source 'value' is the tensor whose gradient passes, and "
@@ -232,7 +232,7 @@ def scale_matters(intervention: Intervention) -> str:
     if "homogeneous" not in intervention.operator.properties:
         sized = intervention.operator
     else:
-        looking = (part for part in intervention.when.parts if isinstance(part, Sourced))
+        looking = (part for part in intervention.when.parts if isinstance(part, TensorTrigger))
         sized = next((p for p in looking if p.source == "grad" and not p.homogeneous), None)
     if sized is None:
         return ""

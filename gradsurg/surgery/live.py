@@ -18,7 +18,7 @@ from gradsurg.surgery.intervention import Intervention
 from gradsurg.surgery.retuning import retuned
 from gradsurg.surgery.roster import Roster
 from gradsurg.torch_internals import autograd
-from gradsurg.transforms.base import State
+from gradsurg.transforms.base import TransformState
 from gradsurg.triggers.base import Clock, Trigger
 
 
@@ -31,7 +31,7 @@ class Live:
         effects: Effects,
         shadow: bool,
         clock: Clock,
-        states: dict[str, State],
+        states: dict[str, TransformState],
         seed: int,
     ) -> None:
         self.effects = effects
@@ -205,7 +205,7 @@ class Live:
             stack.callback(self._roster.close)
             stack.callback(self._changes.close)
             stack.callback(self._joint.close)
-        self.clock.seen.clear()
+        self.clock.observations.clear()
         self.clock.error = None
         self.ledger.settle()
         self.effects.close()

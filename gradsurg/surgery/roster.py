@@ -21,7 +21,7 @@ from gradsurg.surgery.intervention import (
     scale_matters,
 )
 from gradsurg.surgery.output_error import follow_error
-from gradsurg.triggers.base import Sourced, Trigger
+from gradsurg.triggers.base import TensorTrigger, Trigger
 from gradsurg.triggers.flag import Flag
 
 # What passes outside a backward can be written to at once; of a step all pass together.
@@ -207,5 +207,5 @@ class Roster:
         """Forget what a trigger has seen, unless another intervention has the same."""
         others = [part for own in self.attached for part in own.intervention.when.parts]
         for part in trigger.parts:
-            if isinstance(part, Sourced) and part not in others:
-                self._around.clock.seen.pop(part, None)
+            if isinstance(part, TensorTrigger) and part not in others:
+                self._around.clock.observations.pop(part, None)

@@ -21,7 +21,7 @@ from gradsurg.sites._rows import many
 from gradsurg.surgery.intervention import Intervention, labels_of
 from gradsurg.surgery.live import Live, Target
 from gradsurg.surgery.state_in_model import travel
-from gradsurg.transforms.base import State, Stateless, init_all
+from gradsurg.transforms.base import Stateless, TransformState, init_all
 from gradsurg.triggers.base import Clock
 
 
@@ -42,7 +42,7 @@ class Surgery:
         )
         self.seed = seed
         self._clock = Clock()
-        self._states: dict[str, State] = {}
+        self._states: dict[str, TransformState] = {}
         self._live: Live | None = None
         self.was_attached = False
 

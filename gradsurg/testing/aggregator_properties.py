@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gradsurg.aggregators.base import Aggregator, Context, Property
+from gradsurg.aggregators.base import Aggregator, AggregatorContext, AggregatorProperty
 from gradsurg.testing.matrices import Example, losses_for, names
 from gradsurg.testing.verdicts import expect, written
 
@@ -23,7 +23,7 @@ def merged(aggregator: Aggregator, example: Example, past: bool, **changes: str 
     losses = example.losses if past else example.losses[-1:]
     result = calls[0]
     for step, (rows, own) in enumerate(zip(calls, losses, strict=True)):
-        context = Context(step=step, tasks=names(tasks), losses=own)
+        context = AggregatorContext(step=step, tasks=names(tasks), losses=own)
         for key, value in changes.items():
             setattr(context, key, value)
         with torch.no_grad():
@@ -100,7 +100,7 @@ def expect_close(found: Tensor, expected: Tensor, example: Example, text: str) -
 
 
 Assertion = Callable[[Aggregator, Example, bool], None]
-PROPERTIES: dict[Property, Assertion] = {
+PROPERTIES: dict[AggregatorProperty, Assertion] = {
     "non_conflicting": _non_conflicting,
     "permutation_invariant": _permutation_invariant,
     "linear_under_scaling": _linear_under_scaling,

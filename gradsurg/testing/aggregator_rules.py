@@ -10,12 +10,12 @@ from torch import Tensor
 
 from gradsurg.aggregators.base import (
     Aggregator,
-    Context,
+    AggregatorContext,
+    AggregatorProperty,
+    AggregatorState,
     Entrywise,
     GramianAggregator,
     LossWeighting,
-    Property,
-    State,
 )
 from gradsurg.testing.matrices import losses_for, mixed, names, normal, stationary
 from gradsurg.testing.verdicts import (
@@ -34,7 +34,9 @@ SCALES = (1e-10, 1e-5, 1.0, 1e5, 1e10, 1e15)
 class Plain(Aggregator):
     """A plain function of the rows as an aggregator, with the properties it is said to have."""
 
-    def __init__(self, function: Callable[[Tensor], Tensor], declared: Collection[Property]):
+    def __init__(
+        self, function: Callable[[Tensor], Tensor], declared: Collection[AggregatorProperty]
+    ):
         self.function = function
         self.declared = frozenset(declared)
 
@@ -42,13 +44,15 @@ class Plain(Aggregator):
         return getattr(self.function, "__qualname__", type(self.function).__qualname__)
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[AggregatorProperty]:
         return self.declared
 
-    def init(self, num_tasks: int) -> State:
+    def init(self, num_tasks: int) -> AggregatorState:
         return {}
 
-    def merge(self, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+    def merge(
+        self, rows: Tensor, state: AggregatorState, context: AggregatorContext
+    ) -> tuple[Tensor, AggregatorState]:
         return self.function(rows), state
 
 
@@ -213,5 +217,5 @@ def _once(aggregator: Aggregator, rows: Tensor) -> Tensor:
     return aggregator(rows, _context(len(rows)))
 
 
-def _context(num_tasks: int, step: int = 0) -> Context:
-    return Context(step=step, tasks=names(num_tasks), losses=losses_for(num_tasks, step))
+def _context(num_tasks: int, step: int = 0) -> AggregatorContext:
+    return AggregatorContext(step=step, tasks=names(num_tasks), losses=losses_for(num_tasks, step))

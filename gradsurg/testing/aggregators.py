@@ -6,7 +6,7 @@ from typing import get_args
 
 from torch import Tensor
 
-from gradsurg.aggregators.base import Aggregator, Property
+from gradsurg.aggregators.base import Aggregator, AggregatorProperty
 from gradsurg.testing.aggregator_properties import PROPERTIES, Assertion
 from gradsurg.testing.aggregator_rules import RULES, Plain, wide
 from gradsurg.testing.matrices import examples, not_stationary
@@ -16,7 +16,7 @@ from gradsurg.testing.verdicts import Table, at, demanded, judged
 def check_aggregator(
     aggregator: Aggregator | Callable[[Tensor], Tensor],
     *,
-    declared: Collection[Property] | None = None,
+    declared: Collection[AggregatorProperty] | None = None,
     num_tasks: Sequence[int] = (1, 2, 3, 8),
     count: int = 30,
     max_columns: int = 10_000,
@@ -28,7 +28,7 @@ def check_aggregator(
     says of itself. Raises AssertionError, one line a fault, if a declared property does not hold or
     a rule is broken, TypeError for what is no aggregator, ValueError for an unknown property.
     """
-    known = get_args(Property)
+    known = get_args(AggregatorProperty)
     unknown = sorted(set(declared or ()) - set(known))
     if unknown:
         raise ValueError(f"declared: must be of {', '.join(known)}, found {', '.join(unknown)}")
@@ -60,7 +60,11 @@ def _numbers(aggregator: Aggregator, wanted: Sequence[int]) -> tuple[int, ...]:
 
 
 def _everywhere(
-    name: Property, check: Assertion, aggregator: Aggregator, tasks: Sequence[int], count: int
+    name: AggregatorProperty,
+    check: Assertion,
+    aggregator: Aggregator,
+    tasks: Sequence[int],
+    count: int,
 ) -> None:
     family = not_stationary if name == "strongly_stationary" else examples
     remembers = bool(aggregator.init(tasks[0]))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradsurg.testing.contexts import context_with
 from gradsurg.testing.verdicts import expect, written
-from gradsurg.transforms.base import Context, Property, Transform
+from gradsurg.transforms.base import Transform, TransformContext, TransformProperty
 
 EXACT = 1e-9
 STEPS = (0, 1, 300, 1000, 5000)
@@ -22,7 +22,7 @@ class Draw:
     g: Tensor
     h: Tensor
     past: Tensor
-    context: Context
+    context: TransformContext
 
     def times(self, factor: float) -> "Draw":
         """The same with the other gradients at hand so many times as large."""
@@ -130,7 +130,7 @@ def assert_close(found: Tensor, expected: Tensor, draw: Draw, text: str) -> None
 
 
 Assertion = Callable[[Transform, Draw], None]
-LAWS: dict[Property, Assertion] = {
+LAWS: dict[TransformProperty, Assertion] = {
     "elementwise": assert_elementwise,
     "homogeneous": assert_homogeneous,
     "idempotent": assert_idempotent,

@@ -19,7 +19,7 @@ from gradsurg.testing.verdicts import (
     expect_unshared,
     written,
 )
-from gradsurg.transforms.base import Function, Property, State, Transform
+from gradsurg.transforms.base import FunctionTransform, Transform, TransformProperty, TransformState
 
 SHAPES = ((), (0,), (1,), (3,), (2, 3), (3, 2, 2), (4, 3, 3, 3))
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -30,14 +30,14 @@ class Subject:
     """A transform, what is promised of it, and the shapes that it takes."""
 
     transform: Transform
-    promised: frozenset[Property]
+    promised: frozenset[TransformProperty]
     shapes: tuple[tuple[int, ...], ...]
     drops_nan: bool
 
     @property
     def plain(self) -> bool:
         """Whether it is a function, which may wait for the device and need not be a value."""
-        return isinstance(self.transform, Function)
+        return isinstance(self.transform, FunctionTransform)
 
     def once(self, grad: Tensor) -> Tensor:
         """Its first result."""
@@ -74,7 +74,7 @@ def _pure(subject: Subject) -> None:
                 state = after
 
 
-def _expect_unaliased(result: Tensor, grad: Tensor, state: State) -> None:
+def _expect_unaliased(result: Tensor, grad: Tensor, state: TransformState) -> None:
     """No two of them share memory; but the result may be the gradient, the very same object."""
     if result is not grad:
         expect_unshared(result, [grad], "the gradient")
@@ -192,7 +192,9 @@ def _any_batch(subject: Subject) -> None:
         grads, values = noise((5, *shape), torch.float32), noise((5, *shape), torch.float32, 1)
         state = subject.transform.init(grads[0])
 
-        def step(grad: Tensor, value: Tensor, state: State = state) -> tuple[Tensor, State]:
+        def step(
+            grad: Tensor, value: Tensor, state: TransformState = state
+        ) -> tuple[Tensor, TransformState]:
             return subject.transform.update(grad, state, context_with(value, 500))
 
         loop = [step(grad, value) for grad, value in zip(grads, values, strict=True)]

@@ -9,13 +9,13 @@ from torch import Tensor
 from gradsurg.testing.transform_properties import LAWS, Assertion, draws
 from gradsurg.testing.transform_rules import RULES, SHAPES, Subject
 from gradsurg.testing.verdicts import Table, demanded, judged
-from gradsurg.transforms.base import Property, Transform, as_transform
+from gradsurg.transforms.base import Transform, TransformProperty, as_transform
 
 
 def check_transform(
     transform: Transform | Callable[[Tensor], Tensor],
     *,
-    declared: Collection[Property] | None = None,
+    declared: Collection[TransformProperty] | None = None,
     shapes: Sequence[tuple[int, ...]] = SHAPES,
     drops_nan: bool = False,
     count: int = 25,
@@ -28,7 +28,7 @@ def check_transform(
     one line a fault, if a declared law does not hold or a rule is broken, TypeError for what is no
     transform, ValueError for an unknown law.
     """
-    known = get_args(Property)
+    known = get_args(TransformProperty)
     unknown = sorted(set(declared or ()) - set(known))
     if unknown:
         raise ValueError(f"declared: must be of {', '.join(known)}, found {', '.join(unknown)}")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.per import widened
-from gradsurg.transforms.base import Context, Property, Stateless
+from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
 
 
 @validated
@@ -28,7 +28,7 @@ class AddNoise(Stateless):
     sigma: Annotated[float, Field(gt=0)] | None = None
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         return frozenset({"elementwise", "unbiased"})
 
     def deviation(self, step: int) -> float:
@@ -37,7 +37,7 @@ class AddNoise(Stateless):
             return self.sigma
         return (self.eta / (1 + step) ** self.gamma) ** 0.5
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         wide = widened(grad)
         noise = torch.randn(
             wide.shape,

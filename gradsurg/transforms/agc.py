@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.per import Per, norm, widened
-from gradsurg.transforms.base import Context, Need, Property, Stateless, value_of
+from gradsurg.transforms.base import Need, Stateless, TransformContext, TransformProperty, value_of
 
 
 @validated
@@ -36,8 +36,8 @@ class AGC(Stateless):
         return frozenset({"value"})
 
     @property
-    def properties(self) -> frozenset[Property]:
-        properties: set[Property] = {
+    def properties(self) -> frozenset[TransformProperty]:
+        properties: set[TransformProperty] = {
             "idempotent",
             "odd",
             "sign_preserving",
@@ -48,7 +48,7 @@ class AGC(Stateless):
             properties |= {"elementwise"}
         return frozenset(properties)
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         bound = self.clipping * norm(value_of(self, context), self.per).clamp(min=self.eps)
         factor = bound / norm(grad, self.per)
         return (widened(grad) * factor.clamp(max=1.0)).to(grad.dtype)

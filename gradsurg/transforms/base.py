@@ -10,9 +10,9 @@ from typing import Any, Literal, Protocol, cast
 import torch
 from torch import Tensor
 
-State = dict[str, Tensor]
+TransformState = dict[str, Tensor]
 Scope = Literal["tensor", "group"]
-Property = Literal[
+TransformProperty = Literal[
     "elementwise",  # an entry of the result depends on the same entry of the gradient alone
     "homogeneous",  # T(c g) = c T(g) for c > 0: safe on gradients scaled by a loss scale
     "idempotent",  # T(T(g)) = T(g)
@@ -34,7 +34,7 @@ Need = Literal[
 ]
 
 
-class Flow(Protocol):
+class BackwardInfo(Protocol):
     """What knows whose gradient is flowing, and what came to the output of the model."""
 
     task: str
@@ -42,7 +42,7 @@ class Flow(Protocol):
 
 
 @dataclass(slots=True)
-class Context:
+class TransformContext:
     """What a transform may ask about the gradient at hand.
 
     `site` is the stable id of the place, `step` the optimizer steps done so far (from 0), `value`
@@ -56,7 +56,7 @@ class Context:
     value: Tensor | None = None
     seed: int = 0
     call: int = 0
-    flow: Flow | None = None
+    flow: BackwardInfo | None = None
     entering: tuple[Tensor | None, ...] = ()
 
     @property
@@ -97,7 +97,7 @@ class Transform(ABC):
 
     @property
     @abstractmethod
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         """The properties that hold for these fields, each checked by the test-suite.
 
         For finite gradients, and for any fixed state and context: of a transform with state only
@@ -115,14 +115,16 @@ class Transform(ABC):
         return frozenset()
 
     @abstractmethod
-    def init(self, grad: Tensor) -> State:
+    def init(self, grad: Tensor) -> TransformState:
         """The state before the first gradient of a site, from its shape, dtype and device alone.
 
         Not from its values: inside a chain the first gradient has not met the earlier links.
         """
 
     @abstractmethod
-    def update(self, grad: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+    def update(
+        self, grad: Tensor, state: TransformState, context: TransformContext
+    ) -> tuple[Tensor, TransformState]:
         """The new gradient and the new state."""
 
 
@@ -130,13 +132,15 @@ class Stateless(Transform):
     """A transform that remembers nothing: it writes only `apply`."""
 
     @abstractmethod
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         """The new gradient."""
 
-    def init(self, grad: Tensor) -> State:
+    def init(self, grad: Tensor) -> TransformState:
         return {}
 
-    def update(self, grad: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+    def update(
+        self, grad: Tensor, state: TransformState, context: TransformContext
+    ) -> tuple[Tensor, TransformState]:
         return self.apply(grad, context), state
 
 
@@ -148,19 +152,21 @@ class GroupTransform(Transform):
         return "group"
 
     @abstractmethod
-    def init_group(self, grads: Sequence[Tensor]) -> State:
+    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
         """The state before the first gradients of a group."""
 
     @abstractmethod
     def update_group(
-        self, grads: Sequence[Tensor], state: State, contexts: Sequence[Context]
-    ) -> tuple[list[Tensor], State]:
+        self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
+    ) -> tuple[list[Tensor], TransformState]:
         """The new gradients, in the same order, and the new state."""
 
-    def init(self, grad: Tensor) -> State:
+    def init(self, grad: Tensor) -> TransformState:
         return self.init_group([grad])
 
-    def update(self, grad: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+    def update(
+        self, grad: Tensor, state: TransformState, context: TransformContext
+    ) -> tuple[Tensor, TransformState]:
         grads, state = self.update_group([grad], state, [context])
         return grads[0], state
 
@@ -179,7 +185,7 @@ class Wrapper(GroupTransform):
         return self.of.needs
 
 
-class Function(Stateless):
+class FunctionTransform(Stateless):
     """A plain callable as a transform: nothing is known of its properties."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
@@ -190,10 +196,10 @@ class Function(Stateless):
         return getattr(self.function, "__qualname__", type(self.function).__qualname__)
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         return frozenset()
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         return self.function(grad)
 
 
@@ -202,10 +208,10 @@ def as_transform(thing: Any) -> Any:
     """A plain callable as a `Function`; anything else, a class too, as it is."""
     if isinstance(thing, Transform | type) or not callable(thing):
         return thing
-    return Function(cast(Callable[[Tensor], Tensor], thing))
+    return FunctionTransform(cast(Callable[[Tensor], Tensor], thing))
 
 
-def value_of(transform: Transform, context: Context) -> Tensor:
+def value_of(transform: Transform, context: TransformContext) -> Tensor:
     """The value that the gradient belongs to, a constant also in a double backward.
 
     Raises ValueError if the site has none.
@@ -218,7 +224,7 @@ def value_of(transform: Transform, context: Context) -> Tensor:
     return context.value.detach()
 
 
-def entering_of(transform: Transform, context: Context) -> Tensor:
+def entering_of(transform: Transform, context: TransformContext) -> Tensor:
     """The one gradient that has entered the node, a constant also in a double backward.
 
     Raises ValueError if the site has none, or several.
@@ -233,7 +239,7 @@ def entering_of(transform: Transform, context: Context) -> Tensor:
     return entered[0].detach()
 
 
-def error_of(transform: Transform, context: Context) -> Tensor:
+def error_of(transform: Transform, context: TransformContext) -> Tensor:
     """The gradient of what the model has returned, a constant also in a double backward.
 
     Raises ValueError if none has come in this backward.
@@ -247,7 +253,7 @@ def error_of(transform: Transform, context: Context) -> Tensor:
     return context.error.detach()
 
 
-def init_all(transform: Transform, grads: Sequence[Tensor]) -> State:
+def init_all(transform: Transform, grads: Sequence[Tensor]) -> TransformState:
     """The state of `transform` over a group, whatever its scope; keys get the member's index."""
     if isinstance(transform, GroupTransform):
         return transform.init_group(grads)
@@ -259,8 +265,11 @@ def init_all(transform: Transform, grads: Sequence[Tensor]) -> State:
 
 
 def update_all(
-    transform: Transform, grads: Sequence[Tensor], state: State, contexts: Sequence[Context]
-) -> tuple[list[Tensor], State]:
+    transform: Transform,
+    grads: Sequence[Tensor],
+    state: TransformState,
+    contexts: Sequence[TransformContext],
+) -> tuple[list[Tensor], TransformState]:
     """Apply `transform` to a group, whatever its scope: member by member if it is a tensor's."""
     if isinstance(transform, GroupTransform):
         return transform.update_group(grads, state, contexts)
@@ -273,6 +282,6 @@ def update_all(
     return results, states
 
 
-def substate(state: State, prefix: str) -> State:
+def substate(state: TransformState, prefix: str) -> TransformState:
     """The entries of `state` under `prefix`, without it."""
     return {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from gradsurg.plugins.fields import Contradiction, validated
 from gradsurg.plugins.per import Per, mean, widened
-from gradsurg.transforms.base import Context, Property, Stateless
+from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
 
 
 @validated
@@ -24,12 +24,12 @@ class Centralize(Stateless):
             raise Contradiction("per", "must not be entry: each would lose itself; use Zero")
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         return frozenset(
             {"homogeneous", "idempotent", "linear", "odd", "norm_non_increasing", "deterministic"}
         )
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         if grad.ndim < 2:
             return grad
         return (widened(grad) - mean(grad, self.per)).to(grad.dtype)

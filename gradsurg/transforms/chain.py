@@ -6,13 +6,13 @@ from dataclasses import replace
 from torch import Tensor
 
 from gradsurg.transforms.base import (
-    Context,
     GroupTransform,
     Need,
-    Property,
     Scope,
-    State,
     Transform,
+    TransformContext,
+    TransformProperty,
+    TransformState,
     as_transform,
     init_all,
     substate,
@@ -59,7 +59,7 @@ class Chain(GroupTransform):
         return frozenset[Need]().union(*(link.needs for link in self.links))
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         """What all links obey: each law holds of a composition if it holds of the parts.
 
         Unbiased too, as the links' draws are independent. All but idempotent: clipping after
@@ -68,7 +68,7 @@ class Chain(GroupTransform):
         properties = Identity().properties.intersection(*(link.properties for link in self.links))
         return properties if len(self.links) < 2 else properties - {"idempotent"}
 
-    def init_group(self, grads: Sequence[Tensor]) -> State:
+    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
         return {
             f"{index}.{key}": value
             for index, link in enumerate(self.links)
@@ -76,8 +76,8 @@ class Chain(GroupTransform):
         }
 
     def update_group(
-        self, grads: Sequence[Tensor], state: State, contexts: Sequence[Context]
-    ) -> tuple[list[Tensor], State]:
+        self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
+    ) -> tuple[list[Tensor], TransformState]:
         results = list(grads)
         states = {}
         for index, link in enumerate(self.links):

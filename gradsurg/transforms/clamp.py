@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from gradsurg.plugins.fields import Contradiction, validated
-from gradsurg.transforms.base import Context, Property, Stateless
+from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
 
 
 @validated
@@ -25,8 +25,8 @@ class Clamp(Stateless):
             raise Contradiction("low", f"must be <= high, found low={self.low}, high={self.high}")
 
     @property
-    def properties(self) -> frozenset[Property]:
-        properties: set[Property] = {"elementwise", "idempotent", "deterministic"}
+    def properties(self) -> frozenset[TransformProperty]:
+        properties: set[TransformProperty] = {"elementwise", "idempotent", "deterministic"}
         if (self.low is None or self.low <= 0) and (self.high is None or self.high >= 0):
             properties |= {"sign_preserving", "norm_non_increasing"}
         if self.low is not None and self.high is not None and self.low == -self.high:
@@ -35,5 +35,5 @@ class Clamp(Stateless):
             properties |= {"homogeneous"}
         return frozenset(properties)
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         return grad.clamp(self.low, self.high)

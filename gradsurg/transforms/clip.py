@@ -6,7 +6,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
-from gradsurg.transforms.base import Context, Property, Stateless
+from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
 
 
 @validated
@@ -21,7 +21,7 @@ class Clip(Stateless):
     value: Annotated[float, Field(gt=0)] = 0.01
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         return frozenset(
             {
                 "elementwise",
@@ -33,5 +33,5 @@ class Clip(Stateless):
             }
         )
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         return grad.clamp(-self.value, self.value)

@@ -15,7 +15,12 @@ from torch._C._functorch import is_batchedtensor
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.per import Order
 from gradsurg.torch_internals import autograd
-from gradsurg.transforms.base import Context, GroupTransform, Property, State
+from gradsurg.transforms.base import (
+    GroupTransform,
+    TransformContext,
+    TransformProperty,
+    TransformState,
+)
 
 
 @validated
@@ -34,15 +39,15 @@ class ClipGlobalNorm(GroupTransform):
     eps: Annotated[float, Field(ge=0)] = 1e-6
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         return frozenset({"odd", "sign_preserving", "norm_non_increasing", "deterministic"})
 
-    def init_group(self, grads: Sequence[Tensor]) -> State:
+    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
         return {}
 
     def update_group(
-        self, grads: Sequence[Tensor], state: State, contexts: Sequence[Context]
-    ) -> tuple[list[Tensor], State]:
+        self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
+    ) -> tuple[list[Tensor], TransformState]:
         if self.p < inf and _alike(grads) and grads[0].dtype in (torch.float32, torch.float64):
             factor = self._factor(autograd.foreach_norm(list(grads), self.p))
             return list(autograd.foreach_mul(list(grads), factor)), state

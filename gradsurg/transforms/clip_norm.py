@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.per import Order, Per, norm, widened
-from gradsurg.transforms.base import Context, Property, Stateless
+from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
 
 
 @validated
@@ -28,8 +28,8 @@ class ClipNorm(Stateless):
     eps: Annotated[float, Field(ge=0)] = 0.0
 
     @property
-    def properties(self) -> frozenset[Property]:
-        properties: set[Property] = {
+    def properties(self) -> frozenset[TransformProperty]:
+        properties: set[TransformProperty] = {
             "odd",
             "sign_preserving",
             "norm_non_increasing",
@@ -41,6 +41,6 @@ class ClipNorm(Stateless):
             properties |= {"elementwise"}
         return frozenset(properties)
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         factor = self.max_norm / (norm(grad, self.per, self.p) + self.eps)
         return (widened(grad) * factor.clamp(max=1.0)).to(grad.dtype)

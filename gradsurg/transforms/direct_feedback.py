@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
-from gradsurg.transforms.base import Context, Need, Property, Stateless, error_of
+from gradsurg.transforms.base import Need, Stateless, TransformContext, TransformProperty, error_of
 
 
 @validated
@@ -33,11 +33,11 @@ class DirectFeedback(Stateless):
         return frozenset({"error"})
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         # Homogeneous in all that flows: a loss scale is on the error too.
         return frozenset({"homogeneous", "idempotent"})
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         error, given = _examples(error_of(self, context)), _examples(grad)
         if len(error) != len(given):
             raise ValueError(

@@ -10,10 +10,10 @@ from torch import Tensor
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.per import widened
 from gradsurg.transforms.base import (
-    Context,
-    Property,
-    State,
     Transform,
+    TransformContext,
+    TransformProperty,
+    TransformState,
     Wrapper,
     as_transform,
     init_all,
@@ -39,18 +39,18 @@ class ErrorFeedback(Wrapper):
     of: Annotated[Transform, BeforeValidator(as_transform)] = Sign("mean")
 
     @property
-    def properties(self) -> frozenset[Property]:
-        kept: set[Property] = {"elementwise", "deterministic"}
+    def properties(self) -> frozenset[TransformProperty]:
+        kept: set[TransformProperty] = {"elementwise", "deterministic"}
         return self.of.properties & kept
 
-    def init_group(self, grads: Sequence[Tensor]) -> State:
+    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
         wide = [widened(grad) for grad in grads]
         errors = {f"error.{index}": torch.zeros_like(grad) for index, grad in enumerate(wide)}
         return errors | {f"of.{key}": value for key, value in init_all(self.of, wide).items()}
 
     def update_group(
-        self, grads: Sequence[Tensor], state: State, contexts: Sequence[Context]
-    ) -> tuple[list[Tensor], State]:
+        self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
+    ) -> tuple[list[Tensor], TransformState]:
         errors = substate(state, "error.")
         owed = [widened(grad) + errors[str(index)] for index, grad in enumerate(grads)]
         results, inner = update_all(self.of, owed, substate(state, "of."), contexts)

@@ -7,7 +7,13 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
-from gradsurg.transforms.base import Context, Need, Property, Stateless, entering_of
+from gradsurg.transforms.base import (
+    Need,
+    Stateless,
+    TransformContext,
+    TransformProperty,
+    entering_of,
+)
 
 
 @validated
@@ -35,11 +41,11 @@ class FeedbackWeights(Stateless):
         return frozenset({"entering", "product"})
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         # Homogeneous in all that flows: a loss scale is on what enters too.
         return frozenset({"homogeneous", "idempotent"})
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         entering, given = torch.atleast_1d(entering_of(self, context)), torch.atleast_1d(grad)
         if entering.shape[:-1] != given.shape[:-1]:
             raise ValueError(

@@ -6,7 +6,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
-from gradsurg.transforms.base import Context, Property, Stateless
+from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
 
 
 @validated
@@ -23,11 +23,17 @@ class GradientReversal(Stateless):
     strength: Annotated[float, Field(ge=0)] = 1.0
 
     @property
-    def properties(self) -> frozenset[Property]:
-        properties: set[Property] = {"elementwise", "homogeneous", "linear", "odd", "deterministic"}
+    def properties(self) -> frozenset[TransformProperty]:
+        properties: set[TransformProperty] = {
+            "elementwise",
+            "homogeneous",
+            "linear",
+            "odd",
+            "deterministic",
+        }
         if self.strength <= 1:
             properties |= {"norm_non_increasing"}
         return frozenset(properties)
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         return grad * -self.strength

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.per import widened
-from gradsurg.transforms.base import Context, Property, State, Transform
+from gradsurg.transforms.base import Transform, TransformContext, TransformProperty, TransformState
 
 
 @validated
@@ -25,16 +25,18 @@ class GrokfastEMA(Transform):
     strength: float = 2.0
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         return frozenset({"elementwise", "deterministic"})
 
-    def init(self, grad: Tensor) -> State:
+    def init(self, grad: Tensor) -> TransformState:
         return {
             "mean": torch.zeros_like(widened(grad)),
             "started": torch.zeros((), dtype=torch.bool, device=grad.device),
         }
 
-    def update(self, grad: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+    def update(
+        self, grad: Tensor, state: TransformState, context: TransformContext
+    ) -> tuple[Tensor, TransformState]:
         wide = widened(grad)
         moved = self.decay * state["mean"] + (1 - self.decay) * wide
         mean = torch.where(state["started"], moved, wide)

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
-from gradsurg.transforms.base import Context, Property, Stateless
+from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
 
 
 @validated
@@ -15,7 +15,7 @@ class Identity(Stateless):
     """
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         return frozenset(
             {
                 "elementwise",
@@ -30,5 +30,5 @@ class Identity(Stateless):
             }
         )
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         return grad

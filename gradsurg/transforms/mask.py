@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradsurg.plugins.fields import Contradiction, validated
 from gradsurg.plugins.per import Per, reduced_axes
-from gradsurg.transforms.base import Context, Property, Stateless
+from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
 
 
 @validated
@@ -46,8 +46,8 @@ class Mask(Stateless):
             raise Contradiction("per", f"must be tensor with by={self.by}, found {self.per}")
 
     @property
-    def properties(self) -> frozenset[Property]:
-        properties: set[Property] = {"odd", "sign_preserving"}
+    def properties(self) -> frozenset[TransformProperty]:
+        properties: set[TransformProperty] = {"odd", "sign_preserving"}
         if not self.rescale:
             properties |= {"norm_non_increasing"}
         match self.by:
@@ -62,7 +62,7 @@ class Mask(Stateless):
                 properties |= {"unbiased"} if self.rescale else set()
         return frozenset(properties)
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         match self.by:
             case "largest":
                 kept, gain = _largest(grad.abs(), self.amount, self.per)

@@ -9,10 +9,10 @@ from torch import Tensor
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.per import direction, norm
 from gradsurg.transforms.base import (
-    Context,
-    Property,
-    State,
     Transform,
+    TransformContext,
+    TransformProperty,
+    TransformState,
     Wrapper,
     as_transform,
     init_all,
@@ -34,17 +34,22 @@ class NormMatched(Wrapper):
     of: Annotated[Transform, BeforeValidator(as_transform)] = Clip(0.01)
 
     @property
-    def properties(self) -> frozenset[Property]:
-        kept: set[Property] = {"homogeneous", "odd", "norm_non_increasing", "deterministic"}
-        own: set[Property] = {"sign_preserving"}
+    def properties(self) -> frozenset[TransformProperty]:
+        kept: set[TransformProperty] = {
+            "homogeneous",
+            "odd",
+            "norm_non_increasing",
+            "deterministic",
+        }
+        own: set[TransformProperty] = {"sign_preserving"}
         return self.of.properties & kept | own
 
-    def init_group(self, grads: Sequence[Tensor]) -> State:
+    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
         return init_all(self.of, grads)
 
     def update_group(
-        self, grads: Sequence[Tensor], state: State, contexts: Sequence[Context]
-    ) -> tuple[list[Tensor], State]:
+        self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
+    ) -> tuple[list[Tensor], TransformState]:
         targets, state = update_all(self.of, grads, state, contexts)
         pairs = zip(grads, targets, strict=True)
         return [_matched(grad, target) for grad, target in pairs], state

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.per import Order, Per, direction
-from gradsurg.transforms.base import Context, Property, Stateless
+from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
 
 
 @validated
@@ -28,13 +28,13 @@ class NormRescale(Stateless):
     eps: Annotated[float, Field(ge=0)] = 0.0
 
     @property
-    def properties(self) -> frozenset[Property]:
-        properties: set[Property] = {"odd", "sign_preserving", "deterministic"}
+    def properties(self) -> frozenset[TransformProperty]:
+        properties: set[TransformProperty] = {"odd", "sign_preserving", "deterministic"}
         if self.eps == 0:
             properties |= {"idempotent"}
         if self.per == "entry":
             properties |= {"elementwise"}
         return frozenset(properties)
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         return (self.norm * direction(grad, self.per, self.p, self.eps)).to(grad.dtype)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
-from gradsurg.transforms.base import Context, Property, Stateless
+from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
 
 
 @validated
@@ -24,9 +24,9 @@ class Sanitize(Stateless):
     on_nonfinite: Literal["zero", "clamp", "drop"] = "zero"
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         # Not homogeneous nor linear: where c * g overflows, c * T(g) does too, but not T(c * g).
-        properties: set[Property] = {
+        properties: set[TransformProperty] = {
             "idempotent",
             "odd",
             "sign_preserving",
@@ -37,7 +37,7 @@ class Sanitize(Stateless):
             properties |= {"elementwise"}
         return frozenset(properties)
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         finite = grad.isfinite()
         zeroed = torch.where(finite, grad, 0.0)
         match self.on_nonfinite:

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
-from gradsurg.transforms.base import Context, Property, Stateless
+from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
 
 
 @validated
@@ -18,8 +18,14 @@ class Scale(Stateless):
     factor: float = 0.1
 
     @property
-    def properties(self) -> frozenset[Property]:
-        properties: set[Property] = {"elementwise", "homogeneous", "linear", "odd", "deterministic"}
+    def properties(self) -> frozenset[TransformProperty]:
+        properties: set[TransformProperty] = {
+            "elementwise",
+            "homogeneous",
+            "linear",
+            "odd",
+            "deterministic",
+        }
         if self.factor >= 0:
             properties |= {"sign_preserving"}
         if abs(self.factor) <= 1:
@@ -30,5 +36,5 @@ class Scale(Stateless):
             properties |= {"unbiased"}
         return frozenset(properties)
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         return grad * self.factor

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.per import Per, reduced_axes
-from gradsurg.transforms.base import Context, Need, Property, Stateless, value_of
+from gradsurg.transforms.base import Need, Stateless, TransformContext, TransformProperty, value_of
 
 
 @validated
@@ -38,10 +38,10 @@ class ScaleBySign(Stateless):
         return frozenset({"value"} if self.of == "value" else ())
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         gains = (self.positive, self.negative)
         own = self.of == "grad"
-        properties: set[Property] = {"homogeneous", "deterministic"}
+        properties: set[TransformProperty] = {"homogeneous", "deterministic"}
         if self.per == "entry" or not own:
             properties |= {"elementwise"}
         if not own or self.positive == self.negative:
@@ -56,7 +56,7 @@ class ScaleBySign(Stateless):
             properties |= {"idempotent"}
         return frozenset(properties)
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         match self.of:
             case "grad":
                 signs = grad

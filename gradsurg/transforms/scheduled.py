@@ -11,10 +11,10 @@ from torch import Tensor
 
 from gradsurg.plugins.fields import validated
 from gradsurg.transforms.base import (
-    Context,
-    Property,
-    State,
     Transform,
+    TransformContext,
+    TransformProperty,
+    TransformState,
     Wrapper,
     as_transform,
     init_all,
@@ -46,8 +46,8 @@ class Scheduled(Wrapper):
     curve: Literal["linear", "cosine", "saturating"] = "linear"
 
     @property
-    def properties(self) -> frozenset[Property]:
-        kept: set[Property] = {"elementwise", "homogeneous", "linear", "odd", "unbiased"}
+    def properties(self) -> frozenset[TransformProperty]:
+        kept: set[TransformProperty] = {"elementwise", "homogeneous", "linear", "odd", "unbiased"}
         kept |= {"deterministic"}
         if min(self.start, self.stop) >= 0 and max(self.start, self.stop) <= 1:
             kept |= {"sign_preserving", "norm_non_increasing"}
@@ -67,12 +67,12 @@ class Scheduled(Wrapper):
                 share = 2 / (1 + math.exp(-10 * x)) - 1
         return self.start + (self.stop - self.start) * share
 
-    def init_group(self, grads: Sequence[Tensor]) -> State:
+    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
         return init_all(self.of, grads)
 
     def update_group(
-        self, grads: Sequence[Tensor], state: State, contexts: Sequence[Context]
-    ) -> tuple[list[Tensor], State]:
+        self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
+    ) -> tuple[list[Tensor], TransformState]:
         results, state = update_all(self.of, grads, state, contexts)
         blended = [
             _blend(grad, result, self.strength(context.step))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.per import Per, mean
-from gradsurg.transforms.base import Context, Property, Stateless
+from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
 
 
 @validated
@@ -28,8 +28,8 @@ class Sign(Stateless):
     per: Per = "tensor"
 
     @property
-    def properties(self) -> frozenset[Property]:
-        properties: set[Property] = {"odd", "sign_preserving", "deterministic"}
+    def properties(self) -> frozenset[TransformProperty]:
+        properties: set[TransformProperty] = {"odd", "sign_preserving", "deterministic"}
         match self.scale:
             case "none":
                 properties |= {"elementwise", "idempotent"}
@@ -37,7 +37,7 @@ class Sign(Stateless):
                 properties |= {"homogeneous", "norm_non_increasing"}
         return frozenset(properties)
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         signs = torch.where(grad.isnan(), grad, grad.sign())
         match self.scale:
             case "none":

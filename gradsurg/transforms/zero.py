@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
-from gradsurg.transforms.base import Context, Property, Stateless
+from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
 
 
 @validated
@@ -16,7 +16,7 @@ class Zero(Stateless):
     """
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         return frozenset(
             {
                 "elementwise",
@@ -30,5 +30,5 @@ class Zero(Stateless):
             }
         )
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         return torch.zeros_like(grad)

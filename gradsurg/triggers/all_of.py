@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from gradsurg.plugins.fields import validated
-from gradsurg.triggers.base import Fires, Moment, Trigger, combined, host_first
+from gradsurg.triggers.base import Decision, Trigger, TriggerContext, combined, host_first
 
 
 @validated
@@ -29,5 +29,5 @@ class AllOf(Trigger):
     def _asked(self) -> list[Trigger]:
         return host_first(self.of)
 
-    def fires(self, moment: Moment) -> Fires:
-        return combined(self._asked, moment, decides=False)
+    def fires(self, context: TriggerContext) -> Decision:
+        return combined(self._asked, context, decides=False)

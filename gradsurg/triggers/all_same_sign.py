@@ -5,11 +5,11 @@ from typing import ClassVar
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
-from gradsurg.triggers.base import Moment, Source, Sourced
+from gradsurg.triggers.base import Source, TensorTrigger, TriggerContext
 
 
 @validated
-class AllSameSign(Sourced):
+class AllSameSign(TensorTrigger):
     """When all entries of the source are positive, or all are negative; the device decides.
 
     A zero or a NaN among them, or no entry at all, does not fire.
@@ -20,10 +20,10 @@ class AllSameSign(Sourced):
     on_device: ClassVar[bool] = True
     homogeneous: ClassVar[bool] = True
 
-    def look(self, tensor: Tensor) -> object:
+    def observe(self, tensor: Tensor) -> object:
         same = (tensor > 0).all() | (tensor < 0).all()
         return same if tensor.numel() else ~same
 
-    def judge(self, look: object, moment: Moment) -> bool | Tensor:
-        assert isinstance(look, Tensor)
-        return look
+    def decide(self, observation: object, context: TriggerContext) -> bool | Tensor:
+        assert isinstance(observation, Tensor)
+        return observation

@@ -1,12 +1,12 @@
 """Always: no condition."""
 
 from gradsurg.plugins.fields import validated
-from gradsurg.triggers.base import Fires, Moment, Trigger
+from gradsurg.triggers.base import Decision, Trigger, TriggerContext
 
 
 @validated
 class Always(Trigger):
     """Every gradient of every step."""
 
-    def fires(self, moment: Moment) -> Fires:
+    def fires(self, context: TriggerContext) -> Decision:
         return True

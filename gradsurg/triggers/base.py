@@ -10,7 +10,7 @@ import torch
 from pydantic import AfterValidator
 from torch import Tensor
 
-Fires = bool | Tensor | None
+Decision = bool | Tensor | None
 """True or False; where the device decides, a bool tensor of no dimension; None: not known yet."""
 
 
@@ -19,7 +19,7 @@ class Clock:
     """What all interventions of an attachment share: steps and epochs done, flags, what was seen,
     whose gradient is flowing.
 
-    `seen` holds what sourced triggers have looked at in the forward at hand, `error` the gradient
+    `observations` holds what sourced triggers have looked at in the forward at hand, `error` the gradient
     of what the model has returned in the backward at hand, where a transform asks for it.
     `backwards` numbers those of several losses where no optimizer tells which step they are of.
     """
@@ -31,7 +31,7 @@ class Clock:
     task: str = ""
     error: Tensor | None = None
     backwards: int = 0
-    seen: "dict[Trigger, object]" = field(default_factory=dict)
+    observations: "dict[Trigger, object]" = field(default_factory=dict)
 
     @property
     def epoch(self) -> int:
@@ -42,7 +42,7 @@ class Clock:
 
 
 @dataclass(slots=True)
-class Moment:
+class TriggerContext:
     """What a trigger may ask. When a step begins there is no site and no gradient yet.
 
     `label` is the intervention's, `site` the id of the place, `grad` what passes there, `value` the
@@ -80,16 +80,16 @@ class Moment:
 class Trigger(ABC):
     """A condition: a frozen value made by `@validated`, its fields its whole configuration.
 
-    Triggers combine: `a & b`, `a | b`, `~a`. `clocked` says that it reads the step clock, which
+    Triggers combine: `a & b`, `a | b`, `~a`. `step_based` says that it reads the step clock, which
     somebody has to move; `on_device` that it says a tensor, so that in a combination it is asked
     after those that the host decides.
     """
 
-    clocked: ClassVar[bool] = False
+    step_based: ClassVar[bool] = False
     on_device: ClassVar[bool] = False
 
     @abstractmethod
-    def fires(self, moment: Moment) -> Fires:
+    def fires(self, context: TriggerContext) -> Decision:
         """Whether the transform acts.
 
         It is asked once when a step begins, and if it then says None again at every gradient, where
@@ -119,7 +119,7 @@ class Trigger(ABC):
         return Unless(self)
 
 
-class Sourced(Trigger):
+class TensorTrigger(Trigger):
     """A condition on a tensor: its `source` says which.
 
     `grad` is what passes at the site, `value` the tensor whose gradient that is; `batch` is the
@@ -135,41 +135,41 @@ class Sourced(Trigger):
     homogeneous: ClassVar[bool] = False  # whether it says the same of a tensor times a number > 0
 
     @abstractmethod
-    def look(self, tensor: Tensor) -> object:
+    def observe(self, tensor: Tensor) -> object:
         """What is remembered of a tensor: a shape, or a measurement that stays on the device.
 
         It is called without gradients.
         """
 
     @abstractmethod
-    def judge(self, look: object, moment: Moment) -> bool | Tensor:
+    def decide(self, observation: object, context: TriggerContext) -> bool | Tensor:
         """Whether what was seen fires it."""
 
-    def fires(self, moment: Moment) -> Fires:
-        if moment.site is None:
+    def fires(self, context: TriggerContext) -> Decision:
+        if context.site is None:
             return None
         match self.source:
             case "grad":
-                tensor = moment.grad
+                tensor = context.grad
             case "value":
-                tensor = moment.value
+                tensor = context.value
             case _:
-                if self not in moment.clock.seen:
+                if self not in context.clock.observations:
                     raise RuntimeError(
                         f"{self!r}: nothing was seen of its source '{self.source}' in the forward "
-                        f"before the gradient at '{moment.site}': it is called, with a tensor, "
+                        f"before the gradient at '{context.site}': it is called, with a tensor, "
                         "inside the model's forward, and is seen from the forward on that follows "
                         "attaching"
                     )
-                return self.judge(moment.clock.seen[self], moment)
+                return self.decide(context.clock.observations[self], context)
         if tensor is None:
             raise ValueError(
                 f"{self!r}: source 'value' is the tensor whose gradient passes, and the site "
-                f"'{moment.site}' has none"
+                f"'{context.site}' has none"
             )
         with torch.no_grad():
-            look = self.look(tensor)
-        return self.judge(look, moment)
+            observation = self.observe(tensor)
+        return self.decide(observation, context)
 
 
 def _check_source(source: str) -> str:
@@ -182,16 +182,16 @@ def _check_source(source: str) -> str:
 Source = Annotated[str, AfterValidator(_check_source)]
 
 
-def combined(triggers: Sequence[Trigger], moment: Moment, decides: bool) -> Fires:
+def combined(triggers: Sequence[Trigger], context: TriggerContext, decides: bool) -> Decision:
     """What several triggers say together, where one that says `decides` decides for all.
 
     Behind that one none is asked. Of what tensors say, all must be True where False decides, and
     one must where True does.
     """
     neutral = not decides
-    result: Fires = neutral
+    result: Decision = neutral
     for trigger in triggers:
-        fires = trigger.fires(moment)
+        fires = trigger.fires(context)
         if fires is decides:
             return decides
         if fires is None or result is None:

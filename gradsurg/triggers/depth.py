@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import Field
 
 from gradsurg.plugins.fields import Contradiction, validated
-from gradsurg.triggers.base import Fires, Moment, Trigger, module_of
+from gradsurg.triggers.base import Decision, Trigger, TriggerContext, module_of
 
 
 @validated
@@ -22,9 +22,9 @@ class Depth(Trigger):
         if self.high is not None and self.high < self.low:
             raise Contradiction("high", f"must be >= low ({self.low}), found {self.high}")
 
-    def fires(self, moment: Moment) -> Fires:
-        if moment.site is None:
+    def fires(self, context: TriggerContext) -> Decision:
+        if context.site is None:
             return None
-        module = module_of(moment.site)
+        module = module_of(context.site)
         depth = 0 if module in ("", "root") else module.count(".") + 1
         return depth >= self.low and (self.high is None or depth <= self.high)

@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import Field
 
 from gradsurg.plugins.fields import Contradiction, validated
-from gradsurg.triggers.base import Fires, Moment, Trigger
+from gradsurg.triggers.base import Decision, Trigger, TriggerContext
 
 
 @validated
@@ -25,7 +25,7 @@ class Epochs(Trigger):
         if self.stop is not None and self.stop <= self.start:
             raise Contradiction("stop", f"must be > start ({self.start}), found {self.stop}")
 
-    def fires(self, moment: Moment) -> Fires:
-        epoch = moment.step // self.length if self.length is not None else moment.epoch
+    def fires(self, context: TriggerContext) -> Decision:
+        epoch = context.step // self.length if self.length is not None else context.epoch
         inside = epoch >= self.start and (self.stop is None or epoch < self.stop)
         return inside and (epoch - self.start) % self.every == 0

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from gradsurg.plugins.fields import validated
-from gradsurg.triggers.base import Fires, Moment, Trigger
+from gradsurg.triggers.base import Decision, Trigger, TriggerContext
 
 
 @validated
@@ -15,7 +15,7 @@ class Every(Trigger):
     count: Annotated[int, Field(ge=1)]
     offset: Annotated[int, Field(ge=0)] = 0
 
-    clocked: ClassVar[bool] = True
+    step_based: ClassVar[bool] = True
 
-    def fires(self, moment: Moment) -> Fires:
-        return moment.step >= self.offset and (moment.step - self.offset) % self.count == 0
+    def fires(self, context: TriggerContext) -> Decision:
+        return context.step >= self.offset and (context.step - self.offset) % self.count == 0

@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import Field
 
 from gradsurg.plugins.fields import validated
-from gradsurg.triggers.base import Fires, Moment, Trigger
+from gradsurg.triggers.base import Decision, Trigger, TriggerContext
 
 
 @validated
@@ -19,5 +19,5 @@ class Flag(Trigger):
     flag: Annotated[str, Field(min_length=1)] = "flag"
     on: bool = False
 
-    def fires(self, moment: Moment) -> Fires:
-        return None if moment.site is None else moment.clock.flags.get(self.flag, self.on)
+    def fires(self, context: TriggerContext) -> Decision:
+        return None if context.site is None else context.clock.flags.get(self.flag, self.on)

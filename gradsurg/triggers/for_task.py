@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import Field
 
 from gradsurg.plugins.fields import validated
-from gradsurg.triggers.base import Fires, Moment, Trigger
+from gradsurg.triggers.base import Decision, Trigger, TriggerContext
 
 
 @validated
@@ -18,5 +18,5 @@ class ForTask(Trigger):
 
     task: Annotated[str, Field(min_length=1)]
 
-    def fires(self, moment: Moment) -> Fires:
-        return moment.clock.task == self.task
+    def fires(self, context: TriggerContext) -> Decision:
+        return context.clock.task == self.task

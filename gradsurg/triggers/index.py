@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import Field
 
 from gradsurg.plugins.fields import Contradiction, validated
-from gradsurg.triggers.base import Fires, Moment, Trigger, module_of
+from gradsurg.triggers.base import Decision, Trigger, TriggerContext, module_of
 
 
 @validated
@@ -24,10 +24,10 @@ class Index(Trigger):
         if self.stop is not None and self.stop <= self.start:
             raise Contradiction("stop", f"must be > start ({self.start}), found {self.stop}")
 
-    def fires(self, moment: Moment) -> Fires:
-        if moment.site is None:
+    def fires(self, context: TriggerContext) -> Decision:
+        if context.site is None:
             return None
-        numbers = [int(part) for part in module_of(moment.site).split(".") if part.isdecimal()]
+        numbers = [int(part) for part in module_of(context.site).split(".") if part.isdecimal()]
         if not numbers:
             return False
         return numbers[-1] >= self.start and (self.stop is None or numbers[-1] < self.stop)

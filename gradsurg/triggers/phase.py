@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from gradsurg.plugins.fields import Contradiction, validated
-from gradsurg.triggers.base import Fires, Moment, Trigger
+from gradsurg.triggers.base import Decision, Trigger, TriggerContext
 
 
 @validated
@@ -18,7 +18,7 @@ class Phase(Trigger):
     warm_up: Annotated[int, Field(ge=0)] = 0
     fine_tune: Annotated[int, Field(ge=1)] | None = None
 
-    clocked: ClassVar[bool] = True
+    step_based: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.fine_tune is not None and self.fine_tune < self.warm_up:
@@ -30,9 +30,9 @@ class Phase(Trigger):
         if self.phase == "fine_tune" and self.fine_tune is None:
             raise Contradiction("fine_tune", "must be the step at which the phase begins")
 
-    def fires(self, moment: Moment) -> Fires:
-        if moment.step < self.warm_up:
+    def fires(self, context: TriggerContext) -> Decision:
+        if context.step < self.warm_up:
             return self.phase == "warm_up"
-        if self.fine_tune is not None and moment.step >= self.fine_tune:
+        if self.fine_tune is not None and context.step >= self.fine_tune:
             return self.phase == "fine_tune"
         return self.phase == "train"

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from gradsurg.plugins.fields import validated
-from gradsurg.triggers.base import Fires, Moment, Trigger
+from gradsurg.triggers.base import Decision, Trigger, TriggerContext
 
 
 @validated
@@ -21,15 +21,17 @@ class Probability(Trigger):
     per: Literal["step", "site"] = "step"
     seed: Annotated[int, Field(ge=0)] = 0
 
-    clocked: ClassVar[bool] = True
+    step_based: ClassVar[bool] = True
 
-    def fires(self, moment: Moment) -> Fires:
+    def fires(self, context: TriggerContext) -> Decision:
         if self.p == 0:
             return False
         match self.per:
             case "step":
-                return moment.chance(self.seed) < self.p
+                return context.chance(self.seed) < self.p
             case "site":
                 return (
-                    None if moment.site is None else moment.chance(self.seed, moment.site) < self.p
+                    None
+                    if context.site is None
+                    else context.chance(self.seed, context.site) < self.p
                 )

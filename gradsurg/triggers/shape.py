@@ -6,11 +6,11 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.plugins.fields import Contradiction, validated
-from gradsurg.triggers.base import Moment, Source, Sourced
+from gradsurg.triggers.base import Source, TensorTrigger, TriggerContext
 
 
 @validated
-class Shape(Sourced):
+class Shape(TensorTrigger):
     """When dimension `dim` of the source is larger than `above` and smaller than `below`.
 
     By default the source is the batch, and its dimension 0 the number of examples. Raises
@@ -32,17 +32,17 @@ class Shape(Sourced):
                 "below", f"must be > above + 1 ({self.above + 1}), found {self.below}"
             )
 
-    def look(self, tensor: Tensor) -> object:
+    def observe(self, tensor: Tensor) -> object:
         return tuple(tensor.shape)
 
-    def judge(self, look: object, moment: Moment) -> bool | Tensor:
-        assert isinstance(look, tuple)
-        if not -len(look) <= self.dim < len(look):
+    def decide(self, observation: object, context: TriggerContext) -> bool | Tensor:
+        assert isinstance(observation, tuple)
+        if not -len(observation) <= self.dim < len(observation):
             raise Contradiction(
                 "dim",
-                f"{self!r}: the source has the shape {list(look)}, so dim {self.dim} is not there",
+                f"{self!r}: the source has the shape {list(observation)}, so dim {self.dim} is not there",
             )
-        size = look[self.dim]
+        size = observation[self.dim]
         return (self.above is None or size > self.above) and (
             self.below is None or size < self.below
         )

@@ -8,11 +8,11 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.plugins.fields import Contradiction, validated
-from gradsurg.triggers.base import Moment, Source, Sourced
+from gradsurg.triggers.base import Source, TensorTrigger, TriggerContext
 
 
 @validated
-class Threshold(Sourced):
+class Threshold(TensorTrigger):
     """When a measurement of the source is larger than `above`; the device decides, nothing waits.
 
     `measure`: `mean_abs` is mean |x|, `norm` the L2 norm, `rms` the root of the mean square,
@@ -41,7 +41,7 @@ class Threshold(Sourced):
     def homogeneous(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.measure == "nan"
 
-    def look(self, tensor: Tensor) -> object:
+    def observe(self, tensor: Tensor) -> object:
         wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         if not wide.numel():
             return wide.new_zeros(())
@@ -61,13 +61,13 @@ class Threshold(Sourced):
             case "nan":
                 return wide.isnan().float().mean()
 
-    def judge(self, look: object, moment: Moment) -> bool | Tensor:
-        assert isinstance(look, Tensor)
-        over = look > self.above
+    def decide(self, observation: object, context: TriggerContext) -> bool | Tensor:
+        assert isinstance(observation, Tensor)
+        over = observation > self.above
         if self.release is None:
             return over
         key = repr(self)
-        before = moment.state.get(key)
-        fires = over if before is None else over | (before & (look >= self.release))
-        moment.state[key] = fires
+        before = context.state.get(key)
+        fires = over if before is None else over | (before & (observation >= self.release))
+        context.state[key] = fires
         return fires

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
-from gradsurg.triggers.base import Fires, Moment, Trigger
+from gradsurg.triggers.base import Decision, Trigger, TriggerContext
 
 
 @validated
@@ -18,8 +18,8 @@ class Unless(Trigger):
     def parts(self) -> Iterator[Trigger]:
         yield from self.of.parts
 
-    def fires(self, moment: Moment) -> Fires:
-        fires = self.of.fires(moment)
+    def fires(self, context: TriggerContext) -> Decision:
+        fires = self.of.fires(context)
         if fires is None:
             return None
         return ~fires if isinstance(fires, Tensor) else not fires

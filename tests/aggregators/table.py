@@ -6,14 +6,16 @@ python -m tests.aggregators.table writes the table into gradsurg/aggregators/REA
 from pathlib import Path
 from typing import get_args
 
-from gradsurg.aggregators.base import Property
+from gradsurg.aggregators.base import AggregatorProperty
 from gradsurg.plugins.registry import names
 from gradsurg.testing import check_aggregator
 from tests.aggregators.cases import made
 from tests.verdict_tables import cell, line, paper, write
 
 README = Path(__file__).parents[2] / "gradsurg" / "aggregators" / "README.md"
-HEAD = line(["aggregator", *(name.replace("_", " ") for name in get_args(Property)), "paper"])
+HEAD = line(
+    ["aggregator", *(name.replace("_", " ") for name in get_args(AggregatorProperty)), "paper"]
+)
 
 
 def row(name: str) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradsurg.aggregators import grad_drop
-from gradsurg.aggregators.base import Context, Entrywise
+from gradsurg.aggregators.base import AggregatorContext, Entrywise
 from gradsurg.aggregators.fixed_weights import FixedWeights
 from gradsurg.aggregators.grad_drop import GradDrop
 from gradsurg.aggregators.random import Random
@@ -33,7 +33,7 @@ def published(rows: Tensor, chance: Tensor, leak: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("leak", [0.0, 0.3, 1.0, (0.0, 0.25, 1.0)])
 def test_grad_drop_is_what_the_paper_has(leak: float | tuple[float, ...]) -> None:
-    rows, context = some_rows(3, 5000), Context(seed=4, group="a", step=7)
+    rows, context = some_rows(3, 5000), AggregatorContext(seed=4, group="a", step=7)
     chance = grad_drop._uniform(5000, 5000, context.generator()).double()
     shares = torch.tensor(leak, dtype=torch.float64).expand(3)
     expected = published(rows, 1 - chance, shares)
@@ -76,7 +76,11 @@ def test_grad_drop_draws_anew_for_each_seed_group_step_and_block() -> None:
     block = grad_drop.ENTRIES // 2
     rows = torch.tensor([[1.0], [-1.0]]).expand(2, 3 * block)
     first = GradDrop()(rows)
-    for context in (Context(seed=1), Context(group="b"), Context(step=1)):
+    for context in (
+        AggregatorContext(seed=1),
+        AggregatorContext(group="b"),
+        AggregatorContext(step=1),
+    ):
         assert not torch.equal(GradDrop()(rows, context), first)
     blocks = first.split(block)
     assert not torch.equal(blocks[0], blocks[1])
@@ -85,7 +89,7 @@ def test_grad_drop_draws_anew_for_each_seed_group_step_and_block() -> None:
 
 def test_grad_drop_leaves_no_trace_of_the_sign_it_dropped() -> None:
     rows = torch.tensor([[1e30, 1e-30], [-1e-8, -2e-38]])
-    result = torch.stack([GradDrop()(rows, Context(seed=seed)) for seed in range(20)])
+    result = torch.stack([GradDrop()(rows, AggregatorContext(seed=seed)) for seed in range(20)])
     assert set(result[:, 0].tolist()) <= set(rows[:, 0].tolist())
     assert set(result[:, 1].tolist()) <= set(rows[:, 1].tolist())
 
@@ -109,7 +113,7 @@ def test_the_pieces_in_which_it_is_asked_change_nothing(
     whole = aggregator(rows)
     for size in (9_973, 32_768, 50_000):
         pieces = [
-            aggregator.apply(rows[:, start : start + size], Context(start=start))
+            aggregator.apply(rows[:, start : start + size], AggregatorContext(start=start))
             for start in range(0, rows.shape[1], size)
         ]
         assert torch.equal(torch.cat(pieces), whole)
@@ -141,18 +145,20 @@ def test_a_nan_makes_its_column_nan_and_no_other(aggregator: Entrywise) -> None:
 
 def test_random_weights_are_positive_sum_to_one_and_are_equal_in_the_mean() -> None:
     for aggregator in (Random(), Random(draw="dirichlet")):
-        drawn = [aggregator(torch.eye(3), Context(seed=seed)) for seed in range(2000)]
+        drawn = [aggregator(torch.eye(3), AggregatorContext(seed=seed)) for seed in range(2000)]
         weights = torch.stack(drawn)
         torch.testing.assert_close(weights.sum(1), torch.ones(2000))
         assert (weights > 0).all()
         assert (weights.mean(0) - 1 / 3).abs().max() < 5 * weights.std() / 2000**0.5
-    spread = [torch.stack([a(torch.eye(3), Context(seed=s)) for s in range(2000)]).std()
+    spread = [torch.stack([a(torch.eye(3), AggregatorContext(seed=s)) for s in range(2000)]).std()
               for a in (Random(), Random(draw="dirichlet"))]  # fmt: skip
     assert abs(spread[1] - 18**-0.5) < 0.01  # of Dirichlet(1, 1, 1): sqrt(1/18)
 
 
 def test_random_weights_are_a_softmax_of_normal_numbers() -> None:
-    weights = torch.stack([Random()(torch.eye(2), Context(seed=seed)) for seed in range(4000)])
+    weights = torch.stack(
+        [Random()(torch.eye(2), AggregatorContext(seed=seed)) for seed in range(4000)]
+    )
     logits = weights[:, 0].log() - weights[:, 1].log()  # the difference of two: variance 2
     assert abs(logits.var() - 2) < 0.2
 
@@ -177,8 +183,8 @@ def test_weights_by_name_go_to_their_tasks_whatever_the_order() -> None:
     assert named == FixedWeights((2.0, -1.0), tasks=("a", "b"))
     assert (named.num_tasks, named.weights, named.tasks) == (2, (2.0, -1.0), ("a", "b"))
     rows = torch.eye(2)
-    assert named(rows, Context(tasks=("a", "b"))).tolist() == [2.0, -1.0]
-    assert named(rows, Context(tasks=("b", "a"))).tolist() == [-1.0, 2.0]
+    assert named(rows, AggregatorContext(tasks=("a", "b"))).tolist() == [2.0, -1.0]
+    assert named(rows, AggregatorContext(tasks=("b", "a"))).tolist() == [-1.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +197,9 @@ def test_weights_by_name_go_to_their_tasks_whatever_the_order() -> None:
 )
 def test_weights_by_name_refuse_other_tasks_by_name(tasks: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=f"^FixedWeights.weights: {message}"):
-        FixedWeights({"a": 2.0, "b": -1.0})(torch.eye(len(tasks) or 2), Context(tasks=tasks))
+        FixedWeights({"a": 2.0, "b": -1.0})(
+            torch.eye(len(tasks) or 2), AggregatorContext(tasks=tasks)
+        )
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from gradsurg.aggregators import rows as row_algebra
-from gradsurg.aggregators.base import Aggregator, Context, GramianAggregator, Property
+from gradsurg.aggregators.base import (
+    Aggregator,
+    AggregatorContext,
+    AggregatorProperty,
+    GramianAggregator,
+)
 from tests.aggregators.cases import CONFIGS, made
 from tests.aggregators.inputs import RATIOS, distance, ranks, rows
 
@@ -34,7 +39,7 @@ VARIANTS: dict[str, list[dict[str, object]]] = {
 }
 ALL = [(stem, fields) for stem in STEMS for fields in [{}, *VARIANTS.get(stem, [])]]
 SHAPES = [(count, rank) for count in (4, 8) for rank in ranks(count)]
-CONTEXT = Context(step=5, seed=2)
+CONTEXT = AggregatorContext(step=5, seed=2)
 # A step of the update can be this wrong where rows are dependent: half of the digits of G.
 LOOSE = 1e-6
 
@@ -93,7 +98,7 @@ def apart(one: Tensor, two: Tensor, matrix: Tensor) -> float:
     return float((one - two).norm() / lengths(matrix).max())
 
 
-CHECKS: dict[Property, Callable[[Aggregator, Tensor], float]] = {
+CHECKS: dict[AggregatorProperty, Callable[[Aggregator, Tensor], float]] = {
     "non_conflicting": non_conflicting,
     "permutation_invariant": permutation_invariant,
     "homogeneous": homogeneous,
@@ -140,7 +145,7 @@ def test_zero_means_that_no_direction_helps_every_task(aggregator: Aggregator) -
 def test_no_random_numbers_are_drawn_where_none_are_declared(aggregator: Aggregator) -> None:
     matrix = torch.from_numpy(rows(6, 3, 30.0, seed=0))
     before = torch.get_rng_state()
-    results = [aggregator(matrix, Context(step=step)) for step in (*range(6), 0)]
+    results = [aggregator(matrix, AggregatorContext(step=step)) for step in (*range(6), 0)]
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(results[0], results[-1])
     same = all(torch.equal(result, results[0]) for result in results)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsurg.aggregators.base import Aggregator, Context, State
+from gradsurg.aggregators.base import Aggregator, AggregatorContext, AggregatorState
 from gradsurg.aggregators.famo import FAMO
 from gradsurg.aggregators.grad_norm import LEAST, GradNorm
 from gradsurg.aggregators.uncertainty_weighting import UncertaintyWeighting
@@ -26,12 +26,12 @@ def some_losses(step: int, num_tasks: int = 3) -> Tensor:
     return torch.rand(num_tasks, generator=generator, dtype=torch.float64) + 0.1
 
 
-def weights_of(aggregator: Aggregator, steps: int) -> tuple[Tensor, State]:
+def weights_of(aggregator: Aggregator, steps: int) -> tuple[Tensor, AggregatorState]:
     """The weights of each call, and the state after the last."""
     state = aggregator.init(3)
     found = []
     for step in range(steps):
-        rows, context = some_rows(step), Context(step=step, losses=some_losses(step))
+        rows, context = some_rows(step), AggregatorContext(step=step, losses=some_losses(step))
         result, state = aggregator.merge(rows, state, context)
         found.append(result / rows.diagonal())
     return torch.stack(found), state
@@ -77,7 +77,7 @@ def test_grad_norm_gives_the_large_gradient_less_and_never_nothing() -> None:
     aggregator = GradNorm(alpha=0.0, lr=0.5)
     state = aggregator.init(2)
     rows = torch.diag(torch.tensor([100.0, 1.0], dtype=torch.float64))
-    context = Context(losses=torch.ones(2, dtype=torch.float64))
+    context = AggregatorContext(losses=torch.ones(2, dtype=torch.float64))
     weights = torch.ones(2)
     for _ in range(50):
         result, state = aggregator.merge(rows, state, context)
@@ -105,8 +105,8 @@ def test_uncertainty_weighting_comes_to_rest_at_half_the_inverse_of_the_losses()
     state = aggregator.init(2)
     losses = torch.tensor([4.0, 0.25], dtype=torch.float64)
     for _ in range(200):
-        _, state = aggregator.weigh(2, state, Context(losses=losses))
-    weights, _ = aggregator.weigh(2, state, Context(losses=losses))
+        _, state = aggregator.weigh(2, state, AggregatorContext(losses=losses))
+    weights, _ = aggregator.weigh(2, state, AggregatorContext(losses=losses))
     torch.testing.assert_close(weights, 1 / (2 * losses))
 
 
@@ -118,7 +118,7 @@ def test_what_is_not_finite_is_not_remembered(aggregator: Aggregator) -> None:
         spoiled = some_rows(0)
         spoiled[1] = bad
         for rows in (some_rows(0), spoiled):
-            _, after = aggregator.merge(rows, state, Context(losses=losses))
+            _, after = aggregator.merge(rows, state, AggregatorContext(losses=losses))
             assert after.keys() == state.keys()
             assert all(torch.equal(after[key], state[key]) for key in state)
 
@@ -127,13 +127,13 @@ def test_grad_norm_does_not_remember_a_norm_that_is_not_finite() -> None:
     _, state = weights_of(GradNorm(), 3)
     rows = some_rows(0)
     rows[1] = math.inf
-    _, after = GradNorm().merge(rows, state, Context(losses=some_losses(0)))
+    _, after = GradNorm().merge(rows, state, AggregatorContext(losses=some_losses(0)))
     assert all(torch.equal(after[key], state[key]) for key in state)
 
 
 def test_the_weights_of_famo_are_finite_however_far_its_logits_are() -> None:
     state = FAMO().init(2) | {"logits": torch.tensor([0.0, 2000.0], dtype=torch.float64)}
-    weights, _ = FAMO().weigh(2, state, Context(losses=torch.tensor([1.0, 2.0])))
+    weights, _ = FAMO().weigh(2, state, AggregatorContext(losses=torch.tensor([1.0, 2.0])))
     assert weights.tolist() == [0.0, 1.0]
 
 
@@ -141,13 +141,13 @@ def test_the_weights_of_famo_are_finite_however_far_its_logits_are() -> None:
 def test_losses_and_norms_at_the_ends_of_their_range_tell_nothing(aggregator: Aggregator) -> None:
     state = aggregator.init(3)
     for losses in ([0.0, 1.0, 1e-300], [1e301, 1.0, 1e-300], [1.0, 1e308, 0.0]):
-        context = Context(losses=torch.tensor(losses, dtype=torch.float64))
+        context = AggregatorContext(losses=torch.tensor(losses, dtype=torch.float64))
         _, state = aggregator.merge(some_rows(0) * 1e150, state, context)
 
 
 def test_uncertainty_weighting_may_leave_the_range_of_its_weights() -> None:
     aggregator = UncertaintyWeighting(lr=2000.0)
-    context = Context(losses=torch.tensor([0.0, 1.0], dtype=torch.float64))
+    context = AggregatorContext(losses=torch.tensor([0.0, 1.0], dtype=torch.float64))
     _, state = aggregator.weigh(2, aggregator.init(2), context)
     weights, _ = aggregator.weigh(2, state, context)
     assert weights.tolist() == [math.inf, 0.5]
@@ -157,13 +157,13 @@ def test_uncertainty_weighting_may_leave_the_range_of_its_weights() -> None:
 def test_a_negative_loss_is_refused(aggregator: Aggregator) -> None:
     losses = torch.tensor([1.0, -0.5, 1.0])
     with pytest.raises(ValueError, match=f"^{type(aggregator).__name__} .* >= 0, found -0.5$"):
-        aggregator(some_rows(0), Context(losses=losses))
+        aggregator(some_rows(0), AggregatorContext(losses=losses))
 
 
 @every_one
 def test_a_loss_of_zero_is_allowed(aggregator: Aggregator) -> None:
     state = aggregator.init(3)
-    context = Context(losses=torch.zeros(3, dtype=torch.float64))
+    context = AggregatorContext(losses=torch.zeros(3, dtype=torch.float64))
     for _ in range(3):
         result, state = aggregator.merge(some_rows(0), state, context)
         assert result.isfinite().all()
@@ -174,7 +174,9 @@ def test_a_loss_of_zero_is_allowed(aggregator: Aggregator) -> None:
 def test_another_number_of_tasks_is_refused(aggregator: Aggregator) -> None:
     name = type(aggregator).__name__
     with pytest.raises(ValueError, match=f"^{name} remembers 3 tasks, found 2: the number"):
-        aggregator.merge(some_rows(0, 2), aggregator.init(3), Context(losses=some_losses(0, 2)))
+        aggregator.merge(
+            some_rows(0, 2), aggregator.init(3), AggregatorContext(losses=some_losses(0, 2))
+        )
 
 
 @every_one
@@ -183,14 +185,14 @@ def test_losses_are_asked_for_and_one_for_each_task(aggregator: Aggregator) -> N
     with pytest.raises(ValueError, match=f"^{name} needs the losses of the tasks"):
         aggregator(some_rows(0))
     with pytest.raises(ValueError, match=f"^{name} needs a loss for each of the 3 tasks, found 2"):
-        aggregator(some_rows(0), Context(losses=some_losses(0, 2)))
+        aggregator(some_rows(0), AggregatorContext(losses=some_losses(0, 2)))
 
 
 @every_one
 def test_a_state_goes_on_after_it_was_saved(aggregator: Aggregator) -> None:
     _, state = weights_of(aggregator, 5)
     copied = {key: tensor.clone() for key, tensor in state.items()}
-    context = Context(losses=some_losses(9))
+    context = AggregatorContext(losses=some_losses(9))
     one, _ = aggregator.merge(some_rows(1), state, context)
     other, _ = aggregator.merge(some_rows(1), copied, context)
     assert torch.equal(one, other)

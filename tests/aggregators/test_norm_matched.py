@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from gradsurg.aggregators.agem import AGEM
-from gradsurg.aggregators.base import Aggregator, Context, NormMatchedSum
+from gradsurg.aggregators.base import Aggregator, AggregatorContext, NormMatchedSum
 from gradsurg.aggregators.grad_drop import GradDrop
 from gradsurg.aggregators.krum import Krum
 from gradsurg.aggregators.mgda import MGDA
@@ -63,7 +63,7 @@ def test_half_precision_rows_of_any_norm_have_one() -> None:
 def test_parameters_of_several_dtypes_are_one_gradient(of: Aggregator) -> None:
     rows = normal().float()
     blocks = [rows[:, :30], rows[:, 30:].double()]
-    control, context = NormMatchedSum(of), Context()
+    control, context = NormMatchedSum(of), AggregatorContext()
     found = merge(control, blocks, control.init(3), context).grads
     assert [grad.dtype for grad in found] == [torch.float32, torch.float64]
     expected = control(rows.double(), context)
@@ -74,7 +74,7 @@ def test_parameters_of_several_dtypes_are_one_gradient(of: Aggregator) -> None:
 def test_a_loss_scale_changes_it_no_more_than_the_other() -> None:
     control, rows, scale = NormMatchedSum(NashMTL()), normal(), 2.0**16
     state = control.init(3)
-    (found,) = merge(control, [rows * scale], state, Context(), scale).grads
+    (found,) = merge(control, [rows * scale], state, AggregatorContext(), scale).grads
     torch.testing.assert_close(found / scale, control(rows))
     assert not scale_matters(Intervention(control, at=SharedParameters()))
     sized = NormMatchedSum(Plain(lambda rows: rows.sum(0).sign(), ()))

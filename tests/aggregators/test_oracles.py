@@ -8,13 +8,13 @@ import torch
 from scipy.optimize import nnls
 
 from gradsurg.aggregators._pairwise import orders_of
-from gradsurg.aggregators.base import Aggregator, Context
+from gradsurg.aggregators.base import Aggregator, AggregatorContext
 from gradsurg.aggregators.rows import gramian_of
 from tests.aggregators.cases import made
 from tests.aggregators.inputs import COUNTS, RATIOS, Array, distance, ranks, rows
 
 Slow = Callable[[Array], Array]
-CONTEXT = Context(step=3, seed=1, group="trunk")
+CONTEXT = AggregatorContext(step=3, seed=1, group="trunk")
 
 
 def by(aggregator: Aggregator, matrix: Array, dtype: torch.dtype = torch.float64) -> Array:
@@ -240,15 +240,15 @@ def test_pcgrad_of_three_tasks_can_still_conflict() -> None:
 
 
 def test_orders_are_random_as_asked_and_those_of_the_step() -> None:
-    random = orders_of("random_per_task", 8, Context(step=1))
+    random = orders_of("random_per_task", 8, AggregatorContext(step=1))
     assert all(sorted(order) == list(range(8)) for order in random)
     assert len(set(map(tuple, random))) > 4
-    assert random == orders_of("random_per_task", 8, Context(step=1))
-    assert random != orders_of("random_per_task", 8, Context(step=2))
-    one = orders_of("one_permutation", 8, Context(step=1))
+    assert random == orders_of("random_per_task", 8, AggregatorContext(step=1))
+    assert random != orders_of("random_per_task", 8, AggregatorContext(step=2))
+    one = orders_of("one_permutation", 8, AggregatorContext(step=1))
     assert len(set(map(tuple, one))) == 1
     assert one[0] != sorted(one[0])
-    assert orders_of("fixed", 3, Context()) == [[0, 1, 2]] * 3
+    assert orders_of("fixed", 3, AggregatorContext()) == [[0, 1, 2]] * 3
 
 
 def test_grad_vac_is_that_of_the_paper_over_many_steps() -> None:
@@ -258,7 +258,7 @@ def test_grad_vac_is_that_of_the_paper_over_many_steps() -> None:
     usual = np.zeros((count, count))
     changed = 0
     for step in range(40):
-        context = Context(step=step)
+        context = AggregatorContext(step=step)
         matrix = rows(count, 4, 30.0, step, lean=0.5)
         expected = np.zeros(matrix.shape[1])
         for i, order in enumerate(orders_of("random_per_task", count, context)):

@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 
-from gradsurg.aggregators.base import Property
+from gradsurg.aggregators.base import AggregatorProperty
 from gradsurg.plugins.registry import names
 from gradsurg.testing import check_aggregator
 from gradsurg.testing.aggregator_properties import PROPERTIES
@@ -30,4 +30,4 @@ def test_every_declared_property_holds_on_many_more_and_on_ten_million_columns(n
 
 
 def test_every_property_has_its_assertion() -> None:
-    assert set(PROPERTIES) == set(get_args(Property))
+    assert set(PROPERTIES) == set(get_args(AggregatorProperty))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradsurg.aggregators.base import Context
+from gradsurg.aggregators.base import AggregatorContext
 from tests.aggregators.cases import CONFIGS, ROWS, Row, made
 
 
@@ -12,7 +12,7 @@ from tests.aggregators.cases import CONFIGS, ROWS, Row, made
 def test_a_row_gives_what_was_worked_out(row: Row, dtype: torch.dtype) -> None:
     losses = None if row.losses is None else torch.tensor(row.losses, dtype=torch.float64)
     rows = torch.tensor(row.rows, dtype=dtype)
-    result = made(row.name, **row.fields)(rows, Context(step=row.step, losses=losses))
+    result = made(row.name, **row.fields)(rows, AggregatorContext(step=row.step, losses=losses))
     expected = torch.tensor(row.expected, dtype=dtype)
     torch.testing.assert_close(result, expected, rtol=row.tolerance, atol=row.tolerance)
 

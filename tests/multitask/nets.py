@@ -9,10 +9,10 @@ from torch import Tensor, nn
 import gradsurg as gs
 from gradsurg.aggregators.base import (
     Aggregator,
-    Context,
+    AggregatorContext,
+    AggregatorProperty,
+    AggregatorState,
     GramianAggregator,
-    Property,
-    State,
     Weighting,
 )
 from gradsurg.plugins.fields import validated
@@ -29,7 +29,7 @@ class Uneven(Weighting):
     """Weights that depend on all of G and are not those of another."""
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[AggregatorProperty]:
         return frozenset({"deterministic"})
 
     def weights(self, gramian: Tensor) -> Tensor:
@@ -42,13 +42,15 @@ class Running(GramianAggregator):
     """Weights from the running mean of the norms: what it remembers shows at every step."""
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[AggregatorProperty]:
         return frozenset({"deterministic"})
 
-    def init(self, num_tasks: int) -> State:
+    def init(self, num_tasks: int) -> AggregatorState:
         return {"norms": torch.zeros(num_tasks, dtype=torch.float64)}
 
-    def update(self, gramian: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+    def update(
+        self, gramian: Tensor, state: AggregatorState, context: AggregatorContext
+    ) -> tuple[Tensor, AggregatorState]:
         norms = 0.5 * state["norms"] + gramian.diagonal().sqrt()
         return 1 / (1 + norms), {"norms": norms}
 
@@ -168,7 +170,7 @@ def oracle(
                     for name, part in zip(shared, parts, strict=True)
                 ]
                 rows.append(torch.cat(flat))
-        flat = aggregator(torch.stack(rows), Context(losses=values[tasks]))
+        flat = aggregator(torch.stack(rows), AggregatorContext(losses=values[tasks]))
         start = 0
         for name in shared:
             size = params[name].numel()

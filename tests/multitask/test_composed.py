@@ -12,7 +12,7 @@ import gradsurg as gs
 from gradsurg.aggregators.base import Aggregator
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import Selector
-from gradsurg.transforms.base import Context, Property, Stateless
+from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
 from tests.multitask.nets import (
     Grads,
     Net,
@@ -44,10 +44,10 @@ class Notes(Stateless):
     known: bool = True
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         return frozenset({"linear", "deterministic"}) if self.known else frozenset()
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         SEEN.append((context.task, context.site.partition("/")[2], context.call))
         return grad
 

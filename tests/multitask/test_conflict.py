@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsurg.aggregators.base import Context
+from gradsurg.aggregators.base import AggregatorContext
 from gradsurg.aggregators.solvers import REMEMBERED
 from gradsurg.multitask.conflict import (
     AT_ONCE,
@@ -22,7 +22,7 @@ from gradsurg.multitask.conflict import (
 from gradsurg.multitask.others import TWINS, Made, Other, _comparable, others_of, weights_of
 from gradsurg.plugins.registry import names
 
-CONTEXT = Context(step=4, group="shared", tasks=("a", "b"))
+CONTEXT = AggregatorContext(step=4, group="shared", tasks=("a", "b"))
 
 
 def made(
@@ -31,7 +31,7 @@ def made(
     update: Tensor,
     tasks: str = "ab",
     own: str = "mine",
-    context: Context = CONTEXT,
+    context: AggregatorContext = CONTEXT,
 ) -> Made:
     context = replace(context, tasks=tuple(tasks))
     norm = float(update.norm())
@@ -103,7 +103,7 @@ def test_what_does_not_exist_is_nan_and_is_not_logged() -> None:
 
 
 def asked(
-    own: str, context: Context, gramian: Tensor, products: Tensor, norm: float
+    own: str, context: AggregatorContext, gramian: Tensor, products: Tensor, norm: float
 ) -> dict[str, Other]:
     (others,) = others_of([Made("mine", own, context, gramian, None, products, norm)])
     return others
@@ -112,7 +112,7 @@ def asked(
 def test_of_others_weights_and_cosine_are_those_of_their_updates() -> None:
     rows = torch.randn(3, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     losses = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
-    context = Context(2, 0, "shared", ("a", "b", "c"), losses)
+    context = AggregatorContext(2, 0, "shared", ("a", "b", "c"), losses)
     update = rows[0] + 2 * rows[1]
     others = asked("mgda", context, rows @ rows.T, rows @ update, float(update.norm()))
     asks = {name: own for name, own, _ in _comparable(3)}
@@ -130,7 +130,7 @@ def test_of_others_weights_and_cosine_are_those_of_their_updates() -> None:
 def test_an_other_that_takes_no_two_tasks_is_left_out() -> None:
     rows = torch.eye(2, dtype=torch.float64)
     losses = torch.ones(2, dtype=torch.float64)
-    context = Context(0, 0, "shared", ("a", "b"), losses)
+    context = AggregatorContext(0, 0, "shared", ("a", "b"), losses)
     others = asked("sum", context, rows, rows.sum(0), 2**0.5)
     assert "krum" not in others
     assert {"pcgrad", "agem"} < set(others)
@@ -156,7 +156,9 @@ def test_what_twins_would_have_done_is_their_own(count: int, scale: float) -> No
     asks = {name: (own, state) for name, own, state in _comparable(count)}
     for seed in range(8):
         rows = awkward(count, seed) * scale
-        context = Context(seed, 0, "shared", losses=torch.ones(count, dtype=torch.float64))
+        context = AggregatorContext(
+            seed, 0, "shared", losses=torch.ones(count, dtype=torch.float64)
+        )
         update = rows.mean(0)
         others = asked("mean", context, rows @ rows.T, rows @ update, float(update.norm()))
         for name, other in TWINS.items():
@@ -186,7 +188,7 @@ def test_conflicts_that_are_fetched_together_have_each_its_own_others() -> None:
     for number in range(REMEMBERED + 5):
         count = 2 + number % 3
         rows = awkward(count, number)
-        own, context = ("mean", "mgda")[number % 2], Context(number, 0, "shared")
+        own, context = ("mean", "mgda")[number % 2], AggregatorContext(number, 0, "shared")
         one = made(rows, None, rows.mean(0), "abcd"[:count], own, context)
         conflicts.add(one, ask=bool(number % 5))
         alone.append(others_of([one])[0] if number % 5 else {})

@@ -10,7 +10,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
-from gradsurg.aggregators.base import Aggregator, Context, Entrywise, Property, State
+from gradsurg.aggregators.base import (
+    Aggregator,
+    AggregatorContext,
+    AggregatorProperty,
+    AggregatorState,
+    Entrywise,
+)
 from gradsurg.aggregators.base import losses_of as losses_known
 from gradsurg.multitask.conflict import Conflict
 from gradsurg.plugins.fields import validated
@@ -59,7 +65,9 @@ def test_gradients_of_several_batches_are_aggregated_as_their_sum(granularity: s
 class ByLosses(Running):
     """The losses are the weights."""
 
-    def update(self, gramian: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+    def update(
+        self, gramian: Tensor, state: AggregatorState, context: AggregatorContext
+    ) -> tuple[Tensor, AggregatorState]:
         return losses_known(self, context, len(gramian)), state
 
 
@@ -281,10 +289,10 @@ class Bounded(Entrywise):
     """The sum of the tasks, no entry of which is beyond a bound."""
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[AggregatorProperty]:
         return frozenset({"deterministic"})
 
-    def apply(self, rows: Tensor, context: Context) -> Tensor:
+    def apply(self, rows: Tensor, context: AggregatorContext) -> Tensor:
         return rows.sum(0).clamp(-0.1, 0.1)
 
 
@@ -293,13 +301,15 @@ class Whole(Aggregator):
     """The same of all the rows at once."""
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[AggregatorProperty]:
         return frozenset({"deterministic"})
 
-    def init(self, num_tasks: int) -> State:
+    def init(self, num_tasks: int) -> AggregatorState:
         return {}
 
-    def merge(self, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+    def merge(
+        self, rows: Tensor, state: AggregatorState, context: AggregatorContext
+    ) -> tuple[Tensor, AggregatorState]:
         return rows.sum(0).clamp(-0.1, 0.1), state
 
 

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 import gradsurg as gs
 from gradsurg.aggregators.base import (
     Aggregator,
-    Context,
+    AggregatorContext,
+    AggregatorProperty,
+    AggregatorState,
     GramianAggregator,
-    Property,
-    State,
 )
 from gradsurg.plugins.fields import validated
 from tests.multitask.nets import Grads, Net, at_shared, close, grads_of, losses_of, same, still
@@ -21,13 +21,15 @@ class Drawn(GramianAggregator):
     """Weights that are drawn."""
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[AggregatorProperty]:
         return frozenset()
 
-    def init(self, num_tasks: int) -> State:
+    def init(self, num_tasks: int) -> AggregatorState:
         return {}
 
-    def update(self, gramian: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+    def update(
+        self, gramian: Tensor, state: AggregatorState, context: AggregatorContext
+    ) -> tuple[Tensor, AggregatorState]:
         drawn = torch.rand(len(gramian), generator=context.generator(), dtype=torch.float64)
         return drawn, state
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.aggregators.base import Aggregator, Context
+from gradsurg.aggregators.base import Aggregator, AggregatorContext
 from gradsurg.multitask.features import Piece, is_apart
 from gradsurg.plugins.fields import validated
 from tests.multitask.nets import (
@@ -63,7 +63,7 @@ def oracle(model: Split, aggregator: Aggregator) -> Grads:
             torch.cat([(torch.zeros_like(v) if g is None else g).reshape(-1) for v, g in pairs])
         )
     numbers = torch.stack([loss.detach() for loss in losses.values()]).double()
-    flat = aggregator(torch.stack(rows), Context(losses=numbers))
+    flat = aggregator(torch.stack(rows), AggregatorContext(losses=numbers))
     sum(losses.values()).backward(inputs=_heads(model, losses))
     pieces = flat.split([value.numel() for value in values])
     shaped = [piece.view_as(value) for piece, value in zip(pieces, values, strict=True)]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import gradsurg as gs
-from gradsurg.aggregators.base import Aggregator, Context, Weighting
+from gradsurg.aggregators.base import Aggregator, AggregatorContext, Weighting
 from gradsurg.plugins.registry import find
 from gradsurg.surgery.live import Live
 from tests.multitask.nets import (
@@ -227,7 +227,7 @@ def test_a_bare_aggregator_is_as_precise_under_autocast_and_a_default_device(nam
 
 def test_losses_with_a_graph_leave_none_on_a_bare_aggregator() -> None:
     losses = torch.ones(3, requires_grad=True) * 2
-    assert not gs.FAMO()(torch.ones(3, 70_000), Context(losses=losses)).requires_grad
+    assert not gs.FAMO()(torch.ones(3, 70_000), AggregatorContext(losses=losses)).requires_grad
 
 
 def test_what_is_no_tensor_is_refused_by_a_bare_aggregator() -> None:

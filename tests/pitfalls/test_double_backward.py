@@ -9,7 +9,7 @@ from torch import Tensor
 import gradsurg as gs
 from gradsurg.plugins.registry import find, names
 from gradsurg.testing.contexts import context_with
-from gradsurg.transforms.base import Context, Property, Stateless, Transform
+from gradsurg.transforms.base import Stateless, Transform, TransformContext, TransformProperty
 
 TRANSFORMS: list[Transform] = [
     *(find("transforms", stem)() for stem in names("transforms") if stem != "chain"),
@@ -28,10 +28,10 @@ class Detached(Stateless):
     """What P33 is about."""
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         return frozenset()
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         return grad.detach() * 0.5
 
 

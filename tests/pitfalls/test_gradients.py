@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.sites.base import Selector
-from gradsurg.transforms.base import Context, Need, Property, Stateless
+from gradsurg.transforms.base import Need, Stateless, TransformContext, TransformProperty
 from gradsurg.transforms.zero import Zero
 from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train
 
@@ -136,10 +136,10 @@ class OwnValue(Stateless):
         return frozenset({"value"})
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         return frozenset()
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         assert context.value is not None
         return context.value.detach()
 

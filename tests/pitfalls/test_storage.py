@@ -14,7 +14,14 @@ from gradsurg.plugins.fields import validated
 from gradsurg.plugins.registry import find, names
 from gradsurg.sites.base import Selector
 from gradsurg.testing.contexts import context_with
-from gradsurg.transforms.base import Context, GroupTransform, Need, Property, State, Transform
+from gradsurg.transforms.base import (
+    GroupTransform,
+    Need,
+    Transform,
+    TransformContext,
+    TransformProperty,
+    TransformState,
+)
 from tests.nets import backward, batch, sgd, small, weights
 
 STAGES: dict[str, Selector] = {
@@ -88,13 +95,15 @@ class Mean(Transform):
     view: bool = False
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         return frozenset({"elementwise", "deterministic", "linear", "idempotent"})
 
-    def init(self, grad: Tensor) -> State:
+    def init(self, grad: Tensor) -> TransformState:
         return {"mean": torch.zeros_like(grad)}
 
-    def update(self, grad: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+    def update(
+        self, grad: Tensor, state: TransformState, context: TransformContext
+    ) -> tuple[Tensor, TransformState]:
         mean = 0.9 * state["mean"] + grad
         return mean.view_as(mean) if self.view else mean, {"mean": mean}
 
@@ -104,15 +113,15 @@ class Means(GroupTransform):
     """The same of a group."""
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         return Mean().properties
 
-    def init_group(self, grads: Sequence[Tensor]) -> State:
+    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
         return {str(index): torch.zeros_like(grad) for index, grad in enumerate(grads)}
 
     def update_group(
-        self, grads: Sequence[Tensor], state: State, contexts: Sequence[Context]
-    ) -> tuple[list[Tensor], State]:
+        self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
+    ) -> tuple[list[Tensor], TransformState]:
         means = [0.9 * state[str(index)] + grad for index, grad in enumerate(grads)]
         return means, {str(index): mean for index, mean in enumerate(means)}
 
@@ -176,19 +185,19 @@ class Later(GroupTransform):
     fault: str
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         return frozenset({"linear", "idempotent"})
 
     @property
     def needs(self) -> frozenset[Need]:
         return frozenset({"value"})
 
-    def init_group(self, grads: Sequence[Tensor]) -> State:
+    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
         return {}
 
     def update_group(
-        self, grads: Sequence[Tensor], state: State, contexts: Sequence[Context]
-    ) -> tuple[list[Tensor], State]:
+        self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
+    ) -> tuple[list[Tensor], TransformState]:
         values = [context.value for context in contexts]
         if contexts[0].step == 0:
             return [grad * 1.0 for grad in grads], state

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.plugins.fields import FieldError
-from gradsurg.transforms.base import Context, Need, Property, Stateless
+from gradsurg.transforms.base import Need, Stateless, TransformContext, TransformProperty
 from tests.nets import attached, num_hooks, small
 
 
@@ -275,10 +275,10 @@ class TimesValue(Stateless):
         return frozenset({"value"})
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         return frozenset()
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         assert context.value is not None
         return grad * context.value
 

@@ -13,7 +13,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
-from gradsurg.transforms.base import Context, Need, Property, Stateless
+from gradsurg.transforms.base import Need, Stateless, TransformContext, TransformProperty
 from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train, weights
 from tests.sites.points import calls_of
 
@@ -439,10 +439,10 @@ class TimesValue(Stateless):
         return frozenset({"value"})
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         return frozenset()
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         assert context.value is not None
         return grad * context.value
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import gradsurg as gs
 from gradsurg.plugins.fields import FieldError
 from gradsurg.torch_internals import autograd
-from gradsurg.transforms.base import Context, Property, Stateless
+from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
 from tests.nets import (
     attached,
     backward,
@@ -177,10 +177,10 @@ def test_parameters_views_of_them_and_buffers_are_left_alone_unless_asked_for() 
 
         class Shape(Stateless):
             @property
-            def properties(self) -> frozenset[Property]:
+            def properties(self) -> frozenset[TransformProperty]:
                 return frozenset()
 
-            def apply(self, grad: Tensor, context: Context) -> Tensor:
+            def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
                 shapes.append(tuple(grad.shape))
                 return grad
 
@@ -288,10 +288,10 @@ def test_a_weight_changed_between_forward_and_backward_is_refused_though_no_site
 def test_a_transform_that_changes_the_shape_is_refused_by_site() -> None:
     class First(Stateless):
         @property
-        def properties(self) -> frozenset[Property]:
+        def properties(self) -> frozenset[TransformProperty]:
             return frozenset()
 
-        def apply(self, grad: Tensor, context: Context) -> Tensor:
+        def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
             return grad[:1]
 
     model = nn.Sequential(Square())

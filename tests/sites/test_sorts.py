@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.nn.utils import weight_norm as old_weight_norm
 
 import gradsurg as gs
-from gradsurg.transforms.base import Context, Property, Stateless
+from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
 from tests.nets import attached, num_hooks
 
 IN, MIDDLE, OUT, BATCH = 4, 3, 2, 5
@@ -29,10 +29,10 @@ class Shapes(Stateless):
     seen: ClassVar[list[tuple[int, ...]]] = []
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         return frozenset({"deterministic", "linear"})
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         self.seen.append(tuple(grad.shape))
         return grad
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import gradsurg as gs
 from gradsurg.plugins.fields import FieldError
 from gradsurg.sites.base import Selector
-from gradsurg.transforms.base import Context, Property, Stateless
+from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
 from gradsurg.triggers.base import Trigger
 from tests.nets import attached, backward, batch, gradients, num_hooks, sgd, small, train, weights
 from tests.sites.points import calls_of, grad_of, point
@@ -24,10 +24,10 @@ class Round(Stateless):
     """A quantisation: its derivative is zero."""
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         return frozenset({"elementwise", "deterministic"})
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         return grad.round()
 
 
@@ -162,10 +162,10 @@ def test_hooks_are_gone_after_the_block_and_after_an_exception() -> None:
 def test_a_transform_that_changes_the_shape_is_refused_by_site() -> None:
     class Half(Stateless):
         @property
-        def properties(self) -> frozenset[Property]:
+        def properties(self) -> frozenset[TransformProperty]:
             return frozenset()
 
-        def apply(self, grad: Tensor, context: Context) -> Tensor:
+        def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
             return grad[:1]
 
     model = small()
@@ -557,7 +557,7 @@ def test_under_autocast_the_value_has_the_dtype_of_the_layer() -> None:
     model, seen = small(), []
 
     class Look(Round):
-        def apply(self, grad: Tensor, context: Context) -> Tensor:
+        def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
             seen.append((grad.dtype, torch.is_autocast_enabled("cpu")))
             return grad * 2
 

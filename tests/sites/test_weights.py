@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.plugins.fields import FieldError
-from gradsurg.transforms.base import Context, Property, Stateless
+from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
 from tests.nets import attached, batch, num_hooks, sgd, small, train, weights
 from tests.sites.points import calls_of
 
@@ -20,10 +20,10 @@ class Flip(Stateless):
     """A view of what it is given."""
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         return frozenset({"deterministic"})
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         return grad.t()
 
 
@@ -36,10 +36,10 @@ class Seen(Stateless):
         self.steps = []
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         return frozenset({"deterministic"})
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         self.steps.append(context.step)
         return grad
 

@@ -8,11 +8,11 @@ from torch import Tensor
 
 import gradsurg as gs
 from gradsurg.aggregators.base import (
-    Context,
+    AggregatorContext,
+    AggregatorProperty,
+    AggregatorState,
     Entrywise,
     LossWeighting,
-    Property,
-    State,
     Weighting,
 )
 from gradsurg.testing import Table, Verdict, check_aggregator
@@ -50,7 +50,7 @@ def test_the_table_is_text_with_a_counterexample() -> None:
     assert not Verdict("a", False, False).broken
 
 
-BREAKS: dict[Property, Callable[[Tensor], Tensor]] = {
+BREAKS: dict[AggregatorProperty, Callable[[Tensor], Tensor]] = {
     "non_conflicting": mean,
     "permutation_invariant": lambda rows: rows[0] + 2 * rows[-1],
     "linear_under_scaling": lambda rows: torch.nn.functional.normalize(rows).sum(0),
@@ -61,7 +61,9 @@ BREAKS: dict[Property, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", BREAKS)
-def test_a_property_that_does_not_hold_is_caught_where_it_is_declared(name: Property) -> None:
+def test_a_property_that_does_not_hold_is_caught_where_it_is_declared(
+    name: AggregatorProperty,
+) -> None:
     assert name not in check_aggregator(BREAKS[name]).holds
     with pytest.raises(AssertionError, match=f"^.* does not keep .*:\n  {name}: [^\n]*$"):
         check_aggregator(BREAKS[name], declared=[name])
@@ -78,16 +80,18 @@ class Stops(Weighting):
     """Gives nothing from the second call on."""
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[AggregatorProperty]:
         return frozenset({"strongly_stationary"})
 
-    def init(self, num_tasks: int) -> State:
+    def init(self, num_tasks: int) -> AggregatorState:
         return {"calls": torch.zeros(())}
 
     def weights(self, gramian: Tensor) -> Tensor:
         return torch.ones(len(gramian), dtype=torch.float64)
 
-    def update(self, gramian: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+    def update(
+        self, gramian: Tensor, state: AggregatorState, context: AggregatorContext
+    ) -> tuple[Tensor, AggregatorState]:
         alive = (state["calls"] == 0).double()
         return alive * self.weights(gramian), {"calls": state["calls"] + 1}
 
@@ -101,7 +105,7 @@ class Single(Weighting):
     """Weights of float32, and no value."""
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[AggregatorProperty]:
         return frozenset()
 
     def weights(self, gramian: Tensor) -> Tensor:
@@ -112,10 +116,10 @@ class Positional(Entrywise):
     """Every second column: which ones depends on the pieces."""
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[AggregatorProperty]:
         return frozenset()
 
-    def apply(self, rows: Tensor, context: Context) -> Tensor:
+    def apply(self, rows: Tensor, context: AggregatorContext) -> Tensor:
         return rows.sum(0) * (torch.arange(rows.shape[1]) % 2)
 
 
@@ -161,13 +165,15 @@ class Keeping(LossWeighting):
         self.weighed, self.kept = weighed, kept
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[AggregatorProperty]:
         return frozenset()
 
-    def init(self, num_tasks: int) -> State:
+    def init(self, num_tasks: int) -> AggregatorState:
         return {"last": torch.zeros(num_tasks, dtype=torch.float64)}
 
-    def weigh(self, num_tasks: int, state: State, context: Context) -> tuple[Tensor, State]:
+    def weigh(
+        self, num_tasks: int, state: AggregatorState, context: AggregatorContext
+    ) -> tuple[Tensor, AggregatorState]:
         assert context.losses is not None
         alone = context.losses.detach()
         weights = context.losses if self.weighed else alone
@@ -243,7 +249,7 @@ class Third(Weighting):
         return 3
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[AggregatorProperty]:
         return frozenset({"deterministic", "homogeneous"})
 
     def weights(self, gramian: Tensor) -> Tensor:

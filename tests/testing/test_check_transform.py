@@ -7,7 +7,13 @@ from torch import Tensor
 import gradsurg as gs
 from gradsurg.testing import check_transform
 from gradsurg.testing.transform_rules import RULES
-from gradsurg.transforms.base import Context, Property, State, Stateless, Transform
+from gradsurg.transforms.base import (
+    Stateless,
+    Transform,
+    TransformContext,
+    TransformProperty,
+    TransformState,
+)
 
 
 def halve(grad: Tensor) -> Tensor:
@@ -34,10 +40,10 @@ def test_a_law_that_does_not_hold_has_its_counterexample() -> None:
 def test_what_asks_for_the_task_is_not_linear() -> None:
     class Picky(Own):
         @property
-        def properties(self) -> frozenset[Property]:
+        def properties(self) -> frozenset[TransformProperty]:
             return frozenset({"deterministic", "linear"})
 
-        def apply(self, grad: Tensor, context: Context) -> Tensor:
+        def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
             return grad * 2 if context.task else grad
 
     with pytest.raises(AssertionError, match="\n  linear: g = .* of another task: "):
@@ -48,7 +54,7 @@ class Own(Stateless):
     """A transform that is equal to its copies."""
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         return frozenset({"deterministic"})
 
     def __eq__(self, other: object) -> bool:
@@ -65,13 +71,13 @@ class Own(Stateless):
 
 
 class Graph(Own):
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         assert context.value is not None
         return grad * context.value
 
 
 class Waiting(Own):
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         return grad * (2 if grad.numel() and grad.max().item() > 0 else 1)
 
 
@@ -83,7 +89,7 @@ class Unequal(Waiting):
 
 
 class Batched(Own):
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         if grad.device.type == "cpu" and grad.numel():
             return grad * (2 if grad.reshape(-1)[0] > 0 else 1)
         return grad
@@ -93,13 +99,15 @@ class Starting(Transform):
     """Its first state is the gradient."""
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         return frozenset()
 
-    def init(self, grad: Tensor) -> State:
+    def init(self, grad: Tensor) -> TransformState:
         return {"first": grad.clone()}
 
-    def update(self, grad: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+    def update(
+        self, grad: Tensor, state: TransformState, context: TransformContext
+    ) -> tuple[Tensor, TransformState]:
         return grad.clone(), {"first": state["first"].clone()}
 
 

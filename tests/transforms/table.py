@@ -7,13 +7,18 @@ from pathlib import Path
 from typing import get_args
 
 from gradsurg.testing import check_transform
-from gradsurg.transforms.base import Property
+from gradsurg.transforms.base import TransformProperty
 from tests.cases import build, names
 from tests.verdict_tables import cell, line, paper, write
 
 README = Path(__file__).parents[2] / "gradsurg" / "transforms" / "README.md"
 HEAD = line(
-    ["config", "transform", *(law.replace("_", " ") for law in get_args(Property)), "paper"]
+    [
+        "config",
+        "transform",
+        *(law.replace("_", " ") for law in get_args(TransformProperty)),
+        "paper",
+    ]
 )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from gradsurg.testing import check_transform
 from gradsurg.testing.contexts import context_with
 from gradsurg.testing.transform_rules import DTYPES, noise
-from gradsurg.transforms.base import Context, State
+from gradsurg.transforms.base import TransformContext, TransformState
 from tests.cases import INF, NAN, build, names
 
 # Of other gradients alone, by a matrix that is drawn once for all.
@@ -40,7 +40,9 @@ def test_what_is_not_finite_is_made_so(name: str, bad: float) -> None:
             grad = noise(shape, dtype)
             grad.view(-1)[0] = bad
             transform = build(name)
-            assert transform.update(grad, transform.init(grad), Context())[0].isfinite().all()
+            assert (
+                transform.update(grad, transform.init(grad), TransformContext())[0].isfinite().all()
+            )
 
 
 @every_config
@@ -80,8 +82,8 @@ def test_compiled_whole_it_gives_the_same(name: str) -> None:
     grad, value = noise((4, 3), torch.float32), noise((4, 3), torch.float32, seed=1)
     state = transform.init(grad)
 
-    def step(grad: Tensor, value: Tensor, state: State) -> tuple[Tensor, State]:
-        return transform.update(grad, state, Context(step=500, value=value))
+    def step(grad: Tensor, value: Tensor, state: TransformState) -> tuple[Tensor, TransformState]:
+        return transform.update(grad, state, TransformContext(step=500, value=value))
 
     torch.compiler.reset()
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")

@@ -13,7 +13,7 @@ from torch.nn import functional
 import gradsurg as gs
 from gradsurg.sites.base import Selector
 from gradsurg.testing.contexts import context_with
-from gradsurg.transforms.base import Context, Need, Property, Stateless, Transform
+from gradsurg.transforms.base import Need, Stateless, Transform, TransformContext, TransformProperty
 from gradsurg.transforms.chain import Chain
 from gradsurg.transforms.error_feedback import ErrorFeedback
 from gradsurg.transforms.norm_matched import NormMatched
@@ -42,7 +42,7 @@ def backward(model: nn.Module) -> dict[str, Tensor]:
 
 
 def drawn(site: str, outputs: int, inputs: int) -> Tensor:
-    generator = Context(site).generator(torch.device("cpu"), anew=False)
+    generator = TransformContext(site).generator(torch.device("cpu"), anew=False)
     weights = torch.empty(outputs, inputs)
     return weights.uniform_(-(inputs**-0.5), inputs**-0.5, generator=generator).double()
 
@@ -97,14 +97,14 @@ class Seen(Stateless):
         self.entered: list[tuple[Tensor | None, ...]] = []
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         return frozenset({"deterministic"})
 
     @property
     def needs(self) -> frozenset[Need]:
         return frozenset({"entering"} if self.asks else ())
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         self.entered.append(context.entering)
         return grad
 
@@ -206,7 +206,7 @@ def test_feedback_weights_act_where_a_product_takes_an_input(at: Selector) -> No
 
 
 def test_what_enters_and_what_leaves_must_be_of_the_same_examples() -> None:
-    context = Context("a", entering=(torch.ones(2, 3),))
+    context = TransformContext("a", entering=(torch.ones(2, 3),))
     with pytest.raises(
         ValueError, match=r"at the site 'a' what leaves, of shape \[4, 5\], must be"
     ):
@@ -264,14 +264,14 @@ def test_a_layer_that_is_called_twice_has_one_matrix(transform: Transform, at: S
         """What the transform makes of ones."""
 
         @property
-        def properties(self) -> frozenset[Property]:
+        def properties(self) -> frozenset[TransformProperty]:
             return frozenset()
 
         @property
         def needs(self) -> frozenset[Need]:
             return transform.needs
 
-        def apply(self, grad: Tensor, context: Context) -> Tensor:
+        def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
             flow = SimpleNamespace(error=torch.ones(1, 5), task="")
             ones = replace(context, flow=flow, entering=(torch.ones(1, 5),))
             kept.append(transform.update(grad, {}, ones)[0])
@@ -285,7 +285,7 @@ def test_a_layer_that_is_called_twice_has_one_matrix(transform: Transform, at: S
 
 def test_the_numbers_of_a_call_are_not_those_of_a_name() -> None:
     def draw(site: str) -> Tensor:
-        generator = Context(site).generator(torch.device("cpu"), anew=False)
+        generator = TransformContext(site).generator(torch.device("cpu"), anew=False)
         return torch.rand(3, generator=generator)
 
     assert torch.equal(draw("b#2/h#0"), draw("b#2/h#1"))
@@ -380,7 +380,9 @@ def test_a_model_that_returns_two_tensors_has_no_one_error() -> None:
 
 def test_a_larger_scale_is_that_many_times_the_result() -> None:
     one, three = (
-        gs.FeedbackWeights(scale).apply(torch.ones(2, 5), Context(entering=(torch.ones(2, 3),)))
+        gs.FeedbackWeights(scale).apply(
+            torch.ones(2, 5), TransformContext(entering=(torch.ones(2, 3),))
+        )
         for scale in (1.0, 3.0)
     )
     torch.testing.assert_close(three, 3 * one)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradsurg.transforms.add_noise import AddNoise
 from gradsurg.transforms.agc import AGC
-from gradsurg.transforms.base import Context, Transform, init_all, update_all
+from gradsurg.transforms.base import Transform, TransformContext, init_all, update_all
 from gradsurg.transforms.centralize import Centralize
 from gradsurg.transforms.clip import Clip
 from gradsurg.transforms.clip_global_norm import ClipGlobalNorm
@@ -22,7 +22,7 @@ from tests.cases import INF, NAN
 
 
 def act(transform: Transform, grad: Tensor, value: Tensor | None = None, step: int = 0) -> Tensor:
-    context = Context("a.weight", step, value)
+    context = TransformContext("a.weight", step, value)
     return transform.update(grad, transform.init(grad), context)[0]
 
 
@@ -140,7 +140,7 @@ def test_low_pass_is_the_recursion_of_the_paper() -> None:
     state = transform.init(grads[0])
     m = grads[0].tolist()
     for step, grad in enumerate(grads):
-        result, state = transform.update(grad, state, Context(step=step))
+        result, state = transform.update(grad, state, TransformContext(step=step))
         if step:
             m = [0.9 * old + 0.1 * new for old, new in zip(m, grad.tolist(), strict=True)]
         expected = [g + 2.0 * old for g, old in zip(grad.tolist(), m, strict=True)]
@@ -152,7 +152,7 @@ def test_low_pass_of_a_constant_is_three_times_it_at_every_step() -> None:
     grad = torch.ones(2)
     state = transform.init(grad)
     for step in range(4):
-        result, state = transform.update(grad, state, Context(step=step))
+        result, state = transform.update(grad, state, TransformContext(step=step))
         torch.testing.assert_close(result, torch.full((2,), 3.0))
 
 
@@ -240,5 +240,5 @@ def test_scale_by_sign_says_that_it_needs_the_value() -> None:
 
 
 def group(transform: Transform, grads: list[Tensor]) -> list[Tensor]:
-    contexts = [Context(f"site{index}") for index in range(len(grads))]
+    contexts = [TransformContext(f"site{index}") for index in range(len(grads))]
     return update_all(transform, grads, init_all(transform, grads), contexts)[0]

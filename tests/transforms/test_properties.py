@@ -11,7 +11,13 @@ from gradsurg.testing import check_transform
 from gradsurg.testing.transform_properties import LAWS
 from gradsurg.transforms.add_noise import AddNoise
 from gradsurg.transforms.agc import AGC
-from gradsurg.transforms.base import Context, Property, State, Stateless, Transform
+from gradsurg.transforms.base import (
+    Stateless,
+    Transform,
+    TransformContext,
+    TransformProperty,
+    TransformState,
+)
 from gradsurg.transforms.centralize import Centralize
 from gradsurg.transforms.chain import Chain
 from gradsurg.transforms.clamp import Clamp
@@ -113,25 +119,27 @@ def test_every_declared_law_holds_on_many_more(transform: Transform) -> None:
 
 
 def test_every_law_has_its_assertion() -> None:
-    assert set(LAWS) == set(get_args(Property))
+    assert set(LAWS) == set(get_args(TransformProperty))
 
 
 class Liar(Stateless):
     """Declares one law it breaks."""
 
-    def __init__(self, law: Property, breaks: Callable[[Tensor, Context], Tensor]) -> None:
-        self.law: Property = law
+    def __init__(
+        self, law: TransformProperty, breaks: Callable[[Tensor, TransformContext], Tensor]
+    ) -> None:
+        self.law: TransformProperty = law
         self.breaks = breaks
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         return frozenset({self.law})
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         return self.breaks(grad, context)
 
 
-def drawn(grad: Tensor, context: Context) -> Tensor:
+def drawn(grad: Tensor, context: TransformContext) -> Tensor:
     return grad * torch.rand((), generator=context.generator(grad.device), dtype=grad.dtype)
 
 
@@ -162,13 +170,15 @@ class Difference(Transform):
     """Linear in its whole past, not in one gradient."""
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         return frozenset({"linear"})
 
-    def init(self, grad: Tensor) -> State:
+    def init(self, grad: Tensor) -> TransformState:
         return {"last": torch.zeros_like(grad)}
 
-    def update(self, grad: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+    def update(
+        self, grad: Tensor, state: TransformState, context: TransformContext
+    ) -> tuple[Tensor, TransformState]:
         return grad - state["last"], {"last": grad.clone()}
 
 

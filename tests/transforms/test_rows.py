@@ -10,7 +10,7 @@ import torch
 from gradsurg.plugins import registry
 from gradsurg.plugins.fields import FieldError
 from gradsurg.testing.contexts import context_with
-from gradsurg.transforms.base import Context
+from gradsurg.transforms.base import TransformContext
 from gradsurg.transforms.chain import Chain
 from tests.cases import CONFIGS, ROWS, Row, build, config, names
 
@@ -20,7 +20,7 @@ def test_a_transform_gives_what_its_row_says(row: Row) -> None:
     transform = build(row.name, row.fields)
     grad = torch.tensor(row.grad)
     value = None if row.value is None else torch.tensor(row.value)
-    context = Context(site="a.weight", step=row.step, value=value)
+    context = TransformContext(site="a.weight", step=row.step, value=value)
     if row.beside is not None:
         context = context_with(torch.tensor(row.beside))
     result, _ = transform.update(grad, transform.init(grad), context)

@@ -10,7 +10,13 @@ from torch import Tensor
 
 from gradsurg.plugins.fields import FieldError
 from gradsurg.transforms.add_noise import AddNoise
-from gradsurg.transforms.base import Context, Function, Transform, init_all, update_all
+from gradsurg.transforms.base import (
+    FunctionTransform,
+    Transform,
+    TransformContext,
+    init_all,
+    update_all,
+)
 from gradsurg.transforms.chain import Chain
 from gradsurg.transforms.clip import Clip
 from gradsurg.transforms.clip_global_norm import ClipGlobalNorm
@@ -28,11 +34,11 @@ from gradsurg.transforms.zero import Zero
 from tests.cases import INF, NAN
 
 GRADS = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])]
-CONTEXTS = [Context("a"), Context("b")]
+CONTEXTS = [TransformContext("a"), TransformContext("b")]
 
 
 def act(transform: Transform, grad: Tensor, step: int = 0) -> Tensor:
-    return transform.update(grad, transform.init(grad), Context("a.weight", step))[0]
+    return transform.update(grad, transform.init(grad), TransformContext("a.weight", step))[0]
 
 
 def test_a_chain_runs_its_links_in_order() -> None:
@@ -75,7 +81,7 @@ def test_a_chain_refuses_what_is_no_transform() -> None:
 
 def test_a_chain_takes_plain_functions_and_then_knows_no_laws() -> None:
     chain = Chain(Scale(2.0), torch.neg)
-    assert isinstance(chain.links[1], Function)
+    assert isinstance(chain.links[1], FunctionTransform)
     assert chain.properties == frozenset()
     assert act(chain, torch.tensor([1.0])).item() == -2.0
 
@@ -96,9 +102,9 @@ def test_each_link_of_a_chain_has_a_state_of_its_own() -> None:
     first, second = GrokfastEMA(0.5, 1.0), GrokfastEMA(0.5, 1.0)
     states = [first.init(grads[0]), second.init(grads[0])]
     for grad in grads:
-        result, state = chain.update(grad, state, Context())
-        middle, states[0] = first.update(grad, states[0], Context())
-        expected, states[1] = second.update(10 * middle, states[1], Context())
+        result, state = chain.update(grad, state, TransformContext())
+        middle, states[0] = first.update(grad, states[0], TransformContext())
+        expected, states[1] = second.update(10 * middle, states[1], TransformContext())
         torch.testing.assert_close(result, expected)
 
 
@@ -149,8 +155,8 @@ def test_a_schedule_is_exact_at_both_ends() -> None:
 def test_a_schedule_keeps_the_state_of_its_part_warm() -> None:
     scheduled = Scheduled(GrokfastEMA(0.5, 1.0), begin=1, steps=1)
     state = scheduled.init(torch.zeros(1))
-    _, state = scheduled.update(torch.tensor([2.0]), state, Context(step=0))
-    result, _ = scheduled.update(torch.tensor([4.0]), state, Context(step=2))
+    _, state = scheduled.update(torch.tensor([2.0]), state, TransformContext(step=0))
+    result, _ = scheduled.update(torch.tensor([4.0]), state, TransformContext(step=2))
     assert result.item() == 4.0 + (0.5 * 2.0 + 0.5 * 4.0)
 
 
@@ -172,9 +178,9 @@ def test_a_schedule_takes_a_group() -> None:
 def test_error_feedback_adds_what_was_left_out() -> None:
     feedback = ErrorFeedback(Mask(0.5))
     state = feedback.init(torch.zeros(2))
-    first, state = feedback.update(torch.tensor([4.0, 3.0]), state, Context(step=0))
-    second, state = feedback.update(torch.tensor([1.0, 1.0]), state, Context(step=1))
-    third, state = feedback.update(torch.tensor([0.0, 0.0]), state, Context(step=2))
+    first, state = feedback.update(torch.tensor([4.0, 3.0]), state, TransformContext(step=0))
+    second, state = feedback.update(torch.tensor([1.0, 1.0]), state, TransformContext(step=1))
+    third, state = feedback.update(torch.tensor([0.0, 0.0]), state, TransformContext(step=2))
     assert [first.tolist(), second.tolist(), third.tolist()] == [[4.0, 0.0], [0.0, 4.0], [1.0, 0.0]]
     assert state["error.0"].tolist() == [0.0, 0.0]
 
@@ -183,7 +189,7 @@ def test_error_feedback_loses_nothing_by_rounding() -> None:
     feedback, grad = ErrorFeedback(Scale(1.0)), torch.ones(1, dtype=torch.bfloat16)
     state = feedback.init(grad)
     state["error.0"] = torch.tensor([0.001])  # there is no 1.001 in bfloat16
-    result, state = feedback.update(grad, state, Context())
+    result, state = feedback.update(grad, state, TransformContext())
     assert result.dtype == torch.bfloat16
     assert result.item() == 1.0
     torch.testing.assert_close(state["error.0"], torch.tensor([0.001]), atol=1e-6, rtol=0)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import gradsurg as gs
 from gradsurg.plugins.fields import validated
-from gradsurg.transforms.base import Context, Property, Stateless
-from gradsurg.triggers.base import Clock, Fires, Moment, Sourced
+from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
+from gradsurg.triggers.base import Clock, Decision, TensorTrigger, TriggerContext
 from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train
 
 YES, NO = torch.tensor(True), torch.tensor(False)
@@ -22,10 +22,10 @@ class Says(gs.Trigger):
     """Says what it was told to, and counts how often it was asked."""
 
     answer: Any
-    asked: list[Moment] = field(default_factory=list, compare=False)
+    asked: list[TriggerContext] = field(default_factory=list, compare=False)
 
-    def fires(self, moment: Moment) -> Fires:
-        self.asked.append(moment)
+    def fires(self, context: TriggerContext) -> Decision:
+        self.asked.append(context)
         return self.answer
 
 
@@ -42,15 +42,15 @@ class Counts(Stateless):
         self.calls = 0
 
     @property
-    def properties(self) -> frozenset[Property]:
+    def properties(self) -> frozenset[TransformProperty]:
         return frozenset({"linear"})
 
-    def apply(self, grad: Tensor, context: Context) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         self.calls += 1
         return grad * 2
 
 
-def _plain(fires: Fires) -> object:
+def _plain(fires: Decision) -> object:
     return ("device", bool(fires)) if isinstance(fires, Tensor) else fires
 
 
@@ -78,20 +78,20 @@ DEVICE = ("device", True), ("device", False)
     ],
 )
 def test_three_values_and_those_of_the_device(
-    one: Fires, other: Fires, both: object, either: object
+    one: Decision, other: Decision, both: object, either: object
 ) -> None:
     for pair in ((one, other), (other, one)):
         first, second = (Says(answer) for answer in pair)
-        assert _plain((first & second).fires(Moment(Clock()))) == both
-        assert _plain((first | second).fires(Moment(Clock()))) == either
+        assert _plain((first & second).fires(TriggerContext(Clock()))) == both
+        assert _plain((first | second).fires(TriggerContext(Clock()))) == either
 
 
 @pytest.mark.parametrize(
     ("answer", "opposite"),
     [(True, False), (False, True), (None, None), (YES, DEVICE[1]), (NO, DEVICE[0])],
 )
-def test_the_opposite_of_each(answer: Fires, opposite: object) -> None:
-    assert _plain((~Says(answer)).fires(Moment(Clock()))) == opposite
+def test_the_opposite_of_each(answer: Decision, opposite: object) -> None:
+    assert _plain((~Says(answer)).fires(TriggerContext(Clock()))) == opposite
 
 
 @pytest.mark.parametrize("looks_first", [True, False])
@@ -99,19 +99,19 @@ def test_what_the_host_has_decided_spares_the_device_its_work(looks_first: bool)
     for answer, combine in ((False, gs.AllOf), (True, gs.AnyOf)):
         host, device = Says(answer), Looks(YES)
         combined = combine((device, host) if looks_first else (host, device))
-        assert combined.fires(Moment(Clock())) is answer
+        assert combined.fires(TriggerContext(Clock())) is answer
         assert (len(host.asked), len(device.asked)) == (1, 0)
 
 
 def test_it_does_so_from_inside_other_combinations_too() -> None:
     device, other = Looks(YES), Looks(NO)
     trigger = (~device | (other & Says(True))) & Says(False)
-    assert trigger.fires(Moment(Clock())) is False
+    assert trigger.fires(TriggerContext(Clock())) is False
     assert device.asked == other.asked == []
 
 
 def _measured(trigger: Says) -> int:
-    return sum(moment.grad is not None for moment in trigger.asked)
+    return sum(context.grad is not None for context in trigger.asked)
 
 
 def test_where_the_host_says_no_neither_transform_nor_measurement_is_called() -> None:
@@ -143,8 +143,8 @@ class Loud(gs.Trigger):
 
     bound: float = 0.0
 
-    def fires(self, moment: Moment) -> Fires:
-        return None if moment.grad is None else moment.grad.abs().max() > self.bound
+    def fires(self, context: TriggerContext) -> Decision:
+        return None if context.grad is None else context.grad.abs().max() > self.bound
 
 
 class Twice(gs.Trigger):
@@ -153,11 +153,11 @@ class Twice(gs.Trigger):
     def __init__(self, count: int = 2) -> None:
         self.count = count
 
-    def fires(self, moment: Moment) -> Fires:
-        if moment.site is None or moment.grad is None:
+    def fires(self, context: TriggerContext) -> Decision:
+        if context.site is None or context.grad is None:
             return None
-        seen = moment.state.get("seen", torch.zeros((), dtype=torch.int64))
-        moment.state["seen"] = seen + 1
+        seen = context.state.get("seen", torch.zeros((), dtype=torch.int64))
+        context.state["seen"] = seen + 1
         return seen < self.count
 
 
@@ -211,8 +211,8 @@ def test_what_is_no_answer_is_refused(answer: object, found: str, later: bool) -
         def __repr__(self) -> str:
             return "Wrong()"
 
-        def fires(self, moment: Moment) -> Any:
-            return None if later and moment.site is None else answer
+        def fires(self, context: TriggerContext) -> Any:
+            return None if later and context.site is None else answer
 
     model = small()
     message = "Wrong(): fires() must say True, False, None or a bool tensor of no dimension, "
@@ -229,7 +229,7 @@ def test_what_is_no_answer_is_refused(answer: object, found: str, later: bool) -
 )
 def test_what_is_no_answer_is_refused_in_a_combination_too(combine: Any, first: gs.Trigger) -> None:
     class Wrong(gs.Trigger):
-        def fires(self, moment: Moment) -> Any:
+        def fires(self, context: TriggerContext) -> Any:
             return "yes"
 
     model = small()
@@ -257,8 +257,8 @@ def test_what_a_trigger_raises_is_told_with_its_place(later: bool, note: str) ->
         def __repr__(self) -> str:
             return "Broken()"
 
-        def fires(self, moment: Moment) -> Fires:
-            if later and moment.site is None:
+        def fires(self, context: TriggerContext) -> Decision:
+            if later and context.site is None:
                 return None
             raise ZeroDivisionError("mine")
 
@@ -273,17 +273,17 @@ def test_what_a_trigger_raises_is_told_with_its_place(later: bool, note: str) ->
 
 
 def test_a_users_trigger_may_look_at_a_source() -> None:
-    class Wide(Sourced):
+    class Wide(TensorTrigger):
         source = "output:act"
 
-        def look(self, tensor: Tensor) -> object:
+        def observe(self, tensor: Tensor) -> object:
             return tensor  # it can look at nothing that holds the graph
 
-        def judge(self, look: object, moment: Moment) -> bool | Tensor:
-            assert isinstance(look, Tensor)
-            assert not look.requires_grad
-            assert look.grad_fn is None
-            return look.shape[1] == 5
+        def decide(self, observation: object, context: TriggerContext) -> bool | Tensor:
+            assert isinstance(observation, Tensor)
+            assert not observation.requires_grad
+            assert observation.grad_fn is None
+            return observation.shape[1] == 5
 
     model = small()
     with attached(model, gs.Scale(1.0), gs.Parameters("last.bias"), when=Wide()) as live:
@@ -295,8 +295,8 @@ def test_a_users_trigger_may_look_at_a_source() -> None:
 @pytest.mark.parametrize("answer", [YES, NO], ids=["yes", "no"])
 def test_an_answer_of_the_device_changes_a_group_as_a_whole_or_not(answer: Tensor) -> None:
     class Late(gs.Trigger):
-        def fires(self, moment: Moment) -> Fires:
-            return None if moment.site is None else answer
+        def fires(self, context: TriggerContext) -> Decision:
+            return None if context.site is None else answer
 
     model, plain = small(), small()
     optimizer, other = sgd(model), sgd(plain)
@@ -312,8 +312,8 @@ def test_a_group_with_a_state_keeps_it_where_the_device_says_no() -> None:
     answers = [True, False, True]
 
     class Late(gs.Trigger):
-        def fires(self, moment: Moment) -> Fires:
-            return None if moment.site is None else torch.tensor(answers[moment.step])
+        def fires(self, context: TriggerContext) -> Decision:
+            return None if context.site is None else torch.tensor(answers[context.step])
 
     def norms(when: gs.Trigger) -> list[float]:
         model = small()
@@ -331,8 +331,8 @@ def test_a_group_with_a_state_keeps_it_where_the_device_says_no() -> None:
 
     @validated
     class Only(gs.Trigger):
-        def fires(self, moment: Moment) -> Fires:
-            return answers[moment.step % 3]
+        def fires(self, context: TriggerContext) -> Decision:
+            return answers[context.step % 3]
 
     assert norms(Late()) == norms(Only())
     assert norms(Late()) != norms(gs.Always())
@@ -344,8 +344,8 @@ def test_a_group_with_a_state_keeps_its_members() -> None:
     transform = gs.NormMatched(gs.Chain(gs.GrokfastEMA(), gs.ClipGlobalNorm(1.0)))
 
     class First(gs.Trigger):
-        def fires(self, moment: Moment) -> Fires:
-            return None if moment.site is None else not moment.step or "bias" in moment.site
+        def fires(self, context: TriggerContext) -> Decision:
+            return None if context.site is None else not context.step or "bias" in context.site
 
     with (
         pytest.raises(RuntimeError, match=r"members must stay the same: at first .*, now "),

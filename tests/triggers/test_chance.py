@@ -4,12 +4,14 @@ import pytest
 import torch
 
 import gradsurg as gs
-from gradsurg.triggers.base import Clock, Moment
+from gradsurg.triggers.base import Clock, TriggerContext
 from tests.nets import attached, sgd, small, train
 
 
 def _steps(trigger: gs.Trigger, seed: int = 0, site: str = "a", steps: int = 400) -> list[bool]:
-    return [trigger.fires(Moment(Clock(step), seed, site=site)) is True for step in range(steps)]
+    return [
+        trigger.fires(TriggerContext(Clock(step), seed, site=site)) is True for step in range(steps)
+    ]
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, 1.0])
@@ -35,8 +37,8 @@ def test_what_fires_with_a_small_probability_fires_with_a_larger_one() -> None:
 
 
 def test_per_site_has_to_know_the_site() -> None:
-    assert gs.Probability(0.5, "site").fires(Moment(Clock())) is None
-    assert gs.Probability(0.5).fires(Moment(Clock())) in (True, False)
+    assert gs.Probability(0.5, "site").fires(TriggerContext(Clock())) is None
+    assert gs.Probability(0.5).fires(TriggerContext(Clock())) in (True, False)
 
 
 def _fired(per, label: str, steps: int = 20) -> list[list[bool]]:

@@ -5,7 +5,7 @@ import torch
 
 import gradsurg as gs
 from gradsurg.sites.base import Selector
-from gradsurg.triggers.base import Clock, Moment
+from gradsurg.triggers.base import Clock, TriggerContext
 from tests.nets import attached, backward, gradients, sgd, small, train
 
 
@@ -40,13 +40,13 @@ from tests.nets import attached, backward, gradients, sgd, small, train
     ids=repr,
 )
 def test_a_trigger_fires_at_its_steps(trigger: gs.Trigger, steps: list[int]) -> None:
-    assert [step for step in range(8) if trigger.fires(Moment(Clock(step)))] == steps
+    assert [step for step in range(8) if trigger.fires(TriggerContext(Clock(step)))] == steps
 
 
 def test_each_step_is_of_one_phase() -> None:
     phases = [gs.Phase(name, warm_up=2, fine_tune=5) for name in ("warm_up", "train", "fine_tune")]
     for step in range(8):
-        assert sum(bool(phase.fires(Moment(Clock(step)))) for phase in phases) == 1
+        assert sum(bool(phase.fires(TriggerContext(Clock(step)))) for phase in phases) == 1
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import yaml
 import gradsurg as gs
 from gradsurg.plugins.fields import FieldError
 from gradsurg.plugins.registry import find, names
-from gradsurg.triggers.base import Clock, Moment
+from gradsurg.triggers.base import Clock, TriggerContext
 
 KINDS = [find("triggers", stem) for stem in names("triggers")]
 CONFIGS = sorted((Path(__file__).parents[2] / "conf" / "when").glob("*.yaml"))
@@ -113,7 +113,7 @@ def test_a_trigger_is_a_value(one: gs.Trigger, same: gs.Trigger) -> None:
     assert one == same
     assert hash(one) == hash(same)
     assert repr(one) == repr(same)
-    one.fires(Moment(Clock()))  # what it was asked is no part of it
+    one.fires(TriggerContext(Clock()))  # what it was asked is no part of it
     assert (one == same, hash(one) == hash(same), repr(one) == repr(same)) == (True,) * 3
     assert [other for other, _ in EACH if other == one] == [one]
     assert eval(repr(one), {kind.__name__: kind for kind in KINDS}) == one

@@ -1,4 +1,4 @@
-"""Flag: a switch that is flipped from outside, at any moment."""
+"""Flag: a switch that is flipped from outside, at any context."""
 
 import threading
 from typing import Any

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.sites.base import Selector
-from gradsurg.triggers.base import Clock, Moment
+from gradsurg.triggers.base import Clock, TriggerContext
 from tests.nets import attached
 
 
@@ -25,11 +25,11 @@ from tests.nets import attached
     ],
 )
 def test_the_depth_is_that_of_the_module(site: str, depth: int) -> None:
-    moment = Moment(Clock(), site=site)
-    exactly = [number for number in range(6) if gs.Depth(number, number).fires(moment)]
+    context = TriggerContext(Clock(), site=site)
+    exactly = [number for number in range(6) if gs.Depth(number, number).fires(context)]
     assert exactly == [depth]
-    assert gs.Depth(low=depth).fires(moment) is True
-    assert gs.Depth(low=depth + 1).fires(moment) is False
+    assert gs.Depth(low=depth).fires(context) is True
+    assert gs.Depth(low=depth + 1).fires(context) is False
 
 
 @pytest.mark.parametrize(
@@ -45,15 +45,15 @@ def test_the_depth_is_that_of_the_module(site: str, depth: int) -> None:
     ],
 )
 def test_the_index_is_the_last_number_in_the_modules_name(site: str, number: int | None) -> None:
-    moment = Moment(Clock(), site=site)
-    exactly = [start for start in range(20) if gs.Index(start, start + 1).fires(moment)]
+    context = TriggerContext(Clock(), site=site)
+    exactly = [start for start in range(20) if gs.Index(start, start + 1).fires(context)]
     assert exactly == ([] if number is None else [number])
-    assert gs.Index(start=2).fires(moment) is (number is not None and number >= 2)
+    assert gs.Index(start=2).fires(context) is (number is not None and number >= 2)
 
 
 @pytest.mark.parametrize("trigger", [gs.Depth(), gs.Index()])
 def test_when_a_step_begins_the_place_is_not_known(trigger: gs.Trigger) -> None:
-    assert trigger.fires(Moment(Clock())) is None
+    assert trigger.fires(TriggerContext(Clock())) is None
 
 
 class Double(nn.Module):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.transforms.base import Context, Property, State, Transform
-from gradsurg.triggers.base import Clock, Moment, Sourced
+from gradsurg.transforms.base import Transform, TransformContext, TransformProperty, TransformState
+from gradsurg.triggers.base import Clock, TensorTrigger, TriggerContext
 from tests.nets import attached, backward, gradients, sgd, small, train
 
 NAN = float("nan")
@@ -28,11 +28,11 @@ class Sums(nn.Module):
         return (self.w * x).sum()
 
 
-def _look(trigger: Sourced, tensor: Tensor) -> float:
-    look = trigger.look(tensor)
-    assert isinstance(look, Tensor)
-    assert look.ndim == 0
-    return look.item()
+def _look(trigger: TensorTrigger, tensor: Tensor) -> float:
+    observation = trigger.observe(tensor)
+    assert isinstance(observation, Tensor)
+    assert observation.ndim == 0
+    return observation.item()
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_half_precision_is_measured_in_single(dtype: torch.dtype, measure, expec
     # The sums of 90000 entries and of their squares are over what a float16 can hold.
     tensor = torch.full((90000,), 300.0, dtype=dtype)
     assert _look(gs.Threshold(0.0, measure), tensor) == pytest.approx(expected, rel=1e-3)
-    assert gs.Threshold(0.0, measure).look(tensor.double()).dtype is torch.float64  # pyright: ignore[reportAttributeAccessIssue]
+    assert gs.Threshold(0.0, measure).observe(tensor.double()).dtype is torch.float64  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize(
@@ -107,9 +107,9 @@ def test_half_precision_is_measured_in_single(dtype: torch.dtype, measure, expec
     ],
 )
 def test_all_of_one_sign(values: list[float], same: bool) -> None:
-    look = gs.AllSameSign().look(torch.tensor(values))
-    assert isinstance(look, Tensor)
-    assert (look.dtype, look.ndim, look.item()) == (torch.bool, 0, same)
+    observation = gs.AllSameSign().observe(torch.tensor(values))
+    assert isinstance(observation, Tensor)
+    assert (observation.dtype, observation.ndim, observation.item()) == (torch.bool, 0, same)
 
 
 @pytest.mark.parametrize(
@@ -123,10 +123,10 @@ def test_all_of_one_sign(values: list[float], same: bool) -> None:
         (gs.Shape(above=7, dim=1), []),
     ],
 )
-def test_a_shape_is_between_its_bounds(trigger: Sourced, sizes: list[int]) -> None:
+def test_a_shape_is_between_its_bounds(trigger: TensorTrigger, sizes: list[int]) -> None:
     fired = []
     for size in range(5):
-        fires = trigger.judge(trigger.look(torch.zeros(size, 7)), Moment(Clock()))
+        fires = trigger.decide(trigger.observe(torch.zeros(size, 7)), TriggerContext(Clock()))
         assert isinstance(fires, bool)  # the host knows it
         fired += [size] * fires
     assert fired == sizes
@@ -425,13 +425,15 @@ def test_a_state_that_init_has_not_made_cannot_stay() -> None:
             return "Grows()"
 
         @property
-        def properties(self) -> frozenset[Property]:
+        def properties(self) -> frozenset[TransformProperty]:
             return frozenset()
 
-        def init(self, grad: Tensor) -> State:
+        def init(self, grad: Tensor) -> TransformState:
             return {}
 
-        def update(self, grad: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+        def update(
+            self, grad: Tensor, state: TransformState, context: TransformContext
+        ) -> tuple[Tensor, TransformState]:
             return grad * 2, {"last": grad}
 
     with pytest.raises(TypeError, match=r"Grows\(\) has a state of last and began with none"):
