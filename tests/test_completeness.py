@@ -47,7 +47,7 @@ def missing(root: Path) -> list[str]:
             place = f"conf/{group}/{stem}.yaml"
             config = yaml.safe_load(path.read_text())
             said += [f"{place} {fault}" for fault in _faults(group, stem, config, classes)]
-    for path in sorted((root / "conf").glob("*/*.yaml")):
+    for path in (*sorted(root.glob("conf/*/*.yaml")), *sorted(root.glob("experiments/*/conf/*/*"))):
         text = path.read_text()
         head = text.removeprefix("# @package _global_\n")
         first, names = head.partition("\n")[0], {path.stem, *yaml.safe_load(text)}

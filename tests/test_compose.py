@@ -15,6 +15,7 @@ from hydra import initialize_config_dir
 
 from gradsurg.config import compose
 from gradsurg.config.faults import ConfigError
+from gradsurg.config.options import CONFIG_DIRS
 from gradsurg.effects.ledger import SurgeryWarning
 
 # The line of tests/theirs.py that raises.
@@ -543,7 +544,9 @@ def test_a_dotted_path_stands_under_its_last_name_in_snake_case() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "path", sorted(compose.CONFIG_DIR.glob("*/*.yaml")), ids=lambda path: path.stem
+    "path",
+    sorted(path for folder in CONFIG_DIRS for path in folder.glob("*/*.yaml")),
+    ids=lambda path: path.stem,
 )
 def test_the_command_in_the_first_line_of_a_yaml_file_is_right(path: Path) -> None:
     first = path.read_text().removeprefix("# @package _global_\n").splitlines()[0]

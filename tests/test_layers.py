@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "gradsurg"
 
 FLOORS = (
-    ("torch_internals", "plugins", "stats"),
+    ("torch_internals", "plugins", "stats", "experiments"),
     ("transforms", "triggers", "aggregators", "models", "tasks", "loggers", "effects"),
     ("sites", "hooks", "testing"),
     ("multitask", "surgery"),

@@ -421,7 +421,7 @@ def test_a_full_form_that_is_not_there_is_told(reproduce: Reproduce) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"quick": ["nowhere"]}, ": there is no conf/experiment/nowhere.yaml. There are: simple_"),
+        ({"quick": ["nowhere"]}, ": there is no study 'nowhere'. There are: simple_"),
         ({"full": ["simple_transform"]}, "Did you mean 'simple_transforms'?"),
         ({"full": ["one", "two"]}, ": full: must be as many studies as quick, in the same order"),
         ({"claims": "x"}, ": claims: is not a field here."),

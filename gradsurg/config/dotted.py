@@ -1,19 +1,32 @@
-"""Dotted paths as options of a group: `model=my_module.make_model`."""
+"""Options of a group besides `conf/`: dotted paths, and the configs beside a paper's experiment."""
 
 from typing import Any
 
 from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
 from gradsurg.config.options import LISTS, key_of
+from gradsurg.experiments import config_dirs
 
 NO_HEADER: dict[str, str | None] = {"package": None}
 
 
 def register() -> None:
-    """Make Hydra know dotted paths; it keeps its sources in a registry of its own."""
+    """Register both sources of options with Hydra."""
     SourcesRegistry.instance().register(DottedSource)
+    Plugins.instance().register(ExperimentSearchPath)
+
+
+class ExperimentSearchPath(SearchPathPlugin):
+    """Add `experiments/<paper>/conf` of a checkout to Hydra's search path."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for folder in config_dirs():
+            search_path.append(folder.parent.name, f"file://{folder}")
 
 
 class DottedSource(ConfigSource):

@@ -7,6 +7,7 @@ from pathlib import Path
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
+from gradsurg.experiments import config_dirs as experiment_dirs
 from gradsurg.plugins.registry import snake
 
 LISTS = ("transform", "logger")
@@ -21,13 +22,14 @@ def _config_dir() -> Path:
 
 
 CONFIG_DIR = _config_dir()
+CONFIG_DIRS = (CONFIG_DIR, *experiment_dirs())
 
 
 def options_of(group: str, config_dirs: Sequence[str]) -> list[str]:
     """Their names; none if it is not a group."""
     if group.startswith("hydra/"):
         return GlobalHydra.instance().config_loader().get_group_options(group)
-    folders = [CONFIG_DIR, *map(Path, config_dirs)]
+    folders = [*CONFIG_DIRS, *map(Path, config_dirs)]
     return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
 
 
@@ -35,7 +37,7 @@ def content_of(group: str, name: str, config_dirs: Sequence[str]) -> str:
     """What an option holds, as it is typed on a command line."""
     if "." in name:
         return f"{{_target_: {name}}}"
-    files = [folder / group / f"{name}.yaml" for folder in (CONFIG_DIR, *map(Path, config_dirs))]
+    files = [folder / group / f"{name}.yaml" for folder in (*CONFIG_DIRS, *map(Path, config_dirs))]
     config = OmegaConf.load(next(file for file in files if file.is_file()))
     fields = OmegaConf.to_container(OmegaConf.select(config, name, default=config))
     return json.dumps(fields).replace('"', "")
@@ -53,7 +55,7 @@ def wrong_dirs(config_dirs: Sequence[str]) -> list[str]:
         if not path.is_dir():
             faults.append(f"--config-dir: there is no folder {path}")
         for file in sorted(path.glob("*/*.yaml")):
-            if (CONFIG_DIR / file.parent.name / file.name).is_file():
+            if any((own / file.parent.name / file.name).is_file() for own in CONFIG_DIRS):
                 faults.append(
                     f"--config-dir: {file} has the name of one of gradsurg's own and would not be "
                     "read; give it another"

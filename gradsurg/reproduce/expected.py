@@ -10,7 +10,7 @@ from pydantic import Field
 from gradsurg.plugins.fields import Contradiction, FieldError, nearest, validated
 
 FILE = "expected.yaml"
-STUDIES = Path("conf", "experiment")
+STUDIES = "conf/experiment/*.yaml"  # of the checkout, and of a paper's own folder
 
 Text = Annotated[str, Field(min_length=1)]
 Form = Literal["quick", "full"]
@@ -166,9 +166,9 @@ def read_expected(root: Path, paper: str) -> Expected:
     except FieldError as error:
         faults = (f"{field}: {text}" for field, text in error.faults)
         raise WrongExperiment("\n".join(f"{where}: {fault}" for fault in faults)) from error
-    there = [file.stem for file in sorted((root / STUDIES).glob("*.yaml"))]
+    there = sorted(file.stem for own in (root, path.parent) for file in own.glob(STUDIES))
     unknown = [study for study in (*expected.quick, *expected.full) if study not in there]
     if unknown:
-        said = (f"there is no {STUDIES / study}.yaml. {nearest(study, there)}" for study in unknown)
-        raise WrongExperiment("\n".join(f"{where}: {line}" for line in said))
+        lines = (f"there is no study '{study}'. {nearest(study, there)}" for study in unknown)
+        raise WrongExperiment("\n".join(f"{where}: {line}" for line in lines))
     return expected
