@@ -21,13 +21,13 @@ from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.loggers.base import Guarded, Logger
 from gradsurg.plugins.fields import told
 from gradsurg.plugins.pipes import outlive_readers
-from gradsurg.report.terminal import Runs, report
+from gradsurg.report.text import Runs, report
 from gradsurg.training.arms import Run
 from gradsurg.training.run_directory import ERROR
 from gradsurg.training.study import Record, execute
 
 if TYPE_CHECKING:
-    from gradsurg.report.study_report import StudyReport
+    from gradsurg.report.study import StudyReport
 
 FAILED = 1
 INTERRUPTED = 130
@@ -100,8 +100,8 @@ def job(config: DictConfig) -> None:
 def _conclude(found: Asked) -> bool:
     """What a sweep came to: its jobs, and the report of each study; whether all has finished."""
     # What reads a study is imported when there is something to read.
-    from gradsurg.report.overview import print_overview
-    from gradsurg.report.study_report import study_report
+    from gradsurg.report.study import study_report
+    from gradsurg.report.text import print_overview
 
     table, whole = ending(found.jobs)
     if found.news:
@@ -122,8 +122,8 @@ def _report_job(experiment: Experiment, news: bool) -> None:
     Figures take as long as some trainings, so they are drawn if they were asked for, and where an
     earlier report has some: those would be out of date.
     """
-    from gradsurg.report.study_report import study_report
-    from gradsurg.report.writing import figures_in
+    from gradsurg.report.export import figures_in
+    from gradsurg.report.study import study_report
 
     study = Path(experiment.settings.out) / experiment.settings.study
     figures = experiment.settings.report is True or bool(figures_in(study / "report"))
@@ -132,7 +132,7 @@ def _report_job(experiment: Experiment, news: bool) -> None:
 
 def _write(study: "StudyReport", loggers: Iterable[Guarded], figures: bool) -> None:
     """Write a study's report, say where, and tell the loggers."""
-    from gradsurg.report.writing import study_info, write_report
+    from gradsurg.report.export import study_info, write_report
 
     out = study.folder / "report"
     try:

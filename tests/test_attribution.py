@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gradsurg.config.faults import ConfigError
-from gradsurg.report.attribution import left_out
+from gradsurg.report.compare import left_out
 from gradsurg.training.run_directory import run_hash
 from tests import test_run
 from tests.test_build import built

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import gradsurg as gs
-from gradsurg.report.dead import dead_line
-from gradsurg.report.study_report import study_report
+from gradsurg.report.answer import dead_line
+from gradsurg.report.study import study_report
 from gradsurg.tasks.base import Classification, Data, Regression, Task
 from gradsurg.tasks.digits import Digits
 from gradsurg.training.learned import learned_nothing

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gradsurg.report.grouping import group
-from gradsurg.report.reading import Found
+from gradsurg.report.load import Found, group
 from gradsurg.reproduce import command
 from gradsurg.reproduce.expected import Drawing, papers, read_expected
 from gradsurg.reproduce.figures import draw

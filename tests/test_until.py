@@ -6,9 +6,9 @@ import pytest
 
 import gradsurg as gs
 from gradsurg.config.settings import Settings
-from gradsurg.report import terminal
-from gradsurg.report.study_report import study_report
-from gradsurg.report.terminal import Runs
+from gradsurg.report import text
+from gradsurg.report.study import study_report
+from gradsurg.report.text import Runs
 from gradsurg.tasks.digits import Digits
 from gradsurg.training.study import execute
 from gradsurg.training.until import Until
@@ -122,7 +122,7 @@ def test_the_report_says_who_reached_it_and_when(tmp_path) -> None:
     said = study_report(tmp_path / "study").answer
     folders = {name: sorted((tmp_path / "study").glob(f"{name}-*")) for name in ("zero", "none")}
     pairs = [Runs(*pair) for pair in zip(folders["zero"], folders["none"], strict=True)]
-    printed = terminal.report(pairs)
+    printed = text.report(pairs)
     assert "zero: 0 of 2 seeds reached test/loss <= 2.2." in printed
     assert "control: 2 of 2 seeds reached test/loss <= 2.2, at steps 5, 5." in printed
     assert "zero · label=zero: 0 of 2 seeds reached test/loss <= 2.2." in said

@@ -11,7 +11,7 @@ def summary(study: Path | str, only: Collection[str] | None = None) -> str:
     one sentence, if there are no such runs.
     """
     # The terminal's report of one job is imported from here too, and needs none of this.
-    from gradsurg.report.overview import overview
-    from gradsurg.report.study_report import study_report
+    from gradsurg.report.study import study_report
+    from gradsurg.report.text import overview
 
     return overview(study_report(Path(study), only, logs=False))

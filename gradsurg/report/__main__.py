@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradsurg.plugins.pipes import outlive_readers
-from gradsurg.report.overview import print_overview
-from gradsurg.report.reading import NotAStudy, Stamp, stamp
-from gradsurg.report.study_report import study_report
-from gradsurg.report.writing import write_report
+from gradsurg.report.export import write_report
+from gradsurg.report.load import NotAStudy, Stamp, stamp
+from gradsurg.report.study import study_report
+from gradsurg.report.text import print_overview
 
 WRONG_INPUT = 2
 EVERY = 3.0  # seconds between two looks

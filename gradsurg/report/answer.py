@@ -1,15 +1,31 @@
 """The answer, in one paragraph, and what to be careful about."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 
-from gradsurg.report.certainty import CLEAR, MAX_Q, MIN_FOR_P
-from gradsurg.report.dead import dead_line
-from gradsurg.report.grouping import Arm
-from gradsurg.report.outcomes import Outcome, repeats_line
-from gradsurg.report.reached import reached
-from gradsurg.report.reading import STATES, Found
-from gradsurg.report.wording import FEW, amount, answer, count, interval, listed, title
+from gradsurg.report.compare import (
+    CLEAR,
+    MAX_Q,
+    MIN_FOR_P,
+    Outcome,
+    beside_control,
+    p_text,
+    repeats_line,
+)
+from gradsurg.report.load import STATES, Arm, Found
+from gradsurg.report.wording import (
+    FEW,
+    Summary,
+    amount,
+    answer,
+    count,
+    interval,
+    listed,
+    title,
+    value,
+)
+from gradsurg.training.until import REACHED, STEP, UNTIL
 
 
 def states(runs: Sequence[Found]) -> dict[str, int]:
@@ -183,3 +199,143 @@ def _number_of(outcome: Outcome) -> str:
 
 def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
+
+
+ABOUT = "Outcomes are of the step at which each run has ended."
+
+
+def reached(arms: Sequence[Arm]) -> list[str]:
+    """A sentence for each arm that was trained until something: how many seeds, at which steps;
+    then how many steps sooner or later than its control it got there.
+
+    The last one says what that makes of the outcomes.
+    """
+    said = []
+    for arm in arms:
+        asked = _asked(arm)
+        if not asked:
+            continue
+        steps = sorted(summary[STEP] for summary in asked if summary[REACHED])
+        shown = ", ".join(str(step) for step in steps)
+        at = f", at step{'s' if len(steps) > 1 else ''} {shown}" if steps else ""
+        said.append(
+            f"{arm.name}: {len(steps)} of {len(asked)} seeds reached {asked[0][UNTIL]}{at}."
+        )
+    if not said:
+        return []
+    runs = {run.name: run for arm in arms for run in arm.whole}
+    compared = [_beside(one, runs) for one in beside_control(arms, STEP) if _asked(one.arm)]
+    return [*said, *(line for line in compared if line), ABOUT]
+
+
+def _asked(arm: Arm) -> list[Summary]:
+    return [run.summary for run in arm.whole if run.summary and REACHED in run.summary]
+
+
+def _beside(outcome: Outcome, runs: Mapping[str, Found]) -> str:
+    """The steps of an arm minus those of its control, of the seeds that got there in both, and how
+    many others there are; empty if nothing is beside it.
+    """
+    name, plain = outcome.arm.name, outcome.plain
+    others: Counter[str] = Counter()
+    for run in outcome.arm.whole:
+        other = runs.get(run.control or "")
+        if other is None or REACHED not in (other.summary or {}):
+            continue
+        plain = "control" if other.label == "none" else other.label.replace("_", "-")
+        match _got_there(run), _got_there(other):
+            case True, False:
+                others[f"in {name} alone"] += 1
+            case False, True:
+                others[f"in the {plain} arm alone"] += 1
+            case False, False:
+                others["in neither arm"] += 1
+    apart = [f"{count(number, 'seed')} got there {where}" for where, number in others.items()]
+    if not apart and outcome.difference is None:
+        return ""
+    apart += [f"{count(number, 'seed')} {state}" for state, number in outcome.states.items()]
+    if outcome.difference is None:
+        return f"{name}: no seed got there in both arms: {listed(apart)}."
+    q = f", q {p_text(outcome.q_value)}" if outcome.q_value is not None else ""
+    p = f" Sign-flip p {p_text(outcome.p_value)}{q}." if outcome.p_value is not None else ""
+    left = f" Left out: {listed(apart)}." if apart else ""
+    return f"{answer(name, plain, STEP, outcome.difference)}{p}{left}"
+
+
+def _got_there(run: Found) -> bool:
+    return bool((run.summary or {})[REACHED])
+
+
+def dead_line(name: str, summaries: Sequence[Summary]) -> str:
+    """One sentence on the runs of an arm that have ended; empty if each has learned something."""
+    whole = [summary for summary in summaries if summary["state"] == "finished"]
+    dead = [summary for summary in whole if summary.get("learned_nothing")]
+    if not dead:
+        return ""
+    found = dead[0]["learned_nothing"]
+    key = found["metric"]
+    reached = fmean(summary[key] for summary in dead)
+    beside = fmean(summary["learned_nothing"]["beside"] for summary in dead)
+    return (
+        f"{name}: training did not learn anything in {len(dead)} of {len(whole)} seeds: "
+        f"{title(key)} {value(key, reached)}, and {found['what']} {value(key, beside)}."
+    )
+
+
+def spread(key: str, values: Sequence[float]) -> str:
+    """The mean, and from where to where if there are more than one: `78.67% (76.00% to 80.00%)`."""
+    ends = f" ({value(key, min(values))} to {value(key, max(values))})"
+    return f"{value(key, fmean(values))}{ends if len(values) > 1 else ''}"
+
+
+def uncompared(arms: Sequence[Arm], outcomes: Sequence[Outcome]) -> list[Arm]:
+    """Arms with finished runs and no difference; a control only if nothing is compared at all."""
+    compared = {outcome.arm.name for outcome in outcomes if outcome.difference}
+    return [
+        arm
+        for arm in arms
+        if arm.whole and arm.name not in compared and not (arm.is_control and compared)
+    ]
+
+
+def alone_rows(arms: Sequence[Arm], metrics: Sequence[str]) -> list[list[str]]:
+    """Of each arm its name, the number of its finished runs, and the spread of each metric."""
+    rows = []
+    for arm in arms:
+        row = [arm.name, str(len(arm.whole))]
+        for key in metrics:
+            values = [run.summary[key] for run in arm.whole if run.summary and key in run.summary]
+            row.append(spread(key, values) if values else "-")
+        rows.append(row)
+    return rows
+
+
+def effort(runs: Sequence[Found]) -> list[str]:
+    """Training time and hardware, a sentence each, with how many runs they are of."""
+    ended = [run.summary for run in runs if run.summary]
+    times = [summary["time/train_s"] for summary in ended if summary.get("time/train_s")]
+    said = []
+    if times:
+        of = count(len(times), "run") if len(times) == len(runs) else _of(len(times), len(runs))
+        said.append(f"Trained for {duration(sum(times))} in all ({of}).")
+    places = Counter(str(summary["hardware"]) for summary in ended if summary.get("hardware"))
+    if len(places) == 1:
+        said.append(f"Hardware: {next(iter(places))}.")
+    elif places:
+        shown = [f"{place} ({count(number, 'run')})" for place, number in places.most_common()]
+        said.append(f"Hardware: {'; '.join(shown)}.")
+    return said
+
+
+def duration(seconds: float) -> str:
+    """`3.2 s`, `4 min 10 s`, `2 h 5 min`."""
+    if seconds < 60:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def _of(number: int, runs: int) -> str:
+    return f"{number} of {count(runs, 'run')}"

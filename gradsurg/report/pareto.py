@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from math import log10
 
-from gradsurg.report.grouping import Arm
-from gradsurg.report.reading import Found, canonical
+from gradsurg.report.load import Arm, Found, canonical
 from gradsurg.stats import Difference, paired_difference
 
 PART, LOSS = "test/", "loss"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradsurg.effects.tables import aligned
-from gradsurg.report.reading import NotAStudy
+from gradsurg.report.load import NotAStudy
 from gradsurg.reproduce.expected import (
     Drawing,
     Expected,

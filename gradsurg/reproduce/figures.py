@@ -8,10 +8,8 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from gradsurg.report.figures import STYLE
-from gradsurg.report.grouping import Arm, group
-from gradsurg.report.palette import ARMS
-from gradsurg.report.panels import per_cent
-from gradsurg.report.reading import Found
+from gradsurg.report.load import Arm, Found, group
+from gradsurg.report.pictures import ARMS, per_cent
 from gradsurg.report.wording import title
 from gradsurg.reproduce.expected import Drawing
 from gradsurg.reproduce.judging import outcome

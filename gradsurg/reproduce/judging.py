@@ -7,8 +7,7 @@ from math import floor, isfinite, log10
 from statistics import fmean
 from typing import Any
 
-from gradsurg.report.grouping import flat
-from gradsurg.report.reading import Found
+from gradsurg.report.load import Found, flat
 from gradsurg.reproduce.expected import Band, Expected
 from gradsurg.stats import paired_difference
 from gradsurg.training.run_directory import EFFECTS, METRICS, RunDirectory

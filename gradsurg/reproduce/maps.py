@@ -5,9 +5,8 @@ from typing import Any
 
 from matplotlib.figure import Figure, SubFigure
 
-from gradsurg.report.grouping import Arm
-from gradsurg.report.palette import ARMS, INK
-from gradsurg.report.reading import Found
+from gradsurg.report.load import Arm, Found
+from gradsurg.report.pictures import ARMS, INK
 from gradsurg.report.wording import title
 from gradsurg.training.run_directory import RunDirectory
 

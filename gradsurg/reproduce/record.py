@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradsurg.report.grouping import group
-from gradsurg.report.reading import Found
+from gradsurg.report.load import Found, group
 from gradsurg.reproduce.expected import Expected, Form
 from gradsurg.reproduce.judging import EFFECT, Judged, Studies, outcome, said_mean, verdict
 from gradsurg.training.until import REACHED

@@ -10,7 +10,7 @@ from statistics import median
 from gradsurg.config import compose
 from gradsurg.config.build import Experiment
 from gradsurg.config.faults import ConfigError
-from gradsurg.report.reading import Found, read_study
+from gradsurg.report.load import Found, read_study
 from gradsurg.reproduce.expected import WrongExperiment
 from gradsurg.reproduce.foreseen import Foreseen, foresee
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gradsurg.report.attribution import LeftOut, left_out, share
+from gradsurg.report.compare import LeftOut, left_out, share
 
 
 def config(*links: str, seed: int = 0, **more: Any) -> dict[str, Any]:

@@ -323,8 +323,8 @@ def test_a_watched_page_loads_itself_anew_and_keeps_its_place(
 ) -> None:
     from selenium.webdriver.support.ui import WebDriverWait
 
-    from gradsurg.report.page import page as html
-    from gradsurg.report.study_report import study_report
+    from gradsurg.report.html import page as html
+    from gradsurg.report.study import study_report
 
     study = studies.mixed(tmp_path / "first")
     assert all((path / FACTS).is_file() for path in study.iterdir())

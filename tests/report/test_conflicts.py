@@ -7,23 +7,23 @@ import numpy as np
 import polars as pl
 import pytest
 
-from gradsurg.report.conflict_data import conflict_data
-from gradsurg.report.conflict_figures import CONFLICT_FIGURES
-from gradsurg.report.conflict_text import WIDTH, conflict_text, others_line
 from gradsurg.report.conflicts import (
     MAX_PAIRS,
     MAX_TASKS,
     NUM_INTERVALS,
     ROUNDING,
+    WIDTH,
     ConflictMeans,
     conflict_means,
+    conflict_text,
+    others_line,
 )
-from gradsurg.report.overview import _conflicts, overview
-from gradsurg.report.page import page
-from gradsurg.report.reading import stamp
-from gradsurg.report.study_report import study_report
-from gradsurg.report.terminal import Runs, report
-from gradsurg.report.writing import study_info, write_report
+from gradsurg.report.export import study_info, write_report
+from gradsurg.report.figures import CONFLICT_FIGURES
+from gradsurg.report.html import conflict_data, page
+from gradsurg.report.load import stamp
+from gradsurg.report.study import study_report
+from gradsurg.report.text import Runs, conflict_tables, overview, report
 from gradsurg.training.frames import read_conflicts
 from gradsurg.training.run_directory import CONFLICTS, RunDirectory
 from tests.report import studies
@@ -295,7 +295,7 @@ def test_a_long_name_is_folded_before_the_table_is_cut_in_two(tmp_path: Path) ->
     place.append_conflicts(rows)
     studies.end(place, "mgda", 0.9)
     found = study_report(study)
-    (table,) = _conflicts(found, 100)
+    (table,) = conflict_tables(found, 100)
     assert len(table.columns) == 9
     text = overview(found)
     assert max(map(len, text.splitlines())) <= 100
@@ -328,7 +328,7 @@ def test_others_that_are_equal_in_all_that_is_shown_are_one_row(tmp_path: Path) 
 
 def test_a_narrow_terminal_gets_two_tables_and_nothing_is_cut(tmp_path: Path) -> None:
     found = study_report(studies.clashing(tmp_path / "first", 3))
-    whole, narrow = _conflicts(found, 100), _conflicts(found, 60)
+    whole, narrow = conflict_tables(found, 100), conflict_tables(found, 60)
     assert [len(table.columns) for table in whole] == [9]
     assert [len(table.columns) for table in narrow] == [6, 4]
     assert [table.row_count for table in narrow] == [2, 2]

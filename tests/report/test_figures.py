@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from gradsurg.report.figures import _curves, write_figures
-from gradsurg.report.outcome_figure import _limits, draw_outcome
-from gradsurg.report.study_report import study_report
+from gradsurg.report.figures import _curves, _limits, draw_outcome, write_figures
+from gradsurg.report.study import study_report
 from tests.report import studies
 
 

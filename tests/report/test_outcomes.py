@@ -6,20 +6,22 @@ from typing import cast
 
 import pytest
 
-from gradsurg.report.alone import alone_rows
-from gradsurg.report.answer import cautions, paragraph
-from gradsurg.report.attribution import share
-from gradsurg.report.certainty import about_tests
-from gradsurg.report.curves import curves, load_metrics
-from gradsurg.report.dose import doses
-from gradsurg.report.effect_series import effect_maps, load_effects, norms
-from gradsurg.report.effort import duration
-from gradsurg.report.grouping import group
-from gradsurg.report.outcomes import Outcome, compare, costs, shares, update_effects
-from gradsurg.report.overview import overview
-from gradsurg.report.page_data import page_data
-from gradsurg.report.reading import read_study
-from gradsurg.report.study_report import study_report
+from gradsurg.report.answer import alone_rows, cautions, duration, paragraph
+from gradsurg.report.compare import (
+    Outcome,
+    about_tests,
+    compare,
+    costs,
+    doses,
+    share,
+    shares,
+    update_effects,
+)
+from gradsurg.report.html import page_data
+from gradsurg.report.load import group, read_study
+from gradsurg.report.series import curves, effect_maps, load_effects, load_metrics, norms
+from gradsurg.report.study import study_report
+from gradsurg.report.text import overview
 from gradsurg.report.wording import FEW
 from gradsurg.stats import bca_interval
 from tests.report import studies

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from gradsurg.report.figures import write_figures
-from gradsurg.report.page_data import page_data
+from gradsurg.report.figures import draw_front, write_figures
+from gradsurg.report.html import page_data
 from gradsurg.report.pareto import Front, clusters, ends_of
-from gradsurg.report.pareto_figure import draw_front
-from gradsurg.report.study_report import study_report
+from gradsurg.report.study import study_report
 from gradsurg.stats import t_reach
 from tests.report import studies
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gradsurg.report.study_report import study_report
-from gradsurg.report.terminal import Runs, report
+from gradsurg.report.study import study_report
+from gradsurg.report.text import Runs, report
 from gradsurg.training.run_directory import RunDirectory
 from tests.report.studies import plan
 

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gradsurg.report.grouping import group
-from gradsurg.report.reading import Found, NotAStudy, read_study, stamp
+from gradsurg.report.load import Found, NotAStudy, group, read_study, stamp
 from gradsurg.training.run_directory import FACTS, LOCK, METRICS, SUMMARY
 from tests.report import studies
 

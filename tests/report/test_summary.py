@@ -8,8 +8,8 @@ import pytest
 
 from gradsurg.report import summary
 from gradsurg.report.__main__ import main
-from gradsurg.report.overview import _folded
-from gradsurg.report.reading import NotAStudy
+from gradsurg.report.load import NotAStudy
+from gradsurg.report.text import _folded
 from tests.report import studies
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from matplotlib.collections import LineCollection
 
+from gradsurg.report.export import write_report
 from gradsurg.report.figures import write_figures
-from gradsurg.report.landscapes import MAX_PLACES, Landscape, Way
-from gradsurg.report.study_report import study_report
-from gradsurg.report.trajectories import draw_trajectories
-from gradsurg.report.writing import write_report
+from gradsurg.report.pictures import draw_trajectories
+from gradsurg.report.series import MAX_PLACES, Landscape, Way
+from gradsurg.report.study import study_report
 from tests.report import studies
 
 

@@ -1,20 +1,103 @@
-"""What the page's scripts draw from: plain lists and numbers, four digits each."""
+"""One HTML file with all in it: words, numbers, styles and scripts; nothing is fetched."""
 
-from collections.abc import Sequence
+import json
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from html import escape
+from pathlib import Path
 from statistics import median
+from string import Template
+from types import MappingProxyType
 
 from gradsurg.effects.tables import number as plain
-from gradsurg.report.alone import alone_rows
-from gradsurg.report.certainty import p_text
-from gradsurg.report.curves import Curve
-from gradsurg.report.effect_series import EffectMap, Norms
-from gradsurg.report.outcomes import Cost, Outcome, UpdateEffect
+from gradsurg.report.answer import alone_rows
+from gradsurg.report.compare import ABOUT_SHARES, Cost, Outcome, UpdateEffect, p_text
+from gradsurg.report.conflicts import (
+    LOSES,
+    ConflictSeries,
+    Floats,
+    Lines,
+    about_tasks,
+    lost_most,
+    measured_steps,
+    sharpest,
+)
+from gradsurg.report.load import Found
 from gradsurg.report.pareto import Front, clusters, ends_of
-from gradsurg.report.reading import Found
-from gradsurg.report.study_report import StudyReport
-from gradsurg.report.update_line import NUMBERS, of_how_much
-from gradsurg.report.wording import amount, interval, is_share, title, value
+from gradsurg.report.series import ABOUT as ABOUT_UPDATES
+from gradsurg.report.series import NUMBERS, Curve, EffectMap, Norms, of_how_much
+from gradsurg.report.study import StudyReport
+from gradsurg.report.wording import amount, count, interval, is_share, title, unbroken, value
 from gradsurg.training.run_directory import CONFIG
+
+PARTS = Path(__file__).parent / "page"
+EMPTY: Mapping[str, bytes] = MappingProxyType({})
+SCRIPTS = (
+    "draw.js",
+    "outcome.js",
+    "fronts.js",
+    "curves.js",
+    "effects.js",
+    "conflicts.js",
+    "runs.js",
+    "start.js",
+)
+
+
+def page(
+    report: StudyReport, refresh: float | None = None, pictures: Mapping[str, bytes] = EMPTY
+) -> str:
+    """The page; with `refresh` it loads itself anew every so many seconds.
+
+    `pictures` are the PNG files that it shows, by the names that they have beside it.
+    """
+    data = page_data(report) | {"conflicts": conflict_data(report), "refresh": refresh}
+    parts = {name: (PARTS / name).read_text() for name in ("page.css", *SCRIPTS)}
+    return Template((PARTS / "page.html").read_text()).substitute(
+        study=escape(report.folder.name),
+        answer=escape(unbroken(report.answer)),
+        cautions="".join(f"<li>{escape(text)}</li>" for text in report.cautions),
+        states=_states(report),
+        effort="".join(f"<li>{escape(text)}</li>" for text in report.effort),
+        tests=escape(report.about_tests),
+        about_shares=escape(_sentence(ABOUT_SHARES)),
+        about_updates=escape(ABOUT_UPDATES),
+        loses=escape(LOSES),
+        no_ways="" if pictures else " hidden",
+        ways="".join(_picture(name, content) for name, content in pictures.items()),
+        made=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),
+        style=parts["page.css"],
+        # "</script>" in a name must not end the script
+        data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+        script="\n".join(parts[name] for name in SCRIPTS),
+    )
+
+
+def _picture(name: str, content: bytes) -> str:
+    """One that is in the page itself; beside it lies the same to print."""
+    said = escape(name)
+    address = f"data:image/png;base64,{b64encode(content).decode()}"
+    alone = "".join(f' <a href="{said}.{end}">{end.upper()}</a>' for end in ("png", "svg"))
+    return (
+        f'<figure class="picture"><img alt="{said}: ways over the contours of the losses" '
+        f'src="{address}"><figcaption>{said}:{alone}</figcaption></figure>'
+    )
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}"
+
+
+def _states(report: StudyReport) -> str:
+    shown = [
+        f'<li class="state {state}"><b>{number}</b> {state}</li>'
+        for state, number in report.states.items()
+    ]
+    return f"<li><b>{len(report.runs)}</b> {count(len(report.runs), 'run').split()[1]}</li>" + (
+        "".join(shown)
+    )
+
 
 Json = dict[str, object]
 
@@ -242,6 +325,92 @@ def _list(values: Sequence[float | None], digits: int = 4) -> list[float | None]
 def _short(found: float | None, digits: int = 4) -> float | None:
     """Few digits, and whole numbers without a point: this is most of the page's size."""
     if found is None or found != found or found in (float("inf"), float("-inf")):
+        return None
+    short = float(f"{found:.{digits}g}")
+    return int(short) if short == int(short) and abs(short) < 1e15 else short
+
+
+Json_conflict_data = dict[str, object]
+DIGITS = 3
+
+
+def conflict_data(report: StudyReport) -> list[Json_conflict_data]:
+    """Each arm and group, in the order of the arms; `first` where it is the sharpest of an arm."""
+    places = {arm.name: place for place, arm in enumerate(report.arms)}
+    first = {id(one) for one in sharpest(report.conflicts)}
+    return [
+        {
+            **_series(one),
+            "arm": places[one.arm.name],
+            "first": id(one) in first,
+            "lost": lost_most(one, report.conflicts),
+        }
+        for one in report.conflicts
+    ]
+
+
+def _series(series: ConflictSeries) -> Json_conflict_data:
+    means = series.means
+    pairs = means.pairs
+    return {
+        "name": series.name,
+        "n": means.runs,
+        "measured": measured_steps(means),
+        "tasks": means.tasks,
+        "about": about_tasks(series.group),
+        "ends": series.ends,
+        "pairs": series.pairs,
+        "of": len(pairs),
+        "sharpest": [
+            *pairs[0],
+            _short_conflict_data(float(means.cosines[pairs[0][1], pairs[0][0]])),
+        ]
+        if pairs
+        else None,
+        "cosines": _list_conflict_data(series.cosines),
+        "overall": [_short_conflict_data(float(means.cosines[b, a])) for a, b in series.pairs],
+        "shown": series.shown,
+        "weights": None if series.weights is None else _lines(series.weights),
+        "decrease": _lines(series.decrease),
+        "single": {name: _short_conflict_data(found) for name, found in means.single.items()},
+        "perTask": {
+            "norm": _list_conflict_data(means.norms),
+            "weight": _list_conflict_data(means.weights),
+            "decrease": _list_conflict_data(means.decrease),
+            "lost": _list_conflict_data(means.lost),
+        },
+        "others": _others(means.others),
+    }
+
+
+def _others(others: Mapping[str, tuple[float, Floats]]) -> list[list[object]]:
+    """Names, cosine and weights; those that are equal in all digits shown are one."""
+    equal: dict[str, list[str]] = {}
+    shown: dict[str, list[object]] = {}
+    for name, (cosine, weights) in others.items():
+        key = repr((_short_conflict_data(cosine), _list_conflict_data(weights)))
+        equal.setdefault(key, []).append(name)
+        shown.setdefault(key, [_short_conflict_data(cosine, 5), _list_conflict_data(weights)])
+    return [[", ".join(names), *shown[key]] for key, names in equal.items()]
+
+
+def _lines(lines: Lines) -> Json_conflict_data:
+    return {
+        "mean": _list_conflict_data(lines.mean),
+        "low": _list_conflict_data(lines.low),
+        "high": _list_conflict_data(lines.high),
+    }
+
+
+def _list_conflict_data(values: Floats) -> list[object]:
+    if values.ndim > 1:
+        return [_list_conflict_data(row) for row in values]
+    return [_short_conflict_data(float(value)) for value in values]
+
+
+def _short_conflict_data(found: float, digits: int = DIGITS) -> float | None:
+    """Few digits, and whole numbers without a point."""
+    if found - found != 0:  # NaN and infinity
         return None
     short = float(f"{found:.{digits}g}")
     return int(short) if short == int(short) and abs(short) < 1e15 else short

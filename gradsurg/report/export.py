@@ -13,14 +13,11 @@ from types import MappingProxyType
 import polars as pl
 
 from gradsurg.loggers.base import StudyInfo
-from gradsurg.report.alone import alone_rows
-from gradsurg.report.attribution import ABOUT_SHARES
-from gradsurg.report.certainty import p_text
-from gradsurg.report.grouping import flat
-from gradsurg.report.outcomes import Outcome
-from gradsurg.report.page import page
-from gradsurg.report.page_data import number
-from gradsurg.report.study_report import StudyReport
+from gradsurg.report.answer import alone_rows
+from gradsurg.report.compare import ABOUT_SHARES, Outcome, p_text
+from gradsurg.report.html import number, page
+from gradsurg.report.load import flat
+from gradsurg.report.study import StudyReport
 from gradsurg.report.wording import amount, interval, title, value
 
 PAGE = "index.html"

@@ -2,16 +2,21 @@
 
 from itertools import pairwise
 from math import ceil
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import PercentFormatter
 
-from gradsurg.report.landscapes import Landscape, Way
-from gradsurg.report.palette import END, INK, PARETO
-from gradsurg.report.panels import cut, subplots
+from gradsurg.report.series import Landscape, Way
+from gradsurg.report.wording import is_share
+
+TREATED, CONTROL, UNCLEAR, INK = "#0072B2", "#D55E00", "#767676", "#222222"
+PARETO, END = "#CC79A7", "#E69F00"
+ARMS = (TREATED, CONTROL, "#009E73", PARETO, END, "#56B4E9", INK)
 
 COLUMNS = 4
 SIDE = 2.6  # of a panel, in inches
@@ -86,3 +91,31 @@ def _legend(figure: Figure, shown: int, there: int) -> None:
     more = "" if shown == there else f"; the first {shown} of {there} arms"
     figure.legend(handles=marks, loc="outside upper left", ncols=3, fontsize=8)
     figure.supxlabel(f"arms over contours of the mean, from dark to light{more}", fontsize=8)
+
+
+MAX_PANELS = 12  # more small panels than this are not read in print
+MAX_NAME = 34
+
+
+def subplots(figure: Figure, rows: int, columns: int, count: int) -> list[Axes]:
+    """The first `count` panels of a grid; no empty one is left."""
+    axes: list[Axes] = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
+    for spare in axes[count:]:
+        spare.remove()
+    return axes[:count]
+
+
+def cut(name: str) -> str:
+    """A name that is too long, cut short."""
+    return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…"
+
+
+def first_of(shown: int, there: int) -> str:
+    """Says it where not all arms have a panel."""
+    return "" if shown == there else f" (the first {shown} of {there} arms; the page has them all)"
+
+
+def per_cent(axis: Any, metric: str) -> None:  # Any: matplotlib's XAxis or YAxis
+    """Label an axis in per cent, if the outcome is a share."""
+    if is_share(metric):
+        axis.set_major_formatter(PercentFormatter(1.0))

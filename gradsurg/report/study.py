@@ -6,19 +6,36 @@ from pathlib import Path
 
 import polars as pl
 
-from gradsurg.report import answer, certainty, curves, effect_series, outcomes
-from gradsurg.report.alone import uncompared
-from gradsurg.report.conflict_text import about_lengths
-from gradsurg.report.conflicts import ConflictSeries, conflict_series, load_conflicts
-from gradsurg.report.curves import Curve
-from gradsurg.report.dose import Doses, doses
-from gradsurg.report.effect_series import EffectMap, Norms
-from gradsurg.report.effort import effort
-from gradsurg.report.grouping import Arm, group
-from gradsurg.report.landscapes import Landscape, landscapes
-from gradsurg.report.outcomes import Cost, Outcome, UpdateEffect
+from gradsurg.report.answer import cautions, effort, paragraph, states, uncompared
+from gradsurg.report.compare import (
+    ABOUT_Q,
+    Cost,
+    Doses,
+    Outcome,
+    UpdateEffect,
+    about_tests,
+    compare,
+    costs,
+    doses,
+    metrics_of,
+    shares,
+    update_effects,
+)
+from gradsurg.report.conflicts import ConflictSeries, about_lengths, conflict_series, load_conflicts
+from gradsurg.report.load import Arm, Found, group, read_study
 from gradsurg.report.pareto import Front, fronts
-from gradsurg.report.reading import Found, read_study
+from gradsurg.report.series import (
+    Curve,
+    EffectMap,
+    Landscape,
+    Norms,
+    curves,
+    effect_maps,
+    landscapes,
+    load_effects,
+    load_metrics,
+    norms,
+)
 
 
 @dataclass(frozen=True)
@@ -51,14 +68,14 @@ class StudyReport:
     def about_tests(self) -> str:
         """What p, q and the reading of an outcome are of; empty if none has a p."""
         seeds = {o.difference.n for o in [*self.outcomes, *self.shares] if o.difference}
-        said = [certainty.about_tests(seeds)] if max(seeds, default=0) > 1 else []
+        said = [about_tests(seeds)] if max(seeds, default=0) > 1 else []
         if any(o.q_value is not None for o in [*self.outcomes, *self.shares]):
-            said.append(f"{certainty.ABOUT_Q}.")
+            said.append(f"{ABOUT_Q}.")
         return " ".join(said)
 
     @property
     def states(self) -> dict[str, int]:
-        return answer.states(self.runs)
+        return states(self.runs)
 
 
 def study_report(
@@ -72,11 +89,11 @@ def study_report(
     runs = read_study(folder, only)
     arms = group(runs)
     logged = arms if logs else []
-    metrics, faults = curves.load_metrics(logged)
-    effects = effect_series.load_effects(logged)
+    metrics, faults = load_metrics(logged)
+    effects = load_effects(logged)
     conflicts, torn = load_conflicts(logged)
     in_conflict = conflict_series(arms, conflicts)
-    compared = outcomes.compare(arms)
+    compared = compare(arms)
     grounds, broken = landscapes(logged, metrics)
     faults = [*faults, *broken, *effects.faults, *torn]
     faults = [f"Left out, because it cannot be read: {text}" for text in faults]
@@ -84,24 +101,24 @@ def study_report(
         folder=folder,
         runs=runs,
         arms=arms,
-        metrics=outcomes.metrics_of(arms),
+        metrics=metrics_of(arms),
         alone=uncompared(arms, compared),
         outcomes=compared,
-        shares=outcomes.shares(arms),
-        costs=outcomes.costs(arms),
-        updates=outcomes.update_effects(arms),
-        curves=curves.curves(arms, metrics),
-        maps=effect_series.effect_maps(arms, effects),
-        norms=effect_series.norms(arms, effects),
+        shares=shares(arms),
+        costs=costs(arms),
+        updates=update_effects(arms),
+        curves=curves(arms, metrics),
+        maps=effect_maps(arms, effects),
+        norms=norms(arms, effects),
         doses=_compared(doses(arms), compared),
         fronts=fronts(arms),
         landscapes=grounds,
         conflicts=in_conflict,
         effects=effects.rows,
         conflict_rows=conflicts,
-        answer=answer.paragraph(compared, arms),
+        answer=paragraph(compared, arms),
         cautions=[
-            *answer.cautions(runs, compared, arms),
+            *cautions(runs, compared, arms),
             *about_lengths(in_conflict),
             *faults,
         ],

@@ -1,18 +1,29 @@
 """What each arm came to beside its control: differences seed by seed, links' shares, the cost."""
 
+import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
+from typing import Any
 
-from gradsurg.report import certainty
-from gradsurg.report.attribution import left_out
-from gradsurg.report.grouping import Arm
-from gradsurg.report.reading import Found
-from gradsurg.report.update_line import NUMBERS, Summary, asked, known
-from gradsurg.report.wording import HEADLINE, listed, titles
-from gradsurg.stats import Difference, family, paired_difference
+from gradsurg.effects.tables import aligned
+from gradsurg.report.load import UNSAID, Arm, Found, canonical
+from gradsurg.report.series import NUMBERS, Summary, asked, known
+from gradsurg.report.wording import HEADLINE, amount, interval, listed, title, titles
+from gradsurg.stats import (
+    DRAWS,
+    MAX_EXACT,
+    MIN_BCA,
+    Difference,
+    bca_interval,
+    family,
+    is_exact,
+    paired_difference,
+    sign_flip_p,
+    verdict,
+)
 
 Pair = tuple[Found, Found]
 Beside = Callable[[Found], Found | None]  # the run that a run is compared with
@@ -45,12 +56,12 @@ class Outcome:
 
     @cached_property
     def bootstrap(self) -> tuple[float, float] | None:
-        return certainty.bootstrap(self.differences)
+        return bootstrap(self.differences)
 
     @property
     def reading(self) -> str:
         """What may be said of it: a verdict, `higher (hint)` or `lower (hint)`, or nothing."""
-        return certainty.reading(self.difference, self.q_value) if self.difference else ""
+        return reading(self.difference, self.q_value) if self.difference else ""
 
     @property
     def is_known(self) -> bool:
@@ -87,9 +98,9 @@ def metrics_of(arms: Sequence[Arm]) -> dict[str, str]:
     found: dict[str, str] = {}
     for arm in arms:
         for run in arm.whole:
-            for key, title in titles(run.summary or {}).items():
+            for key, name in titles(run.summary or {}).items():
                 if isinstance((run.summary or {})[key], int | float):
-                    found.setdefault(key, title)
+                    found.setdefault(key, name)
     first = [key for key in HEADLINE if key in found]
     return {key: found[key] for key in [*first, *found]}
 
@@ -191,7 +202,7 @@ def _outcome(arm: Arm, metric: str, beside: Beside, kind: str) -> Outcome:
         difference=paired_difference(treated, control),
         repeats=repeats,
     )
-    return replace(outcome, p_value=certainty.p_of(outcome.differences))
+    return replace(outcome, p_value=p_of(outcome.differences))
 
 
 def _pairs(arm: Arm, beside: Beside, kind: str) -> list[Pair]:
@@ -240,3 +251,191 @@ def _among_many(outcomes: Sequence[Outcome]) -> list[Outcome]:
         return list(outcomes)
     q_values = family(p_values)
     return [replace(outcome, q_value=q_values[place]) for place, outcome in enumerate(outcomes)]
+
+
+MIN_FOR_P = 6  # seeds with which an exact sign-flip test can reach 0.05
+MAX_Q = 0.05  # of what is called clear among several
+CLEAR = ("higher", "lower")
+
+ABOUT_Q = (
+    "q is the sign-flip p after Benjamini and Hochberg's control of false discoveries, among all "
+    "arms in one metric or all links of one chain"
+)
+
+Amount = Callable[[str, float], str]  # a difference of an outcome as it is printed
+
+
+def reading(difference: Difference, q_value: float | None) -> str:
+    """The verdict of the interval, called a hint where seeds are few or q does not bear it out."""
+    told = verdict(difference)
+    few = difference.n < MIN_FOR_P
+    borne_out = not few and (q_value is None or q_value <= MAX_Q)
+    return told if told not in CLEAR or borne_out else f"{told} (hint)"
+
+
+def p_of(differences: Sequence[float]) -> float | None:
+    """The p of the sign-flip test; one seed has none."""
+    return sign_flip_p(differences) if len(differences) > 1 else None
+
+
+def p_text(p_value: float | None) -> str:
+    """A p or a q in a table."""
+    if p_value is None:
+        return ""
+    return f"{p_value:.3g}" if p_value >= 1e-4 else "< 0.0001"
+
+
+def p_cell(differences: Sequence[float]) -> str:
+    """The p of the sign-flip test in a table; nothing for one seed."""
+    return p_text(p_of(differences))
+
+
+def about_p(n: int) -> str:
+    """What a reader of that p has to know, if anything."""
+    if 1 < n < MIN_FOR_P:
+        return f"with {n} seeds the exact sign-flip p is at least {2 / 2**n:.3g}: 6 can reach 0.05"
+    if not is_exact(n):
+        return f"sign-flip p of {DRAWS:,} signings drawn at random, not of all"
+    return ""
+
+
+def about_tests(seeds: Collection[int]) -> str:
+    """What a table's p and reading are of, given the numbers of seeds in it."""
+    exact = "p is that of the exact sign-flip test"
+    if not all(is_exact(n) for n in seeds):
+        drawn = f"more than {MAX_EXACT} seeds: of {DRAWS:,} signings drawn at random"
+        exact = f"p is that of the sign-flip test, exact or, with {drawn}"
+    hint = f"a hint with fewer than {MIN_FOR_P} seeds, or with q above {MAX_Q}"
+    return f"{exact}; the reading is that of the 95 % paired t interval, {hint}."
+
+
+def bootstrap(differences: Sequence[float]) -> tuple[float, float] | None:
+    """The BCa interval, where there are seeds enough for it."""
+    return bca_interval(differences) if len(differences) >= MIN_BCA else None
+
+
+def bootstrap_line(differences: Mapping[str, Sequence[float]], amount: Amount) -> str:
+    """The BCa intervals of outcomes, by key; nothing if there are too few seeds."""
+    parts = []
+    for key, own in differences.items():
+        found = bootstrap(own)
+        if found:
+            shown = " to ".join(amount(key, end) for end in found)
+            parts.append(f"{key.replace('/', ' ')} {shown}")
+    return f"95 % BCa bootstrap intervals: {'; '.join(parts)}" if parts else ""
+
+
+Config = Mapping[str, Any]  # Any: what YAML can hold
+Outcomes = Sequence[float | None]
+
+ABOUT_SHARES = "the chain minus the chain without it"
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Names of two runs: of a chain, and of the same chain without a link."""
+
+    whole: str
+    link: str
+    without: str
+
+
+def left_out(configs: Mapping[str, Config]) -> list[LeftOut]:
+    """Among runs by name, with their resolved configs, all that differ in one link of a chain.
+
+    The relation is in the configs and is written nowhere else: a run of a shorter chain can be of
+    several whole ones, of an attribution and of a sweep. A link is a key of `transform`: a `chain`
+    or a `scheduled` transform is one link with all that is inside.
+    """
+    names = {_canonical(config): name for name, config in configs.items()}
+    found = []
+    for whole, config in configs.items():
+        order = config.get("order") or []
+        for link in order if len(order) > 1 else []:
+            shorter = names.get(_canonical(_without(config, link)))
+            # A dotted path has one source in both, or it was edited in between.
+            if shorter and _sources(configs[shorter]) <= _sources(config):
+                found.append(LeftOut(whole, link, shorter))
+    return found
+
+
+def share(whole: Outcomes, without: Outcomes) -> Difference | None:
+    """A link's share in a metric: the whole chain minus the chain without it, seed by seed.
+
+    Shares need not add up to what the chain does: two links that do the same have none each. A seed
+    where either is missing is left out; None if no seed is left.
+    """
+    both = _both(whole, without)
+    return paired_difference([a for a, _ in both], [b for _, b in both]) if both else None
+
+
+def shares_text(key: str, links: Mapping[str, tuple[Outcomes, Outcomes]]) -> str:
+    """A table of each link's share in a metric, of its values with and without the link."""
+    rows = [["link", "share", "95 % interval", "sign-flip p", "seeds"]]
+    for link, (whole, without) in links.items():
+        found = share(whole, without)
+        if found is None:
+            rows.append([link, "-", "no seed has both", "", "0"])
+            continue
+        p_value = p_cell([a - b for a, b in _both(whole, without)])
+        rows.append([link, amount(key, found.mean), interval(key, found), p_value, str(found.n)])
+    return f"Each link's share in {title(key)}, {ABOUT_SHARES}:\n\n{aligned(rows)}"
+
+
+def _both(whole: Outcomes, without: Outcomes) -> list[tuple[float, float]]:
+    pairs = zip(whole, without, strict=True)
+    return [(a, b) for a, b in pairs if a is not None and b is not None]
+
+
+def _without(config: Config, link: str) -> Config:
+    rest = {key: fields for key, fields in config["transform"].items() if key != link}
+    return {**config, "transform": rest, "order": [key for key in config["order"] if key != link]}
+
+
+def _canonical(config: Config) -> str:
+    kept = {key: item for key, item in config.items() if key != "sources"}
+    return json.dumps(kept, sort_keys=True, default=str)
+
+
+def _sources(config: Config) -> set[tuple[str, str]]:
+    return set((config.get("sources") or {}).items())
+
+
+MIN_DOSES = 3  # two points are a comparison, not a curve
+
+
+@dataclass(frozen=True)
+class Doses:
+    """A key of the config and the arms that differ in nothing else, by its value."""
+
+    key: str
+    name: str
+    doses: list[float]
+    arms: list[Arm]
+
+
+def doses(arms: Sequence[Arm]) -> list[Doses]:
+    """Every set of at least three treated arms of one label with that many values of one number."""
+    treated = [arm for arm in arms if not arm.is_control and arm.config]
+    found = []
+    for key in dict.fromkeys(key for arm in treated for key in arm.config):
+        if key.partition(".")[0] in UNSAID:
+            continue
+        sets: dict[str, dict[float, Arm]] = {}
+        for arm in treated:
+            dose = arm.config.get(key)
+            if isinstance(dose, int | float) and not isinstance(dose, bool):
+                rest = {other: item for other, item in arm.config.items() if other != key}
+                sets.setdefault(canonical([arm.runs[0].label, rest]), {})[float(dose)] = arm
+        for own in sets.values():
+            if len(own) >= MIN_DOSES:
+                ordered = sorted(own.items())
+                name = _shared_name([arm.name for _, arm in ordered], key)
+                found.append(Doses(key, name, [x for x, _ in ordered], [a for _, a in ordered]))
+    return found
+
+
+def _shared_name(names: Sequence[str], key: str) -> str:
+    """The parts of their names that all arms have in common."""
+    parts = [part for part in names[0].split(" · ") if all(part in n.split(" · ") for n in names)]
+    return " · ".join(parts) or key
