@@ -580,7 +580,7 @@ WRONG: Any = 3
         (
             lambda live: live.add(gs.Intervention(gs.Zero(), gs.Parameters("frist.*"))),
             LookupError,
-            "Parameters: nothing matches 'frist.*'. There are:",
+            "Parameters.pattern: nothing matches 'frist.*'. There are:",
         ),
         (
             lambda live: live.add(gs.Intervention(gs.Zero(), when=gs.Shape(1, source="input:x"))),

@@ -316,7 +316,7 @@ def test_interventions_act_in_their_order() -> None:
         (
             {"transform": gs.Clip(), "at": gs.Outputs(stage="step")},
             ValueError,
-            "Clip: Outputs cannot have stage 'step'; stages it can have: backward",
+            "Outputs.stage: Outputs cannot have stage 'step'; stages it can have: backward",
         ),
         (
             {"transform": gs.AGC(), "at": gs.Nodes("Relu")},

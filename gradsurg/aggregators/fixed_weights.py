@@ -15,7 +15,7 @@ from gradsurg.aggregators.base import (
     AggregatorState,
     LossWeighting,
 )
-from gradsurg.plugins.fields import Contradiction, nearest, validated
+from gradsurg.plugins.fields import Contradiction, FieldError, nearest, validated
 
 Weights = Annotated[tuple[float, ...], Field(min_length=1)]
 
@@ -113,23 +113,24 @@ class FixedWeights(LossWeighting):
 
     def _in_order(self, named: Mapping[str, float], tasks: tuple[str, ...]) -> tuple[float, ...]:
         if not tasks:
-            raise ValueError(
-                "FixedWeights.weights: are by the names of tasks, which are not known here: use "
-                "live.backward(losses), or give an AggregatorContext(tasks=...)"
+            text = (
+                "are by the names of tasks, which are not known here: use live.backward(losses), "
+                "or give an AggregatorContext(tasks=...)"
             )
+            raise FieldError(self, [("weights", text)])
         for name in named:
             if name not in tasks:
                 near = nearest(name, list(tasks))
-                raise ValueError(f"FixedWeights.weights: there is no task '{name}'. {near}")
+                raise FieldError(self, [("weights", f"there is no task '{name}'. {near}")])
         for task in tasks:
             if task not in named:
                 given = ", ".join(named)
-                raise ValueError(f"FixedWeights.weights: none is of task '{task}', found {given}")
+                raise FieldError(self, [("weights", f"none is of task '{task}', found {given}")])
         return tuple(named[task] for task in tasks)
 
     def _check(self, num_tasks: int) -> None:
         if self.num_tasks not in (None, num_tasks):
-            raise ValueError(
-                f"FixedWeights.weights: must be one for each task, found {self.num_tasks} "
-                f"weights for {num_tasks} tasks"
+            text = (
+                f"must be one for each task, found {self.num_tasks} weights for {num_tasks} tasks"
             )
+            raise FieldError(self, [("weights", text)])

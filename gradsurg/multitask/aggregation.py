@@ -20,6 +20,7 @@ from gradsurg.multitask.aggregation_context import AggregationContext
 from gradsurg.multitask.merging import Merged, merge, products
 from gradsurg.multitask.others import Made
 from gradsurg.multitask.shared_parameters import SHARED, SharedParameters
+from gradsurg.plugins.fields import FieldError
 from gradsurg.plugins.registry import snake
 from gradsurg.surgery.intervention import Intervention
 from gradsurg.torch_internals.autograd import undisturbed
@@ -36,10 +37,11 @@ def check_host(trigger: Trigger, label: str) -> None:
     """Raises ValueError if a trigger looks at a gradient: an aggregator has several."""
     for part in trigger.parts:
         if isinstance(part, TensorTrigger | ForTask) or part.on_device:
-            raise ValueError(
-                f"{label}: {part!r} looks at one gradient, and an aggregator has several: it can "
-                "act by step, epoch, phase, flag or probability"
+            text = (
+                "looks at one gradient, and an aggregator has several: it can act by step, epoch, "
+                "phase, flag or probability"
             )
+            raise FieldError(part, [("", text)], f"{label}: {part!r}")
 
 
 def check_apart(aggregations: Sequence["Aggregation"]) -> None:

@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradsurg.multitask.losses import leaf_of, nodes_after, walk
-from gradsurg.plugins.fields import nearest
+from gradsurg.plugins.fields import SelectionError, nearest
 from gradsurg.sites._modules import names_of
 from gradsurg.sites._nested import tensors_in
 from gradsurg.sites._params import owned_params
@@ -253,7 +253,8 @@ def module_of(model: nn.Module, name: str) -> nn.Module:
     """The module that `features` names. Raises LookupError if there is none."""
     modules = {own: module for module, names in names_of(model).items() for own in names}
     if name not in modules:
-        raise LookupError(f"features: there is no module '{name}'. {nearest(name, list(modules))}")
+        text = f"there is no module '{name}'. {nearest(name, list(modules))}"
+        raise SelectionError("SharedParameters", "features", text)
     return modules[name]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, device
 from torch.autograd.graph import Node
 
-from gradsurg.plugins.fields import nearest
+from gradsurg.plugins.fields import FieldError, SelectionError, nearest
 from gradsurg.surgery.attached import Attached
 from gradsurg.triggers.base import Clock
 from gradsurg.triggers.for_task import ForTask
@@ -108,10 +108,9 @@ def check_tasks(picky: Sequence[Attached], names: Sequence[str]) -> None:
     for own in picky:
         for part in _picked(own):
             if part.task not in names:
-                raise LookupError(
-                    f"{own.label}: {part!r}, and there is no loss '{part.task}'. "
-                    f"{nearest(part.task, list(names))} The first live.backward must have it"
-                )
+                text = f"there is no loss '{part.task}'. {nearest(part.task, list(names))}"
+                text += " The first live.backward must have it"
+                raise SelectionError(part, "task", text, f"{own.label}: {part!r}")
 
 
 def check_stateful(attached: Sequence[Attached], num_tasks: int) -> None:
@@ -120,11 +119,12 @@ def check_stateful(attached: Sequence[Attached], num_tasks: int) -> None:
         return
     for own in attached:
         if own.intervention.stage in EARLY and own.stateful and not _picked(own):
-            raise ValueError(
-                f"{own.label}: {own.stateful} remembers what passes at a site, and there the "
-                f"gradients of {num_tasks} tasks pass one after the other; it can act at "
-                "Parameters with stage='step', after them, or at one task, by when=ForTask(...)"
+            text = (
+                f"{own.stateful} remembers what passes at a site, and there the gradients of "
+                f"{num_tasks} tasks pass one after the other; it can act at Parameters with "
+                "stage='step', after them, or at one task, by when=ForTask(...)"
             )
+            raise FieldError(own.intervention.operator, [("", text)], own.label)
 
 
 def _picked(attached: Attached) -> list[ForTask]:

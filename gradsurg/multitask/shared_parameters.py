@@ -8,7 +8,7 @@ from pydantic_core import PydanticCustomError
 from torch import nn
 from torch.optim import Optimizer
 
-from gradsurg.plugins.fields import Contradiction, validated
+from gradsurg.plugins.fields import Contradiction, SelectionError, validated
 from gradsurg.sites._modules import ROOT
 from gradsurg.sites._params import ParamSelector, selected
 from gradsurg.sites._patterns import Pattern, matches, nothing_matched
@@ -110,11 +110,10 @@ class SharedParameters(ParamSelector):
         found = {name: own[0] for name, own in fits.items() if own}
         for one in patterns:
             if not any(one in own for own in fits.values()):
-                raise nothing_matched(type(self).__name__, one, fits)
+                raise nothing_matched(self, "granularity", one, fits)
             if one not in found.values():
-                raise LookupError(
-                    f"{type(self).__name__}: all that fits '{one}' is of a group before it"
-                )
+                text = f"all that fits '{one}' is of a group before it"
+                raise SelectionError(self, "granularity", text)
         return found
 
     @property

@@ -1,8 +1,10 @@
 """Validated, frozen dataclasses whose errors are one line a fault."""
 
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from functools import wraps
+from inspect import signature
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, dataclass_transform, get_args, get_origin
 
@@ -42,17 +44,28 @@ RULES = {
 
 
 class FieldError(ValueError):
-    """Values that break a rule; `faults` holds one (field, sentence) for each."""
+    """Fields of an object that break a rule; `faults` holds a (field, sentence) for each.
 
-    def __init__(self, owner: str, faults: list[tuple[str, str]]) -> None:
+    `owner` is the object, or the name of its class. An empty field stands for the whole object.
+    `label` takes the place of the class name in the message.
+    """
+
+    def __init__(self, owner: object, faults: list[tuple[str, str]], label: str = "") -> None:
         self.owner = owner
         self.faults = faults
+        name = label or (owner if isinstance(owner, str) else type(owner).__name__)
         super().__init__(
             "\n".join(
-                f"{owner}.{field}: {text}" if field else f"{owner}: {text}"
-                for field, text in faults
+                f"{name}.{field}: {text}" if field else f"{name}: {text}" for field, text in faults
             )
         )
+
+
+class SelectionError(FieldError, LookupError):
+    """A field of `owner` that selects nothing; `text` lists the choices."""
+
+    def __init__(self, owner: object, field: str, text: str, label: str = "") -> None:
+        super().__init__(owner, [(field, text)], label)
 
 
 class Contradiction(ValueError):
@@ -90,6 +103,43 @@ def validated(cls: Class) -> Class:
 
     made.__init__ = init
     return made
+
+
+def changed_fields(owner: Any) -> list[str]:  # Any: an instance of any dataclass
+    """Return the names of the fields that differ from their defaults."""
+    return [field.name for field in fields(owner) if getattr(owner, field.name) != field.default]
+
+
+def only_changed_field(owner: Any) -> str:  # Any: an instance of any dataclass
+    """Return the one field that differs from its default, or an empty string."""
+    changed = changed_fields(owner) if is_dataclass(owner) else []
+    return changed[0] if len(changed) == 1 else ""
+
+
+def call_with_fields(
+    factory: object, args: tuple[object, ...], fields: Mapping[str, object]
+) -> object:
+    """Call a class or function; FieldError for fields that it does not have, with the choices."""
+    if not callable(factory):
+        raise FieldError("", [("", f"must be a class or a function, found {factory!r}")])
+    try:
+        return factory(*args, **fields)
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        known = list(signature(factory).parameters)[len(args) :]
+        unknown = [key for key in fields if key not in known]
+        if not unknown:
+            raise
+        faults = [(key, f"is not a field here. {nearest(key, known)}") for key in unknown]
+        raise FieldError("", faults) from error
+
+
+def one_line(error: BaseException) -> str:
+    """Return the message of an error on one line, or its class if it has none."""
+    # str() of a KeyError quotes its message.
+    text = error.args[0] if isinstance(error, KeyError) and error.args else error
+    return " ".join(str(text).split()) or type(error).__name__
 
 
 def nearest(name: str, choices: list[str]) -> str:

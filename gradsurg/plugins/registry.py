@@ -1,6 +1,7 @@
 """The project's own directory of classes: what a folder holds, by the stems of its files."""
 
 import re
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -39,6 +40,16 @@ def find(kind: str, name: str) -> type:
         if key.lower() == spelling and isinstance(value, type):
             return value
     raise LookupError(f"{module.__name__} defines no class spelled like its file")
+
+
+def check_choice(
+    name: str, choices: Sequence[str], refused: Mapping[str, str], library: str
+) -> None:
+    """Raise if `name` is not a usable class of a library; `refused` has the reasons of some."""
+    if name in refused:
+        raise ValueError(f"{name} {refused[name]}. {nearest(name, list(choices))}")
+    if name not in choices:
+        raise LookupError(f"there is no '{name}' in {library}. {nearest(name, list(choices))}")
 
 
 def snake(name: str) -> str:

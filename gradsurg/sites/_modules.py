@@ -86,9 +86,9 @@ class ModuleSelector(Selector):
             ]
             types = sorted({type(module).__name__ for module in named_so})
             if named_so and not any(matches_type(module, self.types) for module in named_so):
-                raise nothing_matched(f"{type(self).__name__}: types", str(self.types), types)
+                raise nothing_matched(self, "types", str(self.types), types)
             choices = [name for names in named.values() for name in names if name != ROOT]
-            raise nothing_matched(type(self).__name__, self.said(), choices)
+            raise nothing_matched(self, self._asked_field, self.said(), choices)
         return found
 
     def hookable(
@@ -108,6 +108,14 @@ class ModuleSelector(Selector):
     def chosen(self, gates: HookRegistry, tail: str = "") -> Chosen:
         """A memory of which calls are selected, and of the ids of their sites."""
         return remembered(self.mechanism, gates, {}, tail)
+
+    @property
+    def _asked_field(self) -> str:
+        """The field that selects, `pattern` if several do."""
+        asked = [
+            name for name in ("types", "depth", "index") if getattr(self, name) not in (None, "*")
+        ]
+        return asked[0] if len(asked) == 1 and self.pattern == "*" else "pattern"
 
     def said(self) -> str:
         """What was asked for, for an error."""

@@ -5,7 +5,7 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor, nn
 
-from gradsurg.plugins.fields import validated
+from gradsurg.plugins.fields import SelectionError, validated
 from gradsurg.sites._foreign import foreign
 from gradsurg.sites._modules import ROOT, Range, depth, index, own_name, params_of, within
 from gradsurg.sites._patterns import Pattern, Types, matches, matches_type, nothing_matched
@@ -102,14 +102,22 @@ def owned_params(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Modu
 
 def found(fields: ParamFields, model: nn.Module, keeps: Keeps) -> list[str]:
     """The first name of each trainable parameter that is kept. Raises LookupError if none is."""
-    kind = type(fields).__name__
     chosen = selected(fields, model, keeps)
     if not chosen:
-        raise nothing_matched(kind, _said(fields), params_of(model))
+        raise nothing_matched(fields, _asked_field(fields), _said(fields), params_of(model))
     if not any(param.requires_grad for param, _ in chosen):
         frozen = ", ".join(names[0] for _, names in chosen)
-        raise LookupError(f"{kind}: all that '{fields.pattern}' matches is frozen: {frozen}")
+        raise SelectionError(
+            fields, "pattern", f"all that '{fields.pattern}' matches is frozen: {frozen}"
+        )
     return [names[0] for param, names in chosen if param.requires_grad]
+
+
+def _asked_field(fields: ParamFields) -> str:
+    """Return the field that selects, `pattern` if several do."""
+    names = ("types", "depth", "index", "ndim", "size")
+    asked = [name for name in names if getattr(fields, name) not in (None, "*")]
+    return asked[0] if len(asked) == 1 and fields.pattern == "*" else "pattern"
 
 
 def _said(fields: ParamFields) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator
 from torch import nn
 
-from gradsurg.plugins.fields import nearest
+from gradsurg.plugins.fields import SelectionError, nearest
 
 
 def _check_pattern(pattern: str) -> str:
@@ -55,8 +55,10 @@ def matches_type(module: nn.Module | None, types: Types) -> bool:
     return any(matches(base.__name__, pattern) for base in bases)
 
 
-def nothing_matched(kind: str, pattern: str, names: Iterable[str]) -> LookupError:
-    """The error for a selector that selects nothing: it lists what there was."""
+def nothing_matched(
+    selector: object, field: str, pattern: str, names: Iterable[str]
+) -> SelectionError:
+    """Return the error for a selector whose `field` matches none of `names`, which it lists."""
     choices = list(names)
     # A glob stands for a prefix, as 'hiden.*': the nearest prefix is what was meant.
     literal = pattern.removeprefix("re:").strip("*.")
@@ -67,4 +69,4 @@ def nothing_matched(kind: str, pattern: str, names: Iterable[str]) -> LookupErro
     if close and literal != pattern:
         listed = listed.split(" Did you mean")[0]
         listed += f" Did you mean '{pattern.replace(literal, close[0])}'?"
-    return LookupError(f"{kind}: nothing matches '{pattern}'. {listed}")
+    return SelectionError(selector, field, f"nothing matches '{pattern}'. {listed}")

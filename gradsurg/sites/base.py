@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradsurg.plugins.fields import FieldError
 from gradsurg.transforms.base import Need, Scope
 
 Stage = Literal[
@@ -201,12 +202,14 @@ class Selector(ABC):
             )
         stage = self.stage or allowed[0]
         if stage not in allowed:
-            why = (
-                f"{type(self).__name__} cannot have stage '{stage}'"
-                if stage not in self.stages
-                else f"needs all gradients of a group at once, stage '{stage}' has one at a time"
+            listed = f"stages it can have: {', '.join(allowed)}"
+            if stage not in self.stages:
+                name = type(self).__name__
+                raise FieldError(self, [("stage", f"{name} cannot have stage '{stage}'; {listed}")])
+            raise ValueError(
+                f"needs all gradients of a group at once, stage '{stage}' has one at a time; "
+                f"{listed}"
             )
-            raise ValueError(f"{why}; stages it can have: {', '.join(allowed)}")
         return stage
 
     @abstractmethod

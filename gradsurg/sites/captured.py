@@ -86,7 +86,7 @@ class Captured(ModuleSelector):
         if not params and not modules:
             choices = [name for names in named.values() for name in names if name != ROOT]
             choices += params_of(model)
-            raise nothing_matched(type(self).__name__, self.said(), choices)
+            raise nothing_matched(self, "pattern", self.said(), choices)
         return params + modules
 
     def hook(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
-from gradsurg.plugins.fields import Contradiction, nearest, validated
+from gradsurg.plugins.fields import Contradiction, SelectionError, nearest, validated
 from gradsurg.sites._modules import names_of, possible
 from gradsurg.sites._node_names import FAMILIES, fits, plain
 from gradsurg.sites._patterns import Pattern, Types, matches, matches_type, nothing_matched
@@ -100,8 +100,8 @@ class Nodes(Selector):
             choices = [name for names in named.values() for name in names]
             if any(matches(name, self.module) for name in choices):
                 types = sorted({type(module).__name__ for module in named})
-                raise nothing_matched("Nodes: types", str(self.types), types)
-            raise nothing_matched("Nodes: module", self.module, choices)
+                raise nothing_matched(self, "types", str(self.types), types)
+            raise nothing_matched(self, "module", self.module, choices)
         return found
 
     def hook(
@@ -152,7 +152,7 @@ class Nodes(Selector):
 
         gates.put(put, stack)
 
-    def _nothing(self, graph: Graph) -> LookupError:
+    def _nothing(self, graph: Graph) -> SelectionError:
         made = [spot for _, spot in graph.nodes() if matches(spot.call.name, self.module)]
         names = sorted({plain(spot.name).removesuffix("Backward") for spot in made})
         families = [own for own in FAMILIES if any(fits(spot.name, own) for spot in made)]
@@ -160,12 +160,16 @@ class Nodes(Selector):
         compiled = not names or COMPILED in names
         hint = " What is compiled runs as one node: use Outputs there." if compiled else ""
         numbers = {"call": self.call, "occurrence": self.occurrence}
-        asked = ", ".join(f"{key}={own}" for key, own in numbers.items() if own is not None)
+        given = {key: own for key, own in numbers.items() if own is not None}
+        asked = ", ".join(f"{key}={own}" for key, own in given.items())
+        field = next(iter(given)) if len(given) == 1 else "pattern"
         there = [*families, *names]
         listed = nearest("" if self.pattern in there else self.pattern, there)
-        return LookupError(
-            f"Nodes: no node{where} is selected by '{self.pattern}'{f' ({asked})' if asked else ''}"
-            f". {listed}{hint}"
+        return SelectionError(
+            self,
+            field,
+            f"no node{where} is selected by '{self.pattern}'{f' ({asked})' if asked else ''}"
+            f". {listed}{hint}",
         )
 
     def _site(self, node: Node, spot: Spot, gates: HookRegistry) -> Callable[[Node], object] | None:
@@ -193,9 +197,11 @@ class Nodes(Selector):
     ) -> Callable[..., object]:
         edges = [index for index, takes in enumerate(live) if takes]
         if self.edge not in (None, *edges):
-            raise LookupError(
-                f"Nodes: {site} has no edge {self.edge} that takes a gradient. "
-                f"There are: {', '.join(map(str, edges))}."
+            raise SelectionError(
+                self,
+                "edge",
+                f"{site} has no edge {self.edge} that takes a gradient. "
+                f"There are: {', '.join(map(str, edges))}.",
             )
         chosen = edges if self.edge is None else [self.edge]
         return leaving([(index, gates.gate(f"{site}.{index}")) for index in chosen])

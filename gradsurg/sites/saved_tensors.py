@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
-from gradsurg.plugins.fields import Contradiction, validated
+from gradsurg.plugins.fields import Contradiction, SelectionError, validated
 from gradsurg.sites._modules import ModuleSelector, names_of, possible
 from gradsurg.sites._node_names import fits, plain
 from gradsurg.sites._patterns import Pattern
@@ -179,13 +179,15 @@ class SavedTensors(ModuleSelector):
         chosen = {place.thing for place in places if isinstance(place.thing, nn.Module)}
         resolver().follow(model, around(named, chosen, inside=True), take, stack)
 
-    def _nothing(self, graph: Graph) -> LookupError:
+    def _nothing(self, graph: Graph) -> SelectionError:
         names = sorted({plain(spot.name).removesuffix("Backward") for _, spot in graph.nodes()})
-        return LookupError(
-            f"SavedTensors: no node of '{self.said()}' is selected by node='{self.node}'. "
+        return SelectionError(
+            self,
+            "node",
+            f"no node of '{self.said()}' is selected by node='{self.node}'. "
             f"The model's are: {', '.join(names)}."
             + " What is compiled runs as one node."
-            * ("CompiledFunction" in names)
+            * ("CompiledFunction" in names),
         )
 
     def _place(self, spot: Spot) -> Place:

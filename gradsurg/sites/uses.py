@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.optim import Optimizer
 
-from gradsurg.plugins.fields import validated
+from gradsurg.plugins.fields import SelectionError, validated
 from gradsurg.sites._modules import ROOT, names_of, params_of
 from gradsurg.sites._patterns import Pattern, matches, nothing_matched
 from gradsurg.sites._resolver import Edge, Graph, around, resolver
@@ -74,10 +74,12 @@ class Uses(Selector):
         if not modules and not params:
             names = [name for own in names_of(model).values() for name in own if name != ROOT]
             names += params_of(model)
-            raise nothing_matched("Uses", self.pattern, names)
+            raise nothing_matched(self, "pattern", self.pattern, names)
         if not modules and not any(param.requires_grad for param in params):
             frozen = ", ".join(used.site for used in params.values())
-            raise LookupError(f"Uses: all that '{self.pattern}' matches is frozen: {frozen}")
+            raise SelectionError(
+                self, "pattern", f"all that '{self.pattern}' matches is frozen: {frozen}"
+            )
         trained = [used.site for param, used in params.items() if param.requires_grad]
         return [*(names[0] for names in modules.values()), *trained]
 
@@ -219,13 +221,15 @@ class _Take:
         thing = used.place.thing
         self.gates.forget(self.modules[thing][0] if isinstance(thing, nn.Module) else used.site)
 
-    def _nothing(self, found: Mapping[str, int]) -> LookupError:
+    def _nothing(self, found: Mapping[str, int]) -> SelectionError:
         uses = ", ".join(f"{site}: {count}" for site, count in found.items()) or "none"
         given = " What torch.func was not given is a constant there." * autograd.in_functorch()
-        return LookupError(
-            f"Uses: no use is selected by '{self.selector.pattern}' (use={self.selector.use}). "
+        return SelectionError(
+            self.selector,
+            "pattern" if self.selector.use is None else "use",
+            f"no use is selected by '{self.selector.pattern}' (use={self.selector.use}). "
             f"Uses inside the model's call: {uses}. One in the loss is not found."
-            f" Nor is one in what is compiled.{given}"
+            f" Nor is one in what is compiled.{given}",
         )
 
 

@@ -9,7 +9,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from gradsurg.plugins.fields import nearest
+from gradsurg.plugins.fields import SelectionError, nearest
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.triggers.base import Clock, TensorTrigger, Trigger
 
@@ -146,7 +146,6 @@ def _module(model: nn.Module, name: str, trigger: TensorTrigger) -> nn.Module:
     modules = dict(model.named_modules(remove_duplicate=False))
     modules["root"] = modules.pop("")
     if name not in modules:
-        raise LookupError(
-            f"{trigger!r}: there is no module '{name}'. {nearest(name, list(modules))}"
-        )
+        text = f"there is no module '{name}'. {nearest(name, list(modules))}"
+        raise SelectionError(trigger, "source", text, repr(trigger))
     return modules[name]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gradsurg.aggregators.base import Aggregator, GramianAggregator, LossWeighting, NormMatchedSum
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.multitask.shared_parameters import SharedParameters
+from gradsurg.plugins.fields import FieldError
 from gradsurg.plugins.per import reduced_axes
 from gradsurg.plugins.registry import snake
 from gradsurg.sites._modules import params_of
@@ -131,23 +132,27 @@ class Intervention:
     def _check_fit(self) -> None:
         try:
             _ = self.stage
+        except FieldError:
+            raise
         except ValueError as error:
-            raise ValueError(f"{type(guilty(self)).__name__}: {error}") from None
+            raise FieldError(_group_link(self), [("", str(error))]) from None
         for link in self.links:
             if lacks := sorted(link.needs - self.at.gives):
-                raise ValueError(f"{type(link).__name__}: needs {_lack(self.at, lacks[0])}")
+                raise FieldError(link, [("", f"needs {_lack(self.at, lacks[0])}")])
         for part in self.when.parts:
             source = part.source if isinstance(part, TensorTrigger) else ""
             if source == "value" and source not in self.at.gives:
-                raise ValueError(
-                    f"{part!r}: source 'value' is the tensor whose gradient passes, and "
+                text = (
+                    "source 'value' is the tensor whose gradient passes, and "
                     f"{type(self.at).__name__} has none; it can look at 'grad' or the 'batch'"
                 )
+                raise FieldError(part, [("source", text)])
             if source in ("grad", "value") and self.operator.scope == "group":
-                raise ValueError(
-                    f"{part!r} looks at one gradient, and {type(guilty(self)).__name__} acts on "
+                text = (
+                    f"looks at one gradient, and {type(_group_link(self)).__name__} acts on "
                     "all of a group at once; it can look at the 'batch' or at a module"
                 )
+                raise FieldError(part, [("source", text)])
 
 
 def _lack(at: Selector, need: Need) -> str:
@@ -175,8 +180,8 @@ def _lack(at: Selector, need: Need) -> str:
             )
 
 
-def guilty(intervention: Intervention) -> Transform:
-    """The link that needs a group, where there is one."""
+def _group_link(intervention: Intervention) -> Transform:
+    """Return the link that acts on a group of gradients, else the whole transform."""
     needy = (link for link in intervention.links if link.scope == "group")
     return next(needy, intervention.operator)
 

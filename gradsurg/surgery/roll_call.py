@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from gradsurg.hooks.controller import HookController
+from gradsurg.plugins.fields import SelectionError, only_changed_field
 from gradsurg.sites._later import after_backward, may_come
 from gradsurg.sites.base import Keeps, Place, Selector
 from gradsurg.sites.combined import Keeper
@@ -91,10 +92,11 @@ class SiteCount:
             elif at.expected is not None:
                 self._count()
             elif inside and self._left and not self._kept:
-                raise LookupError(
-                    f"{self._operation.label}: nothing that the first forward has met is selected "
-                    f"by {at!r}. It has met: {', '.join(self._left)}"
+                text = (
+                    f"nothing that the first forward has met is selected by {at!r}. It has met: "
+                    f"{', '.join(self._left)}"
                 )
+                raise SelectionError(at, only_changed_field(at), text, self._operation.label)
 
         handle = model.register_forward_hook(hook)
         stack.callback(handle.remove)

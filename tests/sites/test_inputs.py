@@ -696,7 +696,7 @@ def test_selectors_combine() -> None:
 
 def test_a_pattern_that_matches_nothing_lists_what_there_is() -> None:
     with (
-        pytest.raises(LookupError, match="Inputs: nothing matches 'frist'.*mean 'first'"),
+        pytest.raises(LookupError, match="Inputs.pattern: nothing matches 'frist'.*mean 'first'"),
         attached(small(), gs.Zero(), gs.Inputs("frist")),
     ):
         pass

@@ -502,7 +502,7 @@ def test_it_acts_on_scaled_losses_in_autocast() -> None:
 
 def test_a_pattern_that_matches_nothing_lists_what_there_is() -> None:
     with (
-        pytest.raises(LookupError, match="ModuleGradients: nothing matches 'frist'"),
+        pytest.raises(LookupError, match="ModuleGradients.pattern: nothing matches 'frist'"),
         attached(small(), gs.Zero(), gs.ModuleGradients("frist")),
     ):
         pass

@@ -408,7 +408,7 @@ def test_a_module_that_is_not_there_is_refused_when_attached() -> None:
     with pytest.raises(LookupError) as caught:
         gs.Nodes("Relu", module="atc").find(small())
     assert str(caught.value) == (
-        "Nodes: module: nothing matches 'atc'. There are: root, first, act, last. "
+        "Nodes.module: nothing matches 'atc'. There are: root, first, act, last. "
         "Did you mean 'act'?"
     )
 

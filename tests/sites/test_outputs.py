@@ -357,7 +357,7 @@ def test_a_pattern_that_matches_nothing_lists_what_there_is_and_the_nearest() ->
     with pytest.raises(LookupError) as caught, attached(small(), gs.Zero(), gs.Outputs("frist")):
         pass
     assert str(caught.value) == (
-        "Outputs: nothing matches 'frist'. There are: first, act, last. Did you mean 'first'?"
+        "Outputs.pattern: nothing matches 'frist'. There are: first, act, last. Did you mean 'first'?"
     )
 
 

@@ -92,7 +92,7 @@ def test_a_pattern_that_matches_nothing_lists_what_there_is_and_the_nearest() ->
     ):
         pass
     assert str(caught.value) == (
-        "Parameters: nothing matches 'frst.*'. There are: first.weight, first.bias, last.weight, "
+        "Parameters.pattern: nothing matches 'frst.*'. There are: first.weight, first.bias, last.weight, "
         "last.bias. Did you mean 'first.*'?"
     )
 

@@ -394,7 +394,7 @@ def test_a_use_that_is_not_there_is_refused_with_those_that_are() -> None:
     with pytest.raises(LookupError) as caught:
         _changed(Reused, gs.Uses("part", use=3))
     assert str(caught.value) == (
-        "Uses: no use is selected by 'part' (use=3). Uses inside the model's call: part#0: 3. "
+        "Uses.use: no use is selected by 'part' (use=3). Uses inside the model's call: part#0: 3. "
         "One in the loss is not found. Nor is one in what is compiled."
     )
 
@@ -410,7 +410,7 @@ def test_a_tensor_that_only_the_loss_uses_is_refused() -> None:
 
 
 def test_a_name_that_is_not_there_is_refused_when_attached() -> None:
-    with pytest.raises(LookupError, match="Uses: nothing matches 'fist'.*'first'"):
+    with pytest.raises(LookupError, match="Uses.pattern: nothing matches 'fist'.*'first'"):
         gs.Uses("fist").find(small())
 
 

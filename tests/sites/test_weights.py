@@ -224,7 +224,7 @@ def test_what_cannot_be_is_refused() -> None:
     ):
         pass
     with (
-        pytest.raises(LookupError, match="Weights: nothing matches 'lst"),
+        pytest.raises(LookupError, match="Weights.pattern: nothing matches 'lst"),
         attached(model, gs.Zero(), gs.Weights("lst.*"), sgd(model)),
     ):
         pass
