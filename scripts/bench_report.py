@@ -8,7 +8,8 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 
 from gradsurg.effects.tables import aligned
-from gradsurg.training.run_directory import RunDirectory, directory_name
+from gradsurg.training.run_directory import RunDirectory
+from gradsurg.training.run_identity import directory_name
 
 ARMS, SEEDS, STEPS, EFFECTS_EVERY = 20, 10, 1000, 10
 SITES = [f"hidden.{layer}.linear.{kind}" for layer in range(3) for kind in ("weight", "bias")]

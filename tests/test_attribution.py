@@ -7,7 +7,7 @@ import pytest
 
 from gradsurg.config.faults import ConfigError
 from gradsurg.report.compare import left_out
-from gradsurg.training.run_directory import run_hash
+from gradsurg.training.run_identity import run_hash
 from tests import test_run
 from tests.test_build import built
 

@@ -17,8 +17,8 @@ import gradsurg as gs
 from gradsurg.config import compose
 from gradsurg.config.build import Experiment, build
 from gradsurg.config.faults import ConfigError
-from gradsurg.training import made_with
-from gradsurg.training.run_directory import run_hash
+from gradsurg.training import run_identity
+from gradsurg.training.run_identity import run_hash
 from gradsurg.transforms.base import Transform
 from gradsurg.transforms.norm_matched import NormMatched
 from tests import theirs
@@ -323,7 +323,7 @@ def test_lr_is_the_same_by_its_short_and_its_long_key() -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "version", "is_part"),
     [
-        (made_with, "__version__", "99", True),
+        (run_identity, "__version__", "99", True),
         (torch, "__version__", "9.99.0", True),
         (torch, "__version__", f"{'.'.join(torch.__version__.split('.')[:2])}.99+mine", False),
         (numpy, "__version__", "99", False),

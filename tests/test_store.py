@@ -14,7 +14,8 @@ from omegaconf import OmegaConf
 
 from gradsurg.training import run_directory
 from gradsurg.training.frames import effect_table, read_effects, read_metrics
-from gradsurg.training.run_directory import RunDirectory, directory_name, run_hash
+from gradsurg.training.run_directory import RunDirectory
+from gradsurg.training.run_identity import MAX_LABEL, directory_name, run_hash
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def test_directory_name_is_fit_for_a_file_system():
     config = {"a": 1}
     assert directory_name("clip=0.01,mlp", config) == "clip=0.01,mlp-015abd7f"
     assert directory_name("a/b *c", config) == "a_b_c-015abd7f"
-    assert len(directory_name("x" * 500, config)) == run_directory.MAX_LABEL + 9
+    assert len(directory_name("x" * 500, config)) == MAX_LABEL + 9
 
 
 def test_making_one_writes_nothing(run):

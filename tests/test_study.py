@@ -33,8 +33,8 @@ from gradsurg.tasks.digits import Digits
 from gradsurg.training import logging
 from gradsurg.training.arms import Run, Schedule
 from gradsurg.training.idle import _would_bite
-from gradsurg.training.made_with import made_with
-from gradsurg.training.run_directory import RunDirectory, run_hash
+from gradsurg.training.run_directory import RunDirectory
+from gradsurg.training.run_identity import environment, run_hash
 from gradsurg.training.study import Record, execute
 from gradsurg.transforms.base import Transform
 from gradsurg.triggers.always import Always
@@ -469,13 +469,13 @@ def test_a_run_that_goes_on_with_another_version_says_so(tmp_path, monkeypatch, 
     with pytest.raises(Torn):
         execute(run, tmp_path, [])
     place = RunDirectory(run.directory(tmp_path))
-    facts, before = place.known_facts(), made_with()
+    facts, before = place.known_facts(), environment()
     assert facts["made_with"] == before
     now = {**before, name: "0.0.1"}
-    monkeypatch.setattr("gradsurg.training.made_with.made_with", lambda: now)
+    monkeypatch.setattr("gradsurg.training.run_identity.environment", lambda: now)
     record = execute(run, tmp_path, [])
     (note,) = notes(record)
-    begins = f"went on from a checkpoint that was made with {name} {before[name]}, with {name} 0.0"
+    begins = f"resumed from a checkpoint made with {name} {before[name]}, now {name} 0.0"
     assert note.startswith(begins)
     assert record.note == note
 
@@ -483,10 +483,10 @@ def test_a_run_that_goes_on_with_another_version_says_so(tmp_path, monkeypatch, 
 def test_what_a_run_is_made_with_has_the_source_of_gradsurg(tmp_path, monkeypatch) -> None:
     (tmp_path / "inside").mkdir()
     (tmp_path / "inside" / "one.py").write_text("x = 1\n")
-    monkeypatch.setattr("gradsurg.training.made_with.PACKAGE", tmp_path)
-    first = made_with.__wrapped__()
+    monkeypatch.setattr("gradsurg.training.run_identity.PACKAGE", tmp_path)
+    first = environment.__wrapped__()
     (tmp_path / "inside" / "one.py").write_text("x = 2\n")
-    second = made_with.__wrapped__()
+    second = environment.__wrapped__()
     assert first.pop("gradsurg") != second.pop("gradsurg")
     assert first == second
 

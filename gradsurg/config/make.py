@@ -1,14 +1,11 @@
 """From a mapping with a name, or with a dotted path, to the object that it describes."""
 
-import hashlib
 import importlib
 import inspect
-import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, update_wrapper
-from pathlib import Path
 from typing import Any
 
 from gradsurg.plugins.fields import FieldError, nearest
@@ -183,19 +180,3 @@ def _import(path: object) -> object:
         ]
         raise ImportError(f"{module_name} has no '{name}'. {nearest(name, own)}")
     return getattr(module, name)
-
-
-def sources_of(config: object) -> Iterator[tuple[str, str]]:
-    """Dotted paths in a config, each with a hash of its module's source: its run's identity too."""
-    if isinstance(config, Mapping):
-        target = config.get("_target_")
-        if isinstance(target, str):
-            modules = {target.rpartition(".")[0], getattr(_import(target), "__module__", None)}
-            files = [inspect.getsourcefile(sys.modules[name]) for name in modules & {*sys.modules}]
-            contents = sorted(Path(file).read_bytes() for file in files if file)
-            yield target, hashlib.sha256(b"".join(contents)).hexdigest()[:8]
-        for value in config.values():
-            yield from sources_of(value)
-    elif isinstance(config, list):
-        for value in config:
-            yield from sources_of(value)

@@ -1,6 +1,5 @@
 """The runs of an experiment, seed by seed: a treated one and its control, and their identities."""
 
-import copy
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
@@ -9,7 +8,7 @@ import torch
 
 from gradsurg.aggregators.base import NormMatchedSum
 from gradsurg.aggregators.sum import Sum
-from gradsurg.config.make import Config, sources_of
+from gradsurg.config.make import Config
 from gradsurg.config.optimizers import MakeOptimizer, optimizer_config
 from gradsurg.config.parts import model_of
 from gradsurg.config.schedules import schedule_maker
@@ -20,12 +19,9 @@ from gradsurg.surgery.intervention import Intervention
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import MultiTask, Task
 from gradsurg.training.arms import Run, Schedule
-from gradsurg.training.made_with import versions
+from gradsurg.training.run_identity import run_identity
 from gradsurg.transforms.identity import Identity
 from gradsurg.transforms.norm_matched import NormMatched
-
-TREATMENT = ("transform", "site", "when")
-JOINT = ("aggregator", "shared")
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,7 @@ class Plan:
 
     def _treated(self, seed: int) -> Run:
         label = "+".join(self._names)
-        identity = self._identity(seed, self._treatment())
+        identity = self._identity(seed, "treated")
         return self._run("treated", label, seed, identity, self.surgery(seed), shadow=False)
 
     def _control(self, seed: int) -> Run:
@@ -94,34 +90,21 @@ class Plan:
         own = self.intervention, self.joint
         if any(own) and self.settings.control == "norm_matched":
             surgery = Surgery(*(_matched(item) for item in own if item), seed=seed)
-            extra = self._treatment() | {"control": "norm_matched"}
             label = "norm_matched-" + "+".join(self._names)
-            identity = self._identity(seed, extra)
+            identity = self._identity(seed, "norm_matched")
             return self._run("control", label, seed, identity, surgery, shadow=False)
         measured = [Intervention(Identity(), self.selector, names=("none",))]
         if isinstance(self.task, MultiTask):
             measured.append(Intervention(Sum(), SharedParameters()))  # called "sum"
         surgery = Surgery(*measured, seed=seed)
-        # The site stands here because the control's gradients are measured there.
-        identity = self._identity(seed, {"site": self.config["site"]})
+        identity = self._identity(seed, "control")
         return self._run("control", "none", seed, identity, surgery, shadow=True)
 
-    def _treatment(self) -> dict[str, object]:
-        """What is done to gradients; a hash knows no order of keys, so that is said apart."""
-        parts: dict[str, object] = {key: self.config[key] for key in TREATMENT}
-        parts["order"] = list(self.config["transform"])
-        if self.joint is not None:
-            parts |= {key: self.config[key] for key in JOINT}
-        return parts
-
-    def _identity(self, seed: int, extra: Config) -> dict[str, object]:
-        parts = {key: self.config[key] for key in ("model", "task")} | dict(extra)
+    def _identity(
+        self, seed: int, arm: Literal["treated", "control", "norm_matched"]
+    ) -> dict[str, object]:
         settings = self.settings
-        asked = {"data": self.content} if self.content else {}
-        if settings.until is not None:  # how often it is tested decides where a run ends
-            asked["until"] = f"{settings.until}, tested every {settings.eval_every} steps"
-        return {
-            **versions(),
+        chosen: dict[str, object] = {
             "seed": seed,
             "steps": settings.steps,
             "batch_size": settings.batch_size,
@@ -129,10 +112,11 @@ class Plan:
             "optimizer": optimizer_config(self.config, settings),
             "schedule": self.config["schedule"],
             **asdict(settings.switches),
-            **asked,
-            **copy.deepcopy(parts),
-            "sources": dict(sorted(sources_of(parts))),
         }
+        if settings.until is not None:
+            chosen["until"] = f"{settings.until}, tested every {settings.eval_every} steps"
+        aggregated = self.joint is not None
+        return run_identity(self.config, arm, chosen, aggregated, self.content)
 
     def _run(
         self,

@@ -13,8 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, Task
 from gradsurg.training.controls import first_control
-from gradsurg.training.made_with import made_with
-from gradsurg.training.run_directory import directory_name
+from gradsurg.training.run_identity import directory_name, environment
 from gradsurg.training.switches import Switches
 from gradsurg.training.until import Until
 from gradsurg.triggers.for_task import ForTask
@@ -86,7 +85,7 @@ class Run:
             "control": self.control,
             "controls": dict(self.controls),
             "measured": self.measured,
-            "made_with": made_with(),
+            "made_with": environment(),
         }
 
     @property

@@ -16,7 +16,7 @@ from gradsurg.surgery.live import Live
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.torch_internals.random_state import Generators, generators, put_back
 from gradsurg.training.arms import Schedule
-from gradsurg.training.made_with import made_with
+from gradsurg.training.run_identity import environment
 
 
 class Checkpoint(TypedDict):
@@ -84,7 +84,7 @@ class Trainee:
             skipped=skipped,
             seconds=seconds,
             generators=generators(self.device),
-            made_with=made_with(),
+            made_with=environment(),
         )
 
     def take_up(self, kept: Checkpoint) -> None:

@@ -1,9 +1,7 @@
 """The run directory: the durable record of one run."""
 
-import hashlib
 import json
 import logging
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,26 +22,10 @@ FACTS, ERROR, LANDSCAPE = "run.json", "error.log", "landscape.json"
 EXAMINED, EXAMINED_EFFECTS = "examined.json", "examined_effects.jsonl"
 BESIDE = (LANDSCAPE, EXAMINED, EXAMINED_EFFECTS)
 OWN = (SUMMARY, CHECKPOINT, *LINES, CONFIG, FACTS, ERROR, *BESIDE)
-MAX_LABEL = 80
 
 RunState = Literal["planned", "running", "interrupted", "failed", "finished", "diverged"]
 
 _log = logging.getLogger("gradsurg")
-
-
-def run_hash(config: Mapping[str, object]) -> str:
-    """Eight hex digits that stand for `config`: the sha256 of its canonical JSON.
-
-    The order of keys does not matter; a value that JSON cannot say is a TypeError or ValueError.
-    """
-    text = json.dumps(config, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
-def directory_name(label: str, config: Mapping[str, object]) -> str:
-    """`<label>-<hash8>`, with what is awkward in a file name as `_`."""
-    plain = re.sub(r"[^\w.,+=@-]+", "_", label, flags=re.ASCII)[:MAX_LABEL]
-    return f"{plain}-{run_hash(config)}"
 
 
 class RunDirectory:

@@ -23,8 +23,8 @@ from gradsurg.training.counterfactual import Counterfactual
 from gradsurg.training.idle import changed_nothing
 from gradsurg.training.logging import RunLog
 from gradsurg.training.loop import Batches, Several, Step, StepOptions, train
-from gradsurg.training.made_with import RESUMED, made_otherwise
 from gradsurg.training.run_directory import METRICS, RunDirectory
+from gradsurg.training.run_identity import RESUMED, environment_changes
 from gradsurg.training.warned import pass_on, said_once
 
 Happened = Literal["trained", "resumed", "retried", "skipped", "kept failed"]
@@ -268,7 +268,7 @@ def _followed(run: Run, place: RunDirectory, batches: Batches) -> dict[str, floa
 
 
 def _made_otherwise(kept: Checkpoint) -> list[str]:
-    said = made_otherwise(kept["made_with"])
+    said = environment_changes(kept["made_with"])
     return [said] if said else []
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from gradsurg.training.run_directory import RunDirectory, directory_name
+from gradsurg.training.run_directory import RunDirectory
+from gradsurg.training.run_identity import directory_name
 
 SITES = ("first.weight", "last.weight")
 STEPS = 40

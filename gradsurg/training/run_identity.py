@@ -1,0 +1,163 @@
+"""The identity of a run: which settings are hashed into the name of its directory, and why.
+
+Two runs with the same identity are the same run: the second command finds the first one's
+directory, skips it if it is finished and resumes it if it is not. The identity therefore has
+everything that can change a trained weight or a reported number, and nothing else:
+
+- the config groups that make the training: `model`, `task`, `schedule`, the optimizer with the
+  learning rate that is used, and `steps`, `batch_size`, `seed`, `device`, `accumulate`, `precision`
+  and `compile`; `until` with `eval_every`, because the tests decide where such a run ends;
+- the treatment: `transform`, `site`, `when` and the order of the transforms (a mapping has none when
+  it is hashed), and with an aggregator also `aggregator` and `shared`;
+- the version of gradsurg, and of PyTorch major and minor: another minor release has other kernels
+  and defaults. A patch release or another build (`+cpu`, `+cu126`) does not start a study anew;
+- `sources`: for each dotted path (`_target_`) a hash of the source of its module, so that editing
+  a user's transform gives a new run;
+- `data`: a hash of the files that the task reads.
+
+Not in it: where and how runs are written and logged (`study`, `out`, `logger`, `report`, `log_every`,
+`checkpoint_every`, `checkpoint_seconds`), what is measured without changing the training
+(`effects_every`, `update_effect_every`, `eval_every` without `until`; `Run.measured` records these),
+how jobs are launched (`hydra`, `threads`, `force`, `retry_failed`), and which arms are compared.
+
+A plain control arm has no treatment but the `site` at which its gradients are measured, so that all
+treatments at one site share one control. A norm-matched control has the treatment that it takes the
+norm of, and `control: norm_matched`.
+
+An edit of gradsurg's own source does not change the identity: most edits concern a message or a
+report. `environment` records the full versions and a hash of that source, and
+`environment_changes` reports a difference when a run resumes from a checkpoint.
+"""
+
+import copy
+import hashlib
+import importlib
+import inspect
+import json
+import platform
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import numpy
+import torch
+
+from gradsurg import __version__
+
+TRAINING_GROUPS = ("model", "task")
+TREATMENT_GROUPS = ("transform", "site", "when")
+AGGREGATOR_GROUPS = ("aggregator", "shared")
+MAX_LABEL = 80
+PACKAGE = Path(__file__).parents[1]
+RESUMED = "resumed from a checkpoint made with "
+
+Config = Mapping[str, object]
+
+
+def run_identity(
+    config: Config,
+    arm: Literal["treated", "control", "norm_matched"],
+    settings: Config,
+    aggregated: bool = False,
+    data_hash: str = "",
+) -> dict[str, object]:
+    """Return the config by which a run is identified.
+
+    `config` has the resolved config groups; `settings` the short keys that change the training,
+    `optimizer` and `schedule` among them. `aggregated` adds the aggregator to the treatment.
+    """
+    groups: dict[str, object] = {key: config[key] for key in TRAINING_GROUPS}
+    if arm == "control":
+        groups["site"] = config["site"]
+    else:
+        treatment = TREATMENT_GROUPS + AGGREGATOR_GROUPS * aggregated
+        groups |= {key: config[key] for key in treatment}
+        groups["order"] = [*_mapping(config["transform"])]
+        if arm == "norm_matched":
+            groups["control"] = "norm_matched"
+    return {
+        **_versions(),
+        **settings,
+        **({"data": data_hash} if data_hash else {}),
+        **copy.deepcopy(groups),
+        "sources": dict(sorted(_sources(groups))),
+    }
+
+
+def run_hash(identity: Config) -> str:
+    """Return the first eight hex digits of the sha256 of an identity's canonical JSON.
+
+    The order of keys does not matter. A value that JSON cannot represent raises TypeError or
+    ValueError.
+    """
+    text = json.dumps(identity, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def directory_name(label: str, identity: Config) -> str:
+    """Return `<label>-<hash8>`, with characters that are unsafe in a file name replaced by `_`."""
+    safe = re.sub(r"[^\w.,+=@-]+", "_", label, flags=re.ASCII)[:MAX_LABEL]
+    return f"{safe}-{run_hash(identity)}"
+
+
+@cache
+def environment() -> dict[str, str]:
+    """Return all versions that a bit of a result can depend on, with a hash of gradsurg's source."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    source = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:8]
+    return {
+        "gradsurg": f"{__version__} (source {source})",
+        "torch": str(torch.__version__),
+        "numpy": numpy.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def environment_changes(before: Mapping[str, str]) -> str:
+    """Return a note on what differs from the environment of a checkpoint; empty if nothing does."""
+    now = environment()
+    changed = [name for name in now if before.get(name) != now[name]]
+    if not changed:
+        return ""
+    old, new = (
+        ", ".join(f"{name} {versions.get(name, 'unknown')}" for name in changed)
+        for versions in (before, now)
+    )
+    return (
+        f"{RESUMED}{old}, now {new}: the result may differ in some bits from an uninterrupted run"
+    )
+
+
+def _versions() -> dict[str, str]:
+    return {"gradsurg": __version__, "torch": ".".join(torch.__version__.split(".")[:2])}
+
+
+def _sources(config: object) -> Iterator[tuple[str, str]]:
+    """Yield each dotted path in a config with a hash of the source of its module."""
+    if isinstance(config, Mapping):
+        target = config.get("_target_")
+        if isinstance(target, str):
+            yield target, _source_hash(target)
+        for value in config.values():
+            yield from _sources(value)
+    elif isinstance(config, list):
+        for value in config:
+            yield from _sources(value)
+
+
+def _source_hash(target: str) -> str:
+    """Return a hash of the module that a dotted path names and of the one that defines its object."""
+    path, _, name = target.rpartition(".")
+    defined_in = getattr(getattr(importlib.import_module(path), name), "__module__", None)
+    modules = {path, defined_in} & {*sys.modules}
+    files = [inspect.getsourcefile(sys.modules[module]) for module in modules]
+    contents = sorted(Path(file).read_bytes() for file in files if file)
+    return hashlib.sha256(b"".join(contents)).hexdigest()[:8]
+
+
+def _mapping(value: object) -> Mapping[str, object]:
+    assert isinstance(value, Mapping)
+    return value
