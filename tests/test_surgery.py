@@ -422,7 +422,7 @@ def test_a_plan_says_how_much_state_there_will_be_as_far_as_shapes_are_known() -
     assert "when Always(), state of unknown size at 1 site" in planned(gs.Outputs("act"))
     with attached(model, gs.GrokfastEMA(), gs.Parameters("last.*")) as live:
         backward(model)
-        held = [own for state in live._states.values() for own in state.values()]
+        held = [own for state in live.session.states.values() for own in state.values()]
     assert sum(own.nbytes for own in held) == 74
 
 

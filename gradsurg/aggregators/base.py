@@ -102,6 +102,15 @@ class Aggregator(ABC):
         """The fewest tasks it takes."""
         return 1
 
+    def loss_scale_error(self) -> str:
+        """Why a loss scale on the gradients changes the result; empty if it does not."""
+        if "homogeneous" in self.properties:
+            return ""
+        return (
+            f"{self!r}: sees gradients times the loss scale, and this aggregator depends on "
+            "their size: 'homogeneous' is not one of its properties"
+        )
+
     @abstractmethod
     def init(self, num_tasks: int) -> AggregatorState:
         """The state before the first gradients."""
@@ -132,6 +141,9 @@ class Aggregator(ABC):
 
 class GramianAggregator(Aggregator):
     """An aggregator that needs nothing of the gradients but their Gramian."""
+
+    def loss_scale_error(self) -> str:
+        return ""  # its Gramian comes without the scale
 
     @abstractmethod
     def update(
@@ -169,6 +181,9 @@ class LossWeighting(Aggregator):
 
     Its weights are those of the tasks' own parameters too, as if the losses were weighed.
     """
+
+    def loss_scale_error(self) -> str:
+        return ""  # the losses come without the scale
 
     @abstractmethod
     def weigh(
@@ -226,6 +241,9 @@ class NormMatchedSum(Aggregator):
     @property
     def least_tasks(self) -> int:
         return self.of.least_tasks
+
+    def loss_scale_error(self) -> str:
+        return self.of.loss_scale_error()
 
     def init(self, num_tasks: int) -> AggregatorState:
         return self.of.init(num_tasks)

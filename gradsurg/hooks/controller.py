@@ -1,4 +1,4 @@
-"""One attached intervention: what acts and when, decided for all its sites once a step."""
+"""Decide once a step, for all sites of one intervention, whether and how its hooks act."""
 
 from collections.abc import Collection, Sequence
 
@@ -7,221 +7,237 @@ from torch import Tensor
 from torch.amp import is_autocast_available
 from torch.autograd.graph import Node
 
-from gradsurg.effects.effects import Effects
+from gradsurg.hooks.session import Session
+from gradsurg.sites.base import Stage
 from gradsurg.torch_internals import autograd
-from gradsurg.transforms.base import Stateless, Transform, TransformContext, TransformState
+from gradsurg.transforms.base import Stateless, Transform, TransformContext
+from gradsurg.transforms.chain import Chain
 from gradsurg.triggers.always import Always
-from gradsurg.triggers.base import Clock, Decision, TensorTrigger, Trigger, TriggerContext
+from gradsurg.triggers.base import Decision, TensorTrigger, Trigger, TriggerContext
+from gradsurg.triggers.for_task import ForTask
 
-ERRORS = Exception  # whatever a user's transform raises: it gets a note and is raised again
+FORWARD = ("forward", "captured")
+"""Stages at which tensors are seen outside a backward pass, and may be modified before it ends."""
+
+WRITABLE = ("accumulated", "settled", "backward_end", "step", *FORWARD)
+"""Stages whose results others may write to: they end up in `.grad` or with the user."""
 
 
 class HookController:
-    """One attached intervention: what its gates share. Its flags are set once a step."""
+    """The decisions shared by all hooks of one intervention, updated once a step.
+
+    `labels` name the transform, or each link of a `Chain`.
+    """
 
     __slots__ = (
-        "asleep",
-        "at_once",
-        "clock",
-        "effects",
+        "configuration",
+        "decided_for",
+        "fast",
+        "fast_allowed",
         "firing",
-        "grouped",
-        "idle",
+        "has_group_link",
+        "has_several_tasks",
+        "is_writable",
         "label",
-        "lasts",
+        "labels",
         "links",
-        "looks",
-        "most",
+        "max_calls",
+        "measures_at_once",
         "needs_entering",
         "needs_value",
         "on",
-        "opened",
-        "ready",
-        "rests",
         "sampling",
-        "seed",
-        "settled",
-        "shadow",
-        "short",
-        "spared",
+        "session",
+        "skipped_nodes",
+        "skips_step",
+        "skips_transform",
+        "stage",
         "stateless",
-        "states",
+        "steady_autocast",
+        "transform",
         "trigger",
+        "trigger_reads_gradient",
     )
 
     def __init__(
         self,
-        links: Sequence[tuple[str, Transform]],
+        session: Session,
+        labels: Sequence[str],
+        transform: Transform,
         trigger: Trigger,
-        effects: Effects,
-        states: dict[str, TransformState],
-        clock: Clock,
-        seed: int = 0,
-        shadow: bool = False,
-        stepping: bool = False,
-        at_once: bool = False,
-        rests: bool = False,
+        stage: Stage,
     ) -> None:
-        self.label = " -> ".join(label for label, _ in links)
-        self.effects = effects
-        self.states = states
-        self.clock = clock
-        self.seed = seed
-        self.shadow = shadow
-        # What passes outside a backward may be written to before a backward ends: measure it now.
-        self.at_once = at_once
-        # What is put into `.grad` or handed out may be written to: nobody else may hold it.
-        self.rests = rests
-        # Whether autocast may be asked about once a step: a backward is in it or not, and where no
-        # steps are counted, or a forward enters and leaves it, it is asked about each time.
-        self.lasts = stepping and not at_once
-        self.most = 1  # gradients in one step at one site
+        self.session = session
+        self.labels = tuple(labels)
+        self.label = " -> ".join(labels)
+        self.stage: Stage = stage
+        self.measures_at_once = stage in FORWARD
+        self.is_writable = stage in WRITABLE
+        # A whole step is under autocast or not, so one check a step is enough; not where steps are
+        # not counted, or in a forward pass, which enters and leaves autocast.
+        self.steady_autocast = session.optimizer is not None and not self.measures_at_once
+        self.max_calls = 1  # the most gradients at one site in this step
+        self.has_several_tasks = False  # whether `live.backward` sends one gradient a task
         self.on = True
-        self.spared: Collection[Node] = ()  # what comes to these is left alone
-        self.set(links, trigger)
+        self.skipped_nodes: Collection[Node] = ()
+        self.set(transform, trigger)
 
-    def set(self, links: Sequence[tuple[str, Transform]], trigger: Trigger) -> None:
-        """What acts and when, now or anew."""
-        self.links = links
+    def set(self, transform: Transform, trigger: Trigger) -> None:
+        """Set the transform and the trigger."""
+        links = transform.links if isinstance(transform, Chain) else (transform,)
+        self.links = list(zip(self.labels, links, strict=True))
+        self.transform = transform
         self.trigger = trigger
         sources = {part.source for part in trigger.parts if isinstance(part, TensorTrigger)}
-        self.looks = "grad" in sources
-        needs = {need for _, link in links for need in link.needs}
+        self.trigger_reads_gradient = "grad" in sources
+        needs = {need for link in links for need in link.needs}
         self.needs_entering = "entering" in needs
         self.needs_value = "value" in needs or "value" in sources
-        self.stateless = all(isinstance(link, Stateless) for _, link in links)
-        self.grouped = any(link.scope == "group" for _, link in links)
-        self.begin_anew()
+        self.stateless = all(isinstance(link, Stateless) for link in links)
+        self.has_group_link = any(link.scope == "group" for link in links)
+        self.reset()
 
     @property
     def step(self) -> int:
         """Optimizer steps done."""
-        return self.clock.step
-
-    def begin_anew(self) -> None:
-        """Other links, other states: what gates have seen of the old ones tells nothing."""
-        self.opened = object()
-        # Whether steps were sampled when all below was found, where nothing else can change it.
-        self.settled: bool | None = None
-        self.begin()
-
-    def begin(self) -> None:
-        """A step begins: decide for all sites whether the trigger fires and effects are sampled.
-
-        A trigger that has to see the site or its gradient says None: it is asked there.
-        """
-        sampling = self.effects.sampling
-        self.ready: object = None
-        if self.settled is sampling:
-            return
-        fires = self._ask(TriggerContext(self.clock, self.seed, self.label))
-        self.firing = fires if isinstance(fires, bool) else None
-        self.sampling = sampling
-        # A shadowed transform without state leaves no trace in a step that is not measured.
-        self.idle = self.shadow and not sampling and self.stateless
-        # Nor does its trigger, where it asks for nothing: the step may be that of a plain model.
-        self.asleep = self.idle and isinstance(self.trigger, Always)
-        # The short way: nothing to ask, nothing to measure at once.
-        self.short = (
-            self.on
-            and fires is True
-            and not (self.idle or self.needs_value or self.needs_entering)
-            and not ((self.at_once and sampling) or self.spared)
-        )
-        if isinstance(self.trigger, Always):
-            self.settled = sampling
-
-    def begin_again(self) -> None:
-        """Something else that triggers read has changed inside the step."""
-        self.settled = None
-        self.begin()
-
-    def pause(self) -> None:
-        """What passes from now on is neither acted on nor counted."""
-        self.on = False
-        self.begin_again()
-
-    def resume(self) -> None:
-        """The end of a pause."""
-        self.on = True
-        self.begin_again()
-
-    def spare(self, nodes: Collection[Node]) -> None:
-        """What comes to these autograd nodes from now on is neither acted on nor counted."""
-        self.spared = nodes
-        self.begin_again()
+        return self.session.clock.step
 
     @property
-    def passes(self) -> bool:
-        """Whether what has come is left alone, whatever the trigger says."""
-        if not self.on or self.asleep:
-            return True
-        return bool(self.spared) and autograd.running_node() in self.spared
+    def named_tasks(self) -> list[ForTask]:
+        """The parts of the trigger that name a task."""
+        return [part for part in self.trigger.parts if isinstance(part, ForTask)]
 
-    def recur(self, context: TransformContext) -> None:
-        """A site has met another gradient in the same step."""
-        context.call += 1
-        if context.call >= self.most:
-            self.most = context.call + 1
+    @property
+    def stateful(self) -> str:
+        """The repr of the first transform or trigger with a state per site; empty if none has."""
+        for _, link in self.links:
+            if link.init(torch.zeros(1)):
+                return repr(link)
+        # The state of a trigger is made when it is first evaluated.
+        keys = [key for key in self.session.states if key.endswith("/when")]
+        has_state = any(key.partition("/")[0] == self.label for key in keys)
+        return repr(self.trigger) if has_state else ""
 
-    def opens(self) -> bool:
-        """Whether the short way is open, which it is not under autocast; `ready` says so for the
-        rest of this step where that can be told.
+    def reset(self) -> None:
+        """Send each site's next gradient through the checked path: transform or states changed."""
+        self.configuration = object()
+        # The value of `sampling` for which the decisions of `begin_step` hold in later steps too.
+        self.decided_for: bool | None = None
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Decide for all sites whether the trigger fires and whether effects are sampled.
+
+        `firing` is None if the trigger has to see the site or its gradient.
         """
-        if not self.short or autograd.any_autocast():
+        session = self.session
+        sampling = session.effects.sampling
+        self.fast: object = None  # the configuration, once the fast path is known to be open
+        if self.decided_for is sampling:
+            return
+        fires = self._evaluate(TriggerContext(session.clock, session.seed, self.label))
+        self.firing = fires if isinstance(fires, bool) else None
+        self.sampling = sampling
+        # In shadow, a transform without state has no effect in a step that is not measured,
+        self.skips_transform = session.shadow and not sampling and self.stateless
+        # nor has a trigger that always fires.
+        always = isinstance(self.trigger, Always)
+        self.skips_step = self.skips_transform and always
+        self.fast_allowed = (
+            self.on
+            and fires is True
+            and not (self.skips_transform or self.needs_value or self.needs_entering)
+            and not ((self.measures_at_once and sampling) or self.skipped_nodes)
+        )
+        if always:
+            self.decided_for = sampling
+
+    def reevaluate(self) -> None:
+        """Decide again within a step: something a trigger reads has changed."""
+        self.decided_for = None
+        self.begin_step()
+
+    def pause(self) -> None:
+        """Neither act on nor count gradients until `resume`."""
+        self.on = False
+        self.reevaluate()
+
+    def resume(self) -> None:
+        """End a pause."""
+        self.on = True
+        self.reevaluate()
+
+    def skip_nodes(self, nodes: Collection[Node]) -> None:
+        """Neither act on nor count gradients that arrive at these autograd nodes."""
+        self.skipped_nodes = nodes
+        self.reevaluate()
+
+    def disable(self) -> None:
+        """Pass all gradients unchanged from now on: hooks on built graphs outlive their handles."""
+        self.on = self.fast_allowed = False
+        self.fast = None
+
+    @property
+    def is_bypassed(self) -> bool:
+        """Whether the gradient at hand is neither acted on nor counted."""
+        if not self.on or self.skips_step:
+            return True
+        return bool(self.skipped_nodes) and autograd.running_node() in self.skipped_nodes
+
+    def count_repeat(self, context: TransformContext) -> None:
+        """Number a further gradient of the same step at one site."""
+        context.call += 1
+        if context.call >= self.max_calls:
+            self.max_calls = context.call + 1
+
+    def opens_fast_path(self) -> bool:
+        """Whether the fast path may be used now; remembered for the step where that is safe."""
+        if not self.fast_allowed or autograd.any_autocast():
             return False
-        if self.lasts:
-            self.ready = self.opened
+        if self.steady_autocast:
+            self.fast = self.configuration
         return True
 
     def is_autocast(self, device: str) -> bool:
-        """Whether what runs now runs under the autocast of this device."""
+        """Whether this thread is under the autocast of this device."""
         return is_autocast_available(device) and torch.is_autocast_enabled(device)
 
     def fires(self, site: str, grad: Tensor, value: Tensor | None) -> bool | Tensor:
-        """Whether the trigger fires at this gradient."""
+        """Evaluate the trigger at one gradient."""
+        session = self.session
         key = f"{self.label}/{site}/when"
-        trigger_context = TriggerContext(self.clock, self.seed, self.label, site, grad, value)
-        trigger_context.state = dict(self.states.get(key, {}))
-        fires = self._ask(trigger_context)
+        context = TriggerContext(session.clock, session.seed, self.label, site, grad, value)
+        context.state = dict(session.states.get(key, {}))
+        fires = self._evaluate(context)
         if fires is None:
-            raise TypeError(f"{self.trigger!r}: fires() said None where the gradient was at hand")
-        if trigger_context.state:
-            if any(autograd.is_batched(tensor) for tensor in trigger_context.state.values()):
+            raise TypeError(f"{self.trigger!r}: fires() returned None though it had the gradient")
+        if context.state:
+            if any(autograd.is_batched(tensor) for tensor in context.state.values()):
                 raise RuntimeError(
-                    f"{self.trigger!r} remembers one thing for each site, and inside vmap the site "
+                    f"{self.trigger!r} keeps one state for each site, and inside vmap the site "
                     f"'{site}' has many gradients at once"
                 )
-            self.states[key] = {name: own.detach() for name, own in trigger_context.state.items()}
+            session.states[key] = {name: own.detach() for name, own in context.state.items()}
         if isinstance(fires, Tensor) and fires.device != grad.device:
             return fires.to(grad.device, non_blocking=True)
         return fires
 
-    def _ask(self, trigger_context: TriggerContext) -> Decision:
-        """What the trigger says, if it may say that."""
+    def _evaluate(self, context: TriggerContext) -> Decision:
+        """The answer of the trigger. Raises TypeError if it has another type than `Decision`."""
         try:
-            fires = self.trigger.fires(trigger_context)
-        except ERRORS as error:
-            where = (
-                f"at site '{trigger_context.site}'"
-                if trigger_context.site
-                else "before a gradient was there"
-            )
-            error.add_note(f"while {self.trigger!r} was asked {where}, step {self.step}")
+            fires = self.trigger.fires(context)
+        except Exception as error:  # a user's trigger may raise anything; it is raised again
+            where = f"at site '{context.site}'" if context.site else "before a gradient was there"
+            error.add_note(f"while {self.trigger!r} was evaluated {where}, step {self.step}")
             raise
         if isinstance(fires, Tensor):
-            found = f"{fires.dtype} of shape {list(fires.shape)}"
+            text = f"{fires.dtype} of shape {list(fires.shape)}"
             fits = fires.dtype is torch.bool and not fires.ndim
         else:
-            found, fits = repr(fires), fires is None or isinstance(fires, bool)
+            text, fits = repr(fires), fires is None or isinstance(fires, bool)
         if not fits:
             raise TypeError(
-                f"{self.trigger!r}: fires() must say True, False, None or a bool tensor of no "
-                f"dimension, found {found}"
+                f"{self.trigger!r}: fires() must return True, False, None or a bool tensor of no "
+                f"dimension, found {text}"
             )
         return fires
-
-    def retire(self) -> None:
-        """Hooks on graphs that are already built outlive their handles; from now on they pass."""
-        self.on = self.short = False
-        self.ready = None

@@ -1,4 +1,4 @@
-"""The wrapper around a transform at all its sites together."""
+"""Apply the transforms of one intervention at all its sites together."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -6,61 +6,59 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from gradsurg.hooks.bound_transform import BoundTransform
-from gradsurg.hooks.controller import ERRORS, HookController
-from gradsurg.hooks.rules import alike
-from gradsurg.hooks.transform_hook import TransformHook
+from gradsurg.hooks.controller import HookController
+from gradsurg.hooks.transform_hook import BoundTransform, TransformHook, is_like, version_of
 from gradsurg.transforms.base import GroupTransform, TransformState
 
 
 class GroupHook:
-    """One intervention at all its sites together, in the order of its gates."""
+    """One intervention at all its sites together, in the order of `hooks`."""
 
-    def __init__(self, operation: HookController, gates: Sequence[TransformHook]) -> None:
-        self.operation = operation
-        self.gates = gates
-        self._seen = False
-        self._members: dict[str, list[str]] = {}
-        for gate in gates:
-            gate.at_once = False  # but when all have passed
-        self._all = list(range(len(gates)))
-        self._always: list[bool | Tensor] = [True] * len(gates)
+    def __init__(self, controller: HookController, hooks: Sequence[TransformHook]) -> None:
+        self.controller = controller
+        self.hooks = hooks
+        self._is_checked = False  # whether a group has passed all checks
+        self._members: dict[str, list[str]] = {}  # the sites of each link that has a group state
+        for hook in hooks:
+            hook.flushes = False  # the group flushes once, after all its gradients
+        self._all = list(range(len(hooks)))
+        self._all_fire: list[bool | Tensor] = [True] * len(hooks)
 
     def __call__(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        operation = self.operation
-        if not operation.on or operation.asleep:
+        controller = self.controller
+        if not controller.on or controller.skips_step:
             return grads
-        results = self._together(grads) if operation.grouped else self._one_by_one(grads)
-        if operation.sampling:
-            operation.effects.flush()  # before the optimizer can write to them
+        results = self._together(grads) if controller.has_group_link else self._one_by_one(grads)
+        if controller.sampling:
+            controller.session.effects.flush()  # before the optimizer can write to them
         return results
 
     def _one_by_one(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Each by its own gate, for transforms that take one tensor at a time."""
+        """Send each gradient through its own hook: no link needs a group."""
         results = []
-        for gate, grad in zip(self.gates, grads, strict=True):
-            result = gate.hook(grad)
+        for hook, grad in zip(self.hooks, grads, strict=True):
+            result = hook.hook(grad)
             results.append(grad if result is None else result)
         return results
 
     def _together(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        operation = self.operation
+        controller = self.controller
         present = [grad for grad in grads if grad is not None]
-        acting, fires, gates = self._all, self._always, self.gates
-        if operation.firing is True and len(present) == len(grads):
-            for gate in gates:
-                gate.entry.fired += 1
+        acting, fires, hooks = self._all, self._all_fire, self.hooks
+        if controller.firing is True and len(present) == len(grads):
+            for hook in hooks:
+                hook.entry.fired += 1
         else:
             acting, fires = self._acting(grads)
-            gates = [self.gates[index] for index in acting]
+            hooks = [self.hooks[index] for index in acting]
             present = [grad for index in acting if (grad := grads[index]) is not None]
-        if not acting or operation.idle:
+        if not acting or controller.skips_transform:
             return grads
         device = present[0].device.type
-        is_autocast = operation.is_autocast(device)
+        is_autocast = controller.is_autocast(device)
         with torch.autocast(device, enabled=False) if is_autocast else nullcontext():
-            results = self._operate(gates, present, fires)
-        if operation.shadow:
+            results = self._run_links(hooks, present, fires)
+        if controller.session.shadow:
             return grads
         if len(results) == len(grads):
             return results
@@ -68,95 +66,98 @@ class GroupHook:
         return [new.get(index, grad) for index, grad in enumerate(grads)]
 
     def _acting(self, grads: Sequence[Tensor | None]) -> tuple[list[int], list[bool | Tensor]]:
-        """Which gradients there are and the trigger lets be acted on, and what it says of each."""
+        """The indices of the gradients that are acted on, and the trigger's answer for each.
+
+        A gradient for which the trigger answers False on the host is not part of the group.
+        """
         acting: list[int] = []
-        fires: list[bool | Tensor] = []
-        for index, (gate, grad) in enumerate(zip(self.gates, grads, strict=True)):
+        answers: list[bool | Tensor] = []
+        controller = self.controller
+        for index, (hook, grad) in enumerate(zip(self.hooks, grads, strict=True)):
             if grad is not None:
-                one = self._fires(gate, grad)
-                if gate.count(one):  # where the host says no, a gradient is not of the group
+                fires = controller.firing
+                if fires is None:
+                    fires = controller.fires(hook.entry.site, grad, hook.value())
+                if hook.count(fires):
                     acting.append(index)
-                    fires.append(one)
-        return acting, fires
+                    answers.append(fires)
+        return acting, answers
 
-    def _fires(self, gate: TransformHook, grad: Tensor) -> bool | Tensor:
-        operation = self.operation
-        if operation.firing is not None:
-            return operation.firing
-        return operation.fires(gate.entry.site, grad, gate.value())
-
-    def _operate(
-        self, gates: Sequence[TransformHook], grads: list[Tensor], fires: list[bool | Tensor]
+    def _run_links(
+        self, hooks: Sequence[TransformHook], grads: list[Tensor], fires: list[bool | Tensor]
     ) -> list[Tensor]:
-        operation = self.operation
-        if not self._seen:
-            for gate, grad in zip(gates, grads, strict=True):
-                gate.check_dense(grad)
-        for index, (_, transform) in enumerate(operation.links):
+        controller = self.controller
+        if not self._is_checked:
+            for hook, grad in zip(hooks, grads, strict=True):
+                hook.check_dense(grad)
+        for index, (_, transform) in enumerate(controller.links):
             befores = grads
-            links = [gate.links[index] for gate in gates]
+            links = [hook.links[index] for hook in hooks]
             if isinstance(transform, GroupTransform) and transform.scope == "group":
-                grads = self._update(transform, gates, links, befores, fires)
+                grads = self._apply(transform, hooks, links, befores, fires)
             else:
                 grads = [
-                    gate.apply(link, grad, gate.value(), one if isinstance(one, Tensor) else None)
-                    for gate, link, grad, one in zip(gates, links, befores, fires, strict=True)
+                    hook.apply(link, grad, hook.value(), own if isinstance(own, Tensor) else None)
+                    for hook, link, grad, own in zip(hooks, links, befores, fires, strict=True)
                 ]
-            if operation.sampling:
+            if controller.sampling:
                 for link, before, after in zip(links, befores, grads, strict=True):
-                    operation.effects.add(link.slot, before, after)
-        self._seen = True
+                    controller.session.effects.add(link.slot, before, after)
+        self._is_checked = True
         return grads
 
-    def _update(
+    def _apply(
         self,
         transform: GroupTransform,
-        gates: Sequence[TransformHook],
+        hooks: Sequence[TransformHook],
         links: Sequence[BoundTransform],
         grads: list[Tensor],
         fires: list[bool | Tensor],
     ) -> list[Tensor]:
-        states = self.operation.states
+        """Apply one group transform, update its state and check its results."""
+        states = self.controller.session.states
         key = f"{links[0].label}/group"
         before = states.get(key)
         if before:
             self._check_members(links)
-        contexts = [gate.count_call(link) for gate, link in zip(gates, links, strict=True)]
-        # One of gradsurg's own keeps the rules at every gradient.
-        trusted = self._seen and links[0].known
-        versions = [] if trusted else [grad._version for grad in grads]
-        if self.operation.needs_value:
-            for gate, context in zip(gates, contexts, strict=True):
-                context.value = gate.value()
+        contexts = [hook.count_call(link) for hook, link in zip(hooks, links, strict=True)]
+        checks = not (self._is_checked and links[0].trusted)
+        versions = [version_of(grad) for grad in grads] if checks else []
+        if self.controller.needs_value:
+            for hook, context in zip(hooks, contexts, strict=True):
+                context.value = hook.value()
         try:
             if before is None:
                 before = transform.init_group(grads)
             results, state = transform.update_group(grads, before, contexts)
-        except ERRORS as error:
-            step = self.operation.step
-            error.add_note(f"while {links[0].label} acted on {len(grads)} sites, step {step}")
+        except Exception as error:  # a user's transform may raise anything; it is raised again
+            where = f"{len(grads)} sites, step {self.controller.step}"
+            error.add_note(f"while {links[0].label} acted on {where}")
             raise
         for context in contexts:
             context.value = None
-        _check(gates, links, grads, results, versions)
-        results = [
-            gate.apart(link, grad, result, state)
-            for gate, link, grad, result in zip(gates, links, grads, results, strict=True)
-        ]
+        for hook, link, grad, result in zip(hooks, links, grads, results, strict=True):
+            if not is_like(result, grad):
+                raise hook.result_error(link, grad, result)
+        results = list(results)
+        for index, version in enumerate(versions):
+            hook, link, result = hooks[index], links[index], results[index]
+            hook.check_pure(link, grads[index], version, result, hook.value())
+            results[index] = hook.unshared(link, grads[index], result, state)
         if state:
             self._check_members(links)
             states[key] = _chosen(fires, state, before)
-        if fires is self._always:
+        if fires is self._all_fire:
             return results
         return [
-            torch.where(one, result, grad)
-            if isinstance(one, Tensor) and result is not grad
+            torch.where(own, result, grad)
+            if isinstance(own, Tensor) and result is not grad
             else result
-            for one, result, grad in zip(fires, results, grads, strict=True)
+            for own, result, grad in zip(fires, results, grads, strict=True)
         ]
 
     def _check_members(self, links: Sequence[BoundTransform]) -> None:
-        """A state is of a group in its order: with other members it would be that of others."""
+        """Raise RuntimeError if the sites differ from those that the group's state was made for."""
         sites = [link.context.site for link in links]
         first = self._members.setdefault(links[0].label, sites)
         if sites != first:
@@ -166,31 +167,13 @@ class GroupHook:
             )
 
 
-def _check(
-    gates: Sequence[TransformHook],
-    links: Sequence[BoundTransform],
-    grads: Sequence[Tensor],
-    results: Sequence[Tensor],
-    versions: Sequence[int],
-) -> None:
-    """Refuse results that are not like the gradients and, where `versions` tells how they were
-    before, a transform that has written to them.
-    """
-    for gate, link, grad, result in zip(gates, links, grads, results, strict=True):
-        if not alike(result, grad):
-            raise gate.unfit(link, grad, result)
-    for index, version in enumerate(versions):
-        gate, link, grad = gates[index], links[index], grads[index]
-        gate.check_pure(link, grad, version, results[index], gate.value())
-
-
 def _chosen(
     fires: list[bool | Tensor], new: TransformState, before: TransformState
 ) -> TransformState:
-    """The next state of a group; where the device decides, the old one unless it acts at all."""
-    asked = [one for one in fires if isinstance(one, Tensor)]
-    if len(asked) < len(fires):
+    """The next state of a group; the old one where no trigger fires, all evaluated on the device."""
+    answers = [own for own in fires if isinstance(own, Tensor)]
+    if len(answers) < len(fires):
         return new
-    device = asked[0].device
-    acts = torch.stack([one.to(device, non_blocking=True) for one in asked]).any()
+    device = answers[0].device
+    acts = torch.stack([own.to(device, non_blocking=True) for own in answers]).any()
     return {name: torch.where(acts.to(own.device), own, before[name]) for name, own in new.items()}

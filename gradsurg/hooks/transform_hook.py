@@ -1,95 +1,147 @@
-"""The one wrapper around every transform at one site: checks, state, measuring, errors."""
+"""Apply the transforms of one intervention at one site: checks, state, measuring, errors."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 from gradsurg.effects.ledger import Entry
-from gradsurg.hooks.bound_transform import UNBORN, UNCOUNTED, BoundTransform
-from gradsurg.hooks.controller import ERRORS, HookController
-from gradsurg.hooks.rules import alike, kind_of, same, shares, takes, version_of
+from gradsurg.hooks.controller import HookController
 from gradsurg.sites.base import SiteHook
 from gradsurg.torch_internals import autograd
-from gradsurg.transforms.base import TransformContext, TransformState
+from gradsurg.transforms.base import (
+    FunctionTransform,
+    Stateless,
+    Transform,
+    TransformContext,
+    TransformState,
+)
+
+NO_STATE: TransformState = {}
+"""The state of a site before its first gradient; compared by identity."""
+
+NO_STEP = -1
+"""The step of a site before its first gradient."""
 
 
-class TransformHook:
-    """One intervention at one site. `hook` takes a gradient and gives the new one, or None."""
+class BoundTransform:
+    """One transform at one site, with its state there."""
 
     __slots__ = (
-        "_one",
-        "_value",
-        "at_once",
-        "entry",
-        "hook",
-        "links",
-        "operation",
-        "passed",
+        "apply",
+        "context",
+        "keeps_shape",
+        "key",
+        "label",
+        "slot",
+        "state",
+        "states",
+        "transform",
+        "trusted",
+        "update",
     )
 
     def __init__(
-        self, operation: HookController, entry: Entry, value: Callable[[], Tensor | None] | None
+        self, label: str, transform: Transform, controller: HookController, entry: Entry
     ) -> None:
-        self.operation = operation
+        session = controller.session
+        self.label = label
+        self.key = f"{label}/{entry.site}"
+        self.slot = session.effects.slot(label, entry)
+        self.states = session.states
+        self.state = session.states.get(self.key, NO_STATE)
+        self.context = TransformContext(self.key, NO_STEP, seed=session.seed, flow=session.clock)
+        self.set(transform)
+
+    def set(self, transform: Transform) -> None:
+        """Set the transform; the state stays."""
+        self.transform = transform
+        self.apply = transform.apply if isinstance(transform, Stateless) else None
+        self.update = transform.update
+        # An elementwise transform returns the shape it has returned at the first, checked, gradient.
+        self.keeps_shape = "elementwise" in transform.properties
+        self.trusted = is_trusted(transform)
+
+    def store(self, state: TransformState, fires: Tensor | None = None) -> None:
+        """Store the next state, detached from the graph that `create_graph` makes.
+
+        A trigger evaluated on the device, `fires`, chooses between the next state and the old one.
+        """
+        if fires is not None and state:
+            before = self.state
+            if state.keys() != before.keys():
+                raise TypeError(
+                    f"{self.label}: {self.transform!r} has a state of {', '.join(state)}, and "
+                    f"init() made {', '.join(before) or 'none'}: init() must make all of it, "
+                    "because the trigger may keep the state of before"
+                )
+            state = {name: torch.where(fires, new, before[name]) for name, new in state.items()}
+        if any(tensor.requires_grad for tensor in state.values()):
+            state = {name: tensor.detach() for name, tensor in state.items()}
+        self.state = state
+        if state:
+            self.states[self.key] = state
+
+
+class TransformHook:
+    """One intervention at one site.
+
+    `hook` maps a gradient to the new one, or to None if it is unchanged. The first gradient of each
+    configuration takes the checked path; later ones the fast path, if nothing has to be asked of
+    the trigger and no value has to be given to the transform.
+    """
+
+    __slots__ = (
+        "_checked",
+        "_single",
+        "_value",
+        "controller",
+        "entry",
+        "flushes",
+        "hook",
+        "links",
+    )
+
+    def __init__(
+        self, controller: HookController, entry: Entry, value: Callable[[], Tensor | None] | None
+    ) -> None:
+        self.controller = controller
         self.entry = entry
         self._value = value
-        self.at_once = operation.at_once  # whether what was measured has to be summed at once
+        self.flushes = controller.measures_at_once
         self.links = [
-            BoundTransform(label, link, operation, entry) for label, link in operation.links
+            BoundTransform(label, link, controller, entry) for label, link in controller.links
         ]
-        self.passed: object = False  # until a gradient has shown that the short way will do
-        self._one = self._alone
-        self.hook = self._hook_one() if self._one else self._hook()
-
-    @property
-    def _alone(self) -> bool:
-        """Whether it has but one transform, that keeps no state and is one of gradsurg's own."""
-        link = self.links[0]
-        return len(self.links) == 1 and link.apply is not None and link.known
+        self._single = self._find_single()
+        # The configuration of the controller for which a gradient has passed all checks here.
+        self._checked: object = False
+        self.hook = self._make_hook()
 
     def renew(self) -> None:
-        """Its operation was set anew: a link of the same class keeps its state."""
-        for link, (_, transform) in zip(self.links, self.operation.links, strict=True):
+        """Take over the links of the controller; a link of the same class keeps its state."""
+        for link, (_, transform) in zip(self.links, self.controller.links, strict=True):
             if type(link.transform) is not type(transform):
-                link.state = link.states.get(link.key, UNBORN)
-            link.take(transform)
+                link.state = link.states.get(link.key, NO_STATE)
+            link.set(transform)
+        self._single = self._find_single()
 
-    def refresh(self, states: dict[str, TransformState]) -> None:
-        """States were loaded: take up those of this site, and count its gradients anew."""
+    def load_states(self) -> None:
+        """Take over the states of the session, and number the gradients of the step anew."""
         for link in self.links:
-            link.state = states.get(link.key, UNBORN)
-            link.context.step = UNCOUNTED
+            link.state = link.states.get(link.key, NO_STATE)
+            link.context.step = NO_STEP
 
-    # Both hooks are closures: called from autograd one costs half of what a method does.
+    def _find_single(self) -> BoundTransform | None:
+        """The only link, if it has no state and is trusted."""
+        link = self.links[0]
+        return link if len(self.links) == 1 and link.apply is not None and link.trusted else None
 
-    def _hook(self) -> SiteHook:
-        operation, entry, effects = self.operation, self.entry, self.operation.effects
-
-        def hook(
-            grad: Tensor | None,
-            value: Tensor | None = None,
-            entering: tuple[Tensor | None, ...] = (),
-        ) -> Tensor | None:
-            if grad is None:
-                return None
-            if self.passed is not operation.ready and not self.opens():
-                return self._slow(grad, value, entering)
-            entry.fired += 1
-            result = grad
-            for link in self.links:
-                before = result
-                result = self.again(link, before)
-                if operation.sampling:
-                    effects.add(link.slot, before, result)
-            return None if result is grad or operation.shadow else result
-
-        return hook
-
-    def _hook_one(self) -> SiteHook:
-        operation, entry, effects = self.operation, self.entry, self.operation.effects
-        clock, link, context = operation.clock, self.links[0], self.links[0].context
+    def _make_hook(self) -> SiteHook:
+        # A closure: calling one from autograd costs half as much as calling a method.
+        controller, entry, session = self.controller, self.entry, self.controller.session
+        effects, clock, shadow = session.effects, session.clock, session.shadow
 
         def hook(
             grad: Tensor | None,
@@ -98,183 +150,236 @@ class TransformHook:
         ) -> Tensor | None:
             if grad is None:
                 return None
-            if self.passed is not operation.ready and not self.opens():
-                return self._slow(grad, value, entering)
+            if self._checked is not controller.fast and not self._opens_fast_path():
+                return self._run_checked(grad, value, entering)
             entry.fired += 1
+            link = self._single
+            if link is None:
+                result = self._run_links(grad)
+                return None if result is grad or shadow else result
+            # As `apply`, without the steps that a trusted transform without state does not need.
+            context, apply = link.context, link.apply
+            assert apply is not None
             if context.step != clock.step:
                 context.step, context.call = clock.step, 0
             else:
-                operation.recur(context)
-            apply = link.apply
-            assert apply is not None
+                controller.count_repeat(context)
             try:
                 result = apply(grad, context)
-            except ERRORS as error:
+            except Exception as error:
                 error.add_note(self._where(link))
                 raise
-            if not link.keeps_shape and not alike(result, grad):
-                raise self.unfit(link, grad, result)
-            if operation.sampling:
+            if not link.keeps_shape and not is_like(result, grad):
+                raise self.result_error(link, grad, result)
+            if controller.sampling:
                 effects.add(link.slot, grad, result)
-            return None if result is grad or operation.shadow else result
+            return None if result is grad or shadow else result
 
         return hook
 
-    def opens(self) -> bool:
-        """Whether the short way is open, and what passes here has shown that it will do."""
-        return self.passed is self.operation.opened and self.operation.opens()
+    def _opens_fast_path(self) -> bool:
+        return self._checked is self.controller.configuration and self.controller.opens_fast_path()
 
-    def again(self, link: BoundTransform, grad: Tensor) -> Tensor:
-        """Apply one link by the short way."""
-        operation, context, trusted, apply = self.operation, link.context, link.known, link.apply
-        if context.step != operation.clock.step:
-            context.step, context.call = operation.clock.step, 0
-        else:
-            operation.recur(context)
-        version = 0 if trusted else version_of(grad)
-        try:
-            if apply is not None:
-                result = apply(grad, context)
-            else:
-                result, state = link.update(grad, link.state, context)
-                link.keep(state)
-        except ERRORS as error:
-            error.add_note(self._where(link))
-            raise
-        if not link.keeps_shape and not alike(result, grad):
-            raise self.unfit(link, grad, result)
-        if not trusted:
-            self.check_pure(link, grad, version, result, self.value())
-            result = self.apart(link, grad, result, link.state)
+    def _run_links(self, grad: Tensor) -> Tensor:
+        """Apply all links by the fast path."""
+        controller, result = self.controller, grad
+        for link in self.links:
+            before = result
+            value = None if link.trusted else self.value()
+            result = self.apply(link, before, value, full_check=False)
+            if controller.sampling:
+                controller.session.effects.add(link.slot, before, result)
         return result
 
-    def _slow(
+    def _run_checked(
         self, grad: Tensor, value: Tensor | None, entering: tuple[Tensor | None, ...]
     ) -> Tensor | None:
-        """As `hook`, with all questions asked and all checks made."""
-        operation = self.operation
-        if operation.passes:
+        """Evaluate the trigger, apply all links and check each result in full."""
+        controller = self.controller
+        if controller.is_bypassed:
             return None
-        if operation.firing is False:
+        if controller.firing is False:
             self.entry.count(False)
             return None
-        if value is None and self._value is not None:
-            value = self._value()
-        if operation.looks:
+        if value is None:
+            value = self.value()
+        if controller.trigger_reads_gradient:
             self.check_dense(grad)
-        fires = operation.firing or operation.fires(self.entry.site, grad, value)
-        if not self.count(fires) or operation.idle:
+        fires = controller.firing or controller.fires(self.entry.site, grad, value)
+        if not self.count(fires) or controller.skips_transform:
             return None
         on_device = fires if isinstance(fires, Tensor) else None
         self.check_dense(grad)
-        device = grad.device.type
-        is_autocast = operation.is_autocast(device)
+        effects, device = controller.session.effects, grad.device.type
+        is_autocast = controller.is_autocast(device)
         with torch.autocast(device, enabled=False) if is_autocast else nullcontext():
             result = grad
             for link in self.links:
                 before = result
-                link.context.entering = entering if operation.needs_entering else ()
+                link.context.entering = entering if controller.needs_entering else ()
                 result = self.apply(link, before, value, on_device)
                 link.context.entering = ()
-                if operation.sampling:
-                    operation.effects.add(link.slot, before, result)
-        if operation.sampling and self.at_once:
-            operation.effects.flush()
-        # Set anew it may have become more than the hook for a lone transform can do.
-        self.passed = operation.opened if self._alone or not self._one else False
-        return None if result is grad or operation.shadow else result
+                if controller.sampling:
+                    effects.add(link.slot, before, result)
+        if controller.sampling and self.flushes:
+            effects.flush()
+        self._checked = controller.configuration
+        return None if result is grad or controller.session.shadow else result
 
     def apply(
-        self, link: BoundTransform, grad: Tensor, value: Tensor | None, fires: Tensor | None = None
+        self,
+        link: BoundTransform,
+        grad: Tensor,
+        value: Tensor | None,
+        fires: Tensor | None = None,
+        full_check: bool = True,
     ) -> Tensor:
-        """Apply one link, from its first state on, and check its result in full.
+        """Apply one link, update its state and check its result.
 
-        `fires`, where the device decides it, chooses between the result and the gradient.
+        `fires`, a trigger evaluated on the device, chooses between the result and the gradient.
+        Without `full_check`, less is checked for trusted transforms: an earlier result of the same
+        configuration has passed all checks.
         """
-        context, version = self.count_call(link), version_of(grad)
-        context.value = value if self.operation.needs_value else None
+        context, state = self.count_call(link), NO_STATE
+        checks = full_check or not link.trusted
+        version = version_of(grad) if checks else 0
         try:
-            if link.state is UNBORN:
-                link.state = link.transform.init(grad)
-            result, state = link.update(grad, link.state, context)
-        except ERRORS as error:
+            if full_check:
+                context.value = value if self.controller.needs_value else None
+                if link.state is NO_STATE:
+                    link.state = link.transform.init(grad)
+            if link.apply is not None:
+                result = link.apply(grad, context)
+            else:
+                result, state = link.update(grad, link.state, context)
+        except Exception as error:  # a user's transform may raise anything; it is raised again
             error.add_note(self._where(link))
             raise
-        if not same(result, grad):
-            raise self.unfit(link, grad, result)
-        self.check_pure(link, grad, version, result, value)
-        result = self.apart(link, grad, result, state)
-        link.keep(state, fires)
-        context.value = None
+        if full_check:
+            context.value = None
+            if not is_same_kind(result, grad):
+                raise self.result_error(link, grad, result)
+        elif not link.keeps_shape and not is_like(result, grad):
+            raise self.result_error(link, grad, result)
+        if checks:
+            self.check_pure(link, grad, version, result, value)
+            result = self.unshared(link, grad, result, state)
+        if link.apply is None:
+            link.store(state, fires)
         return result if fires is None or result is grad else torch.where(fires, result, grad)
 
     def count_call(self, link: BoundTransform) -> TransformContext:
-        """Number the gradient at hand among those of this step."""
-        context, operation = link.context, self.operation
-        if context.step != operation.clock.step:
-            context.step, context.call = operation.clock.step, 0
+        """Number the gradient at hand among those of this step, in the link's context."""
+        context, controller = link.context, self.controller
+        step = controller.session.clock.step
+        if context.step != step:
+            context.step, context.call = step, 0
         else:
-            operation.recur(context)
+            controller.count_repeat(context)
         return context
 
     def count(self, fires: bool | Tensor) -> bool:
-        """Count a gradient; whether the transform is to be called. What has no number to tell, as
-        on the meta device or inside vmap, counts as one that it fires at.
+        """Count a gradient in the ledger; return whether the transform is to be called.
+
+        A tensor without a value, as on the meta device or inside vmap, counts as fired.
         """
-        told = not isinstance(fires, Tensor) or not (fires.is_meta or autograd.is_batched(fires))
-        return self.entry.count(fires if told else True)
+        has_value = not isinstance(fires, Tensor) or not (
+            fires.is_meta or autograd.is_batched(fires)
+        )
+        return self.entry.count(fires if has_value else True)
+
+    def value(self) -> Tensor | None:
+        """The tensor whose gradient passes here; None if the site has none."""
+        return self._value() if self._value is not None else None
 
     def check_dense(self, grad: Tensor) -> None:
-        """Refuse what no transform can take."""
-        if not takes(grad):
+        """Raise TypeError for a sparse or a complex gradient."""
+        if grad.layout is not torch.strided or grad.is_complex():
             raise TypeError(
                 f"site '{self.entry.site}': transforms take dense real gradients, "
                 f"found {grad.dtype} with layout {grad.layout}"
             )
 
-    def value(self) -> Tensor | None:
-        """The tensor whose gradient passes here, if the site has one."""
-        return self._value() if self._value is not None else None
-
-    def apart(
-        self, link: BoundTransform, grad: Tensor, result: Tensor, state: TransformState
-    ) -> Tensor:
-        """The result, in memory of its own: the optimizer, or whoever gets it, may write to it.
-
-        What a transform returns may be what it remembers, as a running mean is.
-        """
-        if link.known or result is grad:
-            return result
-        if self.operation.rests or any(shares(result, own) for own in state.values()):
-            return result.clone()
-        return result
-
     def check_pure(
         self, link: BoundTransform, grad: Tensor, version: int, result: Tensor, value: Tensor | None
     ) -> None:
-        """Refuse a transform that has written to its gradient or has returned the value."""
-        self.check_untouched(link, grad, version)
-        if value is not None and shares(result, value):
-            raise RuntimeError(
-                f"{link.label}: returned the storage of the value at site '{self.entry.site}', "
-                "which would then be the gradient too. Return a clone."
-            )
-
-    def check_untouched(self, link: BoundTransform, grad: Tensor, version: int) -> None:
-        """Refuse a transform that has written to its gradient, which was at `version` before."""
+        """Raise RuntimeError if the transform has modified the gradient, which was at `version`, or
+        has returned the storage of the value.
+        """
         if version_of(grad) != version:
             raise RuntimeError(
                 f"{link.label}: changed the gradient in place at site '{self.entry.site}', where "
                 "other branches may read it. Return a new tensor."
             )
+        if value is not None and _shares_storage(result, value):
+            raise RuntimeError(
+                f"{link.label}: returned the storage of the value at site '{self.entry.site}', "
+                "which would then be the gradient too. Return a clone."
+            )
 
-    def _where(self, link: BoundTransform) -> str:
-        return f"while {link.label} acted at site '{self.entry.site}', step {self.operation.step}"
+    def unshared(
+        self, link: BoundTransform, grad: Tensor, result: Tensor, state: TransformState
+    ) -> Tensor:
+        """The result, cloned if it may be part of the state, as a running mean is: the optimizer
+        may write to it.
+        """
+        if link.trusted or result is grad:
+            return result
+        if self.controller.is_writable or any(
+            _shares_storage(result, tensor) for tensor in state.values()
+        ):
+            return result.clone()
+        return result
 
-    def unfit(self, link: BoundTransform, before: Tensor, after: object) -> TypeError:
-        """The error for a result that is not like the gradient."""
+    def result_error(self, link: BoundTransform, grad: Tensor, result: object) -> TypeError:
+        """The error for a result of another type, shape, dtype, device or layout."""
         return TypeError(
             f"{link.label}: {link.transform!r} must return a tensor like the gradient. At site "
-            f"'{self.entry.site}', step {self.operation.step}, the gradient is {kind_of(before)}, "
-            f"found {kind_of(after)}."
+            f"'{self.entry.site}', step {self.controller.step}, the gradient is {_described(grad)}, "
+            f"found {_described(result)}."
         )
+
+    def _where(self, link: BoundTransform) -> str:
+        return f"while {link.label} acted at site '{self.entry.site}', step {self.controller.step}"
+
+
+def is_trusted(transform: Transform) -> bool:
+    """Whether the transform and all its parts are gradsurg's own, whose contract is tested.
+
+    Results of other transforms are checked at every gradient.
+    """
+    if (
+        isinstance(transform, FunctionTransform)
+        or type(transform).__module__.split(".")[0] != "gradsurg"
+    ):
+        return False
+    values = [value if isinstance(value, tuple) else (value,) for value in vars(transform).values()]
+    parts = [part for value in values for part in value if isinstance(part, Transform)]
+    return all(is_trusted(part) for part in parts)
+
+
+def is_like(result: object, grad: Tensor) -> TypeGuard[Tensor]:
+    """Whether a result is a tensor with the shape and dtype of the gradient."""
+    return isinstance(result, Tensor) and result.shape == grad.shape and result.dtype is grad.dtype
+
+
+def is_same_kind(result: object, grad: Tensor) -> TypeGuard[Tensor]:
+    """Whether a result also has the device and the layout of the gradient."""
+    return is_like(result, grad) and result.device == grad.device and result.layout is grad.layout
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was modified; 0 for one made in inference mode, which has no counter."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _shares_storage(result: Tensor, value: Tensor) -> bool:
+    if autograd.is_wrapped(result) or autograd.is_wrapped(value):
+        return False
+    return result.untyped_storage().data_ptr() == value.untyped_storage().data_ptr() != 0
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{list(value.shape)} {value.dtype} on {value.device}"
+    return type(value).__name__

@@ -16,13 +16,16 @@ from gradsurg.aggregators.base import (
     NormMatchedSum,
 )
 from gradsurg.aggregators.rows import combined, gramian_of
-from gradsurg.multitask.aggregation_context import AggregationContext
+from gradsurg.hooks.session import Session
+from gradsurg.multitask.conflict import Conflicts
+from gradsurg.multitask.features import module_of
 from gradsurg.multitask.merging import Merged, merge, products
 from gradsurg.multitask.others import Made
 from gradsurg.multitask.shared_parameters import SHARED, SharedParameters
 from gradsurg.plugins.fields import FieldError
 from gradsurg.plugins.registry import snake
-from gradsurg.surgery.intervention import Intervention
+from gradsurg.sites._rows import many
+from gradsurg.sites.base import Selector
 from gradsurg.torch_internals.autograd import undisturbed
 from gradsurg.triggers.base import TensorTrigger, Trigger, TriggerContext
 from gradsurg.triggers.for_task import ForTask
@@ -54,20 +57,48 @@ def check_apart(aggregations: Sequence["Aggregation"]) -> None:
             )
 
 
+def plan_of(
+    label: str, aggregator: Aggregator, at: Selector, trigger: Trigger, model: nn.Module
+) -> str:
+    """The plan of an aggregator: the parameters it would act on, by group."""
+    assert isinstance(at, SharedParameters)
+    groups = at.groups(model)
+    place = ""
+    if at.features:
+        module_of(model, at.features)  # a plan of what could not be attached is none
+        place = f" at {at.features!r}"
+    own = [] if isinstance(at.granularity, str) else at.granularity
+    kind = many(len(own), "group") if own else at.granularity
+    how = f"engine {at.engine}{place}, granularity {kind}, when {trigger!r}"
+    first = f"{label}: {aggregator!r} of what several tasks reach of"
+    lines = [f"{first} {many(len(groups), 'parameter')}", f"  {how}"]
+    if not own:
+        return "\n".join([*lines, *(f"  {site}" for site in groups)])
+    for pattern in own:
+        lines.append(f"  {pattern}:")
+        lines += [f"    {site}" for site, group in groups.items() if group == pattern]
+    return "\n".join(lines)
+
+
 class Aggregation:
     """One aggregator in place."""
 
     def __init__(
-        self, intervention: Intervention, label: str, model: nn.Module, around: AggregationContext
+        self,
+        label: str,
+        aggregator: Aggregator,
+        at: SharedParameters,
+        trigger: Trigger,
+        session: Session,
+        conflicts: Conflicts,
     ) -> None:
-        assert intervention.aggregator is not None
-        assert isinstance(intervention.at, SharedParameters)
-        self.intervention = intervention
-        self.aggregator: Aggregator = intervention.aggregator
-        self.at = intervention.at
         self.label = label
-        self.around = around
-        self.look(model)
+        self.aggregator = aggregator
+        self.at = at
+        self.trigger = trigger
+        self.session = session
+        self.conflicts = conflicts
+        self.look(session.model)
         self._learnt: dict[
             str, AggregatorState
         ] = {}  # under a loss scale, until the optimizer makes a step
@@ -113,7 +144,7 @@ class Aggregation:
 
     def stepped(self) -> None:
         """The optimizer has made a step: what was learnt of it stays, and its weights end."""
-        self.around.states |= self._learnt
+        self.session.states |= self._learnt
         self._learnt = {}
         self.forget()
 
@@ -128,10 +159,10 @@ class Aggregation:
 
     def make(self, group: str, parts: Sequence[Tensor], losses: Mapping[str, float]) -> Merged:
         """One gradient of the rows (T, p) of each part of a group, of tasks with these losses."""
-        fires, sampling = self._count(group), self.around.effects.sampling
+        fires, sampling = self._count(group), self.session.effects.sampling
         if not (fires or sampling):
             return _summed(parts)
-        if self.around.scaled and not all(bool(rows.isfinite().all()) for rows in parts):
+        if self.session.is_scaled and not all(bool(rows.isfinite().all()) for rows in parts):
             # The scaler leaves such a step out, and nothing is told of it.
             return _summed(parts)
         with undisturbed(parts):
@@ -170,7 +201,7 @@ class Aggregation:
         context = self._context(group, losses)
         try:
             state = self._state(group, context.tasks)
-            return merge(self.aggregator, parts, state, context, self.around.scale)
+            return merge(self.aggregator, parts, state, context, self.session.loss_scale)
         except ERRORS as error:
             error.add_note(f"while {self.label} acted at '{group}', step {context.step}")
             raise
@@ -178,10 +209,10 @@ class Aggregation:
     def _tell_conflict(
         self, context: AggregatorContext, parts: Sequence[Tensor], merged: Merged
     ) -> None:
-        scale, gramian, weights = self.around.scale, merged.gramian, merged.weights
+        scale, gramian, weights = self.session.loss_scale, merged.gramian, merged.weights
         if gramian is None:
             gramian = gramian_of(parts) / scale**2
-        if self.around.scaled and not bool(gramian.isfinite().all()):
+        if self.session.is_scaled and not bool(gramian.isfinite().all()):
             return  # the scaler leaves such a step out
         if weights is not None:
             falls = gramian @ weights
@@ -193,20 +224,18 @@ class Aggregation:
         own = snake(type(self.aggregator).__name__)
         weights = None if weights is None else weights.clone()  # as they are now
         made = Made(self.label, own, context, gramian, weights, falls, norm)
-        self.around.conflicts.add(made, ask=self.at.granularity not in ("module", "tensor"))
+        self.conflicts.add(made, ask=self.at.granularity not in ("module", "tensor"))
 
     def _count(self, group: str) -> bool:
         """Count the gradients at hand; whether the aggregator is to act."""
-        around = self.around
-        said = self.intervention.when.fires(
-            TriggerContext(around.clock, around.seed, self.label, group)
-        )
+        session = self.session
+        said = self.trigger.fires(TriggerContext(session.clock, session.seed, self.label, group))
         assert isinstance(said, bool)  # what looks at a gradient was refused
-        return around.ledger.enter(self.label, group).count(said)
+        return session.ledger.enter(self.label, group).count(said)
 
     def _context(self, group: str, losses: Mapping[str, float]) -> AggregatorContext:
         values = torch.tensor([*losses.values()], dtype=torch.float64, device="cpu")
-        clock, seed = self.around.clock, self.around.seed
+        clock, seed = self.session.clock, self.session.seed
         return AggregatorContext(
             clock.step,
             seed,
@@ -219,7 +248,7 @@ class Aggregation:
 
     def _state(self, group: str, tasks: tuple[str, ...]) -> AggregatorState:
         fresh = self.aggregator.init(len(tasks))
-        states, key = self.around.states, f"{self.label}/{group}"
+        states, key = self.session.states, f"{self.label}/{group}"
         state, before = states.get(key, fresh), tasks
         if places := states.get(f"{key}/tasks"):
             # A checkpoint comes back on the device of the model: once to the CPU, then no wait.
@@ -239,9 +268,9 @@ class Aggregation:
 
     def _keep(self, group: str, tasks: tuple[str, ...], state: AggregatorState) -> None:
         if state:
-            states, key = self.around.states, f"{self.label}/{group}"
+            states, key = self.session.states, f"{self.label}/{group}"
             # A scaler may leave this step out.
-            waits = self.around.scaled and self.around.counts_steps
+            waits = self.session.is_scaled and self.session.optimizer is not None
             learnt = self._learnt if waits else states
             learnt[key] = state
             if f"{key}/tasks" not in states:  # as `_state` has seen, they stay the same
@@ -251,11 +280,11 @@ class Aggregation:
 
     def _tell_losses(self, losses: Mapping[str, float]) -> None:
         wrong = [name for name, loss in losses.items() if not isfinite(loss)]
-        if wrong and not self.around.scaled:
-            self.around.tell(
+        if wrong and not self.session.is_scaled:
+            self.session.warn_once(
                 f"{self.label}: the loss of {', '.join(wrong)} is not finite at step "
-                f"{self.around.clock.step}",
-                of=f"{self.label} not finite",
+                f"{self.session.clock.step}",
+                key=f"{self.label} not finite",
             )
 
     def _tell_alone(self, losses: Mapping[str, float], weights: Tensor) -> None:
@@ -265,10 +294,10 @@ class Aggregation:
         shares = (weights / weights.sum()).tolist()
         for (name, loss), share in zip(losses.items(), shares, strict=True):
             if loss == 0 and share > 0.99 and len(shares) > 1:
-                self.around.tell(
-                    f"{self.label}: the loss of {name} is 0 at step {self.around.clock.step}, and "
+                self.session.warn_once(
+                    f"{self.label}: the loss of {name} is 0 at step {self.session.clock.step}, and "
                     "so it has all the weight and the other tasks none",
-                    of=f"{self.label}: {name} has all the weight",
+                    key=f"{self.label}: {name} has all the weight",
                 )
 
     def _check_finite(self, merged: Merged, context: AggregatorContext) -> None:
@@ -280,10 +309,10 @@ class Aggregation:
             for name, size in zip(context.tasks, sizes, strict=True)
             if not abs(size) < float("inf")
         ]
-        self.around.tell(
+        self.session.warn_once(
             f"{self.label}: the gradient of {', '.join(wrong) or 'the tasks together'} is not "
             f"finite at step {context.step}, and so is what was made of it",
-            of=f"{self.label} not finite",
+            key=f"{self.label} not finite",
         )
 
 

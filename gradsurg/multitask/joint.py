@@ -7,10 +7,12 @@ from operator import add
 
 import torch
 from torch import Tensor
-from torch.amp import GradScaler
 
+from gradsurg.aggregators.base import Aggregator
+from gradsurg.hooks.controller import HookController
+from gradsurg.hooks.session import Session
 from gradsurg.multitask.aggregation import REPRESENTATION, Aggregation, check_apart, check_host
-from gradsurg.multitask.aggregation_context import AggregationContext
+from gradsurg.multitask.conflict import Conflicts
 from gradsurg.multitask.features import Piece, Watch, cut, is_apart, side_by_side, split
 from gradsurg.multitask.flow import (
     Call,
@@ -27,9 +29,9 @@ from gradsurg.multitask.losses import Losses, named, values
 from gradsurg.multitask.passes import ERRORS, Passes, refuse_a_second_backward
 from gradsurg.multitask.reaching import had_alone, meeting, nothing_shared, reaching, some
 from gradsurg.multitask.rows import Block, Rows, views
-from gradsurg.surgery.attached import Attached, Target
-from gradsurg.surgery.intervention import Intervention, scale_matters
+from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.torch_internals import compiling
+from gradsurg.triggers.base import Trigger
 
 STILL = 10  # updates in which an optimizer has made no step, and so is not the one in use
 
@@ -37,12 +39,12 @@ STILL = 10  # updates in which an optimizer has made no step, and so is not the 
 class MultiTaskBackward:
     """The aggregators of an attachment, and the backward passes of its losses."""
 
-    def __init__(self, patient: Target, around: AggregationContext, shadow: bool) -> None:
-        self.around = around
+    def __init__(self, session: Session, conflicts: Conflicts) -> None:
+        self.session = session
+        self.conflicts = conflicts
         self.aggregations: list[Aggregation] = []
-        self._passes = Passes(patient, around, self.aggregations)
-        self._patient: Target | None = patient
-        self._shadow = shadow
+        self._passes = Passes(session, self.aggregations)
+        self._shadow = session.shadow
         self._stack = ExitStack()
         self._watch: Watch | None = None
         self._keeps = False
@@ -52,15 +54,15 @@ class MultiTaskBackward:
         self._stepped = False
         self._tasks: dict[str, None] = {}  # all that have come
 
-    def join(self, intervention: Intervention, label: str) -> None:
+    def join(
+        self, label: str, aggregator: Aggregator, at: SharedParameters, trigger: Trigger
+    ) -> None:
         """Take an aggregator in. Raises LookupError or ValueError if it could not act."""
-        assert self._patient is not None
-        model = self._patient.model
-        one = Aggregation(intervention, label, model, self.around)
+        one = Aggregation(label, aggregator, at, trigger, self.session, self.conflicts)
         check_apart([*self.aggregations, one])
-        check_host(intervention.when, label)
-        if one.at.features:
-            self._watch = Watch(model, one.at.features, self._stack)
+        check_host(trigger, label)
+        if at.features:
+            self._watch = Watch(self.session.model, at.features, self._stack)
         self.aggregations.append(one)
         self.keep_buffers()
 
@@ -71,7 +73,7 @@ class MultiTaskBackward:
             self._stack.enter_context(compiling.keeping_buffers())
 
     def backward(
-        self, losses: Losses, attached: Sequence[Attached], last: bool, retain: bool
+        self, losses: Losses, attached: Sequence[HookController], last: bool, retain: bool
     ) -> None:
         """As `Live.backward` says."""
         call = Call(named(losses), list(attached), pickers(attached), last, retain)
@@ -88,8 +90,8 @@ class MultiTaskBackward:
             if self.discard():
                 error.add_note("what waited since live.backward(.., aggregate=False) is dropped")
             raise
-        if last and self._patient is not None and self._patient.optimizer is None:
-            self.around.clock.backwards += 1
+        if last and self.session.optimizer is None:
+            self.session.clock.backwards += 1
 
     def _go_back(self, one: Aggregation | None, call: Call) -> None:
         if self._shadow or not (call.picky or self._needs_each(one, call.attached)):
@@ -99,7 +101,7 @@ class MultiTaskBackward:
         else:
             self._one_by_one(one, call)
 
-    def _needs_each(self, one: Aggregation | None, attached: Sequence[Attached]) -> bool:
+    def _needs_each(self, one: Aggregation | None, attached: Sequence[HookController]) -> bool:
         """Whether each loss has a backward of its own, also where none is asked for by name."""
         if one is None:
             return False
@@ -110,7 +112,7 @@ class MultiTaskBackward:
         self._stepped = True
         waited = any(one.waits for one in self.aggregations)
         if self.discard() or waited:
-            self.around.tell(
+            self.session.warn_once(
                 "the optimizer has made a step while gradients or weights waited, which are "
                 "dropped: the last live.backward of a step is the one with aggregate=True"
             )
@@ -123,21 +125,20 @@ class MultiTaskBackward:
             one.forget()
         return self._passes.discard()
 
-    def notice(self, scaler: GradScaler) -> None:
+    def notice(self) -> None:
         """A scaler that was not told makes the steps."""
         for one in self.aggregations:
-            said = scale_matters(one.intervention) or (
+            said = one.aggregator.loss_scale_error() or (
                 "The losses and gradients so far were seen times the loss scale"
             )
-            self.around.tell(
+            self.session.warn_once(
                 f"{one.label}: a GradScaler makes the steps, and attach was not told of it. "
                 f"{said}. Use attach(..., scaler=scaler).",
             )
-        self.around.scaler = scaler
 
     def complaints(self) -> list[str]:
         """What is to be said when the block ends."""
-        met = {entry.intervention for entry in self.around.ledger if entry.all_calls}
+        met = {entry.intervention for entry in self.session.ledger if entry.all_calls}
         why = "live.backward(losses) was never called"
         if self._tasks:
             why = "no two tasks were seen to reach a parameter that it has"
@@ -155,7 +156,7 @@ class MultiTaskBackward:
                 "one: give each task's loss apart"
             )
         stood = self._ended >= STILL and not self._stepped
-        if self.aggregations and stood and self.around.counts_steps:
+        if self.aggregations and stood and self.session.optimizer is not None:
             said.append(
                 f"live.backward was called for {self._ended} steps, and the optimizer that attach "
                 "was given made none: all were step 0 to triggers and to what draws. Give attach "
@@ -169,7 +170,7 @@ class MultiTaskBackward:
         """The groups of a user's own in which nothing was made one."""
         if isinstance(one.at.granularity, str) or one.label not in met:
             return []
-        acted = {entry.site for entry in self.around.ledger if entry.intervention == one.label}
+        acted = {entry.site for entry in self.session.ledger if entry.intervention == one.label}
         idle = [group for group in one.at.granularity if group not in acted]
         text = f"{one.label}: no two tasks were seen to reach a parameter of its group"
         return [f"{text} '{group}'" for group in idle]
@@ -178,7 +179,7 @@ class MultiTaskBackward:
         """Let everything go."""
         self._stack.close()
         self._passes.close()
-        self._patient = self._watch = None
+        self._watch = None
 
     # Three ways of going back: one pass, one pass a task, one pass from where the tasks part.
 
@@ -186,8 +187,8 @@ class MultiTaskBackward:
         """One backward of the weighed losses. Measuring has passes of its own, and changes none."""
         weights = None
         if one is not None and one.weighs:  # in shadow too, for what it learns of each step
-            weights = one.weigh(values(call.losses, self.around.scale), call.last)
-        if (one is not None or call.picky) and self.around.effects.sampling:
+            weights = one.weigh(values(call.losses, self.session.loss_scale), call.last)
+        if (one is not None or call.picky) and self.session.effects.sampling:
             self._observe(call, weights)
         parts = list(call.losses.values())
         if weights is not None and not self._shadow:
@@ -214,7 +215,7 @@ class MultiTaskBackward:
         check_stateful(call.attached, len({**self._passes.waiting, **call.losses}))
         weights = None
         if one is not None and one.weighs:
-            weights = one.weigh(values(call.losses, self.around.scale), call.last)
+            weights = one.weigh(values(call.losses, self.session.loss_scale), call.last)
         collected = self._passes.collect(call, strict=weights is None)
         if collected is None:
             return
@@ -230,7 +231,7 @@ class MultiTaskBackward:
         if self.aggregations and not found:
             if not self._passes.compiled:
                 raise nothing_shared(rows, losses)
-            self.around.tell(str(nothing_shared(rows, losses)))
+            self.session.warn_once(str(nothing_shared(rows, losses)))
         whole = rows.merged(found, [1.0] * len(losses) if weights is None else weights.tolist())
         rows.clear(rows.num_tasks)
         with paused(at_leaves(call.attached)):
@@ -248,7 +249,7 @@ class MultiTaskBackward:
         """The gradient of each block of a group, by these weights of all losses if there are."""
         tasks, parts = reaching(rows, blocks)
         if weights is not None:
-            if self.around.effects.sampling:
+            if self.session.effects.sampling:
                 one.observe(group, parts, some(losses, tasks), weights[tasks])
             return one.weighed(parts, weights[tasks])
         self._tell_absent(one, losses, tasks, f"the shared parameters of '{group}'", "their")
@@ -272,17 +273,16 @@ class MultiTaskBackward:
         with sparing(call.steady, place.nodes), place.closed():
             for number, name in enumerate(given, 1):
                 again = call.retain or place.nested or number < len(given)
-                with flowing(name, self.around.clock, call):
+                with flowing(name, self.session.clock, call):
                     grads, own = place.pass_down(given[name], name, again)
                 parts.append(grads)
                 leaves |= own
-        assert self._patient is not None
-        place.check_dense(parts, self._patient.model)
+        place.check_dense(parts, self.session.model)
         tasks = meeting(given, parts)
         self._tell_absent(one, given, tasks, "the representation that others share", "its")
         pieces = side_by_side([parts[task] for task in tasks])
         self._tell_if_apart(one, pieces)
-        losses = some(values(given, self.around.scale), tasks)
+        losses = some(values(given, self.session.loss_scale), tasks)
         made = one.make(REPRESENTATION, [piece.rows for piece in pieces], losses)
         grads = split(pieces, made.grads)
         if leaves:
@@ -297,7 +297,7 @@ class MultiTaskBackward:
     ) -> None:
         """Say which of the tasks are not among those that reach something."""
         for name in (name for index, name in enumerate(losses) if index not in tasks):
-            self.around.tell(
+            self.session.warn_once(
                 f"{one.label}: {name} does not reach {what}, and has no say in {whose} gradient"
             )
 
@@ -308,7 +308,7 @@ class MultiTaskBackward:
         self._asked = True
         alone = had_alone(rows)
         if len(alone) > 1:
-            self.around.tell(
+            self.session.warn_once(
                 f"{one.label}: all tasks reach {', '.join(alone.values())}, which have a gradient "
                 "of one task each and zeros of the others, as heads have where outputs were "
                 "concatenated or losses stacked: they count as shared. Give each loss as it was "
@@ -318,7 +318,7 @@ class MultiTaskBackward:
     def _tell_if_apart(self, one: Aggregation, pieces: Sequence[Piece]) -> None:
         """Say so if the tasks cannot conflict where they part."""
         if is_apart(pieces):
-            self.around.tell(
+            self.session.warn_once(
                 f"{one.label}: the tasks part at {sum(piece.rows.shape[1] for piece in pieces)} "
                 "numbers, none of which two of them use, as where losses were stacked or the whole "
                 "model was compiled as one: they cannot conflict there. Give losses apart, compile "

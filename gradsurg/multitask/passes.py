@@ -8,15 +8,14 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _NormBase
 
+from gradsurg.hooks.session import Session
 from gradsurg.multitask.aggregation import Aggregation, check_apart
-from gradsurg.multitask.aggregation_context import AggregationContext
 from gradsurg.multitask.compiled import leaves_of, runs_once
 from gradsurg.multitask.features import REENTRANT
 from gradsurg.multitask.flow import Call, flowing
 from gradsurg.multitask.losses import leaf_of, nodes_of, values
 from gradsurg.multitask.rows import Block, Rows
 from gradsurg.sites._params import owned_params
-from gradsurg.surgery.attached import Target
 from gradsurg.torch_internals.compiling import COMPILED
 from gradsurg.torch_internals.random_state import kept
 
@@ -32,15 +31,12 @@ ERRORS = BaseException  # whatever stops a pass: what it has written is dropped,
 class Passes:
     """The rows that the passes of one live.backward fill, or of several that are one step's."""
 
-    def __init__(
-        self, patient: Target, around: AggregationContext, aggregations: Sequence[Aggregation]
-    ) -> None:
+    def __init__(self, session: Session, aggregations: Sequence[Aggregation]) -> None:
         self.waiting: dict[str, float] = {}  # the losses so far of rows that wait for more
         self.compiled = False  # whether the last went through graphs that hide what is reached
         self._alive: dict[str, set[int]] = {}  # what each was seen to reach in compiled graphs
         self._looked: dict[str, float] = {}  # those of rows that are only looked at
-        self._patient: Target | None = patient
-        self._around = around
+        self._session = session
         self._aggregations = aggregations
         self._rows: Rows | None = None
         self._norms: list[_NormBase] = []  # the modules that count batches
@@ -65,20 +61,20 @@ class Passes:
         where there is nothing to measure it is None, which is told.
         """
         if REENTRANT in _names(call.losses):
-            self._around.tell(
+            self._session.warn_once(
                 "the losses hold a reentrant checkpoint, through which no task can be followed: "
                 "their conflicts are not measured. Use checkpoint(use_reentrant=False)."
             )
             return None
         if runs_once(call.losses.values()):
-            self._around.tell(
+            self._session.warn_once(
                 f"{ONCE}: in such steps the conflicts of the tasks are not measured. {RECOMPILE}"
             )
             return None
         try:
             self._current()
         except LookupError as error:  # all that is selected is frozen by now
-            self._around.tell(f"{error.args[0]}: the conflicts of the tasks are not measured")
+            self._session.warn_once(f"{error.args[0]}: the conflicts of the tasks are not measured")
             return None
         before, self._looked = self._looked, {}
         before = before if list(before) == list(call.losses) else {}
@@ -89,7 +85,7 @@ class Passes:
             self._looked = losses
             return None
         if left := rows.settle(strict=False):
-            self._around.tell(
+            self._session.warn_once(
                 f"the gradients of {', '.join(left)} are not dense and real, and have no part in "
                 "the conflicts"
             )
@@ -111,12 +107,12 @@ class Passes:
 
     def close(self) -> None:
         """Let everything go."""
-        self._patient = self._rows = None
+        self._rows = None
         self.waiting = self._looked = {}
 
     def _added(self, before: Mapping[str, float], call: Call) -> dict[str, float]:
         """The losses of the step so far."""
-        losses = values(call.losses, self._around.scale)
+        losses = values(call.losses, self._session.loss_scale)
         added = {name: loss + before.get(name, 0.0) for name, loss in losses.items()}
         return {**before, **added}
 
@@ -150,7 +146,7 @@ class Passes:
                 # A checkpoint makes its forward anew in each pass: one counts, as without tasks.
                 remade = index > 0 and before != [own._version for own in counts]
                 with (
-                    flowing(name, self._around.clock, call),
+                    flowing(name, self._session.clock, call),
                     _unchanged(counts if looks or remade else []),
                 ):
                     leaves = [*rows.params, *beyond]
@@ -196,18 +192,17 @@ class Passes:
             grad if index in alive or index in reached else None for index, grad in enumerate(grads)
         ]
         if there and all(grad is None for grad in kept):
-            self._around.tell(
+            self._session.warn_once(
                 f"losses['{name}']: its gradient is zero throughout, and a compiled graph does not "
                 "tell what it reaches: it has no say in such steps. Compute losses outside of what "
                 "is compiled.",
-                of=f"{name} is blank",
+                key=f"{name} is blank",
             )
         return kept
 
     def _current(self) -> Rows:
         """The rows for the parameters as they are now."""
-        assert self._patient is not None
-        model, optimizer = self._patient.model, self._patient.optimizer
+        model, optimizer = self._session.model, self._session.optimizer
         named = {param: own[0][0] for param, own in owned_params(model).items()}
         for group in optimizer.param_groups if optimizer is not None else []:
             for param in group["params"]:

@@ -8,6 +8,7 @@ from pydantic_core import PydanticCustomError
 from torch import nn
 from torch.optim import Optimizer
 
+from gradsurg.aggregators.base import Aggregator, LossWeighting
 from gradsurg.plugins.fields import Contradiction, SelectionError, validated
 from gradsurg.sites._modules import ROOT
 from gradsurg.sites._params import ParamSelector, selected
@@ -61,6 +62,7 @@ class SharedParameters(ParamSelector):
     features: str = ""
 
     stages: ClassVar[tuple[Stage, ...]] = ()
+    for_aggregators: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.stage is not None:
@@ -80,6 +82,13 @@ class SharedParameters(ParamSelector):
         if self.engine == "feature" and not self.all:
             raise Contradiction(
                 "pattern", "engine 'feature' acts on all that is below it, and selects none"
+            )
+
+    def check_aggregator(self, aggregator: Aggregator) -> None:
+        if isinstance(aggregator, LossWeighting) and self != SharedParameters():
+            raise ValueError(
+                f"{type(aggregator).__name__}: weighs the losses, and so the gradients of all "
+                "parameters: all of them are one whole, by the engine 'full'"
             )
 
     def find(self, model: nn.Module, keeps: Keeps | None = None) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradsurg.aggregators.base import Aggregator
 from gradsurg.plugins.fields import FieldError
 from gradsurg.transforms.base import Need, Scope
 
@@ -167,6 +168,7 @@ class Selector(ABC):
     stages: ClassVar[tuple[Stage, ...]]
     group_stages: ClassVar[tuple[Stage, ...]] = ()
     known_at_once: ClassVar[bool] = False  # whether its sites are known before the model is called
+    for_aggregators: ClassVar[bool] = False  # whether aggregators act at it, and no transforms
     uncompiled: ClassVar[str] = ""  # why it cannot act as in eager in a compiled model, if so
 
     stage: Stage | None
@@ -211,6 +213,13 @@ class Selector(ABC):
                 f"{listed}"
             )
         return stage
+
+    def check_aggregator(self, aggregator: Aggregator) -> None:
+        """Raise ValueError if the aggregator cannot act at these sites."""
+        raise ValueError(
+            f"{type(aggregator).__name__}: makes one gradient of those of several tasks, which is "
+            f"done at SharedParameters, found at={type(self).__name__}"
+        )
 
     @abstractmethod
     def selects(self, place: Place) -> bool | None:

@@ -3,48 +3,36 @@
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from weakref import ref
 
-import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from gradsurg.effects.ledger import Entry, Ledger, SurgeryWarning
+from gradsurg.effects.ledger import Entry, SurgeryWarning
 from gradsurg.hooks.controller import HookController
 from gradsurg.hooks.group_hook import GroupHook
+from gradsurg.hooks.session import Session
 from gradsurg.hooks.transform_hook import TransformHook
 from gradsurg.sites._averaged import when_averaged
 from gradsurg.sites.base import GroupFn, Place, Put, SiteHook
 from gradsurg.surgery.intervention import Intervention, averages_differ, sum_matters
 from gradsurg.surgery.roll_call import SiteCount
 from gradsurg.torch_internals import compiling
-from gradsurg.transforms.base import TransformState
 from gradsurg.triggers.base import TensorTrigger
 from gradsurg.triggers.flag import Flag
-
-
-@dataclass(frozen=True)
-class Target:
-    """What a surgery is attached to."""
-
-    model: nn.Module
-    optimizer: Optimizer | None
-    scaler: torch.amp.GradScaler | None
 
 
 class Attached:
     """One intervention in place: its gates, made as its selector asks for them, and its hooks."""
 
-    def __init__(
-        self, intervention: Intervention, operation: HookController, ledger: Ledger
-    ) -> None:
+    def __init__(self, intervention: Intervention, labels: Sequence[str], session: Session) -> None:
         self.intervention = intervention
         self.wanted = intervention  # what it is to be once the backward at hand has ended
-        self.operation = operation
-        self.ledger = ledger
-        self.label = operation.label
-        self.labels = tuple(label for label, _ in operation.links)
+        self.controller = controller = HookController(
+            session, labels, intervention.operator, intervention.when, intervention.stage
+        )
+        self.ledger = session.ledger
+        self.label = controller.label
+        self.labels = controller.labels
         self.stack = ExitStack()
         self.eyes = ExitStack()  # the hooks by which its trigger sees a forward
         self._hooks: list[tuple[Put, ExitStack]] = []  # those that are off while it rests
@@ -52,35 +40,28 @@ class Attached:
         self.notes: list[str] = []
         self._checks: list[Callable[[], str]] = []
         self._sum_matters = sum_matters(intervention)
-        self._tasks = False  # whether those of a step are of several tasks
         self._made: dict[str, TransformHook] = {}
-        self._roll_call = SiteCount(intervention.at, operation, self._made)
+        self._roll_call = SiteCount(intervention.at, controller, self._made)
         # What the model had when it was hooked.
         self._known: dict[int, ref[nn.Module | Tensor]] = {}
 
     @property
     def needs_value(self) -> bool:
         """Whether its transform or its trigger looks at the tensor whose gradient passes."""
-        return self.operation.needs_value
+        return self.controller.needs_value
 
     @property
     def stateful(self) -> str:
         """The first of its transforms and triggers that keeps a memory of each site."""
-        for _, link in self.operation.links:
-            if link.init(torch.zeros(1)):
-                return repr(link)
-        # What a trigger remembers is known once it has been asked.
-        states = self.operation.states
-        remembers = any(_is_of(key, self.label) and key.endswith("/when") for key in states)
-        return repr(self.intervention.when) if remembers else ""
+        return self.controller.stateful
 
     @property
     def unsteady(self) -> str:
         """Why a tensor that passes twice may have two results."""
-        operation = self.operation
+        controller = self.controller
         if self.stateful:
             return f"{self.stateful} remembers what it has met"
-        for _, link in operation.links:
+        for _, link in controller.links:
             if "deterministic" not in link.properties:
                 return f"{link!r} is not known to draw no random numbers"
         for part in self.intervention.when.parts:
@@ -91,7 +72,7 @@ class Attached:
     @property
     def moment(self) -> object:
         """What else decides about a result: step, switches and fields as they are now."""
-        item, clock = self.intervention, self.operation.clock
+        item, clock = self.intervention, self.controller.session.clock
         return item.operator, item.when, clock.step, clock.epoch, tuple(clock.flags.items())
 
     @property
@@ -99,16 +80,16 @@ class Attached:
         """The switches that its trigger asks for, or is to ask for."""
         return flags_of(self.intervention) + flags_of(self.wanted)
 
-    def hook(self, patient: Target) -> None:
+    def hook(self, session: Session) -> None:
         """Hook all that its selector selects."""
         item, stack = self.intervention, self.stack
         scope = item.operator.scope
-        things = (*patient.model.modules(), *patient.model.parameters())
+        things = (*session.model.modules(), *session.model.parameters())
         self._known = {id(thing): ref(thing) for thing in things}
-        item.at.hook(patient.model, patient.optimizer, item.stage, scope, self, stack)
+        item.at.hook(session.model, session.optimizer, item.stage, scope, self, stack)
         if averages_differ(item):
-            when_averaged(patient.model, stack, self._averaged)
-        self._roll_call.begin(patient.model, stack)
+            when_averaged(session.model, stack, self._averaged)
+        self._roll_call.begin(session.model, stack)
 
     def knew(self, thing: object) -> bool:
         """Whether the model had this module or parameter when it was hooked."""
@@ -120,24 +101,23 @@ class Attached:
         if intervention.operator != self.intervention.operator:
             self._sum_matters = sum_matters(intervention)
         self.intervention = intervention
-        links = list(zip(self.labels, intervention.links, strict=True))
-        self.operation.set(links, intervention.when)
+        self.controller.set(intervention.operator, intervention.when)
         for gate in self._made.values():
             gate.renew()
         if self._rests:
             self.rest()
 
-    def refresh(self, states: dict[str, TransformState]) -> None:
+    def refresh(self) -> None:
         """Take up states that were loaded, at the step of the day."""
-        self.operation.begin_anew()
+        self.controller.reset()
         for gate in self._made.values():
-            gate.refresh(states)
+            gate.load_states()
         if self._rests:
             self.rest()
 
     def close(self) -> None:
         """Hooks on graphs that are already built outlive their handles; from now on they pass."""
-        self.operation.retire()
+        self.controller.disable()
         self._made.clear()
         self._known = {}
         self._checks = []
@@ -147,14 +127,14 @@ class Attached:
 
     def forget_memory(self) -> None:
         """Drop what its trigger has remembered at each site."""
-        states = self.operation.states
+        states = self.controller.session.states
         for key in [key for key in states if _is_of(key, self.label) and key.endswith("/when")]:
             del states[key]
 
     def forget_states(self) -> None:
         """Drop the states of its transforms too."""
         self.forget_memory()
-        states = self.operation.states
+        states = self.controller.session.states
         for key in [key for key in states if any(_is_of(key, label) for label in self.labels)]:
             del states[key]
 
@@ -193,7 +173,7 @@ class Attached:
 
         What has been compiled with hooks keeps them: it would not see new ones.
         """
-        if not self.operation.asleep:
+        if not self.controller.skips_step:
             if self._rests:
                 self._rests = False
                 for put, own in self._hooks:
@@ -217,32 +197,26 @@ class Attached:
     def gate(self, site: str, value: Callable[[], Tensor | None] | None = None) -> SiteHook:
         gate = self._made.get(site)
         if gate is None:
-            gate = TransformHook(self.operation, self._entry(site), value)
+            gate = TransformHook(self.controller, self._entry(site), value)
             self._made[site] = gate
         return gate.hook
 
     def group(self, sites: Sequence[str], values: Sequence[Callable[[], Tensor | None]]) -> GroupFn:
         gates = [
-            TransformHook(self.operation, self._entry(site), value)
+            TransformHook(self.controller, self._entry(site), value)
             for site, value in zip(sites, values, strict=True)
         ]
         self._made |= dict(zip(sites, gates, strict=True))
-        return GroupHook(self.operation, gates)
+        return GroupHook(self.controller, gates)
 
     def begin(self) -> None:
         """A step begins."""
-        operation = self.operation
-        operation.begin()
-        if operation.most > 1:
-            if self._sum_matters and not self._tasks:
-                self._warn_of_parts(operation.most)
-            operation.most = 1
-
-    def expect_tasks(self) -> None:
-        """The gradients of several tasks pass, one after the other: that they are not one sum is
-        what is wanted.
-        """
-        self._tasks = True
+        controller = self.controller
+        controller.begin_step()
+        if controller.max_calls > 1:
+            if self._sum_matters and not controller.has_several_tasks:
+                self._warn_of_parts(controller.max_calls)
+            controller.max_calls = 1
 
     def _warn_of_parts(self, most: int) -> None:
         """Say once that the stage has changed the transform's meaning in the last step."""

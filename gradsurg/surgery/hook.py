@@ -13,12 +13,12 @@ from torch.utils.hooks import RemovableHandle
 from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import Ledger, SurgeryWarning
 from gradsurg.hooks.controller import HookController
+from gradsurg.hooks.session import Session
 from gradsurg.hooks.transform_hook import TransformHook
 from gradsurg.sites.base import through
 from gradsurg.surgery.intervention import GradCallable, Intervention, labels_of
 from gradsurg.transforms.base import Need, Transform, as_transform
 from gradsurg.triggers.always import Always
-from gradsurg.triggers.base import Clock
 
 NOT_HERE: dict[Need, str] = {
     "entering": "the gradient that enters the node which its own leaves; a hook is not told of it",
@@ -78,9 +78,11 @@ def hook(place: Tensor | Node, transform: Transform | GradCallable) -> Hooked:
     intervention = Intervention(made)
     if intervention.operator.scope == "group":
         raise ValueError(f"{transform!r} needs all gradients of a group at once; a hook has one")
-    links = list(zip(labels_of(intervention), intervention.links, strict=True))
-    operation = HookController(links, Always(), Effects(every=0), {}, Clock())
-    ledger = Ledger()
+    session = Session(Effects(every=0))
+    ledger = session.ledger
+    operation = HookController(
+        session, labels_of(intervention), intervention.operator, Always(), intervention.stage
+    )
     if isinstance(place, Tensor):
         gate = TransformHook(operation, ledger.enter("hook", f"tensor{next(_HOOKS)}"), ref(place))
         return Hooked(place.register_hook(gate.hook), ledger, operation.label)

@@ -8,9 +8,8 @@ from itertools import chain, count
 import torch
 from torch import Tensor, nn
 
-from gradsurg.aggregators.base import Aggregator, GramianAggregator, LossWeighting, NormMatchedSum
+from gradsurg.aggregators.base import Aggregator
 from gradsurg.effects.ledger import SurgeryWarning
-from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.plugins.fields import FieldError
 from gradsurg.plugins.per import reduced_axes
 from gradsurg.plugins.registry import snake
@@ -95,31 +94,19 @@ class Intervention:
             )
         if not isinstance(self.when, Trigger):
             raise TypeError(f"when: must be a trigger, as Steps(stop=100), found {self.when!r}")
-        kind, at = type(self.transform).__name__, type(self.at).__name__
-        shared = isinstance(self.at, SharedParameters)
-        if self.aggregator is not None and not shared:
-            raise ValueError(
-                f"{kind}: makes one gradient of those of several tasks, which is done at "
-                f"SharedParameters, found at={at}"
-            )
-        if shared and isinstance(self.transform, type):
-            made = f"{self.transform.__name__}()"
-            raise TypeError(
-                f"transform: must be an aggregator, found a class: did you mean {made}?"
-            )
-        if self.aggregator is None and shared:
+        if self.aggregator is not None:
+            self.at.check_aggregator(self.aggregator)
+        elif self.at.for_aggregators:
+            if isinstance(self.transform, type):
+                hint = f"{self.transform.__name__}()"
+                raise TypeError(
+                    f"transform: must be an aggregator, found a class: did you mean {hint}?"
+                )
             raise ValueError(
                 "at: SharedParameters is for aggregators, as those that derive from Weighting of "
                 f"gradsurg.aggregators.base, found {self.transform!r}; Parameters "
                 "with stage='backward' has the gradient of each task, stage='step' what was made "
                 "of them"
-            )
-        aggregator = self.aggregator
-        plain = shared and self.at == SharedParameters()
-        if isinstance(aggregator, LossWeighting) and not plain:
-            raise ValueError(
-                f"{kind}: weighs the losses, and so the gradients of all parameters: all of "
-                "them are one whole, by the engine 'full'"
             )
 
     def _check_names(self, count: int) -> None:
@@ -230,7 +217,7 @@ def check_scaled(intervention: Intervention, scaler: torch.amp.GradScaler | None
 def scale_matters(intervention: Intervention) -> str:
     """Why a loss scale changes what is done, empty if it does not."""
     if intervention.aggregator is not None:
-        return _rows_scaled(intervention.aggregator)
+        return intervention.aggregator.loss_scale_error()
     if intervention.stage not in SCALED:
         return ""
     sized: Transform | Trigger | None = None
@@ -245,21 +232,6 @@ def scale_matters(intervention: Intervention) -> str:
     return (
         f"{sized!r}: stage '{intervention.stage}' sees gradients times the loss scale, and this "
         f"{kind} depends on their size"
-    )
-
-
-def _rows_scaled(aggregator: Aggregator) -> str:
-    """Why a loss scale changes what an aggregator makes."""
-    if isinstance(aggregator, NormMatchedSum):
-        return _rows_scaled(aggregator.of)
-    # G and the losses come without the scale.
-    if isinstance(aggregator, GramianAggregator | LossWeighting):
-        return ""
-    if "homogeneous" in aggregator.properties:
-        return ""
-    return (
-        f"{aggregator!r}: sees gradients times the loss scale, and this aggregator depends on "
-        "their size: 'homogeneous' is not one of its properties"
     )
 
 

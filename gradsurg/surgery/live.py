@@ -2,59 +2,41 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
-from gradsurg.effects.effects import Effects
-from gradsurg.effects.ledger import Ledger
-from gradsurg.multitask.aggregation_context import AggregationContext
-from gradsurg.multitask.conflict import Conflicts
-from gradsurg.multitask.joint import MultiTaskBackward
-from gradsurg.multitask.losses import Losses
+from gradsurg.hooks.session import Session
 from gradsurg.plugins.fields import nearest
-from gradsurg.surgery.attached import Attached, Target
+from gradsurg.surgery.attached import Attached
 from gradsurg.surgery.changes import Changes
 from gradsurg.surgery.closing import complaints
 from gradsurg.surgery.intervention import Intervention
 from gradsurg.surgery.retuning import retuned
 from gradsurg.surgery.roster import Roster
 from gradsurg.torch_internals import autograd
-from gradsurg.transforms.base import TransformState
-from gradsurg.triggers.base import Clock, Trigger
+from gradsurg.triggers.base import Trigger
+
+if TYPE_CHECKING:
+    from gradsurg.multitask.conflict import Conflicts
+    from gradsurg.multitask.joint import MultiTaskBackward
+    from gradsurg.multitask.losses import Losses
 
 
 class Live:
     """A surgery while it is attached: its effects, its ledger, its clock, its interventions."""
 
-    def __init__(
-        self,
-        patient: Target,
-        effects: Effects,
-        shadow: bool,
-        clock: Clock,
-        states: dict[str, TransformState],
-        seed: int,
-    ) -> None:
-        self.effects = effects
-        self.ledger = Ledger()
-        self.shadow = shadow
-        self.clock = clock
-        self._states = states
-        around = AggregationContext(
-            effects,
-            clock,
-            states,
-            self.ledger,
-            seed,
-            patient.scaler,
-            counts_steps=patient.optimizer is not None,
-        )
-        self._joint = MultiTaskBackward(patient, around, shadow)
-        self._roster = Roster(patient, self._joint, shadow)
-        self._changes = Changes(patient.model)
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.effects = session.effects
+        self.ledger = session.ledger
+        self.clock = clock = session.clock
+        self._multi_task: MultiTaskBackward | None = None
+        self._roster = Roster(session, self._load_multi_task)
+        self._changes = Changes(session.model)
         self._first = True  # until a step was seen
         self._began = clock.step, clock.counted_epochs
         self._blind: Callable[[bool], str] = lambda acted: ""  # why no hook may have run
-        effects.begin(clock.step)
+        session.effects.begin(clock.step)
 
     @property
     def step(self) -> int:
@@ -71,13 +53,15 @@ class Live:
         """The label of every link of every intervention."""
         return self._roster.labels
 
-    @property
-    def conflicts(self) -> Conflicts:
+    @cached_property
+    def conflicts(self) -> "Conflicts":
         """How far the tasks of `backward` conflict, at the measured steps."""
-        return self._joint.around.conflicts
+        from gradsurg.multitask.conflict import Conflicts
+
+        return Conflicts()
 
     def backward(
-        self, losses: Losses, *, aggregate: bool = True, retain_graph: bool = False
+        self, losses: "Losses", *, aggregate: bool = True, retain_graph: bool = False
     ) -> None:
         """In place of `sum(losses).backward()`: one update from several losses.
 
@@ -104,21 +88,24 @@ class Live:
         gradients of one task for the next, and, where gradients are made one, for losses that
         share no parameter.
         """
-        _ = self._roster.patient
+        self.session.check_attached()
+        controllers = [attached.controller for attached in self._roster.attached]
         with self._changes.held():
-            self._joint.backward(losses, self._roster.attached, aggregate, retain_graph)
+            self._load_multi_task().backward(losses, controllers, aggregate, retain_graph)
 
     def discard(self) -> None:
         """Drop the gradients that wait since `live.backward(..., aggregate=False)`, if any do.
 
         Those of losses that were weighed, as by `Mean`, do not wait: they are in `.grad`.
         """
-        self._joint.discard()
+        if self._multi_task is not None:
+            self._multi_task.discard()
 
     def tick(self) -> None:
         """One optimizer step is done; called by the optimizer's own hook where one was given."""
         self._changes.settle()
-        self._joint.stepped()
+        if self._multi_task is not None:
+            self._multi_task.stepped()
         if self._first:
             self._first = False
             self._roster.notice(autograd.stepping_scaler())
@@ -138,14 +125,14 @@ class Live:
             )
         self.clock.counted_epochs += 1
         for attached in self._roster.attached:
-            attached.operation.begin()
+            attached.controller.begin_step()
 
     def switch(self, flag: str, *, on: bool) -> None:
         """Flip the switch of `Flag(flag)`, from any thread, at once.
 
         Raises LookupError if no trigger asks for it.
         """
-        _ = self._roster.patient
+        self.session.check_attached()
         flags = list(dict.fromkeys(part.flag for part in self._roster.flags()))
         if flag not in flags:
             raise LookupError(f"no trigger asks for a Flag '{flag}'. {nearest(flag, flags)}")
@@ -189,34 +176,42 @@ class Live:
         self._changes.soon(lambda: self._roster.change(attached, new))
 
     def _find(self, label: str) -> Attached:
-        _ = self._roster.patient
+        self.session.check_attached()
         self._changes.settle()
         return self._roster.find(label)
+
+    def _load_multi_task(self) -> "MultiTaskBackward":
+        """The part for several losses, imported and made at first need."""
+        from gradsurg.multitask.joint import MultiTaskBackward
+
+        if self._multi_task is None:
+            self._multi_task = MultiTaskBackward(self.session, self.conflicts)
+        return self._multi_task
 
     def _refresh(self) -> None:
         """States were loaded, and a step with them: the gates take them up."""
         self.effects.begin(self.clock.step)
         for attached in self._roster.attached:
-            attached.refresh(self._states)
+            attached.refresh()
 
     def _close(self) -> None:
         """Take all hooks off; those on graphs that are already built pass from now on."""
         with ExitStack() as stack:
             stack.callback(self._roster.close)
             stack.callback(self._changes.close)
-            stack.callback(self._joint.close)
-        self.clock.observations.clear()
-        self.clock.error = None
-        self.ledger.settle()
-        self.effects.close()
+            if self._multi_task is not None:
+                stack.callback(self._multi_task.close)
+        self.session.close()
 
     def _complaints(self) -> list[str]:
         self._changes.settle()
-        if self.shadow and not self.effects.every:
+        if self.session.shadow and not self.effects.every:
             return []  # nothing was asked of it
         why = self._blind(any(entry.all_calls for entry in self.ledger))
         roster = self._roster
-        notes = [*roster.notes, *self._joint.complaints()]
+        notes = roster.notes
+        if self._multi_task is not None:
+            notes = [*notes, *self._multi_task.complaints()]
         return complaints(
-            roster.attached, self.ledger, roster.patient.model, self.clock, self._began, notes, why
+            roster.attached, self.ledger, self.session.model, self.clock, self._began, notes, why
         )

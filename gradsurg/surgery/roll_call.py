@@ -21,11 +21,11 @@ class SiteCount:
     `met` are the sites whose gates were asked for.
     """
 
-    def __init__(self, at: Selector, operation: HookController, met: Collection[str]) -> None:
+    def __init__(self, at: Selector, controller: HookController, met: Collection[str]) -> None:
         self.keeps: Keeps = self._noting
         self._at = at
         self._ask = at.keeper()
-        self._operation = operation
+        self._controller = controller
         self._met = met
         self._kept = False  # whether it has selected anything
         self._left: dict[str, None] = {}  # what it does not select
@@ -96,18 +96,18 @@ class SiteCount:
                     f"nothing that the first forward has met is selected by {at!r}. It has met: "
                     f"{', '.join(self._left)}"
                 )
-                raise SelectionError(at, only_changed_field(at), text, self._operation.label)
+                raise SelectionError(at, only_changed_field(at), text, self._controller.label)
 
         handle = model.register_forward_hook(hook)
         stack.callback(handle.remove)
 
     def _count(self) -> None:
-        if not self._operation.on:
+        if not self._controller.on:
             return
         self._waits = False
         expected, found = self._at.expected, len(self._met)
         if found != expected:
             raise LookupError(
-                f"{self._operation.label}: {expected} sites were expected, found {found}: "
+                f"{self._controller.label}: {expected} sites were expected, found {found}: "
                 f"{', '.join(self._met) or 'none'}"
             )

@@ -1,17 +1,16 @@
 """The interventions of a surgery that is attached: how one comes, changes and goes."""
 
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch.amp.grad_scaler import GradScaler
 
 from gradsurg.effects.ledger import SurgeryWarning
-from gradsurg.hooks.controller import HookController
-from gradsurg.multitask.flow import pickers
-from gradsurg.multitask.joint import MultiTaskBackward
+from gradsurg.hooks.session import Session
 from gradsurg.plugins.fields import nearest
-from gradsurg.surgery.attached import Attached, Target, check_flags, flags_of
+from gradsurg.surgery.attached import Attached, check_flags, flags_of
 from gradsurg.surgery.forward_observers import watch, watched
 from gradsurg.surgery.intervention import (
     Intervention,
@@ -24,49 +23,39 @@ from gradsurg.surgery.output_error import follow_error
 from gradsurg.triggers.base import TensorTrigger, Trigger
 from gradsurg.triggers.flag import Flag
 
-# What passes outside a backward can be written to at once; of a step all pass together.
-FORWARD = ("forward", "captured")
-# What is left where others may write to it: in `.grad`, or in a user's hands.
-RESTING = ("accumulated", "settled", "backward_end", "step", *FORWARD)
+if TYPE_CHECKING:
+    from gradsurg.multitask.joint import MultiTaskBackward
 
 
 class Roster:
-    """The interventions that are attached, in order; the aggregators among them are in `joint`."""
+    """The interventions that are attached, in order."""
 
-    def __init__(self, patient: Target, joint: MultiTaskBackward, shadow: bool) -> None:
+    def __init__(self, session: Session, multi_task: "Callable[[], MultiTaskBackward]") -> None:
         self.attached: list[Attached] = []
+        self.aggregators: dict[str, Intervention] = {}  # by label
         self.notes: list[str] = []  # of interventions that were removed
-        self._held: Target | None = patient
-        self._joint = joint
-        self._around = joint.around
-        self._shadow = shadow
-
-    @property
-    def patient(self) -> Target:
-        """What they are attached to. Raises RuntimeError if that has ended."""
-        if self._held is None:
-            raise RuntimeError("the block has ended, and with it the surgery: attach it again")
-        return self._held
+        self.session = session
+        self._multi_task = multi_task
 
     @property
     def interventions(self) -> tuple[Intervention, ...]:
         """What is attached now."""
         own = (attached.intervention for attached in self.attached)
-        return (*own, *(one.intervention for one in self._joint.aggregations))
+        return (*own, *self.aggregators.values())
 
     @property
     def labels(self) -> tuple[tuple[str, ...], ...]:
         """The label of every link of every intervention."""
         own = (attached.labels for attached in self.attached)
-        return (*own, *((one.label,) for one in self._joint.aggregations))
+        return (*own, *((label,) for label in self.aggregators))
 
     def flags(self, instead: Attached | None = None) -> list[Flag]:
         """The switches that their triggers ask for, or are to ask for, but for those of one whose
         place is taken.
         """
         found = [part for own in self.attached if own is not instead for part in own.flags]
-        for one in self._joint.aggregations:
-            found += flags_of(one.intervention)
+        for one in self.aggregators.values():
+            found += flags_of(one)
         return found
 
     def take(self, intervention: Intervention) -> None:
@@ -85,30 +74,18 @@ class Roster:
                 f"{intervention.transform!r}: an aggregator is attached when the block begins"
             )
         self.check(intervention)
-        operation = HookController(
-            links=list(zip(self._labels_for(intervention), intervention.links, strict=True)),
-            trigger=intervention.when,
-            effects=self._around.effects,
-            states=self._around.states,
-            clock=self._around.clock,
-            seed=self._around.seed,
-            shadow=self._shadow,
-            stepping=self.patient.optimizer is not None,
-            at_once=intervention.stage in FORWARD,
-            rests=intervention.stage in RESTING,
-        )
-        attached = Attached(intervention, operation, self._around.ledger)
+        attached = Attached(intervention, self._labels_for(intervention), self.session)
         self.attached.append(attached)
-        if pickers([attached]):
-            self._joint.keep_buffers()
+        if attached.controller.named_tasks:
+            self._multi_task().keep_buffers()
         return attached
 
     def check(self, intervention: Intervention, instead: Attached | None = None) -> None:
         """Refuse what could not act; `instead` is the one whose place it takes."""
-        check_scaled(intervention, self.patient.scaler)
-        check_per(intervention, self.patient.model)
-        intervention.at.find(self.patient.model)
-        watched(intervention.when, self.patient.model)
+        check_scaled(intervention, self.session.scaler)
+        check_per(intervention, self.session.model)
+        intervention.at.find(self.session.model)
+        watched(intervention.when, self.session.model)
         check_flags([*self.flags(instead), *flags_of(intervention)])
 
     def hook(self, attached: Attached) -> None:
@@ -116,8 +93,8 @@ class Roster:
         with ExitStack() as undo:
             undo.callback(self.dismiss, attached)
             self._watch(attached)
-            attached.operation.begin()
-            attached.hook(self.patient)
+            attached.controller.begin_step()
+            attached.hook(self.session)
             undo.pop_all()
 
     def change(self, attached: Attached, new: Intervention) -> None:
@@ -141,7 +118,7 @@ class Roster:
         attached.close()
         attached.forget_states()
         self._unsee(attached.intervention.when)
-        ledger = self._around.ledger
+        ledger = self.session.ledger
         for entry in [entry for entry in ledger if entry.intervention == attached.label]:
             ledger.forget(entry.intervention, entry.site)
 
@@ -150,17 +127,18 @@ class Roster:
         for attached in self.attached:
             if label in (attached.label, *attached.labels):
                 return attached
-        if any(label == one.label for one in self._joint.aggregations):
+        if label in self.aggregators:
             raise ValueError(f"'{label}' is an aggregator, and stays as it is until the block ends")
         names = [attached.label for attached in self.attached]
         raise LookupError(f"there is no intervention '{label}'. {nearest(label, names)}")
 
     def notice(self, scaler: GradScaler | None) -> None:
         """A scaler makes the steps: say once if it was not told, where that matters."""
-        if scaler is None or self._held is None or self._held.scaler is scaler:
+        if scaler is None or self.session.scaler is scaler:
             return
-        self._held = replace(self._held, scaler=scaler)  # for what will be added
-        self._joint.notice(scaler)
+        if self.aggregators:
+            self._multi_task().notice()
+        self.session.scaler = scaler  # for what will be added
         for attached in self.attached:
             if said := scale_matters(attached.intervention):
                 warnings.warn(
@@ -173,17 +151,21 @@ class Roster:
 
     def close(self) -> None:
         """Take all hooks off; one that fails keeps no other on."""
-        self._held = None
         with ExitStack() as stack:
             for attached in self.attached:
                 stack.callback(attached.close)
 
     def _join(self, intervention: Intervention) -> None:
         """Take in an aggregator."""
+        from gradsurg.multitask.shared_parameters import SharedParameters
+
         label = self._labels_for(intervention)[0]
-        check_scaled(intervention, self.patient.scaler)
+        check_scaled(intervention, self.session.scaler)
         check_flags([*self.flags(), *flags_of(intervention)])
-        self._joint.join(intervention, label)
+        assert intervention.aggregator is not None
+        assert isinstance(intervention.at, SharedParameters)
+        self._multi_task().join(label, intervention.aggregator, intervention.at, intervention.when)
+        self.aggregators[label] = intervention
         self._know_flags(intervention)
 
     def _labels_for(self, intervention: Intervention) -> tuple[str, ...]:
@@ -192,12 +174,12 @@ class Roster:
     def _know_flags(self, intervention: Intervention) -> None:
         """Have the switches that its trigger asks for on the clock."""
         for flag in flags_of(intervention):
-            self._around.clock.flags.setdefault(flag.flag, flag.on)
+            self.session.clock.flags.setdefault(flag.flag, flag.on)
 
     def _watch(self, attached: Attached) -> None:
         """Let its trigger see what it looks at, and know the switches that it asks for."""
         intervention, eyes = attached.intervention, attached.eyes
-        model, clock = self.patient.model, self._around.clock
+        model, clock = self.session.model, self.session.clock
         self._know_flags(intervention)
         watch(intervention.when, model, clock, eyes, attached.note)
         if "error" in intervention.operator.needs:
@@ -208,4 +190,4 @@ class Roster:
         others = [part for own in self.attached for part in own.intervention.when.parts]
         for part in trigger.parts:
             if isinstance(part, TensorTrigger) and part not in others:
-                self._around.clock.observations.pop(part, None)
+                self.session.clock.observations.pop(part, None)

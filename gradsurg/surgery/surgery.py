@@ -11,15 +11,14 @@ from torch.optim import Optimizer
 
 from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import SurgeryWarning
-from gradsurg.multitask.features import module_of
-from gradsurg.multitask.shared_parameters import SharedParameters
+from gradsurg.hooks.session import Session
 from gradsurg.sites import tree
 from gradsurg.sites._compiled import blind
 from gradsurg.sites._modules import params_of
 from gradsurg.sites._recorder import Like
 from gradsurg.sites._rows import many
 from gradsurg.surgery.intervention import Intervention, labels_of
-from gradsurg.surgery.live import Live, Target
+from gradsurg.surgery.live import Live
 from gradsurg.surgery.state_in_model import travel
 from gradsurg.transforms.base import Stateless, TransformState, init_all
 from gradsurg.triggers.base import Clock
@@ -100,14 +99,17 @@ class Surgery:
         given = model
         model = getattr(model, "_orig_mod", model)  # of a compiled one: names are those of inside
         self._clock.epoch_length = steps_per_epoch
-        live = Live(
-            Target(model, optimizer, scaler),
-            Effects(effects_every),
-            shadow,
-            self._clock,
-            self._states,
-            self.seed,
+        session = Session(
+            effects=Effects(effects_every),
+            clock=self._clock,
+            states=self._states,
+            seed=self.seed,
+            shadow=shadow,
+            target=model,
+            optimizer=optimizer,
+            scaler=scaler,
         )
+        live = Live(session)
         with ExitStack() as stack:
             stack.callback(self._detach, live)
             live._blind = blind(model, whole=given is not model)
@@ -135,7 +137,9 @@ class Surgery:
         parts = []
         for item, labels in zip(self.interventions, self.labels, strict=True):
             if item.aggregator is not None:
-                parts.append(_plan_of_aggregator(item, labels[0], model))
+                from gradsurg.multitask.aggregation import plan_of
+
+                parts.append(plan_of(labels[0], item.aggregator, item.at, item.when, model))
                 continue
             said = f"stage {item.stage}, when {item.when!r}"
             if example_input is None:
@@ -202,27 +206,6 @@ class Surgery:
             self._interventions = live.interventions
         self._live = None
         live._close()
-
-
-def _plan_of_aggregator(item: Intervention, label: str, model: nn.Module) -> str:
-    at = item.at
-    assert isinstance(at, SharedParameters)
-    groups = at.groups(model)
-    place = ""
-    if at.features:
-        module_of(model, at.features)  # a plan of what could not be attached is none
-        place = f" at {at.features!r}"
-    own = [] if isinstance(at.granularity, str) else at.granularity
-    kind = many(len(own), "group") if own else at.granularity
-    how = f"engine {at.engine}{place}, granularity {kind}, when {item.when!r}"
-    first = f"{label}: {item.transform!r} of what several tasks reach of"
-    lines = [f"{first} {many(len(groups), 'parameter')}", f"  {how}"]
-    if not own:
-        return "\n".join([*lines, *(f"  {site}" for site in groups)])
-    for pattern in own:
-        lines.append(f"  {pattern}:")
-        lines += [f"    {site}" for site, group in groups.items() if group == pattern]
-    return "\n".join(lines)
 
 
 def _state(

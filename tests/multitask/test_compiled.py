@@ -296,5 +296,5 @@ def test_a_block_leaves_the_settings_of_the_compiler_as_they_were() -> None:
     with gs.Surgery(at_shared(Uneven())).attach(Losing()) as live:
         assert not functorch.donated_buffer
         assert compiler.cache_key_tag != before[1]
-        live.backward(Losing()(batch(8)) | live._roster.patient.model(batch(8)))
+        live.backward(Losing()(batch(8)) | live.session.model(batch(8)))
     assert (functorch.donated_buffer, compiler.cache_key_tag) == before

@@ -76,7 +76,7 @@ def test_an_aggregator_stays_as_it_is(action: str) -> None:
             call()
         with pytest.raises(TypeError, match="attached when the block begins"):
             live.add(at_shared(Running()))
-        live.backward(losses_of(Net()) | losses_of(live._roster.patient.model))
+        live.backward(losses_of(Net()) | losses_of(live.session.model))
 
 
 def test_the_switch_of_an_aggregator_is_flipped() -> None:

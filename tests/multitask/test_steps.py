@@ -164,7 +164,7 @@ def overflowing(aggregator: Aggregator, where: str, steps: int = 3) -> tuple[Liv
             scaler.step(optimizer)
             scaler.update()
             handle.remove()
-            learnt.append(bool(live._states))
+            learnt.append(bool(live.session.states))
     return live, learnt
 
 
@@ -341,7 +341,7 @@ def test_the_tasks_that_are_remembered_have_an_order_of_their_own() -> None:
     with gs.Surgery(at_shared(gs.GradVac())).attach(model, optimizer) as live:
         live.backward(losses_of(model))
         optimizer.step()
-        states = live._states
+        states = live.session.states
         states["grad_vac/shared/tasks"] = dict(sorted(states["grad_vac/shared/tasks"].items()))
         live.backward(losses_of(model))
         with pytest.raises(ValueError, match="is of b, a, found a, b"):

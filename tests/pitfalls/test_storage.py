@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import gradsurg as gs
-from gradsurg.hooks.rules import known
+from gradsurg.hooks.transform_hook import is_trusted
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.registry import find, names
 from gradsurg.sites.base import Selector
@@ -250,7 +250,7 @@ def test_our_own_transforms_never_return_what_they_remember_nor_what_they_got_ch
     transforms.append(gs.Chain(gs.GrokfastEMA(), gs.GrokfastEMA()))
     transforms += [gs.Scheduled(gs.GrokfastEMA(), start=1.0), gs.NormMatched(gs.GrokfastEMA())]
     for transform in transforms:
-        assert known(transform), transform
+        assert is_trusted(transform), transform
         grad, value = torch.randn(2, 3), torch.randn(2, 3)
         given, state = grad.clone(), transform.init(grad)
         for call in range(3):
@@ -265,6 +265,6 @@ def test_what_is_made_of_a_users_transform_is_not_our_own() -> None:
     with pytest.warns(gs.SurgeryWarning, match="plain callable"):
         surgery = gs.Surgery(gs.Intervention(gs.Chain(gs.Scale(2.0), torch.neg)))
     (item,) = surgery.interventions
-    assert [known(link) for link in item.links] == [True, False]
+    assert [is_trusted(link) for link in item.links] == [True, False]
     for transform in (Mean(), gs.Scheduled(Mean()), gs.NormMatched(gs.Chain(gs.Clip(), Mean()))):
-        assert not known(transform)
+        assert not is_trusted(transform)
