@@ -314,8 +314,8 @@ WRONG = (
     ),
     Wrong(
         "transform=clip when=shape when.source=grad when.dim=5",
-        "when.dim: the source has the shape",
-        "so dim 5 is not there",
+        "when.dim: the source has shape",
+        "and no dimension 5",
     ),
     Wrong(
         "transform=clip when=threshold when.source=output:hiden",

@@ -484,7 +484,7 @@ def test_a_trigger_set_after_the_forward_it_would_have_looked_at_says_so() -> No
     with attached(model, gs.Scale(1.0)) as live:
         loss = model(torch.ones(8, 6)).sum()
         live.set("scale", when=gs.Shape(above=7))
-        with pytest.raises(RuntimeError, match="is seen from the forward on that follows"):
+        with pytest.raises(RuntimeError, match="inside the model's forward, after attaching"):
             loss.backward()
         backward(model)
 

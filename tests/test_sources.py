@@ -248,7 +248,7 @@ def test_a_shared_module_answers_to_each_of_its_names() -> None:
 
 def test_it_is_an_error_if_the_module_was_not_called() -> None:
     model = Two(seconds=0)
-    message = r"nothing was seen of its source 'output:second' in the forward before the gradient"
+    message = "its source 'output:second' was not observed in the forward pass before the gradient"
     with (
         pytest.raises(RuntimeError, match=message),
         attached(model, gs.Zero(), ONE, when=gs.Shape(1, source="output:second")),
@@ -259,7 +259,7 @@ def test_it_is_an_error_if_the_module_was_not_called() -> None:
 def test_what_an_earlier_forward_has_shown_is_not_taken_for_this_one() -> None:
     model, when = Two(), Keeps("output:second")
     with (
-        pytest.raises(RuntimeError, match="nothing was seen of its source 'output:second'"),
+        pytest.raises(RuntimeError, match="its source 'output:second' was not observed"),
         attached(model, gs.Zero(), ONE, when=when),
     ):
         model(torch.ones(1, 2)).sum().backward()
@@ -279,7 +279,7 @@ def test_it_is_an_error_if_the_batch_holds_no_tensor() -> None:
 
     model = Constant()
     with (
-        pytest.raises(RuntimeError, match="it is called, with a tensor"),
+        pytest.raises(RuntimeError, match="It must be called with a tensor"),
         attached(model, gs.Zero(), when=gs.Shape(above=1)),
     ):
         model(2.0).backward()
@@ -288,7 +288,7 @@ def test_it_is_an_error_if_the_batch_holds_no_tensor() -> None:
 def test_it_is_an_error_if_only_a_part_of_the_model_was_called() -> None:
     model = Two()
     with (
-        pytest.raises(RuntimeError, match="nothing was seen of its source 'batch'"),
+        pytest.raises(RuntimeError, match="its source 'batch' was not observed"),
         attached(model, gs.Zero(), ONE, when=gs.Shape(above=1)),
     ):
         model.first(torch.ones(2, 2)).sum().backward()

@@ -22,7 +22,9 @@ def names(kind: str) -> list[str]:
 
 @cache
 def _defines_its_class(path: Path) -> bool:
-    classes = re.findall(r"^class (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    classes = re.findall(
+        r'^(?:class |__all__ = \[")(\w+)', path.read_text(encoding="utf-8"), re.MULTILINE
+    )
     return path.stem.replace("_", "") in (name.lower() for name in classes)
 
 

@@ -1,1 +1,1 @@
-"""When a transform acts: conditions as data, one a file, found by `gradsurg.plugins.registry`."""
+"""Triggers: the conditions under which a transform acts, one class a file."""

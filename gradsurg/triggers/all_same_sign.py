@@ -1,4 +1,4 @@
-"""AllSameSign: when a tensor agrees with itself."""
+"""AllSameSign: fire when all entries of a tensor have the same sign."""
 
 from typing import ClassVar
 
@@ -10,9 +10,9 @@ from gradsurg.triggers.base import Source, TensorTrigger, TriggerContext
 
 @validated
 class AllSameSign(TensorTrigger):
-    """When all entries of the source are positive, or all are negative; the device decides.
+    """Fire when all entries of the source are > 0, or all are < 0.
 
-    A zero or a NaN among them, or no entry at all, does not fire.
+    Evaluated on the device. Does not fire if an entry is zero or NaN, or if the tensor is empty.
     """
 
     source: Source = "grad"

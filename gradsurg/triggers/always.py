@@ -1,4 +1,4 @@
-"""Always: no condition."""
+"""Always: fire at every gradient."""
 
 from gradsurg.plugins.fields import validated
 from gradsurg.triggers.base import Decision, Trigger, TriggerContext
@@ -6,7 +6,7 @@ from gradsurg.triggers.base import Decision, Trigger, TriggerContext
 
 @validated
 class Always(Trigger):
-    """Every gradient of every step."""
+    """Fire at every gradient of every step."""
 
     def fires(self, context: TriggerContext) -> Decision:
         return True

@@ -1,27 +1,30 @@
-"""What a trigger is: a condition as data, decided on the host where it can be."""
+"""Base classes of triggers: the condition under which a transform acts, with `&`, `|` and `~`."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import blake2b
 from typing import Annotated, ClassVar
 
 import torch
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 from torch import Tensor
 
+from gradsurg.plugins.fields import validated
+
 Decision = bool | Tensor | None
-"""True or False; where the device decides, a bool tensor of no dimension; None: not known yet."""
+"""True, False, a bool tensor without dimensions (decided on the device) or None (not known yet)."""
 
 
 @dataclass(slots=True)
 class Clock:
-    """What all interventions of an attachment share: steps and epochs done, flags, what was seen,
-    whose gradient is flowing.
+    """Progress of one attachment: steps and epochs done, flags, and the state of the current pass.
 
-    `observations` holds what sourced triggers have looked at in the forward at hand, `error` the gradient
-    of what the model has returned in the backward at hand, where a transform asks for it.
-    `backwards` numbers those of several losses where no optimizer tells which step they are of.
+    `task` is the task whose gradient is flowing, `error` the gradient of the model's output in the
+    current backward pass (recorded if a transform needs it), `observations` the result of
+    `TensorTrigger.observe` for each trigger in the current forward pass. `backwards` counts the
+    calls of `live.backward` where no optimizer counts steps.
     """
 
     step: int = 0
@@ -35,7 +38,7 @@ class Clock:
 
     @property
     def epoch(self) -> int:
-        """Epochs done: from the steps where an epoch's length is known, else as they were told."""
+        """Epochs done: step // epoch_length, or the calls of `live.next_epoch()` without one."""
         if self.epoch_length is not None:
             return self.step // self.epoch_length
         return self.counted_epochs
@@ -43,10 +46,11 @@ class Clock:
 
 @dataclass(slots=True)
 class TriggerContext:
-    """What a trigger may ask. When a step begins there is no site and no gradient yet.
+    """Inputs of `Trigger.fires`.
 
-    `label` is the intervention's, `site` the id of the place, `grad` what passes there, `value` the
-    tensor whose gradient that is, `state` the trigger's own tensors at this site.
+    `label` is the intervention's label and `state` the tensors that the trigger keeps for this
+    site. `site` (the site's id), `grad` (the gradient there) and `value` (the tensor whose gradient
+    it is) are None at the beginning of a step; `value` also at sites without one.
     """
 
     clock: Clock
@@ -68,9 +72,9 @@ class TriggerContext:
         return self.clock.epoch
 
     def chance(self, *key: object) -> float:
-        """A number in [0, 1) from the surgery's seed, the step and `key` alone.
+        """Return a pseudo-random number in [0, 1) that depends on the seed, the step and `key`.
 
-        Not from the intervention: an arm and its control draw the same.
+        It does not depend on the intervention, so a treated arm and its control draw the same.
         """
         text = "/".join(map(str, (self.seed, self.step, *key)))
         digest = blake2b(text.encode(), digest_size=8).digest()
@@ -78,72 +82,154 @@ class TriggerContext:
 
 
 class Trigger(ABC):
-    """A condition: a frozen value made by `@validated`, its fields its whole configuration.
+    """Condition under which a transform acts.
 
-    Triggers combine: `a & b`, `a | b`, `~a`. `step_based` says that it reads the step clock, which
-    somebody has to move; `on_device` that it says a tensor, so that in a combination it is asked
-    after those that the host decides.
+    Subclasses are decorated with `@validated`, and their fields are their whole configuration.
+    Combine triggers with `a & b`, `a | b` and `~a`.
     """
 
     step_based: ClassVar[bool] = False
+    """Reads the optimizer step, so that it needs an optimizer or explicit steps to advance."""
+
     on_device: ClassVar[bool] = False
+    """Decides by a tensor. A combination evaluates it after the triggers decided on the host."""
 
     @abstractmethod
     def fires(self, context: TriggerContext) -> Decision:
-        """Whether the transform acts.
+        """Return whether the transform acts.
 
-        It is asked once when a step begins, and if it then says None again at every gradient, where
-        None is refused. What
-        the host can decide is a bool, and the transform is not called at False; what depends on the
-        values of a tensor is a tensor, and nothing waits for it.
+        Called once at the beginning of a step, with `context.site` None. If it returns None there,
+        it is called again for each gradient of the step, where None is an error. Return a bool
+        for a condition known on the host: at False the transform is not called. Return a bool
+        tensor for a condition on the values of a tensor: it selects between the results on the
+        device, without a synchronization.
         """
 
     @property
     def parts(self) -> "Iterator[Trigger]":
-        """The conditions that it is made of: itself, unless it is a combination."""
+        """The elementary triggers of a combination; the trigger itself if it is none."""
         yield self
 
     def __and__(self, other: "Trigger") -> "Trigger":
-        from gradsurg.triggers.all_of import AllOf
-
-        return AllOf((self, _trigger(other)))
+        return AllOf((self, _check_trigger(other)))
 
     def __or__(self, other: "Trigger") -> "Trigger":
-        from gradsurg.triggers.any_of import AnyOf
-
-        return AnyOf((self, _trigger(other)))
+        return AnyOf((self, _check_trigger(other)))
 
     def __invert__(self) -> "Trigger":
-        from gradsurg.triggers.unless import Unless
-
         return Unless(self)
 
 
-class TensorTrigger(Trigger):
-    """A condition on a tensor: its `source` says which.
+class _Combination(Trigger):
+    """Several triggers, those decided on the host first: they can save the work on the device."""
 
-    `grad` is what passes at the site, `value` the tensor whose gradient that is; `batch` is the
-    model's first input, `input:<module>` and `output:<module>` are the first tensors that a module
-    takes and gives. What a trigger wants of the last three is remembered from the forward to the
-    backward: of several calls, the last one's, and nothing of an earlier forward of the model. A
-    backward through an earlier forward is decided by the last one too, and told when the block
-    ends.
+    of: tuple[Trigger, ...]
+
+    @property
+    def parts(self) -> Iterator[Trigger]:
+        for trigger in self.of:
+            yield from trigger.parts
+
+    @cached_property
+    def _ordered(self) -> list[Trigger]:
+        return sorted(self.of, key=lambda trigger: any(part.on_device for part in trigger.parts))
+
+    def _combine(self, context: TriggerContext, absorbing: bool) -> Decision:
+        """Return the conjunction (`absorbing` False) or the disjunction (True) of all decisions.
+
+        Triggers after the first one that returns `absorbing` are not evaluated. None if one
+        decision is None and no other is `absorbing`.
+        """
+        neutral = not absorbing
+        result: Decision = neutral
+        for trigger in self._ordered:
+            decision = trigger.fires(context)
+            if decision is absorbing:
+                return absorbing
+            if decision is None or result is None:
+                result = None
+            elif result is neutral:
+                result = decision
+            elif decision is not neutral:
+                result = result | decision if absorbing else result & decision
+        return result
+
+
+@validated
+class AllOf(_Combination):
+    """Fire when all of the triggers `of` fire: `a & b`.
+
+    Triggers decided on the host are evaluated first, and those after the first one that returns
+    False are not evaluated: the state of a `Threshold(release=)` among them does not change.
+    """
+
+    of: Annotated[tuple[Trigger, ...], Field(min_length=1)]
+
+    def fires(self, context: TriggerContext) -> Decision:
+        return self._combine(context, absorbing=False)
+
+
+@validated
+class AnyOf(_Combination):
+    """Fire when at least one of the triggers `of` fires: `a | b`.
+
+    Triggers decided on the host are evaluated first, and those after the first one that returns
+    True are not evaluated: the state of a `Threshold(release=)` among them does not change.
+    """
+
+    of: Annotated[tuple[Trigger, ...], Field(min_length=1)]
+
+    def fires(self, context: TriggerContext) -> Decision:
+        return self._combine(context, absorbing=True)
+
+
+@validated
+class Unless(Trigger):
+    """Fire when the trigger `of` does not fire: `~a`."""
+
+    of: Trigger
+
+    @property
+    def parts(self) -> Iterator[Trigger]:
+        yield from self.of.parts
+
+    def fires(self, context: TriggerContext) -> Decision:
+        decision = self.of.fires(context)
+        if decision is None:
+            return None
+        return ~decision if isinstance(decision, Tensor) else not decision
+
+
+class TensorTrigger(Trigger):
+    """Condition on a tensor, named by the field `source`.
+
+    | source | tensor |
+    |---|---|
+    | `grad` | the gradient at the site |
+    | `value` | the tensor whose gradient it is |
+    | `batch` | the first tensor among the model's inputs |
+    | `input:<module>`, `output:<module>` | the first tensor among a module's inputs or outputs |
+
+    The last three are observed in the forward pass and the observation is kept for the backward
+    pass. If a module is called several times the last call counts, if there are several forward
+    passes before a backward pass the last of them; the latter emits a warning on detach.
     """
 
     source: str
 
-    homogeneous: ClassVar[bool] = False  # whether it says the same of a tensor times a number > 0
+    homogeneous: ClassVar[bool] = False
+    """The decision is the same for x and c * x, c > 0."""
 
     @abstractmethod
     def observe(self, tensor: Tensor) -> object:
-        """What is remembered of a tensor: a shape, or a measurement that stays on the device.
+        """Return what to keep of a tensor, as its shape or a measurement; runs under `no_grad`.
 
-        It is called without gradients.
+        Leave measurements on the device.
         """
 
     @abstractmethod
     def decide(self, observation: object, context: TriggerContext) -> bool | Tensor:
-        """Whether what was seen fires it."""
+        """Return whether the transform acts, given an observation."""
 
     def fires(self, context: TriggerContext) -> Decision:
         if context.site is None:
@@ -156,15 +242,14 @@ class TensorTrigger(Trigger):
             case _:
                 if self not in context.clock.observations:
                     raise RuntimeError(
-                        f"{self!r}: nothing was seen of its source '{self.source}' in the forward "
-                        f"before the gradient at '{context.site}': it is called, with a tensor, "
-                        "inside the model's forward, and is seen from the forward on that follows "
-                        "attaching"
+                        f"{self!r}: its source '{self.source}' was not observed in the forward "
+                        f"pass before the gradient at '{context.site}'. It must be called with a "
+                        "tensor inside the model's forward, after attaching."
                     )
                 return self.decide(context.clock.observations[self], context)
         if tensor is None:
             raise ValueError(
-                f"{self!r}: source 'value' is the tensor whose gradient passes, and the site "
+                f"{self!r}: source 'value' needs the tensor whose gradient passes, and the site "
                 f"'{context.site}' has none"
             )
         with torch.no_grad():
@@ -182,39 +267,16 @@ def _check_source(source: str) -> str:
 Source = Annotated[str, AfterValidator(_check_source)]
 
 
-def combined(triggers: Sequence[Trigger], context: TriggerContext, decides: bool) -> Decision:
-    """What several triggers say together, where one that says `decides` decides for all.
-
-    Behind that one none is asked. Of what tensors say, all must be True where False decides, and
-    one must where True does.
-    """
-    neutral = not decides
-    result: Decision = neutral
-    for trigger in triggers:
-        fires = trigger.fires(context)
-        if fires is decides:
-            return decides
-        if fires is None or result is None:
-            result = None
-        elif result is neutral:
-            result = fires
-        elif fires is not neutral:
-            result = result | fires if decides else result & fires
-    return result
-
-
-def host_first(triggers: Sequence[Trigger]) -> list[Trigger]:
-    """In the order in which they are asked: what the host decides can spare the device its work."""
-    return sorted(triggers, key=lambda trigger: any(part.on_device for part in trigger.parts))
-
-
 def module_of(site: str) -> str:
-    """The module that a site is in: ids are `module#call...`, or a parameter's name."""
+    """Return the name of the module that a site belongs to.
+
+    Site ids are `module#call...` or a parameter's name.
+    """
     module, mark, _ = site.partition("#")
     return module if mark else site.rpartition(".")[0]
 
 
-def _trigger(other: object) -> Trigger:
+def _check_trigger(other: object) -> Trigger:
     if not isinstance(other, Trigger):
         raise TypeError(f"a trigger combines with triggers, found {other!r}")
     return other

@@ -1,4 +1,4 @@
-"""Depth: by how deep a module lies."""
+"""Depth: fire at modules of some nesting depths."""
 
 from typing import Annotated
 
@@ -10,9 +10,10 @@ from gradsurg.triggers.base import Decision, Trigger, TriggerContext, module_of
 
 @validated
 class Depth(Trigger):
-    """At sites whose module's name has from `low` to `high` parts (None: no bound).
+    """Fire at sites whose module is nested `low` to `high` levels deep, both included.
 
-    The model itself has none, its children have one. A parameter counts with its module.
+    The depth is the number of parts of the module's name: 0 for the model itself, 1 for its
+    children. A parameter has the depth of its module. `high=None` is no upper bound.
     """
 
     low: Annotated[int, Field(ge=0)] = 0

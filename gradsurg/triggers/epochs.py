@@ -1,4 +1,4 @@
-"""Epochs: a range of epochs."""
+"""Epochs: fire in a range of epochs."""
 
 from typing import Annotated
 
@@ -10,10 +10,10 @@ from gradsurg.triggers.base import Decision, Trigger, TriggerContext
 
 @validated
 class Epochs(Trigger):
-    """The epochs from `start` up to, not including, `stop` (None: no end), `every` so many.
+    """Fire in every `every`-th epoch of range(start, stop); `stop=None` is no end.
 
-    An epoch is `length` steps; None: as long as `attach(steps_per_epoch=)` says, or as
-    `live.next_epoch()` tells.
+    An epoch has `length` optimizer steps. With `length=None` it has `attach(steps_per_epoch=)`
+    steps, or ends at each `live.next_epoch()`.
     """
 
     start: Annotated[int, Field(ge=0)] = 0

@@ -1,4 +1,4 @@
-"""Every: one step in so many."""
+"""Every: fire at one optimizer step in `count`."""
 
 from typing import Annotated, ClassVar
 
@@ -10,7 +10,7 @@ from gradsurg.triggers.base import Decision, Trigger, TriggerContext
 
 @validated
 class Every(Trigger):
-    """One step in `count`, the first of them at step `offset`."""
+    """Fire at the optimizer steps offset, offset + count, offset + 2 * count, ..."""
 
     count: Annotated[int, Field(ge=1)]
     offset: Annotated[int, Field(ge=0)] = 0

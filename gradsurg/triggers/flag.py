@@ -1,4 +1,4 @@
-"""Flag: an external switch."""
+"""Flag: fire while a switch is on."""
 
 from typing import Annotated
 
@@ -10,10 +10,10 @@ from gradsurg.triggers.base import Decision, Trigger, TriggerContext
 
 @validated
 class Flag(Trigger):
-    """While the switch called `flag` is on; `on` is how it stands at first.
+    """Fire while the switch named `flag` is on; `on` is its initial position.
 
-    `live.switch("flag", on=True)` flips it at any time, from a callback or another thread too; it
-    is asked at every gradient. Its position is kept in the surgery's state.
+    `live.switch("flag", on=True)` sets it at any time, also from a callback or another thread. It
+    is read at every gradient. Its position is part of the surgery's state_dict.
     """
 
     flag: Annotated[str, Field(min_length=1)] = "flag"

@@ -1,4 +1,4 @@
-"""ForTask: while the gradient of one task is flowing."""
+"""ForTask: fire at the gradients of one task."""
 
 from typing import Annotated
 
@@ -10,10 +10,11 @@ from gradsurg.triggers.base import Decision, Trigger, TriggerContext
 
 @validated
 class ForTask(Trigger):
-    """While `live.backward(losses)` sends back the gradient of the loss called `task`.
+    """Fire while `live.backward(losses)` backpropagates the loss named `task`.
 
-    Losses in an order are called 0, 1 and so on. What several tasks share meets one gradient a
-    task then, before they are made one. In a backward that is of no task it does not fire.
+    The losses of a list are named "0", "1", ... At a site shared by several tasks the transform
+    acts on the gradient of this task, before the tasks' gradients are aggregated. Does not fire in
+    a backward pass outside `live.backward(losses)`.
     """
 
     task: Annotated[str, Field(min_length=1)]

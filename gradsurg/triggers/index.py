@@ -1,4 +1,4 @@
-"""Index: by a module's place in its container."""
+"""Index: fire at a range of layers of a container."""
 
 from typing import Annotated
 
@@ -10,11 +10,11 @@ from gradsurg.triggers.base import Decision, Trigger, TriggerContext, module_of
 
 @validated
 class Index(Trigger):
-    """At sites whose module is number `start` up to, not including, `stop` of its container.
+    """Fire at sites whose module has an index in range(start, stop); `stop=None` is no end.
 
-    The number is the last one in the module's name: 3 in `encoder.layers.3.linear1`; a module whose
-    name has none does not fire. A module that stands in its container twice has both numbers, one
-    call after the other.
+    The index is the last number in the module's name: 3 in `encoder.layers.3.linear1`. Does not
+    fire at a module whose name has no number. A module that its container holds twice has the
+    first index in its first call and the second one in its second.
     """
 
     start: Annotated[int, Field(ge=0)] = 0

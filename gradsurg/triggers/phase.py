@@ -1,4 +1,4 @@
-"""Phase: warm-up, training, fine-tuning."""
+"""Phase: fire in one phase of a run: warm-up, training or fine-tuning."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -10,8 +10,10 @@ from gradsurg.triggers.base import Decision, Trigger, TriggerContext
 
 @validated
 class Phase(Trigger):
-    """One phase of a run: `warm_up` are the first so many steps, `fine_tune` those from that step
-    on (None: there is no fine-tuning), `train` all between.
+    """Fire in one phase of a run.
+
+    `warm_up` is the number of steps of the first phase. `fine_tune` is the first step of the last
+    phase, None if there is none. The phase `train` lies between them.
     """
 
     phase: Literal["warm_up", "train", "fine_tune"]

@@ -1,4 +1,4 @@
-"""Probability: by chance."""
+"""Probability: fire at random."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -10,11 +10,12 @@ from gradsurg.triggers.base import Decision, Trigger, TriggerContext
 
 @validated
 class Probability(Trigger):
-    """With probability `p`, drawn on the host from the surgery's seed, `seed` and the step alone.
+    """Fire with probability `p`, drawn on the host.
 
-    `per="step"` draws once a step for all sites together, `per="site"` once a step for each site.
-    Two that differ in their `seed` are independent, two that do not fire together: an arm and its
-    control see the same. The global random generators are not touched.
+    `per="step"` draws one number a step for all sites, `per="site"` one a step for each site. The
+    draw is a hash of the surgery's seed, the field `seed` and the step, so that a treated arm and
+    its control draw the same, and triggers with the same `seed` fire together. The global random
+    generators are not used.
     """
 
     p: Annotated[float, Field(ge=0, le=1)]

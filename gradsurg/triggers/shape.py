@@ -1,4 +1,4 @@
-"""Shape: by the size of a tensor."""
+"""Shape: fire by the size of a tensor."""
 
 from typing import Annotated, ClassVar
 
@@ -11,10 +11,10 @@ from gradsurg.triggers.base import Source, TensorTrigger, TriggerContext
 
 @validated
 class Shape(TensorTrigger):
-    """When dimension `dim` of the source is larger than `above` and smaller than `below`.
+    """Fire when above < size < below, where size is that of dimension `dim` of the source.
 
-    By default the source is the batch, and its dimension 0 the number of examples. Raises
-    ValueError at a tensor that has no such dimension.
+    By default the number of examples in the batch. At least one bound is required. Raises
+    ValueError at a tensor without dimension `dim`.
     """
 
     above: Annotated[int, Field(ge=0)] | None = None
@@ -26,7 +26,7 @@ class Shape(TensorTrigger):
 
     def __post_init__(self) -> None:
         if self.above is None and self.below is None:
-            raise Contradiction("above", "is required, or below")
+            raise Contradiction("above", "or below is required")
         if self.above is not None and self.below is not None and self.below <= self.above + 1:
             raise Contradiction(
                 "below", f"must be > above + 1 ({self.above + 1}), found {self.below}"
@@ -40,7 +40,7 @@ class Shape(TensorTrigger):
         if not -len(observation) <= self.dim < len(observation):
             raise Contradiction(
                 "dim",
-                f"{self!r}: the source has the shape {list(observation)}, so dim {self.dim} is not there",
+                f"{self!r}: the source has shape {list(observation)} and no dimension {self.dim}",
             )
         size = observation[self.dim]
         return (self.above is None or size > self.above) and (

@@ -1,4 +1,4 @@
-"""Steps: a range of optimizer steps."""
+"""Steps: fire in a range of optimizer steps."""
 
 from typing import Annotated, ClassVar
 
@@ -10,7 +10,7 @@ from gradsurg.triggers.base import Decision, Trigger, TriggerContext
 
 @validated
 class Steps(Trigger):
-    """The steps from `start` up to, not including, `stop` (None: no end), `every` so many."""
+    """Fire at the optimizer steps range(start, stop, every); `stop=None` is no end."""
 
     start: Annotated[int, Field(ge=0)] = 0
     stop: Annotated[int, Field(ge=1)] | None = None

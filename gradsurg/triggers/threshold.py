@@ -1,4 +1,4 @@
-"""Threshold: by a measurement of a tensor."""
+"""Threshold: fire when a measurement of a tensor is large."""
 
 import math
 from typing import Annotated, ClassVar, Literal
@@ -13,14 +13,21 @@ from gradsurg.triggers.base import Source, TensorTrigger, TriggerContext
 
 @validated
 class Threshold(TensorTrigger):
-    """When a measurement of the source is larger than `above`; the device decides, nothing waits.
+    """Fire when a measurement m(x) of the source x is > `above`.
 
-    `measure`: `mean_abs` is mean |x|, `norm` the L2 norm, `rms` the root of the mean square,
-    `max_abs` max |x|, `quantile` the `q` quantile of |x| (the smallest entry with that share at or
-    below it, a NaN being larger than all numbers), `nan` the fraction of entries that are NaN. With
-    `release` there is hysteresis: once it fires at a site it goes on there until the measurement is
-    below `release`. A measurement that is NaN does not fire, and ends what has gone on. The
-    measurement of an empty tensor is 0. Half-precision tensors are measured in float32.
+    | measure | m(x) |
+    |---|---|
+    | `mean_abs` | mean of abs(x) |
+    | `norm` | L2 norm of x |
+    | `rms` | square root of the mean of x^2 |
+    | `max_abs` | maximum of abs(x) |
+    | `quantile` | `q`-quantile of abs(x): the smallest entry >= a fraction q of them; NaN is last |
+    | `nan` | fraction of entries that are NaN |
+
+    With `release` the trigger has hysteresis: after it fired at a site it fires there until
+    m(x) < release. Does not fire, and is released, if m(x) is NaN. m(x) is 0 for an empty tensor.
+    Half-precision tensors are measured in float32. Evaluated on the device, without a
+    synchronization.
     """
 
     above: Annotated[float, Field(ge=0)]
@@ -33,7 +40,7 @@ class Threshold(TensorTrigger):
 
     def __post_init__(self) -> None:
         if self.measure == "nan" and self.above >= 1:
-            raise Contradiction("above", f"must be < 1, a fraction of entries, found {self.above}")
+            raise Contradiction("above", f"must be < 1 with measure=nan, found {self.above}")
         if self.release is not None and self.release > self.above:
             raise Contradiction("release", f"must be <= above ({self.above}), found {self.release}")
 
@@ -55,7 +62,7 @@ class Threshold(TensorTrigger):
             case "max_abs":
                 return wide.abs().amax()
             case "quantile":
-                # Less by what a product in floating point can be too much: 0.07 * 100 is over 7.
+                # 0.07 * 100 is slightly over 7 in floating point: reduce before rounding up.
                 rank = max(1, math.ceil(self.q * wide.numel() * (1 - 1e-12)))
                 return wide.abs().reshape(-1).kthvalue(rank).values
             case "nan":

@@ -1,25 +1,5 @@
-"""Unless: the opposite of a condition."""
+"""Unless: fire when another trigger does not. It is the result of `~`, defined with it."""
 
-from collections.abc import Iterator
+from gradsurg.triggers.base import Unless
 
-from torch import Tensor
-
-from gradsurg.plugins.fields import validated
-from gradsurg.triggers.base import Decision, Trigger, TriggerContext
-
-
-@validated
-class Unless(Trigger):
-    """When the trigger `of` does not fire: `~a`."""
-
-    of: Trigger
-
-    @property
-    def parts(self) -> Iterator[Trigger]:
-        yield from self.of.parts
-
-    def fires(self, context: TriggerContext) -> Decision:
-        fires = self.of.fires(context)
-        if fires is None:
-            return None
-        return ~fires if isinstance(fires, Tensor) else not fires
+__all__ = ["Unless"]

@@ -47,7 +47,7 @@ CONFIGS = sorted((Path(__file__).parents[2] / "conf" / "when").glob("*.yaml"))
         (gs.Probability, {"p": 0.5, "seed": -1}, "Probability.seed: must be >= 0, found -1"),
         (gs.Flag, {"flag": ""}, "Flag.flag: "),
         (gs.Flag, {"flag": "a", "on": "perhaps"}, "Flag.on: must be true or false"),
-        (gs.Shape, {}, "Shape.above: is required, or below"),
+        (gs.Shape, {}, "Shape.above: or below is required"),
         (gs.Shape, {"above": -1}, "Shape.above: must be >= 0, found -1"),
         (gs.Shape, {"above": 3, "below": 4}, "Shape.below: must be > above + 1 (4), found 4"),
         (gs.Shape, {"above": 3, "source": "inputs"}, "Shape.source: must be grad, value, batch"),
@@ -63,7 +63,11 @@ CONFIGS = sorted((Path(__file__).parents[2] / "conf" / "when").glob("*.yaml"))
             {"above": 1, "measure": "mean"},
             "Threshold.measure: must be one of 'mean_abs'",
         ),
-        (gs.Threshold, {"above": 1, "measure": "nan"}, "Threshold.above: must be < 1, a fraction"),
+        (
+            gs.Threshold,
+            {"above": 1, "measure": "nan"},
+            "Threshold.above: must be < 1 with measure=nan",
+        ),
         (gs.Threshold, {"above": 1, "q": 1.5}, "Threshold.q: must be <= 1.0, found 1.5"),
         (
             gs.Threshold,

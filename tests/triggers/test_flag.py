@@ -1,4 +1,4 @@
-"""Flag: a switch that is flipped from outside, at any context."""
+"""Flag: a switch that is flipped from outside, at any time."""
 
 import threading
 from typing import Any

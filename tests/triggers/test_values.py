@@ -134,7 +134,7 @@ def test_a_shape_is_between_its_bounds(trigger: TensorTrigger, sizes: list[int])
 
 def test_a_dimension_that_is_not_there_is_an_error() -> None:
     model = small()
-    message = r"the source has the shape \[8, 6\], so dim 2 is not there"
+    message = r"the source has shape \[8, 6\] and no dimension 2"
     with (
         pytest.raises(ValueError, match=message),
         attached(model, gs.Zero(), when=gs.Shape(above=1, dim=2)),
