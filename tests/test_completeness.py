@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from gradsurg.plugins.registry import defines_its_class
 from tests.conftest import Here
 
 ROOT = Path(__file__).parents[1]
@@ -58,8 +59,9 @@ def missing(root: Path) -> list[str]:
 
 
 def _classes(folder: Path) -> list[str]:
-    stems = sorted(path.stem for path in folder.glob("*.py"))
-    return [stem for stem in stems if stem not in ("__init__", "base") and stem[0] != "_"]
+    """The stems of the files that define a class named like the file, as the registry has it."""
+    paths = [path for path in sorted(folder.glob("[!_]*.py")) if path.stem != "base"]
+    return [path.stem for path in paths if defines_its_class(path)]
 
 
 def _faults(group: str, stem: str, config: Any, classes: list[str]) -> Iterator[str]:
@@ -112,8 +114,9 @@ def project(tmp_path: Path) -> Path:
     for folder, group in FOLDERS.items():
         where = tmp_path / "gradsurg" / folder
         where.mkdir(parents=True)
-        for stem in ("__init__", "base", "_inside", "one"):
+        for stem in ("__init__", "base", "_inside", "helpers"):
             (where / f"{stem}.py").touch()
+        (where / "one.py").write_text("class One:\n    pass\n")
         _write(tmp_path / "conf" / group / "one.yaml", _config(group, "one"))
     _write(tmp_path / "conf" / "transform" / "none.yaml", f"{_command('transform=none')}{{}}\n")
     assert missing(tmp_path) == []
@@ -136,7 +139,7 @@ def _config(group: str, stem: str, name: str = "one") -> str:
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_class_without_a_config_is_told(project: Path, folder: str) -> None:
-    (project / "gradsurg" / folder / "two.py").touch()
+    (project / "gradsurg" / folder / "two.py").write_text("class Two:\n    pass\n")
     assert missing(project) == [
         f"gradsurg/{folder}/two.py has no conf/{FOLDERS[folder]}/two.yaml",
     ]

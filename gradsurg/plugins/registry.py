@@ -17,11 +17,12 @@ def names(kind: str) -> list[str]:
     """
     folder = Path(__file__).parents[1] / kind
     public = (path for path in folder.glob("[!_]*.py") if path.stem not in CONTRACTS)
-    return sorted(path.stem for path in public if _defines_its_class(path))
+    return sorted(path.stem for path in public if defines_its_class(path))
 
 
 @cache
-def _defines_its_class(path: Path) -> bool:
+def defines_its_class(path: Path) -> bool:
+    """Return whether a file defines, or names in `__all__`, a class spelled like the file."""
     classes = re.findall(
         r'^(?:class |__all__ = \[")(\w+)', path.read_text(encoding="utf-8"), re.MULTILINE
     )
