@@ -71,11 +71,12 @@ from gradsurg.transforms.scale_by_sign import ScaleBySign as ScaleBySign
 from gradsurg.transforms.scheduled import Scheduled as Scheduled
 from gradsurg.transforms.sign import Sign as Sign
 from gradsurg.transforms.zero import Zero as Zero
-from gradsurg.triggers.all_of import AllOf as AllOf
 from gradsurg.triggers.all_same_sign import AllSameSign as AllSameSign
 from gradsurg.triggers.always import Always as Always
-from gradsurg.triggers.any_of import AnyOf as AnyOf
+from gradsurg.triggers.base import AllOf as AllOf
+from gradsurg.triggers.base import AnyOf as AnyOf
 from gradsurg.triggers.base import Trigger as Trigger
+from gradsurg.triggers.base import Unless as Unless
 from gradsurg.triggers.depth import Depth as Depth
 from gradsurg.triggers.epochs import Epochs as Epochs
 from gradsurg.triggers.every import Every as Every
@@ -87,6 +88,5 @@ from gradsurg.triggers.probability import Probability as Probability
 from gradsurg.triggers.shape import Shape as Shape
 from gradsurg.triggers.steps import Steps as Steps
 from gradsurg.triggers.threshold import Threshold as Threshold
-from gradsurg.triggers.unless import Unless as Unless
 
 __version__: str
