@@ -24,7 +24,7 @@ from bench_exact import EXACT
 from torch import Tensor
 
 import gradsurg as gs
-from gradsurg.aggregators._pairwise import orders_of
+from gradsurg.aggregators._pairwise import draw_orders
 from gradsurg.aggregators.base import AggregatorContext
 from gradsurg.effects.tables import aligned
 from gradsurg.plugins.registry import names
@@ -178,6 +178,6 @@ def made(ratio: float, seed: int) -> Tensor:
 def orders(who: str, count: int, context: AggregatorContext, seed: int) -> list[list[int]]:
     """In which PCGrad has met the tasks."""
     if who == "ours":
-        return orders_of("random_per_task", count, context)
+        return draw_orders("random_per_task", count, context)
     torch.manual_seed(seed)
     return [torch.randperm(count).tolist() for _ in range(count)]

@@ -38,7 +38,7 @@ SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
         ),
         (
             ["aggregator=fixed_weights", "aggregator.weights={first: 1}"],
-            ["aggregator.weights: none is of task 'second', found first"],
+            ["aggregator.weights: task 'second' has none, found first"],
         ),
         (
             ["aggregator=fixed_weights", "aggregator.weights={frist: 1, second: 0.5}"],

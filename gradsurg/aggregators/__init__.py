@@ -1,1 +1,1 @@
-"""What is made of the gradients of several tasks: one gradient, one aggregator a file."""
+"""Methods that combine the gradients of several tasks into one, one aggregator a file."""

@@ -1,4 +1,4 @@
-"""Adam on a handful of numbers, with its moments in a state: for weights that are learnt."""
+"""Adam on one number a task, for aggregators that learn their weights."""
 
 import numpy as np
 import torch
@@ -9,8 +9,8 @@ from gradsurg.aggregators.solvers import Array
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
 
 
-def moments(num_tasks: int) -> AggregatorState:
-    """The moments before the first step."""
+def init_moments(num_tasks: int) -> AggregatorState:
+    """Return the moments before the first step."""
     return {
         "mean": torch.zeros(num_tasks, dtype=torch.float64),
         "square": torch.zeros(num_tasks, dtype=torch.float64),
@@ -18,10 +18,12 @@ def moments(num_tasks: int) -> AggregatorState:
     }
 
 
-def stepped(
+def adam_step(
     value: Array, grad: Array, state: AggregatorState, lr: float
 ) -> tuple[Array, AggregatorState]:
-    """The value after one step of `torch.optim.Adam` with its defaults, and the moments."""
+    """Return the value after one step of `torch.optim.Adam` with default betas and eps, and the
+    init_moments.
+    """
     steps = float(state["steps"]) + 1
     mean = BETA1 * state["mean"].numpy() + (1 - BETA1) * grad
     square = BETA2 * state["square"].numpy() + (1 - BETA2) * grad**2

@@ -1,5 +1,6 @@
-"""Gradients that are set against one another, one after the other: in lists, which for a few
-tasks are faster than arrays.
+"""Shared by PCGrad and GradVac, which project gradients on one another in turn.
+
+Plain lists: for a few tasks they are faster than arrays.
 """
 
 from math import isfinite, sqrt
@@ -14,9 +15,9 @@ from gradsurg.aggregators.base import AggregatorContext
 Order = Literal["random_per_task", "one_permutation", "fixed"]
 
 
-def orders_of(order: Order, count: int, context: AggregatorContext) -> list[list[int]]:
-    """For each of `count` tasks, all tasks in the order in which it meets them."""
-    if count < 3:  # no order makes a difference: nothing is drawn
+def draw_orders(order: Order, count: int, context: AggregatorContext) -> list[list[int]]:
+    """Return, for each of `count` tasks, the order in which it meets all tasks."""
+    if count < 3:  # the order has no effect, so no random numbers are drawn
         order = "fixed"
     match order:
         case "random_per_task":
@@ -28,10 +29,10 @@ def orders_of(order: Order, count: int, context: AggregatorContext) -> list[list
             return [list(range(count))] * count
 
 
-def unpacked(gramian: Tensor) -> tuple[list[float] | None, list[list[float]]]:
-    """The norms of the rows and their cosines, which are zero to a row of norm zero.
+def norms_and_cosines(gramian: Tensor) -> tuple[list[float] | None, list[list[float]]]:
+    """Return the norms of the rows and the matrix of their cosines (0 for a row of norm zero).
 
-    No norms where a number of G is not finite.
+    The norms are None if G is not finite.
     """
     rows = gramian.tolist()
     if not all(isfinite(sum(row)) for row in rows):
@@ -44,8 +45,12 @@ def unpacked(gramian: Tensor) -> tuple[list[float] | None, list[list[float]]]:
     ]
 
 
-def totals(parts: list[list[float]], norms: list[float]) -> Tensor:
-    """The weights of the rows g_k, from what became of each u_i; a row of norm zero weighs 1."""
+def row_weights(parts: list[list[float]], norms: list[float]) -> Tensor:
+    """Return the weights (T,) of the rows g_k, from the coefficients `parts[i][k]` of u_k in task
+    i.
+
+    A row of norm zero has weight 1.
+    """
     sums = [
         sum(norm * part[k] for norm, part in zip(norms, parts, strict=True)) / length
         if length

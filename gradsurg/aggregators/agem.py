@@ -1,4 +1,4 @@
-"""AGEM: the gradient of what is learned, without what conflicts with that of a memory."""
+"""AGEM: project the current gradient to remove its conflict with the gradient of a memory."""
 
 import torch
 from torch import Tensor
@@ -11,12 +11,12 @@ from gradsurg.plugins.fields import validated
 class AGEM(Weighting):
     """g, or if g · g_ref < 0, g - (g · g_ref) / |g_ref|² g_ref.
 
-    Of two gradients the first is g, of what is learned now, and the second g_ref, of a memory of
-    what was learned before: it says where g must not go, and is not followed itself. Section 4 of
-    Chaudhry et al., ICLR 2019 (arXiv 1812.00420); GEM, which has a g_ref for each task before, is
-    another method (`DualProj` solves its problem for the mean), so more than two are refused.
+    The first task is g, the current data; the second is g_ref, a memory of earlier data, which only
+    constrains g and is not followed itself. Section 4 of Chaudhry et al., ICLR 2019 (arXiv
+    1812.00420). More than two tasks are refused: GEM, which has one g_ref for each earlier task, is
+    another method (`DualProj` solves its problem for the mean).
 
-    A g_ref of zero forbids nothing, and one gradient alone is left alone. Opposite ones cancel. A
+    A g_ref of zero imposes no constraint. Opposite gradients give zero, one task is unchanged. A
     NaN or infinity makes every weight NaN.
     """
 
@@ -40,8 +40,7 @@ class AGEM(Weighting):
         count = len(gramian)
         if count > 2:
             raise ValueError(
-                "AGEM is for two tasks, what is learned and then the memory of what was: found "
-                f"{count}"
+                f"AGEM needs two tasks, the current data and then the memory, found {count}"
             )
         if not gramian.isfinite().all():
             return torch.full((count,), torch.nan, dtype=torch.float64)

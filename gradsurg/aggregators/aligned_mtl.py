@@ -1,4 +1,4 @@
-"""AlignedMTL: the gradients made orthogonal and equally long, with as little change as can be."""
+"""AlignedMTL: replace the gradients by the nearest orthogonal ones of equal norm."""
 
 from functools import partial
 from math import sqrt
@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from gradsurg.aggregators.base import AggregatorProperty, Weighting
-from gradsurg.aggregators.solvers import RANK, Array, factor, weights_of
+from gradsurg.aggregators.solvers import RANK, Array, factor, solve_weights
 from gradsurg.plugins.fields import validated
 
 Scale = Literal["min", "median", "rmse"]
@@ -16,16 +16,16 @@ Scale = Literal["min", "median", "rmse"]
 
 @validated
 class AlignedMTL(Weighting):
-    """w = sigma G^(-1/2) 1 / T: the mean of the nearest orthogonal gradients of length sigma.
+    """w = sigma G^(-1/2) 1 / T: the mean of the nearest orthogonal gradients of norm sigma.
 
-    `scale` says which sigma: the smallest singular value of J, the median one, or the root of the
-    mean of their squares. Algorithm 1 of Senushkin et al., CVPR 2023 (arXiv 2305.19000), with the
-    smallest; the others are those of the official code.
+    `scale` selects sigma: the smallest singular value of J (`min`), the `median` one, or the root
+    of the mean of their squares (`rmse`). Algorithm 1 of Senushkin et al., CVPR 2023 (arXiv
+    2305.19000), has the smallest; the official code has all three.
 
-    Where the gradients are dependent (by their cosines, so that a small gradient is not taken for
-    a dependent one) G^(-1/2) is the pseudoinverse and sigma counts only what is not zero. Zero
-    gradients weigh zero. Parallel gradients give their mean, whichever way they point, and one
-    task its own. A NaN or infinity makes every weight NaN.
+    For dependent gradients (judged by their cosines, so that a small gradient does not count as
+    dependent) G^(-1/2) is the pseudoinverse and sigma is taken over the nonzero singular values.
+    Zero gradients have weight zero. Parallel gradients, of the same or the opposite sign, give
+    their mean; one task is unchanged. A NaN or infinity makes every weight NaN.
     """
 
     scale: Scale = "min"
@@ -38,12 +38,12 @@ class AlignedMTL(Weighting):
 
     def weights(self, gramian: Tensor) -> Tensor:
         general = partial(_aligned, count=len(gramian), scale=self.scale)
-        return weights_of(gramian, general, partial(_aligned_pair, scale=self.scale))
+        return solve_weights(gramian, general, partial(_aligned_pair, scale=self.scale))
 
 
 def _aligned(cosines: Array, norms: Array, count: int, scale: Scale) -> Array:
-    # The singular values of a factor of G, not the roots of the eigenvalues of G: half the digits.
-    # With the longest row first the small ones keep theirs, whatever the norms.
+    # The singular values of a factor of G, as roots of the eigenvalues of G lose half the digits.
+    # The longest row comes first, so that small singular values keep their relative precision.
     order = np.argsort(-norms)
     rows = norms[order, None] * factor(cosines)[order]
     vectors, sigmas, _ = np.linalg.svd(rows, full_matrices=False)
@@ -69,9 +69,9 @@ def _aligned_pair(cosine: float, norm: float, other: float, scale: Scale) -> tup
 
 
 def _root(cosine: float, norm: float, other: float) -> tuple[float, float, float, float]:
-    """G^(-1/2) times the mean's weights as v, and the singular values of the two rows.
+    """Return v of G^(-1/2) applied to the weights of the mean, and the singular values of two rows.
 
-    Where the rows are parallel it is the pseudoinverse and the second singular value is zero.
+    For parallel rows it is the pseudoinverse, and the second singular value is zero.
     """
     trace = norm**2 + other**2
     if 1 - abs(cosine) <= RANK * (1 + abs(cosine)):

@@ -1,7 +1,7 @@
-"""What an aggregator is: a frozen value that makes one gradient of the gradients of several tasks.
+"""The interface of an aggregator: combine the gradients of T tasks into one.
 
-The gradients of T tasks are the rows of a matrix J (T x P), called `rows` here; its Gramian is
-G = J Jᵀ (T x T). Nearly every aggregator gives weights w, and the gradient is Jᵀ w.
+The gradients are the rows of a matrix J (T x P), called `rows` here; the Gramian is G = J Jᵀ (T x
+T). Most aggregators compute weights w, and the combined gradient is Jᵀ w.
 """
 
 from abc import ABC, abstractmethod
@@ -14,22 +14,22 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradsurg.aggregators.rows import combined, combined_safely, gramian_of, wide
+from gradsurg.aggregators.rows import at_least_float32, combine, combine_safely, gramian_of
 from gradsurg.plugins.fields import validated
 from gradsurg.torch_internals.autograd import undisturbed
 
 AggregatorState = dict[str, Tensor]
 AggregatorProperty = Literal[
-    "non_conflicting",  # J A(J) >= 0: no task's loss grows, to first order
-    "permutation_invariant",  # the order of the tasks does not matter, in all calls so far
+    "non_conflicting",  # J A(J) >= 0: no task's loss increases, to first order
+    "permutation_invariant",  # the result does not depend on the order of the tasks
     "linear_under_scaling",  # A(diag(c) J) is linear in c > 0
     "scale_invariant",  # the direction of A(diag(c) J) does not depend on c > 0
     "homogeneous",  # A(c J) = c A(J) for c > 0: safe on gradients scaled by a loss scale
-    "strongly_stationary",  # A(J) = 0 only where no direction helps a task and harms none
+    "strongly_stationary",  # A(J) = 0 only if no direction improves a task without harm to others
     "deterministic",  # draws no random numbers
 ]
 
-OF_GIVEN_WEIGHTS: frozenset[AggregatorProperty] = frozenset(
+FIXED_WEIGHT_PROPERTIES: frozenset[AggregatorProperty] = frozenset(
     {
         "permutation_invariant",
         "linear_under_scaling",
@@ -38,19 +38,19 @@ OF_GIVEN_WEIGHTS: frozenset[AggregatorProperty] = frozenset(
         "deterministic",
     }
 )
-"""What holds of weights above zero that no gradient decides, for a fixed state."""
+"""The properties of positive weights that do not depend on the gradients, for a fixed state."""
 
 
 @dataclass(slots=True)
 class AggregatorContext:
-    """What an aggregator may ask about the gradients at hand.
+    """The step, the tasks and the losses that a call of an aggregator may read.
 
-    `step` counts the optimizer steps done (from 0), `group` names the parameters they are of,
-    `tasks` the rows in their order, `losses` are those of the tasks: T numbers, on the CPU.
-    `start` counts the columns of the group that stand before those at hand, if not all are given.
-    `call` counts the updates since the last step, where no optimizer tells which step one is of.
-    `selection` says of which parameters the group is one, if not of all: groups of two selections
-    draw apart.
+    `step` is the number of optimizer steps done, `group` the name of the parameter group, `tasks`
+    the names of the rows in order, `losses` a tensor (T,) on the CPU. `start` is the index in the
+    group of the first column, for aggregators that are called on some columns at a time. `call` is
+    the number of updates since the last step, where no optimizer was given and steps are not
+    counted. `selection` describes the selector if it does not select all parameters: groups of two
+    selections draw different random numbers.
     """
 
     step: int = 0
@@ -63,10 +63,10 @@ class AggregatorContext:
     selection: str = ""
 
     def generator(self, device: torch.device | str = "cpu", block: int = 0) -> torch.Generator:
-        """A generator from (seed, selection, group, step, call, block) alone, and no global one.
+        """Return a generator seeded by (seed, selection, group, step, call, block).
 
-        What draws a number for each column takes one for each block of columns, so that the pieces
-        in which it is asked do not matter.
+        An aggregator that draws one number for each column uses one generator for each block of
+        columns, so that the result does not depend on how the columns are split.
         """
         key = f"{self.seed}/{self.group}/{self.step}"
         key += f"/of {self.selection}" if self.selection else ""
@@ -78,28 +78,29 @@ class AggregatorContext:
 
 
 class Aggregator(ABC):
-    """One gradient of the gradients of several tasks.
+    """Base class of all aggregators: T gradients in, one gradient out.
 
-    Subclasses are made by `@validated`: their fields are their whole configuration. State belongs
-    to a group of parameters: `init` makes it for so many tasks, and each call gives the next one.
+    Subclasses are decorated by `@validated`: their fields are their whole configuration. State
+    belongs to a group of parameters: `init` creates it, and each call returns the next state.
     """
 
     @property
     def properties(self) -> frozenset[AggregatorProperty]:
-        """What is promised for these fields, each checked by `gradsurg.testing.check_aggregator`.
+        """The properties guaranteed for these fields, tested by
+        `gradsurg.testing.check_aggregator`.
 
-        For finite rows, and for any fixed state and context.
+        They hold for finite rows, and for any fixed state and context.
         """
         return frozenset()
 
     @property
     def num_tasks(self) -> int | None:
-        """How many tasks it is for; None if it is for any number."""
+        """The required number of tasks, or None for any number."""
         return None
 
     @property
     def least_tasks(self) -> int:
-        """The fewest tasks it takes."""
+        """The minimum number of tasks."""
         return 1
 
     def loss_scale_error(self) -> str:
@@ -113,34 +114,37 @@ class Aggregator(ABC):
 
     @abstractmethod
     def init(self, num_tasks: int) -> AggregatorState:
-        """The state before the first gradients."""
+        """Return the state before the first call."""
 
     @abstractmethod
     def merge(
         self, rows: Tensor, state: AggregatorState, context: AggregatorContext
     ) -> tuple[Tensor, AggregatorState]:
-        """One gradient (P,) of the `rows` (T, P), of their dtype and device, and the next state."""
+        """Combine the `rows` (T, P) into one gradient (P,) of their dtype and device.
+
+        Returns the gradient and the next state.
+        """
 
     def __call__(self, rows: Tensor, context: AggregatorContext | None = None) -> Tensor:
-        """One gradient (P,) of the rows (T, P), as it is at the first step.
+        """Combine the rows (T, P) into one gradient (P,), from the initial state.
 
-        Raises TypeError for what is not a matrix of real floating-point numbers.
+        Raises TypeError if `rows` is not a matrix of real floating-point numbers.
         """
         if not isinstance(rows, Tensor):
-            raise TypeError(f"{type(self).__name__} takes a tensor, found {rows!r}")
+            raise TypeError(f"{type(self).__name__} needs a tensor, found {rows!r}")
         if rows.ndim != 2 or not rows.is_floating_point() or not len(rows):
             raise TypeError(
-                f"{type(self).__name__} takes a matrix with a row of real numbers for each task, "
+                f"{type(self).__name__} needs a real matrix with one row for each task, "
                 f"found {rows.dtype} of shape {list(rows.shape)}"
             )
-        # Not `no_grad`, which would cost several per cent of a product that takes a millisecond.
+        # `no_grad` would cost several per cent of a product that takes a millisecond.
         rows = rows.detach() if rows.requires_grad else rows
         with undisturbed([rows]):
             return self.merge(rows, self.init(len(rows)), context or AggregatorContext())[0]
 
 
 class GramianAggregator(Aggregator):
-    """An aggregator that needs nothing of the gradients but their Gramian."""
+    """Base class of aggregators that read the gradients only through their Gramian."""
 
     def loss_scale_error(self) -> str:
         return ""  # its Gramian comes without the scale
@@ -149,22 +153,22 @@ class GramianAggregator(Aggregator):
     def update(
         self, gramian: Tensor, state: AggregatorState, context: AggregatorContext
     ) -> tuple[Tensor, AggregatorState]:
-        """The weights (T,) of the rows and the next state; all in float64, on the CPU."""
+        """Return the weights (T,) of the rows and the next state, in float64 on the CPU."""
 
     def merge(
         self, rows: Tensor, state: AggregatorState, context: AggregatorContext
     ) -> tuple[Tensor, AggregatorState]:
         gramian = gramian_of([rows])
         weights, state = checked_update(self, gramian, state, context)
-        return combined_safely([rows], weights, gramian)[0], state
+        return combine_safely([rows], weights, gramian)[0], state
 
 
 class Weighting(GramianAggregator):
-    """A Gramian aggregator that remembers nothing and draws nothing: it writes only `weights`."""
+    """Base class of Gramian aggregators without state and randomness: implement `weights`."""
 
     @abstractmethod
     def weights(self, gramian: Tensor) -> Tensor:
-        """The weights (T,) of the rows, from G (T, T); both in float64, on the CPU."""
+        """Return the weights (T,) of the rows, from G (T, T); both in float64, on the CPU."""
 
     def init(self, num_tasks: int) -> AggregatorState:
         return {}
@@ -176,10 +180,11 @@ class Weighting(GramianAggregator):
 
 
 class LossWeighting(Aggregator):
-    """An aggregator that weighs the losses and looks at no gradient: one backward will do, unless a
-    transform that is not linear is to meet the gradient of each task.
+    """Base class of aggregators that weight the losses and read no gradient.
 
-    Its weights are those of the tasks' own parameters too, as if the losses were weighed.
+    One backward pass of the weighted sum is enough, unless a nonlinear transform has to see the
+    gradient of each task. The weights also apply to parameters that one task alone uses, as if the
+    losses had been multiplied.
     """
 
     def loss_scale_error(self) -> str:
@@ -189,23 +194,24 @@ class LossWeighting(Aggregator):
     def weigh(
         self, num_tasks: int, state: AggregatorState, context: AggregatorContext
     ) -> tuple[Tensor, AggregatorState]:
-        """The weights (T,) of the losses and the next state; all in float64, on the CPU."""
+        """Return the weights (T,) of the losses and the next state, in float64 on the CPU."""
 
     def merge(
         self, rows: Tensor, state: AggregatorState, context: AggregatorContext
     ) -> tuple[Tensor, AggregatorState]:
         weights, state = self.weigh(len(rows), state, context)
-        return combined(rows, weights), state
+        return combine(rows, weights), state
 
 
 class Entrywise(Aggregator):
-    """An aggregator whose result has entries that depend on the same entries of the rows alone."""
+    """Base class of aggregators that compute each entry from the same entry of every row."""
 
     @abstractmethod
     def apply(self, rows: Tensor, context: AggregatorContext) -> Tensor:
-        """The gradient (p,) of some columns of the rows (T, p), the first of them `context.start`.
+        """Combine some columns (T, p) of the rows into (p,); `context.start` is the index of the
+        first.
 
-        It may be asked in pieces, which change nothing but the rounding of sums.
+        Splitting the columns over several calls may change the rounding of sums and nothing else.
         """
 
     def init(self, num_tasks: int) -> AggregatorState:
@@ -219,10 +225,11 @@ class Entrywise(Aggregator):
 
 @validated
 class NormMatchedSum(Aggregator):
-    """The direction of the sum with the norm of A(J): the control that tells direction from length.
+    """The direction of the sum of the gradients, with the norm of A(J).
 
-    Where the sum is zero it stays zero. Not for what weighs the losses: that changes the gradients
-    of the tasks' own parameters too, and this does not.
+    A control experiment: it separates the effect of an aggregator's direction from the effect of
+    its norm. A sum of zero stays zero; NaN and infinity propagate. Not for a `LossWeighting`, which
+    also changes the gradients of parameters that one task alone uses.
     """
 
     of: Aggregator
@@ -252,13 +259,13 @@ class NormMatchedSum(Aggregator):
         self, rows: Tensor, state: AggregatorState, context: AggregatorContext
     ) -> tuple[Tensor, AggregatorState]:
         merged, state = self.of.merge(rows, state, context)
-        return sums_as_long([rows], [merged])[0], state
+        return norm_matched_sums([rows], [merged])[0], state
 
 
-def sums_as_long(blocks: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
-    """The sum of the rows of each block, which together are as long as the gradients together."""
+def norm_matched_sums(blocks: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return the sum of the rows of each block, rescaled to the joint norm of `grads`."""
     ones = torch.ones(len(blocks[0]), dtype=torch.float64)
-    sums = [combined(wide(rows), ones).double() for rows in blocks]
+    sums = [combine(at_least_float32(rows), ones).double() for rows in blocks]
     norm = _norm(sums)
     ratio = _norm(grads) / (norm if norm > 0 else 1.0)
     return [(total * ratio).to(rows.dtype) for total, rows in zip(sums, blocks, strict=True)]
@@ -270,32 +277,31 @@ def checked_update(
     state: AggregatorState,
     context: AggregatorContext,
 ) -> tuple[Tensor, AggregatorState]:
-    """The weights and the next state. Raises TypeError for what is no tensor, ValueError for
-    weights of another form.
+    """Return the weights and the next state, with the weights checked.
+
+    Raises TypeError if the weights are not a tensor, ValueError for a wrong dtype or shape.
     """
     weights, state = aggregator.update(gramian, state, context)
     if not isinstance(weights, Tensor):
-        raise TypeError(
-            f"{type(aggregator).__name__}: its weights must be a tensor, found {weights!r}"
-        )
+        raise TypeError(f"{type(aggregator).__name__}: weights must be a tensor, found {weights!r}")
     if weights.shape != gramian.shape[:1] or weights.dtype != torch.float64:
         raise ValueError(
-            f"{type(aggregator).__name__}: its weights must be float64 of shape [{len(gramian)}], "
+            f"{type(aggregator).__name__}: weights must be float64 of shape [{len(gramian)}], "
             f"found {weights.dtype} of shape {list(weights.shape)}"
         )
     return weights, state
 
 
 def losses_of(aggregator: Aggregator, context: AggregatorContext, num_tasks: int) -> Tensor:
-    """The losses of the tasks in float64, on the CPU as they come.
+    """Return the losses of the tasks in float64.
 
-    Raises ValueError if they are not known, as on a bare matrix, not one for each task, or below 0.
+    Raises ValueError if the context has none, if their number is not `num_tasks`, or if one is < 0.
     """
     name = type(aggregator).__name__
     if context.losses is None:
         raise ValueError(
             f"{name} needs the losses of the tasks: use live.backward(losses),"
-            " or give an AggregatorContext(losses=...)"
+            " or pass AggregatorContext(losses=...)"
         )
     if num_tasks != len(context.losses):
         raise ValueError(
@@ -308,11 +314,14 @@ def losses_of(aggregator: Aggregator, context: AggregatorContext, num_tasks: int
 
 
 def state_of(aggregator: Aggregator, state: AggregatorState, key: str, num_tasks: int) -> Tensor:
-    """What is remembered of each task. Raises ValueError if there are now more tasks, or fewer."""
+    """Return the entry of the state under `key`.
+
+    Raises ValueError if the number of tasks has changed.
+    """
     if len(state[key]) != num_tasks:
         raise ValueError(
-            f"{type(aggregator).__name__} remembers {len(state[key])} tasks, found {num_tasks}: "
-            "the number of tasks must stay the same"
+            f"{type(aggregator).__name__}: the state is of {len(state[key])} tasks, found "
+            f"{num_tasks}: the number of tasks must stay the same"
         )
     return state[key]
 

@@ -1,4 +1,4 @@
-"""CAGrad: near the mean of the gradients, what is best for the task that it helps least."""
+"""CAGrad: near the mean of the gradients, maximize the decrease of the worst task."""
 
 from dataclasses import KW_ONLY
 from functools import partial
@@ -11,37 +11,37 @@ from torch import Tensor
 
 from gradsurg.aggregators.base import AggregatorProperty, Weighting
 from gradsurg.aggregators.solvers import (
-    EXCHANGES,
+    MAX_BLOCK_PIVOTS,
     RANK,
     TOLERANCE,
     Array,
     NotConverged,
     cosines_of,
     factor,
-    nonnegative,
-    project_mean_of_pair,
-    shortest,
-    weights_of,
+    min_norm_in_hull,
+    nonnegative_qp,
+    project_mean_pair,
+    solve_weights,
 )
 from gradsurg.plugins.fields import validated
 
-EQUAL = 1e-14  # of the sum of their squares: rows as near as that are one
+EQUAL = 1e-14  # two rows are equal if |g_1 - g_2|² is below this share of |g_1|² + |g_2|²
 
 
 @validated
 class CAGrad(Weighting):
     """d = argmax min_i g_i · d over |d - g_0| <= c |g_0|, where g_0 is the mean of the gradients.
 
-    In the paper's letters d = g_0 + c |g_0| g_w / |g_w| with w = argmin of
-    g_w · g_0 + c |g_0| |g_w| over the simplex. Algorithm 1 of Liu et al., NeurIPS 2021
-    (arXiv 2110.14048). With c < 1 it converges where the mean does; with c >= 1 no task's loss
-    grows. `rescale` divides d at the end: by nothing (the paper, TorchJD), by `1+c`, or by `1+c^2`
-    (the default of the official code and of LibMTL).
+    In the paper's letters d = g_0 + c |g_0| g_w / |g_w| with w = argmin of g_w · g_0 + c |g_0|
+    |g_w| over the simplex. Algorithm 1 of Liu et al., NeurIPS 2021 (arXiv 2110.14048). With c < 1
+    it converges where the mean does; with c >= 1 no task's loss increases. `rescale` divides d at
+    the end: `none` (the paper, TorchJD), `1+c`, or `1+c^2` (the default of the official code and of
+    LibMTL).
 
-    Where no direction helps every task (0 is in the hull of the gradients, so always where one is
-    zero) but some in the ball harm none, all of these are as good, and d is the one nearest to
-    g_0, which DualProj gives. Identical tasks give (1 + c) g, as does one task; opposite ones with
-    c >= 1 zero. Only c = 0 is Mean. A NaN or infinity makes every weight NaN.
+    The maximizer is not unique if no direction improves every task (0 is in the convex hull of the
+    gradients, as always when one of them is zero) but some d in the ball make none worse: then d is
+    the one nearest to g_0, as in DualProj. Identical tasks, and one task, give (1 + c) g; opposite
+    ones with c >= 1 give zero. c = 0 is Mean. A NaN or infinity makes every weight NaN.
     """
 
     c: Annotated[float, Field(ge=0)] = 0.5
@@ -70,7 +70,7 @@ class CAGrad(Weighting):
             return _conflict_averse(cosines, norms, norms / count, self.c, still)
 
         pair = partial(_conflict_averse_pair, c=self.c)
-        weights = weights_of(gramian, averse, pair, idle=1 / count)
+        weights = solve_weights(gramian, averse, pair, idle=1 / count)
         match self.rescale:
             case "none":
                 return weights
@@ -81,34 +81,34 @@ class CAGrad(Weighting):
 
 
 def _conflict_averse(cosines: Array, norms: Array, mean: Array, c: float, still: bool) -> Array:
-    """v of the d that maximizes min_i g_i · d over |d - g_0| <= c |g_0|; g_0 = Σ mean_i u_i.
+    """Return v of the d that maximizes min_i g_i · d over |d - g_0| <= c |g_0|; g_0 = Σ mean_i u_i.
 
-    `still` says that some further task has no gradient, so that the minimum is never positive.
-    With t for the minimum, d is what is nearest to g_0 with u_i · d >= t / norms_i for all i: its
-    distance grows with t, and the one t is sought at which it is the radius. If t would be positive
-    but no direction helps every task, any d in the ball that harms none is as good: the nearest.
+    `still` means that a further task has a zero gradient, so the minimum is never positive. For a
+    given minimum t, d is the point nearest to g_0 with u_i · d >= t / norms_i for all i. Its
+    distance to g_0 increases with t; the solution is the t at which the distance is the radius. If
+    no direction improves every task, the result is the d nearest to g_0 that makes none worse.
     """
     q = cosines @ mean
     radius = c * sqrt(max(float(mean @ q), 0.0))
     if radius == 0:
         return mean
     a = norms.min() / norms
-    found = _exchanged(cosines, q, a, radius)
+    found = _block_pivoting(cosines, q, a, radius)
     if found is not None:
         y, t = found
         if t <= 0 or not (still or y @ cosines @ y <= RANK * y.sum() ** 2):
             return mean + y
-    harmless = nonnegative(cosines, -q[None], np.array([[norms.max()]]))[0]
+    harmless = nonnegative_qp(cosines, -q[None], np.array([[norms.max()]]))[0]
     inside = harmless @ cosines @ harmless <= radius**2
-    if inside and (still or _stationary(cosines)):
+    if inside and (still or _is_stationary(cosines)):
         return mean + harmless
-    return mean + _bisected(cosines, norms, mean, radius)
+    return mean + _bisection(cosines, norms, mean, radius)
 
 
 def _conflict_averse_pair(
     cosine: float, norm: float, other: float, c: float
 ) -> tuple[float, float]:
-    """The d with |d - g_0| <= c |g_0| that maximizes min(g_1 · d, g_2 · d); g_0 is the mean."""
+    """Return the d in the ball |d - g_0| <= c |g_0| that maximizes min(g_1 · d, g_2 · d)."""
     first, second = norm / 2, other / 2
     inner = cosine * norm * other
     radius = c * sqrt(max(norm**2 + other**2 + 2 * inner, 0.0)) / 2
@@ -117,29 +117,31 @@ def _conflict_averse_pair(
         return first + radius, second
     if other * (on_second + radius) <= norm * (on_first + cosine * radius):
         return first, second + radius
-    # Both are served alike: d is on the line at right angles to g_1 - g_2, as far as the ball goes.
+    # Equal decrease: d is on the line perpendicular to g_1 - g_2, at the boundary of the ball.
     apart = norm**2 + other**2 - 2 * inner
     if apart <= EQUAL * (norm**2 + other**2):
         return first + radius / 2, second + radius / 2
     back = (first - second) * (first + second) * 2 / apart
     shares = (other**2 - inner) / apart, (norm**2 - inner) / apart
     reach = sqrt(max(radius**2 - back**2 * apart, 0.0))
-    height = norm * other * sqrt((1 - cosine) * (1 + cosine) / apart)  # the shortest on the line
-    # Without a direction that helps both, the one nearest to the mean that harms none.
+    height = norm * other * sqrt((1 - cosine) * (1 + cosine) / apart)  # distance of the line from 0
+    # No direction improves both tasks: take the one nearest to the mean that harms neither.
     y = norm * (shares[0] * reach - back * height), other * (shares[1] * reach + back * height)
     if height == 0 or (radius * height) ** 2 <= RANK * (y[0] + y[1]) ** 2:
-        return project_mean_of_pair(cosine, norm, other)
+        return project_mean_pair(cosine, norm, other)
     return first + y[0] / height, second + y[1] / height
 
 
-def _exchanged(cosines: Array, q: Array, a: Array, radius: float) -> tuple[Array, float] | None:
-    """y >= 0 of d = g_0 + Σ y_i u_i, and t, by exchanges of whole blocks; None if these fail.
+def _block_pivoting(
+    cosines: Array, q: Array, a: Array, radius: float
+) -> tuple[Array, float] | None:
+    """Return y >= 0 of d = g_0 + Σ y_i u_i, and t, by block principal pivoting; None if it fails.
 
-    On the rows F that hold d back, C_F y = t a - q, so yᵀ C y = radius² is quadratic in t.
+    On the active rows F, C_F y = t a - q, so yᵀ C y = radius² is quadratic in t.
     """
     free = np.zeros(len(q), dtype=bool)
     free[(q / a).argmin()] = True
-    for _ in range(len(q) + EXCHANGES):
+    for _ in range(len(q) + MAX_BLOCK_PIVOTS):
         index = np.flatnonzero(free)
         if not len(index):
             return None
@@ -167,15 +169,17 @@ def _exchanged(cosines: Array, q: Array, a: Array, radius: float) -> tuple[Array
     return None
 
 
-def _stationary(cosines: Array) -> bool:
-    """Whether no direction helps every row."""
-    x = shortest(cosines, np.ones(len(cosines)))
+def _is_stationary(cosines: Array) -> bool:
+    """Whether no direction has a positive product with every row."""
+    x = min_norm_in_hull(cosines, np.ones(len(cosines)))
     return bool(x @ cosines @ x <= RANK)
 
 
-def _bisected(cosines: Array, norms: Array, mean: Array, radius: float) -> Array:
-    """y of the same d, whatever the rank: d = g_0 + g_x / r, where g_x is the combination of the
-    simplex for which g_x + r g_0 is shortest, at the one r with |g_x| = r * radius.
+def _bisection(cosines: Array, norms: Array, mean: Array, radius: float) -> Array:
+    """Return y of the same d by bisection, for rows of any rank.
+
+    d = g_0 + g_x / r, where g_x is the convex combination that minimizes |g_x + r g_0|, at the r
+    with |g_x| = r * radius.
     """
     unit = factor(cosines, np.finfo(float).eps)
     rows, center = norms[:, None] * unit, mean @ unit
@@ -183,7 +187,7 @@ def _bisected(cosines: Array, norms: Array, mean: Array, radius: float) -> Array
     y = np.zeros(len(norms))
     for _ in range(200):
         r = (low + high) / 2
-        x = _hull(rows + r * center)
+        x = _min_norm_weights(rows + r * center)
         length = float(np.linalg.norm(x @ rows))
         y = x * norms / r
         if abs(length - r * radius) <= 1e-13 * length or high - low <= 1e-15 * high:
@@ -195,9 +199,9 @@ def _bisected(cosines: Array, norms: Array, mean: Array, radius: float) -> Array
     return y
 
 
-def _hull(rows: Array) -> Array:
-    """The weights x of the simplex with the shortest Σ x_i row_i."""
+def _min_norm_weights(rows: Array) -> Array:
+    """Return the weights x of the simplex that minimize |Σ x_i row_i|."""
     norms = np.linalg.norm(rows, axis=1)
     if not norms.all():
         return (norms == 0) / (norms == 0).sum()
-    return shortest(cosines_of(rows @ rows.T, norms), norms) / norms
+    return min_norm_in_hull(cosines_of(rows @ rows.T, norms), norms) / norms

@@ -1,4 +1,4 @@
-"""FairGrad: the tasks bargain for the direction, with a fairness of one's choice."""
+"""FairGrad: an alpha-fair allocation of the decrease among the tasks."""
 
 from dataclasses import KW_ONLY
 from functools import partial
@@ -8,27 +8,28 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.aggregators.base import AggregatorProperty, Weighting
-from gradsurg.aggregators.solvers import bargain_of_pair, bargained, limited, weights_of
+from gradsurg.aggregators.solvers import bargain, bargain_pair, limit_norm, solve_weights
 from gradsurg.plugins.fields import validated
 
-FARTHEST = 1e10
-"""From here on, and from one over it on, another alpha changes no digit that a Gramian has."""
+LARGEST_POWER = 1e10
+"""Bound on 1/alpha and on alpha: beyond it the solution is the same at the precision of a Gramian.
+"""
 
 
 @validated
 class FairGrad(Weighting):
     """w > 0 with G w = w^(-1/alpha), entry by entry: the alpha-fair direction in a ball.
 
-    Solved by Newton's method, to about 1e-7 but for weights that are next to nothing. Near 0 it is
-    the sum, and where that conflicts with a task what is nearest to it and does not, as in
-    DualProj; 1 is NashMTL; towards infinity the worst task decides, as in MGDA. Equation 4 of Ban
-    and Ji, ICML 2024 (arXiv 2402.15638). As in the official code |d| is limited to `max_norm`, 0
-    for no limit.
+    Solved by Newton's method, to about 1e-7 except for negligible weights. alpha near 0 gives the
+    sum, or where the sum conflicts with a task the nearest direction that does not (as in
+    DualProj); 1 is NashMTL; towards infinity the worst task decides, as in MGDA. Equation 4 of Ban
+    and Ji, ICML 2024 (arXiv 2402.15638). As in the official code |d| is limited to `max_norm`; 0
+    means no limit.
 
-    Where no direction helps every task (0 is in the hull of the gradients) there is no solution,
-    and the weights are zero: so it is for opposite tasks. Zero gradients do not bargain: their
-    weight is zero. Identical tasks and one task give that direction. A NaN or infinity makes every
-    weight NaN.
+    If no direction improves every task (0 is in the convex hull of the gradients) there is no
+    solution, and the weights are zero, as for opposite tasks. Zero gradients have weight zero.
+    Identical tasks, and one task, give the direction of their gradient. A NaN or infinity makes
+    every weight NaN.
     """
 
     alpha: Annotated[float, Field(gt=0)] = 1.0
@@ -47,7 +48,7 @@ class FairGrad(Weighting):
         return frozenset(properties)
 
     def weights(self, gramian: Tensor) -> Tensor:
-        pair = bargain_of_pair if self.alpha == 1 else None
-        power = min(max(1 / self.alpha, 1 / FARTHEST), FARTHEST)
-        weights = weights_of(gramian, partial(bargained, power=power), pair)
-        return limited(weights, gramian, self.max_norm)
+        pair = bargain_pair if self.alpha == 1 else None
+        power = min(max(1 / self.alpha, 1 / LARGEST_POWER), LARGEST_POWER)
+        weights = solve_weights(gramian, partial(bargain, power=power), pair)
+        return limit_norm(weights, gramian, self.max_norm)

@@ -1,4 +1,4 @@
-"""FAMO: weights under which the losses shrink by equal factors, learnt from the losses alone."""
+"""FAMO: weights that decrease all losses at equal rates, learned from the losses alone."""
 
 from dataclasses import KW_ONLY
 from typing import Annotated
@@ -8,9 +8,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.aggregators._adam import moments, stepped
+from gradsurg.aggregators._adam import adam_step, init_moments
 from gradsurg.aggregators.base import (
-    OF_GIVEN_WEIGHTS,
+    FIXED_WEIGHT_PROPERTIES,
     AggregatorContext,
     AggregatorProperty,
     AggregatorState,
@@ -28,22 +28,22 @@ EPS = 1e-8
 class FAMO(LossWeighting):
     """Weights w_i = c z_i / l_i with z = softmax(xi) and c = 1 / sum(z_i / l_i).
 
-    The logits xi start at 0 and follow the gradient of sum z_i(xi) (log l_i(t) - log l_i(t+1)) by
-    Adam with `lr`, and `gamma` times xi added to it: the task that shrinks slowest gains. Liu et
-    al., NeurIPS 2023 (arXiv 2306.03792), algorithm 1, equations 8 to 10, with the defaults of the
-    authors' class `FAMO` (copies of it for benchmarks have gamma=1e-5). There l(t+1) is the loss of
-    the same batch after the step, for a forward pass more; here it is the loss of the next call, so
-    the noise of the batches is in it.
+    The logits xi start at 0. Adam with `lr` and weight decay `gamma` follows the gradient of sum
+    z_i(xi) (log l_i(t) - log l_i(t+1)): the weight of the slowest task grows. Liu et al., NeurIPS
+    2023 (arXiv 2306.03792), algorithm 1, equations 8 to 10, with the defaults of the authors' class
+    `FAMO` (copies of it for benchmarks have gamma=1e-5). There l(t+1) is the loss of the same batch
+    after the step, at the cost of one more forward pass; here it is the loss of the next call, so
+    the noise between batches is included.
 
-    Their class also clips the gradient of the shared parameters to a norm of 1 (`max_norm`). That
-    is left to you, as a transform after it: `gs.Intervention(gs.ClipGlobalNorm(1.0),
-    at=gs.Parameters("trunk.*", stage="step"))` beside it, where the trunk is what is shared; on the
+    The authors' class also clips the gradient of the shared parameters to a norm of 1 (`max_norm`).
+    For this add a transform after the aggregator: `gs.Intervention(gs.ClipGlobalNorm(1.0),
+    at=gs.Parameters("trunk.*", stage="step"))`, where `trunk` holds the shared parameters; on the
     command line `transform=clip_global_norm transform.clip_global_norm.max_norm=1 site.stage=step
     'site.pattern=trunk.*'`.
 
-    Each loss has 1e-8 added, so that a zero is allowed; a negative one is an error: subtract from
-    the loss what it can reach. A loss that is NaN or infinite makes all weights NaN, and nothing
-    is remembered of that call. One task has weight 1. Another number of tasks is an error.
+    1e-8 is added to each loss, so zero is allowed. A negative loss is an error: subtract its lower
+    bound. If a loss is NaN or infinite all weights are NaN and the state is kept. One task has
+    weight 1. A change of the number of tasks is an error.
     """
 
     _: KW_ONLY
@@ -52,14 +52,14 @@ class FAMO(LossWeighting):
 
     @property
     def properties(self) -> frozenset[AggregatorProperty]:
-        return OF_GIVEN_WEIGHTS
+        return FIXED_WEIGHT_PROPERTIES
 
     def init(self, num_tasks: int) -> AggregatorState:
         return {
             "logits": torch.zeros(num_tasks, dtype=torch.float64),
             "losses": torch.zeros(num_tasks, dtype=torch.float64),
             "seen": torch.zeros((), dtype=torch.bool),
-            **moments(num_tasks),
+            **init_moments(num_tasks),
         }
 
     def weigh(
@@ -74,7 +74,7 @@ class FAMO(LossWeighting):
             shares = _softmax(logits)
             shrunk = np.log(state["losses"].numpy()) - np.log(losses)
             grad = shares * (shrunk - shares @ shrunk) + self.gamma * logits
-            logits, after = stepped(logits, grad, state, self.lr)
+            logits, after = adam_step(logits, grad, state, self.lr)
             state |= {**after, "logits": torch.from_numpy(logits)}
         weights = _softmax(logits) / losses
         state |= {"losses": torch.from_numpy(losses), "seen": torch.ones((), dtype=torch.bool)}

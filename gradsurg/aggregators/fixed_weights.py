@@ -1,4 +1,4 @@
-"""FixedWeights: a weight for each task that never changes."""
+"""FixedWeights: a constant weight for each task."""
 
 from collections.abc import Mapping, Sequence
 from math import isfinite
@@ -22,18 +22,18 @@ Weights = Annotated[tuple[float, ...], Field(min_length=1)]
 
 @validated
 class FixedWeights(LossWeighting):
-    """The weighted sum of the gradients, one number a task in the order of the tasks, or by name.
+    """The weighted sum of the gradients, with one number for each task, in order or by name.
 
     `FixedWeights({"first": 1.0, "second": 0.5})` is the same as `FixedWeights((1.0, 0.5),
-    tasks=("first", "second"))`, and must name each task. With None each has a weight of one.
-    They are taken as they are, of any sign, and need not sum to one. Another number of tasks than
-    of weights is an error. A NaN stays in its columns, also under a weight of 0.
+    tasks=("first", "second"))`, and must name every task. None means a weight of one for each task.
+    Weights may have any sign and any sum. A wrong number of tasks is an error. A NaN stays in its
+    columns, also under a weight of 0.
     """
 
     weights: Weights | None
     tasks: tuple[str, ...] = ()
 
-    if TYPE_CHECKING:  # what may be given, of which the fields are made
+    if TYPE_CHECKING:  # the accepted arguments, which `_by_name` converts to the fields
 
         def __init__(
             self, weights: Sequence[float] | Mapping[str, float] | None, tasks: Sequence[str] = ()
@@ -42,7 +42,7 @@ class FixedWeights(LossWeighting):
     @model_validator(mode="before")
     @classmethod
     def _by_name(cls, given: ArgsKwargs) -> ArgsKwargs:
-        """Names and weights apart, where they were given as a mapping."""
+        """Split a mapping into names and weights."""
         fields = dict(zip(("weights", "tasks"), given.args, strict=False)) | (given.kwargs or {})
         weights = fields.get("weights")
         if isinstance(weights, str | int | float):
@@ -51,7 +51,7 @@ class FixedWeights(LossWeighting):
         if not isinstance(weights, Mapping) or len(given.args) > 2:
             return given
         if fields.get("tasks"):
-            raise Contradiction("tasks", "must not be given where weights are by name")
+            raise Contradiction("tasks", "must be empty if weights are given by name")
         for task, weight in weights.items():
             if isinstance(weight, bool) or not isinstance(weight, int | float):
                 raise Contradiction(f"weights.{task}", f"must be a number, found {weight!r}")
@@ -97,7 +97,7 @@ class FixedWeights(LossWeighting):
 
     def init(self, num_tasks: int) -> AggregatorState:
         if not self.tasks:
-            self._check(num_tasks)  # by name those are told that are missing
+            self._check(num_tasks)  # by name, `_in_order` reports the missing ones
         return {}
 
     def weigh(
@@ -114,8 +114,8 @@ class FixedWeights(LossWeighting):
     def _in_order(self, named: Mapping[str, float], tasks: tuple[str, ...]) -> tuple[float, ...]:
         if not tasks:
             text = (
-                "are by the names of tasks, which are not known here: use live.backward(losses), "
-                "or give an AggregatorContext(tasks=...)"
+                "are by task name, and the call has no task names: use live.backward(losses), "
+                "or pass AggregatorContext(tasks=...)"
             )
             raise FieldError(self, [("weights", text)])
         for name in named:
@@ -125,7 +125,7 @@ class FixedWeights(LossWeighting):
         for task in tasks:
             if task not in named:
                 given = ", ".join(named)
-                raise FieldError(self, [("weights", f"none is of task '{task}', found {given}")])
+                raise FieldError(self, [("weights", f"task '{task}' has none, found {given}")])
         return tuple(named[task] for task in tasks)
 
     def _check(self, num_tasks: int) -> None:

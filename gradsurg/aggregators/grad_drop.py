@@ -1,4 +1,4 @@
-"""GradDrop: every entry keeps the values of one sign, drawn by how much the tasks agree on it."""
+"""GradDrop: keep the values of one sign in each entry, chosen at random by sign purity."""
 
 from dataclasses import KW_ONLY
 from typing import Annotated
@@ -11,28 +11,29 @@ from gradsurg.aggregators.base import AggregatorContext, AggregatorProperty, Ent
 from gradsurg.plugins.fields import validated
 
 ENTRIES = 1 << 20
-"""Entries of the columns that are computed at once, in the cache, and that one generator serves."""
+"""Entries (rows x columns) of a block on the CPU, chosen for its cache; each block has a generator.
+"""
 
 DEVICE_ENTRIES = 1 << 23
-"""The same where a launch costs more than a cache saves."""
+"""The same on an accelerator, where a launch costs more than the cache saves."""
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @validated
 class GradDrop(Entrywise):
-    """sum_i (l_i + (1 - l_i) M_i) g_i per entry, where the mask M_i keeps one sign of the two.
+    """sum_i (l_i + (1 - l_i) M_i) g_i in each entry, where the mask M_i keeps one of the two signs.
 
-    The positive values are kept if P > 1 - U, else the negative ones: U is uniform on [0, 1) and
-    P = (1 + sum g_i / sum |g_i|) / 2. `leak` is l, one number for all tasks or one for each: what
-    passes whatever its sign. Chen et al., NeurIPS 2020 (arXiv 2010.06808), equation 1 and
-    algorithm 1 with f(P) = P, on the gradients of parameters.
+    The positive values are kept if P > 1 - U, else the negative ones: U is uniform on [0, 1) and P
+    = (1 + sum g_i / sum |g_i|) / 2. `leak` is l, one number for all tasks or one for each: the
+    share that passes whatever its sign. Chen et al., NeurIPS 2020 (arXiv 2010.06808), equation 1
+    and algorithm 1 with f(P) = P, applied to gradients of parameters.
 
-    P is not divided out, so tiny gradients keep their odds, and an entry on whose sign all agree is
-    always their sum. One draw an entry, by blocks of columns, from (seed, group, step, block): the
-    pieces in which it is asked change nothing but the rounding of sums. On another device other
-    numbers are drawn. A zero changes nothing, a NaN makes its column NaN, one task is unchanged.
-    Subnormal entries may be dropped.
+    Computed without the division in P, so tiny gradients keep their probabilities; where all tasks
+    agree on the sign the entry is always their sum. Entries draw from generators of (seed, group,
+    step, block), so splitting the columns changes nothing but the rounding of sums; another device
+    draws different numbers. A zero contributes nothing, a NaN makes its column NaN, one task is
+    unchanged. Subnormal entries may be dropped.
     """
 
     _: KW_ONLY
@@ -61,7 +62,7 @@ class GradDrop(Entrywise):
         wide = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
         result = torch.empty_like(rows[0])
         leaks = self._leaks(rows, wide)
-        # Memory that is used again: to get new one for each block takes longer than the sums.
+        # One buffer for all blocks: allocating one for each takes longer than the sums.
         buffer = rows.new_empty(len(rows), min(width, rows.shape[1]), dtype=wide)
         for block in range(context.start // width, -(-stop // width)):
             low, high = max(context.start, block * width), min(stop, (block + 1) * width)
@@ -84,10 +85,10 @@ class GradDrop(Entrywise):
 
 
 def _uniform(width: int, count: int, generator: torch.Generator) -> Tensor:
-    """The first `count` of `width` uniform numbers, multiples of 2**-24 in [0, 1)."""
+    """Return the first `count` of `width` uniform numbers, multiples of 2**-24 in [0, 1)."""
     if generator.device.type != "cpu":
         return torch.rand(width, generator=generator, device=generator.device)[:count]
-    # A CPU draws one number after another, so those after the last are not needed, and two of
+    # A CPU generator is sequential, so numbers after `count` need not be drawn. Two numbers from
     # each 64 bits take three quarters of the time.
     bits = torch.empty(-(-count // 2), dtype=torch.int64).random_(
         -(2**63), None, generator=generator
@@ -98,7 +99,7 @@ def _uniform(width: int, count: int, generator: torch.Generator) -> Tensor:
 def _one_sign(
     rows: Tensor, chance: Tensor, leaks: Tensor | None, buffer: Tensor, result: Tensor
 ) -> None:
-    """The sum of the positive values of each column, or of the negative ones, and what leaks."""
+    """Write the sum of the kept sign of each column, plus the leaked part, to `result`."""
     positive = torch.clamp(rows, min=0, out=buffer)
     above = positive.sum(0)
     kept_above = above if leaks is None else (1 - leaks) @ positive
@@ -106,8 +107,8 @@ def _one_sign(
     below = negative.sum(0)
     kept_below = below if leaks is None else (1 - leaks) @ negative
     # P > 1 - U without the division: U above + (1 - U) below > 0. It is never 0 where all values
-    # are negative, for U < 1. As an infinity of that sign, bounded by the two sums, it is the one
-    # that is kept: to choose by a mask of so many coins takes ten times as long.
+    # are negative, as U < 1. Clamping an infinity of its sign to the two sums selects one of them,
+    # ten times as fast as a random mask.
     side = torch.copysign(chance.new_tensor(torch.inf), torch.lerp(below, above, chance))
     kept = torch.clamp(side, kept_below, kept_above)
     result.copy_(kept if leaks is None else kept + leaks @ rows)

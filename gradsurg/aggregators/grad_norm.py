@@ -1,4 +1,4 @@
-"""GradNorm: loss weights that pull the norms of the tasks' gradients together."""
+"""GradNorm: learned loss weights that balance the gradient norms of the tasks."""
 
 from dataclasses import KW_ONLY
 from typing import Annotated
@@ -8,9 +8,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.aggregators._adam import moments, stepped
+from gradsurg.aggregators._adam import adam_step, init_moments
 from gradsurg.aggregators.base import (
-    OF_GIVEN_WEIGHTS,
+    FIXED_WEIGHT_PROPERTIES,
     AggregatorContext,
     AggregatorProperty,
     AggregatorState,
@@ -21,26 +21,27 @@ from gradsurg.aggregators.base import (
 from gradsurg.plugins.fields import validated
 
 EPS = 1e-8
-LEAST = 1e-3
-"""The least share of the mean weight that a task keeps."""
+LEAST_SHARE = 1e-3
+"""Lower bound of a weight, as a fraction of the mean weight."""
 
 
 @validated
 class GradNorm(GramianAggregator):
-    """Weights w that follow the gradient of sum_i |w_i n_i - m r_i^alpha|, n_i = |g_i|.
+    """Weights w that minimize sum_i |w_i n_i - m r_i^alpha|, n_i = |g_i|, one gradient step a call.
 
-    m is the mean of w_i n_i, r_i the loss of task i over its first loss, over the mean of these
-    ratios; the target m r_i^alpha counts as a constant. w starts at 1 and sums to T after each
-    step. Chen et al., ICML 2018 (arXiv 1711.02257), equations 1 and 2 and algorithm 1; alpha 1.5
-    is that of their NYUv2 experiments. The weights of a call are those learnt before it. Equation 1
-    weighs the whole loss; here w weighs the gradients of the shared parameters, and what one task
-    alone reaches, as its head, gets the gradient of that task unweighted.
+    m is the mean of w_i n_i; r_i is the loss of task i over its first loss, divided by the mean of
+    these ratios; the target m r_i^alpha is treated as a constant. w starts at 1 and is normalized
+    to a sum of T after each step. Chen et al., ICML 2018 (arXiv 1711.02257), equations 1 and 2 and
+    algorithm 1; alpha 1.5 is that of their NYUv2 experiments. A call returns the weights learned
+    before it. Equation 1 weights the whole loss; here w weights the gradients of the shared
+    parameters, and parameters of one task, such as its head, get the unweighted gradient of that
+    task.
 
-    The step is Adam's with `lr`, which the scale of the gradients does not change, and a weight
-    stays above a thousandth of the mean weight. Losses must be >= 0, and have 1e-8 added, so that a
-    first loss of zero is allowed. With a norm or a loss that is NaN or infinite nothing is
-    remembered of that call. A zero gradient gains nothing. One task has weight 1. Another number
-    of tasks is an error.
+    The step is Adam's with `lr`, which does not depend on the scale of the gradients, and a weight
+    stays above a thousandth of the mean weight. Losses must be >= 0; 1e-8 is added to them, so a
+    first loss of zero is allowed. If a norm or a loss is NaN or infinite the weights and the state
+    are kept. A zero gradient does not raise its weight. One task has weight 1. A change of the
+    number of tasks is an error.
     """
 
     _: KW_ONLY
@@ -49,13 +50,13 @@ class GradNorm(GramianAggregator):
 
     @property
     def properties(self) -> frozenset[AggregatorProperty]:
-        return OF_GIVEN_WEIGHTS
+        return FIXED_WEIGHT_PROPERTIES
 
     def init(self, num_tasks: int) -> AggregatorState:
         return {
             "weights": torch.ones(num_tasks, dtype=torch.float64),
             "first": torch.zeros(num_tasks, dtype=torch.float64),
-            **moments(num_tasks),
+            **init_moments(num_tasks),
         }
 
     @np.errstate(all="ignore")
@@ -72,8 +73,8 @@ class GradNorm(GramianAggregator):
         rates = losses / first
         targets = sizes.mean() * (rates / rates.mean()) ** self.alpha
         grad = norms * np.sign(sizes - targets)
-        moved, after = stepped(weights.numpy(), grad, state, self.lr)
-        moved = np.maximum(moved, LEAST)
+        moved, after = adam_step(weights.numpy(), grad, state, self.lr)
+        moved = np.maximum(moved, LEAST_SHARE)
         moved *= len(moved) / moved.sum()
         learnt = {"weights": torch.from_numpy(moved), "first": torch.from_numpy(first)}
         return weights, {**after, **learnt}

@@ -1,4 +1,4 @@
-"""GradVac: each gradient turned towards the others until their cosines are the usual ones."""
+"""GradVac: rotate each gradient towards the others, up to the moving average of their cosine."""
 
 from dataclasses import KW_ONLY
 from math import sqrt
@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.aggregators._pairwise import Order, dot, orders_of, totals, unpacked
+from gradsurg.aggregators._pairwise import Order, dot, draw_orders, norms_and_cosines, row_weights
 from gradsurg.aggregators.base import (
     AggregatorContext,
     AggregatorProperty,
@@ -21,19 +21,19 @@ from gradsurg.plugins.fields import validated
 
 @validated
 class GradVac(GramianAggregator):
-    """As PCGrad, but towards a moving average of each cosine instead of zero, and in more cases.
+    """As PCGrad, with the moving average m_ij of each cosine as target instead of zero.
 
-    For each g_i and all other g_j, in turn: with c = cos(g_i, g_j), if c is under its usual value
-    m_ij, g_i += |g_i| (m sqrt(1 - c²) - c sqrt(1 - m²)) / (|g_j| sqrt(1 - m²)) g_j, after which
-    that cosine is m; then m_ij = (1 - beta) m_ij + beta c. The result is the sum of the g_i.
-    Algorithm 1 of Wang et al., ICLR 2021 (arXiv 2010.05874), with the paper's beta; LibMTL moves m
-    only where c < m, and has beta = 0.5.
+    For each g_i and all other g_j, in turn: with c = cos(g_i, g_j), if c < m_ij, g_i += |g_i| (m
+    sqrt(1 - c²) - c sqrt(1 - m²)) / (|g_j| sqrt(1 - m²)) g_j, after which their cosine is m; then
+    m_ij = (1 - beta) m_ij + beta c. The result is the sum of the g_i. Algorithm 1 of Wang et al.,
+    ICLR 2021 (arXiv 2010.05874), with the paper's beta; LibMTL updates m only where c < m, and has
+    beta = 0.5.
 
-    The state is m (T, T), zeros at first: then the first gradients are treated as by PCGrad, whose
-    limits hold here too: with three or more tasks the result can conflict with one.
-    A zero gradient has cosine zero to all and nothing is added to it, nor it to others. Identical
-    tasks: their sum. Opposite tasks cancel. One task is left alone. Where m is 1 no amount of g_j
-    will do, and nothing is added. A NaN or infinity makes every weight NaN and leaves the state.
+    The state is m (T, T), zeros at first: the first call is PCGrad. As with PCGrad, the result for
+    three or more tasks can conflict with one of them. A zero gradient has cosine zero to all others
+    and is left out. Identical tasks give their sum, opposite tasks cancel, one task is unchanged.
+    If m is 1 no multiple of g_j reaches it, and nothing is added. A NaN or infinity makes every
+    weight NaN and keeps the state.
     """
 
     beta: Annotated[float, Field(gt=0, le=1)] = 0.01
@@ -57,12 +57,12 @@ class GradVac(GramianAggregator):
     def update(
         self, gramian: Tensor, state: AggregatorState, context: AggregatorContext
     ) -> tuple[Tensor, AggregatorState]:
-        norms, cosines = unpacked(gramian)
+        norms, cosines = norms_and_cosines(gramian)
         if norms is None:
             return torch.full((len(gramian),), torch.nan, dtype=torch.float64), state
         usual = state["cosines"].tolist()
         parts = []
-        for i, order in enumerate(orders_of(self.order, len(norms), context)):
+        for i, order in enumerate(draw_orders(self.order, len(norms), context)):
             part = [0.0] * len(norms)
             part[i] = 1.0
             products = cosines[i]
@@ -77,11 +77,11 @@ class GradVac(GramianAggregator):
                     products = [a + share * b for a, b in zip(products, cosines[j], strict=True)]
                 usual[i][j] = (1 - self.beta) * usual[i][j] + self.beta * cosine
             parts.append(part)
-        return totals(parts, norms), {"cosines": torch.tensor(usual, dtype=torch.float64)}
+        return row_weights(parts, norms), {"cosines": torch.tensor(usual, dtype=torch.float64)}
 
 
 def _share(cosine: float, usual: float) -> float:
-    """How much of |g_i| u_j takes the cosine up to the usual one; 0 where nothing does."""
+    """Return the multiple of |g_i| u_j that raises the cosine to `usual`; 0 if there is none."""
     free = 1 - usual**2
     if cosine >= usual or free <= RANK:
         return 0.0

@@ -1,4 +1,4 @@
-"""Krum: the gradients that lie closest to the others, for when some of them cannot be trusted."""
+"""Krum: select the gradients closest to the others, for tasks that may be faulty."""
 
 from dataclasses import KW_ONLY
 from typing import Annotated
@@ -14,13 +14,14 @@ from gradsurg.plugins.fields import validated
 
 @validated
 class Krum(Weighting):
-    """The mean of the `num_selected` rows whose T - num_byzantine - 2 nearest rows are nearest.
+    """The mean of the `num_selected` rows closest to their T - num_byzantine - 2 nearest
+    neighbours.
 
-    Near by the sum of the squares of the distances; of equals the first row counts. Section 4 of
-    Blanchard et al., NeurIPS 2017, for `num_selected` = 1; more is its Multi-Krum.
+    Closeness is the sum of squared distances; the first of equal rows is selected. Section 4 of
+    Blanchard et al., NeurIPS 2017, for `num_selected` = 1; a larger number is its Multi-Krum.
 
-    Zero, identical and opposite gradients are points like others. Raises ValueError for fewer than
-    num_byzantine + 3 tasks, so for one or two. A NaN or infinity makes every weight NaN.
+    Zero, identical and opposite gradients are treated like any others. Raises ValueError for fewer
+    than num_byzantine + 3 tasks, so for one or two. A NaN or infinity makes every weight NaN.
     """
 
     num_byzantine: Annotated[int, Field(ge=0)] = 0
@@ -43,7 +44,7 @@ class Krum(Weighting):
         matrix = gramian.numpy()
         if not np.isfinite(matrix).all():
             return torch.full((count,), torch.nan, dtype=torch.float64)
-        matrix = (matrix + matrix.T) / 2  # or rounding would choose one of a pair
+        matrix = (matrix + matrix.T) / 2  # exact symmetry, so that rounding does not decide ties
         squares = matrix.diagonal()
         distances = np.maximum(squares + squares[:, None] - 2 * matrix, 0.0)
         distances.flat[:: count + 1] = 0.0

@@ -1,10 +1,10 @@
-"""Mean: the same weight for every task, which sum to one."""
+"""Mean: the same weight 1/T for every task."""
 
 import torch
 from torch import Tensor
 
 from gradsurg.aggregators.base import (
-    OF_GIVEN_WEIGHTS,
+    FIXED_WEIGHT_PROPERTIES,
     AggregatorContext,
     AggregatorProperty,
     AggregatorState,
@@ -15,11 +15,14 @@ from gradsurg.plugins.fields import validated
 
 @validated
 class Mean(LossWeighting):
-    """The mean of the gradients: w = 1/T, as the mean of the losses has it."""
+    """The mean of the gradients, w = 1/T: the gradient of the mean of the losses.
+
+    One task is unchanged, a NaN stays in its columns.
+    """
 
     @property
     def properties(self) -> frozenset[AggregatorProperty]:
-        return OF_GIVEN_WEIGHTS
+        return FIXED_WEIGHT_PROPERTIES
 
     def init(self, num_tasks: int) -> AggregatorState:
         return {}

@@ -1,4 +1,4 @@
-"""NashMTL: the tasks bargain for the direction."""
+"""NashMTL: the Nash bargaining solution of the tasks."""
 
 from dataclasses import KW_ONLY
 from typing import Annotated
@@ -14,7 +14,7 @@ from gradsurg.aggregators.base import (
     AggregatorState,
     GramianAggregator,
 )
-from gradsurg.aggregators.solvers import Array, bargain_of_pair, bargained, limited, weights_of
+from gradsurg.aggregators.solvers import Array, bargain, bargain_pair, limit_norm, solve_weights
 from gradsurg.plugins.fields import validated
 
 
@@ -22,16 +22,16 @@ from gradsurg.plugins.fields import validated
 class NashMTL(GramianAggregator):
     """w > 0 with G w = 1 / w, entry by entry: the Nash bargaining solution in a ball.
 
-    Solved to the last digit by Newton's method. The direction does not depend on the norms of the
-    gradients. Claim 3.1 and algorithm 1 of Navon et al., ICML 2022 (arXiv 2202.01017). As the
-    official code, `normalize` divides G by its Frobenius norm first, which makes the weights
-    sqrt(|G|) times as large (else |d| = sqrt(T) always); then |d| is limited to `max_norm`, 0 for
-    no limit; and weights are used again until every `update_weights_every`-th step.
+    Solved to machine precision by Newton's method. The direction does not depend on the norms of
+    the gradients. Claim 3.1 and algorithm 1 of Navon et al., ICML 2022 (arXiv 2202.01017). As in
+    the official code, `normalize` divides G by its Frobenius norm first, which multiplies the
+    weights by sqrt(|G|) (without it |d| = sqrt(T) always); then |d| is limited to `max_norm`, 0 for
+    no limit; and weights are reused for `update_weights_every` calls.
 
-    Where no direction helps every task (0 is in the hull of the gradients) there is no solution,
-    and the weights are zero: so it is for opposite tasks. Zero gradients do not bargain: their
-    weight is zero. Identical tasks and one task give that direction. A NaN or infinity makes every
-    weight NaN, and leaves the state.
+    If no direction improves every task (0 is in the convex hull of the gradients) there is no
+    solution, and the weights are zero, as for opposite tasks. Zero gradients have weight zero.
+    Identical tasks, and one task, give the direction of their gradient. A NaN or infinity makes
+    every weight NaN, and keeps the state.
     """
 
     _: KW_ONLY
@@ -62,22 +62,22 @@ class NashMTL(GramianAggregator):
         if state and state["age"] % self.update_weights_every:
             weights = state["weights"]
         else:
-            weights = weights_of(gramian, _bargained, bargain_of_pair)
+            weights = solve_weights(gramian, _bargain_unit, bargain_pair)
             if self.normalize:
                 weights = torch.from_numpy(weights.numpy() * _root_of_norm(gramian.numpy()))
-        used = limited(weights, gramian, self.max_norm)
+        used = limit_norm(weights, gramian, self.max_norm)
         if state and used.isfinite().all():
             state = {"weights": weights, "age": state["age"] + 1}
         return used, state
 
 
 def _root_of_norm(matrix: Array) -> float:
-    """The root of its Frobenius norm, of which no number is too large or small to be squared."""
+    """Return the square root of the Frobenius norm, computed without overflow or underflow."""
     largest = np.abs(matrix).max()
     if not 0 < largest < np.inf:
         return np.sqrt(largest)
     return np.sqrt(largest) * np.sqrt(np.linalg.norm(matrix / largest))
 
 
-def _bargained(cosines: Array, norms: Array) -> Array:
-    return bargained(cosines, norms, 1.0)
+def _bargain_unit(cosines: Array, norms: Array) -> Array:
+    return bargain(cosines, norms, 1.0)

@@ -1,4 +1,4 @@
-"""PCGrad: each gradient without what conflicts with the others."""
+"""PCGrad: project each gradient to remove its conflicts with the others."""
 
 from dataclasses import KW_ONLY
 from typing import Annotated, Literal
@@ -7,7 +7,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.aggregators._pairwise import Order, dot, orders_of, totals, unpacked
+from gradsurg.aggregators._pairwise import Order, dot, draw_orders, norms_and_cosines, row_weights
 from gradsurg.aggregators.base import (
     AggregatorContext,
     AggregatorProperty,
@@ -23,20 +23,21 @@ class PCGrad(GramianAggregator):
     """For each g_i and all other g_j in turn: if g_i · g_j < 0, g_i -= (g_i · g_j) / |g_j|² g_j.
 
     The result is the sum of the g_i. Algorithm 1 of Yu et al., NeurIPS 2020 (arXiv 2001.06782),
-    where each task meets the others in a random order and as they were. Other code differs:
+    where each task meets the original gradients of the others in a random order. Variants in other
+    code:
 
     - `order`: `random_per_task` (the paper, TorchJD, LibMTL), `one_permutation` for all tasks, or
-      `fixed` (the official TensorFlow code, which shuffles in vain, and ConFIG's);
+      `fixed` (ConFIG's code, and the official TensorFlow code, whose shuffle has no effect);
     - `reduction`: the `sum` or the `mean` (Pytorch-PCGrad);
-    - `target`: g_j as it was (`original`), or what has been made of it already (`projected`);
+    - `target`: the `original` g_j, or the `projected` one where it has been projected already;
     - `include_self`: the projected g_i meets the original g_i too (all but the paper, TorchJD and
-      ConFIG); where j = i and the target is `projected` nothing happens;
+      ConFIG); no effect if the target is `projected`;
     - `eps` is added to |g_j|² (1e-8 in LibMTL); with it the result depends on the scale.
 
-    With three or more tasks the result can still conflict with one: what is put right for one task
-    is undone for the next. Zero gradients meet nobody. Identical tasks do not conflict: their sum;
-    opposite ones cancel, but for the last of them if the target is `projected`. One task is left
-    alone. A NaN or infinity makes every weight NaN.
+    With three or more tasks the result can still conflict with one of them: a later projection may
+    undo an earlier one. Zero gradients are skipped. Identical tasks give their sum; opposite ones
+    cancel, except the last of them if the target is `projected`. One task is unchanged. A NaN or
+    infinity makes every weight NaN.
     """
 
     _: KW_ONLY
@@ -61,11 +62,11 @@ class PCGrad(GramianAggregator):
     def update(
         self, gramian: Tensor, state: AggregatorState, context: AggregatorContext
     ) -> tuple[Tensor, AggregatorState]:
-        norms, cosines = unpacked(gramian)
+        norms, cosines = norms_and_cosines(gramian)
         if norms is None:
             return torch.full((len(gramian),), torch.nan, dtype=torch.float64), state
-        parts = self._parts(cosines, norms, orders_of(self.order, len(norms), context))
-        weights = totals(parts, norms)
+        parts = self._parts(cosines, norms, draw_orders(self.order, len(norms), context))
+        weights = row_weights(parts, norms)
         if self.reduction == "mean":
             weights /= len(norms)
         return weights, state
@@ -73,10 +74,10 @@ class PCGrad(GramianAggregator):
     def _parts(
         self, cosines: list[list[float]], norms: list[float], orders: list[list[int]]
     ) -> list[list[float]]:
-        """What becomes of each u_i, as coefficients of all u_k."""
+        """Return each projected g_i / |g_i| as coefficients of all u_k."""
         parts = []
-        # Each target as such coefficients (None for u_j itself), its products with all u_k, and
-        # the square of its length.
+        # For each target: its coefficients (None for u_j itself), its products with all u_k, and
+        # its squared norm.
         targets: list[tuple[list[float] | None, list[float], float]]
         targets = [(None, row, 1.0) for row in cosines]
         for i, order in enumerate(orders):
@@ -88,7 +89,7 @@ class PCGrad(GramianAggregator):
                     continue
                 target, image, square = targets[j]
                 inner = products[j] if target is None else dot(target, products)
-                if inner >= 0 or square <= RANK:  # little is left of the target but rounding
+                if inner >= 0 or square <= RANK:  # a small square is rounding
                     continue
                 share = inner / (square + self.eps / norms[j] ** 2)
                 products = [a - share * b for a, b in zip(products, image, strict=True)]

@@ -1,4 +1,4 @@
-"""Random: weights drawn anew at every step."""
+"""Random: random weights, drawn at every step."""
 
 from dataclasses import KW_ONLY
 from typing import Literal
@@ -19,11 +19,10 @@ from gradsurg.plugins.fields import validated
 class Random(LossWeighting):
     """Random weights that sum to one: w = softmax(z) with z ~ N(0, I), one draw a step.
 
-    With `draw="dirichlet"` they are uniform on the simplex, w ~ Dirichlet(1, ..., 1). In both the
-    mean of each weight is 1/T. Random loss weighting (RLW) of Lin et al., TMLR 2022 (arXiv
-    2111.10603), equation 2. The draw depends on seed, group and step alone, and where no
-    optimizer counts steps on the number of the call, so that a run can be repeated. One task has
-    weight 1, a NaN stays in its columns.
+    `draw="dirichlet"` draws them uniformly from the simplex, w ~ Dirichlet(1, ..., 1). Both have
+    mean 1/T. Random loss weighting (RLW) of Lin et al., TMLR 2022 (arXiv 2111.10603), equation 2.
+    The draw depends on seed, group and step, and without an optimizer also on the number of the
+    call, so runs are repeatable. One task has weight 1, a NaN stays in its columns.
     """
 
     _: KW_ONLY
@@ -45,7 +44,7 @@ class Random(LossWeighting):
             case "normal":
                 weights = drawn.normal_(generator=generator).softmax(0)
             case "dirichlet":
-                # Exponential numbers over their sum are uniform on the simplex.
+                # Exponential variates divided by their sum are uniform on the simplex.
                 drawn.exponential_(generator=generator)
                 weights = drawn / drawn.sum()
         return weights, state

@@ -1,4 +1,4 @@
-"""The two readings of the rows J (T x P): their Gramian, and what weights make of them."""
+"""Products of the matrix of gradients J (T x P): the Gramian J Jᵀ, and Jᵀ w."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
@@ -10,31 +10,33 @@ import torch
 from torch import Tensor
 
 COLUMNS = 65_536
-"""Columns that are worked on at once, where an intermediate result is as large as they are."""
-SUMMED = 4096
-"""Columns whose products are summed in their own dtype: float32 sums over more lose digits."""
+"""Columns processed at once where an intermediate result is as large as its input."""
+SUM_COLUMNS = 4096
+"""Columns whose products are summed in their own dtype; longer float32 sums lose digits."""
 
-TILE = 16
-"""Products of as many rows are as fast, for each, as those of more."""
+ROW_TILE = 16
+"""Rows from which a matrix product costs the same per row."""
 
 HALVES = (torch.float16, torch.bfloat16)
 
-LEAST = 1e-30
-"""The least mean square of a row's numbers: float32 loses products below 1e-38, 1e-8 of it."""
-NORMAL = 1.2e-38
-"""Below it a number has fewer digits in float32 than it should."""
-FAR = 1e30
-"""Norms from which float32 sums may overflow, also if rows are times a loss scale, and G is not."""
+LEAST_SQUARE = 1e-30
+"""Mean square of a row below which float32 loses products: its minimum is 1e-38, here 1e-8
+relative.
+"""
+SMALLEST_NORMAL = 1.2e-38
+"""Smallest float32 with full precision (the smallest normal number)."""
+LARGE_NORM = 1e30
+"""Norm from which float32 sums may overflow, also if the rows are multiplied by a loss scale."""
 
 
 def gramian_of(blocks: Sequence[Tensor]) -> Tensor:
-    """G = J Jᵀ (T, T) in float64 on the CPU, from the blocks (T, p) of J, of any floating dtype and
-    device.
+    """Return G = J Jᵀ (T, T) in float64 on the CPU.
 
-    Products of at most 4096 columns are summed in float64: float32 rows cost about 1e-7 of
-    |g_i| |g_j|, and not 2e-4 as one product over 1e7 columns does. Where a solution would make more
-    than 1e-6 of that, all is multiplied in float64 instead, which takes three times as long; so
-    too where a row's numbers are so large or small that float32 has no room for their products.
+    `blocks` are the blocks of columns (T, p) of J, of any floating dtype and device. Products of at
+    most 4096 columns are summed in the dtype of the rows and these sums in float64: the error of
+    float32 rows is about 1e-7 |g_i| |g_j| (2e-4 for one float32 product over 1e7 columns). All
+    products are computed in float64, at three times the cost, if the rows are so nearly dependent
+    that a solver would amplify this error above 1e-6, or if products leave the range of float32.
     Half-precision rows are multiplied in float32.
     """
     gramian = _sum_over(blocks, _in_their_dtype)
@@ -49,35 +51,37 @@ def _sum_over(blocks: Sequence[Tensor], pieces_of: Callable[[Tensor], Iterable[T
 
 
 def _in_their_dtype(rows: Tensor) -> Sequence[Tensor]:
-    """The rows as they are, but a copy in float32 of some columns at a time."""
+    """Return the rows; half-precision ones in pieces, which `_product` converts to float32."""
     return rows.split(64 * COLUMNS, dim=1) if rows.dtype in HALVES else [rows]
 
 
 def _in_float64(rows: Tensor) -> Iterator[Tensor]:
-    """A copy of some columns at a time: as many as a cache holds, or as are worth a launch."""
+    """Yield float64 copies of some columns at a time, sized for the CPU cache or for one GPU
+    launch.
+    """
     columns = COLUMNS if rows.device.type == "cpu" else 64 * COLUMNS
     return (part.double() for part in rows.split(columns, dim=1))
 
 
 def _out_of_range(gramian: Tensor, blocks: Sequence[Tensor]) -> bool:
-    """Whether products of float32 numbers were infinite or too small, and so G is wrong."""
+    """Whether products of float32 numbers overflowed or underflowed, so that G is wrong."""
     sizes = gramian.numpy().diagonal().tolist()
-    least = LEAST * sum([rows.shape[1] for rows in blocks])
-    if min(sizes) > least and max(sizes) < inf:  # no other product is further out
+    least = LEAST_SQUARE * sum([rows.shape[1] for rows in blocks])
+    if min(sizes) > least and max(sizes) < inf:  # products of two rows are between these
         return False
     if any(0 < size <= least or size == inf for size in sizes):
         return True
-    # Of zeros, or of numbers whose squares are 0: only the row itself tells, and it is one of few.
+    # A size of 0 means zeros, or numbers whose squares underflow: read these few rows to decide.
     suspects = [index for index, size in enumerate(sizes) if size == 0]
     return any(bool(rows[index].any()) for index in suspects for rows in blocks)
 
 
 def _nearly_dependent(gramian: Tensor) -> bool:
-    """Whether the cosines' least eigenvalue makes of an error in G ten times as much."""
-    if len(gramian) == 2:  # it is 1 - |cosine|
+    """Whether the smallest eigenvalue of the cosines is < 0.1: errors of G grow tenfold."""
+    if len(gramian) == 2:  # the smallest eigenvalue is 1 - |cosine|
         (first, inner), (_, second) = gramian.tolist()
         return inner * inner > 0.81 * first * second
-    # NumPy, for so small a matrix in a quarter of the time.
+    # NumPy takes a quarter of the time for such small matrices.
     matrix = gramian.numpy()
     norms = np.sqrt(matrix.diagonal())
     with np.errstate(all="ignore"):
@@ -88,17 +92,17 @@ def _nearly_dependent(gramian: Tensor) -> bool:
 
 
 def _product(block: Tensor) -> Tensor:
-    block = wide(block)
-    summed = SUMMED // len(block) if len(block) < 8 else SUMMED  # few stay in the first cache
+    block = at_least_float32(block)
+    summed = SUM_COLUMNS // len(block) if len(block) < 8 else SUM_COLUMNS
     whole = block.shape[1] // summed * summed
     rest = block[:, whole:]
     product = (rest @ rest.T).double()
     if not whole:
         return product
     parts = block[:, :whole].unflatten(1, (-1, summed)).transpose(0, 1)
-    # A matrix product knows of no symmetry: of two rows, it makes four products where three do. Of
-    # some it is yet the fastest; of many, it is worth it in blocks that are no slower for each.
-    half = 1 if len(block) == 2 else len(block) // 2 // TILE * TILE
+    # A matrix product ignores the symmetry of G: four products for two rows, where three suffice.
+    # One product is fastest for a few rows; for more, computing half of it in blocks saves time.
+    half = 1 if len(block) == 2 else len(block) // 2 // ROW_TILE * ROW_TILE
     if not half:
         return product + torch.bmm(parts, parts.mT).sum(0, dtype=torch.float64)
     first, second = parts[:, :half], parts[:, half:]
@@ -107,55 +111,64 @@ def _product(block: Tensor) -> Tensor:
     return product + torch.cat([left, torch.cat([left[half:].T, last])], dim=1)
 
 
-def combined_safely(blocks: Sequence[Tensor], weights: Tensor, gramian: Tensor) -> list[Tensor]:
-    """Jᵀ w (p,) of each block of J, whose Gramian is known: in float64 where the rows cancel, or
-    where float32 has no room for a weight that matters or for a sum.
+def combine_safely(blocks: Sequence[Tensor], weights: Tensor, gramian: Tensor) -> list[Tensor]:
+    """Return Jᵀ w (p,) for each block of J, given its Gramian.
+
+    Computed in float64 where the rows cancel, or where a weight that matters or a sum leaves the
+    range of float32.
     """
     own, matrix = weights.numpy(), gramian.numpy()
     with np.errstate(all="ignore"):
         shares = (abs(own) * np.sqrt(matrix.diagonal())).tolist()
         square = max(float(own @ matrix @ own), 0.0)
     reach = sum(shares)
-    exactly = reach * reach > 64 * square or reach > FAR or not _fit(weights, shares, 1e-8 * reach)
-    return [(_combined_exactly if exactly else _combined)(rows, weights) for rows in blocks]
+    exactly = (
+        reach * reach > 64 * square
+        or reach > LARGE_NORM
+        or not _fits_float32(weights, shares, 1e-8 * reach)
+    )
+    return [(_combine_in_float64 if exactly else _combine)(rows, weights) for rows in blocks]
 
 
-def combined(rows: Tensor, weights: Tensor) -> Tensor:
-    """Jᵀ w (P,) in the dtype and on the device of the rows."""
-    return (_combined if _fit(weights) else _combined_exactly)(rows, weights)
+def combine(rows: Tensor, weights: Tensor) -> Tensor:
+    """Return Jᵀ w (P,) in the dtype and on the device of the rows."""
+    return (_combine if _fits_float32(weights) else _combine_in_float64)(rows, weights)
 
 
-def _fit(weights: Tensor, shares: Sequence[float] | None = None, least: float = 0.0) -> bool:
-    """Whether float32 has room for all weights, but the small ones whose share is not above the
-    least.
-    """
+def _fits_float32(
+    weights: Tensor, shares: Sequence[float] | None = None, least: float = 0.0
+) -> bool:
+    """Whether float32 can hold all weights, except small ones whose share is <= `least`."""
     own = weights.tolist()
-    if min(own) > NORMAL and max(own) < FAR:
+    if min(own) > SMALLEST_NORMAL and max(own) < LARGE_NORM:
         return True
     sizes = [abs(weight) for weight in own]
     pairs = zip(sizes, shares or sizes, strict=True)
-    return all(share <= least if size <= NORMAL else not size >= FAR for size, share in pairs)
+    return all(
+        share <= least if size <= SMALLEST_NORMAL else not size >= LARGE_NORM
+        for size, share in pairs
+    )
 
 
-def _combined_exactly(rows: Tensor, weights: Tensor) -> Tensor:
+def _combine_in_float64(rows: Tensor, weights: Tensor) -> Tensor:
     weights = weights.to(rows.device)
     return torch.cat([(weights @ part).to(rows.dtype) for part in _in_float64(rows)])
 
 
-def _combined(rows: Tensor, weights: Tensor) -> Tensor:
+def _combine(rows: Tensor, weights: Tensor) -> Tensor:
     if rows.dtype in HALVES:
-        return _combined(rows.float(), weights).to(rows.dtype)
+        return _combine(rows.float(), weights).to(rows.dtype)
     if rows.shape[1] < COLUMNS or rows.device.type != "cpu":
         return weights.to(rows) @ rows
     if len(rows) == 2 and weights[0]:
-        # In one pass, where a product of a vector takes a quarter longer. A weight of 0 would hide
-        # what is not finite in the first row.
+        # One pass; a vector product takes a quarter longer. Not for a first weight of 0, with which
+        # addr would hide NaN and infinity in the first row.
         first, second = weights.tolist()
         return torch.addr(rows[:1], rows.new_ones(1), rows[1], beta=first, alpha=second)[0]
     weights = weights.to(rows.dtype)
     if torch.get_num_threads() == 1:
         return weights @ rows
-    # A CPU has one thread for a product of a vector, and all of them for a batch of such products.
+    # A CPU uses one thread for a vector product, and all threads for a batch of them.
     result = rows.new_empty(rows.shape[1])
     whole = rows.shape[1] // COLUMNS * COLUMNS
     parts = rows[:, :whole].unflatten(1, (-1, COLUMNS)).transpose(0, 1)
@@ -165,6 +178,6 @@ def _combined(rows: Tensor, weights: Tensor) -> Tensor:
     return result
 
 
-def wide(rows: Tensor) -> Tensor:
-    """Rows of half precision in float32, others as they are."""
+def at_least_float32(rows: Tensor) -> Tensor:
+    """Return half-precision rows in float32, others unchanged."""
     return rows.float() if rows.dtype in HALVES else rows

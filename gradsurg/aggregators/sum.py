@@ -1,10 +1,10 @@
-"""Sum: every task's gradient as it is, added up."""
+"""Sum: add up the gradients of the tasks."""
 
 import torch
 from torch import Tensor
 
 from gradsurg.aggregators.base import (
-    OF_GIVEN_WEIGHTS,
+    FIXED_WEIGHT_PROPERTIES,
     AggregatorContext,
     AggregatorProperty,
     AggregatorState,
@@ -15,14 +15,14 @@ from gradsurg.plugins.fields import validated
 
 @validated
 class Sum(LossWeighting):
-    """The sum of the gradients: w = 1, as the sum of the losses has it.
+    """The sum of the gradients, w = 1: the gradient of the sum of the losses.
 
     One task is unchanged, a NaN stays in its columns.
     """
 
     @property
     def properties(self) -> frozenset[AggregatorProperty]:
-        return OF_GIVEN_WEIGHTS
+        return FIXED_WEIGHT_PROPERTIES
 
     def init(self, num_tasks: int) -> AggregatorState:
         return {}

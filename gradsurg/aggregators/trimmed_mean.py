@@ -14,12 +14,14 @@ from gradsurg.plugins.fields import validated
 
 @validated
 class TrimmedMean(Entrywise):
-    """The mean of each entry over the tasks, without the beta T largest and smallest of them.
+    """The mean of each entry over the tasks, without the beta T largest and the beta T smallest
+    values.
 
-    beta T is rounded up, and one or two values always stay: with one or two tasks it is their
-    mean, with beta 0.5 the median. Yin et al., ICML 2018 (arXiv 1803.01498), definition 2; they
-    take for beta the share of workers that may lie, 0.05 and 0.1 in their experiments. Values are
-    sorted, none is subtracted again, so a huge one leaves no trace. A NaN makes its column NaN.
+    beta T is rounded up, and at least one or two values are kept: one or two tasks give their mean,
+    beta 0.5 the median. Yin et al., ICML 2018 (arXiv 1803.01498), definition 2; their beta is the
+    share of workers that may be faulty, 0.05 and 0.1 in their experiments. Extreme values are left
+    out by sorting, not subtracted from a sum, so a huge one leaves no rounding error. A NaN makes
+    its column NaN.
     """
 
     beta: Annotated[float, Field(ge=0, le=0.5)] = 0.1
@@ -30,10 +32,10 @@ class TrimmedMean(Entrywise):
 
     def apply(self, rows: Tensor, context: AggregatorContext) -> Tensor:
         count = len(rows)
-        # Less a little: 0.28 * 25 is a little more than 7.
+        # 1e-9 corrects rounding: 0.28 * 25 is slightly above 7.
         trimmed = min(ceil(self.beta * count - 1e-9), (count - 1) // 2)
         result = torch.empty_like(rows[0])
-        # So few columns at once that they stay in the cache while they are sorted.
+        # Few enough columns at a time to sort them in the cache.
         for start in range(0, rows.shape[1], COLUMNS // 4):
             part = slice(start, start + COLUMNS // 4)
             result[part] = _mean_of_the_middle(rows[:, part], trimmed)
@@ -41,7 +43,7 @@ class TrimmedMean(Entrywise):
 
 
 def _mean_of_the_middle(rows: Tensor, trimmed: int) -> Tensor:
-    """A bubble sort of every column at once, no further than it is needed."""
+    """Average the columns after `trimmed` passes of a bubble sort from both ends."""
     wide = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
     values = list(wide)
     for _ in range(trimmed):

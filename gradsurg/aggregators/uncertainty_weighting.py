@@ -1,4 +1,4 @@
-"""UncertaintyWeighting: each loss over the variance of its task, which is learnt."""
+"""UncertaintyWeighting: divide each loss by the learned variance of its task."""
 
 from dataclasses import KW_ONLY
 from typing import Annotated, Literal
@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.aggregators.base import (
-    OF_GIVEN_WEIGHTS,
+    FIXED_WEIGHT_PROPERTIES,
     AggregatorContext,
     AggregatorProperty,
     AggregatorState,
@@ -22,16 +22,16 @@ from gradsurg.plugins.fields import validated
 
 @validated
 class UncertaintyWeighting(LossWeighting):
-    """Weights w_i = exp(-s_i) / 2, s_i = log sigma_i^2 the learnt log variance of task i.
+    """Weights w_i = exp(-s_i) / 2, s_i = log sigma_i^2 the learned log variance of task i.
 
-    s starts at 0 and follows the gradient of sum_i w_i l_i + s_i / 2 by plain steps of `lr`, after
-    the call; at rest w_i = 1 / (2 l_i). `softmax` for losses that are cross entropies drops the
-    1/2: w_i = exp(-s_i). Kendall, Gal and Cipolla, CVPR 2018 (arXiv 1705.07115), equations 7 and
-    10. There s is trained by the network's own optimizer; here by itself.
+    s starts at 0 and follows the gradient of sum_i w_i l_i + s_i / 2 by plain steps of `lr` after
+    each call; at rest w_i = 1 / (2 l_i). `softmax`, for cross-entropy losses, drops the 1/2: w_i =
+    exp(-s_i). Kendall, Gal and Cipolla, CVPR 2018 (arXiv 1705.07115), equations 7 and 10. There the
+    network's optimizer trains s; here s has its own gradient descent.
 
-    Losses must be >= 0: below, s would fall for ever. A loss far above 1 makes long steps of s, as
-    the gradient has it: choose a smaller `lr`. With a loss that is NaN or infinite the weights are
-    those of before, and nothing is remembered of that call. Another number of tasks is an error.
+    Losses must be >= 0: for negative ones s would decrease without bound. A loss far above 1 makes
+    long steps of s: choose a smaller `lr`. If a loss is NaN or infinite the weights and the state
+    are kept. A change of the number of tasks is an error.
     """
 
     _: KW_ONLY
@@ -40,7 +40,7 @@ class UncertaintyWeighting(LossWeighting):
 
     @property
     def properties(self) -> frozenset[AggregatorProperty]:
-        return OF_GIVEN_WEIGHTS
+        return FIXED_WEIGHT_PROPERTIES
 
     def init(self, num_tasks: int) -> AggregatorState:
         return {"log_variances": torch.zeros(num_tasks, dtype=torch.float64)}

@@ -15,7 +15,7 @@ from gradsurg.aggregators.base import (
     LossWeighting,
     NormMatchedSum,
 )
-from gradsurg.aggregators.rows import combined, gramian_of
+from gradsurg.aggregators.rows import combine, gramian_of
 from gradsurg.hooks.session import Session
 from gradsurg.multitask.conflict import Conflicts
 from gradsurg.multitask.features import module_of
@@ -155,7 +155,7 @@ class Aggregation:
     def weighed(self, parts: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
         """One gradient of the rows of each part, by weights that are known."""
         with undisturbed(parts):
-            return [combined(rows, weights) for rows in parts]
+            return [combine(rows, weights) for rows in parts]
 
     def make(self, group: str, parts: Sequence[Tensor], losses: Mapping[str, float]) -> Merged:
         """One gradient of the rows (T, p) of each part of a group, of tasks with these losses."""

@@ -17,9 +17,9 @@ from gradsurg.aggregators.base import (
     LossWeighting,
     NormMatchedSum,
     checked_update,
-    sums_as_long,
+    norm_matched_sums,
 )
-from gradsurg.aggregators.rows import combined, combined_safely, gramian_of, wide
+from gradsurg.aggregators.rows import at_least_float32, combine, combine_safely, gramian_of
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ def merge(
         case GramianAggregator():
             gramian = gramian_of(blocks) / scale**2
             weights, state = checked_update(aggregator, gramian, state, context)
-            return Merged(combined_safely(blocks, weights, gramian), state, weights, gramian)
+            return Merged(combine_safely(blocks, weights, gramian), state, weights, gramian)
         case LossWeighting():
             weights, state = aggregator.weigh(len(blocks[0]), state, context)
-            return Merged([combined(rows, weights) for rows in blocks], state, weights)
+            return Merged([combine(rows, weights) for rows in blocks], state, weights)
         case Entrywise():
             starts = [0, *accumulate(rows.shape[1] for rows in blocks)]
             grads = [
@@ -60,7 +60,7 @@ def merge(
             return Merged(grads, state)
         case NormMatchedSum():
             made = merge(aggregator.of, blocks, state, context, scale)
-            return Merged(sums_as_long(blocks, made.grads), made.state)
+            return Merged(norm_matched_sums(blocks, made.grads), made.state)
         case _:
             if len(blocks) > 1:
                 kinds = ", ".join(f"{rows.dtype} on {rows.device}" for rows in blocks)
@@ -74,5 +74,5 @@ def merge(
 
 def products(blocks: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:
     """g_i . d (T,) in float64, for a gradient d of each block."""
-    pairs = zip(map(wide, blocks), grads, strict=True)
+    pairs = zip(map(at_least_float32, blocks), grads, strict=True)
     return reduce(add, [(rows @ grad.to(rows.dtype)).double().cpu() for rows, grad in pairs])

@@ -15,7 +15,7 @@ from gradsurg.aggregators.base import (
     GramianAggregator,
     LossWeighting,
 )
-from gradsurg.aggregators.solvers import REMEMBERED
+from gradsurg.aggregators.solvers import CACHED_GRAMIANS
 from gradsurg.plugins.registry import find, names
 
 Weigher = GramianAggregator | LossWeighting
@@ -72,8 +72,8 @@ def others_of(made: Sequence[Made]) -> list[dict[str, Other]]:
     all, which takes two thirds of the time that it takes to ask all about one after the other.
     """
     answers = [_Answers(one) for one in made]
-    for start in range(0, len(answers), REMEMBERED):  # or what solvers share would be lost
-        block = answers[start : start + REMEMBERED]
+    for start in range(0, len(answers), CACHED_GRAMIANS):  # or what solvers share would be lost
+        block = answers[start : start + CACHED_GRAMIANS]
         for count in {len(one.gramian) for one in block}:
             asked = [one for one in block if len(one.gramian) == count]
             for name, aggregator, state in _comparable(count):

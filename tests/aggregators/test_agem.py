@@ -67,5 +67,5 @@ def test_a_number_that_is_not_finite_makes_every_weight_nan(bad: float, task: in
 
 
 def test_more_than_two_tasks_are_refused() -> None:
-    with pytest.raises(ValueError, match="AGEM is for two tasks, what is learned and then .* 3$"):
+    with pytest.raises(ValueError, match="AGEM needs two tasks, the current data and .* 3$"):
         AGEM()(torch.eye(3))

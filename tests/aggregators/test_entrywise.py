@@ -190,9 +190,9 @@ def test_weights_by_name_go_to_their_tasks_whatever_the_order() -> None:
 @pytest.mark.parametrize(
     ("tasks", "message"),
     [
-        ((), "are by the names of tasks, which are not known here"),
+        ((), "are by task name, and the call has no task names"),
         (("a", "c"), "there is no task 'b'. There are: a, c."),
-        (("a", "b", "c"), "none is of task 'c', found a, b"),
+        (("a", "b", "c"), "task 'c' has none, found a, b"),
     ],
 )
 def test_weights_by_name_refuse_other_tasks_by_name(tasks: tuple[str, ...], message: str) -> None:
@@ -212,7 +212,7 @@ def test_weights_by_name_refuse_other_tasks_by_name(tasks: tuple[str, ...], mess
             "weights: must be a list, or a mapping with a number for each task, found 3",
         ),
         ({"weights": {}}, "weights: must have at least 1 item"),
-        ({"weights": {"a": 1.0}, "tasks": ["a"]}, "tasks: must not be given where weights are by"),
+        ({"weights": {"a": 1.0}, "tasks": ["a"]}, "tasks: must be empty if weights are given by"),
         ({"weights": [1.0, 2.0], "tasks": ["a"]}, "tasks: must be one name for each weight"),
         (
             {"weights": [1.0, 2.0], "tasks": ["a", "a"]},

@@ -364,7 +364,7 @@ def test_a_combination_in_pieces_is_the_combination(
     weights = torch.tensor([0.5, -2.0, 3.0], dtype=torch.float64)[:count]
     for dtype in (torch.float64, torch.float32, torch.float16):
         given = matrix.to(dtype)
-        found = row_algebra.combined(given, weights)
+        found = row_algebra.combine(given, weights)
         assert found.dtype == dtype
         torch.testing.assert_close(found, (weights @ given.double()).to(dtype))
 
@@ -378,7 +378,7 @@ def test_a_weight_of_zero_hides_nothing_of_two_rows(
     given[zero, 1], given[zero, 3] = torch.nan, torch.inf
     weights = torch.ones(2, dtype=torch.float64)
     weights[zero] = 0.0
-    found = row_algebra.combined(given, weights)
+    found = row_algebra.combine(given, weights)
     assert found.isnan().tolist() == [False, True, False, True, False]
 
 

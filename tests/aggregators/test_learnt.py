@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradsurg.aggregators.base import Aggregator, AggregatorContext, AggregatorState
 from gradsurg.aggregators.famo import FAMO
-from gradsurg.aggregators.grad_norm import LEAST, GradNorm
+from gradsurg.aggregators.grad_norm import LEAST_SHARE, GradNorm
 from gradsurg.aggregators.uncertainty_weighting import UncertaintyWeighting
 
 LEARNT = (FAMO(), GradNorm(), UncertaintyWeighting())
@@ -82,7 +82,7 @@ def test_grad_norm_gives_the_large_gradient_less_and_never_nothing() -> None:
     for _ in range(50):
         result, state = aggregator.merge(rows, state, context)
         weights = result / rows.diagonal()
-        assert weights.min() >= LEAST / 4
+        assert weights.min() >= LEAST_SHARE / 4
     assert weights[0] < 0.1 < 1.9 < weights[1]
 
 
@@ -173,7 +173,7 @@ def test_a_loss_of_zero_is_allowed(aggregator: Aggregator) -> None:
 @every_one
 def test_another_number_of_tasks_is_refused(aggregator: Aggregator) -> None:
     name = type(aggregator).__name__
-    with pytest.raises(ValueError, match=f"^{name} remembers 3 tasks, found 2: the number"):
+    with pytest.raises(ValueError, match=f"^{name}: the state is of 3 tasks, found 2: the number"):
         aggregator.merge(
             some_rows(0, 2), aggregator.init(3), AggregatorContext(losses=some_losses(0, 2))
         )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.optimize import nnls
 
-from gradsurg.aggregators._pairwise import orders_of
+from gradsurg.aggregators._pairwise import draw_orders
 from gradsurg.aggregators.base import Aggregator, AggregatorContext
 from gradsurg.aggregators.rows import gramian_of
 from tests.aggregators.cases import made
@@ -24,10 +24,10 @@ def by(aggregator: Aggregator, matrix: Array, dtype: torch.dtype = torch.float64
 def mgda(matrix: Array) -> Array:
     """By nonnegative least squares on the gradients, with a last row that wants the sum to be 1."""
     scale = np.linalg.norm(matrix, axis=1).min()
-    wide = np.concatenate([matrix / scale, np.ones((len(matrix), 1))], axis=1)
+    augmented = np.concatenate([matrix / scale, np.ones((len(matrix), 1))], axis=1)
     # Columns of length one: scipy's tolerance is absolute.
-    lengths = np.linalg.norm(wide, axis=1)
-    x = nnls((wide / lengths[:, None]).T, np.eye(wide.shape[1])[-1])[0] / lengths
+    lengths = np.linalg.norm(augmented, axis=1)
+    x = nnls((augmented / lengths[:, None]).T, np.eye(augmented.shape[1])[-1])[0] / lengths
     return x / x.sum() @ matrix
 
 
@@ -217,7 +217,7 @@ VARIANTS: dict[str, tuple[Callable[[Array, list[list[int]]], Array], dict[str, o
 def test_each_published_pcgrad_is_reachable(variant: str, count: int) -> None:
     slow, fields = VARIANTS[variant]
     pcgrad = made("pcgrad", **fields)
-    orders = orders_of(pcgrad.order, count, CONTEXT)
+    orders = draw_orders(pcgrad.order, count, CONTEXT)
     for ratio in RATIOS[:3]:
         for seed in range(5):
             matrix = rows(count, count, ratio, seed)
@@ -240,15 +240,15 @@ def test_pcgrad_of_three_tasks_can_still_conflict() -> None:
 
 
 def test_orders_are_random_as_asked_and_those_of_the_step() -> None:
-    random = orders_of("random_per_task", 8, AggregatorContext(step=1))
+    random = draw_orders("random_per_task", 8, AggregatorContext(step=1))
     assert all(sorted(order) == list(range(8)) for order in random)
     assert len(set(map(tuple, random))) > 4
-    assert random == orders_of("random_per_task", 8, AggregatorContext(step=1))
-    assert random != orders_of("random_per_task", 8, AggregatorContext(step=2))
-    one = orders_of("one_permutation", 8, AggregatorContext(step=1))
+    assert random == draw_orders("random_per_task", 8, AggregatorContext(step=1))
+    assert random != draw_orders("random_per_task", 8, AggregatorContext(step=2))
+    one = draw_orders("one_permutation", 8, AggregatorContext(step=1))
     assert len(set(map(tuple, one))) == 1
     assert one[0] != sorted(one[0])
-    assert orders_of("fixed", 3, AggregatorContext()) == [[0, 1, 2]] * 3
+    assert draw_orders("fixed", 3, AggregatorContext()) == [[0, 1, 2]] * 3
 
 
 def test_grad_vac_is_that_of_the_paper_over_many_steps() -> None:
@@ -261,7 +261,7 @@ def test_grad_vac_is_that_of_the_paper_over_many_steps() -> None:
         context = AggregatorContext(step=step)
         matrix = rows(count, 4, 30.0, step, lean=0.5)
         expected = np.zeros(matrix.shape[1])
-        for i, order in enumerate(orders_of("random_per_task", count, context)):
+        for i, order in enumerate(draw_orders("random_per_task", count, context)):
             g = matrix[i].copy()
             for j in order:
                 if j == i:

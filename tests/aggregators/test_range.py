@@ -116,10 +116,10 @@ def test_weights_and_sums_that_float32_has_no_room_for(
 ) -> None:
     given = torch.tensor(numbers)[:, None] * torch.tensor([1.0, -0.5])
     own = torch.tensor(weights, dtype=torch.float64)
-    (found,) = row_algebra.combined_safely([given], own, gramian(given))
+    (found,) = row_algebra.combine_safely([given], own, gramian(given))
     assert apart(found, own @ given.double()) <= 1e-6
     if max(numbers) < 1e38:  # of rows alone nobody knows the size
-        assert apart(row_algebra.combined(given, own), own @ given.double()) <= 1e-6
+        assert apart(row_algebra.combine(given, own), own @ given.double()) <= 1e-6
 
 
 @pytest.mark.usefixtures("one_look")
@@ -127,7 +127,7 @@ def test_a_small_weight_that_does_not_matter_costs_nothing() -> None:
     given = normal(3, 50)
     for weights in ([1.0, 1e-300, 2.0], [0.0, -1.0, 0.0], [0.0, 0.0, 0.0], [torch.nan] * 3):
         own = torch.tensor(weights, dtype=torch.float64)
-        (found,) = row_algebra.combined_safely([given], own, gramian(given))
+        (found,) = row_algebra.combine_safely([given], own, gramian(given))
         torch.testing.assert_close(found.double(), own @ given.double(), equal_nan=True)
 
 
@@ -154,8 +154,8 @@ def test_rows_of_which_little_is_left_are_combined_in_float64(left: float) -> No
     given = _at(left**2 / 2 - 1)
     weights = torch.tensor([1 / 3, 1 / 3], dtype=torch.float64)
     exact = weights @ given.double()
-    (found,) = row_algebra.combined_safely([given], weights, gramian(given))
+    (found,) = row_algebra.combine_safely([given], weights, gramian(given))
     assert apart(found, exact) <= 5e-8
     assert (
-        apart(row_algebra.combined(given, weights), exact) > 1e-7
+        apart(row_algebra.combine(given, weights), exact) > 1e-7
     )  # which is what float32 would cost

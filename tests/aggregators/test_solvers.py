@@ -40,7 +40,7 @@ def test_the_shortest_is_no_longer_than_its_projection_on_any_row(
     count, rank, ratio, seed = case
     matrix = rows(count, rank, ratio, seed, lean=seed % 2 / 2)
     cosines, norms, _ = parts(matrix)
-    x = solvers.shortest(cosines, norms) / norms
+    x = solvers.min_norm_in_hull(cosines, norms) / norms
     assert x.min() >= 0
     assert x.sum() == pytest.approx(1)
     d = x @ matrix
@@ -59,7 +59,7 @@ def test_a_projection_onto_the_dual_cone_meets_its_conditions(
     count, rank, ratio, seed = case
     cosines, norms, unit = parts(rows(count, rank, ratio, seed, lean=seed % 2 / 2))
     targets = np.concatenate([np.eye(count), norms[None] / norms.max()])
-    v = solvers.onto_dual_cone(cosines, targets)
+    v = solvers.project_onto_dual_cone(cosines, targets)
     y, inner = v - targets, v @ unit @ unit.T
     assert y.min() >= 0
     assert inner.min() >= -1e-9
@@ -87,7 +87,7 @@ def test_cagrads_direction_has_no_duality_gap(case: tuple[int, int, float, int],
     bound = hull @ center + radius * np.linalg.norm(hull)
     if np.linalg.norm(d - center) < radius * (1 - 1e-6):  # nothing helps all: this harms none
         assert np.abs((unit @ d).min()) <= 1e-9 * np.linalg.norm(center)
-        assert np.linalg.norm(solvers.shortest(cosines, np.ones(count)) @ unit) <= 1.1e-3
+        assert np.linalg.norm(solvers.min_norm_in_hull(cosines, np.ones(count)) @ unit) <= 1.1e-3
     else:
         assert bound - (matrix @ d).min() <= 1e-7 * (abs(bound) + np.linalg.norm(hull) * radius)
 
@@ -100,7 +100,7 @@ def test_bargained_weights_meet_their_equation(
     count, rank, ratio, seed = case
     matrix = rows(count, rank, ratio, seed, lean=seed % 2 / 2)
     cosines, norms, unit = parts(matrix)
-    v = solvers.bargained(cosines, norms, power)
+    v = solvers.bargain(cosines, norms, power)
     if v.any():
         assert v.min() > 0
         # G w = w^-power, each line over its norm; w^-power may be more than a float holds.
@@ -109,7 +109,7 @@ def test_bargained_weights_meet_their_equation(
         met = np.abs(unit @ (v @ unit) - wanted) <= 1e-6 * wanted + rounding
         assert (met | (v < 1e-25 * v.max())).all()  # or it weighs nothing
     else:  # no direction helps every row
-        assert np.linalg.norm(solvers.shortest(cosines, np.ones(count)) @ unit) <= 1.1e-3
+        assert np.linalg.norm(solvers.min_norm_in_hull(cosines, np.ones(count)) @ unit) <= 1.1e-3
 
 
 def pairs() -> list[tuple[float, float, float]]:
@@ -119,20 +119,20 @@ def pairs() -> list[tuple[float, float, float]]:
 
 
 def mean_projected(cosines: Array, norms: Array) -> Array:
-    return solvers.onto_dual_cone(cosines, norms[None] / 2)[0]
+    return solvers.project_onto_dual_cone(cosines, norms[None] / 2)[0]
 
 
 def each_projected(cosines: Array, norms: Array) -> Array:
-    return norms @ solvers.onto_dual_cone(cosines, np.eye(2)) / 2
+    return norms @ solvers.project_onto_dual_cone(cosines, np.eye(2)) / 2
 
 
 CLOSED: dict[str, tuple[solvers.Pair, solvers.General]] = {
-    "shortest": (mgda._shortest_pair, solvers.shortest),
-    "mean": (solvers.project_mean_of_pair, mean_projected),
-    "each": (upgrad._each_projected_pair, each_projected),
-    "bargained": (
-        solvers.bargain_of_pair,
-        lambda cosines, norms: solvers.bargained(cosines, norms, 1.0),
+    "min_norm_in_hull": (mgda._min_norm_pair, solvers.min_norm_in_hull),
+    "mean": (solvers.project_mean_pair, mean_projected),
+    "each": (upgrad._project_each_pair, each_projected),
+    "bargain": (
+        solvers.bargain_pair,
+        lambda cosines, norms: solvers.bargain(cosines, norms, 1.0),
     ),
     **{
         f"averse, c = {c}": (
@@ -143,7 +143,7 @@ CLOSED: dict[str, tuple[solvers.Pair, solvers.General]] = {
         )
         for c in (0.0, 0.4, 0.9, 1.0, 2.0)
     },
-    "impartial": (imtlg._impartial_pair, imtlg._impartial),
+    "impartial": (imtlg._equal_projections_pair, imtlg._equal_projections),
     "conflict-free": (con_fig._conflict_free_pair, con_fig._conflict_free),
     **{
         f"aligned, {scale}": (
@@ -169,8 +169,8 @@ def test_the_general_solver_equals_the_closed_form_of_two(
     one = np.array(closed(cosine, norm, other)) @ unit
     two = general(cosines, np.array([norm, other])) @ unit
     # The shortest is measured by the smaller gradient, the others by the larger.
-    scale = min(norm, other) if name == "shortest" else max(norm, other)
-    assert np.abs(one - two).max() <= 1e-9 * (scale if name != "bargained" else 1.0)
+    scale = min(norm, other) if name == "min_norm_in_hull" else max(norm, other)
+    assert np.abs(one - two).max() <= 1e-9 * (scale if name != "bargain" else 1.0)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -180,9 +180,9 @@ def test_nonnegative_least_squares_agree_with_scipy(seed: int) -> None:
     made /= np.linalg.norm(made, axis=1, keepdims=True)
     target = generator.standard_normal(12)
     expected, _ = nnls(made.T, target)
-    found = solvers.nonnegative(made @ made.T, (made @ target)[None], np.ones((1, 1)))[0]
+    found = solvers.nonnegative_qp(made @ made.T, (made @ target)[None], np.ones((1, 1)))[0]
     np.testing.assert_allclose(found, expected, atol=1e-10)
-    slow = solvers._one_at_a_time(made, target, 1.0)
+    slow = solvers._lawson_hanson(made, target, 1.0)
     np.testing.assert_allclose(slow, expected, atol=1e-10)
 
 
@@ -221,11 +221,11 @@ def test_the_solvers_agree_with_fractions_over_all_active_sets(seed: int, ratio:
         matrix[0][0] += 20
     plain = np.array([[float(entry) for entry in row] for row in matrix])
     cosines, norms, unit = parts(plain)
-    shortest = solvers.shortest(cosines, norms) @ unit
+    shortest = solvers.min_norm_in_hull(cosines, norms) @ unit
     expected = exactly_shortest(matrix)
     assert np.abs(shortest - expected).max() <= 1e-9 * norms.min()
     mean = [sum(column, Fraction()) / 3 for column in zip(*matrix, strict=True)]
-    projected = solvers.onto_dual_cone(cosines, norms[None] / 3)[0] @ unit
+    projected = solvers.project_onto_dual_cone(cosines, norms[None] / 3)[0] @ unit
     assert np.abs(projected - exactly_projected(matrix, mean)).max() <= 1e-9 * norms.max()
 
 
@@ -304,17 +304,17 @@ def test_a_solver_that_does_not_get_there_raises_with_the_residual(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     opposite = np.array([[1.0, -1.0], [-1.0, 1.0]])
-    with pytest.raises(NotConverged, match=r"without a bound.*1\.0e\+00 is left") as caught:
-        solvers.nonnegative(opposite, np.array([[1.0, 1.0]]), np.ones((1, 1)))
+    with pytest.raises(NotConverged, match=r"without a bound.* residual 1\.0e\+00") as caught:
+        solvers.nonnegative_qp(opposite, np.array([[1.0, 1.0]]), np.ones((1, 1)))
     assert isinstance(caught.value, ArithmeticError)
     assert caught.value.residual == pytest.approx(1)
     cosines, norms, _ = parts(rows(8, 8, 30.0, 0))
     monkeypatch.setattr(solvers, "NEWTON_STEPS", 2)
     with pytest.raises(NotConverged, match=r"G w = w\^"):
-        solvers.bargained(cosines, norms, 1.0)
+        solvers.bargain(cosines, norms, 1.0)
 
 
-@pytest.mark.parametrize("solver", ["_exchanged", "exchanges"])
+@pytest.mark.parametrize("solver", ["_block_pivoting", "exchanges"])
 def test_without_the_fast_way_the_slow_one_gives_the_same(
     monkeypatch: pytest.MonkeyPatch, solver: str
 ) -> None:
@@ -327,16 +327,16 @@ def test_without_the_fast_way_the_slow_one_gives_the_same(
         ) -> list[Array]:
             return [
                 cagrad._conflict_averse(cosines, norms, mean, 0.5, still=False),
-                solvers.shortest(cosines, norms),
-                *solvers.onto_dual_cone(cosines, np.eye(6)),
+                solvers.min_norm_in_hull(cosines, norms),
+                *solvers.project_onto_dual_cone(cosines, np.eye(6)),
             ]
 
         fast = answers()
         with monkeypatch.context() as patch:
-            if solver == "_exchanged":
-                patch.setattr(cagrad, "_exchanged", lambda *_: None)
+            if solver == "_block_pivoting":
+                patch.setattr(cagrad, "_block_pivoting", lambda *_: None)
             else:
-                patch.setattr(solvers, "EXCHANGES", 0)
+                patch.setattr(solvers, "MAX_BLOCK_PIVOTS", 0)
             slow = answers()
         for one, two in zip(fast, slow, strict=True):
             assert distance(two @ unit, one @ unit) <= 1e-9
@@ -347,12 +347,12 @@ def test_rows_of_norm_zero_are_left_out_and_nan_is_everywhere() -> None:
         return norms * len(norms)
 
     matrix = np.array([[3.0, 0.0], [0.0, 0.0], [0.0, 1.0]])
-    weights = solvers.weights_of(gramian(matrix), ones, idle=7.0)
+    weights = solvers.solve_weights(gramian(matrix), ones, idle=7.0)
     assert weights.tolist() == [2.0, 7.0, 2.0]
     matrix[0, 0] = np.inf
     with np.errstate(invalid="ignore"):
         spoiled = gramian(matrix)
-    assert torch.isnan(solvers.weights_of(spoiled, ones)).all()
+    assert torch.isnan(solvers.solve_weights(spoiled, ones)).all()
 
 
 @pytest.mark.parametrize("count", [4, 8])
@@ -366,12 +366,12 @@ def test_the_rounding_of_a_float32_gramian_stops_no_solver(count: int, seed: int
         noise = 3e-8 * generator.standard_normal(cosines.shape)
         cosines = (cosines + noise + noise.T).clip(-1, 1)
         np.fill_diagonal(cosines, 1.0)
-        each = solvers.onto_dual_cone(cosines, np.eye(count)) @ unit
+        each = solvers.project_onto_dual_cone(cosines, np.eye(count)) @ unit
         assert (each @ unit.T).min() >= -1e-4
         averse = cagrad._conflict_averse(cosines, norms, norms / count, 1.5, still=False) @ unit
         assert (unit @ averse).min() >= -1e-4 * norms.max()
-        assert np.isfinite(solvers.bargained(cosines, norms, 1.0)).all()
-        shortest = solvers.shortest(cosines, norms) @ unit
+        assert np.isfinite(solvers.bargain(cosines, norms, 1.0)).all()
+        shortest = solvers.min_norm_in_hull(cosines, norms) @ unit
         assert np.linalg.norm(shortest) <= norms.min() * (1 + 1e-6)
 
 
@@ -379,13 +379,13 @@ def test_independent_rows_take_the_fast_way(monkeypatch: pytest.MonkeyPatch) -> 
     def refused(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(cagrad, "_bisected", refused)
-    monkeypatch.setattr(solvers, "_one_at_a_time", refused)
+    monkeypatch.setattr(cagrad, "_bisection", refused)
+    monkeypatch.setattr(solvers, "_lawson_hanson", refused)
     for seed in range(20):
         cosines, norms, _ = parts(rows(8, 8, 30.0, seed))
         cagrad._conflict_averse(cosines, norms, norms / 8, 0.5, still=False)
-        solvers.onto_dual_cone(cosines, np.eye(8))
-        solvers.shortest(cosines, norms)
+        solvers.project_onto_dual_cone(cosines, np.eye(8))
+        solvers.min_norm_in_hull(cosines, norms)
 
 
 @pytest.mark.parametrize("scale", ["min", "median", "rmse"])
@@ -412,7 +412,7 @@ def test_what_is_shared_between_solvers_is_that_of_each_gramian() -> None:
         norms = one.diagonal().sqrt()
         safe = torch.where(norms > 0, norms, 1.0)
         wanted = (one / safe / safe[:, None]).sum(1)
-        torch.testing.assert_close(solvers.weights_of(one, cosines), wanted)
+        torch.testing.assert_close(solvers.solve_weights(one, cosines), wanted)
     values, vectors = solvers._eigen(np.eye(3).tobytes(), 3)
     assert not values.flags.writeable
     assert not vectors.flags.writeable

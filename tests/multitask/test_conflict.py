@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradsurg.aggregators.base import AggregatorContext
-from gradsurg.aggregators.solvers import REMEMBERED
+from gradsurg.aggregators.solvers import CACHED_GRAMIANS
 from gradsurg.multitask.conflict import (
     AT_ONCE,
     KEPT,
@@ -185,7 +185,7 @@ def test_what_takes_no_such_losses_would_have_done_nothing(losses: tuple[float] 
 
 def test_conflicts_that_are_fetched_together_have_each_its_own_others() -> None:
     conflicts, alone = Conflicts(), []
-    for number in range(REMEMBERED + 5):
+    for number in range(CACHED_GRAMIANS + 5):
         count = 2 + number % 3
         rows = awkward(count, number)
         own, context = ("mean", "mgda")[number % 2], AggregatorContext(number, 0, "shared")

@@ -232,7 +232,7 @@ def test_losses_with_a_graph_leave_none_on_a_bare_aggregator() -> None:
 
 def test_what_is_no_tensor_is_refused_by_a_bare_aggregator() -> None:
     rows: object = [[1.0, 2.0], [3.0, 4.0]]
-    with pytest.raises(TypeError, match=r"PCGrad takes a tensor, found \[\[1.0, 2.0\]"):
+    with pytest.raises(TypeError, match=r"PCGrad needs a tensor, found \[\[1.0, 2.0\]"):
         gs.PCGrad()(rows)  # pyright: ignore[reportArgumentType]
 
 
@@ -258,14 +258,14 @@ def test_a_class_with_nothing_but_weights_is_an_aggregator() -> None:
 def test_weights_that_are_no_tensor_are_refused_by_name() -> None:
     weights: object = [1.0, 0.0, 2.0]
     aggregator = Misshapen(weights)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match=r"^Misshapen: its weights must be a tensor, found \[1\.0,"):
+    with pytest.raises(TypeError, match=r"^Misshapen: weights must be a tensor, found \[1\.0,"):
         aggregator(torch.eye(3))
 
 
 @pytest.mark.parametrize("weights", [torch.ones(3), torch.ones(2).double(), torch.ones(1).double()])
 def test_weights_of_another_form_are_refused_with_what_they_must_be(weights: Tensor) -> None:
     aggregator = Misshapen(weights)
-    said = r"^Misshapen: its weights must be float64 of shape \[3\], found torch\.float"
+    said = r"^Misshapen: weights must be float64 of shape \[3\], found torch\.float"
     with pytest.raises(ValueError, match=said):
         aggregator(torch.eye(3))
     model = Net()
