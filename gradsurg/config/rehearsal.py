@@ -14,8 +14,8 @@ from gradsurg.config.schedules import WALKED, schedule_maker, walk
 from gradsurg.config.settings import Settings
 from gradsurg.multitask.features import module_of
 from gradsurg.multitask.shared_parameters import SharedParameters
-from gradsurg.sites._untouched import untouched
 from gradsurg.sites.base import Selector
+from gradsurg.sites.state_guard import untouched
 from gradsurg.surgery.intervention import Intervention, check_scaled
 from gradsurg.tasks.base import Data, Examined, MultiTask, Task
 from gradsurg.training.loop import outputs_of

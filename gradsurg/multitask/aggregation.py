@@ -24,8 +24,8 @@ from gradsurg.multitask.others import Made
 from gradsurg.multitask.shared_parameters import SHARED, SharedParameters
 from gradsurg.plugins.fields import FieldError
 from gradsurg.plugins.registry import snake
-from gradsurg.sites._rows import many
 from gradsurg.sites.base import Selector
+from gradsurg.sites.tree_table import plural
 from gradsurg.torch_internals.autograd import undisturbed
 from gradsurg.triggers.base import TensorTrigger, Trigger, TriggerContext
 from gradsurg.triggers.for_task import ForTask
@@ -68,7 +68,7 @@ def plan_of(
         module_of(model, at.features)  # a plan of what could not be attached is none
         place = f" at {at.features!r}"
     own = [] if isinstance(at.granularity, str) else at.granularity
-    kind = many(len(own), "group") if own else at.granularity
+    kind = plural(len(own), "group") if own else at.granularity
     how = f"engine {at.engine}{place}, granularity {kind}, when {trigger!r}"
     first = f"{label}: {aggregator!r} of what several tasks reach of"
     lines = [f"{first} {many(len(groups), 'parameter')}", f"  {how}"]

@@ -14,9 +14,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradsurg.multitask.losses import leaf_of, nodes_after, walk
 from gradsurg.plugins.fields import SelectionError, nearest
-from gradsurg.sites._modules import names_of
-from gradsurg.sites._nested import tensors_in
-from gradsurg.sites._params import owned_params
+from gradsurg.sites.call_tracker import tensors_in
+from gradsurg.sites.selection import names_of, owned_params
 from gradsurg.torch_internals import compiling
 
 REENTRANT = "CheckpointFunctionBackward"  # the node of a reentrant checkpoint

@@ -15,7 +15,7 @@ from gradsurg.multitask.features import REENTRANT
 from gradsurg.multitask.flow import Call, flowing
 from gradsurg.multitask.losses import leaf_of, nodes_of, values
 from gradsurg.multitask.rows import Block, Rows
-from gradsurg.sites._params import owned_params
+from gradsurg.sites.selection import owned_params
 from gradsurg.torch_internals.compiling import COMPILED
 from gradsurg.torch_internals.random_state import kept
 

@@ -10,10 +10,15 @@ from torch.optim import Optimizer
 
 from gradsurg.aggregators.base import Aggregator, LossWeighting
 from gradsurg.plugins.fields import Contradiction, SelectionError, validated
-from gradsurg.sites._modules import ROOT
-from gradsurg.sites._params import ParamSelector, selected
-from gradsurg.sites._patterns import Pattern, matches, nothing_matched
-from gradsurg.sites.base import HookRegistry, Keeps, Stage
+from gradsurg.sites.base import HookRegistry, PlaceTest, Stage
+from gradsurg.sites.selection import (
+    ROOT,
+    ParamSelector,
+    Pattern,
+    matches,
+    nothing_matched,
+    selected_params,
+)
 from gradsurg.transforms.base import Scope
 
 SHARED = "shared"
@@ -91,14 +96,14 @@ class SharedParameters(ParamSelector):
                 "parameters: all of them are one whole, by the engine 'full'"
             )
 
-    def find(self, model: nn.Module, keeps: Keeps | None = None) -> list[str]:
-        return list(self.groups(model, keeps))
+    def find(self, model: nn.Module, test: PlaceTest | None = None) -> list[str]:
+        return list(self.groups(model, test))
 
-    def groups(self, model: nn.Module, keeps: Keeps | None = None) -> dict[str, str]:
+    def groups(self, model: nn.Module, test: PlaceTest | None = None) -> dict[str, str]:
         """The group of each parameter that is selected. Raises LookupError if a pattern has none;
         one whose parameters are all frozen is the group of nothing for now.
         """
-        names = super().find(model, keeps)
+        names = super().find(model, test)
         match self.granularity:
             case "whole":
                 return dict.fromkeys(names, SHARED)
@@ -107,14 +112,14 @@ class SharedParameters(ParamSelector):
             case "tensor":
                 return dict(zip(names, names, strict=True))
             case patterns:
-                fits = self._fitting(patterns, model, keeps or self.selects)
+                fits = self._fitting(patterns, model, test or self.selects)
                 return {name: fits[name] for name in names if name in fits}
 
-    def _fitting(self, patterns: Patterns, model: nn.Module, keeps: Keeps) -> dict[str, str]:
+    def _fitting(self, patterns: Patterns, model: nn.Module, test: PlaceTest) -> dict[str, str]:
         """The first pattern that each parameter fits by one of its names, frozen ones too."""
         fits = {
             own[0]: [one for one in patterns if any(matches(name, one) for name in own)]
-            for _, own in selected(self, model, keeps)
+            for _, own in selected_params(self, model, test)
         }
         found = {name: own[0] for name, own in fits.items() if own}
         for one in patterns:
@@ -145,7 +150,7 @@ class SharedParameters(ParamSelector):
         optimizer: Optimizer | None,
         stage: Stage,
         scope: Scope,
-        gates: HookRegistry,
+        registry: HookRegistry,
         stack: ExitStack,
     ) -> None:
         raise AssertionError("no transform acts here")

@@ -1,5 +1,5 @@
-"""Where a gradient is met: one kind of site a file."""
+"""Hook points: where in a model or an autograd graph a gradient is met; one kind a file."""
 
-from gradsurg.sites._tree import tree
+from gradsurg.sites.model_tree import tree
 
 __all__ = ["tree"]

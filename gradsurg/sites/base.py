@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from gradsurg.aggregators.base import Aggregator
 from gradsurg.plugins.fields import FieldError
+from gradsurg.plugins.registry import find
 from gradsurg.transforms.base import Need, Scope
 
 Stage = Literal[
@@ -44,7 +45,7 @@ GradFn = Callable[[Tensor | None], Tensor | None]
 GroupFn = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 """All gradients of a group in, the new ones out (None: leave it), in the same order."""
 
-Put = Callable[[ExitStack], None]
+RegisterHooks = Callable[[ExitStack], None]
 """Registers hooks, each with its removal on the stack, as often as it is called."""
 
 
@@ -87,7 +88,7 @@ class Place:
         return (self.mechanism, self.name, self.call, self.node, self.occurrence)
 
 
-Keeps = Callable[[Place], bool | None]
+PlaceTest = Callable[[Place], bool | None]
 """Whether a place is selected; None if that depends on what is not known of it yet."""
 
 
@@ -114,7 +115,7 @@ class HookRegistry(Protocol):
         """What else decides about a result: step, switches and fields as they are now."""
         ...
 
-    def keeps(self, place: Place) -> bool | None:
+    def selects(self, place: Place) -> bool | None:
         """Whether the place is selected; None if that depends on what is not known of it yet."""
         ...
 
@@ -138,21 +139,23 @@ class HookRegistry(Protocol):
         """Say something once about this intervention when the block ends."""
         ...
 
-    def put(self, put: Put, stack: ExitStack) -> None:
+    def register(self, register: RegisterHooks, stack: ExitStack) -> None:
         """Have hooks registered for the length of the block, but for the steps between two that are
         measured, if measuring is all that is done there.
         """
         ...
 
-    def at_end(self, check: Callable[[], str]) -> None:
+    def check_at_end(self, check: Callable[[], str]) -> None:
         """Have `check` called when the block ends: what it then says, if anything, is noted."""
         ...
 
-    def gate(self, site: str, value: Callable[[], Tensor | None] | None = None) -> SiteHook:
+    def hook_for(self, site: str, value: Callable[[], Tensor | None] | None = None) -> SiteHook:
         """The gate of a site, one for all time; `value` gives the tensor whose gradient passes."""
         ...
 
-    def group(self, sites: Sequence[str], values: Sequence[Callable[[], Tensor | None]]) -> GroupFn:
+    def group_hook(
+        self, sites: Sequence[str], values: Sequence[Callable[[], Tensor | None]]
+    ) -> GroupFn:
         """The gate of all sites together."""
         ...
 
@@ -167,14 +170,14 @@ class Selector(ABC):
 
     stages: ClassVar[tuple[Stage, ...]]
     group_stages: ClassVar[tuple[Stage, ...]] = ()
-    known_at_once: ClassVar[bool] = False  # whether its sites are known before the model is called
+    known_before_forward: ClassVar[bool] = False  # whether attaching alone shows all sites
     for_aggregators: ClassVar[bool] = False  # whether aggregators act at it, and no transforms
-    uncompiled: ClassVar[str] = ""  # why it cannot act as in eager in a compiled model, if so
+    compile_limit: ClassVar[str] = ""  # why it cannot act as in eager in a compiled model, if so
 
     stage: Stage | None
 
     @property
-    def gives(self) -> frozenset[Need]:
+    def provides(self) -> frozenset[Need]:
         """What a transform is given at each of its sites besides the gradient, as it `needs` it."""
         return frozenset()
 
@@ -187,6 +190,11 @@ class Selector(ABC):
     def kinds(self) -> tuple["Selector", ...]:
         """The selectors that hook: this one, or those that a combination is made of."""
         return (self,)
+
+    @property
+    def known_in_backward(self) -> bool:
+        """Whether some sites are known only once a backward reaches them."""
+        return False
 
     @property
     def expected(self) -> int | None:
@@ -229,16 +237,16 @@ class Selector(ABC):
         """Whether the place is one of those of which `~` takes what is not selected."""
         return True
 
-    def later(self, thing: nn.Module | Tensor) -> Place | None:
+    def place_if_added(self, thing: nn.Module | Tensor) -> Place | None:
         """The place at which it meets what came into the model after it was hooked, if it does."""
         return None
 
-    def keeper(self) -> Keeps:
+    def new_test(self) -> PlaceTest:
         """`selects`, or a test with a memory of its own, for the length of one attachment."""
         return self.selects
 
     @abstractmethod
-    def find(self, model: nn.Module, keeps: Keeps | None = None) -> list[str]:
+    def find(self, model: nn.Module, test: PlaceTest | None = None) -> list[str]:
         """The names of what is selected, as far as they are known before the model is called.
 
         `keeps` takes the place of `selects`. Raises LookupError, with what there is, if nothing is.
@@ -251,7 +259,7 @@ class Selector(ABC):
         optimizer: Optimizer | None,
         stage: Stage,
         scope: Scope,
-        gates: HookRegistry,
+        registry: HookRegistry,
         stack: ExitStack,
     ) -> None:
         """Hook at `stage` whatever `gates` keeps; each handle goes on `stack` as it is made."""
@@ -281,18 +289,18 @@ class Selector(ABC):
 def _combined(
     of: Sequence[object], by: Literal["any", "all", "none"], **fields: Any
 ) -> Selector:  # Any: fields have types
-    # Imported here, for a combination is itself a selector.
-    from gradsurg.sites.combined import Combined
-
     selectors = tuple(selector for selector in of if isinstance(selector, Selector))
     if len(selectors) < len(of):
         raise TypeError(f"a selector combines with selectors, found {of[-1]!r}")
-    return Combined(selectors, by=by, **fields)
+    # Found by name, as every plug-in: `Combined` is itself a selector and imports this module.
+    return find("sites", "combined")(selectors, by=by, **fields)
 
 
-def through(gates: Sequence[GradFn], grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Pass the gradients of a node through one gate each."""
-    results = [gate(grad) for gate, grad in zip(gates, grads, strict=True)]
+def apply_hooks(
+    hooks: Sequence[GradFn], grads: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """Pass the gradients of a node through one hook each."""
+    results = [hook(grad) for hook, grad in zip(hooks, grads, strict=True)]
     return tuple(
         grad if result is None else result for result, grad in zip(results, grads, strict=True)
     )

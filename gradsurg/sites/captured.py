@@ -11,20 +11,22 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites._calls import Calls
-from gradsurg.sites._modules import (
+from gradsurg.sites.base import NO_GRADIENT, HookRegistry, Place, PlaceTest, Stage
+from gradsurg.sites.call_tracker import Calls, tensors_in
+from gradsurg.sites.selection import (
     ROOT,
     Chosen,
     ModuleSelector,
     Range,
+    chooses,
+    expect_params,
+    found,
     names_of,
+    nothing_matched,
     params_of,
     possible,
+    selected_params,
 )
-from gradsurg.sites._nested import tensors_in
-from gradsurg.sites._params import chooses, expected, found, selected
-from gradsurg.sites._patterns import nothing_matched
-from gradsurg.sites.base import NO_GRADIENT, HookRegistry, Keeps, Place, Stage
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Need, Scope
 
@@ -61,7 +63,7 @@ class Captured(ModuleSelector):
     stages: ClassVar[tuple[Stage, ...]] = ("captured",)
 
     @property
-    def gives(self) -> frozenset[Need]:
+    def provides(self) -> frozenset[Need]:
         return frozenset({"value"})
 
     def selects(self, place: Place) -> bool | None:
@@ -74,15 +76,17 @@ class Captured(ModuleSelector):
     def offers(self, place: Place) -> bool:
         return not isinstance(place.thing, nn.Module) or super().offers(place)
 
-    def find(self, model: nn.Module, keeps: Keeps | None = None) -> list[str]:
-        keeps = keeps or self.selects
+    def find(self, model: nn.Module, test: PlaceTest | None = None) -> list[str]:
+        test = test or self.selects
         named = names_of(model)
         modules = [
-            name for names in possible(named, self.mechanism, keeps).values() for name in names
+            name for names in possible(named, self.mechanism, test).values() for name in names
         ]
-        if not modules and selected(self, model, keeps):
-            return found(self, model, keeps)
-        params = [names[0] for param, names in selected(self, model, keeps) if param.requires_grad]
+        if not modules and selected_params(self, model, test):
+            return found(self, model, test)
+        params = [
+            names[0] for param, names in selected_params(self, model, test) if param.requires_grad
+        ]
         if not params and not modules:
             choices = [name for names in named.values() for name in names if name != ROOT]
             choices += params_of(model)
@@ -95,19 +99,19 @@ class Captured(ModuleSelector):
         optimizer: Optimizer | None,
         stage: Stage,
         scope: Scope,
-        gates: HookRegistry,
+        registry: HookRegistry,
         stack: ExitStack,
     ) -> None:
-        sites = _Sites(gates)
-        for name, param in expected(self, model, gates).items():
+        sites = _Sites(registry)
+        for name, param in expect_params(self, model, registry).items():
             sites.add(param, name)
         calls = Calls(names_of(model))
-        kept = possible(calls.names, self.mechanism, gates.keeps)
+        kept = possible(calls.names, self.mechanism, registry.selects)
         if kept:  # compiled code stays whole where there are parameters alone
             calls.hook(model, stack)
         for module, names in kept.items():
-            gates.expect(f"{names[0]}#{self.call or 0}", skipped=NOT_ASKED)
-            hook = _remembering(sites, calls, self.chosen(gates))
+            registry.expect(f"{names[0]}#{self.call or 0}", skipped=NOT_ASKED)
+            hook = _remembering(sites, calls, self.chosen(registry))
             stack.callback(module.register_forward_hook(hook).remove)
         _watch(sites, stack)
 
@@ -121,7 +125,7 @@ def _remembering(sites: "_Sites", calls: Calls, chosen: Chosen) -> Callable[...,
             return
         for path, tensor in tensors_in(output):
             if path:
-                sites.gates.forget(base)
+                sites.registry.forget(base)
             sites.add(tensor, base + path)
 
     return hook
@@ -190,8 +194,8 @@ class _Sites:
     The first site of a tensor is its site: a parameter that a module returns goes by its own name.
     """
 
-    def __init__(self, gates: HookRegistry) -> None:
-        self.gates = gates
+    def __init__(self, registry: HookRegistry) -> None:
+        self.registry = registry
         self.known = WeakIdKeyDictionary()  # tensor -> (site, version)
         self.met: set[str] = set()
 
@@ -201,7 +205,7 @@ class _Sites:
             return
         if not tensor.requires_grad:
             if site not in self.met:
-                self.gates.expect(site, skipped=NO_GRADIENT)
+                self.registry.expect(site, skipped=NO_GRADIENT)
             return
         owner = self.of(tensor)
         if not owner:
@@ -209,10 +213,10 @@ class _Sites:
         if site not in self.met:
             self.met.add(site)
             if owner != site and owner:
-                self.gates.expect(owner, [site], skipped=NOT_ASKED)
+                self.registry.expect(owner, [site], skipped=NOT_ASKED)
             else:
-                self.gates.gate(site)
-                self.gates.expect(site, skipped=NOT_ASKED)
+                self.registry.hook_for(site)
+                self.registry.expect(site, skipped=NOT_ASKED)
 
     def of(self, tensor: object) -> str:
         """The site of an input, empty if it is nobody's."""
@@ -226,7 +230,7 @@ class _Sites:
         for tensor in inputs:
             if isinstance(tensor, Tensor) and tensor in self.known and not self.of(tensor):
                 site, _ = self.known[tensor]
-                self.gates.note(f"'{site}' was asked for and left alone: {CHANGED}")
+                self.registry.note(f"'{site}' was asked for and left alone: {CHANGED}")
         site = next(filter(None, map(self.of, inputs)), "")
         if not site:
             return False
@@ -241,10 +245,10 @@ class _Sites:
         """Let the gradient of a tensor through its gate, if it is a site here."""
         site = self.of(tensor)
         if site and key not in after:  # a None, or zeros that were made of it
-            self.gates.expect(site, skipped=UNUSED)
+            self.registry.expect(site, skipped=UNUSED)
         elif site:
-            value = tensor if self.gates.needs_value else None
-            result = self.gates.gate(site)(after[key], value)
+            value = tensor if self.registry.needs_value else None
+            result = self.registry.hook_for(site)(after[key], value)
             after[key] = after[key] if result is None else result
 
 

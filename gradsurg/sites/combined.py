@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradsurg.plugins.fields import Contradiction, validated
-from gradsurg.sites.base import HookRegistry, Keeps, Place, Selector, Stage
+from gradsurg.sites.base import HookRegistry, Place, PlaceTest, Selector, Stage
 from gradsurg.transforms.base import Need, Scope
 
 
@@ -65,14 +65,14 @@ class Combined(Selector):
         return f"Combined({', '.join(given)})"
 
     @property
-    def gives(self) -> frozenset[Need]:
+    def provides(self) -> frozenset[Need]:
         match self.by:
             case "any":
-                return frozenset.intersection(*(part.gives for part in self.of))
+                return frozenset.intersection(*(part.provides for part in self.of))
             case "all":
-                return frozenset.union(*(part.gives for part in self.of))
+                return frozenset.union(*(part.provides for part in self.of))
             case "none":  # other sites of the same kinds, of which none need be a product
-                return frozenset.intersection(*(kind.gives for kind in self.kinds)) - {"product"}
+                return frozenset.intersection(*(kind.provides for kind in self.kinds)) - {"product"}
 
     @property
     def kinds(self) -> tuple[Selector, ...]:
@@ -97,16 +97,16 @@ class Combined(Selector):
     def offers(self, place: Place) -> bool:
         return any(k.offers(place) for k in self.kinds if k.mechanism == place.mechanism)
 
-    def keeper(self) -> Keeps:
-        return Keeper(self)
+    def new_test(self) -> PlaceTest:
+        return CombinedTest(self)
 
-    def find(self, model: nn.Module, keeps: Keeps | None = None) -> list[str]:
+    def find(self, model: nn.Module, test: PlaceTest | None = None) -> list[str]:
         self._check_parts(model)
-        keeps = keeps or self.keeper()
+        test = test or self.new_test()
         found = []
         for kind in self._hooked():
             with suppress(LookupError):  # the others may have something
-                found += kind.find(model, keeps)
+                found += kind.find(model, test)
         if not found:
             own = "; ".join(", ".join(part.find(model)) for part in self.of)
             raise LookupError(f"nothing is selected by {self!r}. Its parts by themselves: {own}")
@@ -118,15 +118,15 @@ class Combined(Selector):
         optimizer: Optimizer | None,
         stage: Stage,
         scope: Scope,
-        gates: HookRegistry,
+        registry: HookRegistry,
         stack: ExitStack,
     ) -> None:
         for kind in self._hooked():
             try:
-                kind.find(model, gates.keeps)
+                kind.find(model, registry.selects)
             except LookupError:
                 continue  # the others have something, or `find` has told before
-            kind.hook(model, optimizer, stage, scope, gates, stack)
+            kind.hook(model, optimizer, stage, scope, registry, stack)
 
     def _check_parts(self, model: nn.Module) -> None:
         """Raises LookupError if a part selects nothing, and the whole would not show it."""
@@ -164,21 +164,21 @@ class Combined(Selector):
                 return None if None in said else True
 
 
-class Keeper:
+class CombinedTest:
     """What a combination keeps, for the length of one attachment: it counts up to `limit`, and
     knows the parts that have selected none of the sites they were asked about.
     """
 
     def __init__(self, whole: Combined) -> None:
         self._whole = whole
-        self._parts = [selector.keeper() for selector in whole.of]
+        self._parts = [selector.new_test() for selector in whole.of]
         self._mechanisms = [{kind.mechanism for kind in part.kinds} for part in whole.of]
         self._asked: set[int] = set()
         self._fitted: set[int] = set()
         self._admitted: set[tuple[object, ...]] = set()
 
     def __call__(self, place: Place) -> bool | None:
-        parts = [keeps(place) for keeps in self._parts]
+        parts = [test(place) for test in self._parts]
         for at, said in enumerate(parts):
             if said:
                 self._fitted.add(at)
@@ -196,12 +196,12 @@ class Keeper:
             self._admitted.add(place.key)
         return place.key in self._admitted
 
-    def silent(self) -> list[Selector]:
+    def unmatched_parts(self) -> list[Selector]:
         """The parts, of those that the whole does not need, that have selected nothing so far."""
         silent: list[Selector] = []
-        for at, keeps in enumerate(self._parts):
+        for at, test in enumerate(self._parts):
             if self._whole.by != "all" and at in self._asked - self._fitted:
                 silent.append(self._whole.of[at])
-            elif isinstance(keeps, Keeper):
-                silent += keeps.silent()
+            elif isinstance(test, CombinedTest):
+                silent += test.unmatched_parts()
         return silent

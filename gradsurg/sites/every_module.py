@@ -11,23 +11,32 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites._backward_hooks import (
+from gradsurg.sites.activations import Done, Flow, input_hook, output_hook
+from gradsurg.sites.base import HookRegistry, Place, PlaceTest, Selector, Stage
+from gradsurg.sites.call_tracker import Calls
+from gradsurg.sites.module_gradients import (
+    Hook,
     Side,
-    entering,
     forbid_legacy,
-    leaving,
+    forward_hook,
+    forward_pre_hook,
     note_in_place,
+    tickets,
     without_warning,
 )
-from gradsurg.sites._calls import Calls
-from gradsurg.sites._flow import Done, Flow
-from gradsurg.sites._flow import entering as entering_values
-from gradsurg.sites._flow import leaving as leaving_values
-from gradsurg.sites._foreign import foreign
-from gradsurg.sites._modules import COMPILED, ROOT, Chosen, names_of, possible, remembered
-from gradsurg.sites._patterns import Pattern, Types, matches, matches_type
-from gradsurg.sites._tickets import Hook, tickets
-from gradsurg.sites.base import HookRegistry, Keeps, Place, Selector, Stage
+from gradsurg.sites.selection import (
+    COMPILED,
+    ROOT,
+    Chosen,
+    Pattern,
+    Types,
+    foreign,
+    matches,
+    matches_type,
+    names_of,
+    possible,
+    remembered,
+)
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Scope
 
@@ -61,7 +70,7 @@ class EveryModule(Selector):
     stage: Stage | None = None
 
     stages: ClassVar[tuple[Stage, ...]] = ("forward", "backward")
-    uncompiled: ClassVar[str] = "PyTorch compiles nothing while there are global hooks"
+    compile_limit: ClassVar[str] = "PyTorch compiles nothing while there are global hooks"
 
     @property
     def mechanism(self) -> tuple[object, ...]:
@@ -99,21 +108,21 @@ class EveryModule(Selector):
         inside = isinstance(place.thing, nn.Module) and any(place.thing.children())
         return place.name != ROOT or self.pattern == ROOT or not inside
 
-    def later(self, thing: nn.Module | Tensor) -> Place | None:
+    def place_if_added(self, thing: nn.Module | Tensor) -> Place | None:
         if not isinstance(thing, nn.Module):
             return None
         return Place(self.mechanism, type(thing).__name__, thing)
 
-    def find(self, model: nn.Module, keeps: Keeps | None = None) -> list[str]:
-        keeps = keeps or self.selects
-        kept = possible(names_of(model), self.mechanism, keeps)
+    def find(self, model: nn.Module, test: PlaceTest | None = None) -> list[str]:
+        test = test or self.selects
+        kept = possible(names_of(model), self.mechanism, test)
         found = [name for names in kept.values() for name in names]
         return found or [f"what fits {self!r} outside the model"]
 
-    def chosen(self, gates: HookRegistry, tail: str = "") -> Chosen:
+    def chosen(self, registry: HookRegistry, tail: str = "") -> Chosen:
         """A memory of which calls are selected, and of the ids of their sites."""
         # Modules outside the model may come and go.
-        return remembered(self.mechanism, gates, WeakKeyDictionary(), tail)
+        return remembered(self.mechanism, registry, WeakKeyDictionary(), tail)
 
     def hook(
         self,
@@ -121,54 +130,59 @@ class EveryModule(Selector):
         optimizer: Optimizer | None,
         stage: Stage,
         scope: Scope,
-        gates: HookRegistry,
+        registry: HookRegistry,
         stack: ExitStack,
     ) -> None:
         names = _Names(names_of(model))
         tail = ".input" if self.side == "input" else ""
         others = foreign(*(vars(process)[table] for table in TABLES))
         for module, (name, *_) in names.items():
-            if gates.keeps(Place(self.mechanism, name, module)) is not False:
-                gates.expect(f"{name}#0{tail}", foreign=others)
+            if registry.selects(Place(self.mechanism, name, module)) is not False:
+                registry.expect(f"{name}#0{tail}", foreign=others)
         match self.kind:
             case "forward_pre" | "forward":
-                self._hook_values(model, names, gates, stack)
+                self._hook_values(model, names, registry, stack)
             case "full_backward_pre" | "full_backward":
-                self._hook_gradients(model, names, gates, stack, self.kind)
+                self._hook_gradients(model, names, registry, stack, self.kind)
 
     @property
     def _stage(self) -> Stage:
         return "forward" if self.kind in ("forward_pre", "forward") else "backward"
 
     def _hook_values(
-        self, model: nn.Module, names: "_Names", gates: HookRegistry, stack: ExitStack
+        self, model: nn.Module, names: "_Names", registry: HookRegistry, stack: ExitStack
     ) -> None:
         block = ["open"]
         stack.callback(block.clear)
         done: WeakKeyDictionary[nn.Module, list[Done]] = WeakKeyDictionary()
-        flow = Flow(names, self, gates, done, block)
+        flow = Flow(names, self, registry, done, block)
         _follow_begin(flow.calls, model, stack)
         if self.kind == "forward_pre":
-            handle = process.register_module_forward_pre_hook(_by_place(entering_values(flow)))
+            handle = process.register_module_forward_pre_hook(_by_place(input_hook(flow)))
         else:
             # PyTorch's type says that such a hook returns nothing; it may return a new output.
-            leave: Callable[..., Any] = leaving_values(flow)
+            leave: Callable[..., Any] = output_hook(flow)
             handle = process.register_module_forward_hook(leave)
         stack.callback(handle.remove)
         _follow_end(flow.calls, model, stack)
 
     def _hook_gradients(
-        self, model: nn.Module, names: "_Names", gates: HookRegistry, stack: ExitStack, side: Side
+        self,
+        model: nn.Module,
+        names: "_Names",
+        registry: HookRegistry,
+        stack: ExitStack,
+        side: Side,
     ) -> None:
         calls = Calls(names)
         forbid_legacy(process._global_is_full_backward_hook, "the process", "EveryModule")
         one = tickets(self._register(side, stack))
         stack.callback(one.remove)
         _follow_begin(calls, model, stack)
-        enter = entering(calls, one, "EveryModule")
+        enter = forward_pre_hook(calls, one, "EveryModule")
         stack.callback(process.register_module_forward_pre_hook(enter).remove)
         tail = ".input" if side == "full_backward" else ""
-        leave = leaving(calls, one, self.chosen(gates, tail), gates, side, refuses="")
+        leave = forward_hook(calls, one, self.chosen(registry, tail), registry, side, refuses="")
         leave_handle = process.register_module_forward_hook(leave, with_kwargs=True)
         stack.callback(autograd.remove_global_forward_hook, leave_handle)
         _follow_end(calls, model, stack)

@@ -13,9 +13,9 @@ from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites._averaged import refuse_averaged
-from gradsurg.sites._params import ParamSelector, expected
 from gradsurg.sites.base import HookRegistry, Stage
+from gradsurg.sites.selection import ParamSelector, expect_params
+from gradsurg.sites.wrapped_models import refuse_averaged
 from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import Need, Scope
 
@@ -39,7 +39,7 @@ class Group(ParamSelector):
     group_stages: ClassVar[tuple[Stage, ...]] = ("backward_end",)
 
     @property
-    def gives(self) -> frozenset[Need]:
+    def provides(self) -> frozenset[Need]:
         return frozenset({"value"})
 
     def hook(
@@ -48,14 +48,14 @@ class Group(ParamSelector):
         optimizer: Optimizer | None,
         stage: Stage,
         scope: Scope,
-        gates: HookRegistry,
+        registry: HookRegistry,
         stack: ExitStack,
     ) -> None:
         # Not by `register_multi_grad_hook`: it never fires on a root, twice around a reentrant
         # checkpoint, breaks `autograd.grad`, and comes before `.grad` is written.
         refuse_averaged("Group", model, stack)
-        chosen = expected(self, model, gates)
-        backwards = _Backwards(chosen, gates)
+        chosen = expect_params(self, model, registry)
+        backwards = _Backwards(chosen, registry)
         for name, param in chosen.items():
             handle = param.register_post_accumulate_grad_hook(_reaching(backwards, name))
             stack.callback(handle.remove)
@@ -78,10 +78,10 @@ class _Reached:
 class _Backwards:
     """The backwards at work, and what each has reached. It holds no parameter."""
 
-    def __init__(self, params: Mapping[str, nn.Parameter], gates: HookRegistry) -> None:
+    def __init__(self, params: Mapping[str, nn.Parameter], registry: HookRegistry) -> None:
         self.params = {name: ref(param) for name, param in params.items()}
-        self.gate_all = gates.group(list(self.params), list(self.params.values()))
-        self.gates = gates
+        self.gate_all = registry.group_hook(list(self.params), list(self.params.values()))
+        self.registry = registry
         self.open: dict[int, ref[_Reached]] = {}  # by the number of the backward
 
     def reach(self, names: Iterable[str]) -> None:
@@ -117,7 +117,7 @@ class _Backwards:
         handles = [node.register_prehook(hook) for node, _ in edges if node is not None]
         if not handles:
             del self.open[task]
-            self.gates.note(
+            self.registry.note(
                 "a backward was called by a hook on a leaf, inside another backward: at its end "
                 "the group was not complete, and was left as it is"
             )
@@ -134,7 +134,7 @@ class _Backwards:
             if grad is None and name in reached
         ]
         if gone:
-            self.gates.note(
+            self.registry.note(
                 f"the .grad of {', '.join(gone)} was gone when the backward had ended: what steps "
                 "inside the backward does not wait for the group"
             )
@@ -148,7 +148,7 @@ class _Backwards:
 
     def _failed(self, task: int, held: ref[_Reached]) -> None:
         if self.open.pop(task, None) is not None:
-            self.gates.note(
+            self.registry.note(
                 "a backward has failed, and the group was left as it is: what had been added to "
                 "its .grad by then is there unchanged"
             )

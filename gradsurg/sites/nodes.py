@@ -1,5 +1,6 @@
 """Nodes: what enters or leaves a node of the autograd graph."""
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cache
@@ -11,15 +12,48 @@ from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
 from gradsurg.plugins.fields import Contradiction, SelectionError, nearest, validated
-from gradsurg.sites._modules import names_of, possible
-from gradsurg.sites._node_names import FAMILIES, fits, plain
-from gradsurg.sites._patterns import Pattern, Types, matches, matches_type, nothing_matched
-from gradsurg.sites._resolver import Graph, Spot, around, resolver
-from gradsurg.sites.base import GradFn, HookRegistry, Keeps, Place, Selector, SiteHook, Stage
+from gradsurg.sites.base import GradFn, HookRegistry, Place, PlaceTest, Selector, SiteHook, Stage
+from gradsurg.sites.graph_tracer import Graph, Spot, Tracer, around, plain
+from gradsurg.sites.selection import (
+    Pattern,
+    Types,
+    matches,
+    matches_type,
+    names_of,
+    nothing_matched,
+    possible,
+)
 from gradsurg.transforms.base import Need, Scope
 
 COMPILED = "CompiledFunction"
 PRODUCTS = (("Addmm", 1), ("Mm", 0))  # by which edge the gradient of the input leaves
+FAMILIES = {
+    "activation": (
+        *("Relu", "LeakyRelu", "RreluWithNoise", "PreluKernel", "Threshold", "Elu", "Celu"),
+        *("Gelu", "Silu", "Mish", "Glu", "Sigmoid", "LogSigmoid", "Tanh", "Softplus"),
+        *("Hardtanh", "Hardsigmoid", "Hardswish", "Hardshrink", "Softshrink"),
+    ),
+    "attention": ("ScaledDotProduct*", "FlashAttention", "EfficientAttention", "CudnnAttention"),
+    "conv": ("*Convolution", "*ConvolutionTranspose", "ConvDepthwise?D", "ConvTbc", "SlowConv*D"),
+    "loss": (
+        *("NllLoss", "NllLoss2D", "LogSoftmax", "MseLoss", "HuberLoss", "SmoothL1Loss"),
+        *("BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "SoftMarginLoss"),
+        *("MultiMarginLoss", "MultilabelMarginLoss", "*CtcLoss"),
+    ),
+    "matmul": (
+        *("Addmm", "Mm", "Bmm", "Baddbmm", "Addbmm", "Addmv", "Mv", "Dot", "GroupedMm"),
+        *("Linear", "Matmul", "MkldnnLinear", "SparseAddmm"),
+    ),
+    "norm": (
+        *("NativeBatchNorm", "NativeBatchNormLegit*", "BatchNormWithUpdate", "BatchNormNoUpdate"),
+        *("CudnnBatchNorm", "MiopenBatchNorm", "NativeLayerNorm", "NativeGroupNorm"),
+        "FusedRmsNorm",
+    ),
+    "rnn": ("MkldnnRnnLayer", "CudnnRnn", "MiopenRnn", "LstmMps", "ThnnFused*Cell"),
+    "softmax": ("Softmax", "LogSoftmax", "SafeSoftmax", "MaskedSoftmax", "Sparse*Softmax"),
+}
+"""Names vary with shape, dtype and device. Dropout has none: on a CPU it is a product."""
+
 ONE_NODE = (
     "it acted on nodes that torch.compile has made, each of them many operations in one: in eager "
     "there are others"
@@ -57,18 +91,22 @@ class Nodes(Selector):
     stage: Stage | None = None
 
     stages: ClassVar[tuple[Stage, ...]] = ("backward",)
-    uncompiled: ClassVar[str] = "what is compiled runs as one node"
+    compile_limit: ClassVar[str] = "what is compiled runs as one node"
 
     def __post_init__(self) -> None:
         if self.edge is not None and self.side == "enter":
             raise Contradiction("edge", f"needs side=leave, found {self.edge} with side=enter")
 
     @property
-    def gives(self) -> frozenset[Need]:
+    def provides(self) -> frozenset[Need]:
         if self.side == "enter":
             return frozenset()
         kind = plain(self.pattern).removesuffix("Backward")
         return frozenset({"entering", "product"} if (kind, self.edge) in PRODUCTS else {"entering"})
+
+    @property
+    def known_in_backward(self) -> bool:
+        return self.side == "enter"  # which outputs of a node get a gradient
 
     @property
     def mechanism(self) -> tuple[object, ...]:
@@ -90,12 +128,10 @@ class Nodes(Selector):
         known = all(number is None or found is not None for number, found in asked)
         return True if known and place.node is not None else None
 
-    def find(self, model: nn.Module, keeps: Keeps | None = None) -> list[str]:
-        keeps = keeps or self.selects
+    def find(self, model: nn.Module, test: PlaceTest | None = None) -> list[str]:
+        test = test or self.selects
         named = names_of(model)
-        found = [
-            name for names in possible(named, self.mechanism, keeps).values() for name in names
-        ]
+        found = [name for names in possible(named, self.mechanism, test).values() for name in names]
         if not found:
             choices = [name for names in named.values() for name in names]
             if any(matches(name, self.module) for name in choices):
@@ -110,12 +146,12 @@ class Nodes(Selector):
         optimizer: Optimizer | None,
         stage: Stage,
         scope: Scope,
-        gates: HookRegistry,
+        registry: HookRegistry,
         stack: ExitStack,
     ) -> None:
-        self.find(model, gates.keeps)
+        self.find(model, registry.selects)
         names = names_of(model)
-        kept = possible(names, self.mechanism, gates.keeps)
+        kept = possible(names, self.mechanism, registry.selects)
         own = [(module, name) for module in kept for name in kept[module]]
         met = False
         sites: dict[Spot, Callable[[Node], object] | None] = {}
@@ -123,16 +159,16 @@ class Nodes(Selector):
         @cache
         def wanted(node: str) -> bool:
             places = (Place(self.mechanism, name, module, node=node) for module, name in own)
-            return any(gates.keeps(place) is not False for place in places)
+            return any(registry.selects(place) is not False for place in places)
 
         def take(graph: Graph) -> None:
             nonlocal met
             chosen = False
             for node, spot in graph.nodes(wanted):
                 if spot not in sites:
-                    sites[spot] = self._site(node, spot, gates)
+                    sites[spot] = self._site(node, spot, registry)
                     if sites[spot] and plain(spot.name) == f"{COMPILED}Backward":
-                        gates.note(ONE_NODE)
+                        registry.note(ONE_NODE)
                 site = sites[spot]
                 if site is not None:
                     chosen = True
@@ -141,16 +177,16 @@ class Nodes(Selector):
             if not (chosen or met) and graph.whole and not graph.empty and not graph.hides():
                 # Others may have all the places that a combination has room for.
                 places = (Place(self.mechanism, name, module) for module, name in own)
-                if any(gates.keeps(place) is not False for place in places):
+                if any(registry.selects(place) is not False for place in places):
                     raise self._nothing(graph)
             met = met or chosen
 
         modules = around(names, kept, inside=True)
 
-        def put(own: ExitStack) -> None:
-            resolver().follow(model, modules, take, own, since=kept)
+        def register(own: ExitStack) -> None:
+            Tracer().follow(model, modules, take, own, since=kept)
 
-        gates.put(put, stack)
+        registry.register(register, stack)
 
     def _nothing(self, graph: Graph) -> SelectionError:
         made = [spot for _, spot in graph.nodes() if matches(spot.call.name, self.module)]
@@ -172,28 +208,30 @@ class Nodes(Selector):
             f". {listed}{hint}",
         )
 
-    def _site(self, node: Node, spot: Spot, gates: HookRegistry) -> Callable[[Node], object] | None:
+    def _site(
+        self, node: Node, spot: Spot, registry: HookRegistry
+    ) -> Callable[[Node], object] | None:
         """How to hook a node like this one at this place, None if it is not selected."""
         call = spot.call
         where = self.mechanism, call.name, call.module, call.number, spot.name, spot.occurrence
-        if not gates.keeps(Place(*where, whole=True)):
+        if not registry.selects(Place(*where, whole=True)):
             return None
         site = spot.id
         if self.side == "enter":
-            entering = _entering(site, gates, len(node._input_metadata) == 1)
+            entering = _prehook(site, registry, len(node._input_metadata) == 1)
             return lambda node: node.register_prehook(entering)
         leaving: dict[tuple[bool, ...], Callable[..., object]] = {}
 
         def leave(node: Node) -> None:
             live = tuple([source is not None for source, _ in node.next_functions])
             if live not in leaving:
-                leaving[live] = self._leaving(site, gates, live)
+                leaving[live] = self._leaving(site, registry, live)
             node.register_hook(leaving[live])
 
         return leave
 
     def _leaving(
-        self, site: str, gates: HookRegistry, live: Sequence[bool]
+        self, site: str, registry: HookRegistry, live: Sequence[bool]
     ) -> Callable[..., object]:
         edges = [index for index, takes in enumerate(live) if takes]
         if self.edge not in (None, *edges):
@@ -204,10 +242,10 @@ class Nodes(Selector):
                 f"There are: {', '.join(map(str, edges))}.",
             )
         chosen = edges if self.edge is None else [self.edge]
-        return leaving([(index, gates.gate(f"{site}.{index}")) for index in chosen])
+        return posthook([(index, registry.hook_for(f"{site}.{index}")) for index in chosen])
 
 
-def leaving(pairs: Sequence[tuple[int, SiteHook]]) -> Callable[..., object]:
+def posthook(pairs: Sequence[tuple[int, SiteHook]]) -> Callable[..., object]:
     """A node posthook that passes what leaves by some edges through a gate each."""
 
     def hook(
@@ -224,10 +262,10 @@ def leaving(pairs: Sequence[tuple[int, SiteHook]]) -> Callable[..., object]:
     return hook
 
 
-def _entering(site: str, gates: HookRegistry, alone: bool) -> Callable[..., object]:
+def _prehook(site: str, registry: HookRegistry, alone: bool) -> Callable[..., object]:
     """A node prehook. Only outputs that get a gradient are sites: a norm's statistics get none."""
     if alone:
-        gate = gates.gate(site)
+        gate = registry.hook_for(site)
 
         def hook_one(grads: Sequence[Tensor | None]) -> tuple[Tensor] | None:
             result = gate(grads[0])
@@ -242,7 +280,7 @@ def _entering(site: str, gates: HookRegistry, alone: bool) -> Callable[..., obje
             if grad is not None:
                 gate = entering.get(index)
                 if gate is None:
-                    gate = entering[index] = gates.gate(f"{site}.{index}")
+                    gate = entering[index] = registry.hook_for(f"{site}.{index}")
                 result = gate(grad)
                 if result is not None:
                     changed = changed or list(grads)
@@ -250,3 +288,12 @@ def _entering(site: str, gates: HookRegistry, alone: bool) -> Callable[..., obje
         return None if changed is None else tuple(changed)
 
     return hook
+
+
+def fits(name: str, pattern: str) -> bool:
+    kinds = FAMILIES.get(pattern, (pattern,))
+    spelled = {name.rpartition("::")[2], plain(name)}
+    # A pattern that spells `Backward` out does not mean the node of a backward's backward.
+    if not re.search(r"Backward\d*$", pattern):
+        spelled.add(plain(name).removesuffix("Backward"))
+    return any(matches(own, kind) for kind in kinds for own in spelled)

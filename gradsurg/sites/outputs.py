@@ -11,11 +11,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites._calls import Calls
-from gradsurg.sites._foreign import foreign
-from gradsurg.sites._modules import Chosen, ModuleSelector, names_of
-from gradsurg.sites._nested import tensors_in
 from gradsurg.sites.base import NO_GRADIENT, GradFn, HookRegistry, Stage
+from gradsurg.sites.call_tracker import Calls, tensors_in
+from gradsurg.sites.selection import Chosen, ModuleSelector, foreign, names_of
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Need, Scope
 
@@ -38,7 +36,7 @@ class Outputs(ModuleSelector):
     stages: ClassVar[tuple[Stage, ...]] = ("backward",)
 
     @property
-    def gives(self) -> frozenset[Need]:
+    def provides(self) -> frozenset[Need]:
         return frozenset({"value", "error"})
 
     def hook(
@@ -47,26 +45,26 @@ class Outputs(ModuleSelector):
         optimizer: Optimizer | None,
         stage: Stage,
         scope: Scope,
-        gates: HookRegistry,
+        registry: HookRegistry,
         stack: ExitStack,
     ) -> None:
         tensors = OwnedTensors(names_of(model), {}, {})
         stack.callback(tensors.release)
-        gates.put(tensors.following(model), stack)
+        registry.register(tensors.following(model), stack)
         hooks = [
-            (module, _hook_output(gates, tensors, self.chosen(gates)))
-            for module in self.hookable(tensors.names, gates)
+            (module, _hook_output(registry, tensors, self.chosen(registry)))
+            for module in self.hookable(tensors.names, registry)
         ]
 
-        def put(own: ExitStack) -> None:
+        def register(own: ExitStack) -> None:
             for module, hook in hooks:
                 own.callback(module.register_forward_hook(hook).remove)
 
-        gates.put(put, stack)
+        registry.register(register, stack)
 
 
 def _hook_output(
-    gates: HookRegistry, tensors: "OwnedTensors", chosen: Chosen
+    registry: HookRegistry, tensors: "OwnedTensors", chosen: Chosen
 ) -> Callable[..., None]:
     short: dict[tuple[str, int], GradFn] = {}  # the gates of calls that have returned one tensor
 
@@ -75,7 +73,7 @@ def _hook_output(
         call = tensors.turns.next(module)
         if call is None:
             return
-        if is_new(output) and not gates.needs_value:
+        if is_new(output) and not registry.needs_value:
             gate = short.get(call)
             if gate is not None:
                 autograd.hook_first(output, gate)
@@ -84,11 +82,11 @@ def _hook_output(
         if base is None:
             return
         if isinstance(output, Tensor):
-            if tensors.hook_tensor(output, base, "", module, gates):
-                short[call] = gates.gate(base)
+            if tensors.hook_tensor(output, base, "", module, registry):
+                short[call] = registry.hook_for(base)
         else:
             for path, tensor in tensors_in(output):
-                tensors.hook_tensor(tensor, base, path, module, gates)
+                tensors.hook_tensor(tensor, base, path, module, registry)
 
     return hook
 
@@ -119,7 +117,7 @@ class OwnedTensors(Calls):
         self.sites = sites
 
     def hook_tensor(
-        self, tensor: Tensor, base: str, path: str, module: nn.Module, gates: HookRegistry
+        self, tensor: Tensor, base: str, path: str, module: nn.Module, registry: HookRegistry
     ) -> bool:
         """Hook a tensor at the site `base` + `path`, unless another site has it already; whether
         it was hooked.
@@ -127,10 +125,10 @@ class OwnedTensors(Calls):
         tensor = original(tensor)
         site = base + path
         if path:
-            gates.forget(base)
+            registry.forget(base)
         if not tensor.requires_grad:
             if tensor.is_floating_point():
-                gates.expect(site, skipped=NO_GRADIENT)
+                registry.expect(site, skipped=NO_GRADIENT)
                 self.without_graph(module)
             return False
         if tensor._backward_hooks:
@@ -138,12 +136,12 @@ class OwnedTensors(Calls):
             # A leaf keeps its hook from step to step.
             if owner is not None:
                 if owner != site:
-                    gates.expect(owner, [site])
+                    registry.expect(owner, [site])
                 return False
-            gates.expect(site, foreign=foreign(tensor._backward_hooks))
-        gate = gates.gate(site)
+            registry.expect(site, foreign=foreign(tensor._backward_hooks))
+        gate = registry.hook_for(site)
         self.sites[gate] = site
-        if gates.needs_value:
+        if registry.needs_value:
             gate = partial(gate, value=value_of(tensor))
         handle = tensor.register_hook(gate)
         if tensor.is_leaf:  # it outlives the graph, and so does its hook

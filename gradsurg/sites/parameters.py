@@ -10,9 +10,9 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.optim import Optimizer
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites._averaged import refuse_averaged
-from gradsurg.sites._params import ParamSelector, expected
 from gradsurg.sites.base import GradFn, GroupFn, HookRegistry, Stage
+from gradsurg.sites.selection import ParamSelector, expect_params
+from gradsurg.sites.wrapped_models import refuse_averaged
 from gradsurg.transforms.base import Need, Scope
 
 
@@ -40,7 +40,7 @@ class Parameters(ParamSelector):
     group_stages: ClassVar[tuple[Stage, ...]] = ("step",)
 
     @property
-    def gives(self) -> frozenset[Need]:
+    def provides(self) -> frozenset[Need]:
         return frozenset({"value"})
 
     def hook(
@@ -49,42 +49,42 @@ class Parameters(ParamSelector):
         optimizer: Optimizer | None,
         stage: Stage,
         scope: Scope,
-        gates: HookRegistry,
+        registry: HookRegistry,
         stack: ExitStack,
     ) -> None:
-        chosen = expected(self, model, gates)
+        chosen = expect_params(self, model, registry)
         match stage:
             case "backward":
-                hooks = [_weak(param, name, gates) for name, param in chosen.items()]
+                hooks = [_weak(param, name, registry) for name, param in chosen.items()]
 
-                def put(own: ExitStack) -> None:
+                def register(own: ExitStack) -> None:
                     for held, gate in hooks:
                         param = held()
                         if param is not None:  # it may have left the model
                             own.callback(param.register_hook(gate).remove)
 
-                gates.put(put, stack)
+                registry.register(register, stack)
             case "accumulated":
                 for name, param in chosen.items():
-                    gate = _in_place_of_grad(gates.gate(name, ref(param)))
+                    gate = _in_place_of_grad(registry.hook_for(name, ref(param)))
                     stack.callback(param.register_post_accumulate_grad_hook(gate).remove)
             case "accumulating":
                 for name, param in chosen.items():
-                    gate = gates.gate(name, ref(param))
-                    node = held_node(name, param, gates)
+                    gate = registry.hook_for(name, ref(param))
+                    node = held_node(name, param, registry)
                     stack.callback(node.register_prehook(_of_one(gate)).remove)
             case "settled":
                 refuse_averaged("Parameters, stage 'settled'", model, stack)
                 for name, param in chosen.items():
-                    gate = gates.gate(name, ref(param))
-                    node = held_node(name, param, gates)
+                    gate = registry.hook_for(name, ref(param))
+                    node = held_node(name, param, registry)
                     stack.callback(node.register_hook(_settled(gate, ref(param))).remove)
             case "step":
                 if optimizer is None:
                     raise ValueError("stage 'step' needs the optimizer: attach(model, optimizer)")
                 params = list(chosen.values())
                 check_owned(optimizer, chosen)
-                gate_all = gates.group(list(chosen), [ref(param) for param in params])
+                gate_all = registry.group_hook(list(chosen), [ref(param) for param in params])
                 stack.callback(
                     optimizer.register_step_pre_hook(_before_step(params, gate_all)).remove
                 )
@@ -92,7 +92,7 @@ class Parameters(ParamSelector):
                 raise AssertionError(stage)
 
 
-def held_node(name: str, param: nn.Parameter, gates: HookRegistry) -> Node:
+def held_node(name: str, param: nn.Parameter, registry: HookRegistry) -> Node:
     """The AccumulateGrad node of a parameter, kept alive: its hooks would vanish with it."""
     node = get_gradient_edge(param).node
     held = ref(param)
@@ -106,13 +106,15 @@ def held_node(name: str, param: nn.Parameter, gates: HookRegistry) -> Node:
             "model.double(), and that is not hooked; convert first, or use stage='backward'"
         )
 
-    gates.at_end(check)  # which holds on to the node until then
+    registry.check_at_end(check)  # which holds on to the node until then
     return node
 
 
-def _weak(param: nn.Parameter, name: str, gates: HookRegistry) -> tuple[ref[nn.Parameter], GradFn]:
+def _weak(
+    param: nn.Parameter, name: str, registry: HookRegistry
+) -> tuple[ref[nn.Parameter], GradFn]:
     held = ref(param)
-    return held, gates.gate(name, held)
+    return held, registry.hook_for(name, held)
 
 
 def _of_one(gate: GradFn) -> Callable[[Sequence[Tensor | None]], tuple[Tensor | None, ...] | None]:

@@ -1,28 +1,30 @@
 """SavedTensors: what a backward pass reads back of its forward."""
 
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
 from gradsurg.plugins.fields import Contradiction, SelectionError, validated
-from gradsurg.sites._modules import ModuleSelector, names_of, possible
-from gradsurg.sites._node_names import fits, plain
-from gradsurg.sites._patterns import Pattern
-from gradsurg.sites._resolver import Graph, Spot, around, resolver
-from gradsurg.sites._saved_pairs import pair, saved_by
-from gradsurg.sites._saving import COMPILED_SAVES, Saving, Wanted
-from gradsurg.sites._sorts import Sort, Sorts
-from gradsurg.sites.base import HookRegistry, Keeps, Place, Stage
+from gradsurg.sites._tensor_origins import Sort, Sorts
+from gradsurg.sites.base import HookRegistry, Place, PlaceTest, SiteHook, Stage
+from gradsurg.sites.call_tracker import Calls
+from gradsurg.sites.graph_tracer import Graph, Spot, Tracer, around, plain
+from gradsurg.sites.nodes import fits
+from gradsurg.sites.selection import Chosen, ModuleSelector, Pattern, names_of, possible
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Scope
 
 BLOCK = "block"  # the pattern, and the site, of all that is saved while the block is open
 What = Literal["activations", "parameters", "all"]
+Wanted = Callable[[Tensor], bool]
+Site = tuple[SiteHook, str]
 
 
 @validated
@@ -58,7 +60,7 @@ class SavedTensors(ModuleSelector):
     of: What = "activations"
 
     stages: ClassVar[tuple[Stage, ...]] = ("saved",)
-    uncompiled: ClassVar[str] = "what is compiled chooses by itself what it saves"
+    compile_limit: ClassVar[str] = "what is compiled chooses by itself what it saves"
 
     def __post_init__(self) -> None:
         if self.pattern == BLOCK:
@@ -82,12 +84,12 @@ class SavedTensors(ModuleSelector):
             return None
         return said if fits(place.node, self.node) else False
 
-    def later(self, thing: nn.Module | Tensor) -> Place | None:
+    def place_if_added(self, thing: nn.Module | Tensor) -> Place | None:
         return Place(self.mechanism, BLOCK) if self.pattern == BLOCK else None
 
-    def find(self, model: nn.Module, keeps: Keeps | None = None) -> list[str]:
+    def find(self, model: nn.Module, test: PlaceTest | None = None) -> list[str]:
         if self.pattern != BLOCK:
-            return ModuleSelector.find(self, model, keeps)
+            return ModuleSelector.find(self, model, test)
         if any(name == BLOCK for names in names_of(model).values() for name in names):
             raise ValueError(
                 "SavedTensors: 'block' stands for all that is saved while the block is open, and "
@@ -101,56 +103,56 @@ class SavedTensors(ModuleSelector):
         optimizer: Optimizer | None,
         stage: Stage,
         scope: Scope,
-        gates: HookRegistry,
+        registry: HookRegistry,
         stack: ExitStack,
     ) -> None:
         match self.mechanism[-1]:
             case "block":
-                self._hook_block(model, gates, stack)
+                self._hook_block(model, registry, stack)
             case "node":
-                self._hook_nodes(model, gates, stack)
+                self._hook_nodes(model, registry, stack)
             case _:
-                self._hook_modules(model, gates, stack)
+                self._hook_modules(model, registry, stack)
 
-    def _hook_block(self, model: nn.Module, gates: HookRegistry, stack: ExitStack) -> None:
-        if not gates.keeps(Place(self.mechanism, BLOCK, whole=True)):
+    def _hook_block(self, model: nn.Module, registry: HookRegistry, stack: ExitStack) -> None:
+        if not registry.selects(Place(self.mechanism, BLOCK, whole=True)):
             return
-        if gates.stateful:
+        if registry.stateful:
             raise ValueError(
-                f"SavedTensors: site 'block' is many tensors, and {gates.stateful} remembers one "
+                f"SavedTensors: site 'block' is many tensors, and {registry.stateful} remembers one "
                 "thing for each site: choose modules or nodes"
             )
-        gate = gates.gate(BLOCK)
+        gate = registry.hook_for(BLOCK)
         sorts = Sorts(model, stack)
         fits_sort = _wanted(self.of, sorts)
 
         def wanted(tensor: Tensor) -> bool:
             sorts.look()  # no call is followed that would say when a weight is another tensor
             if compiling.in_compiled():
-                gates.note(COMPILED_SAVES)
+                registry.note(COMPILED_SAVES)
             return fits_sort(tensor)
 
         one = pair(lambda tensor: (gate, BLOCK) if wanted(tensor) else None, autograd.saving())
         autograd.begin_saving(one)
         stack.callback(autograd.end_saving, one)
 
-    def _hook_modules(self, model: nn.Module, gates: HookRegistry, stack: ExitStack) -> None:
+    def _hook_modules(self, model: nn.Module, registry: HookRegistry, stack: ExitStack) -> None:
         sorts = Sorts(model, stack)
         wanted = _wanted(self.of, sorts)
-        calls = Saving(names_of(model), self.chosen(gates), gates, sorts, wanted)
+        calls = Saving(names_of(model), self.chosen(registry), registry, sorts, wanted)
         stack.callback(calls.end)
         calls.hook(model, stack)
         enter = compiling.untraced(calls.enter, calls.enter_compiled)
         leave = compiling.untraced(calls.leave)
-        for module in self.hookable(calls.names, gates):
+        for module in self.hookable(calls.names, registry):
             stack.callback(module.register_forward_pre_hook(enter).remove)
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
 
-    def _hook_nodes(self, model: nn.Module, gates: HookRegistry, stack: ExitStack) -> None:
+    def _hook_nodes(self, model: nn.Module, registry: HookRegistry, stack: ExitStack) -> None:
         named = names_of(model)
         places = [
             Place(self.mechanism, name, module)
-            for module, names in possible(named, self.mechanism, gates.keeps).items()
+            for module, names in possible(named, self.mechanism, registry.selects).items()
             for name in names
         ]
         sorts = Sorts(model, stack)
@@ -161,23 +163,23 @@ class SavedTensors(ModuleSelector):
 
         @cache
         def named_so(node: str) -> bool:
-            return any(gates.keeps(replace(place, node=node)) is not False for place in places)
+            return any(registry.selects(replace(place, node=node)) is not False for place in places)
 
         def take(graph: Graph) -> None:
             nonlocal met
             sorts.look()
             for node, spot in graph.nodes(named_so):
                 if spot not in known:
-                    known[spot] = bool(gates.keeps(self._place(spot)))
+                    known[spot] = bool(registry.selects(self._place(spot)))
                 if known[spot]:
                     met = True
                     makes = sorts.makes(spot.call.module)
-                    _hook_node(node, spot, on_the_way if makes else wanted, gates)
+                    _hook_node(node, spot, on_the_way if makes else wanted, registry)
             if not met and graph.whole and not graph.empty and not graph.hides():
                 raise self._nothing(graph)
 
         chosen = {place.thing for place in places if isinstance(place.thing, nn.Module)}
-        resolver().follow(model, around(named, chosen, inside=True), take, stack)
+        Tracer().follow(model, around(named, chosen, inside=True), take, stack)
 
     def _nothing(self, graph: Graph) -> SelectionError:
         names = sorted({plain(spot.name).removesuffix("Backward") for _, spot in graph.nodes()})
@@ -196,7 +198,7 @@ class SavedTensors(ModuleSelector):
         return Place(*where, whole=True)
 
 
-def _hook_node(node: Node, spot: Spot, wanted: Wanted, gates: HookRegistry) -> None:
+def _hook_node(node: Node, spot: Spot, wanted: Wanted, registry: HookRegistry) -> None:
     """Put a pair of hooks on all that a node has saved and that is wanted."""
     for name, saved, read in saved_by(node):
         data = saved.data
@@ -210,7 +212,7 @@ def _hook_node(node: Node, spot: Spot, wanted: Wanted, gates: HookRegistry) -> N
             )
         # Once there are hooks, PyTorch no longer looks for changes in place: have it look now.
         if wanted(read()):
-            gate = gates.gate(site)
+            gate = registry.hook_for(site)
             saved.register_hooks(*pair(lambda _, found=(gate, site): found, None))
 
 
@@ -231,3 +233,164 @@ def _fits(of: What, sort: Sort) -> bool:
             return sort == "parameter"
         case "all":
             return sort != "buffer"
+
+
+COMPILED_SAVES = (
+    "what torch.compile has compiled chooses by itself what it saves: there may be fewer sites "
+    "than in eager, and other tensors in them"
+)
+
+
+class Saving(Calls):
+    """The calls that are running, each with the pair of hooks that it has put in force."""
+
+    def __init__(
+        self,
+        names: dict[nn.Module, list[str]],
+        chosen: Chosen,
+        registry: HookRegistry,
+        sorts: Sorts,
+        wanted: Wanted,
+    ) -> None:
+        super().__init__(names)
+        self.registry = registry
+        self.sorts = sorts
+        self.wanted = wanted
+        self.chosen = chosen
+        self.open: list[_Open] = []
+
+    def begin(self) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Take all out of force: a KeyboardInterrupt runs no forward hook."""
+        while self.open:
+            self._close()
+
+    def enter(self, module: nn.Module, args: tuple[object, ...]) -> None:
+        # A recomputation takes what its checkpoint has been given of the forward.
+        call = self.next(module)
+        base = None if call is None else self.chosen(module, call)
+        if base is None:
+            return
+        if not torch.is_grad_enabled():
+            self.without_graph(module)
+            return
+        self.sorts.look(module)
+        outer = autograd.saving()
+        for other in self.open:
+            # Of two calls inside one another the inner one takes the place of the outer.
+            if outer is not None and outer[0] is other.pair[0]:
+                outer = other.outer
+        numbered = _Numbered(base, self.registry, self.wanted)
+        own = pair(numbered, outer)
+        self.open.append(_Open(module, own, outer, numbered))
+        autograd.begin_saving(own)
+
+    def enter_compiled(self, module: nn.Module, args: tuple[object, ...]) -> None:
+        """As `enter`, in a compiled model: what is saved there is told of."""
+        self.registry.note(COMPILED_SAVES)
+        self.enter(module, args)
+
+    def leave(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
+        # A call that nobody has entered, as after a hook that has raised before, has nothing open.
+        if any(own.module is module for own in self.open):
+            while self._close() is not module:
+                pass
+
+    def _close(self) -> nn.Module:
+        own = self.open.pop()
+        autograd.end_saving(own.pair)
+        if not own.numbered.number:
+            self.registry.expect(own.numbered.base, skipped="saves no such tensor of its own")
+        return own.module
+
+
+class _Numbered:
+    """The sites of one call: a number for each tensor that it saves and that is wanted."""
+
+    def __init__(self, base: str, registry: HookRegistry, wanted: Wanted) -> None:
+        self.base = base
+        self.registry = registry
+        self.wanted = wanted
+        self.number = 0
+
+    def __call__(self, tensor: Tensor) -> Site | None:
+        if not self.wanted(tensor):
+            return None
+        site = f"{self.base}.{self.number}"
+        self.number += 1
+        self.registry.forget(self.base)
+        return self.registry.hook_for(site), site
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A call that is running; `outer` are the hooks that were in force before it."""
+
+    module: nn.Module
+    pair: autograd.Pair
+    outer: autograd.Pair | None
+    numbered: _Numbered
+
+
+def pair(site_of: Callable[[Tensor], Site | None], outer: autograd.Pair | None) -> autograd.Pair:
+    """Hooks that keep a tensor as `outer` does, and let it through its gate when it is read."""
+    give_back = outer[1] if outer is not None else None
+
+    def pack(tensor: Tensor) -> object:
+        site = site_of(tensor)
+        if outer is not None:
+            return site, outer[0](tensor), 0
+        return site, tensor.detach(), tensor._version  # the tensor itself would never be freed
+
+    def unpack(packed: tuple[Site | None, Any, int]) -> Tensor:
+        site, kept, version = packed
+        if give_back is not None:
+            tensor = give_back(kept)
+        else:
+            tensor = kept
+            if tensor._version != version:
+                raise _changed_since(site, tensor, version)
+        # Somebody may look at it outside a backward, and sees what was saved.
+        if site is None or not autograd.in_backward():
+            return tensor
+        gate, name = site
+        result = gate(tensor)
+        if result is None:
+            return tensor
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"SavedTensors: site '{name}' is read back under create_graph, and PyTorch cannot "
+                "differentiate what is done to a saved tensor: use Activations, or no create_graph"
+            )
+        return result
+
+    return pack, unpack
+
+
+def _changed_since(site: Site | None, tensor: Tensor, version: int) -> RuntimeError:
+    where = "" if site is None else f" at site '{site[1]}'"
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: {list(tensor.shape)} {tensor.dtype}{where} is at version {tensor._version}; "
+        f"expected version {version} instead"
+    )
+
+
+def saved_by(node: Node) -> Iterator[tuple[str, Any, Callable[[], Tensor]]]:
+    """What a node has saved: its name, itself (Any: PyTorch names no type) and how to read it."""
+    for key in dir(node):
+        if key.startswith("_raw_saved_"):
+            name = key.removeprefix("_raw_saved_")
+            read = "saved_tensors" if name == "tensors" else f"_saved_{name}"
+            raw = getattr(node, key)
+            if isinstance(raw, tuple):
+                for index, saved in enumerate(raw):
+                    yield f"{name}.{index}", saved, _reader(node, read, index)
+            else:
+                yield name, raw, _reader(node, read, None)
+
+
+def _reader(node: Node, name: str, index: int | None) -> Callable[[], Tensor]:
+    return lambda: getattr(node, name) if index is None else getattr(node, name)[index]

@@ -12,11 +12,18 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.optim import Optimizer
 
 from gradsurg.plugins.fields import SelectionError, validated
-from gradsurg.sites._modules import ROOT, names_of, params_of
-from gradsurg.sites._patterns import Pattern, matches, nothing_matched
-from gradsurg.sites._resolver import Edge, Graph, around, resolver
-from gradsurg.sites.base import NO_GRADIENT, HookRegistry, Keeps, Place, Selector, SiteHook, Stage
-from gradsurg.sites.nodes import leaving
+from gradsurg.sites.base import (
+    NO_GRADIENT,
+    HookRegistry,
+    Place,
+    PlaceTest,
+    Selector,
+    SiteHook,
+    Stage,
+)
+from gradsurg.sites.graph_tracer import Edge, Graph, Tracer, around
+from gradsurg.sites.nodes import posthook
+from gradsurg.sites.selection import ROOT, Pattern, matches, names_of, nothing_matched, params_of
 from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import Scope
 
@@ -57,7 +64,7 @@ class Uses(Selector):
     stage: Stage | None = None
 
     stages: ClassVar[tuple[Stage, ...]] = ("use",)
-    uncompiled: ClassVar[str] = "what is compiled is one use"
+    compile_limit: ClassVar[str] = "what is compiled is one use"
 
     def selects(self, place: Place) -> bool | None:
         names = [own.name for own in (place, *place.aliases)]
@@ -69,8 +76,8 @@ class Uses(Selector):
             return True
         return None if place.occurrence is None else place.occurrence == self.use
 
-    def find(self, model: nn.Module, keeps: Keeps | None = None) -> list[str]:
-        modules, params = self._chosen(model, keeps or self.selects)
+    def find(self, model: nn.Module, test: PlaceTest | None = None) -> list[str]:
+        modules, params = self._chosen(model, test or self.selects)
         if not modules and not params:
             names = [name for own in names_of(model).values() for name in own if name != ROOT]
             names += params_of(model)
@@ -89,30 +96,30 @@ class Uses(Selector):
         optimizer: Optimizer | None,
         stage: Stage,
         scope: Scope,
-        gates: HookRegistry,
+        registry: HookRegistry,
         stack: ExitStack,
     ) -> None:
-        modules, params = self._chosen(model, gates.keeps)
+        modules, params = self._chosen(model, registry.selects)
         for names in modules.values():
-            gates.expect(names[0])
+            registry.expect(names[0])
         for param, used in params.items():
-            gates.expect(used.site, skipped="" if param.requires_grad else "frozen")
+            registry.expect(used.site, skipped="" if param.requires_grad else "frozen")
         owners = {
             place.owner for used in params.values() for place in (used.place, *used.place.aliases)
         }
         chosen = {*modules, *(owner for owner in owners if owner is not None)}
-        take = _Take(self, modules, params, gates)
+        take = _Take(self, modules, params, registry)
         followed = around(names_of(model), chosen, inside=False)
-        resolver().follow(model, followed, take, stack, outputs=set(modules))
+        Tracer().follow(model, followed, take, stack, outputs=set(modules))
 
     def _chosen(
-        self, model: nn.Module, keeps: Keeps
+        self, model: nn.Module, test: PlaceTest
     ) -> tuple[dict[nn.Module, list[str]], dict[nn.Parameter, Used]]:
         """The modules and the parameters that may be selected, with their names."""
         modules: dict[nn.Module, list[str]] = {}
         places: dict[nn.Parameter, list[Place]] = {}
         for module, names in names_of(model).items():
-            kept = [n for n in names if keeps(Place(self.mechanism, n, module)) is not False]
+            kept = [n for n in names if test(Place(self.mechanism, n, module)) is not False]
             if kept:
                 modules[module] = kept
             for prefix in names:
@@ -123,7 +130,7 @@ class Uses(Selector):
         params: dict[nn.Parameter, Used] = {}
         for param, (first, *others) in places.items():
             place = replace(first, aliases=tuple(others))
-            if keeps(place) is not False:
+            if test(place) is not False:
                 params[param] = Used(place.name, place, tuple(other.name for other in others))
         return modules, params
 
@@ -136,12 +143,12 @@ class _Take:
         selector: Uses,
         modules: dict[nn.Module, list[str]],
         params: dict[nn.Parameter, Used],
-        gates: HookRegistry,
+        registry: HookRegistry,
     ) -> None:
         self.selector = selector
         self.modules = modules
         self.params = params
-        self.gates = gates
+        self.registry = registry
         self.known: dict[tuple[str, int], bool] = {}
         self.met: set[str] = set()
         self.told: set[str] = set()
@@ -158,7 +165,7 @@ class _Take:
             if gate is not None:
                 hooks[node].append((index, gate))
         for node, pairs in hooks.items():
-            node.register_hook(leaving(pairs))
+            node.register_hook(posthook(pairs))
         found = {used.site: counts[edge] for edge, owners in tensors.items() for used in owners}
         if not hooks and not self.met and graph.whole and not graph.hides():
             raise self._nothing(found)
@@ -199,27 +206,27 @@ class _Take:
         first, *others = (f"{name}/use[{number}]" for name in names)
         if first not in self.met:
             self.met.add(first)
-            self.gates.expect(first, others)
-        return self.gates.gate(first)
+            self.registry.expect(first, others)
+        return self.registry.hook_for(first)
 
     def _keeps(self, used: Used, number: int) -> bool:
         key = used.site, number
         if key not in self.known:
             place = replace(used.place, occurrence=number, whole=True)
-            self.known[key] = bool(self.gates.keeps(place))
+            self.known[key] = bool(self.registry.selects(place))
         return self.known[key]
 
     def _leave_out(self, used: Used, why: str) -> None:
         """An expected site has no uses: say why, once."""
         if used.site not in self.told:
             self._told(used)
-            self.gates.expect(f"{used.site}/use[{self.selector.use or 0}]", skipped=why)
+            self.registry.expect(f"{used.site}/use[{self.selector.use or 0}]", skipped=why)
 
     def _told(self, used: Used) -> None:
         """The site that was expected before the call is known by its uses now."""
         self.told.add(used.site)
         thing = used.place.thing
-        self.gates.forget(self.modules[thing][0] if isinstance(thing, nn.Module) else used.site)
+        self.registry.forget(self.modules[thing][0] if isinstance(thing, nn.Module) else used.site)
 
     def _nothing(self, found: Mapping[str, int]) -> SelectionError:
         uses = ", ".join(f"{site}: {count}" for site, count in found.items()) or "none"

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites._params import ParamSelector, expected
 from gradsurg.sites.base import HookRegistry, Stage
 from gradsurg.sites.parameters import check_owned
+from gradsurg.sites.selection import ParamSelector, expect_params
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Scope
 
@@ -42,11 +42,11 @@ class Weights(ParamSelector):
         optimizer: Optimizer | None,
         stage: Stage,
         scope: Scope,
-        gates: HookRegistry,
+        registry: HookRegistry,
         stack: ExitStack,
     ) -> None:
-        chosen = expected(self, model, gates)
-        edit = _editor(chosen, gates)
+        chosen = expect_params(self, model, registry)
+        edit = _editor(chosen, registry)
         match stage:
             case "step":
                 if optimizer is None:
@@ -79,10 +79,10 @@ def _before(edit: Callable[[], None]) -> Callable[..., None]:
     return hook
 
 
-def _editor(chosen: Mapping[str, nn.Parameter], gates: HookRegistry) -> Callable[[], None]:
+def _editor(chosen: Mapping[str, nn.Parameter], registry: HookRegistry) -> Callable[[], None]:
     """What edits all of them. It dies with the block, so it may hold the parameters."""
     params = list(chosen.values())
-    gate_all = gates.group(list(chosen), [_nothing] * len(params))
+    gate_all = registry.group_hook(list(chosen), [_nothing] * len(params))
 
     @torch.no_grad()
     def edit() -> None:

@@ -12,8 +12,8 @@ from gradsurg.hooks.controller import HookController
 from gradsurg.hooks.group_hook import GroupHook
 from gradsurg.hooks.session import Session
 from gradsurg.hooks.transform_hook import TransformHook
-from gradsurg.sites._averaged import when_averaged
-from gradsurg.sites.base import GroupFn, Place, Put, SiteHook
+from gradsurg.sites.base import GroupFn, Place, RegisterHooks, SiteHook
+from gradsurg.sites.wrapped_models import when_averaged
 from gradsurg.surgery.intervention import Intervention, averages_differ, sum_matters
 from gradsurg.surgery.roll_call import SiteCount
 from gradsurg.torch_internals import compiling
@@ -35,7 +35,7 @@ class Attached:
         self.labels = controller.labels
         self.stack = ExitStack()
         self.eyes = ExitStack()  # the hooks by which its trigger sees a forward
-        self._hooks: list[tuple[Put, ExitStack]] = []  # those that are off while it rests
+        self._hooks: list[tuple[RegisterHooks, ExitStack]] = []  # those that are off while it rests
         self._rests = False
         self.notes: list[str] = []
         self._checks: list[Callable[[], str]] = []
@@ -138,8 +138,8 @@ class Attached:
         for key in [key for key in states if any(_is_of(key, label) for label in self.labels)]:
             del states[key]
 
-    def keeps(self, place: Place) -> bool | None:
-        return self._roll_call.keeps(place)
+    def selects(self, place: Place) -> bool | None:
+        return self._roll_call.selects(place)
 
     def expect(
         self,
@@ -158,10 +158,10 @@ class Attached:
         if said not in self.notes:
             self.notes.append(said)
 
-    def at_end(self, check: Callable[[], str]) -> None:
+    def check_at_end(self, check: Callable[[], str]) -> None:
         self._checks.append(check)
 
-    def put(self, put: Put, stack: ExitStack) -> None:
+    def register(self, put: RegisterHooks, stack: ExitStack) -> None:
         with ExitStack() as hooked:
             put(hooked)
             own = hooked.pop_all()
@@ -194,14 +194,16 @@ class Attached:
                 self.note(text)
         return self.notes
 
-    def gate(self, site: str, value: Callable[[], Tensor | None] | None = None) -> SiteHook:
+    def hook_for(self, site: str, value: Callable[[], Tensor | None] | None = None) -> SiteHook:
         gate = self._made.get(site)
         if gate is None:
             gate = TransformHook(self.controller, self._entry(site), value)
             self._made[site] = gate
         return gate.hook
 
-    def group(self, sites: Sequence[str], values: Sequence[Callable[[], Tensor | None]]) -> GroupFn:
+    def group_hook(
+        self, sites: Sequence[str], values: Sequence[Callable[[], Tensor | None]]
+    ) -> GroupFn:
         gates = [
             TransformHook(self.controller, self._entry(site), value)
             for site, value in zip(sites, values, strict=True)

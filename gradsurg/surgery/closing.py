@@ -7,9 +7,8 @@ from typing import Any
 from torch import nn
 
 from gradsurg.effects.ledger import Ledger
-from gradsurg.sites._modules import names_of
-from gradsurg.sites._params import owned_params
 from gradsurg.sites.base import Place
+from gradsurg.sites.selection import names_of, owned_params
 from gradsurg.surgery.attached import Attached
 from gradsurg.triggers.base import Clock
 from gradsurg.triggers.epochs import Epochs
@@ -96,10 +95,10 @@ def _missed(own: Attached, things: Mapping[Any, list[Place]]) -> Iterator[str]:
         if own.knew(thing) or own.knew(getattr(thing, "_orig_mod", None)):
             continue
         for kind in own.intervention.at.kinds:
-            later = kind.later(thing)
+            later = kind.place_if_added(thing)
             first, *others = (replace(place, mechanism=kind.mechanism) for place in places)
             # A parameter is decided on with all its names, a module by each of them.
             tried = [replace(first, aliases=tuple(others))] if first.whole else [first, *others]
-            wanted = any(own.keeps(place) is not False for place in tried)
-            if wanted and (later is None or own.keeps(later) is False):
+            wanted = any(own.selects(place) is not False for place in tried)
+            if wanted and (later is None or own.selects(later) is False):
                 yield first.name

@@ -15,7 +15,7 @@ from gradsurg.effects.ledger import Ledger, SurgeryWarning
 from gradsurg.hooks.controller import HookController
 from gradsurg.hooks.session import Session
 from gradsurg.hooks.transform_hook import TransformHook
-from gradsurg.sites.base import through
+from gradsurg.sites.base import apply_hooks
 from gradsurg.surgery.intervention import GradCallable, Intervention, labels_of
 from gradsurg.transforms.base import Need, Transform, as_transform
 from gradsurg.triggers.always import Always
@@ -92,5 +92,5 @@ def hook(place: Tensor | Node, transform: Transform | GradCallable) -> Hooked:
         ).hook
         for index in range(len(place._input_metadata))
     ]
-    handle = place.register_prehook(lambda grads: through(gates, grads))
+    handle = place.register_prehook(lambda grads: apply_hooks(gates, grads))
     return Hooked(handle, ledger, operation.label)

@@ -13,9 +13,9 @@ from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.plugins.fields import FieldError
 from gradsurg.plugins.per import reduced_axes
 from gradsurg.plugins.registry import snake
-from gradsurg.sites._modules import params_of
 from gradsurg.sites.base import SCALED, Selector, Stage
 from gradsurg.sites.parameters import Parameters
+from gradsurg.sites.selection import params_of
 from gradsurg.transforms.base import FunctionTransform, Need, Transform, as_transform
 from gradsurg.transforms.chain import Chain
 from gradsurg.triggers.always import Always
@@ -124,11 +124,11 @@ class Intervention:
         except ValueError as error:
             raise FieldError(_group_link(self), [("", str(error))]) from None
         for link in self.links:
-            if lacks := sorted(link.needs - self.at.gives):
+            if lacks := sorted(link.needs - self.at.provides):
                 raise FieldError(link, [("", f"needs {_lack(self.at, lacks[0])}")])
         for part in self.when.parts:
             source = part.source if isinstance(part, TensorTrigger) else ""
-            if source == "value" and source not in self.at.gives:
+            if source == "value" and source not in self.at.provides:
                 text = (
                     "source 'value' is the tensor whose gradient passes, and "
                     f"{type(self.at).__name__} has none; it can look at 'grad' or the 'batch'"

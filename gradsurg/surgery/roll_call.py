@@ -8,9 +8,9 @@ from torch import nn
 
 from gradsurg.hooks.controller import HookController
 from gradsurg.plugins.fields import SelectionError, only_changed_field
-from gradsurg.sites._later import after_backward, may_come
-from gradsurg.sites.base import Keeps, Place, Selector
-from gradsurg.sites.combined import Keeper
+from gradsurg.sites.base import Place, PlaceTest, Selector
+from gradsurg.sites.combined import CombinedTest
+from gradsurg.sites.graph_tracer import after_backward, may_meet_more_sites
 from gradsurg.torch_internals import autograd, compiling
 
 
@@ -22,9 +22,9 @@ class SiteCount:
     """
 
     def __init__(self, at: Selector, controller: HookController, met: Collection[str]) -> None:
-        self.keeps: Keeps = self._noting
+        self.selects: PlaceTest = self._noting
         self._at = at
-        self._ask = at.keeper()
+        self._ask = at.new_test()
         self._controller = controller
         self._met = met
         self._kept = False  # whether it has selected anything
@@ -33,7 +33,9 @@ class SiteCount:
 
     def begin(self, model: nn.Module, stack: ExitStack) -> None:
         """All is hooked that is there: tell at once, or have the first forward tell."""
-        if self._at.expected is not None and all(kind.known_at_once for kind in self._at.kinds):
+        if self._at.expected is not None and all(
+            kind.known_before_forward for kind in self._at.kinds
+        ):
             self._end()
             self._count()
         elif self._at.expected is not None or not self._kept:
@@ -52,7 +54,9 @@ class SiteCount:
 
     def silence(self) -> str:
         """What is to be said of parts that have selected nothing, where the whole has."""
-        silent = self._ask.silent() if self._met and isinstance(self._ask, Keeper) else []
+        silent = (
+            self._ask.unmatched_parts() if self._met and isinstance(self._ask, CombinedTest) else []
+        )
         if not silent:
             return ""
         return f"nothing was selected by {', '.join(map(repr, silent))}, a part of it"
@@ -69,13 +73,13 @@ class SiteCount:
         return said
 
     def _end(self) -> None:
-        self.keeps = self._ask
+        self.selects = self._ask
 
     def _first_forward(self, model: nn.Module, stack: ExitStack) -> None:
         """Have the first forward that makes a graph tell whether there is what was asked for."""
         at = self._at
         # What is met outside the model too may come after it.
-        inside = all(kind.later(model) is None for kind in at.kinds)
+        inside = all(kind.place_if_added(model) is None for kind in at.kinds)
         counted = False
 
         @compiling.untraced
@@ -86,7 +90,7 @@ class SiteCount:
             counted = True
             handle.remove()
             self._end()
-            if at.expected is not None and may_come(output, at):
+            if at.expected is not None and may_meet_more_sites(output, at):
                 self._waits = True
                 after_backward(output, self._count)
             elif at.expected is not None:

@@ -13,10 +13,9 @@ from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.hooks.session import Session
 from gradsurg.sites import tree
-from gradsurg.sites._compiled import blind
-from gradsurg.sites._modules import params_of
-from gradsurg.sites._recorder import Like
-from gradsurg.sites._rows import many
+from gradsurg.sites.selection import params_of
+from gradsurg.sites.tree_table import TensorSpec, plural
+from gradsurg.sites.wrapped_models import late_hooks_warning
 from gradsurg.surgery.intervention import Intervention, labels_of
 from gradsurg.surgery.live import Live
 from gradsurg.surgery.state_in_model import travel
@@ -112,7 +111,7 @@ class Surgery:
         live = Live(session)
         with ExitStack() as stack:
             stack.callback(self._detach, live)
-            live._blind = blind(model, whole=given is not model)
+            live._blind = late_hooks_warning(model, whole=given is not model)
             for intervention in self._interventions:
                 live._roster.take(intervention)
             self._live = live
@@ -133,7 +132,7 @@ class Surgery:
         modules as they run; without it what is known before that. (Any: the inputs of a model.)
         """
         model = getattr(model, "_orig_mod", model)
-        params = {name: Like.of(param) for name, param in params_of(model).items()}
+        params = {name: TensorSpec.of(param) for name, param in params_of(model).items()}
         parts = []
         for item, labels in zip(self.interventions, self.labels, strict=True):
             if item.aggregator is not None:
@@ -148,8 +147,8 @@ class Surgery:
                 below = [f"  {line}" for line in (said, *sites)]
             else:
                 seen = tree(model, example_input, item.at)
-                hits = {mark.site: mark.like for mark in seen.marks if mark.hit}
-                said += f", {many(len(hits), 'site')}{_state(item, hits, params)}"
+                hits = {line.site: line.tensor for line in seen.site_lines if line.selected}
+                said += f", {plural(len(hits), 'site')}{_state(item, hits, params)}"
                 below = [str(seen), said]
             parts.append("\n".join([f"{' -> '.join(labels)} at {item.at!r}", *below]))
         if example_input is None:
@@ -209,7 +208,9 @@ class Surgery:
 
 
 def _state(
-    item: Intervention, sites: Mapping[str, Like | None], params: Mapping[str, Like | None]
+    item: Intervention,
+    sites: Mapping[str, TensorSpec | None],
+    params: Mapping[str, TensorSpec | None],
 ) -> str:
     """What an intervention will remember at its sites, as far as their shapes are known."""
     if all(isinstance(link, Stateless) for link in item.links):
@@ -217,8 +218,8 @@ def _state(
     likes = [like for like in sites.values() if like is not None]
     made = [torch.empty(like.shape, dtype=like.dtype, device="meta") for like in likes]
     size = sum(kept.nbytes for kept in init_all(item.operator, made).values()) if made else 0
-    said = f", {many(size, 'byte')} of state" if size else ""
+    said = f", {plural(size, 'byte')} of state" if size else ""
     if size and any(like is not None and site not in params for site, like in sites.items()):
         said += " with this input"
     unknown = len(sites) - len(likes)
-    return said + (f", state of unknown size at {many(unknown, 'site')}" if unknown else "")
+    return said + (f", state of unknown size at {plural(unknown, 'site')}" if unknown else "")

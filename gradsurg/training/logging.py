@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gradsurg.effects.numbers import EFFECT_NAMES
 from gradsurg.loggers.base import Logger
 from gradsurg.multitask.conflict import numbers
-from gradsurg.sites._untouched import untouched
+from gradsurg.sites.state_guard import untouched
 from gradsurg.surgery.live import Live
 from gradsurg.tasks.base import Data
 from gradsurg.training.arms import Run

@@ -68,8 +68,8 @@ class Switches:
 def check_compiled(selector: Selector) -> None:
     """Refuse places that are not in a compiled model what they are in an eager one."""
     for kind in selector.kinds:
-        if kind.uncompiled:
+        if kind.compile_limit:
             raise ValueError(
-                f"{type(kind).__name__} cannot act in a compiled model: {kind.uncompiled}. Choose "
+                f"{type(kind).__name__} cannot act in a compiled model: {kind.compile_limit}. Choose "
                 "Parameters, Outputs, Inputs or Activations, or compile=false"
             )

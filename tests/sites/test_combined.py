@@ -511,8 +511,8 @@ def test_a_kind_that_has_no_value_makes_none_of_the_whole() -> None:
 
 def test_what_one_of_them_gives_all_that_both_select_have() -> None:
     both = (M("act") | N("Relu")) & M("*")
-    assert both.gives == M().gives
-    assert not (~both).gives  # the nodes too
+    assert both.provides == M().provides
+    assert not (~both).provides  # the nodes too
     model = small()
     with attached(model, gs.ScaleBySign(of="value", positive=0.0), both) as live:
         model(torch.ones(2, 6)).sum().backward()

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.plugins.fields import FieldError
-from gradsurg.sites._tickets import Notes
 from gradsurg.sites.base import Selector
+from gradsurg.sites.module_gradients import Notes
 from tests.nets import attached, backward, batch, gradients, num_hooks, sgd, small, train, weights
 from tests.sites.points import Double, Shared, calls_of, grad_of, point
 

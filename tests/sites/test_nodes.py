@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import gradsurg as gs
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.plugins.fields import FieldError
-from gradsurg.sites._node_names import FAMILIES, fits
+from gradsurg.sites.nodes import FAMILIES, fits
 from gradsurg.torch_internals import autograd
 from tests.nets import attached, backward, gradients, noisy, num_hooks, sgd, small, train
 from tests.sites.points import calls_of, grad_of, point

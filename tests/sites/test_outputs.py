@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.plugins.fields import FieldError
-from gradsurg.sites._nested import tensors_in
+from gradsurg.sites.call_tracker import tensors_in
 from tests.nets import attached, backward, gradients, num_hooks, sgd, small
 from tests.sites.points import Double, Shared, calls_of, grad_of, point
 

@@ -150,7 +150,7 @@ def test_outputs_are_told_by_their_keys_and_long_cells_are_cut_with_what_is_left
 
 
 def test_marks_say_what_is_left_out_why_and_what_is_another_site_too() -> None:
-    marks = tree(Many(), MANY, gs.Outputs() | gs.Parameters()).marks
+    marks = tree(Many(), MANY, gs.Outputs() | gs.Parameters()).site_lines
     out = {mark.site: mark.left_out for mark in marks if mark.left_out}
     assert out == {
         "teacher#0": "needs no gradient",
@@ -161,10 +161,10 @@ def test_marks_say_what_is_left_out_why_and_what_is_another_site_too() -> None:
     # A list of modules is never called, so it has no row.
     text = str(tree(Many(), MANY, gs.Outputs()))
     assert "spares#0" not in text
-    same = {mark.site: mark.is_also for mark in marks if mark.is_also}
+    same = {mark.site: mark.same_as for mark in marks if mark.same_as}
     assert same == {"body#0": "body.1#0", "tied.weight": "words.weight"}
     spare = tree(Many(), MANY, gs.Parameters()).rows[-1]
-    assert [mark.site for mark in spare.marks] == ["spares.0.weight", "spares.0.bias"]
+    assert [mark.site for mark in spare.site_lines] == ["spares.0.weight", "spares.0.bias"]
 
 
 def test_long_names_leave_out_what_their_caller_says() -> None:
@@ -267,7 +267,7 @@ def test_of_a_node_with_several_outputs_those_are_sites_that_get_a_gradient() ->
     at = gs.Nodes("Split")
     seen = tree(Parts(), X, at)
     assert seen.sites == ("root#0/SplitBackward[0].0", "root#0/SplitBackward[0].2")
-    assert [str(mark.like) for mark in seen.marks] == ["8x2", "8x2"]
+    assert [str(mark.tensor) for mark in seen.site_lines] == ["8x2", "8x2"]
     model = Parts()
     with attached(model, gs.Identity(), at) as live:
         model(X).sum().backward()
@@ -312,17 +312,17 @@ def test_what_a_model_catches_of_a_module_does_not_hide_what_comes_after() -> No
 
 def test_shapes_are_told_of_what_enters_a_node_not_of_what_leaves_it() -> None:
     # What leaves is summed to the shape of its source only afterwards.
-    entering = tree(small(), X, gs.Nodes("Relu")).marks
-    leaving = tree(small(), X, gs.Nodes("Relu", side="leave")).marks
-    assert [str(mark.like) for mark in entering] == ["8x5"]
-    assert [(mark.site, mark.like) for mark in leaving] == [("act#0/ReluBackward[0].0", None)]
+    entering = tree(small(), X, gs.Nodes("Relu")).site_lines
+    leaving = tree(small(), X, gs.Nodes("Relu", side="leave")).site_lines
+    assert [str(mark.tensor) for mark in entering] == ["8x5"]
+    assert [(mark.site, mark.tensor) for mark in leaving] == [("act#0/ReluBackward[0].0", None)]
 
 
 class Later(Selector):
     """Knows its sites, and asks for their gates in a backward."""
 
     stages = ("captured",)
-    known_at_once = True
+    known_before_forward = True
     stage = None
 
     def selects(self, place: Place) -> bool | None:

@@ -1,4 +1,4 @@
-"""What sort of tensor was saved for a backward: a parameter, a buffer or an activation."""
+"""Tell whether a saved tensor is a parameter, a buffer or an activation."""
 
 import threading
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gradsurg.sites._node_names import plain
+from gradsurg.sites.graph_tracer import plain
 from gradsurg.torch_internals import autograd, compiling
 
 LOOKS = {"AsStrided", "Detach", "Expand", "Permute", "Select", "Slice", "Split", "T", "ToCopy"}

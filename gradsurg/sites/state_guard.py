@@ -1,4 +1,4 @@
-"""Running a model without leaving a trace in it."""
+"""Run a model and restore its state afterwards."""
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 from torch.nn.parameter import is_lazy
 
-from gradsurg.sites._nested import tensors_in
+from gradsurg.sites.call_tracker import tensors_in
 from gradsurg.torch_internals.random_state import generators, put_back
 
 CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)

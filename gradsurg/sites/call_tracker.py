@@ -1,14 +1,16 @@
-"""Telling the calls of each module apart."""
+"""Number the calls of each module, and list the tensors in their inputs and outputs."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from gradsurg.sites.base import Put
+from gradsurg.sites.base import RegisterHooks
 from gradsurg.torch_internals import autograd, compiling
 
 
@@ -72,7 +74,7 @@ class Calls(threading.local):
         """Follow the calls of the model itself; a copy of it, made in the block, is left alone."""
         self.following(model)(stack)
 
-    def following(self, model: nn.Module) -> Put:
+    def following(self, model: nn.Module) -> RegisterHooks:
         """What hooks the model so that its calls are followed."""
         # Functions, not methods: a model is copied with its hooks, and a method with its object.
 
@@ -85,11 +87,11 @@ class Calls(threading.local):
         def end(module: nn.Module, args: tuple[object, ...], output: object) -> None:
             self.stop()
 
-        def put(own: ExitStack) -> None:
+        def register(own: ExitStack) -> None:
             own.callback(model.register_forward_pre_hook(begin, prepend=True).remove)
             own.callback(model.register_forward_hook(end, always_call=True).remove)
 
-        return put
+        return register
 
     def start(self) -> None:
         """A call of the model begins, or a part of it is recomputed."""
@@ -117,3 +119,52 @@ class Calls(threading.local):
 
     def begin(self) -> None:
         """The model is called: what a subclass counts begins again."""
+
+
+def tensors_in(value: object, path: str = "", every: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """The floating tensors in a nested value, or `every` one, each with its path; a bare tensor's
+    path is empty.
+    """
+    if isinstance(value, Tensor):
+        if every or value.is_floating_point():
+            yield path, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from tensors_in(item, f"{path}.{key}", every)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from tensors_in(item, f"{path}.{index}", every)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from tensors_in(getattr(value, field.name), f"{path}.{field.name}", every)
+
+
+def rebuilt(value: object, change: Callable[[str, Tensor], Tensor], path: str = "") -> object:
+    """The same nesting with `change(path, tensor)` in place of each floating tensor.
+
+    What holds no changed tensor is handed back as it is, and nothing is changed in place.
+    """
+    if isinstance(value, Tensor):
+        return change(path, value) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        items = {key: rebuilt(item, change, f"{path}.{key}") for key, item in value.items()}
+        if all(items[key] is item for key, item in value.items()):
+            return value
+        # A subclass, as a model output of a library is one, is copied and filled anew.
+        made = cast("dict[Any, Any]", value.copy())  # Any: a user's keys and values
+        made.update(items)
+        return made
+    if isinstance(value, list | tuple):
+        parts = [rebuilt(item, change, f"{path}.{index}") for index, item in enumerate(value)]
+        if all(new is old for new, old in zip(parts, value, strict=True)):
+            return value
+        kind: Any = type(value)  # Any: a named tuple takes its parts one by one
+        return kind(*parts) if hasattr(value, "_fields") else kind(parts)
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = {
+            field.name: rebuilt(getattr(value, field.name), change, f"{path}.{field.name}")
+            for field in fields(value)
+        }
+        changed = {name: new for name, new in changed.items() if new is not getattr(value, name)}
+        return replace(value, **changed) if changed else value
+    return value

@@ -1,22 +1,17 @@
-"""The resolver: which calls it follows, which nodes it tells, and what it asks of torch."""
+"""Tracer: the module call in which each autograd node was made."""
 
 from contextlib import ExitStack
 from copy import deepcopy
-from typing import ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import graph
 from torch.nn import functional
 
 import gradsurg as gs
-from gradsurg.sites import _spans
-from gradsurg.sites._modules import names_of
-from gradsurg.sites._node_names import plain
-from gradsurg.sites._resolver import Graph, around, resolver
-from gradsurg.sites._spans import Spans
 from gradsurg.sites.base import Selector
+from gradsurg.sites.graph_tracer import Graph, Tracer, around, plain
+from gradsurg.sites.selection import names_of
 from tests.nets import FEATURES, attached, backward, gradients, num_hooks, small
 
 
@@ -49,7 +44,7 @@ def test_every_node_is_told_with_its_innermost_module() -> None:
     taken: list[Graph] = []
     model = Functional()
     with ExitStack() as stack:
-        resolver().follow(model, list(model.modules()), taken.append, stack)
+        Tracer().follow(model, list(model.modules()), taken.append, stack)
         x = torch.ones(2, 3, requires_grad=True) * 2
         model(x)
         model.inner(x)
@@ -73,7 +68,7 @@ def test_a_call_is_the_same_object_at_every_step() -> None:
     taken: list[Graph] = []
     model = small()
     with ExitStack() as stack:
-        resolver().follow(model, list(model.modules()), taken.append, stack)
+        Tracer().follow(model, list(model.modules()), taken.append, stack)
         for _ in range(2):
             model(torch.ones(1, 6))
     one, two = ([spot.call for _, spot in own.nodes()] for own in taken)
@@ -104,7 +99,7 @@ def test_a_forward_that_makes_other_nodes_at_the_same_calls_is_told_anew() -> No
     model = _Way()
     model.inner.forward = lambda x: x * 2
     with ExitStack() as stack:
-        resolver().follow(model, list(model.modules()), taken.append, stack)
+        Tracer().follow(model, list(model.modules()), taken.append, stack)
         for model.way in (0, 0, 1, 2, 0):
             model(torch.ones(1, requires_grad=True))
     relu = ["root#0/ReluBackward[0]", "inner#0/MulBackward[0]", "root#0/ExpBackward[0]"]
@@ -131,7 +126,7 @@ def test_a_node_that_is_made_in_another_call_is_told_anew() -> None:
     taken: list[Graph] = []
     model = Moves()
     with ExitStack() as stack:
-        resolver().follow(model, list(model.modules()), taken.append, stack)
+        Tracer().follow(model, list(model.modules()), taken.append, stack)
         for model.early in (True, False):
             model(torch.ones(1, requires_grad=True))
     early = ["inner#0/TanhBackward[0]", "root#0/TanhBackward[0]"]
@@ -142,7 +137,7 @@ def test_a_forward_without_gradients_is_not_told() -> None:
     taken: list[Graph] = []
     model = small()
     with ExitStack() as stack, torch.no_grad():
-        resolver().follow(model, list(model.modules()), taken.append, stack)
+        Tracer().follow(model, list(model.modules()), taken.append, stack)
         model(torch.ones(1, 6))
     assert not taken
 
@@ -151,7 +146,7 @@ def test_nodes_before_the_first_call_of_interest_are_passed_over() -> None:
     taken: list[Graph] = []
     model = small()
     with ExitStack() as stack:
-        resolver().follow(model, list(model.modules()), taken.append, stack, since=[model.act])
+        Tracer().follow(model, list(model.modules()), taken.append, stack, since=[model.act])
         model(torch.ones(1, 6))
     assert _ids(taken[0]) == [
         "act#0/ReluBackward[0]",
@@ -168,7 +163,7 @@ def test_all_overloads_of_a_name_are_told_where_one_is_wanted() -> None:
     taken: list[Graph] = []
     model = Muls()
     with ExitStack() as stack:
-        resolver().follow(model, [model], taken.append, stack)
+        Tracer().follow(model, [model], taken.append, stack)
         model(torch.ones(1, requires_grad=True))
     told = [(spot.name, spot.occurrence) for _, spot in taken[0].nodes("MulBackward1".__eq__)]
     assert told == [("MulBackward0", 0), ("MulBackward1", 1)]
@@ -213,24 +208,6 @@ def test_a_name_loses_its_overload_and_its_namespace() -> None:
     assert plain("SoftmaxBackwardDataBackward0") == "SoftmaxBackwardDataBackward"
     assert plain("SumBackwardAutogradNestedTensor0") == "SumBackward"
     assert plain("TBackward0_copy") == "TBackward"
-
-
-def test_a_resolver_is_chosen_by_what_torch_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(resolver(), Spans)
-
-    class Needy(Spans):
-        needs: ClassVar[str] = "not_in_any_torch"
-
-    monkeypatch.setattr(_spans, "Spans", Needy)
-    with pytest.raises(StopIteration):
-        resolver()
-    monkeypatch.setattr(graph, "not_in_any_torch", None, raising=False)
-    assert isinstance(resolver(), Needy)
-
-
-def test_this_torch_tells_no_nodes_as_they_are_made() -> None:
-    """Once it does, a resolver that asks for it can go before the spans."""
-    assert not hasattr(graph, "node_creation_hook")
 
 
 @pytest.mark.parametrize("at", [gs.Nodes("Relu"), gs.Uses("first"), gs.Uses("last.weight")])

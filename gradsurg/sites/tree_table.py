@@ -1,14 +1,50 @@
-"""The rows that a tree is made of, and how they are printed."""
+"""The printed table of a model's calls and selected sites."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from gradsurg.sites._recorder import Like, Mark
+import torch
+from torch import Tensor
 
 WIDTH = 120
 NAMES = 40  # what names may take before each leaves out what its caller's name says
 CLASSES, OUTPUTS = 28, 40
 HEADS = ("module#call", "class", "output", "params", "nodes")
+
+
+class TensorSpec(NamedTuple):
+    """The shape and dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "TensorSpec | None":
+        """None for a nested tensor, which has no shape."""
+        return None if tensor.is_nested else cls(tuple(tensor.shape), tensor.dtype)
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self.shape)) or "()"
+
+
+@dataclass(frozen=True, slots=True)
+class SiteLine:
+    """A site that a selection meets; `left_out` says why no gradient will pass there, `is_also`
+    names the site that stands for it.
+
+    `tensor` is what passes, where that is known before a backward.
+    """
+
+    site: str
+    tensor: TensorSpec | None = None
+    left_out: str = ""
+    same_as: str = ""
+
+    @property
+    def selected(self) -> bool:
+        """Whether it is hooked, under this name."""
+        return not self.left_out and not self.same_as
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +60,12 @@ class Row:
     call: int | None
     depth: int
     kind: str
-    outputs: tuple[tuple[str, Like | None], ...] = ()
+    outputs: tuple[tuple[str, TensorSpec | None], ...] = ()
     num_params: int = 0
     again: bool = False
     nodes: tuple[tuple[str, int], ...] = ()
     no_grad: bool = False
-    marks: tuple[Mark, ...] = ()
+    site_lines: tuple[SiteLine, ...] = ()
 
     @property
     def label(self) -> str:
@@ -46,25 +82,25 @@ class Tree:
 
     rows: tuple[Row, ...]
     num_params: int
-    loose: tuple[Mark, ...] = ()
+    loose: tuple[SiteLine, ...] = ()
     selected: bool = False
     expected: int | None = None
     notes: tuple[str, ...] = ()
 
     @property
-    def marks(self) -> tuple[Mark, ...]:
+    def site_lines(self) -> tuple[SiteLine, ...]:
         """All that the selection has met."""
-        return tuple(mark for row in self.rows for mark in row.marks) + self.loose
+        return tuple(line for row in self.rows for line in row.site_lines) + self.loose
 
     @property
     def sites(self) -> tuple[str, ...]:
         """The ids of what would be hooked."""
-        return tuple(mark.site for mark in self.marks if mark.hit)
+        return tuple(line.site for line in self.site_lines if line.selected)
 
     def __str__(self) -> str:
         lines = [*_table(self.rows)]
         if self.loose:
-            lines += ["  elsewhere:", *(_mark_line(mark, 1, 0) for mark in self.loose)]
+            lines += ["  elsewhere:", *(_site_line(line, 1, 0) for line in self.loose)]
         return "\n".join([*lines, "", *_summary(self)])
 
     __repr__ = __str__
@@ -78,7 +114,7 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
         (
             "  " * row.depth + label,
             _cut([row.kind], CLASSES),
-            _cut([_shown(path, like) for path, like in row.outputs], OUTPUTS),
+            _cut([_shown(path, tensor) for path, tensor in row.outputs], OUTPUTS),
             _number(row),
         )
         for row, label in zip(rows, labels, strict=True)
@@ -88,31 +124,33 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
     )
     room = max(WIDTH - names - kinds - outputs - numbers - 2 * len(HEADS), 24)
 
-    def line(sign: str, name: str, kind: str, output: str, number: str, nodes: str) -> str:
+    def row_line(sign: str, name: str, kind: str, output: str, number: str, nodes: str) -> str:
         text = f"{sign:2}{name:{names}}  {kind:{kinds}}  {output:{outputs}}  {number:>{numbers}}"
         return f"{text}  {nodes}".rstrip()
 
-    yield line("", *HEADS)
+    yield row_line("", *HEADS)
     calls = True
     for row, label, texts in zip(rows, labels, cells, strict=True):
         if calls and row.call is None:
             calls = False
             yield "  never called:"
-        own = next((mark for mark in row.marks if mark.hit and mark.site == label), None)
+        own = next((one for one in row.site_lines if one.selected and one.site == label), None)
         nodes = [f"{name} x{count}" if count > 1 else name for name, count in row.nodes]
-        yield line("*" if own else "", *texts, "(no_grad)" if row.no_grad else _cut(nodes, room))
-        for mark in row.marks:
-            if mark is not own:
-                yield _mark_line(mark, row.depth + 1, names + 2 + kinds)
+        yield row_line(
+            "*" if own else "", *texts, "(no_grad)" if row.no_grad else _cut(nodes, room)
+        )
+        for line in row.site_lines:
+            if line is not own:
+                yield _site_line(line, row.depth + 1, names + 2 + kinds)
 
 
-def _mark_line(mark: Mark, depth: int, width: int) -> str:
-    where = "  " * depth + mark.site
-    if mark.is_also:
-        return f"= {where} is {mark.is_also}"
-    if mark.left_out:
-        return f"- {where}: {mark.left_out}"
-    return f"* {where:{width}}  {mark.like or ''}".rstrip()
+def _site_line(line: SiteLine, depth: int, width: int) -> str:
+    where = "  " * depth + line.site
+    if line.same_as:
+        return f"= {where} is {line.same_as}"
+    if line.left_out:
+        return f"- {where}: {line.left_out}"
+    return f"* {where:{width}}  {line.tensor or ''}".rstrip()
 
 
 def _short_labels(rows: Sequence[Row]) -> list[str]:
@@ -130,15 +168,15 @@ def _short_labels(rows: Sequence[Row]) -> list[str]:
 def _summary(tree: Tree) -> Iterator[str]:
     calls = sum(row.call is not None for row in tree.rows)
     nodes = sum(count for row in tree.rows for _, count in row.nodes)
-    params = many(tree.num_params, "parameter")
-    yield f"{many(calls, 'call')}, {params}, {many(nodes, 'node')}"
+    params = plural(tree.num_params, "parameter")
+    yield f"{plural(calls, 'call')}, {params}, {plural(nodes, 'node')}"
     if tree.selected:
         number = len(tree.sites)
-        said = f"{many(number, 'site')} selected (*)"
+        said = f"{plural(number, 'site')} selected (*)"
         if tree.expected not in (None, number):
             said += f" where {tree.expected} are expected"
-        out = sum(bool(mark.left_out) for mark in tree.marks)
-        same = sum(bool(mark.is_also) for mark in tree.marks)
+        out = sum(bool(line.left_out) for line in tree.site_lines)
+        same = sum(bool(line.same_as) for line in tree.site_lines)
         said += f", {out} left out (-)" if out else ""
         said += f", {same} the same as another (=)" if same else ""
         yield said
@@ -146,12 +184,12 @@ def _summary(tree: Tree) -> Iterator[str]:
         yield f"note: {note}"
 
 
-def _shown(path: str, like: Like | None) -> str:
+def _shown(path: str, tensor: TensorSpec | None) -> str:
     """The shape of an output, behind its key where it has one."""
-    if like is None:
+    if tensor is None:
         return path.lstrip(".") or "nested"
     keyed = not all(part.isdigit() for part in path.split(".")[1:])
-    return f"{path[1:]} {like}" if keyed else str(like)
+    return f"{path[1:]} {tensor}" if keyed else str(tensor)
 
 
 def _number(row: Row) -> str:
@@ -170,6 +208,6 @@ def _cut(items: Sequence[str], width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 3]}..."
 
 
-def many(count: int, what: str) -> str:
+def plural(count: int, what: str) -> str:
     """`1 site`, `2 sites`."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"

@@ -1,11 +1,13 @@
-"""Models inside DistributedDataParallel, which averages their gradients over processes."""
+"""Models inside DistributedDataParallel or compiled by torch.compile."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from weakref import ref
 
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradsurg.sites.selection import COMPILED, own_name
 from gradsurg.torch_internals import autograd, compiling
 
 
@@ -43,3 +45,30 @@ def _when_called(say: Callable[[int], None]) -> Callable[..., None]:
             say(distributed.get_world_size(outer.process_group))
 
     return hook
+
+
+HINT = (
+    " (torch.compile had compiled {what} before the block, and compiled code does not see hooks "
+    "that come later: attach before its first call, or call torch.compiler.reset() in the block)"
+)
+
+
+def late_hooks_warning(model: nn.Module, whole: bool) -> Callable[[bool], str]:
+    """Why hooks that come now may never run, told when the block ends and it is known whether any
+    of them has `acted`; empty if nothing says so. `whole`: the model was given compiled.
+    """
+    if not compiling.has_compiled():
+        return lambda acted: ""
+    held = ref(model)
+
+    def why(acted: bool) -> str:
+        own = held()
+        names = () if own is None else dict(own.named_modules())
+        inside = [own_name(name) for name in names if name.endswith(COMPILED)]
+        if inside:
+            return HINT.format(what=", ".join(f"'{name}'" for name in inside))
+        if acted and not whole:
+            return ""
+        return HINT.format(what="code of this process, it may be the model,")
+
+    return why
