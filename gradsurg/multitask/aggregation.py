@@ -71,7 +71,7 @@ def plan_of(
     kind = plural(len(own), "group") if own else at.granularity
     how = f"engine {at.engine}{place}, granularity {kind}, when {trigger!r}"
     first = f"{label}: {aggregator!r} of what several tasks reach of"
-    lines = [f"{first} {many(len(groups), 'parameter')}", f"  {how}"]
+    lines = [f"{first} {plural(len(groups), 'parameter')}", f"  {how}"]
     if not own:
         return "\n".join([*lines, *(f"  {site}" for site in groups)])
     for pattern in own:
