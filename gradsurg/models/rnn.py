@@ -7,12 +7,14 @@ from einops.layers.torch import Rearrange
 from pydantic import Field
 from torch import Tensor, nn
 
-from gradsurg.models._unrolled import Cell, Unrolled
 from gradsurg.plugins.fields import Contradiction, validated
 
 Size = Annotated[int, Field(gt=0)]
+Cell = Literal["rnn", "gru", "lstm"]
 Init = Literal["torch", "basic_tanh", "smart_tanh"]
 LAYERS = {"rnn": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}
+CELLS = {"rnn": nn.RNNCell, "gru": nn.GRUCell, "lstm": nn.LSTMCell}
+State = Tensor | tuple[Tensor, Tensor]
 NUM_REACHED, RADIUS = 15, 0.95
 
 
@@ -106,6 +108,21 @@ class OneHot(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.rows[tokens]
+
+
+class Unrolled(nn.Module):
+    """A recurrent layer that calls its cell once a step; inputs are (batch, time, features)."""
+
+    def __init__(self, cell: Cell, num_features: int, width: int) -> None:
+        super().__init__()
+        self.cell = CELLS[cell](num_features, width)
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, State | None]:
+        state, states = None, []
+        for step in inputs.unbind(dim=1):
+            state = self.cell(step, state)
+            states.append(state[0] if isinstance(state, tuple) else state)
+        return torch.stack(states, dim=1), state
 
 
 def _embed(options: RNNOptions) -> tuple[nn.Module, int]:

@@ -7,8 +7,8 @@ import numpy as np
 from pydantic import Field
 
 from gradsurg.plugins.fields import validated
-from gradsurg.tasks._generated import Seed, drawn
 from gradsurg.tasks.base import Data, Regression
+from gradsurg.tasks.data.arrays import Seed, draw_examples
 
 
 @validated
@@ -42,5 +42,5 @@ class Adding(Regression):
 
 @lru_cache(maxsize=2)
 def _data(task: Adding) -> Data:
-    parts = drawn(task.draw, task.data_seed, task.num_train, task.num_test)
+    parts = draw_examples(task.draw, task.data_seed, task.num_train, task.num_test)
     return Data(*parts, input_shape=(task.length, 2), num_outputs=1)

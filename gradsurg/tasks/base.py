@@ -1,61 +1,69 @@
-"""What a task promises: data, a loss to differentiate, and metrics to report."""
+"""The contract of a task (data, a loss to differentiate, metrics), and its usual base classes."""
 
 import hashlib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
 from operator import add
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
 from gradsurg.plugins.fields import FieldError
 
-SAID = {
+Outputs = Tensor | Sequence[Tensor]
+"""The outputs of all losses in one tensor, or a tensor for each, as of a model with heads."""
+
+_PASSED_ON = {
     "num_tokens": "the inputs of this task are tokens",
     "every_step": "this task has a target for every step of its inputs",
     "start": "what this task moves is a point (model=point)",
 }
-"""What a model is told by name, where the data has it to tell, and what it means."""
+"""Fields of `Data` that, if set, every model gets as keyword arguments, and their meaning."""
 
-NEEDED = {
+_REQUIRED = {
     "num_tokens": "needs tokens, and the inputs of this task are real numbers",
     "start": "needs a point to start from, and this task has none",
     "heads": "needs a task of several losses with outputs of their own, and this one has none",
 }
-"""What is said to a model that cannot do without what the data does not have."""
+"""The message for a model that requires a keyword argument that the data do not have."""
 
 
 class Order(ABC):
-    """Which training examples a batch has, where it is not any of all of them."""
+    """The training examples of each batch, for tasks that do not shuffle all of them."""
 
     @property
     @abstractmethod
     def num_examples(self) -> int:
-        """Those of an epoch."""
+        """The number of examples in an epoch."""
 
     @abstractmethod
     def batches(self, epoch: int, size: int, generator: Generator) -> Iterator[Tensor]:
-        """The numbers of the examples of each batch of an epoch (from 0), by these alone.
+        """Yield the indices of the examples of each batch of an epoch (from 0).
 
-        `size` of a batch are the epoch's own, and there may be others besides.
+        A function of the arguments alone. `size` examples of a batch count towards the epoch; a
+        batch may have others besides, as from a memory.
         """
 
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """What is learnt from and what is tested on, whole, with the first axis the examples.
+    """Training and test examples; the first axis of each tensor is the examples.
 
-    Inputs are real numbers, or with `num_tokens` the numbers 0 to `num_tokens` - 1 of tokens.
-    A model gives (examples, num_outputs); with `every_step` the targets are (examples, time) and
-    it gives (examples, time, num_outputs). With `start` the model is that point, and its outputs
-    are it. A model is told of the three by name if they are set. `heads` says how the outputs are
-    split among the losses of a MultiTask: a model that asks for it is told, and may give a tuple,
-    the outputs of each head apart. Without an `order` every epoch is all examples, shuffled.
+    Args:
+        num_tokens: Inputs are tokens, 0 to `num_tokens` - 1; None: real numbers.
+        every_step: Targets are (examples, time) and outputs (examples, time, num_outputs), in place
+            of (examples, num_outputs).
+        start: The model is a point in the plane that starts here, and its outputs are the point.
+        heads: How the outputs are divided among the losses of a MultiTask. A model with a parameter
+            `heads` gets it, and may return a tuple with the outputs of each head.
+        order: The batches of an epoch; None: all examples, shuffled.
     """
 
     train_inputs: Tensor
@@ -72,11 +80,11 @@ class Data:
 
     @property
     def epoch_size(self) -> int:
-        """The examples of an epoch."""
+        """The number of examples in an epoch."""
         return len(self.train_inputs) if self.order is None else self.order.num_examples
 
     def copy(self) -> "Data":
-        """The same with tensors of its own, which its user may change."""
+        """Return a copy whose tensors may be modified."""
         return replace(
             self,
             train_inputs=self.train_inputs.clone(),
@@ -85,44 +93,45 @@ class Data:
             test_targets=self.test_targets.clone(),
         )
 
-    def told(self, model: object, fields: Mapping[str, object]) -> dict[str, object]:
-        """What `model` is made with by name: `fields`, and what the data has to tell it.
+    def model_options(self, model: object, fields: Mapping[str, object]) -> dict[str, object]:
+        """Return `fields` with the keyword arguments that the data add for `model`.
 
-        Raises ValueError if the model does not take that, or needs what the data has not.
+        Raises ValueError if the model does not take one of them, or requires one that the data do
+        not have, and FieldError if `fields` sets one.
         """
-        own = {name: getattr(self, name) for name in SAID}
-        own = {name: value for name, value in own.items() if value not in (None, False)}
+        added = {name: getattr(self, name) for name in _PASSED_ON}
+        added = {name: value for name, value in added.items() if value not in (None, False)}
         if not callable(model):
-            return {**fields, **own}
-        taken = inspect.signature(model).parameters
-        if self.heads is not None and "heads" in taken:
-            own["heads"] = self.heads
-        if doubled := [name for name in own if name in fields]:
+            return {**fields, **added}
+        parameters = inspect.signature(model).parameters
+        if self.heads is not None and "heads" in parameters:
+            added["heads"] = self.heads
+        if doubled := [name for name in added if name in fields]:
             raise FieldError("", [(name, "is for the task to say") for name in doubled])
-        if not any(param.kind is param.VAR_KEYWORD for param in taken.values()):
-            for name in own:
-                if name not in taken:
-                    raise ValueError(f"takes no {name}, and {SAID[name]}")
-        for name, sentence in NEEDED.items():
-            asked = taken.get(name)
-            if asked and asked.default is asked.empty and name not in {*own, *fields}:
+        if not any(param.kind is param.VAR_KEYWORD for param in parameters.values()):
+            for name in added:
+                if name not in parameters:
+                    raise ValueError(f"takes no {name}, and {_PASSED_ON[name]}")
+        for name, sentence in _REQUIRED.items():
+            param = parameters.get(name)
+            if param and param.default is param.empty and name not in {*added, *fields}:
                 raise ValueError(sentence)
-        return {**fields, **own}
+        return {**fields, **added}
 
 
 @dataclass(frozen=True)
 class Chance:
-    """What the best guess comes to that does not look at the inputs: its loss and one metric.
+    """The loss and one metric of the best prediction that ignores the inputs.
 
-    `best` is that metric of a perfect model; `what` is said before the value, as in "chance for 10
-    classes is 10%".
+    `best` is that metric of a perfect model; `description` precedes the value in a sentence, as in
+    "chance for 10 classes is 10%".
     """
 
     loss: float
     metric: str
     value: float
     best: float
-    what: str
+    description: str
 
 
 class Task(ABC):
@@ -130,53 +139,54 @@ class Task(ABC):
 
     @abstractmethod
     def load(self) -> Data:
-        """The data: on the CPU, and the same at every call."""
+        """Return the data, on the CPU, the same at every call."""
 
     @abstractmethod
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The number that is differentiated, as a tensor of no axes."""
+        """Return the number to differentiate, a tensor of shape ()."""
 
     @abstractmethod
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        """Numbers for evaluation, by name, `loss` among them.
+        """Return numbers for evaluation by name, `loss` among them.
 
-        This is where `.item()` belongs: it waits for the device, at tests and never between steps.
+        Called at tests only, never between steps, so it may wait for the device with `.item()`.
         """
 
     def files(self) -> Sequence[Path]:
-        """The files whose content decides the data; runs are told apart by it."""
+        """Return the files that decide the data; their content is part of a run's identity."""
         return ()
 
     def landscape(self) -> dict[str, Any] | None:  # Any: what JSON can hold
-        """Where there are two coordinates to move in, what a report draws them over; else None.
+        """Return the losses over the plane for a task that moves a point, else None.
 
-        It has the `names` of the losses, the `start`, `x1` and `x2`, and for each loss its
-        `values`, a row for each of `x2`; `pareto`, points of the Pareto set in order, and whether
-        they go around it (`closed`).
+        Keys: `names` of the losses, `start`, `x1` and `x2`, for each loss its `values`, a row for
+        each of `x2`; `pareto`, points of the Pareto set in order, and whether they are a closed
+        curve (`closed`).
         """
         return None
 
     def chance(self, targets: Tensor) -> Chance | None:
-        """What is reached with these targets without learning; None if the task cannot tell."""
+        """Return the result of guessing with these targets; None if the task does not define it."""
         return None
 
     @property
-    def following(self) -> tuple[str, ...]:
-        """The names of what `followed` makes."""
+    def trajectory_metric_names(self) -> tuple[str, ...]:
+        """The names of the numbers of `trajectory_metrics`."""
         return ()
 
-    def followed(
+    def trajectory_metrics(
         self, rows: Sequence[Mapping[str, Any]], epoch: int
     ) -> dict[str, float]:  # Any: what JSON can hold
-        """What comes of the tests of a run, by name: numbers of more than its end.
+        """Return numbers that depend on all tests of a run and not on its end alone.
 
-        A row has what was logged at its `step`, as `test/accuracy`; an `epoch` is so many steps.
+        A row has the numbers logged at its `step`, as `test/accuracy`; `epoch` is the number of
+        steps of an epoch.
         """
         return {}
 
     @property
     def content(self) -> str:
-        """Eight hex digits that stand for what its files hold; empty if it has none."""
+        """Eight hex digits of a hash of the files' content; empty without files."""
         hashes = [_hash_of(Path(path).resolve()) for path in self.files()]
         return hashlib.sha256("".join(hashes).encode()).hexdigest()[:8] if hashes else ""
 
@@ -192,85 +202,84 @@ def _hash_of(path: Path) -> str:
 
 @lru_cache(maxsize=64)
 def _hashed(path: Path, time_ns: int, size: int) -> str:
-    """Of a file as it was at that time: a large one is read once in a process."""
+    """Hash a file; an unchanged one is read once a process, as it may be large."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class MultiTask(Task):
-    """Several losses of one model, whose gradients an aggregator can make one of.
+    """A task of several losses, whose gradients an aggregator can combine.
 
-    Its metrics are `loss`, the sum, and `loss_<name>` for each of its names; what else is measured
-    of each is called so too, `<metric>_<name>`, as `accuracy_first`: thereby a report knows what to
-    set beside one another.
+    Its metrics are `loss`, the sum, and `loss_<name>` for each loss; other metrics of one loss are
+    called `<metric>_<name>` too, as `accuracy_first`, so that a report can compare them.
     """
 
     @property
     @abstractmethod
     def names(self) -> tuple[str, ...]:
-        """The names of its losses, in their order."""
+        """The names of the losses, in their order."""
 
     @abstractmethod
     def losses(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """The losses by their names, each a tensor of no axes."""
+        """Return the losses by name, each of shape ()."""
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Their sum: what is differentiated without an aggregator."""
+        """Return the sum of the losses, which is differentiated without an aggregator."""
         return reduce(add, self.losses(outputs, targets).values())
 
 
 @dataclass(frozen=True)
 class Examination:
-    """What an examination came to: `numbers` by name, and what is kept beside the run."""
+    """The result of an examination: `numbers` by name, and data to save beside the run."""
 
     numbers: Mapping[str, float]
-    kept: Mapping[str, Any] = field(default_factory=dict)  # Any: what JSON can hold
+    saved: Mapping[str, Any] = field(default_factory=dict)  # Any: what JSON can hold
 
 
 class Examined(Task):
-    """A task whose model is examined once it is trained.
+    """A task whose model is examined after training.
 
-    That is the moment after the last step: a trigger is asked about step `steps` of the run, also
-    if that has ended before, so that `Steps(start=steps)` acts there and nowhere else.
+    Triggers then see step `steps` of the run, even if the run ended early, so `Steps(start=steps)`
+    acts in the examination and nowhere else.
     """
 
     @abstractmethod
     def examine(self, model: nn.Module, data: Data) -> Examination:
-        """Examine a model, in evaluation mode, and leave it as it was.
+        """Examine a model in evaluation mode, and leave it unchanged.
 
-        What flows back in it meets the surgery. Random numbers follow from the run's seed,
-        apart from those of its training.
+        The surgery is attached. The global generators are seeded from the run's seed, apart from
+        those of its training.
         """
 
 
 class Classification(Task):
-    """Cross-entropy and accuracy; with a target for every step, the means over all steps."""
+    """Cross-entropy and accuracy; with a target for every step, their means over all steps."""
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        right = outputs.argmax(dim=-1) == targets
+        correct = outputs.argmax(dim=-1) == targets
         return {
             "loss": self.loss(outputs, targets).item(),
-            "accuracy": right.double().mean().item(),
+            "accuracy": correct.double().mean().item(),
         }
 
     def chance(self, targets: Tensor) -> Chance:
         _, counts = targets.unique(return_counts=True)
         shares = counts.double() / targets.numel()
-        entropy = -(shares * shares.log()).sum().item()  # once a run, as all of `chance`
-        what = f"chance for {len(shares)} classes is"
-        return Chance(entropy, "accuracy", shares.max().item(), 1.0, what)
+        entropy = -(shares * shares.log()).sum().item()  # waits for the device, once a run
+        description = f"chance for {len(shares)} classes is"
+        return Chance(entropy, "accuracy", shares.max().item(), 1.0, description)
 
 
 class Regression(Task):
-    """Mean squared error, and the share of the targets' variance that it explains, `r2`."""
+    """Mean squared error, and `r2`, the fraction of the targets' variance that is explained."""
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if outputs.shape != targets.shape:  # torch would broadcast them
-            found = f"{list(outputs.shape)} and {list(targets.shape)}"
-            raise ValueError(f"outputs and targets must have one shape, found {found}")
+            shapes = f"{list(outputs.shape)} and {list(targets.shape)}"
+            raise ValueError(f"outputs and targets must have one shape, found {shapes}")
         return functional.mse_loss(outputs, targets)
 
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
@@ -278,5 +287,93 @@ class Regression(Task):
         return {"loss": loss, "r2": 1 - loss / targets.var(correction=0).item()}
 
     def chance(self, targets: Tensor) -> Chance:
-        spread = targets.double().var(correction=0).item()  # once a run
-        return Chance(spread, "r2", 0.0, 1.0, "the mean of all targets has")
+        variance = targets.double().var(correction=0).item()  # waits for the device, once a run
+        return Chance(variance, "r2", 0.0, 1.0, "the mean of all targets has")
+
+
+class MultiClassification(MultiTask):
+    """Several cross-entropies, each of a part of the outputs and a column of the targets."""
+
+    @property
+    @abstractmethod
+    def sizes(self) -> tuple[int, ...]:
+        """The number of classes of each loss, and of the outputs that belong to it."""
+
+    def losses(self, outputs: Outputs, targets: Tensor) -> dict[str, Tensor]:
+        parts, columns = parts_of(outputs, self.sizes, len(targets)), targets.unbind(dim=1)
+        return {
+            name: functional.cross_entropy(part, column)
+            for name, part, column in zip(self.names, parts, columns, strict=True)
+        }
+
+    def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
+        losses = floats(self.losses(outputs, targets).values())
+        parts, columns = parts_of(outputs, self.sizes, len(targets)), targets.unbind(dim=1)
+        accuracies = floats(
+            (part.argmax(dim=1) == column).double().mean()
+            for part, column in zip(parts, columns, strict=True)
+        )
+        return {
+            "loss": sum(losses),
+            "accuracy": fmean(accuracies),
+            **by_name("loss", self.names, losses),
+            **by_name("accuracy", self.names, accuracies),
+        }
+
+
+class MultiRegression(MultiTask):
+    """Several mean squared errors, each of a column of the outputs and times a factor; `r2`."""
+
+    @property
+    @abstractmethod
+    def factors(self) -> Sequence[float]:
+        """The factor of each error."""
+
+    def losses(self, outputs: Outputs, targets: Tensor) -> dict[str, Tensor]:
+        parts = parts_of(outputs, (1,) * len(self.names), len(targets))
+        errors = [
+            functional.mse_loss(part[:, 0], column)
+            for part, column in zip(parts, targets.unbind(dim=1), strict=True)
+        ]
+        return {
+            name: factor * error
+            for name, factor, error in zip(self.names, self.factors, errors, strict=True)
+        }
+
+    def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
+        losses = floats(self.losses(outputs, targets).values())
+        variances = targets.var(dim=0, correction=0).tolist()
+        explained = [
+            1 - loss / (factor * variance)
+            for loss, factor, variance in zip(losses, self.factors, variances, strict=True)
+        ]
+        return {
+            "loss": sum(losses),
+            "r2": fmean(explained),
+            **by_name("loss", self.names, losses),
+            **by_name("r2", self.names, explained),
+        }
+
+
+def parts_of(outputs: Outputs, sizes: Sequence[int], count: int) -> Sequence[Tensor]:
+    """Split the outputs for `count` examples into `sizes` columns; ValueError for other shapes."""
+    whole = [count, sum(sizes)]
+    if isinstance(outputs, Tensor):
+        if list(outputs.shape) != whole:
+            raise ValueError(f"outputs must have the shape {whole}, found {list(outputs.shape)}")
+        return outputs.split(tuple(sizes), dim=1)
+    shapes = [list(part.shape) for part in outputs]
+    if shapes != [[count, size] for size in sizes]:
+        rule = f"a tensor of the shape {whole}, or for each task its part of it"
+        raise ValueError(f"outputs must be {rule}, {list(sizes)} columns, found shapes {shapes}")
+    return outputs
+
+
+def floats(values: Iterable[Tensor]) -> list[float]:
+    """Return the numbers of several tensors of shape (), with one wait for the device."""
+    return torch.stack(list(values)).tolist()
+
+
+def by_name(metric: str, names: Sequence[str], values: Sequence[float]) -> dict[str, float]:
+    """Return a metric of each loss under the name `<metric>_<name>`."""
+    return {f"{metric}_{name}": value for name, value in zip(names, values, strict=True)}

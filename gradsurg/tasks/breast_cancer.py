@@ -8,9 +8,8 @@ import torch
 from pydantic import Field
 
 from gradsurg.plugins.fields import validated
-from gradsurg.tasks._generated import Seed
-from gradsurg.tasks._tables import split, standardised
 from gradsurg.tasks.base import Classification, Data
+from gradsurg.tasks.data.arrays import Seed, split, standardize
 
 
 @validated
@@ -27,7 +26,7 @@ class BreastCancer(Classification):
     def load(self) -> Data:
         measured, kinds = _arrays()
         train, test = split(kinds, self.test_fraction, self.split_seed, stratify=True)
-        inputs = standardised(measured, train)
+        inputs = standardize(measured, train)
         targets = torch.from_numpy(kinds.astype(np.int64))
         return Data(
             train_inputs=inputs[train],

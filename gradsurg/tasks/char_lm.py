@@ -1,7 +1,8 @@
-"""Character language modelling: which character comes next in a text."""
+"""Character language modelling: predict the next character of a text."""
 
 from collections.abc import Sequence
 from functools import lru_cache
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,24 +11,28 @@ import torch
 from pydantic import Field
 
 from gradsurg.plugins.fields import Contradiction, FieldError, validated
-from gradsurg.tasks import _moby_dick
-from gradsurg.tasks._generated import Count
 from gradsurg.tasks.base import Classification, Data
+from gradsurg.tasks.data import cache
+from gradsurg.tasks.data.arrays import Count
 
-UNKNOWN = 0  # a character that training does not have
+UNKNOWN = 0  # the token of a character that is not in the training part
+
+MOBY_DICK = "moby_dick.txt"
+MOBY_DICK_FOLDER = "text"  # in the user's cache
+MOBY_DICK_SHA256 = "0af87669e16afbac484ab450db3343221bc6582e65565fcaa535807b5c1df370"
 
 
 @validated
 class CharLM(Classification):
     """Predict every character of a text from those before it in its piece, by cross-entropy.
 
-    The text is the file `path` in UTF-8, or with `text` moby_dick what `python -m
+    The text is the UTF-8 file `path`, or with `text` moby_dick the one that `python -m
     gradsurg.tasks.fetch text` put into the user's cache folder, or without either the help on
-    Python's own language that comes with Python (`pydoc_data.topics`, PSF licence; another text in
-    another release of Python). Its first `max_characters` are taken; the last `test_fraction` of
-    them are the test. Both parts are cut into pieces of `length`, a rest is dropped. Tokens are the
-    characters of the training part in their order, from 1; 0 is any other. The loss is in nats for
-    a character.
+    Python's own language that comes with Python (`pydoc_data.topics`, PSF licence; it differs
+    between releases of Python). Its first `max_characters` are used; the last `test_fraction` of
+    them are the test. Both parts are cut into pieces of `length`, a remainder is dropped. Tokens
+    are the characters of the training part in sorted order, from 1; 0 is any other. The loss is in
+    nats for a character.
     """
 
     path: Annotated[str, Field(min_length=1)] | None = None
@@ -50,14 +55,14 @@ class CharLM(Classification):
         if self.path is not None:
             return (Path(self.path).expanduser(),)
         if self.text is not None:
-            return (_moby_dick.path(),)
+            return (_moby_dick(),)
         spec = find_spec("pydoc_data.topics")
         return (Path(spec.origin),) if spec is not None and spec.origin is not None else ()
 
 
 @lru_cache(maxsize=2)
 def _data(task: CharLM, content: str) -> Data:
-    """Kept as long as the text has that `content`."""
+    """Load the data; `content`, a hash of the text, is part of the cache's key."""
     text = _text(task)[: task.max_characters]
     border = len(text) - round(task.test_fraction * len(text))
     tokens = {character: token for token, character in enumerate(sorted(set(text[:border])), 1)}
@@ -82,7 +87,7 @@ def _data(task: CharLM, content: str) -> Data:
 
 def _text(task: CharLM) -> str:
     if task.text is not None:
-        return _moby_dick.read()
+        return _read_moby_dick()
     if task.path is not None:
         try:
             return Path(task.path).expanduser().read_text(encoding="utf-8")
@@ -91,3 +96,29 @@ def _text(task: CharLM) -> str:
     from pydoc_data.topics import topics
 
     return "\n".join(topics[name] for name in sorted(topics))
+
+
+def _moby_dick() -> Path:
+    path = cache.place(MOBY_DICK_FOLDER) / MOBY_DICK
+    if not path.is_file():
+        command = cache.command(MOBY_DICK_FOLDER)
+        how = f"{command} puts it there, or path takes a text of your own"
+        raise FieldError("CharLM", [("text", f"moby_dick is not in '{path.parent}': {how}")])
+    return path
+
+
+def _read_moby_dick() -> str:
+    path = _moby_dick()
+    if fault := moby_dick_fault(path):
+        how = f"{cache.command(MOBY_DICK_FOLDER)} puts it there anew"
+        raise FieldError("CharLM", [("text", f"{fault} in '{path.parent}': {how}")])
+    return path.read_text(encoding="utf-8")
+
+
+def moby_dick_fault(file: Path) -> str:
+    """Say why a file is not the published text; empty if it is."""
+    try:
+        same = sha256(file.read_bytes()).hexdigest() == MOBY_DICK_SHA256
+    except OSError as error:
+        return f"{MOBY_DICK} cannot be read ({error.strerror})"
+    return "" if same else f"{MOBY_DICK} has another sha256"

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from gradsurg.plugins.fields import validated
-from gradsurg.tasks._generated import Count, Seed
-from gradsurg.tasks._images import NUM_CLASSES, Images, folder, refused
 from gradsurg.tasks.base import Classification, Data
+from gradsurg.tasks.data.arrays import Count, Seed
+from gradsurg.tasks.data.images import NUM_CLASSES, Images, image_folder, refusal
 
 INNER = "cifar-10-batches-py"
 HASHES = {
@@ -52,14 +52,14 @@ class CIFAR10(Classification):
     def files(self) -> Sequence[Path]:
         if self.verify:  # then they are known
             return ()
-        place = folder(self.root, WHERE)
+        place = image_folder(self.root, WHERE)
         return [_file(place, name) for name in HASHES]
 
 
 @lru_cache(maxsize=1)
 def _read(root: str | None, verify: bool, content: str) -> Images:
     """Kept as long as the files have that `content`."""
-    place = folder(root, WHERE)
+    place = image_folder(root, WHERE)
     *train, test = (_batch(place, name, verify) for name in HASHES)
     images, labels = (np.concatenate(parts) for parts in zip(*train, strict=True))
     return Images(images, labels, *test)
@@ -68,25 +68,25 @@ def _read(root: str | None, verify: bool, content: str) -> Images:
 def _batch(place: Path, name: str, verify: bool) -> tuple[np.ndarray, np.ndarray]:
     content = _file(place, name).read_bytes()
     if verify and sha256(content).hexdigest() != HASHES[name]:
-        raise refused(place, f"{name} has another sha256 (verify=false takes it)", WHERE)
+        raise refusal(place, f"{name} has another sha256 (verify=false takes it)", WHERE)
     try:
         held = _Arrays(BytesIO(content), encoding="bytes").load()
         labels = np.array(held[b"labels"], np.int64)
         # A plain reshape, because what it says of bytes that are too few fits on one line.
         images = np.asarray(held[b"data"]).reshape(len(labels), 3, 32, 32)
     except BROKEN as error:
-        raise refused(place, f"{name} cannot be read ({error})", WHERE) from error
+        raise refusal(place, f"{name} cannot be read ({error})", WHERE) from error
     if images.dtype != np.uint8:
-        raise refused(place, f"{name} holds other numbers than bytes", WHERE)
+        raise refusal(place, f"{name} holds other numbers than bytes", WHERE)
     if not len(labels) or not 0 <= labels.min() <= labels.max() < NUM_CLASSES:
-        raise refused(place, f"{name} has labels other than 0 to {NUM_CLASSES - 1}", WHERE)
+        raise refusal(place, f"{name} has labels other than 0 to {NUM_CLASSES - 1}", WHERE)
     return images, labels
 
 
 def _file(place: Path, name: str) -> Path:
     path = next((path for path in (place / INNER / name, place / name) if path.is_file()), None)
     if path is None:
-        raise refused(place, f"there is no {name}", WHERE)
+        raise refusal(place, f"there is no {name}", WHERE)
     return path
 
 

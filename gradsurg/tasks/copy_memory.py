@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradsurg.plugins.fields import validated
-from gradsurg.tasks._generated import Count, Seed, drawn
 from gradsurg.tasks.base import Data, Task
+from gradsurg.tasks.data.arrays import Count, Seed, draw_examples
 
 
 @validated
@@ -55,7 +55,7 @@ class CopyMemory(Task):
 
 @lru_cache(maxsize=2)
 def _data(task: CopyMemory) -> Data:
-    parts = drawn(task.draw, task.data_seed, task.num_train, task.num_test)
+    parts = draw_examples(task.draw, task.data_seed, task.num_train, task.num_test)
     return Data(
         *parts,
         input_shape=(task.delay + 2 * task.num_copied,),

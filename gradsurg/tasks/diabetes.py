@@ -7,9 +7,8 @@ import numpy as np
 from pydantic import Field
 
 from gradsurg.plugins.fields import validated
-from gradsurg.tasks._generated import Seed
-from gradsurg.tasks._tables import split, standardised
 from gradsurg.tasks.base import Data, Regression
+from gradsurg.tasks.data.arrays import Seed, split, standardize
 
 
 @validated
@@ -26,7 +25,7 @@ class Diabetes(Regression):
     def load(self) -> Data:
         measured, progress = load_table()
         train, test = split(progress, self.test_fraction, self.split_seed, stratify=False)
-        inputs, targets = standardised(measured, train), standardised(progress[:, None], train)
+        inputs, targets = standardize(measured, train), standardize(progress[:, None], train)
         return Data(
             train_inputs=inputs[train],
             train_targets=targets[train],

@@ -6,10 +6,8 @@ import numpy as np
 from pydantic import Field
 
 from gradsurg.plugins.fields import validated
-from gradsurg.tasks._generated import Seed
-from gradsurg.tasks._several import MultiRegression
-from gradsurg.tasks._tables import split, standardised
-from gradsurg.tasks.base import Data
+from gradsurg.tasks.base import Data, MultiRegression
+from gradsurg.tasks.data.arrays import Seed, split, standardize
 from gradsurg.tasks.diabetes import load_table
 
 NAMES = ("progress", "mass", "pressure")
@@ -43,8 +41,8 @@ class DiabetesMulti(MultiRegression):
         train, test = split(progress, self.test_fraction, self.split_seed, stratify=False)
         given = [column for column in range(measured.shape[1]) if column not in ASKED]
         asked = [progress[:, None], measured[:, ASKED]]
-        inputs = standardised(measured[:, given], train)
-        targets = standardised(np.concatenate(asked, axis=1), train)
+        inputs = standardize(measured[:, given], train)
+        targets = standardize(np.concatenate(asked, axis=1), train)
         return Data(
             train_inputs=inputs[train],
             train_targets=targets[train],

@@ -9,11 +9,9 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.plugins.fields import Contradiction, validated
-from gradsurg.tasks._digits import load_digits
-from gradsurg.tasks._generated import Seed
-from gradsurg.tasks._several import MultiClassification
-from gradsurg.tasks._tables import split
-from gradsurg.tasks.base import Data
+from gradsurg.tasks.base import Data, MultiClassification
+from gradsurg.tasks.data.arrays import Seed, split
+from gradsurg.tasks.digits import load_digits
 
 CLASSES = {  # of the digits 0 to 9
     "parity": (0, 1, 0, 1, 0, 1, 0, 1, 0, 1),

@@ -1,6 +1,8 @@
 """Digits: scikit-learn's 1797 handwritten digits of 8 x 8 pixels, in ten classes."""
 
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -10,11 +12,11 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
-from gradsurg.tasks._digits import load_digits
-from gradsurg.tasks._tables import split
 from gradsurg.tasks.base import Classification, Data
+from gradsurg.tasks.data.arrays import split
 
 NUM_CLASSES = 10
+NUM_DIGITS, NUM_PIXELS = 1797, 64
 
 
 @validated
@@ -22,7 +24,7 @@ class Digits(Classification):
     """Classify handwritten digits by cross-entropy; nothing is downloaded.
 
     The split is stratified and depends on `split_seed` alone, not on a run's seed. Images are
-    standardised by the mean and deviation of all training pixels. `label_noise` is the fraction
+    standardized by the mean and deviation of all training pixels. `label_noise` is the fraction
     of training labels that are replaced by a wrong one; test labels stay right.
     """
 
@@ -55,7 +57,24 @@ class Digits(Classification):
 
 @cache
 def _arrays() -> tuple[np.ndarray, np.ndarray]:
-    """Images (N, 1, 8, 8) in [0, 1] as float32 and labels as int64: read once a process."""
+    """Images (N, 1, 8, 8) in [0, 1] as float32 and labels as int64; read once a process."""
     pixels, labels = load_digits()
     images = rearrange(pixels, "digit (height width) -> digit 1 height width", height=8)
     return images.astype(np.float32) / 16, labels
+
+
+def load_digits() -> tuple[np.ndarray, np.ndarray]:
+    """Return pixels (N, 64) from 0 to 16 and labels, equal to `sklearn.datasets.load_digits`.
+
+    Reads scikit-learn's file without importing it, which takes a second. Raises FileNotFoundError
+    if the file is not there.
+    """
+    spec = find_spec("sklearn")
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError("the digits come with scikit-learn, which is not installed")
+    file = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    table = np.loadtxt(file, delimiter=",")
+    if table.shape != (NUM_DIGITS, NUM_PIXELS + 1):
+        shape = f"{NUM_DIGITS} x {NUM_PIXELS + 1}"
+        raise ValueError(f"{file}: must have {shape} numbers, found {table.shape}")
+    return table[:, :-1], table[:, -1].astype(np.int64)

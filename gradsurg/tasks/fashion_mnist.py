@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradsurg.plugins.fields import validated
-from gradsurg.tasks import _idx
-from gradsurg.tasks._generated import Count, Seed
 from gradsurg.tasks.base import Classification, Data
+from gradsurg.tasks.data.arrays import Count, Seed
+from gradsurg.tasks.data.images import Layout, image_files, read_images
 
-LAYOUT = _idx.Layout(
+LAYOUT = Layout(
     name="fashion-mnist",
     title="Fashion-MNIST",
     folder="FashionMNIST",
@@ -42,9 +42,9 @@ class FashionMNIST(Classification):
     verify: bool = True
 
     def load(self) -> Data:
-        images = _idx.read(LAYOUT, self.root, self.verify, self.content)
+        images = read_images(LAYOUT, self.root, self.verify, self.content)
         return images.data(self.num_train, self.num_test, self.split_seed)
 
     def files(self) -> Sequence[Path]:
         # what is verified is known
-        return () if self.verify else _idx.files(LAYOUT, self.root)
+        return () if self.verify else image_files(LAYOUT, self.root)

@@ -7,8 +7,8 @@ import numpy as np
 from pydantic import Field
 
 from gradsurg.plugins.fields import validated
-from gradsurg.tasks._generated import Seed, drawn
 from gradsurg.tasks.base import Data, Regression
+from gradsurg.tasks.data.arrays import Seed, draw_examples
 
 MEAN, DEVIATION = 0.5, 12**-0.5  # of numbers uniform in [0, 1]
 
@@ -45,7 +45,7 @@ class Friedman(Regression):
 
 @lru_cache(maxsize=2)
 def _data(task: Friedman) -> Data:
-    parts = drawn(task.draw, task.data_seed, task.num_train, task.num_test)
+    parts = draw_examples(task.draw, task.data_seed, task.num_train, task.num_test)
     train_inputs, train_targets, test_inputs, test_targets = parts
     mean, deviation = train_targets.double().mean(), train_targets.double().std(correction=0)
     return Data(

@@ -8,9 +8,8 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
-from gradsurg.tasks._generated import Seed, drawn
-from gradsurg.tasks._several import MultiRegression
-from gradsurg.tasks.base import Data
+from gradsurg.tasks.base import Data, MultiRegression
+from gradsurg.tasks.data.arrays import Seed, draw_examples
 from gradsurg.tasks.friedman import DEVIATION, MEAN, response
 
 NAMES = ("sum", "impedance", "phase")
@@ -69,7 +68,7 @@ class FriedmanMulti(MultiRegression):
 
 @lru_cache(maxsize=2)
 def _data(task: FriedmanMulti) -> Data:
-    parts = drawn(task.draw, task.data_seed, task.num_train, task.num_test)
+    parts = draw_examples(task.draw, task.data_seed, task.num_train, task.num_test)
     train_inputs, train_drawn, test_inputs, test_drawn = parts
     size = train_drawn[:, 0].double().std(dim=0, correction=0)
     train, test = (_noisy(part.double(), task.noise * size) for part in (train_drawn, test_drawn))

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradsurg.plugins.fields import validated
-from gradsurg.tasks import _idx
-from gradsurg.tasks._generated import Count, Seed
 from gradsurg.tasks.base import Classification, Data
+from gradsurg.tasks.data.arrays import Count, Seed
+from gradsurg.tasks.data.images import Layout, image_files, read_images
 
-LAYOUT = _idx.Layout(
+LAYOUT = Layout(
     name="mnist",
     title="MNIST",
     folder="MNIST",
@@ -41,9 +41,9 @@ class MNIST(Classification):
     verify: bool = True
 
     def load(self) -> Data:
-        images = _idx.read(LAYOUT, self.root, self.verify, self.content)
+        images = read_images(LAYOUT, self.root, self.verify, self.content)
         return images.data(self.num_train, self.num_test, self.split_seed)
 
     def files(self) -> Sequence[Path]:
         # what is verified is known
-        return () if self.verify else _idx.files(LAYOUT, self.root)
+        return () if self.verify else image_files(LAYOUT, self.root)

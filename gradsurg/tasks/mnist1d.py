@@ -7,8 +7,8 @@ import numpy as np
 from pydantic import Field
 
 from gradsurg.plugins.fields import Contradiction, validated
-from gradsurg.tasks._generated import Seed, drawn
 from gradsurg.tasks.base import Classification, Data
+from gradsurg.tasks.data.arrays import Seed, draw_examples
 
 NUM_CLASSES = 10
 TEMPLATES = np.array(
@@ -103,7 +103,7 @@ def _between(signals: np.ndarray, rows: np.ndarray, places: np.ndarray) -> np.nd
 
 @lru_cache(maxsize=2)
 def _data(task: MNIST1D) -> Data:
-    parts = drawn(task.draw, task.data_seed, task.num_train, task.num_test)
+    parts = draw_examples(task.draw, task.data_seed, task.num_train, task.num_test)
     train_inputs, train_targets, test_inputs, test_targets = parts
     mean, deviation = train_inputs.double().mean(), train_inputs.double().std(correction=0)
     return Data(

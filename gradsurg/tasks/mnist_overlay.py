@@ -9,11 +9,11 @@ import numpy as np
 from pydantic import Field
 
 from gradsurg.plugins.fields import validated
-from gradsurg.tasks import _idx
-from gradsurg.tasks._generated import Count, Seed
-from gradsurg.tasks._overlays import Pool, TwoDigits, overlaid
 from gradsurg.tasks.base import Data
+from gradsurg.tasks.data.arrays import Count, Seed
+from gradsurg.tasks.data.images import image_files, read_images
 from gradsurg.tasks.mnist import LAYOUT
+from gradsurg.tasks.overlay import Pool, TwoDigits, overlay_pairs
 
 SIDE = 28
 
@@ -38,18 +38,18 @@ class MNISTOverlay(TwoDigits):
 
     def files(self) -> Sequence[Path]:
         # what is verified is known
-        return () if self.verify else _idx.files(LAYOUT, self.root)
+        return () if self.verify else image_files(LAYOUT, self.root)
 
 
 @lru_cache(maxsize=1)
 def _data(task: MNISTOverlay, content: str) -> Data:
     """Kept as long as the files have that `content`."""
-    found = _idx.read(LAYOUT, task.root, task.verify, content)
+    images = read_images(LAYOUT, task.root, task.verify, content)
     pools = [
-        Pool(_scaled(found.train_images), found.train_labels, task.num_train),
-        Pool(_scaled(found.test_images), found.test_labels, task.num_test),
+        Pool(_scaled(images.train_images), images.train_labels, task.num_train),
+        Pool(_scaled(images.test_images), images.test_labels, task.num_test),
     ]
-    return overlaid(pools, task.shift, task.data_seed)
+    return overlay_pairs(pools, task.shift, task.data_seed)
 
 
 def _scaled(images: np.ndarray) -> np.ndarray:

@@ -7,8 +7,8 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.plugins.fields import Contradiction, validated
-from gradsurg.tasks._generated import Seed
 from gradsurg.tasks.base import Classification, Data
+from gradsurg.tasks.data.arrays import Seed
 
 HookController = Literal["add", "subtract", "multiply"]
 

@@ -7,8 +7,8 @@ import numpy as np
 from pydantic import Field
 
 from gradsurg.plugins.fields import validated
-from gradsurg.tasks._generated import Count, Seed, drawn
 from gradsurg.tasks.base import Classification, Data
+from gradsurg.tasks.data.arrays import Count, Seed, draw_examples
 
 SYMBOLS = "abcdXYEB"
 NUM_DISTRACTORS = 4
@@ -45,5 +45,5 @@ class TemporalOrder(Classification):
 
 @lru_cache(maxsize=2)
 def _data(task: TemporalOrder) -> Data:
-    parts = drawn(task.draw, task.data_seed, task.num_train, task.num_test)
+    parts = draw_examples(task.draw, task.data_seed, task.num_train, task.num_test)
     return Data(*parts, input_shape=(task.length,), num_outputs=4, num_tokens=len(SYMBOLS))

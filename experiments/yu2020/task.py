@@ -1,0 +1,41 @@
+"""PCGrad's toy: two losses that share a deep valley, which one of them bends."""
+
+import torch
+from torch import Tensor
+
+from gradsurg.plugins.fields import validated
+from gradsurg.tasks.quadratics_toy import Place, Toy
+
+FLOOR = 5e-6
+HEIGHT = 6.5  # from where on 1 - tanh is less than the floor
+
+
+@validated
+class PCGradToy(Toy):
+    """Two losses of a point (x1, x2), as in figure 1 of Yu et al. 2020.
+
+    loss_1 = 20 ln max(|x1 / 2 + tanh(x2)|, 5e-6), loss_2 = 25 ln max(|x1 / 2 - tanh(x2) + 2|,
+    5e-6). Both are least, -244.1 and -305.2, at x1 = -2 for every x2 above 6.5: this is the Pareto
+    set, but for the width of the floor. Where they meet a point on the sum stays in the valley, and
+    one that PCGrad moves leaves it: with Adam and a learning rate of 0.001 after some 200,000
+    steps (500,000 were published), with 0.01 after 20,000.
+    """
+
+    start: tuple[float, float] = (0.5, -3.0)
+
+    @property
+    def place(self) -> Place:
+        return self.start
+
+    @property
+    def window(self) -> tuple[Place, Place]:
+        return (-10, 10), (-10, 10)
+
+    def values(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        x1, x2 = points.unbind(dim=1)
+        first = (x1 / 2 + torch.tanh(x2)).abs().clamp(min=FLOOR).log()
+        second = (x1 / 2 - torch.tanh(x2) + 2).abs().clamp(min=FLOOR).log()
+        return 20 * first, 25 * second
+
+    def pareto(self) -> tuple[list[Place], bool]:
+        return [(-2.0, HEIGHT), (-2.0, self.window[1][1])], False
