@@ -47,7 +47,7 @@ def test_chance_is_the_best_constant_guess() -> None:
         assert found.value == best == 0.5
         logits = torch.tensor([3 / 6, 1 / 6, 2 / 6]).log().expand(*targets.shape, 3)
         assert found.loss == pytest.approx(Classes().loss(logits, targets).item())
-        assert found.what == "chance for 3 classes is"
+        assert found.description == "chance for 3 classes is"
     targets = torch.tensor([1.0, 2.0, 6.0])
     found, guess = Numbers().chance(targets), torch.full((3,), 3.0)
     assert found.loss == pytest.approx(Numbers().loss(guess, targets).item())

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from gradsurg.experiments.liu2021.task import CAGradToy
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from torch import Tensor, nn
@@ -28,7 +29,6 @@ from gradsurg.sites.base import Selector
 from gradsurg.surgery.intervention import Intervention
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, Task
-from gradsurg.tasks.cagrad_toy import CAGradToy
 from gradsurg.tasks.digits import Digits
 from gradsurg.training import logging
 from gradsurg.training.arms import Run, Schedule

@@ -60,9 +60,9 @@ class Saliency(Classification, Examined):
         with torch.no_grad():
             classes = model(images).argmax(dim=1)
         trained = maps(model, images, classes)
-        kept, numbers = {"trained": trained}, {}
+        saved, numbers = {"trained": trained}, {}
         for name in drawn_anew(model):
-            found = kept[name] = maps(model, images, classes)
+            found = saved[name] = maps(model, images, classes)
             for measure, values in _compared(trained, found).items():
                 numbers[f"{measure}/{name}"] = values.mean().item()
         pictures = [_picture(image) for image in images[: self.num_kept]]
@@ -73,7 +73,7 @@ class Saliency(Classification, Examined):
                 "images": pictures,
                 "maps": {
                     name: [_picture(one) for one in found[: self.num_kept]]
-                    for name, found in kept.items()
+                    for name, found in saved.items()
                 },
             },
         )

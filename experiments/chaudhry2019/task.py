@@ -123,10 +123,10 @@ class PermutedMNIST(MultiTask):
         return Chance(entropy, "accuracy", parts[0].max().item(), 1.0, what)
 
     @property
-    def following(self) -> tuple[str, ...]:
+    def trajectory_metric_names(self) -> tuple[str, ...]:
         return ("forgetting",) if self.num_tasks > 1 else ()
 
-    def followed(
+    def trajectory_metrics(
         self, rows: Sequence[Mapping[str, Any]], epoch: int
     ) -> dict[str, float]:  # Any: what JSON can hold
         end = max((row["step"] for row in rows), default=0)

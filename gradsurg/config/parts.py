@@ -81,7 +81,7 @@ def model_of(config: Config, data: Data) -> nn.Module:
     """A model for the data, its weights drawn from the global generator."""
     fields = config["model"]
     made = named("models", fields)
-    options = data.told(made, fields_of(fields))
+    options = data.model_options(made, fields_of(fields))
     with theirs(fields):
         model = called(made, (data.input_shape, data.num_outputs), options)
     if not isinstance(model, nn.Module):

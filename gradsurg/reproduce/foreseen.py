@@ -94,7 +94,7 @@ def _sites(experiment: Experiment, model: nn.Module) -> tuple[str, ...]:
 def _foreseen(run: Run, measured: Measured) -> Foreseen:
     schedule = run.schedule
     tested = [f"test/{name}" for name in measured.tested]
-    following = [f"test/{name}" for name in run.task.following if schedule.eval_every]
+    following = [f"test/{name}" for name in run.task.trajectory_metric_names if schedule.eval_every]
     updates = (
         (UPDATES_SAMPLED, *UPDATE_NAMES) if schedule.update_effect_every and not run.shadow else ()
     )

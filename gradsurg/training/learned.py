@@ -26,7 +26,7 @@ def learned_nothing(
         reached = _number(outcome, f"{part}/{chance.metric}")
         if reached is None or reached > chance.value + NEAR * (chance.best - chance.value):
             return {}
-    return {"metric": f"test/{test.metric}", "beside": test.value, "what": test.what}
+    return {"metric": f"test/{test.metric}", "beside": test.value, "what": test.description}
 
 
 def _never_below(

@@ -254,16 +254,16 @@ def _examined(
         place.write_examined_effects([{"step": live.step, **row} for row in rows])
     live.tick()  # it was a step of its own
     model.train()
-    if examination.kept:
-        place.write_examined(examination.kept)
+    if examination.saved:
+        place.write_examined(examination.saved)
     return {f"examined/{name}": value for name, value in examination.numbers.items()}
 
 
 def _followed(run: Run, place: RunDirectory, batches: Batches) -> dict[str, float]:
     """What the task makes of all tests of the run, those before an interruption too."""
-    if not run.task.following:
+    if not run.task.trajectory_metric_names:
         return {}
-    found = run.task.followed(place.read_rows(METRICS), batches.steps_per_epoch)
+    found = run.task.trajectory_metrics(place.read_rows(METRICS), batches.steps_per_epoch)
     return {f"test/{name}": value for name, value in found.items()}
 
 

@@ -1,6 +1,5 @@
 """Tasks from files that the user has: every layout, and what is said of a broken file."""
 
-import gzip
 import hashlib
 import pickle
 import struct
@@ -9,47 +8,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from gradsurg.experiments.chaudhry2019.task import PermutedMNIST
 
 from gradsurg.plugins.fields import FieldError
-from gradsurg.tasks import _idx, cifar10, fashion_mnist, mnist
+from gradsurg.tasks import cifar10, fashion_mnist, mnist
 from gradsurg.tasks.char_lm import CharLM
 from gradsurg.tasks.cifar10 import CIFAR10
+from gradsurg.tasks.data.images import IDX_NAMES, read_images
 from gradsurg.tasks.fashion_mnist import FashionMNIST
 from gradsurg.tasks.mnist import MNIST
 from gradsurg.tasks.mnist_overlay import MNISTOverlay
-from gradsurg.tasks.permuted_mnist import PermutedMNIST
-
-GENERATOR = np.random.default_rng(0)
-TRAIN, TEST = GENERATOR.integers(0, 256, (2, 12, 28, 28), dtype=np.uint8)
-TRAIN_LABELS, TEST_LABELS = GENERATOR.integers(0, 10, (2, 12), dtype=np.uint8)
-ARRAYS = dict(zip(_idx.NAMES, (TRAIN, TRAIN_LABELS, TEST, TEST_LABELS), strict=True))
-
-
-def named() -> dict[str, np.ndarray]:
-    """As Keras names them."""
-    return dict(zip(_idx.NAMES.values(), ARRAYS.values(), strict=True))
-
-
-def idx(array: np.ndarray) -> bytes:
-    """As LeCun's page has it: a magic number, sizes with their high byte first, bytes."""
-    magic = 2048 + array.ndim
-    return struct.pack(f">{1 + array.ndim}i", magic, *array.shape) + array.tobytes()
-
-
-def write(folder, zipped: bool = False, **changed: bytes) -> str:
-    """The four files in `folder`, some of them with other contents."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, array in ARRAYS.items():
-        content = changed.get(name.replace("-", "_"), idx(array))
-        path = folder / f"{name}{'.gz' if zipped else ''}"
-        path.write_bytes(gzip.compress(content) if zipped else content)
-    return str(folder)
+from tests.image_files import ARRAYS, TEST, TEST_LABELS, TRAIN, TRAIN_LABELS, idx, named, write
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_remembered():
     """The same folder holds other files in the next test."""
-    _idx.read.cache_clear()
+    read_images.cache_clear()
     cifar10._read.cache_clear()
 
 
@@ -73,7 +48,7 @@ def test_an_npz_file_is_read(tmp_path):
     data = MNIST(root=str(tmp_path), verify=False).load()
     write(tmp_path / "raw")
     (tmp_path / "mnist.npz").unlink()
-    _idx.read.cache_clear()
+    read_images.cache_clear()
     same = MNIST(root=str(tmp_path), verify=False).load()
     assert torch.equal(data.train_inputs, same.train_inputs)
     assert torch.equal(data.test_targets, same.test_targets)
@@ -88,10 +63,12 @@ def test_files_of_every_layout_are_checked_by_one_set_of_hashes(tmp_path, layout
         np.savez(tmp_path / "mnist.npz", **named())
     else:
         write(tmp_path, zipped=layout == "zipped")
-    assert _idx.read(known, str(tmp_path), verify=True).train_labels.tolist() == list(TRAIN_LABELS)
+    assert read_images(known, str(tmp_path), verify=True).train_labels.tolist() == list(
+        TRAIN_LABELS
+    )
     other = replace(known, hashes=(*digests[:3], digests[0]))
     with pytest.raises(FieldError, match=f"t10k-labels-idx1-ubyte has another {algorithm}"):
-        _idx.read(other, str(tmp_path), verify=True)
+        read_images(other, str(tmp_path), verify=True)
 
 
 @pytest.mark.parametrize("kind", [MNIST, FashionMNIST])
@@ -210,7 +187,7 @@ def test_an_npz_that_is_an_array_or_damaged_inside_is_told(tmp_path):
 
 
 def test_an_npz_of_objects_is_not_unpickled(tmp_path):
-    arrays = dict.fromkeys(_idx.NAMES.values(), np.array([Trap()], dtype=object))
+    arrays = dict.fromkeys(IDX_NAMES.values(), np.array([Trap()], dtype=object))
     np.savez(tmp_path / "mnist.npz", **arrays)
     with pytest.raises(FieldError, match="mnist.npz cannot be read"):
         MNIST(root=str(tmp_path), verify=False).load()

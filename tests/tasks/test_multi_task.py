@@ -8,9 +8,7 @@ import pytest
 import torch
 from sklearn.datasets import load_diabetes, make_friedman2, make_friedman3
 
-import gradsurg as gs
 from gradsurg.models.multi_head import MultiHead
-from gradsurg.plugins import registry
 from gradsurg.plugins.fields import FieldError
 from gradsurg.tasks.base import MultiTask
 from gradsurg.tasks.diabetes import Diabetes
@@ -19,12 +17,12 @@ from gradsurg.tasks.digit_attributes import DigitAttributes
 from gradsurg.tasks.digits import Digits
 from gradsurg.tasks.friedman import Friedman, response
 from gradsurg.tasks.friedman_multi import FriedmanMulti, circuit
-from gradsurg.tasks.two_moons_shift import TwoMoonsShift
+from tests import papers
 
 SEVERAL = [
     name
-    for name in registry.names("tasks")
-    if issubclass(registry.find("tasks", name), MultiTask) and "mnist" not in name
+    for name in papers.names("task")
+    if issubclass(papers.find("task", name), MultiTask) and "mnist" not in name
 ]
 SPLIT = [name for name in SEVERAL if not name.endswith("_toy")]
 
@@ -35,7 +33,7 @@ def test_there_are_tasks_of_several_losses():
 
 @pytest.mark.parametrize("name", SEVERAL)
 def test_metrics_of_each_task_are_called_after_it_and_the_loss_is_their_sum(name):
-    task = registry.find("tasks", name)()
+    task = papers.find("task", name)()
     data = task.load()
     outputs = torch.randn(16, data.num_outputs, generator=torch.Generator().manual_seed(0))
     targets = data.train_targets[:16]
@@ -51,11 +49,11 @@ def test_metrics_of_each_task_are_called_after_it_and_the_loss_is_their_sum(name
 @pytest.mark.parametrize("name", SPLIT)
 def test_each_loss_reaches_the_trunk_and_its_own_head_alone(name):
     torch.manual_seed(0)
-    task = registry.find("tasks", name)()
+    task = papers.find("task", name)()
     data = task.load()
     assert data.heads is not None
     assert sum(data.heads) == data.num_outputs
-    model = MultiHead(data.input_shape, data.num_outputs, **data.told(MultiHead, {}))
+    model = MultiHead(data.input_shape, data.num_outputs, **data.model_options(MultiHead, {}))
     losses = task.losses(model(data.train_inputs[:8]), data.train_targets[:8])
     named = dict(model.named_parameters())
     for place, loss in enumerate(losses.values()):
@@ -218,72 +216,3 @@ def test_bad_values_are_refused_by_name(kind, options, fault):
     with pytest.raises(FieldError) as caught:
         kind(**options)
     assert caught.value.faults == [fault]
-
-
-def test_labels_of_the_target_domain_are_in_no_loss_and_in_the_accuracy():
-    task = TwoMoonsShift()
-    sure = torch.tensor([[50.0, 0, 0, 0], [0, 0, 50.0, 0], [0, 50.0, 0, 0], [0, 50.0, 0, 50.0]])
-    targets = torch.tensor([[0, 0, 0], [1, 0, 0], [1, 1, 1], [0, 1, 1]])
-    # The domain: undecided, right, undecided (argmax says 0), right.
-    expected = {
-        "loss": log(2) / 2 + 2 * log(2) / 4,
-        "loss_source": log(2) / 2,
-        "loss_domain": 2 * log(2) / 4,
-        "accuracy": 0.5,
-        "accuracy_source": 0.5,
-        "accuracy_domain": 0.75,
-    }
-    assert task.metrics(sure, targets) == pytest.approx(expected)
-    other = targets.clone()
-    other[2:, 0] = 1 - other[2:, 0]
-    assert torch.equal(task.loss(sure, targets), task.loss(sure, other))
-
-
-def test_a_batch_without_the_source_has_a_loss_of_the_domain_alone():
-    outputs = torch.zeros(3, 4, requires_grad=True)
-    losses = TwoMoonsShift().losses(outputs, torch.tensor([[0, 1, 1]] * 3))
-    grad = torch.autograd.grad(losses["source"], outputs, retain_graph=True)[0]
-    assert (losses["source"].item(), grad.abs().sum().item()) == (0, 0)
-    assert losses["domain"].item() == pytest.approx(log(2))
-
-
-def test_the_target_moons_are_those_of_the_source_turned():
-    data = TwoMoonsShift(noise=0, angle=90, num_train=7).load()
-    source, target = data.train_inputs.split(7)
-    torch.testing.assert_close(target, torch.stack([-source[:, 1], source[:, 0]], dim=1))
-    # The ends of the first moon, from (1, 0) to (-1, 0) around (0.5, 0.25), and of the second.
-    ends = [[1, -0.5], [-3, -0.5], [-1, 0.5], [3, 0.5]]
-    torch.testing.assert_close(source[[0, 2, 3, 6]], torch.tensor(ends))
-    assert data.train_targets[:, 0].tolist() == [0, 0, 0, 1, 1, 1, 1] * 2
-    assert data.train_targets[:, 1:].tolist() == [[0, 0]] * 7 + [[1, 1]] * 7
-
-
-def test_shuffled_domains_say_nothing_and_leave_the_points_alone():
-    data, plain = TwoMoonsShift(shuffled_domains=True).load(), TwoMoonsShift().load()
-    assert torch.equal(data.train_inputs, plain.train_inputs)
-    labels, said, true = data.train_targets.unbind(dim=1)
-    assert said.sum() == true.sum() == 150
-    assert 0.4 < (said == true).double().mean() < 0.6
-    assert torch.equal(torch.stack([labels, true]), plain.train_targets[:, [0, 2]].T)
-
-
-def test_at_its_branch_alone_a_reversal_spares_the_gradient_of_the_labels():
-    torch.manual_seed(0)
-    task = TwoMoonsShift()
-    data = task.load()
-    model = MultiHead((2,), 4, heads=(2, 2), width=15, hidden=(), activation="sigmoid")
-    weight = model.trunk.output.weight
-
-    def gradient(at):
-        surgery = gs.Surgery(gs.Intervention(gs.GradientReversal(6.0), at=at))
-        weight.grad = None
-        with surgery.attach(model):
-            task.loss(model(data.train_inputs), data.train_targets).backward()
-        return weight.grad
-
-    losses = task.losses(model(data.train_inputs), data.train_targets)
-    source, domain = (
-        torch.autograd.grad(loss, weight, retain_graph=True)[0] for loss in losses.values()
-    )
-    torch.testing.assert_close(gradient(gs.Inputs("heads.1")), source - 6 * domain)
-    torch.testing.assert_close(gradient(gs.Outputs("sigmoid")), -6 * (source + domain))

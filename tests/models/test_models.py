@@ -16,12 +16,12 @@ from gradsurg.models.point import Point
 from gradsurg.models.resnet import ResNet
 from gradsurg.models.rnn import RNN
 from gradsurg.models.vit import ViT
-from gradsurg.plugins import registry
 from gradsurg.plugins.fields import FieldError
+from tests import papers
 
-CONF = Path(__file__).parent.parent / "conf" / "model"
+CONF = Path(__file__).parents[2] / "conf" / "model"
 STEMS = sorted(path.stem for path in CONF.glob("*.yaml"))
-NAMES = registry.names("models")
+NAMES = papers.names("model")
 TOLD = {  # what is required by name
     "boxed_point": {"start": (1.0,) * 10},
     "gpt": {"num_tokens": 5},
@@ -34,7 +34,7 @@ SEQUENCES = ["gru", "lstm", "rnn"]
 
 
 def fields_of(stem) -> dict:
-    content = OmegaConf.to_container(OmegaConf.load(CONF / f"{stem}.yaml"))
+    content = OmegaConf.to_container(OmegaConf.load(papers.config_path("model", stem)))
     assert isinstance(content, dict)
     return content
 
@@ -42,7 +42,8 @@ def fields_of(stem) -> dict:
 def made(stem, shape, num_outputs, **options):
     """The model of a yaml, with its fields and `options` over them."""
     fields = fields_of(stem) | options
-    return registry.find("models", fields.pop("name"))(shape, num_outputs, **fields)
+    fields.pop("_target_", None)
+    return papers.find("model", fields.pop("name", stem))(shape, num_outputs, **fields)
 
 
 def assert_learns(model, inputs, shape):
@@ -57,7 +58,9 @@ def assert_learns(model, inputs, shape):
 def test_every_model_has_a_yaml_of_its_name():
     assert NAMES
     for name in NAMES:
-        assert fields_of(name)["name"] == name
+        kind, fields = papers.find("model", name), fields_of(name)
+        said = fields.get("_target_") or fields["name"]
+        assert said in (name, f"{kind.__module__}.{kind.__name__}")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -67,7 +70,7 @@ def test_yaml_and_defaults_are_the_same_model(name):
     torch.manual_seed(0)
     written = made(name, shape, num_outputs, **said)
     torch.manual_seed(0)
-    default = registry.find("models", name)(shape, num_outputs, **said)
+    default = papers.find("model", name)(shape, num_outputs, **said)
     assert str(written) == str(default)
     for a, b in zip(written.parameters(), default.parameters(), strict=True):
         assert torch.equal(a, b)

@@ -6,6 +6,7 @@ from math import log, pi, sin
 import numpy as np
 import pytest
 import torch
+from gradsurg.experiments.ganin2015.task import TwoMoonsShift
 from sklearn.datasets import load_digits
 
 from gradsurg.plugins.fields import FieldError
@@ -23,7 +24,6 @@ from gradsurg.tasks.mnist1d import MNIST1D
 from gradsurg.tasks.modular import Modular
 from gradsurg.tasks.overlay import Overlay
 from gradsurg.tasks.temporal_order import SYMBOLS, TemporalOrder
-from gradsurg.tasks.two_moons_shift import TwoMoonsShift
 
 QUIET = {"scale": 0, "shear": 0, "correlated_noise": 0, "white_noise": 0}
 SMALL = {"num_train": 20, "num_test": 20}

@@ -19,7 +19,7 @@ from gradsurg.reproduce.running import Planned, Study
 from gradsurg.training.run_directory import RunDirectory
 from tests.conftest import Ended
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BAND = {"name": "low_enough", "says": "It is low.", "runs": {"label": "clip"}, "high": 0.5}
 MINI = {
     "claim": "Clipping helps.",

@@ -6,13 +6,12 @@ from math import log, tanh
 import numpy as np
 import pytest
 import torch
+from gradsurg.experiments.liu2021.task import CAGradToy
+from gradsurg.experiments.yu2020.task import PCGradToy
 from matplotlib.path import Path as Outline
 from torch import Tensor
 
-from gradsurg.tasks._toys import NUM_EXAMPLES, Toy
-from gradsurg.tasks.cagrad_toy import CAGradToy
-from gradsurg.tasks.pcgrad_toy import PCGradToy
-from gradsurg.tasks.quadratics_toy import QuadraticsToy
+from gradsurg.tasks.quadratics_toy import NUM_EXAMPLES, QuadraticsToy, Toy
 
 STARTS = [(-8.5, 7.5), (0, 0), (9, 9), (-7.5, -0.5), (9, -1), (-8.5, -5)]
 Slow = Callable[[float, float], Sequence[float]]

@@ -3,6 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from gradsurg.experiments.adebayo2018.task import (
+    Saliency,
+    drawn_anew,
+    maps,
+    rank_correlation,
+    ssim,
+)
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 
@@ -14,8 +21,6 @@ from gradsurg.models.vit import ViT
 from gradsurg.plugins.fields import FieldError
 from gradsurg.surgery.intervention import Intervention
 from gradsurg.surgery.surgery import Surgery
-from gradsurg.tasks._similarity import rank_correlation, ssim
-from gradsurg.tasks.saliency import Saliency, drawn_anew, maps
 
 MEASURES = ("rank", "abs_rank", "ssim")
 
@@ -163,12 +168,12 @@ def test_an_examination_has_each_measure_of_each_layer_and_keeps_pictures():
     layers = ["output", "hidden.0.fc", "blocks.1.conv", "blocks.0.conv"]
     assert set(found.numbers) == {f"{m}/{layer}" for m in MEASURES for layer in layers}
     assert all(-1 <= number < 0.9 for number in found.numbers.values())
-    assert list(found.kept["maps"]) == ["trained", *layers]
+    assert list(found.saved["maps"]) == ["trained", *layers]
     with torch.no_grad():
         classes = model(data.test_inputs[:2]).argmax(dim=1)
-    assert found.kept["classes"] == classes.tolist()
+    assert found.saved["classes"] == classes.tolist()
     trained = maps(model, data.test_inputs[:2], classes)[:, 0]
-    pictures = np.array(found.kept["maps"]["trained"])
+    pictures = np.array(found.saved["maps"]["trained"])
     for picture, values in zip(pictures, trained.numpy(), strict=True):
         np.testing.assert_allclose(picture, values / np.abs(values).max(), atol=6e-5)
     assert_as(model, before)

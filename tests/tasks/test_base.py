@@ -20,17 +20,16 @@ from gradsurg.models.mlp import MLP
 from gradsurg.models.multi_head import MultiHead
 from gradsurg.models.point import Point
 from gradsurg.models.rnn import RNN
-from gradsurg.plugins import registry
 from gradsurg.plugins.fields import FieldError
 from gradsurg.tasks import mnist
 from gradsurg.tasks.adding import Adding
 from gradsurg.tasks.base import Data
 from gradsurg.tasks.digits import Digits
 from gradsurg.training.loop import outputs_of
+from tests import papers
 
-CONF = Path(__file__).parent.parent / "conf"
 FROM_FILES = ("cifar10", "fashion_mnist", "mnist", "mnist_overlay", "permuted_mnist")
-NAMES = [name for name in registry.names("tasks") if name not in FROM_FILES]
+NAMES = [name for name in papers.names("task") if name not in FROM_FILES]
 
 
 def content_of(path) -> dict:
@@ -47,22 +46,22 @@ def tensors_of(data: Data) -> dict[str, Tensor]:
 def model_for(data: Data) -> nn.Module:
     """One that takes what the data is."""
     kind = RNN if data.num_tokens else Point if data.start else MLP
-    return kind(data.input_shape, data.num_outputs, **data.told(kind, {}))
+    return kind(data.input_shape, data.num_outputs, **data.model_options(kind, {}))
 
 
 def test_every_task_has_a_yaml_with_its_defaults():
-    stems = sorted(path.stem for path in (CONF / "task").glob("*.yaml"))
-    assert stems == registry.names("tasks") != []
-    for stem in stems:
-        content = content_of(CONF / "task" / f"{stem}.yaml")
-        assert content.pop("name") == stem
-        made = registry.find("tasks", stem)
-        assert made(**content) == made()
+    assert {"digits", "two_views", "wilson"} <= {*papers.names("task")}
+    for stem in papers.names("task"):
+        content = content_of(papers.config_path("task", stem))
+        kind = papers.find("task", stem)
+        said = content.pop("_target_", None) or content.pop("name")
+        assert said in (stem, f"{kind.__module__}.{kind.__name__}")
+        assert kind(**content) == kind()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_data_is_what_it_says_it_is(name):
-    task = registry.find("tasks", name)()
+    task = papers.find("task", name)()
     data = task.load()
     for part in ("train", "test"):
         inputs, targets = getattr(data, f"{part}_inputs"), getattr(data, f"{part}_targets")
@@ -86,7 +85,7 @@ def test_the_data_is_what_it_says_it_is(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_learns_from_it_and_every_metric_is_a_finite_number(name):
     torch.manual_seed(0)
-    task = registry.find("tasks", name)()
+    task = papers.find("task", name)()
     data = task.load()
     model = model_for(data)
     inputs, targets = data.train_inputs[:4], data.train_targets[:4]
@@ -102,7 +101,7 @@ def test_a_model_learns_from_it_and_every_metric_is_a_finite_number(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_load_is_the_same_again_and_no_users_to_change_for_others(name):
-    task = registry.find("tasks", name)
+    task = papers.find("task", name)
     first = task().load()
     kept = {key: tensor.clone() for key, tensor in tensors_of(first).items()}
     for tensor in tensors_of(first).values():
@@ -118,7 +117,7 @@ def test_a_load_is_the_same_again_and_no_users_to_change_for_others(name):
 def test_loading_leaves_the_global_generators_alone(name):
     torch.manual_seed(0)
     before, before_numpy = torch.random.get_rng_state(), np.random.get_state()[1].copy()
-    kind = registry.find("tasks", name)
+    kind = papers.find("task", name)
     # one that no other test has made, so that its data are not there yet
     seeds = {"data_seed": 3} if "data_seed" in kind.__annotations__ else {}
     kind(**seeds).load()
@@ -141,10 +140,10 @@ def command_of(path: Path) -> list[str]:
 @pytest.mark.parametrize(
     "path",
     [
-        path
-        for folder in ("model", "task")
-        for path in sorted((CONF / folder).glob("*.yaml"))
-        if path.stem not in FROM_FILES
+        papers.config_path(group, stem)
+        for group in ("model", "task")
+        for stem in papers.names(group)
+        if stem not in FROM_FILES
     ],
     ids=lambda path: f"{path.parent.name}-{path.stem}",
 )
@@ -209,18 +208,18 @@ def data_with(**said) -> Data:
 
 
 def test_a_model_is_told_of_tokens_and_of_every_step_only_where_there_are_any():
-    assert data_with().told(RNN, {"width": 8}) == {"width": 8}
-    told = data_with(num_tokens=5, every_step=True).told(RNN, {"width": 8})
+    assert data_with().model_options(RNN, {"width": 8}) == {"width": 8}
+    told = data_with(num_tokens=5, every_step=True).model_options(RNN, {"width": 8})
     assert told == {"width": 8, "num_tokens": 5, "every_step": True}
 
 
 def test_heads_are_told_to_a_model_that_asks_for_them_and_no_other():
-    assert data_with(heads=(1, 2)).told(MultiHead, {}) == {"heads": (1, 2)}
-    assert data_with(heads=(1, 2)).told(MLP, {}) == {}
+    assert data_with(heads=(1, 2)).model_options(MultiHead, {}) == {"heads": (1, 2)}
+    assert data_with(heads=(1, 2)).model_options(MLP, {}) == {}
 
 
 def test_a_function_that_takes_anything_is_told():
-    assert data_with(num_tokens=5).told(lambda *_, **__: None, {}) == {"num_tokens": 5}
+    assert data_with(num_tokens=5).model_options(lambda *_, **__: None, {}) == {"num_tokens": 5}
 
 
 @pytest.mark.parametrize(
@@ -237,12 +236,12 @@ def test_a_function_that_takes_anything_is_told():
 )
 def test_a_model_that_does_not_fit_is_refused_in_one_sentence(said, model, error):
     with pytest.raises(ValueError, match=f"^{error}$"):
-        data_with(**said).told(model, {})
+        data_with(**said).model_options(model, {})
 
 
 def test_what_the_task_says_is_not_for_the_config_to_say():
     with pytest.raises(FieldError) as caught:
-        data_with(num_tokens=5).told(RNN, {"num_tokens": 3})
+        data_with(num_tokens=5).model_options(RNN, {"num_tokens": 3})
     assert caught.value.faults == [("num_tokens", "is for the task to say")]
 
 
@@ -263,7 +262,7 @@ def test_regression_loss_and_metrics_are_those_worked_out_by_hand():
     assert Adding().metrics(outputs, targets) == expected
 
 
-@pytest.mark.parametrize("path", sorted((CONF / "optimizer").glob("*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted((papers.ROOT / "conf/optimizer").glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_optimizer_yaml_makes_an_optimizer(path):
     content = content_of(path)
     name = content.pop("name")

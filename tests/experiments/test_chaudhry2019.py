@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gradsurg.experiments.chaudhry2019.task import KEPT, LABEL, TASK, PermutedMNIST
 from torch import Tensor
 from torch.nn import functional
 
@@ -16,17 +17,16 @@ from gradsurg.plugins.fields import FieldError
 from gradsurg.reproduce.foreseen import foresee
 from gradsurg.surgery.intervention import Intervention
 from gradsurg.surgery.surgery import Surgery
-from gradsurg.tasks import _idx
 from gradsurg.tasks.base import Data
-from gradsurg.tasks.permuted_mnist import KEPT, LABEL, TASK, PermutedMNIST
+from gradsurg.tasks.data.images import IDX_NAMES, read_images
 from gradsurg.training.arms import Run, Schedule
 from gradsurg.training.loop import Batches
 from gradsurg.training.run_directory import RunDirectory
 from gradsurg.training.study import execute
 from tests.conftest import Here
+from tests.image_files import idx
 from tests.test_build import built
 from tests.test_study import Torn, a_run, assert_same
-from tests.test_tasks_files import idx
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -42,11 +42,11 @@ WORDS = ("transform=none", "steps=8", "batch_size=10", "eval_every=4", "log_ever
 @pytest.fixture
 def root(tmp_path: Path) -> str:
     """A folder with a few made-up images."""
-    _idx.read.cache_clear()
+    read_images.cache_clear()
     folder = tmp_path / "images"
     folder.mkdir()
     parts = (IMAGES[:COUNT], LABELS[:COUNT], IMAGES[COUNT:], LABELS[COUNT:])
-    for name, array in zip(_idx.NAMES, parts, strict=True):
+    for name, array in zip(IDX_NAMES, parts, strict=True):
         (folder / name).write_bytes(idx(array))
     return str(folder)
 
@@ -217,7 +217,7 @@ ROWS = [
 def test_forgetting_is_the_best_since_a_tasks_end_less_the_end(
     root: str, rows: list[dict[str, object]], expected: float | None
 ) -> None:
-    found = a_task(root).followed(rows, epoch=4)
+    found = a_task(root).trajectory_metrics(rows, epoch=4)
     assert found == ({} if expected is None else {"forgetting": pytest.approx(expected)})
 
 

@@ -3,13 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from gradsurg.experiments.karimireddy2019.model import BoxedPoint
+from gradsurg.experiments.karimireddy2019.task import AbsoluteToy, RareSlope, Wilson, _wilson
 from torch import Tensor
 
-from gradsurg.models.boxed_point import BoxedPoint
 from gradsurg.plugins.fields import FieldError
-from gradsurg.tasks.absolute_toy import AbsoluteToy
-from gradsurg.tasks.rare_slope import RareSlope
-from gradsurg.tasks.wilson import Wilson, _data
 from gradsurg.training.loop import Batches
 
 
@@ -69,7 +67,7 @@ def test_the_examples_of_wilson_are_those_of_a_slow_second_version() -> None:
 
 def test_wilson_depends_on_its_seed_alone_and_labels_are_equally_likely() -> None:
     def labels(seed: int) -> Tensor:
-        _data.cache_clear()
+        _wilson.cache_clear()
         data = Wilson(num_examples=1000, data_seed=seed).load()
         return torch.cat([data.train_targets, data.test_targets])
 

@@ -8,9 +8,9 @@ import pytest
 from sklearn import datasets
 from sklearn.model_selection import train_test_split
 
-from gradsurg.tasks import _digits
-from gradsurg.tasks._digits import load_digits
-from gradsurg.tasks._tables import split
+from gradsurg.tasks import digits
+from gradsurg.tasks.data.arrays import split
+from gradsurg.tasks.digits import load_digits
 
 LABELS = {
     "digits": datasets.load_digits().target,
@@ -52,6 +52,6 @@ print("sklearn" in sys.modules, "scipy" in sys.modules)
 
 
 def test_a_scikit_learn_without_the_file_is_named(monkeypatch):
-    monkeypatch.setattr(_digits, "find_spec", lambda name: None)
+    monkeypatch.setattr(digits, "find_spec", lambda name: None)
     with pytest.raises(FileNotFoundError, match="which is not installed"):
         load_digits()

@@ -4,12 +4,12 @@ from math import sqrt
 
 import pytest
 import torch
+from gradsurg.experiments.chen2021.model import Siamese
+from gradsurg.experiments.chen2021.task import TwoViews
 from torch import Tensor
 
 import gradsurg as gs
-from gradsurg.models.siamese import Siamese
 from gradsurg.plugins.fields import FieldError
-from gradsurg.tasks.two_views import TwoViews
 
 SHAPE = (2, 1, 8, 8)
 

@@ -1,0 +1,34 @@
+"""Tasks and models of the papers' experiments, by the stem of their yaml, beside gradsurg's own."""
+
+from importlib import import_module
+from pathlib import Path
+
+import yaml
+
+from gradsurg.plugins import registry
+
+ROOT = Path(__file__).parents[1]
+
+
+def config_path(group: str, stem: str) -> Path:
+    """The yaml of an option of `task` or `model`, of gradsurg or of a paper."""
+    (path,) = {*ROOT.glob(f"conf/{group}/{stem}.yaml"), *_of_papers(group, stem)}
+    return path
+
+
+def names(group: str) -> list[str]:
+    """The stems of all classes of a group."""
+    return sorted([*registry.names(f"{group}s"), *(path.stem for path in _of_papers(group))])
+
+
+def find(group: str, stem: str) -> type:
+    """The class of a yaml."""
+    paths = _of_papers(group, stem)
+    if not paths:
+        return registry.find(f"{group}s", stem)
+    module, _, name = yaml.safe_load(paths[0].read_text())["_target_"].rpartition(".")
+    return getattr(import_module(module), name)
+
+
+def _of_papers(group: str, stem: str = "*") -> list[Path]:
+    return sorted(ROOT.glob(f"experiments/*/conf/{group}/{stem}.yaml"))
