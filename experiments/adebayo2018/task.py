@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gradsurg.plugins.fields import validated
+from gradsurg.plugins.fields import FieldError, validated
 from gradsurg.tasks.base import Classification, Data, Examination, Examined, Task
 from gradsurg.tasks.data.arrays import Count
 from gradsurg.tasks.data.image_tasks import image_task
@@ -94,10 +94,9 @@ def drawn_anew(model: nn.Module) -> Iterator[str]:
             continue
         draw = getattr(module, "reset_parameters", None)
         if not callable(draw):
-            found = f"{name or 'the model itself'} ({type(module).__name__})"
-            raise ValueError(
-                f"every layer must have reset_parameters to be drawn anew, found {found}"
-            )
+            layer = f"{name or 'the model itself'} ({type(module).__name__})"
+            rule = "every layer must have reset_parameters to be drawn anew"
+            raise FieldError("the model", [("", f"{rule}, found {layer}")])
         layers.append((name, draw))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     try:
