@@ -262,7 +262,9 @@ def test_regression_loss_and_metrics_are_those_worked_out_by_hand():
     assert Adding().metrics(outputs, targets) == expected
 
 
-@pytest.mark.parametrize("path", sorted((papers.ROOT / "conf/optimizer").glob("*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", sorted((papers.ROOT / "conf/optimizer").glob("*.yaml")), ids=lambda p: p.stem
+)
 def test_every_optimizer_yaml_makes_an_optimizer(path):
     content = content_of(path)
     name = content.pop("name")
