@@ -25,7 +25,10 @@ def table() -> str:
         command = [sys.executable, "-m", "gradsurg.report", str(study)]
         # waited for by hand: only so are the child's own memory and exit code told together
         process = os.posix_spawn(
-            sys.executable, command, os.environ, file_actions=[(os.POSIX_SPAWN_CLOSE, 1)]
+            sys.executable,
+            command,
+            os.environ,
+            file_actions=[(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)],
         )
         _, status, usage = os.wait4(process, 0)
         seconds = perf_counter() - began

@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from tempfile import mkdtemp
@@ -50,13 +51,11 @@ def write_report(
         (draft / "outcome.tex").write_text(latex(report))
         pictures: dict[str, bytes] = {}
         if figures:
-            # It takes longer than all the rest.
-            from gradsurg.report.figures import numbered, write_figures
+            # Both import a plotting library, which takes longer than the rest of a report.
+            from gradsurg.report.figures import write_figures
 
             write_figures(report, draft)
-            shown = numbered("trajectories", report.landscapes)
-            paths = {name: draft / f"{name}.png" for name in shown}
-            pictures = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
+            pictures = _write_trajectories(report, draft)
         (draft / PAGE).write_text(page(report, refresh, pictures))
         names = sorted(path.name for path in draft.iterdir())
         old = written(out) - {*names}
@@ -69,6 +68,15 @@ def write_report(
         for name in sorted(names, key=PAGE.__eq__):
             os.replace(draft / name, out / name)
     return out / PAGE
+
+
+def _write_trajectories(report: StudyReport, folder: Path) -> dict[str, bytes]:
+    """Write the figures that need matplotlib, which is optional; return their PNG by name."""
+    if not report.landscapes or find_spec("matplotlib") is None:
+        return {}
+    from gradsurg.report.pictures import write_trajectories
+
+    return {path.stem: path.read_bytes() for path in write_trajectories(report, folder)}
 
 
 def written(out: Path) -> set[str]:

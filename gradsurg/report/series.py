@@ -299,7 +299,7 @@ MAX_PLACES = 400  # of a way: more are not seen
 
 
 @dataclass(frozen=True)
-class Way:
+class Trajectory:
     """Where one run was, from its start to the last place known."""
 
     seed: int
@@ -308,11 +308,11 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Ways:
+class ArmTrajectories:
     """Those of one arm, from all starts."""
 
     name: str
-    ways: list[Way]
+    trajectories: list[Trajectory]
 
 
 @dataclass(frozen=True)
@@ -324,7 +324,7 @@ class Landscape:
     x2: list[float]
     values: Mapping[str, list[list[float]]]
     pareto: list[list[float]]
-    arms: list[Ways]
+    arms: list[ArmTrajectories]
 
     @property
     def mean(self) -> list[list[float]]:
@@ -368,8 +368,12 @@ def _landscape(
     starts = {run.name: start for run, start in runs}
     arms = []
     for arm in group([replace(run, config=_startless(run.config)) for run, _ in runs]):
-        ways = [_way(run, starts[run.name], metrics) for run in arm.runs]
-        arms.append(Ways(arm.name, sorted(ways, key=lambda way: (way.x1[0], way.x2[0], way.seed))))
+        ways = [_trajectory(run, starts[run.name], metrics) for run in arm.runs]
+        arms.append(
+            ArmTrajectories(
+                arm.name, sorted(ways, key=lambda way: (way.x1[0], way.x2[0], way.seed))
+            )
+        )
     pareto = [*told["pareto"], told["pareto"][0]] if told.get("closed") else told["pareto"]
     config = (runs[0][0].config or {}).get("task")
     task = str(config.get("name", "")) if isinstance(config, Mapping) else ""
@@ -383,7 +387,7 @@ def _startless(config: Mapping[str, Any] | None) -> dict[str, Any] | None:  # An
     return {**config, "task": task}
 
 
-def _way(run: Found, start: list[float], metrics: pl.DataFrame) -> Way:
+def _trajectory(run: Found, start: list[float], metrics: pl.DataFrame) -> Trajectory:
     """Its start, what was logged of it, and its end; one that left the numbers ends before."""
     places = [(start[0], start[1])]
     if X1 in metrics.columns and X2 in metrics.columns:
@@ -398,7 +402,7 @@ def _way(run: Found, start: list[float], metrics: pl.DataFrame) -> Way:
     if len(whole) > MAX_PLACES:
         last = len(whole) - 1
         whole = [whole[round(k * last / (MAX_PLACES - 1))] for k in range(MAX_PLACES)]
-    return Way(run.seed, [x1 for x1, _ in whole], [x2 for _, x2 in whole])
+    return Trajectory(run.seed, [x1 for x1, _ in whole], [x2 for _, x2 in whole])
 
 
 Summary = Mapping[str, Any]  # Any: what JSON can hold

@@ -7,9 +7,8 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from gradsurg.report.figures import STYLE
 from gradsurg.report.load import Arm, Found, group
-from gradsurg.report.pictures import ARMS, per_cent
+from gradsurg.report.pictures import ARMS, STYLE, per_cent
 from gradsurg.report.wording import title
 from gradsurg.reproduce.expected import Drawing
 from gradsurg.reproduce.judging import outcome

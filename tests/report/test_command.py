@@ -38,7 +38,7 @@ def report(study: Path) -> Path:
 
 
 def test_all_files_are_there_and_no_draft_is_left(report: Path) -> None:
-    expected = {f"{name}.{kind}" for name in FIGURES for kind in ("png", "svg")}
+    expected = {f"{name}.{kind}" for name in FIGURES for kind in ("png", "svg", "pdf")}
     expected |= {"index.html", "runs.parquet", "effects.parquet", "outcome.md", "outcome.tex"}
     assert {path.name for path in report.iterdir()} == {*expected, ".written.json"}
     assert all((report / name).stat().st_size > 200 for name in expected)

@@ -19,7 +19,7 @@ from gradsurg.report.conflicts import (
     others_line,
 )
 from gradsurg.report.export import study_info, write_report
-from gradsurg.report.figures import CONFLICT_FIGURES
+from gradsurg.report.figures import figures
 from gradsurg.report.html import conflict_data, page
 from gradsurg.report.load import stamp
 from gradsurg.report.study import study_report
@@ -29,7 +29,6 @@ from gradsurg.training.run_directory import CONFLICTS, RunDirectory
 from tests.report import studies
 from tests.report.studies import conflict
 
-DRAWS = CONFLICT_FIGURES.values()
 NO_EFFECT = "No effect was measured"
 
 
@@ -400,25 +399,22 @@ def test_there_is_a_figure_of_the_map_of_weights_and_of_decrease_and_loggers_get
     names = {name for name, _ in study_info(found, tmp_path / "out").figures}
     assert {"conflicts", "conflict-weights", "conflict-decrease"} < names
     assert (tmp_path / "out" / "conflicts.svg").is_file()
-    figure = CONFLICT_FIGURES["conflicts"](found)
-    assert figure is not None
-    assert [panel.get_title() for panel in figure.axes[:3]] == [
-        "mgda, n = 2",
-        "pcgrad, n = 2",
-        "control, n = 2",
-    ]
-    curves = CONFLICT_FIGURES["conflict-decrease"](found)
-    assert curves is not None
-    assert len(curves.axes[0].lines) == 1 + MAX_TASKS  # and the one at zero
-    assert all(draw(study_report(studies.mixed(tmp_path / "x"))) is None for draw in DRAWS)
+    drawn = {figure.name: figure.panels for figure in figures(found)}
+    names = ["mgda, n = 2", "pcgrad, n = 2", "control, n = 2"]
+    assert [panel.title for panel in drawn["conflicts"]] == names
+    for panel in drawn["conflict-decrease"]:
+        assert len(set(panel.data["tasks"]["task"])) == MAX_TASKS
+    without = {figure.name for figure in figures(study_report(studies.mixed(tmp_path / "x")))}
+    assert not without & {"conflicts", "conflict-weights", "conflict-decrease"}
 
 
 def test_an_arm_without_weights_has_no_panel_of_them(tmp_path: Path) -> None:
     folder = tmp_path / "first"
     studies.plan(folder, "none", 0).append_conflicts([conflict("grad_drop", 0, weights=[])])
     found = study_report(folder)
-    assert CONFLICT_FIGURES["conflict-weights"](found) is None
-    assert CONFLICT_FIGURES["conflicts"](found) is not None
+    names = {figure.name for figure in figures(found)}
+    assert "conflicts" in names
+    assert "conflict-weights" not in names
     assert conflict_data(found)[0]["weights"] is None
 
 

@@ -1,14 +1,30 @@
-"""The figures, by what they draw."""
+"""The charts of a study: their data, their limits, and the files they are written to."""
 
 from pathlib import Path
+from typing import Any
 
-from gradsurg.report.figures import _curves, _limits, draw_outcome, write_figures
-from gradsurg.report.study import study_report
+import pytest
+
+from gradsurg.report.figures import (
+    DARK,
+    TASKS,
+    Panel,
+    curve_data,
+    curve_limits,
+    figure_spec,
+    figures,
+    limits_of,
+    of_metric,
+    outcome_panel,
+    rows_of,
+    write_figures,
+)
+from gradsurg.report.study import StudyReport, study_report
 from tests.report import studies
 
 
-def pairs(folder: Path, steps: int) -> Path:
-    """Two seeds of clip, whose interval is huge, and of the control."""
+def pairs(folder: Path, steps: int) -> StudyReport:
+    """Two seeds of the control and of clip, whose interval is huge."""
     controls: list[str | None] = [None, None]
     for label, accuracies in {"none": (0.5, 0.5), "clip": (0.5, 0.7)}.items():
         for seed, accuracy in enumerate(accuracies):
@@ -16,32 +32,104 @@ def pairs(folder: Path, steps: int) -> Path:
             studies.log(place, label, steps=steps)
             studies.end(place, label, accuracy)
             controls[seed] = controls[seed] or place.path.name
-    return folder
+    return study_report(folder)
+
+
+def forest(report: StudyReport, metric: str) -> Panel:
+    return outcome_panel(of_metric(report.outcomes, metric), metric)
 
 
 def test_an_interval_far_from_all_seeds_is_cut_with_an_arrow_at_both_ends(tmp_path: Path) -> None:
-    report = study_report(pairs(tmp_path, 40))
-    accuracy = [outcome for outcome in report.outcomes if outcome.metric == "test/accuracy"]
-    low, high = _limits(accuracy)
+    report = pairs(tmp_path, 40)
+    low, high = limits_of(of_metric(report.outcomes, "test/accuracy"))
     assert -0.13 < low < -0.1  # half of 0 to 0.2 more at each end, and a little room
     assert 0.3 < high < 0.33
-    figure = draw_outcome(report)
-    assert figure is not None
-    markers = [line.get_marker() for line in figure.axes[0].lines]
-    assert (markers.count("<"), markers.count(">")) == (1, 1)
-    same = [line.get_marker() for line in figure.axes[1].lines]  # of train loss: all alike
-    assert not {"<", ">"} & set(same)
+    panel = forest(report, "test/accuracy")
+    assert panel.data["cuts"]["shape"] == ["triangle-left", "triangle-right"]
+    assert (panel.data["arms"]["from"], panel.data["arms"]["to"]) == (
+        [pytest.approx(low, rel=1e-4)],
+        [pytest.approx(high, rel=1e-4)],
+    )
+    assert forest(report, "train/loss").data["cuts"]["shape"] == []  # all seeds are alike
 
 
-def test_a_curve_of_one_point_is_a_dot(tmp_path: Path) -> None:
-    for steps, dots in ((10, 2), (40, 0)):
-        figure = _curves(study_report(pairs(tmp_path / str(steps), steps)))
-        assert figure is not None
-        assert [line.get_marker() for line in figure.axes[0].lines].count("o") == dots
+def test_the_forest_plot_has_the_differences_of_the_arms_and_of_their_seeds(tmp_path: Path) -> None:
+    report = study_report(studies.mixed(tmp_path / "first"))
+    panel = forest(report, "test/accuracy")
+    arms = {row["arm"]: row for row in rows_of(panel.data["arms"])}
+    assert arms["clip (n = 3)"]["mean"] == -0.05
+    assert arms["clip (n = 3)"]["said"] == "-5.00%"
+    assert arms["noise (n = 0 of 3)"]["mean"] is None
+    seeds = [row for row in rows_of(panel.data["seeds"]) if row["arm"] == "clip (n = 3)"]
+    assert [row["difference"] for row in seeds] == [-0.1, -0.06, 0.01]
+    assert "clip (n = 3): -5.00%" in panel.summary
+
+
+def test_a_mean_without_a_neighbour_is_drawn_as_a_point(tmp_path: Path) -> None:
+    for steps, points in ((10, 2), (40, 0)):
+        (one,) = curve_data(pairs(tmp_path / str(steps), steps), "train/loss")
+        assert len(one.data["points"]["step"]) == points
+        assert sum(one.data["points"]["control"]) == points // 2
+
+
+def test_one_arm_that_explodes_does_not_flatten_the_others(tmp_path: Path) -> None:
+    for label, loss in {"none": 1.0, "clip": 1.0, "sign": 1e6}.items():
+        place = studies.plan(tmp_path, label, 0)
+        studies.log(place, label, loss=loss if label != "sign" else 1.0)
+        if label == "sign":
+            place.append_metrics({"step": 41, "train/loss": loss})
+        studies.end(place, label, 0.5)
+    report = study_report(tmp_path)
+    low, high = curve_limits(report.curves)
+    assert low < 1 / 40
+    assert 0.1 <= high < 1
+    low, high = curve_limits(report.curves, by_log=True)
+    assert 0 < low < 1 / 40 < 0.1 < high < 10
+
+
+def test_the_same_chart_is_specified_once_for_all_arms(tmp_path: Path) -> None:
+    found = list(figures(study_report(studies.mixed(tmp_path / "first"))))
+    assert [figure.name for figure in found] == ["outcome", "curves", "effects", "norms", "cost"]
+    for figure in found:
+        if figure.name in ("curves", "norms"):
+            assert len({id(panel.view) for panel in figure.panels}) == 1
+            assert len(figure.panels) == 3
+        assert all(panel.summary for panel in figure.panels)
+
+
+def test_no_number_of_a_view_is_left_open_in_a_file(tmp_path: Path) -> None:
+    def expressions(node: Any) -> list[str]:
+        if isinstance(node, list):
+            return [name for item in node for name in expressions(item)]
+        if not isinstance(node, dict):
+            return []
+        return [*([node["expr"]] if "expr" in node else []), *expressions([*node.values()])]
+
+    study = studies.clashing(tmp_path / "first", 3, ("pcgrad", "mgda"))
+    for figure in figures(study_report(study)):
+        assert expressions(figure_spec(figure)) == []
+        assert expressions([panel.view for panel in figure.panels]) or figure.name == "cost"
+
+
+def test_every_file_is_written_as_svg_png_and_pdf(tmp_path: Path) -> None:
+    written = write_figures(pairs(tmp_path / "first", 40), tmp_path)
+    assert [path.name for path in written] == [
+        f"{name}.png" for name in ("outcome", "curves", "effects", "norms", "cost")
+    ]
+    for path in written:
+        assert path.read_bytes().startswith(b"\x89PNG")
+        assert "<svg" in path.with_suffix(".svg").read_text()
+        assert path.with_suffix(".pdf").read_bytes().startswith(b"%PDF")
+    assert "difference in test accuracy" in (tmp_path / "outcome.svg").read_text()
+
+
+def test_every_colour_of_a_line_has_one_for_the_dark_theme() -> None:
+    assert set(TASKS) <= set(DARK)
+    assert len(set(DARK.values())) == len(DARK)
 
 
 def test_a_name_in_another_script_warns_nobody(tmp_path: Path, recwarn) -> None:
-    report = study_report(pairs(tmp_path, 10))
+    report = pairs(tmp_path, 10)
     arm = report.outcomes[0].arm
     object.__setattr__(arm, "name", "剪裁")
     write_figures(report, tmp_path)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gradsurg.report.figures import draw_front, write_figures
+from gradsurg.report.figures import front_panel, rows_of, write_figures
 from gradsurg.report.html import page_data
 from gradsurg.report.pareto import Front, clusters, ends_of
 from gradsurg.report.study import study_report
@@ -105,15 +105,30 @@ def test_marks_that_stand_close_together_share_a_text(tmp_path: Path):
     assert clusters(front, 0, 1) == [((1.0, 1.0), "1, 3"), ((5.0, 5.0), "2")]
 
 
-def test_the_figure_fills_what_is_not_dominated_and_numbers_the_arms(tmp_path: Path):
+def test_the_chart_marks_arms_that_none_dominates_and_numbers_them(tmp_path: Path):
     (front,) = fronts(tmp_path, a=[(1.0, 1.0), (1.5, 2.0)], none=[(3.0, 3.0)])
-    (panel,) = draw_front(front).axes
-    marks = [line for line in panel.lines if line.get_marker() == "o"]
-    assert [str(mark.get_markerfacecolor()) for mark in marks] == ["#0072B2", "white"]
-    dots: list[Any] = [line for line in panel.lines if line.get_marker() == "."]
-    assert [len(dot.get_xdata()) for dot in dots] == [2, 1]
-    assert [text.get_text() for text in panel.texts] == ["1", "2"]
-    assert panel.get_xlabel() == "loss first"
+    panel = front_panel(front, 0, 1)
+    arms = rows_of(panel.data["arms"])
+    assert [(row["number"], row["best"], row["control"]) for row in arms] == [
+        (1, True, False),
+        (2, False, True),
+    ]
+    assert [row["control"] for row in rows_of(panel.data["runs"])] == [False, False, True]
+    assert panel.data["texts"]["text"] == ["1", "2"]
+    assert "loss second over loss first" in panel.summary
+
+
+def test_an_interval_beyond_the_axis_is_cut_at_its_edge(tmp_path: Path):
+    arms = {"clip": [(0.1, 1.0), (5.0, 2.0)], "none": [(0.2, 3.0), (0.2, 4.0)]}
+    (front,) = fronts(tmp_path, **arms)
+    panel = front_panel(front, 0, 1)
+    for name in ("x", "y"):
+        low, high = panel.limits[f"{name}_low"], panel.limits[f"{name}_high"]
+        for row in rows_of(panel.data["arms"]):
+            assert low * 0.999 <= row[f"{name}_low"] <= row[f"{name}_high"] <= high * 1.001
+    axes = str(panel.view)
+    assert "loss first (log scale)" in axes
+    assert "loss second (log scale)" not in axes
 
 
 def test_each_metric_has_its_files_and_more_than_six_pairs_are_said_to_be_more(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Ways over a landscape: what is read from the runs, and what the figure draws of it."""
+"""ArmTrajectories over a landscape: what is read from the runs, and what the figure draws of it."""
 
 from pathlib import Path
 
@@ -6,9 +6,8 @@ import pytest
 from matplotlib.collections import LineCollection
 
 from gradsurg.report.export import write_report
-from gradsurg.report.figures import write_figures
-from gradsurg.report.pictures import draw_trajectories
-from gradsurg.report.series import MAX_PLACES, Landscape, Way
+from gradsurg.report.pictures import draw_trajectories, write_trajectories
+from gradsurg.report.series import MAX_PLACES, Landscape, Trajectory
 from gradsurg.report.study import study_report
 from tests.report import studies
 
@@ -21,9 +20,9 @@ def ground(study: Path) -> Landscape:
 def test_runs_that_differ_in_their_start_are_ways_of_one_arm(tmp_path: Path):
     found = ground(studies.toy(tmp_path / "toy"))
     assert [arm.name for arm in found.arms] == ["clip", "control"]
-    assert found.arms[0].ways == [
-        Way(0, [0.0, 0.0, 0.0, 1.0], [1.0, 0.5, 0.0, -1.0]),
-        Way(0, [2.0, 2.0, 2.0, 1.0], [1.0, 0.5, 0.0, -1.0]),
+    assert found.arms[0].trajectories == [
+        Trajectory(0, [0.0, 0.0, 0.0, 1.0], [1.0, 0.5, 0.0, -1.0]),
+        Trajectory(0, [2.0, 2.0, 2.0, 1.0], [1.0, 0.5, 0.0, -1.0]),
     ]
     assert found.task == "toy"
 
@@ -42,9 +41,9 @@ def test_a_pareto_set_that_goes_around_is_closed(tmp_path: Path):
 def test_a_run_that_logged_no_place_has_its_start_and_its_end(tmp_path: Path):
     place = studies.plan(tmp_path / "toy", "clip", 0)
     place.write_landscape({**studies.GROUND, "start": [0, 0]})
-    assert ground(tmp_path / "toy").arms[0].ways == [Way(0, [0.0], [0.0])]
+    assert ground(tmp_path / "toy").arms[0].trajectories == [Trajectory(0, [0.0], [0.0])]
     studies.end(place, "clip", 0.5, **{"test/x1": 1.0, "test/x2": -1.0})
-    assert ground(tmp_path / "toy").arms[0].ways == [Way(0, [0.0, 1.0], [0.0, -1.0])]
+    assert ground(tmp_path / "toy").arms[0].trajectories == [Trajectory(0, [0.0, 1.0], [0.0, -1.0])]
 
 
 def test_a_long_way_is_thinned_and_keeps_its_ends(tmp_path: Path):
@@ -52,7 +51,7 @@ def test_a_long_way_is_thinned_and_keeps_its_ends(tmp_path: Path):
     place.write_landscape({**studies.GROUND, "start": [0, 0]})
     for step in range(1, 1001):
         place.append_metrics({"step": step, "test/x1": step / 1000, "test/x2": 0.5})
-    (way,) = ground(tmp_path / "toy").arms[0].ways
+    (way,) = ground(tmp_path / "toy").arms[0].trajectories
     assert len(way.x1) == MAX_PLACES
     assert (way.x1[0], way.x1[-1]) == (0.0, 1.0)
 
@@ -65,7 +64,7 @@ def test_a_broken_landscape_is_told_and_the_rest_is_reported(tmp_path: Path, tex
     report = study_report(study)
     (said,) = [line for line in report.cautions if "landscape.json" in line]
     assert run.name in said
-    assert sum(len(arm.ways) for arm in report.landscapes[0].arms) == 3
+    assert sum(len(arm.trajectories) for arm in report.landscapes[0].arms) == 3
 
 
 def test_the_figure_has_a_panel_for_each_loss_the_mean_and_each_arm(tmp_path: Path):
@@ -111,5 +110,7 @@ def test_a_flat_landscape_can_be_drawn(tmp_path: Path, recwarn):
     place = studies.plan(tmp_path / "toy", "clip", 0)
     flat = {name: [[1.0] * 3] * 2 for name in ("1", "2")}
     place.write_landscape({**studies.GROUND, "start": [0, 0], "values": flat, "pareto": []})
-    write_figures(study_report(tmp_path / "toy"), tmp_path)
+    assert write_trajectories(study_report(tmp_path / "toy"), tmp_path) == [
+        tmp_path / "trajectories.png"
+    ]
     assert [str(one.message) for one in recwarn] == []
