@@ -1,4 +1,4 @@
-"""What a run goes on from after an interruption."""
+"""Checkpoints: the whole state of a training, and when to save it."""
 
 from dataclasses import dataclass
 from time import monotonic
@@ -15,16 +15,20 @@ from gradsurg.effects.ledger import EntryState
 from gradsurg.surgery.live import Live
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.torch_internals.random_state import Generators, generators, put_back
-from gradsurg.training.arms import Schedule
+from gradsurg.training.run import Schedule
 from gradsurg.training.run_identity import environment
 
 
 class Checkpoint(TypedDict):
-    """What a run goes on from."""
+    """The state that a run resumes from, after `step` steps.
+
+    `said` are the surgery's warnings so far, `skipped` the steps that the gradient scaler skipped,
+    `seconds` the time of all steps, `made_with` the environment that computed it.
+    """
 
     step: int
     model: dict[str, Tensor]
-    optimizer: dict[str, Any]  # Any: torch says so
+    optimizer: dict[str, Any]  # Any: torch's own type
     lr_schedule: dict[str, Any] | None  # Any: as above
     scaler: dict[str, Any] | None  # Any: as above
     surgery: dict[str, object]
@@ -37,28 +41,28 @@ class Checkpoint(TypedDict):
     made_with: dict[str, str]
 
 
-class Saving:
-    """When a checkpoint is due: to save costs milliseconds, as much as many a step."""
+class CheckpointTimer:
+    """Decides when a checkpoint is due: saving one takes as long as many steps."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
-        self._saved = monotonic()
+        self._saved_at = monotonic()
 
     def due(self, done: int) -> bool:
-        """Whether to save at a log, after step `done`."""
-        every = self._schedule
-        if done % every.checkpoint_every >= every.log_every:
+        """Whether to save at the log after step `done`."""
+        schedule = self._schedule
+        if done % schedule.checkpoint_every >= schedule.log_every:
             return False
         now = monotonic()
-        if done < every.steps and now - self._saved < every.checkpoint_seconds:
+        if done < schedule.steps and now - self._saved_at < schedule.checkpoint_seconds:
             return False
-        self._saved = now
+        self._saved_at = now
         return True
 
 
 @dataclass(frozen=True)
-class Trainee:
-    """What training changes: all of it is in a checkpoint."""
+class TrainingState:
+    """The objects that training changes; all of their state is in a checkpoint."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -68,9 +72,9 @@ class Trainee:
     scaler: GradScaler | None = None
 
     def checkpoint(
-        self, done: int, live: Live, said: list[str], skipped: int = 0, seconds: float = 0.0
+        self, done: int, live: Live, warned: list[str], skipped: int = 0, seconds: float = 0.0
     ) -> Checkpoint:
-        """Everything that going on after step `done` needs."""
+        """Return a checkpoint after step `done`."""
         return Checkpoint(
             step=done,
             model=self.model.state_dict(),
@@ -80,27 +84,27 @@ class Trainee:
             surgery=self.surgery.state_dict(),
             ledger=live.ledger.state(),
             effects=live.effects.state(),
-            said=said,
+            said=warned,
             skipped=skipped,
             seconds=seconds,
             generators=generators(self.device),
             made_with=environment(),
         )
 
-    def take_up(self, kept: Checkpoint) -> None:
-        """Be, and have the generators be, where the checkpoint was."""
-        self.model.load_state_dict(kept["model"])
-        self.optimizer.load_state_dict(kept["optimizer"])
-        if self.lr_schedule is not None and kept["lr_schedule"] is not None:
-            self.lr_schedule.load_state_dict(kept["lr_schedule"])
-        if self.scaler is not None and kept["scaler"] is not None:
-            self.scaler.load_state_dict(kept["scaler"])
-        self.surgery.load_state_dict(_moved(kept["surgery"], self.device))
-        put_back(kept["generators"], self.device)
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Load a checkpoint into all objects and into the global random generators."""
+        self.model.load_state_dict(checkpoint["model"])
+        self.optimizer.load_state_dict(checkpoint["optimizer"])
+        if self.lr_schedule is not None and checkpoint["lr_schedule"] is not None:
+            self.lr_schedule.load_state_dict(checkpoint["lr_schedule"])
+        if self.scaler is not None and checkpoint["scaler"] is not None:
+            self.scaler.load_state_dict(checkpoint["scaler"])
+        self.surgery.load_state_dict(_on_device(checkpoint["surgery"], self.device))
+        put_back(checkpoint["generators"], self.device)
 
 
-def _moved(surgery: dict[str, object], device: torch.device) -> dict[str, object]:
-    """A surgery's state with its tensors on `device`: a checkpoint is read on the CPU."""
+def _on_device(surgery: dict[str, object], device: torch.device) -> dict[str, object]:
+    """Return a surgery's state with its tensors on `device`: a checkpoint is read to the CPU."""
     states = cast(dict[str, dict[str, Tensor]], surgery["states"])
     moved = {
         site: {name: tensor.to(device) for name, tensor in state.items()}

@@ -1,4 +1,4 @@
-"""With a surgery and without it, seed for seed, in anyone's own training function."""
+"""Compare training with and without a surgery, seed by seed, in a user's own training function."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ TrainFn = Callable[[nn.Module, Surgery], Outcome]
 
 @dataclass(frozen=True)
 class Comparison:
-    """For each seed what the treated and the control arm came to."""
+    """The outcomes of the treated and the control arm, one mapping of numbers per seed."""
 
     seeds: tuple[int, ...]
     treated: tuple[Mapping[str, float], ...]
     control: tuple[Mapping[str, float], ...]
 
     def table(self) -> str:
-        """The outcomes side by side, with paired differences and their 95 % intervals."""
+        """Return the mean outcomes, paired differences, 95 % intervals and verdicts as text."""
         rows = [["", "treated", "control", "difference", "95 % interval", "verdict"]]
         for key in self.treated[0]:
             pairs = [(a[key], b[key]) for a, b in zip(self.treated, self.control, strict=True)]
@@ -40,11 +40,11 @@ class Comparison:
 def compare(
     make_model: Callable[[], nn.Module], train: TrainFn, surgery: Surgery, seeds: int = 5
 ) -> Comparison:
-    """Train with `surgery` and without, seed by seed; random generators are left as they were.
+    """Train with `surgery` and without it, seed by seed, and restore the random generators.
 
-    `train(model, surgery)` attaches what it is given, trains, and returns a number or a dict of
-    numbers; the control arm gets a surgery that does nothing. Raises ValueError if `seeds` < 1,
-    the surgery was never attached, or the arms return different keys.
+    `train(model, surgery)` attaches the surgery it is given, trains, and returns a number or a dict
+    of numbers; the control arm gets an empty surgery. Raises ValueError if `seeds` < 1, the surgery
+    was never attached, or the arms return different keys.
     """
     if seeds < 1:
         raise ValueError(f"seeds: must be >= 1, found {seeds}")

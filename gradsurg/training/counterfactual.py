@@ -1,4 +1,4 @@
-"""What an update would have been without the surgery, from the same weights and the same batch."""
+"""The update effect: the optimizer's update with the surgery against the one without it."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,10 +17,15 @@ from gradsurg.training.loop import LossFn, loss_of
 
 Batch = tuple[Tensor, Tensor]
 
+COSINE, NORM_RATIO, LOSS_CHANGE, LOSS_CHANGE_WITHOUT = UPDATE_NAMES
+
 
 @dataclass
 class _Sample:
-    """A sampled step: its batches, its weights and random generators at the start, the twin's."""
+    """A sampled step: its batches, weights and generators before it, and the twin's weights after.
+
+    `loss` is that of the batches before the step.
+    """
 
     parts: Sequence[Batch]
     start: list[Tensor]
@@ -30,17 +35,18 @@ class _Sample:
 
 
 class Counterfactual:
-    """On sampled steps, the step that the optimizer would have made without the surgery.
+    """On sampled steps, compute the update that the optimizer would make without the surgery.
 
-    A twin makes it: a deep copy of model and optimizer, taken before the surgery is attached, so
-    that it has the hooks of the model itself and none of the surgery. What the surgery puts in
-    force for the whole thread or process is out of force while the twin runs. Before a sampled step
-    it gets weights, buffers, modes and optimizer state as they are, its forwards draw what those
-    of the step will draw, and the generators of the process are put back. The model that is trained
-    is never run: training is bit for bit what it is without asking.
+    A twin computes it: a deep copy of model and optimizer, taken before the surgery is attached, so
+    that it has the model's own hooks and none of the surgery's. Modes that the surgery sets for the
+    whole thread or process are off while the twin runs. Before a sampled step the twin copies
+    weights, buffers, training modes and optimizer state, its forwards draw the same random numbers
+    as the step will, and the global generators are restored. The trained model is never run, so
+    training is bit-identical to training without a `Counterfactual`.
 
-    What a model keeps elsewhere (plain attributes, generators of its own) the twin has apart. It
-    takes no gradient scaler, and runs a compiled model uncompiled, which rounds differently.
+    State that a model keeps elsewhere (plain attributes, its own generators) is separate in the
+    twin. The twin uses no gradient scaler, and runs a compiled model uncompiled, which rounds
+    differently.
     """
 
     def __init__(
@@ -60,100 +66,98 @@ class Counterfactual:
         # Together: the copy of the optimizer has the parameters of the copy of the model.
         self._twin, self._twin_optimizer = copy.deepcopy((self._model, optimizer))
         self._device = next(self._model.parameters()).device
-        self._open: _Sample | None = None
+        self._pending: _Sample | None = None
         self._samples: list[dict[str, float]] = []
 
     def before(self, step: int, parts: Sequence[Batch]) -> None:
-        """Step `step` (from 0) is about to be made of these batches; if it is sampled, the twin
-        makes it first.
-        """
-        self._open = None
+        """Call before step `step` (from 0) with its batches: the twin makes a sampled step first."""
+        self._pending = None
         if step % self.every:
             return
         start = _weights(self._model)
-        sample = self._open = _Sample(parts, start, generators(self._device), 0.0, [])
+        sample = self._pending = _Sample(parts, start, generators(self._device), 0.0, [])
         optimizer = self._twin_optimizer
-        with self._apart(sample):
-            self._follow(start)
+        with self._isolated(sample):
+            self._copy_to_twin(start)
             optimizer.load_state_dict(copy.deepcopy(self._optimizer.state_dict()))
-            sample.loss = self._loss(parts, learn=True)
+            sample.loss = self._loss(parts, backward=True)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             sample.without = _weights(self._twin)
 
     def after(self) -> None:
-        """The step has been made; if it was sampled, compare."""
-        sample, self._open = self._open, None
+        """Call after each step: compare the two updates if it was sampled."""
+        sample, self._pending = self._pending, None
         if sample is None:
             return
-        made = _weights(self._model)
+        weights = _weights(self._model)
         changes = []
-        for weights in (made, sample.without):
-            with self._apart(sample), torch.no_grad():
-                self._follow(weights)
-                changes.append(self._loss(sample.parts, learn=False) - sample.loss)
-        found = _compared(made, sample.without, sample.start)
-        found |= dict(zip(UPDATE_NAMES[2:], changes, strict=True))
-        self._samples.append(found)
+        for end in (weights, sample.without):
+            with self._isolated(sample), torch.no_grad():
+                self._copy_to_twin(end)
+                changes.append(self._loss(sample.parts, backward=False) - sample.loss)
+        numbers = _compared(weights, sample.without, sample.start)
+        numbers |= dict(zip((LOSS_CHANGE, LOSS_CHANGE_WITHOUT), changes, strict=True))
+        self._samples.append(numbers)
 
     def fetch(self) -> dict[str, float]:
-        """The means over the steps sampled since the last fetch; nothing if there were none.
+        """Return the means over the steps sampled since the last fetch; {} if there were none.
 
-        An update of zero has no direction, and no cosine counts for it.
+        A zero update has no direction: its step does not count in the mean cosine.
         """
         samples, self._samples = self._samples, []
         if not samples:
             return {}
         return {UPDATES_SAMPLED: len(samples)} | {
-            name: fmean(own)
+            name: fmean(values)
             for name in UPDATE_NAMES
-            if (own := [sample[name] for sample in samples if name in sample])
+            if (values := [sample[name] for sample in samples if name in sample])
         }
 
     @contextmanager
-    def _apart(self, sample: _Sample) -> Iterator[None]:
-        """Out of reach of the surgery, with the generators as they were when the step began."""
+    def _isolated(self, sample: _Sample) -> Iterator[None]:
+        """Disable the surgery's global modes and restore the generators to the step's start."""
         with kept(self._device):
             put_back(sample.generators, self._device)
             with autograd.within(self._surroundings):
                 yield
 
-    def _follow(self, weights: Sequence[Tensor]) -> None:
-        """Have the twin be as the model is, with these weights."""
+    def _copy_to_twin(self, weights: Sequence[Tensor]) -> None:
+        """Set the twin's weights, and copy the model's buffers and training modes."""
         twin, model = self._twin, self._model
         with torch.no_grad():
-            own = [*twin.parameters(), *twin.buffers()]
-            for tensor, other in zip(own, [*weights, *model.buffers()], strict=True):
-                tensor.copy_(other)
-        for module, other in zip(twin.modules(), model.modules(), strict=True):
-            module.training = other.training
+            tensors = [*twin.parameters(), *twin.buffers()]
+            for tensor, source in zip(tensors, [*weights, *model.buffers()], strict=True):
+                tensor.copy_(source)
+        for module, source in zip(twin.modules(), model.modules(), strict=True):
+            module.training = source.training
 
-    def _loss(self, parts: Sequence[Batch], learn: bool) -> float:
-        """The twin's mean loss of the batches; to `learn` leaves its gradients."""
+    def _loss(self, parts: Sequence[Batch], backward: bool) -> float:
+        """Return the twin's mean loss of the batches; with `backward` also compute gradients."""
         losses = []
         for batch in parts:
             loss = loss_of(self._twin, self._loss_fn, batch, len(parts), self._autocast)
-            if learn:
+            if backward:
                 loss.backward()
-            losses.append(loss.item())  # a wait for the device, at sampled steps only
+            losses.append(loss.item())  # waits for the device, at sampled steps only
         return sum(losses)
 
 
 def means(rows: Sequence[Mapping[str, object]]) -> dict[str, float]:
-    """The means over a whole run, of the rows that `fetch` has given; nothing if there were none.
+    """Return the means over a whole run of the rows that `fetch` returned; {} if there are none.
 
-    A number that is not finite has been written as null and does not count.
+    A number that is not finite was written as null and does not count.
     """
     rows = [row for row in rows if UPDATES_SAMPLED in row]
     if not rows:
         return {}
-    found = {UPDATES_SAMPLED: sum(_number(row[UPDATES_SAMPLED]) for row in rows)}
+    result = {UPDATES_SAMPLED: sum(_number(row[UPDATES_SAMPLED]) for row in rows)}
     for name in UPDATE_NAMES:
-        own = [row for row in rows if row.get(name) is not None]
-        if own:
-            total = sum(_number(row[name]) * _number(row[UPDATES_SAMPLED]) for row in own)
-            found[name] = total / sum(_number(row[UPDATES_SAMPLED]) for row in own)
-    return found
+        with_number = [row for row in rows if row.get(name) is not None]
+        if with_number:
+            total = sum(_number(row[name]) * _number(row[UPDATES_SAMPLED]) for row in with_number)
+            result[name] = total / sum(_number(row[UPDATES_SAMPLED]) for row in with_number)
+    return result
 
 
 def _number(value: object) -> float:
@@ -166,19 +170,19 @@ def _weights(model: nn.Module) -> list[Tensor]:
 
 
 def _compared(
-    made: Sequence[Tensor], without: Sequence[Tensor], start: Sequence[Tensor]
+    weights: Sequence[Tensor], without: Sequence[Tensor], start: Sequence[Tensor]
 ) -> dict[str, float]:
-    """Cosine and norm ratio of two updates from `start`, as far as there are any."""
-    with_, other = (
+    """Return cosine and norm ratio of two updates from `start`; a zero update has no cosine."""
+    update, other = (
         torch.cat([(b.double() - a.double()).flatten() for a, b in zip(start, end, strict=True)])
-        for end in (made, without)
+        for end in (weights, without)
     )
     # These, and the product below, wait for the device, at sampled steps only.
-    norm, other_norm = with_.norm().item(), other.norm().item()
-    found: dict[str, float] = {}
+    norm, other_norm = update.norm().item(), other.norm().item()
+    numbers: dict[str, float] = {}
     if norm and other_norm:
-        same = torch.equal(with_, other)  # rounding would make it almost 1
-        found[UPDATE_NAMES[0]] = 1.0 if same else (with_ @ other).item() / (norm * other_norm)
+        equal = torch.equal(update, other)  # rounding would make it almost 1
+        numbers[COSINE] = 1.0 if equal else (update @ other).item() / (norm * other_norm)
     if other_norm:
-        found[UPDATE_NAMES[1]] = norm / other_norm
-    return found
+        numbers[NORM_RATIO] = norm / other_norm
+    return numbers

@@ -1,12 +1,17 @@
-"""What many runs have written down, as tables."""
+"""Metrics, effects and conflicts of many runs as polars data frames."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradsurg.training.durable import whole_lines
-from gradsurg.training.json_rows import NOT_FINITE
-from gradsurg.training.run_directory import CONFLICTS, EFFECTS, EXAMINED_EFFECTS, METRICS
+from gradsurg.training.run_directory import (
+    CONFLICTS,
+    EFFECTS,
+    EXAMINED_EFFECTS,
+    METRICS,
+    NOT_FINITE,
+    whole_lines,
+)
 
 if TYPE_CHECKING:
     import polars as pl
@@ -23,8 +28,8 @@ EFFECTS_KEYS = {
     "nonfinite": "Int64",
 }
 CONFLICTS_KEYS = {"run": "String", "step": "Int64", "aggregator": "String", "group": "String"}
-OF_TASKS = ("norms", "weights", "decrease")
-ALONE = (
+PER_TASK = ("norms", "weights", "decrease")
+SINGLE = (
     "conflict_rate",
     "norm_spread",
     "condition",
@@ -35,39 +40,37 @@ ALONE = (
 
 
 def read_metrics(paths: Iterable[str | Path]) -> "pl.DataFrame":
-    """The metrics of these run directories, a row a line; `run` is the path as it was given.
+    """Return the metrics of run directories, one row per line; `run` is the path as given.
 
-    A half-written last line is left out: it belongs to a run that was killed and will resume
-    before it. A file that is empty or not there yet has no rows. A broken line elsewhere is a
-    ValueError.
+    A half-written last line is left out: a killed run resumes before it. An empty or missing file
+    has no rows. A broken line elsewhere raises ValueError.
     """
     return _read(paths, METRICS, METRICS_KEYS)
 
 
 def read_effects(paths: Iterable[str | Path]) -> "pl.DataFrame":
-    """The effects of these run directories, read like their metrics."""
+    """Return the effects of run directories, read like their metrics."""
     return _read(paths, EFFECTS, EFFECTS_KEYS)
 
 
 def read_conflicts(paths: Iterable[str | Path]) -> "pl.DataFrame":
-    """The conflicts of these run directories, read like their metrics.
+    """Return the conflicts of run directories, read like their metrics.
 
-    What another aggregator would have done has columns of its own, as `others.mgda.cosine` and
-    `others.mgda.weights`.
+    The results of other aggregators on the same gradients are columns such as `others.mgda.cosine`
+    and `others.mgda.weights`.
     """
-
     return _typed_conflicts(_read(paths, CONFLICTS, CONFLICTS_KEYS, _flat_others))
 
 
 def _flat_others(frame: "pl.DataFrame") -> "pl.DataFrame":
-    """Runs differ in whom they have asked, so structs would not go together."""
+    """Turn the struct `others` into columns: its fields differ between runs."""
     import polars as pl
 
     kind = frame.schema.get("others")
     names = [field.name for field in kind.fields] if isinstance(kind, pl.Struct) else []
-    own = pl.col("others").struct
+    others = pl.col("others").struct
     columns = [
-        own.field(name).struct.field(part).cast(dtype).alias(f"others.{name}.{part}")
+        others.field(name).struct.field(part).cast(dtype).alias(f"others.{name}.{part}")
         for name in names
         for part, dtype in (("cosine", pl.Float64), ("weights", pl.List(pl.Float64)))
     ]
@@ -75,26 +78,25 @@ def _flat_others(frame: "pl.DataFrame") -> "pl.DataFrame":
 
 
 def _typed_conflicts(frame: "pl.DataFrame") -> "pl.DataFrame":
-    """With the types of all, where a run has nothing but empty lists or nulls."""
+    """Cast all columns: a run with only empty lists or nulls has no types."""
     import polars as pl
 
     row, number = pl.List(pl.Float64), pl.Float64
     kinds = {"tasks": pl.List(pl.String), "cosines": pl.List(row), NOT_FINITE: pl.String}
-    kinds |= dict.fromkeys(OF_TASKS, row) | dict.fromkeys(ALONE, number)
-    lacking = [pl.lit(None, kind).alias(name) for name, kind in kinds.items()]
-    there = [
-        pl.col(name).cast(kind) if name in frame.columns else empty
-        for (name, kind), empty in zip(kinds.items(), lacking, strict=True)
+    kinds |= dict.fromkeys(PER_TASK, row) | dict.fromkeys(SINGLE, number)
+    columns = [
+        pl.col(name).cast(kind) if name in frame.columns else pl.lit(None, kind).alias(name)
+        for name, kind in kinds.items()
     ]
-    return frame.with_columns(there)
+    return frame.with_columns(columns)
 
 
 def effect_table(paths: Iterable[str | Path], examined: bool = False) -> list[dict[str, object]]:
-    """For each transform and site, each number's mean: over a run's steps, then over the runs.
+    """Return the mean effects of each transform at each site, over each run and then over the runs.
 
-    An interval counts as often as the site was called in it, a run counts once. Where a number is
-    null (not sampled, or not finite) its interval does not count. `runs`, `seen`, `calls`,
-    `sampled` and `nonfinite` are totals. In the order in which they were first met. With `examined`
+    An interval is weighted by its calls of the site, each run by one. An interval in which a number
+    is null (not sampled, or not finite) does not count for it. `runs`, `seen`, `calls`, `sampled`
+    and `nonfinite` are totals. Rows are in order of first appearance. `examined` reads the effects
     of the examination after the training instead.
     """
     import polars as pl
@@ -147,7 +149,7 @@ def _parse(file: Path, content: bytes) -> "pl.DataFrame":
     import polars as pl
 
     try:
-        # every row is looked at, because some numbers are logged more seldom than others
+        # All rows determine the schema: some numbers are logged in few rows.
         return pl.scan_ndjson(content, infer_schema_length=None).collect()
     except pl.exceptions.PolarsError as error:
         raise ValueError(f"{file} has a line that is not JSON: {error}") from error

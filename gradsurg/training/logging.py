@@ -1,8 +1,10 @@
-"""What a run writes down as it goes, and its outcome."""
+"""The log of a run: interval rows for its files and loggers, and the summary of its outcome."""
 
+import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
+from pathlib import Path
 from statistics import median
 from types import MappingProxyType
 from typing import Any, Literal
@@ -15,22 +17,27 @@ from gradsurg.loggers.base import Logger
 from gradsurg.multitask.conflict import numbers
 from gradsurg.sites.state_guard import untouched
 from gradsurg.surgery.live import Live
-from gradsurg.tasks.base import Data
-from gradsurg.training.arms import Run
+from gradsurg.tasks.base import Data, Task
 from gradsurg.training.counterfactual import Counterfactual, means
-from gradsurg.training.hardware import hardware
-from gradsurg.training.learned import learned_nothing
 from gradsurg.training.loop import Step, outputs_of
+from gradsurg.training.run import Run
 from gradsurg.training.run_directory import CONFLICTS, EFFECTS, METRICS, RunDirectory
 
-NOTHING: Mapping[str, float] = MappingProxyType({})
+NO_METRICS: Mapping[str, float] = MappingProxyType({})
 
-MOST_LOSSES = 1000  # that are kept to be looked at: each is a tensor on the device
+MAX_PENDING_LOSSES = 1000  # losses kept on the device until they are checked for NaN and infinity
+
+# A run has learned nothing if its train loss is not below this share of the best constant guess's,
+# and no metric has covered more than this share of the way from chance to its best value.
+MIN_LOSS_SHARE = 0.99
+MAX_METRIC_SHARE = 0.1
+
+CPU_INFO = Path("/proc/cpuinfo")
 
 
 @dataclass
 class RunLog:
-    """What a run writes down as it goes."""
+    """The log of one run: step times, interval rows, divergence, and the summary."""
 
     run: Run
     place: RunDirectory
@@ -40,73 +47,71 @@ class RunLog:
     done: int = 0
     diverged: bool = field(default=False)
     skipped: int = 0
-    earlier_seconds: float = 0.0  # those before an interruption
-    without: Counterfactual | None = None
-    bad_step: int | None = None  # the first one whose loss was not finite
-    _losses: list[tuple[int, Tensor]] = field(default_factory=list)  # since the last look
+    earlier_seconds: float = 0.0  # of the steps before an interruption
+    counterfactual: Counterfactual | None = None
+    bad_step: int | None = None  # the first step with a loss that is not finite
+    _losses: list[tuple[int, Tensor]] = field(default_factory=list)  # since the last check
 
     @property
     def trained_s(self) -> float:
         """The seconds of all steps."""
         return self.earlier_seconds + sum(self.seconds)
 
-    def took(self, step: Step) -> None:
-        """Count a step."""
+    def add_step(self, step: Step) -> None:
+        """Record the time and the loss of a step."""
         self.seconds.append(step.seconds)
-        if step.skipped:  # of which nothing is left
+        if step.skipped:  # its loss left nothing in the weights
             self.skipped += 1
             return
         self._losses.append((step.done, step.loss))
-        if len(self._losses) >= MOST_LOSSES:
-            self._look()
+        if len(self._losses) >= MAX_PENDING_LOSSES:
+            self._check_losses()
 
-    def _look(self) -> None:
-        """Find the first loss that is not finite: a wait for the device, at logs only."""
+    def _check_losses(self) -> None:
+        """Find the first loss that is not finite; waits for the device, at logs only."""
         losses, self._losses = self._losses, []
         if self.bad_step is None and losses:
-            well = torch.stack([loss for _, loss in losses]).isfinite().tolist()
-            if not all(well):
-                self.bad_step = losses[well.index(False)][0]
+            finite = torch.stack([loss for _, loss in losses]).isfinite().tolist()
+            if not all(finite):
+                self.bad_step = losses[finite.index(False)][0]
 
     def interval(
-        self, done: int, loss: float, live: Live, others: Mapping[str, float] = NOTHING
+        self, done: int, loss: float, live: Live, tested: Mapping[str, float] = NO_METRICS
     ) -> bool:
-        """Log the interval that ends with step `done`; False if the run ends there: a loss was not
-        finite, or what it is trained until is reached.
+        """Log the interval that ends with step `done`; return False if the run ends there.
 
-        `others` are what else is known there, by name.
+        It ends early if a loss was not finite or `until` is reached. `tested` are test metrics.
         """
         self.done, self.loss = done, loss
         rows = live.effects.fetch()
-        update = self.without.fetch() if self.without is not None else {}
-        values = {"train/loss": loss, **update, **others}
+        update = self.counterfactual.fetch() if self.counterfactual is not None else {}
+        values = {"train/loss": loss, **update, **tested}
         self.place.append_metrics({"step": done, **values})
         self.place.append_effects([{"step": done, **row} for row in rows])
         conflicts = [conflict.row() for conflict in live.conflicts.fetch()]
         self.place.append_conflicts(conflicts)
         times = {"time/step_ms": 1000 * median(self.seconds[-100:])}
-        self._tell(done, {**values, **_newest(conflicts), **times}, rows)
-        self._look()
+        self._log(done, {**values, **_newest(conflicts), **times}, rows)
+        self._check_losses()
         self.diverged = self.bad_step is not None or not isfinite(loss)
-        return not self.diverged and not self.ended(others)
+        return not self.diverged and not self._until_reached(tested)
 
-    def ended(self, tested: Mapping[str, float]) -> bool:
-        """Whether a test has reached what the run is trained until."""
+    def _until_reached(self, tested: Mapping[str, float]) -> bool:
         until = self.run.schedule.until
         if until is None or not tested:
             return False
         until.check(tested)
         return until.holds(tested)
 
-    def tested(self, done: int, loss: float, data: Data, model: nn.Module) -> dict[str, float]:
-        """The task's metrics on the test data, at steps where they are due."""
+    def test(self, done: int, loss: float, data: Data, model: nn.Module) -> dict[str, float]:
+        """Return the task's metrics on the test data if they are due at step `done`, else {}."""
         schedule = self.run.schedule
         every = schedule.eval_every
         due = every and (done % every == 0 or done == schedule.steps)
         return self._metrics("test", data, model) if due and isfinite(loss) else {}
 
-    def again(self) -> None:
-        """Tell the loggers what was logged before an interruption: to them this is a new run."""
+    def replay(self) -> None:
+        """Send the loggers all rows from before an interruption: for them this is a new run."""
         effects: dict[int, list[dict[str, Any]]] = {}
         for effect in self.place.read_rows(EFFECTS):
             effects.setdefault(effect["step"], []).append(effect)
@@ -114,14 +119,16 @@ class RunLog:
         before = 0
         for row in self.place.read_rows(METRICS):
             values = {key: value for key, value in row.items() if "/" in key and value is not None}
-            values |= _newest(own for own in conflicts if before <= own["step"] < row["step"])
+            values |= _newest(
+                conflict for conflict in conflicts if before <= conflict["step"] < row["step"]
+            )
             before = row["step"]
-            self._tell(row["step"], values, effects.get(row["step"], []))
+            self._log(row["step"], values, effects.get(row["step"], []))
 
-    def _tell(
-        self, done: int, values: dict[str, float], rows: Sequence[Mapping[str, object]]
+    def _log(
+        self, done: int, values: dict[str, float], effects: Sequence[Mapping[str, object]]
     ) -> None:
-        for row in rows:
+        for row in effects:
             prefix = f"effect/{row['transform']}/{row['site']}"
             for name in ("seen", "calls", *EFFECT_NAMES):
                 value = row[name]
@@ -131,7 +138,7 @@ class RunLog:
             logger.log(done, values)
 
     def times(self) -> dict[str, float | None]:
-        """Median step times, apart for the steps whose effect was measured."""
+        """Return median step times, with those of steps whose effects were measured apart."""
         every = self.run.schedule.effects_every
         first = self.done - len(self.seconds)
         steps = list(enumerate(self.seconds, first))
@@ -145,7 +152,7 @@ class RunLog:
     def summary(
         self, data: Data, model: nn.Module, examined: Mapping[str, float], notes: list[str]
     ) -> dict[str, object]:
-        """The outcome, on all training and all test examples, and what was `examined`."""
+        """Return the outcome, with metrics on all training and all test examples."""
         run = self.run
         outcome: dict[str, object] = {
             "state": "diverged" if self.diverged else "finished",
@@ -159,7 +166,7 @@ class RunLog:
             metrics = self._metrics(part, data, model)
             outcome |= metrics
             if not all(map(isfinite, metrics.values())):
-                outcome["state"] = "diverged"  # the last step can break what no loss has seen
+                outcome["state"] = "diverged"  # the last step can diverge after the last loss
         outcome |= examined
         if not all(map(isfinite, examined.values())):
             outcome["state"] = "diverged"
@@ -181,9 +188,9 @@ class RunLog:
     def _metrics(
         self, part: Literal["train", "test"], data: Data, model: nn.Module
     ) -> dict[str, float]:
-        """The task's metrics on all examples of a part, in the model's own precision.
+        """Return the task's metrics on all examples of a part, in the model's own precision.
 
-        No surgery sees this, and training goes on as if it had not been.
+        No surgery acts on this evaluation, and training continues as if it had not happened.
         """
         inputs, targets = data.test_inputs, data.test_targets
         if part == "train":
@@ -195,8 +202,63 @@ class RunLog:
         return {f"{part}/{name}": value for name, value in metrics.items()}
 
 
+def learned_nothing(
+    task: Task, data: Data, outcome: Mapping[str, object], rows: Sequence[Mapping[str, object]]
+) -> dict[str, object]:
+    """Return the evidence that a finished run is no better than chance; empty if it has learned.
+
+    `outcome` has its metrics at the end, `rows` its logged metrics. Without a chance level of the
+    task the losses decide: no logged loss may be below the first one.
+    """
+    train, test = task.chance(data.train_targets), task.chance(data.test_targets)
+    if train is None or test is None:
+        return _never_below_first(outcome, rows)
+    loss = _number(outcome, "train/loss")
+    if loss is None or loss < MIN_LOSS_SHARE * train.loss:
+        return {}
+    for part, chance in (("train", train), ("test", test)):
+        value = _number(outcome, f"{part}/{chance.metric}")
+        limit = chance.value + MAX_METRIC_SHARE * (chance.best - chance.value)
+        if value is None or value > limit:
+            return {}
+    return {"metric": f"test/{test.metric}", "beside": test.value, "what": test.description}
+
+
+def _never_below_first(
+    outcome: Mapping[str, object], rows: Sequence[Mapping[str, object]]
+) -> dict[str, object]:
+    values = [_number(row, "train/loss") for row in [*rows, outcome]]
+    losses = [loss for loss in values if loss is not None]
+    if len(losses) < 3 or len(losses) < len(values) or min(losses[1:]) < losses[0]:
+        return {}
+    what = f"the first one that was logged, at step {rows[0]['step']}, was"
+    return {"metric": "train/loss", "beside": losses[0], "what": what}
+
+
+def _number(row: Mapping[str, object], key: str) -> float | None:
+    value = row.get(key)
+    return float(value) if isinstance(value, int | float) else None
+
+
+def hardware(device: torch.device) -> str:
+    """Return machine type, processor or GPU, CPU threads and PyTorch's version; no host name."""
+    count = torch.get_num_threads()
+    threads = f"{count} thread{'s' if count > 1 else ''}"
+    return f"{platform.machine()}, {_processor(device)}, {threads}, torch {torch.__version__}"
+
+
+def _processor(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return device.type
+    lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown processor"
+
+
 def _newest(conflicts: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """The numbers of the last conflict of each group."""
+    """Return the numbers of the last conflict of each group."""
     return {key: value for row in conflicts for key, value in numbers(row).items()}
 
 

@@ -1,4 +1,4 @@
-"""The training loop, as a generator: it knows nothing of surgery."""
+"""The training loop, as a generator of steps; it imports nothing of gradsurg."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ from torch.optim.lr_scheduler import LRScheduler
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 EpochOrder = Callable[[int, int, torch.Generator], Iterator[Tensor]]
-"""The numbers of the examples of each batch, of an epoch (from 0), a batch size and a generator."""
-Found = TypeVar("Found")
+"""Indices of the examples of each batch, for an epoch (from 0), a batch size and a generator."""
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches of tensors held in memory: which examples step n gets depends on (seed, n) alone.
+    """Batches of tensors held in memory; the examples of step n depend on (seed, n) alone.
 
-    A step takes `accumulate` batches of `size` examples, together those that it would get as one
-    batch; what an `order` gives besides, each of them has. Every epoch is a new permutation, or
-    what `order` makes it, with `epoch_size` examples; what is left for an incomplete last step is
-    dropped. An order that ends before its epoch does raises ValueError.
+    A step has `accumulate` batches of `size` examples, together those of one batch of
+    `accumulate * size`. Each epoch is a new permutation, or the batches of `order`, and has
+    `epoch_size` examples; an incomplete last step is dropped. Raises ValueError if `order` yields
+    fewer batches than an epoch has.
     """
 
     inputs: Tensor
@@ -43,7 +43,7 @@ class Batches:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps that an epoch has."""
+        """Number of steps in an epoch."""
         return self._count // (self.size * self.accumulate)
 
     @property
@@ -51,36 +51,36 @@ class Batches:
         return len(self.inputs) if self.epoch_size is None else self.epoch_size
 
     def start(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of `step`, `step` + 1 and so on, without end."""
+        """Yield the batches of `step` and of all later steps, without end."""
         epoch, skip = divmod(step, self.steps_per_epoch)
         while True:
-            for chosen in islice(self._epoch(epoch), skip * self.accumulate, None):
-                yield self.inputs[chosen], self.targets[chosen]
+            for indices in islice(self._epoch(epoch), skip * self.accumulate, None):
+                yield self.inputs[indices], self.targets[indices]
             epoch, skip = epoch + 1, 0
 
     def _epoch(self, epoch: int) -> Iterator[Tensor]:
-        """The numbers of the examples of each of its batches."""
-        # A torch seed has 64 bits, one that a user gave may fill them.
+        """Yield the indices of the examples of each batch of an epoch."""
+        # A torch seed has 64 bits, and a user's seed may fill them.
         seed = (self.seed * 1_000_003 + epoch) % 2**63
         generator = torch.Generator().manual_seed(seed)
         count, device = self.steps_per_epoch * self.accumulate, self.inputs.device
         if self.order is not None:
             batches = self.order(epoch, self.size, generator)
             for number in range(count):
-                chosen = next(batches, None)
-                if chosen is None:
+                indices = next(batches, None)
+                if indices is None:
                     raise ValueError(f"the order of epoch {epoch} has {number} of {count} batches")
-                yield chosen.to(device)
+                yield indices.to(device)
             return
         order = torch.randperm(len(self.inputs), generator=generator)
         yield from order[: count * self.size].to(device).view(-1, self.size)
 
 
 @dataclass(frozen=True)
-class Several:
-    """The `losses` of several tasks, by their names, in place of one loss.
+class TaskLosses:
+    """The losses of several tasks, by task, instead of one loss.
 
-    `backward` goes back from them, and is told whether they are the last of the step.
+    `backward` runs the backward passes; its second argument is True for the last batch of a step.
     """
 
     losses: Callable[[Tensor, Tensor], Mapping[str, Tensor]]
@@ -89,25 +89,25 @@ class Several:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How a step is made, where it is not the plain one.
+    """Options of a training step beyond forward, backward and `optimizer.step`.
 
-    `autocast` is the type that the forward and the loss are computed in; `schedule` takes a step
-    with each that the optimizer makes; with `several` the losses of several tasks go back.
+    `autocast` is the dtype of the forward and the loss; `schedule` steps with the optimizer, except
+    when the scaler skips; `task_losses` replaces the single loss.
     """
 
     autocast: torch.dtype | None = None
     scaler: GradScaler | None = None
     schedule: LRScheduler | None = None
-    several: Several | None = None
+    task_losses: TaskLosses | None = None
 
 
 PLAIN = StepOptions()
 
 
 class Step(NamedTuple):
-    """One step: how many are done with it, its loss (on the device), its seconds.
+    """One step: the number of steps done with it, its loss (on the device), and its seconds.
 
-    It was `skipped` if the scaler met gradients that are not finite: the weights are as before.
+    `skipped` if the scaler met gradients that are not finite: the weights are unchanged.
     """
 
     done: int
@@ -123,12 +123,12 @@ def train(
     batches: Batches,
     steps: int,
     start: int = 0,
-    manner: StepOptions = PLAIN,
+    options: StepOptions = PLAIN,
     before: Callable[[int, Sequence[tuple[Tensor, Tensor]]], None] | None = None,
 ) -> Iterator[Step]:
-    """Train from step `start` to `steps`; what the caller does between steps is not timed.
+    """Train from step `start` to `steps`; the caller's work between steps is not timed.
 
-    `before` is told the number of each step (from 0) and its batches before it is made.
+    `before` is called before each step with its number (from 0) and its batches.
     """
     model.train()
     stream = batches.start(start)
@@ -139,10 +139,10 @@ def train(
         began = perf_counter()
         optimizer.zero_grad(set_to_none=True)
         losses = [
-            _backward(model, loss_fn, part, len(parts), manner, number == len(parts))
+            _backward(model, loss_fn, part, len(parts), options, number == len(parts))
             for number, part in enumerate(parts, 1)
         ]
-        skipped = _step(optimizer, manner)
+        skipped = _step(optimizer, options)
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         yield Step(done, loss, perf_counter() - began, skipped)
 
@@ -154,18 +154,18 @@ def loss_of(
     parts: int,
     autocast: torch.dtype | None,
 ) -> Tensor:
-    """The share that a batch, one of so many `parts` of a step, has in the loss of the step."""
-    loss = computed(model, loss_fn, batch, autocast)
+    """Return the loss of one of the `parts` batches of a step, divided by `parts`."""
+    loss = _forward(model, loss_fn, batch, autocast)
     return loss / parts if parts > 1 else loss
 
 
-def computed(
+def _forward(
     model: nn.Module,
-    function: Callable[[Tensor, Tensor], Found],
+    function: Callable[[Tensor, Tensor], Result],
     batch: tuple[Tensor, Tensor],
     autocast: torch.dtype | None,
-) -> Found:
-    """What a function says of the model's outputs and the targets."""
+) -> Result:
+    """Return `function(outputs, targets)` of a batch."""
     inputs, targets = batch
     if autocast is None:
         return function(model(inputs), targets)
@@ -178,24 +178,24 @@ def _backward(
     loss_fn: LossFn,
     batch: tuple[Tensor, Tensor],
     parts: int,
-    manner: StepOptions,
+    options: StepOptions,
     last: bool,
 ) -> Tensor:
-    """Add the gradients of a batch, one of so many `parts` of a step; its share of the loss."""
-    scale = manner.scaler.scale if manner.scaler is not None else lambda loss: loss
-    if manner.several is None:
-        loss = loss_of(model, loss_fn, batch, parts, manner.autocast)
+    """Add the gradients of one of the `parts` batches of a step and return its share of the loss."""
+    scale = options.scaler.scale if options.scaler is not None else lambda loss: loss
+    if options.task_losses is None:
+        loss = loss_of(model, loss_fn, batch, parts, options.autocast)
         scale(loss).backward()
         return loss.detach()
-    losses = computed(model, manner.several.losses, batch, manner.autocast)
+    losses = _forward(model, options.task_losses.losses, batch, options.autocast)
     losses = {name: loss / parts if parts > 1 else loss for name, loss in losses.items()}
-    manner.several.backward({name: scale(loss) for name, loss in losses.items()}, last)
+    options.task_losses.backward({name: scale(loss) for name, loss in losses.items()}, last)
     return torch.stack([loss.detach() for loss in losses.values()]).sum()
 
 
-def _step(optimizer: Optimizer, manner: StepOptions) -> bool:
-    """Have the optimizer make its step, and the schedule; whether the scaler has skipped both."""
-    scaler, skipped = manner.scaler, False
+def _step(optimizer: Optimizer, options: StepOptions) -> bool:
+    """Step the optimizer and the schedule; return whether the scaler skipped both."""
+    scaler, skipped = options.scaler, False
     if scaler is None:
         optimizer.step()
     else:
@@ -203,22 +203,22 @@ def _step(optimizer: Optimizer, manner: StepOptions) -> bool:
         scaler.step(optimizer)
         scaler.update()
         skipped = scaler.get_scale() < before
-    if manner.schedule is not None and not skipped:
-        manner.schedule.step()
+    if options.schedule is not None and not skipped:
+        options.schedule.step()
     return skipped
 
 
 @torch.no_grad()
 def outputs_of(model: nn.Module, inputs: Tensor, size: int = 1024) -> Tensor:
-    """What the model says about all `inputs`, in evaluation mode, `size` at a time.
+    """Return the model's outputs for all `inputs` in evaluation mode, `size` at a time.
 
-    Outputs of several heads stand beside one another.
+    The outputs of several heads are concatenated along dimension 1.
     """
     model.eval()
-    outputs = torch.cat([_beside(model(part)) for part in inputs.split(size)])
+    outputs = torch.cat([_concatenated(model(part)) for part in inputs.split(size)])
     model.train()
     return outputs
 
 
-def _beside(outputs: Tensor | tuple[Tensor, ...]) -> Tensor:
+def _concatenated(outputs: Tensor | tuple[Tensor, ...]) -> Tensor:
     return outputs if isinstance(outputs, Tensor) else torch.cat(outputs, dim=1)

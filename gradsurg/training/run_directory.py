@@ -1,40 +1,55 @@
-"""The run directory: the durable record of one run."""
+"""The directory of one run: its files, how they are written safely, and its lock."""
 
 import json
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from math import isfinite
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Literal
 
-from gradsurg.training import lock
-from gradsurg.training.controls import controls_of, merged_facts
-from gradsurg.training.durable import append, cut, remove_drafts, replace, sync, whole_lines
-from gradsurg.training.json_rows import as_line, finite
+from filelock import FileLock, Timeout
 
 CONFIG, METRICS, EFFECTS = "config.yaml", "metrics.jsonl", "effects.jsonl"
 CONFLICTS = "conflicts.jsonl"
-LINES = (METRICS, EFFECTS, CONFLICTS)
-"""The files that grow by lines."""
+JSONL_FILES = (METRICS, EFFECTS, CONFLICTS)
 SUMMARY, CHECKPOINT, LOCK = "summary.json", "checkpoint.pt", ".lock"
 FACTS, ERROR, LANDSCAPE = "run.json", "error.log", "landscape.json"
 EXAMINED, EXAMINED_EFFECTS = "examined.json", "examined_effects.jsonl"
-BESIDE = (LANDSCAPE, EXAMINED, EXAMINED_EFFECTS)
-OWN = (SUMMARY, CHECKPOINT, *LINES, CONFIG, FACTS, ERROR, *BESIDE)
+FILES = (
+    SUMMARY,
+    CHECKPOINT,
+    *JSONL_FILES,
+    CONFIG,
+    FACTS,
+    ERROR,
+    LANDSCAPE,
+    EXAMINED,
+    EXAMINED_EFFECTS,
+)
+"""All files of a run, in the order in which they are removed: without a summary it is unfinished."""
+
+NOT_FINITE = "not_finite"
+"""Key of a JSON row that lists its NaN and infinite numbers, which JSON writes as null."""
+
+UNTIL, UNTIL_REACHED, UNTIL_STEP = "until", "until/reached", "until/step"
+"""Keys of a summary: the condition that ends a run early, 1 or 0, and the step that reached it."""
 
 RunState = Literal["planned", "running", "interrupted", "failed", "finished", "diverged"]
 
 _log = logging.getLogger("gradsurg")
+_encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
 class RunDirectory:
     """The files of one run: facts, config, metrics, effects, checkpoint, and last the summary.
 
-    Everything but the JSONL files is replaced as a whole, so that a kill at any moment leaves
-    the old or the new one. JSON has no NaN and no infinity: such a number is written as null, and
-    the line's `not_finite` says which it was, as "train/loss=nan norms.1=inf"; so nothing is lost.
-    The first write makes the directory. A failing write is an OSError that names the file.
+    JSONL files grow by whole lines; every other file is replaced atomically, so that a kill at any
+    moment leaves the old or the new one. JSON has no NaN and no infinity: such a number is written
+    as null and listed under `not_finite`, as "train/loss=nan norms.1=inf". The first write creates
+    the directory. A failing write raises an OSError that names the file.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -42,49 +57,47 @@ class RunDirectory:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has ended: its summary is there."""
+        """Whether the run has ended: its summary exists."""
         return (self.path / SUMMARY).is_file()
 
     @property
     def resumable(self) -> bool:
-        """Whether the run can go on from a checkpoint."""
+        """Whether there is a checkpoint to resume from."""
         return (self.path / CHECKPOINT).is_file()
 
     @property
     def state(self) -> RunState:
-        """How far the run is, as its files say; `running` if a process is at it."""
-        state = self.unheld_state
-        ended = state in ("finished", "diverged")
-        return state if ended or not lock.is_held(self.path / LOCK) else "running"
+        """The state of the run by its files; `running` if a process has its lock."""
+        state = self.recorded_state
+        if state in ("finished", "diverged"):
+            return state
+        return "running" if _is_locked(self.path / LOCK) else state
 
     @property
-    def unheld_state(self) -> RunState:
-        """How far the run is, whoever is at it."""
+    def recorded_state(self) -> RunState:
+        """The state of the run by its files, regardless of the lock."""
         if self.finished:
             return "diverged" if self.read_summary().get("state") == "diverged" else "finished"
         if (self.path / ERROR).is_file():
             return "failed"
-        if any((self.path / name).is_file() for name in (*LINES, CHECKPOINT)):
+        if any((self.path / name).is_file() for name in (*JSONL_FILES, CHECKPOINT)):
             return "interrupted"
         return "planned"
 
     @contextmanager
-    def held(self, wait: bool = True) -> Iterator[bool]:
-        """Have this run to oneself in a block, where all its files are written; True if one has.
+    def lock(self, wait: bool = True) -> Iterator[bool]:
+        """Hold the run's lock in a block, as every writer must; yield whether it was obtained.
 
-        Two commands can come to the same control at once. If another process is at it, wait until
-        that is done, or go without. A lock dies with its process.
+        Two commands can need the same control run. If another process has the lock, wait for it, or
+        without `wait` yield False. The lock of a killed process is free.
         """
-        with lock.held(self.path / LOCK, wait) as mine:
-            if mine:
-                remove_drafts(self.path, OWN)
-            yield mine
+        with _locked(self.path / LOCK, wait) as obtained:
+            if obtained:
+                self._remove_drafts()
+            yield obtained
 
     def plan(self, facts: Mapping[str, object], config: Mapping[str, object]) -> None:
-        """Say that this run is to be: what readers should know of it, and its resolved config.
-
-        The controls that were known stay.
-        """
+        """Write the run's facts and its resolved config; controls named by earlier facts stay."""
         from omegaconf import OmegaConf
 
         text = _facts_text(merged_facts(self.known_facts(), facts))
@@ -95,50 +108,51 @@ class RunDirectory:
         if not path.is_file() or path.read_bytes() != text:
             self._replace(FACTS, text)
 
-    def pair(self, facts: Mapping[str, object], alone: bool = False) -> None:
-        """Say of a finished run what controls it has too; nothing is touched if that is known.
+    def add_controls(self, facts: Mapping[str, object], locked: bool = False) -> None:
+        """Add the controls in `facts` to those that a finished run's facts name.
 
-        Unless one is `alone` with it, another process that is at it is left to it.
+        Writes nothing if they are known already. The lock is taken unless the caller has it
+        (`locked`); if another process has it, nothing is written.
         """
         before = self.known_facts()
         if "controls" not in facts or not before:
             return
         after = merged_facts(before, {**before, "controls": facts["controls"]})
-        if after["controls"] == controls_of(before):
+        if after["controls"] == _controls_of(before):
             return
-        if alone:
+        if locked:
             self._replace(FACTS, _facts_text(after))
             return
-        with self.held(wait=False) as mine:
-            if mine:
-                self.pair(facts, alone=True)
+        with self.lock(wait=False) as obtained:
+            if obtained:
+                self.add_controls(facts, locked=True)
 
     def known_facts(self) -> dict[str, Any]:  # Any: what JSON can hold
-        """What was said of the run; nothing if it was not, or the file is broken."""
+        """Return the facts of the run, or {} if the file is missing or broken."""
         try:
-            found = self.read_facts()
-        except ValueError:  # planned again, it is whole again
+            facts = self.read_facts()
+        except ValueError:  # `plan` writes it anew
             return {}
-        return found if isinstance(found, dict) else {}
+        return facts if isinstance(facts, dict) else {}
 
     def read_facts(self) -> dict[str, Any] | None:  # Any: what JSON can hold
-        """What was said of the run when it was planned, or None."""
-        path = self.path / FACTS
-        return json.loads(path.read_bytes()) if path.is_file() else None
+        """Return the facts written when the run was planned, or None."""
+        return self._read_json(FACTS)
 
     def read_config(self) -> dict[str, Any] | None:  # Any: what YAML can hold
-        """The resolved config, or None."""
+        """Return the resolved config, or None."""
         import yaml
 
         path = self.path / CONFIG
-        # OmegaConf wrote it, plain; its own reader takes far longer
+        # OmegaConf wrote plain YAML, and its own reader takes far longer.
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
         return yaml.load(path.read_bytes(), Loader=loader) if path.is_file() else None
 
     def write_error(self, text: str) -> None:
-        """Keep the traceback of what ended the run; its last lines are the reason.
+        """Write the traceback that ended the run; its last lines are the reason.
 
-        On a disk that is nearly full only that line is kept; where it has no room that is logged.
+        On a nearly full disk only the last line is written; without room for that either, the
+        failure is logged.
         """
         try:
             self._replace(ERROR, text.encode())
@@ -148,116 +162,313 @@ class RunDirectory:
             except OSError as error:
                 _log.warning("the traceback could not be written: %s", error)
 
-    def forget_error(self) -> None:
-        """The run is tried again."""
+    def clear_error(self) -> None:
+        """Remove the traceback of an earlier attempt."""
         (self.path / ERROR).unlink(missing_ok=True)
 
     @property
     def reason(self) -> str:
-        """Why the run has failed: what stands behind the calls of its traceback, on one line."""
+        """The error message of a failed run, on one line: the traceback without its calls."""
         path = self.path / ERROR
         lines = path.read_text().strip().splitlines() if path.is_file() else []
         calls = [number for number, line in enumerate(lines) if line.startswith("  ")]
         return "; ".join(lines[calls[-1] + 1 if calls else 0 :])
 
     def append_metrics(self, row: Mapping[str, object]) -> None:
-        """Add one line to `metrics.jsonl`."""
+        """Append one line to `metrics.jsonl`."""
         self._append(METRICS, [row])
 
     def append_effects(self, rows: Iterable[Mapping[str, object]]) -> None:
-        """Add a line for each row to `effects.jsonl`."""
+        """Append a line for each row to `effects.jsonl`."""
         self._append(EFFECTS, rows)
 
     def append_conflicts(self, rows: Sequence[Mapping[str, object]]) -> None:
-        """Add a line for each row to `conflicts.jsonl`, which only a run of several tasks has."""
+        """Append a line for each row to `conflicts.jsonl`, a file of multi-task runs only."""
         if rows:
             self._append(CONFLICTS, rows)
 
     def read_rows(self, name: str) -> list[dict[str, Any]]:  # Any: what JSON can hold
-        """The lines of one of the files that grow; none if it is not there."""
+        """Return the whole lines of a JSONL file; [] if it does not exist."""
         return [json.loads(line) for line in whole_lines(self.path / name).splitlines()]
 
     def write_summary(self, summary: Mapping[str, object]) -> None:
-        """Write the outcome: afterwards the run is finished, so this comes last."""
-        for name in LINES:
-            sync(self.path / name)
-        self._replace(SUMMARY, json.dumps(finite(summary), indent=2).encode())
+        """Write the outcome, which marks the run as finished: call this last."""
+        for name in JSONL_FILES:
+            _sync(self.path / name)
+        self._replace(SUMMARY, json.dumps(_finite(summary), indent=2).encode())
 
     def read_summary(self) -> dict[str, object]:
-        """The outcome of a finished run; FileNotFoundError if it is not finished."""
+        """Return the outcome of a finished run. Raises FileNotFoundError if it is not finished."""
         return json.loads((self.path / SUMMARY).read_bytes())
 
-    def write_landscape(self, told: Mapping[str, object]) -> None:
-        """Keep what the task's losses are over the plane, for pictures of the ways through it."""
-        self._replace(LANDSCAPE, json.dumps(finite(told), separators=(",", ":")).encode())
+    def write_landscape(self, landscape: Mapping[str, object]) -> None:
+        """Write the task's losses on a grid over the plane, for the report's contours."""
+        self._write_json(LANDSCAPE, landscape)
 
     def read_landscape(self) -> dict[str, Any] | None:  # Any: what JSON can hold
-        """What `write_landscape` kept, or None."""
-        path = self.path / LANDSCAPE
-        return json.loads(path.read_bytes()) if path.is_file() else None
+        """Return what `write_landscape` wrote, or None."""
+        return self._read_json(LANDSCAPE)
 
-    def write_examined(self, told: Mapping[str, object]) -> None:
-        """Keep what the task's examination of the trained model has to keep, as pictures."""
-        self._replace(EXAMINED, json.dumps(finite(told), separators=(",", ":")).encode())
+    def write_examined(self, examined: Mapping[str, object]) -> None:
+        """Write the arrays of the task's examination of the trained model, such as pictures."""
+        self._write_json(EXAMINED, examined)
 
     def read_examined(self) -> dict[str, Any] | None:  # Any: what JSON can hold
-        """What `write_examined` kept, or None."""
-        path = self.path / EXAMINED
-        return json.loads(path.read_bytes()) if path.is_file() else None
+        """Return what `write_examined` wrote, or None."""
+        return self._read_json(EXAMINED)
 
     def write_examined_effects(self, rows: Iterable[Mapping[str, object]]) -> None:
-        """Keep what the surgery did in that examination, a line for each row as in the effects."""
-        self._replace(EXAMINED_EFFECTS, b"".join(map(as_line, rows)))
+        """Write the effects of the surgery during the examination, in the format of the effects."""
+        self._replace(EXAMINED_EFFECTS, b"".join(map(_as_line, rows)))
 
     def save_checkpoint(self, state: Mapping[str, object]) -> None:
-        """Keep what resuming needs, with the present lengths of the JSONL files."""
+        """Write a checkpoint, with the present lengths of the JSONL files."""
         from io import BytesIO
 
         import torch
 
-        sizes = {name: sync(self.path / name) for name in LINES}
+        sizes = {name: _sync(self.path / name) for name in JSONL_FILES}
         buffer = BytesIO()
         torch.save({"state": dict(state), "sizes": sizes}, buffer)
         self._replace(CHECKPOINT, buffer.getbuffer())
 
     def load_checkpoint(self) -> dict[str, object] | None:
-        """What `save_checkpoint` kept, on the CPU, or None; then the run goes on from there.
+        """Return the last checkpoint's state on the CPU, or None, and rewind the JSONL files to it.
 
-        The JSONL files are cut back to their lengths at that checkpoint, half-written last lines
-        included; to nothing if there is none. Raises ValueError if they are shorter than that.
+        They are truncated to their lengths at that checkpoint, or emptied if there is none. Raises
+        ValueError if they are shorter than that or the checkpoint cannot be read.
         """
         import torch
 
         path = self.path / CHECKPOINT
         if not path.is_file():
-            self._cut(dict.fromkeys(LINES, 0))
+            self._truncate(dict.fromkeys(JSONL_FILES, 0))
             return None
         try:
-            kept = torch.load(path, map_location="cpu", weights_only=True)
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         except (RuntimeError, EOFError, UnpicklingError) as error:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise ValueError(
                 f"{path} cannot be read ({reason}); force=true starts the run anew"
             ) from error
-        self._cut(kept["sizes"])
-        return kept["state"]
+        self._truncate(checkpoint["sizes"])
+        return checkpoint["state"]
 
     def clear(self) -> None:
-        """Remove this run's own files, the summary first; other files stay."""
-        for name in OWN:
+        """Remove the files of this run, the summary first; other files stay."""
+        for name in FILES:
             (self.path / name).unlink(missing_ok=True)
-        remove_drafts(self.path, OWN)
+        self._remove_drafts()
+
+    def _read_json(self, name: str) -> dict[str, Any] | None:  # Any: what JSON can hold
+        path = self.path / name
+        return json.loads(path.read_bytes()) if path.is_file() else None
+
+    def _write_json(self, name: str, content: Mapping[str, object]) -> None:
+        self._replace(name, json.dumps(_finite(content), separators=(",", ":")).encode())
 
     def _append(self, name: str, rows: Iterable[Mapping[str, object]]) -> None:
-        append(self.path / name, b"".join(as_line(row) for row in rows))
+        _append_bytes(self.path / name, b"".join(map(_as_line, rows)))
 
     def _replace(self, name: str, content: bytes | memoryview) -> None:
-        replace(self.path / name, content)
+        """Replace a file atomically."""
+        path = self.path / name
+        draft = path.with_name(f".{name}.{os.getpid()}.tmp")
+        with _naming(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with draft.open("wb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(draft, path)
+            finally:
+                draft.unlink(missing_ok=True)
 
-    def _cut(self, sizes: Mapping[str, int]) -> None:
+    def _remove_drafts(self) -> None:
+        """Remove the temporary files of killed processes."""
+        for name in FILES:
+            for draft in self.path.glob(f".{name}.*.tmp"):
+                draft.unlink(missing_ok=True)
+
+    def _truncate(self, sizes: Mapping[str, int]) -> None:
         for name, size in sizes.items():
-            cut(self.path / name, size)
+            path = self.path / name
+            length = path.stat().st_size if path.is_file() else 0
+            if length < size:
+                raise ValueError(
+                    f"{path} has {length} bytes but had {size} at the checkpoint; "
+                    "force=true starts the run anew"
+                )
+            if length > size:
+                with _naming(path):
+                    os.truncate(path, size)
+
+
+def whole_lines(file: Path) -> bytes:
+    """Return a file's content up to its last line break; empty if it does not exist."""
+    content = file.read_bytes() if file.is_file() else b""
+    return content[: content.rfind(b"\n") + 1]
+
+
+def merged_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `now` with the controls of `before` added: a later command keeps earlier pairings.
+
+    Any: what JSON can hold.
+    """
+    if "controls" not in now:
+        return dict(now)
+    controls = {**_controls_of(before), **now["controls"]}
+    return {**now, "control": first_control(controls), "controls": controls}
+
+
+def first_control(controls: Mapping[str, str]) -> str | None:
+    """Return the control to compare with if there are several: the plain one."""
+    return next((controls[kind] for kind in sorted(controls, key=lambda k: k != "plain")), None)
+
+
+def _controls_of(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Return the directory names of the controls in a run's facts, by kind."""
+    controls, control = facts.get("controls"), facts.get("control")
+    if isinstance(controls, Mapping):
+        return dict(controls)
+    kind = "norm_matched" if str(control).startswith("norm_matched-") else "plain"
+    return {kind: control} if isinstance(control, str) else {}
 
 
 def _facts_text(facts: Mapping[str, object]) -> bytes:
-    return json.dumps(finite(facts), indent=2).encode()
+    return json.dumps(_finite(facts), indent=2).encode()
+
+
+def _as_line(row: Mapping[str, object]) -> bytes:
+    """Return a row as one line of JSON, with `not_finite` if it has such numbers."""
+    try:
+        return _encoder.encode(row).encode() + b"\n"
+    except ValueError:
+        pass  # JSON has no NaN and no infinity
+    listed = {**row, NOT_FINITE: " ".join(_not_finite(row))}
+    return _encoder.encode(_finite(listed)).encode() + b"\n"
+
+
+def _finite(value: object) -> object:
+    """Return a JSON value with null in place of each number that is not finite."""
+    match value:
+        case float():
+            return value if isfinite(value) else None
+        case Mapping():
+            return {key: _finite(item) for key, item in value.items()}
+        case Sequence() if not isinstance(value, str):
+            return [_finite(item) for item in value]
+        case _:
+            return value
+
+
+def _not_finite(value: object, path: str = "") -> Iterator[str]:
+    """Yield each number that is not finite with its path, as `norms.1=nan`."""
+    match value:
+        case float():
+            if not isfinite(value):
+                yield f"{path}={value}"
+        case Mapping():
+            for key, item in value.items():
+                yield from _not_finite(item, f"{path}.{key}" if path else str(key))
+        case Sequence() if not isinstance(value, str):
+            for index, item in enumerate(value):
+                yield from _not_finite(item, f"{path}.{index}")
+        case _:
+            pass
+
+
+def _append_bytes(path: Path, lines: bytes) -> None:
+    """Append lines to a file, all or none: half a line would spoil the lines after it."""
+    with _naming(path):
+        descriptor = _open_for_append(path)
+        try:
+            size = os.fstat(descriptor).st_size
+            try:
+                rest = memoryview(lines)
+                while rest:
+                    rest = rest[os.write(descriptor, rest) :]
+            except OSError:
+                os.ftruncate(descriptor, size)
+                raise
+        finally:
+            os.close(descriptor)
+
+
+def _open_for_append(path: Path) -> int:
+    # Windows alone has O_BINARY (without it "\n" becomes "\r\n") and alone lacks O_CLOEXEC.
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    flags |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        return os.open(path, flags, 0o666)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, flags, 0o666)
+
+
+def _sync(path: Path) -> int:
+    """Flush a file to the disk and return its size in bytes; 0 if it does not exist."""
+    if not path.is_file():
+        return 0
+    with _naming(path), path.open("ab") as file:
+        os.fsync(file.fileno())
+        return file.tell()
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Add the file name to an OSError: that of a full disk has none."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextmanager
+def _locked(path: Path, wait: bool) -> Iterator[bool]:
+    with _naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = _obtained(path)
+        if lock is None and wait:
+            _log.warning("waiting for another process that has locked %s", path.parent)
+            lock = FileLock(path)
+            lock.acquire()
+    if lock is None:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        _release(lock, path)
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a process has the lock; without the permission to look, False."""
+    if not path.is_file():
+        return False
+    try:
+        lock = _obtained(path)
+    except OSError:
+        return False
+    if lock is None:
+        return True
+    _release(lock, path)
+    return False
+
+
+def _obtained(path: Path) -> FileLock | None:
+    """Return the lock if it is free, without waiting."""
+    lock = FileLock(path)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        return None
+    return lock
+
+
+def _release(lock: FileLock, path: Path) -> None:
+    """Release a lock and remove its file first: a waiting process notices and makes a new one."""
+    with suppress(OSError):  # Windows removes no open file; there `release` does it
+        path.unlink(missing_ok=True)
+    lock.release()

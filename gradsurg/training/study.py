@@ -1,49 +1,52 @@
-"""Arms that are compared: run each of them once, seed by seed, and keep the record."""
+"""Run the arms of a study, each once per seed, and record how each run ended."""
 
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
+from statistics import median
 from typing import Literal, cast
 
 import torch
 from torch import nn
 
+from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.loggers.base import Guarded, Logger, RunInfo
 from gradsurg.loggers.base import State as LoggerState
 from gradsurg.surgery.live import Live
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, Examined, MultiTask
 from gradsurg.torch_internals import random_state
-from gradsurg.training.arms import Run
-from gradsurg.training.checkpoint import Checkpoint, Saving, Trainee
+from gradsurg.training.checkpoint import Checkpoint, CheckpointTimer, TrainingState
 from gradsurg.training.counterfactual import Counterfactual
-from gradsurg.training.idle import changed_nothing
 from gradsurg.training.logging import RunLog
-from gradsurg.training.loop import Batches, Several, Step, StepOptions, train
+from gradsurg.training.loop import Batches, Step, StepOptions, TaskLosses, train
+from gradsurg.training.run import Run
 from gradsurg.training.run_directory import METRICS, RunDirectory
 from gradsurg.training.run_identity import RESUMED, environment_changes
-from gradsurg.training.warned import pass_on, said_once
+from gradsurg.transforms.identity import Identity
 
-Happened = Literal["trained", "resumed", "retried", "skipped", "kept failed"]
+Action = Literal["trained", "resumed", "retried", "skipped", "not retried"]
 
-EXAMINATION = 1_000_000_007  # its seeds are other ones than those of the weights
+EXAMINATION_SEED = 1_000_000_007  # added to the run's seed: the weights use that one
 
-ERRORS = Exception  # whatever training raises is written down beside the run, and raised again
+QUANTILES = (0.5, 0.9, 0.99, 1.0)  # of |g|, in the note on a transform that changed nothing
+MAX_BOUND = 0.9  # of the largest entry or norm: still below it when rounded to two digits
 
 
 @dataclass(frozen=True)
 class Record:
-    """Where a run lies, what was done about it, and how it ended (empty: it has failed)."""
+    """A run, its directory, what `execute` did, and its summary (empty if it has failed)."""
 
     run: Run
     directory: Path
     summary: dict[str, object]
-    happened: Happened
+    action: Action
     reason: str = ""  # of a failure
-    note: str = ""  # what of the request is not met, or of the promise to resume bit for bit
+    note: str = ""  # other measurement intervals than asked for, or resumed in another environment
 
 
 def execute(
@@ -53,43 +56,42 @@ def execute(
     threads: int | None = None,
     retry_failed: bool = True,
 ) -> Record:
-    """Do a run, or take up a finished or an interrupted one; nothing is left behind in the process.
+    """Train a run, resume it, or skip it if it is finished; the process is left as it was.
 
-    A finished run is not repeated; an interrupted one goes on from its checkpoint and ends as if it
-    had never been interrupted; one that has failed is tried again, or left if not `retry_failed`.
-    What it raises is kept in its `error.log` and raised. A logger that raises is left out from then
-    on.
+    A resumed run ends bit-identical to an uninterrupted one. A failed run is trained again, unless
+    `retry_failed` is False. An exception of the training is written to `error.log` and raised. A
+    logger that raises is not used for the rest of the run.
     """
     place = RunDirectory(run.directory(out))
     if place.finished:
-        place.pair(run.facts)
+        place.add_controls(run.facts)
         return _skipped(run, place)
-    with place.held():
-        before = place.unheld_state
-        if before in ("finished", "diverged"):  # another process was at it
-            place.pair(run.facts, alone=True)
+    with place.lock():
+        state = place.recorded_state
+        if state in ("finished", "diverged"):  # by another process, which had the lock
+            place.add_controls(run.facts, locked=True)
             return _skipped(run, place)
-        if before == "failed" and not retry_failed:
-            return Record(run, place.path, {}, "kept failed", place.reason)
-        happened: Happened = "trained"
-        if before == "failed":
-            happened = "retried"
+        if state == "failed" and not retry_failed:
+            return Record(run, place.path, {}, "not retried", place.reason)
+        action: Action = "trained"
+        if state == "failed":
+            action = "retried"
         elif place.resumable:
-            happened = "resumed"
+            action = "resumed"
         place.plan(run.facts, run.identity)
-        place.forget_error()
+        place.clear_error()
         try:
             summary = _execute(run, place, loggers, threads)
-        except ERRORS:
+        except Exception:  # the task, model and transforms are a user's: they may raise anything
             place.write_error(traceback.format_exc())
             raise
         notes = cast("list[str]", summary["notes"])
-        otherwise = [note for note in notes if note.startswith(RESUMED)]
-        return Record(run, place.path, summary, happened, note="; ".join(otherwise))
+        resumed = [note for note in notes if note.startswith(RESUMED)]
+        return Record(run, place.path, summary, action, note="; ".join(resumed))
 
 
 def _skipped(run: Run, place: RunDirectory) -> Record:
-    note = run.measured_otherwise(place.known_facts())
+    note = run.measurement_note(place.known_facts())
     return Record(run, place.path, place.read_summary(), "skipped", note=note)
 
 
@@ -113,7 +115,7 @@ def _execute(
     state: LoggerState = "failed"
     summary: dict[str, object] = {}
     try:
-        with _quarantine(threads, run.device):
+        with _restored_process(threads, run.device):
             summary = _train(run, place, loggers)
         place.write_summary(summary)
         state = "diverged" if summary["state"] == "diverged" else "finished"
@@ -127,154 +129,9 @@ def _execute(
     return summary
 
 
-def _train(run: Run, place: RunDirectory, loggers: Sequence[Logger]) -> dict[str, object]:
-    random_state.seed(run.seed)
-    data = run.task.load()
-    landscape = run.task.landscape()
-    if landscape is not None:
-        place.write_landscape(landscape)
-    model = run.make_model(data).to(run.device)
-    batches = _batches(run, data)
-    trainee = _trainee(run, model)
-    kept = cast("Checkpoint | None", place.load_checkpoint())
-    if kept is not None:
-        trainee.take_up(kept)
-    said = [] if kept is None else [*kept["said"], *_made_otherwise(kept)]
-    log = _log(run, place, loggers, trainee, kept)
-    saving = Saving(run.schedule)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        attached = trainee.surgery.attach(
-            model,
-            trainee.optimizer,
-            effects_every=run.schedule.effects_every,
-            shadow=run.shadow,
-            scaler=trainee.scaler,
-            steps_per_epoch=batches.steps_per_epoch,
-        )
-        with attached as live, run.switches.compiled(model) as called:
-            if kept is not None:
-                live.ledger.resume(kept["ledger"])
-                live.effects.resume(kept["effects"], live.ledger)
-            for step in _steps(run, trainee, called, batches, log, live):
-                if step.done % run.schedule.log_every and step.done != run.schedule.steps:
-                    continue
-                loss = step.loss.item()  # a wait for the device, at logs only
-                tested = log.tested(step.done, loss, data, model)
-                if not log.interval(step.done, loss, live, tested):
-                    break
-                # Only here is nothing half-gathered, so the first log after a due step saves.
-                if saving.due(step.done):
-                    told = said_once(said, caught)
-                    place.save_checkpoint(
-                        trainee.checkpoint(step.done, live, told, log.skipped, log.trained_s)
-                    )
-            examined = {} if log.diverged else _examined(run, place, data, model, live)
-            examined |= _followed(run, place, batches)
-            every = run.schedule.effects_every
-            notes = [] if run.shadow else changed_nothing(trainee.surgery, live, every)
-    pass_on(caught)
-    return log.summary(data, model, examined, notes + said_once(said, caught))
-
-
-def _batches(run: Run, data: Data) -> Batches:
-    return Batches(
-        data.train_inputs.to(run.device),
-        data.train_targets.to(run.device),
-        run.schedule.batch_size,
-        run.seed,
-        run.switches.accumulate,
-        order=data.order.batches if data.order is not None else None,
-        epoch_size=data.epoch_size,
-    )
-
-
-def _trainee(run: Run, model: nn.Module) -> Trainee:
-    # A surgery of one's own: that of the run has the state of whatever was executed with it before.
-    surgery = Surgery(*run.surgery.interventions, seed=run.surgery.seed)
-    optimizer = run.make_optimizer(model)
-    schedule, scaler = run.make_lr_schedule(optimizer), run.switches.scaler(run.device)
-    return Trainee(model, optimizer, surgery, run.device, schedule, scaler)
-
-
-def _log(
-    run: Run,
-    place: RunDirectory,
-    loggers: Sequence[Logger],
-    trainee: Trainee,
-    kept: Checkpoint | None,
-) -> RunLog:
-    """The log of a run that begins, or that goes on where a checkpoint was kept."""
-    every = 0 if run.shadow else run.schedule.update_effect_every
-    without = None
-    if every:
-        autocast = run.switches.autocast
-        without = Counterfactual(trainee.model, trainee.optimizer, run.task.loss, every, autocast)
-    log = RunLog(run, place, loggers, seconds=[], without=without)
-    if kept is not None:
-        log.done, log.skipped, log.earlier_seconds = kept["step"], kept["skipped"], kept["seconds"]
-    log.again()
-    return log
-
-
-def _steps(
-    run: Run, trainee: Trainee, called: nn.Module, batches: Batches, log: RunLog, live: Live
-) -> Iterator[Step]:
-    """The steps that are left, counted by the log and compared with those without the surgery."""
-    manner = StepOptions(run.switches.autocast, trainee.scaler, trainee.lr_schedule)
-    if run.several and isinstance(run.task, MultiTask):
-        several = Several(
-            run.task.losses, lambda losses, last: live.backward(losses, aggregate=last)
-        )
-        manner = replace(manner, several=several)
-    before = log.without.before if log.without else None
-    start, end = log.done, run.schedule.steps
-    optimizer, loss_fn = trainee.optimizer, run.task.loss
-    for step in train(called, optimizer, loss_fn, batches, end, start, manner, before):
-        if log.without:
-            log.without.after()
-        log.took(step)
-        yield step
-
-
-def _examined(
-    run: Run, place: RunDirectory, data: Data, model: nn.Module, live: Live
-) -> dict[str, float]:
-    """What the task's examination finds, with the surgery attached; nothing if it has none."""
-    if not isinstance(run.task, Examined):
-        return {}
-    while live.step < run.schedule.steps:  # steps that were skipped, or were not needed any more
-        live.tick()
-    live.effects.fetch(counted=True)  # what is left of the training
-    model.eval()
-    with random_state.kept(run.device):
-        random_state.seed((EXAMINATION + run.seed) % 2**63)  # a seed may fill 64 bits
-        examination = run.task.examine(model, data)
-    if rows := live.effects.fetch(counted=True):
-        place.write_examined_effects([{"step": live.step, **row} for row in rows])
-    live.tick()  # it was a step of its own
-    model.train()
-    if examination.saved:
-        place.write_examined(examination.saved)
-    return {f"examined/{name}": value for name, value in examination.numbers.items()}
-
-
-def _followed(run: Run, place: RunDirectory, batches: Batches) -> dict[str, float]:
-    """What the task makes of all tests of the run, those before an interruption too."""
-    if not run.task.trajectory_metric_names:
-        return {}
-    found = run.task.trajectory_metrics(place.read_rows(METRICS), batches.steps_per_epoch)
-    return {f"test/{name}": value for name, value in found.items()}
-
-
-def _made_otherwise(kept: Checkpoint) -> list[str]:
-    said = environment_changes(kept["made_with"])
-    return [said] if said else []
-
-
 @contextmanager
-def _quarantine(threads: int | None, device: torch.device) -> Iterator[None]:
-    """Give back the random generators and the number of threads as they were."""
+def _restored_process(threads: int | None, device: torch.device) -> Iterator[None]:
+    """Restore the random generators and the number of threads after the block."""
     before = torch.get_num_threads()
     with random_state.kept(device):
         if threads is not None:
@@ -283,3 +140,222 @@ def _quarantine(threads: int | None, device: torch.device) -> Iterator[None]:
             yield
         finally:
             torch.set_num_threads(before)
+
+
+def _train(run: Run, place: RunDirectory, loggers: Sequence[Logger]) -> dict[str, object]:
+    random_state.seed(run.seed)
+    data = run.task.load()
+    landscape = run.task.landscape()
+    if landscape is not None:
+        place.write_landscape(landscape)
+    model = run.make_model(data).to(run.device)
+    batches = _batches(run, data)
+    training = _training_state(run, model)
+    checkpoint = cast("Checkpoint | None", place.load_checkpoint())
+    warned: list[str] = []
+    if checkpoint is not None:
+        training.restore(checkpoint)
+        changes = environment_changes(checkpoint["made_with"])
+        warned = [*checkpoint["said"], *([changes] if changes else [])]
+    log = _run_log(run, place, loggers, training, checkpoint)
+    timer = CheckpointTimer(run.schedule)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        attached = training.surgery.attach(
+            model,
+            training.optimizer,
+            effects_every=run.schedule.effects_every,
+            shadow=run.shadow,
+            scaler=training.scaler,
+            steps_per_epoch=batches.steps_per_epoch,
+        )
+        with attached as live, run.compute.compiled(model) as compiled:
+            if checkpoint is not None:
+                live.ledger.resume(checkpoint["ledger"])
+                live.effects.resume(checkpoint["effects"], live.ledger)
+            for step in _steps(run, training, compiled, batches, log, live):
+                if step.done % run.schedule.log_every and step.done != run.schedule.steps:
+                    continue
+                loss = step.loss.item()  # waits for the device, at logs only
+                tested = log.test(step.done, loss, data, model)
+                if not log.interval(step.done, loss, live, tested):
+                    break
+                # Right after a log no measurement is pending, so checkpoints are saved here only.
+                if timer.due(step.done):
+                    messages = _surgery_warnings(warned, caught)
+                    place.save_checkpoint(
+                        training.checkpoint(step.done, live, messages, log.skipped, log.trained_s)
+                    )
+            examined = {} if log.diverged else _examined(run, place, data, model, live)
+            examined |= _trajectory_metrics(run, place, batches)
+            every = run.schedule.effects_every
+            notes = [] if run.shadow else _idle_notes(training.surgery, live, every)
+    _warn_again(caught)
+    return log.summary(data, model, examined, notes + _surgery_warnings(warned, caught))
+
+
+def _batches(run: Run, data: Data) -> Batches:
+    return Batches(
+        data.train_inputs.to(run.device),
+        data.train_targets.to(run.device),
+        run.schedule.batch_size,
+        run.seed,
+        run.compute.accumulate,
+        order=data.order.batches if data.order is not None else None,
+        epoch_size=data.epoch_size,
+    )
+
+
+def _training_state(run: Run, model: nn.Module) -> TrainingState:
+    # A new surgery: that of the run has the state of an earlier execution.
+    surgery = Surgery(*run.surgery.interventions, seed=run.surgery.seed)
+    optimizer = run.make_optimizer(model)
+    schedule, scaler = run.make_lr_schedule(optimizer), run.compute.scaler(run.device)
+    return TrainingState(model, optimizer, surgery, run.device, schedule, scaler)
+
+
+def _run_log(
+    run: Run,
+    place: RunDirectory,
+    loggers: Sequence[Logger],
+    training: TrainingState,
+    checkpoint: Checkpoint | None,
+) -> RunLog:
+    """Return the log of a run that starts, or that resumes from a checkpoint."""
+    every = 0 if run.shadow else run.schedule.update_effect_every
+    counterfactual = None
+    if every:
+        counterfactual = Counterfactual(
+            training.model, training.optimizer, run.task.loss, every, run.compute.autocast
+        )
+    log = RunLog(run, place, loggers, seconds=[], counterfactual=counterfactual)
+    if checkpoint is not None:
+        log.done, log.skipped = checkpoint["step"], checkpoint["skipped"]
+        log.earlier_seconds = checkpoint["seconds"]
+    log.replay()
+    return log
+
+
+def _steps(
+    run: Run,
+    training: TrainingState,
+    compiled: nn.Module,
+    batches: Batches,
+    log: RunLog,
+    live: Live,
+) -> Iterator[Step]:
+    """Yield the remaining steps; record each and compare it with the one without the surgery."""
+    options = StepOptions(run.compute.autocast, training.scaler, training.lr_schedule)
+    if run.backward_per_task and isinstance(run.task, MultiTask):
+        task_losses = TaskLosses(
+            run.task.losses, lambda losses, last: live.backward(losses, aggregate=last)
+        )
+        options = replace(options, task_losses=task_losses)
+    counterfactual = log.counterfactual
+    before = counterfactual.before if counterfactual else None
+    start, end = log.done, run.schedule.steps
+    optimizer, loss_fn = training.optimizer, run.task.loss
+    for step in train(compiled, optimizer, loss_fn, batches, end, start, options, before):
+        if counterfactual:
+            counterfactual.after()
+        log.add_step(step)
+        yield step
+
+
+def _examined(
+    run: Run, place: RunDirectory, data: Data, model: nn.Module, live: Live
+) -> dict[str, float]:
+    """Run the task's examination of the trained model, with the surgery attached."""
+    if not isinstance(run.task, Examined):
+        return {}
+    while live.step < run.schedule.steps:  # the scaler skipped steps, or `until` ended the run
+        live.tick()
+    live.effects.fetch(counted=True)  # effects of the training that are not logged yet
+    model.eval()
+    with random_state.kept(run.device):
+        random_state.seed((EXAMINATION_SEED + run.seed) % 2**63)  # a seed may fill 64 bits
+        examination = run.task.examine(model, data)
+    if rows := live.effects.fetch(counted=True):
+        place.write_examined_effects([{"step": live.step, **row} for row in rows])
+    live.tick()  # the examination counts as a step
+    model.train()
+    if examination.saved:
+        place.write_examined(examination.saved)
+    return {f"examined/{name}": value for name, value in examination.numbers.items()}
+
+
+def _trajectory_metrics(run: Run, place: RunDirectory, batches: Batches) -> dict[str, float]:
+    """Return the numbers that the task derives from all tests of the run, also before a resume."""
+    if not run.task.trajectory_metric_names:
+        return {}
+    numbers = run.task.trajectory_metrics(place.read_rows(METRICS), batches.steps_per_epoch)
+    return {f"test/{name}": value for name, value in numbers.items()}
+
+
+def _surgery_warnings(
+    before: Iterable[str], caught: Iterable[warnings.WarningMessage]
+) -> list[str]:
+    """Return the messages of all surgery warnings, each once."""
+    new = [str(item.message) for item in caught if item.category is SurgeryWarning]
+    return list(dict.fromkeys([*before, *new]))
+
+
+def _warn_again(caught: Iterable[warnings.WarningMessage]) -> None:
+    """Emit the caught warnings that are not the surgery's, once each."""
+    registry: dict[str | tuple[str, type[Warning], int], int] = {}
+    for item in caught:
+        if item.category is not SurgeryWarning:
+            warnings.warn_explicit(
+                item.message, item.category, item.filename, item.lineno, registry=registry
+            )
+
+
+def _idle_notes(surgery: Surgery, live: Live, effects_every: int) -> list[str]:
+    """Return a note for each transform that changed no entry at the steps that were measured.
+
+    A note has quantiles of |g| and bounds that would have changed some gradients.
+    """
+    identities = _identity_labels(surgery)
+    rows = live.effects.rows()
+    where = f" at the steps measured, one in {effects_every}" if effects_every > 1 else ""
+    notes = []
+    for transform in dict.fromkeys(str(row["transform"]) for row in rows):
+        effects = [row for row in rows if row["transform"] == transform]
+        if transform in identities or any(row["changed"] for row in effects):
+            continue
+        quantiles = live.effects.quantiles(transform, QUANTILES)
+        norms = [row["norm_before"] for row in effects]
+        norms = [norm for norm in norms if isinstance(norm, float) and isfinite(norm)]
+        if not quantiles or not norms:
+            continue
+        shown = ", ".join(f"{q:.0%} {v:.2g}" for q, v in zip(QUANTILES, quantiles, strict=True))
+        reach = f"norms from {min(norms):.2g} to {max(norms):.2g}"
+        notes.append(
+            f"{transform} changed nothing{where}. Quantiles of |g|: {shown}; {reach}. "
+            + suggested_bounds(quantiles, norms)
+        )
+    return notes
+
+
+def _identity_labels(surgery: Surgery) -> set[str]:
+    """Return the labels of the identity transforms, which should change nothing."""
+    return {
+        label
+        for item, labels in zip(surgery.interventions, surgery.labels, strict=True)
+        for label, link in zip(labels, item.links, strict=item.aggregator is None)
+        if isinstance(link, Identity)
+    }
+
+
+def suggested_bounds(quantiles: Sequence[float], norms: Sequence[float]) -> str:
+    """Return a sentence with bounds below some entry and some norm, also after rounding.
+
+    `quantiles` of |g| are those at `QUANTILES`.
+    """
+    largest, norm = quantiles[-1], max(norms)
+    if not largest or not norm:
+        return "The gradients were zero."
+    usual = next(value for value in quantiles[1:] if value)
+    entry_bound = min(usual, MAX_BOUND * largest)
+    norm_bound = min(median(norms) or norm, MAX_BOUND * norm)
+    return f"A bound of {entry_bound:.2g} on entries, or of {norm_bound:.2g} on norms, would bite."
