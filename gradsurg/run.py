@@ -22,7 +22,7 @@ from gradsurg.loggers.base import Guarded, Logger
 from gradsurg.plugins.fields import told
 from gradsurg.plugins.pipes import outlive_readers
 from gradsurg.report.text import Runs, report
-from gradsurg.training.arms import Run
+from gradsurg.training.run import Run
 from gradsurg.training.run_directory import ERROR
 from gradsurg.training.study import Record, execute
 
@@ -79,7 +79,7 @@ def job(config: DictConfig) -> None:
         treated, control = (run and places.get(run.name) for run in (pair.treated, pair.control))
         shorter = {link: places.get(run.name) for link, run in pair.without.items()}
         runs.append(Runs(treated, control, shorter))
-        skipped += sum(record.happened == "skipped" for record in done)
+        skipped += sum(record.action == "skipped" for record in done)
         wanted += len(pair.runs)
         failed += len(pair.runs) - len(done)
     if failed:
@@ -165,10 +165,10 @@ def _run(experiment: Experiment, run: Run, sweeping: bool) -> Record | None:
         log = os.path.relpath(run.directory(out) / ERROR)
         print(f"{who}: {told(error)} (the traceback is in {log})", file=sys.stderr)
         return None
-    if record.happened == "kept failed":
+    if record.action == "not retried":
         print(f"{who}: had failed and is kept so; {record.reason}", file=sys.stderr)
-    elif record.happened in TOLD:
-        print(f"{who}: {TOLD[record.happened]}", file=sys.stderr)
+    elif record.action in TOLD:
+        print(f"{who}: {TOLD[record.action]}", file=sys.stderr)
     if record.note:
         print(f"{who}: {record.note}", file=sys.stderr)
     return record

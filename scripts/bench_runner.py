@@ -20,8 +20,8 @@ from gradsurg.config.jobs import Job, ending, job_of, prepare
 from gradsurg.config.options import CONFIG_DIR
 from gradsurg.effects.tables import aligned
 from gradsurg.loggers.base import Logger, RunInfo, State
-from gradsurg.training.arms import Run
 from gradsurg.training.loop import Batches
+from gradsurg.training.run import Run
 from gradsurg.training.run_directory import SUMMARY, RunDirectory
 from gradsurg.training.study import execute
 

@@ -17,9 +17,9 @@ from gradsurg.surgery.intervention import Intervention
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, Task
 from gradsurg.tasks.digits import Digits
-from gradsurg.training.arms import Run, Schedule
 from gradsurg.training.counterfactual import Counterfactual, means
 from gradsurg.training.loop import Batches, train
+from gradsurg.training.run import Run, Schedule
 from gradsurg.training.run_directory import RunDirectory
 from gradsurg.training.study import Record, execute
 from gradsurg.transforms.base import Transform

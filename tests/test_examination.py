@@ -14,10 +14,9 @@ from gradsurg.report.text import Runs, report
 from gradsurg.tasks.base import Classification, Data, Examination, Examined
 from gradsurg.tasks.digits import Digits
 from gradsurg.torch_internals import random_state
-from gradsurg.training.arms import Run
+from gradsurg.training.run import Run, Until
 from gradsurg.training.run_directory import RunDirectory
 from gradsurg.training.study import Record, execute
-from gradsurg.training.until import Until
 from gradsurg.transforms.base import Transform
 from gradsurg.triggers.base import Trigger
 from tests.test_build import built
@@ -145,7 +144,7 @@ def test_an_examination_that_raises_is_a_run_that_failed_and_is_tried_again(tmp_
     with pytest.raises(Torn):
         execute(examined(task=Looked(breaks=True)), tmp_path, [])
     assert RunDirectory(examined().directory(tmp_path)).state == "failed"
-    assert execute(examined(), tmp_path, []).happened == "retried"
+    assert execute(examined(), tmp_path, []).action == "retried"
 
 
 def test_a_run_that_ends_before_its_last_step_is_examined_as_after_it(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from gradsurg.surgery.intervention import Intervention
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, MultiTask
 from gradsurg.tasks.digit_attributes import DigitAttributes
-from gradsurg.training.arms import Run
+from gradsurg.training.run import Run
 from gradsurg.training.run_directory import RunDirectory
 from gradsurg.training.study import Record, execute
 from tests.test_loggers import alone
@@ -143,7 +143,7 @@ def test_a_run_killed_at_a_random_moment_and_run_again_ends_as_if_it_never_had_b
             place.read_rows(name)  # whole lines can be read at any time
         assert place.state in ("planned", "interrupted", "finished"), moment
         again = execute(a_run(MIXED), out, [], threads=1)
-        if again.happened != "skipped":
+        if again.action != "skipped":
             assert_same(again, whole)
         left = {path.name for path in place.path.iterdir() if path.name.endswith(".tmp")}
         assert not left, moment
@@ -228,7 +228,7 @@ def test_a_killed_run_of_several_tasks_ends_with_the_same_conflicts_and_the_same
     kept = RunDirectory(place).load_checkpoint() or {}
     assert kept["step"] == 10
     again = execute(several(name), tmp_path, [], threads=1)
-    assert again.happened == "resumed"
+    assert again.action == "resumed"
     assert_same(again, whole)
     content = [(one.directory / "conflicts.jsonl").read_bytes() for one in (again, whole)]
     assert content[0] == content[1]
@@ -269,5 +269,5 @@ def test_a_disk_without_room_ends_the_run_with_the_files_name_and_it_goes_on_whe
     assert name in place.reason
     assert not list(place.path.glob("*.tmp")) + list(place.path.glob(".*.tmp"))
     again = execute(a_run(MIXED), tmp_path, [], threads=1)
-    assert again.happened == "retried"
+    assert again.action == "retried"
     assert_same(again, whole)

@@ -14,8 +14,8 @@ from torch.nn import functional
 import gradsurg as gs
 from gradsurg.config.optimizers import MakeOptimizer, optimizer_maker
 from gradsurg.tasks.digits import Digits
-from gradsurg.training.arms import Run
 from gradsurg.training.loop import train
+from gradsurg.training.run import Run
 from gradsurg.training.study import execute
 from tests.nets import small, weights
 from tests.test_study import Torn, Wrapped, a_run, assert_same

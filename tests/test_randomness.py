@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import gradsurg as gs
 from gradsurg.tasks.base import Data
 from gradsurg.torch_internals import random_state
-from gradsurg.training.arms import Run
+from gradsurg.training.run import Run
 from gradsurg.training.study import execute
 from tests.conftest import Here
 from tests.test_study import ROOT, SHORT, Torn, Wrapped, a_run, assert_same, lines, make_model
@@ -145,7 +145,7 @@ def test_a_run_that_draws_and_was_killed_ends_as_if_it_never_had_been(tmp_path: 
     )
     assert done.returncode == -signal.SIGKILL
     again = execute(drawing_run(), tmp_path, [], threads=1)
-    assert again.happened == "resumed"
+    assert again.action == "resumed"
     assert_same(again, whole)
 
 

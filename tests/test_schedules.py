@@ -13,8 +13,8 @@ from torch.optim import Optimizer, lr_scheduler
 import gradsurg as gs
 from gradsurg.config.schedules import schedule_maker, walk
 from gradsurg.tasks.digits import Digits
-from gradsurg.training.arms import Run
 from gradsurg.training.loop import StepOptions, train
+from gradsurg.training.run import Run
 from gradsurg.training.study import execute
 from tests.nets import sgd, small, weights
 from tests.test_study import SHORT, Torn, Wrapped, a_run, assert_same, lines
@@ -116,8 +116,8 @@ def test_a_trained_model_is_that_of_the_loop_one_would_write() -> None:
         by_hand.step()
         schedule.step()
     own = sgd(model)
-    manner = StepOptions(schedule=schedule_maker(CONFIGS["cosine"], 7)(own))
-    for _ in train(model, own, torch.nn.functional.cross_entropy, batches, 7, manner=manner):
+    options = StepOptions(schedule=schedule_maker(CONFIGS["cosine"], 7)(own))
+    for _ in train(model, own, torch.nn.functional.cross_entropy, batches, 7, options=options):
         pass
     assert all(map(torch.equal, weights(plain), weights(model)))
 

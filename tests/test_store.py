@@ -27,11 +27,11 @@ def test_a_run_that_is_held_is_waited_for(run, caplog):
     order = []
 
     def second():
-        with RunDirectory(run.path).held():
+        with RunDirectory(run.path).lock():
             order.append("second")
             order.extend(path.name for path in run.path.iterdir())
 
-    with run.held():
+    with run.lock():
         waiting = Thread(target=second)
         waiting.start()
         while not caplog.messages:
@@ -39,15 +39,15 @@ def test_a_run_that_is_held_is_waited_for(run, caplog):
             assert waiting.is_alive()
         order.append("first")
     waiting.join()
-    assert caplog.messages == [f"waiting for another process that is at {run.path}"]
+    assert caplog.messages == [f"waiting for another process that has locked {run.path}"]
     assert order == ["first", "second", ".lock"]
     assert list(run.path.iterdir()) == []
 
 
 def test_a_run_is_let_go_after_an_error(run):
-    with pytest.raises(KeyError), run.held():
+    with pytest.raises(KeyError), run.lock():
         raise KeyError
-    with run.held():
+    with run.lock():
         assert [path.name for path in run.path.iterdir()] == [".lock"]
 
 
@@ -312,7 +312,7 @@ def test_the_state_is_what_the_files_say(run):
     run.write_error("Traceback\n  somewhere\nValueError: it broke\n")
     assert run.state == "failed"
     assert run.reason == "ValueError: it broke"
-    run.forget_error()
+    run.clear_error()
     assert run.state == "interrupted"
     assert run.reason == ""
     for state in ("diverged", "finished"):
@@ -323,7 +323,7 @@ def test_the_state_is_what_the_files_say(run):
 def test_a_run_that_a_process_is_at_is_running_until_that_process_is_gone(run):
     run.append_metrics({"step": 1})
     code = "import sys; from gradsurg.training.run_directory import RunDirectory\n"
-    code += "with RunDirectory(sys.argv[1]).held():\n    print(flush=True); input()"
+    code += "with RunDirectory(sys.argv[1]).lock():\n    print(flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", code, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as other:

@@ -31,11 +31,10 @@ from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, Task
 from gradsurg.tasks.digits import Digits
 from gradsurg.training import logging
-from gradsurg.training.arms import Run, Schedule
-from gradsurg.training.idle import _would_bite
+from gradsurg.training.run import Run, Schedule
 from gradsurg.training.run_directory import RunDirectory
 from gradsurg.training.run_identity import environment, run_hash
-from gradsurg.training.study import Record, execute
+from gradsurg.training.study import Record, execute, suggested_bounds
 from gradsurg.transforms.base import Transform
 from gradsurg.triggers.always import Always
 from gradsurg.triggers.base import Trigger
@@ -226,7 +225,7 @@ def test_a_run_writes_its_files_into_a_directory_of_its_own(tmp_path) -> None:
     assert record.summary["notes"] == []
     outcomes = {f"{part}/{name}" for part in ("train", "test") for name in ("loss", "accuracy")}
     assert outcomes < set(record.summary)
-    assert record.happened == "trained"
+    assert record.action == "trained"
 
 
 def test_a_run_whose_task_has_a_landscape_writes_it_and_logs_where_it_was(tmp_path) -> None:
@@ -504,13 +503,13 @@ def test_a_finished_run_is_not_repeated_unless_it_was_cleared(tmp_path) -> None:
     done = len(task.calls)
     logger = Listening()
     again = execute(run, tmp_path, [logger])
-    assert again.happened == "skipped"
+    assert again.action == "skipped"
     assert again.summary == first.summary
     assert len(task.calls) == done
     assert logger.begun == []
     RunDirectory(first.directory).clear()
     forced = execute(run, tmp_path, [logger])
-    assert forced.happened == "trained"
+    assert forced.action == "trained"
     assert len(task.calls) == 2 * done
     assert untimed(forced.summary) == untimed(first.summary)
     assert {path: path.read_bytes() for path in first.directory.glob("*.jsonl")} == before
@@ -555,7 +554,7 @@ def test_a_loss_that_is_nan_ends_the_run_as_diverged(tmp_path) -> None:
     assert [row["train/loss"] is None for row in lines(record, "metrics.jsonl")] == [0, 0, 1]
     assert lines(record, "metrics.jsonl")[-1]["not_finite"] == "train/loss=nan"
     assert lines(record, "effects.jsonl")[-1]["nonfinite"]
-    assert execute(a_run(gs.Clip(0.1)), tmp_path, []).happened == "skipped"
+    assert execute(a_run(gs.Clip(0.1)), tmp_path, []).action == "skipped"
 
 
 @pytest.mark.parametrize("log_every", [1, 7, 30])
@@ -563,7 +562,7 @@ def test_a_loss_that_is_nan_ends_the_run_as_diverged(tmp_path) -> None:
 def test_the_first_loss_that_is_not_finite_is_told_however_seldom_is_logged(
     tmp_path, monkeypatch, log_every: int, most: int
 ) -> None:
-    monkeypatch.setattr(logging, "MOST_LOSSES", most)
+    monkeypatch.setattr(logging, "MAX_PENDING_LOSSES", most)
     run = a_run(gs.Clip(0.1), task=Wrapped(12, "one nan"))
     schedule = replace(run.schedule, log_every=log_every)
     record = execute(replace(run, schedule=schedule), tmp_path, [])
@@ -659,7 +658,7 @@ def test_a_transform_that_changes_nothing_is_told_with_a_bound_that_does(tmp_pat
 def test_a_bound_that_is_said_to_bite_is_below_the_largest_also_as_printed(
     quantiles: list[float], norms: list[float]
 ) -> None:
-    words = _would_bite(quantiles, norms).split()
+    words = suggested_bounds(quantiles, norms).split()
     assert 0 < float(words[3]) < quantiles[-1]
     assert 0 < float(words[8]) < max(norms)
 

@@ -16,11 +16,10 @@ import gradsurg as gs
 from gradsurg.surgery.intervention import Intervention
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.digits import Digits
-from gradsurg.training.arms import Run
 from gradsurg.training.loop import Batches, Step, StepOptions, train
+from gradsurg.training.run import Backend, ComputeOptions, Run, check_compiled
 from gradsurg.training.run_directory import RunDirectory
 from gradsurg.training.study import Record, execute
-from gradsurg.training.switches import Backend, Switches, check_compiled
 from gradsurg.transforms.base import Transform
 from tests.nets import CLASSES, FEATURES, num_hooks, sgd, small, weights
 from tests.test_study import SHORT, Torn, Wrapped, a_run, assert_same, lines, untimed
@@ -35,9 +34,9 @@ def data(size: int = 4, accumulate: int = 1, count: int = 26) -> Batches:
     return Batches(inputs, targets, size, 3, accumulate)
 
 
-def go(model: nn.Module, batches: Batches, manner: StepOptions, steps: int = 7) -> list[Step]:
+def go(model: nn.Module, batches: Batches, options: StepOptions, steps: int = 7) -> list[Step]:
     loss = functional.cross_entropy
-    return list(train(model, sgd(model), loss, batches, steps, manner=manner))
+    return list(train(model, sgd(model), loss, batches, steps, options=options))
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:
@@ -167,10 +166,10 @@ def test_a_scaled_loss_is_the_loop_of_pytorchs_manual_and_skipped_steps_are_told
             schedule.step()
     own, own_scaler = sgd(model), GradScaler("cpu", init_scale=1024.0)
     own_schedule = torch.optim.lr_scheduler.ExponentialLR(own, 0.9)
-    manner = StepOptions(scaler=own_scaler, schedule=own_schedule)
+    options = StepOptions(scaler=own_scaler, schedule=own_schedule)
     surgery = Surgery(Intervention(gs.Identity(), at=gs.Parameters(stage="step")))
     with surgery.attach(model, own, scaler=own_scaler) as live:
-        steps = list(train(model, own, Scaled([2, 3]), data(), 7, manner=manner))
+        steps = list(train(model, own, Scaled([2, 3]), data(), 7, options=options))
     assert [step.skipped for step in steps] == [False, False, True, True, False, False, False]
     assert same(plain, model)
     assert own_scaler.state_dict() == scaler.state_dict()
@@ -180,11 +179,13 @@ def test_a_scaled_loss_is_the_loop_of_pytorchs_manual_and_skipped_steps_are_told
 
 def test_only_float16_needs_a_scaler() -> None:
     cpu = torch.device("cpu")
-    assert Switches().scaler(cpu) is None
-    assert Switches(precision="bfloat16").scaler(cpu) is None
-    scaler = Switches(precision="float16").scaler(cpu)
+    assert ComputeOptions().scaler(cpu) is None
+    assert ComputeOptions(precision="bfloat16").scaler(cpu) is None
+    scaler = ComputeOptions(precision="float16").scaler(cpu)
     assert isinstance(scaler, GradScaler)
-    assert [Switches(precision=own).autocast for own in ("float32", "bfloat16", "float16")] == [
+    assert [
+        ComputeOptions(precision=own).autocast for own in ("float32", "bfloat16", "float16")
+    ] == [
         None,
         torch.bfloat16,
         torch.float16,
@@ -212,7 +213,7 @@ def test_only_float16_needs_a_scaler() -> None:
 def test_a_compiled_model_is_operated_on_as_an_eager_one(
     at: gs.sites.base.Selector, backend: Backend
 ) -> None:
-    def run(switches: Switches) -> tuple[list[Tensor], object, object]:
+    def run(switches: ComputeOptions) -> tuple[list[Tensor], object, object]:
         model = small()
         optimizer = sgd(model)
         surgery = Surgery(Intervention(gs.Clip(0.02), at=at))
@@ -227,7 +228,7 @@ def test_a_compiled_model_is_operated_on_as_an_eager_one(
         assert not num_hooks(model, optimizer)
         return weights(model), table, effects
 
-    eager, compiled = run(Switches()), run(Switches(compile=backend))
+    eager, compiled = run(ComputeOptions()), run(ComputeOptions(compile=backend))
     assert all(map(torch.equal, eager[0], compiled[0]))
     assert eager[1:] == compiled[1:]
 
@@ -243,7 +244,7 @@ def test_every_run_of_a_process_is_compiled_though_pytorch_compiles_a_class_but_
 
     limit = torch._dynamo.config.recompile_limit
     for _ in range(limit + 3):
-        switches = Switches(compile=backend)  # pyright: ignore[reportArgumentType]  # it counts
+        switches = ComputeOptions(compile=backend)  # pyright: ignore[reportArgumentType]  # it counts
         with switches.compiled(small()) as called:
             called(data().inputs)
     assert len(graphs) == limit + 3
@@ -253,7 +254,7 @@ def test_compiling_leaves_the_hooks_of_the_surgery_as_they_are() -> None:
     model = small()
     with Surgery(Intervention(gs.Clip(0.1), at=gs.Outputs())).attach(model) as live:
         before = [list(module._forward_hooks.values()) for module in model.modules()]
-        with Switches(compile="eager").compiled(model):
+        with ComputeOptions(compile="eager").compiled(model):
             inside = [list(module._forward_hooks.values()) for module in model.modules()]
         assert inside == before
         model(data().inputs).sum().backward()
@@ -280,11 +281,11 @@ def test_places_that_compiling_changes_are_refused(at: gs.sites.base.Selector) -
 # Runs.
 
 SWITCHES = {
-    "accumulate": Switches(accumulate=3),
-    "bfloat16": Switches(precision="bfloat16"),
-    "compiled": Switches(compile="aot_eager"),
-    "scaled": Switches(precision="float16"),
-    "all": Switches(accumulate=2, precision="bfloat16", compile="eager"),
+    "accumulate": ComputeOptions(accumulate=3),
+    "bfloat16": ComputeOptions(precision="bfloat16"),
+    "compiled": ComputeOptions(compile="aot_eager"),
+    "scaled": ComputeOptions(precision="float16"),
+    "all": ComputeOptions(accumulate=2, precision="bfloat16", compile="eager"),
 }
 STEP = gs.Parameters(stage="step")
 
@@ -306,17 +307,17 @@ def ended(record: Record) -> dict[str, Any]:  # Any: what JSON can hold
 def eager_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scaler whose scale doubles every fourth step, so that its state matters in a short run."""
 
-    def scaler(switches: Switches, device: torch.device) -> GradScaler | None:
+    def scaler(switches: ComputeOptions, device: torch.device) -> GradScaler | None:
         scaled = switches.precision == "float16"
         return GradScaler(device.type, growth_interval=4) if scaled else None
 
-    monkeypatch.setattr(Switches, "scaler", scaler)
+    monkeypatch.setattr(ComputeOptions, "scaler", scaler)
 
 
 def switched(name: str, transform: Transform | None = None, at: int = 0) -> Run:
     """A run with these switches whose loss raises at call `at`."""
     task = Wrapped(at, "raise") if at else Digits()
-    return replace(a_run(transform, STEP, task=task), switches=SWITCHES[name])
+    return replace(a_run(transform, STEP, task=task), compute=SWITCHES[name])
 
 
 @pytest.mark.usefixtures("eager_scaler")

@@ -10,8 +10,8 @@ from gradsurg.report import text
 from gradsurg.report.study import study_report
 from gradsurg.report.text import Runs
 from gradsurg.tasks.digits import Digits
+from gradsurg.training.run import Until
 from gradsurg.training.study import execute
-from gradsurg.training.until import Until
 from tests.conftest import Here
 from tests.test_study import SHORT, Torn, Wrapped, a_run, lines
 
@@ -85,7 +85,7 @@ def test_an_interrupted_run_ends_where_a_whole_one_does(tmp_path) -> None:
     with pytest.raises(Torn):
         execute(run, tmp_path / "torn", [])
     again = execute(replace(run, task=Digits()), tmp_path / "torn", [])
-    assert again.happened == "retried"
+    assert again.action == "retried"
     for name in ("until/step", "steps", "test/loss"):
         assert again.summary[name] == whole.summary[name]
     files = [(record.directory / "metrics.jsonl").read_bytes() for record in (whole, again)]

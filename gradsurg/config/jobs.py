@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gradsurg.effects.tables import aligned
-from gradsurg.training.arms import Run
-from gradsurg.training.controls import merged_facts
-from gradsurg.training.run_directory import ERROR, RunDirectory, RunState
+from gradsurg.training.run import Run
+from gradsurg.training.run_directory import ERROR, RunDirectory, RunState, merged_facts
 
 WORST_FIRST: tuple[RunState, ...] = (
     "failed",
@@ -64,15 +63,15 @@ def prepare(jobs: Sequence[Job], force: bool) -> Counter[RunState]:
         place = RunDirectory(run.path)
         state: RunState = "running"
         if not force and place.finished:
-            state = place.unheld_state
-            place.pair(run.facts)
+            state = place.recorded_state
+            place.add_controls(run.facts)
         else:
-            with place.held(wait=force) as alone:
+            with place.lock(wait=force) as alone:
                 if alone:
                     facts = merged_facts(place.known_facts(), run.facts)
                     if force:
                         place.clear()
-                    state = place.unheld_state
+                    state = place.recorded_state
                     place.plan(facts, run.identity)
         states[state] += 1
     return states

@@ -18,7 +18,7 @@ from gradsurg.sites.base import Selector
 from gradsurg.surgery.intervention import Intervention
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import MultiTask, Task
-from gradsurg.training.arms import Run, Schedule
+from gradsurg.training.run import Run, Schedule
 from gradsurg.training.run_identity import run_identity
 from gradsurg.transforms.identity import Identity
 from gradsurg.transforms.norm_matched import NormMatched
@@ -111,7 +111,7 @@ class Plan:
             "device": self.device.type,
             "optimizer": optimizer_config(self.config, settings),
             "schedule": self.config["schedule"],
-            **asdict(settings.switches),
+            **asdict(settings.compute),
         }
         if settings.until is not None:
             chosen["until"] = f"{settings.until}, tested every {settings.eval_every} steps"
@@ -153,7 +153,7 @@ class Plan:
                 settings.until,
             ),
             device=self.device,
-            switches=settings.switches,
+            compute=settings.compute,
             make_lr_schedule=schedule_maker(self.config["schedule"], settings.steps),
         )
 

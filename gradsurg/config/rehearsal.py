@@ -19,7 +19,7 @@ from gradsurg.sites.state_guard import untouched
 from gradsurg.surgery.intervention import Intervention, check_scaled
 from gradsurg.tasks.base import Data, Examined, MultiTask, Task
 from gradsurg.training.loop import outputs_of
-from gradsurg.training.switches import check_compiled
+from gradsurg.training.run import check_compiled
 from gradsurg.transforms.base import Need
 from gradsurg.triggers.base import Trigger
 

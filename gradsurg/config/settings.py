@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from gradsurg.plugins.fields import Contradiction, validated
-from gradsurg.training.switches import Backend, Precision, Switches
-from gradsurg.training.until import Until
+from gradsurg.training.run import Backend, ComputeOptions, Precision, Until
 
 Positive = Annotated[int, Field(ge=1)]
 # YAML reads `study=2024` as a number.
@@ -81,7 +80,7 @@ class Settings:
             raise Contradiction("until", "is looked at where tests are due: give eval_every too")
 
     @property
-    def switches(self) -> Switches:
+    def compute(self) -> ComputeOptions:
         """How steps are computed."""
         backend = self.compile_backend if self.compile else None
-        return Switches(self.accumulate, self.precision, backend)
+        return ComputeOptions(self.accumulate, self.precision, backend)

@@ -25,7 +25,7 @@ from gradsurg.report.wording import (
     title,
     value,
 )
-from gradsurg.training.until import REACHED, STEP, UNTIL
+from gradsurg.training.run_directory import UNTIL, UNTIL_REACHED, UNTIL_STEP
 
 
 def states(runs: Sequence[Found]) -> dict[str, int]:
@@ -215,7 +215,7 @@ def reached(arms: Sequence[Arm]) -> list[str]:
         asked = _asked(arm)
         if not asked:
             continue
-        steps = sorted(summary[STEP] for summary in asked if summary[REACHED])
+        steps = sorted(summary[UNTIL_STEP] for summary in asked if summary[UNTIL_REACHED])
         shown = ", ".join(str(step) for step in steps)
         at = f", at step{'s' if len(steps) > 1 else ''} {shown}" if steps else ""
         said.append(
@@ -224,12 +224,12 @@ def reached(arms: Sequence[Arm]) -> list[str]:
     if not said:
         return []
     runs = {run.name: run for arm in arms for run in arm.whole}
-    compared = [_beside(one, runs) for one in beside_control(arms, STEP) if _asked(one.arm)]
+    compared = [_beside(one, runs) for one in beside_control(arms, UNTIL_STEP) if _asked(one.arm)]
     return [*said, *(line for line in compared if line), ABOUT]
 
 
 def _asked(arm: Arm) -> list[Summary]:
-    return [run.summary for run in arm.whole if run.summary and REACHED in run.summary]
+    return [run.summary for run in arm.whole if run.summary and UNTIL_REACHED in run.summary]
 
 
 def _beside(outcome: Outcome, runs: Mapping[str, Found]) -> str:
@@ -240,7 +240,7 @@ def _beside(outcome: Outcome, runs: Mapping[str, Found]) -> str:
     others: Counter[str] = Counter()
     for run in outcome.arm.whole:
         other = runs.get(run.control or "")
-        if other is None or REACHED not in (other.summary or {}):
+        if other is None or UNTIL_REACHED not in (other.summary or {}):
             continue
         plain = "control" if other.label == "none" else other.label.replace("_", "-")
         match _got_there(run), _got_there(other):
@@ -259,11 +259,11 @@ def _beside(outcome: Outcome, runs: Mapping[str, Found]) -> str:
     q = f", q {p_text(outcome.q_value)}" if outcome.q_value is not None else ""
     p = f" Sign-flip p {p_text(outcome.p_value)}{q}." if outcome.p_value is not None else ""
     left = f" Left out: {listed(apart)}." if apart else ""
-    return f"{answer(name, plain, STEP, outcome.difference)}{p}{left}"
+    return f"{answer(name, plain, UNTIL_STEP, outcome.difference)}{p}{left}"
 
 
 def _got_there(run: Found) -> bool:
-    return bool((run.summary or {})[REACHED])
+    return bool((run.summary or {})[UNTIL_REACHED])
 
 
 def dead_line(name: str, summaries: Sequence[Summary]) -> str:

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import polars as pl
 
 from gradsurg.report.wording import Summary, listed
-from gradsurg.training.json_rows import NOT_FINITE
 from gradsurg.training.run_directory import (
     CONFIG,
     CONFLICTS,
@@ -19,6 +18,7 @@ from gradsurg.training.run_directory import (
     FACTS,
     LOCK,
     METRICS,
+    NOT_FINITE,
     SUMMARY,
     RunDirectory,
     RunState,

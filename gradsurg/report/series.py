@@ -14,8 +14,7 @@ from gradsurg.report.load import Arm, Found, canonical, group, run_frames
 from gradsurg.report.wording import HEADLINE
 from gradsurg.stats import t_reach
 from gradsurg.training.frames import METRICS_KEYS, read_effects, read_metrics
-from gradsurg.training.json_rows import NOT_FINITE
-from gradsurg.training.run_directory import RunDirectory
+from gradsurg.training.run_directory import NOT_FINITE, RunDirectory
 
 MAX_POINTS = 60  # of a learning curve: more are not seen on a page
 

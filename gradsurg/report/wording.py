@@ -6,10 +6,10 @@ from typing import Any
 
 from gradsurg.effects.tables import number
 from gradsurg.stats import Difference, verdict
-from gradsurg.training.until import STEP
+from gradsurg.training.run_directory import UNTIL_STEP
 
 OUTCOMES = {"train/loss": "train loss", "test/loss": "test loss", "test/accuracy": "test accuracy"}
-NAMED = {**OUTCOMES, STEP: "the step that gets there"}
+NAMED = {**OUTCOMES, UNTIL_STEP: "the step that gets there"}
 FURTHER = ("test/", "examined/")
 HEADLINE = ("test/accuracy", "test/loss", "train/loss")
 
@@ -44,7 +44,7 @@ def amount(key: str, found: float | None) -> str:
     """A difference with its sign, as -0.62% or +0.0253."""
     if found is None:
         return "-"
-    if key == STEP:
+    if key == UNTIL_STEP:
         return f"{found:+,.1f}".removesuffix(".0")
     return f"{found:+.2%}" if is_share(key) else f"{found:+.3g}"
 

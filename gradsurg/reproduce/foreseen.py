@@ -15,8 +15,8 @@ from gradsurg.reproduce.judging import EFFECT, is_meant, known_of, names_in
 from gradsurg.sites import tree
 from gradsurg.tasks.base import Examined
 from gradsurg.torch_internals import random_state
-from gradsurg.training.arms import Run
-from gradsurg.training.until import REACHED, STEP
+from gradsurg.training.run import Run
+from gradsurg.training.run_directory import UNTIL_REACHED, UNTIL_STEP
 
 ALWAYS = ("steps", "skipped_steps", "time/train_s", "time/step_ms")
 
@@ -98,7 +98,7 @@ def _foreseen(run: Run, measured: Measured) -> Foreseen:
     updates = (
         (UPDATES_SAMPLED, *UPDATE_NAMES) if schedule.update_effect_every and not run.shadow else ()
     )
-    until = (REACHED, STEP) if schedule.until is not None else ()
+    until = (UNTIL_REACHED, UNTIL_STEP) if schedule.until is not None else ()
     trained = [f"train/{name}" for name in measured.trained]
     found = [f"examined/{name}" for name in measured.examined]
     ends = (*trained, *tested, *following, *found, *until, *updates, *ALWAYS)

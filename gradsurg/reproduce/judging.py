@@ -10,8 +10,7 @@ from typing import Any
 from gradsurg.report.load import Found, flat
 from gradsurg.reproduce.expected import Band, Expected
 from gradsurg.stats import paired_difference
-from gradsurg.training.run_directory import EFFECTS, METRICS, RunDirectory
-from gradsurg.training.until import REACHED
+from gradsurg.training.run_directory import EFFECTS, METRICS, UNTIL_REACHED, RunDirectory
 
 Studies = Mapping[str, Sequence[Found]]
 
@@ -55,7 +54,7 @@ class Judged:
         if self.band.of == "mean":
             return said_mean(self.values)
         if self.band.of == "total":
-            of = f" of {len(self.values)}" if self.band.metric == REACHED else ""
+            of = f" of {len(self.values)}" if self.band.metric == UNTIL_REACHED else ""
             return f"{sum(self.values):.4g}{of}"
         least, most = min(self.values), max(self.values)
         return f"{least:.4g}" if least == most else f"{least:.4g} to {most:.4g}"
@@ -150,7 +149,7 @@ def _judged(band: Band, runs: Sequence[Found]) -> Judged:
         return Judged(band, lacking=f"{len(chosen)} runs, and the band is of {band.count}")
     asked = [*chosen, *others]
     # one that diverged has an outcome if the question is whether it has got somewhere
-    ended = ("finished", "diverged") if band.metric == REACHED else ("finished",)
+    ended = ("finished", "diverged") if band.metric == UNTIL_REACHED else ("finished",)
     if unfinished := [run for run in asked if run.state not in ended]:
         states = ", ".join(dict.fromkeys(run.state for run in unfinished))
         return Judged(band, lacking=f"{len(unfinished)} of {len(asked)} runs: {states}")

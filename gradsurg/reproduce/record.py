@@ -9,7 +9,7 @@ from typing import Any
 from gradsurg.report.load import Found, group
 from gradsurg.reproduce.expected import Expected, Form
 from gradsurg.reproduce.judging import EFFECT, Judged, Studies, outcome, said_mean, verdict
-from gradsurg.training.until import REACHED
+from gradsurg.training.run_directory import UNTIL_REACHED
 
 FILE = "measured.json"
 BEGIN, END = "<!-- begin: written by scripts/reproduce.py -->", "<!-- end -->"
@@ -105,7 +105,7 @@ def _arms(study: str, runs: Sequence[Found], expected: Expected) -> list[dict[st
                 continue  # a transform that this arm has not
             seeds = ", ".join(str(run.seed) for run in arm.whole)
             shown = said_mean(told) if told else "-"
-            if told and metric == REACHED:
+            if told and metric == UNTIL_REACHED:
                 shown = f"{sum(told):g} of {len(told)}"
             elif told and metric == STEPS:  # of runs that were ended there is no mean
                 shown = f"{min(told):g} to {max(told):g}"

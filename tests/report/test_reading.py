@@ -41,7 +41,7 @@ def test_a_run_that_a_process_holds_is_running(tmp_path: Path) -> None:
     place = studies.plan(tmp_path, "clip", 0)
     (place.path / LOCK).touch()  # held or let go, the file is the same
     before = stamp(tmp_path)
-    with place.held():
+    with place.lock():
         (run,) = read_study(tmp_path)
         assert run.state == "running"
         assert stamp(tmp_path) != before
