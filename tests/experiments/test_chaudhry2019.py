@@ -18,12 +18,7 @@ from gradsurg.reproduce.foreseen import foresee
 from gradsurg.surgery.intervention import Intervention
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data
-<<<<<<< HEAD:tests/experiments/test_chaudhry2019.py
 from gradsurg.tasks.data.images import IDX_NAMES, read_images
-from gradsurg.training.run import Run, Schedule
-=======
-from gradsurg.tasks.permuted_mnist import KEPT, LABEL, TASK, PermutedMNIST
->>>>>>> 44b35cd (training: rename call sites):tests/test_permuted_mnist.py
 from gradsurg.training.loop import Batches
 from gradsurg.training.run import Run, Schedule
 from gradsurg.training.run_directory import RunDirectory
