@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import HookRegistry, Stage
 from gradsurg.sites.call_tracker import Calls, rebuilt
-from gradsurg.sites.selection import ROOT, Chosen, ModuleSelector, names_of
+from gradsurg.sites.selection import ROOT, ModuleSelector, SiteIds, names_of
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Scope
 
@@ -63,7 +63,7 @@ class Activations(ModuleSelector):
         stack.callback(block.clear)
         flow = Flow(names_of(model), self, registry, {}, block)
         flow.calls.hook(model, stack)
-        for module in self.hookable(flow.calls.names, registry, flow.tail):
+        for module in self.expect_modules(flow.calls.names, registry, flow.suffix):
             if self.side == "output":
                 handle = module.register_forward_hook(output_hook(flow))
             else:
@@ -120,7 +120,7 @@ class Flowing(Protocol):
     def side(self) -> str: ...
     @property
     def backward(self) -> str: ...
-    def chosen(self, registry: HookRegistry, tail: str = "") -> Chosen: ...
+    def site_ids(self, registry: HookRegistry, suffix: str = "") -> SiteIds: ...
 
 
 class Owned(Calls):
@@ -155,9 +155,9 @@ class Flow:
         # backward may run in another one.
         self.done = done
         self.block = block
-        self.tail = ".input" if at.side == "input" else ""
+        self.suffix = ".input" if at.side == "input" else ""
         self.straight = at.backward == "straight"
-        self.chosen = at.chosen(registry, self.tail)
+        self.site_ids = at.site_ids(registry, self.suffix)
 
     def due(self, module: nn.Module) -> Change:
         """What is to become of the tensors of this call."""
@@ -167,15 +167,15 @@ class Flow:
         if names is None:  # of a copy
             return _as_it_is
         calls = self.calls
-        call = calls.turns.next(module) or (names[0], 0)
-        if not calls.turns.inside:
+        call = calls.counter.next(module) or (names[0], 0)
+        if not calls.counter.inside:
             calls.owners = {key: own for key, own in calls.owners.items() if own[0]() is not None}
-        base = self.chosen(module, call)
+        base = self.site_ids(module, call)
         done = None
         # A checkpoint, which will run this again, takes gradients off or sees what is saved.
         if not torch.is_grad_enabled() or autograd.saving() is not None:
             done = Done(ref(module), self.registry.moment, base)
-            if calls.turns.inside and module in calls.noted:
+            if calls.counter.inside and module in calls.noted:
                 self.done[module].append(done)
             else:
                 self.done[module] = [done]
@@ -199,7 +199,7 @@ class Flow:
             done.changed[path] = result is not tensor
             self._before_recomputing(result, site, done)
         # What was left alone may be taken by several modules side by side, each a site of its own.
-        within = name if result is tensor and self.tail else ROOT
+        within = name if result is tensor and self.suffix else ROOT
         owners[id(result)] = ref(result), _version(result), site, within
         return result
 

@@ -1,4 +1,4 @@
-"""What a selector is: it finds sites in a model and hooks them."""
+"""The contract of a site kind: select places in a model and hook them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -16,15 +16,15 @@ from gradsurg.transforms.base import Need, Scope
 
 Stage = Literal[
     "use",  # the gradient of one use of a tensor
-    "backward",  # one backward's gradient
-    "accumulating",  # the same, only where it is then added to `.grad`
+    "backward",  # the gradient of one backward pass
+    "accumulating",  # the same, only if it is about to be added to `.grad`
     "accumulated",  # the running sum in `.grad`
-    "settled",  # the same, after all that others do at that moment
-    "backward_end",  # the running sums of a group, when a backward has ended
-    "step",  # what the optimizer is about to use; of weights: what it has left
-    "captured",  # what `torch.autograd.grad` returns
-    "forward",  # what flows forward
-    "saved",  # what backward reads back of the forward
+    "settled",  # the same, after all other post-accumulate hooks
+    "backward_end",  # the running sums of a group of parameters, at the end of a backward pass
+    "step",  # before an optimizer step: its gradients; for weights, after it: their values
+    "captured",  # the gradients that `torch.autograd.grad` returns
+    "forward",  # activations or weights in the forward pass
+    "saved",  # tensors that the backward pass reads back from the forward pass
 ]
 SCALED: tuple[Stage, ...] = (
     "use",
@@ -35,23 +35,25 @@ SCALED: tuple[Stage, ...] = (
     "backward_end",
     "captured",
 )
-"""The stages at which a gradient is still times the loss scale."""
+"""The stages at which a gradient is still multiplied by the loss scale of a GradScaler."""
 
-NO_GRADIENT = "needs no gradient"  # why a site is skipped
+NO_GRADIENT = "needs no gradient"  # the reason recorded for a site that is skipped
 
 GradFn = Callable[[Tensor | None], Tensor | None]
-"""What a hook calls: it gets a gradient and gives the new one, or None to leave it."""
+"""A gradient hook: takes a gradient and returns the new one, or None to leave it unchanged."""
 
 GroupFn = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
-"""All gradients of a group in, the new ones out (None: leave it), in the same order."""
+"""A hook on all gradients of a group: returns the new ones in the same order, None for unchanged."""
 
 RegisterHooks = Callable[[ExitStack], None]
-"""Registers hooks, each with its removal on the stack, as often as it is called."""
+"""Registers hooks and puts their removal on the stack; may be called again after a removal."""
 
 
 class SiteHook(Protocol):
-    """A `GradFn` that may be told more at each call: the value, as an activation is another one
-    each time, and what has entered the node that the gradient leaves.
+    """A `GradFn` that accepts two more arguments at each call.
+
+    `value` is the tensor whose gradient passes, at sites where it is a new tensor at each call;
+    `entering` holds the gradients that entered the autograd node which `grad` leaves.
     """
 
     def __call__(
@@ -64,12 +66,14 @@ class SiteHook(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a selector decides on: a parameter or a module by one of its names, and as far as it is
-    known the call of the module, the autograd node made in it and its occurrence there. The `owner`
-    of a parameter is its module, `aliases` are the same parameter by its other names. It is `whole`
-    when nothing more will be known of it.
+    """A candidate site, on which a selector decides.
 
-    `mechanism` says which hook it would get: selectors of another one do not select it.
+    `thing` is the parameter or module, `name` one of its names. `call` is the index of the module
+    call, `node` the autograd node made in it and `occurrence` the index among such nodes; each is
+    None as long as it is unknown. The `owner` of a parameter is its module; `aliases` are places of
+    the same parameter under its other names. `whole` means that no more will be known.
+
+    `mechanism` identifies the kind of hook; a selector of another mechanism does not select it.
     """
 
     mechanism: tuple[object, ...]
@@ -84,39 +88,39 @@ class Place:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What tells it from every other place."""
+        """A key that is unique to the place."""
         return (self.mechanism, self.name, self.call, self.node, self.occurrence)
 
 
 PlaceTest = Callable[[Place], bool | None]
-"""Whether a place is selected; None if that depends on what is not known of it yet."""
+"""Decides whether a place is selected; None if more must be known of it first."""
 
 
 class HookRegistry(Protocol):
-    """How a selector reaches the surgery: it asks for the gate of a site and hooks that."""
+    """One attached intervention, as a selector sees it: it supplies the hook of each site."""
 
     @property
     def needs_value(self) -> bool:
-        """Whether the tensor whose gradient passes is asked for."""
+        """Whether hooks need the tensor whose gradient passes."""
         ...
 
     @property
     def stateful(self) -> str:
-        """What keeps a memory of each site, as `GrokfastEMA(...)`; empty if nothing does."""
+        """The transform or trigger that keeps a state for each site, as text; empty if none."""
         ...
 
     @property
     def unsteady(self) -> str:
-        """Why a tensor that passes twice may have two results; empty if it cannot."""
+        """Why applying the transform twice to one tensor may differ; empty if it cannot."""
         ...
 
     @property
     def moment(self) -> object:
-        """What else decides about a result: step, switches and fields as they are now."""
+        """The step, flags and fields that also determine a result, comparable by `==`."""
         ...
 
     def selects(self, place: Place) -> bool | None:
-        """Whether the place is selected; None if that depends on what is not known of it yet."""
+        """Return whether the place is selected; None if more must be known of it first."""
         ...
 
     def expect(
@@ -126,83 +130,87 @@ class HookRegistry(Protocol):
         skipped: str = "",
         foreign: Sequence[str] = (),
     ) -> None:
-        """Put a site into the ledger before a gradient passes; `skipped` says why none will,
-        `foreign` names the hooks of others that are there.
+        """Enter a site into the ledger before any gradient passes.
+
+        `skipped` is the reason why none will pass, `foreign` lists hooks of other libraries there.
         """
         ...
 
     def forget(self, site: str) -> None:
-        """An expected site turned out to be others: take it out of the ledger."""
+        """Remove a site from the ledger: its gradients pass at sites with other ids."""
         ...
 
     def note(self, text: str) -> None:
-        """Say something once about this intervention when the block ends."""
+        """Record a warning about this intervention, emitted once on detach."""
         ...
 
-    def register(self, register: RegisterHooks, stack: ExitStack) -> None:
-        """Have hooks registered for the length of the block, but for the steps between two that are
-        measured, if measuring is all that is done there.
+    def register(self, register_hooks: RegisterHooks, stack: ExitStack) -> None:
+        """Call `register_hooks`, until `stack` is closed.
+
+        An intervention that only measures removes these hooks between the steps it samples.
         """
         ...
 
     def check_at_end(self, check: Callable[[], str]) -> None:
-        """Have `check` called when the block ends: what it then says, if anything, is noted."""
+        """Call `check` on detach and note the text that it returns, if any."""
         ...
 
     def hook_for(self, site: str, value: Callable[[], Tensor | None] | None = None) -> SiteHook:
-        """The gate of a site, one for all time; `value` gives the tensor whose gradient passes."""
+        """Return the hook of a site, always the same; `value` returns the tensor whose gradient
+        passes.
+        """
         ...
 
     def group_hook(
         self, sites: Sequence[str], values: Sequence[Callable[[], Tensor | None]]
     ) -> GroupFn:
-        """The gate of all sites together."""
+        """Return one hook for the gradients of all `sites` together."""
         ...
 
 
 class Selector(ABC):
-    """Names places in a model; `stage` is the moment of the backward pass (None: the default).
+    """Selects places in a model and hooks them; `stage` is the timing of the hook.
 
-    Selectors combine: `a | b` is what one of them selects, `a & b` what both do, `~a` what `a` does
-    not; `a.expect(n)` refuses any other number of sites, `a.first(n)` keeps the first n that are
-    met, `a.where(test)` those `Place`s that a function of the user's says True of.
+    Selectors combine: `a | b` selects the sites of either, `a & b` those of both, `~a` those that
+    `a` does not select; `a.expect(n)` requires n sites, `a.first(n)` keeps the first n in order of
+    execution, `a.where(test)` keeps each `Place` for which a function returns True.
     """
 
-    stages: ClassVar[tuple[Stage, ...]]
-    group_stages: ClassVar[tuple[Stage, ...]] = ()
+    stages: ClassVar[tuple[Stage, ...]]  # of tensor transforms, the default first
+    group_stages: ClassVar[tuple[Stage, ...]] = ()  # of group transforms
     known_before_forward: ClassVar[bool] = False  # whether attaching alone shows all sites
-    for_aggregators: ClassVar[bool] = False  # whether aggregators act at it, and no transforms
-    compile_limit: ClassVar[str] = ""  # why it cannot act as in eager in a compiled model, if so
+    for_aggregators: ClassVar[bool] = False  # whether aggregators act here, and no transforms
+    compile_limit: ClassVar[str] = ""  # why it acts differently in a compiled model, if it does
 
     stage: Stage | None
 
     @property
     def provides(self) -> frozenset[Need]:
-        """What a transform is given at each of its sites besides the gradient, as it `needs` it."""
+        """The inputs besides the gradient that a transform gets at each site (`Transform.needs`)."""
         return frozenset()
 
     @property
     def mechanism(self) -> tuple[object, ...]:
-        """Which hook its sites get: selectors that share one are hooked together."""
+        """Identifies the kind of hook: selectors with equal mechanisms are hooked together."""
         return (type(self).__name__, self.stage)
 
     @property
     def kinds(self) -> tuple["Selector", ...]:
-        """The selectors that hook: this one, or those that a combination is made of."""
+        """The selectors that register hooks: this one, or the leaves of a combination."""
         return (self,)
 
     @property
     def known_in_backward(self) -> bool:
-        """Whether some sites are known only once a backward reaches them."""
+        """Whether some sites become known only in a backward pass."""
         return False
 
     @property
     def expected(self) -> int | None:
-        """How many sites there must be, if that was said."""
+        """The required number of sites, None if any number is accepted."""
         return None
 
     def resolve(self, scope: Scope) -> Stage:
-        """The stage for a transform of this scope. ValueError if it cannot have the one given."""
+        """Return the stage for a transform of this scope; ValueError if it cannot be `stage`."""
         allowed = self.stages if scope == "tensor" else self.group_stages
         if not allowed:
             kind = type(self).__name__
@@ -231,25 +239,27 @@ class Selector(ABC):
 
     @abstractmethod
     def selects(self, place: Place) -> bool | None:
-        """Whether the fields of this selector fit the place; None if that cannot be known yet."""
+        """Return whether the place fits the fields; None if more must be known of it first."""
 
     def offers(self, place: Place) -> bool:
-        """Whether the place is one of those of which `~` takes what is not selected."""
+        """Return whether `~` may select the place."""
         return True
 
     def place_if_added(self, thing: nn.Module | Tensor) -> Place | None:
-        """The place at which it meets what came into the model after it was hooked, if it does."""
+        """Return the place of a module or parameter that was added to the model after attaching;
+        None if existing hooks do not reach it.
+        """
         return None
 
     def new_test(self) -> PlaceTest:
-        """`selects`, or a test with a memory of its own, for the length of one attachment."""
+        """Return the test for one attachment: `selects`, or one that counts."""
         return self.selects
 
     @abstractmethod
     def find(self, model: nn.Module, test: PlaceTest | None = None) -> list[str]:
-        """The names of what is selected, as far as they are known before the model is called.
+        """Return the names of the selected modules and parameters, before the model is called.
 
-        `keeps` takes the place of `selects`. Raises LookupError, with what there is, if nothing is.
+        `test` replaces `selects`. Raises LookupError, listing the choices, if there are none.
         """
 
     @abstractmethod
@@ -262,7 +272,7 @@ class Selector(ABC):
         registry: HookRegistry,
         stack: ExitStack,
     ) -> None:
-        """Hook at `stage` whatever `gates` keeps; each handle goes on `stack` as it is made."""
+        """Hook the places that `registry.selects`, and put each removal on `stack` at once."""
 
     def __or__(self, other: "Selector") -> "Selector":
         return _combined((self, other), "any")
@@ -274,15 +284,15 @@ class Selector(ABC):
         return _combined((self,), "none")
 
     def expect(self, count: int) -> "Selector":
-        """The same sites, of which there must be `count`."""
+        """Return the same sites, of which there must be `count`."""
         return _combined((self,), "all", count=count)
 
     def first(self, count: int) -> "Selector":
-        """The first `count` sites, in the order in which they are met."""
+        """Return the first `count` sites, in the order in which they are reached."""
         return _combined((self,), "all", limit=count)
 
     def where(self, test: Callable[[Place], bool]) -> "Selector":
-        """Those places that `test` is True of."""
+        """Return the sites for whose place `test` returns True."""
         return _combined((self,), "all", test=test)
 
 
@@ -299,7 +309,7 @@ def _combined(
 def apply_hooks(
     hooks: Sequence[GradFn], grads: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """Pass the gradients of a node through one hook each."""
+    """Apply one hook to each gradient of an autograd node."""
     results = [hook(grad) for hook, grad in zip(hooks, grads, strict=True)]
     return tuple(
         grad if result is None else result for result, grad in zip(results, grads, strict=True)

@@ -14,27 +14,27 @@ from gradsurg.sites.base import RegisterHooks
 from gradsurg.torch_internals import autograd, compiling
 
 
-class Turns:
-    """What `Calls` counts in one thread. A hook looks it up once, for a thread's own are dear."""
+class CallCounts:
+    """The call counts of one thread. Hooks fetch it once, since thread-local access is slow."""
 
-    __slots__ = ("blank", "counts", "inside", "latest", "names")
+    __slots__ = ("counts", "graphless", "inside", "latest", "names")
 
     def __init__(self, names: Mapping[nn.Module, Sequence[str]]) -> None:
         self.names = names
-        self.inside = False
+        self.inside = False  # a call of the model
         self.counts: dict[nn.Module, int] = {}
-        self.blank: list[tuple[int, nn.Module, tuple[str, int]]] = []
+        self.graphless: list[tuple[int, nn.Module, tuple[str, int]]] = []
         self.latest = "", 0
 
     def next(self, module: nn.Module) -> tuple[str, int] | None:
-        """The name that this call of the module goes by, and its index under that name.
+        """Count a call of the module; return its name and its index under that name.
 
-        A module called outside the model is at its call 0. None for a module of a copy; and for a
-        recomputation inside a backward, but not for that of a reentrant checkpoint: it makes the
-        graph which the call in the forward did not make, and goes by its name and index.
+        A call outside the model has index 0. None for a module of a copy of the model, and for a
+        recomputation inside a backward pass. Only that of a reentrant checkpoint is numbered: it
+        makes the graph that the forward did not make, and gets the name and index of that call.
         """
         if autograd.backward_task() != -1:
-            return self._again(module)
+            return self._recomputed(module)
         names = self.names.get(module)
         if names is None:
             return None
@@ -48,35 +48,35 @@ class Turns:
         self.latest = latest
         return latest
 
-    def _again(self, module: nn.Module) -> tuple[str, int] | None:
+    def _recomputed(self, module: nn.Module) -> tuple[str, int] | None:
         node = autograd.running_node()
         if not isinstance(node, BackwardCFunction) or not torch.is_grad_enabled():
             return None
-        # A checkpoint has one node, made before its modules were called: those that were called
-        # next after it are its own, and they are called again in the same order.
+        # The node of a checkpoint is made before its modules are called. The calls that follow it
+        # are those inside the checkpoint, and are repeated in the same order.
         made = node._sequence_nr()
-        own = [blank for blank in self.blank if blank[0] > made and blank[1] is module]
-        if not own:
+        calls = [call for call in self.graphless if call[0] > made and call[1] is module]
+        if not calls:
             return None
-        again = min(own, key=lambda blank: blank[0])
-        self.blank.remove(again)
-        return again[2]
+        first = min(calls, key=lambda call: call[0])
+        self.graphless.remove(first)
+        return first[2]
 
 
 class Calls(threading.local):
-    """Tells the calls of each module apart within one call of the model, thread by thread."""
+    """Numbers the calls of each module within one call of the model, separately in each thread."""
 
     def __init__(self, names: Mapping[nn.Module, Sequence[str]]) -> None:
         self.names = names
-        self.turns = Turns(names)
+        self.counter = CallCounts(names)
 
     def hook(self, model: nn.Module, stack: ExitStack) -> None:
-        """Follow the calls of the model itself; a copy of it, made in the block, is left alone."""
+        """Follow the calls of the model itself; a copy of it made inside the block is ignored."""
         self.following(model)(stack)
 
     def following(self, model: nn.Module) -> RegisterHooks:
-        """What hooks the model so that its calls are followed."""
-        # Functions, not methods: a model is copied with its hooks, and a method with its object.
+        """Return a function that registers the hooks of `hook`."""
+        # Functions, not methods: a model is deep-copied with its hooks and their bound objects.
 
         @compiling.untraced
         def begin(module: nn.Module, args: tuple[object, ...]) -> None:
@@ -87,43 +87,44 @@ class Calls(threading.local):
         def end(module: nn.Module, args: tuple[object, ...], output: object) -> None:
             self.stop()
 
-        def register(own: ExitStack) -> None:
-            own.callback(model.register_forward_pre_hook(begin, prepend=True).remove)
-            own.callback(model.register_forward_hook(end, always_call=True).remove)
+        def register(removals: ExitStack) -> None:
+            removals.callback(model.register_forward_pre_hook(begin, prepend=True).remove)
+            removals.callback(model.register_forward_hook(end, always_call=True).remove)
 
         return register
 
     def start(self) -> None:
-        """A call of the model begins, or a part of it is recomputed."""
+        """Begin a call of the model; inside a backward pass it is a recomputation and ignored."""
         if not autograd.in_backward():
-            turns = self.turns
-            turns.inside = True
-            turns.counts.clear()
-            turns.blank.clear()
+            counter = self.counter
+            counter.inside = True
+            counter.counts.clear()
+            counter.graphless.clear()
             self.begin()
 
     def stop(self) -> None:
-        """A call of the model has ended, or a recomputation."""
-        turns = self.turns
-        turns.inside = turns.inside and autograd.in_backward()
+        """End a call of the model or a recomputation."""
+        counter = self.counter
+        counter.inside = counter.inside and autograd.in_backward()
 
     def next(self, module: nn.Module) -> tuple[str, int] | None:
-        """As `Turns.next`, in the thread at hand."""
-        return self.turns.next(module)
+        """Call `CallCounts.next` in the current thread."""
+        return self.counter.next(module)
 
     def without_graph(self, module: nn.Module) -> None:
-        """The call that `next` has just told of has made no graph."""
+        """Record that the call that `next` counted last has made no graph."""
         if not autograd.in_backward():
-            turns = self.turns
-            turns.blank.append((autograd.next_sequence_number(), module, turns.latest))
+            counter = self.counter
+            counter.graphless.append((autograd.next_sequence_number(), module, counter.latest))
 
     def begin(self) -> None:
-        """The model is called: what a subclass counts begins again."""
+        """Reset the state that a subclass keeps for one call of the model."""
 
 
 def tensors_in(value: object, path: str = "", every: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """The floating tensors in a nested value, or `every` one, each with its path; a bare tensor's
-    path is empty.
+    """Yield the floating tensors in a nested value (or `every` tensor) with their paths.
+
+    The path of a bare tensor is empty.
     """
     if isinstance(value, Tensor):
         if every or value.is_floating_point():
@@ -140,9 +141,9 @@ def tensors_in(value: object, path: str = "", every: bool = False) -> Iterator[t
 
 
 def rebuilt(value: object, change: Callable[[str, Tensor], Tensor], path: str = "") -> object:
-    """The same nesting with `change(path, tensor)` in place of each floating tensor.
+    """Return the same nesting with `change(path, tensor)` in place of each floating tensor.
 
-    What holds no changed tensor is handed back as it is, and nothing is changed in place.
+    Parts without a changed tensor are returned as they are; nothing is changed in place.
     """
     if isinstance(value, Tensor):
         return change(path, value) if value.is_floating_point() else value
@@ -150,15 +151,15 @@ def rebuilt(value: object, change: Callable[[str, Tensor], Tensor], path: str = 
         items = {key: rebuilt(item, change, f"{path}.{key}") for key, item in value.items()}
         if all(items[key] is item for key, item in value.items()):
             return value
-        # A subclass, as a model output of a library is one, is copied and filled anew.
-        made = cast("dict[Any, Any]", value.copy())  # Any: a user's keys and values
-        made.update(items)
-        return made
+        # A subclass, such as the model output of a library, is copied and filled.
+        copy = cast("dict[Any, Any]", value.copy())  # Any: a user's keys and values
+        copy.update(items)
+        return copy
     if isinstance(value, list | tuple):
         parts = [rebuilt(item, change, f"{path}.{index}") for index, item in enumerate(value)]
         if all(new is old for new, old in zip(parts, value, strict=True)):
             return value
-        kind: Any = type(value)  # Any: a named tuple takes its parts one by one
+        kind: Any = type(value)  # Any: the constructor of a named tuple takes its parts one by one
         return kind(*parts) if hasattr(value, "_fields") else kind(parts)
     if is_dataclass(value) and not isinstance(value, type):
         changed = {

@@ -15,16 +15,17 @@ from gradsurg.sites.base import NO_GRADIENT, HookRegistry, Place, PlaceTest, Sta
 from gradsurg.sites.call_tracker import Calls, tensors_in
 from gradsurg.sites.selection import (
     ROOT,
-    Chosen,
     ModuleSelector,
     Range,
-    chooses,
+    SiteIds,
+    candidates,
+    described,
     expect_params,
-    found,
+    find_params,
+    fits_param,
     names_of,
     nothing_matched,
     params_of,
-    possible,
     selected_params,
 )
 from gradsurg.torch_internals import autograd, compiling
@@ -71,7 +72,7 @@ class Captured(ModuleSelector):
             if self.ndim is not None or self.size is not None:
                 return False
             return super().selects(place)
-        return place.mechanism == self.mechanism and self.call is None and chooses(self, place)
+        return place.mechanism == self.mechanism and self.call is None and fits_param(self, place)
 
     def offers(self, place: Place) -> bool:
         return not isinstance(place.thing, nn.Module) or super().offers(place)
@@ -80,17 +81,17 @@ class Captured(ModuleSelector):
         test = test or self.selects
         named = names_of(model)
         modules = [
-            name for names in possible(named, self.mechanism, test).values() for name in names
+            name for names in candidates(named, self.mechanism, test).values() for name in names
         ]
         if not modules and selected_params(self, model, test):
-            return found(self, model, test)
+            return find_params(self, model, test)
         params = [
             names[0] for param, names in selected_params(self, model, test) if param.requires_grad
         ]
         if not params and not modules:
             choices = [name for names in named.values() for name in names if name != ROOT]
             choices += params_of(model)
-            raise nothing_matched(self, "pattern", self.said(), choices)
+            raise nothing_matched(self, "pattern", described(self), choices)
         return params + modules
 
     def hook(
@@ -106,17 +107,17 @@ class Captured(ModuleSelector):
         for name, param in expect_params(self, model, registry).items():
             sites.add(param, name)
         calls = Calls(names_of(model))
-        kept = possible(calls.names, self.mechanism, registry.selects)
+        kept = candidates(calls.names, self.mechanism, registry.selects)
         if kept:  # compiled code stays whole where there are parameters alone
             calls.hook(model, stack)
         for module, names in kept.items():
             registry.expect(f"{names[0]}#{self.call or 0}", skipped=NOT_ASKED)
-            hook = _remembering(sites, calls, self.chosen(registry))
+            hook = _remembering(sites, calls, self.site_ids(registry))
             stack.callback(module.register_forward_hook(hook).remove)
         _watch(sites, stack)
 
 
-def _remembering(sites: "_Sites", calls: Calls, chosen: Chosen) -> Callable[..., None]:
+def _remembering(sites: "_Sites", calls: Calls, chosen: SiteIds) -> Callable[..., None]:
     @compiling.untraced
     def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
         call = calls.next(module)

@@ -1,4 +1,4 @@
-"""Combined: what several selectors select together."""
+"""Combined: unions, intersections and complements of selectors."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -15,14 +15,14 @@ from gradsurg.transforms.base import Need, Scope
 
 @validated
 class Combined(Selector):
-    """The sites that `any` of the selectors `of` selects, that `all` do, or that `none` does.
+    """The sites that `any`, `all` or `none` of the selectors `of` selects.
 
-    `limit` keeps so many of them, in the order in which they are met; `count` refuses any other
-    number, at once for parameters and after the first forward for what is known only then; `test`
-    has the last word on each `Place`. A part of `any` or `none` that selects nothing by itself is
-    refused, as it would be alone. In Python: `a | b`, `a & b`, `~a`, `a.first(limit)`,
-    `a.expect(count)`, `a.where(test)`. Raises ValueError if the selectors have no kind of site in
-    common where all must agree, or would act at different stages: that takes two interventions.
+    `limit` keeps that many, in the order in which they are reached. `count` refuses any other
+    number: for parameters when attaching, for other sites after the first forward. `test` is called
+    with each selected `Place` and may reject it. Each part of `any` or `none` must select something
+    by itself. In Python: `a | b`, `a & b`, `~a`, `a.first(limit)`, `a.expect(count)`,
+    `a.where(test)`. Raises ValueError if the parts of `all` have no kind of site in common, or if
+    the parts act at different stages: that takes two interventions.
     """
 
     of: Annotated[tuple[Selector, ...], Field(min_length=1)]
@@ -46,22 +46,22 @@ class Combined(Selector):
                     "of", f"give each of these {name} a stage, or none of them; {kind!r} has none"
                 )
         if self.by == "all":
-            shared = set.intersection(*({k.mechanism for k in own.kinds} for own in self.of))
+            shared = set.intersection(*({k.mechanism for k in part.kinds} for part in self.of))
             if not shared:
                 kinds = ", ".join(dict.fromkeys(type(kind).__name__ for kind in self.kinds))
                 raise Contradiction("of", f"nothing is at once a site of each of {kinds}")
 
     def __repr__(self) -> str:
-        # Never an address: the state of a surgery is recognised by its selectors' names.
+        # Without memory addresses: a saved surgery state is matched by the repr of its selectors.
         name = getattr(self.test, "__qualname__", type(self.test).__qualname__)
-        shown = {
+        fields = {
             "of": self.of,
             "by": self.by,
             "limit": self.limit,
             "count": self.count,
             "test": None if self.test is None else name,
         }
-        given = (f"{key}={value}" for key, value in shown.items() if value is not None)
+        given = (f"{key}={value}" for key, value in fields.items() if value is not None)
         return f"Combined({', '.join(given)})"
 
     @property
@@ -72,7 +72,8 @@ class Combined(Selector):
             case "all":
                 return frozenset.union(*(part.provides for part in self.of))
             case "none":  # other sites of the same kinds, of which none need be a product
-                return frozenset.intersection(*(kind.provides for kind in self.kinds)) - {"product"}
+                shared = frozenset.intersection(*(kind.provides for kind in self.kinds))
+                return shared - {"product"}
 
     @property
     def kinds(self) -> tuple[Selector, ...]:
@@ -92,7 +93,7 @@ class Combined(Selector):
         return stages[0]
 
     def selects(self, place: Place) -> bool | None:
-        return self.agreed(place, [selector.selects(place) for selector in self.of])
+        return self.decide(place, [selector.selects(place) for selector in self.of])
 
     def offers(self, place: Place) -> bool:
         return any(k.offers(place) for k in self.kinds if k.mechanism == place.mechanism)
@@ -103,14 +104,14 @@ class Combined(Selector):
     def find(self, model: nn.Module, test: PlaceTest | None = None) -> list[str]:
         self._check_parts(model)
         test = test or self.new_test()
-        found = []
-        for kind in self._hooked():
-            with suppress(LookupError):  # the others may have something
-                found += kind.find(model, test)
-        if not found:
-            own = "; ".join(", ".join(part.find(model)) for part in self.of)
-            raise LookupError(f"nothing is selected by {self!r}. Its parts by themselves: {own}")
-        return found
+        names = []
+        for kind in self._hooking():
+            with suppress(LookupError):  # the other kinds may have sites
+                names += kind.find(model, test)
+        if not names:
+            alone = "; ".join(", ".join(part.find(model)) for part in self.of)
+            raise LookupError(f"nothing is selected by {self!r}. Its parts by themselves: {alone}")
+        return names
 
     def hook(
         self,
@@ -121,15 +122,31 @@ class Combined(Selector):
         registry: HookRegistry,
         stack: ExitStack,
     ) -> None:
-        for kind in self._hooked():
+        for kind in self._hooking():
             try:
                 kind.find(model, registry.selects)
             except LookupError:
-                continue  # the others have something, or `find` has told before
+                continue  # the other kinds have sites, or `find` has raised before
             kind.hook(model, optimizer, stage, scope, registry, stack)
 
+    def decide(self, place: Place, decisions: Sequence[bool | None]) -> bool | None:
+        """Return whether the place is selected, given the decisions of the parts."""
+        match self.by:
+            case "any":
+                selected = True if True in decisions else None if None in decisions else False
+            case "all":
+                selected = False if False in decisions else None if None in decisions else True
+            case "none":
+                if True in decisions or not self.offers(place):
+                    selected = False
+                else:
+                    selected = None if None in decisions else True
+        if not selected or self.test is None:
+            return selected
+        return bool(self.test(place)) if place.whole else None
+
     def _check_parts(self, model: nn.Module) -> None:
-        """Raises LookupError if a part selects nothing, and the whole would not show it."""
+        """Raise LookupError if a part selects nothing and the combination would hide it."""
         for part in self.of:
             if isinstance(part, Combined) and (self.by == "all" or part._is_union):
                 part._check_parts(model)
@@ -138,70 +155,53 @@ class Combined(Selector):
 
     @property
     def _is_union(self) -> bool:
-        """Whether it has all that its parts have, so that to ask them is enough."""
+        """Whether it selects all that its parts select, so that checking the parts is enough."""
         return self.by == "any" and self.test is None
 
-    def _hooked(self) -> list[Selector]:
-        """One selector for each mechanism: it hooks what all of them keep."""
+    def _hooking(self) -> list[Selector]:
+        """Return one selector for each mechanism: it hooks the sites of all that share it."""
         return list({kind.mechanism: kind for kind in reversed(self.kinds)}.values())[::-1]
-
-    def agreed(self, place: Place, said: Sequence[bool | None]) -> bool | None:
-        """What the whole says of a place of which its parts say so much."""
-        together = self._together(place, said)
-        if not together or self.test is None:
-            return together
-        return bool(self.test(place)) if place.whole else None
-
-    def _together(self, place: Place, said: Sequence[bool | None]) -> bool | None:
-        match self.by:
-            case "any":
-                return True if True in said else None if None in said else False
-            case "all":
-                return False if False in said else None if None in said else True
-            case "none":
-                if True in said or not self.offers(place):
-                    return False
-                return None if None in said else True
 
 
 class CombinedTest:
-    """What a combination keeps, for the length of one attachment: it counts up to `limit`, and
-    knows the parts that have selected none of the sites they were asked about.
+    """The place test of a combination for one attachment.
+
+    It counts up to `limit`, and records the parts that have selected no place so far.
     """
 
-    def __init__(self, whole: Combined) -> None:
-        self._whole = whole
-        self._parts = [selector.new_test() for selector in whole.of]
-        self._mechanisms = [{kind.mechanism for kind in part.kinds} for part in whole.of]
-        self._asked: set[int] = set()
-        self._fitted: set[int] = set()
+    def __init__(self, combined: Combined) -> None:
+        self._combined = combined
+        self._tests = [selector.new_test() for selector in combined.of]
+        self._mechanisms = [{kind.mechanism for kind in part.kinds} for part in combined.of]
+        self._asked: set[int] = set()  # parts by index
+        self._matched: set[int] = set()
         self._admitted: set[tuple[object, ...]] = set()
 
     def __call__(self, place: Place) -> bool | None:
-        parts = [test(place) for test in self._parts]
-        for at, said in enumerate(parts):
-            if said:
-                self._fitted.add(at)
-            elif place.whole and place.mechanism in self._mechanisms[at]:
-                self._asked.add(at)
-        said = self._whole.agreed(place, parts)
-        if self._whole.limit is None or said is False:
-            return said
-        full = len(self._admitted) >= self._whole.limit
+        decisions = [test(place) for test in self._tests]
+        for index, decision in enumerate(decisions):
+            if decision:
+                self._matched.add(index)
+            elif place.whole and place.mechanism in self._mechanisms[index]:
+                self._asked.add(index)
+        selected = self._combined.decide(place, decisions)
+        if self._combined.limit is None or selected is False:
+            return selected
+        full = len(self._admitted) >= self._combined.limit
         if not place.whole:
-            # Once it is full, nothing is that is not a part of what was admitted.
+            # Once the limit is reached, only places inside an admitted one can still be selected.
             admitted = {key[:2] for key in self._admitted}
             return None if not full or place.key[:2] in admitted else False
-        if said and not full:
+        if selected and not full:
             self._admitted.add(place.key)
         return place.key in self._admitted
 
     def unmatched_parts(self) -> list[Selector]:
-        """The parts, of those that the whole does not need, that have selected nothing so far."""
-        silent: list[Selector] = []
-        for at, test in enumerate(self._parts):
-            if self._whole.by != "all" and at in self._asked - self._fitted:
-                silent.append(self._whole.of[at])
+        """Return the parts that have selected nothing so far, those of `all` left out."""
+        unmatched: list[Selector] = []
+        for index, test in enumerate(self._tests):
+            if self._combined.by != "all" and index in self._asked - self._matched:
+                unmatched.append(self._combined.of[index])
             elif isinstance(test, CombinedTest):
-                silent += test.unmatched_parts()
-        return silent
+                unmatched += test.unmatched_parts()
+        return unmatched

@@ -27,15 +27,15 @@ from gradsurg.sites.module_gradients import (
 from gradsurg.sites.selection import (
     COMPILED,
     ROOT,
-    Chosen,
     Pattern,
+    SiteIds,
     Types,
-    foreign,
+    candidates,
+    foreign_hooks,
     matches,
     matches_type,
     names_of,
-    possible,
-    remembered,
+    site_ids,
 )
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Scope
@@ -115,14 +115,14 @@ class EveryModule(Selector):
 
     def find(self, model: nn.Module, test: PlaceTest | None = None) -> list[str]:
         test = test or self.selects
-        kept = possible(names_of(model), self.mechanism, test)
+        kept = candidates(names_of(model), self.mechanism, test)
         found = [name for names in kept.values() for name in names]
         return found or [f"what fits {self!r} outside the model"]
 
-    def chosen(self, registry: HookRegistry, tail: str = "") -> Chosen:
+    def site_ids(self, registry: HookRegistry, suffix: str = "") -> SiteIds:
         """A memory of which calls are selected, and of the ids of their sites."""
         # Modules outside the model may come and go.
-        return remembered(self.mechanism, registry, WeakKeyDictionary(), tail)
+        return site_ids(self.mechanism, registry, WeakKeyDictionary(), suffix)
 
     def hook(
         self,
@@ -134,11 +134,11 @@ class EveryModule(Selector):
         stack: ExitStack,
     ) -> None:
         names = _Names(names_of(model))
-        tail = ".input" if self.side == "input" else ""
-        others = foreign(*(vars(process)[table] for table in TABLES))
+        suffix = ".input" if self.side == "input" else ""
+        others = foreign_hooks(*(vars(process)[table] for table in TABLES))
         for module, (name, *_) in names.items():
             if registry.selects(Place(self.mechanism, name, module)) is not False:
-                registry.expect(f"{name}#0{tail}", foreign=others)
+                registry.expect(f"{name}#0{suffix}", foreign=others)
         match self.kind:
             case "forward_pre" | "forward":
                 self._hook_values(model, names, registry, stack)
@@ -181,8 +181,10 @@ class EveryModule(Selector):
         _follow_begin(calls, model, stack)
         enter = forward_pre_hook(calls, one, "EveryModule")
         stack.callback(process.register_module_forward_pre_hook(enter).remove)
-        tail = ".input" if side == "full_backward" else ""
-        leave = forward_hook(calls, one, self.chosen(registry, tail), registry, side, refuses="")
+        suffix = ".input" if side == "full_backward" else ""
+        leave = forward_hook(
+            calls, one, self.site_ids(registry, suffix), registry, side, refuses=""
+        )
         leave_handle = process.register_module_forward_hook(leave, with_kwargs=True)
         stack.callback(autograd.remove_global_forward_hook, leave_handle)
         _follow_end(calls, model, stack)

@@ -23,21 +23,23 @@ from gradsurg.sites.call_tracker import tensors_in
 from gradsurg.sites.selection import ROOT, names_of
 from gradsurg.torch_internals import autograd, compiling
 
-
-@cache
-def plain(name: str) -> str:
-    """A node's name without its overload: `MulBackward` for `MulBackward1`."""
-    name = name.rpartition("::")[2]
-    return re.sub(r"(?<=Backward)(Autograd[A-Za-z]+)?\d+(_copy)?$", "", name)
-
+LEAF = 2**64 - 1  # the sequence number of every AccumulateGrad node
+WRAPPER = "BackwardHookFunctionBackward"  # the node around a module with full backward hooks
+FORWARD = -1  # the backward pass number outside of any backward pass
+MAX_GRAPHLESS = 2**14  # calls without a graph that are kept for a recomputation
+_CALL = nn.Module._call_impl.__code__
 
 Edge = tuple[Node | None, int]
-"""A node and which of its outputs: one tensor's place in the graph. None: takes no gradient."""
+"""A node and the index of one of its outputs, as a tensor's place in the graph; the node is None
+for a tensor without a gradient."""
+
+NodeFilter = Callable[[str], bool] | None
+"""Selects nodes by name; None selects all."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
-    """One call of a module by the name that it goes by: the same object at every step."""
+class ModuleCall:
+    """One call of a module under one of its names; the same object in every step."""
 
     name: str
     number: int
@@ -48,11 +50,11 @@ class Call:
         return f"{self.name}#{self.number}"
 
 
-class Spot(NamedTuple):
-    """Where a node was made: the innermost module call, and its occurrence there."""
+class NodePlace(NamedTuple):
+    """The innermost module call in which a node was made, and the node's occurrence in it."""
 
-    name: str  # as torch spells it
-    call: Call
+    name: str  # with its overload, as PyTorch spells it
+    call: ModuleCall
     occurrence: int
 
     @property
@@ -61,81 +63,429 @@ class Spot(NamedTuple):
 
 
 class Returned(NamedTuple):
-    """A tensor that a call has returned, its edge without a node if it needs no gradient."""
+    """A tensor that a module call has returned, by its path in the output."""
 
-    call: Call
+    call: ModuleCall
     path: str
     edge: Edge
 
 
 class Use(NamedTuple):
-    """One use of a tensor: the node that took it, and which of that node's inputs it was."""
+    """One use of a tensor: the node that consumed it, and the index of that node's input."""
 
     edge: Edge
     node: Node
     input: int
 
 
-Take = Callable[["Graph"], None]
+class Tracer:
+    """Traces module calls by the sequence numbers of autograd nodes.
+
+    Each differentiable operation increments the sequence number. The nodes of a call lie between
+    the numbers at its begin and at its end, and a node belongs to the innermost call around it.
+
+    A module call inside a backward pass is the recomputation of a checkpoint. It is ignored if the
+    forward has made a graph of it; if not, the checkpoint is reentrant, and the recomputed call
+    gets the name and number of the call in the forward.
+    """
+
+    def __init__(self) -> None:
+        self._thread = _ThreadState()
+        self._graphless: list[_GraphlessCall] = []
+        self._since: frozenset[nn.Module] = frozenset()
+
+    def follow(
+        self,
+        model: nn.Module,
+        modules: Collection[nn.Module],
+        take: Callable[["CallGraph"], None],
+        stack: ExitStack,
+        outputs: Collection[nn.Module] = (),
+        since: Collection[nn.Module] = (),
+    ) -> None:
+        """Hook `modules` and call `take` with the graph of each outermost call when it ends.
+
+        The graph also lists the tensors that `outputs`, a subset of `modules`, return. Nodes made
+        before the first call of a module in `since` are left out.
+        """
+        names = names_of(model)
+        self._since = frozenset(since)
+        for module in modules:
+            tracked = _TrackedModule(module, names[module])
+            enter = self._enter(tracked, module is model)
+            handle = module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+            stack.callback(handle.remove)
+            leave = self._leave(tracked.end, take, module in outputs)
+            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+
+    # These two hooks run at every call of every module, so they do as little as possible. A copy of
+    # the model made inside the block has the same hooks; its calls are ignored.
+
+    def _enter(self, tracked: "_TrackedModule", is_model: bool) -> Callable[..., None]:
+        thread, module = self._thread, tracked.module
+        task_now, number_now = autograd.backward_task, autograd.next_sequence_number
+        gradients_on, traced = torch.is_grad_enabled, compiling.traced
+
+        def enter(called: nn.Module, args: object, kwargs: object) -> None:
+            if called is not module:
+                return
+            if traced():
+                untraced(called, args, kwargs)
+                return
+            if task_now() != FORWARD:
+                self._enter_recomputation(tracked)
+                return
+            log = thread.forward
+            outer = log.outer
+            if outer is None or outer is module or is_model:
+                self._begin(log, module, (args, kwargs))
+            if not gradients_on():
+                log.graphless.append(len(log.marks))
+            log.numbers.append(number_now())
+            log.marks.append(tracked)
+
+        untraced = compiling.untraced(enter)
+        return enter
+
+    def _leave(
+        self, end: "_CallEnd", take: Callable[["CallGraph"], None], lists_output: bool
+    ) -> Callable[..., None]:
+        thread, module, traced = self._thread, end.of.module, compiling.traced
+        task_now, number_now = autograd.backward_task, autograd.next_sequence_number
+
+        def leave(called: nn.Module, args: object, output: object) -> None:
+            if called is not module:
+                return
+            if traced():
+                untraced(called, args, output)
+                return
+            task = task_now()
+            log = thread.forward if task == FORWARD else thread.recomputations.get(task)
+            if log is None or log.outer is None:
+                return
+            log.numbers.append(number_now())
+            log.marks.append(end)
+            if lists_output:
+                index = len(log.marks) - 1
+                log.returned += ((index, path, edge) for path, edge in _edges(output))
+            if log.outer is module:
+                if log.deeper:
+                    log.deeper -= 1
+                else:
+                    self._end(log, task, output, take)
+
+        untraced = compiling.untraced(leave)
+        return leave
+
+    def _begin(self, log: "_CallLog", module: nn.Module, inputs: object) -> None:
+        """Start a new outermost call, unless this call is inside the one that is open.
+
+        A KeyboardInterrupt leaves a call open, since it runs no forward hooks.
+        """
+        if log.outer is None or not _is_running(log.outer, module):
+            self._thread.recomputations.clear()
+            log.begin(module, inputs)
+        elif log.outer is module:
+            log.deeper += 1
+
+    def _end(
+        self, log: "_CallLog", task: int, output: object, take: Callable[["CallGraph"], None]
+    ) -> None:
+        thread = self._thread
+        if log.recomputed is not None or log.marks != thread.latest.marks:
+            thread.latest = _CallIntervals(log)
+        intervals = thread.latest
+        if log.graphless:
+            self._remember_graphless(log, intervals)
+        graph = None
+        if log.numbers[-1] > log.numbers[0]:  # nodes were made
+            graph = CallGraph(log, intervals, task == FORWARD, output, self._since)
+        if log.recomputed is not None:
+            thread.latest = _CallIntervals(_CallLog())
+        log.clear()
+        thread.recomputations.pop(task, None)
+        if graph is not None:
+            take(graph)
+
+    def _remember_graphless(self, log: "_CallLog", intervals: "_CallIntervals") -> None:
+        ident = self._thread.ident
+        for index in log.graphless:
+            call = _GraphlessCall(ident, log.numbers[index], intervals.begun[index])
+            self._graphless.append(call)
+        if len(self._graphless) > 2 * MAX_GRAPHLESS:
+            del self._graphless[:MAX_GRAPHLESS]
+
+    def _enter_recomputation(self, tracked: "_TrackedModule") -> None:
+        """Log a call inside a backward pass if it makes the graph that the forward did not make."""
+        thread, task, node = self._thread, autograd.backward_task(), autograd.running_node()
+        if not isinstance(node, BackwardCFunction):
+            return
+        number = node._sequence_nr()
+        if thread.recomputing != (task, number):
+            # A new checkpoint: its calls come in the order of the forward.
+            thread.recomputing = task, number
+            thread.upcoming = self._graphless_after(number)
+        call = next(thread.upcoming, None)
+        if call is None or call.call.module is not tracked.module:
+            thread.upcoming = iter(())
+            return
+        log = thread.recomputations.setdefault(task, _CallLog())
+        if log.outer is None:
+            log.begin(tracked.module, ())
+            log.recomputed = []
+        elif log.outer is tracked.module:
+            log.deeper += 1
+        assert log.recomputed is not None
+        log.recomputed.append(call.call)
+        if not torch.is_grad_enabled():
+            log.graphless.append(len(log.marks))
+        log.numbers.append(autograd.next_sequence_number())
+        log.marks.append(tracked)
+
+    def _graphless_after(self, number: int) -> Iterator["_GraphlessCall"]:
+        """Yield the calls without a graph that followed a node of this thread.
+
+        On a GPU the backward pass runs in its own thread: then those of the newest thread.
+        """
+        ident = self._thread.ident
+        if self._graphless and all(call.thread != ident for call in self._graphless):
+            ident = self._graphless[-1].thread
+        calls = [call for call in self._graphless if call.thread == ident]
+        # Numbers increase within a thread, so a search from the end is short.
+        start = len(calls)
+        while start and calls[start - 1].number > number:
+            start -= 1
+        return islice(calls, start, None)
+
+
+class CallGraph:
+    """The autograd graph that one outermost module call has made, as far as its outputs depend on
+    it.
+
+    `whole` says that the call was one of the model itself, `returned` lists the tensors returned by
+    the modules that were asked for.
+    """
+
+    def __init__(
+        self,
+        log: "_CallLog",
+        intervals: "_CallIntervals",
+        forward: bool,
+        output: object,
+        since: frozenset[nn.Module],
+    ) -> None:
+        self._numbers, self._intervals = log.numbers, intervals
+        self._inputs, self._since = log.inputs, since
+        self._graphless = {log.numbers[index] for index in log.graphless}
+        self._roots = {t.grad_fn for _, t in tensors_in(output) if t.grad_fn is not None}
+        self.whole = forward and intervals.begun[0].name == ROOT
+        self.returned = [
+            Returned(intervals.ended[index], path, edge) for index, path, edge in log.returned
+        ]
+
+    @property
+    def empty(self) -> bool:
+        """Whether no output depends on a node."""
+        return not self._roots
+
+    def nodes(self, wanted: NodeFilter = None) -> Iterator[tuple[Node, NodePlace]]:
+        """Yield the nodes in the order in which they were made, with their places.
+
+        If `wanted` selects one overload of a name, all its overloads are included.
+        """
+        reached = self._reached()
+        first, latest = self._numbers[0], self._intervals.latest
+        # Most forwards make the same nodes in the same calls as the one before.
+        pattern = (
+            [number - first for number in self._numbers],
+            [(number - first, node.name()) for number, node in reached],
+        )
+        if wanted not in latest or latest[wanted][0] != pattern:
+            latest[wanted] = pattern, self._places(reached, wanted)
+        for index, place in latest[wanted][1]:
+            yield reached[index][1], place
+
+    def uses(self, edges: Collection[Edge]) -> Sequence[Use]:
+        """Return all uses of some tensors, in the order in which their consumers were made."""
+        return [use for _, use in self._uses(edges)]
+
+    def hides_nodes(self) -> bool:
+        """Return whether it contains a reentrant checkpoint, whose nodes are made in backward."""
+        return bool(self._graphless) and any(
+            isinstance(node, BackwardCFunction) and number + 1 in self._graphless
+            # The node of a checkpoint is made before the calls inside it.
+            for number, node in self._reached(self._numbers[0])
+        )
+
+    def _places(
+        self, reached: Sequence[tuple[int, Node]], wanted: NodeFilter
+    ) -> list[tuple[int, NodePlace]]:
+        """Return the places of the wanted nodes in order, each with the node's index."""
+        nodes = [(number, node.name(), index) for index, (number, node) in enumerate(reached)]
+        if wanted is not None:
+            # Overloads share their occurrence numbers, so all of a wanted one are needed.
+            plains = {plain(name) for name in {name for _, name, _ in nodes} if wanted(name)}
+            nodes = [node for node in nodes if plain(node[1]) in plains]
+        counts: Counter[tuple[ModuleCall, str]] = Counter()
+        places: list[tuple[int, NodePlace]] = []
+        for number, name, index in sorted(nodes, key=itemgetter(0)):
+            call = self._intervals.owners[bisect_right(self._numbers, number) - 1]
+            places.append((index, NodePlace(name, call, counts[call, plain(name)])))
+            counts[call, plain(name)] += 1
+        return places
+
+    def _uses(self, edges: Collection[Edge]) -> list[tuple[int, Use]]:
+        uses = [
+            (number, Use(edge, node, index))
+            for number, node in self._reached()
+            for index, edge in enumerate(node.next_functions)
+            if edge in edges
+        ]
+        # Full backward hooks insert a node around the inputs and outputs of a module: skip it.
+        inside: dict[Edge, Edge] = {
+            (use.node, use.input): use.edge for _, use in uses if use.node.name() == WRAPPER
+        }
+        if inside:
+            uses = [(number, use) for number, use in uses if use.node.name() != WRAPPER]
+            for number, use in self._uses(inside):
+                uses.append((number, use._replace(edge=inside[use.edge])))
+        uses.sort(key=lambda item: (item[0], item[1].input))
+        return uses
+
+    def _reached(self, begin: int | None = None) -> list[tuple[int, Node]]:
+        """Return the nodes that the outputs depend on, with their numbers.
+
+        Only those made in the call, from number `begin` on (default: the first call of `since`).
+        """
+        begin, end = self._first() if begin is None else begin, self._numbers[-1]
+        pending = list(self._roots.difference(self._inputs))
+        seen, reached = self._inputs.union(pending), []
+        while pending:
+            node = pending.pop()
+            number = node._sequence_nr()
+            if number >= begin and number != LEAF:
+                # A view may get its node when it is looked at after the end of the call.
+                if number < end:
+                    reached.append((number, node))
+                for source, _ in node.next_functions:
+                    if source is not None and source not in seen:
+                        seen.add(source)
+                        pending.append(source)
+        return reached
+
+    def _first(self) -> int:
+        """Return the number at which the first call of `since` began."""
+        if not self._since:
+            return self._numbers[0]
+        calls = zip(self._numbers, self._intervals.owners, strict=False)
+        return next((n for n, call in calls if call.module in self._since), self._numbers[-1])
+
+
+@cache
+def plain(name: str) -> str:
+    """Return a node's name without its overload: `MulBackward` for `MulBackward1`."""
+    name = name.rpartition("::")[2]
+    return re.sub(r"(?<=Backward)(Autograd[A-Za-z]+)?\d+(_copy)?$", "", name)
 
 
 def around(
     names: Mapping[nn.Module, Sequence[str]], chosen: Collection[nn.Module], inside: bool
 ) -> list[nn.Module]:
-    """The chosen modules, those that contain them and, if `inside` is asked for, that they contain.
+    """Return the chosen modules, all modules that contain them and, if `inside`, that they contain.
 
-    The containing ones tell which call is the outermost; those inside take nodes for themselves.
+    The containing modules are needed to find the outermost call, those inside because they own the
+    nodes that they make.
     """
-    found = set(chosen)
+    needed = set(chosen)
     for module in names:
-        within = set(module.modules())
-        if not within.isdisjoint(chosen):
-            found.add(module)
+        contents = set(module.modules())
+        if not contents.isdisjoint(chosen):
+            needed.add(module)
         if inside and module in chosen:
-            found |= within
-    return [module for module in names if module in found]
+            needed |= contents
+    return [module for module in names if module in needed]
 
 
-Wanted = Callable[[str], bool] | None
-"""Which nodes are asked for, by their names; None: all."""
+def may_meet_more_sites(output: object, at: Selector) -> bool:
+    """Return whether a backward pass from `output` may reach sites that the forward did not show.
+
+    A reentrant checkpoint makes its nodes in the backward pass; and only there it is known which
+    outputs of a node get a gradient.
+    """
+    by_gradient = any(kind.known_in_backward for kind in at.kinds)
+    pending = [tensor.grad_fn for _, tensor in tensors_in(output) if tensor.grad_fn is not None]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, BackwardCFunction) and node.name() != WRAPPER:
+            return True
+        if by_gradient and len(node._input_metadata) > 1:
+            return True
+        for source, _ in node.next_functions:
+            if source is not None and source not in seen:
+                seen.add(source)
+                pending.append(source)
+    return False
 
 
-class Followed:
-    """A module that is followed, and its calls, which are the same objects at every step."""
+def after_backward(output: object, call: Callable[[], None]) -> None:
+    """Call `call` once, at the end of the first backward pass through `output`."""
+    pending = [call]
 
-    __slots__ = ("calls", "left", "module", "names")
+    def end() -> None:
+        if pending:
+            pending.pop()()
+
+    for _, tensor in tensors_in(output):
+        if tensor.requires_grad:
+            tensor.register_hook(lambda _: autograd.at_end_of_backward(end) if pending else None)
+
+
+class _GraphlessCall(NamedTuple):
+    """A call that made no graph because gradients were off."""
+
+    thread: int
+    number: int
+    call: ModuleCall
+
+
+class _TrackedModule:
+    """A hooked module with its calls, which are the same objects in every step."""
+
+    __slots__ = ("calls", "end", "module", "names")
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
         self.module = module
         self.names = names
-        self.calls: list[Call] = []
-        self.left = Left(self)
+        self.calls: list[ModuleCall] = []
+        self.end = _CallEnd(self)
 
-    def call(self, count: int) -> Call:
-        """Its call of this number; a module with several names goes by them in turn."""
+    def call(self, count: int) -> ModuleCall:
+        """Return call `count`; the calls of a module with several names take them in turn."""
         while count >= len(self.calls):
             number, turn = divmod(len(self.calls), len(self.names))
-            self.calls.append(Call(self.names[turn], number, self.module))
+            self.calls.append(ModuleCall(self.names[turn], number, self.module))
         return self.calls[count]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Left:
-    """Stands among the marks for the end of a call."""
+class _CallEnd:
+    """Marks the end of a call in a log."""
 
-    of: Followed
+    of: _TrackedModule
 
 
-class Track:
-    """One outermost call while it runs: its marks are all that is kept of the calls inside.
+class _CallLog:
+    """The begins and ends of the calls inside one outermost call, recorded while it runs.
 
-    At the sequence number `numbers[i]` a call of `marks[i]` began, or ended if that is a `Left`.
+    At sequence number `numbers[i]` a call of the module `marks[i]` began, or ended if `marks[i]` is
+    a `_CallEnd`.
     """
 
     __slots__ = (
-        "before",
-        "blank",
         "deeper",
+        "graphless",
+        "inputs",
         "marks",
         "numbers",
         "outer",
@@ -148,412 +498,80 @@ class Track:
 
     def clear(self) -> None:
         self.outer: nn.Module | None = None
-        self.deeper = 0  # calls of the outermost module inside itself
-        self.blank: list[int] = []  # the marks of calls that make no graph: gradients were off
+        self.deeper = 0  # open calls of the outermost module inside itself
+        self.graphless: list[int] = []  # marks of calls that make no graph, since gradients are off
         self.numbers: list[int] = []
-        self.marks: list[Followed | Left] = []
-        self.returned: list[tuple[int, str, Edge]] = []  # by the mark of the call's end
-        self.recomputed: list[Call] | None = None  # which calls these are, if it is known
-        self.before: set[Node] = set()
+        self.marks: list[_TrackedModule | _CallEnd] = []
+        self.returned: list[tuple[int, str, Edge]] = []  # with the mark of the call's end
+        self.recomputed: list[ModuleCall] | None = None  # the calls, if they are known beforehand
+        self.inputs: set[Node] = set()
 
-    def begin(self, module: nn.Module, given: object) -> None:
-        """An outermost call begins, with these inputs: how they were made is not its own."""
+    def begin(self, module: nn.Module, inputs: object) -> None:
+        """Start an outermost call; the nodes that made its inputs do not belong to it."""
         self.clear()
         self.outer = module
-        self.before = {t.grad_fn for _, t in tensors_in(given) if t.grad_fn is not None}
+        self.inputs = {t.grad_fn for _, t in tensors_in(inputs) if t.grad_fn is not None}
 
 
-class Reading:
-    """What the marks of a track say: which call was the innermost from each mark on.
+class _CallIntervals:
+    """The innermost call from each mark of a log to the next.
 
-    `latest` is what nodes were last made at these marks: their pattern, and where the wanted ones
-    were made.
+    `latest` caches the nodes last made at these marks: a pattern to compare, and the places of the
+    wanted nodes.
     """
 
     __slots__ = ("begun", "ended", "latest", "marks", "owners")
 
-    def __init__(self, track: Track) -> None:
-        self.marks = track.marks
-        self.begun: dict[int, Call] = {}  # by their marks
-        self.ended: dict[int, Call] = {}
-        self.owners: list[Call] = []
-        self.latest: dict[Wanted, tuple[object, list[tuple[int, Spot]]]] = {}
-        known = iter(track.recomputed) if track.recomputed is not None else None
-        counts: dict[Followed, int] = {}
-        opened: list[Call] = []
-        for place, mark in enumerate(track.marks):
-            if isinstance(mark, Followed):
+    def __init__(self, log: _CallLog) -> None:
+        self.marks = log.marks
+        self.begun: dict[int, ModuleCall] = {}  # by mark
+        self.ended: dict[int, ModuleCall] = {}
+        self.owners: list[ModuleCall] = []
+        self.latest: dict[NodeFilter, tuple[object, list[tuple[int, NodePlace]]]] = {}
+        known = iter(log.recomputed) if log.recomputed is not None else None
+        counts: dict[_TrackedModule, int] = {}
+        running: list[ModuleCall] = []
+        for index, mark in enumerate(log.marks):
+            if isinstance(mark, _TrackedModule):
                 count = counts[mark] = counts.get(mark, -1) + 1
-                opened.append(mark.call(count) if known is None else next(known))
-                self.begun[place] = opened[-1]
-            elif any(call.module is mark.of.module for call in opened):
-                # What is open inside it was left by an exception that runs no hooks.
-                while opened[-1].module is not mark.of.module:
-                    opened.pop()
-                self.ended[place] = opened.pop()
-            if opened:
-                self.owners.append(opened[-1])
+                running.append(mark.call(count) if known is None else next(known))
+                self.begun[index] = running[-1]
+            elif any(call.module is mark.of.module for call in running):
+                # An exception may end calls without running their hooks.
+                while running[-1].module is not mark.of.module:
+                    running.pop()
+                self.ended[index] = running.pop()
+            if running:
+                self.owners.append(running[-1])
 
 
-FORWARD = -1  # the number of the backward pass that a forward is inside
-REMEMBERED = 2**14  # calls without a graph that a recomputation may ask for
-_CALL = nn.Module._call_impl.__code__
-
-
-class Blank(NamedTuple):
-    """A call that has made no graph, for gradients were off."""
-
-    thread: int
-    number: int
-    call: Call
-
-
-class _Thread(threading.local):
-    """Sequence numbers are counted per thread, so calls are followed per thread too."""
+class _ThreadState(threading.local):
+    """The logs of one thread: PyTorch counts sequence numbers per thread."""
 
     def __init__(self) -> None:
         self.ident = threading.get_ident()
-        self.forward = Track()
-        self.latest = Reading(self.forward)
-        self.again: dict[int, Track] = {}  # by the backward pass that recomputes
+        self.forward = _CallLog()
+        self.latest = _CallIntervals(self.forward)
+        self.recomputations: dict[int, _CallLog] = {}  # by the number of the backward pass
         self.recomputing: tuple[int, int] = FORWARD, LEAF  # that pass, and the checkpoint's node
-        self.coming: Iterator[Blank] = iter(())
+        self.upcoming: Iterator[_GraphlessCall] = iter(())
 
 
-class Tracer:
-    """Tells nodes by sequence numbers, which go up by one with each differentiable node.
-
-    Those of a call form a span, and the innermost span that holds a node's number is its module's.
-    A call inside a backward is the recomputation of a checkpoint: not followed, unless the forward
-    has made no graph of it. Then it is reentrant, and the call goes by the same name and number.
-    """
-
-    def __init__(self) -> None:
-        self._thread = _Thread()
-        self._blanks: list[Blank] = []
-        self._since: frozenset[nn.Module] = frozenset()
-
-    def follow(
-        self,
-        model: nn.Module,
-        modules: Collection[nn.Module],
-        take: Take,
-        stack: ExitStack,
-        outputs: Collection[nn.Module] = (),
-        since: Collection[nn.Module] = (),
-    ) -> None:
-        names = names_of(model)
-        self._since = frozenset(since)
-        for module in modules:
-            me = Followed(module, names[module])
-            enter = self._enter(me, module is model)
-            handle = module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
-            stack.callback(handle.remove)
-            leave = self._leave(me.left, take, module in outputs)
-            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
-
-    # These two run at every call of every module: they look up as little as they can. A copy of the
-    # model, made in the block, has the same hooks and is left alone.
-
-    def _enter(self, me: Followed, is_model: bool) -> Callable[..., None]:
-        thread, module = self._thread, me.module
-        task_now, number_now = autograd.backward_task, autograd.next_sequence_number
-        gradients_on, traced = torch.is_grad_enabled, compiling.traced
-
-        def enter(called: nn.Module, args: object, kwargs: object) -> None:
-            if called is not module:
-                return
-            if traced():
-                untraced(called, args, kwargs)
-                return
-            if task_now() != FORWARD:
-                self._again(me)
-                return
-            track = thread.forward
-            outer = track.outer
-            if outer is None or outer is module or is_model:
-                self._begin(track, module, (args, kwargs))
-            if not gradients_on():
-                track.blank.append(len(track.marks))
-            track.numbers.append(number_now())
-            track.marks.append(me)
-
-        untraced = compiling.untraced(enter)
-        return enter
-
-    def _leave(self, left: Left, take: Take, tells: bool) -> Callable[..., None]:
-        thread, module, traced = self._thread, left.of.module, compiling.traced
-        task_now, number_now = autograd.backward_task, autograd.next_sequence_number
-
-        def leave(called: nn.Module, args: object, output: object) -> None:
-            if called is not module:
-                return
-            if traced():
-                untraced(called, args, output)
-                return
-            task = task_now()
-            track = thread.forward if task == FORWARD else thread.again.get(task)
-            if track is None or track.outer is None:
-                return
-            track.numbers.append(number_now())
-            track.marks.append(left)
-            if tells:
-                place = len(track.marks) - 1
-                track.returned += ((place, path, edge) for path, edge in _edges(output))
-            if track.outer is module:
-                if track.deeper:
-                    track.deeper -= 1
-                else:
-                    self._end(track, task, output, take)
-
-        untraced = compiling.untraced(leave)
-        return leave
-
-    def _begin(self, track: Track, module: nn.Module, given: object) -> None:
-        """A call begins that may be the outermost: is the one that is open still running?
-
-        It may have been left by a KeyboardInterrupt, which runs no forward hook.
-        """
-        if track.outer is None or not _runs(track.outer, module):
-            self._thread.again.clear()
-            track.begin(module, given)
-        elif track.outer is module:
-            track.deeper += 1
-
-    def _end(self, track: Track, task: int, output: object, take: Take) -> None:
-        thread = self._thread
-        if track.recomputed is not None or track.marks != thread.latest.marks:
-            thread.latest = Reading(track)
-        reading = thread.latest
-        if track.blank:
-            self._remember(track, reading)
-        made = track.numbers[-1] > track.numbers[0]
-        graph = Graph(track, reading, task == FORWARD, output, self._since) if made else None
-        if track.recomputed is not None:
-            thread.latest = Reading(Track())
-        track.clear()
-        thread.again.pop(task, None)
-        if graph is not None:
-            take(graph)
-
-    def _remember(self, track: Track, reading: Reading) -> None:
-        ident = self._thread.ident
-        for mark in track.blank:
-            self._blanks.append(Blank(ident, track.numbers[mark], reading.begun[mark]))
-        if len(self._blanks) > 2 * REMEMBERED:
-            del self._blanks[:REMEMBERED]
-
-    def _again(self, me: Followed) -> None:
-        """A call inside a backward: follow it if it makes the graph that the forward did not."""
-        thread, task, node = self._thread, autograd.backward_task(), autograd.running_node()
-        if not isinstance(node, BackwardCFunction):
-            return
-        number = node._sequence_nr()
-        if thread.recomputing != (task, number):
-            # From here on its calls come in the order of the forward.
-            thread.recomputing = task, number
-            thread.coming = self._made_after(number)
-        blank = next(thread.coming, None)
-        if blank is None or blank.call.module is not me.module:
-            thread.coming = iter(())
-            return
-        track = thread.again.setdefault(task, Track())
-        if track.outer is None:
-            track.begin(me.module, ())
-            track.recomputed = []
-        elif track.outer is me.module:
-            track.deeper += 1
-        assert track.recomputed is not None
-        track.recomputed.append(blank.call)
-        if not torch.is_grad_enabled():
-            track.blank.append(len(track.marks))
-        track.numbers.append(autograd.next_sequence_number())
-        track.marks.append(me)
-
-    def _made_after(self, number: int) -> Iterator[Blank]:
-        """The calls without a graph that came after a node of this thread was made.
-
-        On a GPU a backward runs in a thread of its own: then those of the newest one.
-        """
-        own = self._thread.ident
-        if self._blanks and all(blank.thread != own for blank in self._blanks):
-            own = self._blanks[-1].thread
-        mine = [blank for blank in self._blanks if blank.thread == own]
-        # Numbers go up within a thread, so a search from the newest ends early.
-        start = len(mine)
-        while start and mine[start - 1].number > number:
-            start -= 1
-        return islice(mine, start, None)
-
-
-def _runs(outer: nn.Module, module: nn.Module) -> bool:
-    """Whether a call of `outer` is around the call of `module` that has just begun."""
-    frame, own = sys._getframe(3), True
+def _is_running(outer: nn.Module, module: nn.Module) -> bool:
+    """Return whether the call of `module` that has just begun is inside a call of `outer`."""
+    frame, is_own_call = sys._getframe(3), True
     while frame is not None:
         if frame.f_code is _CALL:
             running = frame.f_locals["self"]
-            if own and running is not module:
+            if is_own_call and running is not module:
                 return True  # another library calls modules in its own way: trust the hooks
-            if not own and running is outer:
+            if not is_own_call and running is outer:
                 return True
-            own = False
+            is_own_call = False
         frame = frame.f_back
-    return own
+    return is_own_call
 
 
 def _edges(output: object) -> Iterator[tuple[str, Edge]]:
     for path, tensor in tensors_in(output):
         yield path, get_gradient_edge(tensor)[:2] if tensor.requires_grad else (None, 0)
-
-
-LEAF = 2**64 - 1  # the sequence number of every AccumulateGrad node
-WRAPPER = "BackwardHookFunctionBackward"  # around a module with full-backward hooks
-
-
-class Graph:
-    """What one outermost call has made."""
-
-    def __init__(
-        self,
-        track: Track,
-        reading: Reading,
-        forward: bool,
-        output: object,
-        since: frozenset[nn.Module],
-    ) -> None:
-        self._numbers, self._reading = track.numbers, reading
-        self._before, self._since = track.before, since
-        self._blanks = {track.numbers[mark] for mark in track.blank}
-        self._roots = {t.grad_fn for _, t in tensors_in(output) if t.grad_fn is not None}
-        self.whole = forward and reading.begun[0].name == ROOT
-        self.returned = [
-            Returned(reading.ended[mark], path, edge) for mark, path, edge in track.returned
-        ]
-
-    @property
-    def empty(self) -> bool:
-        return not self._roots
-
-    def nodes(self, wanted: Callable[[str], bool] | None = None) -> Iterator[tuple[Node, Spot]]:
-        found = self._reached()
-        first, latest = self._numbers[0], self._reading.latest
-        # Most forwards make the same nodes after the same calls as the last one did.
-        pattern = (
-            [number - first for number in self._numbers],
-            [(number - first, node.name()) for number, node in found],
-        )
-        if wanted not in latest or latest[wanted][0] != pattern:
-            latest[wanted] = pattern, self._spots(found, wanted)
-        for place, spot in latest[wanted][1]:
-            yield found[place][1], spot
-
-    def _spots(
-        self, reached: Sequence[tuple[int, Node]], wanted: Callable[[str], bool] | None
-    ) -> list[tuple[int, Spot]]:
-        """Where the wanted nodes were made, in that order, each with its place among all."""
-        found = [(number, node.name(), place) for place, (number, node) in enumerate(reached)]
-        if wanted is not None:
-            # All overloads of a name count as its occurrences, so if one is wanted, all are told.
-            kinds = {plain(name) for name in {name for _, name, _ in found} if wanted(name)}
-            found = [made for made in found if plain(made[1]) in kinds]
-        counts: Counter[tuple[Call, str]] = Counter()
-        spots: list[tuple[int, Spot]] = []
-        for number, name, place in sorted(found, key=itemgetter(0)):
-            call = self._reading.owners[bisect_right(self._numbers, number) - 1]
-            spots.append((place, Spot(name, call, counts[call, plain(name)])))
-            counts[call, plain(name)] += 1
-        return spots
-
-    def uses(self, edges: Collection[Edge]) -> Sequence[Use]:
-        return [use for _, use in self._uses(edges)]
-
-    def _uses(self, edges: Collection[Edge]) -> list[tuple[int, Use]]:
-        found = [
-            (number, Use(edge, node, index))
-            for number, node in self._reached()
-            for index, edge in enumerate(node.next_functions)
-            if edge in edges
-        ]
-        # Full-backward hooks put a node around what a module takes and returns: look behind it.
-        inside: dict[Edge, Edge] = {
-            (use.node, use.input): use.edge for _, use in found if use.node.name() == WRAPPER
-        }
-        if inside:
-            found = [(number, use) for number, use in found if use.node.name() != WRAPPER]
-            for number, use in self._uses(inside):
-                found.append((number, use._replace(edge=inside[use.edge])))
-        found.sort(key=lambda item: (item[0], item[1].input))
-        return found
-
-    def hides(self) -> bool:
-        return bool(self._blanks) and any(
-            isinstance(node, BackwardCFunction) and number + 1 in self._blanks
-            # A checkpoint's own node is made before what it calls.
-            for number, node in self._reached(self._numbers[0])
-        )
-
-    def _reached(self, begin: int | None = None) -> list[tuple[int, Node]]:
-        """The nodes made in the call, from `begin` or the first call of interest on, that its
-        outputs depend on, each with its number.
-        """
-        begin, end = self._first() if begin is None else begin, self._numbers[-1]
-        waiting = list(self._roots.difference(self._before))
-        seen, found = self._before.union(waiting), []
-        while waiting:
-            node = waiting.pop()
-            number = node._sequence_nr()
-            if number >= begin and number != LEAF:
-                # An output that is a view may get its node when it is looked at, after the end.
-                if number < end:
-                    found.append((number, node))
-                for source, _ in node.next_functions:
-                    if source is not None and source not in seen:
-                        seen.add(source)
-                        waiting.append(source)
-        return found
-
-    def _first(self) -> int:
-        """The number at which the first call of interest began."""
-        if not self._since:
-            return self._numbers[0]
-        calls = zip(self._numbers, self._reading.owners, strict=False)
-        return next((n for n, call in calls if call.module in self._since), self._numbers[-1])
-
-
-def may_meet_more_sites(output: object, at: Selector) -> bool:
-    """Whether a backward from `output` may meet sites of `at` that the forward did not.
-
-    A reentrant checkpoint makes its nodes then; and which outputs of a node get a gradient is seen
-    when they do.
-    """
-    enters = any(kind.known_in_backward for kind in at.kinds)
-    return any(
-        (isinstance(node, BackwardCFunction) and node.name() != WRAPPER)
-        or (enters and len(node._input_metadata) > 1)
-        for node in _reached(output)
-    )
-
-
-def after_backward(output: object, call: Callable[[], None]) -> None:
-    """Have `call` called once, at the end of the first backward that comes by `output`."""
-    waiting = [call]
-
-    def end() -> None:
-        if waiting:
-            waiting.pop()()
-
-    for _, tensor in tensors_in(output):
-        if tensor.requires_grad:
-            tensor.register_hook(lambda _: autograd.at_end_of_backward(end) if waiting else None)
-
-
-def _reached(output: object) -> Iterator[Node]:
-    waiting = [tensor.grad_fn for _, tensor in tensors_in(output) if tensor.grad_fn is not None]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        yield node
-        for source, _ in node.next_functions:
-            if source is not None and source not in seen:
-                seen.add(source)
-                waiting.append(source)

@@ -16,7 +16,7 @@ from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import NO_GRADIENT, GradFn, HookRegistry, Stage
 from gradsurg.sites.call_tracker import rebuilt, tensors_in
 from gradsurg.sites.outputs import OwnedTensors, alias_of, is_new, value_of
-from gradsurg.sites.selection import Chosen, ModuleSelector, names_of
+from gradsurg.sites.selection import ModuleSelector, SiteIds, names_of
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Need, Scope
 
@@ -71,10 +71,10 @@ class Inputs(ModuleSelector):
     ) -> None:
         taken = Taken(names_of(model), {}, {}, {}, self.path, registry)
         stack.callback(taken.release)
-        chosen = self.chosen(registry, TAIL)
+        chosen = self.site_ids(registry, TAIL)
         hooks = [
             (module, _entering(taken, chosen), _leaving(taken))
-            for module in self.hookable(taken.names, registry, TAIL)
+            for module in self.expect_modules(taken.names, registry, TAIL)
         ]
         ending, following = _ending(taken), taken.following(model)
 
@@ -101,14 +101,14 @@ def _register(module: nn.Module, hook: Callable[..., object], stack: ExitStack) 
         table[key] = table.pop(key)
 
 
-def _entering(taken: "Taken", chosen: Chosen) -> Callable[..., Given | None]:
+def _entering(taken: "Taken", chosen: SiteIds) -> Callable[..., Given | None]:
     registry, short, path = taken.registry, taken.short, taken.path
     alone = _alone_on_its_branch if path == "branch" else _alone
 
     # Any: a user's values
     @compiling.untraced
     def hook(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> Given | None:
-        call = taken.turns.next(module)
+        call = taken.counter.next(module)
         base = None if call is None else chosen(module, call)
         if base is None:
             taken.open.append(OpenCall(module))
@@ -253,7 +253,7 @@ class Taken(OwnedTensors):
                 continue
             if tensor._version != version:
                 raise self._written(site, "wrote to its input in place")
-            if self.turns.inside:
+            if self.counter.inside:
                 base = _base(tensor)
                 bare = isinstance(output, Tensor)
                 for _, other in (("", output),) if bare else tensors_in(output):

@@ -14,7 +14,7 @@ from gradsurg.plugins.fields import nearest
 from gradsurg.sites.base import GroupFn, Place, PlaceTest, RegisterHooks, Selector, SiteHook, Stage
 from gradsurg.sites.call_tracker import Calls, tensors_in
 from gradsurg.sites.every_module import EveryModule
-from gradsurg.sites.graph_tracer import Graph, Tracer, plain
+from gradsurg.sites.graph_tracer import CallGraph, Tracer, plain
 from gradsurg.sites.selection import ROOT, names_of, params_of
 from gradsurg.sites.state_guard import copied, untouched, versions
 from gradsurg.sites.tree_table import Row, SiteLine, TensorSpec, Tree
@@ -90,10 +90,10 @@ class _Walk:
     told: bool = False  # whether there was a graph to tell of
     hides: bool = False
 
-    def take(self, graph: Graph) -> None:
+    def take(self, graph: CallGraph) -> None:
         """Note down the nodes of the model's call, and which of their outputs get a gradient."""
         self.told = self.told or not graph.empty
-        self.hides = self.hides or graph.hides()
+        self.hides = self.hides or graph.hides_nodes()
         made = list(graph.nodes())
         taken = {edge for node, _ in made for edge in node.next_functions}
         taken |= {returned.edge for returned in graph.returned}

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from gradsurg.plugins.fields import Contradiction, validated
 from gradsurg.sites.base import NO_GRADIENT, GradFn, HookRegistry, Stage, apply_hooks
 from gradsurg.sites.call_tracker import Calls, tensors_in
-from gradsurg.sites.selection import Chosen, ModuleSelector, names_of
+from gradsurg.sites.selection import ModuleSelector, SiteIds, names_of
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Scope
 
@@ -70,10 +70,10 @@ class ModuleGradients(ModuleSelector):
         stack: ExitStack,
     ) -> None:
         side = "full_backward" if self.kind == "full_backward" else "full_backward_pre"
-        tail = ".input" if side == "full_backward" else ""
+        suffix = ".input" if side == "full_backward" else ""
         calls = Calls(names_of(model))
-        chosen = self.chosen(registry, tail)
-        for module in self.hookable(calls.names, registry, tail):
+        chosen = self.site_ids(registry, suffix)
+        for module in self.expect_modules(calls.names, registry, suffix):
             whose = f"module '{calls.names[module][0]}'"
             forbid_legacy(module._is_full_backward_hook, whose, "ModuleGradients")
             one = tickets(self._register(module, stack))
@@ -127,7 +127,7 @@ def forward_pre_hook(calls: Calls, one: "Tickets", kind: str) -> Callable[..., N
 
 
 def forward_hook(
-    calls: Calls, one: "Tickets", chosen: Chosen, registry: HookRegistry, side: Side, refuses: str
+    calls: Calls, one: "Tickets", chosen: SiteIds, registry: HookRegistry, side: Side, refuses: str
 ) -> Callable[..., None]:
     """The forward hook that goes with them; `refuses` is who refuses a call that they do not see.
 
@@ -144,7 +144,7 @@ def forward_hook(
     ) -> None:
         if calls.names.get(module) is None:  # nor has it been entered
             return
-        told, call = one.give(module), calls.turns.next(module)
+        told, call = one.give(module), calls.counter.next(module)
         base = None if call is None else chosen(module, call)
         if base is None:
             return

@@ -13,15 +13,15 @@ from torch.optim import Optimizer
 
 from gradsurg.plugins.fields import Contradiction, SelectionError, nearest, validated
 from gradsurg.sites.base import GradFn, HookRegistry, Place, PlaceTest, Selector, SiteHook, Stage
-from gradsurg.sites.graph_tracer import Graph, Spot, Tracer, around, plain
+from gradsurg.sites.graph_tracer import CallGraph, NodePlace, Tracer, around, plain
 from gradsurg.sites.selection import (
     Pattern,
     Types,
+    candidates,
     matches,
     matches_type,
     names_of,
     nothing_matched,
-    possible,
 )
 from gradsurg.transforms.base import Need, Scope
 
@@ -131,7 +131,9 @@ class Nodes(Selector):
     def find(self, model: nn.Module, test: PlaceTest | None = None) -> list[str]:
         test = test or self.selects
         named = names_of(model)
-        found = [name for names in possible(named, self.mechanism, test).values() for name in names]
+        found = [
+            name for names in candidates(named, self.mechanism, test).values() for name in names
+        ]
         if not found:
             choices = [name for names in named.values() for name in names]
             if any(matches(name, self.module) for name in choices):
@@ -151,17 +153,17 @@ class Nodes(Selector):
     ) -> None:
         self.find(model, registry.selects)
         names = names_of(model)
-        kept = possible(names, self.mechanism, registry.selects)
+        kept = candidates(names, self.mechanism, registry.selects)
         own = [(module, name) for module in kept for name in kept[module]]
         met = False
-        sites: dict[Spot, Callable[[Node], object] | None] = {}
+        sites: dict[NodePlace, Callable[[Node], object] | None] = {}
 
         @cache
         def wanted(node: str) -> bool:
             places = (Place(self.mechanism, name, module, node=node) for module, name in own)
             return any(registry.selects(place) is not False for place in places)
 
-        def take(graph: Graph) -> None:
+        def take(graph: CallGraph) -> None:
             nonlocal met
             chosen = False
             for node, spot in graph.nodes(wanted):
@@ -174,7 +176,7 @@ class Nodes(Selector):
                     chosen = True
                     site(node)
             # A later forward may go another way, as one in evaluation mode does.
-            if not (chosen or met) and graph.whole and not graph.empty and not graph.hides():
+            if not (chosen or met) and graph.whole and not graph.empty and not graph.hides_nodes():
                 # Others may have all the places that a combination has room for.
                 places = (Place(self.mechanism, name, module) for module, name in own)
                 if any(registry.selects(place) is not False for place in places):
@@ -188,7 +190,7 @@ class Nodes(Selector):
 
         registry.register(register, stack)
 
-    def _nothing(self, graph: Graph) -> SelectionError:
+    def _nothing(self, graph: CallGraph) -> SelectionError:
         made = [spot for _, spot in graph.nodes() if matches(spot.call.name, self.module)]
         names = sorted({plain(spot.name).removesuffix("Backward") for spot in made})
         families = [own for own in FAMILIES if any(fits(spot.name, own) for spot in made)]
@@ -209,7 +211,7 @@ class Nodes(Selector):
         )
 
     def _site(
-        self, node: Node, spot: Spot, registry: HookRegistry
+        self, node: Node, spot: NodePlace, registry: HookRegistry
     ) -> Callable[[Node], object] | None:
         """How to hook a node like this one at this place, None if it is not selected."""
         call = spot.call

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import NO_GRADIENT, GradFn, HookRegistry, Stage
 from gradsurg.sites.call_tracker import Calls, tensors_in
-from gradsurg.sites.selection import Chosen, ModuleSelector, foreign, names_of
+from gradsurg.sites.selection import ModuleSelector, SiteIds, foreign_hooks, names_of
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Need, Scope
 
@@ -52,8 +52,8 @@ class Outputs(ModuleSelector):
         stack.callback(tensors.release)
         registry.register(tensors.following(model), stack)
         hooks = [
-            (module, _hook_output(registry, tensors, self.chosen(registry)))
-            for module in self.hookable(tensors.names, registry)
+            (module, _hook_output(registry, tensors, self.site_ids(registry)))
+            for module in self.expect_modules(tensors.names, registry)
         ]
 
         def register(own: ExitStack) -> None:
@@ -64,13 +64,13 @@ class Outputs(ModuleSelector):
 
 
 def _hook_output(
-    registry: HookRegistry, tensors: "OwnedTensors", chosen: Chosen
+    registry: HookRegistry, tensors: "OwnedTensors", chosen: SiteIds
 ) -> Callable[..., None]:
     short: dict[tuple[str, int], GradFn] = {}  # the gates of calls that have returned one tensor
 
     @compiling.untraced
     def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
-        call = tensors.turns.next(module)
+        call = tensors.counter.next(module)
         if call is None:
             return
         if is_new(output) and not registry.needs_value:
@@ -138,7 +138,7 @@ class OwnedTensors(Calls):
                 if owner != site:
                     registry.expect(owner, [site])
                 return False
-            registry.expect(site, foreign=foreign(tensor._backward_hooks))
+            registry.expect(site, foreign=foreign_hooks(tensor._backward_hooks))
         gate = registry.hook_for(site)
         self.sites[gate] = site
         if registry.needs_value:

@@ -18,16 +18,19 @@ from gradsurg.transforms.base import Need, Scope
 
 @validated
 class Parameters(ParamSelector):
-    """The parameters whose name fits `pattern`, a glob or `re:`.
+    """The gradients of the parameters whose name fits `pattern`, a glob or `re:`.
 
-    Stages: `backward`, one backward's gradient before it is added to `.grad` (the default of tensor
-    transforms); `accumulating`, the same, after all tensor hooks and only in a backward that adds
-    to `.grad`, not in `autograd.grad`; `accumulated`, the running sum in `.grad` after each
-    backward; `settled`, the same after all post-accumulate hooks; `step`, what the optimizer is
-    about to use, unscaled and accumulated (the default of group transforms). `types` is a pattern
-    on the class of the module it belongs to; `depth`, `index`, `ndim` and `size` (its number of
-    entries) are a number or a lowest and a highest. A tied parameter is one site with several
-    names; a frozen one is left out, and the ledger says so.
+    Stages: `backward`, the gradient of one backward pass before it is added to `.grad` (the default
+    of tensor transforms); `accumulating`, the same after all tensor hooks and only in a backward
+    pass that adds to `.grad`, not in `autograd.grad`; `accumulated`, the running sum in `.grad`
+    after each backward pass; `settled`, the same after all post-accumulate hooks; `step`, the
+    unscaled and accumulated gradient that the optimizer is about to use (the default of group
+    transforms).
+
+    `types` is a pattern on the class of the module that owns the parameter; `depth`, `index`,
+    `ndim` and `size` (its number of entries) are a number, or a lowest and a highest. A tied
+    parameter is one site with several names. A frozen parameter is skipped and reported in the
+    ledger.
     """
 
     stages: ClassVar[tuple[Stage, ...]] = (
@@ -52,48 +55,61 @@ class Parameters(ParamSelector):
         registry: HookRegistry,
         stack: ExitStack,
     ) -> None:
-        chosen = expect_params(self, model, registry)
+        params = expect_params(self, model, registry)
         match stage:
             case "backward":
-                hooks = [_weak(param, name, registry) for name, param in chosen.items()]
+                hooks = [
+                    (ref(param), registry.hook_for(name, ref(param)))
+                    for name, param in params.items()
+                ]
 
-                def register(own: ExitStack) -> None:
-                    for held, gate in hooks:
+                def register(removals: ExitStack) -> None:
+                    for held, hook in hooks:
                         param = held()
                         if param is not None:  # it may have left the model
-                            own.callback(param.register_hook(gate).remove)
+                            removals.callback(param.register_hook(hook).remove)
 
                 registry.register(register, stack)
             case "accumulated":
-                for name, param in chosen.items():
-                    gate = _in_place_of_grad(registry.hook_for(name, ref(param)))
-                    stack.callback(param.register_post_accumulate_grad_hook(gate).remove)
+                for name, param in params.items():
+                    hook = _on_grad_attribute(registry.hook_for(name, ref(param)))
+                    stack.callback(param.register_post_accumulate_grad_hook(hook).remove)
             case "accumulating":
-                for name, param in chosen.items():
-                    gate = registry.hook_for(name, ref(param))
-                    node = held_node(name, param, registry)
-                    stack.callback(node.register_prehook(_of_one(gate)).remove)
+                for name, param in params.items():
+                    node = _accumulate_grad_node(name, param, registry)
+                    hook = _node_prehook(registry.hook_for(name, ref(param)))
+                    stack.callback(node.register_prehook(hook).remove)
             case "settled":
                 refuse_averaged("Parameters, stage 'settled'", model, stack)
-                for name, param in chosen.items():
-                    gate = registry.hook_for(name, ref(param))
-                    node = held_node(name, param, registry)
-                    stack.callback(node.register_hook(_settled(gate, ref(param))).remove)
+                for name, param in params.items():
+                    node = _accumulate_grad_node(name, param, registry)
+                    hook = _node_posthook(registry.hook_for(name, ref(param)), ref(param))
+                    stack.callback(node.register_hook(hook).remove)
             case "step":
                 if optimizer is None:
                     raise ValueError("stage 'step' needs the optimizer: attach(model, optimizer)")
-                params = list(chosen.values())
-                check_owned(optimizer, chosen)
-                gate_all = registry.group_hook(list(chosen), [ref(param) for param in params])
-                stack.callback(
-                    optimizer.register_step_pre_hook(_before_step(params, gate_all)).remove
-                )
+                check_in_optimizer(optimizer, params)
+                values = list(params.values())
+                group_hook = registry.group_hook(list(params), [ref(param) for param in values])
+                handle = optimizer.register_step_pre_hook(_before_step(values, group_hook))
+                stack.callback(handle.remove)
             case _:
                 raise AssertionError(stage)
 
 
-def held_node(name: str, param: nn.Parameter, registry: HookRegistry) -> Node:
-    """The AccumulateGrad node of a parameter, kept alive: its hooks would vanish with it."""
+def check_in_optimizer(optimizer: Optimizer, params: Mapping[str, nn.Parameter]) -> None:
+    """Raise ValueError if the optimizer does not hold one of the parameters."""
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    missing = [name for name, param in params.items() if id(param) not in held]
+    if missing:
+        raise ValueError(f"stage 'step': the optimizer does not have {', '.join(missing)}")
+
+
+def _accumulate_grad_node(name: str, param: nn.Parameter, registry: HookRegistry) -> Node:
+    """Return the AccumulateGrad node of a parameter and keep it alive until detach.
+
+    Nothing else holds this node, and its hooks are lost with it.
+    """
     node = get_gradient_edge(param).node
     held = ref(param)
 
@@ -106,47 +122,42 @@ def held_node(name: str, param: nn.Parameter, registry: HookRegistry) -> Node:
             "model.double(), and that is not hooked; convert first, or use stage='backward'"
         )
 
-    registry.check_at_end(check)  # which holds on to the node until then
+    registry.check_at_end(check)  # the closure holds the node
     return node
 
 
-def _weak(
-    param: nn.Parameter, name: str, registry: HookRegistry
-) -> tuple[ref[nn.Parameter], GradFn]:
-    held = ref(param)
-    return held, registry.hook_for(name, held)
-
-
-def _of_one(gate: GradFn) -> Callable[[Sequence[Tensor | None]], tuple[Tensor | None, ...] | None]:
-    def hook(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...] | None:
-        result = gate(grads[0])
+def _node_prehook(
+    hook: GradFn,
+) -> Callable[[Sequence[Tensor | None]], tuple[Tensor | None, ...] | None]:
+    def prehook(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...] | None:
+        result = hook(grads[0])
         return None if result is None else (result,)
 
-    return hook
+    return prehook
 
 
-def _settled(gate: GradFn, param: ref[nn.Parameter]) -> Callable[..., None]:
-    def hook(grads: Sequence[Tensor], incoming: Sequence[Tensor | None]) -> None:
-        held = param()
-        if held is not None:
-            result = gate(held.grad)
+def _node_posthook(hook: GradFn, held: ref[nn.Parameter]) -> Callable[..., None]:
+    def posthook(grads: Sequence[Tensor], incoming: Sequence[Tensor | None]) -> None:
+        param = held()
+        if param is not None:
+            result = hook(param.grad)
             if result is not None:
-                held.grad = result
+                param.grad = result
 
-    return hook
+    return posthook
 
 
-def _in_place_of_grad(gate: GradFn) -> Callable[[Tensor], None]:
-    def hook(param: Tensor) -> None:
-        result = gate(param.grad)
+def _on_grad_attribute(hook: GradFn) -> Callable[[Tensor], None]:
+    def replace_grad(param: Tensor) -> None:
+        result = hook(param.grad)
         if result is not None:
             param.grad = result
 
-    return hook
+    return replace_grad
 
 
-def _before_step(params: Sequence[nn.Parameter], gate_all: GroupFn) -> Callable[..., None]:
-    """The hook before a step. It dies with the block, so it may hold the parameters."""
+def _before_step(params: Sequence[nn.Parameter], group_hook: GroupFn) -> Callable[..., None]:
+    """Return the optimizer's pre-step hook. It is removed on detach, so it may hold parameters."""
 
     def hook(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if kwargs.get("closure") is not None or any(callable(arg) for arg in args[1:]):
@@ -161,17 +172,9 @@ def _before_step(params: Sequence[nn.Parameter], gate_all: GroupFn) -> Callable[
                 "call scaler.unscale_(optimizer) before scaler.step(optimizer)"
             )
         grads = [param.grad for param in params]
-        results = gate_all(grads)
+        results = group_hook(grads)
         if results is not grads:
             for param, result in zip(params, results, strict=True):
                 param.grad = result
 
     return hook
-
-
-def check_owned(optimizer: Optimizer, chosen: Mapping[str, nn.Parameter]) -> None:
-    """Refuse parameters that the optimizer does not have."""
-    owned = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    strangers = [name for name, param in chosen.items() if id(param) not in owned]
-    if strangers:
-        raise ValueError(f"stage 'step': the optimizer does not have {', '.join(strangers)}")

@@ -15,9 +15,16 @@ from gradsurg.plugins.fields import Contradiction, SelectionError, validated
 from gradsurg.sites._tensor_origins import Sort, Sorts
 from gradsurg.sites.base import HookRegistry, Place, PlaceTest, SiteHook, Stage
 from gradsurg.sites.call_tracker import Calls
-from gradsurg.sites.graph_tracer import Graph, Spot, Tracer, around, plain
+from gradsurg.sites.graph_tracer import CallGraph, NodePlace, Tracer, around, plain
 from gradsurg.sites.nodes import fits
-from gradsurg.sites.selection import Chosen, ModuleSelector, Pattern, names_of, possible
+from gradsurg.sites.selection import (
+    ModuleSelector,
+    Pattern,
+    SiteIds,
+    candidates,
+    described,
+    names_of,
+)
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Scope
 
@@ -139,12 +146,12 @@ class SavedTensors(ModuleSelector):
     def _hook_modules(self, model: nn.Module, registry: HookRegistry, stack: ExitStack) -> None:
         sorts = Sorts(model, stack)
         wanted = _wanted(self.of, sorts)
-        calls = Saving(names_of(model), self.chosen(registry), registry, sorts, wanted)
+        calls = Saving(names_of(model), self.site_ids(registry), registry, sorts, wanted)
         stack.callback(calls.end)
         calls.hook(model, stack)
         enter = compiling.untraced(calls.enter, calls.enter_compiled)
         leave = compiling.untraced(calls.leave)
-        for module in self.hookable(calls.names, registry):
+        for module in self.expect_modules(calls.names, registry):
             stack.callback(module.register_forward_pre_hook(enter).remove)
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
 
@@ -152,20 +159,20 @@ class SavedTensors(ModuleSelector):
         named = names_of(model)
         places = [
             Place(self.mechanism, name, module)
-            for module, names in possible(named, self.mechanism, registry.selects).items()
+            for module, names in candidates(named, self.mechanism, registry.selects).items()
             for name in names
         ]
         sorts = Sorts(model, stack)
         wanted = _wanted(self.of, sorts)
         on_the_way = _wanted(self.of, sorts, "parameter")
         met = False
-        known: dict[Spot, bool] = {}
+        known: dict[NodePlace, bool] = {}
 
         @cache
         def named_so(node: str) -> bool:
             return any(registry.selects(replace(place, node=node)) is not False for place in places)
 
-        def take(graph: Graph) -> None:
+        def take(graph: CallGraph) -> None:
             nonlocal met
             sorts.look()
             for node, spot in graph.nodes(named_so):
@@ -175,30 +182,30 @@ class SavedTensors(ModuleSelector):
                     met = True
                     makes = sorts.makes(spot.call.module)
                     _hook_node(node, spot, on_the_way if makes else wanted, registry)
-            if not met and graph.whole and not graph.empty and not graph.hides():
+            if not met and graph.whole and not graph.empty and not graph.hides_nodes():
                 raise self._nothing(graph)
 
         chosen = {place.thing for place in places if isinstance(place.thing, nn.Module)}
         Tracer().follow(model, around(named, chosen, inside=True), take, stack)
 
-    def _nothing(self, graph: Graph) -> SelectionError:
+    def _nothing(self, graph: CallGraph) -> SelectionError:
         names = sorted({plain(spot.name).removesuffix("Backward") for _, spot in graph.nodes()})
         return SelectionError(
             self,
             "node",
-            f"no node of '{self.said()}' is selected by node='{self.node}'. "
+            f"no node of '{described(self)}' is selected by node='{self.node}'. "
             f"The model's are: {', '.join(names)}."
             + " What is compiled runs as one node."
             * ("CompiledFunction" in names),
         )
 
-    def _place(self, spot: Spot) -> Place:
+    def _place(self, spot: NodePlace) -> Place:
         call = spot.call
         where = self.mechanism, call.name, call.module, call.number, spot.name, spot.occurrence
         return Place(*where, whole=True)
 
 
-def _hook_node(node: Node, spot: Spot, wanted: Wanted, registry: HookRegistry) -> None:
+def _hook_node(node: Node, spot: NodePlace, wanted: Wanted, registry: HookRegistry) -> None:
     """Put a pair of hooks on all that a node has saved and that is wanted."""
     for name, saved, read in saved_by(node):
         data = saved.data
@@ -247,7 +254,7 @@ class Saving(Calls):
     def __init__(
         self,
         names: dict[nn.Module, list[str]],
-        chosen: Chosen,
+        chosen: SiteIds,
         registry: HookRegistry,
         sorts: Sorts,
         wanted: Wanted,
@@ -256,7 +263,7 @@ class Saving(Calls):
         self.registry = registry
         self.sorts = sorts
         self.wanted = wanted
-        self.chosen = chosen
+        self.site_ids = chosen
         self.open: list[_Open] = []
 
     def begin(self) -> None:
@@ -270,7 +277,7 @@ class Saving(Calls):
     def enter(self, module: nn.Module, args: tuple[object, ...]) -> None:
         # A recomputation takes what its checkpoint has been given of the forward.
         call = self.next(module)
-        base = None if call is None else self.chosen(module, call)
+        base = None if call is None else self.site_ids(module, call)
         if base is None:
             return
         if not torch.is_grad_enabled():

@@ -1,7 +1,7 @@
 """Select modules and parameters by name, class, position and shape."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -14,9 +14,16 @@ from gradsurg.plugins.fields import SelectionError, nearest, validated
 from gradsurg.sites.base import HookRegistry, Place, PlaceTest, Selector, Stage
 from gradsurg.torch_internals import autograd
 
+ROOT = "root"  # the name of the model itself
+COMPILED = "_orig_mod"  # the attribute under which torch.compile keeps the original module
+HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+SiteIds = Callable[[nn.Module, tuple[str, int]], str | None]
+"""Returns the site id of a module's call, given as name and index; None if it is not selected."""
+
 
 def _check_pattern(pattern: str) -> str:
-    """Refuse an empty pattern and a regex that does not compile."""
+    """Refuse an empty pattern and an invalid regular expression."""
     if not pattern:
         raise ValueError("must not be empty")
     if pattern.startswith("re:"):
@@ -27,63 +34,13 @@ def _check_pattern(pattern: str) -> str:
     return pattern
 
 
-def _type_name(given: Any) -> str:  # Any: pydantic has not looked yet
+def _type_name(given: Any) -> str:  # Any: not validated yet
     if not isinstance(given, str | type):
         raise ValueError("must be a string or a class")
     return _check_pattern(given.__name__ if isinstance(given, type) else given)
 
 
-Pattern = Annotated[str, AfterValidator(_check_pattern)]
-"""A pattern on names, as `matches` reads it."""
-
-Types = Annotated[str | type[Any], BeforeValidator(_type_name)]
-"""A glob or `re:` on a class's name or that of one of its bases; a class becomes its name."""
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Whether `name` fits a glob (`layer1.*`, `*` crosses dots) or, whole, a regex (`re:...`)."""
-    if pattern == "*":
-        return True
-    if pattern.startswith("re:"):
-        return re.fullmatch(pattern[3:], name) is not None
-    return fnmatchcase(name, pattern)
-
-
-def matches_type(module: nn.Module | None, types: Types) -> bool:
-    """Whether the class of a module, or a base of it below nn.Module, fits the pattern."""
-    if types == "*":
-        return True
-    pattern = _type_name(types)
-    bases = [base for base in type(module).__mro__ if base not in nn.Module.__mro__]
-    return any(matches(base.__name__, pattern) for base in bases)
-
-
-def nothing_matched(
-    selector: object, field: str, pattern: str, names: Iterable[str]
-) -> SelectionError:
-    """Return the error for a selector whose `field` matches none of `names`, which it lists."""
-    choices = list(names)
-    # A glob stands for a prefix, as 'hiden.*': the nearest prefix is what was meant.
-    literal = pattern.removeprefix("re:").strip("*.")
-    parts = [name.split(".") for name in choices]
-    prefixes = {".".join(part[:size]) for part in parts for size in range(1, len(part) + 1)}
-    close = get_close_matches(literal, sorted(prefixes), n=1, cutoff=0.6)
-    listed = nearest(pattern, choices)
-    if close and literal != pattern:
-        listed = listed.split(" Did you mean")[0]
-        listed += f" Did you mean '{pattern.replace(literal, close[0])}'?"
-    return SelectionError(selector, field, f"nothing matches '{pattern}'. {listed}")
-
-
-ROOT = "root"  # what the model itself goes by
-COMPILED = "_orig_mod"  # what torch.compile calls a module inside the one that it makes of it
-TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-Chosen = Callable[[nn.Module, tuple[str, int]], str | None]
-"""The site id of a module's call, None if it is not selected."""
-
-
-def _range(given: Any) -> tuple[int, int]:  # Any: pydantic refuses what is no numbers
+def _range(given: Any) -> tuple[int, int]:  # Any: not validated yet
     bounds = (given, given) if type(given) is int else given
     match bounds:
         case [int(low), int(high)] if 0 <= low <= high and bool not in map(type, bounds):
@@ -92,20 +49,27 @@ def _range(given: Any) -> tuple[int, int]:  # Any: pydantic refuses what is no n
             raise ValueError("must be a number >= 0 or two of them, low and high")
 
 
+Pattern = Annotated[str, AfterValidator(_check_pattern)]
+"""A pattern on names: a glob or `re:` and a regular expression (see `matches`)."""
+
+Types = Annotated[str | type[Any], BeforeValidator(_type_name)]
+"""A pattern on the name of a class or of one of its bases; a class stands for its name."""
+
 Range = Annotated[int | tuple[int, int], BeforeValidator(_range)]
-"""A number, or the lowest and the highest, which is what it becomes."""
+"""A number, or the lowest and highest allowed; stored as the latter."""
 
 
 @validated
 class ModuleSelector(Selector):
     """The modules whose name fits `pattern`, a glob or `re:`.
 
-    `types` is a pattern on the class's name or on that of a base class (or the class itself);
-    `depth` counts the parts of the name (children of the model have 1, the model itself 0), `index`
-    is the number in the name's last numbered part, as the place in a Sequential; each is a number
-    or a lowest and a highest. `call` picks one call, counted from 0 within one call of the model. A
-    module with several names answers to each: its calls take its names in turn. The model itself is
-    `root`, which a pattern has to spell out unless the model has no modules inside.
+    `types` is a pattern on the name of the class or of a base class (or the class itself). `depth`
+    is the number of parts of the name: 1 for children of the model, 0 for the model. `index` is the
+    last number in the name, as the position in a Sequential. Each is a number, or a lowest and a
+    highest. `call` picks one call, counted from 0 within one call of the model.
+
+    A module with several names can be selected by each; its calls take the names in turn. The model
+    itself is `root`, which a pattern must spell out unless the model has no submodules.
     """
 
     pattern: Pattern = "*"
@@ -121,8 +85,8 @@ class ModuleSelector(Selector):
             and matches(place.name, self.pattern)
             and self.offers(place)
             and matches_type(place.thing, self.types)
-            and within(depth(place.name), self.depth)
-            and within(index(place.name), self.index)
+            and _in_range(_depth(place.name), self.depth)
+            and _in_range(_index(place.name), self.index)
         ):
             return False
         if self.call is None:
@@ -132,135 +96,49 @@ class ModuleSelector(Selector):
     def offers(self, place: Place) -> bool:
         module = place.thing
         if not isinstance(module, nn.Module) or type(module).forward is nn.Module.forward:
-            return False  # a ModuleList, as it were: nobody calls it
+            return False  # a container such as ModuleList, which is never called
         return place.name != ROOT or self.pattern == ROOT or not any(module.children())
 
     def find(self, model: nn.Module, test: PlaceTest | None = None) -> list[str]:
-        test = test or self.selects
         named = names_of(model)
-        found = [name for names in possible(named, self.mechanism, test).values() for name in names]
-        if not found:
-            named_so = [
-                module
-                for module, own in named.items()
-                if any(matches(name, self.pattern) for name in own)
-            ]
-            types = sorted({type(module).__name__ for module in named_so})
-            if named_so and not any(matches_type(module, self.types) for module in named_so):
-                raise nothing_matched(self, "types", str(self.types), types)
-            choices = [name for names in named.values() for name in names if name != ROOT]
-            raise nothing_matched(self, _asked_field(self), self.said(), choices)
-        return found
+        selected = candidates(named, self.mechanism, test or self.selects)
+        if selected:
+            return [name for names in selected.values() for name in names]
+        by_name = [
+            module
+            for module, names in named.items()
+            if any(matches(name, self.pattern) for name in names)
+        ]
+        if by_name and not any(matches_type(module, self.types) for module in by_name):
+            types = sorted({type(module).__name__ for module in by_name})
+            raise nothing_matched(self, "types", str(self.types), types)
+        choices = [name for names in named.values() for name in names if name != ROOT]
+        raise nothing_matched(self, _selecting_field(self), described(self), choices)
 
-    def hookable(
-        self, named: Mapping[nn.Module, Sequence[str]], registry: HookRegistry, tail: str = ""
+    def expect_modules(
+        self, named: Mapping[nn.Module, Sequence[str]], registry: HookRegistry, suffix: str = ""
     ) -> list[nn.Module]:
-        """The modules that may be selected, their sites put into the ledger; ids end in `tail`."""
-        found = possible(named, self.mechanism, registry.selects)
-        for module, names in found.items():
-            others = foreign(*(table for key, table in vars(module).items() if key in TABLES))
-            # Under its other names it may be called or not: that is seen when it is.
+        """Return the modules that may be selected, after entering their sites into the ledger.
+
+        `suffix` is the end of their site ids.
+        """
+        selected = candidates(named, self.mechanism, registry.selects)
+        for module, names in selected.items():
+            tables = (table for key, table in vars(module).items() if key in HOOK_TABLES)
+            # Only the first name is certain to be called; the others are entered at their call.
             first = Place(self.mechanism, names[0], module, 0)
-            # In a combination others may take the first call of a module.
+            # In a combination another part may select call 0 of the module.
             call = self.call if self.call and registry.selects(first) is False else 0
-            registry.expect(f"{names[0]}#{call}{tail}", foreign=others)
-        return list(found)
+            registry.expect(f"{names[0]}#{call}{suffix}", foreign=foreign_hooks(*tables))
+        return list(selected)
 
-    def chosen(self, registry: HookRegistry, tail: str = "") -> Chosen:
-        """A memory of which calls are selected, and of the ids of their sites."""
-        return remembered(self.mechanism, registry, {}, tail)
-
-    def said(self) -> str:
-        """What was asked for, for an error."""
-        asked = {
-            "types": self.types if self.types != "*" else None,
-            "depth": self.depth,
-            "index": self.index,
-        }
-        extra = ", ".join(f"{key}={value}" for key, value in asked.items() if value is not None)
-        return f"{self.pattern}' with '{extra}" if extra else self.pattern
-
-
-def possible(
-    named: Mapping[nn.Module, Sequence[str]], mechanism: tuple[object, ...], test: PlaceTest
-) -> dict[nn.Module, list[str]]:
-    """The modules that may be selected, each with the names by which it may be."""
-    found = {
-        module: [name for name in names if test(Place(mechanism, name, module)) is not False]
-        for module, names in named.items()
-    }
-    return {module: names for module, names in found.items() if names}
-
-
-def remembered(
-    mechanism: tuple[object, ...],
-    registry: HookRegistry,
-    known: MutableMapping[nn.Module, dict[tuple[str, int], str | None]],
-    tail: str = "",
-) -> Chosen:
-    """A memory, in `known`, of which calls are selected, and of the ids of their sites."""
-
-    def chosen(module: nn.Module, call: tuple[str, int]) -> str | None:
-        own = known.get(module)
-        if own is None:
-            own = known[module] = {}
-        if call not in own:
-            name, number = call
-            kept = registry.selects(Place(mechanism, name, module, number, whole=True))
-            own[call] = f"{name}#{number}{tail}" if kept else None
-            if not kept:
-                registry.forget(f"{name}#{number}{tail}")
-        return own[call]
-
-    return chosen
-
-
-def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """Every module with all its names; the model's own is `root`.
-
-    What torch.compile puts around a module is left out, and the module has its name.
-    """
-    names: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if COMPILED not in module._modules:
-            names.setdefault(module, []).append(own_name(name) or ROOT)
-    return names
-
-
-def params_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Every parameter by each of its names."""
-    named = model.named_parameters(remove_duplicate=False)
-    return {own_name(name): param for name, param in named}
-
-
-def own_name(name: str) -> str:
-    """The name of a module or a parameter without what torch.compile has put into it."""
-    if COMPILED not in name:
-        return name
-    return ".".join(part for part in name.split(".") if part != COMPILED)
-
-
-def depth(name: str) -> int:
-    """How many parts a name has; the model's own has none."""
-    return 0 if name == ROOT else len(name.split("."))
-
-
-def index(name: str) -> int | None:
-    """The number in the last numbered part of a name."""
-    numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)
-    return int(numbers[-1]) if numbers else None
-
-
-def within(number: int | None, bounds: Range | None) -> bool:
-    """Whether a number is inside its bounds; no bounds hold it all."""
-    if bounds is None or number is None:
-        return bounds is None
-    low, high = _range(bounds)
-    return low <= number <= high
+    def site_ids(self, registry: HookRegistry, suffix: str = "") -> SiteIds:
+        """Return a cached function from the calls of modules to site ids."""
+        return site_ids(self.mechanism, registry, {}, suffix)
 
 
 class ParamFields(Protocol):
-    """The fields that parameters are selected by."""
+    """The fields that select parameters."""
 
     @property
     def pattern(self) -> str: ...
@@ -282,8 +160,9 @@ class ParamFields(Protocol):
 class ParamSelector(Selector):
     """The parameters whose name fits `pattern`, a glob or `re:`.
 
-    `types` is a pattern on the class of the module it belongs to; `depth`, `index`, `ndim` and
-    `size` (its number of entries) are a number or a lowest and a highest.
+    `types` is a pattern on the class of the module that owns the parameter. `depth` and `index`
+    describe the name of that module as for `ModuleSelector`, `ndim` and `size` (the number of
+    entries) the parameter; each is a number, or a lowest and a highest.
     """
 
     pattern: Pattern = "*"
@@ -297,113 +176,232 @@ class ParamSelector(Selector):
     known_before_forward: ClassVar[bool] = True
 
     def selects(self, place: Place) -> bool | None:
-        return place.mechanism == self.mechanism and chooses(self, place)
+        return place.mechanism == self.mechanism and fits_param(self, place)
 
     def find(self, model: nn.Module, test: PlaceTest | None = None) -> list[str]:
-        return found(self, model, test or self.selects)
+        return find_params(self, model, test or self.selects)
 
 
-def chooses(fields: ParamFields, place: Place) -> bool:
-    """Whether a parameter fits the fields, under one of its names."""
-    return any(_fits(fields, own) for own in (place, *place.aliases))
-
-
-def _fits(fields: ParamFields, place: Place) -> bool:
-    param = place.thing
-    owner = place.name.rpartition(".")[0] or ROOT
-    return (
-        isinstance(param, Tensor)
-        and matches(place.name, fields.pattern)
-        and matches_type(place.owner, fields.types)
-        and within(depth(owner), fields.depth)
-        and within(index(place.name), fields.index)
-        and within(param.ndim, fields.ndim)
-        and within(param.numel(), fields.size)
-    )
-
-
-def selected_params(
-    fields: ParamFields, model: nn.Module, test: PlaceTest
-) -> list[tuple[nn.Parameter, list[str]]]:
-    """Each parameter that is kept, once, with all its names."""
-    chosen = []
-    for param, own in owned_params(model).items():
-        first, *others = (
-            Place(fields.mechanism, name, param, owner=owner, whole=True) for name, owner in own
-        )
-        if test(replace(first, aliases=tuple(others))):
-            chosen.append((param, [name for name, _ in own]))
-    return chosen
-
-
-def owned_params(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module]]]:
-    """Every parameter with all its names and the module that has it by that name."""
-    names: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for own, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            name = own_name(f"{prefix}.{own}" if prefix else own)
-            names.setdefault(param, []).append((name, module))
-    return names
-
-
-def found(fields: ParamFields, model: nn.Module, test: PlaceTest) -> list[str]:
-    """The first name of each trainable parameter that is kept. Raises LookupError if none is."""
-    chosen = selected_params(fields, model, test)
-    if not chosen:
-        raise nothing_matched(fields, _asked_field(fields), _said(fields), params_of(model))
-    if not any(param.requires_grad for param, _ in chosen):
-        frozen = ", ".join(names[0] for _, names in chosen)
+def find_params(fields: ParamFields, model: nn.Module, test: PlaceTest) -> list[str]:
+    """Return the first name of each selected trainable parameter; LookupError if there is none."""
+    selected = selected_params(fields, model, test)
+    if not selected:
+        choices = params_of(model)
+        raise nothing_matched(fields, _selecting_field(fields), described(fields), choices)
+    trainable = [names[0] for param, names in selected if param.requires_grad]
+    if not trainable:
+        frozen = ", ".join(names[0] for _, names in selected)
         raise SelectionError(
             fields, "pattern", f"all that '{fields.pattern}' matches is frozen: {frozen}"
         )
-    return [names[0] for param, names in chosen if param.requires_grad]
-
-
-def _asked_field(fields: Any) -> str:  # Any: a selector of modules or of parameters
-    """Return the field that selects, `pattern` if several do."""
-    names = ("types", "depth", "index", "ndim", "size")
-    asked = [name for name in names if getattr(fields, name, None) not in (None, "*")]
-    return asked[0] if len(asked) == 1 and fields.pattern == "*" else "pattern"
-
-
-def _said(fields: ParamFields) -> str:
-    """What was asked for, for an error."""
-    asked = {key: getattr(fields, key) for key in ("types", "depth", "index", "ndim", "size")}
-    extra = ", ".join(f"{key}={value}" for key, value in asked.items() if value not in (None, "*"))
-    return f"{fields.pattern}' with '{extra}" if extra else fields.pattern
+    return trainable
 
 
 def expect_params(
     fields: ParamFields, model: nn.Module, registry: HookRegistry
 ) -> dict[str, nn.Parameter]:
-    """The parameters that are kept, by name, their sites put into the ledger."""
-    chosen: dict[str, nn.Parameter] = {}
+    """Return the selected trainable parameters by name, after entering them into the ledger."""
+    params: dict[str, nn.Parameter] = {}
     for param, (name, *aliases) in selected_params(fields, model, registry.selects):
-        skipped = "" if param.requires_grad else "frozen"
         tables = param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)
-        registry.expect(name, aliases, skipped, foreign(*tables))
-        if not skipped:
-            if autograd.is_sharded(param):
-                raise TypeError(
-                    f"{type(fields).__name__}: parameter '{name}' is a DTensor, as fully_shard "
-                    "makes it: autograd computes with another tensor in its place, and a transform "
-                    "would see one shard of it. Use Outputs, Inputs or Nodes."
-                )
-            chosen[name] = param
-    return chosen
+        skipped = "" if param.requires_grad else "frozen"
+        registry.expect(name, aliases, skipped, foreign_hooks(*tables))
+        if skipped:
+            continue
+        if autograd.is_sharded(param):
+            raise TypeError(
+                f"{type(fields).__name__}: parameter '{name}' is a DTensor, as fully_shard "
+                "makes it: autograd computes with another tensor in its place, and a transform "
+                "would see one shard of it. Use Outputs, Inputs or Nodes."
+            )
+        params[name] = param
+    return params
 
 
-def foreign(*tables: object) -> list[str]:
-    """The names of the hooks in PyTorch's hook tables that are not gradsurg's own."""
-    return [
-        f"{module}.{getattr(hook, '__qualname__', type(hook).__qualname__)}"
-        for module, hook in _hooks(tables)
-        if module.partition(".")[0] != "gradsurg"
-    ]
+def selected_params(
+    fields: ParamFields, model: nn.Module, test: PlaceTest
+) -> list[tuple[nn.Parameter, list[str]]]:
+    """Return each selected parameter once, frozen ones too, with all its names."""
+    selected = []
+    for param, owners in owned_params(model).items():
+        first, *others = (
+            Place(fields.mechanism, name, param, owner=owner, whole=True) for name, owner in owners
+        )
+        if test(replace(first, aliases=tuple(others)) if others else first):
+            selected.append((param, [name for name, _ in owners]))
+    return selected
 
 
-def _hooks(tables: Iterable[object]) -> Iterator[tuple[str, object]]:
-    for table in tables:
-        for hook in list(table.values()) if isinstance(table, dict) else []:
-            hook = getattr(hook, "func", hook)  # of a partial
-            yield getattr(hook, "__module__", None) or type(hook).__module__, hook
+def fits_param(fields: ParamFields, place: Place) -> bool:
+    """Return whether a parameter fits the fields under one of its names."""
+    param = place.thing
+    if not isinstance(param, Tensor):
+        return False
+    for own in (place, *place.aliases):
+        if (
+            (fields.pattern == "*" or matches(own.name, fields.pattern))
+            and (fields.types == "*" or matches_type(own.owner, fields.types))
+            and (fields.depth is None or _in_range(_depth(_owner_name(own.name)), fields.depth))
+            and (fields.index is None or _in_range(_index(own.name), fields.index))
+            and (fields.ndim is None or _in_range(param.ndim, fields.ndim))
+            and (fields.size is None or _in_range(param.numel(), fields.size))
+        ):
+            return True
+    return False
+
+
+def candidates(
+    named: Mapping[nn.Module, Sequence[str]], mechanism: tuple[object, ...], test: PlaceTest
+) -> dict[nn.Module, list[str]]:
+    """Return the modules that may be selected, each with the names by which it may be."""
+    selected = {
+        module: [name for name in names if test(Place(mechanism, name, module)) is not False]
+        for module, names in named.items()
+    }
+    return {module: names for module, names in selected.items() if names}
+
+
+def site_ids(
+    mechanism: tuple[object, ...],
+    registry: HookRegistry,
+    known: MutableMapping[nn.Module, dict[tuple[str, int], str | None]],
+    suffix: str = "",
+) -> SiteIds:
+    """Return a function from the calls of modules to site ids, cached in `known`."""
+
+    def site_id(module: nn.Module, call: tuple[str, int]) -> str | None:
+        calls = known.get(module)
+        if calls is None:
+            calls = known[module] = {}
+        if call not in calls:
+            name, number = call
+            selected = registry.selects(Place(mechanism, name, module, number, whole=True))
+            calls[call] = f"{name}#{number}{suffix}" if selected else None
+            if not selected:
+                registry.forget(f"{name}#{number}{suffix}")
+        return calls[call]
+
+    return site_id
+
+
+def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Return every module with all its names; the model itself is `root`.
+
+    The wrapper that torch.compile puts around a module is left out.
+    """
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if COMPILED not in module._modules:
+            names.setdefault(module, []).append(uncompiled_name(name) or ROOT)
+    return names
+
+
+def params_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return every parameter under each of its names."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {uncompiled_name(name): param for name, param in named}
+
+
+def owned_params(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module]]]:
+    """Return every parameter with all its names and the module that owns it under each."""
+    names: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, param in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
+            full = uncompiled_name(name) if COMPILED in name else name
+            names.setdefault(param, []).append((full, module))
+    return names
+
+
+def uncompiled_name(name: str) -> str:
+    """Return the name of a module or parameter without the parts added by torch.compile."""
+    if COMPILED not in name:
+        return name
+    return ".".join(part for part in name.split(".") if part != COMPILED)
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Return whether a name fits a glob (`layer1.*`; `*` also crosses dots) or `re:` and a regular
+    expression for the full name.
+    """
+    if pattern == "*":
+        return True
+    if pattern.startswith("re:"):
+        return re.fullmatch(pattern[3:], name) is not None
+    return fnmatchcase(name, pattern)
+
+
+def matches_type(module: nn.Module | None, types: Types) -> bool:
+    """Return whether the class of a module, or a base of it below nn.Module, fits the pattern."""
+    if types == "*":
+        return True
+    pattern = _type_name(types)
+    bases = [base for base in type(module).__mro__ if base not in nn.Module.__mro__]
+    return any(matches(base.__name__, pattern) for base in bases)
+
+
+def foreign_hooks(*tables: object) -> list[str]:
+    """Return the names of the hooks in PyTorch's hook tables that gradsurg did not register."""
+    hooks = [hook for table in tables if isinstance(table, dict) for hook in list(table.values())]
+    names = []
+    for hook in hooks:
+        hook = getattr(hook, "func", hook)  # of a partial
+        module = getattr(hook, "__module__", None) or type(hook).__module__
+        if module.partition(".")[0] != "gradsurg":
+            names.append(f"{module}.{getattr(hook, '__qualname__', type(hook).__qualname__)}")
+    return names
+
+
+def nothing_matched(
+    selector: object, field: str, pattern: str, names: Iterable[str]
+) -> SelectionError:
+    """Return the error for a selector whose `field` matches none of `names`, which it lists."""
+    choices = list(names)
+    # The literal part of a glob such as 'hiden.*' is compared with all prefixes of the names.
+    literal = pattern.removeprefix("re:").strip("*.")
+    parts = [name.split(".") for name in choices]
+    prefixes = {".".join(part[:size]) for part in parts for size in range(1, len(part) + 1)}
+    close = get_close_matches(literal, sorted(prefixes), n=1, cutoff=0.6)
+    listed = nearest(pattern, choices)
+    if close and literal != pattern:
+        listed = listed.split(" Did you mean")[0]
+        listed += f" Did you mean '{pattern.replace(literal, close[0])}'?"
+    return SelectionError(selector, field, f"nothing matches '{pattern}'. {listed}")
+
+
+def described(selector: Any) -> str:  # Any: a selector of modules or of parameters
+    """Return the pattern and the other selecting fields, for an error that quotes the pattern."""
+    extra = ", ".join(f"{name}={getattr(selector, name)}" for name in _asked(selector))
+    return f"{selector.pattern}' with '{extra}" if extra else selector.pattern
+
+
+def _selecting_field(selector: Any) -> str:  # Any: a selector of modules or of parameters
+    """Return the only field that selects; `pattern` if several do."""
+    asked = _asked(selector)
+    return asked[0] if len(asked) == 1 and selector.pattern == "*" else "pattern"
+
+
+def _asked(selector: Any) -> list[str]:
+    """Return the names of the fields besides the pattern that are not at their default."""
+    names = ("types", "depth", "index", "ndim", "size")
+    return [name for name in names if getattr(selector, name, None) not in (None, "*")]
+
+
+def _owner_name(param: str) -> str:
+    return param.rpartition(".")[0] or ROOT
+
+
+def _depth(name: str) -> int:
+    return 0 if name == ROOT else len(name.split("."))
+
+
+def _index(name: str) -> int | None:
+    """Return the number in the last numeric part of a name."""
+    numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)
+    return int(numbers[-1]) if numbers else None
+
+
+def _in_range(number: int | None, bounds: Range | None) -> bool:
+    if bounds is None or number is None:
+        return bounds is None
+    low, high = _range(bounds)
+    return low <= number <= high

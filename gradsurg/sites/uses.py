@@ -21,7 +21,7 @@ from gradsurg.sites.base import (
     SiteHook,
     Stage,
 )
-from gradsurg.sites.graph_tracer import Edge, Graph, Tracer, around
+from gradsurg.sites.graph_tracer import CallGraph, Edge, Tracer, around
 from gradsurg.sites.nodes import posthook
 from gradsurg.sites.selection import ROOT, Pattern, matches, names_of, nothing_matched, params_of
 from gradsurg.torch_internals import autograd
@@ -153,7 +153,7 @@ class _Take:
         self.met: set[str] = set()
         self.told: set[str] = set()
 
-    def __call__(self, graph: Graph) -> None:
+    def __call__(self, graph: CallGraph) -> None:
         if graph.empty:
             return
         tensors = self._tensors(graph)
@@ -167,7 +167,7 @@ class _Take:
         for node, pairs in hooks.items():
             node.register_hook(posthook(pairs))
         found = {used.site: counts[edge] for edge, owners in tensors.items() for used in owners}
-        if not hooks and not self.met and graph.whole and not graph.hides():
+        if not hooks and not self.met and graph.whole and not graph.hides_nodes():
             raise self._nothing(found)
         for used in (used for owners in tensors.values() for used in owners):
             if used.site in self.told:
@@ -177,7 +177,7 @@ class _Take:
             elif graph.whole:
                 self._leave_out(used, NO_USE)
 
-    def _tensors(self, graph: Graph) -> dict[Edge, list[Used]]:
+    def _tensors(self, graph: CallGraph) -> dict[Edge, list[Used]]:
         """The tensors whose uses are looked for, each by its edge with all that it goes by."""
         tensors: dict[Edge, list[Used]] = {}
         mechanism = self.selector.mechanism

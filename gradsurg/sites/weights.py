@@ -1,4 +1,4 @@
-"""Weights: the parameters' values themselves."""
+"""Weights: the values of the parameters."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -10,27 +10,27 @@ from torch.optim import Optimizer
 
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import HookRegistry, Stage
-from gradsurg.sites.parameters import check_owned
+from gradsurg.sites.parameters import check_in_optimizer
 from gradsurg.sites.selection import ParamSelector, expect_params
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Scope
 
-CLOCK = "gradsurg.surgery.surgery"  # where the hook is made that counts an optimizer's steps
+CLOCK = "gradsurg.surgery.surgery"  # the module that defines the hook that counts optimizer steps
 
 
 @validated
 class Weights(ParamSelector):
     """The values of the parameters whose name fits `pattern`, a glob or `re:`.
 
-    Stages: `step`, what the optimizer has left after each of its steps (the default), to project,
-    clip or decay; `forward`, before each call of the model in training mode. They are selected as
-    `Parameters` are; a frozen parameter is left out, and the ledger says so. Where a `GradScaler`
-    skips a step, nothing is edited. At stage `forward` a forward whose backward comes after the
-    next forward is refused by PyTorch, for its weights have been changed since.
+    Stages: `step`, after each step of the optimizer (the default), to project, clip or decay;
+    `forward`, before each call of the model in training mode. The fields select as those of
+    `Parameters`; a frozen parameter is skipped and reported in the ledger. If a `GradScaler` skips
+    a step, nothing is changed. At stage `forward`, PyTorch raises an error if a second forward runs
+    before the backward of the first, since its weights have changed.
 
-    The parameter is written to in place and stays the object that it was. A new one in its place,
-    `module.weight = nn.Parameter(...)`, would be trained no more: the optimizer keeps the old one,
-    and all hooks stay there. What a transform leaves as it is, is not written to.
+    The parameter is modified in place and stays the same object: the optimizer and all hooks would
+    keep the old one if `module.weight` were replaced by a new `nn.Parameter`. A value that the
+    transform returns unchanged is not written.
     """
 
     stages: ClassVar[tuple[Stage, ...]] = ("step", "forward")
@@ -45,51 +45,51 @@ class Weights(ParamSelector):
         registry: HookRegistry,
         stack: ExitStack,
     ) -> None:
-        chosen = expect_params(self, model, registry)
-        edit = _editor(chosen, registry)
+        params = expect_params(self, model, registry)
+        edit = _editor(params, registry)
         match stage:
             case "step":
                 if optimizer is None:
                     raise ValueError("stage 'step' needs the optimizer: attach(model, optimizer)")
-                check_owned(optimizer, chosen)
+                check_in_optimizer(optimizer, params)
                 handle = optimizer.register_step_post_hook(lambda *_: edit())
-                _clocks_last(optimizer)
+                _move_clocks_last(optimizer)
             case "forward":
-                handle = model.register_forward_pre_hook(_before(edit))
+                handle = model.register_forward_pre_hook(_before_forward(edit))
             case _:
                 raise AssertionError(stage)
         stack.callback(handle.remove)
 
 
-def _clocks_last(optimizer: Optimizer) -> None:
-    """Let the steps be counted after the edit, also where that is added to an open block."""
+def _move_clocks_last(optimizer: Optimizer) -> None:
+    """Count a step after the weights were edited, also if the edit is added to an open surgery."""
     table = vars(optimizer)["_optimizer_step_post_hooks"]
     for key, hook in list(table.items()):
         if getattr(hook, "__module__", "") == CLOCK:
             table.move_to_end(key)
 
 
-def _before(edit: Callable[[], None]) -> Callable[..., None]:
+def _before_forward(edit: Callable[[], None]) -> Callable[..., None]:
     @compiling.untraced
     def hook(module: nn.Module, args: tuple[object, ...]) -> None:
-        # A checkpoint's recomputation needs the weights that its forward had.
+        # The recomputation of a checkpoint needs the weights of its forward.
         if module.training and not autograd.in_backward():
             edit()
 
     return hook
 
 
-def _editor(chosen: Mapping[str, nn.Parameter], registry: HookRegistry) -> Callable[[], None]:
-    """What edits all of them. It dies with the block, so it may hold the parameters."""
-    params = list(chosen.values())
-    gate_all = registry.group_hook(list(chosen), [_nothing] * len(params))
+def _editor(params: Mapping[str, nn.Parameter], registry: HookRegistry) -> Callable[[], None]:
+    """Return a function that edits all parameters. It is dropped on detach, so it may hold them."""
+    held = list(params.values())
+    group_hook = registry.group_hook(list(params), [_no_value] * len(held))
 
     @torch.no_grad()
     def edit() -> None:
-        values = [param.detach() for param in params]
-        results = gate_all(values)
+        values = [param.detach() for param in held]
+        results = group_hook(values)
         changed = False
-        for param, value, result in zip(params, values, results, strict=True):
+        for param, value, result in zip(held, values, results, strict=True):
             if result is not None and result is not value:
                 param.copy_(result.clone() if _overlaps(result, value) else result)
                 changed = True
@@ -99,8 +99,8 @@ def _editor(chosen: Mapping[str, nn.Parameter], registry: HookRegistry) -> Calla
     return edit
 
 
-def _nothing() -> None:
-    """What passes is the value itself."""
+def _no_value() -> None:
+    """Return nothing: the hook receives the value in place of a gradient."""
 
 
 def _overlaps(result: Tensor, value: Tensor) -> bool:

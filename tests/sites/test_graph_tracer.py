@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import gradsurg as gs
 from gradsurg.sites.base import Selector
-from gradsurg.sites.graph_tracer import Graph, Tracer, around, plain
+from gradsurg.sites.graph_tracer import CallGraph, Tracer, around, plain
 from gradsurg.sites.selection import names_of
 from tests.nets import FEATURES, attached, backward, gradients, num_hooks, small
 
@@ -36,12 +36,12 @@ class _Inner(nn.Module):
         return functional.relu(self.linear(x))
 
 
-def _ids(made: Graph) -> list[str]:
+def _ids(made: CallGraph) -> list[str]:
     return [spot.id for _, spot in made.nodes()]
 
 
 def test_every_node_is_told_with_its_innermost_module() -> None:
-    taken: list[Graph] = []
+    taken: list[CallGraph] = []
     model = Functional()
     with ExitStack() as stack:
         Tracer().follow(model, list(model.modules()), taken.append, stack)
@@ -65,7 +65,7 @@ def test_every_node_is_told_with_its_innermost_module() -> None:
 
 
 def test_a_call_is_the_same_object_at_every_step() -> None:
-    taken: list[Graph] = []
+    taken: list[CallGraph] = []
     model = small()
     with ExitStack() as stack:
         Tracer().follow(model, list(model.modules()), taken.append, stack)
@@ -95,7 +95,7 @@ class _Way(nn.Module):
 
 
 def test_a_forward_that_makes_other_nodes_at_the_same_calls_is_told_anew() -> None:
-    taken: list[Graph] = []
+    taken: list[CallGraph] = []
     model = _Way()
     model.inner.forward = lambda x: x * 2
     with ExitStack() as stack:
@@ -123,7 +123,7 @@ def test_a_node_that_is_made_in_another_call_is_told_anew() -> None:
                 return self.inner(x).tanh()
             return self.inner(x.tanh())
 
-    taken: list[Graph] = []
+    taken: list[CallGraph] = []
     model = Moves()
     with ExitStack() as stack:
         Tracer().follow(model, list(model.modules()), taken.append, stack)
@@ -134,7 +134,7 @@ def test_a_node_that_is_made_in_another_call_is_told_anew() -> None:
 
 
 def test_a_forward_without_gradients_is_not_told() -> None:
-    taken: list[Graph] = []
+    taken: list[CallGraph] = []
     model = small()
     with ExitStack() as stack, torch.no_grad():
         Tracer().follow(model, list(model.modules()), taken.append, stack)
@@ -143,7 +143,7 @@ def test_a_forward_without_gradients_is_not_told() -> None:
 
 
 def test_nodes_before_the_first_call_of_interest_are_passed_over() -> None:
-    taken: list[Graph] = []
+    taken: list[CallGraph] = []
     model = small()
     with ExitStack() as stack:
         Tracer().follow(model, list(model.modules()), taken.append, stack, since=[model.act])
@@ -160,7 +160,7 @@ def test_all_overloads_of_a_name_are_told_where_one_is_wanted() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.ops.aten.mul.Scalar(x * x, 3.0).sum()
 
-    taken: list[Graph] = []
+    taken: list[CallGraph] = []
     model = Muls()
     with ExitStack() as stack:
         Tracer().follow(model, [model], taken.append, stack)
