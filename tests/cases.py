@@ -34,7 +34,7 @@ class Row:
 
 def _fed_back(error: float, inputs: int, scale: float) -> list[list[float]]:
     """The row e B, with B as it is drawn for the site of the rows' context."""
-    generator = TransformContext("a.weight").generator(torch.device("cpu"), anew=False)
+    generator = TransformContext("a.weight").generator(torch.device("cpu"), per_call=False)
     weights = torch.rand(inputs, generator=generator)
     return [[error * scale * (2 * own - 1) / inputs**0.5 for own in weights.tolist()]]
 

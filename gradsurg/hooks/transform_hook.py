@@ -52,7 +52,9 @@ class BoundTransform:
         self.slot = session.effects.slot(label, entry)
         self.states = session.states
         self.state = session.states.get(self.key, NO_STATE)
-        self.context = TransformContext(self.key, NO_STEP, seed=session.seed, flow=session.clock)
+        self.context = TransformContext(
+            self.key, NO_STEP, seed=session.seed, backward=session.clock
+        )
         self.set(transform)
 
     def set(self, transform: Transform) -> None:

@@ -1,12 +1,13 @@
-"""Check an aggregator or a transform of your own: which properties hold, and whether it keeps the rules.
+"""Check a transform or an aggregator: its properties, and the rules that each must obey.
 
     from gradsurg.testing import check_aggregator, check_transform
 
     print(check_transform(gs.Clip(0.5)))
     check_aggregator(lambda rows: rows.median(0).values, declared=["homogeneous"])
 
-Both return a table of what holds, with a counterexample where it does not. Both raise an
-AssertionError, one line a fault, if what is declared does not hold or a rule is broken.
+Both return a table of the properties that hold, with a counterexample for those that do not. Both
+raise AssertionError, with one line a fault, if a declared property does not hold or a rule is
+violated.
 """
 
 from gradsurg.testing.aggregators import check_aggregator

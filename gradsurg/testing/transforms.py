@@ -1,15 +1,40 @@
-"""Which properties a transform obeys, and whether it keeps the rules that each must keep."""
+"""`check_transform`: test which properties a transform has and that it obeys all rules."""
 
-from collections.abc import Callable, Collection, Sequence
+import copy
+import pickle
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from random import Random
 from typing import get_args
 
+import torch
 from torch import Tensor
 
-from gradsurg.testing.transform_properties import LAWS, Assertion, draws
-from gradsurg.testing.transform_rules import RULES, SHAPES, Subject
-from gradsurg.testing.verdicts import Table, demanded, judged
-from gradsurg.transforms.base import Transform, TransformProperty, as_transform
+from gradsurg.testing.verdicts import (
+    Table,
+    expect,
+    expect_generator_untouched,
+    expect_like,
+    expect_same_structure,
+    expect_unshared,
+    failures_at,
+    printed,
+    verdict_of,
+)
+from gradsurg.transforms.base import (
+    FunctionTransform,
+    Transform,
+    TransformContext,
+    TransformProperty,
+    TransformState,
+    as_transform,
+)
+
+SHAPES = ((), (0,), (1,), (3,), (2, 3), (3, 2, 2), (4, 3, 3, 3))
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+STEPS = (0, 1, 300, 1000, 5000)
+TOLERANCE = 1e-9
 
 
 def check_transform(
@@ -20,33 +45,379 @@ def check_transform(
     drops_nan: bool = False,
     count: int = 25,
 ) -> Table:
-    """Which properties hold on `count` random gradients, and whether it keeps the rules: finite, pure,
-    repeatable, nothing that waits for the device, shape and dtype kept.
+    """Test a transform, or a plain function of one gradient, on `count` random gradients.
 
-    A plain function of one gradient will do. `declared` takes the place of what a transform says of
-    itself; `shapes` are those that it takes; `drops_nan` if it is meant to. Raises AssertionError,
-    one line a fault, if a declared law does not hold or a rule is broken, TypeError for what is no
-    transform, ValueError for an unknown law.
+    Each property in `TransformProperty` is tested. The rules require a finite result of the same
+    shape and dtype, no modification of the inputs, no synchronization with the device, independence
+    of the global random generator, and more: the keys of `RULES`.
+
+    `declared` replaces the properties that the transform declares. `shapes` are the shapes that
+    it supports. Set `drops_nan` for a transform that is meant to remove NaN. Raises AssertionError,
+    with one line a fault, if a declared property does not hold or a rule is violated, TypeError if
+    `transform` is neither a transform nor a function, ValueError for an unknown property.
     """
     known = get_args(TransformProperty)
     unknown = sorted(set(declared or ()) - set(known))
     if unknown:
         raise ValueError(f"declared: must be of {', '.join(known)}, found {', '.join(unknown)}")
-    made = as_transform(transform)
-    if not isinstance(made, Transform):
+    checked = as_transform(transform)
+    if not isinstance(checked, Transform):
         raise TypeError(f"check_transform takes a transform or a function, found {transform!r}")
-    promised = made.properties if declared is None else frozenset(declared)
-    subject = Subject(made, promised, tuple(shapes), drops_nan)
-    rules = tuple(judged(name, True, partial(rule, subject)) for name, rule in RULES.items())
+    promised = checked.properties if declared is None else frozenset(declared)
+    subject = Subject(checked, promised, tuple(shapes), drops_nan)
+    rules = tuple(verdict_of(name, True, partial(rule, subject)) for name, rule in RULES.items())
     verdicts = []
-    for law in known:
-        # Each of these draws hundreds of times.
-        few = law == "unbiased" and law in promised
-        check = partial(_everywhere, LAWS[law], subject, max(1, count // 12) if few else count)
-        verdicts.append(judged(law, law in promised, check))
-    return demanded(Table(repr(made), tuple(verdicts), rules))
+    for name in known:
+        # A case of this check draws hundreds of times.
+        few = name == "unbiased" and name in promised
+        cases = max(1, count // 12) if few else count
+        check = partial(_check_all, PROPERTY_CHECKS[name], subject, cases)
+        verdicts.append(verdict_of(name, name in promised, check))
+    return Table(repr(checked), tuple(verdicts), rules).require_declared()
 
 
-def _everywhere(law: Assertion, subject: Subject, count: int) -> None:
-    for draw in draws(subject.shapes, count):
-        law(subject.transform, draw)
+@dataclass(frozen=True)
+class Subject:
+    """The transform under test, its declared properties and the shapes that it supports."""
+
+    transform: Transform
+    promised: frozenset[TransformProperty]
+    shapes: tuple[tuple[int, ...], ...]
+    drops_nan: bool
+
+    @property
+    def is_function(self) -> bool:
+        """Whether it is a plain function, which may synchronize and has no value semantics."""
+        return isinstance(self.transform, FunctionTransform)
+
+    def first_result(self, grad: Tensor) -> Tensor:
+        """Return the result for a first gradient."""
+        context = context_with(noise(tuple(grad.shape), grad.dtype, seed=7))
+        return self.transform.update(grad, self.transform.init(grad), context)[0]
+
+
+@dataclass(slots=True)
+class _Backward:
+    error: Tensor | None
+    task: str = ""
+
+
+def context_with(value: Tensor, step: int = 0, factor: float = 1.0) -> TransformContext:
+    """Return a context that satisfies every `Need`.
+
+    `factor * value` serves as the gradient of the node's output and of the model's output.
+    """
+    other = value.detach() if factor == 1 else value.detach() * factor
+    return TransformContext("a.weight", step, value, backward=_Backward(other), entering=(other,))
+
+
+def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Return a tensor of standard normal entries."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+@dataclass
+class Case:
+    """Input of a property check: gradients g and h, the gradient before them, and a context."""
+
+    g: Tensor
+    h: Tensor
+    past: Tensor
+    context: TransformContext
+
+    def scaled(self, factor: float) -> "Case":
+        """Return the case with the context's gradients multiplied by `factor`, not g and h."""
+        value, step = self.context.value, self.context.step
+        assert value is not None
+        return replace(self, context=context_with(value, step, factor))
+
+    def function(self, transform: Transform) -> Callable[[Tensor], Tensor]:
+        """Return the transform as a function of g, with the state after the gradient `past`."""
+        _, state = transform.update(self.past, transform.init(self.past), self.context)
+        return lambda grad: transform.update(grad, state, self.context)[0]
+
+    def __str__(self) -> str:
+        return f"g = {printed(self.g)}"
+
+
+def _check_all(check: Callable[[Transform, Case], None], subject: Subject, count: int) -> None:
+    for case in _cases(subject.shapes, count):
+        check(subject.transform, case)
+
+
+def _cases(shapes: Sequence[tuple[int, ...]], count: int) -> Iterator[Case]:
+    """Yield cases at several scales, some with zeros, equal entries or a single sign."""
+    for index in range(count):
+        choice = Random(index)
+        generator = torch.Generator().manual_seed(index)
+        shape = shapes[(index + 2) % len(shapes)]
+        grads = [_gradient(shape, choice, generator) for _ in range(4)]
+        step = STEPS[index // len(shapes) % len(STEPS)]
+        yield Case(grads[0], grads[1], grads[2], context_with(grads[3], step))
+
+
+def _gradient(shape: tuple[int, ...], choice: Random, generator: torch.Generator) -> Tensor:
+    normal = torch.randn(shape, generator=generator, dtype=torch.float64)
+    signed = normal.abs() if choice.random() < 0.5 else normal
+    coarse = (signed * 2).round() / 2 if choice.random() < 0.5 else signed
+    return coarse * 10.0 ** choice.randint(-3, 2)
+
+
+def _elementwise(transform: Transform, case: Case) -> None:
+    function = case.function(transform)
+    same = torch.arange(case.g.numel()).reshape(case.g.shape) % 2 == 0
+    mixed = torch.where(same, case.g, case.h)
+    text = "with every second entry replaced"
+    _expect_close(function(mixed)[same], function(case.g)[same], case, text)
+
+
+def _homogeneous(transform: Transform, case: Case) -> None:
+    result = case.function(transform)(case.g)
+    for factor in (0.125, 3.0, 2.0**16):
+        scaled = case.scaled(factor).function(transform)(factor * case.g)
+        _expect_close(scaled, factor * result, case, f"times {factor:g}")
+
+
+def _idempotent(transform: Transform, case: Case) -> None:
+    function = case.function(transform)
+    once = function(case.g)
+    _expect_close(function(once), once, case, "twice")
+
+
+def _linear(transform: Transform, case: Case) -> None:
+    function = case.function(transform)
+    expected = 2 * function(case.g) - 3 * function(case.h)
+    result = function(2 * case.g - 3 * case.h)
+    _expect_close(result, expected, case, f"2 g - 3 h, h = {printed(case.h)}")
+    backward = _Backward(case.context.error, "task")
+    other_task = replace(case, context=replace(case.context, backward=backward))
+    _expect_close(other_task.function(transform)(case.g), function(case.g), case, "of another task")
+
+
+def _odd(transform: Transform, case: Case) -> None:
+    function = case.function(transform)
+    _expect_close(function(-case.g), -function(case.g), case, "with the other sign")
+
+
+def _sign_preserving(transform: Transform, case: Case) -> None:
+    result = case.function(transform)(case.g)
+    preserved = (result * case.g >= 0).all() and (result[case.g == 0] == 0).all()
+    expect(preserved, f"{case}: {printed(result)} has other signs")
+
+
+def _norm_non_increasing(transform: Transform, case: Case) -> None:
+    before, after = case.g.norm(), case.function(transform)(case.g).norm()
+    expect(after <= before * (1 + 1e-12), f"{case}: |g| = {before:.6g} becomes {after:.6g}")
+
+
+def _unbiased(transform: Transform, case: Case) -> None:
+    state = transform.init(case.g)
+    contexts = [replace(case.context, seed=seed) for seed in range(400)]
+    results = torch.stack([transform.update(case.g, state, context)[0] for context in contexts])
+    mean = results.mean(dim=0)
+    error = (results - mean).square().mean(dim=0).sqrt() / len(contexts) ** 0.5
+    near = ((mean - case.g).abs() <= 6 * error + 1e-9 * case.g.abs()).all()
+    expect(near, f"{case}: the mean of 400 draws is {printed(mean)}")
+
+
+def _deterministic(transform: Transform, case: Case) -> None:
+    first = case.function(transform)(case.g)
+    for change in ({"seed": 1}, {"site": "b.weight"}, {"call": 1}):
+        changed = replace(case, context=replace(case.context, **change))
+        same = torch.equal(changed.function(transform)(case.g), first)
+        expect(same, f"{case}: another result with {change}")
+
+
+def _expect_close(result: Tensor, expected: Tensor, case: Case, text: str) -> None:
+    same = torch.allclose(result, expected, rtol=TOLERANCE, atol=TOLERANCE)
+    expect(same, f"{case}, {text}: {printed(result)} and not {printed(expected)}")
+
+
+PROPERTY_CHECKS: dict[TransformProperty, Callable[[Transform, Case], None]] = {
+    "elementwise": _elementwise,
+    "homogeneous": _homogeneous,
+    "idempotent": _idempotent,
+    "linear": _linear,
+    "odd": _odd,
+    "sign_preserving": _sign_preserving,
+    "norm_non_increasing": _norm_non_increasing,
+    "unbiased": _unbiased,
+    "deterministic": _deterministic,
+}
+"""Assertion of each property for one case."""
+
+
+def _pure(subject: Subject) -> None:
+    """Two steps at every shape and dtype modify no input and return tensors like the inputs."""
+    transform = subject.transform
+    for shape in subject.shapes:
+        for dtype in DTYPES:
+            state = transform.init(noise(shape, dtype))
+            for step in range(2):
+                text = f"{dtype} of shape {list(shape)}"
+                grad = noise(shape, dtype, seed=step)
+                value = noise(shape, dtype, seed=7)
+                inputs = [grad, value, *state.values()]
+                copies = [tensor.clone() for tensor in inputs]
+                result, after = transform.update(grad, state, context_with(value, step))
+                expect_like(result, grad, text)
+                expect(result.isfinite().all(), f"{text}: {printed(result)}")
+                names = ("the gradient", "the value", *(f"'{key}' of its state" for key in state))
+                for name, tensor, before in zip(names, inputs, copies, strict=True):
+                    expect(torch.equal(tensor, before), f"writes into {name}, {text}")
+                _expect_unaliased(result, grad, after)
+                expect_same_structure(state, after, f"the state changes its form, {text}")
+                state = after
+
+
+def _expect_unaliased(result: Tensor, grad: Tensor, state: TransformState) -> None:
+    """Expect no shared memory, except that the result may be the gradient, the same object."""
+    if result is not grad:
+        expect_unshared(result, [grad], "the gradient")
+    tensors = [*state.values()]
+    for index, tensor in enumerate(tensors):
+        others = [grad, result, *tensors[:index]]
+        expect_unshared(tensor, others if tensor.numel() else [], "the state")
+
+
+def _finite(subject: Subject) -> None:
+    for scale in (0.0, 1e-30, 1e30):
+        for dtype in DTYPES:
+            for shape in subject.shapes:
+                grad = noise(shape, dtype).sign() * scale
+                text = f"{dtype} of shape {list(shape)}, scale {scale:g}"
+                with failures_at(text):
+                    result = subject.first_result(grad)
+                expect_like(result, grad, text)
+                expect(result.isfinite().all(), f"{text}: {printed(result)}")
+
+
+def _propagates_nan(subject: Subject) -> None:
+    """NaN and infinities raise no error, and NaN is kept unless `drops_nan` is set."""
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        for dtype in DTYPES:
+            for shape in subject.shapes:
+                grad = noise(shape, dtype)
+                if not grad.ndim or not grad.numel():
+                    continue
+                grad.view(-1)[0] = bad
+                result = subject.first_result(grad)
+                expect_like(result, grad, f"{dtype} of shape {list(shape)} with {bad}")
+                if bad != bad and not subject.drops_nan:
+                    first = result.reshape(-1)[0]
+                    expect(first.isnan(), f"a NaN becomes {printed(first)}")
+
+
+def _initial_state(subject: Subject) -> None:
+    """The first state does not depend on the gradient's values and is in float32 or wider."""
+    for shape in subject.shapes:
+        state, other = (
+            subject.transform.init(noise(shape, torch.bfloat16, seed)) for seed in (1, 2)
+        )
+        expect_same_structure(state, other, "the first state changes its form")
+        for key in state:
+            same = torch.equal(state[key], other[key])
+            expect(same, f"'{key}' of the first state depends on the gradient's values")
+            wide = state[key].dtype not in (torch.bfloat16, torch.float16)
+            expect(wide, f"'{key}' of the state is of {state[key].dtype}")
+
+
+def _any_memory_layout(subject: Subject) -> None:
+    for shape in subject.shapes:
+        if len(shape) < 2:
+            continue
+        contiguous = noise(shape, torch.float32)
+        transposed = contiguous.transpose(0, 1).contiguous().transpose(0, 1)
+        vector = noise(shape[:1], torch.float32).reshape(-1, *[1] * (len(shape) - 1))
+        expanded = vector.expand(shape)
+        for grad, plain in ((transposed, contiguous), (expanded, expanded.clone())):
+            result, expected = subject.first_result(grad), subject.first_result(plain)
+            same = torch.allclose(result, expected, rtol=1.3e-6, atol=1e-5)
+            expect(same, f"another result for other strides of shape {list(shape)}")
+
+
+def _no_global_rng(subject: Subject) -> None:
+    for shape in subject.shapes:
+        expect_generator_untouched(partial(subject.first_result, noise(shape, torch.float32)))
+
+
+def _no_autograd_graph(subject: Subject) -> None:
+    """A value that requires grad does not make the result or the state require grad."""
+    for shape in subject.shapes:
+        grad = noise(shape, torch.float32)
+        value = noise(shape, torch.float32).requires_grad_()
+        state = subject.transform.init(grad)
+        result, after = subject.transform.update(grad, state, context_with(value))
+        for tensor in (result, *after.values()):
+            expect(not tensor.requires_grad, "the result or the state is part of a graph")
+
+
+def _no_synchronization(subject: Subject) -> None:
+    """A meta tensor, which has no values to branch on, is accepted.
+
+    Transforms that draw are skipped, for there are no generators of meta tensors.
+    """
+    if subject.is_function or "deterministic" not in subject.promised:
+        return
+    for shape in subject.shapes:
+        grad = torch.empty(shape, device="meta")
+        state = subject.transform.init(grad)
+        result, _ = subject.transform.update(grad, state, context_with(grad, 500))
+        expect_like(result, grad, f"a meta tensor of shape {list(shape)}")
+
+
+def _value_semantics(subject: Subject) -> None:
+    if subject.is_function:
+        return
+    transform = subject.transform
+    for twin in (copy.deepcopy(transform), pickle.loads(pickle.dumps(transform))):
+        expect(twin == transform, "a copy is not equal to it")
+        expect(hash(twin) == hash(transform), "a copy has another hash")
+        expect(repr(twin) == repr(transform), "a copy has another repr")
+    key = next(iter(vars(transform)), "anything")
+    try:
+        setattr(transform, key, vars(transform).get(key))
+    except AttributeError:
+        return
+    raise AssertionError(f"'{key}' can be changed")
+
+
+def _vmap(subject: Subject) -> None:
+    """`torch.vmap` and a loop give the same; transforms that draw are skipped."""
+    if subject.is_function or "deterministic" not in subject.promised:
+        return
+    for shape in subject.shapes:
+        if 0 in shape:
+            continue
+        grads, values = noise((5, *shape), torch.float32), noise((5, *shape), torch.float32, 1)
+        state = subject.transform.init(grads[0])
+
+        def step(
+            grad: Tensor, value: Tensor, state: TransformState = state
+        ) -> tuple[Tensor, TransformState]:
+            return subject.transform.update(grad, state, context_with(value, 500))
+
+        loop = [step(grad, value) for grad, value in zip(grads, values, strict=True)]
+        batch, states = torch.vmap(step)(grads, values)
+        pairs = {"the result": (batch, torch.stack([result for result, _ in loop]))}
+        for key, tensor in states.items():
+            pairs[f"'{key}'"] = (tensor, torch.stack([after[key] for _, after in loop]))
+        for name, (batched, looped) in pairs.items():
+            same = torch.allclose(batched, looped, rtol=1.3e-6, atol=1e-5)
+            expect(same, f"{name} of a batch of shape {list(shape)} is not that of a loop")
+
+
+RULES: dict[str, Callable[[Subject], None]] = {
+    "pure": _pure,
+    "finite": _finite,
+    "propagates_nan": _propagates_nan,
+    "initial_state": _initial_state,
+    "any_memory_layout": _any_memory_layout,
+    "no_global_rng": _no_global_rng,
+    "no_autograd_graph": _no_autograd_graph,
+    "no_synchronization": _no_synchronization,
+    "value_semantics": _value_semantics,
+    "vmap": _vmap,
+}
+"""Rules that every transform must obey."""

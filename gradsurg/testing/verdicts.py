@@ -1,6 +1,6 @@
-"""What a check has found: one verdict for each law and each rule, and the table of them."""
+"""Verdicts of `check_transform` and `check_aggregator`, and the assertions that both use."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from textwrap import shorten
@@ -8,17 +8,13 @@ from textwrap import shorten
 import torch
 from torch import Tensor
 
-State = dict[str, Tensor]
-Check = Callable[[], None]
-"""Raises AssertionError, with the counterexample, if something does not hold."""
-
-SMALL = 12
-"""Matrices of so many entries are written out in a counterexample."""
+MAX_PRINTED = 12
+"""Tensors of at most so many entries are printed in full in a counterexample."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a law, a property or a rule holds on every example, and where it first did not."""
+    """Whether a property or a rule holds in every case, with the first counterexample if not."""
 
     name: str
     declared: bool
@@ -27,15 +23,15 @@ class Verdict:
 
     @property
     def broken(self) -> bool:
-        """Whether it was promised and does not hold."""
+        """Whether it was declared and does not hold."""
         return self.declared and not self.holds
 
 
 @dataclass(frozen=True)
 class Table:
-    """The verdicts on one aggregator or transform; as text, one line each.
+    """The verdicts on one transform or aggregator; as text, one line each.
 
-    `verdicts` are those on properties or properties, `rules` those on the contract, which all must keep.
+    `verdicts` are those on the properties, `rules` those on the rules that all must obey.
     """
 
     thing: str
@@ -44,7 +40,7 @@ class Table:
 
     @property
     def holds(self) -> frozenset[str]:
-        """The properties or properties that hold on every example, declared or not."""
+        """The names of the properties that hold in every case, declared or not."""
         return frozenset(verdict.name for verdict in self.verdicts if verdict.holds)
 
     def __str__(self) -> str:
@@ -56,39 +52,38 @@ class Table:
             lines.append(f"  {verdict.name:<26}{word:<20}{verdict.counterexample}".rstrip())
         return "\n".join(lines)
 
+    def require_declared(self) -> "Table":
+        """Return the table. Raises AssertionError, with one line a fault, if one is broken."""
+        faults = [verdict for verdict in (*self.rules, *self.verdicts) if verdict.broken]
+        if faults:
+            lines = [f"{self.thing} does not keep what it promises:"]
+            lines += [f"  {fault.name}: {fault.counterexample}" for fault in faults]
+            raise AssertionError("\n".join(lines))
+        return self
 
-def judged(name: str, declared: bool, check: Check) -> Verdict:
-    """The verdict of one check."""
+
+def verdict_of(name: str, declared: bool, check: Callable[[], None]) -> Verdict:
+    """Run a check that raises AssertionError with a counterexample, and return its verdict."""
     try:
-        with at(""):
+        with failures_at(""):
             check()
     except AssertionError as error:
-        found = str(error)
+        counterexample = str(error)
     else:
         return Verdict(name, declared, True)
-    return Verdict(name, declared, False, shorten(found, 400, placeholder=" ..."))
+    return Verdict(name, declared, False, shorten(counterexample, 400, placeholder=" ..."))
 
 
 @contextmanager
-def at(place: str) -> Iterator[None]:
-    """What is raised in the block becomes an AssertionError that names the place."""
+def failures_at(place: str) -> Iterator[None]:
+    """Turn any exception of the block into an AssertionError that names the place."""
     try:
         yield
     except AssertionError:
         raise
-    except Exception as error:  # anyone's code runs here, and whatever it raises is a finding
-        said = f"raises {type(error).__name__}: {error}"
-        raise AssertionError(f"{place}: {said}" if place else said) from error
-
-
-def demanded(table: Table) -> Table:
-    """The table. Raises AssertionError, one line a fault, if it holds something broken."""
-    faults = [verdict for verdict in (*table.rules, *table.verdicts) if verdict.broken]
-    if faults:
-        lines = [f"{table.thing} does not keep what it promises:"]
-        lines += [f"  {fault.name}: {fault.counterexample}" for fault in faults]
-        raise AssertionError("\n".join(lines))
-    return table
+    except Exception as error:  # a user's code runs here, and any exception of it is a finding
+        text = f"raises {type(error).__name__}: {error}"
+        raise AssertionError(f"{place}: {text}" if place else text) from error
 
 
 def expect(condition: bool | Tensor, message: str) -> None:
@@ -97,47 +92,50 @@ def expect(condition: bool | Tensor, message: str) -> None:
         raise AssertionError(message)
 
 
-def expect_like(result: object, like: Tensor, what: str) -> None:
-    """It must be a tensor of the shape, dtype, device and layout of `like`."""
-    expect(isinstance(result, Tensor), f"gives {type(result).__name__} and no tensor for {what}")
+def expect_like(result: object, like: Tensor, case: str) -> None:
+    """Expect a tensor with the shape, dtype, device and layout of `like`."""
+    expect(isinstance(result, Tensor), f"gives {type(result).__name__} and no tensor for {case}")
     assert isinstance(result, Tensor)
     for key in ("shape", "dtype", "device", "layout"):
         found, wanted = getattr(result, key), getattr(like, key)
-        expect(found == wanted, f"gives {key} {found} in place of {wanted} for {what}")
+        expect(found == wanted, f"gives {key} {found} in place of {wanted} for {case}")
 
 
-def expect_same_structure(state: State, other: State, what: str) -> None:
-    """Both must have the same keys, shapes and dtypes."""
-    one, two = (
+def expect_same_structure(
+    state: Mapping[str, Tensor], other: Mapping[str, Tensor], message: str
+) -> None:
+    """Expect two states with the same keys, shapes and dtypes."""
+    before, after = (
         {key: (list(value.shape), value.dtype) for key, value in each.items()}
         for each in (state, other)
     )
-    expect(one == two, f"{what}: {one} became {two}")
+    expect(before == after, f"{message}: {before} became {after}")
 
 
-def expect_unshared(result: Tensor, others: list[Tensor], what: str) -> None:
-    """The result must share memory with none of the others."""
-    own = result.untyped_storage().data_ptr()
+def expect_unshared(result: Tensor, others: list[Tensor], name: str) -> None:
+    """Expect a result that shares memory with none of the others, which are called `name`."""
+    storage = result.untyped_storage().data_ptr()
     for other in others:
-        shared = bool(other.numel()) and other.untyped_storage().data_ptr() == own
-        expect(not shared, f"the result shares memory with {what}")
+        shared = bool(other.numel()) and other.untyped_storage().data_ptr() == storage
+        expect(not shared, f"the result shares memory with {name}")
 
 
-def expect_generator_untouched(draw: Callable[[], Tensor]) -> None:
-    """It must neither use the global generator nor change it."""
+def expect_generator_untouched(compute: Callable[[], Tensor]) -> None:
+    """Expect a computation that neither uses nor changes the global random generator."""
     before = torch.get_rng_state()
     try:
-        first = draw()
+        first = compute()
         expect(torch.equal(torch.get_rng_state(), before), "draws from the global generator")
         torch.manual_seed(0)  # a draw from it would now be another one
-        expect(torch.equal(draw(), first), "does not repeat itself: it depends on the global state")
+        same = torch.equal(compute(), first)
+        expect(same, "a second call differs: it depends on the global generator")
     finally:
         torch.set_rng_state(before)
 
 
-def written(tensor: Tensor) -> str:
-    """A small tensor with its numbers, a large one by its shape."""
-    if tensor.numel() > SMALL:
+def printed(tensor: Tensor) -> str:
+    """Return the entries of a small tensor, the dtype and the shape of a large one."""
+    if tensor.numel() > MAX_PRINTED:
         return f"{tensor.dtype} of shape {list(tensor.shape)}"
     return str(_rounded(tensor.tolist()))
 

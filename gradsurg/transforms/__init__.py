@@ -1,1 +1,1 @@
-"""What is done to a gradient: one transform a file."""
+"""Transforms: pure maps from a gradient to a gradient, one class a file."""

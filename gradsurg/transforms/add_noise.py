@@ -1,4 +1,4 @@
-"""AddNoise: add Gaussian noise that fades over the steps, or does not."""
+"""AddNoise: add Gaussian noise, decaying over the optimizer steps or constant."""
 
 from dataclasses import KW_ONLY
 from typing import Annotated
@@ -14,12 +14,12 @@ from gradsurg.transforms.base import Stateless, TransformContext, TransformPrope
 
 @validated
 class AddNoise(Stateless):
-    """Add noise of mean 0 and variance eta / (1 + t)^gamma, t the optimizer step from 0.
+    """Add Gaussian noise to every entry: g + n, n ~ N(0, eta / (1 + t)^gamma) at step t from 0.
 
-    eta is a variance; `sigma`, if given, is a fixed standard deviation that takes its place. One
-    draw an entry, from the context's generator. Any shape. Zero gets noise too, NaN and infinities
-    stay, an empty tensor stays empty. Neelakantan et al. 2015 (arXiv 1511.06807), equation 1, with
-    eta one of 0.01, 0.3, 1.0 and gamma 0.55.
+    eta is a variance. If `sigma` is given it is a constant standard deviation in place of the
+    decaying one. Any shape. Zeros get noise as well, NaN and infinities stay, an empty tensor stays
+    empty. Neelakantan et al. 2015 (arXiv 1511.06807), equation 1; the paper uses eta from
+    {0.01, 0.3, 1.0} and gamma 0.55.
     """
 
     eta: Annotated[float, Field(gt=0)] = 0.01
@@ -32,7 +32,7 @@ class AddNoise(Stateless):
         return frozenset({"elementwise", "unbiased"})
 
     def deviation(self, step: int) -> float:
-        """The standard deviation at a step."""
+        """Return the standard deviation of the noise at a step."""
         if self.sigma is not None:
             return self.sigma
         return (self.eta / (1 + step) ** self.gamma) ** 0.5

@@ -1,4 +1,4 @@
-"""AGC: bound the norm of each unit's gradient by the norm of the unit."""
+"""AGC: adaptive gradient clipping, unit-wise relative to the norm of the weights."""
 
 from dataclasses import KW_ONLY
 from typing import Annotated
@@ -13,16 +13,16 @@ from gradsurg.transforms.base import Need, Stateless, TransformContext, Transfor
 
 @validated
 class AGC(Stateless):
-    """Scale the gradient g of unit w by min(1, clipping * max(|w|, eps) / |g|), in 2-norms.
+    """Clip the gradient g of each unit w: g * min(1, clipping * max(|w|, eps) / |g|), in 2-norms.
 
-    A unit is an index of axis 0: (out, in), (out, in, k) and (out, in, kh, kw) have `out` of them;
-    a tensor with fewer than two axes is one unit. `per` may say otherwise. Needs the value, which
-    counts as a constant in a double backward.
+    A unit is an index of axis 0, so that weights of shapes (out, in), (out, in, k) and
+    (out, in, kh, kw) have `out` units; a tensor with fewer than two axes is one unit. `per` selects
+    another grouping. Requires the value w, which is a constant in a double backward.
 
-    A zero gradient stays zero, an empty tensor empty; a NaN in g or w makes its unit NaN; an
-    infinity in g makes its unit zero and itself NaN. Adaptive gradient clipping of Brock, De,
-    Smith, Simonyan, ICML 2021 (arXiv 2102.06171), equation 3; the paper leaves the last linear
-    layer out. Its code also bounds |g| by 1e-6 in the division, which differs from this only where
+    A zero gradient stays zero, an empty tensor empty. A NaN in g or w makes its unit NaN; an
+    infinity in g becomes NaN and the rest of its unit zero. Adaptive gradient clipping of Brock,
+    De, Smith, Simonyan, ICML 2021 (arXiv 2102.06171), equation 3. The paper does not clip the last
+    linear layer. Its code divides by max(|g|, 1e-6), which differs only where
     clipping * max(|w|, eps) < 1e-6.
     """
 

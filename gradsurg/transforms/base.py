@@ -1,4 +1,4 @@
-"""What a transform is: a frozen value that maps (gradient, state, context) to a gradient."""
+"""Base classes of transforms: pure maps from (gradient, state, context) to (gradient, state)."""
 
 import re
 from abc import ABC, abstractmethod
@@ -13,29 +13,31 @@ from torch import Tensor
 TransformState = dict[str, Tensor]
 Scope = Literal["tensor", "group"]
 TransformProperty = Literal[
-    "elementwise",  # an entry of the result depends on the same entry of the gradient alone
-    "homogeneous",  # T(c g) = c T(g) for c > 0: safe on gradients scaled by a loss scale
+    "elementwise",  # entry i of T(g) depends on no entry of g other than entry i
+    "homogeneous",  # T(c g) = c T(g) for c > 0: commutes with loss scaling
     "idempotent",  # T(T(g)) = T(g)
-    "linear",  # T(a g + b h) = a T(g) + b T(h): the same before and after accumulation, also if
-    # g and h are of several tasks, so that it must not ask for `context.task`
+    "linear",  # T(a g + b h) = a T(g) + b T(h): commutes with gradient accumulation, also over
+    # tasks, so that a transform that reads `context.task` is not linear
     "odd",  # T(-g) = -T(g)
-    "sign_preserving",  # no entry changes from positive to negative or back; zero stays zero
-    "norm_non_increasing",  # |T(g)| <= |g|
+    "sign_preserving",  # no entry changes its sign, and zeros stay zero
+    "norm_non_increasing",  # |T(g)| <= |g| in the 2-norm
     "unbiased",  # E[T(g)] = g over the random draws
     "deterministic",  # draws no random numbers
 ]
+"""Properties of a transform T. `gradsurg.testing.check_transform` tests each of them."""
 
 
 Need = Literal[
-    "value",  # the tensor whose gradient it gets: `context.value`
-    "entering",  # what has entered the node that its gradient leaves: `context.entering`
-    "product",  # and that this is the gradient of the input of a product with a weight
-    "error",  # the gradient of what the model has returned: `context.error`
+    "value",  # `context.value`, the tensor whose gradient is transformed
+    "entering",  # `context.entering`, the gradients of the outputs of the autograd node
+    "product",  # the gradient is that of the input of a matrix product with a weight
+    "error",  # `context.error`, the gradient of the model's output
 ]
+"""Inputs that a transform may require besides the gradient."""
 
 
 class BackwardInfo(Protocol):
-    """What knows whose gradient is flowing, and what came to the output of the model."""
+    """The task of the current backward pass and the gradient of the model's output in it."""
 
     task: str
     error: Tensor | None
@@ -43,12 +45,17 @@ class BackwardInfo(Protocol):
 
 @dataclass(slots=True)
 class TransformContext:
-    """What a transform may ask about the gradient at hand.
+    """Inputs of a transform besides the gradient and the state.
 
-    `site` is the stable id of the place, `step` the optimizer steps done so far (from 0), `value`
-    the tensor whose gradient this is (None where there is none, as at a node), `call` counts the
-    gradients seen at this site in this step. `entering` is of what leaves a node alone: the
-    gradients that have entered it, one for each of its outputs.
+    | attribute | meaning |
+    |---|---|
+    | `site` | id of the site, the same at every step |
+    | `step` | optimizer steps done, from 0 |
+    | `value` | the tensor whose gradient is transformed; None if there is none, as at a node |
+    | `seed` | the surgery's seed |
+    | `call` | gradients seen before at this site in this step |
+    | `entering` | for a gradient that leaves an autograd node: the gradients of its outputs |
+    | `task`, `error` | see below |
     """
 
     site: str = ""
@@ -56,29 +63,30 @@ class TransformContext:
     value: Tensor | None = None
     seed: int = 0
     call: int = 0
-    flow: BackwardInfo | None = None
+    backward: BackwardInfo | None = None
     entering: tuple[Tensor | None, ...] = ()
 
     @property
     def error(self) -> Tensor | None:
-        """The gradient of what the model has returned, in the backward at hand; None if none has
-        come, or no transform needs it.
+        """The gradient of the model's output in the current backward pass.
+
+        None before it is computed, or if no transform has `error` among its `needs`.
         """
-        return self.flow.error if self.flow is not None else None
+        return self.backward.error if self.backward is not None else None
 
     @property
     def task(self) -> str:
-        """The loss whose gradient this is, in `live.backward(losses)`; empty if it is of none."""
-        return self.flow.task if self.flow is not None else ""
+        """The name of the loss in `live.backward(losses)`; empty in any other backward pass."""
+        return self.backward.task if self.backward is not None else ""
 
-    def generator(self, device: torch.device, *, anew: bool = True) -> torch.Generator:
-        """A generator from (seed, site, step, call) alone; the global one is not touched.
+    def generator(self, device: torch.device, *, per_call: bool = True) -> torch.Generator:
+        """Return a generator seeded by (seed, site, step, call), independent of the global one.
 
-        Not `anew`: from (seed, site) alone, so that it draws the same at each gradient, and at all
-        calls of a module: `h#1` as `h#0`.
+        With `per_call=False` it is seeded by (seed, site), the same for every gradient and for all
+        calls of a module (`h#1` as `h#0`).
         """
         key = f"{self.seed}/{self.site}"
-        if anew:
+        if per_call:
             key += f"/{self.step}/{self.call}"
         else:
             key = re.sub(r"#\d+(?=[^#]*$)", "#0", key)
@@ -88,52 +96,54 @@ class TransformContext:
 
 
 class Transform(ABC):
-    """A pure map from a gradient to one of the same shape, dtype and device.
+    """Pure map from a gradient to a gradient of the same shape, dtype and device.
 
-    Subclasses are made by `@validated`: their fields are their whole configuration. State belongs
-    to a site: `init` makes it from the first gradient there, `update` returns the next one.
-    Never in place, no `.item()`, no Python branch on the values of a tensor.
+    Subclasses are decorated with `@validated`, and their fields are their whole configuration.
+    The state is a dict of tensors that belongs to a site: `init` creates it, `update` returns the
+    next one. Implementations must not modify the gradient in place, nor synchronize with the
+    device: no `.item()`, no Python branch on the values of a tensor.
     """
 
     @property
     @abstractmethod
     def properties(self) -> frozenset[TransformProperty]:
-        """The properties that hold for these fields, each checked by the test-suite.
+        """The properties that hold for these fields.
 
-        For finite gradients, and for any fixed state and context: of a transform with state only
-        what its past cannot spoil.
+        They hold for finite gradients and for every fixed state and context, so that a transform
+        with state declares those alone that hold after any history.
         """
 
     @property
     def scope(self) -> Scope:
-        """`group` if it needs all gradients of a group at once, as clipping by global norm does."""
+        """`group` if it needs all gradients of a group at once, as global norm clipping does."""
         return "tensor"
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What it must have besides the gradient; where its sites lack it, it is refused."""
+        """Required inputs besides the gradient; sites without them are refused."""
         return frozenset()
 
     @abstractmethod
     def init(self, grad: Tensor) -> TransformState:
-        """The state before the first gradient of a site, from its shape, dtype and device alone.
+        """Return the state before the first gradient of a site.
 
-        Not from its values: inside a chain the first gradient has not met the earlier links.
+        It may depend on the gradient's shape, dtype and device, not on its values: in a chain
+        `grad` has not passed the earlier links.
         """
 
     @abstractmethod
     def update(
         self, grad: Tensor, state: TransformState, context: TransformContext
     ) -> tuple[Tensor, TransformState]:
-        """The new gradient and the new state."""
+        """Return the new gradient and the new state."""
 
 
 class Stateless(Transform):
-    """A transform that remembers nothing: it writes only `apply`."""
+    """Transform without state: subclasses implement `apply` alone."""
 
     @abstractmethod
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
-        """The new gradient."""
+        """Return the new gradient."""
 
     def init(self, grad: Tensor) -> TransformState:
         return {}
@@ -145,7 +155,7 @@ class Stateless(Transform):
 
 
 class GroupTransform(Transform):
-    """A transform of several gradients at once; a lone tensor is a group of one."""
+    """Transform of several gradients at once; applied to one tensor it takes a group of one."""
 
     @property
     def scope(self) -> Scope:
@@ -153,13 +163,13 @@ class GroupTransform(Transform):
 
     @abstractmethod
     def init_group(self, grads: Sequence[Tensor]) -> TransformState:
-        """The state before the first gradients of a group."""
+        """Return the state before the first gradients of a group; see `init`."""
 
     @abstractmethod
     def update_group(
         self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
     ) -> tuple[list[Tensor], TransformState]:
-        """The new gradients, in the same order, and the new state."""
+        """Return the new gradients, in the same order, and the new state."""
 
     def init(self, grad: Tensor) -> TransformState:
         return self.init_group([grad])
@@ -172,7 +182,7 @@ class GroupTransform(Transform):
 
 
 class Wrapper(GroupTransform):
-    """A transform around another one, `of`: it needs what that needs, and sees what that sees."""
+    """Transform around another transform `of`, with its scope and its needs."""
 
     of: Transform
 
@@ -186,13 +196,13 @@ class Wrapper(GroupTransform):
 
 
 class FunctionTransform(Stateless):
-    """A plain callable as a transform: nothing is known of its properties."""
+    """A plain function of a gradient as a transform without declared properties."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         self.function = function
 
     def __repr__(self) -> str:
-        # Never an address: the state of a surgery is recognised by its transforms' names.
+        # No address: state_dicts identify a transform by its repr.
         return getattr(self.function, "__qualname__", type(self.function).__qualname__)
 
     @property
@@ -203,58 +213,58 @@ class FunctionTransform(Stateless):
         return self.function(grad)
 
 
-# Any, twice: what is neither a transform nor a callable is handed on, for the caller to refuse.
+# Any, twice: the caller refuses values that are neither a transform nor a callable.
 def as_transform(thing: Any) -> Any:
-    """A plain callable as a `Function`; anything else, a class too, as it is."""
+    """Wrap a plain callable in a `FunctionTransform`; return anything else, also a class, as is."""
     if isinstance(thing, Transform | type) or not callable(thing):
         return thing
     return FunctionTransform(cast(Callable[[Tensor], Tensor], thing))
 
 
 def value_of(transform: Transform, context: TransformContext) -> Tensor:
-    """The value that the gradient belongs to, a constant also in a double backward.
-
-    Raises ValueError if the site has none.
-    """
+    """Return `context.value`, detached. Raises ValueError if the site has none."""
     if context.value is None:
         raise ValueError(
             f"{type(transform).__name__} needs the tensor whose gradient this is, and the site "
-            f"'{context.site}' has none: use it at parameters, outputs or inputs."
+            f"'{context.site}' has none: use it at parameters, outputs or inputs"
         )
     return context.value.detach()
 
 
 def entering_of(transform: Transform, context: TransformContext) -> Tensor:
-    """The one gradient that has entered the node, a constant also in a double backward.
+    """Return the gradient of the node's only output, detached.
 
-    Raises ValueError if the site has none, or several.
+    Raises ValueError unless exactly one output has a gradient.
     """
     entered = [grad for grad in context.entering if grad is not None]
     if len(entered) != 1:
         raise ValueError(
-            f"{type(transform).__name__} needs the gradient that enters the node which this one "
-            f"leaves, and at the site '{context.site}' there are {len(entered)}: use it at nodes "
-            "with side=leave, of an operation that has one result."
+            f"{type(transform).__name__} needs the gradient of the node's output, and the node at "
+            f"the site '{context.site}' has {len(entered)} of them: use it at nodes with "
+            "side=leave, of operations with one output"
         )
     return entered[0].detach()
 
 
 def error_of(transform: Transform, context: TransformContext) -> Tensor:
-    """The gradient of what the model has returned, a constant also in a double backward.
+    """Return the gradient of the model's output, detached.
 
-    Raises ValueError if none has come in this backward.
+    Raises ValueError if it is not known yet in this backward pass.
     """
     if context.error is None:
         raise ValueError(
-            f"{type(transform).__name__} needs the gradient of what the model has returned, and "
-            f"none had come when there was one at the site '{context.site}': leave out what the "
-            "model itself returns, as with site.pattern."
+            f"{type(transform).__name__} needs the gradient of the model's output, which is not "
+            f"known yet at the site '{context.site}': exclude the model's output itself, as with "
+            "site.pattern"
         )
     return context.error.detach()
 
 
 def init_all(transform: Transform, grads: Sequence[Tensor]) -> TransformState:
-    """The state of `transform` over a group, whatever its scope; keys get the member's index."""
+    """Return the first state of a transform of any scope for a group of gradients.
+
+    The keys of a transform of single tensors are prefixed by the index of the gradient.
+    """
     if isinstance(transform, GroupTransform):
         return transform.init_group(grads)
     return {
@@ -270,18 +280,18 @@ def update_all(
     state: TransformState,
     contexts: Sequence[TransformContext],
 ) -> tuple[list[Tensor], TransformState]:
-    """Apply `transform` to a group, whatever its scope: member by member if it is a tensor's."""
+    """Apply a transform of any scope to a group of gradients, with a state as of `init_all`."""
     if isinstance(transform, GroupTransform):
         return transform.update_group(grads, state, contexts)
     results = []
     states = {}
     for index, (grad, context) in enumerate(zip(grads, contexts, strict=True)):
-        result, own = transform.update(grad, substate(state, f"{index}."), context)
+        result, after = transform.update(grad, substate(state, f"{index}."), context)
         results.append(result)
-        states |= {f"{index}.{key}": value for key, value in own.items()}
+        states |= {f"{index}.{key}": value for key, value in after.items()}
     return results, states
 
 
 def substate(state: TransformState, prefix: str) -> TransformState:
-    """The entries of `state` under `prefix`, without it."""
+    """Return the entries of `state` whose key starts with `prefix`, without the prefix."""
     return {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}

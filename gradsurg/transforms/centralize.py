@@ -1,4 +1,4 @@
-"""Centralize: take the mean of each unit away."""
+"""Centralize: subtract the mean of each unit."""
 
 from torch import Tensor
 
@@ -11,17 +11,17 @@ from gradsurg.transforms.base import Stateless, TransformContext, TransformPrope
 class Centralize(Stateless):
     """Subtract the mean of each unit: g - mean(g).
 
-    A unit is an index of axis 0, or what `per` keeps apart. As published, a tensor with fewer than
-    two axes (a bias) is returned as it is, whatever `per` says. A constant unit becomes zero; a NaN
-    makes its unit NaN, an infinity too; an empty tensor stays empty. Gradient centralization of
-    Yong, Huang, Hua, Zhang, ECCV 2020 (arXiv 2004.01461), equation 1.
+    A unit is an index of axis 0, or another group selected by `per`. A tensor with fewer than two
+    axes, as a bias, is not changed for any `per`. A constant unit becomes zero, a NaN or an
+    infinity makes its unit NaN, an empty tensor stays empty. Gradient centralization of Yong,
+    Huang, Hua, Zhang, ECCV 2020 (arXiv 2004.01461), equation 1.
     """
 
     per: Per = "unit"
 
     def __post_init__(self) -> None:
         if self.per == "entry":
-            raise Contradiction("per", "must not be entry: each would lose itself; use Zero")
+            raise Contradiction("per", "must not be entry: the result would be zero; use Zero")
 
     @property
     def properties(self) -> frozenset[TransformProperty]:

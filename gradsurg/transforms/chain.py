@@ -1,4 +1,4 @@
-"""Chain: several transforms, one after another."""
+"""Chain: the composition of several transforms."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -20,26 +20,27 @@ from gradsurg.transforms.base import (
 )
 from gradsurg.transforms.identity import Identity
 
-BoundTransform = Transform | Callable[[Tensor], Tensor]
+Link = Transform | Callable[[Tensor], Tensor]
 
 
 class Chain(GroupTransform):
     """Apply transforms in order: `Chain(Clip(1.0), Scale(2.0))` clips, then scales.
 
-    Chains among the links are taken apart, plain callables become `Function`s, a chain of nothing
-    is the identity. It sees a group if one of its links does. Each link has the state it would have
-    alone, under its number, and a site of its own, so that two of them draw different noise. Zero,
-    NaN, infinities and empty tensors: as the links have them.
+    Nested chains are flattened, plain functions become `FunctionTransform`s, and a chain without
+    links is the identity. The scope is `group` if that of one link is. Link i has the state it
+    would have alone, with keys prefixed by `i.`, and the site id with the suffix `/i`, so that two
+    equal links draw different noise. Zeros, NaN, infinities and empty tensors are treated as by
+    the links.
     """
 
     links: tuple[Transform, ...]
 
-    def __init__(self, *transforms: BoundTransform, links: Iterable[BoundTransform] = ()) -> None:
+    def __init__(self, *transforms: Link, links: Iterable[Link] = ()) -> None:
         flat = tuple(_flat([*transforms, *links]))
         object.__setattr__(self, "links", flat)
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"a Chain cannot be changed: {name} was to be {value!r}")
+        raise AttributeError(f"a Chain cannot be changed: cannot set {name}={value!r}")
 
     def __repr__(self) -> str:
         return f"Chain({', '.join(map(repr, self.links))})"
@@ -60,10 +61,10 @@ class Chain(GroupTransform):
 
     @property
     def properties(self) -> frozenset[TransformProperty]:
-        """What all links obey: each law holds of a composition if it holds of the parts.
+        """The properties that all links have, without `idempotent` if there are several links.
 
-        Unbiased too, as the links' draws are independent. All but idempotent: clipping after
-        scaling, say, repeats the scaling the second time.
+        Each of the others holds for a composition if it holds for its parts; `unbiased` does
+        because the links draw independently.
         """
         properties = Identity().properties.intersection(*(link.properties for link in self.links))
         return properties if len(self.links) < 2 else properties - {"idempotent"}
@@ -81,8 +82,8 @@ class Chain(GroupTransform):
         results = list(grads)
         states = {}
         for index, link in enumerate(self.links):
-            own = [replace(context, site=f"{context.site}/{index}") for context in contexts]
-            results, after = update_all(link, results, substate(state, f"{index}."), own)
+            inner = [replace(context, site=f"{context.site}/{index}") for context in contexts]
+            results, after = update_all(link, results, substate(state, f"{index}."), inner)
             states |= {f"{index}.{key}": value for key, value in after.items()}
         return results, states
 

@@ -1,4 +1,4 @@
-"""Clamp: bound every entry from below and from above."""
+"""Clamp: bound every entry from below and above."""
 
 from torch import Tensor
 
@@ -8,11 +8,11 @@ from gradsurg.transforms.base import Stateless, TransformContext, TransformPrope
 
 @validated
 class Clamp(Stateless):
-    """Bound every entry: min(max(g, low), high); a bound that is None does not bind.
+    """Bound every entry: min(max(g, low), high); None is no bound.
 
-    Any shape. Zero stays zero if it lies between the bounds, else it becomes the nearer one; NaN
-    stays NaN, an infinity becomes the bound on its side (and stays where there is none), an empty
-    tensor stays empty. `Clip` is the symmetric one.
+    Any shape. Zero stays zero if low <= 0 <= high and becomes the nearer bound otherwise. NaN stays
+    NaN, an infinity becomes the bound on its side, or stays without one, an empty tensor stays
+    empty. `Clip` has symmetric bounds.
     """
 
     low: float | None = -0.01

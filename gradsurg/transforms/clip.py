@@ -1,4 +1,4 @@
-"""Clip: bound every entry symmetrically."""
+"""Clip: bound the magnitude of every entry."""
 
 from typing import Annotated
 
@@ -11,11 +11,11 @@ from gradsurg.transforms.base import Stateless, TransformContext, TransformPrope
 
 @validated
 class Clip(Stateless):
-    """Bound every entry: min(max(g, -value), value).
+    """Bound the magnitude of every entry: min(max(g, -value), value).
 
     Any shape. Zero stays zero, NaN stays NaN, an infinity becomes ±value, an empty tensor stays
-    empty. The same as `torch.nn.utils.clip_grad_value_`; on a recurrent layer's activations it is
-    the derivative clamp of Graves 2013 (arXiv 1308.0850).
+    empty. Equal to `torch.nn.utils.clip_grad_value_` at parameters; at a recurrent layer's
+    activations it is the derivative clipping of Graves 2013 (arXiv 1308.0850).
     """
 
     value: Annotated[float, Field(gt=0)] = 0.01

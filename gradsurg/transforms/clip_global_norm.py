@@ -1,4 +1,4 @@
-"""ClipGlobalNorm: bound the norm of all gradients of a group together."""
+"""ClipGlobalNorm: bound the joint norm of all gradients of a group."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -25,13 +25,13 @@ from gradsurg.transforms.base import (
 
 @validated
 class ClipGlobalNorm(GroupTransform):
-    """Scale all gradients of a group by min(1, max_norm / (N + eps)), N their common p-norm.
+    """Scale all gradients of a group by min(1, max_norm / (N + eps)), N their joint p-norm.
 
-    Any shapes and dtypes. At N = 0 nothing changes; empty tensors count nothing. A NaN or an
-    infinity in one gradient makes N non-finite and with it every result NaN or zero, as
-    `torch.nn.utils.clip_grad_norm_` does (put `Sanitize` before it to change that); an N whose
-    p-th power float32 cannot hold makes every result zero. Pascanu, Mikolov, Bengio, ICML 2013
-    (arXiv 1211.5063), algorithm 1; eps is placed as in PyTorch (optax has none).
+    Any shapes and dtypes. Zero gradients stay zero, empty tensors stay empty. A NaN or an infinity
+    in one gradient makes N non-finite and every result NaN or zero, as in
+    `torch.nn.utils.clip_grad_norm_`; put `Sanitize` before it to avoid that. If N^p overflows in
+    float32 every result is zero. Pascanu, Mikolov, Bengio, ICML 2013 (arXiv 1211.5063),
+    algorithm 1; eps is placed as in PyTorch (optax has none).
     """
 
     max_norm: Annotated[float, Field(gt=0)] = 1.0
@@ -62,13 +62,13 @@ class ClipGlobalNorm(GroupTransform):
 
 
 def _alike(grads: Sequence[Tensor]) -> bool:
-    """One dtype, one device and no vmap around: then the fused operations do it all."""
+    """Return whether fused operations apply: one dtype, one device, no vmap."""
     alike = len({grad.dtype for grad in grads}) == len({grad.device for grad in grads}) == 1
     return alike and not autograd.in_functorch()
 
 
 def _norms(grads: Sequence[Tensor], p: float) -> list[Tensor]:
-    """The norm of each on the first one's device, in the widest of their dtypes."""
+    """Return the norm of each gradient on the first one's device, in their widest dtype."""
     dtype = reduce(torch.promote_types, (grad.dtype for grad in grads), torch.float32)
     if any(is_batchedtensor(grad) for grad in grads):
         return [torch.linalg.vector_norm(grad, p, dtype=dtype) for grad in grads]

@@ -1,4 +1,4 @@
-"""ClipNorm: bound the norm of one gradient."""
+"""ClipNorm: bound the norm of each gradient."""
 
 from dataclasses import KW_ONLY
 from typing import Annotated
@@ -13,12 +13,12 @@ from gradsurg.transforms.base import Stateless, TransformContext, TransformPrope
 
 @validated
 class ClipNorm(Stateless):
-    """Bound the p-norm: g * min(1, max_norm / (|g| + eps)).
+    """Bound the p-norm of each gradient: g * min(1, max_norm / (|g| + eps)).
 
-    Any shape; |g| is the norm of the tensor or of what `per` keeps apart. Zero stays zero, an empty
-    tensor empty; a NaN makes its group NaN, an infinity makes its group zero and itself NaN.
-    Pascanu, Mikolov, Bengio, ICML 2013 (arXiv 1211.5063), one tensor at a time; for all tensors
-    together see `ClipGlobalNorm`. eps is 0 here and 1e-6 in PyTorch's function.
+    Any shape. |g| is the norm of the tensor, or of each group selected by `per`. Zero stays zero,
+    an empty tensor empty. A NaN makes its group NaN; an infinity becomes NaN and the rest of its
+    group zero. Pascanu, Mikolov, Bengio, ICML 2013 (arXiv 1211.5063), one tensor at a time;
+    `ClipGlobalNorm` clips all tensors jointly. eps is 0 by default, 1e-6 in PyTorch's function.
     """
 
     max_norm: Annotated[float, Field(gt=0)] = 1.0

@@ -1,4 +1,4 @@
-"""DirectFeedback: make a gradient of the one at the model's output, by a fixed matrix."""
+"""DirectFeedback: direct feedback alignment, the output error through a fixed random matrix."""
 
 from math import prod
 from typing import Annotated
@@ -13,17 +13,17 @@ from gradsurg.transforms.base import Need, Stateless, TransformContext, Transfor
 
 @validated
 class DirectFeedback(Stateless):
-    """e B, where e is the gradient of what the model has returned, in place of what came down from
-    the layers above: direct feedback alignment, Nokland, NeurIPS 2016 (arXiv 1609.01596).
+    """Replace the gradient by e B: e the gradient of the model's output, B a fixed random matrix.
 
-    It acts on the gradient of each hidden layer's output: `site=outputs site.pattern=*.tanh`. Both
-    e and the gradient begin with the axis of the examples. B is fixed, from all outputs to all
-    entries of an example here, uniform within `scale` / sqrt(those entries); it is drawn anew from
-    (seed, site) at each gradient, always the same, so that there is no state. A module that is
-    called twice has one B; it is drawn in float32 and rounded, or widened, to the dtype.
+    Use it at the outputs of the hidden layers, as `site=outputs site.pattern=*.tanh`. Axis 0 of
+    both e and the gradient is that of the examples. For outputs of m entries and a gradient of n
+    entries per example B has shape (m, n) and entries uniform in ±scale / sqrt(n). It is a function
+    of (seed, site), drawn in float32 at each call and cast to the gradient's dtype, so that there
+    is no state; all calls of a module have the same B.
 
-    Any shape. It is made of e alone: where e is zero or not finite so is the result, what came does
-    not matter. An empty tensor stays empty.
+    Any shape. The result does not depend on the incoming gradient: it is zero or not finite where
+    e B is. An empty tensor stays empty. Direct feedback alignment of Nokland, NeurIPS 2016 (arXiv
+    1609.01596).
     """
 
     scale: Annotated[float, Field(gt=0)] = 1.0
@@ -34,26 +34,26 @@ class DirectFeedback(Stateless):
 
     @property
     def properties(self) -> frozenset[TransformProperty]:
-        # Homogeneous in all that flows: a loss scale is on the error too.
+        # Homogeneous because a loss scale multiplies the error as well.
         return frozenset({"homogeneous", "idempotent"})
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         error, given = _examples(error_of(self, context)), _examples(grad)
         if len(error) != len(given):
             raise ValueError(
-                f"DirectFeedback: the gradient at the site '{context.site}' has {len(given)} "
-                f"examples, its first axis, and what the model has returned {len(error)}"
+                f"DirectFeedback needs the same number of examples (axis 0) in the model's output "
+                f"and at the site '{context.site}', found {len(error)} and {len(given)}"
             )
         shape = error.shape[1], given.shape[1]
-        generator = context.generator(grad.device, anew=False)
+        generator = context.generator(grad.device, per_call=False)
         bound = self.scale * max(1, shape[1]) ** -0.5
-        # float32 whatever the gradient is: another dtype would draw other numbers.
+        # Another dtype would draw other numbers.
         weights = torch.empty(shape, dtype=torch.float32, device=grad.device)
         weights = weights.uniform_(-bound, bound, generator=generator).to(grad.dtype)
         return (error.to(grad.dtype) @ weights).view(grad.shape)
 
 
 def _examples(tensor: Tensor) -> Tensor:
-    """A row for each example."""
+    """Return a matrix with a row for each example."""
     wide = torch.atleast_1d(tensor)
     return wide.reshape(len(wide), prod(wide.shape[1:]))

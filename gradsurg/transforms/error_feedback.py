@@ -1,4 +1,4 @@
-"""ErrorFeedback: add next time what a transform left out this time."""
+"""ErrorFeedback: add the error of a transform to the next gradient."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -25,23 +25,23 @@ from gradsurg.transforms.sign import Sign
 
 @validated
 class ErrorFeedback(Wrapper):
-    """T(g + e), where e, zero at first, is then g + e - T(g + e): nothing is lost, only late.
+    """Apply a transform T with error feedback: T(g + e), with the error e <- g + e - T(g + e).
 
-    T is `of`, and e is kept for each site, in float32 or wider. Algorithms 1 and 2 of Karimireddy
-    et al., ICML 2019 (arXiv 1901.09847), where e is what is missing from the update: with a
-    constant learning rate that is the same, with a changing one e is of the gradient here and is
-    taken at the rate of the step at which it is made good.
+    T is the field `of`. e is the state of a site, initially zero, in float32 or wider. Algorithms 1
+    and 2 of Karimireddy et al., ICML 2019 (arXiv 1901.09847), who accumulate the error of the
+    update: the same at a constant learning rate. At a varying rate the error of a gradient is
+    applied here at the rate of the later step.
 
-    Any shape; an empty tensor stays empty. A zero gradient gives T(e). A NaN or an infinity stays
-    in e for good: put `Sanitize` before it.
+    Any shape; an empty tensor stays empty. The result of a zero gradient is T(e). A NaN or an
+    infinity stays in e: put `Sanitize` before it.
     """
 
     of: Annotated[Transform, BeforeValidator(as_transform)] = Sign("mean")
 
     @property
     def properties(self) -> frozenset[TransformProperty]:
-        kept: set[TransformProperty] = {"elementwise", "deterministic"}
-        return self.of.properties & kept
+        inherited: set[TransformProperty] = {"elementwise", "deterministic"}
+        return self.of.properties & inherited
 
     def init_group(self, grads: Sequence[Tensor]) -> TransformState:
         wide = [widened(grad) for grad in grads]
@@ -52,9 +52,9 @@ class ErrorFeedback(Wrapper):
         self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
     ) -> tuple[list[Tensor], TransformState]:
         errors = substate(state, "error.")
-        owed = [widened(grad) + errors[str(index)] for index, grad in enumerate(grads)]
-        results, inner = update_all(self.of, owed, substate(state, "of."), contexts)
-        paid = [result.to(grad.dtype) for result, grad in zip(results, grads, strict=True)]
-        left = zip(owed, paid, strict=True)
-        new = {f"error.{index}": all_ - part for index, (all_, part) in enumerate(left)}
-        return paid, new | {f"of.{key}": value for key, value in inner.items()}
+        corrected = [widened(grad) + errors[str(index)] for index, grad in enumerate(grads)]
+        wide, inner = update_all(self.of, corrected, substate(state, "of."), contexts)
+        results = [result.to(grad.dtype) for result, grad in zip(wide, grads, strict=True)]
+        pairs = enumerate(zip(corrected, results, strict=True))
+        after = {f"error.{index}": target - result for index, (target, result) in pairs}
+        return results, after | {f"of.{key}": value for key, value in inner.items()}

@@ -1,4 +1,4 @@
-"""FeedbackWeights: send a gradient back through other weights than those of the forward."""
+"""FeedbackWeights: feedback alignment, backpropagation through fixed random weights."""
 
 from typing import Annotated
 
@@ -18,20 +18,21 @@ from gradsurg.transforms.base import (
 
 @validated
 class FeedbackWeights(Stateless):
-    """e B in place of g = e W, where e is what enters the product of a linear layer: feedback
-    alignment, Lillicrap, Cownden, Tweed and Akerman, Nature Communications 2016.
+    """Replace the gradient e W of a linear layer's input by e B, B a fixed random matrix.
 
-    It acts on what leaves the product for its input, and is refused elsewhere: `site=nodes
-    site.pattern=Addmm site.side=leave site.edge=1`, or `Mm` and `site.edge=0` for a layer without
-    bias. `site.module` has to leave the first layer out, where nothing goes to the input.
+    e is the gradient of the layer's output. Use it at the edge from the matrix product to its
+    input: `site=nodes site.pattern=Addmm site.side=leave site.edge=1`, or `Mm` with `site.edge=0`
+    for a layer without bias. Other sites are refused. `site.module` has to exclude the first layer,
+    whose input has no gradient.
 
-    B is fixed, of the shape of W, uniform within `scale` / sqrt(inputs of the layer) as torch's own
-    start of W; it is drawn anew from (seed, site) at each gradient, always the same, so that there
-    is no state. A layer that is called twice has one B, but each product inside of one call, as
-    of an `nn.RNN`, its own; it is drawn in float32 and rounded, or widened, to the dtype.
+    B has the shape of W and entries uniform in ±scale / sqrt(inputs), the bound of
+    `nn.Linear.reset_parameters`. It is a function of (seed, site), drawn in float32 at each call
+    and cast to the gradient's dtype, so that there is no state. All calls of a layer have the same
+    B, but each product within a call, as in `nn.RNN`, has its own.
 
-    Any shape (..., inputs), where e is (..., outputs). It is made of e alone: where e is zero or
-    not finite so is the result, what g is does not matter. An empty tensor stays empty.
+    Any shape (..., inputs), with e of shape (..., outputs). The result does not depend on the
+    incoming gradient: it is zero or not finite where e B is. An empty tensor stays empty. Feedback
+    alignment of Lillicrap, Cownden, Tweed and Akerman, Nature Communications 2016.
     """
 
     scale: Annotated[float, Field(gt=0)] = 1.0
@@ -42,21 +43,21 @@ class FeedbackWeights(Stateless):
 
     @property
     def properties(self) -> frozenset[TransformProperty]:
-        # Homogeneous in all that flows: a loss scale is on what enters too.
+        # Homogeneous because a loss scale multiplies the gradient of the output as well.
         return frozenset({"homogeneous", "idempotent"})
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         entering, given = torch.atleast_1d(entering_of(self, context)), torch.atleast_1d(grad)
         if entering.shape[:-1] != given.shape[:-1]:
             raise ValueError(
-                f"FeedbackWeights: at the site '{context.site}' what leaves, of shape "
-                f"{list(grad.shape)}, must be like what enters, {list(entering.shape)}, but for "
-                "the last axis: choose with edge what leaves for the input of the product"
+                f"FeedbackWeights: at the site '{context.site}' the gradient, of shape "
+                f"{list(grad.shape)}, and that of the node's output, {list(entering.shape)}, must "
+                "be equal but for the last axis: select the edge to the input of the product"
             )
         shape = entering.shape[-1], given.shape[-1]
-        generator = context.generator(grad.device, anew=False)
+        generator = context.generator(grad.device, per_call=False)
         bound = self.scale * max(1, shape[1]) ** -0.5
-        # float32 whatever the gradient is: another dtype would draw other numbers.
+        # Another dtype would draw other numbers.
         weights = torch.empty(shape, dtype=torch.float32, device=grad.device)
         weights = weights.uniform_(-bound, bound, generator=generator).to(grad.dtype)
         return (entering.to(grad.dtype) @ weights).view(grad.shape)

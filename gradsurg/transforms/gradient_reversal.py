@@ -1,4 +1,4 @@
-"""GradientReversal: turn the gradient round."""
+"""GradientReversal: the gradient reversal layer of domain-adversarial training."""
 
 from typing import Annotated
 
@@ -11,13 +11,14 @@ from gradsurg.transforms.base import Stateless, TransformContext, TransformPrope
 
 @validated
 class GradientReversal(Stateless):
-    """Turn the gradient round: -strength * g.
+    """Negate and scale the gradient: -strength * g.
 
-    Any shape. Zero stays zero, NaN stays NaN, an infinity changes its sign (NaN if the strength is
-    0), an empty tensor stays empty. The gradient reversal layer of Ganin and Lempitsky, ICML 2015
-    (arXiv 1409.7495), where strength is lambda; put it at the input of the domain classifier, its
-    branch alone (`Inputs("domain")`): at the features it would turn the label's gradient too.
-    Their growing lambda is `Scheduled(GradientReversal(), start=0.5, stop=1.0, curve="saturating")`.
+    Any shape. Zero stays zero, NaN stays NaN, an infinity changes its sign (it becomes NaN if the
+    strength is 0), an empty tensor stays empty. The gradient reversal layer of Ganin and Lempitsky,
+    ICML 2015 (arXiv 1409.7495), with strength as lambda. Use it at the input of the domain
+    classifier, `Inputs("domain")`: at the features it would reverse the gradient of the label
+    predictor too. The paper's schedule of lambda is
+    `Scheduled(GradientReversal(), start=0.5, stop=1.0, curve="saturating")`.
     """
 
     strength: Annotated[float, Field(ge=0)] = 1.0

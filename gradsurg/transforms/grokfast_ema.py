@@ -1,4 +1,4 @@
-"""GrokfastEMA: amplify the slow part of the gradient."""
+"""GrokfastEMA: amplify the slow component of the gradient."""
 
 from typing import Annotated
 
@@ -13,12 +13,12 @@ from gradsurg.transforms.base import Transform, TransformContext, TransformPrope
 
 @validated
 class GrokfastEMA(Transform):
-    """Add a running mean: g + strength * m, with m = g at first, then decay * m + (1 - decay) * g.
+    """Add an exponential moving average: g + strength * m, m <- decay * m + (1 - decay) * g.
 
-    m is kept for each site, in float32 or wider. Any shape; an empty tensor stays empty. A zero
-    gradient still gets strength * m. A NaN or an infinity stays in m for good: put
-    `Sanitize` before it. Grokfast-EMA of Lee et al. 2024 (arXiv 2405.20233): decay is its alpha,
-    strength its lambda.
+    m is the state of a site, initialized by its first gradient, in float32 or wider. Any shape; an
+    empty tensor stays empty. The result of a zero gradient is strength * m. A NaN or an infinity
+    stays in m: put `Sanitize` before it. Grokfast-EMA of Lee et al. 2024 (arXiv 2405.20233), with
+    decay as alpha and strength as lambda.
     """
 
     decay: Annotated[float, Field(ge=0, lt=1)] = 0.98

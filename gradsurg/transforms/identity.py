@@ -1,4 +1,4 @@
-"""Identity: leave the gradient as it is."""
+"""Identity: do not change the gradient."""
 
 from torch import Tensor
 
@@ -8,10 +8,10 @@ from gradsurg.transforms.base import Stateless, TransformContext, TransformPrope
 
 @validated
 class Identity(Stateless):
-    """The gradient itself, the same object: g.
+    """Return the gradient, the same object.
 
-    Any shape; zero, NaN, infinities and empty tensors pass. Training under it is bit-identical to
-    training without surgery.
+    Any shape; zeros, NaN, infinities and empty tensors are not changed. Training with it is
+    bit-identical to training without surgery.
     """
 
     @property

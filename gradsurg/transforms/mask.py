@@ -1,4 +1,4 @@
-"""Mask: keep some entries, zero the rest."""
+"""Mask: keep some entries and zero the rest."""
 
 from dataclasses import KW_ONLY
 from typing import Annotated, Literal
@@ -14,21 +14,24 @@ from gradsurg.transforms.base import Stateless, TransformContext, TransformPrope
 
 @validated
 class Mask(Stateless):
-    """Keep some entries and zero the rest; `by` says which, `amount` how many.
+    """Keep some entries and zero the rest.
 
-    `largest`: the fraction `amount` of largest magnitude, rounded, at least one, in the tensor or
-    in what `per` keeps apart; of equal ones as many as are needed. `threshold`: those with
-    |g| > amount. `random`: each by itself with probability `amount`, so that their number varies.
-    `random_k`: drawn too, but exactly as many as `largest` keeps, of the tensor or of what `per`
-    keeps apart. `rescale` multiplies what is kept by d / k for `largest` and `random_k`, k of d
-    being kept, and by 1 / amount for `random`; both of the random ones are then unbiased.
+    | `by` | entries that are kept |
+    |---|---|
+    | `largest` | the k of largest magnitude |
+    | `threshold` | those with abs(g) > amount |
+    | `random` | each with probability `amount`, independently |
+    | `random_k` | k drawn uniformly |
 
-    Any shape; an empty tensor stays empty, zero stays zero. For `largest` a NaN is larger than an
-    infinity and both are larger than all else: they are dropped only where k leaves no room.
-    `threshold` keeps both, the random ones may drop either; `rescale` leaves them what they are.
-    Aji and Heafield, EMNLP 2017 (arXiv 1704.05021) for `largest` (without their residual) and
-    `threshold`; Child-Tuning, Xu et al., EMNLP 2021 (arXiv 2109.05687) for `random` with
-    `rescale`.
+    k = max(1, round(amount * d)), where d is the number of entries of the tensor, or of each group
+    selected by `per`. `rescale` multiplies kept entries by d / k (`largest`, `random_k`) or by
+    1 / amount (`random`), which makes the random choices unbiased.
+
+    Any shape; an empty tensor stays empty, zero stays zero. `largest` orders NaN above infinity
+    above all numbers and so keeps both if k suffices; `threshold` keeps both; the random choices
+    may drop either. `rescale` leaves NaN and infinities unchanged. Aji and Heafield, EMNLP 2017
+    (arXiv 1704.05021) for `largest` (without their residual) and `threshold`; Child-Tuning, Xu et
+    al., EMNLP 2021 (arXiv 2109.05687) for `random` with `rescale`.
     """
 
     amount: Annotated[float, Field(gt=0)] = 0.1
@@ -41,7 +44,9 @@ class Mask(Stateless):
         if self.by != "threshold" and self.amount > 1:
             raise Contradiction("amount", f"must be <= 1 with by={self.by}, found {self.amount}")
         if self.by == "threshold" and self.rescale:
-            raise Contradiction("rescale", "must be false with by=threshold: no fraction is given")
+            raise Contradiction(
+                "rescale", "must be false with by=threshold, which keeps no fixed fraction"
+            )
         if self.by in ("threshold", "random") and self.per != "tensor":
             raise Contradiction("per", f"must be tensor with by={self.by}, found {self.per}")
 
@@ -57,7 +62,7 @@ class Mask(Stateless):
             case "threshold":
                 properties |= {"elementwise", "idempotent", "deterministic"}
             case "random" | "random_k":
-                # Not linear: the draws of two accumulated gradients differ from those of their sum.
+                # Not linear: two accumulated gradients have other draws than their sum.
                 properties |= {"elementwise", "homogeneous"}
                 properties |= {"unbiased"} if self.rescale else set()
         return frozenset(properties)
@@ -80,7 +85,7 @@ class Mask(Stateless):
 
 
 def _largest(sizes: Tensor, amount: float, per: str) -> tuple[Tensor, float]:
-    """Which entries are kept, exactly k in each group, and d / k."""
+    """Return a mask of the k largest entries of each group, and d / k."""
     axes = reduced_axes(per, sizes.ndim)
     if sizes.numel() == 0 or not axes:
         return torch.ones_like(sizes, dtype=torch.bool), 1.0

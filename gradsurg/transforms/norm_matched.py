@@ -1,4 +1,4 @@
-"""NormMatched: the direction of the gradient with the norm another transform would give it."""
+"""NormMatched: the direction of the gradient with the norm of another transform's result."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -23,26 +23,25 @@ from gradsurg.transforms.clip import Clip
 
 @validated
 class NormMatched(Wrapper):
-    """Keep the direction of g and take the norm of T(g), tensor by tensor: g * |T(g)| / |g|.
+    """Rescale each gradient to the 2-norm of a transform's result: g * |T(g)| / |g|.
 
-    The control that says whether a transform T (`of`) helps by its direction or by its norm alone.
-    Any shape. Zero where |g| is zero, also where T makes something of it; a NaN in g or T(g)
-    makes all NaN, an infinity in g makes all zero and itself NaN; an empty tensor stays empty. The
-    state is that of T.
+    A control arm for the transform T (the field `of`): the direction of g with the norm of T(g)
+    separates the effects of direction and norm. Any shape. The result is zero where |g| is zero,
+    also if T(g) is not. A NaN in g or T(g) makes every entry NaN; an infinity in g becomes NaN and
+    every other entry zero. An empty tensor stays empty. The state is that of T.
     """
 
     of: Annotated[Transform, BeforeValidator(as_transform)] = Clip(0.01)
 
     @property
     def properties(self) -> frozenset[TransformProperty]:
-        kept: set[TransformProperty] = {
+        inherited: set[TransformProperty] = {
             "homogeneous",
             "odd",
             "norm_non_increasing",
             "deterministic",
         }
-        own: set[TransformProperty] = {"sign_preserving"}
-        return self.of.properties & kept | own
+        return self.of.properties & inherited | {"sign_preserving"}
 
     def init_group(self, grads: Sequence[Tensor]) -> TransformState:
         return init_all(self.of, grads)

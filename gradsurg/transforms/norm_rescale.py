@@ -1,4 +1,4 @@
-"""NormRescale: give the gradient a norm."""
+"""NormRescale: rescale the gradient to a fixed norm."""
 
 from dataclasses import KW_ONLY
 from typing import Annotated
@@ -13,11 +13,11 @@ from gradsurg.transforms.base import Stateless, TransformContext, TransformPrope
 
 @validated
 class NormRescale(Stateless):
-    """Rescale to a given p-norm: norm * g / (|g| + eps).
+    """Rescale the gradient to a fixed p-norm: norm * g / (|g| + eps).
 
-    Any shape; |g| is the norm of the tensor or of what `per` keeps apart. A zero gradient stays
-    zero, an empty tensor empty; a NaN makes its group NaN, an infinity makes its group zero and
-    itself NaN. With `per: tensor` the block-normalized gradient of Yu et al. 2017 (arXiv
+    Any shape. |g| is the norm of the tensor, or of each group selected by `per`. A zero gradient
+    stays zero, an empty tensor empty. A NaN makes its group NaN; an infinity becomes NaN and the
+    rest of its group zero. With `per=tensor` the block-normalized gradient of Yu et al. 2017 (arXiv
     1707.04822); optax's `normalize_by_update_norm` has eps 1e-6 and one norm for all tensors.
     """
 

@@ -1,4 +1,4 @@
-"""Sanitize: remove what is not finite."""
+"""Sanitize: remove NaN and infinities."""
 
 from typing import Literal
 
@@ -11,21 +11,24 @@ from gradsurg.transforms.base import Stateless, TransformContext, TransformPrope
 
 @validated
 class Sanitize(Stateless):
-    """Remove NaN and infinities; a finite gradient stays as it is.
+    """Remove NaN and infinities; a finite gradient is not changed.
 
-    `zero`: each becomes 0. `clamp`: NaN becomes 0, an infinity the largest finite magnitude of the
-    gradient, with its sign. `drop`: the whole gradient becomes 0 if one entry is not finite.
+    | `on_nonfinite` | result |
+    |---|---|
+    | `zero` | NaN and infinities become 0 |
+    | `clamp` | NaN becomes 0, ±infinity becomes ± the largest finite magnitude of the gradient |
+    | `drop` | the whole gradient becomes 0 if one entry is not finite |
 
-    Any shape; an empty tensor stays empty. The result is always finite. On gradients scaled for
-    mixed precision it hides their overflow from the `GradScaler`: use it at stage `step`. optax's
-    `zero_nans` leaves infinities; `torch.nan_to_num` makes them the largest number of the dtype.
+    Any shape; an empty tensor stays empty. The result is finite. On gradients scaled for mixed
+    precision it hides overflow from the `GradScaler`: use it at stage `step`. optax's `zero_nans`
+    keeps infinities; `torch.nan_to_num` replaces them by the largest number of the dtype.
     """
 
     on_nonfinite: Literal["zero", "clamp", "drop"] = "zero"
 
     @property
     def properties(self) -> frozenset[TransformProperty]:
-        # Not homogeneous nor linear: where c * g overflows, c * T(g) does too, but not T(c * g).
+        # Neither homogeneous nor linear: where c * g overflows, so does c * T(g), but not T(c * g).
         properties: set[TransformProperty] = {
             "idempotent",
             "odd",

@@ -8,11 +8,12 @@ from gradsurg.transforms.base import Stateless, TransformContext, TransformPrope
 
 @validated
 class Scale(Stateless):
-    """Multiply every entry: factor * g.
+    """Multiply every entry by a number: factor * g.
 
-    Any shape. Zero stays zero, NaN stays NaN, an infinity stays one (NaN if the factor is 0: use
-    `Zero` to drop it), an empty tensor stays empty. MuZero halves the gradient at the input of its
-    dynamics function (Schrittwieser et al., Nature 2020), fairseq calls it GradMultiply.
+    Any shape. Zero stays zero, NaN stays NaN, an infinity stays infinite (it becomes NaN if the
+    factor is 0, and 0 by `Zero`), an empty tensor stays empty. MuZero halves the gradient at the
+    input of its dynamics function (Schrittwieser et al., Nature 2020); fairseq has it as
+    GradMultiply.
     """
 
     factor: float = 0.1

@@ -1,4 +1,4 @@
-"""ScaleBySign: one gain for positive entries, another for negative ones."""
+"""ScaleBySign: scale positive and negative entries by different factors."""
 
 from dataclasses import KW_ONLY
 from typing import Literal
@@ -13,18 +13,18 @@ from gradsurg.transforms.base import Need, Stateless, TransformContext, Transfor
 
 @validated
 class ScaleBySign(Stateless):
-    """Multiply by `positive` where the sign is positive, by `negative` where it is negative.
+    """Multiply by `positive` where the sign is positive and by `negative` where it is negative.
 
-    `of` says whose sign: the gradient's own, or that of the value it belongs to. `per` says who
-    has to agree: with `entry` each entry has its own sign; with `tensor`, `unit` or a pattern the
-    group has a sign if all its entries are >= 0 and one is > 0 (or the reverse), and is left
-    unchanged if they do not agree.
+    `of` selects the sign: that of the gradient, or that of the value whose gradient it is. With
+    `per=entry` each entry has its own sign. With `tensor`, `unit` or a pattern a group is positive
+    if all its entries are >= 0 and one is > 0, negative the other way round, and not changed if it
+    is neither.
 
-    Any shape. Where the sign is zero or NaN the gradient stays as it is, so NaN stays NaN; a gain
-    of 0 removes an infinity too; an empty tensor stays empty. With (1, 0) at ReLU nodes it is the
-    rule of DeconvNet (Zeiler and Fergus, ECCV 2014), and guided backpropagation (Springenberg et
-    al., 2015, arXiv 1412.6806) where the ReLU's own mask acts too. What optax calls
-    `scale_by_sign` is another thing: `Sign` here.
+    Any shape. Where the sign is zero or NaN the gradient is not changed, so that NaN stays NaN. A
+    factor of 0 also removes infinities. An empty tensor stays empty. With (1, 0) at ReLU nodes it
+    is the DeconvNet rule (Zeiler and Fergus, ECCV 2014), together with the ReLU's own mask guided
+    backpropagation (Springenberg et al., 2015, arXiv 1412.6806). The `scale_by_sign` of optax is
+    `Sign` here.
     """
 
     positive: float = 1.0
@@ -40,13 +40,15 @@ class ScaleBySign(Stateless):
     @property
     def properties(self) -> frozenset[TransformProperty]:
         gains = (self.positive, self.negative)
-        own = self.of == "grad"
+        of_grad = self.of == "grad"
         properties: set[TransformProperty] = {"homogeneous", "deterministic"}
-        if self.per == "entry" or not own:
+        if self.per == "entry" or not of_grad:
             properties |= {"elementwise"}
-        if not own or self.positive == self.negative:
+        if not of_grad or self.positive == self.negative:
             properties |= {"odd"}
-        if not own or (self.positive == self.negative and (self.per == "entry" or gains[0] == 1)):
+        if not of_grad or (
+            self.positive == self.negative and (self.per == "entry" or gains[0] == 1)
+        ):
             properties |= {"linear"}
         if min(gains) >= 0:
             properties |= {"sign_preserving"}

@@ -1,4 +1,4 @@
-"""Scheduled: a transform whose strength changes over the optimizer steps."""
+"""Scheduled: blend a transform in or out over the optimizer steps."""
 
 import math
 from collections.abc import Sequence
@@ -25,16 +25,20 @@ from gradsurg.transforms.scale import Scale
 
 @validated
 class Scheduled(Wrapper):
-    """Blend a transform T (`of`) in or out: g + s * (T(g) - g), s the strength at this step.
+    """Blend a transform T into the gradient: g + s * (T(g) - g), with strength s at this step.
 
-    s is `start` up to step `begin`, `stop` from step `begin + steps` on, and follows `curve`
-    between them: with x from 0 to 1, `linear` x, `cosine` (1 - cos(pi x)) / 2, `saturating`
-    2 / (1 + exp(-10 x)) - 1, the curve of Ganin and Lempitsky, ICML 2015 (arXiv 1409.7495), which
-    ends at 0.9999. s may leave [0, 1].
+    T is the field `of`. The strength is s = start + (stop - start) * c(x), where
+    x = (step - begin) / steps is clamped to [0, 1], c(0) = 0 and c(1) = 1. In between:
 
-    Any shape; zero, NaN, infinities and empty tensors as T has them while s is not 0. At s = 0 the
-    gradient itself is returned, whatever T makes of it; at s = 1 T(g) itself, both bit for bit. T
-    is called at every step, so that its state is warm when its turn comes.
+    | `curve` | c(x) |
+    |---|---|
+    | `linear` | x |
+    | `cosine` | (1 - cos(pi x)) / 2 |
+    | `saturating` | 2 / (1 + exp(-10 x)) - 1, of Ganin and Lempitsky, ICML 2015 (arXiv 1409.7495) |
+
+    Any shape. Zeros, NaN, infinities and empty tensors are treated as by T. At s = 0 the gradient
+    itself and at s = 1 the result T(g) is returned, bit for bit. s may lie outside [0, 1]. T is
+    called at every step, so that its state advances also while s = 0.
     """
 
     of: Annotated[Transform, BeforeValidator(as_transform)] = Scale(0.0)
@@ -47,25 +51,31 @@ class Scheduled(Wrapper):
 
     @property
     def properties(self) -> frozenset[TransformProperty]:
-        kept: set[TransformProperty] = {"elementwise", "homogeneous", "linear", "odd", "unbiased"}
-        kept |= {"deterministic"}
+        inherited: set[TransformProperty] = {
+            "elementwise",
+            "homogeneous",
+            "linear",
+            "odd",
+            "unbiased",
+            "deterministic",
+        }
         if min(self.start, self.stop) >= 0 and max(self.start, self.stop) <= 1:
-            kept |= {"sign_preserving", "norm_non_increasing"}
-        return self.of.properties & kept
+            inherited |= {"sign_preserving", "norm_non_increasing"}
+        return self.of.properties & inherited
 
     def strength(self, step: int) -> float:
-        """s at a step."""
+        """Return the strength s at a step."""
         x = min(max((step - self.begin) / self.steps, 0.0), 1.0)
         if x in (0.0, 1.0):
             return self.stop if x else self.start
         match self.curve:
             case "linear":
-                share = x
+                fraction = x
             case "cosine":
-                share = (1 - math.cos(math.pi * x)) / 2
+                fraction = (1 - math.cos(math.pi * x)) / 2
             case "saturating":
-                share = 2 / (1 + math.exp(-10 * x)) - 1
-        return self.start + (self.stop - self.start) * share
+                fraction = 2 / (1 + math.exp(-10 * x)) - 1
+        return self.start + (self.stop - self.start) * fraction
 
     def init_group(self, grads: Sequence[Tensor]) -> TransformState:
         return init_all(self.of, grads)

@@ -1,4 +1,4 @@
-"""Sign: replace every entry by its sign."""
+"""Sign: replace every entry by its sign, optionally times the mean magnitude."""
 
 from dataclasses import KW_ONLY
 from typing import Literal
@@ -13,14 +13,14 @@ from gradsurg.transforms.base import Stateless, TransformContext, TransformPrope
 
 @validated
 class Sign(Stateless):
-    """Replace every entry by its sign, with sign(0) = 0; by `mean`, times mean |g|.
+    """Replace every entry by its sign: sign(g), or sign(g) * mean(abs(g)) with `scale=mean`.
 
-    The mean magnitude |g|_1 / d is that of the tensor or of what `per` keeps apart.
+    The mean is that of the tensor, or of each group selected by `per`.
 
-    Any shape. Zero stays zero and NaN stays NaN (`torch.sign` would turn it into 0); an infinity
-    becomes ±1 (by `mean` it makes its group infinite, and NaN at the zeros); an empty tensor stays
-    empty. signSGD: Bernstein et al., ICML 2018 (arXiv 1802.04434); by `mean`: Karimireddy et al.,
-    ICML 2019 (arXiv 1901.09847). optax calls it `scale_by_sign`.
+    Any shape. Zero stays zero and NaN stays NaN (0 in `torch.sign`). An infinity becomes ±1; with
+    `scale=mean` it makes its group infinite, and NaN at zeros. An empty tensor stays empty.
+    signSGD of Bernstein et al., ICML 2018 (arXiv 1802.04434); with `scale=mean` the scaled sign of
+    Karimireddy et al., ICML 2019 (arXiv 1901.09847). optax has it as `scale_by_sign`.
     """
 
     scale: Literal["none", "mean"] = "none"

@@ -1,4 +1,4 @@
-"""Zero: remove the gradient."""
+"""Zero: replace the gradient by zeros."""
 
 import torch
 from torch import Tensor
@@ -9,10 +9,10 @@ from gradsurg.transforms.base import Stateless, TransformContext, TransformPrope
 
 @validated
 class Zero(Stateless):
-    """Zeros of the gradient's shape, also where it is NaN or infinite.
+    """Replace the gradient by zeros, also where it is NaN or infinite.
 
-    Any shape; an empty tensor stays empty. At a parameter it freezes (an optimizer with momentum
-    or weight decay still moves it), at an activation it stops the gradient there.
+    Any shape; an empty tensor stays empty. At a parameter it freezes the parameter, except for
+    momentum and weight decay of the optimizer; at an activation it stops the gradient there.
     """
 
     @property

@@ -15,7 +15,7 @@ from gradsurg.multitask.merging import merge
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.surgery.intervention import Intervention, scale_matters
 from gradsurg.testing import check_aggregator
-from gradsurg.testing.aggregator_rules import Plain
+from gradsurg.testing.aggregators import FunctionAggregator
 
 every = pytest.mark.parametrize(
     "of", [MGDA(), NashMTL(), TrimmedMean(), GradDrop()], ids=lambda of: type(of).__name__
@@ -77,7 +77,7 @@ def test_a_loss_scale_changes_it_no_more_than_the_other() -> None:
     (found,) = merge(control, [rows * scale], state, AggregatorContext(), scale).grads
     torch.testing.assert_close(found / scale, control(rows))
     assert not scale_matters(Intervention(control, at=SharedParameters()))
-    sized = NormMatchedSum(Plain(lambda rows: rows.sum(0).sign(), ()))
+    sized = NormMatchedSum(FunctionAggregator(lambda rows: rows.sum(0).sign(), ()))
     assert "depends on their size" in scale_matters(Intervention(sized, at=SharedParameters()))
 
 

@@ -7,7 +7,7 @@ import pytest
 from gradsurg.aggregators.base import AggregatorProperty
 from gradsurg.plugins.registry import names
 from gradsurg.testing import check_aggregator
-from gradsurg.testing.aggregator_properties import PROPERTIES
+from gradsurg.testing.aggregators import PROPERTY_CHECKS
 from tests.aggregators.cases import ROWS, Row, made
 
 ROWS_OF_OTHERS = [row for row in ROWS if row.fields]
@@ -30,4 +30,4 @@ def test_every_declared_property_holds_on_many_more_and_on_ten_million_columns(n
 
 
 def test_every_property_has_its_assertion() -> None:
-    assert set(PROPERTIES) == set(get_args(AggregatorProperty))
+    assert set(PROPERTY_CHECKS) == set(get_args(AggregatorProperty))

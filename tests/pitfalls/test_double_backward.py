@@ -8,7 +8,7 @@ from torch import Tensor
 
 import gradsurg as gs
 from gradsurg.plugins.registry import find, names
-from gradsurg.testing.contexts import context_with
+from gradsurg.testing.transforms import context_with
 from gradsurg.transforms.base import Stateless, Transform, TransformContext, TransformProperty
 
 TRANSFORMS: list[Transform] = [

@@ -13,7 +13,7 @@ from gradsurg.hooks.transform_hook import is_trusted
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.registry import find, names
 from gradsurg.sites.base import Selector
-from gradsurg.testing.contexts import context_with
+from gradsurg.testing.transforms import context_with
 from gradsurg.transforms.base import (
     GroupTransform,
     Need,

@@ -16,8 +16,7 @@ from gradsurg.aggregators.base import (
     Weighting,
 )
 from gradsurg.testing import Table, Verdict, check_aggregator
-from gradsurg.testing.aggregator_properties import PROPERTIES
-from gradsurg.testing.aggregator_rules import RULES
+from gradsurg.testing.aggregators import PROPERTY_CHECKS, RULES
 
 
 def mean(rows: Tensor) -> Tensor:
@@ -73,7 +72,7 @@ def test_what_draws_is_not_deterministic() -> None:
     assert "deterministic" not in check_aggregator(gs.Random()).holds
     with pytest.raises(AssertionError, match="\n  deterministic: "):
         check_aggregator(gs.Random(), declared=["deterministic"])
-    assert set(BREAKS) | {"deterministic"} == set(PROPERTIES)
+    assert set(BREAKS) | {"deterministic"} == set(PROPERTY_CHECKS)
 
 
 class Stops(Weighting):
@@ -139,15 +138,15 @@ def narrow(rows: Tensor) -> Tensor:
 
 BREAK_RULES = {
     "finite": lambda rows: rows.sum(0) / rows.norm(),
-    "like_a_row": lambda rows: rows.double().sum(0),
+    "result_like_a_row": lambda rows: rows.double().sum(0),
     "pure": in_place,
-    "no_graph": remembering,
-    "no_global_random_numbers": lambda rows: torch.rand(len(rows), dtype=rows.dtype) @ rows,
-    "any_layout": lambda rows: rows.sum(0) * rows.stride(1),
-    "nan_is_told": lambda rows: rows.nan_to_num().sum(0),
-    "weights_of_float64": Single(),
-    "any_pieces": Positional(),
-    "a_value": Single(),
+    "no_autograd_graph": remembering,
+    "no_global_rng": lambda rows: torch.rand(len(rows), dtype=rows.dtype) @ rows,
+    "any_memory_layout": lambda rows: rows.sum(0) * rows.stride(1),
+    "propagates_nan": lambda rows: rows.nan_to_num().sum(0),
+    "float64_weights": Single(),
+    "any_column_block": Positional(),
+    "value_semantics": Single(),
     "wide": narrow,
 }
 
@@ -188,7 +187,7 @@ class Keeping(LossWeighting):
     ],
 )
 def test_the_graphs_of_the_losses_are_not_let_through(aggregator: Keeping, fault: str) -> None:
-    with pytest.raises(AssertionError, match=f"\n  no_graph: {fault}"):
+    with pytest.raises(AssertionError, match=f"\n  no_autograd_graph: {fault}"):
         check_aggregator(aggregator)
 
 
@@ -217,8 +216,8 @@ def test_random_numbers_of_its_own_are_allowed() -> None:
 
 def test_the_global_generator_is_left_as_it_was() -> None:
     before = torch.get_rng_state()
-    with pytest.raises(AssertionError, match="no_global_random_numbers: draws from the global"):
-        check_aggregator(BREAK_RULES["no_global_random_numbers"], count=1)
+    with pytest.raises(AssertionError, match="no_global_rng: draws from the global"):
+        check_aggregator(BREAK_RULES["no_global_rng"], count=1)
     state = torch.get_rng_state()
     check_aggregator(gs.Random(), count=1)
     assert torch.equal(torch.get_rng_state(), state)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 import gradsurg as gs
 from gradsurg.testing import check_transform
-from gradsurg.testing.transform_rules import RULES
+from gradsurg.testing.transforms import RULES
 from gradsurg.transforms.base import (
     Stateless,
     Transform,
@@ -114,14 +114,14 @@ class Starting(Transform):
 BREAK_RULES = {
     "pure": lambda grad: grad.mul_(2),
     "finite": lambda grad: grad * 1e10,
-    "nan_is_kept": lambda grad: grad.nan_to_num(),
-    "first_state": Starting(),
-    "any_layout": lambda grad: grad * (grad.stride(0) if grad.ndim > 1 else 1),
-    "no_global_random_numbers": lambda grad: grad * torch.rand_like(grad),
-    "no_graph": Graph(),
-    "nothing_waits": Waiting(),
-    "a_value": Unequal(),
-    "any_batch": Batched(),
+    "propagates_nan": lambda grad: grad.nan_to_num(),
+    "initial_state": Starting(),
+    "any_memory_layout": lambda grad: grad * (grad.stride(0) if grad.ndim > 1 else 1),
+    "no_global_rng": lambda grad: grad * torch.rand_like(grad),
+    "no_autograd_graph": Graph(),
+    "no_synchronization": Waiting(),
+    "value_semantics": Unequal(),
+    "vmap": Batched(),
 }
 
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from gradsurg.testing import check_transform
-from gradsurg.testing.contexts import context_with
-from gradsurg.testing.transform_rules import DTYPES, noise
+from gradsurg.testing.transforms import DTYPES, context_with, noise
 from gradsurg.transforms.base import TransformContext, TransformState
 from tests.cases import INF, NAN, build, names
 
@@ -28,7 +27,7 @@ def test_every_config_keeps_the_rules_and_its_laws(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALWAYS_FINITE)
 def test_those_that_drop_a_nan_are_told_from_the_others(name: str) -> None:
-    with pytest.raises(AssertionError, match="nan_is_kept: a NaN becomes 0"):
+    with pytest.raises(AssertionError, match="propagates_nan: a NaN becomes 0"):
         check_transform(build(name))
 
 

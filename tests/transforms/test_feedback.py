@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import gradsurg as gs
 from gradsurg.sites.base import Selector
-from gradsurg.testing.contexts import context_with
+from gradsurg.testing.transforms import context_with
 from gradsurg.transforms.base import Need, Stateless, Transform, TransformContext, TransformProperty
 from gradsurg.transforms.chain import Chain
 from gradsurg.transforms.error_feedback import ErrorFeedback
@@ -42,7 +42,7 @@ def backward(model: nn.Module) -> dict[str, Tensor]:
 
 
 def drawn(site: str, outputs: int, inputs: int) -> Tensor:
-    generator = TransformContext(site).generator(torch.device("cpu"), anew=False)
+    generator = TransformContext(site).generator(torch.device("cpu"), per_call=False)
     weights = torch.empty(outputs, inputs)
     return weights.uniform_(-(inputs**-0.5), inputs**-0.5, generator=generator).double()
 
@@ -208,7 +208,7 @@ def test_feedback_weights_act_where_a_product_takes_an_input(at: Selector) -> No
 def test_what_enters_and_what_leaves_must_be_of_the_same_examples() -> None:
     context = TransformContext("a", entering=(torch.ones(2, 3),))
     with pytest.raises(
-        ValueError, match=r"at the site 'a' what leaves, of shape \[4, 5\], must be"
+        ValueError, match=r"at the site 'a' the gradient, of shape \[4, 5\], and that of"
     ):
         gs.FeedbackWeights().apply(torch.ones(4, 5), context)
 
@@ -272,8 +272,8 @@ def test_a_layer_that_is_called_twice_has_one_matrix(transform: Transform, at: S
             return transform.needs
 
         def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
-            flow = SimpleNamespace(error=torch.ones(1, 5), task="")
-            ones = replace(context, flow=flow, entering=(torch.ones(1, 5),))
+            backward = SimpleNamespace(error=torch.ones(1, 5), task="")
+            ones = replace(context, backward=backward, entering=(torch.ones(1, 5),))
             kept.append(transform.update(grad, {}, ones)[0])
             return grad
 
@@ -285,7 +285,7 @@ def test_a_layer_that_is_called_twice_has_one_matrix(transform: Transform, at: S
 
 def test_the_numbers_of_a_call_are_not_those_of_a_name() -> None:
     def draw(site: str) -> Tensor:
-        generator = TransformContext(site).generator(torch.device("cpu"), anew=False)
+        generator = TransformContext(site).generator(torch.device("cpu"), per_call=False)
         return torch.rand(3, generator=generator)
 
     assert torch.equal(draw("b#2/h#0"), draw("b#2/h#1"))
@@ -309,7 +309,7 @@ def test_the_error_is_forgotten_when_its_backward_ends() -> None:
     with gs.Surgery(intervention).attach(model) as live:
         backward(model)
         assert live.clock.error is None
-        with pytest.raises(ValueError, match="none had come when there was one at the site"):
+        with pytest.raises(ValueError, match="not known yet at the site"):
             model[1](torch.ones(2, 5, requires_grad=True).double()).sum().backward()
 
 
@@ -329,7 +329,7 @@ def test_the_error_of_a_backward_that_raised_is_forgotten_in_the_next_forward() 
         handle.remove()
         assert live.clock.error is not None
         model(batch()[0])
-        with pytest.raises(ValueError, match="none had come when there was one at the site"):
+        with pytest.raises(ValueError, match="not known yet at the site"):
             hidden[-1].sum().backward()
 
 

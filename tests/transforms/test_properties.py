@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradsurg.testing import check_transform
-from gradsurg.testing.transform_properties import LAWS
+from gradsurg.testing.transforms import PROPERTY_CHECKS
 from gradsurg.transforms.add_noise import AddNoise
 from gradsurg.transforms.agc import AGC
 from gradsurg.transforms.base import (
@@ -119,7 +119,7 @@ def test_every_declared_law_holds_on_many_more(transform: Transform) -> None:
 
 
 def test_every_law_has_its_assertion() -> None:
-    assert set(LAWS) == set(get_args(TransformProperty))
+    assert set(PROPERTY_CHECKS) == set(get_args(TransformProperty))
 
 
 class Liar(Stateless):
@@ -163,7 +163,7 @@ def test_a_law_that_does_not_hold_is_caught(liar: Liar) -> None:
 
 
 def test_there_is_a_liar_for_every_law() -> None:
-    assert {liar.law for liar in LIARS} == set(LAWS)
+    assert {liar.law for liar in LIARS} == set(PROPERTY_CHECKS)
 
 
 class Difference(Transform):

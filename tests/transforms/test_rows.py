@@ -9,7 +9,7 @@ import torch
 
 from gradsurg.plugins import registry
 from gradsurg.plugins.fields import FieldError
-from gradsurg.testing.contexts import context_with
+from gradsurg.testing.transforms import context_with
 from gradsurg.transforms.base import TransformContext
 from gradsurg.transforms.chain import Chain
 from tests.cases import CONFIGS, ROWS, Row, build, config, names
