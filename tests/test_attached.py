@@ -28,7 +28,7 @@ def test_a_call_that_is_not_made_is_an_error_that_lists_those_that_are(
     model = small()
     with (
         pytest.raises(
-            LookupError, match=r"identity: nothing .* has met: .*first#0, act#0, last#0$"
+            LookupError, match=r"identity.call: nothing .* There were: .*first#0, act#0, last#0$"
         ),
         attached(model, gs.Identity(), kind(call=1)),
     ):
@@ -40,7 +40,7 @@ def test_a_call_that_is_not_made_is_an_error_that_lists_those_that_are(
 def test_a_test_that_keeps_nothing_is_an_error(kind: Callable[..., Selector]) -> None:
     model = small()
     with (
-        pytest.raises(LookupError, match=r"test=.*It has met: .*last#0$"),
+        pytest.raises(LookupError, match=r"test=.*There were: .*last#0$"),
         attached(model, gs.Identity(), kind("last").where(lambda place: False)),
     ):
         backward(model)

@@ -134,7 +134,7 @@ def test_an_intervention_added_after_the_change_knows_what_came() -> None:
 def test_what_was_in_the_model_is_not_held_by_the_block() -> None:
     model = small()
     at = gs.Parameters("*.weight")
-    with pytest.warns(gs.SurgeryWarning, match="came"), attached(model, gs.Identity(), at):
+    with pytest.warns(gs.SurgeryWarning, match="new ones"), attached(model, gs.Identity(), at):
         backward(model)
         gone = ref(model.last.weight)
         grow(model)

@@ -215,7 +215,7 @@ WRONG = (
     ),
     Wrong(
         "transform=feedback_weights site=nodes site.module=hidden.1.*",
-        "transform.feedback_weights: needs the gradient that enters the node which its own leaves, "
+        "transform.feedback_weights: needs the gradient that enters the autograd node, "
         "and site=nodes site.pattern=* site.module=hidden.1.* has none;",
         "it can act at site=nodes with site.side=leave",
     ),
@@ -239,7 +239,7 @@ WRONG = (
     ),
     Wrong(
         "transform=feedback_weights site=nodes site.pattern=Addmm site.side=leave",
-        "transform.feedback_weights: needs what leaves a product for its input",
+        "transform.feedback_weights: needs the gradient of the input of a matrix product",
         "site.pattern=Addmm and site.edge=1, or site.pattern=Mm and site.edge=0",
     ),
     # which a step alone tells
@@ -274,7 +274,7 @@ WRONG = (
     # what would never act
     Wrong(
         "transform=clip site=outputs site.call=7",
-        "site.call: nothing that the first forward has met is selected by site=outputs ",
+        "site.call: nothing in the first forward is selected by site=outputs ",
     ),
     Wrong(
         "transform=clip site=captured",

@@ -34,7 +34,7 @@ def test_what_acted_is_not_complained_about() -> None:
     ledger = Ledger()
     entry = ledger.enter("clip", "a")
     entry.fired = 2
-    assert ledger.complaints() == []
+    assert ledger.warnings() == []
 
 
 def test_silent_sites_are_complained_about_in_one_sentence_an_intervention() -> None:
@@ -45,7 +45,7 @@ def test_silent_sites_are_complained_about_in_one_sentence_an_intervention() -> 
     fired.fired = 1
     ledger.enter("zero", "a")
     ledger.enter("zero", "b", skipped="frozen")
-    assert ledger.complaints() == [
+    assert ledger.warnings() == [
         # b is told of by the table: others of its intervention acted
         "clip: attached, but no gradient ever passed at: a",
         "zero: attached, but no gradient ever passed at: a, b (frozen)",
@@ -57,7 +57,7 @@ def test_a_trigger_that_never_let_it_act_is_complained_about() -> None:
     ledger = Ledger()
     ledger.enter("clip", "a").left = 3
     ledger.enter("clip", "b").left = 4
-    assert ledger.complaints() == ["clip: its trigger never fired in 7 gradients"]
+    assert ledger.warnings() == ["clip: its trigger never fired in 7 gradients"]
 
 
 def test_a_trigger_that_fired_once_is_not() -> None:
@@ -65,7 +65,7 @@ def test_a_trigger_that_fired_once_is_not() -> None:
     ledger.enter("clip", "a").left = 3
     entry = ledger.enter("clip", "b")
     entry.left, entry.fired = 3, 1
-    assert ledger.complaints() == []
+    assert ledger.warnings() == []
 
 
 def test_the_table_has_a_line_for_each_site() -> None:
@@ -145,7 +145,7 @@ def test_a_resumed_ledger_goes_on_counting() -> None:
     ledger.resume(before.state())
     assert expected not in list(ledger)
     assert ledger.state() == before.state()
-    assert ledger.complaints() == before.complaints() != []
+    assert ledger.warnings() == before.warnings() != []
     assert ledger.table() == before.table()
     held.fired += 1
     assert (ledger.state()[0]["calls"], ledger.state()[0]["fired"]) == (11, 5)

@@ -109,7 +109,7 @@ def test_two_forwards_before_one_backward_are_told_once(at: Any, when: gs.Trigge
     model = Two()
     with (
         pytest.warns(
-            gs.SurgeryWarning, match="and (Shape|Threshold).* decided by what the"
+            gs.SurgeryWarning, match="and (Shape|Threshold).* read the last"
         ) as caught,
         attached(model, gs.Identity(), at, when=when | ~when),
     ):

@@ -827,7 +827,7 @@ def test_a_trigger_that_depends_on_size_is_refused_on_scaled_gradients(
     def attach(stage: Stage | None) -> None:
         item = gs.Intervention(gs.GradientReversal(), gs.Parameters(stage=stage), when)
         with gs.Surgery(item).attach(model, sgd(model), scaler=scaler) as live:
-            live.remove("reverse")
+            live.remove("gradient_reversal")
 
     attach("step")
     if not refused:

@@ -142,8 +142,8 @@ def test_a_state_dict_without_the_key_is_told_once(strict: bool) -> None:
             result = model.load_state_dict(plain, strict=strict)
             assert (result.missing_keys, result.unexpected_keys) == ([], [])
         assert [str(warning.message) for warning in caught] == [
-            "in_state_dict: what was loaded has no '_gradsurg': the model is as it was saved, the "
-            "surgery goes on as it is"
+            "in_state_dict: the loaded state has no '_gradsurg': the model is restored, the "
+            "surgery keeps its present state"
         ]
         assert caught[0].category is gs.SurgeryWarning
         assert torch.equal(model.first.weight, plain["first.weight"])
@@ -258,7 +258,7 @@ def test_a_second_surgery_that_would_travel_is_refused_and_one_that_does_not_is_
     first, second = _surgery(), _surgery()
     with first.attach(model, in_state_dict=True):
         with (
-            pytest.raises(ValueError, match="carries another surgery's state already"),
+            pytest.raises(ValueError, match="has another surgery's state already"),
             second.attach(model, in_state_dict=True),
         ):
             pass

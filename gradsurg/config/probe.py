@@ -17,7 +17,7 @@ from gradsurg.effects.ledger import Entry, SurgeryWarning
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.plugins.fields import FieldError, nearest, told
 from gradsurg.sites.base import Selector
-from gradsurg.surgery.forward_observers import watched
+from gradsurg.surgery.forward_observers import observed_modules
 from gradsurg.surgery.intervention import Intervention, labels_of
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, Examined, MultiTask, Task
@@ -103,7 +103,7 @@ class Trial:
         """Raises FieldError if the trigger cannot be asked, or fires at no step of the run."""
         for path, part in parts(trigger):
             try:
-                watched(part, self.model)
+                observed_modules(part, self.model)
             except LookupError as error:
                 self._refuse(joined(path, "source"), sentence(error), True)
             if isinstance(part, ForTask):

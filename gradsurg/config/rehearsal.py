@@ -16,7 +16,7 @@ from gradsurg.multitask.features import module_of
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.sites.base import Selector
 from gradsurg.sites.state_guard import untouched
-from gradsurg.surgery.intervention import Intervention, check_scaled
+from gradsurg.surgery.intervention import Intervention
 from gradsurg.tasks.base import Data, Examined, MultiTask, Task
 from gradsurg.training.loop import outputs_of
 from gradsurg.training.run import check_compiled
@@ -46,7 +46,7 @@ def check_manner(
         for key, own in (("site", intervention), ("aggregator", joint)):
             if own is not None:
                 with faults.at(key):
-                    check_scaled(own, torch.amp.GradScaler("cpu"))
+                    own.check_loss_scale(torch.amp.GradScaler("cpu"))
     if settings.compile and selector is not None:
         with faults.at("site"):
             check_compiled(selector)

@@ -139,29 +139,30 @@ class Ledger:
             entry.aliases, entry.skipped = list(state["aliases"]), state["skipped"]
             entry.earlier_calls, entry.earlier_fired = state["calls"], state["fired"]
 
-    def complaints(self, began: int = 0, why: str = "") -> list[str]:
-        """One sentence for each way in which what was attached, at step `began`, did not act;
-        `why` it may be.
+    def warnings(self, start: int = 0, reason: str = "") -> list[str]:
+        """The warnings of sites and triggers that never fired.
+
+        `start` is the step of the attach, `reason` a reason why hooks may not have run.
         """
-        said = []
+        texts = []
         for name in dict.fromkeys(entry.intervention for entry in self):
-            own = [entry for entry in self if entry.intervention == name]
-            silent = [entry for entry in own if not entry.all_calls]
-            if any(entry.all_calls for entry in own):
-                # What was left out for a reason is told by the table alone.
+            entries = [entry for entry in self if entry.intervention == name]
+            silent = [entry for entry in entries if not entry.all_calls]
+            if any(entry.all_calls for entry in entries):
+                # A site skipped for a known reason is in the table, and not worth a warning.
                 silent = [entry for entry in silent if not entry.skipped]
             if silent:
                 sites = ", ".join(
                     entry.site + (f" ({entry.skipped})" if entry.skipped else "")
                     for entry in silent
                 )
-                said.append(f"{name}: attached, but no gradient ever passed at: {sites}{why}")
-            calls = sum(entry.all_calls for entry in own)
-            if calls and not any(entry.all_fired for entry in own):
-                told = began and not self.resumed
-                since = f"; this block began at step {began}" if told else ""
-                said.append(f"{name}: its trigger never fired in {calls} gradients{since}")
-        return said
+                texts.append(f"{name}: attached, but no gradient ever passed at: {sites}{reason}")
+            calls = sum(entry.all_calls for entry in entries)
+            if calls and not any(entry.all_fired for entry in entries):
+                has_start = start and not self.resumed
+                since = f"; this block began at step {start}" if has_start else ""
+                texts.append(f"{name}: its trigger never fired in {calls} gradients{since}")
+        return texts
 
     def table(self) -> str:
         """One line a site: what it is, its other names, gradients seen, gradients acted on.

@@ -1,4 +1,4 @@
-"""What triggers look at in a forward, remembered until its backward."""
+"""Forward hooks that record, until the backward pass, what triggers and transforms read."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -14,43 +14,80 @@ from gradsurg.torch_internals import autograd, compiling
 from gradsurg.triggers.base import Clock, TensorTrigger, Trigger
 
 
-def watched(trigger: Trigger, model: nn.Module) -> dict[TensorTrigger, nn.Module]:
-    """The parts of `trigger` that look at the batch or at a module, each with its module.
+def observed_modules(trigger: Trigger, model: nn.Module) -> dict[TensorTrigger, nn.Module]:
+    """The parts of `trigger` that read the batch or a module's tensors, each with its module.
 
-    Raises LookupError for a module that is not there.
+    Raises LookupError for a module that does not exist.
     """
-    found: dict[TensorTrigger, nn.Module] = {}
+    modules: dict[TensorTrigger, nn.Module] = {}
     for part in trigger.parts:
         if isinstance(part, TensorTrigger) and part.source not in ("grad", "value"):
             kind, _, name = part.source.partition(":")
-            found[part] = model if kind == "batch" else _module(model, name, part)
-    return found
+            modules[part] = model if kind == "batch" else _module(model, name, part)
+    return modules
 
 
-def watch(
+def observe(
     trigger: Trigger,
     model: nn.Module,
     clock: Clock,
     stack: ExitStack,
     note: Callable[[str], None],
 ) -> None:
-    """Have every such part of `trigger` see what it looks at as it passes.
+    """Record in `clock.observations`, at each forward, what `trigger` reads of it.
 
-    What a user should know of it is said by `note`, once or more.
+    `note` is called with a warning if a backward does not belong to the newest forward.
     """
-    seen = watched(trigger, model)
-    if seen:
-        forwards = _Forwards(", ".join(map(repr, seen)), note)
-        stack.callback(model.register_forward_hook(_hook(model, forwards.ends)).remove)
-    for part, module in seen.items():
-        seer = _Seer(part, clock)
+    observed = observed_modules(trigger, model)
+    if observed:
+        forwards = _ForwardCounter(", ".join(map(repr, observed)), note)
+        stack.callback(model.register_forward_hook(_hook(model, forwards.end)).remove)
+    for part, module in observed.items():
+        observer = _Observer(part, clock)
         if module is not model:
-            stack.callback(model.register_forward_pre_hook(_hook(model, seer.begin)).remove)
+            stack.callback(model.register_forward_pre_hook(_hook(model, observer.begin)).remove)
         if part.source.startswith("output:"):
-            stack.callback(module.register_forward_hook(_hook(module, seer.gives)).remove)
+            stack.callback(module.register_forward_hook(_hook(module, observer.see_output)).remove)
         else:
-            hook = module.register_forward_pre_hook(_hook(module, seer.takes), with_kwargs=True)
-            stack.callback(hook.remove)
+            hook = _hook(module, observer.see_inputs)
+            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+
+def observe_output_gradient(model: nn.Module, clock: Clock, stack: ExitStack) -> None:
+    """Keep the gradient of the model's output in `clock.error` until its backward ends.
+
+    If the backward raises, it is kept until the next forward. Raises TypeError in a forward that
+    returns anything but one tensor.
+    """
+    is_attached = True
+
+    def arrive(grad: Tensor) -> None:
+        if is_attached:
+            clock.error = grad.detach()
+            autograd.at_end_of_backward(clear)
+
+    def clear() -> None:
+        clock.error = None
+
+    def detach() -> None:
+        """Disable hooks on built graphs, which outlive their handles."""
+        nonlocal is_attached
+        is_attached = False
+
+    def end(called: nn.Module, args: tuple[object, ...], output: object) -> None:
+        if autograd.in_backward():
+            return
+        clear()
+        if not isinstance(output, Tensor):
+            raise TypeError(
+                "a transform needs the gradient of the model's output, which must be one tensor, "
+                f"found {type(output).__name__}"
+            )
+        if output.requires_grad:
+            output.register_hook(arrive)
+
+    stack.callback(detach)
+    stack.callback(model.register_forward_hook(_hook(model, end)).remove)
 
 
 def _hook(module: nn.Module, call: Callable[..., None]) -> Callable[..., None]:
@@ -65,9 +102,10 @@ def _hook(module: nn.Module, call: Callable[..., None]) -> Callable[..., None]:
     return hook
 
 
-class _Forwards:
-    """Tells when a backward goes through a forward that is not the newest: what was seen of the
-    newest then decides for both.
+class _ForwardCounter:
+    """Number the forwards, and note a backward through a forward that is not the newest.
+
+    Observations are those of the newest forward, and would decide for both.
     """
 
     def __init__(self, triggers: str, note: Callable[[str], None]) -> None:
@@ -75,62 +113,61 @@ class _Forwards:
         self.note = note
         self.newest = 0
 
-    def ends(self, model: nn.Module, args: tuple[object, ...], output: object) -> None:
+    def end(self, model: nn.Module, args: tuple[object, ...], output: object) -> None:
+        """Number the forward that has ended, and hook its output."""
         if autograd.in_backward() or autograd.in_functorch():
             return
         self.newest += 1
-        # A hook stays on its graph: it must not hold what belongs to the block.
-        arrives = partial(_arrives, ref(self), self.newest)
+        # A hook stays on its graph, so it holds the counter by a weak reference.
+        hook = partial(_check_newest, ref(self), self.newest)
         for tensor in _tensors([output]):
             if tensor.grad_fn is not None:
-                tensor.register_hook(arrives)
-
-    def back(self, forward: int) -> None:
-        """A gradient has come to what a forward has given."""
-        if forward != self.newest:
-            self.note(
-                "a backward went through several forwards of the model, or an earlier one, and "
-                f"{self.triggers} decided by what the last of them has shown alone; call backward "
-                "after each forward"
-            )
+                tensor.register_hook(hook)
 
 
-def _arrives(forwards: "ref[_Forwards]", forward: int, grad: Tensor) -> None:
-    held = forwards()
-    if held is not None:
-        held.back(forward)
+def _check_newest(counter: "ref[_ForwardCounter]", forward: int, grad: Tensor) -> None:
+    held = counter()
+    if held is not None and forward != held.newest:
+        held.note(
+            "a backward went through several forwards of the model, or an earlier one, and "
+            f"{held.triggers} read the last of them alone; call backward after each forward"
+        )
 
 
-class _Seer:
-    """The eyes of one trigger. A checkpoint's recomputation has been seen before."""
+class _Observer:
+    """Record what one trigger reads. The recomputation of a checkpoint is not recorded."""
 
     def __init__(self, trigger: TensorTrigger, clock: Clock) -> None:
         self.trigger = trigger
-        self.seen = clock.observations
+        self.observations = clock.observations
 
     def begin(self, model: nn.Module, args: tuple[object, ...]) -> None:
-        """The model is called: what an earlier call of it has shown is no more."""
+        """Drop the observation of the last forward."""
         if not autograd.in_backward():
-            self.seen.pop(self.trigger, None)
+            self.observations.pop(self.trigger, None)
 
-    def takes(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def see_inputs(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
+        """Record the first tensor among the inputs."""
         self._see([*args, *kwargs.values()])
 
-    def gives(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
+    def see_output(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
+        """Record the first tensor of the output."""
         self._see([output])
 
     def _see(self, values: Iterable[object]) -> None:
         if autograd.in_backward():
             return
         tensor = next(_tensors(values), None)
-        self.seen.pop(self.trigger, None)
+        self.observations.pop(self.trigger, None)
         if tensor is not None:
             with torch.no_grad():
-                self.seen[self.trigger] = self.trigger.observe(tensor.detach())
+                self.observations[self.trigger] = self.trigger.observe(tensor.detach())
 
 
 def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
-    """All tensors in nested values: a batch of token numbers has a shape too."""
+    """All tensors in nested values, of integers too: a trigger may read the shape of a batch."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

@@ -1,4 +1,4 @@
-"""Operate on one tensor or one node, without a model."""
+"""`gs.hook`: apply a transform at one tensor or one autograd node, without a model."""
 
 import warnings
 from itertools import count
@@ -20,18 +20,19 @@ from gradsurg.surgery.intervention import GradCallable, Intervention, labels_of
 from gradsurg.transforms.base import Need, Transform, as_transform
 from gradsurg.triggers.always import Always
 
-NOT_HERE: dict[Need, str] = {
-    "entering": "the gradient that enters the node which its own leaves; a hook is not told of it",
-    "error": "the gradient of what a model returns; a hook is not told of it",
-    "product": "what leaves a product for its input; a hook does not know what it is of",
+_MISSING: dict[Need, str] = {
+    "entering": "the gradient that enters the autograd node; a hook does not see it",
+    "error": "the gradient of a model's output; a hook has no model",
+    "product": "the gradient of the input of a matrix product; a hook cannot tell which that is",
     "value": "the value whose gradient it gets; a node has none",
 }
-_HOOKS = count()  # tells hooked places apart: two of them draw different noise
+_numbers = count()  # numbers the hooked places, so that each draws other noise
 
 
 class Hooked:
-    """One place that is hooked: `remove()` takes the hook off, and so does the end of a `with`
-    block, which says so if no gradient has passed by then.
+    """The handle of a hook: `remove()`, and the end of a `with` block, remove the hook.
+
+    The block warns if no gradient has passed by its end.
     """
 
     def __init__(self, handle: RemovableHandle, ledger: Ledger, label: str) -> None:
@@ -40,7 +41,7 @@ class Hooked:
         self._label = label
 
     def remove(self) -> None:
-        """Take the hook off; once is enough."""
+        """Remove the hook; further calls do nothing."""
         self._handle.remove()
 
     def __enter__(self) -> Self:
@@ -63,34 +64,36 @@ class Hooked:
 
 
 def hook(place: Tensor | Node, transform: Transform | GradCallable) -> Hooked:
-    """Put a transform on one tensor's gradient, or on what enters one autograd node.
+    """Apply a transform to the gradient of a tensor, or to the gradients entering a node.
 
-    The handle's `remove()` takes it off; the handle is also a context manager. No step is counted
-    here: `context.step` stays 0; the n-th place hooked in a process draws the n-th noise. Raises
-    ValueError for a group transform.
+    Return a handle, which is also a context manager; its `remove()` removes the hook. Steps are not
+    counted: `context.step` stays 0. Random numbers depend on how many places the process has hooked
+    before. Raises ValueError for a group transform.
     """
     if not isinstance(place, Tensor | Node):
         raise TypeError(f"place: must be a tensor or a node of the graph, found {place!r}")
     made = as_transform(transform)
     gives: set[Need] = {"value"} if isinstance(place, Tensor) else set()
     if isinstance(made, Transform) and (lacks := sorted(made.needs - gives)):
-        raise ValueError(f"{made!r} needs {NOT_HERE[lacks[0]]}")
+        raise ValueError(f"{made!r} needs {_MISSING[lacks[0]]}")
     intervention = Intervention(made)
     if intervention.operator.scope == "group":
         raise ValueError(f"{transform!r} needs all gradients of a group at once; a hook has one")
     session = Session(Effects(every=0))
     ledger = session.ledger
-    operation = HookController(
+    controller = HookController(
         session, labels_of(intervention), intervention.operator, Always(), intervention.stage
     )
     if isinstance(place, Tensor):
-        gate = TransformHook(operation, ledger.enter("hook", f"tensor{next(_HOOKS)}"), ref(place))
-        return Hooked(place.register_hook(gate.hook), ledger, operation.label)
-    gates = [
+        site_hook = TransformHook(
+            controller, ledger.enter("hook", f"tensor{next(_numbers)}"), ref(place)
+        )
+        return Hooked(place.register_hook(site_hook.hook), ledger, controller.label)
+    hooks = [
         TransformHook(
-            operation, ledger.enter("hook", f"{place.name()}{next(_HOOKS)}.{index}"), None
+            controller, ledger.enter("hook", f"{place.name()}{next(_numbers)}.{index}"), None
         ).hook
         for index in range(len(place._input_metadata))
     ]
-    handle = place.register_prehook(lambda grads: apply_hooks(gates, grads))
-    return Hooked(handle, ledger, operation.label)
+    handle = place.register_prehook(lambda grads: apply_hooks(hooks, grads))
+    return Hooked(handle, ledger, controller.label)

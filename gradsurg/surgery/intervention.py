@@ -1,8 +1,9 @@
-"""What, where and when: an intervention."""
+"""Intervention: a transform or an aggregator, its sites and its trigger."""
 
 import warnings
-from collections.abc import Callable, Container
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from itertools import chain, count
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from gradsurg.aggregators.base import Aggregator
 from gradsurg.effects.ledger import SurgeryWarning
-from gradsurg.plugins.fields import FieldError
+from gradsurg.plugins.fields import FieldError, nearest
 from gradsurg.plugins.per import reduced_axes
 from gradsurg.plugins.registry import snake
 from gradsurg.sites.base import SCALED, Selector, Stage
@@ -20,19 +21,20 @@ from gradsurg.transforms.base import FunctionTransform, Need, Transform, as_tran
 from gradsurg.transforms.chain import Chain
 from gradsurg.triggers.always import Always
 from gradsurg.triggers.base import TensorTrigger, Trigger
+from gradsurg.triggers.flag import Flag
 
 GradCallable = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Intervention:
-    """What, where and when: a transform (or a plain callable) at the sites of a selector.
+    """A transform (or a plain callable), the sites where it acts and the trigger that says when.
 
-    Or an aggregator at `SharedParameters`, which makes one gradient of those of several tasks, in
-    `live.backward(losses)`. While its trigger does not fire they get their sum.
+    An aggregator acts at `SharedParameters`: it combines the gradients of several tasks in
+    `live.backward(losses)`, which are summed while its trigger does not fire.
 
     `names` labels the transform, or each link of a `Chain`, in logs. Raises ValueError if the
-    transform cannot act at the selector's stage or needs what the sites do not have.
+    transform cannot act at the selector's stage or needs something that the sites do not provide.
     """
 
     transform: Transform | Aggregator | GradCallable
@@ -57,35 +59,141 @@ class Intervention:
         for link in self.links:
             if isinstance(link, FunctionTransform):
                 warnings.warn(
-                    f"{link!r} is a plain callable: nothing is known of its properties, so a stage that "
-                    "changes its meaning cannot be told",
+                    f"{link!r} is a plain callable: its properties are unknown, so gradsurg cannot warn "
+                    "of a stage that changes its meaning",
                     SurgeryWarning,
                     stacklevel=3,
                 )
 
-    @property
+    # Cached: they are read at each attach, and the fields never change.
+
+    @cached_property
     def aggregator(self) -> Aggregator | None:
-        """The aggregator, if it is one and not a transform."""
+        """The aggregator; None if the intervention has a transform."""
         return self.transform if isinstance(self.transform, Aggregator) else None
 
-    @property
+    @cached_property
     def operator(self) -> Transform:
-        """The transform; a plain callable has become one."""
+        """The transform; a plain callable is wrapped in one."""
         assert isinstance(self.transform, Transform)
         return self.transform
 
-    @property
+    @cached_property
     def links(self) -> tuple[Transform, ...]:
-        """The transforms that act one after the other, each measured by itself."""
+        """The transforms of a `Chain`, in order, each measured by itself; else the transform."""
         if self.aggregator is not None:
             return ()
         operator = self.operator
         return operator.links if isinstance(operator, Chain) else (operator,)
 
-    @property
+    @cached_property
     def stage(self) -> Stage:
-        """The moment at which it acts."""
+        """The stage at which it acts: the selector's, or the default for its scope."""
         return self.at.resolve(self.operator.scope)
+
+    @property
+    def flags(self) -> list[Flag]:
+        """The switches that its trigger reads."""
+        return [part for part in self.when.parts if isinstance(part, Flag)]
+
+    @property
+    def acts_on_parameters(self) -> bool:
+        """Whether all its sites are parameters."""
+        return all(isinstance(kind, Parameters) for kind in self.at.kinds)
+
+    @property
+    def differs_from_sum(self) -> bool:
+        """Whether acting on the gradient of each backward pass differs from acting on their sum."""
+        properties = self.operator.properties
+        match self.stage:
+            case "backward" | "accumulating" if self.acts_on_parameters:
+                return "linear" not in properties
+            case "accumulated" | "settled" | "backward_end":
+                return not {"linear", "idempotent"} <= properties
+            case _:
+                return False
+
+    @property
+    def differs_from_average(self) -> bool:
+        """Whether acting on the gradient of each process differs from acting on their average."""
+        early = self.stage in ("backward", "accumulating", "accumulated")
+        return early and "linear" not in self.operator.properties and self.acts_on_parameters
+
+    def loss_scale_error(self) -> str:
+        """Why a loss scale changes the result; empty if it does not."""
+        if self.aggregator is not None:
+            return self.aggregator.loss_scale_error()
+        if self.stage not in SCALED:
+            return ""
+        sized: Transform | Trigger | None = None
+        if "homogeneous" not in self.operator.properties:
+            sized = self.operator
+        else:
+            parts = (part for part in self.when.parts if isinstance(part, TensorTrigger))
+            sized = next((p for p in parts if p.source == "grad" and not p.homogeneous), None)
+        if sized is None:
+            return ""
+        kind = "transform" if isinstance(sized, Transform) else "trigger"
+        return (
+            f"{sized!r}: stage '{self.stage}' sees gradients times the loss scale, and this "
+            f"{kind} depends on their size"
+        )
+
+    def check_loss_scale(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Raise ValueError if the scaler is enabled and its loss scale changes the result."""
+        if scaler is not None and scaler.is_enabled() and (error := self.loss_scale_error()):
+            advice = "Use Parameters(stage='step')"
+            if self.aggregator is not None:
+                advice = "Use a precision that needs no loss scale, as bfloat16"
+            raise ValueError(f"{error}. {advice}.")
+
+    def check_per(self, model: nn.Module) -> None:
+        """Raise ValueError if a `per` pattern of a link does not fit a parameter of the model."""
+        patterns = [(link, getattr(link, "per", None)) for link in self.links]
+        patterns = [(link, per) for link, per in patterns if isinstance(per, str)]
+        if not patterns or not self.acts_on_parameters:
+            return
+        params, sites = params_of(model), self.at.find(model)
+        for link, per in patterns:
+            for site in sites:
+                try:
+                    reduced_axes(per, params[site].ndim)
+                except ValueError as error:
+                    raise ValueError(f"{type(link).__name__}.{error}, as '{site}' is") from None
+
+    def changed(
+        self,
+        labels: Sequence[str],
+        label: str,
+        when: Trigger | None,
+        changes: Mapping[str, object],
+    ) -> "Intervention":
+        """A copy with another trigger, or with `changes` of fields of the link named `label`.
+
+        `labels` name its links. Raises LookupError if `label` names several links, ValueError or
+        TypeError for wrong fields, and if the copy would have to be hooked elsewhere.
+        """
+        if when is None and not changes:
+            raise ValueError(f"'{label}': nothing to change was given, no field and no `when`")
+        if changes and label not in labels:
+            raise LookupError(f"'{label}' has several links: {', '.join(labels)}")
+        if when is not None and not isinstance(when, Trigger):
+            raise TypeError(f"when: must be a trigger, as Steps(stop=100), found {when!r}")
+        transform = self.operator
+        if changes:
+            links = [
+                _replaced(link, label, changes) if name == label else link
+                for name, link in zip(labels, self.links, strict=True)
+            ]
+            transform = Chain(*links) if isinstance(transform, Chain) else links[0]
+        new = Intervention(transform, self.at, when or self.when, self.names)
+        if (new.stage, new.operator.scope) != (self.stage, self.operator.scope):
+            raise ValueError(
+                f"'{label}' is hooked at stage '{self.stage}' for a {self.operator.scope}, and "
+                f"would act at stage '{new.stage}' for a {new.operator.scope}: remove it and add "
+                "another"
+            )
+        return new
 
     def _check_kinds(self) -> None:
         if not isinstance(self.at, Selector):
@@ -105,8 +213,8 @@ class Intervention:
             raise ValueError(
                 "at: SharedParameters is for aggregators, as those that derive from Weighting of "
                 f"gradsurg.aggregators.base, found {self.transform!r}; Parameters "
-                "with stage='backward' has the gradient of each task, stage='step' what was made "
-                "of them"
+                "with stage='backward' has the gradient of each task, stage='step' the combined "
+                "one"
             )
 
     def _check_names(self, count: int) -> None:
@@ -118,7 +226,7 @@ class Intervention:
 
     def _check_fit(self) -> None:
         try:
-            _ = self.stage
+            self.at.resolve(self.operator.scope)
         except FieldError:
             raise
         except ValueError as error:
@@ -143,7 +251,7 @@ class Intervention:
 
 
 def _lack(at: Selector, need: Need) -> str:
-    """What a transform needs and the sites of a selector do not give it, and where it is given."""
+    """Name a need that the sites of a selector do not meet, and the sites that do."""
     match need:
         case "value":
             return (
@@ -152,18 +260,19 @@ def _lack(at: Selector, need: Need) -> str:
             )
         case "entering":
             return (
-                f"the gradient that enters the node which its own leaves, and {at!r} has none; it "
-                "can act at Nodes with side='leave'"
+                f"the gradient that enters the autograd node, and {at!r} has none; it can act at "
+                "Nodes with side='leave'"
             )
         case "product":
             return (
-                f"what leaves a product for its input, and {at!r} has other gradients too; it can "
-                "act at Nodes with pattern='Addmm' and edge=1, or pattern='Mm' and edge=0"
+                f"the gradient of the input of a matrix product, and {at!r} has other gradients "
+                "too; it can act at Nodes with pattern='Addmm' and edge=1, or pattern='Mm' and "
+                "edge=0"
             )
         case "error":
             return (
-                "the gradient of what the model has returned, which stands beside those of the "
-                f"same examples, and {at!r} has others; it can act at Outputs or Inputs"
+                "the gradient of the model's output for the same examples, and "
+                f"{at!r} has gradients of other shapes; it can act at Outputs or Inputs"
             )
 
 
@@ -173,90 +282,31 @@ def _group_link(intervention: Intervention) -> Transform:
     return next(needy, intervention.operator)
 
 
-def labels_of(intervention: Intervention, given: Container[str] = ()) -> tuple[str, ...]:
-    """A label for every link: as given, or its class's name in snake case; a second gets `_2`.
-
-    `given` are those that are taken.
-    """
-    taken: set[str] = set()
-
-    def label(wanted: str) -> str:
-        numbered = (f"{wanted}_{number}" for number in count(2))
-        free = next(
-            name for name in chain([wanted], numbered) if name not in taken and name not in given
-        )
-        taken.add(free)
-        return free
-
+def labels_of(intervention: Intervention, taken: Collection[str] = ()) -> tuple[str, ...]:
+    """A label for every link: its name, or its class in snake case, with `_2` if that is taken."""
     parts = intervention.links or (intervention.transform,)
-    wanted = intervention.names or [snake(type(part).__name__) for part in parts]
-    return tuple(label(name) for name in wanted)
+    names = intervention.names or [snake(type(part).__name__) for part in parts]
+    labels: list[str] = []
+    for name in names:
+        numbered = chain([name], (f"{name}_{number}" for number in count(2)))
+        used = {*labels, *taken}
+        labels.append(next(label for label in numbered if label not in used))
+    return tuple(labels)
 
 
-def sum_matters(intervention: Intervention) -> bool:
-    """Whether acting on each of several backward passes differs from acting on their sum."""
-    properties = intervention.operator.properties
-    match intervention.stage:
-        case "backward" | "accumulating" if _of_parameters(intervention.at):
-            return "linear" not in properties
-        case "accumulated" | "settled" | "backward_end":
-            return not {"linear", "idempotent"} <= properties
-        case _:
-            return False
+def check_flags(flags: Iterable[Flag]) -> None:
+    """Raise ValueError if two triggers give one switch different initial positions."""
+    first: dict[str, Flag] = {}
+    for flag in flags:
+        if first.setdefault(flag.flag, flag).on != flag.on:
+            raise ValueError(f"{flag!r}: another trigger has this switch as on={not flag.on}")
 
 
-def check_scaled(intervention: Intervention, scaler: torch.amp.GradScaler | None) -> None:
-    """Refuse what depends on the size of gradients where a loss scale is on them."""
-    if scaler is not None and scaler.is_enabled() and (said := scale_matters(intervention)):
-        way = "Use Parameters(stage='step')"
-        if intervention.aggregator is not None:
-            way = "Use a precision that needs no loss scale, as bfloat16"
-        raise ValueError(f"{said}. {way}.")
-
-
-def scale_matters(intervention: Intervention) -> str:
-    """Why a loss scale changes what is done, empty if it does not."""
-    if intervention.aggregator is not None:
-        return intervention.aggregator.loss_scale_error()
-    if intervention.stage not in SCALED:
-        return ""
-    sized: Transform | Trigger | None = None
-    if "homogeneous" not in intervention.operator.properties:
-        sized = intervention.operator
-    else:
-        looking = (part for part in intervention.when.parts if isinstance(part, TensorTrigger))
-        sized = next((p for p in looking if p.source == "grad" and not p.homogeneous), None)
-    if sized is None:
-        return ""
-    kind = "transform" if isinstance(sized, Transform) else "trigger"
-    return (
-        f"{sized!r}: stage '{intervention.stage}' sees gradients times the loss scale, and this "
-        f"{kind} depends on their size"
-    )
-
-
-def averages_differ(intervention: Intervention) -> bool:
-    """Whether acting on the gradient of each process differs from acting on their average."""
-    early = intervention.stage in ("backward", "accumulating", "accumulated")
-    linear = "linear" in intervention.operator.properties
-    return early and not linear and _of_parameters(intervention.at)
-
-
-def check_per(intervention: Intervention, model: nn.Module) -> None:
-    """Refuse now, not at its first gradient, a `per` that cannot fit a parameter."""
-    if not _of_parameters(intervention.at):
-        return
-    params = params_of(model)
-    for link in intervention.links:
-        per = getattr(link, "per", None)
-        if not isinstance(per, str):
-            continue
-        for site in intervention.at.find(model):
-            try:
-                reduced_axes(per, params[site].ndim)
-            except ValueError as error:
-                raise ValueError(f"{type(link).__name__}.{error}, as '{site}' is") from None
-
-
-def _of_parameters(at: Selector) -> bool:
-    return all(isinstance(kind, Parameters) for kind in at.kinds)
+def _replaced(link: Transform, label: str, changes: Mapping[str, object]) -> Transform:
+    known = [field.name for field in fields(link)] if hasattr(link, "__dataclass_fields__") else []  # pyright: ignore[reportArgumentType]
+    wrong = [
+        (key, f"is not a field here. {nearest(key, known)}") for key in changes if key not in known
+    ]
+    if wrong:
+        raise FieldError(label, wrong)
+    return replace(link, **changes)  # pyright: ignore[reportArgumentType, reportCallIssue, reportType]

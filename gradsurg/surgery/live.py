@@ -1,20 +1,25 @@
-"""A surgery while it is attached."""
+"""The handle of an attached surgery: steps, switches, losses, and changes while it runs."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+
+from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.hooks.session import Session
 from gradsurg.plugins.fields import nearest
-from gradsurg.surgery.attached import Attached
-from gradsurg.surgery.changes import Changes
-from gradsurg.surgery.closing import complaints
-from gradsurg.surgery.intervention import Intervention
-from gradsurg.surgery.retuning import retuned
-from gradsurg.surgery.roster import Roster
-from gradsurg.torch_internals import autograd
-from gradsurg.triggers.base import Trigger
+from gradsurg.surgery.attachment import Attachment
+from gradsurg.surgery.coverage import clock_warnings, unhooked_warnings
+from gradsurg.surgery.forward_observers import observed_modules
+from gradsurg.surgery.intervention import Intervention, check_flags, labels_of
+from gradsurg.torch_internals import autograd, compiling
+from gradsurg.triggers.base import TensorTrigger, Trigger
+from gradsurg.triggers.flag import Flag
 
 if TYPE_CHECKING:
     from gradsurg.multitask.conflict import Conflicts
@@ -23,19 +28,24 @@ if TYPE_CHECKING:
 
 
 class Live:
-    """A surgery while it is attached: its effects, its ledger, its clock, its interventions."""
+    """An attached surgery: its effects, its ledger, its clock, its interventions.
 
-    def __init__(self, session: Session) -> None:
+    `reason` returns a reason why hooks may not have run, given whether any has.
+    """
+
+    def __init__(self, session: Session, reason: Callable[[bool], str]) -> None:
         self.session = session
         self.effects = session.effects
         self.ledger = session.ledger
         self.clock = clock = session.clock
+        self._attachments: list[Attachment] = []
+        self._aggregators: dict[str, Intervention] = {}  # by label
+        self._removed: list[str] = []  # the detach warnings of interventions that were removed
+        self._changes = _PendingChanges(session.model)
         self._multi_task: MultiTaskBackward | None = None
-        self._roster = Roster(session, self._load_multi_task)
-        self._changes = Changes(session.model)
-        self._first = True  # until a step was seen
-        self._began = clock.step, clock.counted_epochs
-        self._blind: Callable[[bool], str] = lambda acted: ""  # why no hook may have run
+        self._has_stepped = False
+        self._start = clock.step, clock.counted_epochs
+        self._reason = reason
         session.effects.begin(clock.step)
 
     @property
@@ -45,17 +55,19 @@ class Live:
 
     @property
     def interventions(self) -> tuple[Intervention, ...]:
-        """What is attached now, in order."""
-        return self._roster.interventions
+        """The attached interventions, in order, aggregators last."""
+        own = (attachment.intervention for attachment in self._attachments)
+        return (*own, *self._aggregators.values())
 
     @property
     def labels(self) -> tuple[tuple[str, ...], ...]:
-        """The label of every link of every intervention."""
-        return self._roster.labels
+        """The labels of the links of each intervention."""
+        own = (attachment.labels for attachment in self._attachments)
+        return (*own, *((label,) for label in self._aggregators))
 
     @cached_property
     def conflicts(self) -> "Conflicts":
-        """How far the tasks of `backward` conflict, at the measured steps."""
+        """How much the gradients of the tasks of `backward` conflict, at the measured steps."""
         from gradsurg.multitask.conflict import Conflicts
 
         return Conflicts()
@@ -63,77 +75,74 @@ class Live:
     def backward(
         self, losses: "Losses", *, aggregate: bool = True, retain_graph: bool = False
     ) -> None:
-        """In place of `sum(losses).backward()`: one update from several losses.
+        """Replace `sum(losses).backward()`: one update from several losses.
 
-        `losses` are tensors of no axes, by the names of their tasks or in an order. The gradients
-        of the tasks flow one after the other, and transforms meet each of them. An aggregator makes
-        one gradient of them for each group of shared parameters; a parameter that one task alone
-        reaches gets that of its task. The results are added to `.grad`. Other leaves, as an input
-        that needs a gradient, get the sum. A hook of your own on a parameter is called for each
-        task, and then for the result.
+        `losses` are scalar tensors, in a dict by task name or in a list. Each task's gradient flows
+        by itself, and transforms act on each. An aggregator combines the gradients of each group of
+        shared parameters into one; a parameter that only one task reaches gets the gradient of that
+        task. The results are added to `.grad`. Other leaves, as an input that requires a gradient,
+        get the sum. Your own hook on a parameter is called for each task, and for the result.
 
-        An aggregator that weighs losses, as `Mean` does, takes one backward of the weighed losses
-        instead, unless a transform on the way is not linear, which is to meet each task: so the
-        weights are those of the heads too. At steps that are measured the tasks have passes of
-        their own besides, which hooks of your own meet. With no aggregator it is one backward of
-        the sum.
+        An aggregator that weights losses, as `Mean` does, takes one backward of the weighted losses
+        instead, so the weights also apply to the heads, unless a transform that is not linear has
+        to act on each task. In measured steps the tasks have extra passes, which your own hooks
+        see. Without an aggregator it is one backward of the sum.
 
-        With `aggregate=False` the gradients wait, and are added to those of the next call: several
-        batches make one step so, of which each may have some of the tasks (but where losses are
-        weighed). `discard` drops what waits, as where a batch is left out; so do an error and a
-        step of the optimizer. `retain_graph` is that of `Tensor.backward`. With a GradScaler give
-        scaled losses.
+        With `aggregate=False` the gradients are kept, and added to those of the next call, so that
+        several batches make one step; each may have some of the tasks, unless losses are weighted.
+        `discard`, an error and a step of the optimizer drop kept gradients. `retain_graph` is that
+        of `Tensor.backward`. With a GradScaler pass scaled losses.
 
-        Raises TypeError or ValueError for what is no loss, for a transform that would remember the
-        gradients of one task for the next, and, where gradients are made one, for losses that
-        share no parameter.
+        Raises TypeError or ValueError for an invalid loss, for a transform whose state would mix
+        the gradients of the tasks, and, with an aggregator, for losses that share no parameter.
         """
         self.session.check_attached()
-        controllers = [attached.controller for attached in self._roster.attached]
-        with self._changes.held():
+        controllers = [attachment.controller for attachment in self._attachments]
+        with self._changes.hold():
             self._load_multi_task().backward(losses, controllers, aggregate, retain_graph)
 
     def discard(self) -> None:
-        """Drop the gradients that wait since `live.backward(..., aggregate=False)`, if any do.
+        """Drop the gradients kept by `live.backward(..., aggregate=False)`.
 
-        Those of losses that were weighed, as by `Mean`, do not wait: they are in `.grad`.
+        With an aggregator that weights losses, as `Mean`, none are kept: they are in `.grad`.
         """
         if self._multi_task is not None:
             self._multi_task.discard()
 
     def tick(self) -> None:
-        """One optimizer step is done; called by the optimizer's own hook where one was given."""
-        self._changes.settle()
+        """Count an optimizer step; called by a hook of the optimizer given to `attach`."""
+        self._changes.apply()
         if self._multi_task is not None:
             self._multi_task.stepped()
-        if self._first:
-            self._first = False
-            self._roster.notice(autograd.stepping_scaler())
-        self.clock.step += 1
-        self.clock.backwards = 0
-        self.clock.error = None
-        self.effects.begin(self.clock.step)
-        for attached in self._roster.attached:
-            attached.begin()
-            attached.rest()
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._notice_scaler(autograd.stepping_scaler())
+        clock = self.clock
+        clock.step += 1
+        clock.backwards = 0
+        clock.error = None
+        self.effects.begin(clock.step)
+        for attachment in self._attachments:
+            attachment.begin_step()
+            attachment.rest()
 
     def next_epoch(self) -> None:
-        """One epoch is done. Raises RuntimeError where `steps_per_epoch` tells that already."""
+        """Count an epoch. Raises RuntimeError if `steps_per_epoch` counts them already."""
         if self.clock.epoch_length is not None:
             raise RuntimeError(
                 f"epochs are counted already: steps_per_epoch={self.clock.epoch_length}"
             )
         self.clock.counted_epochs += 1
-        for attached in self._roster.attached:
-            attached.controller.begin_step()
+        for attachment in self._attachments:
+            attachment.controller.begin_step()
 
     def switch(self, flag: str, *, on: bool) -> None:
-        """Flip the switch of `Flag(flag)`, from any thread, at once.
+        """Flip the switch that `Flag(flag)` reads; takes effect at once, from any thread.
 
-        Raises LookupError if no trigger asks for it.
+        Raises LookupError if no trigger reads it.
         """
         self.session.check_attached()
-        flags = list(dict.fromkeys(part.flag for part in self._roster.flags()))
+        flags = list(dict.fromkeys(part.flag for part in self._flags()))
         if flag not in flags:
             raise LookupError(f"no trigger asks for a Flag '{flag}'. {nearest(flag, flags)}")
         if not isinstance(on, bool):
@@ -141,77 +150,262 @@ class Live:
         self.clock.flags[flag] = on
 
     def add(self, intervention: Intervention) -> str:
-        """Attach one more, from the next backward on; its label, for `remove` and `set`.
+        """Attach one more intervention and return its label, for `remove` and `set`.
 
-        What hooks tensors in the forward, as Outputs do, and what looks at the batch acts from the
-        next forward on. Inside a backward it waits until that has ended. What is wrong with it is
-        told now, but for what only hooking can show, and then nothing of it is left.
+        It acts from the next backward on, or from the next forward on if it hooks tensors in the
+        forward, as Outputs does, or reads the batch. Inside a backward it is attached when that has
+        ended. An error leaves nothing attached.
         """
-        attached = self._roster.admit(intervention)
-        self._changes.soon(lambda: self._roster.hook(attached))
-        return attached.label
+        attachment = self._admit(intervention)
+        self._changes.request(lambda: self._hook(attachment))
+        return attachment.label
 
     def remove(self, label: str) -> None:
-        """Detach the intervention of this label, from the next backward on, and drop its state.
+        """Detach an intervention, from the next backward on, and drop its state.
 
         Raises LookupError, with the labels there are.
         """
-        attached = self._find(label)
-        if label != attached.label:
-            raise LookupError(f"'{label}' is a link of '{attached.label}': remove the whole")
-        self._changes.soon(lambda: self._roster.dismiss(attached))
+        attachment = self._find(label)
+        if label != attachment.label:
+            raise LookupError(f"'{label}' is a link of '{attachment.label}': remove the whole")
+        self._changes.request(lambda: self._remove(attachment))
 
     def set(self, label: str, *, when: Trigger | None = None, **changes: Any) -> None:
-        """Change fields of one transform, or `when` it acts, from the next backward on.
+        """Change fields of one transform, or its trigger, from the next backward on.
 
-        `live.set("clip", value=0.1)`, `live.set("clip", when=gs.Steps(stop=100))`. The transform's
-        state is kept, the memory of a trigger that is replaced is not. Raises LookupError for a
-        label that is not there, ValueError for a wrong field, and for a transform or a trigger that
-        could not act there.
+        `live.set("clip", value=0.1)`, `live.set("clip", when=gs.Steps(stop=100))`. The transform
+        keeps its state; a replaced trigger loses its own. Raises LookupError for an unknown label,
+        ValueError for a wrong field and for a transform or a trigger that cannot act there.
         """
-        attached = self._find(label)
-        new = retuned(attached.wanted, attached.labels, label, when, changes)
-        self._roster.check(new, attached)
-        attached.wanted = new
-        self._changes.soon(lambda: self._roster.change(attached, new))
+        attachment = self._find(label)
+        new = attachment.planned.changed(attachment.labels, label, when, changes)
+        self._check(new, replaced=attachment)
+        attachment.planned = new
+        self._changes.request(lambda: self._change(attachment, new))
 
-    def _find(self, label: str) -> Attached:
+    # Called by Surgery.
+
+    def _attach(self, intervention: Intervention) -> None:
+        """Attach an intervention or an aggregator when the block begins."""
+        if intervention.aggregator is None:
+            self._hook(self._admit(intervention))
+        else:
+            self._add_aggregator(intervention)
+
+    def _load_states(self) -> None:
+        """Take over the states and the step of the session."""
+        self.effects.begin(self.clock.step)
+        for attachment in self._attachments:
+            attachment.load_states()
+
+    def _end_warnings(self) -> list[str]:
+        """Return the warnings to emit on detach."""
+        self._changes.apply()
+        session, attachments = self.session, self._attachments
+        if session.shadow and not self.effects.every:
+            return []  # nothing acts and nothing is measured
+        reason = self._reason(any(entry.all_calls for entry in self.ledger))
+        texts = self.ledger.warnings(self._start[0], reason)
+        recorded = {entry.intervention for entry in self.ledger}
+        texts += [
+            f"{own.label}: attached, but none of its sites was met: was the model called?{reason}"
+            for own in attachments
+            if own.label not in recorded
+        ]
+        texts += self._removed
+        if self._multi_task is not None:
+            texts += self._multi_task.complaints()
+        texts += [text for attachment in attachments for text in attachment.end_warnings()]
+        if any(entry.calls for entry in self.ledger):
+            triggers = [attachment.intervention.when for attachment in attachments]
+            texts += clock_warnings(triggers, self.clock, self._start)
+        texts += unhooked_warnings([own.coverage for own in attachments], session.model)
+        return texts
+
+    def _close(self) -> None:
+        """Remove all hooks; an error of one does not keep the others."""
+        with ExitStack() as stack:
+            for attachment in self._attachments:
+                stack.callback(attachment.close)
+            stack.callback(self._changes.close)
+            if self._multi_task is not None:
+                stack.callback(self._multi_task.close)
+            self.session.close()
+
+    # Helpers.
+
+    def _flags(self, without: Attachment | None = None) -> list[Flag]:
+        """The switches that the triggers read, now or after pending changes."""
+        flags = [
+            flag
+            for attachment in self._attachments
+            if attachment is not without
+            for flag in (*attachment.intervention.flags, *attachment.planned.flags)
+        ]
+        return flags + [flag for item in self._aggregators.values() for flag in item.flags]
+
+    def _check(self, intervention: Intervention, replaced: Attachment | None = None) -> None:
+        """Raise an error for an intervention that cannot act, in the place of `replaced`."""
+        model = self.session.model
+        intervention.check_loss_scale(self.session.scaler)
+        intervention.check_per(model)
+        intervention.at.find(model)
+        observed_modules(intervention.when, model)
+        check_flags([*self._flags(without=replaced), *intervention.flags])
+
+    def _labels_for(self, intervention: Intervention) -> tuple[str, ...]:
+        return labels_of(intervention, {label for labels in self.labels for label in labels})
+
+    def _admit(self, intervention: Intervention) -> Attachment:
+        """Check an intervention and reserve its labels; nothing is hooked yet."""
+        if not isinstance(intervention, Intervention):
+            raise TypeError(f"a surgery takes Interventions, found {intervention!r}")
+        if intervention.aggregator is not None:
+            raise TypeError(
+                f"{intervention.transform!r}: an aggregator is attached when the block begins"
+            )
+        self._check(intervention)
+        attachment = Attachment(intervention, self._labels_for(intervention), self.session)
+        self._attachments.append(attachment)
+        if attachment.controller.named_tasks:
+            self._load_multi_task().keep_buffers()
+        return attachment
+
+    def _hook(self, attachment: Attachment) -> None:
+        """Hook all sites of an intervention; on an error it is removed."""
+        with ExitStack() as undo:
+            undo.callback(self._remove, attachment)
+            attachment.attach()
+            undo.pop_all()
+
+    def _change(self, attachment: Attachment, new: Intervention) -> None:
+        """Change an intervention, unless it was removed in the meantime."""
+        if attachment in self._attachments:
+            trigger = attachment.intervention.when
+            attachment.change(new)
+            if new.when is not trigger:
+                self._drop_observations(trigger)
+
+    def _remove(self, attachment: Attachment) -> None:
+        """Remove an intervention with its hooks, its states and its ledger entries."""
+        if attachment in self._attachments:
+            self._attachments.remove(attachment)
+            self._removed += attachment.end_warnings()
+            attachment.close()
+            attachment.drop_records()
+            self._drop_observations(attachment.intervention.when)
+
+    def _drop_observations(self, trigger: Trigger) -> None:
+        """Drop the observations of a trigger, unless another intervention reads the same."""
+        others = [part for own in self._attachments for part in own.intervention.when.parts]
+        for part in trigger.parts:
+            if isinstance(part, TensorTrigger) and part not in others:
+                self.clock.observations.pop(part, None)
+
+    def _find(self, label: str) -> Attachment:
+        """The attachment with this label, or with a link of this label."""
         self.session.check_attached()
-        self._changes.settle()
-        return self._roster.find(label)
+        self._changes.apply()
+        for attachment in self._attachments:
+            if label in (attachment.label, *attachment.labels):
+                return attachment
+        if label in self._aggregators:
+            raise ValueError(f"'{label}' is an aggregator, and stays as it is until the block ends")
+        labels = [attachment.label for attachment in self._attachments]
+        raise LookupError(f"there is no intervention '{label}'. {nearest(label, labels)}")
+
+    def _notice_scaler(self, scaler: GradScaler | None) -> None:
+        """Warn once of a GradScaler that steps the optimizer and was not given to `attach`."""
+        session = self.session
+        if scaler is None or session.scaler is scaler or session.target is None:
+            return
+        if self._multi_task is not None:
+            self._multi_task.notice()
+        session.scaler = scaler  # for interventions that are added
+        for attachment in self._attachments:
+            if error := attachment.intervention.loss_scale_error():
+                warnings.warn(
+                    f"{attachment.label}: a GradScaler makes the steps, and attach was not told of "
+                    f"it. {error}. Use Parameters(stage='step'), and attach(..., scaler=scaler).",
+                    SurgeryWarning,
+                    stacklevel=2,
+                )
+                return
+
+    # Several losses: a part that is imported and made only if it is needed.
 
     def _load_multi_task(self) -> "MultiTaskBackward":
-        """The part for several losses, imported and made at first need."""
         from gradsurg.multitask.joint import MultiTaskBackward
 
         if self._multi_task is None:
             self._multi_task = MultiTaskBackward(self.session, self.conflicts)
         return self._multi_task
 
-    def _refresh(self) -> None:
-        """States were loaded, and a step with them: the gates take them up."""
-        self.effects.begin(self.clock.step)
-        for attached in self._roster.attached:
-            attached.refresh()
+    def _add_aggregator(self, intervention: Intervention) -> None:
+        from gradsurg.multitask.shared_parameters import SharedParameters
 
-    def _close(self) -> None:
-        """Take all hooks off; those on graphs that are already built pass from now on."""
-        with ExitStack() as stack:
-            stack.callback(self._roster.close)
-            stack.callback(self._changes.close)
-            if self._multi_task is not None:
-                stack.callback(self._multi_task.close)
-        self.session.close()
+        label = self._labels_for(intervention)[0]
+        intervention.check_loss_scale(self.session.scaler)
+        check_flags([*self._flags(), *intervention.flags])
+        aggregator, at = intervention.aggregator, intervention.at
+        assert aggregator is not None
+        assert isinstance(at, SharedParameters)
+        self._load_multi_task().join(label, aggregator, at, intervention.when)
+        self._aggregators[label] = intervention
+        for flag in intervention.flags:
+            self.clock.flags.setdefault(flag.flag, flag.on)
 
-    def _complaints(self) -> list[str]:
-        self._changes.settle()
-        if self.session.shadow and not self.effects.every:
-            return []  # nothing was asked of it
-        why = self._blind(any(entry.all_calls for entry in self.ledger))
-        roster = self._roster
-        notes = roster.notes
-        if self._multi_task is not None:
-            notes = [*notes, *self._multi_task.complaints()]
-        return complaints(
-            roster.attached, self.ledger, self.session.model, self.clock, self._began, notes, why
-        )
+
+class _PendingChanges:
+    """Apply changes of an attached surgery outside backward passes only.
+
+    The model is held by a weak reference.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = ref(model)
+        self._pending: list[Callable[[], None]] = []
+        self._is_held = False
+        self._forward_hook = ExitStack()
+
+    def request(self, change: Callable[[], None]) -> None:
+        """Apply a change now, or when the running backward has ended."""
+        self.apply()
+        if not autograd.in_backward() and not self._is_held:
+            change()
+            return
+        model = self._model()
+        if not self._pending and model is not None:
+            # A backward that fails calls nothing at its end: apply before the next forward then.
+            hook = model.register_forward_pre_hook(compiling.untraced(lambda *_: self.apply()))
+            self._forward_hook.callback(hook.remove)
+        self._pending.append(change)
+        if autograd.in_backward():
+            autograd.at_end_of_backward(self._end_backward)
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Treat the backward passes in the block as one: apply changes at its end."""
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False
+            self.apply()
+
+    def apply(self, has_ended: bool = False) -> None:
+        """Apply pending changes if no backward runs, or the running one `has_ended`."""
+        if not self._pending or self._is_held or (autograd.in_backward() and not has_ended):
+            return
+        self._forward_hook.close()
+        while self._pending:
+            self._pending.pop(0)()
+
+    def close(self) -> None:
+        """Drop pending changes."""
+        self._forward_hook.close()
+        self._pending = []
+
+    def _end_backward(self) -> None:
+        if not autograd.in_inner_backward():
+            self.apply(has_ended=True)

@@ -1,4 +1,4 @@
-"""Attach interventions to a live model, and take them off again."""
+"""Surgery: interventions that are attached to a model for the length of a block."""
 
 import warnings
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from gradsurg.sites.tree_table import TensorSpec, plural
 from gradsurg.sites.wrapped_models import late_hooks_warning
 from gradsurg.surgery.intervention import Intervention, labels_of
 from gradsurg.surgery.live import Live
-from gradsurg.surgery.state_in_model import travel
+from gradsurg.surgery.state_in_model import store_in_model
 from gradsurg.transforms.base import Stateless, TransformState, init_all
 from gradsurg.triggers.base import Clock
 
@@ -34,7 +34,7 @@ class Surgery:
         for item in interventions:
             if not isinstance(item, Intervention):
                 raise TypeError(f"Surgery takes Interventions, found {item!r}")
-        # An aggregator acts on what the transforms have left, wherever it stands.
+        # Aggregators combine the gradients that the transforms return, so they come last.
         self._interventions = tuple(
             sorted(interventions, key=lambda item: item.aggregator is not None)
         )
@@ -49,12 +49,12 @@ class Surgery:
 
     @property
     def interventions(self) -> tuple[Intervention, ...]:
-        """What it does, in order; `live.add`, `remove` and `set` change it."""
+        """The interventions, in order; `live.add`, `remove` and `set` change them."""
         return self._live.interventions if self._live is not None else self._interventions
 
     @property
     def labels(self) -> tuple[tuple[str, ...], ...]:
-        """The label of every link of every intervention, as logs have them."""
+        """The labels of the links of each intervention, as in logs."""
         if self._live is not None:
             return self._live.labels
         labels: list[tuple[str, ...]] = []
@@ -74,29 +74,32 @@ class Surgery:
         steps_per_epoch: int | None = None,
         in_state_dict: bool = False,
     ) -> "Iterator[Live]":
-        """Hook `model` for the length of a block; all hooks are gone after it, whatever happens.
+        """Hook `model` for the length of a block; all hooks are removed after it, on errors too.
 
-        `optimizer` moves the step clock that triggers read, and is needed by stage `step`; without
-        it an aggregator draws anew at each `live.backward` and not at each step. Effects
-        are measured every `effects_every` steps, 0 for never. `shadow` measures without applying:
-        where transforms keep no state and act always, other steps than those that are measured are
-        not counted, and most hooks are off in them.
-        Tell the `scaler` if losses are scaled: a transform, a trigger or an aggregator for which
-        the scale matters is then refused where it would see scaled gradients; a scaler that was not
-        told is noticed, and warned about, when it first makes the `optimizer` step. With
-        `in_state_dict` the surgery's state is a tensor of bytes in `model.state_dict()`, under
-        `_gradsurg`, and is taken up again by `model.load_state_dict()` where a surgery is attached
-        to it so; into other models, as copies of it, load with `strict=False`. One surgery of a
-        model at a time can travel so.
-        Raises LookupError if a selector matches nothing, with what there is to match; what only a
-        forward can show, as which calls there are, is raised at the end of the first.
+        `optimizer` moves the step clock that triggers read, and is required by stage `step`;
+        without it an aggregator draws new random numbers at each `live.backward`, not at each step.
+        Effects are measured every `effects_every` steps, never if 0. `shadow` measures without
+        applying; if no transform has a state and all triggers always fire, gradients are counted
+        only in measured steps, and most hooks are removed in the others.
+
+        Pass the `scaler` if losses are scaled: a transform, a trigger or an aggregator that depends
+        on the scale is then refused at stages with scaled gradients. A scaler that was not passed
+        is noticed, with a warning, at the first optimizer step.
+
+        With `in_state_dict` the state of the surgery is stored in `model.state_dict()` as a tensor
+        of bytes, `_gradsurg`, and is restored by `model.load_state_dict()` if a surgery is attached
+        the same way; load into other models with `strict=False`. One surgery of a model at a time
+        can do so.
+
+        Raises LookupError if a selector matches nothing, with the names there are; after the first
+        forward if the sites are known only then.
         """
         if self._live is not None:
             raise RuntimeError("this surgery is attached already; make a second one")
         if steps_per_epoch is not None and steps_per_epoch < 1:
             raise ValueError(f"steps_per_epoch: must be >= 1, found {steps_per_epoch}")
         given = model
-        model = getattr(model, "_orig_mod", model)  # of a compiled one: names are those of inside
+        model = getattr(model, "_orig_mod", model)  # names are those inside a compiled model
         self._clock.epoch_length = steps_per_epoch
         session = Session(
             effects=Effects(effects_every),
@@ -108,28 +111,27 @@ class Surgery:
             optimizer=optimizer,
             scaler=scaler,
         )
-        live = Live(session)
+        live = Live(session, reason=late_hooks_warning(model, whole=given is not model))
         with ExitStack() as stack:
             stack.callback(self._detach, live)
-            live._blind = late_hooks_warning(model, whole=given is not model)
             for intervention in self._interventions:
-                live._roster.take(intervention)
+                live._attach(intervention)
             self._live = live
             self.was_attached = True
             if in_state_dict:
-                travel(self, model, stack)
+                store_in_model(self, model, stack)
             if optimizer is not None:
                 stack.callback(optimizer.register_step_post_hook(lambda *_: live.tick()).remove)
             yield live
             live.effects.flush()
-            for complaint in live._complaints():
-                warnings.warn(complaint, SurgeryWarning, stacklevel=3)
+            for text in live._end_warnings():
+                warnings.warn(text, SurgeryWarning, stacklevel=3)
 
     def plan(self, model: nn.Module, example_input: Any = None) -> str:
-        """What would be hooked, where, at what stage and with how much state; nothing is touched.
+        """Return a plan of the hooks: sites, stages and size of the state; attach nothing.
 
-        With an example of what the model takes, as `gradsurg.sites.tree` has it, the tree of the
-        modules as they run; without it what is known before that. (Any: the inputs of a model.)
+        With an `example_input`, as for `gradsurg.sites.tree`, the plan is a tree of the modules as
+        they run; without it, the sites known before a forward. (Any: the inputs of a model.)
         """
         model = getattr(model, "_orig_mod", model)
         params = {name: TensorSpec.of(param) for name, param in params_of(model).items()}
@@ -140,25 +142,25 @@ class Surgery:
 
                 parts.append(plan_of(labels[0], item.aggregator, item.at, item.when, model))
                 continue
-            said = f"stage {item.stage}, when {item.when!r}"
+            text = f"stage {item.stage}, when {item.when!r}"
             if example_input is None:
                 sites = item.at.find(model)
-                said += _state(item, {site: params.get(site) for site in sites}, params)
-                below = [f"  {line}" for line in (said, *sites)]
+                text += _state(item, {site: params.get(site) for site in sites}, params)
+                below = [f"  {line}" for line in (text, *sites)]
             else:
-                seen = tree(model, example_input, item.at)
-                hits = {line.site: line.tensor for line in seen.site_lines if line.selected}
-                said += f", {plural(len(hits), 'site')}{_state(item, hits, params)}"
-                below = [str(seen), said]
+                modules = tree(model, example_input, item.at)
+                hits = {line.site: line.tensor for line in modules.site_lines if line.selected}
+                text += f", {plural(len(hits), 'site')}{_state(item, hits, params)}"
+                below = [str(modules), text]
             parts.append("\n".join([f"{' -> '.join(labels)} at {item.at!r}", *below]))
         if example_input is None:
             return "\n".join(parts) or "no intervention"
         return "\n\n".join(parts) or f"{tree(model, example_input)}\nno intervention"
 
     def state_dict(self) -> dict[str, object]:
-        """Step, epoch, switches, the state of transforms, aggregators and triggers: a checkpoint.
+        """Return step, epoch, switches and the state of transforms, aggregators and triggers.
 
-        Plain tensors, numbers and strings.
+        All values are plain tensors, numbers and strings.
         """
         return {
             "step": self._clock.step,
@@ -170,9 +172,9 @@ class Surgery:
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Take up the state of an equal surgery, attached or not.
+        """Load the state of an equal surgery, attached or not.
 
-        Raises ValueError if it is of another one.
+        Raises ValueError if the transforms or the selectors differ.
         """
         if state.get("transforms") != self._names():
             raise ValueError(
@@ -195,7 +197,7 @@ class Surgery:
         self._states.clear()
         self._states.update({key: dict(own) for key, own in states.items()})
         if self._live is not None:
-            self._live._refresh()
+            self._live._load_states()
 
     def _names(self) -> list[str]:
         return [f"{item.transform!r} at {item.at!r}" for item in self.interventions]
@@ -212,7 +214,7 @@ def _state(
     sites: Mapping[str, TensorSpec | None],
     params: Mapping[str, TensorSpec | None],
 ) -> str:
-    """What an intervention will remember at its sites, as far as their shapes are known."""
+    """The size of an intervention's state at its sites, as far as their shapes are known."""
     if all(isinstance(link, Stateless) for link in item.links):
         return ""
     likes = [like for like in sites.values() if like is not None]

@@ -13,7 +13,7 @@ from gradsurg.aggregators.nash_mtl import NashMTL
 from gradsurg.aggregators.trimmed_mean import TrimmedMean
 from gradsurg.multitask.merging import merge
 from gradsurg.multitask.shared_parameters import SharedParameters
-from gradsurg.surgery.intervention import Intervention, scale_matters
+from gradsurg.surgery.intervention import Intervention
 from gradsurg.testing import check_aggregator
 from gradsurg.testing.aggregators import FunctionAggregator
 
@@ -76,9 +76,9 @@ def test_a_loss_scale_changes_it_no_more_than_the_other() -> None:
     state = control.init(3)
     (found,) = merge(control, [rows * scale], state, AggregatorContext(), scale).grads
     torch.testing.assert_close(found / scale, control(rows))
-    assert not scale_matters(Intervention(control, at=SharedParameters()))
+    assert not Intervention(control, at=SharedParameters()).loss_scale_error()
     sized = NormMatchedSum(FunctionAggregator(lambda rows: rows.sum(0).sign(), ()))
-    assert "depends on their size" in scale_matters(Intervention(sized, at=SharedParameters()))
+    assert "depends on their size" in Intervention(sized, at=SharedParameters()).loss_scale_error()
 
 
 def test_it_is_for_as_many_tasks_as_the_other() -> None:

@@ -362,7 +362,7 @@ def test_a_number_that_no_backward_has_shown_is_told() -> None:
     ):
         model(torch.ones(2, 6, requires_grad=True))
     said = " ".join(str(warning.message) for warning in told)
-    assert "scale: 3 sites were expected, and no backward has come that would show" in said
+    assert "scale: 3 sites were expected, and no backward has run that would show" in said
 
 
 def test_what_was_not_called_does_not_count() -> None:

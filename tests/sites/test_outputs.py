@@ -71,7 +71,7 @@ def test_call_picks_one_call(call: int) -> None:
 def test_a_call_that_does_not_come_is_an_error_after_the_first_forward() -> None:
     model = Shared()
     with (
-        pytest.raises(LookupError, match="It has met: twice#0, twice#1"),
+        pytest.raises(LookupError, match="There were: twice#0, twice#1"),
         attached(model, gs.Zero(), gs.Outputs("twice", call=7)),
     ):
         model(point()).backward()

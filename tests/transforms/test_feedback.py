@@ -138,7 +138,7 @@ def test_a_transform_that_does_not_ask_is_not_told_what_has_entered() -> None:
 def test_feedback_weights_are_refused_where_nothing_enters(
     at: gs.Parameters, wrap: type[Chain]
 ) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"leaves, and {at!r} has none")):
+    with pytest.raises(ValueError, match=re.escape(f"autograd node, and {at!r} has none")):
         gs.Intervention(wrap(gs.FeedbackWeights()), at=at)
 
 
@@ -146,9 +146,9 @@ def test_a_lone_tensor_or_node_has_neither() -> None:
     tensor = torch.ones(3, requires_grad=True)
     for place in (tensor, (tensor * 2).grad_fn):
         assert place is not None
-        with pytest.raises(ValueError, match="needs the gradient of what a model returns"):
+        with pytest.raises(ValueError, match="needs the gradient of a model's output"):
             gs.hook(place, gs.DirectFeedback())
-        with pytest.raises(ValueError, match="needs the gradient that enters the node"):
+        with pytest.raises(ValueError, match="needs the gradient that enters the autograd node"):
             gs.hook(place, gs.FeedbackWeights())
 
 
@@ -183,7 +183,7 @@ def square(at: Selector, transform: Transform, bias: bool = True) -> dict[str, i
 def test_feedback_weights_are_refused_where_no_product_takes_an_input(
     at: Selector, wrap: type[Chain]
 ) -> None:
-    with pytest.raises(ValueError, match="what leaves a product for its input, and .* has other"):
+    with pytest.raises(ValueError, match="gradient of the input of a matrix product, and .* has other"):
         square(at, wrap(gs.FeedbackWeights()))
 
 
@@ -231,7 +231,7 @@ def test_what_enters_and_what_leaves_must_be_of_the_same_examples() -> None:
 def test_direct_feedback_is_refused_where_no_axis_is_of_examples(
     at: Selector, wrap: type[Chain]
 ) -> None:
-    with pytest.raises(ValueError, match="same examples, and .* has others; it can act at Outputs"):
+    with pytest.raises(ValueError, match="same examples, and .* has gradients of other shapes; it can act at Outputs"):
         square(at, wrap(gs.DirectFeedback()))
 
 
@@ -340,7 +340,7 @@ def test_the_error_of_a_backward_that_raised_is_forgotten_in_the_next_forward() 
 def test_direct_feedback_is_refused_outside_of_a_backward(
     at: gs.Parameters, wrap: type[Chain]
 ) -> None:
-    with pytest.raises(ValueError, match="needs the gradient of what the model has returned"):
+    with pytest.raises(ValueError, match="needs the gradient of the model's output"):
         gs.Intervention(wrap(gs.DirectFeedback()), at=at)
 
 

@@ -215,7 +215,7 @@ def test_what_is_no_answer_is_refused(answer: object, found: str, later: bool) -
             return None if later and context.site is None else answer
 
     model = small()
-    message = "Wrong(): fires() must say True, False, None or a bool tensor of no dimension, "
+    message = "Wrong(): fires() must return True, False, None or a bool tensor of no dimension, "
     with (
         pytest.raises(TypeError, match=re.escape(message + found)),
         attached(model, gs.Zero(), when=Wrong()),
@@ -234,7 +234,7 @@ def test_what_is_no_answer_is_refused_in_a_combination_too(combine: Any, first: 
 
     model = small()
     with (
-        pytest.raises(TypeError, match="must say True, False, None"),
+        pytest.raises(TypeError, match="must return True, False, None"),
         attached(model, gs.Scale(1.0), when=combine((first, Wrong()))),
     ):
         backward(model)
@@ -243,7 +243,7 @@ def test_what_is_no_answer_is_refused_in_a_combination_too(combine: Any, first: 
 def test_none_where_the_gradient_is_at_hand_is_refused() -> None:
     model = small()
     with (
-        pytest.raises(TypeError, match="said None where the gradient was at hand"),
+        pytest.raises(TypeError, match="returned None though it had the gradient"),
         attached(model, gs.Zero(), when=Says(None)),
     ):
         backward(model)
@@ -268,7 +268,7 @@ def test_what_a_trigger_raises_is_told_with_its_place(later: bool, note: str) ->
         attached(model, gs.Zero(), gs.Parameters("last.bias"), when=Broken()),
     ):
         backward(model)
-    assert caught.value.__notes__ == [f"while Broken() was asked {note}, step 0"]
+    assert caught.value.__notes__ == [f"while Broken() was evaluated {note}, step 0"]
     assert num_hooks(model) == 0
 
 

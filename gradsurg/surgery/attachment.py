@@ -1,0 +1,261 @@
+"""The life cycle of one attached intervention: hook, rest, change, close."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+from torch import Tensor
+
+from gradsurg.effects.ledger import Entry, SurgeryWarning
+from gradsurg.hooks.controller import HookController
+from gradsurg.hooks.group_hook import GroupHook
+from gradsurg.hooks.session import Session
+from gradsurg.hooks.transform_hook import TransformHook
+from gradsurg.sites.base import GroupFn, Place, RegisterHooks, SiteHook
+from gradsurg.sites.wrapped_models import when_averaged
+from gradsurg.surgery.coverage import Coverage
+from gradsurg.surgery.forward_observers import observe, observe_output_gradient
+from gradsurg.surgery.intervention import Intervention
+from gradsurg.torch_internals import compiling
+from gradsurg.triggers.base import TensorTrigger
+
+
+class Attachment:
+    """One attached intervention: its hooks, and the `HookRegistry` that its selector uses.
+
+    `planned` is the intervention after the changes that wait for the end of a backward pass.
+    """
+
+    def __init__(self, intervention: Intervention, labels: Sequence[str], session: Session) -> None:
+        self.intervention = intervention
+        self.planned = intervention
+        self.session = session
+        self.controller = HookController(
+            session, labels, intervention.operator, intervention.when, intervention.stage
+        )
+        self.label = self.controller.label
+        self.labels = self.controller.labels
+        self.notes: list[str] = []
+        self._hooks: dict[str, TransformHook] = {}
+        self.coverage = Coverage(intervention.at, self.controller, self._hooks)
+        self._stack = ExitStack()
+        self._observers = ExitStack()  # the forward hooks for the trigger and the transform
+        self._registered: list[tuple[RegisterHooks, ExitStack]] = []  # hooks that are off while it rests
+        self._is_resting = False
+        self._warned_of_parts = False
+        self._end_checks: list[Callable[[], str]] = []
+
+    # Life cycle.
+
+    def attach(self) -> None:
+        """Hook all sites, and the modules that the trigger reads."""
+        item, session = self.intervention, self.session
+        model = session.model
+        self._observe()
+        self.controller.begin_step()
+        self.coverage.remember(model)
+        scope, optimizer = item.operator.scope, session.optimizer
+        item.at.hook(model, optimizer, item.stage, scope, self, self._stack)
+        if item.differs_from_average:
+            when_averaged(model, self._stack, self._note_average)
+        self.coverage.check(model, self._stack)
+
+    def change(self, intervention: Intervention) -> None:
+        """Set another transform with the same links, or another trigger, at the same sites."""
+        old, self.intervention = self.intervention, intervention
+        if intervention.operator != old.operator:
+            self._warned_of_parts = False
+        self.controller.set(intervention.operator, intervention.when)
+        for hook in self._hooks.values():
+            hook.renew()
+        if self._is_resting:
+            self.rest()
+        if intervention.when is not old.when:
+            self._drop_states([self.label], "/when")
+            self._observers.close()
+            self._observe()
+
+    def load_states(self) -> None:
+        """Take over the states and the step of the session."""
+        self.controller.reset()
+        for hook in self._hooks.values():
+            hook.load_states()
+        if self._is_resting:
+            self.rest()
+
+    def begin_step(self) -> None:
+        """Decide about the next step, and warn if a site had several gradients in the last."""
+        controller = self.controller
+        controller.begin_step()
+        if controller.max_calls > 1:
+            if not controller.has_several_tasks and not self._warned_of_parts:
+                self._warn_of_parts(controller.max_calls)
+            controller.max_calls = 1
+
+    def rest(self) -> None:
+        """Remove hooks in steps in which they do nothing, and register them again after.
+
+        Compiled code keeps its hooks, because it would not see new ones.
+        """
+        if not self.controller.skips_step:
+            if self._is_resting:
+                self._is_resting = False
+                for register, stack in self._registered:
+                    register(stack)
+        elif not self._is_resting and self._registered and not compiling.has_compiled():
+            self._is_resting = True
+            for _, stack in self._registered:
+                stack.close()
+
+    def end_warnings(self) -> list[str]:
+        """Return the warnings to emit on detach."""
+        checks = [*self._end_checks, self.coverage.end_warning]
+        entries = [entry for entry in self.session.ledger if entry.intervention == self.label]
+        if all(entry.all_calls or entry.skipped for entry in entries):  # else the ledger warns
+            checks.append(self.coverage.unmatched_warning)
+        for check in checks:
+            if text := check():
+                self.note(text)
+        return self.notes
+
+    def close(self) -> None:
+        """Remove all hooks; those on built graphs pass gradients unchanged from now on."""
+        self.controller.disable()
+        self._hooks.clear()
+        self._end_checks = []
+        self._registered = []
+        self._stack.close()
+        self._observers.close()
+
+    def drop_records(self) -> None:
+        """Drop the states and the ledger entries of an intervention that is removed."""
+        self._drop_states([self.label], "/when")
+        self._drop_states(self.labels)
+        ledger = self.session.ledger
+        for entry in [entry for entry in ledger if entry.intervention == self.label]:
+            ledger.forget(entry.intervention, entry.site)
+
+    # The HookRegistry.
+
+    @property
+    def needs_value(self) -> bool:
+        """Whether its transform or its trigger reads the tensor whose gradient passes."""
+        return self.controller.needs_value
+
+    @property
+    def stateful(self) -> str:
+        """The first of its transforms and triggers that has a state per site; empty if none."""
+        return self.controller.stateful
+
+    @property
+    def unsteady(self) -> str:
+        """Why two calls with the same gradient may have different results; empty if they cannot."""
+        if self.stateful:
+            return f"{self.stateful} keeps a state"
+        for link in self.intervention.links:
+            if "deterministic" not in link.properties:
+                return f"{link!r} may draw random numbers"
+        for part in self.intervention.when.parts:
+            if isinstance(part, TensorTrigger) and part.source not in ("grad", "value"):
+                return f"{part!r} reads the newest forward"
+        return ""
+
+    @property
+    def moment(self) -> object:
+        """All else that a result depends on: the intervention, the step, the switches."""
+        item, clock = self.intervention, self.session.clock
+        return item.operator, item.when, clock.step, clock.epoch, tuple(clock.flags.items())
+
+    def selects(self, place: Place) -> bool | None:
+        return self.coverage.selects(place)
+
+    def expect(
+        self,
+        site: str,
+        aliases: Sequence[str] = (),
+        skipped: str = "",
+        foreign: Sequence[str] = (),
+    ) -> None:
+        self.session.ledger.enter(self.label, site, aliases, skipped, foreign)
+
+    def forget(self, site: str) -> None:
+        self.session.ledger.forget(self.label, site)
+
+    def note(self, text: str) -> None:
+        note = f"{self.label}: {text}"
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def check_at_end(self, check: Callable[[], str]) -> None:
+        self._end_checks.append(check)
+
+    def register(self, register: RegisterHooks, stack: ExitStack) -> None:
+        with ExitStack() as handles:
+            register(handles)
+            registered = handles.pop_all()
+        stack.callback(registered.close)
+        self._registered.append((register, registered))
+
+    def hook_for(self, site: str, value: Callable[[], Tensor | None] | None = None) -> SiteHook:
+        hook = self._hooks.get(site)
+        if hook is None:
+            hook = self._hooks[site] = TransformHook(self.controller, self._entry(site), value)
+        return hook.hook
+
+    def group_hook(
+        self, sites: Sequence[str], values: Sequence[Callable[[], Tensor | None]]
+    ) -> GroupFn:
+        hooks = [
+            TransformHook(self.controller, self._entry(site), value)
+            for site, value in zip(sites, values, strict=True)
+        ]
+        self._hooks |= dict(zip(sites, hooks, strict=True))
+        return GroupHook(self.controller, hooks)
+
+    # Helpers.
+
+    def _entry(self, site: str) -> Entry:
+        return self.session.ledger.enter(self.label, site)
+
+    def _observe(self) -> None:
+        """Hook the modules that the trigger and the transform read in a forward."""
+        item, clock, model = self.intervention, self.session.clock, self.session.model
+        for flag in item.flags:
+            clock.flags.setdefault(flag.flag, flag.on)
+        observe(item.when, model, clock, self._observers, self.note)
+        if "error" in item.operator.needs:
+            observe_output_gradient(model, clock, self._observers)
+
+    def _drop_states(self, labels: Sequence[str], suffix: str = "") -> None:
+        """Drop the states under these labels: of links, or of the trigger with suffix `/when`."""
+        states = self.session.states
+        keys = [key for key in states if key.partition("/")[0] in labels and key.endswith(suffix)]
+        for key in keys:
+            del states[key]
+
+    def _warn_of_parts(self, most: int) -> None:
+        """Warn once if acting on each of several gradients differs from acting on their sum."""
+        self._warned_of_parts = True
+        if not self.intervention.differs_from_sum:
+            return
+        calls = (
+            (site, link.context.call + 1)
+            for site, hook in self._hooks.items()
+            for link in hook.links
+        )
+        where = next((site for site, number in calls if number == most), "")
+        warnings.warn(
+            f"{self.label}: site '{where}' had {most} gradients in one optimizer step and the "
+            "transform is not linear: acting on each is not acting on their sum. Use "
+            "stage='step' for the sum.",
+            SurgeryWarning,
+            stacklevel=3,
+        )
+
+    def _note_average(self, processes: int) -> None:
+        if processes > 1:
+            self.note(
+                f"it acted on the gradients of each of {processes} processes, before "
+                "DistributedDataParallel averaged them, and the transform is not linear: acting on "
+                "each is not acting on their average. Use stage='step' for the average."
+            )

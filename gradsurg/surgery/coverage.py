@@ -1,0 +1,192 @@
+"""Coverage: check that the selected sites exist, and warn of those that never fired."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from gradsurg.hooks.controller import HookController
+from gradsurg.plugins.fields import SelectionError, only_changed_field
+from gradsurg.sites.base import Place, PlaceTest, Selector
+from gradsurg.sites.combined import CombinedTest
+from gradsurg.sites.graph_tracer import after_backward, may_meet_more_sites
+from gradsurg.sites.selection import names_of, owned_params
+from gradsurg.torch_internals import autograd, compiling
+from gradsurg.triggers.base import Clock, Trigger
+from gradsurg.triggers.epochs import Epochs
+
+
+class Coverage:
+    """Evaluate a selector for one attachment, and check the number of sites it selects.
+
+    Raises LookupError if there is none, or another number than `expect(n)` asks for, as soon as
+    that is known: on attach, after the first forward, or after the first backward. `hooked` are the
+    sites that have a hook.
+    """
+
+    def __init__(self, at: Selector, controller: HookController, hooked: Collection[str]) -> None:
+        self.selects: PlaceTest = self._selects_and_records
+        self._at = at
+        self._selects = at.new_test()
+        self._controller = controller
+        self._hooked = hooked
+        self._has_selected = False
+        self._rejected: dict[str, None] = {}  # names of places that are not selected
+        self._awaits_backward = False
+        self._known: dict[int, ref[nn.Module | Tensor]] = {}
+
+    def remember(self, model: nn.Module) -> None:
+        """Remember the modules and parameters of the model, to notice new ones on detach."""
+        things = (*model.modules(), *model.parameters())
+        self._known = {id(thing): ref(thing) for thing in things}
+
+    def check(self, model: nn.Module, stack: ExitStack) -> None:
+        """Check the sites hooked so far, or have the first forward check them."""
+        at = self._at
+        if at.expected is None and self._has_selected:
+            self.selects = self._selects
+        elif at.expected is not None and all(kind.known_before_forward for kind in at.kinds):
+            self.selects = self._selects
+            self._check_count()
+        else:
+            self._check_after_forward(model, stack)
+
+    def end_warning(self) -> str:
+        """A warning if the number of sites was never checked, else empty."""
+        if not self._awaits_backward:
+            return ""
+        return (
+            f"{self._at.expected} sites were expected, and no backward has run that would show "
+            "all of them"
+        )
+
+    def unmatched_warning(self) -> str:
+        """A warning of the parts of a combined selector that have selected nothing, else empty."""
+        selects = self._selects
+        silent = selects.unmatched_parts() if self._hooked and isinstance(selects, CombinedTest) else []
+        if not silent:
+            return ""
+        return f"nothing was selected by {', '.join(map(repr, silent))}, a part of it"
+
+    def unhooked(self, things: Mapping[Any, list[Place]]) -> Iterator[str]:
+        """Names of the selected things that came into the model later and are not hooked.
+
+        Any: a module or a parameter, each with the places of its names.
+        """
+        for thing, places in things.items():
+            # A module compiled in place wraps the one that is hooked.
+            if self._knows(thing) or self._knows(getattr(thing, "_orig_mod", None)):
+                continue
+            for kind in self._at.kinds:
+                later = kind.place_if_added(thing)
+                first, *others = (replace(place, mechanism=kind.mechanism) for place in places)
+                # A parameter is selected by all its names together, a module by each of them.
+                tried = [replace(first, aliases=tuple(others))] if first.whole else [first, *others]
+                is_selected = any(self.selects(place) is not False for place in tried)
+                if is_selected and (later is None or self.selects(later) is False):
+                    yield first.name
+
+    def _knows(self, thing: object) -> bool:
+        known = self._known.get(id(thing))
+        return known is not None and known() is thing
+
+    def _selects_and_records(self, place: Place) -> bool | None:
+        """Evaluate the selector, up to the end of the first forward; record rejected places."""
+        selected = self._selects(place)
+        if selected:
+            self._has_selected = True
+        elif place.whole:
+            call = "" if place.call is None else f"#{place.call}"
+            node = f"/{place.node}[{place.occurrence}]" if place.node else ""
+            self._rejected[f"{place.name}{call}{node}"] = None
+        return selected
+
+    def _check_after_forward(self, model: nn.Module, stack: ExitStack) -> None:
+        """Check the sites at the end of the first forward that makes a graph."""
+        at = self._at
+        # Selectors that act outside the model may find sites after its forward.
+        is_inside = all(kind.place_if_added(model) is None for kind in at.kinds)
+        is_done = False
+
+        @compiling.untraced
+        def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
+            nonlocal is_done
+            if is_done or not torch.is_grad_enabled() or autograd.in_backward():
+                return
+            is_done = True
+            handle.remove()
+            self.selects = self._selects
+            if at.expected is not None and may_meet_more_sites(output, at):
+                self._awaits_backward = True
+                after_backward(output, self._check_count)
+            elif at.expected is not None:
+                self._check_count()
+            elif is_inside and self._rejected and not self._has_selected:
+                text = (
+                    f"nothing in the first forward is selected by {at!r}. There were: "
+                    f"{', '.join(self._rejected)}"
+                )
+                raise SelectionError(at, only_changed_field(at), text, self._controller.label)
+
+        handle = model.register_forward_hook(hook)
+        stack.callback(handle.remove)
+
+    def _check_count(self) -> None:
+        if not self._controller.on:
+            return
+        self._awaits_backward = False
+        expected, count = self._at.expected, len(self._hooked)
+        if count != expected:
+            raise LookupError(
+                f"{self._controller.label}: {expected} sites were expected, found {count}: "
+                f"{', '.join(self._hooked) or 'none'}"
+            )
+
+
+def clock_warnings(
+    triggers: Iterable[Trigger], clock: Clock, start: tuple[int, int]
+) -> Iterator[str]:
+    """Warnings of triggers that read a clock which has not moved since `start`: step and epoch."""
+    parts = [part for trigger in triggers for part in trigger.parts]
+    epochs = [part for part in parts if isinstance(part, Epochs)]
+    has_length = clock.epoch_length is not None
+    timed = {type(part).__name__ for part in parts if part.step_based}
+    timed |= {type(part).__name__ for part in epochs if has_length or part.length is not None}
+    if timed and clock.step == start[0]:
+        since = f" since this block began, at step {start[0]}" if start[0] else ""
+        yield (
+            f"{', '.join(sorted(timed))}: no optimizer step was counted{since}; "
+            "attach(model, optimizer) or call live.tick() after each step"
+        )
+    has_moved = has_length or clock.counted_epochs > start[1]
+    if any(part.length is None for part in epochs) and not has_moved:
+        yield (
+            "Epochs: no epoch was counted; give Epochs a length, attach with steps_per_epoch, "
+            "or call live.next_epoch()"
+        )
+
+
+def unhooked_warnings(coverages: Sequence[Coverage], model: nn.Module) -> Iterator[str]:
+    """Warnings of selected modules and parameters that came into the model after the attach."""
+    modules = {
+        module: [Place((), name, module) for name in names]
+        for module, names in names_of(model).items()
+    }
+    trained = {
+        param: [Place((), name, param, owner=owner, whole=True) for name, owner in named]
+        for param, named in owned_params(model).items()
+        if param.requires_grad
+    }
+    part = " or taken for a part of the module around it"  # as Nodes take the nodes it makes
+    for kind, places, also in (("modules", modules, part), ("parameters", trained, "")):
+        names = dict.fromkeys(name for own in coverages for name in own.unhooked(places))
+        if names:
+            yield (
+                f"{kind} were replaced or added while the block was open, and the new ones are not "
+                f"hooked{also}: {', '.join(names)}; attach after replacing, or remove the "
+                "intervention and add it again"
+            )
