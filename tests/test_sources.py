@@ -108,9 +108,7 @@ WIDE = gs.Shape(above=5)
 def test_two_forwards_before_one_backward_are_told_once(at: Any, when: gs.Trigger) -> None:
     model = Two()
     with (
-        pytest.warns(
-            gs.SurgeryWarning, match="and (Shape|Threshold).* read the last"
-        ) as caught,
+        pytest.warns(gs.SurgeryWarning, match="and (Shape|Threshold).* read the last") as caught,
         attached(model, gs.Identity(), at, when=when | ~when),
     ):
         for _ in range(3):

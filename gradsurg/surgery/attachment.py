@@ -40,7 +40,9 @@ class Attachment:
         self.coverage = Coverage(intervention.at, self.controller, self._hooks)
         self._stack = ExitStack()
         self._observers = ExitStack()  # the forward hooks for the trigger and the transform
-        self._registered: list[tuple[RegisterHooks, ExitStack]] = []  # hooks that are off while it rests
+        self._registered: list[
+            tuple[RegisterHooks, ExitStack]
+        ] = []  # hooks that are off while it rests
         self._is_resting = False
         self._warned_of_parts = False
         self._end_checks: list[Callable[[], str]] = []

@@ -67,7 +67,9 @@ class Coverage:
     def unmatched_warning(self) -> str:
         """A warning of the parts of a combined selector that have selected nothing, else empty."""
         selects = self._selects
-        silent = selects.unmatched_parts() if self._hooked and isinstance(selects, CombinedTest) else []
+        silent = (
+            selects.unmatched_parts() if self._hooked and isinstance(selects, CombinedTest) else []
+        )
         if not silent:
             return ""
         return f"nothing was selected by {', '.join(map(repr, silent))}, a part of it"

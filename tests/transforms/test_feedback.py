@@ -183,7 +183,9 @@ def square(at: Selector, transform: Transform, bias: bool = True) -> dict[str, i
 def test_feedback_weights_are_refused_where_no_product_takes_an_input(
     at: Selector, wrap: type[Chain]
 ) -> None:
-    with pytest.raises(ValueError, match="gradient of the input of a matrix product, and .* has other"):
+    with pytest.raises(
+        ValueError, match="gradient of the input of a matrix product, and .* has other"
+    ):
         square(at, wrap(gs.FeedbackWeights()))
 
 
@@ -231,7 +233,10 @@ def test_what_enters_and_what_leaves_must_be_of_the_same_examples() -> None:
 def test_direct_feedback_is_refused_where_no_axis_is_of_examples(
     at: Selector, wrap: type[Chain]
 ) -> None:
-    with pytest.raises(ValueError, match="same examples, and .* has gradients of other shapes; it can act at Outputs"):
+    with pytest.raises(
+        ValueError,
+        match="same examples, and .* has gradients of other shapes; it can act at Outputs",
+    ):
         square(at, wrap(gs.DirectFeedback()))
 
 
