@@ -1,4 +1,4 @@
-"""Comparing two arms that share their seeds: paired differences and what may be said of them."""
+"""Statistics of paired differences: intervals, the sign-flip test and false discovery rates."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,18 +10,25 @@ if TYPE_CHECKING:
     from numpy import float64
     from numpy.typing import NDArray
 
-MAX_EXACT = 40  # seeds of the exact sign-flip test: 2^20 half signings
-DRAWS = 99_900  # signings drawn beyond it ..
-AT_ONCE = 900  # .. so many at a time
-MIN_BCA = 20  # seeds of a bootstrap interval
-RESAMPLES = 9_999
+MAX_EXACT_SEEDS = 40
+"""Largest n of the exact sign-flip test, which enumerates 2^20 sign vectors of each half."""
+NUM_SIGN_DRAWS = 99_900
+"""Random sign vectors of the sign-flip test for larger n."""
+MIN_BCA_SEEDS = 20
+"""Smallest n of a BCa interval."""
+NUM_RESAMPLES = 9_999
+_DRAWS_PER_BATCH = 900
 
-Arm = TypeVar("Arm", bound=Hashable)
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Treated minus control, seed by seed; what one seed cannot give is None."""
+    """Summary of n paired differences, treated minus control, with one pair a seed.
+
+    `low` and `high` are the ends of the confidence interval of the mean, `sd` the sample standard
+    deviation. All but the mean are None for n = 1.
+    """
 
     mean: float
     low: float | None
@@ -34,11 +41,11 @@ class Difference:
 def paired_difference(
     treated: Sequence[float], control: Sequence[float], confidence: float = 0.95
 ) -> Difference:
-    """The mean paired difference with its Student t interval, and the p of the paired t test.
+    """Return the mean paired difference with its Student t interval and the paired t test.
 
-    Entry i of both belongs to the same seed. Diverged runs are the caller's to leave out, pair by
-    pair, and to count: NaN and infinity raise ValueError. If all differences are the same the
-    interval is that number and p is its limit: 0, or 1 if they are all zero.
+    Entry i of both samples belongs to seed i. Diverged runs must be excluded by the caller, pair by
+    pair: NaN and infinity raise ValueError. If all differences are equal, the interval has width 0
+    and the p-value is its limit: 0, or 1 if all differences are zero.
     """
     differences = _differences(treated, control)
     _refuse_confidence(confidence)
@@ -51,13 +58,13 @@ def paired_difference(
         return Difference(mean, mean, mean, n, sd, 0.0 if mean else 1.0)
     from scipy.stats import t
 
-    reach = t_reach(n, confidence) * error
+    margin = t_critical(n, confidence) * error
     p_value = 2 * float(t.sf(abs(mean) / error, n - 1))
-    return Difference(mean, mean - reach, mean + reach, n, sd, p_value)
+    return Difference(mean, mean - margin, mean + margin, n, sd, p_value)
 
 
-def t_reach(n: int, confidence: float = 0.95) -> float:
-    """How many standard errors Student's t interval reaches from the mean of `n` numbers."""
+def t_critical(n: int, confidence: float = 0.95) -> float:
+    """Return the two-sided critical value of Student's t with n - 1 degrees of freedom."""
     from scipy.stats import t
 
     return float(t.ppf((1 + confidence) / 2, n - 1))
@@ -66,17 +73,17 @@ def t_reach(n: int, confidence: float = 0.95) -> float:
 def bca_interval(
     differences: Sequence[float], confidence: float = 0.95, seed: int = 0
 ) -> tuple[float, float]:
-    """The BCa bootstrap interval of the mean, which leans to where the data do.
+    """Return the bias-corrected and accelerated (BCa) bootstrap interval of the mean.
 
-    Efron (1987); as in Efron and Tibshirani (1993), equations 14.9, 14.10, 14.14 and 14.15.
-    Offered from 20 differences: with fewer it covers the truth less often than it says (0.81 for
-    0.95 at 5, 0.90 at 10), and the t interval of `paired_difference` does not. The same `seed`
-    gives the same interval. If all differences are the same the interval is that number.
+    Efron (1987); Efron and Tibshirani (1993), equations 14.9, 14.10, 14.14 and 14.15. Raises
+    ValueError for n < 20, where its coverage is below the nominal level (0.81 in place of 0.95 at
+    n = 5, 0.90 at n = 10) and that of the t interval is not. Resampling is seeded by `seed`. If all
+    differences are equal, the interval has width 0.
     """
-    if len(differences) < MIN_BCA:
+    if len(differences) < MIN_BCA_SEEDS:
         raise ValueError(
-            f"bca_interval needs {MIN_BCA} differences or more: with fewer it is too narrow, and "
-            f"the paired t interval is not. Found {len(differences)}."
+            f"bca_interval needs {MIN_BCA_SEEDS} differences or more: with fewer it is too narrow, "
+            f"unlike the paired t interval. Found {len(differences)}."
         )
     _refuse_nonfinite("differences", differences)
     _refuse_confidence(confidence)
@@ -86,86 +93,89 @@ def bca_interval(
     import numpy
     from scipy.stats import bootstrap
 
-    # What is nearly the same, tiny or huge would be lost to rounding: have it between 0 and 1.
+    # Rescaled to [0, 1]: nearly equal, tiny or huge numbers would lose their digits.
     half = most / 2 - least / 2
     unit = [(difference / 2 - least / 2) / half for difference in differences]
-    found = bootstrap(
+    ends = bootstrap(
         (unit,),
         numpy.mean,
         confidence_level=confidence,
-        n_resamples=RESAMPLES,
+        n_resamples=NUM_RESAMPLES,
         method="BCa",
         rng=numpy.random.default_rng(seed),
     ).confidence_interval
-    low, high = (least + float(end) * half * 2 for end in (found.low, found.high))
+    low, high = (least + float(end) * half * 2 for end in (ends.low, ends.high))
     return low, high
 
 
-def sign_flip_p(differences: Sequence[float], seed: int = 0) -> float:
-    """The two-sided p of the sign-flip test: how many of the 2^n signings reach |mean|.
+def sign_flip_p_value(differences: Sequence[float], seed: int = 0) -> float:
+    """Return the two-sided p-value of the sign-flip (one-sample permutation) test of zero mean.
 
-    Fisher (1935, section 21). With n differences it cannot fall below 2 / 2^n: fewer than 6 seeds
-    cannot reach 0.05. Exact up to 40, by counting pairs of sums of either half; beyond that of
-    99,900 signings drawn with `seed` and the one observed, (b + 1) / (m + 1) as Phipson and Smyth
-    (2010) have it: `is_exact` tells which.
+    The fraction of the 2^n sign vectors with |sum(s_i d_i)| >= |sum(d_i)|; Fisher (1935,
+    section 21). It is at least 2 / 2^n, so that n < 6 cannot reach 0.05. Exact for n <= 40, by a
+    meet-in-the-middle enumeration of both halves. For larger n the Monte Carlo estimate
+    (b + 1) / (m + 1) of Phipson and Smyth (2010) from m = 99,900 sign vectors drawn with `seed`.
     """
     if not differences:
-        raise ValueError("sign_flip_p needs at least one number. Found none.")
+        raise ValueError("sign_flip_p_value needs at least one difference. Found none.")
     _refuse_nonfinite("differences", differences)
     import numpy
 
-    # sums that are equal on paper differ in their last bits
+    # Sums that are equal in exact arithmetic differ in their last bits.
     slack = 1e-12 * fsum(abs(difference) for difference in differences)
     observed = abs(fsum(differences)) - slack
     if observed <= 0:
         return 1.0
-    if is_exact(len(differences)):
+    if sign_flip_is_exact(len(differences)):
         half = len(differences) // 2
-        left, right = _signings(differences[:half]), _signings(differences[half:])
-        # as many reach it from below: flip every sign
+        left, right = _signed_sums(differences[:half]), _signed_sums(differences[half:])
+        # As many sums are <= -observed: flip every sign.
         reached = len(right) - numpy.searchsorted(right, observed - left)
         return 2 * int(reached.sum()) / 2 ** len(differences)
     generator = numpy.random.default_rng(seed)
     reached = 0
-    for _ in range(DRAWS // AT_ONCE):
-        signs = generator.choice([-1.0, 1.0], size=(AT_ONCE, len(differences)))
+    for _ in range(NUM_SIGN_DRAWS // _DRAWS_PER_BATCH):
+        signs = generator.choice([-1.0, 1.0], size=(_DRAWS_PER_BATCH, len(differences)))
         reached += int((abs(signs @ numpy.asarray(differences)) >= observed).sum())
-    return (1 + reached) / (1 + DRAWS)
+    return (1 + reached) / (1 + NUM_SIGN_DRAWS)
 
 
-def is_exact(n: int) -> bool:
-    """Whether `sign_flip_p` of n differences is exact, and not of signings that were drawn."""
-    return n <= MAX_EXACT
+def sign_flip_is_exact(n: int) -> bool:
+    """Return whether `sign_flip_p_value` of n differences is exact, not a Monte Carlo estimate."""
+    return n <= MAX_EXACT_SEEDS
 
 
 def benjamini_hochberg(p_values: Sequence[float | None]) -> list[float | None]:
-    """The q of each p: the false discovery rate at which it would count as one, in their order.
+    """Return p-values adjusted for the false discovery rate (q-values), in the given order.
 
-    Benjamini and Hochberg (1995), the step-up procedure of section 3.1 as adjusted values: for the
-    i-th smallest of m, the least p_j m / j of all j >= i. Proven for independent tests, and for a
-    kind of positive dependence (Benjamini and Yekutieli 2001, theorem 1.2) that two-sided tests
-    against a shared control are not known to have. What was not tested, None or NaN, has no q and
-    is not of the m.
+    The step-up procedure of Benjamini and Hochberg (1995), section 3.1: q_(i) is the minimum of
+    p_(j) m / j over j >= i, where p_(1) <= ... <= p_(m). It controls the rate for independent
+    tests, and for tests with positive regression dependency (Benjamini and Yekutieli 2001,
+    theorem 1.2), which two-sided tests against a shared control are not known to have. None and NaN
+    are not counted in m and stay None.
     """
-    tested = [(p, place) for place, p in enumerate(p_values) if p is not None and not isnan(p)]
-    wrong = [p for p, _ in tested if not 0 <= p <= 1]
-    if wrong:
-        raise ValueError(f"p_values needs numbers from 0 to 1. Found {wrong}.")
+    tested = [(p, index) for index, p in enumerate(p_values) if p is not None and not isnan(p)]
+    invalid = [p for p, _ in tested if not 0 <= p <= 1]
+    if invalid:
+        raise ValueError(f"p_values needs numbers from 0 to 1. Found {invalid}.")
     adjusted: list[float | None] = [None] * len(p_values)
     least = 1.0
-    for rank, (p, place) in reversed(list(enumerate(sorted(tested), 1))):
+    for rank, (p, index) in reversed(list(enumerate(sorted(tested), 1))):
         least = min(least, p * (len(tested) / rank))
-        adjusted[place] = least
+        adjusted[index] = least
     return adjusted
 
 
-def family(p_values: Mapping[Arm, float | None]) -> dict[Arm, float | None]:
-    """The q of each arm of a sweep, of the p-values of one outcome: None where there is no p."""
+def adjusted_p_values(p_values: Mapping[Key, float | None]) -> dict[Key, float | None]:
+    """Return a mapping's values adjusted by `benjamini_hochberg`, under the same keys."""
     return dict(zip(p_values, benjamini_hochberg(list(p_values.values())), strict=True))
 
 
 def verdict(difference: Difference) -> str:
-    """What the interval allows to say: `higher`, `lower`, `no clear difference`, or that n is 1."""
+    """Return `higher` or `lower` if the interval excludes zero, else `no clear difference`.
+
+    For n = 1, which has no interval: `one seed: no interval`.
+    """
     if difference.low is None or difference.high is None:
         return "one seed: no interval"
     if difference.low > 0:
@@ -186,8 +196,8 @@ def _differences(treated: Sequence[float], control: Sequence[float]) -> list[flo
     return [a - b for a, b in zip(treated, control, strict=True)]
 
 
-def _signings(differences: Sequence[float]) -> "NDArray[float64]":
-    """The sums of all signings, sorted."""
+def _signed_sums(differences: Sequence[float]) -> "NDArray[float64]":
+    """Return the sorted sums of the differences under all sign vectors."""
     import numpy
 
     sums = numpy.zeros(1)
@@ -204,4 +214,4 @@ def _refuse_confidence(confidence: float) -> None:
 def _refuse_nonfinite(name: str, values: Sequence[float]) -> None:
     bad = [value for value in values if not isfinite(value)]
     if bad:
-        raise ValueError(f"{name} needs finite numbers, diverged runs left out. Found {bad}.")
+        raise ValueError(f"{name} needs finite numbers: exclude diverged runs. Found {bad}.")

@@ -14,12 +14,12 @@ from scipy.stats import bootstrap, false_discovery_control, permutation_test, tt
 from gradsurg import stats
 from gradsurg.stats import (
     Difference,
+    adjusted_p_values,
     bca_interval,
     benjamini_hochberg,
-    family,
-    is_exact,
     paired_difference,
-    sign_flip_p,
+    sign_flip_is_exact,
+    sign_flip_p_value,
     verdict,
 )
 
@@ -27,7 +27,7 @@ NUMBERS = st.floats(-1e6, 1e6).map(lambda value: round(value, 6))
 P_VALUES = st.floats(0, 1) | st.none() | st.just(float("nan"))
 
 
-def test_paired_difference_is_that_worked_out_by_hand():
+def test_paired_difference_of_three_pairs_computed_by_hand():
     # differences 1, 2, 3: mean 2, sd 1, error 1/sqrt(3), t(0.975, 2) = 4.302653
     found = paired_difference([2, 4, 6], [1, 2, 3])
     assert (found.mean, found.sd, found.n) == (2, 1, 3)
@@ -48,7 +48,7 @@ def test_paired_difference_agrees_with_scipy(n, confidence):
     assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
 
 
-def test_treated_minus_control_is_the_direction():
+def test_the_difference_is_treated_minus_control():
     assert paired_difference([1.0, 1.1], [2.0, 2.2]).mean < 0
 
 
@@ -57,7 +57,7 @@ def test_one_pair_has_a_mean_and_no_interval():
 
 
 @pytest.mark.parametrize(("shift", "p"), [(0.5, 0.0), (0.0, 1.0)])
-def test_identical_differences_are_their_own_interval(shift, p):
+def test_equal_differences_have_an_interval_of_width_zero(shift, p):
     control = [1.0, 2.0, 4.0]
     found = paired_difference([value + shift for value in control], control)
     assert found == Difference(shift, shift, shift, 3, 0.0, p)
@@ -73,19 +73,21 @@ def test_identical_differences_are_their_own_interval(shift, p):
         ([1.0, 2.0], [1.0, 2.0], 95, "Found 95"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(treated, control, confidence, words):
+def test_unpaired_or_nonfinite_samples_and_wrong_confidences_are_refused(
+    treated, control, confidence, words
+):
     with pytest.raises(ValueError, match=words):
         paired_difference(treated, control, confidence)
 
 
-def test_sign_flip_p_is_that_worked_out_by_hand():
+def test_sign_flip_p_values_computed_by_hand():
     # of 8 signings of 1, 2, 3 only two sum to 6 or -6; of 1, 2, -3 (sum 0) all reach 0
-    assert sign_flip_p([1, 2, 3]) == 2 / 8
-    assert sign_flip_p([1, 2, -3]) == 1
-    assert sign_flip_p([1, 2, -1]) == 6 / 8
+    assert sign_flip_p_value([1, 2, 3]) == 2 / 8
+    assert sign_flip_p_value([1, 2, -3]) == 1
+    assert sign_flip_p_value([1, 2, -1]) == 6 / 8
 
 
-def test_sign_flip_p_is_that_of_the_definition():
+def test_sign_flip_p_value_agrees_with_its_definition():
     generator = random.Random(0)
     for n in range(1, 9):
         values = [generator.gauss(0.5, 1) for _ in range(n)]
@@ -94,69 +96,69 @@ def test_sign_flip_p_is_that_of_the_definition():
             for signs in product((1, -1), repeat=n)
         ]
         expected = sum(value >= abs(sum(values)) - 1e-9 for value in signed) / 2**n
-        assert sign_flip_p(values) == expected
+        assert sign_flip_p_value(values) == expected
 
 
-def test_sign_flip_p_counts_ties_that_rounding_splits():
+def test_sums_that_differ_by_rounding_alone_count_as_ties():
     # 0.1 + 0.2 - 0.3 is 5.6e-17, and 0.3 - 0.1 - 0.2 is -2.8e-17
-    assert sign_flip_p([0.1, 0.2, -0.3]) == 1
-    assert sign_flip_p([0.3, -0.1, -0.2]) == 1
+    assert sign_flip_p_value([0.1, 0.2, -0.3]) == 1
+    assert sign_flip_p_value([0.3, -0.1, -0.2]) == 1
 
 
 def test_fewer_than_six_seeds_cannot_reach_five_percent():
-    assert sign_flip_p([1.0] * 5) == 0.0625
-    assert sign_flip_p([1.0] * 6) == 0.03125
+    assert sign_flip_p_value([1.0] * 5) == 0.0625
+    assert sign_flip_p_value([1.0] * 6) == 0.03125
 
 
-def test_forty_are_exact() -> None:
-    assert sign_flip_p([1.0] * 40) == 2 / 2**40
+def test_the_sign_flip_test_of_forty_differences_is_exact() -> None:
+    assert sign_flip_p_value([1.0] * 40) == 2 / 2**40
     # of five ones and odd ones out that weigh as much as nothing, half the signings at each
-    assert sign_flip_p([1.0] * 5 + [0.0] * 35) == 2 / 2**5
-    assert is_exact(40)
-    assert not is_exact(41)
+    assert sign_flip_p_value([1.0] * 5 + [0.0] * 35) == 2 / 2**5
+    assert sign_flip_is_exact(40)
+    assert not sign_flip_is_exact(41)
 
 
-def test_beyond_forty_signings_are_drawn_and_the_observed_one_counts() -> None:
-    assert sign_flip_p([1.0] * 41) == pytest.approx(1 / 99_901)
+def test_beyond_forty_differences_sign_vectors_are_drawn_with_a_seed() -> None:
+    assert sign_flip_p_value([1.0] * 41) == pytest.approx(1 / 99_901)
     generator = random.Random(5)
     values = [generator.gauss(0.2, 1) for _ in range(41)]
-    assert sign_flip_p(values) == sign_flip_p(values)
-    assert sign_flip_p(values, seed=1) != sign_flip_p(values)
+    assert sign_flip_p_value(values) == sign_flip_p_value(values)
+    assert sign_flip_p_value(values, seed=1) != sign_flip_p_value(values)
 
 
-def test_drawn_signings_agree_with_all_of_them(monkeypatch) -> None:
+def test_the_monte_carlo_estimate_agrees_with_the_exact_p_value(monkeypatch) -> None:
     generator = random.Random(7)
     values = [generator.gauss(0.3, 1) for _ in range(20)]
-    exact = sign_flip_p(values)
-    monkeypatch.setattr(stats, "MAX_EXACT", 10)
+    exact = sign_flip_p_value(values)
+    monkeypatch.setattr(stats, "MAX_EXACT_SEEDS", 10)
     # four standard errors of a share of 99,900
-    assert abs(sign_flip_p(values) - exact) < 4 * (exact * (1 - exact) / 99_900) ** 0.5
-    assert sign_flip_p(values) != exact
+    assert abs(sign_flip_p_value(values) - exact) < 4 * (exact * (1 - exact) / 99_900) ** 0.5
+    assert sign_flip_p_value(values) != exact
 
 
-def test_sign_flip_p_agrees_with_scipys_permutation_test() -> None:
+def test_sign_flip_p_value_agrees_with_scipys_permutation_test() -> None:
     generator = random.Random(3)
     values = [generator.gauss(0.4, 1) for _ in range(12)]
     found = permutation_test((values,), numpy.mean, permutation_type="samples", n_resamples=4096)
-    assert sign_flip_p(values) == pytest.approx(found.pvalue)
+    assert sign_flip_p_value(values) == pytest.approx(found.pvalue)
 
 
 @given(st.lists(NUMBERS, min_size=1, max_size=14), st.randoms())
-def test_sign_flip_p_knows_no_order_no_sign_and_no_scale(values, rng) -> None:
-    p = sign_flip_p(values)
+def test_sign_flip_p_value_is_invariant_to_order_sign_and_scale(values, rng) -> None:
+    p = sign_flip_p_value(values)
     assert 2 / 2 ** len(values) <= p <= 1
-    assert sign_flip_p([-value for value in values]) == p
-    assert sign_flip_p([4 * value for value in values]) == p
+    assert sign_flip_p_value([-value for value in values]) == p
+    assert sign_flip_p_value([4 * value for value in values]) == p
     shuffled = list(values)
     rng.shuffle(shuffled)
-    assert sign_flip_p(shuffled) == p
+    assert sign_flip_p_value(shuffled) == p
 
 
-def test_what_no_sign_can_be_flipped_of_is_refused() -> None:
+def test_sign_flip_of_no_or_nonfinite_differences_is_refused() -> None:
     with pytest.raises(ValueError, match="Found none"):
-        sign_flip_p([])
+        sign_flip_p_value([])
     with pytest.raises(ValueError, match="nan"):
-        sign_flip_p([1.0, float("nan")])
+        sign_flip_p_value([1.0, float("nan")])
 
 
 def test_bca_interval_agrees_with_scipy() -> None:
@@ -170,14 +172,14 @@ def test_bca_interval_agrees_with_scipy() -> None:
     assert bca_interval(values) == bca_interval(values)
 
 
-def test_bca_interval_leans_to_where_the_data_do() -> None:
+def test_bca_interval_is_asymmetric_for_skewed_data() -> None:
     values = [2.0**place for place in range(-10, 10)]
     mean = sum(values) / len(values)
     low, high = bca_interval(values)
     assert high - mean > 1.1 * (mean - low)
 
 
-def test_more_confidence_is_a_wider_interval() -> None:
+def test_a_higher_confidence_gives_a_wider_bca_interval() -> None:
     values = [float(place**2) for place in range(20)]
     (a, d), (b, c) = bca_interval(values, 0.99), bca_interval(values, 0.8)
     assert a < b < c < d
@@ -193,19 +195,19 @@ def test_bca_interval_stays_within_the_data_and_moves_with_them(values, shift) -
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, -1e300])
-def test_equal_differences_are_their_own_bca_interval(value) -> None:
+def test_equal_differences_have_a_bca_interval_of_width_zero(value) -> None:
     assert bca_interval([value] * 20) == (value, value)
 
 
 @pytest.mark.parametrize("size", [1e300, 1e-300, 1 + 2.3e-16], ids=["huge", "tiny", "alike"])
-def test_bca_interval_is_not_lost_to_rounding(size) -> None:
+def test_bca_interval_of_tiny_and_huge_numbers_keeps_its_digits(size) -> None:
     least = 1.0 if size < 2 and size > 1 else 0.0
     low, high = bca_interval([least, size] * 10)
     assert least <= low <= high <= size
     assert low < high or least == 1.0
 
 
-def test_bca_interval_is_offered_from_twenty() -> None:
+def test_bca_interval_needs_twenty_differences() -> None:
     with pytest.raises(ValueError, match=r"20 differences or more: .* too narrow.* Found 19"):
         bca_interval([float(place) for place in range(19)])
     with pytest.raises(ValueError, match="Found 95"):
@@ -214,7 +216,7 @@ def test_bca_interval_is_offered_from_twenty() -> None:
         bca_interval([float("inf")] * 20)
 
 
-def test_q_values_are_those_worked_out_by_hand() -> None:
+def test_q_values_computed_by_hand() -> None:
     # 4 x 0.01 / 1, 4 x 0.02 / 2, 4 x 0.03 / 3, 0.5: from the largest down, the least so far
     assert benjamini_hochberg([0.01, 0.02, 0.03, 0.5]) == pytest.approx([0.04, 0.04, 0.04, 0.5])
     assert benjamini_hochberg([0.5, 0.01, 0.04]) == pytest.approx([0.5, 0.03, 0.06])
@@ -223,7 +225,7 @@ def test_q_values_are_those_worked_out_by_hand() -> None:
     assert benjamini_hochberg([]) == []
 
 
-def test_q_values_of_the_paper_reject_what_the_paper_rejects() -> None:
+def test_q_values_reject_the_hypotheses_that_the_paper_rejects() -> None:
     """Benjamini and Hochberg (1995), section 3.2: fifteen p-values, four rejected at 0.05."""
     paper = [0.0001, 0.0004, 0.0019, 0.0095, 0.0201, 0.0278, 0.0298, 0.0344]
     paper += [0.0459, 0.3240, 0.4262, 0.5719, 0.6528, 0.7590, 1.0000]
@@ -232,13 +234,13 @@ def test_q_values_of_the_paper_reject_what_the_paper_rejects() -> None:
     ] * 11
 
 
-def test_what_was_not_tested_has_no_q_and_is_not_counted() -> None:
+def test_missing_p_values_have_no_q_value_and_are_not_counted() -> None:
     assert benjamini_hochberg([None, 0.01, float("nan"), 0.5]) == [None, 0.02, None, 0.5]
     assert benjamini_hochberg([None]) == [None]
 
 
 @pytest.mark.parametrize("wrong", [-0.1, 1.5, float("inf")])
-def test_what_is_no_p_is_refused(wrong) -> None:
+def test_p_values_outside_of_zero_to_one_are_refused(wrong) -> None:
     with pytest.raises(ValueError, match=rf"from 0 to 1. Found \[{wrong}\]"):
         benjamini_hochberg([0.5, wrong])
 
@@ -255,15 +257,15 @@ def test_q_values_keep_the_order_of_p_and_agree_with_scipy(p_values) -> None:
         assert [q for _, q in tested] == pytest.approx(list(expected), rel=1e-12)
 
 
-def test_the_arms_of_a_family_keep_their_names() -> None:
-    assert family({"clip": 0.04, "sign": None, "zero": 0.01}) == pytest.approx(
+def test_adjusted_p_values_keep_the_keys_of_a_mapping() -> None:
+    assert adjusted_p_values({"clip": 0.04, "sign": None, "zero": 0.01}) == pytest.approx(
         {"clip": 0.04, "sign": None, "zero": 0.02}
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [3, 5, 20])
-def test_ninety_five_of_a_hundred_t_intervals_cover_the_truth(n) -> None:
+def test_the_t_interval_covers_the_true_mean_at_its_nominal_rate(n) -> None:
     """Of 4,000 experiments with fixed seeds; three standard errors are 0.0103."""
     generator = random.Random(n)
     covered = 0
@@ -278,7 +280,7 @@ def test_ninety_five_of_a_hundred_t_intervals_cover_the_truth(n) -> None:
 
 
 @pytest.mark.slow
-def test_bca_intervals_of_twenty_cover_nearly_as_often_as_they_say() -> None:
+def test_the_bca_interval_of_twenty_covers_nearly_at_its_nominal_rate() -> None:
     generator = random.Random(0)
     covered = 0
     for _ in range(1_000):
@@ -288,9 +290,9 @@ def test_bca_intervals_of_twenty_cover_nearly_as_often_as_they_say() -> None:
 
 
 @pytest.mark.slow
-def test_sign_flip_p_is_below_a_level_no_more_often_than_the_level_says() -> None:
+def test_the_sign_flip_test_rejects_at_most_at_its_level() -> None:
     generator = random.Random(0)
-    p_values = [sign_flip_p([generator.gauss(0, 1) for _ in range(8)]) for _ in range(4_000)]
+    p_values = [sign_flip_p_value([generator.gauss(0, 1) for _ in range(8)]) for _ in range(4_000)]
     for level in (0.01, 0.05, 0.2):
         found = sum(p <= level for p in p_values) / 4_000
         assert found <= level + 3 * (level * (1 - level) / 4_000) ** 0.5
@@ -306,7 +308,7 @@ def test_sign_flip_p_is_below_a_level_no_more_often_than_the_level_says() -> Non
         (None, None, "one seed: no interval"),
     ],
 )
-def test_verdict_says_what_the_interval_allows(low, high, words):
+def test_verdict_depends_on_whether_the_interval_excludes_zero(low, high, words):
     assert verdict(Difference(0.2, low, high, 5, 0.1, 0.01)) == words
 
 

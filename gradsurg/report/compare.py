@@ -13,15 +13,15 @@ from gradsurg.report.load import UNSAID, Arm, Found, canonical
 from gradsurg.report.series import NUMBERS, Summary, asked, known
 from gradsurg.report.wording import HEADLINE, amount, interval, listed, title, titles
 from gradsurg.stats import (
-    DRAWS,
-    MAX_EXACT,
-    MIN_BCA,
+    MAX_EXACT_SEEDS,
+    MIN_BCA_SEEDS,
+    NUM_SIGN_DRAWS,
     Difference,
+    adjusted_p_values,
     bca_interval,
-    family,
-    is_exact,
     paired_difference,
-    sign_flip_p,
+    sign_flip_is_exact,
+    sign_flip_p_value,
     verdict,
 )
 
@@ -249,7 +249,7 @@ def _among_many(outcomes: Sequence[Outcome]) -> list[Outcome]:
     p_values = {place: outcome.p_value for place, outcome in enumerate(outcomes)}
     if sum(p_value is not None for p_value in p_values.values()) < 2:
         return list(outcomes)
-    q_values = family(p_values)
+    q_values = adjusted_p_values(p_values)
     return [replace(outcome, q_value=q_values[place]) for place, outcome in enumerate(outcomes)]
 
 
@@ -275,7 +275,7 @@ def reading(difference: Difference, q_value: float | None) -> str:
 
 def p_of(differences: Sequence[float]) -> float | None:
     """The p of the sign-flip test; one seed has none."""
-    return sign_flip_p(differences) if len(differences) > 1 else None
+    return sign_flip_p_value(differences) if len(differences) > 1 else None
 
 
 def p_text(p_value: float | None) -> str:
@@ -294,16 +294,16 @@ def about_p(n: int) -> str:
     """What a reader of that p has to know, if anything."""
     if 1 < n < MIN_FOR_P:
         return f"with {n} seeds the exact sign-flip p is at least {2 / 2**n:.3g}: 6 can reach 0.05"
-    if not is_exact(n):
-        return f"sign-flip p of {DRAWS:,} signings drawn at random, not of all"
+    if not sign_flip_is_exact(n):
+        return f"sign-flip p of {NUM_SIGN_DRAWS:,} signings drawn at random, not of all"
     return ""
 
 
 def about_tests(seeds: Collection[int]) -> str:
     """What a table's p and reading are of, given the numbers of seeds in it."""
     exact = "p is that of the exact sign-flip test"
-    if not all(is_exact(n) for n in seeds):
-        drawn = f"more than {MAX_EXACT} seeds: of {DRAWS:,} signings drawn at random"
+    if not all(sign_flip_is_exact(n) for n in seeds):
+        drawn = f"more than {MAX_EXACT_SEEDS} seeds: of {NUM_SIGN_DRAWS:,} signings drawn at random"
         exact = f"p is that of the sign-flip test, exact or, with {drawn}"
     hint = f"a hint with fewer than {MIN_FOR_P} seeds, or with q above {MAX_Q}"
     return f"{exact}; the reading is that of the 95 % paired t interval, {hint}."
@@ -311,7 +311,7 @@ def about_tests(seeds: Collection[int]) -> str:
 
 def bootstrap(differences: Sequence[float]) -> tuple[float, float] | None:
     """The BCa interval, where there are seeds enough for it."""
-    return bca_interval(differences) if len(differences) >= MIN_BCA else None
+    return bca_interval(differences) if len(differences) >= MIN_BCA_SEEDS else None
 
 
 def bootstrap_line(differences: Mapping[str, Sequence[float]], amount: Amount) -> str:

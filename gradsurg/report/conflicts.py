@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from gradsurg.effects.tables import aligned
 from gradsurg.report.load import Arm
 from gradsurg.report.wording import count, listed
-from gradsurg.stats import t_reach
+from gradsurg.stats import t_critical
 from gradsurg.training.frames import read_conflicts
 
 NUM_INTERVALS = 30  # into which a run's steps are cut
@@ -283,7 +283,7 @@ def _lines(values: Floats) -> Lines:
     mean = _mean(values)
     known = np.isfinite(values).sum(axis=0)
     spread = np.sqrt(_mean((values - mean) ** 2) * known / np.maximum(known - 1, 1))
-    reaches = {n: t_reach(n) if n > 1 else np.nan for n in range(len(values) + 1)}
+    reaches = {n: t_critical(n) if n > 1 else np.nan for n in range(len(values) + 1)}
     reach = np.vectorize(reaches.__getitem__, otypes=[float])(known)
     reach = reach * spread / np.sqrt(np.maximum(known, 1))
     return Lines(mean.T, (mean - reach).T, (mean + reach).T)

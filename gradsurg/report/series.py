@@ -12,7 +12,7 @@ from gradsurg.effects.numbers import UPDATE_NUMBERS, UPDATES_SAMPLED
 from gradsurg.effects.tables import number
 from gradsurg.report.load import Arm, Found, canonical, group, run_frames
 from gradsurg.report.wording import HEADLINE
-from gradsurg.stats import t_reach
+from gradsurg.stats import t_critical
 from gradsurg.training.frames import METRICS_KEYS, read_effects, read_metrics
 from gradsurg.training.run_directory import NOT_FINITE, RunDirectory
 
@@ -84,7 +84,7 @@ def _curve(arm: Arm, metric: str, values: Mapping[str, Mapping[int, float]]) -> 
             highs.append(None)
             continue
         if len(own) not in reaches:
-            reaches[len(own)] = t_reach(len(own))
+            reaches[len(own)] = t_critical(len(own))
         variance = sum((value - mean) ** 2 for value in own) / (len(own) - 1)
         reach = reaches[len(own)] * sqrt(variance / len(own))
         lows.append(mean - reach)

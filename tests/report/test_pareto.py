@@ -10,7 +10,7 @@ from gradsurg.report.figures import front_panel, rows_of, write_figures
 from gradsurg.report.html import page_data
 from gradsurg.report.pareto import Front, clusters, ends_of
 from gradsurg.report.study import study_report
-from gradsurg.stats import t_reach
+from gradsurg.stats import t_critical
 from tests.report import studies
 
 Runs = list[tuple[float, ...]]
@@ -54,8 +54,8 @@ def test_means_have_the_t_interval_over_runs_and_runs_keep_their_order(tmp_path:
     assert (mark.seeds, mark.values) == ([0, 1], [[1.0, 3.0], [5.0, 9.0]])
     first, second = mark.means
     assert (first.mean, second.mean) == (2.0, 7.0)
-    assert first.low == pytest.approx(2 - t_reach(2))
-    assert second.high == pytest.approx(7 + 2 * t_reach(2))
+    assert first.low == pytest.approx(2 - t_critical(2))
+    assert second.high == pytest.approx(7 + 2 * t_critical(2))
     assert front.marks[1].means[0].low is None  # one run
 
 
