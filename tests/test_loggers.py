@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from gradsurg.loggers.base import Guarded, Logger, RunInfo, StudyInfo, StudyLogger
 from gradsurg.loggers.console import Console
-from gradsurg.loggers.wandb import Wandb, _pattern, _place
+from gradsurg.loggers.wandb import Wandb, _glob_argument, _location
 from gradsurg.plugins import registry
 from gradsurg.plugins.fields import FieldError
 
@@ -499,13 +499,13 @@ def test_one_logger_has_one_session_and_two_have_two():
 
 def test_the_line_to_upload_is_fit_for_a_shell():
     one = [Path("my runs/s/a-1/wandb/offline-run-1-x")]
-    assert _pattern(one) == "'my runs/s/a-1/wandb/offline-run-1-x'"
-    assert _place(one) == "my runs/s/a-1/wandb/offline-run-1-x"
+    assert _glob_argument(one) == "'my runs/s/a-1/wandb/offline-run-1-x'"
+    assert _location(one) == "my runs/s/a-1/wandb/offline-run-1-x"
     two = [*one, Path("my runs/s/b-2/wandb/offline-run-2-y")]
-    assert _pattern(two) == "'my runs/s'/*/wandb/offline-run-*"
-    assert _place(two) == "2 runs under my runs/s"
+    assert _glob_argument(two) == "'my runs/s'/*/wandb/offline-run-*"
+    assert _location(two) == "2 runs under my runs/s"
     same = [Path("r/a/wandb/offline-run-1-x"), Path("r/a/wandb/offline-run-2-y")]
-    assert _pattern(same) == "r/a/wandb/offline-run-*"
+    assert _glob_argument(same) == "r/a/wandb/offline-run-*"
 
 
 class Sent:
@@ -529,7 +529,7 @@ def test_rows_are_sent_to_wandb_together_late_ones_at_once_and_all_before_the_en
     monkeypatch.setattr("gradsurg.loggers.wandb.monotonic", lambda: clock[0])
     logger = Wandb()
     run: Any = Sent()
-    logger._session.run, logger._session.sent = run, clock[0]
+    logger._session.run, logger._session.sent_at = run, clock[0]
     counts = []
     for step in range(1, 14):
         logger.log(step, {"train/loss": 0.5})

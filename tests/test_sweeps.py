@@ -146,14 +146,12 @@ def test_each_logger_that_a_sweep_used_gets_once_the_studies_that_it_was_used_in
     here: Here, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[tuple[str, str]] = []
-    monkeypatch.setattr(
-        Guarded, "study", lambda self, study: told.append((self.made_of, study.study))
-    )
+    monkeypatch.setattr(Guarded, "study", lambda self, study: told.append((self.key, study.study)))
     monkeypatch.setenv("WANDB_MODE", "disabled")
     quick = ("steps=5", "seeds=1")
     here("-m", "transform=clip,sign", "logger=console,wandb", "study=both", *quick)
-    for made_of in ("console", "wandb"):
-        assert [study for made, study in told if f'"{made_of}"' in made] == ["both"]
+    for key in ("console", "wandb"):
+        assert [study for made, study in told if f'"{key}"' in made] == ["both"]
     assert len(told) == 2
     told.clear()
     here("-m", "transform=clip", "logger=console", "study=one,other", *quick)

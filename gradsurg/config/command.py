@@ -47,7 +47,7 @@ class Asked:
         self.jobs.append(job_of(words, runs, out))
         of_study = self.studies.setdefault(out / settings.study, {})
         for logger in experiment.loggers:
-            of_study[logger.made_of] = self.loggers.setdefault(logger.made_of, logger)
+            of_study[logger.key] = self.loggers.setdefault(logger.key, logger)
         self.report &= settings.report is not False
         self.force |= settings.force
         self.retry_failed &= settings.retry_failed

@@ -1,4 +1,4 @@
-"""What a logger promises, and the guard that keeps a broken one from killing training."""
+"""The interface of loggers, and the guard that keeps a failing logger from ending a training."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -10,13 +10,17 @@ from typing import Literal
 from gradsurg.plugins.fields import told
 
 State = Literal["finished", "diverged", "failed", "interrupted"]
+Cell = str | float | int | bool | None
 
 _log = logging.getLogger("gradsurg")
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a logger is told about a run when it starts."""
+    """The facts about a run that a logger gets when it starts.
+
+    `resumed`: the rows logged before the interruption are logged again.
+    """
 
     study: str
     arm: str
@@ -26,17 +30,14 @@ class RunInfo:
     config: dict[str, object]
     tags: tuple[str, ...]
     total_steps: int
-    resumed: bool = False  # what was logged before the interruption is told again
-
-
-Cell = str | float | int | bool | None
+    resumed: bool = False
 
 
 @dataclass(frozen=True)
 class StudyInfo:
-    """What a study came to: a table, a row an arm or a run, and figures as (title, PNG file).
+    """The results of a study: a table with a row per arm or run, and figures as (title, PNG file).
 
-    `directory` is where a logger may write, beside the study's runs.
+    A logger may write to `directory`, which lies beside the study's runs.
     """
 
     study: str
@@ -46,15 +47,15 @@ class StudyInfo:
 
 
 class Logger(ABC):
-    """A place for logged numbers; one object serves all runs of a study, one after the other."""
+    """A destination for logged numbers; one object serves all runs of a study in turn."""
 
     @abstractmethod
     def start(self, run: RunInfo) -> None:
-        """Begin a run; the one before has been finished or abandoned."""
+        """Start a run; the previous one was finished or abandoned."""
 
     @abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take one interval's numbers, as `train/loss` or `effect/<transform>/<site>/cosine`."""
+        """Log one interval's numbers, as `train/loss` or `effect/<transform>/<site>/cosine`."""
 
     @abstractmethod
     def finish(self, state: State, summary: Mapping[str, float]) -> None:
@@ -62,41 +63,41 @@ class Logger(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """Let go of a run in which this logger raised, so that the next `start` finds it clean."""
+        """Discard a run in which this logger raised, so that the next `start` works."""
 
     @abstractmethod
     def notes(self) -> list[str]:
-        """Lines to print at the end of everything, as where the runs lie."""
+        """Return lines to print at the end of the command, such as the location of the runs."""
 
 
 class StudyLogger(Logger):
-    """A logger that also takes what a study came to."""
+    """A logger that also logs the results of a study."""
 
     @abstractmethod
     def study(self, study: StudyInfo) -> None:
-        """Take a study's table and figures, instead of those that it was given before."""
+        """Log a study's table and figures; they replace those logged before."""
 
 
 class Guarded(Logger):
-    """A logger that cannot kill training: what it raises is told, and ends its use for that run.
+    """A logger whose exceptions do not end the training.
 
-    A reason is logged as a warning the first time it is met; `notes` says in how many runs the
-    logger stopped, and why. The next run tries the logger again. `failure` is the latest reason.
-    Jobs of a sweep whose loggers are `made_of` the same have the same logger.
+    An exception ends the use of the logger for the current run; the next run tries it again. Each
+    reason is logged once as a warning; `notes` counts the runs in which the logger stopped.
+    `failure` is the latest reason. Jobs of a sweep whose loggers have the same `key` share one.
     """
 
-    def __init__(self, logger: Logger, made_of: str = "") -> None:
+    def __init__(self, logger: Logger, key: str = "") -> None:
         self.logger = logger
-        self.made_of = made_of
+        self.key = key
         self.failure: str | None = None
         self._name = type(logger).__name__.lower()
-        self._alive = False
+        self._active = False
         self._runs = 0
         self._failures: dict[str, int] = {}
 
     def start(self, run: RunInfo) -> None:
         self._runs += 1
-        self._alive = True
+        self._active = True
         self._try("start", lambda: self.logger.start(run))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -104,45 +105,45 @@ class Guarded(Logger):
 
     def finish(self, state: State, summary: Mapping[str, float]) -> None:
         self._try("finish", lambda: self.logger.finish(state, summary))
-        self._alive = False
+        self._active = False
 
     def study(self, study: StudyInfo) -> None:
-        """Pass a study on to a logger that takes one."""
+        """Pass a study on if the logger is a `StudyLogger`."""
         if isinstance(self.logger, StudyLogger):
             self._runs += 1
-            self._alive = True
-            taken = self.logger
-            self._try("study", lambda: taken.study(study))
-            self._alive = False
+            self._active = True
+            logger = self.logger
+            self._try("study", lambda: logger.study(study))
+            self._active = False
 
     def abandon(self) -> None:
-        if self._alive:
-            self._let_go()
+        if self._active:
+            self._abandon()
 
     def notes(self) -> list[str]:
-        lost = [
+        stops = [
             f"{self._name}: stopped in {count} of {self._runs} runs. {reason}"
             for reason, count in self._failures.items()
         ]
         try:
-            return [*self.logger.notes(), *lost]
-        except Exception as error:  # a broken logger may raise anything
-            return [*lost, f"{self._name}: In notes: {told(error)}"]
+            return [*self.logger.notes(), *stops]
+        except Exception as error:  # a failing logger may raise anything
+            return [*stops, f"{self._name}: In notes: {told(error)}"]
 
     def _try(self, name: str, call: Callable[[], None]) -> None:
-        if not self._alive:
+        if not self._active:
             return
         try:
             call()
-        except Exception as error:  # a broken logger may raise anything
+        except Exception as error:  # a failing logger may raise anything
             self._record(f"In {name}: {told(error)}")
-            self._let_go()
+            self._abandon()
 
-    def _let_go(self) -> None:
-        self._alive = False
+    def _abandon(self) -> None:
+        self._active = False
         try:
             self.logger.abandon()
-        except Exception as error:  # a broken logger may raise anything
+        except Exception as error:  # a failing logger may raise anything
             self._record(f"In abandon: {told(error)}")
 
     def _record(self, reason: str) -> None:

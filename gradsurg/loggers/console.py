@@ -1,4 +1,4 @@
-"""Console: a progress bar on a terminal, one line a finished run elsewhere."""
+"""Console: a progress bar on a terminal; elsewhere one line per finished run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ from rich.text import Text
 from gradsurg.loggers.base import Logger, RunInfo, State
 from gradsurg.plugins.fields import validated
 
-NUM_SHOWN = 4
+NUM_METRICS = 4  # in the line of a finished run
 
 
 @dataclass
 class _Screen:
-    """What changes while runs come and go; a logger's fields are its configuration only."""
+    """The state of a `Console`, whose fields are its configuration only."""
 
     console: rich.console.Console
     run: RunInfo | None = None
@@ -34,9 +34,9 @@ class _Screen:
 
 @validated
 class Console(Logger):
-    """Shows on stderr how far a run is; the bar goes away with its run.
+    """Shows the progress of a run on stderr, as a bar that is removed when the run ends.
 
-    Where stderr is no terminal (a pipe, CI) nothing is printed until a run ends: then one line.
+    If stderr is not a terminal (a pipe, CI), prints one line when a run ends.
     """
 
     @cached_property
@@ -48,9 +48,9 @@ class Console(Logger):
         screen.run, screen.step = run, 0
         if screen.console.is_terminal:
             screen.progress = _bar(screen.console)
-            # Which takes a while, and until the first log there is nothing else to see.
-            doing = "compiling" if run.config.get("compile") else ""
-            screen.progress.add_task(f"{run.arm} {run.label}", total=run.total_steps, loss=doing)
+            # Compiling takes a while, and until the first log there is no loss to show.
+            text = "compiling" if run.config.get("compile") else ""
+            screen.progress.add_task(f"{run.arm} {run.label}", total=run.total_steps, loss=text)
             screen.progress.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -64,9 +64,9 @@ class Console(Logger):
 
     def finish(self, state: State, summary: Mapping[str, float]) -> None:
         screen = self._screen
-        quiet = screen.progress is None
+        no_bar = screen.progress is None
         self.abandon()
-        if quiet and screen.run is not None:
+        if no_bar and screen.run is not None:
             line = _line(screen.run, screen.step, state, summary)
             screen.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -81,7 +81,7 @@ class Console(Logger):
 
 
 class _Rate(ProgressColumn):
-    """Steps a second; the steps that a resumed run has behind it do not count."""
+    """Steps per second, not counting the steps before a resume."""
 
     def render(self, task: Task) -> Text:
         return Text(f"{task.speed:.4g} steps/s" if task.speed else "")
@@ -101,7 +101,11 @@ def _bar(console: rich.console.Console) -> Progress:
 
 
 def _line(run: RunInfo, step: int, state: State, summary: Mapping[str, float]) -> str:
-    tested = {key: value for key, value in summary.items() if key.startswith("test/")}
-    shown = list((tested or summary).items())[:NUM_SHOWN]
-    numbers = ", ".join(f"{key} {value:.4g}" for key, value in shown)
-    return f"{run.arm} {run.label}: {state} at step {step}{', ' if numbers else ''}{numbers}"
+    tests = {key: value for key, value in summary.items() if key.startswith("test/")}
+    shown = list((tests or summary).items())[:NUM_METRICS]
+    return ", ".join(
+        [
+            f"{run.arm} {run.label}: {state} at step {step}",
+            *(f"{key} {value:.4g}" for key, value in shown),
+        ]
+    )

@@ -25,32 +25,32 @@ if TYPE_CHECKING:
 
 Mode = Literal["online", "offline", "disabled"]
 INIT_TIMEOUT = 30.0
-BURST = 10  # logged rows that wait to be sent together ..
-PATIENCE_S = 1.0  # .. and the seconds after which they are sent with the next one
-FOLDER = re.compile(r"(?:offline-)?run-\d{8}_\d{6}-(.+)")  # wandb's own names, the id at the end
+MAX_PENDING_ROWS = 10  # rows are sent together, at most so many ..
+MAX_PENDING_S = 1.0  # .. and with the first row after so many seconds
+RUN_FOLDER = re.compile(r"(?:offline-)?run-\d{8}_\d{6}-(.+)")  # wandb's names: the id at the end
 STEP = "global_step"
-REFUSED = "/\\#?%:"
+INVALID_IN_PROJECT = "/\\#?%:"
 
 _log = logging.getLogger("gradsurg")
 
 
-def _check(project: str) -> str:
-    if not 1 <= len(project) <= 128 or set(project) & set(REFUSED):
-        raise ValueError(f"must have 1 to 128 characters, none of {REFUSED}")
+def _check_project(project: str) -> str:
+    if not 1 <= len(project) <= 128 or set(project) & set(INVALID_IN_PROJECT):
+        raise ValueError(f"must have 1 to 128 characters, none of {INVALID_IN_PROJECT}")
     return project
 
 
-Project = Annotated[str, AfterValidator(_check)]
+Project = Annotated[str, AfterValidator(_check_project)]
 
 
 @dataclass
 class _Session:
-    """What changes while runs come and go; a logger's fields are its configuration only."""
+    """The state of a `Wandb`, whose fields are its configuration only."""
 
     run: "wandb.Run | None" = None
     last_step: int = -1
-    waiting: list[dict[str, float]] = field(default_factory=list)
-    sent: float = 0.0  # when
+    pending: list[dict[str, float]] = field(default_factory=list)
+    sent_at: float = 0.0
     offline: list[Path] = field(default_factory=list)
     urls: list[str] = field(default_factory=list)
     project: str = ""
@@ -62,10 +62,10 @@ class _Session:
 class Wandb(StudyLogger):
     """Logs to W&B with a study as the group, an arm as the job type and `global_step` as the axis.
 
-    `auto` is what the user told wandb itself (`WANDB_MODE`, `wandb offline`), else online if wandb
-    finds a key, else offline. It never asks: what should be online and has no key or no connection
-    becomes offline, and says so. A run that goes on is the same W&B run online; offline, where all
-    is told again, it takes the place of what was left. One that is repeated is a new W&B run.
+    `auto` follows wandb's own setting (`WANDB_MODE`, `wandb offline`), else it is online if wandb
+    finds a key, else offline. It never prompts: without a key or a connection an online run becomes
+    offline, with a warning. A resumed run continues the same W&B run online; offline all rows are
+    logged again and the earlier W&B run is removed. A repeated run is a new W&B run.
     """
 
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
@@ -83,8 +83,11 @@ class Wandb(StudyLogger):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         session = self._session
         if step > session.last_step:
-            session.waiting.append({**values, STEP: step})
-        if len(session.waiting) >= BURST or monotonic() - session.sent > PATIENCE_S:
+            session.pending.append({**values, STEP: step})
+        if (
+            len(session.pending) >= MAX_PENDING_ROWS
+            or monotonic() - session.sent_at > MAX_PENDING_S
+        ):
             self._send()
 
     def finish(self, state: State, summary: Mapping[str, float]) -> None:
@@ -97,12 +100,12 @@ class Wandb(StudyLogger):
     def study(self, study: StudyInfo) -> None:
         import wandb
 
-        # Loggers that differ have reports of their own in this one folder.
-        mark = f"{sha256(repr(self).encode()).hexdigest()[:8]}-"
-        about = _About(study.study, "report", study.study, (), {}, study.directory, mark)
+        # Different loggers write separate W&B runs into this folder.
+        id_prefix = f"{sha256(repr(self).encode()).hexdigest()[:8]}-"
+        about = _About(study.study, "report", study.study, (), {}, study.directory, id_prefix)
         self._begin(about, resumed=False)
         columns: list[str | int] = list(dict.fromkeys(key for row in study.rows for key in row))
-        # A row that lacks a number says so; a column may hold numbers and words.
+        # Missing cells are None, and a column may have numbers and text.
         table = wandb.Table(
             columns=columns,
             data=[[row.get(str(column)) for column in columns] for row in study.rows],
@@ -114,15 +117,15 @@ class Wandb(StudyLogger):
         run.finish(exit_code=0)
         self._session.run = None
         if self._session.offline:
-            # Jobs may have run in processes of their own: their runs lie beside the study's.
+            # Jobs may have run in other processes: include their runs, beside the study's.
             runs = study.directory.parent.glob("*/wandb/offline-run-*")
             self._session.offline = sorted({*self._session.offline, *runs})
 
     def abandon(self) -> None:
         import wandb
 
-        self._session.run, self._session.waiting = None, []
-        # a dead wandb-core makes every later init raise, until the session is torn down
+        self._session.run, self._session.pending = None, []
+        # After wandb-core has died every `init` raises, until the session is torn down.
         with suppress(ConnectionError):
             wandb.teardown(exit_code=1)
 
@@ -134,14 +137,14 @@ class Wandb(StudyLogger):
         if len(session.urls) > 1:
             notes.append(f"W&B: {len(session.urls)} runs in {session.project}")
         if session.offline:
-            notes.append(f"W&B (offline): {_place(session.offline)}")
-            notes.append(f"  to upload: wandb sync {_pattern(session.offline)}")
+            notes.append(f"W&B (offline): {_location(session.offline)}")
+            notes.append(f"  to upload: wandb sync {_glob_argument(session.offline)}")
         return notes + session.remarks
 
     def _send(self) -> None:
-        """Log what waits: a row by itself takes wandb four times as long as one among others."""
+        """Send the pending rows: together a row takes wandb a quarter of the time."""
         session, run = self._session, self._run()
-        rows, session.waiting, session.sent = session.waiting, [], monotonic()
+        rows, session.pending, session.sent_at = session.pending, [], monotonic()
         for row in rows:
             run.log(row)
 
@@ -153,35 +156,37 @@ class Wandb(StudyLogger):
     def _begin(self, about: "_About", resumed: bool) -> None:
         import wandb
 
-        # wandb would turn to the system's temporary directory, in silence
+        # Without the directory wandb silently uses the system's temporary directory.
         about.directory.mkdir(parents=True, exist_ok=True)
         mode = self._resolved_mode()
-        known = None if mode == "disabled" else _take_place(about.directory, about.mark)
+        known_id = (
+            None if mode == "disabled" else _remove_offline_runs(about.directory, about.id_prefix)
+        )
         try:
-            live = self._init(about, mode, known if resumed and mode == "online" else None)
+            run = self._init(about, mode, known_id if resumed and mode == "online" else None)
         except wandb.Error as error:
             if mode != "online":
                 raise
             mode = self._turn_offline(f"wandb cannot go online ({str(error).splitlines()[0]})")
-            live = self._init(about, mode, None)
-        self._session.run, self._session.waiting = live, []
-        self._session.sent = monotonic()
-        live.define_metric("*", step_metric=STEP)
-        # What W&B has of a run that goes on is not logged twice; -1 is before the first step.
-        self._session.last_step = live.summary.get(STEP, -1) if live.resumed else -1
+            run = self._init(about, mode, None)
+        self._session.run, self._session.pending = run, []
+        self._session.sent_at = monotonic()
+        run.define_metric("*", step_metric=STEP)
+        # Rows that W&B has of a resumed run are not logged twice; -1 is before the first step.
+        self._session.last_step = run.summary.get(STEP, -1) if run.resumed else -1
         match mode:
             case "online":
-                self._session.urls.append(live.url or "")
-                self._session.project = live.project_url or ""
+                self._session.urls.append(run.url or "")
+                self._session.project = run.project_url or ""
             case "offline":
-                self._session.offline.append(Path(live.settings.sync_dir))
+                self._session.offline.append(Path(run.settings.sync_dir))
             case "disabled":
                 pass
 
-    def _init(self, about: "_About", mode: Mode, known: str | None) -> "wandb.Run":
+    def _init(self, about: "_About", mode: Mode, resume_id: str | None) -> "wandb.Run":
         import wandb
 
-        marked = f"{about.mark}{token_hex(4)}" if about.mark else None
+        new_id = f"{about.id_prefix}{token_hex(4)}" if about.id_prefix else None
         return wandb.init(
             mode=mode,
             project=self.project,
@@ -192,14 +197,14 @@ class Wandb(StudyLogger):
             name=about.name,
             tags=about.tags,
             config=about.config,
-            id=known or marked,
-            resume="allow" if known is not None else None,
+            id=resume_id or new_id,
+            resume="allow" if resume_id is not None else None,
             reinit="finish_previous",
             settings=wandb.Settings(
                 silent=True,
                 console="off",
                 x_disable_stats=True,
-                x_save_requirements=False,  # a walk over all that is installed, at every run
+                x_save_requirements=False,  # else it lists all installed packages at every run
                 init_timeout=INIT_TIMEOUT,
             ),
         )
@@ -207,7 +212,7 @@ class Wandb(StudyLogger):
     def _resolved_mode(self) -> Mode:
         import wandb
 
-        # else a login by a key that is there already is told at every run
+        # Without `silent`, wandb prints a line about the login at every run.
         settings = wandb.setup(wandb.Settings(silent=True)).settings
         chosen = self.mode != "auto" or "mode" in settings.model_fields_set
         match settings.mode if self.mode == "auto" else self.mode:
@@ -225,7 +230,7 @@ class Wandb(StudyLogger):
                 return "offline"
 
     def _turn_offline(self, reason: str) -> Mode:
-        """Stay offline from now on: each further attempt would cost a run its timeout."""
+        """Switch to offline for all later runs: each attempt to connect takes its timeout."""
         remark = f"{reason}: runs stay offline"
         self._session.unreachable = True
         self._session.remarks.append(remark)
@@ -235,7 +240,7 @@ class Wandb(StudyLogger):
 
 @dataclass(frozen=True)
 class _About:
-    """What a W&B run is called, and where its files go."""
+    """The name, group and directory of a W&B run; `id_prefix` is that of its id."""
 
     study: str
     job_type: str
@@ -243,35 +248,35 @@ class _About:
     tags: tuple[str, ...]
     config: dict[str, object]
     directory: Path
-    mark: str = ""  # what the ids of its W&B runs begin with
+    id_prefix: str = ""
 
 
-def _take_place(directory: Path, mark: str = "") -> str | None:
-    """The id of the latest W&B run in a run directory, if any; what is there offline is removed.
+def _remove_offline_runs(directory: Path, id_prefix: str = "") -> str | None:
+    """Remove the offline W&B runs in a run directory; return the id of the latest W&B run, if any.
 
-    What begins now is told all of it again, and W&B would append that to a run with the same id.
-    Only those count whose id begins with `mark`.
+    The new run logs all rows again, and W&B would append them to a run with the same id. Runs whose
+    id does not start with `id_prefix` are ignored.
     """
-    found = [(path, FOLDER.fullmatch(path.name)) for path in directory.glob("wandb/*run-*")]
-    named = sorted(
+    folders = [(path, RUN_FOLDER.fullmatch(path.name)) for path in directory.glob("wandb/*run-*")]
+    runs = sorted(
         (path.name.removeprefix("offline-"), path, match.group(1))
-        for path, match in found
-        if match and match.group(1).startswith(mark)
+        for path, match in folders
+        if match and match.group(1).startswith(id_prefix)
     )
-    for name, path, _ in named:
+    for name, path, _ in runs:
         if path.name != name:
             shutil.rmtree(path)
-    return named[-1][2] if named else None
+    return runs[-1][2] if runs else None
 
 
-def _place(paths: list[Path]) -> str:
+def _location(paths: list[Path]) -> str:
     if len(paths) == 1:
         return str(paths[0])
     return f"{len(paths)} runs under {commonpath(paths)}"
 
 
-def _pattern(paths: list[Path]) -> str:
-    """One argument that names all of `paths`, which are `<run directory>/wandb/<run>`."""
+def _glob_argument(paths: list[Path]) -> str:
+    """Return a shell argument that matches all of `paths`, as `<run directory>/wandb/<run>`."""
     if len(paths) == 1:
         return shlex.quote(str(paths[0]))
     root = Path(commonpath(paths))
