@@ -38,24 +38,24 @@ CHANGED = "it was changed in place since its module returned it"
 
 @validated
 class Captured(ModuleSelector):
-    """What `torch.autograd.grad` returns for parameters and for outputs of modules, by name.
+    """The gradients that `torch.autograd.grad` returns for parameters and module outputs.
 
-    `pattern` and the rest select parameters, whose site is their name, and modules, whose outputs
-    are the sites `name#call`, with a path behind it as those of `Outputs`. `call` leaves outputs
-    only; `ndim` and `size` (the number of entries) leave parameters only. The tensor itself has to
-    be asked for: other tensors, and gradient edges, get what PyTorch returns.
+    `pattern` and the other fields select parameters, whose site is their name, and modules, whose
+    outputs are the sites `name#call`, with a path as for `Outputs`. `call` selects outputs only,
+    `ndim` and `size` (the number of entries) parameters only. The tensor itself must be among the
+    inputs of the call: for other tensors and for gradient edges the result of PyTorch is unchanged.
 
-    It changes what is returned and not what flows on to other inputs: that is `Outputs`. For an
-    output with tensor hooks, PyTorch returns the gradient after them if it is asked for alone, and
-    the one before them if it is asked for together with what it was made of; here it is always the
-    one after them. An input that is not used has no gradient, and none is made; zeros that
-    `materialize_grads` makes of it are left alone. `is_grads_batched` is refused, for a transform
-    takes one gradient; what `torch.func` asks for is of tensors of its own, and nobody's.
+    Only the returned gradient changes, not the one that flows on to other inputs: for that use
+    `Outputs`. The transform always gets the gradient after all tensor hooks. (For an output with
+    hooks PyTorch returns that gradient if it is asked for alone, and the one before the hooks if it
+    is asked for together with tensors that it was computed from.) An unused input has no gradient,
+    and the zeros of `materialize_grads` are not transformed. `is_grads_batched` is refused, since a
+    transform takes one gradient. Inside `torch.func` all tensors are wrapped, and none is a site.
 
-    A mode sees the torch functions of the thread that has opened the block, which costs each of
-    them 1.5 to 2.5 us (one core, torch 2.13) and a call of code that Inductor has compiled 4 us;
-    calls in other threads are not seen. In compiled code a module whose output is a site breaks
-    the graph.
+    A `TorchFunctionMode` sees the torch functions of the thread that opened the block, which costs
+    each of them 1.5 to 2.5 us (one core, torch 2.13) and a call of code compiled by Inductor 4 us.
+    Calls in other threads are not seen. In compiled code a module whose output is a site breaks the
+    graph.
     """
 
     ndim: Range | None = None
@@ -80,19 +80,17 @@ class Captured(ModuleSelector):
     def find(self, model: nn.Module, test: PlaceTest | None = None) -> list[str]:
         test = test or self.selects
         named = names_of(model)
-        modules = [
-            name for names in candidates(named, self.mechanism, test).values() for name in names
-        ]
-        if not modules and selected_params(self, model, test):
+        selected = candidates(named, self.mechanism, test)
+        modules = [name for names in selected.values() for name in names]
+        params = selected_params(self, model, test)
+        if params and not modules:
             return find_params(self, model, test)
-        params = [
-            names[0] for param, names in selected_params(self, model, test) if param.requires_grad
-        ]
-        if not params and not modules:
+        trainable = [names[0] for param, names in params if param.requires_grad]
+        if not trainable and not modules:
             choices = [name for names in named.values() for name in names if name != ROOT]
             choices += params_of(model)
             raise nothing_matched(self, "pattern", described(self), choices)
-        return params + modules
+        return trainable + modules
 
     def hook(
         self,
@@ -107,21 +105,23 @@ class Captured(ModuleSelector):
         for name, param in expect_params(self, model, registry).items():
             sites.add(param, name)
         calls = Calls(names_of(model))
-        kept = candidates(calls.names, self.mechanism, registry.selects)
-        if kept:  # compiled code stays whole where there are parameters alone
+        selected = candidates(calls.names, self.mechanism, registry.selects)
+        if selected:  # without module hooks, compiled code keeps its graph in one piece
             calls.hook(model, stack)
-        for module, names in kept.items():
+        for module, names in selected.items():
             registry.expect(f"{names[0]}#{self.call or 0}", skipped=NOT_ASKED)
-            hook = _remembering(sites, calls, self.site_ids(registry))
+            hook = _output_recorder(sites, calls, self.site_ids(registry))
             stack.callback(module.register_forward_hook(hook).remove)
         _watch(sites, stack)
 
 
-def _remembering(sites: "_Sites", calls: Calls, chosen: SiteIds) -> Callable[..., None]:
+def _output_recorder(sites: "_Sites", calls: Calls, site_ids: SiteIds) -> Callable[..., None]:
+    """Return a forward hook that records the outputs of a module as sites."""
+
     @compiling.untraced
     def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
         call = calls.next(module)
-        base = None if call is None else chosen(module, call)
+        base = None if call is None else site_ids(module, call)
         if base is None:
             return
         for path, tensor in tensors_in(output):
@@ -132,107 +132,107 @@ def _remembering(sites: "_Sites", calls: Calls, chosen: SiteIds) -> Callable[...
     return hook
 
 
-class _Watching(TorchFunctionMode):
-    """What sees every call of a torch function: kept short, for it is paid each time.
+class _GradMode(TorchFunctionMode):
+    """Intercepts `torch.autograd.grad`. It runs at every torch function, so it is kept short.
 
-    One for all that is attached, in the order in which it is: of several, each would meet what the
-    one below it has made of a gradient, and not what PyTorch has returned.
+    One mode serves all attached interventions in order: of several modes, each would get the result
+    of the one below and not the gradient that PyTorch has returned.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.all: list[_Sites] = []
+        self.attached: list[_Sites] = []
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],  # Any: whatever a torch function takes and returns
+        func: Callable[..., Any],  # Any: the arguments and results of any torch function
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is not torch.autograd.grad:
             return func(*args, **(kwargs or {}))
-        return self._captured(func, args, kwargs or {})
+        return self._transformed(func, args, kwargs or {})
 
-    def _captured(
+    def _transformed(
         self, grad: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """What `grad` returns, with the gradients of sites as they are after their transforms."""
+        """Return the result of `grad`, with transformed gradients of the inputs that are sites."""
         inputs = args[1] if len(args) > 1 else kwargs["inputs"]
         batched = bool(kwargs.get("is_grads_batched"))
-        own = [sites for sites in self.all if sites.admit(inputs, batched)]
-        if not own:
+        acting = [sites for sites in self.attached if sites.includes_any(inputs, batched)]
+        if not acting:
             return grad(*args, **kwargs)
-        asked = {id(one): one for one in inputs if any(sites.of(one) for sites in own)}
+        asked = {id(one): one for one in inputs if any(sites.site_of(one) for sites in acting)}
         with _after_hooks(asked) as after:
             grads = grad(*args, **kwargs)
         with torch.set_grad_enabled(bool(kwargs.get("create_graph"))):
             for key, tensor in asked.items():
-                for sites in own:
-                    sites.pass_on(key, tensor, after)
+                for sites in acting:
+                    sites.transform(key, tensor, after)
         return tuple(after.get(id(one), was) for one, was in zip(inputs, grads, strict=True))
 
 
 def _watch(sites: "_Sites", stack: ExitStack) -> None:
-    """Have the calls of this thread pass these sites too."""
-    watching = [mode for mode in autograd.function_modes() if isinstance(mode, _Watching)]
-    mode = watching[0] if watching else _Watching()
-    if not watching:
+    """Apply the transforms at these sites to the `autograd.grad` calls of this thread."""
+    modes = [mode for mode in autograd.function_modes() if isinstance(mode, _GradMode)]
+    mode = modes[0] if modes else _GradMode()
+    if not modes:
         autograd.begin_functions(mode)
-    mode.all.append(sites)
+    mode.attached.append(sites)
 
     def end() -> None:
-        mode.all.remove(sites)
-        if not mode.all:
+        mode.attached.remove(sites)
+        if not mode.attached:
             autograd.end_functions(mode)
 
     stack.callback(end)
 
 
 class _Sites:
-    """The tensors that are sites, known by what they are and not by a name; none of them is held.
+    """The tensors that are sites, by identity and without holding them.
 
-    The first site of a tensor is its site: a parameter that a module returns goes by its own name.
+    A tensor has one site, the first: a parameter that a module returns keeps its own name.
     """
 
     def __init__(self, registry: HookRegistry) -> None:
         self.registry = registry
         self.known = WeakIdKeyDictionary()  # tensor -> (site, version)
-        self.met: set[str] = set()
+        self.entered: set[str] = set()
 
     def add(self, tensor: Tensor, site: str) -> None:
-        """A tensor is known to be at this site, unless it is at another one already."""
+        """Record that a tensor is at this site, unless it already has another one."""
         if autograd.in_functorch():
             return
         if not tensor.requires_grad:
-            if site not in self.met:
+            if site not in self.entered:
                 self.registry.expect(site, skipped=NO_GRADIENT)
             return
-        owner = self.of(tensor)
+        owner = self.site_of(tensor)
         if not owner:
             self.known[tensor] = site, _version(tensor)
-        if site not in self.met:
-            self.met.add(site)
+        if site not in self.entered:
+            self.entered.add(site)
             if owner != site and owner:
                 self.registry.expect(owner, [site], skipped=NOT_ASKED)
             else:
                 self.registry.hook_for(site)
                 self.registry.expect(site, skipped=NOT_ASKED)
 
-    def of(self, tensor: object) -> str:
-        """The site of an input, empty if it is nobody's."""
+    def site_of(self, tensor: object) -> str:
+        """Return the site of an input, empty if it has none."""
         if not isinstance(tensor, Tensor) or tensor not in self.known:
             return ""
         site, version = self.known[tensor]
         return site if version == _version(tensor) else ""
 
-    def admit(self, inputs: Sequence[object], batched: bool) -> bool:
-        """Whether one of the inputs is a site, and its gradient can go through a transform."""
+    def includes_any(self, inputs: Sequence[object], batched: bool) -> bool:
+        """Return whether an input is a site; RuntimeError if its gradients would be batched."""
         for tensor in inputs:
-            if isinstance(tensor, Tensor) and tensor in self.known and not self.of(tensor):
+            if isinstance(tensor, Tensor) and tensor in self.known and not self.site_of(tensor):
                 site, _ = self.known[tensor]
                 self.registry.note(f"'{site}' was asked for and left alone: {CHANGED}")
-        site = next(filter(None, map(self.of, inputs)), "")
+        site = next(filter(None, map(self.site_of, inputs)), "")
         if not site:
             return False
         if batched:
@@ -242,10 +242,10 @@ class _Sites:
             )
         return True
 
-    def pass_on(self, key: int, tensor: Tensor, after: dict[int, Tensor]) -> None:
-        """Let the gradient of a tensor through its gate, if it is a site here."""
-        site = self.of(tensor)
-        if site and key not in after:  # a None, or zeros that were made of it
+    def transform(self, key: int, tensor: Tensor, after: dict[int, Tensor]) -> None:
+        """Transform the gradient `after[key]` of a tensor in place in the dict, if it is a site."""
+        site = self.site_of(tensor)
+        if site and key not in after:  # None, or zeros made by materialize_grads
             self.registry.expect(site, skipped=UNUSED)
         elif site:
             value = tensor if self.registry.needs_value else None
@@ -255,10 +255,10 @@ class _Sites:
 
 @contextmanager
 def _after_hooks(tensors: Mapping[int, Tensor]) -> Iterator[dict[int, Tensor]]:
-    """The gradients of some tensors as they are after all of their tensor hooks, by their id."""
+    """Collect the gradients of some tensors, by id, after all of their tensor hooks."""
     after: dict[int, Tensor] = {}
 
-    def last(key: int) -> Callable[[Tensor | None], None]:
+    def collector(key: int) -> Callable[[Tensor | None], None]:
         def hook(grad: Tensor | None) -> None:
             if grad is not None:
                 after[key] = grad
@@ -267,11 +267,11 @@ def _after_hooks(tensors: Mapping[int, Tensor]) -> Iterator[dict[int, Tensor]]:
 
     with ExitStack() as stack:
         for key, tensor in tensors.items():
-            if tensor.requires_grad:  # if not, PyTorch says so itself
-                stack.callback(tensor.register_hook(last(key)).remove)
+            if tensor.requires_grad:  # if not, PyTorch raises its own error
+                stack.callback(tensor.register_hook(collector(key)).remove)
         yield after
 
 
 def _version(tensor: Tensor) -> int:
-    """How often it was written to; a leaf is the same one after a step of the optimizer."""
+    """Return the version counter; 0 for a leaf, which stays the same site after an update."""
     return 0 if tensor.is_leaf else tensor._version

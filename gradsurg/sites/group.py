@@ -1,4 +1,4 @@
-"""Group: the gradients of several parameters together, when a backward has ended."""
+"""Group: the gradients of several parameters together, at the end of a backward pass."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -22,17 +22,17 @@ from gradsurg.transforms.base import Need, Scope
 
 @validated
 class Group(ParamSelector):
-    """The `.grad`s of the parameters whose name fits `pattern`, all together, once a backward.
+    """The `.grad`s of the parameters whose name fits `pattern`, all together, per backward pass.
 
-    Stage `backward_end`: when a backward has ended, with the running sums that it leaves. So group
-    transforms, as `ClipGlobalNorm`, act without an optimizer to hook, where a loop of the user's
-    makes the step. They are selected as `Parameters` are. Only those that this backward has reached
-    are of the group: what an earlier one has left in the `.grad` of the others is left alone.
+    Stage `backward_end`: the running sums at the end of a backward pass. So group transforms such
+    as `ClipGlobalNorm` work without an optimizer to hook, if the training loop updates the weights
+    itself. Parameters are selected as by `Parameters`. The group consists of the parameters that
+    this backward pass has reached; an older `.grad` of the others is left alone.
 
-    A backward inside a backward, as a reentrant checkpoint makes one, does not act: its parameters
-    are handed on to the one around it. `autograd.grad` adds to no `.grad` and does not act, nor
-    does a backward that fails; what it has added by then stays, and the block says so when it ends.
-    An optimizer that steps and clears a `.grad` inside the backward has not waited: that is said.
+    A backward pass inside another one (a reentrant checkpoint) does not act: its parameters join
+    those of the outer pass. Neither `autograd.grad`, which adds to no `.grad`, nor a backward pass
+    that raises acts; a warning on detach reports gradients added before the exception. It also
+    reports an optimizer that steps and clears `.grad` inside the backward pass, before this stage.
     """
 
     stages: ClassVar[tuple[Stage, ...]] = ("backward_end",)
@@ -51,60 +51,63 @@ class Group(ParamSelector):
         registry: HookRegistry,
         stack: ExitStack,
     ) -> None:
-        # Not by `register_multi_grad_hook`: it never fires on a root, twice around a reentrant
-        # checkpoint, breaks `autograd.grad`, and comes before `.grad` is written.
+        # `register_multi_grad_hook` will not do: it never fires for a root, fires twice around a
+        # reentrant checkpoint, breaks `autograd.grad`, and runs before `.grad` is written.
         refuse_averaged("Group", model, stack)
-        chosen = expect_params(self, model, registry)
-        backwards = _Backwards(chosen, registry)
-        for name, param in chosen.items():
-            handle = param.register_post_accumulate_grad_hook(_reaching(backwards, name))
+        params = expect_params(self, model, registry)
+        passes = _BackwardPasses(params, registry)
+        for name, param in params.items():
+            handle = param.register_post_accumulate_grad_hook(_reach(passes, name))
             stack.callback(handle.remove)
 
 
-def _reaching(backwards: "_Backwards", name: str) -> Callable[[Tensor], None]:
+def _reach(passes: "_BackwardPasses", name: str) -> Callable[[Tensor], None]:
     def hook(param: Tensor) -> None:
-        backwards.reach((name,))
+        passes.reach((name,))
 
     return hook
 
 
 @dataclass(eq=False)
 class _Reached:
-    """What one backward has reached. Only what is to act on it holds it: failing, it is gone."""
+    """The parameters that one backward pass has reached.
+
+    Only the callback at the end of the pass holds it, so it is freed if the pass raises.
+    """
 
     names: set[str] = field(default_factory=set)
 
 
-class _Backwards:
-    """The backwards at work, and what each has reached. It holds no parameter."""
+class _BackwardPasses:
+    """The running backward passes and the parameters that each has reached, by name."""
 
     def __init__(self, params: Mapping[str, nn.Parameter], registry: HookRegistry) -> None:
         self.params = {name: ref(param) for name, param in params.items()}
-        self.gate_all = registry.group_hook(list(self.params), list(self.params.values()))
+        self.group_hook = registry.group_hook(list(self.params), list(self.params.values()))
         self.registry = registry
-        self.open: dict[int, ref[_Reached]] = {}  # by the number of the backward
+        self.open: dict[int, ref[_Reached]] = {}  # by the number of the backward pass
 
     def reach(self, names: Iterable[str]) -> None:
-        """The backward at hand has written to the `.grad` of these."""
+        """Record that the running backward pass has written to the `.grad` of some parameters."""
         task = autograd.backward_task()
         held = self.open.get(task)
         reached = None if held is None else held()
         if reached is None:
             reached = _Reached()
-            # The queue of a backward is dropped when it fails, and no other thread need be asked.
+            # A backward pass that raises drops its callbacks, and with them `reached`.
             self.open[task] = ref(reached, partial(self._failed, task))
             autograd.at_end_of_backward(partial(self._end, task, reached))
         reached.names.update(names)
 
     def _end(self, task: int, reached: _Reached) -> None:
         if autograd.in_inner_backward():
-            self._hand_on(task, reached)
+            self._hand_to_outer(task, reached)
         else:
             del self.open[task]
-            self._act(reached.names)
+            self._apply(reached.names)
 
-    def _hand_on(self, task: int, reached: _Reached) -> None:
-        """Let the outer backward know, in which the nodes after the running one come next."""
+    def _hand_to_outer(self, task: int, reached: _Reached) -> None:
+        """Add the parameters to the outer pass, at the next node that it runs."""
 
         def hook(grads: Sequence[Tensor | None]) -> None:
             if self.open.pop(task, None) is not None:
@@ -122,7 +125,7 @@ class _Backwards:
                 "the group was not complete, and was left as it is"
             )
 
-    def _act(self, reached: set[str]) -> None:
+    def _apply(self, reached: set[str]) -> None:
         params = [held() for held in self.params.values()]
         grads = [
             param.grad if param is not None and name in reached else None
@@ -138,10 +141,10 @@ class _Backwards:
                 f"the .grad of {', '.join(gone)} was gone when the backward had ended: what steps "
                 "inside the backward does not wait for the group"
             )
-        # As the backward itself has it: on only where it has made a graph.
+        # Gradients are on only if the backward pass itself made a graph.
         graph = any(grad is not None and grad.requires_grad for grad in grads)
         with torch.set_grad_enabled(graph):
-            results = self.gate_all(grads)
+            results = self.group_hook(grads)
         for param, grad, result in zip(params, grads, results, strict=True):
             if param is not None and result is not None and result is not grad:
                 param.grad = result

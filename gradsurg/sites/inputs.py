@@ -1,4 +1,4 @@
-"""Inputs: the gradient with respect to what a module takes."""
+"""Inputs: the gradient with respect to the input of a module."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -15,40 +15,40 @@ from torch.utils.hooks import RemovableHandle
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import NO_GRADIENT, GradFn, HookRegistry, Stage
 from gradsurg.sites.call_tracker import rebuilt, tensors_in
-from gradsurg.sites.outputs import OwnedTensors, alias_of, is_new, value_of
+from gradsurg.sites.outputs import HookedTensors, alias_of, is_new, value_of
 from gradsurg.sites.selection import ModuleSelector, SiteIds, names_of
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Need, Scope
 
-TAIL = ".input"
+SUFFIX = ".input"
 
 Path = Literal["branch", "total"]
-Given = tuple[tuple[object, ...], dict[str, Any]]  # Any: a user's values
+Arguments = tuple[tuple[object, ...], dict[str, Any]]  # Any: a user's values
 Change = Callable[[str, Tensor], Tensor]
 
 
 @validated
 class Inputs(ModuleSelector):
-    """The floating tensors that the modules whose name fits `pattern` take, by place or by keyword.
+    """The floating tensors that the modules whose name fits `pattern` take, also by keyword.
 
-    `path="branch"`: the gradient that comes out of this module alone. The module gets an alias of
-    its input, and that is hooked, so that in `h + f(h)` what goes past `f` is left alone. A
-    container and its first child are two sites, and one gradient passes both. An input that is
-    written to in place is refused, for the hook would see nothing or a part of its gradient.
-    `path="total"`: a hook on the tensor itself, the sum over all its uses; modules that take one
-    tensor are one site.
+    `path="branch"`: the gradient that flows back through this module alone. The module gets an
+    alias of its input, and the alias is hooked: in `h + f(h)` the gradient that bypasses `f` is
+    left alone. A container and its first child are two sites, and the gradient passes both. An
+    input that is written to in place is refused, since a hook would see none or a part of its
+    gradient. `path="total"`: a hook on the tensor itself, whose gradient is the sum over all its
+    uses; modules that take the same tensor are one site.
 
-    Site ids are `name#call.input`, with the path of the tensor behind it if the module is given
-    anything but one tensor: `mix#0.input.1` by place, `mix#0.input.mask` by keyword, `.input.0.h`
-    inside. A tensor that is given twice is one site with two names. Calls are counted and
-    recomputed ones are hooked as those of `Outputs` are; inside a reentrant checkpoint a total is
-    that of the uses in there. What is called without gradients is not hooked.
+    Site ids are `name#call.input`, followed by the path of the tensor unless the module is called
+    with one tensor: `mix#0.input.1` by position, `mix#0.input.mask` by keyword, `.input.0.h` in a
+    nested value. A tensor passed twice is one site with two names. Calls are counted as for
+    `Outputs`, which also says how recomputations are hooked; inside a reentrant checkpoint a total
+    is the sum over the uses in it. Calls without gradients are not hooked.
 
-    An alias changes no value; but where a module reads its input several times and others read it
-    too, gradients are summed branch by branch, which may move the last bit of the sum.
+    An alias changes no value. But if a module reads its input several times and others read it too,
+    gradients are summed branch by branch, which may change the last bit of the sum.
     """
 
-    path: Literal["branch", "total"] = "branch"
+    path: Path = "branch"
 
     stages: ClassVar[tuple[Stage, ...]] = ("backward",)
 
@@ -69,141 +69,148 @@ class Inputs(ModuleSelector):
         registry: HookRegistry,
         stack: ExitStack,
     ) -> None:
-        taken = Taken(names_of(model), {}, {}, {}, self.path, registry)
-        stack.callback(taken.release)
-        chosen = self.site_ids(registry, TAIL)
+        inputs = _HookedInputs(names_of(model), {}, {}, {}, self.path, registry)
+        stack.callback(inputs.release)
+        site_ids = self.site_ids(registry, SUFFIX)
         hooks = [
-            (module, _entering(taken, chosen), _leaving(taken))
-            for module in self.expect_modules(taken.names, registry, TAIL)
+            (module, _pre_hook(inputs, site_ids), _post_hook(inputs))
+            for module in self.expect_modules(inputs.names, registry, SUFFIX)
         ]
-        ending, following = _ending(taken), taken.following(model)
+        check_end, following = _model_hook(inputs), inputs.following(model)
 
-        def register(own: ExitStack) -> None:
-            for module, entering, leaving in hooks:
-                _register(module, entering, own)
-                own.callback(module.register_forward_hook(leaving, always_call=True).remove)
-            own.callback(model.register_forward_hook(ending).remove)
-            following(own)
+        def register(removals: ExitStack) -> None:
+            for module, pre_hook, post_hook in hooks:
+                _register_before_aliases(module, pre_hook, removals)
+                removals.callback(module.register_forward_hook(post_hook, always_call=True).remove)
+            removals.callback(model.register_forward_hook(check_end).remove)
+            following(removals)
 
         registry.register(register, stack)
 
 
-def _register(module: nn.Module, hook: Callable[..., object], stack: ExitStack) -> None:
-    """Register a forward pre-hook behind those of others and before those that make an alias.
+def _register_before_aliases(
+    module: nn.Module, hook: Callable[..., object], stack: ExitStack
+) -> None:
+    """Register a forward pre-hook after those of others and before those that make an alias.
 
-    The alias that is made last is the first that a gradient comes to; and a total has to meet the
-    tensor before an alias takes its place.
+    Gradients reach the last alias first, and a total must be hooked on the tensor itself, before an
+    alias takes its place.
     """
     table = module._forward_pre_hooks
-    later = [key for key, other in table.items() if getattr(other, "makes_alias", False)]
+    alias_hooks = [key for key, other in table.items() if getattr(other, "makes_alias", False)]
     stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-    for key in later:
+    for key in alias_hooks:
         table[key] = table.pop(key)
 
 
-def _entering(taken: "Taken", chosen: SiteIds) -> Callable[..., Given | None]:
-    registry, short, path = taken.registry, taken.short, taken.path
-    alone = _alone_on_its_branch if path == "branch" else _alone
+def _pre_hook(inputs: "_HookedInputs", site_ids: SiteIds) -> Callable[..., Arguments | None]:
+    """Return the forward pre-hook that hooks the inputs of a module."""
+    registry, fast, path = inputs.registry, inputs.fast, inputs.path
+    hook_single = _hook_single_alias if path == "branch" else _hook_single
 
     # Any: a user's values
     @compiling.untraced
-    def hook(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> Given | None:
-        call = taken.counter.next(module)
-        base = None if call is None else chosen(module, call)
+    def hook(
+        module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
+    ) -> Arguments | None:
+        call = inputs.counter.next(module)
+        base = None if call is None else site_ids(module, call)
         if base is None:
-            taken.open.append(OpenCall(module))
+            inputs.open.append(_OpenCall(module))
             return None
-        gate = short.get(base)
-        if gate is not None and len(args) == 1 and not kwargs and not registry.needs_value:
-            given = alone(args[0], gate)
+        site_hook = fast.get(base)
+        if site_hook is not None and len(args) == 1 and not kwargs and not registry.needs_value:
+            given = hook_single(args[0], site_hook)
             if given is not None:
-                kept = path == "branch" or given._is_view()
-                tensors = [(ref(given), given._version, base)] if kept else []
-                taken.open.append(OpenCall(module, tensors))
+                checked = path == "branch" or given._is_view()
+                tensors = [(ref(given), given._version, base)] if checked else []
+                inputs.open.append(_OpenCall(module, tensors))
                 return None if given is args[0] else ((given,), kwargs)
-        taken.open.append(OpenCall(module))
-        new = taken.enter(args, kwargs, base)
+        inputs.open.append(_OpenCall(module))
+        new = inputs.enter(args, kwargs, base)
         if not torch.is_grad_enabled():
-            taken.without_graph(module)
+            inputs.without_graph(module)
         return None if new[0] is args and new[1] is kwargs else new
 
     vars(hook)["makes_alias"] = path == "branch"
     return hook
 
 
-def _alone_on_its_branch(tensor: object, gate: GradFn) -> Tensor | None:
-    """What a module is given for a tensor, hooked by the shortest way; None if that will not do."""
+def _hook_single_alias(tensor: object, hook: GradFn) -> Tensor | None:
+    """Hook an alias of a single input and return it; None if that needs the general path."""
     if type(tensor) is not Tensor or not (tensor.requires_grad and torch.is_grad_enabled()):
         return None
     alias = alias_of(tensor)
-    autograd.hook_first(alias, gate)
+    autograd.hook_first(alias, hook)
     return alias
 
 
-def _alone(tensor: object, gate: GradFn) -> Tensor | None:
-    """As above, the tensor itself."""
+def _hook_single(tensor: object, hook: GradFn) -> Tensor | None:
+    """Hook a single input itself and return it; None if that needs the general path."""
     if not (is_new(tensor) and torch.is_grad_enabled()):
         return None
-    autograd.hook_first(tensor, gate)
+    autograd.hook_first(tensor, hook)
     return tensor
 
 
-def _leaving(taken: "Taken") -> Callable[..., None]:
+def _post_hook(inputs: "_HookedInputs") -> Callable[..., None]:
+    """Return the forward hook that checks that a module did not write to its inputs."""
+
     @compiling.untraced
     def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
-        running = taken.open
+        running = inputs.open
         if running and running[-1].module is module:
             call = running.pop()
             if call.tensors or call.copies:
-                taken.leave(call, output)
+                inputs.leave(call, output)
             return
-        # A hook of others may have broken this call off before its pre-hook came here.
-        own = [place for place, call in enumerate(running) if call.module is module]
+        # A hook of others may have raised before the pre-hook of this call ran.
+        own = [index for index, call in enumerate(running) if call.module is module]
         if own:
             call = running[own[-1]]
             del running[own[-1] :]
-            taken.leave(call, output)
+            inputs.leave(call, output)
 
     return hook
 
 
-def _ending(taken: "Taken") -> Callable[..., None]:
+def _model_hook(inputs: "_HookedInputs") -> Callable[..., None]:
     @compiling.untraced
     def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
-        taken.end()
+        inputs.check_returned()
 
     return hook
 
 
 @dataclass(slots=True)
-class OpenCall:
-    """A call of a module that has not ended: the tensors, and the copies of what holds them, that
-    it was given and must not write to.
+class _OpenCall:
+    """A running call of a module, with the tensors and the copies of containers that it was given
+    and must not write to.
     """
 
     module: nn.Module
-    tensors: Sequence[tuple[ref[Tensor], int, str]] = ()
-    copies: Sequence[tuple[object, object, str]] = ()
+    tensors: Sequence[tuple[ref[Tensor], int, str]] = ()  # with version and site
+    copies: Sequence[tuple[object, object, str]] = ()  # with layout and site
 
 
-class Taken(OwnedTensors):
-    """What modules have taken within one call of the model."""
+class _HookedInputs(HookedTensors):
+    """Hooks the inputs of module calls and checks that nothing writes to them."""
 
     def __init__(
         self,
         names: dict[nn.Module, list[str]],
         leaves: dict[int, tuple[ref[Tensor], RemovableHandle]],
         sites: dict[object, str],
-        short: dict[str, GradFn],
+        fast: dict[str, GradFn],
         path: Path,
         registry: HookRegistry,
     ) -> None:
         super().__init__(names, leaves, sites)
-        # Of all threads: the gates of the sites where a module has taken one tensor by place.
-        self.short = short
+        # Shared by all threads: the hooks of sites whose module took one positional tensor.
+        self.fast = fast
         self.path: Path = path
         self.registry = registry
-        self.open: list[OpenCall] = []
+        self.open: list[_OpenCall] = []
         self.returned: list[tuple[Tensor, int, str]] = []
 
     def begin(self) -> None:
@@ -211,9 +218,9 @@ class Taken(OwnedTensors):
         self.open.clear()
         self.returned.clear()
 
-    def enter(self, args: tuple[object, ...], kwargs: dict[str, Any], base: str) -> Given:
-        """What a module is to be given instead of this. Any: a user's values."""
-        sites: dict[int, tuple[Tensor, str]] = {}
+    def enter(self, args: tuple[object, ...], kwargs: dict[str, Any], base: str) -> Arguments:
+        """Hook the tensors in the arguments; return the arguments to call the module with."""
+        sites: dict[int, tuple[Tensor, str]] = {}  # by the id of the tensor
 
         def change(path: str, tensor: Tensor) -> Tensor:
             site = base + path
@@ -229,24 +236,26 @@ class Taken(OwnedTensors):
             return sites[id(tensor)][0]
 
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
-            alone = self._changed(args[0], change, base, "")
-            given = (args if alone is args[0] else (alone,)), kwargs
+            single = self._changed(args[0], change, base, "")
+            given = (args if single is args[0] else (single,)), kwargs
         else:
-            places = [self._changed(arg, change, base, f".{at}") for at, arg in enumerate(args)]
-            same = all(new is old for new, old in zip(places, args, strict=True))
-            words = {
+            positional = [
+                self._changed(arg, change, base, f".{index}") for index, arg in enumerate(args)
+            ]
+            same = all(new is old for new, old in zip(positional, args, strict=True))
+            by_key = {
                 key: self._changed(arg, change, base, f".{key}") for key, arg in kwargs.items()
             }
             given = (
-                args if same else tuple(places),
-                kwargs if all(words[key] is kwargs[key] for key in words) else words,
+                args if same else tuple(positional),
+                kwargs if all(by_key[key] is kwargs[key] for key in by_key) else by_key,
             )
         if not sites:
             self.registry.expect(base, skipped="takes no floating tensor")
         return given
 
-    def leave(self, call: OpenCall, output: object) -> None:
-        """A module has returned: refuse it if what it was given was written to."""
+    def leave(self, call: _OpenCall, output: object) -> None:
+        """Raise RuntimeError if the module wrote to its inputs; remember those that it returned."""
         for held, version, site in call.tensors:
             tensor = held()
             if tensor is None:
@@ -263,8 +272,8 @@ class Taken(OwnedTensors):
             if _layout(copy) != layout:
                 raise self._written(site, "wrote to a container that it took, and got a copy of it")
 
-    def end(self) -> None:
-        """The model has returned: refuse it if an input that a module handed on was written to."""
+    def check_returned(self) -> None:
+        """Raise RuntimeError if an input that a module returned was written to afterwards."""
         returned, self.returned = self.returned, []
         for tensor, version, site in returned:
             if tensor._version != version:
@@ -273,32 +282,32 @@ class Taken(OwnedTensors):
     def _changed(self, value: object, change: Change, base: str, path: str) -> object:
         new = rebuilt(value, change, path)
         if new is not value and not isinstance(new, Tensor):
-            now = self.open[-1]
-            now.copies = [*now.copies, (new, _layout(new), base + path)]
+            call = self.open[-1]
+            call.copies = [*call.copies, (new, _layout(new), base + path)]
         return new
 
     def _hooked(self, tensor: Tensor, base: str, path: str) -> Tensor:
-        """The tensor that the module is given: its gradient is the one that is wanted."""
+        """Hook a tensor or an alias of it; return the one to pass to the module."""
         site = base + path
         hooked = True
         match self.path:
             case "branch":
                 given = alias_of(tensor)
-                gate = self.registry.hook_for(site)
+                hook = self.registry.hook_for(site)
                 if self.registry.needs_value:
-                    gate = partial(gate, value=value_of(given))
-                given.register_hook(gate)
+                    hook = partial(hook, value=value_of(given))
+                given.register_hook(hook)
             case "total":
                 given = tensor
                 hooked = self.hook_tensor(tensor, base, path, self.open[-1].module, self.registry)
         if hooked and not path:
-            self.short[base] = self.registry.hook_for(base)
+            self.fast[base] = self.registry.hook_for(base)
         if given is not tensor or given._is_view():
-            now = self.open[-1]
-            now.tensors = [*now.tensors, (ref(given), given._version, site)]
+            call = self.open[-1]
+            call.tensors = [*call.tensors, (ref(given), given._version, site)]
         return given
 
-    def _written(self, site: str, what: str) -> RuntimeError:
+    def _written(self, site: str, fault: str) -> RuntimeError:
         match self.path:
             case "branch":
                 why = "the gradient of this branch cannot be told from that of the tensor itself"
@@ -306,7 +315,7 @@ class Taken(OwnedTensors):
             case "total":
                 why = "PyTorch drops the hooks of a view that is written to"
                 instead = "Use Inputs or Outputs of a module before"
-        return RuntimeError(f"Inputs: site '{site}': the module {what}, and {why}. {instead}.")
+        return RuntimeError(f"Inputs: site '{site}': the module {fault}, and {why}. {instead}.")
 
 
 def _base(tensor: Tensor) -> Tensor | None:
@@ -314,7 +323,7 @@ def _base(tensor: Tensor) -> Tensor | None:
 
 
 def _layout(value: object) -> object:
-    """What a nested value holds, for telling whether it was written to."""
+    """Return the ids of the parts of a nested value, to detect that it was written to."""
     if isinstance(value, dict):
         return [(key, _layout(item)) for key, item in value.items()]
     if isinstance(value, list | tuple):

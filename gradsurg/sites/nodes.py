@@ -1,4 +1,4 @@
-"""Nodes: what enters or leaves a node of the autograd graph."""
+"""Nodes: the gradients that enter or leave a node of the autograd graph."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ from gradsurg.sites.selection import (
 from gradsurg.transforms.base import Need, Scope
 
 COMPILED = "CompiledFunction"
-PRODUCTS = (("Addmm", 1), ("Mm", 0))  # by which edge the gradient of the input leaves
+PRODUCTS = (("Addmm", 1), ("Mm", 0))  # node and the edge of the gradient with respect to the input
 FAMILIES = {
     "activation": (
         *("Relu", "LeakyRelu", "RreluWithNoise", "PreluKernel", "Threshold", "Elu", "Celu"),
@@ -52,7 +52,8 @@ FAMILIES = {
     "rnn": ("MkldnnRnnLayer", "CudnnRnn", "MiopenRnn", "LstmMps", "ThnnFused*Cell"),
     "softmax": ("Softmax", "LogSoftmax", "SafeSoftmax", "MaskedSoftmax", "Sparse*Softmax"),
 }
-"""Names vary with shape, dtype and device. Dropout has none: on a CPU it is a product."""
+"""Node names without `Backward`: they vary with shape, dtype and device. Dropout has no family, since
+on a CPU it is a multiplication."""
 
 ONE_NODE = (
     "it acted on nodes that torch.compile has made, each of them many operations in one: in eager "
@@ -64,21 +65,23 @@ ONE_NODE = (
 class Nodes(Selector):
     """The autograd nodes of one kind, made inside the modules whose name fits `module`.
 
-    `pattern` is a node's name: `Mul` fits every overload, `MulBackward1` that one; a glob or `re:`
-    on either; or a family: activation, attention, conv, loss, matmul, norm, rnn, softmax. `types`
-    is a pattern on the class of the module. `side="enter"` acts by a node prehook on the gradients
-    with respect to what the operation returned; `side="leave"` by a node posthook on the gradients
-    with respect to what it took, `edge` picking one of them. `call` picks a call of the module,
-    `occurrence` one of several such nodes in it, in the order in which they were made. Site ids are
-    `module#call/Name[occurrence]`, as `encoder.layers.0.linear1#0/AddmmBackward[0]`, and `.edge`
-    behind it at `side="leave"`. Raises LookupError after the first forward if no node is selected.
+    `pattern` is the name of a node: `Mul` fits every overload, `MulBackward1` only that one; or a
+    glob or `re:` on either; or a family: activation, attention, conv, loss, matmul, norm, rnn,
+    softmax. `types` is a pattern on the class of the module. `call` picks one call of the module,
+    `occurrence` one of several such nodes in the call, in the order in which they were made.
 
-    The module is the innermost one that was running when the node was made; nodes of the model's
-    own forward belong to `root`. So a weight's cast under autocast, made once, belongs to the call
-    that was first, and a view of what was changed in place to who looked at it first. Those of a
-    reentrant checkpoint are met in the backward, but not what it computes outside of modules. What
-    is made after the model, as the loss, or in a backward is not found: `gs.hook(loss.grad_fn,
-    ...)` reaches it. Nor is what no output of the model depends on.
+    `side="enter"` is a node prehook on the gradients with respect to the outputs of the operation;
+    `side="leave"` a node posthook on those with respect to its inputs, of which `edge` picks one.
+    Site ids are `module#call/Name[occurrence]`, such as
+    `encoder.layers.0.linear1#0/AddmmBackward[0]`, followed by `.edge` at `side="leave"`.
+
+    A node belongs to the innermost module that was running when it was made; nodes made in the
+    model's own forward belong to `root`. So the cast of a weight under autocast, made once, belongs
+    to the first call that needed it, and a view of a tensor changed in place to the first that read
+    it. Nodes of a reentrant checkpoint are hooked in the backward pass, except those made outside
+    of modules. Nodes made after the model (the loss) or in a backward pass are not found:
+    `gs.hook(loss.grad_fn, ...)` hooks them; nor are nodes on which no output of the model depends.
+    Raises LookupError after the first forward if no node is selected.
     """
 
     pattern: Pattern
@@ -120,7 +123,7 @@ class Nodes(Selector):
             or not matches_type(place.thing, self.types)
         ):
             return False
-        if place.node is not None and not fits(place.node, self.pattern):
+        if place.node is not None and not fits_node(place.node, self.pattern):
             return False
         asked = ((self.call, place.call), (self.occurrence, place.occurrence))
         if any(number not in (None, found) for number, found in asked if found is not None):
@@ -129,18 +132,15 @@ class Nodes(Selector):
         return True if known and place.node is not None else None
 
     def find(self, model: nn.Module, test: PlaceTest | None = None) -> list[str]:
-        test = test or self.selects
         named = names_of(model)
-        found = [
-            name for names in candidates(named, self.mechanism, test).values() for name in names
-        ]
-        if not found:
-            choices = [name for names in named.values() for name in names]
-            if any(matches(name, self.module) for name in choices):
-                types = sorted({type(module).__name__ for module in named})
-                raise nothing_matched(self, "types", str(self.types), types)
-            raise nothing_matched(self, "module", self.module, choices)
-        return found
+        selected = candidates(named, self.mechanism, test or self.selects)
+        if selected:
+            return [name for names in selected.values() for name in names]
+        choices = [name for names in named.values() for name in names]
+        if any(matches(name, self.module) for name in choices):
+            types = sorted({type(module).__name__ for module in named})
+            raise nothing_matched(self, "types", str(self.types), types)
+        raise nothing_matched(self, "module", self.module, choices)
 
     def hook(
         self,
@@ -152,57 +152,60 @@ class Nodes(Selector):
         stack: ExitStack,
     ) -> None:
         self.find(model, registry.selects)
-        names = names_of(model)
-        kept = candidates(names, self.mechanism, registry.selects)
-        own = [(module, name) for module in kept for name in kept[module]]
-        met = False
-        sites: dict[NodePlace, Callable[[Node], object] | None] = {}
+        named = names_of(model)
+        selected = candidates(named, self.mechanism, registry.selects)
+        places = [(module, name) for module, names in selected.items() for name in names]
+        hooked_before = False
+        hookers: dict[NodePlace, Callable[[Node], object] | None] = {}  # None: not selected
 
         @cache
         def wanted(node: str) -> bool:
-            places = (Place(self.mechanism, name, module, node=node) for module, name in own)
-            return any(registry.selects(place) is not False for place in places)
+            tried = (Place(self.mechanism, name, module, node=node) for module, name in places)
+            return any(registry.selects(place) is not False for place in tried)
 
         def take(graph: CallGraph) -> None:
-            nonlocal met
-            chosen = False
-            for node, spot in graph.nodes(wanted):
-                if spot not in sites:
-                    sites[spot] = self._site(node, spot, registry)
-                    if sites[spot] and plain(spot.name) == f"{COMPILED}Backward":
+            nonlocal hooked_before
+            hooked = False
+            for node, place in graph.nodes(wanted):
+                if place not in hookers:
+                    hookers[place] = self._hooker(node, place, registry)
+                    if hookers[place] and plain(place.name) == f"{COMPILED}Backward":
                         registry.note(ONE_NODE)
-                site = sites[spot]
-                if site is not None:
-                    chosen = True
-                    site(node)
-            # A later forward may go another way, as one in evaluation mode does.
-            if not (chosen or met) and graph.whole and not graph.empty and not graph.hides_nodes():
-                # Others may have all the places that a combination has room for.
-                places = (Place(self.mechanism, name, module) for module, name in own)
-                if any(registry.selects(place) is not False for place in places):
-                    raise self._nothing(graph)
-            met = met or chosen
+                register = hookers[place]
+                if register is not None:
+                    hooked = True
+                    register(node)
+            # A later forward may take another path, such as one in evaluation mode.
+            complete = graph.whole and not graph.empty and not graph.hides_nodes()
+            if complete and not (hooked or hooked_before):
+                # In a combination other parts may have used up its limit.
+                tried = (Place(self.mechanism, name, module) for module, name in places)
+                if any(registry.selects(place) is not False for place in tried):
+                    raise self._nothing_selected(graph)
+            hooked_before = hooked_before or hooked
 
-        modules = around(names, kept, inside=True)
+        modules = around(named, selected, inside=True)
 
-        def register(own: ExitStack) -> None:
-            Tracer().follow(model, modules, take, own, since=kept)
+        def register(removals: ExitStack) -> None:
+            Tracer().follow(model, modules, take, removals, since=selected)
 
         registry.register(register, stack)
 
-    def _nothing(self, graph: CallGraph) -> SelectionError:
-        made = [spot for _, spot in graph.nodes() if matches(spot.call.name, self.module)]
-        names = sorted({plain(spot.name).removesuffix("Backward") for spot in made})
-        families = [own for own in FAMILIES if any(fits(spot.name, own) for spot in made)]
+    def _nothing_selected(self, graph: CallGraph) -> SelectionError:
+        places = [place for _, place in graph.nodes() if matches(place.call.name, self.module)]
+        names = sorted({plain(place.name).removesuffix("Backward") for place in places})
+        families = [
+            family for family in FAMILIES if any(fits_node(place.name, family) for place in places)
+        ]
         where = "" if self.module == "*" else f" in '{self.module}'"
         compiled = not names or COMPILED in names
         hint = " What is compiled runs as one node: use Outputs there." if compiled else ""
         numbers = {"call": self.call, "occurrence": self.occurrence}
-        given = {key: own for key, own in numbers.items() if own is not None}
-        asked = ", ".join(f"{key}={own}" for key, own in given.items())
+        given = {key: number for key, number in numbers.items() if number is not None}
+        asked = ", ".join(f"{key}={number}" for key, number in given.items())
         field = next(iter(given)) if len(given) == 1 else "pattern"
-        there = [*families, *names]
-        listed = nearest("" if self.pattern in there else self.pattern, there)
+        choices = [*families, *names]
+        listed = nearest("" if self.pattern in choices else self.pattern, choices)
         return SelectionError(
             self,
             field,
@@ -210,32 +213,32 @@ class Nodes(Selector):
             f". {listed}{hint}",
         )
 
-    def _site(
-        self, node: Node, spot: NodePlace, registry: HookRegistry
+    def _hooker(
+        self, node: Node, place: NodePlace, registry: HookRegistry
     ) -> Callable[[Node], object] | None:
-        """How to hook a node like this one at this place, None if it is not selected."""
-        call = spot.call
-        where = self.mechanism, call.name, call.module, call.number, spot.name, spot.occurrence
+        """Return a function that hooks nodes like this one at this place; None if not selected."""
+        call = place.call
+        where = self.mechanism, call.name, call.module, call.number, place.name, place.occurrence
         if not registry.selects(Place(*where, whole=True)):
             return None
-        site = spot.id
+        site = place.id
         if self.side == "enter":
-            entering = _prehook(site, registry, len(node._input_metadata) == 1)
-            return lambda node: node.register_prehook(entering)
-        leaving: dict[tuple[bool, ...], Callable[..., object]] = {}
+            prehook = _prehook(site, registry, len(node._input_metadata) == 1)
+            return lambda node: node.register_prehook(prehook)
+        posthooks: dict[tuple[bool, ...], Callable[..., object]] = {}
 
-        def leave(node: Node) -> None:
+        def register(node: Node) -> None:
             live = tuple([source is not None for source, _ in node.next_functions])
-            if live not in leaving:
-                leaving[live] = self._leaving(site, registry, live)
-            node.register_hook(leaving[live])
+            if live not in posthooks:
+                posthooks[live] = self._posthook(site, registry, live)
+            node.register_hook(posthooks[live])
 
-        return leave
+        return register
 
-    def _leaving(
+    def _posthook(
         self, site: str, registry: HookRegistry, live: Sequence[bool]
     ) -> Callable[..., object]:
-        edges = [index for index, takes in enumerate(live) if takes]
+        edges = [index for index, takes_gradient in enumerate(live) if takes_gradient]
         if self.edge not in (None, *edges):
             raise SelectionError(
                 self,
@@ -243,19 +246,19 @@ class Nodes(Selector):
                 f"{site} has no edge {self.edge} that takes a gradient. "
                 f"There are: {', '.join(map(str, edges))}.",
             )
-        chosen = edges if self.edge is None else [self.edge]
-        return posthook([(index, registry.hook_for(f"{site}.{index}")) for index in chosen])
+        selected = edges if self.edge is None else [self.edge]
+        return posthook([(index, registry.hook_for(f"{site}.{index}")) for index in selected])
 
 
-def posthook(pairs: Sequence[tuple[int, SiteHook]]) -> Callable[..., object]:
-    """A node posthook that passes what leaves by some edges through a gate each."""
+def posthook(hooks: Sequence[tuple[int, SiteHook]]) -> Callable[..., object]:
+    """Return a node posthook that applies one hook at each of some edges."""
 
     def hook(
         grads: Sequence[Tensor | None], entering: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...] | None:
         changed: list[Tensor | None] | None = None
-        for index, gate in pairs:
-            result = gate(grads[index], None, entering)
+        for index, edge_hook in hooks:
+            result = edge_hook(grads[index], None, entering)
             if result is not None:
                 changed = changed or list(grads)
                 changed[index] = result
@@ -264,38 +267,39 @@ def posthook(pairs: Sequence[tuple[int, SiteHook]]) -> Callable[..., object]:
     return hook
 
 
-def _prehook(site: str, registry: HookRegistry, alone: bool) -> Callable[..., object]:
-    """A node prehook. Only outputs that get a gradient are sites: a norm's statistics get none."""
-    if alone:
-        gate = registry.hook_for(site)
+def fits_node(name: str, pattern: str) -> bool:
+    """Return whether the name of a node fits a pattern or belongs to a family."""
+    patterns = FAMILIES.get(pattern, (pattern,))
+    spellings = {name.rpartition("::")[2], plain(name)}
+    # A pattern that ends in `Backward` does not mean a node of a double backward.
+    if not re.search(r"Backward\d*$", pattern):
+        spellings.add(plain(name).removesuffix("Backward"))
+    return any(matches(spelling, one) for one in patterns for spelling in spellings)
 
-        def hook_one(grads: Sequence[Tensor | None]) -> tuple[Tensor] | None:
-            result = gate(grads[0])
+
+def _prehook(site: str, registry: HookRegistry, single: bool) -> Callable[..., object]:
+    """Return a node prehook; of a node with several outputs, those that get a gradient are sites."""
+    if single:
+        site_hook = registry.hook_for(site)
+
+        def hook_single(grads: Sequence[Tensor | None]) -> tuple[Tensor] | None:
+            result = site_hook(grads[0])
             return None if result is None else (result,)
 
-        return hook_one
-    entering: dict[int, GradFn] = {}
+        return hook_single
+    hooks: dict[int, GradFn] = {}
 
     def hook(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...] | None:
         changed: list[Tensor | None] | None = None
         for index, grad in enumerate(grads):
             if grad is not None:
-                gate = entering.get(index)
-                if gate is None:
-                    gate = entering[index] = registry.hook_for(f"{site}.{index}")
-                result = gate(grad)
+                output_hook = hooks.get(index)
+                if output_hook is None:
+                    output_hook = hooks[index] = registry.hook_for(f"{site}.{index}")
+                result = output_hook(grad)
                 if result is not None:
                     changed = changed or list(grads)
                     changed[index] = result
         return None if changed is None else tuple(changed)
 
     return hook
-
-
-def fits(name: str, pattern: str) -> bool:
-    kinds = FAMILIES.get(pattern, (pattern,))
-    spelled = {name.rpartition("::")[2], plain(name)}
-    # A pattern that spells `Backward` out does not mean the node of a backward's backward.
-    if not re.search(r"Backward\d*$", pattern):
-        spelled.add(plain(name).removesuffix("Backward"))
-    return any(matches(own, kind) for kind in kinds for own in spelled)

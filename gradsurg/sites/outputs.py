@@ -1,4 +1,4 @@
-"""Outputs: the gradient with respect to what a module returns."""
+"""Outputs: the gradient with respect to the output of a module."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -17,7 +17,7 @@ from gradsurg.sites.selection import ModuleSelector, SiteIds, foreign_hooks, nam
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Need, Scope
 
-ORIGINAL = "_gradsurg_original"  # where an alias keeps what it is one of
+ORIGINAL = "_gradsurg_original"  # the attribute of an alias that holds the original tensor
 
 
 @validated
@@ -25,12 +25,12 @@ class Outputs(ModuleSelector):
     """The outputs of the modules whose name fits `pattern`, a glob or `re:`; `call` picks one call.
 
     A tensor hook on every floating tensor that a matching module returns, also inside tuples,
-    lists, dicts and dataclasses: the sum over all uses of that output. Site ids are `name#call`,
-    with the path of the tensor behind it where there are several: `encoder.lstm#0.1.0`. Calls are
-    counted from 0 within one call of the model. Modules that return one and the same tensor (a
+    lists, dicts and dataclasses: its gradient is the sum over all uses of that output. Site ids are
+    `name#call`, followed by the path of the tensor if there are several: `encoder.lstm#0.1.0`.
+    Calls are counted from 0 within one call of the model. Modules that return the same tensor (a
     container and its last child, an identity) are one site, unless it was changed in place between
-    them. The recomputation of a checkpoint is not hooked again; that of a reentrant one is, for its
-    forward has made no graph.
+    them. The recomputation of a checkpoint is not hooked again; that of a reentrant checkpoint is,
+    since its forward makes no graph.
     """
 
     stages: ClassVar[tuple[Stage, ...]] = ("backward",)
@@ -48,7 +48,7 @@ class Outputs(ModuleSelector):
         registry: HookRegistry,
         stack: ExitStack,
     ) -> None:
-        tensors = OwnedTensors(names_of(model), {}, {})
+        tensors = HookedTensors(names_of(model), {}, {})
         stack.callback(tensors.release)
         registry.register(tensors.following(model), stack)
         hooks = [
@@ -56,17 +56,17 @@ class Outputs(ModuleSelector):
             for module in self.expect_modules(tensors.names, registry)
         ]
 
-        def register(own: ExitStack) -> None:
+        def register(removals: ExitStack) -> None:
             for module, hook in hooks:
-                own.callback(module.register_forward_hook(hook).remove)
+                removals.callback(module.register_forward_hook(hook).remove)
 
         registry.register(register, stack)
 
 
 def _hook_output(
-    registry: HookRegistry, tensors: "OwnedTensors", chosen: SiteIds
+    registry: HookRegistry, tensors: "HookedTensors", site_ids: SiteIds
 ) -> Callable[..., None]:
-    short: dict[tuple[str, int], GradFn] = {}  # the gates of calls that have returned one tensor
+    fast: dict[tuple[str, int], GradFn] = {}  # the hooks of calls that have returned one tensor
 
     @compiling.untraced
     def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
@@ -74,16 +74,16 @@ def _hook_output(
         if call is None:
             return
         if is_new(output) and not registry.needs_value:
-            gate = short.get(call)
-            if gate is not None:
-                autograd.hook_first(output, gate)
+            site_hook = fast.get(call)
+            if site_hook is not None:
+                autograd.hook_first(output, site_hook)
                 return
-        base = chosen(module, call)
+        base = site_ids(module, call)
         if base is None:
             return
         if isinstance(output, Tensor):
             if tensors.hook_tensor(output, base, "", module, registry):
-                short[call] = registry.hook_for(base)
+                fast[call] = registry.hook_for(base)
         else:
             for path, tensor in tensors_in(output):
                 tensors.hook_tensor(tensor, base, path, module, registry)
@@ -92,7 +92,7 @@ def _hook_output(
 
 
 def is_new(output: object) -> TypeGuard[Tensor]:
-    """Whether it is a tensor that an operation has made and nobody has hooked: no alias, then."""
+    """Return whether it is a plain tensor with a graph, without hooks, and not an alias."""
     return (
         type(output) is Tensor
         and output.requires_grad
@@ -102,8 +102,8 @@ def is_new(output: object) -> TypeGuard[Tensor]:
     )
 
 
-class OwnedTensors(Calls):
-    """What is known within one call of the model: also which site owns a tensor."""
+class HookedTensors(Calls):
+    """Call counts that also record which site has hooked each tensor of a call of the model."""
 
     def __init__(
         self,
@@ -112,15 +112,16 @@ class OwnedTensors(Calls):
         sites: dict[object, str],
     ) -> None:
         super().__init__(names)
-        # Of all threads: the leaves that are hooked, and the site of each gate.
+        # Shared by all threads: the hooked leaves by id, and the site of each hook.
         self.leaves = leaves
         self.sites = sites
 
     def hook_tensor(
         self, tensor: Tensor, base: str, path: str, module: nn.Module, registry: HookRegistry
     ) -> bool:
-        """Hook a tensor at the site `base` + `path`, unless another site has it already; whether
-        it was hooked.
+        """Hook a tensor at site `base + path` unless it needs no gradient or has a site already.
+
+        Returns whether it was hooked.
         """
         tensor = original(tensor)
         site = base + path
@@ -133,17 +134,17 @@ class OwnedTensors(Calls):
             return False
         if tensor._backward_hooks:
             owner = self.owner(tensor)
-            # A leaf keeps its hook from step to step.
+            # A leaf keeps its hook in later steps.
             if owner is not None:
                 if owner != site:
                     registry.expect(owner, [site])
                 return False
             registry.expect(site, foreign=foreign_hooks(tensor._backward_hooks))
-        gate = registry.hook_for(site)
-        self.sites[gate] = site
+        hook = registry.hook_for(site)
+        self.sites[hook] = site
         if registry.needs_value:
-            gate = partial(gate, value=value_of(tensor))
-        handle = tensor.register_hook(gate)
+            hook = partial(hook, value=value_of(tensor))
+        handle = tensor.register_hook(hook)
         if tensor.is_leaf:  # it outlives the graph, and so does its hook
             for key in [key for key, (held, _) in self.leaves.items() if held() is None]:
                 del self.leaves[key]
@@ -151,8 +152,9 @@ class OwnedTensors(Calls):
         return True
 
     def owner(self, tensor: Tensor) -> str | None:
-        """The site that has hooked a tensor. PyTorch forgets its hooks when it is changed in place,
-        for then it is another value, with another gradient.
+        """Return the site that has hooked a tensor.
+
+        PyTorch drops the hooks of a tensor that is changed in place, whose gradient is another one.
         """
         for hook in (tensor._backward_hooks or {}).values():
             site = self.sites.get(hook.func if isinstance(hook, partial) else hook)
@@ -161,31 +163,31 @@ class OwnedTensors(Calls):
         return None
 
     def release(self) -> None:
-        """Unhook the leaves; hooks on other tensors end with their graph."""
+        """Remove the hooks of leaves; those of other tensors end with their graph."""
         for _, handle in self.leaves.values():
             handle.remove()
 
 
 def alias_of(tensor: Tensor) -> Tensor:
-    """The same tensor with a place of its own in the graph, for the gradient of one branch."""
-    # Unlike `view_as`, which makes the stride of a dimension of size 1 anew.
+    """Return an equal tensor with its own edge in the graph, for the gradient of one branch."""
+    # Unlike `view_as`, this keeps the stride of a dimension of size 1.
     alias = tensor[...]
     setattr(alias, ORIGINAL, (ref(tensor), tensor._version))
     return alias
 
 
 def original(tensor: Tensor) -> Tensor:
-    """What an alias stands for: what a module hands on is the tensor that it was given."""
+    """Return the tensor that an alias stands for: a module may return its aliased input."""
     held, version = getattr(tensor, ORIGINAL, (None, 0))
-    given = None if held is None else held()
-    # What was written to since is another value, with another gradient.
-    return tensor if given is None or given._version != version else original(given)
+    source = None if held is None else held()
+    # A tensor written to since is another value, with another gradient.
+    return tensor if source is None or source._version != version else original(source)
 
 
 def value_of(tensor: Tensor) -> Tensor:
-    """What a hook on a tensor may hold of it: were it the tensor itself, neither would be freed.
+    """Return the value of a tensor for its own hook, which must not hold the tensor itself.
 
-    An activation is copied, for what comes next may change it in place. A leaf is hooked for many
-    steps, and its value is the one of the day.
+    An activation is copied, since a later operation may change it in place. The value of a leaf,
+    hooked for many steps, is its current one.
     """
     return tensor.detach() if tensor.is_leaf else tensor.detach().clone()

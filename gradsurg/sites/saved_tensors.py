@@ -16,7 +16,7 @@ from gradsurg.sites._tensor_origins import Sort, Sorts
 from gradsurg.sites.base import HookRegistry, Place, PlaceTest, SiteHook, Stage
 from gradsurg.sites.call_tracker import Calls
 from gradsurg.sites.graph_tracer import CallGraph, NodePlace, Tracer, around, plain
-from gradsurg.sites.nodes import fits
+from gradsurg.sites.nodes import fits_node
 from gradsurg.sites.selection import (
     ModuleSelector,
     Pattern,
@@ -41,7 +41,7 @@ class SavedTensors(ModuleSelector):
     The forward is as it was; the backward computes with what the transform makes of the saved
     tensors, as with activations kept in few bits. Every floating tensor that is saved while a call
     of a matching module runs is a site, `name#call.number`, in the order of saving; of modules
-    inside one another it belongs to the innermost that fits. `node` picks those of one kind of
+    inside one another it belongs to the innermost that fits_node. `node` picks those of one kind of
     autograd node, a name, a pattern or a family as at `Nodes`; then the site is that of the node
     with the name PyTorch gives to what it has saved, `act#0/ReluBackward[0].result`. The pattern
     `block` stands for all that is saved while the block is open, outside of modules too, but in
@@ -89,7 +89,7 @@ class SavedTensors(ModuleSelector):
             return said
         if place.node is None:
             return None
-        return said if fits(place.node, self.node) else False
+        return said if fits_node(place.node, self.node) else False
 
     def place_if_added(self, thing: nn.Module | Tensor) -> Place | None:
         return Place(self.mechanism, BLOCK) if self.pattern == BLOCK else None

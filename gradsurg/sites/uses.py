@@ -1,4 +1,4 @@
-"""Uses: the gradient of one use of a tensor, before those of all its uses are summed."""
+"""Uses: the gradient of each use of a tensor, before autograd sums them."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -31,8 +31,8 @@ CONSTANT = "a constant to torch.func, which was not given it"
 NO_USE = "no use of it inside the model's call"
 
 
-class Used(NamedTuple):
-    """A tensor that may be used: what a call returned, or a parameter with its other names."""
+class UsedTensor(NamedTuple):
+    """A tensor that may be used: the output of a module call, or a parameter."""
 
     site: str
     place: Place
@@ -43,20 +43,19 @@ class Used(NamedTuple):
 class Uses(Selector):
     """Each use of the module outputs and of the parameters whose name fits `pattern`.
 
-    A hook on a tensor gets the sum over all its uses, once; here every operation that takes the
-    tensor is a site of its own, by a posthook on that node. `use` picks the n-th of them, in the
-    order in which they were made; an operation that takes a tensor twice is two. Site ids are
-    `encoder.0#0/use[1]`, with the path of the tensor before the slash where a module returns
-    several, and `embed.weight/use[0]`. The model itself is `root`, which a pattern must spell out.
+    A tensor hook gets the sum over all uses of a tensor. Here each operation that takes the tensor
+    is a site of its own, hooked by a node posthook. `use` picks the n-th use, in the order in which
+    the operations ran; an operation that takes a tensor twice counts twice. Site ids are
+    `encoder.0#0/use[1]` (with the path of the tensor before the slash if a module returns several)
+    and `embed.weight/use[0]`. The model itself is `root`, which a pattern must spell out.
 
-    Only uses inside the outermost module call are found, and those that an output of it depends on:
-    a use in the loss is not. A view of the tensor is one use, whatever is made of the view, as is a
-    weight's cast under autocast; what changes the tensor in place is its last. Modules that return
-    one and the same tensor share its uses. In a reentrant checkpoint uses are met in the backward,
-    where those of a parameter are counted from 0 again in each recomputation; that of what the
-    checkpoint returns is not found. What stands for a parameter in a `functional_call` goes by its
-    name. Raises LookupError after the first forward if no use is
-    selected.
+    Only uses inside the outermost module call on which an output depends are found: not one in the
+    loss. A view of the tensor is one use, as is the cast of a weight under autocast; an operation
+    that changes the tensor in place is its last use. Modules that return the same tensor share its
+    uses. In a reentrant checkpoint uses are hooked in the backward pass, and those of a parameter
+    are counted from 0 in each recomputation; uses of the tensors that it returns are not found. A
+    tensor that replaces a parameter in a `functional_call` has the name of the parameter. Raises
+    LookupError after the first forward if no use is selected.
     """
 
     pattern: Pattern
@@ -77,11 +76,11 @@ class Uses(Selector):
         return None if place.occurrence is None else place.occurrence == self.use
 
     def find(self, model: nn.Module, test: PlaceTest | None = None) -> list[str]:
-        modules, params = self._chosen(model, test or self.selects)
+        modules, params = self._candidates(model, test or self.selects)
         if not modules and not params:
-            names = [name for own in names_of(model).values() for name in own if name != ROOT]
-            names += params_of(model)
-            raise nothing_matched(self, "pattern", self.pattern, names)
+            choices = [name for own in names_of(model).values() for name in own if name != ROOT]
+            choices += params_of(model)
+            raise nothing_matched(self, "pattern", self.pattern, choices)
         if not modules and not any(param.requires_grad for param in params):
             frozen = ", ".join(used.site for used in params.values())
             raise SelectionError(
@@ -99,7 +98,7 @@ class Uses(Selector):
         registry: HookRegistry,
         stack: ExitStack,
     ) -> None:
-        modules, params = self._chosen(model, registry.selects)
+        modules, params = self._candidates(model, registry.selects)
         for names in modules.values():
             registry.expect(names[0])
         for param, used in params.items():
@@ -108,50 +107,50 @@ class Uses(Selector):
             place.owner for used in params.values() for place in (used.place, *used.place.aliases)
         }
         chosen = {*modules, *(owner for owner in owners if owner is not None)}
-        take = _Take(self, modules, params, registry)
+        hook_uses = _UseHooker(self, modules, params, registry)
         followed = around(names_of(model), chosen, inside=False)
-        Tracer().follow(model, followed, take, stack, outputs=set(modules))
+        Tracer().follow(model, followed, hook_uses, stack, outputs=set(modules))
 
-    def _chosen(
+    def _candidates(
         self, model: nn.Module, test: PlaceTest
-    ) -> tuple[dict[nn.Module, list[str]], dict[nn.Parameter, Used]]:
-        """The modules and the parameters that may be selected, with their names."""
+    ) -> tuple[dict[nn.Module, list[str]], dict[nn.Parameter, UsedTensor]]:
+        """Return the modules and the parameters that may be selected, with their names."""
         modules: dict[nn.Module, list[str]] = {}
         places: dict[nn.Parameter, list[Place]] = {}
         for module, names in names_of(model).items():
-            kept = [n for n in names if test(Place(self.mechanism, n, module)) is not False]
-            if kept:
-                modules[module] = kept
+            selected = [n for n in names if test(Place(self.mechanism, n, module)) is not False]
+            if selected:
+                modules[module] = selected
             for prefix in names:
                 for own, param in module.named_parameters(recurse=False, remove_duplicate=False):
                     name = own if prefix == ROOT else f"{prefix}.{own}"
                     place = Place(self.mechanism, name, param, owner=module)
                     places.setdefault(param, []).append(place)
-        params: dict[nn.Parameter, Used] = {}
+        params: dict[nn.Parameter, UsedTensor] = {}
         for param, (first, *others) in places.items():
             place = replace(first, aliases=tuple(others))
             if test(place) is not False:
-                params[param] = Used(place.name, place, tuple(other.name for other in others))
+                params[param] = UsedTensor(place.name, place, tuple(one.name for one in others))
         return modules, params
 
 
-class _Take:
-    """Hooks the uses in the graph of each outermost call."""
+class _UseHooker:
+    """Hooks the uses in the graph of each outermost module call."""
 
     def __init__(
         self,
         selector: Uses,
         modules: dict[nn.Module, list[str]],
-        params: dict[nn.Parameter, Used],
+        params: dict[nn.Parameter, UsedTensor],
         registry: HookRegistry,
     ) -> None:
         self.selector = selector
         self.modules = modules
         self.params = params
         self.registry = registry
-        self.known: dict[tuple[str, int], bool] = {}
-        self.met: set[str] = set()
-        self.told: set[str] = set()
+        self.decisions: dict[tuple[str, int], bool] = {}
+        self.hooked: set[str] = set()
+        self.resolved: set[str] = set()  # tensors whose placeholder has left the ledger
 
     def __call__(self, graph: CallGraph) -> None:
         if graph.empty:
@@ -160,76 +159,77 @@ class _Take:
         counts: Counter[Edge] = Counter()
         hooks: defaultdict[Node, list[tuple[int, SiteHook]]] = defaultdict(list)
         for edge, node, index in graph.uses(tensors):
-            gate = self._gate(tensors[edge], counts[edge])
+            hook = self._hook_for(tensors[edge], counts[edge])
             counts[edge] += 1
-            if gate is not None:
-                hooks[node].append((index, gate))
+            if hook is not None:
+                hooks[node].append((index, hook))
         for node, pairs in hooks.items():
             node.register_hook(posthook(pairs))
-        found = {used.site: counts[edge] for edge, owners in tensors.items() for used in owners}
-        if not hooks and not self.met and graph.whole and not graph.hides_nodes():
-            raise self._nothing(found)
+        uses = {used.site: counts[edge] for edge, owners in tensors.items() for used in owners}
+        if not hooks and not self.hooked and graph.whole and not graph.hides_nodes():
+            raise self._nothing_selected(uses)
         for used in (used for owners in tensors.values() for used in owners):
-            if used.site in self.told:
+            if used.site in self.resolved:
                 continue
-            if found[used.site]:
-                self._told(used)
+            if uses[used.site]:
+                self._resolve(used)
             elif graph.whole:
-                self._leave_out(used, NO_USE)
+                self._skip(used, NO_USE)
 
-    def _tensors(self, graph: CallGraph) -> dict[Edge, list[Used]]:
-        """The tensors whose uses are looked for, each by its edge with all that it goes by."""
-        tensors: dict[Edge, list[Used]] = {}
+    def _tensors(self, graph: CallGraph) -> dict[Edge, list[UsedTensor]]:
+        """Return the tensors whose uses are looked for, each edge with all its names."""
+        tensors: dict[Edge, list[UsedTensor]] = {}
         mechanism = self.selector.mechanism
         for call, path, edge in graph.returned:
-            used = Used(call.id + path, Place(mechanism, call.name, call.module, call.number))
+            used = UsedTensor(call.id + path, Place(mechanism, call.name, call.module, call.number))
             if edge[0] is not None:
                 tensors.setdefault(edge, []).append(used)
             elif graph.whole:
-                self._leave_out(used, NO_GRADIENT)
+                self._skip(used, NO_GRADIENT)
         for param, used in self.params.items():
-            now = _now(param, used.place)
-            if not now.requires_grad:
+            current = _current(param, used.place)
+            if not current.requires_grad:
                 continue
-            if autograd.in_functorch() and not autograd.is_wrapped(now):
-                self._leave_out(used, CONSTANT)
+            if autograd.in_functorch() and not autograd.is_wrapped(current):
+                self._skip(used, CONSTANT)
             else:
-                tensors.setdefault(get_gradient_edge(now)[:2], []).append(used)
+                tensors.setdefault(get_gradient_edge(current)[:2], []).append(used)
         return tensors
 
-    def _gate(self, owners: list[Used], number: int) -> SiteHook | None:
-        """The gate of a use: that of the first owner which is selected; the others are aliases."""
-        chosen = [used for used in owners if self._keeps(used, number)]
-        if not chosen:
+    def _hook_for(self, owners: list[UsedTensor], number: int) -> SiteHook | None:
+        """Return the hook of a use, whose site is the first selected owner; others are aliases."""
+        selected = [used for used in owners if self._selects(used, number)]
+        if not selected:
             return None
-        names = [name for used in chosen for name in (used.site, *used.aliases)]
+        names = [name for used in selected for name in (used.site, *used.aliases)]
         first, *others = (f"{name}/use[{number}]" for name in names)
-        if first not in self.met:
-            self.met.add(first)
+        if first not in self.hooked:
+            self.hooked.add(first)
             self.registry.expect(first, others)
         return self.registry.hook_for(first)
 
-    def _keeps(self, used: Used, number: int) -> bool:
+    def _selects(self, used: UsedTensor, number: int) -> bool:
         key = used.site, number
-        if key not in self.known:
+        if key not in self.decisions:
             place = replace(used.place, occurrence=number, whole=True)
-            self.known[key] = bool(self.registry.selects(place))
-        return self.known[key]
+            self.decisions[key] = bool(self.registry.selects(place))
+        return self.decisions[key]
 
-    def _leave_out(self, used: Used, why: str) -> None:
-        """An expected site has no uses: say why, once."""
-        if used.site not in self.told:
-            self._told(used)
-            self.registry.expect(f"{used.site}/use[{self.selector.use or 0}]", skipped=why)
+    def _skip(self, used: UsedTensor, reason: str) -> None:
+        """Record once why a tensor has no uses."""
+        if used.site not in self.resolved:
+            self._resolve(used)
+            self.registry.expect(f"{used.site}/use[{self.selector.use or 0}]", skipped=reason)
 
-    def _told(self, used: Used) -> None:
-        """The site that was expected before the call is known by its uses now."""
-        self.told.add(used.site)
+    def _resolve(self, used: UsedTensor) -> None:
+        """Remove the site expected before the call from the ledger: its uses take its place."""
+        self.resolved.add(used.site)
         thing = used.place.thing
-        self.registry.forget(self.modules[thing][0] if isinstance(thing, nn.Module) else used.site)
+        name = self.modules[thing][0] if isinstance(thing, nn.Module) else used.site
+        self.registry.forget(name)
 
-    def _nothing(self, found: Mapping[str, int]) -> SelectionError:
-        uses = ", ".join(f"{site}: {count}" for site, count in found.items()) or "none"
+    def _nothing_selected(self, counts: Mapping[str, int]) -> SelectionError:
+        uses = ", ".join(f"{site}: {count}" for site, count in counts.items()) or "none"
         given = " What torch.func was not given is a constant there." * autograd.in_functorch()
         return SelectionError(
             self.selector,
@@ -240,8 +240,8 @@ class _Take:
         )
 
 
-def _now(param: nn.Parameter, place: Place) -> Tensor:
-    """What its module takes for the parameter now, as during a `functional_call`."""
+def _current(param: nn.Parameter, place: Place) -> Tensor:
+    """Return the tensor in place of the parameter, which `functional_call` may replace."""
     table = {} if place.owner is None else place.owner._parameters
-    now = table.get(place.name.rpartition(".")[2])
-    return param if now is None else now
+    current = table.get(place.name.rpartition(".")[2])
+    return param if current is None else current

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import gradsurg as gs
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.plugins.fields import FieldError
-from gradsurg.sites.nodes import FAMILIES, fits
+from gradsurg.sites.nodes import FAMILIES, fits_node
 from gradsurg.torch_internals import autograd
 from tests.nets import attached, backward, gradients, noisy, num_hooks, sgd, small, train
 from tests.sites.points import calls_of, grad_of, point
@@ -951,7 +951,7 @@ def test_a_name_fits_every_overload_and_a_spelled_out_one_its_own(pattern, found
 def test_every_name_of_a_family_is_one_of_torch(family: str) -> None:
     known = {name for name in dir(torch._C._functions) if "BackwardBackward" not in name}
     for name in FAMILIES[family]:
-        assert any(fits(own, name) for own in known), name
+        assert any(fits_node(own, name) for own in known), name
 
 
 X, IMAGE = torch.linspace(-1, 1, 12).view(3, 4), torch.linspace(-1, 1, 18).view(1, 2, 3, 3)
