@@ -108,17 +108,19 @@ class Figure:
 
 def write_figures(report: StudyReport, folder: Path) -> list[Path]:
     """Write each figure that has data as SVG, PNG and PDF; return the PNG files."""
+    return [write_figure(figure, folder) for figure in figures(report)]
+
+
+def write_figure(figure: Figure, folder: Path) -> Path:
+    """Write a figure as SVG, PNG and PDF; return the PNG file."""
     import vl_convert
 
-    written = []
-    for figure in figures(report):
-        svg = vl_convert.vegalite_to_svg(figure_spec(figure))
-        (folder / f"{figure.name}.svg").write_text(svg)
-        (folder / f"{figure.name}.pdf").write_bytes(vl_convert.svg_to_pdf(svg))
-        png = folder / f"{figure.name}.png"
-        png.write_bytes(vl_convert.svg_to_png(svg, scale=SCALE))
-        written.append(png)
-    return written
+    svg = vl_convert.vegalite_to_svg(figure_spec(figure))
+    (folder / f"{figure.name}.svg").write_text(svg)
+    (folder / f"{figure.name}.pdf").write_bytes(vl_convert.svg_to_pdf(svg))
+    png = folder / f"{figure.name}.png"
+    png.write_bytes(vl_convert.svg_to_png(svg, scale=SCALE))
+    return png
 
 
 def figures(report: StudyReport) -> Iterator[Figure]:

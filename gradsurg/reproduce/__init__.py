@@ -1,1 +1,1 @@
-"""Published claims, run again and held against bands that were stated before."""
+"""Run published claims again and compare the results with bands stated beforehand."""

@@ -1,4 +1,4 @@
-"""The command: a claim is run, held against its bands, and said to hold or not."""
+"""The command line of a reproduction: run a paper's studies, judge them, print and record."""
 
 import argparse
 import re
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradsurg.effects.tables import aligned
+from gradsurg.experiments import ROOT
 from gradsurg.report.load import NotAStudy
 from gradsurg.reproduce.expected import (
     Drawing,
@@ -16,57 +17,59 @@ from gradsurg.reproduce.expected import (
     papers,
     read_expected,
 )
-from gradsurg.reproduce.foreseen import faults_of
-from gradsurg.reproduce.judging import HOLDS as HOLD
-from gradsurg.reproduce.judging import TOLD, judge
-from gradsurg.reproduce.record import (
+from gradsurg.reproduce.judge import (
+    HOLDS,
+    REPORTED,
     Record,
-    keep,
+    judge,
+    make_record,
     markdown,
     read_record,
-    record_of,
     write_between,
+    write_record,
 )
-from gradsurg.reproduce.running import Study, plan_study, run_study
+from gradsurg.reproduce.studies import FinishedStudy, missing_measurements, plan_study, run_study
 
-PLACES = ("out=", "hydra", "task.root=", "threads=", "device=", "logger=", "report=", "force=")
-"""The words that change nothing of what is asked."""
-MINUTES = 5  # the column that the front table does without
-HOLDS, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
+NEUTRAL = ("out=", "hydra", "task.root=", "threads=", "device=", "logger=", "report=", "force=")
+"""Beginnings of overrides that leave the question of a study as it is."""
+ALL_HOLD, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
-def main(root: Path, words: Sequence[str]) -> int:
-    """Do what the command line asks for, of the project at `root`; the exit code.
+def main(words: Sequence[str], root: Path | None = ROOT) -> int:
+    """Run the command on the checkout `root` and return the exit code.
 
-    It is 0 if every band holds, 1 if one does not, 2 if the command or an `expected.yaml` is wrong.
+    0: every band holds, 1: one does not, 2: the command or an `expected.yaml` is wrong, or there is
+    no checkout.
     """
-    asked = _parser().parse_intermixed_args(words)
-    chosen = [word for word in asked.words if "=" not in word]
-    overrides = [word for word in asked.words if "=" in word]
+    if root is None:
+        print("reproduce needs a checkout of gradsurg: a wheel has no experiments", file=sys.stderr)
+        return WRONG_INPUT
+    arguments = _parser().parse_intermixed_args(words)
+    chosen = [word for word in arguments.words if "=" not in word]
+    overrides = [word for word in arguments.words if "=" in word]
     try:
-        if asked.all or asked.list or asked.table:
+        if arguments.all or arguments.list or arguments.table:
             chosen = papers(root)
         if not chosen:
             raise WrongExperiment(f"name a paper. There are: {', '.join(papers(root)) or 'none'}.")
         expected = {paper: read_expected(root, paper) for paper in chosen}
-        if asked.list:
+        if arguments.list:
             print(_list(root, expected))
-            return HOLDS
-        if asked.table:
-            return _table(root, expected, asked.write)
-        form: Form = "full" if asked.full or asked.cost else "quick"
+            return ALL_HOLD
+        if arguments.table:
+            return _table(root, expected, arguments.write)
+        form: Form = "full" if arguments.full or arguments.cost else "quick"
         if lacking := [paper for paper in chosen if form == "full" and not expected[paper].full]:
             raise WrongExperiment(f"{', '.join(lacking)}: there is no full form")
-        if asked.cost:
+        if arguments.cost:
             print("\n".join(_cost(root, paper, expected[paper], overrides) for paper in chosen))
-            return HOLDS
-        if asked.write and (other := [word for word in overrides if not word.startswith(PLACES)]):
-            rule = "--write keeps what the study itself asks for"
+            return ALL_HOLD
+        if arguments.write and (other := _changing(overrides)):
+            rule = "--write records the study as it is configured"
             raise WrongExperiment(f"{rule}: leave out {' '.join(other)}, or --write")
-        folder = root / "experiments"
-        whole = [
-            _one(folder / paper, own, form, overrides, asked.write)
-            for paper, own in expected.items()
+        results = [
+            _reproduce(root / "experiments" / paper, claim, form, overrides, arguments.write)
+            for paper, claim in expected.items()
         ]
     except (WrongExperiment, NotAStudy) as error:
         print(error, file=sys.stderr)
@@ -74,73 +77,81 @@ def main(root: Path, words: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         return INTERRUPTED
-    return HOLDS if all(whole) else FAILED
+    return ALL_HOLD if all(results) else FAILED
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "reproduce.py",
-        description="Run a published claim again and hold it against its bands.",
+        description="Run a published claim again and compare it with the bands stated for it.",
         allow_abbrev=False,
     )
-    text = "papers, and words for the runner, as hydra/launcher=joblib or out=elsewhere"
+    text = "papers, and overrides for the runner, as hydra/launcher=joblib or out=elsewhere"
     parser.add_argument("words", nargs="*", metavar="paper", help=text)
     parser.add_argument("--full", action="store_true", help="at the paper's scale")
-    text = "what the full form would take, by the steps of the quick one; nothing is run"
+    text = "estimate the time of the full form from the quick form's steps; nothing is run"
     parser.add_argument("--cost", action="store_true", help=text)
     parser.add_argument("--all", action="store_true", help="all papers")
     parser.add_argument("--list", action="store_true", help="the papers, their claims and verdicts")
-    parser.add_argument("--table", action="store_true", help="the front table, from what was kept")
-    text = "keep what was measured in experiments/, with --table the tables there and in README.md"
+    parser.add_argument("--table", action="store_true", help="the claims' table, from the records")
+    text = "write the record, figure and tables to experiments/; with --table its README.md"
     parser.add_argument("--write", action="store_true", help=text)
     return parser
 
 
-def _one(folder: Path, expected: Expected, form: Form, words: Sequence[str], write: bool) -> bool:
-    """Run the paper of a folder and tell what came of it; whether every band holds."""
+def _changing(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides that make it another study."""
+    return [word for word in overrides if not word.startswith(NEUTRAL)]
+
+
+def _reproduce(
+    folder: Path, expected: Expected, form: Form, overrides: Sequence[str], write: bool
+) -> bool:
+    """Run a paper's studies, print the bands and return whether all hold."""
     paper = folder.name
-    other = [word for word in words if not word.startswith(PLACES)]
+    other = _changing(overrides)
     names = expected.studies(form)
-    planned = {key: plan_study(name, words) for key, name in names.items()}
-    foreseen = {key: own.runs for key, own in planned.items()}
-    # asked for with other words it is another study, which may have other runs
-    if not other and (faults := faults_of(expected, foreseen)):
+    plans = {key: plan_study(name, overrides) for key, name in names.items()}
+    planned = {key: plan.runs for key, plan in plans.items()}
+    # with other overrides it is another study, which may have other runs
+    if not other and (faults := missing_measurements(expected, planned)):
         raise WrongExperiment("\n".join(f"{paper}: {fault}" for fault in faults))
-    studies = {key: run_study(name, words, planned[key]) for key, name in names.items()}
+    studies = {key: run_study(name, overrides, plans[key]) for key, name in names.items()}
     runs = {key: study.runs for key, study in studies.items()}
-    judged = judge(expected, runs)
+    judgements = judge(expected, runs)
     minutes = sum(study.minutes for study in studies.values())
     step_ms = {key: study.step_ms for key, study in studies.items()}
-    record = record_of(expected, form, judged, runs, minutes, step_ms)
+    record = make_record(expected, form, judgements, runs, minutes, step_ms)
     figure = _figure(expected, studies)
     print(f"\n{paper}: {expected.claim}\n{expected.source}\n")
     rows = [["band", "stated", "measured", "runs", ""]]
-    for one in judged:
-        found = [one.band.name, one.band.bounds, one.measured, str(len(one.values))]
-        rows.append([*found, one.said])
+    for item in judgements:
+        cells = [item.band.name, item.band.bounds, item.measured, str(len(item.values))]
+        rows.append([*cells, item.result])
     print(aligned(rows))
     if figure is None and expected.figure:
-        print("figure: none, no run has what it shows")
+        print("figure: none, no run has the numbers that it shows")
     elif figure is not None:
         print(f"figure: {figure}")
-    asked = f", with {' '.join(other)}, which is not what the claim is about" if other else ""
-    print(f"{paper}, {form} form: {record['verdict']}{_conditions(expected)}{asked}")
-    for one in judged:
-        if not one.holds:
-            print(f"{one.band.name} does not hold: {one.band.says} Found: {one.measured}.")
+    conditions = f" ({expected.conditions})" if expected.conditions else ""
+    changed = f", with {' '.join(other)}, which is not what the claim is about" if other else ""
+    print(f"{paper}, {form} form: {record['verdict']}{conditions}{changed}")
+    for item in judgements:
+        if not item.holds:
+            print(f"{item.band.name} does not hold: {item.band.says} Found: {item.measured}.")
     if write:
-        keep(folder, record, figure)
-    return all(one.holds for one in judged)
+        write_record(folder, record, figure)
+    return all(item.holds for item in judgements)
 
 
-def _cost(root: Path, paper: str, expected: Expected, words: Sequence[str]) -> str:
-    """The steps of the full form, and the hours that they would take at what the quick one took."""
+def _cost(root: Path, paper: str, expected: Expected, overrides: Sequence[str]) -> str:
+    """Return the steps of the full form, and its hours at the quick form's time per step."""
     record = read_record(root / "experiments" / paper) or {}
     measured = record.get("step_ms", {})
     steps, hours, unknown = 0, 0.0, False
     for key, name in expected.studies("full").items():
         try:
-            planned = plan_study(name, words).steps
+            planned = plan_study(name, overrides).steps
         except WrongExperiment as error:
             return f"{paper}: {error}"
         steps += planned
@@ -151,15 +162,11 @@ def _cost(root: Path, paper: str, expected: Expected, words: Sequence[str]) -> s
     return f"{paper}: {steps:,} steps, {hours:.3g} hours of one core at the quick form's pace"
 
 
-def _conditions(expected: Expected) -> str:
-    return f" ({expected.conditions})" if expected.conditions else ""
-
-
-def _figure(expected: Expected, studies: dict[str, Study]) -> Path | None:
-    """The paper's figure, drawn here or by the report of its first study; None if there is none."""
+def _figure(expected: Expected, studies: dict[str, FinishedStudy]) -> Path | None:
+    """Draw the paper's figure, or take it from the report of its first study; None if missing."""
     folder = studies[expected.quick[0]].folder / "report"
     if isinstance(expected.figure, Drawing):
-        from gradsurg.reproduce.figures import draw  # matplotlib takes a second
+        from gradsurg.reproduce.figures import draw  # plotting libraries take a second to import
 
         shown = expected.figure.studies or tuple(studies)
         return draw(expected.figure, [run for key in shown for run in studies[key].runs], folder)
@@ -169,42 +176,36 @@ def _figure(expected: Expected, studies: dict[str, Study]) -> Path | None:
 
 def _list(root: Path, expected: dict[str, Expected]) -> str:
     rows = [["paper", "verdict", "minutes", "claim"]]
-    for paper, own in expected.items():
+    for paper, claim in expected.items():
         record = read_record(root / "experiments" / paper)
-        rows.append([paper, *_kept(record), own.claim])
+        rows.append([paper, *_verdict_and_minutes(record), claim.claim])
     return aligned(rows, left=4)
 
 
-def _kept(record: Record | None) -> tuple[str, str]:
+def _verdict_and_minutes(record: Record | None) -> tuple[str, str]:
     return (record["verdict"], f"{record['minutes']:g}") if record else ("not measured", "-")
 
 
 def _measured(expected: Expected, record: Record) -> str:
-    """What was measured, in the words of the claim, and how many bands hold."""
+    """Return the sentence `front` with its numbers filled in, and how many bands hold."""
     values = {band["name"]: band["over_seeds"] for band in record["bands"]}
-    judged = [band["said"] for band in record["bands"] if band["said"] != TOLD]
-    held = f"{judged.count(HOLD)} of {len(judged)} bands hold"
-    told = re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], "-"), expected.front)
-    return f"{told}; {held}" if told else held
+    results = [band["said"] for band in record["bands"] if band["said"] != REPORTED]
+    held = f"{results.count(HOLDS)} of {len(results)} bands hold"
+    text = re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], "-"), expected.front)
+    return f"{text}; {held}" if text else held
 
 
 def _table(root: Path, expected: dict[str, Expected], write: bool) -> int:
-    """The front table; with `write` into the index too."""
-    rows = [["paper", "claim", "published", "measured here", "verdict", "minutes"]]
-    for paper, own in expected.items():
+    """Print the claims' table; with `write` put it into experiments/README.md."""
+    rows = [["paper", "claim", "published", "measured here", "verdict", "minutes", "command"]]
+    for paper, claim in expected.items():
         record = read_record(root / "experiments" / paper)
-        verdict, minutes = _kept(record)
-        measured = _measured(own, record) if record else "-"
-        link = f"[`{paper}`](experiments/{paper}/README.md)"
-        rows.append([link, own.claim, own.published, measured, verdict, minutes])
-    print(markdown(rows))
+        verdict, minutes = _verdict_and_minutes(record)
+        measured = _measured(claim, record) if record else "-"
+        link, command = f"[`{paper}`]({paper}/README.md)", f"`python scripts/reproduce.py {paper}`"
+        rows.append([link, claim.claim, claim.published, measured, verdict, minutes, command])
+    table = markdown(rows)
+    print(table)
     if write:
-        index = [[row[0].replace("(experiments/", "("), *row[1:]] for row in rows]
-        index = [[*index[0], "command"]] + [
-            [*row, f"`python scripts/reproduce.py {paper}`"]
-            for row, paper in zip(index[1:], expected, strict=True)
-        ]
-        write_between(root / "experiments" / "README.md", markdown(index))
-        front = [[cell for place, cell in enumerate(row) if place != MINUTES] for row in rows]
-        write_between(root / "README.md", markdown(front))
-    return HOLDS
+        write_between(root / "experiments" / "README.md", table)
+    return ALL_HOLD

@@ -1,4 +1,4 @@
-"""What a paper is expected to show: its claim and bands, as `expected.yaml` states them."""
+"""A paper's claim, its studies and the bands that they must meet, read from `expected.yaml`."""
 
 import re
 from pathlib import Path
@@ -17,21 +17,26 @@ Form = Literal["quick", "full"]
 
 
 class WrongExperiment(ValueError):
-    """An experiment that is not there, or not whole; one sentence."""
+    """A missing or faulty experiment; the message is one sentence."""
 
 
 @validated
 class Band:
-    """Where a number has to lie, from `low` to `high`, both included.
+    """An interval, from `low` to `high` inclusive, for a number of some runs of a study.
 
-    `runs` says of which runs of `study` (of the only one, if empty): by their `label`, or by keys
-    of their config, as `task.start`. `metric` is an outcome of a run, or a sum or a difference of
-    some: `test/x1 + test/x2`. It is taken `at` the end, or from the rows of `metrics.jsonl`: at its
-    most, its least, or at a step. `effect/<transform>/<site>/<number>` is taken from those of
-    `effects.jsonl`. With `minus` the value of the run of the same seed among those runs is taken
-    off. Each of the runs has to lie there, or with `of` their mean, or their total; `count` is how
-    many runs there have to be. Without `low` and `high` it is told what was measured, and nothing
-    is held against it.
+    Args:
+        says: The band in a sentence.
+        metric: An outcome of a run, a sum or difference of outcomes (`test/x1 + test/x2`), or
+            `effect/<transform>/<site>/<number>`, read from `effects.jsonl`.
+        of: The number that must lie in the band: `every` run's, their `mean` or their `total`.
+        at: Take the metric at the `end`, or from the rows of `metrics.jsonl` its maximum (`most`),
+            minimum (`least`) or value at a step.
+        study: A study of `quick`; may be empty if there is only one.
+        runs: The runs, by `label` or by keys of their config, as `task.start`.
+        minus: Runs whose value of the same seed is subtracted.
+        count: The required number of runs.
+
+    Without `low` and `high` the measured number is reported and not judged.
     """
 
     name: Text
@@ -47,36 +52,36 @@ class Band:
     count: Annotated[int, Field(ge=1)] | None = None
 
     def __post_init__(self) -> None:
-        if self.of == "total" and self.count is None and not self.is_told:
+        if self.of == "total" and self.count is None and not self.is_unbounded:
             raise Contradiction("count", "is required with of=total")
         if self.low is not None and self.high is not None and self.low > self.high:
             raise Contradiction("low", f"must be <= high, found low={self.low}, high={self.high}")
 
     def holds(self, value: float) -> bool:
-        """Whether a value lies in it; NaN does not."""
+        """Return whether a value lies in the band; NaN does not."""
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
     @property
     def quantity(self) -> str:
-        """What is measured, as `test/accuracy, most` or `test/loss at step 300`."""
+        """A description of the number: `test/accuracy, most` or `test/loss at step 300`."""
         if self.at == "end":
             return self.metric
         return f"{self.metric} at step {self.at}" if self.at_step else f"{self.metric}, {self.at}"
 
     @property
     def at_step(self) -> int | None:
-        """The step that it is taken at, if it is one."""
+        """The step at which the metric is taken, None for the end and for extremes."""
         return self.at if isinstance(self.at, int) else None
 
     @property
-    def is_told(self) -> bool:
-        """Whether it has no bounds to be held against."""
+    def is_unbounded(self) -> bool:
+        """Whether the number is reported only."""
         return self.low is None and self.high is None
 
     @property
     def bounds(self) -> str:
-        """`>= 0.99`, `<= 0.01` or `-8.6 to -8.2`."""
-        if self.is_told:
+        """The band as text: `>= 0.99`, `<= 0.01` or `-8.6 to -8.2`; `-` without bounds."""
+        if self.is_unbounded:
             return "-"
         if self.low is None:
             return f"<= {self.high:g}"
@@ -85,11 +90,12 @@ class Band:
 
 @validated
 class Drawing:
-    """A figure of all arms: a metric over the steps (`curves`), what its seeds came to
-    (`outcomes`), or what an examination found layer by layer, all names of numbers that begin with
-    `metric`, and pictures that it kept (`maps`); in `studies` (in all of them, if empty). With
-    `alignment` the metric is a transform, and what is drawn the angle by which it turns the
-    gradient at each site.
+    """A figure of all arms of `studies`, or of every study if that is empty.
+
+    `curves` has `metric` over the steps; `outcomes` has its value for each seed; `maps` has the
+    numbers of an examination, whose names begin with `metric`, layer by layer, and the pictures
+    saved by it. For `alignment` the metric is a transform, and the figure has the angle between the
+    gradient before and after it, at each site.
     """
 
     kind: Literal["curves", "outcomes", "maps", "alignment"]
@@ -99,12 +105,13 @@ class Drawing:
 
 @validated
 class Expected:
-    """A claim, the studies that ask about it in each form, and what they must show.
+    """A claim, the studies that test it in each form, and their bands.
 
-    `conditions` are those under which alone the bands are stated, where the published ones are
-    others; `figure` is a figure of the report of the first study, without its ending, or says what
-    to draw. `front` is what the front table says was measured, `{name}` in it a band's value: of
-    runs with a seed each their mean and its interval.
+    Args:
+        conditions: How the conditions here differ from the published ones.
+        figure: A drawing, or the name of a figure in the report of the first study.
+        front: The result in the claims' table; `{name}` stands for the value of a band: for runs of
+            several seeds their mean and its interval.
     """
 
     claim: Text
@@ -123,7 +130,7 @@ class Expected:
             raise Contradiction("bands", f"must have a name each, found {twice[0]} twice")
         if self.full and len(self.full) != len(self.quick):
             raise Contradiction("full", "must be as many studies as quick, in the same order")
-        if unknown := [name for name in told_in(self.front) if name not in names]:
+        if unknown := [name for name in _names_in(self.front) if name not in names]:
             raise Contradiction("front", f"names no band {{{unknown[0]}}}")
         for band in self.bands:
             if band.study not in (self.quick if len(self.quick) > 1 else ("", *self.quick)):
@@ -136,31 +143,31 @@ class Expected:
                 raise Contradiction("figure", f"must name studies of quick, found {study}. {near}")
 
     def studies(self, form: Form) -> dict[str, str]:
-        """What each study of the quick form is in `form`."""
+        """Return the names of the studies in `form`, by those of the quick form."""
         return dict(zip(self.quick, self.full if form == "full" else self.quick, strict=True))
 
 
-def told_in(front: str) -> list[str]:
-    """The names of the bands whose values a sentence tells."""
+def _names_in(front: str) -> list[str]:
+    """Return the names of the bands in a sentence with `{name}`."""
     return re.findall(r"\{(\w+)\}", front)
 
 
 def papers(root: Path) -> list[str]:
-    """The experiments of the project at `root` that state what they expect."""
+    """Return the experiments of the checkout `root` that have an `expected.yaml`."""
     return sorted(path.parent.name for path in (root / "experiments").glob(f"*/{FILE}"))
 
 
 def read_expected(root: Path, paper: str) -> Expected:
-    """What a paper is expected to show; raises WrongExperiment if that is not there, or wrong."""
+    """Read a paper's `expected.yaml`; WrongExperiment if it is missing or wrong."""
     if paper not in papers(root):
         raise WrongExperiment(f"there is no experiment '{paper}'. {nearest(paper, papers(root))}")
     path = root / "experiments" / paper / FILE
     where = path.relative_to(root)
     try:
-        found = yaml.safe_load(path.read_text())
-        if not isinstance(found, dict):
-            raise WrongExperiment(f"{where}: must be a mapping, found {found!r}")
-        expected = Expected(**found)
+        content = yaml.safe_load(path.read_text())
+        if not isinstance(content, dict):
+            raise WrongExperiment(f"{where}: must be a mapping, found {content!r}")
+        expected = Expected(**content)
     except yaml.YAMLError as error:
         raise WrongExperiment(f"{where}: {' '.join(str(error).split())}") from error
     except FieldError as error:

@@ -14,7 +14,7 @@ from torch.nn import functional
 import gradsurg as gs
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.plugins.fields import FieldError
-from gradsurg.reproduce.foreseen import foresee
+from gradsurg.reproduce.studies import plan_runs
 from gradsurg.surgery.intervention import Intervention
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data
@@ -305,7 +305,7 @@ def test_a_batch_is_of_one_task_and_so_is_an_epoch(root: str, here: Here) -> Non
 def test_what_comes_of_all_tests_is_foreseen(root: str) -> None:
     few = ("num_tasks=2", "num_train=40", "num_test=null", "per_class=2", "verify=false")
     fields = (f"task.{word}" for word in (f"root={root}", *few))
-    (run,) = foresee(built("task=permuted_mnist", *fields, *WORDS)).values()
+    (run,) = plan_runs(built("task=permuted_mnist", *fields, *WORDS)).values()
     assert {"test/forgetting", "train/loss_memory"} <= {*run.ends}
     assert "test/forgetting" not in run.rows
 

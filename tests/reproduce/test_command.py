@@ -11,11 +11,9 @@ import yaml
 from gradsurg.report.load import Found, group
 from gradsurg.reproduce import command
 from gradsurg.reproduce.expected import Drawing, papers, read_expected
-from gradsurg.reproduce.figures import draw
-from gradsurg.reproduce.foreseen import Foreseen
-from gradsurg.reproduce.judging import Judged, judge, said_mean
-from gradsurg.reproduce.maps import draw_maps
-from gradsurg.reproduce.running import Planned, Study
+from gradsurg.reproduce.figures import draw, draw_maps
+from gradsurg.reproduce.judge import Judgement, judge, mean_with_interval
+from gradsurg.reproduce.studies import FinishedStudy, PlannedRun, StudyPlan
 from gradsurg.training.run_directory import RunDirectory
 from tests.conftest import Ended
 
@@ -45,9 +43,9 @@ def found(label: str, seed: int, summary: Mapping[str, object] | None, folder: P
     )
 
 
-def foreseen(label: str, seed: int) -> Foreseen:
+def foreseen(label: str, seed: int) -> PlannedRun:
     known = {"label": label, "seed": seed, "task.start": [1, 2]}
-    return Foreseen(known, 10, ("test/loss", "test/other-loss"), {"train/loss": 5})
+    return PlannedRun(known, 10, ("test/loss", "test/other-loss"), {"train/loss": 5})
 
 
 @pytest.fixture
@@ -81,22 +79,22 @@ def reproduce(
 ) -> Reproduce:
     """The command, with a runner that trains nothing."""
 
-    def run_study(name: str, words: list[str], planned: Planned) -> Study:
+    def run_study(name: str, words: list[str], planned: StudyPlan) -> FinishedStudy:
         folder = root / "runs" / name
         runs = [
             found(*who, None if loss is None else {"test/loss": loss, **TIMES}, folder)
             for who, loss in losses.items()
         ]
-        return Study(folder, runs)
+        return FinishedStudy(folder, runs)
 
-    planned = Planned(
+    planned = StudyPlan(
         root, {f"{label}-{seed}": foreseen(label, seed) for label, seed in losses}, 10
     )
     monkeypatch.setattr(command, "run_study", run_study)
     monkeypatch.setattr(command, "plan_study", lambda name, words: planned)
 
     def reproduced(*words: str) -> Ended:
-        code = command.main(root, words)
+        code = command.main(words, root)
         return Ended(code, *capsys.readouterr())
 
     return reproduced
@@ -189,7 +187,7 @@ def test_runs_that_failed_are_not_left_out_of_a_band(
     assert "Found: 1 of 2 runs: failed." in ended.out
 
 
-def judged_with(root: Path, runs: list[Found], **change: object) -> Judged:
+def judged_with(root: Path, runs: list[Found], **change: object) -> Judgement:
     expect(root, {**MINI, "bands": [{**BAND, "metric": "test/loss", **change}]})
     (judged,) = judge(read_expected(root, "mini"), {"simple_transforms": runs})
     return judged
@@ -204,9 +202,9 @@ def test_the_value_of_the_same_seed_is_taken_off(root: Path) -> None:
     alone = judged_with(root, runs[:3], minus={"label": "none"})
     assert alone.measured == "runs and minus must be one run each of the same seeds"
     assert not alone.holds
-    assert judged_with(root, runs, minus={"label": "sign"}).measured == "no run is meant"
+    assert judged_with(root, runs, minus={"label": "sign"}).measured == "no run has these keys"
     same = judged_with(root, runs, minus={"label": "clip"})
-    assert (same.measured, same.holds) == ("runs and minus mean the same runs", False)
+    assert (same.measured, same.holds) == ("runs and minus are the same runs", False)
     failed = [*runs[:3], found("none", 0, None, root)]
     assert judged_with(root, failed, minus={"label": "none"}).measured == "1 of 4 runs: failed"
 
@@ -227,7 +225,7 @@ def test_the_value_of_the_same_seed_is_taken_off(root: Path) -> None:
 def test_a_mean_is_told_with_the_digits_that_its_interval_leaves_it(
     values: list[float], said: str
 ) -> None:
-    assert said_mean(values) == said
+    assert mean_with_interval(values) == said
 
 
 def test_a_total_is_held_against_the_band(root: Path) -> None:
@@ -247,13 +245,13 @@ def test_without_bounds_a_number_is_told_and_counts_as_no_band(
     ended = reproduce("mini", "--write")
     assert ended.code == 0
     (row,) = [line for line in ended.out.splitlines() if line.startswith("told ")]
-    assert row.split() == ["told", "-", "0.25", "to", "0.5", "2", "told"]
+    assert row.split() == ["told", "-", "0.25", "to", "0.5", "2", "reported"]
     assert "| 0.4 (-1.2 to 2.0); 1 of 1 bands hold |" in reproduce("--table").out
 
 
 def test_what_was_asked_otherwise_is_not_kept(root: Path, reproduce: Reproduce) -> None:
     ended = reproduce("mini", "seeds=1", "--write", "out=there")
-    said = "--write keeps what the study itself asks for: leave out seeds=1, or --write\n"
+    said = "--write records the study as it is configured: leave out seeds=1, or --write\n"
     assert (ended.code, ended.err) == (2, said)
     assert not (root / "experiments" / "mini" / "measured.json").exists()
 
@@ -461,13 +459,9 @@ def test_what_was_measured_is_kept_and_told_in_the_tables(root: Path, reproduce:
     assert "mini   holds    3        Clipping helps." in reproduce("--list").out
     expect(root, {**MINI, "front": "a loss of {low_enough}"})
     told = "a loss of 0.4 (-1.2 to 2.0); 1 of 1 bands hold"
-    row = f"Clipping helps. | 0.4 | {told} | holds | 3 |"
+    row = f"Clipping helps. | 0.4 | {told} | holds | 3 | `python scripts/reproduce.py mini` |"
     assert row in reproduce("--table", "--write").out
-    assert (
-        f"{row} `python scripts/reproduce.py mini` |"
-        in (root / "experiments" / "README.md").read_text()
-    )
-    assert row.removesuffix(" 3 |") in (root / "README.md").read_text()
+    assert row in (root / "experiments" / "README.md").read_text()
 
 
 def test_a_study_without_a_band_stands_in_the_table_of_arms(
@@ -485,7 +479,7 @@ def test_the_cost_of_the_full_form_is_reckoned_from_measured_steps(
     root: Path, reproduce: Reproduce, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expect(root, {**MINI, "full": ["simple_transforms"]})
-    planned = Planned(root, {"a": foreseen("clip", 0)}, 3_600_000)
+    planned = StudyPlan(root, {"a": foreseen("clip", 0)}, 3_600_000)
     monkeypatch.setattr(command, "plan_study", lambda name, words: planned)
     said = "mini: 3,600,000 steps; the quick form has not been measured\n"
     assert reproduce("mini", "--cost").out == said
@@ -517,23 +511,32 @@ def test_a_study_is_run_once_and_other_runs_in_its_folder_are_none_of_it(
     small = ["transform=clip,sign", "model=mlp", "steps=20", "logger=none", f"out={root / 'runs'}"]
     chance = {**MINI["bands"][0], "metric": "test/loss", "high": 10, "runs": {}}
     expect(root, {**MINI, "bands": [chance]})
-    assert command.main(root, ["mini", *small, "seed=0"]) == 0
+    assert command.main(["mini", *small, "seed=0"], root) == 0
     assert "3 to train" in capfd.readouterr().err
-    assert command.main(root, ["mini", *small, "seed=0"]) == 0
+    assert command.main(["mini", *small, "seed=0"], root) == 0
     assert "3 finished before, skipped" in capfd.readouterr().err
-    assert command.main(root, ["mini", *small, "seed=1"]) == 0
+    assert command.main(["mini", *small, "seed=1"], root) == 0
     lines = capfd.readouterr().out.splitlines()
     # those of seed 0 lie in the same folder
     line = next(line for line in lines if line.startswith("low_enough"))
     assert line.split()[-2:] == ["3", "holds"]
 
 
+def test_a_wheel_which_has_no_experiments_is_refused_with_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert command.main(["liu2021"], None) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert "needs a checkout" in printed.err
+
+
 @pytest.mark.slow
 def test_a_wrong_word_for_the_runner_is_told(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert command.main(root, ["mini", "steps=-1"]) == 2
+    assert command.main(["mini", "steps=-1"], root) == 2
     assert "steps: must be >= 0, found -1" in capfd.readouterr().err
 
 
 @pytest.mark.slow
 def test_the_counter_examples_of_error_feedback_hold(tmp_path: Path) -> None:
-    assert command.main(ROOT, ["karimireddy2019", f"out={tmp_path}"]) == 0
+    assert command.main(["karimireddy2019", f"out={tmp_path}"]) == 0

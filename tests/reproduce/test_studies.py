@@ -6,8 +6,13 @@ from pathlib import Path
 import pytest
 
 from gradsurg.reproduce.expected import Band, Drawing, Expected, papers, read_expected
-from gradsurg.reproduce.foreseen import Foreseen, faults_of, foresee
-from gradsurg.reproduce.running import WrongExperiment, plan_study
+from gradsurg.reproduce.studies import (
+    PlannedRun,
+    WrongExperiment,
+    missing_measurements,
+    plan_runs,
+    plan_study,
+)
 from gradsurg.training.run_directory import EFFECTS, METRICS, RunDirectory
 from gradsurg.training.study import execute
 from tests.test_build import built
@@ -17,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 BESIDE = {"seed", "effects_every"}  # numbers of a summary that are no outcomes
 
 SPEED = "effect/clip/output.weight/cosine"
-RUN = Foreseen(
+RUN = PlannedRun(
     known={"label": "clip", "seed": 0, "model.width": 8},
     steps=20,
     ends=("test/loss", "test/accuracy", "examined/rank/a"),
@@ -26,13 +31,15 @@ RUN = Foreseen(
     sites=("output.weight", "output.bias"),
     every=5,
 )
-PLAIN = Foreseen({"label": "none", "seed": 0, "model.width": 8}, 20, RUN.ends, RUN.rows)
+PLAIN = PlannedRun({"label": "none", "seed": 0, "model.width": 8}, 20, RUN.ends, RUN.rows)
 
 
 def faults(figure: Drawing | None = None, **band: object) -> Sequence[str]:
     own = Band(**{"name": "low", "says": "It is low.", "metric": "test/loss", **band})
     said = {"claim": "x", "source": "x", "published": "x", "quick": ("mini",), "bands": (own,)}
-    return faults_of(Expected(**said, figure=figure), {"mini": {"clip-0": RUN, "none-0": PLAIN}})
+    return missing_measurements(
+        Expected(**said, figure=figure), {"mini": {"clip-0": RUN, "none-0": PLAIN}}
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,7 +58,7 @@ def test_what_is_foreseen_is_what_a_run_has_in_the_end(
     tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     experiment = built(*SHORT, *words)
-    foreseen = foresee(experiment)
+    foreseen = plan_runs(experiment)
     for run in experiment.pairs[0].runs:
         place = RunDirectory(execute(run, tmp_path, []).directory)
         summary, expected = place.read_summary(), foreseen[run.name]
@@ -156,4 +163,4 @@ def test_no_band_that_is_shipped_is_about_what_no_run_will_have(paper: str) -> N
         if "gradsurg.tasks.fetch" not in str(error):
             raise
         pytest.skip(str(error).splitlines()[0])
-    assert faults_of(expected, planned) == []
+    assert missing_measurements(expected, planned) == []

@@ -1,0 +1,262 @@
+"""Plan the studies of a claim, check that they will measure its bands, and train them."""
+
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import nn
+
+from gradsurg.config import compose
+from gradsurg.config.build import Experiment
+from gradsurg.config.faults import ConfigError
+from gradsurg.config.rehearsal import FEW, examined, metrics_of
+from gradsurg.effects.numbers import EFFECT_NAMES, UPDATE_NAMES, UPDATES_SAMPLED
+from gradsurg.plugins.fields import nearest
+from gradsurg.report.load import Found, read_study
+from gradsurg.reproduce.expected import Band, Drawing, Expected, WrongExperiment
+from gradsurg.reproduce.judge import EFFECT, is_selected, selectable_keys, terms
+from gradsurg.sites import tree
+from gradsurg.tasks.base import Examined
+from gradsurg.torch_internals import random_state
+from gradsurg.training.run import Run
+from gradsurg.training.run_directory import UNTIL_REACHED, UNTIL_STEP
+
+WRONG_INPUT = 2
+ALWAYS = ("steps", "skipped_steps", "time/train_s", "time/step_ms")
+"""Numbers that every finished run has."""
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run before it is trained.
+
+    Args:
+        known: The keys by which a band can choose it.
+        ends: The names of the numbers at its end.
+        rows: The names of the numbers of its steps, with the interval between two of them.
+        transforms: The transforms with effects, measured at each of `sites`, `every` so many steps.
+    """
+
+    known: Mapping[str, object]
+    steps: int
+    ends: tuple[str, ...]
+    rows: Mapping[str, int]
+    transforms: tuple[str, ...] = ()
+    sites: tuple[str, ...] = ()
+    every: int = 1
+
+
+@dataclass(frozen=True)
+class StudyPlan:
+    """A study before it is trained: its folder, its runs by directory name, all their steps."""
+
+    folder: Path
+    runs: dict[str, PlannedRun]
+    steps: int
+
+
+@dataclass(frozen=True)
+class FinishedStudy:
+    """A study after training: its folder, and the runs that its config describes."""
+
+    folder: Path
+    runs: list[Found]
+
+    @property
+    def minutes(self) -> float:
+        """The training time of all runs together."""
+        return sum(self._numbers("time/train_s")) / 60
+
+    @property
+    def step_ms(self) -> float | None:
+        """The median time of a step over all runs, in ms; None without steps."""
+        times = self._numbers("time/step_ms")
+        return median(times) if times else None
+
+    def _numbers(self, key: str) -> list[float]:
+        values = [(run.summary or {}).get(key) for run in self.runs]
+        return [float(value) for value in values if value]
+
+
+def run_study(name: str, overrides: Sequence[str], plan: StudyPlan) -> FinishedStudy:
+    """Train the runs of a study that are not finished, in a process of their own.
+
+    Other runs in its folder, as of other settings, are ignored. Raises WrongExperiment if the
+    config is wrong, KeyboardInterrupt if the process was interrupted.
+    """
+    words = [f"experiment={name}", *overrides]
+    code = subprocess.run([sys.executable, "-m", "gradsurg.run", *words], check=False).returncode
+    if code == WRONG_INPUT:
+        raise WrongExperiment(f"{name}: the runner refuses it")
+    if code < 0 or code > WRONG_INPUT:
+        raise KeyboardInterrupt
+    runs = {run.name: run for run in read_study(plan.folder, [*plan.runs])}
+    return FinishedStudy(plan.folder, [runs[name] for name in plan.runs])
+
+
+def plan_study(name: str, overrides: Sequence[str]) -> StudyPlan:
+    """Compose a study and build its runs without training; WrongExperiment if it is wrong."""
+    runs: dict[str, PlannedRun] = {}
+    folders: set[Path] = set()
+
+    def keep(words: list[str], experiment: Experiment) -> None:
+        settings = experiment.settings
+        folders.add(Path(settings.out) / settings.study)
+        runs.update(plan_runs(experiment))
+
+    try:
+        composed, sweeping = compose.sweep([f"experiment={name}", *overrides], False, [])
+        compose.check(composed, sweeping, [], keep=keep)
+    except ConfigError as error:
+        raise WrongExperiment("\n".join(error.faults)) from error
+    (folder,) = folders
+    return StudyPlan(folder, runs, sum(run.steps for run in runs.values()))
+
+
+def plan_runs(experiment: Experiment) -> dict[str, PlannedRun]:
+    """Return the runs of an experiment by the names of their directories; nothing is trained."""
+    runs = {run.name: run for pair in experiment.pairs for run in pair.runs}
+    task, data = next(iter(runs.values())).task, experiment.data
+    with random_state.kept():
+        model = experiment.make_model()
+        tested = metrics_of(task, model, data.test_inputs[:FEW], data.test_targets[:FEW])
+        # The last training examples may have metrics that the first lack, as those of a memory.
+        both = [torch.cat([o[:FEW], o[-FEW:]]) for o in (data.train_inputs, data.train_targets)]
+        trained = metrics_of(task, model, *both)
+        numbers = examined(task, model, data) if isinstance(task, Examined) else []
+        sites = _sites(experiment, model) if experiment.settings.effects_every else ()
+    names = _Names(trained, tested, numbers, sites)
+    return {name: _planned(run, names) for name, run in runs.items()}
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The metrics of training and test, the numbers of an examination, and the measured sites."""
+
+    trained: list[str]
+    tested: list[str]
+    examined: list[str]
+    sites: tuple[str, ...]
+
+
+def _sites(experiment: Experiment, model: nn.Module) -> tuple[str, ...]:
+    """Return the sites at which effects are measured, the same for every arm."""
+    for item in experiment.pairs[0].runs[0].surgery.interventions:
+        if item.aggregator is None:
+            return tree(model, experiment.example_input, item.at).sites
+    return ()
+
+
+def _planned(run: Run, names: _Names) -> PlannedRun:
+    schedule = run.schedule
+    tested = [f"test/{name}" for name in names.tested]
+    later = [f"test/{name}" for name in run.task.trajectory_metric_names if schedule.eval_every]
+    updates = (
+        (UPDATES_SAMPLED, *UPDATE_NAMES) if schedule.update_effect_every and not run.shadow else ()
+    )
+    until = (UNTIL_REACHED, UNTIL_STEP) if schedule.until is not None else ()
+    trained = [f"train/{name}" for name in names.trained]
+    numbers = [f"examined/{name}" for name in names.examined]
+    ends = (*trained, *tested, *later, *numbers, *until, *updates, *ALWAYS)
+    rows: dict[str, int] = dict.fromkeys(("train/loss", *updates), schedule.log_every)
+    if schedule.eval_every:
+        rows |= dict.fromkeys(tested, schedule.eval_every)
+    known = selectable_keys(run.identity, run.label, run.seed)
+    labels = zip(run.surgery.interventions, run.surgery.labels, strict=True)
+    transforms = tuple(name for item, group in labels if not item.aggregator for name in group)
+    every = schedule.log_every
+    return PlannedRun(known, schedule.steps, ends, rows, transforms, names.sites, every)
+
+
+Plans = Mapping[str, Mapping[str, PlannedRun]]
+
+
+def missing_measurements(expected: Expected, plans: Plans) -> list[str]:
+    """Return a line for each number that a band or the figure needs and no run will have."""
+    lines = []
+    for band in expected.bands:
+        study = band.study or expected.quick[0]
+        runs = list(plans[study].values())
+        lines += [f"{band.name}: {study} {fault}" for fault in _band_faults(band, runs)]
+    if isinstance(expected.figure, Drawing):
+        runs = [run for key in expected.figure.studies or plans for run in plans[key].values()]
+        fault = _figure_fault(expected.figure, runs)
+        lines += [f"figure: {fault}"] if fault else []
+    return lines
+
+
+def _band_faults(band: Band, runs: list[PlannedRun]) -> Iterator[str]:
+    for which in (band.runs, *([band.minus] if band.minus else [])):
+        chosen = [run for run in runs if is_selected(run.known, which)]
+        if chosen:
+            faults = (_metric_fault(band, run) for run in chosen)
+            yield from dict.fromkeys(fault for fault in faults if fault)
+        else:
+            keys = ", ".join(f"{key}: {value}" for key, value in which.items())
+            yield f"has no run of {keys}{_suggestion(which, runs)}"
+
+
+def _suggestion(which: Mapping[str, object], runs: list[PlannedRun]) -> str:
+    """Return the choices for the first key, or value of a key, that no run has."""
+    for key, value in which.items():
+        values = [run.known[key] for run in runs if key in run.known]
+        if not values:
+            known = (key for run in runs for key in run.known)
+            return f": their config has no '{key}'. {_nearest(key, known)}"
+        if value not in values:
+            return f". {_nearest(value, values)}"
+    return ""
+
+
+def _metric_fault(band: Band, run: PlannedRun) -> str:
+    """Name the first number of a band that the run will not have; empty if it has all."""
+    if band.metric.startswith(EFFECT):
+        return _effect_fault(band, run)
+    for name in terms(band.metric):
+        if band.at == "end" and name not in run.ends:
+            return f"will have no {name}. {_nearest(name, run.ends)}"
+        if band.at != "end" and name not in run.rows:
+            return f"will have no {name} but at the end. {_nearest(name, run.rows)}"
+        if fault := _step_fault(band, run, run.rows.get(name, 1)):
+            return fault
+    return ""
+
+
+def _effect_fault(band: Band, run: PlannedRun) -> str:
+    _, transform, rest = f"{band.metric}//".split("/", 2)
+    site, _, number = rest.removesuffix("//").rpartition("/")
+    parts = ("transform", transform, run.transforms), ("site", site, run.sites)
+    for part, name, choices in (*parts, ("number", number, EFFECT_NAMES)):
+        if name not in choices:
+            return f"will have no {band.metric}: no {part} '{name}'. {_nearest(name, choices)}"
+    return _step_fault(band, run, run.every)
+
+
+def _step_fault(band: Band, run: PlannedRun, every: int) -> str:
+    step = band.at_step
+    if step is None or step == run.steps or (step < run.steps and step % every == 0):
+        return ""
+    return f"will have {band.metric} at every {every} steps up to {run.steps}, not at {step}"
+
+
+def _figure_fault(figure: Drawing, runs: list[PlannedRun]) -> str:
+    match figure.kind:
+        case "curves":
+            names = [name for run in runs for name in run.rows]
+        case "outcomes":
+            names = [name for run in runs for name in run.ends]
+        case "alignment":
+            names = [name for run in runs for name in run.transforms]
+        case "maps":
+            names = [name.partition("/")[0] for run in runs for name in run.ends]
+    if figure.metric in names:
+        return ""
+    return f"there will be no {figure.metric} to draw. {_nearest(figure.metric, names)}"
+
+
+def _nearest(name: object, choices: Iterable[object]) -> str:
+    return nearest(str(name), list(dict.fromkeys(map(str, choices))))
