@@ -139,7 +139,7 @@ def test_what_was_left_as_it_is_has_the_numbers_of_an_equal_one(
 
 
 def test_what_waits_is_a_copy_and_little(monkeypatch) -> None:
-    monkeypatch.setattr("gradsurg.effects.samples.COPIED", 40)
+    monkeypatch.setattr("gradsurg.effects.sums.COPIED", 40)
     effects, (slot,) = slots("w")
     pairs = [(random(11, seed=seed), random(11, seed=seed + 1)) for seed in range(50)]
     for before, after in pairs:
@@ -173,7 +173,7 @@ def test_several_gradients_of_a_site_are_averaged() -> None:
 
 def test_more_gradients_than_are_kept_are_measured_all(monkeypatch) -> None:
     monkeypatch.setattr(effects_module, "KEPT", 40)
-    monkeypatch.setattr(effects_module, "WAITING", 3)
+    monkeypatch.setattr(effects_module, "MAX_SUMS", 3)
     effects, (slot,) = slots("w")
     pairs = [(random(11, seed=seed), random(11, seed=seed + 1)) for seed in range(50)]
     for pair in pairs:

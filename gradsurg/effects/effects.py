@@ -1,4 +1,4 @@
-"""What a transform did to each gradient, in numbers gathered on the device."""
+"""Measure the effect of each transform on each gradient, on the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,18 +11,19 @@ from torch import Tensor
 
 from gradsurg.effects.ledger import Entry, Ledger
 from gradsurg.effects.numbers import EFFECT_NAMES
-from gradsurg.effects.samples import Sample, Samples
-from gradsurg.effects.sums import numbers
+from gradsurg.effects.sums import Sample, Samples, numbers
 from gradsurg.effects.tables import effect_table
 from gradsurg.torch_internals import autograd
 
-CHUNK = 1 << 16  # entries worked on at a time on a CPU: what fits its cache
-KEPT = 1 << 22  # entries kept until they are measured together; worked on at a time elsewhere
-WAITING = 256  # sums that wait to become numbers
+CHUNK = 1 << 16  # entries measured at a time on a CPU: as many as fit its cache
+KEPT = 1 << 22  # entries kept until they are measured together; measured at a time elsewhere
+MAX_SUMS = 256  # sums kept on the device until they are copied to the host
 
 
 @dataclass(slots=True)
 class _Slot:
+    """One transform at one site; `fresh` are sums since the last fetch, `totals` those before."""
+
     transform: str
     entry: Entry
     fetched_fired: int = 0
@@ -32,7 +33,7 @@ class _Slot:
 
 
 class SlotState(TypedDict):
-    """A slot as a checkpoint keeps it."""
+    """A slot in a checkpoint."""
 
     transform: str
     intervention: str
@@ -43,96 +44,100 @@ class SlotState(TypedDict):
 
 
 class EffectsState(TypedDict):
-    """What a checkpoint keeps of the effects: all but what was gathered since the last fetch."""
+    """The effects in a checkpoint: all but the measurements since the last fetch."""
 
     slots: list[SlotState]
     sketches: dict[str, dict[str, Tensor]]
 
 
+@dataclass(slots=True, eq=False)
 class Effects:
-    """Numbers for each (transform, site), gathered without waiting for the device.
+    """The numbers of each transform at each site, measured every `every` steps (0: never).
 
-    Gradients are kept until the end of their backward pass and measured together; `fetch` copies
-    everything to the host in one piece.
+    Nothing waits for the device: gradients are kept until the end of their backward pass and
+    measured together, and `fetch` copies all numbers to the host at once.
     """
 
-    def __init__(self, every: int) -> None:
-        self.every = every
-        self.sampling = False
-        self._slots: list[_Slot] = []
-        self._places: dict[tuple[str, str, str], int] = {}
-        self._pending: list[tuple[int, Tensor, Tensor]] = []
-        self._kept = 0
-        self._samples = Samples()
-        self._sketches: dict[str, dict[str, Tensor]] = {}
-        self._task = -1  # the backward pass at whose end there will be a flush
+    every: int
+    sampling: bool = False
+    _slots: list[_Slot] = field(default_factory=list)
+    _places: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    _pending: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
+    _kept: int = 0
+    _samples: Samples = field(default_factory=Samples)
+    _sketches: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    _task: int = -1  # the backward pass at whose end a flush is due
 
     def slot(self, transform: str, entry: Entry) -> int:
-        """A place for the numbers of one transform at one site."""
+        """The number of the slot of one transform at one site."""
         place = transform, entry.intervention, entry.site
-        if place not in self._places:  # a resumed run has had it
+        if place not in self._places:  # a resumed run has it already
             self._places[place] = len(self._slots)
             self._slots.append(_Slot(transform, entry))
         return self._places[place]
 
     def add(self, slot: int, before: Tensor, after: Tensor) -> None:
-        """Take a pair of gradients, to be measured when this backward pass ends.
+        """Keep a pair of gradients, to be measured when this backward pass ends.
 
-        Inside vmap a gradient stands for many, and is not measured.
+        Inside vmap a tensor stands for many gradients, and is not measured.
         """
         if autograd.is_batched(before):
             return
-        # An alias: a second reference would keep autograd from taking the gradient over as it is.
-        kept = after.detach()
-        before = kept if before is after else before.detach()
+        # Aliases: a second reference would keep autograd from taking the gradient over without a copy.
+        after_alias = after.detach()
+        before = after_alias if before is after else before.detach()
         task = autograd.backward_task()
         if task not in (-1, self._task):
             if self._pending:
-                self.flush()  # what a backward that failed has left
+                self.flush()  # the gradients of a backward that failed
             self._task = task
             autograd.at_end_of_backward(self.flush)
-        self._pending.append((slot, before, kept))
+        self._pending.append((slot, before, after_alias))
         size = before.numel()
         self._kept += size
         if size > CHUNK or self._kept > KEPT:
             self.flush()
 
     def begin(self, step: int) -> None:
-        """A step begins: measure what is pending of the last one, decide about sampling."""
+        """Begin a step: measure pending gradients of the last one, decide about sampling."""
         if self._pending:
             self.flush()
         self.sampling = self.every > 0 and step % self.every == 0
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Have the pending pairs measured, or copied to be measured with those of later steps;
-        nothing is waited for.
-        """
+        """Measure the pending pairs, or copy them to be measured with those of later steps."""
         pending, self._pending, self._kept = self._pending, [], 0
-        pending.sort(key=_size)  # those of one size are summed in one call
+        pending.sort(key=lambda pair: pair[1].numel())  # one size is summed in one call
         samples: dict[tuple[torch.device, torch.dtype, bool], Sample] = {}
         for slot, before, after in pending:
-            key = before.device, before.dtype, before is after
-            sample = samples.setdefault(key, Sample(*key))
-            if sample.sizes and sample.total + before.numel() > _limit(before):
-                self._samples.take(sample, _limit(before))
+            key, size = (before.device, before.dtype, before is after), before.numel()
+            sample = samples.get(key)
+            if sample is not None and sample.total + size > _limit(sample):
+                self._samples.take(sample, _limit(sample))
+                sample = None
+            if sample is None:
                 sample = samples[key] = Sample(*key)
-            sample.add(slot, before, after)
+            sample.slots.append(slot)
+            sample.sizes.append(size)
+            sample.befores.append(before)
+            sample.afters.append(after)
+            sample.total += size
         for sample in samples.values():
-            self._samples.take(sample, _limit(sample.befores[0]))
-        if len(self._samples.sums) > WAITING:
+            self._samples.take(sample, _limit(sample))
+        if len(self._samples.sums) > MAX_SUMS:
             self._collect()
 
     def close(self) -> None:
-        """The block has ended: let go of all gradients and of the memory that was worked in."""
+        """Release all gradients and buffers."""
         self._pending, self._kept = [], 0
         self._samples.close()
 
     def fetch(self, counted: bool = False) -> list[dict[str, object]]:
-        """The rows since the last fetch: means over the sampled gradients, one row a slot.
+        """Return the rows since the last fetch: means over the sampled gradients, one row a slot.
 
-        A site whose trigger did not fire has None for them: its gradients are counted all the same.
-        With `counted` so has one whose gradients were not sampled, which else waits.
+        The means are None at a site whose trigger did not fire, and, with `counted`, at a site
+        whose gradients were counted but not sampled, which otherwise has no row.
         """
         self.flush()
         self._collect()
@@ -150,7 +155,7 @@ class Effects:
         return rows
 
     def rows(self) -> list[dict[str, object]]:
-        """The rows of everything so far; the next `fetch` is not changed by it."""
+        """Return the rows of all gradients so far; the next `fetch` is not affected."""
         self.flush()
         self._collect()
         rows = []
@@ -162,7 +167,7 @@ class Effects:
         return rows
 
     def state(self) -> EffectsState:
-        """What a checkpoint keeps, right after a fetch."""
+        """Return the state for a checkpoint, right after a fetch."""
         slots = [
             SlotState(
                 transform=slot.transform,
@@ -180,7 +185,7 @@ class Effects:
         )
 
     def resume(self, state: EffectsState, ledger: Ledger) -> None:
-        """Go on where `state` ended; `ledger` has been resumed before."""
+        """Load a state; the `ledger` must have been resumed before."""
         for kept in state["slots"]:
             entry = ledger.enter(kept["intervention"], kept["site"])
             slot = self._slots[self.slot(kept["transform"], entry)]
@@ -189,11 +194,11 @@ class Effects:
         self._sketches = {name: dict(own) for name, own in state["sketches"].items()}
 
     def table(self) -> str:
-        """The rows of everything so far, as text."""
+        """Return the rows of all gradients so far as a text table."""
         return effect_table(self.rows())
 
     def quantiles(self, transform: str, at: Sequence[float]) -> list[float]:
-        """Quantiles of |g| before `transform`, from a sample of its newest gradients' entries."""
+        """Quantiles of |g| before `transform`, from a sample of entries of its newest gradients."""
         self._sketch()
         sketches = self._sketches.get(transform, {})
         if not sketches:
@@ -203,13 +208,13 @@ class Effects:
         if not len(entries):
             return []
         entries, order = entries.sort()
-        # The smallest entry with at least this share of all entries at or below it.
+        # The smallest entry with at least this share of the entries at or below it.
         shares = weights[order].double().cumsum(0)
         ranks = torch.searchsorted(shares, torch.tensor(at).double() * shares[-1] * (1 - 1e-9))
         return entries[ranks].tolist()
 
     def _sketch(self) -> None:
-        """Take over the sketches of the newest gradients."""
+        """Collect the sketches of the newest gradients."""
         self.flush()
         self._samples.measure()
         for slot, sketch in self._samples.sketches():
@@ -217,7 +222,7 @@ class Effects:
             self._sketches.setdefault(place.transform, {})[place.entry.site] = sketch
 
     def _collect(self) -> None:
-        """Copy what was summed to the host, one copy a device, and turn it into numbers."""
+        """Copy all sums to the host, one copy a device, and add up their numbers."""
         self._samples.measure()
         items, self._samples.sums = self._samples.sums, []
         for device in dict.fromkeys(item.sums.device for item in items):
@@ -233,13 +238,9 @@ class Effects:
                     self._slots[slot].fresh = _added(self._slots[slot].fresh, row)
 
 
-def _size(kept: tuple[int, Tensor, Tensor]) -> int:
-    return kept[1].numel()
-
-
-def _limit(grad: Tensor) -> int:
-    """Entries that are worked on at a time: twelve times as many are kept room for."""
-    return CHUNK if grad.device.type == "cpu" else KEPT
+def _limit(sample: Sample) -> int:
+    """Entries measured at a time; the buffers take about ten times as many."""
+    return CHUNK if sample.device.type == "cpu" else KEPT
 
 
 def _added(numbers: Sequence[float], more: Sequence[float]) -> list[float]:

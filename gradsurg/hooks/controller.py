@@ -1,19 +1,25 @@
-"""Decide once a step, for all sites of one intervention, whether and how its hooks act."""
+"""The state shared by all hooks of an attached surgery, and the decisions of one intervention."""
 
+import sys
+import warnings
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import is_autocast_available
+from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import Node
+from torch.optim import Optimizer
 
-from gradsurg.hooks.session import Session
+from gradsurg.effects.effects import Effects
+from gradsurg.effects.ledger import Ledger, SurgeryWarning
 from gradsurg.sites.base import Stage
 from gradsurg.torch_internals import autograd
-from gradsurg.transforms.base import Stateless, Transform, TransformContext
+from gradsurg.transforms.base import Stateless, Transform, TransformContext, TransformState
 from gradsurg.transforms.chain import Chain
 from gradsurg.triggers.always import Always
-from gradsurg.triggers.base import Decision, TensorTrigger, Trigger, TriggerContext
+from gradsurg.triggers.base import Clock, Decision, TensorTrigger, Trigger, TriggerContext
 from gradsurg.triggers.for_task import ForTask
 
 FORWARD = ("forward", "captured")
@@ -21,6 +27,60 @@ FORWARD = ("forward", "captured")
 
 WRITABLE = ("accumulated", "settled", "backward_end", "step", *FORWARD)
 """Stages whose results others may write to: they end up in `.grad` or with the user."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """The state that all hooks of one attached surgery share; made by `Surgery.attach`.
+
+    `target` is the model; None for a hook without a model, and after `close`.
+    """
+
+    effects: Effects
+    clock: Clock = field(default_factory=Clock)
+    states: dict[str, TransformState] = field(default_factory=dict)
+    ledger: Ledger = field(default_factory=Ledger)
+    seed: int = 0
+    shadow: bool = False
+    target: nn.Module | None = None
+    optimizer: Optimizer | None = None
+    scaler: GradScaler | None = None
+    warned: set[str] = field(default_factory=set)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model. Raises RuntimeError if the surgery is detached."""
+        if self.target is None:
+            raise RuntimeError("the block has ended, and with it the surgery: attach it again")
+        return self.target
+
+    def check_attached(self) -> None:
+        """Raise RuntimeError if the surgery is detached."""
+        _ = self.model
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether an enabled GradScaler scales the losses."""
+        return self.scaler is not None and self.scaler.is_enabled()
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the GradScaler; 1 without one."""
+        return self.scaler.get_scale() if self.scaler is not None and self.is_scaled else 1.0
+
+    def warn_once(self, text: str, key: str = "") -> None:
+        """Warn the caller outside gradsurg; texts with the same `key` are emitted once."""
+        if (key or text) not in self.warned:
+            self.warned.add(key or text)
+            warnings.warn(text, SurgeryWarning, stacklevel=_user_stacklevel())
+
+    def close(self) -> None:
+        """Release the model, the optimizer and all gradients still held for measuring."""
+        self.target = self.optimizer = self.scaler = None
+        self.clock.observations.clear()
+        self.clock.error = None
+        self.ledger.settle()
+        self.effects.close()
 
 
 class HookController:
@@ -43,6 +103,7 @@ class HookController:
         "links",
         "max_calls",
         "measures_at_once",
+        "named_tasks",
         "needs_entering",
         "needs_value",
         "on",
@@ -83,11 +144,15 @@ class HookController:
         self.set(transform, trigger)
 
     def set(self, transform: Transform, trigger: Trigger) -> None:
-        """Set the transform and the trigger."""
+        """Set the transform and the trigger, here or with states that were loaded.
+
+        The next gradient at each site takes the checked path.
+        """
         links = transform.links if isinstance(transform, Chain) else (transform,)
         self.links = list(zip(self.labels, links, strict=True))
         self.transform = transform
         self.trigger = trigger
+        self.named_tasks = [part for part in trigger.parts if isinstance(part, ForTask)]
         sources = {part.source for part in trigger.parts if isinstance(part, TensorTrigger)}
         self.trigger_reads_gradient = "grad" in sources
         needs = {need for link in links for need in link.needs}
@@ -95,17 +160,15 @@ class HookController:
         self.needs_value = "value" in needs or "value" in sources
         self.stateless = all(isinstance(link, Stateless) for link in links)
         self.has_group_link = any(link.scope == "group" for link in links)
-        self.reset()
+        self.configuration = object()
+        # The value of `sampling` for which the decisions of `begin_step` hold in later steps too.
+        self.decided_for: bool | None = None
+        self.begin_step()
 
     @property
     def step(self) -> int:
         """Optimizer steps done."""
         return self.session.clock.step
-
-    @property
-    def named_tasks(self) -> list[ForTask]:
-        """The parts of the trigger that name a task."""
-        return [part for part in self.trigger.parts if isinstance(part, ForTask)]
 
     @property
     def stateful(self) -> str:
@@ -117,13 +180,6 @@ class HookController:
         keys = [key for key in self.session.states if key.endswith("/when")]
         has_state = any(key.partition("/")[0] == self.label for key in keys)
         return repr(self.trigger) if has_state else ""
-
-    def reset(self) -> None:
-        """Send each site's next gradient through the checked path: transform or states changed."""
-        self.configuration = object()
-        # The value of `sampling` for which the decisions of `begin_step` hold in later steps too.
-        self.decided_for: bool | None = None
-        self.begin_step()
 
     def begin_step(self) -> None:
         """Decide for all sites whether the trigger fires and whether effects are sampled.
@@ -241,3 +297,11 @@ class HookController:
                 f"dimension, found {text}"
             )
         return fires
+
+
+def _user_stacklevel() -> int:
+    """The stack level, from the caller, of the first frame outside gradsurg."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("gradsurg."):
+        frame, level = frame.f_back, level + 1
+    return level

@@ -136,14 +136,17 @@ class GroupHook:
             raise
         for context in contexts:
             context.value = None
-        for hook, link, grad, result in zip(hooks, links, grads, results, strict=True):
-            if not is_like(result, grad):
-                raise hook.result_error(link, grad, result)
-        results = list(results)
-        for index, version in enumerate(versions):
-            hook, link, result = hooks[index], links[index], results[index]
-            hook.check_pure(link, grads[index], version, result, hook.value())
-            results[index] = hook.unshared(link, grads[index], result, state)
+        if checks:
+            results = [
+                hook.check_result(link, grad, version, result, hook.value(), state)
+                for hook, link, grad, version, result in zip(
+                    hooks, links, grads, versions, results, strict=True
+                )
+            ]
+        else:
+            for hook, link, grad, result in zip(hooks, links, grads, results, strict=True):
+                if not is_like(result, grad):
+                    raise hook.result_error(link, grad, result)
         if state:
             self._check_members(links)
             states[key] = _chosen(fires, state, before)

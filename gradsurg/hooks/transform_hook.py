@@ -32,6 +32,7 @@ class BoundTransform:
     __slots__ = (
         "apply",
         "context",
+        "is_simple",
         "keeps_shape",
         "key",
         "label",
@@ -65,6 +66,7 @@ class BoundTransform:
         # An elementwise transform returns the shape it has returned at the first, checked, gradient.
         self.keeps_shape = "elementwise" in transform.properties
         self.trusted = is_trusted(transform)
+        self.is_simple = self.trusted and self.apply is not None  # and so needs least checking
 
     def store(self, state: TransformState, fires: Tensor | None = None) -> None:
         """Store the next state, detached from the graph that `create_graph` makes.
@@ -116,7 +118,7 @@ class TransformHook:
         self.links = [
             BoundTransform(label, link, controller, entry) for label, link in controller.links
         ]
-        self._single = self._find_single()
+        self._single = self.links[0] if len(self.links) == 1 and self.links[0].is_simple else None
         # The configuration of the controller for which a gradient has passed all checks here.
         self._checked: object = False
         self.hook = self._make_hook()
@@ -127,18 +129,13 @@ class TransformHook:
             if type(link.transform) is not type(transform):
                 link.state = link.states.get(link.key, NO_STATE)
             link.set(transform)
-        self._single = self._find_single()
+        self._single = self.links[0] if len(self.links) == 1 and self.links[0].is_simple else None
 
     def load_states(self) -> None:
         """Take over the states of the session, and number the gradients of the step anew."""
         for link in self.links:
             link.state = link.states.get(link.key, NO_STATE)
             link.context.step = NO_STEP
-
-    def _find_single(self) -> BoundTransform | None:
-        """The only link, if it has no state and is trusted."""
-        link = self.links[0]
-        return link if len(self.links) == 1 and link.apply is not None and link.trusted else None
 
     def _make_hook(self) -> SiteHook:
         # A closure: calling one from autograd costs half as much as calling a method.
@@ -259,13 +256,10 @@ class TransformHook:
             raise
         if full_check:
             context.value = None
-            if not is_same_kind(result, grad):
-                raise self.result_error(link, grad, result)
+        if checks:
+            result = self.check_result(link, grad, version, result, value, state)
         elif not link.keeps_shape and not is_like(result, grad):
             raise self.result_error(link, grad, result)
-        if checks:
-            self.check_pure(link, grad, version, result, value)
-            result = self.unshared(link, grad, result, state)
         if link.apply is None:
             link.store(state, fires)
         return result if fires is None or result is grad else torch.where(fires, result, grad)
@@ -302,12 +296,26 @@ class TransformHook:
                 f"found {grad.dtype} with layout {grad.layout}"
             )
 
-    def check_pure(
-        self, link: BoundTransform, grad: Tensor, version: int, result: Tensor, value: Tensor | None
-    ) -> None:
-        """Raise RuntimeError if the transform has modified the gradient, which was at `version`, or
-        has returned the storage of the value.
+    def check_result(
+        self,
+        link: BoundTransform,
+        grad: Tensor,
+        version: int,
+        result: object,
+        value: Tensor | None,
+        state: TransformState,
+    ) -> Tensor:
+        """Return the result, cloned if others could write to a state through it.
+
+        Raises TypeError for a result unlike the gradient, RuntimeError if the transform has
+        modified the gradient, which was at `version`, or has returned the storage of the value.
         """
+        if (
+            not is_like(result, grad)
+            or result.device != grad.device
+            or result.layout is not grad.layout
+        ):
+            raise self.result_error(link, grad, result)
         if version_of(grad) != version:
             raise RuntimeError(
                 f"{link.label}: changed the gradient in place at site '{self.entry.site}', where "
@@ -318,13 +326,6 @@ class TransformHook:
                 f"{link.label}: returned the storage of the value at site '{self.entry.site}', "
                 "which would then be the gradient too. Return a clone."
             )
-
-    def unshared(
-        self, link: BoundTransform, grad: Tensor, result: Tensor, state: TransformState
-    ) -> Tensor:
-        """The result, cloned if it may be part of the state, as a running mean is: the optimizer
-        may write to it.
-        """
         if link.trusted or result is grad:
             return result
         if self.controller.is_writable or any(
@@ -363,11 +364,6 @@ def is_trusted(transform: Transform) -> bool:
 def is_like(result: object, grad: Tensor) -> TypeGuard[Tensor]:
     """Whether a result is a tensor with the shape and dtype of the gradient."""
     return isinstance(result, Tensor) and result.shape == grad.shape and result.dtype is grad.dtype
-
-
-def is_same_kind(result: object, grad: Tensor) -> TypeGuard[Tensor]:
-    """Whether a result also has the device and the layout of the gradient."""
-    return is_like(result, grad) and result.device == grad.device and result.layout is grad.layout
 
 
 def version_of(tensor: Tensor) -> int:

@@ -16,7 +16,7 @@ from gradsurg.aggregators.base import (
     NormMatchedSum,
 )
 from gradsurg.aggregators.rows import combine, gramian_of
-from gradsurg.hooks.session import Session
+from gradsurg.hooks.controller import Session
 from gradsurg.multitask.conflict import Conflicts
 from gradsurg.multitask.features import module_of
 from gradsurg.multitask.merging import Merged, merge, products

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _NormBase
 
-from gradsurg.hooks.session import Session
+from gradsurg.hooks.controller import Session
 from gradsurg.multitask.aggregation import Aggregation, check_apart
 from gradsurg.multitask.compiled import leaves_of, runs_once
 from gradsurg.multitask.features import REENTRANT

@@ -6,12 +6,11 @@ from contextlib import ExitStack
 
 from torch import Tensor
 
-from gradsurg.effects.ledger import Entry, SurgeryWarning
-from gradsurg.hooks.controller import HookController
+from gradsurg.effects.ledger import SurgeryWarning
+from gradsurg.hooks.controller import HookController, Session
 from gradsurg.hooks.group_hook import GroupHook
-from gradsurg.hooks.session import Session
 from gradsurg.hooks.transform_hook import TransformHook
-from gradsurg.sites.base import GroupFn, Place, RegisterHooks, SiteHook
+from gradsurg.sites.base import GroupFn, RegisterHooks, SiteHook
 from gradsurg.sites.wrapped_models import when_averaged
 from gradsurg.surgery.coverage import Coverage
 from gradsurg.surgery.forward_observers import observe, observe_output_gradient
@@ -38,6 +37,7 @@ class Attachment:
         self.notes: list[str] = []
         self._hooks: dict[str, TransformHook] = {}
         self.coverage = Coverage(intervention.at, self.controller, self._hooks)
+        self.selects = self.coverage.selects
         self._stack = ExitStack()
         self._observers = ExitStack()  # the forward hooks for the trigger and the transform
         self._registered: list[
@@ -55,7 +55,6 @@ class Attachment:
         model = session.model
         self._observe()
         self.controller.begin_step()
-        self.coverage.remember(model)
         scope, optimizer = item.operator.scope, session.optimizer
         item.at.hook(model, optimizer, item.stage, scope, self, self._stack)
         if item.differs_from_average:
@@ -79,7 +78,8 @@ class Attachment:
 
     def load_states(self) -> None:
         """Take over the states and the step of the session."""
-        self.controller.reset()
+        item = self.intervention
+        self.controller.set(item.operator, item.when)
         for hook in self._hooks.values():
             hook.load_states()
         if self._is_resting:
@@ -168,9 +168,6 @@ class Attachment:
         item, clock = self.intervention, self.session.clock
         return item.operator, item.when, clock.step, clock.epoch, tuple(clock.flags.items())
 
-    def selects(self, place: Place) -> bool | None:
-        return self.coverage.selects(place)
-
     def expect(
         self,
         site: str,
@@ -201,23 +198,22 @@ class Attachment:
     def hook_for(self, site: str, value: Callable[[], Tensor | None] | None = None) -> SiteHook:
         hook = self._hooks.get(site)
         if hook is None:
-            hook = self._hooks[site] = TransformHook(self.controller, self._entry(site), value)
+            hook = self._hooks[site] = TransformHook(
+                self.controller, self.session.ledger.enter(self.label, site), value
+            )
         return hook.hook
 
     def group_hook(
         self, sites: Sequence[str], values: Sequence[Callable[[], Tensor | None]]
     ) -> GroupFn:
         hooks = [
-            TransformHook(self.controller, self._entry(site), value)
+            TransformHook(self.controller, self.session.ledger.enter(self.label, site), value)
             for site, value in zip(sites, values, strict=True)
         ]
         self._hooks |= dict(zip(sites, hooks, strict=True))
         return GroupHook(self.controller, hooks)
 
     # Helpers.
-
-    def _entry(self, site: str) -> Entry:
-        return self.session.ledger.enter(self.label, site)
 
     def _observe(self) -> None:
         """Hook the modules that the trigger and the transform read in a forward."""

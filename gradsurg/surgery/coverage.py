@@ -29,28 +29,39 @@ class Coverage:
     """
 
     def __init__(self, at: Selector, controller: HookController, hooked: Collection[str]) -> None:
-        self.selects: PlaceTest = self._selects_and_records
         self._at = at
-        self._selects = at.new_test()
+        self._test: PlaceTest = at.new_test()
         self._controller = controller
         self._hooked = hooked
         self._has_selected = False
         self._rejected: dict[str, None] = {}  # names of places that are not selected
+        self._is_checked = False
         self._awaits_backward = False
         self._known: dict[int, ref[nn.Module | Tensor]] = {}
 
-    def remember(self, model: nn.Module) -> None:
-        """Remember the modules and parameters of the model, to notice new ones on detach."""
-        things = (*model.modules(), *model.parameters())
-        self._known = {id(thing): ref(thing) for thing in things}
+    def selects(self, place: Place) -> bool | None:
+        """Evaluate the selector; up to the end of the first forward record rejected places."""
+        selected = self._test(place)
+        if not self._is_checked:
+            if selected:
+                self._has_selected = True
+            elif place.whole:
+                call = "" if place.call is None else f"#{place.call}"
+                node = f"/{place.node}[{place.occurrence}]" if place.node else ""
+                self._rejected[f"{place.name}{call}{node}"] = None
+        return selected
 
     def check(self, model: nn.Module, stack: ExitStack) -> None:
-        """Check the sites hooked so far, or have the first forward check them."""
-        at = self._at
+        """Check the sites hooked so far, or have the first forward check them.
+
+        The modules and parameters of the model are remembered, to notice new ones on detach.
+        """
+        at, things = self._at, (*model.modules(), *model.parameters())
+        self._known = {id(thing): ref(thing) for thing in things}
         if at.expected is None and self._has_selected:
-            self.selects = self._selects
+            self._is_checked = True
         elif at.expected is not None and all(kind.known_before_forward for kind in at.kinds):
-            self.selects = self._selects
+            self._is_checked = True
             self._check_count()
         else:
             self._check_after_forward(model, stack)
@@ -66,10 +77,8 @@ class Coverage:
 
     def unmatched_warning(self) -> str:
         """A warning of the parts of a combined selector that have selected nothing, else empty."""
-        selects = self._selects
-        silent = (
-            selects.unmatched_parts() if self._hooked and isinstance(selects, CombinedTest) else []
-        )
+        test = self._test
+        silent = test.unmatched_parts() if self._hooked and isinstance(test, CombinedTest) else []
         if not silent:
             return ""
         return f"nothing was selected by {', '.join(map(repr, silent))}, a part of it"
@@ -96,17 +105,6 @@ class Coverage:
         known = self._known.get(id(thing))
         return known is not None and known() is thing
 
-    def _selects_and_records(self, place: Place) -> bool | None:
-        """Evaluate the selector, up to the end of the first forward; record rejected places."""
-        selected = self._selects(place)
-        if selected:
-            self._has_selected = True
-        elif place.whole:
-            call = "" if place.call is None else f"#{place.call}"
-            node = f"/{place.node}[{place.occurrence}]" if place.node else ""
-            self._rejected[f"{place.name}{call}{node}"] = None
-        return selected
-
     def _check_after_forward(self, model: nn.Module, stack: ExitStack) -> None:
         """Check the sites at the end of the first forward that makes a graph."""
         at = self._at
@@ -121,7 +119,7 @@ class Coverage:
                 return
             is_done = True
             handle.remove()
-            self.selects = self._selects
+            self._is_checked = True
             if at.expected is not None and may_meet_more_sites(output, at):
                 self._awaits_backward = True
                 after_backward(output, self._check_count)

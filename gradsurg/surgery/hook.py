@@ -12,8 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import Ledger, SurgeryWarning
-from gradsurg.hooks.controller import HookController
-from gradsurg.hooks.session import Session
+from gradsurg.hooks.controller import HookController, Session
 from gradsurg.hooks.transform_hook import TransformHook
 from gradsurg.sites.base import apply_hooks
 from gradsurg.surgery.intervention import GradCallable, Intervention, labels_of

@@ -1,7 +1,7 @@
 """Intervention: a transform or an aggregator, its sites and its trigger."""
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import chain, count
@@ -17,6 +17,7 @@ from gradsurg.plugins.registry import snake
 from gradsurg.sites.base import SCALED, Selector, Stage
 from gradsurg.sites.parameters import Parameters
 from gradsurg.sites.selection import params_of
+from gradsurg.surgery.forward_observers import observed_modules
 from gradsurg.transforms.base import FunctionTransform, Need, Transform, as_transform
 from gradsurg.transforms.chain import Chain
 from gradsurg.triggers.always import Always
@@ -33,7 +34,8 @@ class Intervention:
     An aggregator acts at `SharedParameters`: it combines the gradients of several tasks in
     `live.backward(losses)`, which are summed while its trigger does not fire.
 
-    `names` labels the transform, or each link of a `Chain`, in logs. Raises ValueError if the
+    `names` labels the transform, or each link of a `Chain`, in logs. `stage` is that of the
+    selector, or the default for the scope of the transform; an aggregator has none. Raises ValueError if the
     transform cannot act at the selector's stage or needs something that the sites do not provide.
     """
 
@@ -41,6 +43,7 @@ class Intervention:
     at: Selector = field(default_factory=Parameters)
     when: Trigger = field(default_factory=Always)
     names: tuple[str, ...] = ()
+    stage: Stage = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._check_kinds()
@@ -87,11 +90,6 @@ class Intervention:
         return operator.links if isinstance(operator, Chain) else (operator,)
 
     @cached_property
-    def stage(self) -> Stage:
-        """The stage at which it acts: the selector's, or the default for its scope."""
-        return self.at.resolve(self.operator.scope)
-
-    @property
     def flags(self) -> list[Flag]:
         """The switches that its trigger reads."""
         return [part for part in self.when.parts if isinstance(part, Flag)]
@@ -147,15 +145,18 @@ class Intervention:
                 advice = "Use a precision that needs no loss scale, as bfloat16"
             raise ValueError(f"{error}. {advice}.")
 
-    def check_per(self, model: nn.Module) -> None:
-        """Raise ValueError if a `per` pattern of a link does not fit a parameter of the model."""
+    def check_model(self, model: nn.Module) -> None:
+        """Raise ValueError or LookupError if it cannot act on this model.
+
+        That is, if no site or no module of the trigger is found, or a `per` fits no parameter.
+        """
+        sites = self.at.find(model)
+        observed_modules(self.when, model)
         patterns = [(link, getattr(link, "per", None)) for link in self.links]
         patterns = [(link, per) for link, per in patterns if isinstance(per, str)]
-        if not patterns or not self.acts_on_parameters:
-            return
-        params, sites = params_of(model), self.at.find(model)
+        params = params_of(model) if patterns and self.acts_on_parameters else {}
         for link, per in patterns:
-            for site in sites:
+            for site in sites if params else ():
                 try:
                     reduced_axes(per, params[site].ndim)
                 except ValueError as error:
@@ -226,7 +227,7 @@ class Intervention:
 
     def _check_fit(self) -> None:
         try:
-            self.at.resolve(self.operator.scope)
+            object.__setattr__(self, "stage", self.at.resolve(self.operator.scope))
         except FieldError:
             raise
         except ValueError as error:
@@ -282,24 +283,20 @@ def _group_link(intervention: Intervention) -> Transform:
     return next(needy, intervention.operator)
 
 
-def labels_of(intervention: Intervention, taken: Collection[str] = ()) -> tuple[str, ...]:
-    """A label for every link: its name, or its class in snake case, with `_2` if that is taken."""
+def labels_of(intervention: Intervention, others: Iterable[Sequence[str]] = ()) -> tuple[str, ...]:
+    """A label for every link: its name, or its class in snake case, with `_2` if that is taken.
+
+    `others` are the labels of other interventions.
+    """
+    used = {label for labels in others for label in labels}
     parts = intervention.links or (intervention.transform,)
     names = intervention.names or [snake(type(part).__name__) for part in parts]
     labels: list[str] = []
     for name in names:
         numbered = chain([name], (f"{name}_{number}" for number in count(2)))
-        used = {*labels, *taken}
         labels.append(next(label for label in numbered if label not in used))
+        used.add(labels[-1])
     return tuple(labels)
-
-
-def check_flags(flags: Iterable[Flag]) -> None:
-    """Raise ValueError if two triggers give one switch different initial positions."""
-    first: dict[str, Flag] = {}
-    for flag in flags:
-        if first.setdefault(flag.flag, flag).on != flag.on:
-            raise ValueError(f"{flag!r}: another trigger has this switch as on={not flag.on}")
 
 
 def _replaced(link: Transform, label: str, changes: Mapping[str, object]) -> Transform:

@@ -11,12 +11,11 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from gradsurg.effects.ledger import SurgeryWarning
-from gradsurg.hooks.session import Session
+from gradsurg.hooks.controller import Session
 from gradsurg.plugins.fields import nearest
 from gradsurg.surgery.attachment import Attachment
 from gradsurg.surgery.coverage import clock_warnings, unhooked_warnings
-from gradsurg.surgery.forward_observers import observed_modules
-from gradsurg.surgery.intervention import Intervention, check_flags, labels_of
+from gradsurg.surgery.intervention import Intervention, labels_of
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.triggers.base import TensorTrigger, Trigger
 from gradsurg.triggers.flag import Flag
@@ -188,7 +187,7 @@ class Live:
     def _attach(self, intervention: Intervention) -> None:
         """Attach an intervention or an aggregator when the block begins."""
         if intervention.aggregator is None:
-            self._hook(self._admit(intervention))
+            self._admit(intervention).attach()
         else:
             self._add_aggregator(intervention)
 
@@ -246,15 +245,15 @@ class Live:
 
     def _check(self, intervention: Intervention, replaced: Attachment | None = None) -> None:
         """Raise an error for an intervention that cannot act, in the place of `replaced`."""
-        model = self.session.model
-        intervention.check_loss_scale(self.session.scaler)
-        intervention.check_per(model)
-        intervention.at.find(model)
-        observed_modules(intervention.when, model)
-        check_flags([*self._flags(without=replaced), *intervention.flags])
-
-    def _labels_for(self, intervention: Intervention) -> tuple[str, ...]:
-        return labels_of(intervention, {label for labels in self.labels for label in labels})
+        scaler, flags = self.session.scaler, intervention.flags
+        if scaler is not None:
+            intervention.check_loss_scale(scaler)
+        if intervention.aggregator is None:
+            intervention.check_model(self.session.model)
+        first = {flag.flag: flag.on for flag in self._flags(without=replaced)} if flags else {}
+        for flag in flags:
+            if first.setdefault(flag.flag, flag.on) != flag.on:
+                raise ValueError(f"{flag!r}: another trigger has this switch as on={not flag.on}")
 
     def _admit(self, intervention: Intervention) -> Attachment:
         """Check an intervention and reserve its labels; nothing is hooked yet."""
@@ -265,7 +264,7 @@ class Live:
                 f"{intervention.transform!r}: an aggregator is attached when the block begins"
             )
         self._check(intervention)
-        attachment = Attachment(intervention, self._labels_for(intervention), self.session)
+        attachment = Attachment(intervention, labels_of(intervention, self.labels), self.session)
         self._attachments.append(attachment)
         if attachment.controller.named_tasks:
             self._load_multi_task().keep_buffers()
@@ -344,9 +343,8 @@ class Live:
     def _add_aggregator(self, intervention: Intervention) -> None:
         from gradsurg.multitask.shared_parameters import SharedParameters
 
-        label = self._labels_for(intervention)[0]
-        intervention.check_loss_scale(self.session.scaler)
-        check_flags([*self._flags(), *intervention.flags])
+        label = labels_of(intervention, self.labels)[0]
+        self._check(intervention)
         aggregator, at = intervention.aggregator, intervention.at
         assert aggregator is not None
         assert isinstance(at, SharedParameters)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import SurgeryWarning
-from gradsurg.hooks.session import Session
+from gradsurg.hooks.controller import Session
 from gradsurg.sites import tree
 from gradsurg.sites.selection import params_of
 from gradsurg.sites.tree_table import TensorSpec, plural
@@ -59,7 +59,7 @@ class Surgery:
             return self._live.labels
         labels: list[tuple[str, ...]] = []
         for item in self._interventions:
-            labels.append(labels_of(item, {name for names in labels for name in names}))
+            labels.append(labels_of(item, labels))
         return tuple(labels)
 
     @contextmanager

@@ -50,8 +50,8 @@ def test_after_an_error_in_the_middle_no_task_flows_and_nobody_is_paused(engine:
         with pytest.raises(RuntimeError, match="in the middle"):
             live.backward(losses_of(model))
         assert live.clock.task == ""
-        assert all(own.controller.on for own in live._roster.attached)
-        assert not any(own.controller.skipped_nodes for own in live._roster.attached)
+        assert all(own.controller.on for own in live._attachments)
+        assert not any(own.controller.skipped_nodes for own in live._attachments)
         assert all(param.grad is None for param in model.parameters())
         net = losses_of(model.net)
         live.backward(net)

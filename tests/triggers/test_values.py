@@ -436,7 +436,7 @@ def test_a_state_that_init_has_not_made_cannot_stay() -> None:
         ) -> tuple[Tensor, TransformState]:
             return grad * 2, {"last": grad}
 
-    with pytest.raises(TypeError, match=r"Grows\(\) has a state of last and began with none"):
+    with pytest.raises(TypeError, match=r"Grows\(\) has a state of last, and init() made none"):
         _sweep(gs.Threshold(0.0), [1.0], Grows())
 
 
