@@ -18,8 +18,7 @@ from gradsurg.training.loop import train
 from gradsurg.training.run import Run
 from gradsurg.training.study import execute
 from tests.nets import small, weights
-from tests.test_study import Torn, Wrapped, a_run, assert_same
-from tests.test_switches import data
+from tests.runs import Torn, Wrapped, a_run, assert_same, data
 
 FOLDER = Path(__file__).parents[1] / "conf" / "optimizer"
 CONFIGS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("*.yaml"))}

@@ -16,7 +16,7 @@ import torch
 from omegaconf import OmegaConf
 
 from gradsurg import run
-from tests.test_loggers import alone, inspect, of_type
+from tests.loggers.offline import alone, inspect, of_type
 
 SHORT = ("steps=20", "seeds=1", "logger=none")
 

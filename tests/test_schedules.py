@@ -17,8 +17,7 @@ from gradsurg.training.loop import StepOptions, train
 from gradsurg.training.run import Run
 from gradsurg.training.study import execute
 from tests.nets import sgd, small, weights
-from tests.test_study import SHORT, Torn, Wrapped, a_run, assert_same, lines
-from tests.test_switches import data, kept_in
+from tests.runs import SHORT, Torn, Wrapped, a_run, assert_same, data, kept_in, lines
 
 FOLDER = Path(__file__).parents[1] / "conf" / "schedule"
 CONFIGS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("*.yaml"))}

@@ -25,8 +25,8 @@ from gradsurg.training.run_directory import RunDirectory
 from gradsurg.training.study import execute
 from tests.conftest import Here
 from tests.image_files import idx
+from tests.runs import Torn, a_run, assert_same
 from tests.test_build import built
-from tests.test_study import Torn, a_run, assert_same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

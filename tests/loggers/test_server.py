@@ -10,8 +10,8 @@ from zlib import compress, crc32
 
 import pytest
 
+from tests.loggers.offline import BIN, SCRIPT, alone, inspect, rows
 from tests.loggers.stub import KEY, Kept, Server, server
-from tests.test_loggers import BIN, SCRIPT, alone, inspect, rows
 
 START = """
 import sys

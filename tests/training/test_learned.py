@@ -1,4 +1,4 @@
-"""Runs that have learned nothing are known, and told."""
+"""Runs that have learned nothing are recognized and reported."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from gradsurg.training.logging import learned_nothing
 from gradsurg.training.study import execute
 from tests.conftest import Here
 from tests.report import studies
-from tests.test_study import Wrapped, a_run
+from tests.runs import Wrapped, a_run
 
 
 @dataclass(frozen=True)

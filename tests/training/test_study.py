@@ -1,199 +1,50 @@
-"""Runs on real digits: what they write, that they resume, and that nothing is left behind."""
+"""Runs on real digits: their files, their notes, and that the process is left as it was."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from gradsurg.experiments.liu2021.task import CAGradToy
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from torch import Tensor, nn
+from torch import nn
 
 import gradsurg as gs
 from gradsurg.config.build import build
 from gradsurg.config.compose import CONFIG_DIR, plain, register
 from gradsurg.effects.numbers import EFFECT_NAMES
 from gradsurg.loggers.base import Guarded, Logger, RunInfo, State
-from gradsurg.models.mlp import MLP
 from gradsurg.models.point import Point
-from gradsurg.sites.base import Selector
-from gradsurg.surgery.intervention import Intervention
-from gradsurg.surgery.surgery import Surgery
-from gradsurg.tasks.base import Data, Task
+from gradsurg.tasks.base import Data
 from gradsurg.tasks.digits import Digits
 from gradsurg.training import logging
-from gradsurg.training.run import Run, Schedule
 from gradsurg.training.run_directory import RunDirectory
-from gradsurg.training.run_identity import environment, run_hash
+from gradsurg.training.run_identity import run_hash
 from gradsurg.training.study import Record, execute, suggested_bounds
-from gradsurg.transforms.base import Transform
-from gradsurg.triggers.always import Always
-from gradsurg.triggers.base import Trigger
-from tests.test_loggers import alone, inspect, of_type, rows
+from tests.loggers.offline import alone, inspect, of_type, rows
+from tests.runs import (
+    MIXED,
+    SHORT,
+    Listening,
+    Torn,
+    Wrapped,
+    a_run,
+    assert_same,
+    lines,
+    make_model,
+    notes,
+    raising,
+    read,
+    untimed,
+)
 
-ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-SHORT = Schedule(steps=30, batch_size=32, log_every=5, checkpoint_every=10, effects_every=4)
-
-
-TIMES = ("seconds",)  # of a checkpoint
-
-
-class Torn(Exception):
-    """What interrupts a run in these tests."""
-
-
-@dataclass(frozen=True)
-class Wrapped(Task):
-    """Digits whose loss at call `at` (from 1) raises, kills the process, or is NaN."""
-
-    at: int = 0
-    does: str = ""
-    calls: list[int] = field(default_factory=list)
-
-    def load(self) -> Data:
-        return Digits().load()
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        self.calls.append(1)
-        loss = Digits().loss(outputs, targets)
-        if len(self.calls) == self.at:
-            match self.does:
-                case "raise":
-                    raise Torn
-                case "interrupt":
-                    raise KeyboardInterrupt
-                case "kill":
-                    os.kill(os.getpid(), signal.SIGKILL)
-        if self.does == "nan" and len(self.calls) >= self.at:
-            return loss * float("nan")
-        if self.does == "one nan" and len(self.calls) == self.at:
-            return loss + float("nan")  # whose gradient is that of the loss
-        if self.does == "warn":
-            warnings.warn("mine", UserWarning, stacklevel=1)
-        return loss
-
-    def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        return Digits().metrics(outputs, targets)
-
-
-def make_model(data: Data) -> nn.Module:
-    return MLP(data.input_shape, data.num_outputs, hidden=(16,), dropout=0.3)
-
-
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def a_run(
-    transform: Transform | None = None,
-    at: Selector | None = None,
-    when: Trigger | None = None,
-    seed: int = 0,
-    task: Task | None = None,
-    schedule: Schedule = SHORT,
-) -> Run:
-    """The run of one arm; without a transform it is the control."""
-    where = at or gs.Parameters()
-    if transform is None:
-        surgery = Surgery(Intervention(gs.Identity(), where, names=("none",)), seed=seed)
-    else:
-        surgery = Surgery(Intervention(transform, where, when or Always()), seed=seed)
-    label = type(transform).__name__.lower() if transform is not None else "none"
-    return Run(
-        study="study",
-        arm="control" if transform is None else "treated",
-        label=label,
-        seed=seed,
-        identity={"label": label, "transform": repr(transform), "seed": seed},
-        tags=(label,),
-        task=task or Digits(),
-        make_model=make_model,
-        make_optimizer=make_optimizer,
-        surgery=surgery,
-        shadow=transform is None,
-        schedule=schedule,
-        device=torch.device("cpu"),
-    )
-
-
-def read(record: Record, name: str) -> str:
-    return (record.directory / name).read_text()
-
-
-def lines(record: Record, name: str) -> list[dict[str, object]]:
-    return [json.loads(line) for line in read(record, name).splitlines()]
-
-
-def untimed(numbers: Mapping[str, object]) -> dict[str, object]:
-    return {
-        key: value
-        for key, value in numbers.items()
-        if not key.startswith("time/") and key not in TIMES
-    }
-
-
-def assert_same(found: Record, expected: Record) -> None:
-    """The two ended alike, bit by bit, apart from times."""
-    assert found.directory != expected.directory
-    for name in ("metrics.jsonl", "effects.jsonl", "conflicts.jsonl"):
-        rows = [
-            [untimed(row) for row in RunDirectory(record.directory).read_rows(name)]
-            for record in (found, expected)
-        ]
-        assert rows[0] == rows[1]
-    assert untimed(found.summary) == untimed(expected.summary)
-    kept, whole = (
-        RunDirectory(record.directory).load_checkpoint() or {} for record in (found, expected)
-    )
-    assert all(isinstance(state[key], float) for state in (kept, whole) for key in TIMES)
-    assert flat(untimed(kept)) == flat(untimed(whole))
-
-
-def flat(thing: object) -> object:
-    """A checkpoint as something that `==` compares bit by bit."""
-    match thing:
-        case Tensor():
-            return str(thing.dtype), thing.tolist()
-        case dict():
-            return {key: flat(value) for key, value in thing.items()}
-        case list() | tuple():
-            return [flat(value) for value in thing]
-        case _:
-            return thing
-
-
-class Listening(Logger):
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.begun: list[RunInfo] = []
-        self.logged: list[tuple[int, dict[str, float]]] = []
-        self.ended: list[tuple[str, dict[str, float]]] = []
-
-    def start(self, run: RunInfo) -> None:
-        self.begun.append(run)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self.logged.append((step, dict(values)))
-
-    def finish(self, state: State, summary: Mapping[str, float]) -> None:
-        self.ended.append((state, dict(summary)))
-
-    def abandon(self) -> None: ...
-
-    def notes(self) -> list[str]:
-        return []
 
 
 def test_a_run_writes_its_files_into_a_directory_of_its_own(tmp_path) -> None:
@@ -304,196 +155,6 @@ def test_another_seed_is_another_run(tmp_path) -> None:
     one, two = (execute(a_run(seed=seed), tmp_path, []) for seed in (0, 1))
     assert one.directory != two.directory
     assert lines(one, "metrics.jsonl") != lines(two, "metrics.jsonl")
-
-
-MIXED = gs.Chain(gs.GrokfastEMA(), gs.AddNoise(0.001), gs.Clip(0.05))
-INTERRUPTED = [1, 5, 10, 11, 14, 15, 21, 30]
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Record:
-    return execute(a_run(MIXED), tmp_path_factory.mktemp("whole"), [])
-
-
-@pytest.mark.parametrize("step", INTERRUPTED)
-def test_a_run_that_raised_and_is_run_again_ends_as_if_it_never_had(tmp_path, whole, step) -> None:
-    run = a_run(MIXED, task=Wrapped(step, "raise"))
-    with pytest.raises(Torn):
-        execute(run, tmp_path, [])
-    assert not RunDirectory(run.directory(tmp_path)).finished
-    kept = RunDirectory(run.directory(tmp_path)).load_checkpoint()
-    assert (kept or {"step": 0})["step"] == (step - 1) // 10 * 10
-    assert_same(execute(run, tmp_path, []), whole)
-
-
-REMEMBERS = gs.Threshold(0.15, "max_abs", release=0.1) & gs.Probability(0.8, per="site")
-
-
-@pytest.mark.parametrize("step", [5, 11, 15, 21])
-def test_a_trigger_that_remembers_or_draws_resumes_too(tmp_path, step: int) -> None:
-    transform = gs.Chain(gs.GrokfastEMA(), gs.Clip(0.05))
-    record = execute(a_run(transform, when=REMEMBERS), tmp_path / "whole", [])
-    rows = lines(record, "effects.jsonl")
-    calls, seen = (sum(int(str(row[name])) for row in rows) for name in ("calls", "seen"))
-    assert 0.1 * seen < calls < 0.9 * seen
-    kept = RunDirectory(record.directory).load_checkpoint() or {}
-    surgery: Any = kept["surgery"]
-    memories = [state for key, state in surgery["states"].items() if key.endswith("/when")]
-    assert {value.item() for state in memories for value in state.values()} == {True, False}
-    with pytest.raises(Torn):
-        execute(a_run(transform, when=REMEMBERS, task=Wrapped(step, "raise")), tmp_path, [])
-    assert_same(execute(a_run(transform, when=REMEMBERS), tmp_path, []), record)
-
-
-@pytest.mark.parametrize("step", [5, 14, 21])
-def test_a_logger_of_a_resumed_run_hears_of_all_steps(tmp_path, step) -> None:
-    expected, torn, resumed = Listening(), Listening(), Listening()
-    execute(a_run(MIXED), tmp_path / "whole", [expected])
-    run = a_run(MIXED, task=Wrapped(step, "raise"))
-    with pytest.raises(Torn):
-        execute(run, tmp_path / "torn", [torn])
-    execute(run, tmp_path / "torn", [resumed])
-    assert len(torn.logged) == (step - 1) // 5
-    told = [(at, untimed(values)) for at, values in resumed.logged]
-    assert told == [(at, untimed(values)) for at, values in expected.logged]
-
-
-@pytest.mark.parametrize(("seconds", "saved"), [(0.0, [10, 20, 30]), (1e6, [30])])
-def test_a_run_is_not_saved_more_often_than_asked_for_but_at_its_end(
-    tmp_path, monkeypatch, seconds: float, saved: list[int]
-) -> None:
-    steps: list[object] = []
-    monkeypatch.setattr(
-        RunDirectory, "save_checkpoint", lambda self, state: steps.append(state["step"])
-    )
-    run = a_run(gs.Clip(0.1))
-    schedule = replace(run.schedule, checkpoint_seconds=seconds)
-    execute(replace(run, schedule=schedule), tmp_path, [])
-    assert steps == saved
-
-
-def test_a_run_may_be_torn_again_and_again(tmp_path, whole) -> None:
-    for step in (12, 8, 4):
-        with pytest.raises(Torn):
-            execute(a_run(MIXED, task=Wrapped(step, "raise")), tmp_path, [])
-    assert_same(execute(a_run(MIXED), tmp_path, []), whole)
-
-
-def test_a_run_torn_after_its_last_step_needs_no_step_more(tmp_path, whole, monkeypatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(RunDirectory, "write_summary", raising)
-        with pytest.raises(Torn):
-            execute(a_run(MIXED), tmp_path, [])
-    task = Wrapped()
-    record = execute(a_run(MIXED, task=task), tmp_path, [])
-    assert task.calls == []
-    assert_same(record, whole)
-    assert record.summary["time/step_ms"] is None
-
-
-def raising(*args: object) -> None:
-    raise Torn
-
-
-KILLED = """
-from pathlib import Path
-from typing import Any
-from gradsurg.training.study import execute
-from tests.test_study import MIXED, Wrapped, a_run
-execute(a_run(MIXED, task=Wrapped(17, "kill")), Path("."), [], threads=1)
-"""
-
-
-def test_a_killed_run_that_is_run_again_ends_as_if_it_never_had_been(tmp_path, whole) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == -signal.SIGKILL
-    place = a_run(MIXED).directory(tmp_path)
-    half = place / "metrics.jsonl"
-    assert len(half.read_text().splitlines()) == 3
-    with half.open("a") as file:
-        file.write('{"step":20,"train/lo')
-    with (place / "effects.jsonl").open("a") as file:
-        file.write("{")
-    assert_same(execute(a_run(MIXED), tmp_path, []), whole)
-
-
-def test_what_is_sampled_seldom_resumes_too(tmp_path) -> None:
-    schedule = replace(SHORT, effects_every=12)
-    expected = execute(a_run(gs.Clip(0.01), schedule=schedule), tmp_path / "whole", [])
-    run = a_run(gs.Clip(0.01), schedule=schedule, task=Wrapped(13, "raise"))
-    with pytest.raises(Torn):
-        execute(run, tmp_path / "torn", [])
-    assert_same(execute(run, tmp_path / "torn", []), expected)
-    calls = [row["calls"] for row in lines(expected, "effects.jsonl")][::4]
-    assert calls == [5, 10, 10]
-
-
-@pytest.mark.parametrize("at", [gs.Parameters(), gs.Outputs(), gs.Nodes("*")], ids=repr)
-@pytest.mark.parametrize("step", [21, 31])
-def test_what_a_run_has_to_tell_is_of_the_whole_run(tmp_path, monkeypatch, at, step) -> None:
-    """Bites in the first steps only: after the interruption it changes nothing and never fires."""
-    when = gs.Steps(stop=6)
-    expected = execute(a_run(gs.Scale(0.5), at, when), tmp_path / "whole", [])
-    assert notes(expected) == []
-    run = a_run(gs.Scale(0.5), at, when, task=Wrapped(step, "raise"))
-    with monkeypatch.context() as patch, pytest.raises(Torn):
-        patch.setattr(RunDirectory, "write_summary", raising)
-        execute(run, tmp_path / "torn", [])
-    assert_same(execute(run, tmp_path / "torn", []), expected)
-
-
-@pytest.mark.parametrize(
-    ("transform", "when"),
-    [(gs.Clip(1e9), None), (gs.Clip(1e9), gs.Steps(stop=6)), (gs.Zero(), gs.Steps(start=99))],
-    ids=["changed nothing", "changed nothing at first", "never fired"],
-)
-def test_the_notes_of_a_resumed_run_are_those_of_a_whole_one(tmp_path, transform, when) -> None:
-    expected = execute(a_run(transform, when=when), tmp_path / "whole", [])
-    assert len(notes(expected)) == 1
-    run = a_run(transform, when=when, task=Wrapped(21, "raise"))
-    with pytest.raises(Torn):
-        execute(run, tmp_path / "torn", [])
-    assert_same(execute(run, tmp_path / "torn", []), expected)
-
-
-@pytest.mark.parametrize("name", ["gradsurg", "torch", "numpy", "python"])
-def test_a_run_that_goes_on_with_another_version_says_so(tmp_path, monkeypatch, name: str) -> None:
-    run = a_run(MIXED, task=Wrapped(15, "raise"))
-    with pytest.raises(Torn):
-        execute(run, tmp_path, [])
-    place = RunDirectory(run.directory(tmp_path))
-    facts, before = place.known_facts(), environment()
-    assert facts["made_with"] == before
-    now = {**before, name: "0.0.1"}
-    monkeypatch.setattr("gradsurg.training.run_identity.environment", lambda: now)
-    record = execute(run, tmp_path, [])
-    (note,) = notes(record)
-    begins = f"resumed from a checkpoint made with {name} {before[name]}, now {name} 0.0"
-    assert note.startswith(begins)
-    assert record.note == note
-
-
-def test_what_a_run_is_made_with_has_the_source_of_gradsurg(tmp_path, monkeypatch) -> None:
-    (tmp_path / "inside").mkdir()
-    (tmp_path / "inside" / "one.py").write_text("x = 1\n")
-    monkeypatch.setattr("gradsurg.training.run_identity.PACKAGE", tmp_path)
-    first = environment.__wrapped__()
-    (tmp_path / "inside" / "one.py").write_text("x = 2\n")
-    second = environment.__wrapped__()
-    assert first.pop("gradsurg") != second.pop("gradsurg")
-    assert first == second
-
-
-def notes(record: Record) -> list[str]:
-    found = record.summary["notes"]
-    assert isinstance(found, list)
-    return found
 
 
 def test_a_finished_run_is_not_repeated_unless_it_was_cleared(tmp_path) -> None:
@@ -716,7 +377,7 @@ from typing import Any
 import gradsurg as gs
 from gradsurg.loggers.wandb import Wandb
 from gradsurg.training.study import execute
-from tests.test_study import a_run
+from tests.runs import a_run
 for transform in (gs.Clip(0.01), None):
     execute(a_run(transform), Path("."), [Wandb(mode="offline")], threads=1)
 """

@@ -20,7 +20,7 @@ from gradsurg.torch_internals import random_state
 from gradsurg.training.run import Run
 from gradsurg.training.study import execute
 from tests.conftest import Here
-from tests.test_study import ROOT, SHORT, Torn, Wrapped, a_run, assert_same, lines, make_model
+from tests.runs import ROOT, SHORT, Torn, Wrapped, a_run, assert_same, lines, make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -129,7 +129,7 @@ def test_a_run_that_draws_and_was_torn_ends_as_if_it_never_had(tmp_path: Path, s
 KILLED = """
 from pathlib import Path
 from gradsurg.training.study import execute
-from tests.test_randomness import drawing_run
+from tests.training.test_random_state import drawing_run
 execute(drawing_run(17, "kill"), Path("."), [], threads=1)
 """
 

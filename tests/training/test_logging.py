@@ -1,4 +1,4 @@
-"""Test metrics while training, and what else a summary says of how a run was made."""
+"""Test metrics during training, and entries of the summary."""
 
 import platform
 import re
@@ -17,18 +17,19 @@ from gradsurg.training.logging import hardware
 from gradsurg.training.run import Run
 from gradsurg.training.study import execute
 from gradsurg.transforms.base import Transform
-from tests.test_study import (
+from tests.runs import (
     SHORT,
     Listening,
     Torn,
     Wrapped,
     a_run,
     assert_same,
+    ended,
     flat,
+    kept_in,
     lines,
     make_model,
 )
-from tests.test_switches import ended, kept_in
 
 
 class Noticing(nn.Module):

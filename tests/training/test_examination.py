@@ -19,8 +19,7 @@ from gradsurg.training.run_directory import RunDirectory
 from gradsurg.training.study import Record, execute
 from gradsurg.transforms.base import Transform
 from gradsurg.triggers.base import Trigger
-from tests.test_build import built
-from tests.test_study import (
+from tests.runs import (
     SHORT,
     Listening,
     Torn,
@@ -31,6 +30,7 @@ from tests.test_study import (
     raising,
     untimed,
 )
+from tests.test_build import built
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

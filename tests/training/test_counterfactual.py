@@ -24,7 +24,7 @@ from gradsurg.training.run_directory import RunDirectory
 from gradsurg.training.study import Record, execute
 from gradsurg.transforms.base import Transform
 from tests.nets import batch, noisy, num_hooks, small, weights
-from tests.test_study import Torn, flat, untimed
+from tests.runs import Torn, flat, untimed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

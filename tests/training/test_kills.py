@@ -20,10 +20,8 @@ from gradsurg.tasks.digit_attributes import DigitAttributes
 from gradsurg.training.run import Run
 from gradsurg.training.run_directory import RunDirectory
 from gradsurg.training.study import Record, execute
-from tests.test_loggers import alone
-from tests.test_study import MIXED, SHORT, a_run, assert_same
-
-ROOT = Path(__file__).parent.parent
+from tests.loggers.offline import alone
+from tests.runs import MIXED, ROOT, SHORT, a_run, assert_same
 
 # Each child is killed at its own moment: in the middle of a step, or of a write to the disk.
 KILLS = """
@@ -31,7 +29,7 @@ import os, random, signal, sys
 from pathlib import Path
 import torch
 from gradsurg.training.study import execute
-from tests.test_study import MIXED, Wrapped, a_run
+from tests.runs import MIXED, Wrapped, a_run
 
 torch.set_num_threads(1)
 
@@ -206,7 +204,7 @@ KILLED = """
 import sys
 from pathlib import Path
 from gradsurg.training.study import execute
-from tests.test_kills import several
+from tests.training.test_kills import several
 
 execute(several(sys.argv[1], int(sys.argv[2])), Path("."), [], threads=1)
 """
@@ -238,7 +236,7 @@ FULL = """
 import json, resource, signal, sys
 from pathlib import Path
 from gradsurg.training.study import execute
-from tests.test_study import MIXED, a_run
+from tests.runs import MIXED, a_run
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))

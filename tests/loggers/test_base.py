@@ -1,0 +1,155 @@
+"""The guard around loggers: a failing one is reported and does not end the training."""
+
+import logging
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from gradsurg.loggers.base import Guarded, Logger, StudyInfo, StudyLogger
+from gradsurg.plugins import registry
+from tests.loggers.offline import go, info
+from tests.runs import ROOT
+
+
+class Fragile(Logger):
+    """Raises in the calls named, until told not to; remembers what it was asked."""
+
+    def __init__(self, *broken):
+        self.broken = set(broken)
+        self.asked = []
+
+    def _ask(self, name):
+        self.asked.append(name)
+        if name in self.broken:
+            raise ConnectionError(f"{name}\nbroke")
+
+    def start(self, run):
+        self._ask("start")
+
+    def log(self, step, values):
+        self._ask("log")
+
+    def finish(self, state, summary):
+        self._ask("finish")
+
+    def abandon(self):
+        self._ask("abandon")
+
+    def notes(self):
+        self._ask("notes")
+        return ["a note"]
+
+
+def content_of(path) -> dict:
+    content = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(content, dict)
+    return content
+
+
+def test_every_logger_has_a_yaml_with_its_defaults_under_its_own_key():
+    conf = ROOT / "conf" / "logger"
+    assert sorted(path.stem for path in conf.glob("*.yaml")) == sorted(
+        [*registry.names("loggers"), "none"]
+    )
+    assert OmegaConf.load(conf / "none.yaml") == {}
+    for name in registry.names("loggers"):
+        content = content_of(conf / f"{name}.yaml")
+        assert list(content) == [name]
+        fields = content[name]
+        assert fields.pop("name") == name
+        made = registry.find("loggers", name)
+        assert made(**fields) == made()
+
+
+def test_a_guard_passes_everything_on_to_a_logger_that_works():
+    logger = Fragile()
+    guarded = Guarded(logger)
+    go(guarded)
+    assert logger.asked == ["start", "log", "log", "finish"]
+    assert guarded.failure is None
+    assert guarded.notes() == ["a note"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "asked"),
+    [
+        ("start", ["start", "abandon"]),
+        ("log", ["start", "log", "abandon"]),
+        ("finish", ["start", "log", "log", "finish", "abandon"]),
+    ],
+)
+def test_what_a_logger_raises_is_told_once_and_ends_its_use_for_that_run(caplog, broken, asked):
+    logger = Fragile(broken)
+    guarded = Guarded(logger)
+    with caplog.at_level(logging.WARNING):
+        go(guarded)
+    assert logger.asked == asked
+    reason = f"In {broken}: ConnectionError: {broken} broke"
+    assert guarded.failure == reason
+    assert [record.getMessage() for record in caplog.records] == [
+        f"fragile stopped logging; training goes on. {reason}"
+    ]
+    assert guarded.notes() == ["a note", f"fragile: stopped in 1 of 1 runs. {reason}"]
+
+
+def test_the_next_run_tries_a_failed_logger_again(caplog):
+    logger = Fragile("log")
+    guarded = Guarded(logger)
+    go(guarded)
+    go(guarded)
+    assert len(caplog.records) == 1
+    logger.broken.clear()
+    logger.asked.clear()
+    go(guarded)
+    assert logger.asked == ["start", "log", "log", "finish"]
+    assert guarded.notes()[1].startswith("fragile: stopped in 2 of 3 runs. In log: ")
+
+
+def test_a_logger_that_cannot_even_be_abandoned_or_asked_for_notes_is_survived(caplog):
+    guarded = Guarded(Fragile("log", "abandon", "notes"))
+    go(guarded)
+    assert len(caplog.records) == 2
+    notes = guarded.notes()
+    assert [note.split(" In ")[1].split(":")[0] for note in notes[:2]] == ["log", "abandon"]
+    assert notes[2] == "fragile: In notes: ConnectionError: notes broke"
+
+
+def test_an_interrupt_is_not_swallowed():
+    class Interrupted(Fragile):
+        def log(self, step, values):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        go(Guarded(Interrupted()))
+
+
+def test_abandoning_reaches_a_live_logger_once():
+    logger = Fragile()
+    guarded = Guarded(logger)
+    guarded.start(info("."))
+    guarded.abandon()
+    guarded.abandon()
+    guarded.log(1, {})
+    assert logger.asked == ["start", "abandon"]
+
+
+class FragileStudy(Fragile, StudyLogger):
+    def study(self, study):
+        self._ask("study")
+
+
+def test_a_study_goes_to_a_logger_that_takes_one_and_what_it_raises_is_survived(caplog):
+    study = StudyInfo("study", Path("report"), [{"arm": "clip", "n": 3}])
+    plain, taker, broken = Fragile(), FragileStudy(), FragileStudy("study")
+    guarded = [Guarded(logger) for logger in (plain, taker, broken)]
+    for logger in guarded:
+        logger.study(study)
+    assert (plain.asked, taker.asked) == ([], ["study"])
+    assert broken.asked == ["study", "abandon"]
+    assert [logger.failure for logger in guarded] == [
+        None,
+        None,
+        "In study: ConnectionError: study broke",
+    ]
+    assert len(caplog.records) == 1

@@ -1,0 +1,228 @@
+"""The W&B logger: offline runs read back have all that was logged."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradsurg.loggers.wandb import Wandb, _glob_argument, _location
+from gradsurg.plugins import registry
+from gradsurg.plugins.fields import FieldError
+from tests.loggers.offline import inspect, of_type, rows, run_wandb
+
+
+def test_wandb_run_read_back_has_what_was_logged(tmp_path):
+    done = run_wandb(
+        tmp_path,
+        """
+logger = Wandb(mode="offline", project="clipping")
+for seed, state in ((0, "finished"), (1, "diverged")):
+    logger.start(run(seed))
+    logger.log(10, {"train/loss": 1.5, "effect/clip/hidden.0.linear.weight/changed": 0.125})
+    logger.log(20, {"train/loss": float("nan") if seed else 0.75})
+    logger.finish(state, {"test/accuracy": 0.875})
+print(json.dumps(logger.notes()))
+""",
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    paths = [*sorted((tmp_path / "runs").glob("clip-*/wandb/offline-run-*"))]
+    assert len(paths) == 2
+    first, second = (inspect(tmp_path, path) for path in paths)
+
+    (begun,) = of_type(first, "run")
+    named = ("display_name", "run_group", "job_type", "project", "tags")
+    assert [begun[key] for key in named] == ["clip 0", "study", "clip", "clipping", ["clip", "mlp"]]
+    config = begun["config"]["update"]
+    assert (config["lr"], config["model"]) == (0.1, {"hidden": [64, 64]})
+    (axis,) = of_type(first, "metric")
+    assert (axis["glob_name"], axis["step_metric"]) == ("*", "global_step")
+    assert rows(first) == [
+        {"global_step": 10, "train/loss": 1.5, "effect/clip/hidden.0.linear.weight/changed": 0.125},
+        {"global_step": 20, "train/loss": 0.75},
+    ]
+    assert rows(second)[1] == {"global_step": 20, "train/loss": "NaN"}
+    outcomes = [
+        {key: update["update"][key] for key in ("state", "test/accuracy")}
+        for records in (first, second)
+        for update in of_type(records, "summary")
+        if "state" in update["update"]
+    ]
+    assert outcomes == [
+        {"state": "finished", "test/accuracy": 0.875},
+        {"state": "diverged", "test/accuracy": 0.875},
+    ]
+    assert [of_type(records, "exit")[0]["exit_code"] for records in (first, second)] == [0, 1]
+    assert json.loads(done.stdout) == [
+        "W&B (offline): 2 runs under runs",
+        "  to upload: wandb sync runs/*/wandb/offline-run-*",
+    ]
+
+
+def test_the_study_of_each_wandb_logger_is_kept_and_takes_the_place_of_its_own_alone(tmp_path):
+    done = run_wandb(
+        tmp_path,
+        """
+from gradsurg.loggers.base import StudyInfo
+
+for project, number in (("one", 1), ("two", 2), ("one", 3)):
+    logger = Wandb(mode="offline", project=project)
+    logger.study(StudyInfo("study", Path("runs/report"), [{"arm": "clip", "n": number}]))
+""",
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    paths = (tmp_path / "runs" / "report" / "wandb").glob("offline-run-*")
+    kept = {}
+    for path in paths:
+        (begun,) = of_type(inspect(tmp_path, path), "run")
+        (table,) = path.rglob("*.table.json")
+        kept[begun["project"]] = json.loads(table.read_text())["data"]
+    assert kept == {"one": [["clip", 3]], "two": [["clip", 2]]}
+
+
+def test_a_killed_wandb_core_is_survived_and_the_next_run_is_logged(tmp_path):
+    done = run_wandb(
+        tmp_path,
+        """
+logger = Guarded(Wandb(mode="offline"))
+logger.start(run(0))
+logger.log(10, {"train/loss": 1.5})
+kill_core()
+for step in range(20, 2000, 10):
+    logger.log(step, {"train/loss": 0.5})
+    if logger.failure: break
+logger.finish("finished", {})
+print(logger.failure)
+logger.start(run(1))
+logger.log(10, {"train/loss": 0.25})
+logger.finish("finished", {})
+print(logger.notes()[-1])
+""",
+    )
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+    assert "wandb stopped logging; training goes on. In log: " in done.stderr
+    failure, note = done.stdout.splitlines()
+    assert failure.startswith("In log: ConnectionResetError: ")
+    assert note == f"wandb: stopped in 1 of 2 runs. {failure}"
+    (second,) = (tmp_path / "runs" / "clip-1" / "wandb").glob("offline-run-*")
+    assert rows(inspect(tmp_path, second)) == [{"global_step": 10, "train/loss": 0.25}]
+
+
+@pytest.mark.parametrize(
+    ("mode", "field", "made", "notes"),
+    [
+        (None, "auto", "offline", 2),
+        ("offline", "auto", "offline", 2),
+        ("disabled", "auto", None, 0),
+        ("online", "auto", "offline", 3),
+        (None, "online", "offline", 3),
+        (None, "disabled", None, 0),
+    ],
+)
+def test_wandb_without_an_account_never_asks_and_does_what_the_user_said(
+    tmp_path, mode, field, made, notes
+):
+    done = run_wandb(
+        tmp_path,
+        f"""
+logger = Wandb(mode={field!r})
+for seed in range(2):
+    logger.start(run(seed))
+    logger.log(10, {{"train/loss": 1.5}})
+    logger.finish("finished", {{}})
+print(json.dumps(logger.notes()))
+""",
+        mode,
+    )
+    assert done.returncode == 0
+    found = json.loads(done.stdout)
+    assert len(found) == notes
+    told = "wandb is not logged in (`wandb login`): runs stay offline\n" if notes == 3 else ""
+    assert done.stderr == told
+    folders = [path.name.split("-")[0] for path in (tmp_path / "runs").glob("*/wandb/*run-*-*")]
+    assert folders == ([] if made is None else [made] * 2)
+
+
+def test_wandb_with_an_account_is_online_and_offline_where_it_cannot_connect(tmp_path):
+    done = run_wandb(
+        tmp_path,
+        """
+import wandb
+wandb.login = lambda **options: options == {"prompt": False, "verify": False}
+made, init = [], wandb.init
+def stub(**options):
+    made.append(options["mode"])
+    if options["mode"] == "online":
+        raise wandb.errors.CommError("no route\\nand more")
+    return init(**options)
+wandb.init = stub
+logger = Wandb()
+for seed in range(2):
+    logger.start(run(seed))
+    logger.finish("failed", {})
+print(json.dumps([made, logger.notes()[2:]]))
+""",
+    )
+    remark = "wandb cannot go online (no route): runs stay offline"
+    assert (done.returncode, done.stderr) == (0, f"{remark}\n")
+    assert json.loads(done.stdout) == [["online", "offline", "offline"], [remark]]
+
+
+def test_wandb_fields_are_checked():
+    with pytest.raises(FieldError) as caught:
+        registry.find("loggers", "wandb")(mode="sometimes", project="a/b")
+    assert [field for field, _ in caught.value.faults] == ["mode", "project"]
+
+
+def test_one_logger_has_one_session_and_two_have_two():
+    first, second = Wandb(), Wandb()
+    assert first == second
+    assert first._session is first._session
+    assert first._session is not second._session
+
+
+def test_the_line_to_upload_is_fit_for_a_shell():
+    one = [Path("my runs/s/a-1/wandb/offline-run-1-x")]
+    assert _glob_argument(one) == "'my runs/s/a-1/wandb/offline-run-1-x'"
+    assert _location(one) == "my runs/s/a-1/wandb/offline-run-1-x"
+    two = [*one, Path("my runs/s/b-2/wandb/offline-run-2-y")]
+    assert _glob_argument(two) == "'my runs/s'/*/wandb/offline-run-*"
+    assert _location(two) == "2 runs under my runs/s"
+    same = [Path("r/a/wandb/offline-run-1-x"), Path("r/a/wandb/offline-run-2-y")]
+    assert _glob_argument(same) == "r/a/wandb/offline-run-*"
+
+
+class Sent:
+    """Stands for a W&B run: what it was told."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self.summary: dict[str, object] = {}
+
+    def log(self, row: dict[str, float]) -> None:
+        self.rows.append(row)
+
+    def finish(self, exit_code: int) -> None:
+        self.exit_code = exit_code
+
+
+def test_rows_are_sent_to_wandb_together_late_ones_at_once_and_all_before_the_end(
+    monkeypatch,
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("gradsurg.loggers.wandb.monotonic", lambda: clock[0])
+    logger = Wandb()
+    run: Any = Sent()
+    logger._session.run, logger._session.sent_at = run, clock[0]
+    counts = []
+    for step in range(1, 14):
+        logger.log(step, {"train/loss": 0.5})
+        counts.append(len(run.rows))
+    assert counts == [0] * 9 + [10] * 4
+    clock[0] += 2
+    logger.log(14, {"train/loss": 0.5})
+    assert len(run.rows) == 14
+    logger.log(15, {"train/loss": 0.5})
+    logger.finish("finished", {"test/loss": 1.0})
+    assert [row["global_step"] for row in run.rows] == list(range(1, 16))

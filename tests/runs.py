@@ -1,0 +1,223 @@
+"""Small runs on real digits, interrupted ones too, and helpers that read and compare them."""
+
+import json
+import os
+import signal
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+import gradsurg as gs
+from gradsurg.loggers.base import Logger, RunInfo, State
+from gradsurg.models.mlp import MLP
+from gradsurg.sites.base import Selector
+from gradsurg.surgery.intervention import Intervention
+from gradsurg.surgery.surgery import Surgery
+from gradsurg.tasks.base import Data, Task
+from gradsurg.tasks.digits import Digits
+from gradsurg.training.loop import Batches
+from gradsurg.training.run import Run, Schedule
+from gradsurg.training.run_directory import RunDirectory
+from gradsurg.training.study import Record
+from gradsurg.transforms.base import Transform
+from gradsurg.triggers.always import Always
+from gradsurg.triggers.base import Trigger
+from tests.nets import CLASSES, FEATURES
+
+ROOT = Path(__file__).parent.parent
+
+
+SHORT = Schedule(steps=30, batch_size=32, log_every=5, checkpoint_every=10, effects_every=4)
+
+
+TIMES = ("seconds",)  # of a checkpoint
+
+
+class Torn(Exception):
+    """What interrupts a run in these tests."""
+
+
+@dataclass(frozen=True)
+class Wrapped(Task):
+    """Digits whose loss at call `at` (from 1) raises, kills the process, or is NaN."""
+
+    at: int = 0
+    does: str = ""
+    calls: list[int] = field(default_factory=list)
+
+    def load(self) -> Data:
+        return Digits().load()
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.calls.append(1)
+        loss = Digits().loss(outputs, targets)
+        if len(self.calls) == self.at:
+            match self.does:
+                case "raise":
+                    raise Torn
+                case "interrupt":
+                    raise KeyboardInterrupt
+                case "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+        if self.does == "nan" and len(self.calls) >= self.at:
+            return loss * float("nan")
+        if self.does == "one nan" and len(self.calls) == self.at:
+            return loss + float("nan")  # whose gradient is that of the loss
+        if self.does == "warn":
+            warnings.warn("mine", UserWarning, stacklevel=1)
+        return loss
+
+    def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
+        return Digits().metrics(outputs, targets)
+
+
+def make_model(data: Data) -> nn.Module:
+    return MLP(data.input_shape, data.num_outputs, hidden=(16,), dropout=0.3)
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def a_run(
+    transform: Transform | None = None,
+    at: Selector | None = None,
+    when: Trigger | None = None,
+    seed: int = 0,
+    task: Task | None = None,
+    schedule: Schedule = SHORT,
+) -> Run:
+    """The run of one arm; without a transform it is the control."""
+    where = at or gs.Parameters()
+    if transform is None:
+        surgery = Surgery(Intervention(gs.Identity(), where, names=("none",)), seed=seed)
+    else:
+        surgery = Surgery(Intervention(transform, where, when or Always()), seed=seed)
+    label = type(transform).__name__.lower() if transform is not None else "none"
+    return Run(
+        study="study",
+        arm="control" if transform is None else "treated",
+        label=label,
+        seed=seed,
+        identity={"label": label, "transform": repr(transform), "seed": seed},
+        tags=(label,),
+        task=task or Digits(),
+        make_model=make_model,
+        make_optimizer=make_optimizer,
+        surgery=surgery,
+        shadow=transform is None,
+        schedule=schedule,
+        device=torch.device("cpu"),
+    )
+
+
+def read(record: Record, name: str) -> str:
+    return (record.directory / name).read_text()
+
+
+def lines(record: Record, name: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in read(record, name).splitlines()]
+
+
+def untimed(numbers: Mapping[str, object]) -> dict[str, object]:
+    return {
+        key: value
+        for key, value in numbers.items()
+        if not key.startswith("time/") and key not in TIMES
+    }
+
+
+def assert_same(found: Record, expected: Record) -> None:
+    """The two ended alike, bit by bit, apart from times."""
+    assert found.directory != expected.directory
+    for name in ("metrics.jsonl", "effects.jsonl", "conflicts.jsonl"):
+        rows = [
+            [untimed(row) for row in RunDirectory(record.directory).read_rows(name)]
+            for record in (found, expected)
+        ]
+        assert rows[0] == rows[1]
+    assert untimed(found.summary) == untimed(expected.summary)
+    kept, whole = (
+        RunDirectory(record.directory).load_checkpoint() or {} for record in (found, expected)
+    )
+    assert all(isinstance(state[key], float) for state in (kept, whole) for key in TIMES)
+    assert flat(untimed(kept)) == flat(untimed(whole))
+
+
+def flat(thing: object) -> object:
+    """A checkpoint as something that `==` compares bit by bit."""
+    match thing:
+        case Tensor():
+            return str(thing.dtype), thing.tolist()
+        case dict():
+            return {key: flat(value) for key, value in thing.items()}
+        case list() | tuple():
+            return [flat(value) for value in thing]
+        case _:
+            return thing
+
+
+class Listening(Logger):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.begun: list[RunInfo] = []
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.ended: list[tuple[str, dict[str, float]]] = []
+
+    def start(self, run: RunInfo) -> None:
+        self.begun.append(run)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.logged.append((step, dict(values)))
+
+    def finish(self, state: State, summary: Mapping[str, float]) -> None:
+        self.ended.append((state, dict(summary)))
+
+    def abandon(self) -> None: ...
+
+    def notes(self) -> list[str]:
+        return []
+
+
+MIXED = gs.Chain(gs.GrokfastEMA(), gs.AddNoise(0.001), gs.Clip(0.05))
+
+
+def notes(record: Record) -> list[str]:
+    found = record.summary["notes"]
+    assert isinstance(found, list)
+    return found
+
+
+def data(size: int = 4, accumulate: int = 1, count: int = 26) -> Batches:
+    generator = torch.Generator().manual_seed(7)
+    inputs = torch.randn(count, FEATURES, generator=generator)
+    targets = torch.randint(CLASSES, (count,), generator=generator)
+    return Batches(inputs, targets, size, 3, accumulate)
+
+
+def kept_in(folder: Path) -> dict[str, Any]:  # Any: what a checkpoint holds
+    """The checkpoint of a run's directory."""
+    kept = RunDirectory(folder).load_checkpoint()
+    assert kept is not None
+    return cast(dict[str, Any], kept)
+
+
+def ended(record: Record) -> dict[str, Any]:  # Any: what JSON can hold
+    """The summary of a run."""
+    assert record.summary is not None
+    return record.summary
+
+
+def effect(step, calls, sampled, **numbers):
+    found = {"step": step, "transform": "clip", "site": "w", "seen": 2 * calls, "calls": calls}
+    return {**found, "sampled": sampled, "nonfinite": 0, **numbers}
+
+
+def raising(*args: object) -> None:
+    raise Torn

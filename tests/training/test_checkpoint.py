@@ -1,0 +1,199 @@
+"""Runs that were interrupted, resumed from a checkpoint."""
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import gradsurg as gs
+from gradsurg.training.run_directory import RunDirectory
+from gradsurg.training.run_identity import environment
+from gradsurg.training.study import Record, execute
+from tests.runs import (
+    MIXED,
+    ROOT,
+    SHORT,
+    Listening,
+    Torn,
+    Wrapped,
+    a_run,
+    assert_same,
+    lines,
+    notes,
+    raising,
+    untimed,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+INTERRUPTED = [1, 5, 10, 11, 14, 15, 21, 30]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Record:
+    return execute(a_run(MIXED), tmp_path_factory.mktemp("whole"), [])
+
+
+@pytest.mark.parametrize("step", INTERRUPTED)
+def test_a_run_that_raised_and_is_run_again_ends_as_if_it_never_had(tmp_path, whole, step) -> None:
+    run = a_run(MIXED, task=Wrapped(step, "raise"))
+    with pytest.raises(Torn):
+        execute(run, tmp_path, [])
+    assert not RunDirectory(run.directory(tmp_path)).finished
+    kept = RunDirectory(run.directory(tmp_path)).load_checkpoint()
+    assert (kept or {"step": 0})["step"] == (step - 1) // 10 * 10
+    assert_same(execute(run, tmp_path, []), whole)
+
+
+REMEMBERS = gs.Threshold(0.15, "max_abs", release=0.1) & gs.Probability(0.8, per="site")
+
+
+@pytest.mark.parametrize("step", [5, 11, 15, 21])
+def test_a_trigger_that_remembers_or_draws_resumes_too(tmp_path, step: int) -> None:
+    transform = gs.Chain(gs.GrokfastEMA(), gs.Clip(0.05))
+    record = execute(a_run(transform, when=REMEMBERS), tmp_path / "whole", [])
+    rows = lines(record, "effects.jsonl")
+    calls, seen = (sum(int(str(row[name])) for row in rows) for name in ("calls", "seen"))
+    assert 0.1 * seen < calls < 0.9 * seen
+    kept = RunDirectory(record.directory).load_checkpoint() or {}
+    surgery: Any = kept["surgery"]
+    memories = [state for key, state in surgery["states"].items() if key.endswith("/when")]
+    assert {value.item() for state in memories for value in state.values()} == {True, False}
+    with pytest.raises(Torn):
+        execute(a_run(transform, when=REMEMBERS, task=Wrapped(step, "raise")), tmp_path, [])
+    assert_same(execute(a_run(transform, when=REMEMBERS), tmp_path, []), record)
+
+
+@pytest.mark.parametrize("step", [5, 14, 21])
+def test_a_logger_of_a_resumed_run_hears_of_all_steps(tmp_path, step) -> None:
+    expected, torn, resumed = Listening(), Listening(), Listening()
+    execute(a_run(MIXED), tmp_path / "whole", [expected])
+    run = a_run(MIXED, task=Wrapped(step, "raise"))
+    with pytest.raises(Torn):
+        execute(run, tmp_path / "torn", [torn])
+    execute(run, tmp_path / "torn", [resumed])
+    assert len(torn.logged) == (step - 1) // 5
+    told = [(at, untimed(values)) for at, values in resumed.logged]
+    assert told == [(at, untimed(values)) for at, values in expected.logged]
+
+
+@pytest.mark.parametrize(("seconds", "saved"), [(0.0, [10, 20, 30]), (1e6, [30])])
+def test_a_run_is_not_saved_more_often_than_asked_for_but_at_its_end(
+    tmp_path, monkeypatch, seconds: float, saved: list[int]
+) -> None:
+    steps: list[object] = []
+    monkeypatch.setattr(
+        RunDirectory, "save_checkpoint", lambda self, state: steps.append(state["step"])
+    )
+    run = a_run(gs.Clip(0.1))
+    schedule = replace(run.schedule, checkpoint_seconds=seconds)
+    execute(replace(run, schedule=schedule), tmp_path, [])
+    assert steps == saved
+
+
+def test_a_run_may_be_torn_again_and_again(tmp_path, whole) -> None:
+    for step in (12, 8, 4):
+        with pytest.raises(Torn):
+            execute(a_run(MIXED, task=Wrapped(step, "raise")), tmp_path, [])
+    assert_same(execute(a_run(MIXED), tmp_path, []), whole)
+
+
+def test_a_run_torn_after_its_last_step_needs_no_step_more(tmp_path, whole, monkeypatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDirectory, "write_summary", raising)
+        with pytest.raises(Torn):
+            execute(a_run(MIXED), tmp_path, [])
+    task = Wrapped()
+    record = execute(a_run(MIXED, task=task), tmp_path, [])
+    assert task.calls == []
+    assert_same(record, whole)
+    assert record.summary["time/step_ms"] is None
+
+
+KILLED = """
+from pathlib import Path
+from typing import Any
+from gradsurg.training.study import execute
+from tests.runs import MIXED, Wrapped, a_run
+execute(a_run(MIXED, task=Wrapped(17, "kill")), Path("."), [], threads=1)
+"""
+
+
+def test_a_killed_run_that_is_run_again_ends_as_if_it_never_had_been(tmp_path, whole) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == -signal.SIGKILL
+    place = a_run(MIXED).directory(tmp_path)
+    half = place / "metrics.jsonl"
+    assert len(half.read_text().splitlines()) == 3
+    with half.open("a") as file:
+        file.write('{"step":20,"train/lo')
+    with (place / "effects.jsonl").open("a") as file:
+        file.write("{")
+    assert_same(execute(a_run(MIXED), tmp_path, []), whole)
+
+
+def test_what_is_sampled_seldom_resumes_too(tmp_path) -> None:
+    schedule = replace(SHORT, effects_every=12)
+    expected = execute(a_run(gs.Clip(0.01), schedule=schedule), tmp_path / "whole", [])
+    run = a_run(gs.Clip(0.01), schedule=schedule, task=Wrapped(13, "raise"))
+    with pytest.raises(Torn):
+        execute(run, tmp_path / "torn", [])
+    assert_same(execute(run, tmp_path / "torn", []), expected)
+    calls = [row["calls"] for row in lines(expected, "effects.jsonl")][::4]
+    assert calls == [5, 10, 10]
+
+
+@pytest.mark.parametrize("at", [gs.Parameters(), gs.Outputs(), gs.Nodes("*")], ids=repr)
+@pytest.mark.parametrize("step", [21, 31])
+def test_what_a_run_has_to_tell_is_of_the_whole_run(tmp_path, monkeypatch, at, step) -> None:
+    """Bites in the first steps only: after the interruption it changes nothing and never fires."""
+    when = gs.Steps(stop=6)
+    expected = execute(a_run(gs.Scale(0.5), at, when), tmp_path / "whole", [])
+    assert notes(expected) == []
+    run = a_run(gs.Scale(0.5), at, when, task=Wrapped(step, "raise"))
+    with monkeypatch.context() as patch, pytest.raises(Torn):
+        patch.setattr(RunDirectory, "write_summary", raising)
+        execute(run, tmp_path / "torn", [])
+    assert_same(execute(run, tmp_path / "torn", []), expected)
+
+
+@pytest.mark.parametrize(
+    ("transform", "when"),
+    [(gs.Clip(1e9), None), (gs.Clip(1e9), gs.Steps(stop=6)), (gs.Zero(), gs.Steps(start=99))],
+    ids=["changed nothing", "changed nothing at first", "never fired"],
+)
+def test_the_notes_of_a_resumed_run_are_those_of_a_whole_one(tmp_path, transform, when) -> None:
+    expected = execute(a_run(transform, when=when), tmp_path / "whole", [])
+    assert len(notes(expected)) == 1
+    run = a_run(transform, when=when, task=Wrapped(21, "raise"))
+    with pytest.raises(Torn):
+        execute(run, tmp_path / "torn", [])
+    assert_same(execute(run, tmp_path / "torn", []), expected)
+
+
+@pytest.mark.parametrize("name", ["gradsurg", "torch", "numpy", "python"])
+def test_a_run_that_goes_on_with_another_version_says_so(tmp_path, monkeypatch, name: str) -> None:
+    run = a_run(MIXED, task=Wrapped(15, "raise"))
+    with pytest.raises(Torn):
+        execute(run, tmp_path, [])
+    place = RunDirectory(run.directory(tmp_path))
+    facts, before = place.known_facts(), environment()
+    assert facts["made_with"] == before
+    now = {**before, name: "0.0.1"}
+    monkeypatch.setattr("gradsurg.training.run_identity.environment", lambda: now)
+    record = execute(run, tmp_path, [])
+    (note,) = notes(record)
+    begins = f"resumed from a checkpoint made with {name} {before[name]}, now {name} 0.0"
+    assert note.startswith(begins)
+    assert record.note == note

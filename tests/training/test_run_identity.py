@@ -1,0 +1,39 @@
+"""What identifies a run: its hash, the name of its directory, versions."""
+
+import pytest
+
+from gradsurg.training.run_identity import MAX_LABEL, directory_name, environment, run_hash
+
+
+def test_what_a_run_is_made_with_has_the_source_of_gradsurg(tmp_path, monkeypatch) -> None:
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "inside" / "one.py").write_text("x = 1\n")
+    monkeypatch.setattr("gradsurg.training.run_identity.PACKAGE", tmp_path)
+    first = environment.__wrapped__()
+    (tmp_path / "inside" / "one.py").write_text("x = 2\n")
+    second = environment.__wrapped__()
+    assert first.pop("gradsurg") != second.pop("gradsurg")
+    assert first == second
+
+
+def test_hash_is_of_the_content_not_of_the_order():
+    config = {"lr": 0.1, "model": {"name": "mlp", "hidden": [64, 64]}}
+    same = {"model": {"hidden": (64, 64), "name": "mlp"}, "lr": 0.1}
+    assert run_hash(config) == run_hash(same)
+    assert run_hash(config) != run_hash({**config, "lr": 0.2})
+    # sha256 of {"a":1}: the first eight digits, from coreutils' sha256sum
+    assert run_hash({"a": 1}) == "015abd7f"
+
+
+def test_hash_refuses_what_json_cannot_say():
+    with pytest.raises(TypeError):
+        run_hash({"a": object()})
+    with pytest.raises(ValueError, match="Out of range"):
+        run_hash({"a": float("nan")})
+
+
+def test_directory_name_is_fit_for_a_file_system():
+    config = {"a": 1}
+    assert directory_name("clip=0.01,mlp", config) == "clip=0.01,mlp-015abd7f"
+    assert directory_name("a/b *c", config) == "a_b_c-015abd7f"
+    assert len(directory_name("x" * 500, config)) == MAX_LABEL + 9
