@@ -47,6 +47,27 @@ Both start at the same weights and the same batch. Cosine of the two updates, ra
 UPDATES_SAMPLED = "update/sampled"
 """Number of steps that the means of `UPDATE_NUMBERS` are over."""
 
+CONFLICT_NUMBERS = (
+    Number("conflict_rate", "conflict rate", "fraction"),
+    Number("norm_spread", "norm spread"),
+    Number("condition", "condition number"),
+    Number("cosine_to_mean", "cosine to mean", "cosine"),
+    Number("norm_to_mean", "norm to mean"),
+    Number("weight_entropy", "weight entropy"),
+)
+"""The conflict of the gradients of several tasks in one group of parameters, at one step.
+
+Share of the pairs of tasks with a negative cosine, largest norm over smallest nonzero norm,
+condition number of the matrix of cosines, cosine and norm ratio of the update to the mean gradient,
+and entropy of the weights (0 for one task alone to 1 for equal weights)."""
+
+CONFLICT_TASK_NUMBERS = (
+    Number("norms", "norm"),
+    Number("weights", "weight"),
+    Number("decrease", "decrease"),
+)
+"""The same for each task: norm of its gradient, its weight in the update, and the decrease of its
+loss, to first order, for a step of length 1."""
 
 METRICS = (
     Number("loss", "loss", better="lower"),
@@ -57,3 +78,5 @@ METRICS = (
 
 EFFECT_NAMES = tuple(number.name for number in EFFECT_NUMBERS)
 UPDATE_NAMES = tuple(number.name for number in UPDATE_NUMBERS)
+CONFLICT_NAMES = tuple(number.name for number in CONFLICT_NUMBERS)
+CONFLICT_TASK_NAMES = tuple(number.name for number in CONFLICT_TASK_NUMBERS)

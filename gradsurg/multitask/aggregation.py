@@ -1,8 +1,11 @@
-"""One aggregator in place: it makes one gradient, keeps its state, and says what it did."""
+"""Apply one attached aggregator: combine gradients, keep its state, measure the conflict."""
 
 from collections.abc import Mapping, Sequence
-from itertools import combinations
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import accumulate, combinations
 from math import isfinite
+from operator import add
 
 import torch
 from torch import Tensor, nn
@@ -11,16 +14,17 @@ from gradsurg.aggregators.base import (
     Aggregator,
     AggregatorContext,
     AggregatorState,
+    Entrywise,
     GramianAggregator,
     LossWeighting,
     NormMatchedSum,
+    checked_update,
+    norm_matched_sums,
 )
-from gradsurg.aggregators.rows import combine, gramian_of
-from gradsurg.hooks.controller import Session
-from gradsurg.multitask.conflict import Conflicts
+from gradsurg.aggregators.rows import at_least_float32, combine, combine_safely, gramian_of
+from gradsurg.hooks.session import Session
+from gradsurg.multitask.conflict import Conflicts, Measurement
 from gradsurg.multitask.features import module_of
-from gradsurg.multitask.merging import Merged, merge, products
-from gradsurg.multitask.others import Made
 from gradsurg.multitask.shared_parameters import SHARED, SharedParameters
 from gradsurg.plugins.fields import FieldError
 from gradsurg.plugins.registry import snake
@@ -30,58 +34,68 @@ from gradsurg.torch_internals.autograd import undisturbed
 from gradsurg.triggers.base import TensorTrigger, Trigger, TriggerContext
 from gradsurg.triggers.for_task import ForTask
 
-REPRESENTATION = "representation"
-"""The group of the gradients where the tasks part, with engine 'feature'."""
 
-ERRORS = Exception  # whatever a user's aggregator raises: it gets a note and is raised again
-
-
-def check_host(trigger: Trigger, label: str) -> None:
-    """Raises ValueError if a trigger looks at a gradient: an aggregator has several."""
+def check_trigger(trigger: Trigger, label: str) -> None:
+    """Raise FieldError if a trigger reads a gradient: an aggregator has several."""
     for part in trigger.parts:
         if isinstance(part, TensorTrigger | ForTask) or part.on_device:
             text = (
-                "looks at one gradient, and an aggregator has several: it can act by step, epoch, "
-                "phase, flag or probability"
+                "reads one gradient, and an aggregator has several: use a trigger on the step, "
+                "epoch, phase, flag or probability"
             )
             raise FieldError(part, [("", text)], f"{label}: {part!r}")
 
 
-def check_apart(aggregations: Sequence["Aggregation"]) -> None:
-    """Raises ValueError if a parameter has two aggregators."""
-    for other, one in combinations(aggregations, 2):
-        if both := sorted(one.groups.keys() & other.groups.keys()):
+def check_disjoint(aggregations: Sequence["Aggregation"]) -> None:
+    """Raise ValueError if a parameter has two aggregators."""
+    for earlier, later in combinations(aggregations, 2):
+        if both := sorted(later.groups.keys() & earlier.groups.keys()):
             raise ValueError(
-                f"{one.label}: '{other.label}' acts on {', '.join(both)} already, and a parameter "
-                "has one aggregator"
+                f"{later.label}: '{earlier.label}' already acts on {', '.join(both)}, and a "
+                "parameter can have one aggregator only"
             )
 
 
 def plan_of(
     label: str, aggregator: Aggregator, at: Selector, trigger: Trigger, model: nn.Module
 ) -> str:
-    """The plan of an aggregator: the parameters it would act on, by group."""
+    """Return the plan of an aggregator: the parameters that it would act on, by group."""
     assert isinstance(at, SharedParameters)
     groups = at.groups(model)
     place = ""
     if at.features:
-        module_of(model, at.features)  # a plan of what could not be attached is none
+        module_of(model, at.features)  # raises if the module does not exist
         place = f" at {at.features!r}"
-    own = [] if isinstance(at.granularity, str) else at.granularity
-    kind = plural(len(own), "group") if own else at.granularity
-    how = f"engine {at.engine}{place}, granularity {kind}, when {trigger!r}"
-    first = f"{label}: {aggregator!r} of what several tasks reach of"
-    lines = [f"{first} {plural(len(groups), 'parameter')}", f"  {how}"]
-    if not own:
+    patterns = [] if isinstance(at.granularity, str) else at.granularity
+    granularity = plural(len(patterns), "group") if patterns else at.granularity
+    head = f"{label}: {aggregator!r} of the parameters that several tasks reach, of"
+    lines = [
+        f"{head} {plural(len(groups), 'parameter')}",
+        f"  engine {at.engine}{place}, granularity {granularity}, when {trigger!r}",
+    ]
+    if not patterns:
         return "\n".join([*lines, *(f"  {site}" for site in groups)])
-    for pattern in own:
+    for pattern in patterns:
         lines.append(f"  {pattern}:")
         lines += [f"    {site}" for site, group in groups.items() if group == pattern]
     return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class AggregationResult:
+    """The combined gradient of each block, and the next state.
+
+    `weights` and `gramian` are None for aggregators without them.
+    """
+
+    grads: list[Tensor]
+    state: AggregatorState
+    weights: Tensor | None = None
+    gramian: Tensor | None = None
+
+
 class Aggregation:
-    """One aggregator in place."""
+    """One aggregator attached to the shared parameters of a model."""
 
     def __init__(
         self,
@@ -98,32 +112,37 @@ class Aggregation:
         self.trigger = trigger
         self.session = session
         self.conflicts = conflicts
-        self.look(session.model)
-        self._learnt: dict[
-            str, AggregatorState
-        ] = {}  # under a loss scale, until the optimizer makes a step
-        self._weights: Tensor | None = None  # of the losses, for the rest of a step
-        self._weighed: tuple[str, ...] = ()  # the tasks that they are of
+        self.select(session.model)
+        # With a GradScaler, states wait here until the optimizer has made the step.
+        self._new_states: dict[str, AggregatorState] = {}
+        self._weights: Tensor | None = None  # of the losses, for the rest of this step
+        self._weighted_tasks: tuple[str, ...] = ()
 
     @property
-    def weighs(self) -> bool:
-        """Whether it weighs the losses, and looks at no gradient."""
+    def weights_losses(self) -> bool:
+        """Whether the aggregator weights the losses and reads no gradient."""
         return isinstance(self.aggregator, LossWeighting)
 
-    def look(self, model: nn.Module) -> None:
-        """Select anew: parameters were frozen, set free or replaced."""
-        self.groups = self.at.groups(model)  # of each parameter
+    @property
+    def has_pending_weights(self) -> bool:
+        """Whether this step has weights for further losses."""
+        return self._weights is not None
 
-    def weigh(self, losses: Mapping[str, float], last: bool) -> Tensor:
-        """The weights of the losses: of several batches of a step the first decides, until the
-        `last`.
+    def select(self, model: nn.Module) -> None:
+        """Set `groups`, the group of each selected parameter that requires a gradient."""
+        self.groups = self.at.groups(model)
+
+    def loss_weights(self, losses: Mapping[str, float], last: bool) -> Tensor:
+        """Return the weights of the losses.
+
+        If a step has several batches, the first determines the weights until the `last`.
         """
         assert isinstance(self.aggregator, LossWeighting)
-        self._tell_losses(losses)
+        self._warn_nonfinite_losses(losses)
         fires, tasks, weights = self._count(SHARED), tuple(losses), self._weights
-        if weights is not None and self._weighed != tasks:
+        if weights is not None and self._weighted_tasks != tasks:
             raise ValueError(
-                f"losses: the weights of this step are of {', '.join(self._weighed)}, found "
+                f"losses: the weights of this step are of {', '.join(self._weighted_tasks)}, found "
                 f"{', '.join(tasks)}"
             )
         with undisturbed(()):
@@ -132,51 +151,47 @@ class Aggregation:
             elif weights is None:
                 context, state = self._context(SHARED, losses), self._state(SHARED, tasks)
                 weights, state = self.aggregator.weigh(len(tasks), state, context)
-                self._keep(SHARED, tasks, state)
-                self._tell_alone(losses, weights)
-        self._weights, self._weighed = None if last else weights, tasks
+                self._store(SHARED, tasks, state)
+                self._warn_zero_loss(losses, weights)
+        self._weights, self._weighted_tasks = None if last else weights, tasks
         return weights
 
-    @property
-    def waits(self) -> bool:
-        """Whether there are weights for more losses of this step."""
-        return self._weights is not None
+    def after_step(self) -> None:
+        """Store the states learned in this step, and drop its weights."""
+        self.session.states |= self._new_states
+        self._new_states = {}
+        self.drop_weights()
 
-    def stepped(self) -> None:
-        """The optimizer has made a step: what was learnt of it stays, and its weights end."""
-        self.session.states |= self._learnt
-        self._learnt = {}
-        self.forget()
-
-    def forget(self) -> None:
-        """The next losses are a step's first."""
+    def drop_weights(self) -> None:
+        """Compute new weights at the next losses."""
         self._weights = None
 
-    def weighed(self, parts: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
-        """One gradient of the rows of each part, by weights that are known."""
+    def combine_with(self, parts: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
+        """Combine the rows of each part by given weights."""
         with undisturbed(parts):
             return [combine(rows, weights) for rows in parts]
 
-    def make(self, group: str, parts: Sequence[Tensor], losses: Mapping[str, float]) -> Merged:
-        """One gradient of the rows (T, p) of each part of a group, of tasks with these losses."""
+    def combine(
+        self, group: str, parts: Sequence[Tensor], losses: Mapping[str, float]
+    ) -> list[Tensor]:
+        """Combine the rows (T, p) of each part of a group into one gradient a part."""
         fires, sampling = self._count(group), self.session.effects.sampling
         if not (fires or sampling):
-            return _summed(parts)
+            return _sum(parts).grads
         if self.session.is_scaled and not all(bool(rows.isfinite().all()) for rows in parts):
-            # The scaler leaves such a step out, and nothing is told of it.
-            return _summed(parts)
+            return _sum(parts).grads  # the scaler skips this step
         with undisturbed(parts):
             context = self._context(group, losses)
             if fires:
-                merged = self._merge(group, parts, losses)
-                self._keep(group, tuple(losses), merged.state)
-                self._check_finite(merged, context)
-                self._tell_losses(losses)
+                result = self._aggregate(group, parts, losses)
+                self._store(group, tuple(losses), result.state)
+                self._warn_nonfinite_gradients(result, context)
+                self._warn_nonfinite_losses(losses)
             else:
-                merged = _summed(parts)
+                result = _sum(parts)
             if sampling:
-                self._tell_conflict(context, parts, merged)
-        return merged
+                self._measure(context, parts, result)
+        return result.grads
 
     def observe(
         self,
@@ -185,53 +200,58 @@ class Aggregation:
         losses: Mapping[str, float],
         weights: Tensor | None,
     ) -> None:
-        """Measure the conflict where the update is made elsewhere, of these weights; with none,
-        what the aggregator would have made of it.
+        """Measure the conflict of gradients that are combined elsewhere, by these weights.
+
+        Without weights, measure the update that the aggregator would compute.
         """
         with undisturbed(parts):
-            merged = Merged([], {}, weights)
+            result = AggregationResult([], {}, weights)
             if weights is None and self._count(group):
-                merged = self._merge(group, parts, losses)
-                self._keep(group, tuple(losses), merged.state)
+                result = self._aggregate(group, parts, losses)
+                self._store(group, tuple(losses), result.state)
             elif weights is None:
-                merged = _summed(parts)
-            self._tell_conflict(self._context(group, losses), parts, merged)
+                result = _sum(parts)
+            self._measure(self._context(group, losses), parts, result)
 
-    def _merge(self, group: str, parts: Sequence[Tensor], losses: Mapping[str, float]) -> Merged:
+    def _aggregate(
+        self, group: str, parts: Sequence[Tensor], losses: Mapping[str, float]
+    ) -> AggregationResult:
         context = self._context(group, losses)
         try:
             state = self._state(group, context.tasks)
-            return merge(self.aggregator, parts, state, context, self.session.loss_scale)
-        except ERRORS as error:
+            return aggregate(self.aggregator, parts, state, context, self.session.loss_scale)
+        except Exception as error:  # whatever a user's aggregator raises, with its place added
             error.add_note(f"while {self.label} acted at '{group}', step {context.step}")
             raise
 
-    def _tell_conflict(
-        self, context: AggregatorContext, parts: Sequence[Tensor], merged: Merged
+    def _measure(
+        self, context: AggregatorContext, parts: Sequence[Tensor], result: AggregationResult
     ) -> None:
-        scale, gramian, weights = self.session.loss_scale, merged.gramian, merged.weights
+        scale, gramian, weights = self.session.loss_scale, result.gramian, result.weights
         if gramian is None:
             gramian = gramian_of(parts) / scale**2
         if self.session.is_scaled and not bool(gramian.isfinite().all()):
-            return  # the scaler leaves such a step out
+            return  # the scaler skips this step
         if weights is not None:
-            falls = gramian @ weights
-            norm = max(float(weights @ falls), 0.0) ** 0.5
+            products = gramian @ weights
+            norm = max(float(weights @ products), 0.0) ** 0.5
         else:
-            falls = products(parts, merged.grads) / scale**2
-            # Waits for the device, at measured steps only.
-            norm = sum(grad.double().square().sum().item() for grad in merged.grads) ** 0.5 / scale
-        own = snake(type(self.aggregator).__name__)
-        weights = None if weights is None else weights.clone()  # as they are now
-        made = Made(self.label, own, context, gramian, weights, falls, norm)
-        self.conflicts.add(made, ask=self.at.granularity not in ("module", "tensor"))
+            products = _products(parts, result.grads) / scale**2
+            # Synchronizes with the device, at sampled steps only.
+            norm = sum(grad.double().square().sum().item() for grad in result.grads) ** 0.5 / scale
+        name = snake(type(self.aggregator).__name__)
+        weights = None if weights is None else weights.clone()  # later steps may change them
+        measurement = Measurement(self.label, name, context, gramian, weights, products, norm)
+        compare = self.at.granularity not in ("module", "tensor")
+        self.conflicts.add(measurement, compare)
 
     def _count(self, group: str) -> bool:
-        """Count the gradients at hand; whether the aggregator is to act."""
+        """Count one call in the ledger; return whether the trigger fires."""
         session = self.session
-        said = self.trigger.fires(TriggerContext(session.clock, session.seed, self.label, group))
-        assert isinstance(said, bool)  # what looks at a gradient was refused
-        return session.ledger.enter(self.label, group).count(said)
+        context = TriggerContext(session.clock, session.seed, self.label, group)
+        fires = self.trigger.fires(context)
+        assert isinstance(fires, bool)  # see `check_trigger`
+        return session.ledger.enter(self.label, group).count(fires)
 
     def _context(self, group: str, losses: Mapping[str, float]) -> AggregatorContext:
         values = torch.tensor([*losses.values()], dtype=torch.float64, device="cpu")
@@ -247,48 +267,53 @@ class Aggregation:
         )
 
     def _state(self, group: str, tasks: tuple[str, ...]) -> AggregatorState:
-        fresh = self.aggregator.init(len(tasks))
+        """Return the state of a group. Raises ValueError if it is of other tasks."""
+        initial = self.aggregator.init(len(tasks))
         states, key = self.session.states, f"{self.label}/{group}"
-        state, before = states.get(key, fresh), tasks
-        if places := states.get(f"{key}/tasks"):
-            # A checkpoint comes back on the device of the model: once to the CPU, then no wait.
-            states[f"{key}/tasks"] = places = {name: own.cpu() for name, own in places.items()}
-            before = tuple(sorted(places, key=lambda name: int(places[name])))
-        shapes = [{name: own.shape for name, own in one.items()} for one in (state, fresh)]
-        if shapes[0] != shapes[1] or (fresh and before != tasks):
-            known = ", ".join(before) if before != tasks else "another number of tasks"
+        state, known = states.get(key, initial), tasks
+        if positions := states.get(f"{key}/tasks"):
+            # A checkpoint is loaded to the device of the model: move it back once.
+            positions = {name: tensor.cpu() for name, tensor in positions.items()}
+            states[f"{key}/tasks"] = positions
+            known = tuple(sorted(positions, key=lambda name: int(positions[name])))
+        shapes, initial_shapes = (
+            {name: tensor.shape for name, tensor in tensors.items()} for tensors in (state, initial)
+        )
+        if shapes != initial_shapes or (initial and known != tasks):
+            described = ", ".join(known) if known != tasks else "another number of tasks"
             raise ValueError(
-                f"{self.label}: what it remembers at '{group}' is of {known}, found "
-                f"{', '.join(tasks)}: its tasks must stay the same, in their order"
+                f"{self.label}: the state at '{group}' is of {described}, found "
+                f"{', '.join(tasks)}: an aggregator with a state needs the same tasks in the same "
+                "order"
             )
         if isinstance(self.aggregator, GramianAggregator | LossWeighting | NormMatchedSum):
-            # As the places, for these calculate on the CPU.
-            state = {name: own.cpu() for name, own in state.items()}
+            # These compute on the CPU.
+            state = {name: tensor.cpu() for name, tensor in state.items()}
         return state
 
-    def _keep(self, group: str, tasks: tuple[str, ...], state: AggregatorState) -> None:
+    def _store(self, group: str, tasks: tuple[str, ...], state: AggregatorState) -> None:
         if state:
             states, key = self.session.states, f"{self.label}/{group}"
-            # A scaler may leave this step out.
+            # A scaler may skip this step; without an optimizer no end of the step is seen.
             waits = self.session.is_scaled and self.session.optimizer is not None
-            learnt = self._learnt if waits else states
-            learnt[key] = state
-            if f"{key}/tasks" not in states:  # as `_state` has seen, they stay the same
-                # The names go with the state into a checkpoint, in which all are tensors.
-                places = {name: torch.tensor(place) for place, name in enumerate(tasks)}
-                learnt[f"{key}/tasks"] = places
+            target = self._new_states if waits else states
+            target[key] = state
+            if f"{key}/tasks" not in states:  # they do not change, as `_state` has checked
+                # A checkpoint holds tensors only, so the order of the names is stored as tensors.
+                positions = {name: torch.tensor(position) for position, name in enumerate(tasks)}
+                target[f"{key}/tasks"] = positions
 
-    def _tell_losses(self, losses: Mapping[str, float]) -> None:
-        wrong = [name for name, loss in losses.items() if not isfinite(loss)]
-        if wrong and not self.session.is_scaled:
+    def _warn_nonfinite_losses(self, losses: Mapping[str, float]) -> None:
+        nonfinite = [name for name, loss in losses.items() if not isfinite(loss)]
+        if nonfinite and not self.session.is_scaled:
             self.session.warn_once(
-                f"{self.label}: the loss of {', '.join(wrong)} is not finite at step "
+                f"{self.label}: the loss of {', '.join(nonfinite)} is not finite at step "
                 f"{self.session.clock.step}",
                 key=f"{self.label} not finite",
             )
 
-    def _tell_alone(self, losses: Mapping[str, float], weights: Tensor) -> None:
-        """Say so if a task without a loss has taken the weight of all others."""
+    def _warn_zero_loss(self, losses: Mapping[str, float], weights: Tensor) -> None:
+        """Warn if a task whose loss is 0 has taken the weight of all others."""
         if 0 not in losses.values():
             return
         shares = (weights / weights.sum()).tolist()
@@ -300,23 +325,69 @@ class Aggregation:
                     key=f"{self.label}: {name} has all the weight",
                 )
 
-    def _check_finite(self, merged: Merged, context: AggregatorContext) -> None:
-        if merged.gramian is None or bool(merged.gramian.isfinite().all()):
+    def _warn_nonfinite_gradients(
+        self, result: AggregationResult, context: AggregatorContext
+    ) -> None:
+        if result.gramian is None or bool(result.gramian.isfinite().all()):
             return
-        sizes = merged.gramian.diagonal().tolist()
-        wrong = [
-            name
-            for name, size in zip(context.tasks, sizes, strict=True)
-            if not abs(size) < float("inf")
+        squares = result.gramian.diagonal().tolist()
+        nonfinite = [
+            name for name, square in zip(context.tasks, squares, strict=True) if not isfinite(square)
         ]
         self.session.warn_once(
-            f"{self.label}: the gradient of {', '.join(wrong) or 'the tasks together'} is not "
-            f"finite at step {context.step}, and so is what was made of it",
+            f"{self.label}: the gradient of {', '.join(nonfinite) or 'the tasks together'} is not "
+            f"finite at step {context.step}, and neither is the update",
             key=f"{self.label} not finite",
         )
 
 
-def _summed(parts: Sequence[Tensor]) -> Merged:
-    """What is made where nothing acts."""
+def aggregate(
+    aggregator: Aggregator,
+    blocks: Sequence[Tensor],
+    state: AggregatorState,
+    context: AggregatorContext,
+    scale: float = 1.0,
+) -> AggregationResult:
+    """Apply an aggregator to the matrix with these blocks of columns (T, p).
+
+    The rows are multiplied by the loss `scale`, and so is the result.
+    """
+    match aggregator:
+        case GramianAggregator():
+            gramian = gramian_of(blocks) / scale**2
+            weights, state = checked_update(aggregator, gramian, state, context)
+            grads = combine_safely(blocks, weights, gramian)
+            return AggregationResult(grads, state, weights, gramian)
+        case LossWeighting():
+            weights, state = aggregator.weigh(len(blocks[0]), state, context)
+            return AggregationResult([combine(rows, weights) for rows in blocks], state, weights)
+        case Entrywise():
+            starts = [0, *accumulate(rows.shape[1] for rows in blocks)]
+            grads = [
+                aggregator.apply(rows, replace(context, start=start))
+                for rows, start in zip(blocks, starts, strict=False)
+            ]
+            return AggregationResult(grads, state)
+        case NormMatchedSum():
+            result = aggregate(aggregator.of, blocks, state, context, scale)
+            return AggregationResult(norm_matched_sums(blocks, result.grads), result.state)
+        case _:
+            if len(blocks) > 1:
+                kinds = ", ".join(f"{rows.dtype} on {rows.device}" for rows in blocks)
+                raise TypeError(
+                    f"{type(aggregator).__name__} needs parameters of one dtype and device, "
+                    f"found {kinds}"
+                )
+            grad, state = aggregator.merge(blocks[0], state, context)
+            return AggregationResult([grad], state)
+
+
+def _sum(parts: Sequence[Tensor]) -> AggregationResult:
     ones = torch.ones(len(parts[0]), dtype=torch.float64)
-    return Merged([rows.sum(dim=0) for rows in parts], {}, ones)
+    return AggregationResult([rows.sum(dim=0) for rows in parts], {}, ones)
+
+
+def _products(blocks: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:
+    """Return g_i . d (T,) in float64, for a gradient d of each block."""
+    pairs = zip(map(at_least_float32, blocks), grads, strict=True)
+    return reduce(add, [(rows @ grad.to(rows.dtype)).double().cpu() for rows, grad in pairs])

@@ -1,7 +1,8 @@
-"""How much the gradients of several tasks disagree, in numbers, all from their Gramian."""
+"""Measure how much the gradients of several tasks conflict, from their Gramian."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
@@ -9,33 +10,52 @@ from math import inf, isfinite, nan
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
+from gradsurg.aggregators.base import (
+    AggregatorContext,
+    AggregatorState,
+    GramianAggregator,
+    LossWeighting,
+)
+from gradsurg.aggregators.solvers import CACHED_GRAMIANS
+from gradsurg.effects.numbers import CONFLICT_NAMES, CONFLICT_NUMBERS, CONFLICT_TASK_NAMES
 from gradsurg.effects.tables import aligned
-from gradsurg.multitask.others import Made, Other, others_of, ratio
+from gradsurg.plugins.registry import find, names
 from gradsurg.torch_internals.autograd import undisturbed
 
-KEPT = 1000  # conflicts that wait to be fetched
-AT_ONCE = 50  # whose numbers are made together, where no fetch asks for them before
-TALLIES = 20  # sets of tasks whose means are kept apart
-SAID = {
-    "conflict_rate": "conflict rate",
-    "norm_spread": "norm spread",
-    "cosine_to_mean": "cosine to mean",
-    "norm_to_mean": "norm to mean",
-}
+MAX_UNFETCHED = 1000  # conflicts kept until they are fetched
+BATCH = 50  # measurements evaluated together
+MAX_MEANS = 20  # sets of tasks with means of their own
+IN_TABLE = ("conflict_rate", "norm_spread", "cosine_to_mean", "norm_to_mean")
+
+WeightAggregator = GramianAggregator | LossWeighting
+
+EQUIVALENTS = {"fair_grad": "nash_mtl", "grad_norm": "sum", "grad_vac": "pcgrad"}
+"""Aggregators that at a first step, with default fields, nearly always equal a cheaper one."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """The update of another aggregator from the same gradients: its weights, and its cosine to the
+    update in use.
+    """
+
+    weights: list[float]
+    cosine: float
 
 
 @dataclass(frozen=True)
 class Conflict:
-    """The gradients g_i of one group at one step, and the update d that was made of them.
+    """The gradients g_i of one group at one step, and the update d computed from them.
 
     `norms` are |g_i|; `cosines` those of each pair, a matrix; `conflict_rate` the share of pairs
-    with a cosine below zero; `norm_spread` the largest norm over the smallest that is not zero;
-    `condition` the condition number of the matrix of cosines; `weights` the w of d = sum w_i g_i
-    where there is one; `decrease` g_i . d, by how much the loss of each falls, to first order, for
-    a step of 1; `cosine_to_mean` and `norm_to_mean` compare d with the mean of the gradients;
-    `weight_entropy` is that of the weights' sizes, from 0 for one task alone to 1 for all alike.
-    A number that does not exist is NaN.
+    with a cosine below zero; `norm_spread` the largest norm over the smallest nonzero norm;
+    `condition` the condition number of the matrix of cosines; `weights` the w of d = sum w_i g_i,
+    empty for updates without weights; `decrease` g_i . d, the first-order decrease of each loss for
+    a step of length 1; `cosine_to_mean` and `norm_to_mean` compare d with the mean of the
+    gradients; `weight_entropy` is that of |w|, from 0 for one task alone to 1 for equal weights.
+    `others` are the updates of other aggregators. Undefined numbers are NaN.
     """
 
     step: int
@@ -52,35 +72,35 @@ class Conflict:
     cosine_to_mean: float
     norm_to_mean: float
     weight_entropy: float
-    others: dict[str, Other] = field(default_factory=dict)
+    others: dict[str, Alternative] = field(default_factory=dict)
 
     def row(self) -> dict[str, object]:
-        """All of it, for a file."""
+        """Return all fields as a dict that can be written as JSON."""
         return {
             **vars(self),
-            "others": {name: dict(vars(one)) for name, one in self.others.items()},
+            "others": {name: dict(vars(other)) for name, other in self.others.items()},
         }
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """What a row of a `Conflict` says, by paths, for a log; what does not exist is left out.
+    """Return the finite numbers of a row of a `Conflict` by logged path.
 
-    Any: what JSON can hold.
+    Any: the values of a row are whatever JSON can hold.
     """
     tasks = row["tasks"]
-    found = {name: row[name] for name in (*SAID, "condition", "weight_entropy")}
-    for name in ("norms", "decrease", "weights"):
+    of_group = {name: row[name] for name in CONFLICT_NAMES}
+    for name in CONFLICT_TASK_NAMES:
         path = name.rstrip("s")
-        found |= {f"{path}/{task}": own for task, own in zip(tasks, row[name], strict=False)}
+        of_group |= {f"{path}/{task}": value for task, value in zip(tasks, row[name], strict=False)}
     for first, name in enumerate(tasks):
         for second in range(first):
-            found[f"cosine/{tasks[second]}~{name}"] = row["cosines"][first][second]
-    found |= {f"cosine_to/{other}": said["cosine"] for other, said in row["others"].items()}
-    of = f"{row['aggregator']}/{row['group']}"
-    paths = {f"conflict/{of}/{name}": number for name, number in found.items()}
-    for other, said in row["others"].items():
-        for task, weight in zip(tasks, said["weights"], strict=True):
-            paths[f"others/{of}/{other}/weight/{task}"] = weight
+            of_group[f"cosine/{tasks[second]}~{name}"] = row["cosines"][first][second]
+    of_group |= {f"cosine_to/{name}": other["cosine"] for name, other in row["others"].items()}
+    place = f"{row['aggregator']}/{row['group']}"
+    paths = {f"conflict/{place}/{name}": number for name, number in of_group.items()}
+    for name, other in row["others"].items():
+        for task, weight in zip(tasks, other["weights"], strict=True):
+            paths[f"others/{place}/{name}/weight/{task}"] = weight
     return {
         path: number
         for path, number in paths.items()
@@ -88,53 +108,74 @@ def numbers(row: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def conflict_of(made: Made) -> Conflict:
-    """The numbers of what was made."""
-    g, weights, products = made.gramian.numpy(), made.weights, made.products
+@dataclass(frozen=True)
+class Measurement:
+    """The Gramian of the gradients g_i of a group, and the update d that an aggregator computed.
+
+    `label` is that of the intervention, `aggregator` the name of the method. `weights` are the w of
+    d = sum w_i g_i, None for updates without weights; `products` are g_i . d and `norm` is |d|.
+    """
+
+    label: str
+    aggregator: str
+    context: AggregatorContext
+    gramian: Tensor
+    weights: Tensor | None
+    products: Tensor
+    norm: float
+
+
+def conflict_of(measurement: Measurement) -> Conflict:
+    """Compute the numbers of a measurement, without those of other aggregators."""
+    g, weights, products = (
+        measurement.gramian.numpy(),
+        measurement.weights,
+        measurement.products,
+    )
     norms = np.sqrt(np.diagonal(g))
     with np.errstate(all="ignore"):
         cosines = _cosines(g, norms)
-    pairs = cosines[_below(len(g))]
-    real = norms[norms != 0]
-    mean = float(np.sqrt(max(g.mean(), 0.0)))
+    pairs = cosines[_lower_triangle(len(g))]
+    nonzero = norms[norms != 0]
+    mean_norm = float(np.sqrt(max(g.mean(), 0.0)))
     return Conflict(
-        step=made.context.step,
-        aggregator=made.label,
-        group=made.context.group,
-        tasks=list(made.context.tasks),
+        step=measurement.context.step,
+        aggregator=measurement.label,
+        group=measurement.context.group,
+        tasks=list(measurement.context.tasks),
         norms=norms.tolist(),
         cosines=cosines.tolist(),
-        conflict_rate=_rate(pairs),
-        norm_spread=ratio(float(real.max()), float(real.min())) if len(real) else nan,
+        conflict_rate=_conflict_rate(pairs),
+        norm_spread=_ratio(float(nonzero.max()), float(nonzero.min())) if len(nonzero) else nan,
         condition=_condition(cosines),
         weights=[] if weights is None else weights.tolist(),
         decrease=products.tolist(),
-        cosine_to_mean=ratio(float(products.mean()), made.norm * mean),
-        norm_to_mean=ratio(made.norm, mean),
+        cosine_to_mean=_ratio(float(products.mean()), measurement.norm * mean_norm),
+        norm_to_mean=_ratio(measurement.norm, mean_norm),
         weight_entropy=nan if weights is None else _entropy(weights.numpy()),
     )
 
 
 @cache
-def _below(count: int) -> np.ndarray:
-    """Where each pair of tasks stands once in a matrix."""
+def _lower_triangle(count: int) -> np.ndarray:
+    """Return a mask with each pair of tasks once."""
     return np.tri(count, k=-1, dtype=bool)
 
 
 def _cosines(g: np.ndarray, norms: np.ndarray) -> np.ndarray:
-    """Those of each pair, 0 where a gradient is zero, NaN where one is not finite."""
+    """Return the cosines of all pairs: 0 for a zero gradient, NaN if one is not finite."""
     safe = np.where(norms == 0, 1.0, norms)
-    found = np.clip(g / np.outer(safe, safe), -1.0, 1.0)
-    np.fill_diagonal(found, np.where(norms == 0, 0.0, np.where(np.isfinite(norms), 1.0, nan)))
-    return found
+    cosines = np.clip(g / np.outer(safe, safe), -1.0, 1.0)
+    np.fill_diagonal(cosines, np.where(norms == 0, 0.0, np.where(np.isfinite(norms), 1.0, nan)))
+    return cosines
 
 
-def _rate(pairs: np.ndarray) -> float:
-    """The share of the cosines that are below zero, of those that exist."""
-    known = np.count_nonzero(np.isfinite(pairs))
-    if not known:
+def _conflict_rate(pairs: np.ndarray) -> float:
+    """Return the share of the finite cosines that are negative."""
+    finite = np.count_nonzero(np.isfinite(pairs))
+    if not finite:
         return nan if len(pairs) else 0.0
-    return float(np.count_nonzero(pairs < 0) / known)
+    return float(np.count_nonzero(pairs < 0) / finite)
 
 
 def _condition(cosines: np.ndarray) -> float:
@@ -154,92 +195,198 @@ def _entropy(weights: np.ndarray) -> float:
     return abs(float((shares * np.log(shares)).sum() / np.log(len(weights))))
 
 
-class Conflicts:
-    """The conflicts of the measured steps: the newest until they are fetched, the means of all.
+def _ratio(number: float, by: float) -> float:
+    """Return the ratio, NaN if the divisor is not positive and finite."""
+    return number / by if 0 < by < inf else nan
 
-    Inside a step nothing is in the caches that all this needs: the numbers wait until some of them
-    are made at once, and what other aggregators would have done waits for the fetch.
+
+class Conflicts:
+    """The conflicts of the sampled steps: the newest until fetched, and means over all steps.
+
+    Evaluating one measurement inside a step is slow, with cold caches. So measurements are queued
+    and evaluated `BATCH` at a time, and other aggregators only on `fetch`.
     """
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[Made, bool]] = []
-        self._fresh: deque[tuple[Conflict, Made | None]] = deque(maxlen=KEPT)
-        self._tallies: dict[tuple[str, str, tuple[str, ...]], _Tally] = {}
-        self._further = 0  # that were of still other tasks
+        self._queue: list[tuple[Measurement, bool]] = []
+        self._unfetched: deque[tuple[Conflict, Measurement | None]] = deque(maxlen=MAX_UNFETCHED)
+        self._means: dict[tuple[str, str, tuple[str, ...]], _RunningMeans] = {}
+        self._without_means = 0  # conflicts of further sets of tasks
 
-    def add(self, made: Made, ask: bool = True) -> None:
-        """One more was measured; the others are to be asked about it, or not."""
-        self._waiting.append((made, ask))
-        if len(self._waiting) == AT_ONCE:
-            self._settle()
+    def add(self, measurement: Measurement, compare: bool = True) -> None:
+        """Queue one measurement; `compare` also evaluates the other aggregators on it."""
+        self._queue.append((measurement, compare))
+        if len(self._queue) == BATCH:
+            self._evaluate()
 
     def fetch(self) -> list[Conflict]:
-        """Those since the last fetch, the newest thousand."""
-        self._settle()
+        """Return the conflicts since the last fetch, the newest thousand at most."""
+        self._evaluate()
+        compared = [measurement for _, measurement in self._unfetched if measurement is not None]
         with undisturbed(()):
-            asked = iter(others_of([made for _, made in self._fresh if made is not None]))
-        fresh = [
-            conflict if made is None else replace(conflict, others=next(asked))
-            for conflict, made in self._fresh
+            others = iter(alternatives(compared))
+        conflicts = [
+            conflict if measurement is None else replace(conflict, others=next(others))
+            for conflict, measurement in self._unfetched
         ]
-        self._fresh.clear()
-        return fresh
+        self._unfetched.clear()
+        return conflicts
 
     def table(self) -> str:
-        """Means over the measured steps: how far tasks conflict, and what was made of each."""
-        self._settle()
-        parts = [tally.table(*key) for key, tally in self._tallies.items()]
-        if self._further:
-            parts.append(f"{self._further} more conflicts, of other sets of tasks, are in no mean")
+        """Return a table for each group: means over the sampled steps, one line a task."""
+        self._evaluate()
+        parts = [means.table(*key) for key, means in self._means.items()]
+        if self._without_means:
+            parts.append(f"not in these means: {self._without_means} conflicts of further tasks")
         return "\n\n".join(parts) or "no conflict was measured"
 
-    def _settle(self) -> None:
-        """The numbers of all that wait."""
-        waiting, self._waiting = self._waiting, []
-        for made, ask in waiting:
-            conflict = conflict_of(made)
-            self._fresh.append((conflict, made if ask else None))
+    def _evaluate(self) -> None:
+        """Compute the conflicts of all queued measurements."""
+        queue, self._queue = self._queue, []
+        for measurement, compare in queue:
+            conflict = conflict_of(measurement)
+            self._unfetched.append((conflict, measurement if compare else None))
             key = conflict.aggregator, conflict.group, tuple(conflict.tasks)
-            if key not in self._tallies and len(self._tallies) == TALLIES:
-                self._further += 1
+            if key not in self._means and len(self._means) == MAX_MEANS:
+                self._without_means += 1
             else:
-                self._tallies.setdefault(key, _Tally()).add(conflict)
+                self._means.setdefault(key, _RunningMeans()).add(conflict)
 
 
-class _Tally:
-    """Sums over the measured steps of one group."""
+class _RunningMeans:
+    """Means over the sampled steps of one group."""
 
     def __init__(self) -> None:
         self.count = 0
-        self.spoiled = 0  # steps at which a gradient was not finite
-        self.weighted = False
+        self.nonfinite = 0  # steps at which a gradient was not finite
+        self.has_weights = False
         self.sums: Any = 0.0  # Any: arrays from the first conflict on
-        self.finite: Any = 0  # at how many of the steps each number existed
+        self.finite: Any = 0  # for each number, the steps at which it was finite
 
     def add(self, conflict: Conflict) -> None:
         self.count += 1
-        self.spoiled += not all(map(isfinite, conflict.norms))
-        self.weighted |= bool(conflict.weights)
+        self.nonfinite += not all(map(isfinite, conflict.norms))
+        self.has_weights |= bool(conflict.weights)
         weights = conflict.weights or [nan] * len(conflict.tasks)
         columns = (conflict.norms, weights, conflict.decrease, *conflict.cosines)
-        numbers = np.array([*(getattr(conflict, name) for name in SAID), *chain(*columns)])
-        real = np.isfinite(numbers)
-        self.sums = self.sums + np.where(real, numbers, 0.0)
-        self.finite = self.finite + real
+        values = np.array([*(getattr(conflict, name) for name in IN_TABLE), *chain(*columns)])
+        finite = np.isfinite(values)
+        self.sums = self.sums + np.where(finite, values, 0.0)
+        self.finite = self.finite + finite
 
     def table(self, aggregator: str, group: str, tasks: Sequence[str]) -> str:
         with np.errstate(invalid="ignore"):
             means = self.sums / self.finite
-        alone, each = means[: len(SAID)], means[len(SAID) :].reshape(-1, len(tasks))
-        said = ", ".join(
-            f"{text} {mean:.3g}" for text, mean in zip(SAID.values(), alone, strict=True)
+        of_group, of_tasks = means[: len(IN_TABLE)], means[len(IN_TABLE) :].reshape(-1, len(tasks))
+        labels = {number.name: number.label for number in CONFLICT_NUMBERS}
+        summary = ", ".join(
+            f"{labels[name]} {mean:.3g}" for name, mean in zip(IN_TABLE, of_group, strict=True)
         )
         cells = [["task", "norm", "weight", "decrease", *(f"cos {task}" for task in tasks)]]
-        for task, numbers in zip(tasks, each.T, strict=True):
-            cells.append([task, *(f"{number:.3g}" for number in numbers)])
-        if not self.weighted:
+        for task, values in zip(tasks, of_tasks.T, strict=True):
+            cells.append([task, *(f"{value:.3g}" for value in values)])
+        if not self.has_weights:
             cells = [[*row[:2], *row[3:]] for row in cells]
         steps = "1 measured step" if self.count == 1 else f"{self.count} measured steps"
-        if self.spoiled:
-            steps += f", {self.spoiled} of them with a gradient that is not finite"
-        return f"{aggregator} at {group}, {steps}: {said}\n{aligned(cells)}"
+        if self.nonfinite:
+            steps += f", {self.nonfinite} of them with a gradient that is not finite"
+        return f"{aggregator} at {group}, {steps}: {summary}\n{aligned(cells)}"
+
+
+def alternatives(measurements: Iterable[Measurement]) -> list[dict[str, Alternative]]:
+    """Return, for each measurement, the updates of all other aggregators at their first step.
+
+    Evaluates one aggregator on all measurements, then the next: in two thirds of the time of the
+    other order.
+    """
+    comparisons = [_Comparison(measurement) for measurement in measurements]
+    for start in range(0, len(comparisons), CACHED_GRAMIANS):  # within the cache of the solvers
+        block = comparisons[start : start + CACHED_GRAMIANS]
+        for count in {len(comparison.gramian) for comparison in block}:
+            of_count = [comparison for comparison in block if len(comparison.gramian) == count]
+            for name, aggregator, state in _comparable(count):
+                for comparison in of_count:
+                    comparison.evaluate(name, aggregator, state)
+    return [comparison.alternatives() for comparison in comparisons]
+
+
+@cache
+def _comparable(count: int) -> tuple[tuple[str, WeightAggregator, AggregatorState], ...]:
+    """Return the aggregators with weights and defaults that take `count` tasks, with first states.
+
+    Those in `EQUIVALENTS` come last.
+    """
+    comparable = []
+    for stem in names("aggregators"):
+        kind = find("aggregators", stem)
+        if issubclass(kind, WeightAggregator):
+            try:
+                aggregator = kind()
+            except ValueError:  # it has a field without a default
+                continue
+            if aggregator.num_tasks in (None, count) and aggregator.least_tasks <= count:
+                comparable.append((stem, aggregator, aggregator.init(count)))
+    return tuple(sorted(comparable, key=lambda item: item[0] in EQUIVALENTS))
+
+
+class _Comparison:
+    """The weights of other aggregators on one measurement."""
+
+    def __init__(self, measurement: Measurement) -> None:
+        self.measurement = measurement
+        self.gramian = measurement.gramian.numpy()
+        self.is_finite = bool(np.isfinite(self.gramian).all())
+        self.weights: dict[str, np.ndarray] = {}
+        self.equivalents: dict[str, str] = {}
+
+    def evaluate(self, name: str, aggregator: WeightAggregator, state: AggregatorState) -> None:
+        if name == self.measurement.aggregator or not self.is_finite:
+            return
+        equivalent = self.weights.get(EQUIVALENTS.get(name, ""))
+        if equivalent is not None and self._is_equal(name, equivalent):
+            self.equivalents[name] = EQUIVALENTS[name]
+            return
+        # It may have no solution here or refuse such losses: then it is left out.
+        with suppress(ArithmeticError, ValueError):
+            weights = compute_weights(
+                aggregator, state, self.measurement.gramian, self.measurement.context
+            )
+            self.weights[name] = weights.numpy()
+
+    def _is_equal(self, name: str, weights: np.ndarray) -> bool:
+        """Whether an aggregator equals its equivalent here, which has these weights."""
+        match name:
+            case "fair_grad":  # equal if NashMTL's update has norm `max_norm`, up to rounding
+                return not 0 < weights @ self.gramian @ weights < 1 - 2e-12
+            case "grad_norm":  # refuses losses below zero
+                losses = self.measurement.context.losses
+                return losses is not None and min(losses.tolist()) >= 0
+            case _:
+                return True
+
+    def alternatives(self) -> dict[str, Alternative]:
+        if not self.is_finite:
+            return {}
+        weights = np.array([*self.weights.values()])  # takes a third of the time of `np.stack`
+        with np.errstate(all="ignore"):
+            norms = np.sqrt((weights @ self.gramian * weights).sum(1))
+            divisors = (self.measurement.norm * norms).tolist()
+            products = (weights @ self.measurement.products.numpy()).tolist()
+        cosines = map(_ratio, products, divisors)
+        pairs = zip(self.weights, map(Alternative, weights.tolist(), cosines), strict=True)
+        others = dict(pairs)
+        return others | {name: others[same] for name, same in self.equivalents.items()}
+
+
+def compute_weights(
+    aggregator: WeightAggregator,
+    state: AggregatorState,
+    gramian: Tensor,
+    context: AggregatorContext,
+) -> Tensor:
+    """Return the weights of an aggregator in a given state."""
+    match aggregator:
+        case GramianAggregator():
+            return aggregator.update(gramian, state, context)[0]
+        case LossWeighting():
+            return aggregator.weigh(len(gramian), state, context)[0]

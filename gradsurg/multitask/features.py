@@ -1,4 +1,4 @@
-"""Where the graphs of several losses part: the representation that they share."""
+"""The representation that the graphs of several losses share: find it, split gradients at it."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -12,162 +12,173 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradsurg.multitask.losses import leaf_of, nodes_after, walk
+from gradsurg.multitask.graph import leaf_of, next_nodes, reachable
 from gradsurg.plugins.fields import SelectionError, nearest
 from gradsurg.sites.call_tracker import tensors_in
 from gradsurg.sites.selection import names_of, owned_params
 from gradsurg.torch_internals import compiling
 
 REENTRANT = "CheckpointFunctionBackward"  # the node of a reentrant checkpoint
-MARK = "gradsurg.features"  # in the metadata of a node that has made what a named module gives
-FIRST = 64  # numbers at an edge that are looked at before all are
-MANY = -1  # whose node it is that several tasks reach
+METADATA_KEY = "gradsurg.features"  # marks the nodes that produced the output of a named module
+PREFIX = 64  # entries that are compared first
+SEVERAL = -1  # the owner of a node that several tasks reach
 
 
 @dataclass(frozen=True)
-class Cut:
-    """The edges at which the graphs of the tasks enter what they share, and what each has alone.
+class GraphCut:
+    """The edges at which the graphs of the tasks enter the shared part, and the heads above them.
 
-    `nested` says that one edge may lead to another: what flows past the first is not to come to the
-    second again, so nothing flows past any. `joined` says that tasks meet above the edges too,
-    where they share no leaf.
+    Attributes:
+        edges: The edges into the shared part, at the shared representation.
+        heads: For each task, the leaves above the edges.
+        nested: Whether one edge leads to another; then gradients are stopped at each edge, so that
+            the second does not receive those of the first.
+        joined: Whether tasks also share nodes without leaves above the edges.
     """
 
     edges: list[GradientEdge]
-    heads: dict[str, list[Tensor]]  # of each task, the leaves above the edges
+    heads: dict[str, list[Tensor]]
     nested: bool
     joined: bool
 
     @property
     def nodes(self) -> frozenset[Node]:
-        """Those that the edges enter."""
+        """The nodes that the edges enter."""
         return frozenset(edge.node for edge in self.edges)
 
     @contextmanager
-    def closed(self) -> Iterator[None]:
-        """Nothing flows past the edges in the block."""
+    def stopped(self) -> Iterator[None]:
+        """Stop gradients at nested edges."""
         with ExitStack() as stack:
             for node in self.nodes if self.nested else ():
                 stack.callback(node.register_prehook(lambda grads: (None,) * len(grads)).remove)
             yield
 
-    def pass_down(
-        self, loss: Tensor, name: str, retain: bool
+    def backward(
+        self, loss: Tensor, name: str, retain_graph: bool
     ) -> tuple[Sequence[Tensor | None], dict[Tensor, Tensor]]:
-        """The gradients of the loss of a task at the edges and at the leaves that it has alone."""
-        own = self.heads[name]
-        ends = [*self.edges, *map(get_gradient_edge, own)]
-        grads = torch.autograd.grad(loss, ends, retain_graph=retain, allow_unused=True)
-        at, above = grads[: len(self.edges)], grads[len(self.edges) :]
-        return at, {leaf: grad for leaf, grad in zip(own, above, strict=True) if grad is not None}
+        """Return the gradients of the loss of a task at the edges, and those of its head."""
+        head = self.heads[name]
+        ends = [*self.edges, *map(get_gradient_edge, head)]
+        grads = torch.autograd.grad(loss, ends, retain_graph=retain_graph, allow_unused=True)
+        at_edges, of_head = grads[: len(self.edges)], grads[len(self.edges) :]
+        pairs = zip(head, of_head, strict=True)
+        return at_edges, {leaf: grad for leaf, grad in pairs if grad is not None}
 
-    def check_dense(self, parts: Sequence[Sequence[Tensor | None]], model: nn.Module) -> None:
-        """Refuse a gradient at the edges that no row can hold."""
-        for edge, grad in ((e, g) for own in parts for e, g in zip(self.edges, own, strict=True)):
+    def check_dense(
+        self, task_grads: Sequence[Sequence[Tensor | None]], model: nn.Module
+    ) -> None:
+        """Raise TypeError if a gradient at the edges is not dense."""
+        for edge, grad in (
+            pair for grads in task_grads for pair in zip(self.edges, grads, strict=True)
+        ):
             if grad is not None and grad.layout != torch.strided:
                 raise TypeError(
-                    f"{_called(edge.node, model)}: an aggregator takes dense gradients, found "
+                    f"{_describe(edge.node, model)}: an aggregator takes dense gradients, found "
                     f"{grad.dtype} with layout {grad.layout}"
                 )
 
 
-def cut(losses: Mapping[str, Tensor], at: "Watch | None" = None) -> Cut:
-    """Find it by the graph, or `at` the representation that was named.
+def find_cut(losses: Mapping[str, Tensor], marker: "OutputMarker | None" = None) -> GraphCut:
+    """Find the cut: where several losses share nodes, or at the marked output of a module.
 
     Raises ValueError if the losses share nothing, or a leaf above the edges, RuntimeError if they
-    were not made of what was named.
+    do not depend on the marked output.
     """
     roots = [get_gradient_edge(loss) for loss in losses.values()]
     below: Container[Node]
-    if at is not None:
-        below = at
+    if marker is not None:
+        below = marker
     elif len(roots) == 1:
-        below = {roots[0].node}  # one task parts from nothing
+        below = {roots[0].node}  # a single task shares everything
     else:
-        below = {node for node, owner in _owners(roots).items() if owner == MANY}
+        below = {node for node, owner in _owners(roots).items() if owner == SEVERAL}
     edges: dict[tuple[Node, int], GradientEdge] = {}
     heads: dict[str, list[Tensor]] = {}
-    above: Counter[Node] = Counter()
+    counts: Counter[Node] = Counter()  # of the tasks that reach a node above the edges
     for name, root in zip(losses, roots, strict=True):
-        alone, entered = _above(root, below)
-        if any(node.name() == REENTRANT for node in alone):
+        above, entered = _above(root, below)
+        if any(node.name() == REENTRANT for node in above):
             raise RuntimeError(
                 f"the head of task '{name}' holds a reentrant checkpoint, which hides its "
                 "parameters from autograd.grad: use checkpoint(use_reentrant=False)"
             )
-        heads[name] = [leaf for node in alone if (leaf := leaf_of(node)) is not None]
+        heads[name] = [leaf for node in above if (leaf := leaf_of(node)) is not None]
         edges |= {(edge.node, edge.output_nr): edge for edge in entered}
-        above.update(alone)
-    if not edges and at is not None:
+        counts.update(above)
+    if not edges and marker is not None:
         raise RuntimeError(
-            f"features: '{at.name}' has given no tensor that needs a gradient and that the losses "
-            f"{', '.join(losses)} were made of: was the model called in the block?"
+            f"features: the losses {', '.join(losses)} do not depend on an output of "
+            f"'{marker.name}' that requires a gradient: was the model called in the block?"
         )
     if not edges:
         raise ValueError(
-            f"the losses {', '.join(losses)} share no graph: no tensor that needs a gradient is "
+            f"the losses {', '.join(losses)} share no graph: no tensor that requires a gradient is "
             "part of two of them"
         )
-    if any(count > 1 and node.name() == compiling.COMPILED for node, count in above.items()):
+    if any(count > 1 and node.name() == compiling.COMPILED for node, count in counts.items()):
         raise RuntimeError(
-            f"features: the losses {', '.join(losses)} part inside of what was compiled as one, "
-            "which does not show where: compile the trunk and the heads apart, or use engine='full'"
+            f"features: the losses {', '.join(losses)} separate inside one compiled graph, which "
+            "does not show where: compile the trunk and the heads apart, or use engine='full'"
         )
     entered_nodes = {edge.node for edge in edges.values()}
-    beneath = walk(chain.from_iterable(map(nodes_after, entered_nodes)), nodes_after)
-    _check_apart(heads, beneath)
+    beneath = reachable(chain.from_iterable(map(next_nodes, entered_nodes)), next_nodes)
+    _check_heads(heads, beneath)
     nested = not beneath.isdisjoint(entered_nodes)
-    joined = any(count > 1 for count in above.values())
-    return Cut(list(edges.values()), heads, nested, joined)
+    joined = any(count > 1 for count in counts.values())
+    return GraphCut(list(edges.values()), heads, nested, joined)
 
 
 def _owners(roots: Iterable[GradientEdge]) -> dict[Node, int]:
-    """The one task that reaches each node, or MANY. A node is met twice at most."""
+    """Return, for each node, the one task that reaches it, or SEVERAL.
+
+    Visits each node at most twice.
+    """
     owners: dict[Node, int] = {}
     for task, root in enumerate(roots):
-        waiting = [root.node]
-        while waiting:
-            node = waiting.pop()
+        pending = [root.node]
+        while pending:
+            node = pending.pop()
             owner = owners.get(node)
-            if owner in (task, MANY):
+            if owner in (task, SEVERAL):
                 continue
-            owners[node] = task if owner is None else MANY
-            waiting += nodes_after(node)
+            owners[node] = task if owner is None else SEVERAL
+            pending += next_nodes(node)
     return owners
 
 
 def _above(root: GradientEdge, below: Container[Node]) -> tuple[list[Node], list[GradientEdge]]:
-    """The nodes from a root down to those below, and the edges that lead into those."""
+    """Return the nodes from a root down to those in `below`, and the edges that enter `below`."""
     if root.node in below:
         return [], [root]
     entered: list[GradientEdge] = []
 
-    def after(node: Node) -> Iterator[Node]:
-        for own, number in node.next_functions:
-            if own is not None and own in below:
-                entered.append(GradientEdge(own, number))
-            elif own is not None:
-                yield own
+    def successors(node: Node) -> Iterator[Node]:
+        for following, output in node.next_functions:
+            if following is not None and following in below:
+                entered.append(GradientEdge(following, output))
+            elif following is not None:
+                yield following
 
-    return list(walk([root.node], after)), entered
+    return list(reachable([root.node], successors)), entered
 
 
-def _called(node: Node, model: nn.Module) -> str:
-    """What a user knows a node by."""
+def _describe(node: Node, model: nn.Module) -> str:
+    """Return a name of a node for error messages."""
     leaf = leaf_of(node)
     if leaf is None:
-        return f"the representation that {node.name()} has made"
+        return f"the output of {node.name()} that the tasks share"
     names = (own[0][0] for param, own in owned_params(model).items() if param is leaf)
-    return f"parameter '{next(names, 'that is not of the model')}'"
+    return f"parameter '{next(names, 'outside the model')}'"
 
 
-def _check_apart(heads: Mapping[str, Sequence[Tensor]], beneath: Collection[Node]) -> None:
-    """Refuse a leaf that has not one place: the head of one task, or what all share."""
-    owner: dict[int, str] = {}
-    hint = "name one above which they share nothing, or leave features out"
+def _check_heads(heads: Mapping[str, Sequence[Tensor]], beneath: Collection[Node]) -> None:
+    """Raise ValueError if a leaf is in two heads, or in a head and below the cut."""
+    owners: dict[int, str] = {}
+    hint = "name a module above which they share nothing, or leave features out"
     for name, leaves in heads.items():
         for leaf in leaves:
-            other = owner.setdefault(id(leaf), name)
+            other = owners.setdefault(id(leaf), name)
             if other != name:
                 raise ValueError(
                     f"features: tasks '{other}' and '{name}' share a parameter of shape "
@@ -181,75 +192,87 @@ def _check_apart(heads: Mapping[str, Sequence[Tensor]], beneath: Collection[Node
 
 
 @dataclass
-class Piece:
-    """The gradients at some edges, of one dtype and device: the rows (T, p) of the tasks.
+class EdgeGradients:
+    """The gradients of all tasks at the edges of one dtype and device, as rows (T, p).
 
-    A complex gradient is two numbers an entry, as the loss depends on its real and imaginary part.
+    `templates` has one gradient for each edge, by the index of the edge. A complex entry is stored
+    as two real ones.
     """
 
-    likes: dict[int, Tensor]  # by the number of the edge, one of the gradients there
+    templates: dict[int, Tensor]
     rows: Tensor
 
 
-def side_by_side(parts: Sequence[Sequence[Tensor | None]]) -> list[Piece]:
-    """What each task has at each edge, as few matrices as dtypes and devices allow; an edge that
-    no task reaches is left out.
+def stack_gradients(task_grads: Sequence[Sequence[Tensor | None]]) -> list[EdgeGradients]:
+    """Stack the gradients of all tasks at all edges: one matrix for each dtype and device.
+
+    Edges that no task reaches are left out.
     """
-    kinds: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
-    for index, column in enumerate(zip(*parts, strict=True)):
-        like = next((grad for grad in column if grad is not None), None)
-        if like is not None:
-            kinds.setdefault((like.dtype.to_real(), like.device), {})[index] = like
-    pieces = []
-    for likes in kinds.values():
-        rows = [torch.cat([_flat(own[index], likes[index]) for index in likes]) for own in parts]
-        pieces.append(Piece(likes, torch.stack(rows)))
-    return pieces
+    by_kind: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
+    for index, column in enumerate(zip(*task_grads, strict=True)):
+        template = next((grad for grad in column if grad is not None), None)
+        if template is not None:
+            kind = template.dtype.to_real(), template.device
+            by_kind.setdefault(kind, {})[index] = template
+    stacked = []
+    for templates in by_kind.values():
+        rows = [
+            torch.cat([_flatten(grads[index], templates[index]) for index in templates])
+            for grads in task_grads
+        ]
+        stacked.append(EdgeGradients(templates, torch.stack(rows)))
+    return stacked
 
 
-def is_apart(pieces: Sequence[Piece]) -> bool:
-    """Whether several tasks have a gradient there, and no number two of them, so that none can
-    conflict. A gradient of zero tells of neither.
+def are_disjoint(parts: Sequence[EdgeGradients]) -> bool:
+    """Whether several tasks have nonzero gradients, and no entry is nonzero for two of them.
+
+    Such tasks cannot conflict.
     """
-    # The first numbers nearly always tell, at little cost.
-    if any(_meet(piece.rows[:, :FIRST] != 0) for piece in pieces):
+    # The first entries nearly always decide, at little cost.
+    if any(_overlap(part.rows[:, :PREFIX] != 0) for part in parts):
         return False
-    used = [piece.rows != 0 for piece in pieces]
-    if any(map(_meet, used)):
+    nonzero = [part.rows != 0 for part in parts]
+    if any(map(_overlap, nonzero)):
         return False
-    there = torch.stack([own.any(dim=1).cpu() for own in used]).any(dim=0)
-    return int(there.sum()) > 1
+    tasks = torch.stack([mask.any(dim=1).cpu() for mask in nonzero]).any(dim=0)
+    return int(tasks.sum()) > 1
 
 
-def _meet(used: Tensor) -> bool:
-    """Whether any number is used by two tasks; waits for the device."""
-    return bool((used.sum(dim=0) > 1).any())
+def _overlap(nonzero: Tensor) -> bool:
+    """Whether two tasks share an entry; synchronizes with the device."""
+    return bool((nonzero.sum(dim=0) > 1).any())
 
 
-def _flat(grad: Tensor | None, like: Tensor) -> Tensor:
-    full = torch.zeros_like(like) if grad is None else grad
-    return (torch.view_as_real(full.resolve_conj()) if like.is_complex() else full).reshape(-1)
+def _flatten(grad: Tensor | None, template: Tensor) -> Tensor:
+    dense = torch.zeros_like(template) if grad is None else grad
+    real = torch.view_as_real(dense.resolve_conj()) if template.is_complex() else dense
+    return real.reshape(-1)
 
 
-def split(pieces: Sequence[Piece], grads: Sequence[Tensor]) -> dict[int, Tensor]:
-    """The gradient at each edge, of those of the pieces."""
-    found: dict[int, Tensor] = {}
-    for piece, grad in zip(pieces, grads, strict=True):
-        likes = piece.likes.values()
-        sizes = [like.numel() * (2 if like.is_complex() else 1) for like in likes]
-        parts = map(_shaped, grad.split(sizes), likes)
-        found |= dict(zip(piece.likes, parts, strict=True))
-    return found
+def unstack_gradients(
+    parts: Sequence[EdgeGradients], combined: Sequence[Tensor]
+) -> dict[int, Tensor]:
+    """Split the combined gradient of each part into the gradients at its edges, by index."""
+    result: dict[int, Tensor] = {}
+    for part, grad in zip(parts, combined, strict=True):
+        templates = part.templates.values()
+        sizes = [
+            template.numel() * (2 if template.is_complex() else 1) for template in templates
+        ]
+        pieces = map(_unflatten, grad.split(sizes), templates)
+        result |= dict(zip(part.templates, pieces, strict=True))
+    return result
 
 
-def _shaped(flat: Tensor, like: Tensor) -> Tensor:
-    if not like.is_complex():
-        return flat.view(like.shape)
-    return torch.complex(*flat.view(*like.shape, 2).unbind(-1))
+def _unflatten(flat: Tensor, template: Tensor) -> Tensor:
+    if not template.is_complex():
+        return flat.view(template.shape)
+    return torch.complex(*flat.view(*template.shape, 2).unbind(-1))
 
 
 def module_of(model: nn.Module, name: str) -> nn.Module:
-    """The module that `features` names. Raises LookupError if there is none."""
+    """Return the module with this name. Raises SelectionError if there is none."""
     modules = {own: module for module, names in names_of(model).items() for own in names}
     if name not in modules:
         text = f"there is no module '{name}'. {nearest(name, list(modules))}"
@@ -257,37 +280,38 @@ def module_of(model: nn.Module, name: str) -> nn.Module:
     return modules[name]
 
 
-class Watch:
-    """The nodes at which what a module has given enters a graph.
+class OutputMarker:
+    """Mark the autograd nodes of the outputs of a module, by a forward hook.
 
-    They carry a mark and are not kept: a graph that nothing is gone back through goes with its
-    tensors.
+    The mark is an entry in the metadata of the node, so it lives as long as the graph and keeps
+    nothing else alive. Supports `node in marker`.
     """
 
     def __init__(self, model: nn.Module, name: str, stack: ExitStack) -> None:
         self.name = name
-        self._leaves: WeakIdKeyDictionary = WeakIdKeyDictionary()  # which have no node of their own
-        self._mark = object()  # not the watch: what a graph holds is to hold no more
+        self._leaves: WeakIdKeyDictionary = WeakIdKeyDictionary()  # outputs without a node
+        self._mark = object()  # not self, which the graph would keep alive
         module = module_of(model, name)
         stack.callback(module.register_forward_hook(self._hook()).remove)
 
     def __contains__(self, node: Node) -> bool:
         leaf = leaf_of(node)
-        known = leaf is not None and leaf in self._leaves
-        return known or _notes(node).get(MARK) is self._mark
+        if leaf is not None and leaf in self._leaves:
+            return True
+        return _metadata(node).get(METADATA_KEY) is self._mark
 
     def _hook(self) -> Callable[..., None]:
         @compiling.untraced
         def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
             for _, tensor in tensors_in(output, every=True):
                 if tensor.grad_fn is not None:
-                    _notes(tensor.grad_fn)[MARK] = self._mark
+                    _metadata(tensor.grad_fn)[METADATA_KEY] = self._mark
                 elif tensor.requires_grad:
                     self._leaves[tensor] = None
 
         return hook
 
 
-def _notes(node: Node) -> dict[str, object]:
-    notes: Any = node.metadata  # Any: PyTorch's type calls it a method
-    return notes
+def _metadata(node: Node) -> dict[str, object]:
+    metadata: Any = node.metadata  # Any: PyTorch's stubs declare it as a method
+    return metadata

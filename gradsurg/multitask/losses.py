@@ -1,98 +1,188 @@
-"""The losses that are given: named, and refused where they cannot be differentiated."""
+"""The losses of one `live.backward` call, and the hooks that see their gradients."""
 
-from collections.abc import Callable, Hashable, Iterable, KeysView, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node
+
+from gradsurg.hooks.controller import HookController
+from gradsurg.plugins.fields import FieldError, SelectionError, nearest
+from gradsurg.triggers.base import Clock
 
 Losses = Mapping[str, Tensor] | Sequence[Tensor] | Tensor
-"""By the names of their tasks, or in an order, as a list or as a tensor of one axis."""
+"""Scalar losses by task name, or in order as a sequence or a 1-D tensor."""
 
-Place = TypeVar("Place", bound=Hashable)
+PER_TASK_STAGES = ("backward", "use", "captured")
+"""The stages at which a transform sees the gradient of each task."""
+
+_LINEAR = {"linear", "deterministic"}
 
 
-def named(losses: Losses) -> dict[str, Tensor]:
-    """The losses by name: those in an order are called 0, 1 and so on.
+@dataclass(frozen=True)
+class BackwardCall:
+    """The arguments of one `live.backward` call, and the attached hooks.
 
-    Raises TypeError or ValueError, with the name, for what is no loss.
+    `last` means that no further batch of this optimizer step follows, `retain_graph` that the graph
+    is kept for another backward pass.
+    """
+
+    losses: Mapping[str, Tensor]
+    controllers: Sequence[HookController]
+    last: bool
+    retain_graph: bool
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first loss."""
+        return next(iter(self.losses.values())).device
+
+    @cached_property
+    def task_specific(self) -> list[HookController]:
+        """The controllers whose trigger names a task."""
+        return [controller for controller in self.controllers if controller.named_tasks]
+
+    @cached_property
+    def task_independent(self) -> list[HookController]:
+        """The controllers that act on the gradients of all tasks."""
+        return [controller for controller in self.controllers if not controller.named_tasks]
+
+    @property
+    def at_leaves(self) -> list[HookController]:
+        """The controllers that saw each task at the leaves, and must not see the combination."""
+        return [controller for controller in self.controllers if controller.stage == "backward"]
+
+    @property
+    def has_nonlinear(self) -> bool:
+        """Whether a transform of this step has to see each task's gradient.
+
+        A linear transform of the weighted sum equals the weighted sum of the transformed gradients.
+        """
+        return any(
+            controller.stage in PER_TASK_STAGES
+            and controller.firing is not False
+            and not (controller.firing and controller.transform.properties >= _LINEAR)
+            for controller in self.controllers
+        )
+
+    def check_task_names(self, names: Sequence[str]) -> None:
+        """Raise SelectionError if a trigger names a task that is not in `names`."""
+        for controller in self.task_specific:
+            for part in controller.named_tasks:
+                if part.task not in names:
+                    text = f"there is no loss '{part.task}'. {nearest(part.task, list(names))}"
+                    text += " The first live.backward must have it"
+                    raise SelectionError(part, "task", text, f"{controller.label}: {part!r}")
+
+    def check_stateless(self, num_tasks: int) -> None:
+        """Raise FieldError if the state of a hook would mix the gradients of several tasks."""
+        if num_tasks == 1:
+            return
+        for controller in self.task_independent:
+            if controller.stage in PER_TASK_STAGES and controller.stateful:
+                text = (
+                    f"{controller.stateful} has a state for each site, which the gradients of "
+                    f"{num_tasks} tasks would share; use Parameters with stage='step', after the "
+                    "aggregator, or one task, by when=ForTask(...)"
+                )
+                raise FieldError(controller.transform, [("", text)], controller.label)
+
+    @contextmanager
+    def task(self, name: str, clock: Clock) -> Iterator[None]:
+        """Tell transforms and triggers the name of the task during its backward pass."""
+        clock.task = name
+        for controller in self.controllers:
+            controller.has_several_tasks = True
+        for controller in self.task_specific:
+            controller.reevaluate()
+        try:
+            yield
+        finally:
+            clock.task = ""
+            for controller in self.task_specific:
+                controller.reevaluate()
+
+
+@contextmanager
+def paused(controllers: Sequence[HookController]) -> Iterator[None]:
+    """Pause the controllers: their hooks neither act nor count."""
+    for controller in controllers:
+        controller.pause()
+    try:
+        yield
+    finally:
+        for controller in controllers:
+            controller.resume()
+
+
+@contextmanager
+def skipping(controllers: Sequence[HookController], nodes: Collection[Node]) -> Iterator[None]:
+    """Make the hooks of the controllers neither act nor count at these nodes."""
+    for controller in controllers:
+        controller.skip_nodes(nodes)
+    try:
+        yield
+    finally:
+        for controller in controllers:
+            controller.skip_nodes(())
+
+
+def named_losses(losses: Losses) -> dict[str, Tensor]:
+    """Return the losses by name; those of a sequence are named 0, 1 and so on.
+
+    Raises TypeError or ValueError, with the name, for an invalid loss.
     """
     match losses:
         case Tensor():
             if losses.ndim > 1:
-                raise ValueError(f"losses: must have one axis, found shape {list(losses.shape)}")
+                raise ValueError(f"losses: must be a 1-D tensor, found shape {list(losses.shape)}")
             given = dict(enumerate(losses.reshape(-1).unbind()))
         case Mapping():
             given = dict(losses)
-        case Iterable() if not isinstance(losses, str):  # also what a mapping gives as its values
+        case Iterable() if not isinstance(losses, str):  # also the values of a mapping
             given = dict(enumerate(losses))
         case _:
             raise TypeError(f"losses: must be a mapping or a sequence of tensors, found {losses!r}")
     if not given:
-        raise ValueError("losses: needs one at least, found none")
+        raise ValueError("losses: must have at least one loss, found none")
     for name, loss in given.items():
-        _check(name, loss)
-    found = {str(name): loss for name, loss in given.items()}
-    if len(found) < len(given):
-        twice = next(name for name in found if sum(name == str(own) for own in given) > 1)
-        raise ValueError(f"losses: two are called '{twice}'")
-    return found
+        _check_loss(name, loss)
+    named = {str(name): loss for name, loss in given.items()}
+    if len(named) < len(given):
+        twice = next(name for name in named if sum(name == str(key) for key in given) > 1)
+        raise ValueError(f"losses: two have the name '{twice}'")
+    return named
 
 
-def _check(name: object, loss: object) -> None:
+def _check_loss(name: object, loss: object) -> None:
     if not isinstance(name, str | int) or name == "" or "/" in str(name):
-        raise ValueError(f"losses: a name must be a text without a '/', found {name!r}")
+        raise ValueError(f"losses: a name must be a nonempty text without '/', found {name!r}")
     if not isinstance(loss, Tensor):
         raise TypeError(f"losses['{name}']: must be a tensor, found {loss!r}")
     if loss.ndim:
         raise ValueError(
-            f"losses['{name}']: must have no axes, found shape {list(loss.shape)}: take its mean"
+            f"losses['{name}']: must be a scalar, found shape {list(loss.shape)}: take its mean"
         )
     if not loss.is_floating_point():
         raise TypeError(f"losses['{name}']: must be a real number, found {loss.dtype}")
     if not loss.requires_grad:
         raise ValueError(
-            f"losses['{name}']: needs no gradient: nothing it was made of does, or it was made "
-            "under no_grad"
+            f"losses['{name}']: does not require a gradient: none of its inputs does, or it was "
+            "computed under no_grad"
         )
 
 
-def values(losses: Mapping[str, Tensor], scale: float) -> dict[str, float]:
-    """The numbers, without the loss scale; waits for the device, as the solvers do: once, or for
-    each loss where they are on several.
+def loss_values(losses: Mapping[str, Tensor], scale: float) -> dict[str, float]:
+    """Return the losses as numbers, divided by the loss scale.
+
+    Synchronizes with the device: once, or for each loss if they are on several devices.
     """
-    wide = [loss.detach().double() for loss in losses.values()]
-    one = {loss.device for loss in wide}
-    found = torch.stack(wide).tolist() if len(one) == 1 else [loss.item() for loss in wide]
-    return {name: number / scale for name, number in zip(losses, found, strict=True)}
-
-
-def nodes_of(losses: Iterable[Tensor]) -> KeysView[Node]:
-    """The autograd nodes that the losses were made by."""
-    return walk([get_gradient_edge(loss).node for loss in losses], nodes_after)
-
-
-def walk(start: Iterable[Place], after: Callable[[Place], Iterable[Place]]) -> KeysView[Place]:
-    """All places that are come to from these by going on to what is `after` each.
-
-    `after` is asked once for each place, and all that it gives is taken: it may note what it meets.
-    """
-    met = dict.fromkeys(start)
-    waiting = list(met)
-    while waiting:
-        for place in after(waiting.pop()):
-            if place not in met:
-                met[place] = None
-                waiting.append(place)
-    return met.keys()
-
-
-def nodes_after(node: Node) -> list[Node]:
-    """Those that a gradient flows on to from a node."""
-    return [after for after, _ in node.next_functions if after is not None]
-
-
-def leaf_of(node: Node) -> Tensor | None:
-    """The leaf whose gradient a node adds up, if it is such a node."""
-    return getattr(node, "variable", None)
+    detached = [loss.detach().double() for loss in losses.values()]
+    if len({loss.device for loss in detached}) == 1:
+        numbers = torch.stack(detached).tolist()
+    else:
+        numbers = [loss.item() for loss in detached]
+    return {name: number / scale for name, number in zip(losses, numbers, strict=True)}

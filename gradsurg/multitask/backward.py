@@ -1,0 +1,381 @@
+"""`live.backward(losses)`: one update from several losses, combined by aggregators."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import reduce
+from operator import add
+
+import torch
+from torch import Tensor
+
+from gradsurg.aggregators.base import Aggregator
+from gradsurg.hooks.controller import HookController
+from gradsurg.hooks.session import Session
+from gradsurg.multitask.aggregation import Aggregation, check_disjoint, check_trigger
+from gradsurg.multitask.conflict import Conflicts
+from gradsurg.multitask.features import (
+    EdgeGradients,
+    OutputMarker,
+    are_disjoint,
+    find_cut,
+    stack_gradients,
+    unstack_gradients,
+)
+from gradsurg.multitask.jacobian import (
+    Jacobian,
+    JacobianBlock,
+    JacobianBuilder,
+    check_repeatable,
+)
+from gradsurg.multitask.losses import (
+    BackwardCall,
+    Losses,
+    loss_values,
+    named_losses,
+    paused,
+    skipping,
+)
+from gradsurg.multitask.shared_parameters import REPRESENTATION, SharedParameters
+from gradsurg.torch_internals import compiling
+from gradsurg.triggers.base import Trigger
+
+MAX_WITHOUT_STEP = 10  # updates without an optimizer step before a warning
+
+
+class MultiTaskBackward:
+    """The aggregators of an attached surgery, and the backward passes of its losses."""
+
+    def __init__(self, session: Session, conflicts: Conflicts) -> None:
+        self.session = session
+        self.conflicts = conflicts
+        self.aggregations: list[Aggregation] = []
+        self._builder = JacobianBuilder(session, self.aggregations)
+        self._stack = ExitStack()
+        self._marker: OutputMarker | None = None
+        self._keeps_buffers = False
+        self._max_losses = 0  # of one call
+        self._checked_heads = False
+        self._num_updates = 0  # calls with aggregate=True
+        self._has_stepped = False
+        self._tasks: dict[str, None] = {}  # all tasks so far, in order
+
+    def add(
+        self, label: str, aggregator: Aggregator, at: SharedParameters, trigger: Trigger
+    ) -> None:
+        """Attach an aggregator. Raises LookupError or ValueError if it cannot act."""
+        aggregation = Aggregation(label, aggregator, at, trigger, self.session, self.conflicts)
+        check_disjoint([*self.aggregations, aggregation])
+        check_trigger(trigger, label)
+        if at.features:
+            self._marker = OutputMarker(self.session.model, at.features, self._stack)
+        self.aggregations.append(aggregation)
+        self.keep_buffers()
+
+    def keep_buffers(self) -> None:
+        """Make graphs compiled from now on support one backward pass for each task."""
+        if not self._keeps_buffers:
+            self._keeps_buffers = True
+            self._stack.enter_context(compiling.keeping_buffers())
+
+    def backward(
+        self,
+        losses: Losses,
+        controllers: Sequence[HookController],
+        aggregate: bool,
+        retain_graph: bool,
+    ) -> None:
+        """Implement `Live.backward`."""
+        call = BackwardCall(named_losses(losses), list(controllers), aggregate, retain_graph)
+        if retain_graph:
+            check_repeatable(call.losses, shared=False)
+        self._tasks |= dict.fromkeys(call.losses)
+        call.check_task_names(list(self._tasks))
+        aggregation = self.aggregations[0] if self.aggregations else None
+        self._max_losses = max(self._max_losses, len(call.losses))
+        self._num_updates += call.last
+        try:
+            if self.session.shadow or not self._needs_tasks(aggregation, call):
+                self._backward_of_sum(aggregation, call)
+            elif aggregation is not None and aggregation.at.engine == "feature":
+                self._backward_at_features(aggregation, call)
+            else:
+                self._backward_of_tasks(aggregation, call)
+        except BaseException as error:  # also an interrupt: half a step must not be continued
+            if self.discard():
+                error.add_note("gradients of live.backward(..., aggregate=False) were dropped")
+            raise
+        if call.last and self.session.optimizer is None:
+            self.session.clock.backwards += 1
+
+    def after_step(self) -> None:
+        """End the step of all aggregators; call it after each optimizer step."""
+        self._has_stepped = True
+        had_weights = any(own.has_pending_weights for own in self.aggregations)
+        if self.discard() or had_weights:
+            self.session.warn_once(
+                "the optimizer has made a step before the last live.backward of the step, the one "
+                "with aggregate=True: the gradients and weights so far were dropped"
+            )
+        for aggregation in self.aggregations:
+            aggregation.after_step()
+
+    def discard(self) -> bool:
+        """Drop the gradients and weights of an unfinished step; return whether it had gradients."""
+        for aggregation in self.aggregations:
+            aggregation.drop_weights()
+        return self._builder.discard()
+
+    def warn_unknown_scaler(self) -> None:
+        """Warn that a GradScaler is in use that `attach` was not given."""
+        for aggregation in self.aggregations:
+            effect = aggregation.aggregator.loss_scale_error() or (
+                "The losses and gradients so far were multiplied by the loss scale"
+            )
+            self.session.warn_once(
+                f"{aggregation.label}: the optimizer steps by a GradScaler that attach was not "
+                f"given. {effect}. Use attach(..., scaler=scaler).",
+            )
+
+    def closing_warnings(self) -> list[str]:
+        """Return the warnings to emit on detach."""
+        used = {entry.intervention for entry in self.session.ledger if entry.all_calls}
+        why = "live.backward(losses) was never called"
+        if self._tasks:
+            why = "no two tasks reached a parameter that it acts on"
+        if self._tasks and not self._num_updates:
+            why = "no live.backward ended a step: the last one of a step has aggregate=True"
+        texts = [
+            f"{aggregation.label}: attached, but {why}"
+            for aggregation in self.aggregations
+            if aggregation.label not in used and not (self.session.shadow and self._tasks)
+        ]
+        texts += [text for own in self.aggregations for text in self._unused_groups(own, used)]
+        if self.aggregations and self._max_losses == 1:
+            texts.append(
+                "live.backward had one loss each time, so an aggregator has nothing to combine: "
+                "give the loss of each task separately"
+            )
+        without_step = self._num_updates >= MAX_WITHOUT_STEP and not self._has_stepped
+        if self.aggregations and without_step and self.session.optimizer is not None:
+            texts.append(
+                f"live.backward was called for {self._num_updates} steps, and the optimizer given "
+                "to attach made none: triggers and random numbers saw step 0 only. Give attach the "
+                "optimizer that makes the steps."
+            )
+        if self._builder.pending:
+            texts.append("the gradients of live.backward(..., aggregate=False) were never combined")
+        return texts
+
+    def close(self) -> None:
+        """Remove all hooks and free all gradients."""
+        self._stack.close()
+        self._builder.close()
+        self._marker = None
+
+    def _needs_tasks(self, aggregation: Aggregation | None, call: BackwardCall) -> bool:
+        """Whether each loss needs a backward pass of its own."""
+        if call.task_specific:
+            return True
+        if aggregation is None:
+            return False
+        if not aggregation.weights_losses or self._builder.pending:
+            return True
+        return call.has_nonlinear
+
+    def _unused_groups(self, aggregation: Aggregation, used: Collection[str]) -> list[str]:
+        """Return a warning for each group of a pattern in which no gradients were combined."""
+        patterns = aggregation.at.granularity
+        if isinstance(patterns, str) or aggregation.label not in used:
+            return []
+        ledger = self.session.ledger
+        groups = {entry.site for entry in ledger if entry.intervention == aggregation.label}
+        text = f"{aggregation.label}: no two tasks reached a parameter of its group"
+        return [f"{text} '{pattern}'" for pattern in patterns if pattern not in groups]
+
+    # The three ways: one backward pass of the sum, one a task, or one a task down to the shared
+    # representation and one below it.
+
+    def _backward_of_sum(self, aggregation: Aggregation | None, call: BackwardCall) -> None:
+        """Run one backward pass of the weighted sum of the losses.
+
+        At sampled steps the conflict is measured first, in separate passes without side effects.
+        """
+        weights = self._loss_weights(aggregation, call)  # in shadow too, to learn from each step
+        if (aggregation is not None or call.task_specific) and self.session.effects.sampling:
+            self._measure(call, weights)
+        losses = list(call.losses.values())
+        if weights is not None and not self.session.shadow:
+            losses = [loss * own for loss, own in zip(losses, weights.tolist(), strict=True)]
+        reduce(add, losses).backward(retain_graph=call.retain_graph)
+
+    def _loss_weights(self, aggregation: Aggregation | None, call: BackwardCall) -> Tensor | None:
+        """Return the weights of the losses, None if the aggregator does not weight losses."""
+        if aggregation is None or not aggregation.weights_losses:
+            return None
+        values = loss_values(call.losses, self.session.loss_scale)
+        return aggregation.loss_weights(values, call.last)
+
+    def _measure(self, call: BackwardCall, weights: Tensor | None) -> None:
+        """Measure the conflict of the tasks in backward passes of their own.
+
+        Only transforms of some tasks act in these passes; they do not act in the plain backward
+        pass of the sum.
+        """
+        with paused(call.task_independent):
+            measured = self._builder.measure(call)
+        if measured is None:
+            return
+        jacobian, losses = measured
+        for aggregation, group, blocks in self._builder.groups(jacobian):
+            tasks, parts = jacobian.rows_of(blocks)
+            used = weights[tasks] if weights is not None else None
+            aggregation.observe(group, parts, _of_tasks(losses, tasks), used)
+        jacobian.reset(0)
+
+    def _backward_of_tasks(self, aggregation: Aggregation | None, call: BackwardCall) -> None:
+        """Run one backward pass a task, and accumulate the combined gradients in `.grad`."""
+        call.check_stateless(len({**self._builder.pending, **call.losses}))
+        weights = self._loss_weights(aggregation, call)
+        collected = self._builder.collect(call, strict=weights is None)
+        if collected is None:
+            return
+        jacobian, losses = collected
+        self._max_losses = max(self._max_losses, len(losses))
+        if aggregation is not None and weights is None and not self._builder.compiled:
+            self._warn_if_stacked(aggregation, jacobian)
+        combined: dict[int, Tensor] = {}
+        for own, group, blocks in self._builder.groups(jacobian):
+            grads = self._combine(own, group, jacobian, blocks, losses, weights)
+            for block, grad in zip(blocks, grads, strict=True):
+                combined |= block.split(grad, jacobian.params)
+        if self.aggregations and not combined:
+            text = jacobian.nothing_shared(losses)
+            if not self._builder.compiled:
+                raise ValueError(text)
+            self.session.warn_once(text)
+        factors = [1.0] * len(losses) if weights is None else weights.tolist()
+        grads = jacobian.assemble(combined, factors)
+        jacobian.reset(jacobian.num_tasks)
+        with paused(call.at_leaves):
+            torch.autograd.backward(list(grads), list(grads.values()))
+
+    def _combine(
+        self,
+        aggregation: Aggregation,
+        group: str,
+        jacobian: Jacobian,
+        blocks: Sequence[JacobianBlock],
+        losses: Mapping[str, float],
+        weights: Tensor | None,
+    ) -> list[Tensor]:
+        """Return the combined gradient of each block of a group, by given weights if not None."""
+        tasks, parts = jacobian.rows_of(blocks)
+        if weights is not None:
+            if self.session.effects.sampling:
+                aggregation.observe(group, parts, _of_tasks(losses, tasks), weights[tasks])
+            return aggregation.combine_with(parts, weights[tasks])
+        self._warn_absent(aggregation, losses, tasks, f"the shared parameters of '{group}'")
+        return aggregation.combine(group, parts, _of_tasks(losses, tasks))
+
+    def _backward_at_features(self, aggregation: Aggregation, call: BackwardCall) -> None:
+        """Run one backward pass a task down to the shared representation, and one below it."""
+        if not call.last:
+            raise ValueError(
+                "engine 'feature' combines the gradients of one forward pass: aggregate=False "
+                "needs engine='full'"
+            )
+        losses = call.losses
+        cut = find_cut(losses, self._marker)
+        check_repeatable(losses, shared=True, below=() if cut.nested else cut.nodes)
+        if cut.joined:
+            call.check_stateless(len(losses))
+        task_grads: list[Sequence[Tensor | None]] = []
+        head_grads: dict[Tensor, Tensor] = {}
+        # At the edges, transforms of some tasks see the gradients of the tasks, and all others the
+        # combined gradient.
+        with skipping(call.task_independent, cut.nodes), cut.stopped():
+            for number, name in enumerate(losses, 1):
+                keep_graph = call.retain_graph or cut.nested or number < len(losses)
+                with call.task(name, self.session.clock):
+                    at_edges, of_head = cut.backward(losses[name], name, keep_graph)
+                task_grads.append(at_edges)
+                head_grads |= of_head
+        cut.check_dense(task_grads, self.session.model)
+        tasks = _tasks_with_gradients(losses, task_grads)
+        self._warn_absent(aggregation, losses, tasks, "the representation that others share")
+        parts = stack_gradients([task_grads[task] for task in tasks])
+        self._warn_if_disjoint(aggregation, parts)
+        values = _of_tasks(loss_values(losses, self.session.loss_scale), tasks)
+        combined = aggregation.combine(REPRESENTATION, [part.rows for part in parts], values)
+        edge_grads = unstack_gradients(parts, combined)
+        if head_grads:
+            with paused(call.at_leaves):
+                torch.autograd.backward(list(head_grads), list(head_grads.values()))
+        with skipping(call.task_specific, cut.nodes):
+            edges = [cut.edges[index] for index in edge_grads]
+            torch.autograd.backward(
+                edges, list(edge_grads.values()), retain_graph=call.retain_graph
+            )
+
+    def _warn_absent(
+        self, aggregation: Aggregation, losses: Iterable[str], tasks: Sequence[int], place: str
+    ) -> None:
+        """Warn about each task that is not in `tasks`."""
+        for name in (name for index, name in enumerate(losses) if index not in tasks):
+            self.session.warn_once(
+                f"{aggregation.label}: {name} does not reach {place}, and does not contribute to "
+                "the combined gradient"
+            )
+
+    def _warn_if_stacked(self, aggregation: Aggregation, jacobian: Jacobian) -> None:
+        """Warn, at the first update, if heads count as shared because losses were stacked."""
+        if self._checked_heads:
+            return
+        self._checked_heads = True
+        heads = jacobian.params_of_single_tasks()
+        if len(heads) > 1:
+            self.session.warn_once(
+                f"{aggregation.label}: all tasks reach {', '.join(heads.values())}, whose gradient "
+                "is zero for all tasks but one, as for heads whose outputs were concatenated or "
+                "whose losses were stacked: they count as shared. Give each loss as it was "
+                "computed from its own output."
+            )
+
+    def _warn_if_disjoint(
+        self, aggregation: Aggregation, parts: Sequence[EdgeGradients]
+    ) -> None:
+        """Warn if the gradients at the representation cannot conflict."""
+        if are_disjoint(parts):
+            self.session.warn_once(
+                f"{aggregation.label}: at the shared representation, of "
+                f"{sum(part.rows.shape[1] for part in parts)} entries, no entry has a gradient of "
+                "two tasks, as where losses were stacked or the whole model was compiled as one: "
+                "the tasks cannot conflict there. Give losses apart, compile the trunk and the "
+                "heads apart, or name the representation (features=)."
+            )
+
+
+def _tasks_with_gradients(
+    losses: Mapping[str, Tensor], task_grads: Sequence[Sequence[Tensor | None]]
+) -> list[int]:
+    """Return the tasks with a gradient at the representation.
+
+    Raises ValueError if these are fewer than two of several tasks, or none.
+    """
+    tasks = [
+        task for task, grads in enumerate(task_grads) if any(grad is not None for grad in grads)
+    ]
+    if len(tasks) < min(2, len(losses)):
+        names = list(losses)
+        present = ", ".join(names[task] for task in tasks) or "none"
+        raise ValueError(
+            f"losses: of {', '.join(names)} only {present} has a gradient at the representation, "
+            "so there is nothing to combine"
+        )
+    return tasks
+
+
+def _of_tasks(losses: Mapping[str, float], tasks: Sequence[int]) -> dict[str, float]:
+    """Return the losses of these tasks."""
+    items = list(losses.items())
+    return dict(items[task] for task in tasks)

@@ -1,0 +1,525 @@
+"""The gradients of several tasks with respect to each parameter, one backward pass a task."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, chain
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.nn.modules.batchnorm import _NormBase
+
+from gradsurg.hooks.session import Session
+from gradsurg.multitask.aggregation import Aggregation, check_disjoint
+from gradsurg.multitask.features import REENTRANT
+from gradsurg.multitask.graph import has_single_use_graph, leaf_ids, leaf_of, nodes_of
+from gradsurg.multitask.losses import BackwardCall, loss_values
+from gradsurg.sites._params import owned_params
+from gradsurg.torch_internals.compiling import COMPILED
+from gradsurg.torch_internals.random_state import kept
+
+SINGLE_USE = (
+    "a graph was compiled before the surgery was attached, for one backward pass only, which may "
+    "overwrite saved tensors"
+)
+RECOMPILE = "Call torch.compiler.reset() and compile the model inside the block."
+
+
+@dataclass
+class JacobianBlock:
+    """The rows (T, p) of the parameters of one group, dtype and device.
+
+    `members` are the indices of the parameters, `starts` their first columns. `rows` is the first
+    T rows of `buffer`, which keeps the largest number of tasks so far.
+    """
+
+    group: str
+    members: list[int]
+    starts: list[int]
+    buffer: Tensor
+    rows: Tensor
+
+    def resize(self, num_tasks: int) -> None:
+        """Set the number of rows; rows that stay keep their content."""
+        if len(self.buffer) < num_tasks:
+            self.buffer = self.buffer.new_empty(num_tasks, self.buffer.shape[1])
+            self.buffer[: len(self.rows)] = self.rows
+        self.rows = self.buffer[:num_tasks]
+
+    def split(self, flat: Tensor, params: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Split a flat gradient (p,) into views in the shapes of the parameters, by index."""
+        return {
+            index: flat[start : start + params[index].numel()].view_as(params[index])
+            for index, start in zip(self.members, self.starts, strict=True)
+        }
+
+
+class Jacobian:
+    """The gradient of each task with respect to each parameter.
+
+    A parameter with a group that at least two tasks reach is stored in a block. Which ones these
+    are is known after the last task; before, gradients are written to the blocks of the previous
+    step (or of `preallocate`) as they arrive, and all others are stored one by one.
+
+    Attributes:
+        groups: The group of each parameter, None for parameters without an aggregator.
+        reached: For each task, the indices of the parameters with a gradient.
+    """
+
+    def __init__(
+        self, params: Sequence[Tensor], names: Sequence[str], groups: Sequence[str | None]
+    ) -> None:
+        self.params = params
+        self.names = names
+        self.groups = groups
+        self.blocks: list[JacobianBlock] = []
+        self._positions: dict[int, tuple[JacobianBlock, int]] = {}
+        self.reset(0)
+
+    def reset(self, num_tasks: int) -> None:
+        """Drop all gradients and expect `num_tasks` tasks; 0 frees the buffers."""
+        self.num_tasks = num_tasks
+        self._separate: list[dict[int, Tensor]] = [{} for _ in range(num_tasks)]
+        self._extra_leaves: list[dict[Tensor, Tensor]] = [{} for _ in range(num_tasks)]
+        self.reached: list[set[int]] = [set() for _ in range(num_tasks)]
+        self._written: list[bool] = [False] * num_tasks
+        for block in self.blocks:
+            block.rows = block.rows[:0]
+            if not num_tasks:
+                block.buffer = block.buffer.new_empty(0, block.buffer.shape[1])
+            block.resize(num_tasks)
+
+    def add_tasks(self, num_tasks: int) -> None:
+        """Increase the number of tasks to `num_tasks`."""
+        added = num_tasks - self.num_tasks
+        self.num_tasks = num_tasks
+        self._separate += [{} for _ in range(added)]
+        self._extra_leaves += [{} for _ in range(added)]
+        self.reached += [set() for _ in range(added)]
+        self._written += [False] * added
+        for block in self.blocks:
+            block.resize(num_tasks)
+
+    def preallocate(self, reached: Sequence[set[int]]) -> None:
+        """Create the blocks from the parameters that each task will reach."""
+        self._create_blocks(self._shared(reached))
+
+    def add(self, task: int, grads: Sequence[Tensor | None]) -> None:
+        """Add one gradient of a task for each parameter, None for those that it does not reach."""
+        self.reached[task] |= {index for index, grad in enumerate(grads) if grad is not None}
+        separate = self._separate[task]
+        for index, grad in enumerate(grads):
+            if index in self._positions and (grad is None or _is_dense(grad)):
+                self._write(task, index, grad)
+            elif grad is not None:
+                earlier = separate.get(index)
+                separate[index] = grad if earlier is None else earlier + grad
+        self._written[task] = True
+
+    def add_extra_leaves(
+        self, task: int, leaves: Sequence[Tensor], grads: Sequence[Tensor | None]
+    ) -> None:
+        """Add the gradients of a task for leaves that are not parameters."""
+        extra = self._extra_leaves[task]
+        for leaf, grad in zip(leaves, grads, strict=True):
+            if grad is not None:
+                extra[leaf] = extra[leaf] + grad if leaf in extra else grad
+
+    def finish(self, strict: bool = True) -> list[str]:
+        """Store exactly the shared parameters in blocks, after the last task.
+
+        Raises TypeError for a gradient that is not dense and real; if not `strict`, leaves its
+        parameter out of the blocks instead. Returns the names of those left out.
+        """
+        shared = self._shared(self.reached)
+        unsupported = self._unsupported()
+        left_out = [index for index in shared if any(index in grads for grads in unsupported)]
+        if left_out and strict:
+            raise TypeError(self._unsupported_text(left_out[0]))
+        shared = [index for index in shared if index not in left_out]
+        if self._positions.keys() != set(shared):
+            self._create_blocks(shared)
+        return [self.names[index] for index in left_out]
+
+    def blocks_by_group(self) -> dict[str, list[JacobianBlock]]:
+        """Return the blocks of each group."""
+        by_group: dict[str, list[JacobianBlock]] = {}
+        for block in self.blocks:
+            by_group.setdefault(block.group, []).append(block)
+        return by_group
+
+    def rows_of(self, blocks: Sequence[JacobianBlock]) -> tuple[list[int], list[Tensor]]:
+        """Return the tasks that reach a parameter of these blocks, and their rows of each block."""
+        members = {index for block in blocks for index in block.members}
+        tasks = [task for task, reached in enumerate(self.reached) if reached & members]
+        if len(tasks) == self.num_tasks:
+            return tasks, [block.rows for block in blocks]
+        return tasks, [block.rows[tasks] for block in blocks]
+
+    def assemble(
+        self, combined: Mapping[int, Tensor], weights: Sequence[float]
+    ) -> dict[Tensor, Tensor]:
+        """Return the gradient of each leaf that a task reaches.
+
+        `combined` holds those of the blocks; all others are the weighted sums over the tasks.
+        """
+        result = {self.params[index]: grad for index, grad in combined.items()}
+        for weight, separate, extra in zip(
+            weights, self._separate, self._extra_leaves, strict=True
+        ):
+            of_params = {self.params[index]: grad for index, grad in separate.items()}
+            for leaf, grad in (of_params | extra).items():
+                weighted = grad if weight == 1 else grad * weight
+                result[leaf] = result[leaf] + weighted if leaf in result else weighted
+        return result
+
+    def params_of_single_tasks(self) -> dict[int, str]:
+        """Return, for each task, a shared parameter for which all others have a zero gradient."""
+        names: dict[int, str] = {}
+        for block in self.blocks:
+            sizes = [self.params[index].numel() for index in block.members]
+            for index, part in zip(block.members, block.rows.split(sizes, dim=1), strict=True):
+                tasks = part.any(dim=1).nonzero().flatten().tolist()
+                if len(tasks) == 1:
+                    names.setdefault(tasks[0], self.names[index])
+        return names
+
+    def nothing_shared(self, tasks: Iterable[str]) -> str:
+        """Return the error text for tasks without a shared parameter."""
+        counts = ", ".join(
+            f"{name} reaches {len(reached)}"
+            for name, reached in zip(tasks, self.reached, strict=True)
+        )
+        return (
+            "losses: no parameter with an aggregator is reached by two tasks, so there is nothing "
+            f"to combine; of all {len(self.params)} parameters {counts}"
+        )
+
+    def _shared(self, reached: Sequence[set[int]]) -> list[int]:
+        """Return the parameters with a group that at least two tasks (or the only one) reach."""
+        least = min(2, self.num_tasks)
+        counts = Counter(chain.from_iterable(reached))
+        groups = enumerate(self.groups)
+        return [index for index, group in groups if group is not None and counts[index] >= least]
+
+    def _write(self, task: int, index: int, grad: Tensor | None) -> None:
+        row = self._view(task, index)
+        if not self._written[task]:
+            row.zero_() if grad is None else row.copy_(grad)
+        elif grad is not None:
+            row += grad
+
+    def _view(self, task: int, index: int) -> Tensor:
+        """Return the gradient of a parameter in its block, in the shape of the parameter."""
+        block, start = self._positions[index]
+        param = self.params[index]
+        return block.rows[task, start : start + param.numel()].view(param.shape)
+
+    def _create_blocks(self, shared: Sequence[int]) -> None:
+        """Replace the blocks by blocks of these parameters, in their order.
+
+        The order does not depend on earlier steps, so neither does the rounding of sums.
+        """
+        for index in self._positions:
+            for task, separate in enumerate(self._separate):
+                if index in self.reached[task] and index not in separate:
+                    separate[index] = self._view(task, index)
+        members: dict[tuple[str, torch.dtype, torch.device], list[int]] = {}
+        for index in shared:
+            group, param = self.groups[index], self.params[index]
+            assert group is not None
+            members.setdefault((group, param.dtype, param.device), []).append(index)
+        self.blocks, self._positions = [], {}
+        for (group, _, _), indices in members.items():
+            self._create_block(group, indices)
+
+    def _create_block(self, group: str, indices: list[int]) -> None:
+        sizes = [self.params[index].numel() for index in indices]
+        starts = [0, *accumulate(sizes)][:-1]
+        rows = self.params[indices[0]].new_empty(self.num_tasks, sum(sizes))
+        block = JacobianBlock(group, indices, starts, rows, rows)
+        self.blocks.append(block)
+        for index, start in zip(indices, starts, strict=True):
+            self._positions[index] = block, start
+            for task, separate in enumerate(self._separate):
+                grad = separate.pop(index, None)
+                if grad is not None:
+                    self._view(task, index).copy_(grad)
+                elif self._written[task]:
+                    self._view(task, index).zero_()
+
+    def _unsupported(self) -> list[dict[int, Tensor]]:
+        """Return, for each task, the gradients that a block cannot store."""
+        return [
+            {index: grad for index, grad in separate.items() if not _is_dense(grad)}
+            for separate in self._separate
+        ]
+
+    def _unsupported_text(self, index: int) -> str:
+        grad = next(grads[index] for grads in self._unsupported() if index in grads)
+        return (
+            f"parameter '{self.names[index]}': an aggregator takes dense real gradients, "
+            f"found {grad.dtype} with layout {grad.layout}: select others "
+            "(SharedParameters('<pattern>')), or use engine='feature'"
+        )
+
+
+def _is_dense(grad: Tensor) -> bool:
+    return grad.layout == torch.strided and grad.is_floating_point()
+
+
+class JacobianBuilder:
+    """Run one backward pass a task and collect the Jacobian of an optimizer step.
+
+    A step may have several `live.backward` calls, of which only the last has `aggregate=True`.
+    """
+
+    def __init__(self, session: Session, aggregations: Sequence[Aggregation]) -> None:
+        self.pending: dict[str, float] = {}  # the losses so far of a step that has not ended
+        self.compiled = False  # whether the last graph had compiled parts
+        self._alive: dict[str, set[int]] = {}  # per task: parameters with a nonzero gradient so far
+        self._measured: dict[str, float] = {}  # as `pending`, for `measure`
+        self._session = session
+        self._aggregations = aggregations
+        self._jacobian: Jacobian | None = None
+        self._norms: list[_NormBase] = []  # the modules with running statistics
+
+    def collect(self, call: BackwardCall, strict: bool) -> tuple[Jacobian, dict[str, float]] | None:
+        """Return the Jacobian and the losses of the step; None before its last call.
+
+        `strict` is that of `Jacobian.finish`.
+        """
+        before = self.pending
+        jacobian = self._backward(call, list({**before, **call.losses}), fresh=not before)
+        losses = self._total_losses(before, call)
+        self.pending = {} if call.last else losses
+        if not call.last:
+            return None
+        jacobian.finish(strict)
+        return jacobian, losses
+
+    def measure(self, call: BackwardCall) -> tuple[Jacobian, dict[str, float]] | None:
+        """As `collect`, without side effects on training: the graph is kept, nothing is refused.
+
+        A task that reaches no parameter is left out. If the conflicts cannot be measured, warns and
+        returns None.
+        """
+        if REENTRANT in _node_names(call.losses):
+            self._session.warn_once(
+                "the losses hold a reentrant checkpoint, which hides the gradients of single "
+                "tasks: their conflicts are not measured. Use checkpoint(use_reentrant=False)."
+            )
+            return None
+        if has_single_use_graph(call.losses.values()):
+            self._session.warn_once(
+                f"{SINGLE_USE}: in such steps the conflicts of the tasks are not measured. "
+                f"{RECOMPILE}"
+            )
+            return None
+        try:
+            self._current()
+        except LookupError as error:  # all selected parameters are frozen by now
+            self._session.warn_once(f"{error.args[0]}: the conflicts of the tasks are not measured")
+            return None
+        before, self._measured = self._measured, {}
+        before = before if list(before) == list(call.losses) else {}
+        with kept(call.device):  # hooks of others may draw random numbers, and do so again later
+            jacobian = self._backward(call, list(call.losses), fresh=not before, measuring=True)
+        losses = self._total_losses(before, call)
+        if not call.last:
+            self._measured = losses
+            return None
+        if left_out := jacobian.finish(strict=False):
+            self._session.warn_once(
+                f"the gradients of {', '.join(left_out)} are not dense and real: the conflicts are "
+                "measured without them"
+            )
+        return jacobian, losses
+
+    def groups(
+        self, jacobian: Jacobian
+    ) -> Iterator[tuple[Aggregation, str, list[JacobianBlock]]]:
+        """Yield the aggregation, the name and the blocks of each group."""
+        by_label = {aggregation.label: aggregation for aggregation in self._aggregations}
+        for key, blocks in jacobian.blocks_by_group().items():
+            label, _, group = key.partition("/")
+            yield by_label[label], group, blocks
+
+    def discard(self) -> bool:
+        """Drop the gradients of a step that has not ended; return whether there were any."""
+        was_pending, self.pending = bool(self.pending), {}
+        if was_pending and self._jacobian is not None:
+            self._jacobian.reset(self._jacobian.num_tasks)
+        return was_pending
+
+    def close(self) -> None:
+        """Free all gradients."""
+        self._jacobian = None
+        self.pending = self._measured = {}
+
+    def _total_losses(self, before: Mapping[str, float], call: BackwardCall) -> dict[str, float]:
+        """Return the sums of the losses of the step so far."""
+        losses = loss_values(call.losses, self._session.loss_scale)
+        totals = {name: loss + before.get(name, 0.0) for name, loss in losses.items()}
+        return {**before, **totals}
+
+    def _backward(
+        self, call: BackwardCall, tasks: list[str], fresh: bool, measuring: bool = False
+    ) -> Jacobian:
+        """Add the gradients of the losses of a call to the Jacobian of `tasks`.
+
+        If `fresh`, drop earlier gradients first. If `measuring`, keep the graph and refuse no task.
+        """
+        losses = call.losses
+        nodes = nodes_of(losses.values())
+        names = {node.name() for node in nodes}
+        if REENTRANT in names:
+            raise RuntimeError(
+                "the losses hold a reentrant checkpoint, which allows one backward pass and hides "
+                "its parameters from autograd.grad: use checkpoint(use_reentrant=False), or "
+                "engine='feature' if it is below the shared representation"
+            )
+        self.compiled = COMPILED in names
+        check_repeatable(losses, shared=not call.retain_graph)
+        jacobian = self._prepare(len(tasks), fresh, measuring)
+        extra_leaves = [] if measuring else _leaves_beyond(nodes, jacobian.params)
+        statistics = [
+            buffer for norm in self._norms if norm.training for buffer in norm.buffers()
+        ]
+        versions = [buffer._version for buffer in statistics]  # of num_batches_tracked too
+        reached: list[set[int]] = [set() for _ in losses]
+        if (len(tasks) > 1 or not call.last) and (self.compiled or not jacobian.blocks):
+            reached = [_reached_params(loss, jacobian.params) for loss in losses.values()]
+        if not jacobian.blocks:
+            jacobian.preallocate(reached)
+        leaves = [*jacobian.params, *extra_leaves]
+        try:
+            for index, (name, loss) in enumerate(losses.items()):
+                keep_graph = measuring or call.retain_graph or index < len(losses) - 1
+                # A checkpoint repeats its forward in each pass; only the first may update the
+                # statistics, as in a plain backward pass.
+                repeated = index > 0 and versions != [buffer._version for buffer in statistics]
+                with (
+                    call.task(name, self._session.clock),
+                    _restored(statistics if measuring or repeated else []),
+                ):
+                    grads = torch.autograd.grad(
+                        loss, leaves, retain_graph=keep_graph, allow_unused=True
+                    )
+                of_params, of_extra = grads[: len(jacobian.params)], grads[len(jacobian.params) :]
+                if all(grad is None for grad in of_params) and not measuring:
+                    raise ValueError(f"losses['{name}']: reaches no parameter of the model")
+                if self.compiled:
+                    of_params = self._without_zeros(name, of_params, reached[index])
+                jacobian.add(tasks.index(name), of_params)
+                jacobian.add_extra_leaves(tasks.index(name), extra_leaves, of_extra)
+        except BaseException:  # also an interrupt: a partial Jacobian must not be used
+            jacobian.reset(0)
+            raise
+        return jacobian
+
+    def _prepare(self, num_tasks: int, fresh: bool, measuring: bool) -> Jacobian:
+        """Return the Jacobian with `num_tasks` rows, empty if `fresh`."""
+        jacobian = self._current()
+        if fresh or (measuring and jacobian.num_tasks != num_tasks):
+            jacobian.reset(num_tasks)
+        elif not jacobian.num_tasks:
+            raise ValueError(
+                "the parameters that require a gradient have changed between two live.backward "
+                "calls of one step: change them between two steps"
+            )
+        elif jacobian.num_tasks != num_tasks:
+            jacobian.add_tasks(num_tasks)
+        return jacobian
+
+    def _without_zeros(
+        self, name: str, grads: Sequence[Tensor | None], reached: set[int]
+    ) -> list[Tensor | None]:
+        """Replace zero gradients of parameters that the task does not reach by None.
+
+        A compiled graph returns a gradient for every parameter in it, zeros for the heads of other
+        tasks. A parameter counts as reached if `reached` has it or if the task ever had a nonzero
+        gradient for it.
+        """
+        nonzero = [grad.any() for grad in grads if grad is not None]
+        device = nonzero[0].device if nonzero else None
+        flags = iter(
+            torch.stack([flag.to(device) for flag in nonzero]).tolist() if nonzero else []
+        )
+        alive = self._alive.setdefault(name, set())
+        alive |= {index for index, grad in enumerate(grads) if grad is not None and next(flags)}
+        filtered = [
+            grad if index in alive or index in reached else None for index, grad in enumerate(grads)
+        ]
+        if nonzero and all(grad is None for grad in filtered):
+            self._session.warn_once(
+                f"losses['{name}']: its gradient is zero, and a compiled graph does not show which "
+                "parameters it reaches: it is left out in such steps. Compute losses outside the "
+                "compiled part.",
+                key=f"{name} is zero",
+            )
+        return filtered
+
+    def _current(self) -> Jacobian:
+        """Return the Jacobian, replaced if the parameters that require a gradient have changed."""
+        model, optimizer = self._session.model, self._session.optimizer
+        all_names = {param: names[0][0] for param, names in owned_params(model).items()}
+        for group in optimizer.param_groups if optimizer is not None else []:
+            for param in group["params"]:
+                all_names.setdefault(param, f"parameter {len(all_names)} of the optimizer")
+        names = {param: name for param, name in all_names.items() if param.requires_grad}
+        jacobian = self._jacobian
+        if jacobian is None or [*map(id, jacobian.params)] != [*map(id, names)]:
+            keys = {}
+            for aggregation in self._aggregations:
+                aggregation.select(model)
+            check_disjoint(self._aggregations)
+            for aggregation in self._aggregations:
+                label = aggregation.label
+                keys |= {name: f"{label}/{group}" for name, group in aggregation.groups.items()}
+            self._alive = {}
+            self._norms = [module for module in model.modules() if isinstance(module, _NormBase)]
+            groups = [keys.get(name) for name in names.values()]
+            jacobian = self._jacobian = Jacobian(list(names), list(names.values()), groups)
+        return jacobian
+
+
+def check_repeatable(
+    losses: Mapping[str, Tensor], shared: bool, below: Iterable[Node] = ()
+) -> None:
+    """Raise RuntimeError if a second backward pass would compute wrong gradients.
+
+    `shared` and `below` are those of `has_single_use_graph`.
+    """
+    if has_single_use_graph(losses.values(), shared, below):
+        raise RuntimeError(f"losses: {SINGLE_USE}. {RECOMPILE}")
+
+
+def _node_names(losses: Mapping[str, Tensor]) -> set[str]:
+    return {node.name() for node in nodes_of(losses.values())}
+
+
+@contextmanager
+def _restored(buffers: Sequence[Tensor]) -> Iterator[None]:
+    """Restore the values of the buffers at the end of the block."""
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.copy_(value)
+
+
+def _leaves_beyond(nodes: Iterable[Node], params: Sequence[Tensor]) -> list[Tensor]:
+    """Return the leaves of a graph that are not in `params`."""
+    known = set(map(id, params))
+    leaves = map(leaf_of, nodes)
+    return [leaf for leaf in leaves if leaf is not None and id(leaf) not in known]
+
+
+def _reached_params(loss: Tensor, params: Sequence[Tensor]) -> set[int]:
+    """Return the indices of the parameters in the graph of a loss."""
+    ids = leaf_ids(loss)
+    return {index for index, param in enumerate(params) if id(param) in ids}
