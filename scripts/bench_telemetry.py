@@ -20,8 +20,7 @@ from torch import nn
 import gradsurg as gs
 from gradsurg.aggregators.base import AggregatorContext
 from gradsurg.effects.tables import aligned
-from gradsurg.multitask.conflict import Conflicts
-from gradsurg.multitask.others import Made
+from gradsurg.multitask.conflict import Conflicts, Measurement
 
 TASKS, WIDTHS, BATCH = (2, 3, 8), (128, 1024), 100
 WARM, DIFFERENT, TOGETHER = 20, 16, (1, 5)
@@ -64,7 +63,7 @@ def telemetry_of(
         gramian = next(gramians)
         falls = gramian @ weights
         norm = float(weights @ falls) ** 0.5
-        conflicts.add(Made("mean", "mean", context, gramian, weights, falls, norm))
+        conflicts.add(Measurement("mean", "mean", context, gramian, weights, falls, norm))
 
     def telemetry() -> float:
         taken = 0.0

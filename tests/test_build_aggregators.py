@@ -22,7 +22,7 @@ SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
             ["shared.granularity: nothing matches 'nope'. There are: trunk."],
         ),
         (["shared.granularity=modul"], ["shared.granularity: must be one of 'whole', 'module' or"]),
-        (["shared.granularity=[]"], ["shared.granularity: must have a pattern for each group"]),
+        (["shared.granularity=[]"], ["shared.granularity: must have at least one pattern"]),
         (["shared.pattern=nope"], ["shared.pattern: nothing matches 'nope'. There are: trunk."]),
         (
             ["shared.engine=feature", "shared.features=nope"],
@@ -77,9 +77,9 @@ SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
             (
                 [f"transform={words}"],
                 [
-                    "transform.grokfast_ema: remembers what passes at a site, and there the gradients "
-                    "of 2 tasks pass one after the other; it can act at site=parameters with "
-                    "site.stage=step, after them, or at one task, by when=for_task"
+                    "transform.grokfast_ema: has a state for each site, which the gradients of 2 tasks "
+                    "would share: act after the aggregator, at Parameters with stage 'step', or on one "
+                    "task, by a ForTask trigger"
                 ],
             )
             for words in ("grokfast_ema", "[clip,grokfast_ema]")

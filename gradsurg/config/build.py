@@ -40,7 +40,7 @@ from gradsurg.config.settings import Settings
 from gradsurg.config.typed import in_typed_words
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.loggers.base import Guarded
-from gradsurg.multitask.aggregation import check_host
+from gradsurg.multitask.aggregation import check_trigger
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.plugins.fields import nearest
 from gradsurg.plugins.registry import snake
@@ -229,7 +229,7 @@ def _joint(
 
 
 def _hosted(joint: Intervention, trigger: Trigger, key: str) -> Intervention:
-    check_host(trigger, key)
+    check_trigger(trigger, key)
     return replace(joint, when=trigger)
 
 

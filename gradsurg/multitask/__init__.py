@@ -1,1 +1,1 @@
-"""Several losses, one update: the gradients of the tasks, their conflict, what is made of them."""
+"""Several losses, one update: backward passes of tasks, aggregation of gradients, conflicts."""

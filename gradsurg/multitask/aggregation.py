@@ -68,9 +68,9 @@ def plan_of(
         place = f" at {at.features!r}"
     patterns = [] if isinstance(at.granularity, str) else at.granularity
     granularity = plural(len(patterns), "group") if patterns else at.granularity
-    head = f"{label}: {aggregator!r} of the parameters that several tasks reach, of"
     lines = [
-        f"{head} {plural(len(groups), 'parameter')}",
+        f"{label}: {aggregator!r} for those of {plural(len(groups), 'parameter')} that several "
+        "tasks reach",
         f"  engine {at.engine}{place}, granularity {granularity}, when {trigger!r}",
     ]
     if not patterns:
@@ -332,7 +332,9 @@ class Aggregation:
             return
         squares = result.gramian.diagonal().tolist()
         nonfinite = [
-            name for name, square in zip(context.tasks, squares, strict=True) if not isfinite(square)
+            name
+            for name, square in zip(context.tasks, squares, strict=True)
+            if not isfinite(square)
         ]
         self.session.warn_once(
             f"{self.label}: the gradient of {', '.join(nonfinite) or 'the tasks together'} is not "

@@ -341,9 +341,7 @@ class MultiTaskBackward:
                 "computed from its own output."
             )
 
-    def _warn_if_disjoint(
-        self, aggregation: Aggregation, parts: Sequence[EdgeGradients]
-    ) -> None:
+    def _warn_if_disjoint(self, aggregation: Aggregation, parts: Sequence[EdgeGradients]) -> None:
         """Warn if the gradients at the representation cannot conflict."""
         if are_disjoint(parts):
             self.session.warn_once(

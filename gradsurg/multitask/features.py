@@ -65,9 +65,7 @@ class GraphCut:
         pairs = zip(head, of_head, strict=True)
         return at_edges, {leaf: grad for leaf, grad in pairs if grad is not None}
 
-    def check_dense(
-        self, task_grads: Sequence[Sequence[Tensor | None]], model: nn.Module
-    ) -> None:
+    def check_dense(self, task_grads: Sequence[Sequence[Tensor | None]], model: nn.Module) -> None:
         """Raise TypeError if a gradient at the edges is not dense."""
         for edge, grad in (
             pair for grads in task_grads for pair in zip(self.edges, grads, strict=True)
@@ -257,9 +255,7 @@ def unstack_gradients(
     result: dict[int, Tensor] = {}
     for part, grad in zip(parts, combined, strict=True):
         templates = part.templates.values()
-        sizes = [
-            template.numel() * (2 if template.is_complex() else 1) for template in templates
-        ]
+        sizes = [template.numel() * (2 if template.is_complex() else 1) for template in templates]
         pieces = map(_unflatten, grad.split(sizes), templates)
         result |= dict(zip(part.templates, pieces, strict=True))
     return result

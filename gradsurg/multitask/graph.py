@@ -21,7 +21,9 @@ MAX_PROBES = 5
 _PROBED: WeakKeyDictionary[type, dict[int, tuple[set[int], int]]] = WeakKeyDictionary()
 
 
-def reachable(start: Iterable[Item], successors: Callable[[Item], Iterable[Item]]) -> KeysView[Item]:
+def reachable(
+    start: Iterable[Item], successors: Callable[[Item], Iterable[Item]]
+) -> KeysView[Item]:
     """Return all items reachable from `start`.
 
     `successors` is called once for each item and its result is consumed, so it may have side
@@ -84,7 +86,9 @@ def _next_edges(edge: tuple[Node, int]) -> list[tuple[Node, int]]:
     Only compiled graphs have their outputs distinguished.
     """
     node, output = edge
-    edges = [(following, index) for following, index in node.next_functions if following is not None]
+    edges = [
+        (following, index) for following, index in node.next_functions if following is not None
+    ]
     if node.name() != compiling.COMPILED:
         return [
             (following, index if following.name() == compiling.COMPILED else 0)

@@ -16,7 +16,7 @@ from gradsurg.multitask.aggregation import Aggregation, check_disjoint
 from gradsurg.multitask.features import REENTRANT
 from gradsurg.multitask.graph import has_single_use_graph, leaf_ids, leaf_of, nodes_of
 from gradsurg.multitask.losses import BackwardCall, loss_values
-from gradsurg.sites._params import owned_params
+from gradsurg.sites.selection import owned_params
 from gradsurg.torch_internals.compiling import COMPILED
 from gradsurg.torch_internals.random_state import kept
 
@@ -338,9 +338,7 @@ class JacobianBuilder:
             )
         return jacobian, losses
 
-    def groups(
-        self, jacobian: Jacobian
-    ) -> Iterator[tuple[Aggregation, str, list[JacobianBlock]]]:
+    def groups(self, jacobian: Jacobian) -> Iterator[tuple[Aggregation, str, list[JacobianBlock]]]:
         """Yield the aggregation, the name and the blocks of each group."""
         by_label = {aggregation.label: aggregation for aggregation in self._aggregations}
         for key, blocks in jacobian.blocks_by_group().items():
@@ -385,9 +383,7 @@ class JacobianBuilder:
         check_repeatable(losses, shared=not call.retain_graph)
         jacobian = self._prepare(len(tasks), fresh, measuring)
         extra_leaves = [] if measuring else _leaves_beyond(nodes, jacobian.params)
-        statistics = [
-            buffer for norm in self._norms if norm.training for buffer in norm.buffers()
-        ]
+        statistics = [buffer for norm in self._norms if norm.training for buffer in norm.buffers()]
         versions = [buffer._version for buffer in statistics]  # of num_batches_tracked too
         reached: list[set[int]] = [set() for _ in losses]
         if (len(tasks) > 1 or not call.last) and (self.compiled or not jacobian.blocks):
@@ -445,9 +441,7 @@ class JacobianBuilder:
         """
         nonzero = [grad.any() for grad in grads if grad is not None]
         device = nonzero[0].device if nonzero else None
-        flags = iter(
-            torch.stack([flag.to(device) for flag in nonzero]).tolist() if nonzero else []
-        )
+        flags = iter(torch.stack([flag.to(device) for flag in nonzero]).tolist() if nonzero else [])
         alive = self._alive.setdefault(name, set())
         alive |= {index for index, grad in enumerate(grads) if grad is not None and next(flags)}
         filtered = [

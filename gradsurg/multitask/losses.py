@@ -85,8 +85,8 @@ class BackwardCall:
             if controller.stage in PER_TASK_STAGES and controller.stateful:
                 text = (
                     f"{controller.stateful} has a state for each site, which the gradients of "
-                    f"{num_tasks} tasks would share; use Parameters with stage='step', after the "
-                    "aggregator, or one task, by when=ForTask(...)"
+                    f"{num_tasks} tasks would share: act after the aggregator, at Parameters with "
+                    "stage 'step', or on one task, by a ForTask trigger"
                 )
                 raise FieldError(controller.transform, [("", text)], controller.label)
 

@@ -1,4 +1,4 @@
-"""SharedParameters: where the gradients of several tasks meet."""
+"""SharedParameters: select the parameters whose gradients an aggregator combines."""
 
 from contextlib import ExitStack
 from typing import Annotated, Any, ClassVar, Literal
@@ -22,11 +22,14 @@ from gradsurg.sites.selection import (
 from gradsurg.transforms.base import Scope
 
 SHARED = "shared"
-"""The group of all that is selected, where an aggregator acts on the whole."""
+"""The name of the group of all selected parameters, for granularity `whole`."""
+
+REPRESENTATION = "representation"
+"""The name of the group of the gradients at the shared representation, for engine `feature`."""
 
 
-def _in_order(given: Any) -> Any:  # Any: pydantic has not looked yet
-    """Refuse a set, whose order is another one in each process."""
+def _in_order(given: Any) -> Any:  # Any: not validated yet
+    """Refuse a set, whose order differs between processes."""
     if not isinstance(given, list | tuple):
         raise PydanticCustomError("tuple_type", "must be a list")
     return given
@@ -39,27 +42,28 @@ Engine = Literal["full", "feature"]
 
 @validated
 class SharedParameters(ParamSelector):
-    """The parameters whose gradients an aggregator makes one of: those that several tasks reach.
+    """The selected parameters that several tasks reach, whose gradients an aggregator combines.
 
-    Which these are the graph says, at each `live.backward(losses)`; a parameter that one task alone
-    reaches gets the gradient of that task. Of those that several reach, the ones that are not
-    selected, and those that only the optimizer has, get the sum. They are selected as `Parameters`
-    are.
+    A parameter is reached by a task if the graph of its loss contains it; this is found at each
+    `live.backward(losses)`. A parameter of one task alone gets the gradient of that task. Shared
+    parameters that are not selected, and those that only the optimizer holds, get the sum. The
+    fields of the selection are those of `Parameters`.
 
-    `granularity` says what is aggregated together: the `whole`, the parameters of each `module`,
-    each `tensor`, or groups of your own, a pattern on names each, as `("encoder.*", "*")`: a
-    parameter is of the first that it fits, and one that fits none is not selected. For another
-    aggregator in each group give each a selection.
+    `granularity` defines which parameters are aggregated together: the `whole`, those of each
+    `module`, each `tensor`, or groups given by one name pattern each, as in `("encoder.*", "*")`: a
+    parameter belongs to the first pattern that matches, and one without a match is not selected. To
+    use another aggregator for each group, attach several, each with its own selection.
 
-    The engine `full` makes one backward pass a task and keeps tasks x parameters numbers, also from
-    one step to the next. `feature` looks at the gradients where the tasks part, and makes one
-    backward pass through all that is below: its conflicts are those at that representation (the
-    upper bound of Sener & Koltun, NeurIPS 2018, eq. MGDA-UB). It finds the place by the graph;
-    `features` names the module whose output it is to be instead. A complex representation is two
-    numbers an entry. What it sends down depends on all that a step has, and a graph is gone back
-    through once: it takes one forward a step, no `aggregate=False`. Where the tasks part, and
-    below, transforms meet what was made of the tasks, above it each of them; one with a `ForTask`
-    meets each of them where they part, too.
+    The engine `full` runs one backward pass a task and stores tasks x parameters numbers, which are
+    kept between steps. The engine `feature` combines the gradients at the representation that the
+    tasks share and runs one backward pass below it: the upper bound MGDA-UB of Sener and Koltun,
+    NeurIPS 2018, for any aggregator. The representation is found in the graph, or is the output of
+    the module named by `features`. A complex representation counts as two real numbers an entry.
+    This engine needs one forward pass a step, so it does not support `aggregate=False`.
+
+    With `full`, transforms before the optimizer step see the gradient of each task. With `feature`,
+    those above the representation do; at and below it they see the combined gradient, except those
+    with a `ForTask`, which see their task at the representation too.
     """
 
     granularity: Granularity = "whole"
@@ -73,7 +77,7 @@ class SharedParameters(ParamSelector):
         if self.stage is not None:
             raise Contradiction("stage", f"an aggregator has no stages, found {self.stage!r}")
         if not self.granularity:
-            raise Contradiction("granularity", "must have a pattern for each group, found none")
+            raise Contradiction("granularity", "must have at least one pattern, found none")
         if isinstance(self.granularity, tuple) and len({*self.granularity}) < len(self.granularity):
             text = f"must have each pattern once, found {', '.join(self.granularity)}"
             raise Contradiction("granularity", text)
@@ -82,26 +86,28 @@ class SharedParameters(ParamSelector):
         if self.engine == "feature" and self.granularity != "whole":
             raise Contradiction(
                 "granularity",
-                f"engine 'feature' has no gradients apart, found {self.granularity!r}",
+                f"must be 'whole' with engine='feature', found {self.granularity!r}",
             )
         if self.engine == "feature" and not self.all:
             raise Contradiction(
-                "pattern", "engine 'feature' acts on all that is below it, and selects none"
+                "pattern", "engine='feature' acts on all parameters below it and takes no selection"
             )
 
     def check_aggregator(self, aggregator: Aggregator) -> None:
         if isinstance(aggregator, LossWeighting) and self != SharedParameters():
             raise ValueError(
-                f"{type(aggregator).__name__}: weighs the losses, and so the gradients of all "
-                "parameters: all of them are one whole, by the engine 'full'"
+                f"{type(aggregator).__name__}: weights the losses, and so the gradients of all "
+                "parameters: it needs SharedParameters() without arguments"
             )
 
     def find(self, model: nn.Module, test: PlaceTest | None = None) -> list[str]:
         return list(self.groups(model, test))
 
     def groups(self, model: nn.Module, test: PlaceTest | None = None) -> dict[str, str]:
-        """The group of each parameter that is selected. Raises LookupError if a pattern has none;
-        one whose parameters are all frozen is the group of nothing for now.
+        """Return the group of each selected parameter.
+
+        Raises LookupError if a pattern matches no parameter. A pattern whose parameters are all
+        frozen has no group.
         """
         names = super().find(model, test)
         match self.granularity:
@@ -112,36 +118,42 @@ class SharedParameters(ParamSelector):
             case "tensor":
                 return dict(zip(names, names, strict=True))
             case patterns:
-                fits = self._fitting(patterns, model, test or self.selects)
-                return {name: fits[name] for name in names if name in fits}
+                groups = self._first_patterns(patterns, model, test or self.selects)
+                return {name: groups[name] for name in names if name in groups}
 
-    def _fitting(self, patterns: Patterns, model: nn.Module, test: PlaceTest) -> dict[str, str]:
-        """The first pattern that each parameter fits by one of its names, frozen ones too."""
-        fits = {
-            own[0]: [one for one in patterns if any(matches(name, one) for name in own)]
-            for _, own in selected_params(self, model, test)
+    def _first_patterns(
+        self, patterns: Patterns, model: nn.Module, test: PlaceTest
+    ) -> dict[str, str]:
+        """Return the first pattern that each parameter matches by one of its names, frozen ones
+        included.
+        """
+        matching = {
+            names[0]: [
+                pattern for pattern in patterns if any(matches(name, pattern) for name in names)
+            ]
+            for _, names in selected_params(self, model, test)
         }
-        found = {name: own[0] for name, own in fits.items() if own}
-        for one in patterns:
-            if not any(one in own for own in fits.values()):
-                raise nothing_matched(self, "granularity", one, fits)
-            if one not in found.values():
-                text = f"all that fits '{one}' is of a group before it"
+        first = {name: found[0] for name, found in matching.items() if found}
+        for pattern in patterns:
+            if not any(pattern in found for found in matching.values()):
+                raise nothing_matched(self, "granularity", pattern, matching)
+            if pattern not in first.values():
+                text = f"all parameters that match '{pattern}' belong to an earlier group"
                 raise SelectionError(self, "granularity", text)
-        return found
+        return first
 
     @property
     def all(self) -> bool:
-        """Whether no field selects, but for the groups of a granularity, and so all are meant."""
+        """Whether all parameters are selected."""
         return not self.selection
 
     @property
     def selection(self) -> str:
-        """What these fields select, in words; empty if all are meant."""
+        """The fields that restrict the selection, as text; empty if all parameters are selected."""
         fields = ("pattern", "types", "depth", "index", "ndim", "size")
-        asked = {name: getattr(self, name) for name in fields}
+        values = {name: getattr(self, name) for name in fields}
         return ", ".join(
-            f"{name}={value!r}" for name, value in asked.items() if value not in ("*", None)
+            f"{name}={value!r}" for name, value in values.items() if value not in ("*", None)
         )
 
     def hook(
@@ -153,4 +165,4 @@ class SharedParameters(ParamSelector):
         registry: HookRegistry,
         stack: ExitStack,
     ) -> None:
-        raise AssertionError("no transform acts here")
+        raise AssertionError("transforms do not act on SharedParameters")

@@ -22,7 +22,7 @@ from gradsurg.triggers.flag import Flag
 
 if TYPE_CHECKING:
     from gradsurg.multitask.conflict import Conflicts
-    from gradsurg.multitask.joint import MultiTaskBackward
+    from gradsurg.multitask.backward import MultiTaskBackward
     from gradsurg.multitask.losses import Losses
 
 
@@ -112,7 +112,7 @@ class Live:
         """Count an optimizer step; called by a hook of the optimizer given to `attach`."""
         self._changes.apply()
         if self._multi_task is not None:
-            self._multi_task.stepped()
+            self._multi_task.after_step()
         if not self._has_stepped:
             self._has_stepped = True
             self._notice_scaler(autograd.stepping_scaler())
@@ -213,7 +213,7 @@ class Live:
         ]
         texts += self._removed
         if self._multi_task is not None:
-            texts += self._multi_task.complaints()
+            texts += self._multi_task.closing_warnings()
         texts += [text for attachment in attachments for text in attachment.end_warnings()]
         if any(entry.calls for entry in self.ledger):
             triggers = [attachment.intervention.when for attachment in attachments]
@@ -319,7 +319,7 @@ class Live:
         if scaler is None or session.scaler is scaler or session.target is None:
             return
         if self._multi_task is not None:
-            self._multi_task.notice()
+            self._multi_task.warn_unknown_scaler()
         session.scaler = scaler  # for interventions that are added
         for attachment in self._attachments:
             if error := attachment.intervention.loss_scale_error():
@@ -334,7 +334,7 @@ class Live:
     # Several losses: a part that is imported and made only if it is needed.
 
     def _load_multi_task(self) -> "MultiTaskBackward":
-        from gradsurg.multitask.joint import MultiTaskBackward
+        from gradsurg.multitask.backward import MultiTaskBackward
 
         if self._multi_task is None:
             self._multi_task = MultiTaskBackward(self.session, self.conflicts)
@@ -348,7 +348,7 @@ class Live:
         aggregator, at = intervention.aggregator, intervention.at
         assert aggregator is not None
         assert isinstance(at, SharedParameters)
-        self._load_multi_task().join(label, aggregator, at, intervention.when)
+        self._load_multi_task().add(label, aggregator, at, intervention.when)
         self._aggregators[label] = intervention
         for flag in intervention.flags:
             self.clock.flags.setdefault(flag.flag, flag.on)

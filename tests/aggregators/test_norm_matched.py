@@ -11,7 +11,7 @@ from gradsurg.aggregators.krum import Krum
 from gradsurg.aggregators.mgda import MGDA
 from gradsurg.aggregators.nash_mtl import NashMTL
 from gradsurg.aggregators.trimmed_mean import TrimmedMean
-from gradsurg.multitask.merging import merge
+from gradsurg.multitask.aggregation import aggregate
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.surgery.intervention import Intervention
 from gradsurg.testing import check_aggregator
@@ -64,7 +64,7 @@ def test_parameters_of_several_dtypes_are_one_gradient(of: Aggregator) -> None:
     rows = normal().float()
     blocks = [rows[:, :30], rows[:, 30:].double()]
     control, context = NormMatchedSum(of), AggregatorContext()
-    found = merge(control, blocks, control.init(3), context).grads
+    found = aggregate(control, blocks, control.init(3), context).grads
     assert [grad.dtype for grad in found] == [torch.float32, torch.float64]
     expected = control(rows.double(), context)
     together = torch.cat([grad.double() for grad in found])
@@ -74,7 +74,7 @@ def test_parameters_of_several_dtypes_are_one_gradient(of: Aggregator) -> None:
 def test_a_loss_scale_changes_it_no_more_than_the_other() -> None:
     control, rows, scale = NormMatchedSum(NashMTL()), normal(), 2.0**16
     state = control.init(3)
-    (found,) = merge(control, [rows * scale], state, AggregatorContext(), scale).grads
+    (found,) = aggregate(control, [rows * scale], state, AggregatorContext(), scale).grads
     torch.testing.assert_close(found / scale, control(rows))
     assert not Intervention(control, at=SharedParameters()).loss_scale_error()
     sized = NormMatchedSum(FunctionAggregator(lambda rows: rows.sum(0).sign(), ()))

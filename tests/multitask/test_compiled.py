@@ -83,7 +83,7 @@ def test_a_graph_of_one_backward_is_not_measured_and_trains_on() -> None:
     model, plain = Losing(), Losing()
     called = before(model)
     with gs.Surgery(at_shared(gs.Mean())).attach(model) as live:
-        with pytest.warns(gs.SurgeryWarning, match="for one backward alone.* are not measured"):
+        with pytest.warns(gs.SurgeryWarning, match="for one backward pass only.* are not measured"):
             live.backward(called(batch(8)))
         assert live.conflicts.fetch() == []
         found = grads_of(model)
@@ -97,7 +97,7 @@ def test_a_graph_of_one_backward_is_not_measured_and_trains_on() -> None:
 def test_a_graph_of_one_backward_is_refused_where_each_task_needs_one() -> None:
     model = Losing()
     called = before(model)
-    rule = "for one backward alone.*torch.compiler.reset"
+    rule = "for one backward pass only.*torch.compiler.reset"
     with gs.Surgery(at_shared(Uneven())).attach(model) as live:
         with pytest.raises(RuntimeError, match=rule):
             live.backward(called(batch(8)))
@@ -140,7 +140,7 @@ def test_graphs_of_one_backward_that_one_task_has_or_that_are_passed_once_are_no
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it
 def test_a_representation_inside_of_what_was_compiled_as_one_is_refused() -> None:
     model = Net()
-    rule = "the losses a, b, c part inside of what was compiled as one"
+    rule = "the losses a, b, c separate inside one compiled graph"
     with gs.Surgery(at_shared(Uneven(), engine="feature", features="trunk")).attach(model) as live:
         outputs = compiled(model)(batch(8))
         with pytest.raises(RuntimeError, match=rule):
@@ -174,7 +174,7 @@ def test_a_graph_of_one_backward_is_not_retained() -> None:
     model = Losing()
     called = before(model)
     with gs.Surgery(at_shared(gs.Mean())).attach(model, effects_every=0) as live:
-        with pytest.raises(RuntimeError, match="for one backward alone"):
+        with pytest.raises(RuntimeError, match="for one backward pass only"):
             live.backward(called(batch(8)), retain_graph=True)
         live.backward(called(batch(8)))
 
@@ -272,7 +272,7 @@ def test_of_a_graph_that_does_not_tell_what_is_reached_that_is_told() -> None:
     model = Satisfied()
     with (
         gs.Surgery(at_shared(gs.Mean())).attach(model) as live,
-        pytest.warns(gs.SurgeryWarning, match=r"losses\['b'\]: its gradient is zero throughout"),
+        pytest.warns(gs.SurgeryWarning, match=r"losses\['b'\]: its gradient is zero"),
     ):
         live.backward(compiled(model)(batch(8)))
 

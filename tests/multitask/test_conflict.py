@@ -11,15 +11,20 @@ from torch import Tensor
 from gradsurg.aggregators.base import AggregatorContext
 from gradsurg.aggregators.solvers import CACHED_GRAMIANS
 from gradsurg.multitask.conflict import (
-    AT_ONCE,
-    KEPT,
-    TALLIES,
+    BATCH,
+    EQUIVALENTS,
+    MAX_MEANS,
+    MAX_UNFETCHED,
+    Alternative,
     Conflict,
     Conflicts,
+    Measurement,
+    _comparable,
+    alternatives,
+    compute_weights,
     conflict_of,
     numbers,
 )
-from gradsurg.multitask.others import TWINS, Made, Other, _comparable, others_of, weights_of
 from gradsurg.plugins.registry import names
 
 CONTEXT = AggregatorContext(step=4, group="shared", tasks=("a", "b"))
@@ -32,10 +37,10 @@ def made(
     tasks: str = "ab",
     own: str = "mine",
     context: AggregatorContext = CONTEXT,
-) -> Made:
+) -> Measurement:
     context = replace(context, tasks=tuple(tasks))
     norm = float(update.norm())
-    return Made("mine", own, context, rows @ rows.T, weights, rows @ update, norm)
+    return Measurement("mine", own, context, rows @ rows.T, weights, rows @ update, norm)
 
 
 def found(rows: Tensor, weights: Tensor | None, update: Tensor, tasks: str = "ab") -> Conflict:
@@ -104,8 +109,8 @@ def test_what_does_not_exist_is_nan_and_is_not_logged() -> None:
 
 def asked(
     own: str, context: AggregatorContext, gramian: Tensor, products: Tensor, norm: float
-) -> dict[str, Other]:
-    (others,) = others_of([Made("mine", own, context, gramian, None, products, norm)])
+) -> dict[str, Alternative]:
+    (others,) = alternatives([Measurement("mine", own, context, gramian, None, products, norm)])
     return others
 
 
@@ -161,10 +166,10 @@ def test_what_twins_would_have_done_is_their_own(count: int, scale: float) -> No
         )
         update = rows.mean(0)
         others = asked("mean", context, rows @ rows.T, rows @ update, float(update.norm()))
-        for name, other in TWINS.items():
+        for name, other in EQUIVALENTS.items():
             if scale >= 1:
                 assert others[name] is others[other]  # or nothing is saved
-            own = weights_of(*asks[name], rows @ rows.T, context)
+            own = compute_weights(*asks[name], rows @ rows.T, context)
             theirs = torch.tensor(others[name].weights, dtype=torch.float64)
             torch.testing.assert_close(theirs, own)
             result = own @ rows
@@ -190,8 +195,8 @@ def test_conflicts_that_are_fetched_together_have_each_its_own_others() -> None:
         rows = awkward(count, number)
         own, context = ("mean", "mgda")[number % 2], AggregatorContext(number, 0, "shared")
         one = made(rows, None, rows.mean(0), "abcd"[:count], own, context)
-        conflicts.add(one, ask=bool(number % 5))
-        alone.append(others_of([one])[0] if number % 5 else {})
+        conflicts.add(one, compare=bool(number % 5))
+        alone.append(alternatives([one])[0] if number % 5 else {})
     fetched = conflicts.fetch()
     assert [one.others for one in fetched] == alone
     assert [len(one.tasks) for one in fetched] == [2 + number % 3 for number in range(len(alone))]
@@ -202,7 +207,7 @@ def test_the_newest_are_kept_until_they_are_fetched_and_the_means_of_all() -> No
     conflicts = Conflicts()
     assert conflicts.table() == "no conflict was measured"
     rows = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
-    first, count = made(rows, None, rows[0]), KEPT + AT_ONCE + 2
+    first, count = made(rows, None, rows[0]), MAX_UNFETCHED + BATCH + 2
     oldest = ref(first)
     conflicts.add(first)
     del first
@@ -210,7 +215,7 @@ def test_the_newest_are_kept_until_they_are_fetched_and_the_means_of_all() -> No
         conflicts.add(made(rows * (1 + number % 2), None, rows[0]))
     assert oldest() is None
     fetched = conflicts.fetch()
-    assert len(fetched) == KEPT
+    assert len(fetched) == MAX_UNFETCHED
     assert conflicts.fetch() == []
     said = conflicts.table()
     assert f"mine at shared, {count} measured steps: conflict rate 0" in said
@@ -235,12 +240,12 @@ def test_the_conflict_rate_is_of_the_pairs_that_have_a_cosine() -> None:
 def test_of_many_sets_of_tasks_the_first_have_means_and_the_others_are_told() -> None:
     rows = torch.eye(2, dtype=torch.float64)
     conflicts = Conflicts()
-    for number in range(TALLIES + 3):
+    for number in range(MAX_MEANS + 3):
         for _ in range(2):
             conflicts.add(made(rows, None, rows[0], "a" + chr(ord("b") + number)))
     said = conflicts.table()
-    assert said.count("2 measured steps") == TALLIES
-    assert said.endswith("\n\n6 more conflicts, of other sets of tasks, are in no mean")
+    assert said.count("2 measured steps") == MAX_MEANS
+    assert said.endswith("\n\nnot in these means: 6 conflicts of further tasks")
 
 
 def test_where_there_are_weights_at_some_steps_alone_the_table_has_their_mean() -> None:

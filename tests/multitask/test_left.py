@@ -55,7 +55,7 @@ def test_after_an_error_in_the_middle_no_task_flows_and_nobody_is_paused(engine:
         assert all(param.grad is None for param in model.parameters())
         net = losses_of(model.net)
         live.backward(net)
-        assert live._multi_task._passes.waiting == {}
+        assert live._multi_task._builder.pending == {}
     found = grads_of(model.net)
     with gs.Surgery(
         scaled(2.0, gs.Parameters("*")),
@@ -131,14 +131,14 @@ def test_the_room_for_the_rows_is_kept_for_the_next_step_and_goes_with_the_block
     optimizer = still(model)
     with gs.Surgery(at_shared(Uneven())).attach(model, optimizer, effects_every=0) as live:
         live.backward(losses_of(model))
-        rows = live._multi_task._passes._rows
+        rows = live._multi_task._builder._jacobian
         assert rows is not None
         (block,) = rows.blocks
-        held = ref(block.room)
+        held = ref(block.buffer)
         optimizer.step()
         live.backward(losses_of(model))
-        assert block.room is held()
-        assert rows.own == [{}, {}, {}]
+        assert block.buffer is held()
+        assert rows._separate == [{}, {}, {}]
     del block, rows
     gc.collect()
     assert held() is None
@@ -148,6 +148,6 @@ def test_measuring_keeps_no_room_between_the_steps() -> None:
     model = Net()
     with gs.Surgery(at_shared(gs.Mean())).attach(model) as live:
         live.backward(losses_of(model))
-        rows = live._multi_task._passes._rows
+        rows = live._multi_task._builder._jacobian
         assert rows is not None
-        assert [len(block.room) for block in rows.blocks] == [0]
+        assert [len(block.buffer) for block in rows.blocks] == [0]

@@ -105,7 +105,7 @@ def test_two_triggers_must_agree_on_their_switch() -> None:
 
 def test_the_plan_tells_what_an_aggregator_has() -> None:
     said = gs.Surgery(at_shared(Uneven())).plan(Net())
-    assert "uneven: Uneven() of what several tasks reach" in said
+    assert "uneven: Uneven() for those of" in said
     assert "trunk.0.weight" in said
     assert "engine full, granularity whole" in said
     gs.Surgery(at_shared(Uneven())).plan(Net(), inputs())
@@ -208,7 +208,7 @@ def test_what_it_remembers_is_of_tasks_by_their_names(
             surgery.load_state_dict(state)
         elif how == "with model":
             model.load_state_dict(carried)
-        with pytest.raises(ValueError, match=f"at 'shared' is of a, b, c, found {tasks}: its"):
+        with pytest.raises(ValueError, match=f"at 'shared' is of a, b, c, found {tasks}: an"):
             live.backward(some(tasks))
         live.backward(some("a, b, c"))
 

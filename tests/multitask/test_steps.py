@@ -71,7 +71,7 @@ def test_a_step_before_the_last_losses_are_weighed_is_told_and_tasks_may_change_
     model = Net()
     optimizer = still(model)
     with (
-        pytest.warns(gs.SurgeryWarning, match="made a step while gradients or weights waited"),
+        pytest.warns(gs.SurgeryWarning, match="made a step before the last live.backward"),
         gs.Surgery(at_shared(gs.Mean())).attach(model, optimizer) as live,
     ):
         live.backward(losses_of(model), aggregate=False)
