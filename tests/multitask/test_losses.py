@@ -34,7 +34,7 @@ WRONG = {
         ValueError,
         "'a'.*does not require a gradient",
     ),
-    "a slash": (lambda m: {"a/b": m(inputs())["a"].sum()}, ValueError, "without a '/'"),
+    "a slash": (lambda m: {"a/b": m(inputs())["a"].sum()}, ValueError, "without '/'"),
     "one name twice": (
         lambda m: {0: m(inputs())["a"].sum(), "0": m(inputs())["b"].sum()},
         ValueError,

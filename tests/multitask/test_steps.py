@@ -57,7 +57,7 @@ def failed(live: Live, model: Net, optimizer: torch.optim.Optimizer) -> None:
     handle.remove()
 
 
-@pytest.mark.filterwarnings("ignore:the optimizer has made a step while")
+@pytest.mark.filterwarnings("ignore:the optimizer has made a step before")
 @pytest.mark.parametrize("spoil", [unfinished, failed])
 def test_the_weights_of_a_step_end_with_it(
     spoil: Callable[[Live, Net, torch.optim.Optimizer], None],
@@ -71,7 +71,7 @@ def test_a_step_before_the_last_losses_are_weighed_is_told_and_tasks_may_change_
     model = Net()
     optimizer = still(model)
     with (
-        pytest.warns(gs.SurgeryWarning, match="made a step before the last live.backward"),
+        pytest.warns(gs.SurgeryWarning, match="made a step before the last live"),
         gs.Surgery(at_shared(gs.Mean())).attach(model, optimizer) as live,
     ):
         live.backward(losses_of(model), aggregate=False)
