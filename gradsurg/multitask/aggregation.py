@@ -22,7 +22,7 @@ from gradsurg.aggregators.base import (
     norm_matched_sums,
 )
 from gradsurg.aggregators.rows import at_least_float32, combine, combine_safely, gramian_of
-from gradsurg.hooks.session import Session
+from gradsurg.hooks.controller import Session
 from gradsurg.multitask.conflict import Conflicts, Measurement
 from gradsurg.multitask.features import module_of
 from gradsurg.multitask.shared_parameters import SHARED, SharedParameters

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from gradsurg.aggregators.base import Aggregator
-from gradsurg.hooks.controller import HookController
-from gradsurg.hooks.session import Session
+from gradsurg.hooks.controller import HookController, Session
 from gradsurg.multitask.aggregation import Aggregation, check_disjoint, check_trigger
 from gradsurg.multitask.conflict import Conflicts
 from gradsurg.multitask.features import (
