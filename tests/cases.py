@@ -1,4 +1,4 @@
-"""The row of each transform: a gradient, and what has to come out, worked out by hand."""
+"""Rows of transforms: a gradient and the expected result, computed by hand."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,23 +20,23 @@ NAN, INF = float("nan"), float("inf")
 
 @dataclass(frozen=True)
 class Row:
-    """The transform of `conf/transform/<name>.yaml`, with some fields changed, at one gradient."""
+    """One case of the transform of `conf/transform/<name>.yaml`, with some fields replaced."""
 
     name: str
     grad: Nested
     expected: Nested
     fields: Mapping[str, Any] = field(default_factory=dict)  # Any: fields have many types
     value: Nested | None = None
-    beside: Nested | None = None  # what enters the node, and what the model has returned
+    other: Nested | None = None  # the gradient of the node's output and of the model's output
     step: int = 0
     tolerance: float = 1e-6
 
 
-def _fed_back(error: float, inputs: int, scale: float) -> list[list[float]]:
-    """The row e B, with B as it is drawn for the site of the rows' context."""
+def _random_feedback(error: float, inputs: int, scale: float) -> list[list[float]]:
+    """Return e B, with B drawn for the site of the rows' context."""
     generator = TransformContext("a.weight").generator(torch.device("cpu"), per_call=False)
     weights = torch.rand(inputs, generator=generator)
-    return [[error * scale * (2 * own - 1) / inputs**0.5 for own in weights.tolist()]]
+    return [[error * scale * (2 * weight - 1) / inputs**0.5 for weight in weights.tolist()]]
 
 
 ROWS = (
@@ -50,7 +50,7 @@ ROWS = (
     ),
     # A vector is one unit: |w| = 2, bound 0.02, |g| = 2.
     Row("agc", [0.0, 2.0], [0.0, 0.02], value=[2.0, 0.0]),
-    # Noise cannot be worked out by hand: within 10 standard deviations.
+    # Noise is compared within 10 standard deviations.
     Row("add_noise", [1.0, -2.0], [1.0, -2.0], {"sigma": 1e-3}, tolerance=1e-2),
     # 1e-4 / 10^2 = 1e-6, the variance: a standard deviation of 1e-3.
     Row("add_noise", [1.0], [1.0], {"eta": 1e-4, "gamma": 2.0}, step=9, tolerance=1e-2),
@@ -70,14 +70,26 @@ ROWS = (
     Row("clip_norm", [[3.0, 4.0], [0.3, 0.4]], [[0.6, 0.8], [0.3, 0.4]], {"per": "unit"}),
     # |g|_1 = 4, so a quarter.
     Row("clip_norm", [1.0, -3.0], [0.25, -0.75], {"p": 1.0}),
-    # Numbers from -1 to 1, over sqrt(4): what comes does not matter.
-    Row("direct_feedback", [[5.0] * 4], _fed_back(2.0, 4, 1.0), beside=[[2.0]]),
-    Row("direct_feedback", [[7.0] * 9], _fed_back(-3.0, 9, 6.0), {"scale": 6.0}, beside=[[-3.0]]),
-    Row("direct_feedback", [[5.0] * 4], [[0.0] * 4], {"scale": 9.0}, beside=[[0.0]]),
-    Row("feedback_weights", [[5.0] * 4], _fed_back(2.0, 4, 1.0), beside=[[2.0]]),
-    Row("feedback_weights", [[7.0] * 9], _fed_back(-3.0, 9, 6.0), {"scale": 6.0}, beside=[[-3.0]]),
-    Row("feedback_weights", [[5.0] * 4], [[0.0] * 4], {"scale": 9.0}, beside=[[0.0]]),
-    # Nothing is owed at first; the mean magnitude is 2.
+    # B has entries in ±1 / sqrt(4); the result does not depend on the gradient.
+    Row("direct_feedback", [[5.0] * 4], _random_feedback(2.0, 4, 1.0), other=[[2.0]]),
+    Row(
+        "direct_feedback",
+        [[7.0] * 9],
+        _random_feedback(-3.0, 9, 6.0),
+        {"scale": 6.0},
+        other=[[-3.0]],
+    ),
+    Row("direct_feedback", [[5.0] * 4], [[0.0] * 4], {"scale": 9.0}, other=[[0.0]]),
+    Row("feedback_weights", [[5.0] * 4], _random_feedback(2.0, 4, 1.0), other=[[2.0]]),
+    Row(
+        "feedback_weights",
+        [[7.0] * 9],
+        _random_feedback(-3.0, 9, 6.0),
+        {"scale": 6.0},
+        other=[[-3.0]],
+    ),
+    Row("feedback_weights", [[5.0] * 4], [[0.0] * 4], {"scale": 9.0}, other=[[0.0]]),
+    # The error is zero at first; the mean magnitude is 2.
     Row("error_feedback", [1.0, -5.0, 0.0], [2.0, -2.0, 0.0]),
     Row("identity", [1.0, NAN, -INF], [1.0, NAN, -INF]),
     # At the first step m = g, so 3 g.
@@ -138,18 +150,18 @@ ROWS = (
 
 
 def names() -> list[str]:
-    """The configs that name a transform; one without (`none`) has no class to test."""
+    """Return the names of the configs of a transform; `none` has no class to test."""
     return sorted(path.stem for path in CONFIGS.glob("*.yaml") if config(path.stem))
 
 
 def config(name: str) -> dict[str, Any]:
-    """What stands in a config under its name."""
+    """Return the fields of a config."""
     whole = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()) or {}
     return whole.get(name) or {}
 
 
 def build(name: str, fields: Mapping[str, Any] | None = None) -> Transform:
-    """The transform of a config, with some fields changed."""
+    """Return the transform of a config, with some fields replaced."""
     return _made(config(name) | dict(fields or {}))
 
 

@@ -1,4 +1,4 @@
-"""Files, classes and configs have one stem."""
+"""Files, classes and configs of plug-ins have the same names."""
 
 import re
 from importlib import import_module
@@ -46,7 +46,7 @@ def _configs(folder: str) -> dict[str, dict[str, Any]]:
 
 
 def _named(stem: str, config: dict[str, Any]) -> str | None:
-    """The class a config asks for; in groups that take lists it stands under the config's stem."""
+    """Return the class named by a config, under the config's stem in groups that take lists."""
     inside = config.get(stem)
     return (inside if isinstance(inside, dict) else config).get("name")
 
@@ -111,6 +111,6 @@ def test_an_unknown_name_is_refused_with_the_choices_and_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("name", ["base", "__init__", "../surgery", "os", ""])
-def test_what_is_no_choice_is_not_imported(name: str) -> None:
+def test_names_that_are_no_plug_ins_are_not_imported(name: str) -> None:
     with pytest.raises(LookupError, match=re.escape(f"there is no '{name}' in sites")):
         find("sites", name)

@@ -1,4 +1,4 @@
-"""Nothing is half there: a class has its config, a config its class and its command."""
+"""Every plug-in class has its config, and every config its class and its command."""
 
 import re
 import shlex
@@ -23,16 +23,16 @@ FOLDERS = {
     "sites": "site",
     "triggers": "when",
 }
-"""The folder of classes and the one of their configs."""
+"""Folder of classes: folder of their configs."""
 
 LISTS = ("transform", "logger")
-"""Groups of which several configs are taken at once, so that each stands under a key of its own."""
+"""Groups that take several configs at once, each under its own key."""
 
 COMMAND = ["python", "-m", "gradsurg.run"]
 
 
 def missing(root: Path) -> list[str]:
-    """One sentence for each thing that a class or a config of the project at `root` lacks."""
+    """Return one sentence for each missing class, config or command of the project at `root`."""
     said = []
     for folder, group in FOLDERS.items():
         classes = _classes(root / "gradsurg" / folder)
@@ -80,7 +80,7 @@ def _faults(group: str, stem: str, config: Any, classes: list[str]) -> Iterator[
 
 
 def _uses(first: str, group: str, names: set[str]) -> bool:
-    """Whether a first line is a command that takes one of `names` out of a group, or sets it."""
+    """Return whether a first line is a command that selects or overrides one of `names`."""
     if not first.startswith("# "):
         return False
     words = shlex.split(first[2:])
@@ -138,7 +138,7 @@ def _config(group: str, stem: str, name: str = "one") -> str:
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_a_class_without_a_config_is_told(project: Path, folder: str) -> None:
+def test_a_class_without_a_config_is_reported(project: Path, folder: str) -> None:
     (project / "gradsurg" / folder / "two.py").write_text("class Two:\n    pass\n")
     assert missing(project) == [
         f"gradsurg/{folder}/two.py has no conf/{FOLDERS[folder]}/two.yaml",
@@ -146,7 +146,7 @@ def test_a_class_without_a_config_is_told(project: Path, folder: str) -> None:
 
 
 @pytest.mark.parametrize("group", FOLDERS.values())
-def test_a_config_without_a_class_is_told(project: Path, group: str) -> None:
+def test_a_config_without_a_class_is_reported(project: Path, group: str) -> None:
     _write(project / "conf" / group / "two.yaml", _config(group, "two", name="two"))
     assert missing(project) == [f"conf/{group}/two.yaml names 'two', which is none of one"]
 
@@ -157,7 +157,7 @@ def test_a_config_may_be_a_second_one_of_a_class(project: Path, group: str) -> N
     assert missing(project) == []
 
 
-def test_a_folder_without_classes_is_told(project: Path) -> None:
+def test_a_folder_without_classes_is_reported(project: Path) -> None:
     (project / "gradsurg" / "sites" / "one.py").unlink()
     assert missing(project)[0] == "gradsurg/sites has no class"
 
@@ -173,7 +173,7 @@ def test_a_config_of_a_list_has_one_key_named_after_the_file(
 
 
 @pytest.mark.parametrize("first", ["# A logger", "# python -m gradsurg.run logger=two"])
-def test_a_config_without_its_command_is_told(project: Path, first: str) -> None:
+def test_a_config_without_its_command_is_reported(project: Path, first: str) -> None:
     _write(project / "conf" / "logger" / "one.yaml", f"{first}\none:\n  name: one\n")
     assert missing(project) == [
         "conf/logger/one.yaml does not begin with a '# python -m gradsurg.run' that uses it"

@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md shows is what happens."""
+"""The examples of CONTRIBUTING.md work as described."""
 
 import importlib
 import json
@@ -28,7 +28,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def modules(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ModuleType]]:
-    """The two files of the text, as modules of a user's own."""
+    """The two Python files of the guide, imported as modules of a user."""
     halve, _, columns = blocks("python")
     names = ("halve", "columns")
     for name, code in zip(names, (halve, columns), strict=True):
@@ -38,7 +38,9 @@ def modules(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Modu
         sys.modules.pop(name, None)
 
 
-def test_the_transform_is_what_its_row_says_and_its_laws_hold(modules: list[ModuleType]) -> None:
+def test_the_transform_of_the_guide_gives_the_result_of_its_row_and_has_its_properties(
+    modules: list[ModuleType],
+) -> None:
     row = eval(blocks("python")[1], {"Row": Row})
     transform = modules[0].Halve(**row.fields)
     grad = torch.tensor(row.grad)
@@ -62,7 +64,7 @@ def numbers(seed: int) -> str:
     return "".join(f"{a},{b},{c},{a - b}\n" for a, b, c in rows)
 
 
-def test_the_task_is_trained_and_an_edited_file_is_another_run(
+def test_the_task_of_the_guide_is_trained_and_an_edited_file_is_another_run(
     here: Here, folder: Path, modules: list[ModuleType]
 ) -> None:
     (words,) = re.findall(r"^python -m gradsurg.run (.*columns.*)$", TEXT, re.MULTILINE)

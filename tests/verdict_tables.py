@@ -1,4 +1,4 @@
-"""Tables of what the checks of `gradsurg.testing` found, as they stand in a README."""
+"""Markdown tables of the verdicts of `gradsurg.testing`, read from and written to READMEs."""
 
 import inspect
 import re
@@ -15,7 +15,7 @@ PAPER = rf"({NAME}(?:(?:, {NAME})*(?: and {NAME})?| et al\.),? (?:{NAME} )?(?:19
 
 
 def paper(cls: type) -> str:
-    """What a docstring cites first, rather with a number at arXiv; empty if it cites nothing."""
+    """Return the first citation of a docstring, preferably one with an arXiv number, or ''."""
     text = " ".join((inspect.getdoc(cls) or "").split())
     found = re.search(rf"{PAPER} \(arXiv ([\d.]*\d)", text) or re.search(rf"{PAPER}()", text)
     if not found:
@@ -25,19 +25,19 @@ def paper(cls: type) -> str:
 
 
 def cell(verdict: Verdict) -> str:
-    """What a table says of a verdict."""
+    """Return the cell of a verdict: `yes`, `(yes)` if it is not declared, or empty."""
     if not verdict.holds:
         return ""
     return "yes" if verdict.declared else "(yes)"
 
 
 def line(words: Sequence[str]) -> str:
-    """A line of a table."""
+    """Return a line of a table."""
     return f"| {' | '.join(words)} |"
 
 
 def write(readme: Path, head: str, rows: Sequence[str]) -> None:
-    """Put a table in the place of the one that stands in a README."""
+    """Replace the table of a README."""
     before, _, rest = readme.read_text().partition(BEGIN)
     after = rest.partition(END)[2]
     table = "\n".join([head, f"|{'---|' * (head.count('|') - 1)}", *rows])
@@ -45,6 +45,6 @@ def write(readme: Path, head: str, rows: Sequence[str]) -> None:
 
 
 def written(readme: Path) -> list[str]:
-    """The lines of the table that stands in a README, the head first."""
+    """Return the lines of the table of a README, the head first."""
     text = readme.read_text().partition(BEGIN)[2].partition(END)[0]
     return [line for line in text.splitlines() if line.startswith("| ")]

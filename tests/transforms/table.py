@@ -1,4 +1,4 @@
-"""Which transform obeys which law: measured, not claimed.
+"""The table of the measured properties of all transforms.
 
 python -m tests.transforms.table writes the table into gradsurg/transforms/README.md.
 """
@@ -16,14 +16,14 @@ HEAD = line(
     [
         "config",
         "transform",
-        *(law.replace("_", " ") for law in get_args(TransformProperty)),
+        *(name.replace("_", " ") for name in get_args(TransformProperty)),
         "paper",
     ]
 )
 
 
 def row(name: str) -> str:
-    """The line of one config."""
+    """Return the row of one config."""
     transform = build(name)
     cells = [cell(verdict) for verdict in check_transform(transform, drops_nan=True).verdicts]
     cls = type(transform)

@@ -1,4 +1,4 @@
-"""Feedback alignment: gradients that come by other weights than those of the forward."""
+"""FeedbackWeights and DirectFeedback: feedback alignment through fixed random matrices."""
 
 import re
 from dataclasses import replace
@@ -63,7 +63,7 @@ def by_hand(model: nn.Sequential, top: Tensor, below: Tensor, direct: bool) -> d
     }
 
 
-def test_feedback_weights_are_feedback_alignment_at_every_step() -> None:
+def test_feedback_weights_compute_feedback_alignment_at_every_step() -> None:
     model = net()
     with gs.Surgery(gs.Intervention(gs.FeedbackWeights(), at=LAYERS)).attach(model) as live:
         top, below = (
@@ -77,7 +77,7 @@ def test_feedback_weights_are_feedback_alignment_at_every_step() -> None:
             live.tick()
 
 
-def test_direct_feedback_takes_the_error_of_the_output_at_every_step() -> None:
+def test_direct_feedback_uses_the_output_error_at_every_step() -> None:
     model = net()
     at = gs.Outputs("*", types="Tanh")
     with gs.Surgery(gs.Intervention(gs.DirectFeedback(), at=at)).attach(model) as live:
@@ -110,7 +110,7 @@ class Seen(Stateless):
 
 
 @pytest.mark.parametrize("wrap", [lambda own: own, Chain, Scheduled, ErrorFeedback, NormMatched])
-def test_what_leaves_a_node_is_told_what_has_entered_it(wrap: type[Chain]) -> None:
+def test_a_transform_at_a_nodes_input_gets_the_gradients_of_its_outputs(wrap: type[Chain]) -> None:
     seen, model, entered = Seen(), net(), list[Tensor]()
     with gs.Surgery(gs.Intervention(wrap(seen), at=LAYERS)).attach(model):
         inputs, targets = batch()
@@ -123,7 +123,7 @@ def test_what_leaves_a_node_is_told_what_has_entered_it(wrap: type[Chain]) -> No
     assert torch.equal(last, entered[0])
 
 
-def test_a_transform_that_does_not_ask_is_not_told_what_has_entered() -> None:
+def test_a_transform_without_that_need_does_not_get_them() -> None:
     seen, model = Seen(asks=False), net()
     when = gs.Threshold(above=0.0, source="grad")
     with gs.Surgery(gs.Intervention(seen, at=LAYERS, when=when)).attach(model):
@@ -135,14 +135,14 @@ def test_a_transform_that_does_not_ask_is_not_told_what_has_entered() -> None:
     "at", [gs.Parameters(), gs.Outputs("*"), gs.Nodes("Addmm"), LAYERS | gs.Nodes("Tanh")], ids=repr
 )
 @pytest.mark.parametrize("wrap", [lambda own: own, Scheduled, Chain])
-def test_feedback_weights_are_refused_where_nothing_enters(
+def test_feedback_weights_are_refused_at_sites_without_a_nodes_output_gradient(
     at: gs.Parameters, wrap: type[Chain]
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(f"autograd node, and {at!r} has none")):
         gs.Intervention(wrap(gs.FeedbackWeights()), at=at)
 
 
-def test_a_lone_tensor_or_node_has_neither() -> None:
+def test_hooks_on_raw_tensors_and_nodes_refuse_both_feedback_transforms() -> None:
     tensor = torch.ones(3, requires_grad=True)
     for place in (tensor, (tensor * 2).grad_fn):
         assert place is not None
@@ -180,7 +180,7 @@ def square(at: Selector, transform: Transform, bias: bool = True) -> dict[str, i
     ids=repr,
 )
 @pytest.mark.parametrize("wrap", [lambda own: own, Scheduled, Chain])
-def test_feedback_weights_are_refused_where_no_product_takes_an_input(
+def test_feedback_weights_are_refused_elsewhere_than_at_a_products_input(
     at: Selector, wrap: type[Chain]
 ) -> None:
     with pytest.raises(
@@ -199,7 +199,7 @@ def test_feedback_weights_are_refused_where_no_product_takes_an_input(
     ],
     ids=repr,
 )
-def test_feedback_weights_act_where_a_product_takes_an_input(at: Selector) -> None:
+def test_feedback_weights_act_at_the_input_of_a_product(at: Selector) -> None:
     edge, bias = at.kinds[0].mechanism[-1], "Mm" not in repr(at)
     kind = "Addmm" if bias else "Mm"
     assert square(at, gs.FeedbackWeights(), bias) == {
@@ -207,7 +207,7 @@ def test_feedback_weights_act_where_a_product_takes_an_input(at: Selector) -> No
     }
 
 
-def test_what_enters_and_what_leaves_must_be_of_the_same_examples() -> None:
+def test_feedback_weights_refuse_gradients_of_different_batch_sizes() -> None:
     context = TransformContext("a", entering=(torch.ones(2, 3),))
     with pytest.raises(
         ValueError, match=r"at the site 'a' the gradient, of shape \[4, 5\], and that of"
@@ -230,7 +230,7 @@ def test_what_enters_and_what_leaves_must_be_of_the_same_examples() -> None:
     ids=repr,
 )
 @pytest.mark.parametrize("wrap", [lambda own: own, Scheduled, Chain])
-def test_direct_feedback_is_refused_where_no_axis_is_of_examples(
+def test_direct_feedback_is_refused_at_gradients_without_a_batch_axis(
     at: Selector, wrap: type[Chain]
 ) -> None:
     with pytest.raises(
@@ -241,7 +241,7 @@ def test_direct_feedback_is_refused_where_no_axis_is_of_examples(
 
 
 @pytest.mark.parametrize("at", [gs.Outputs("0"), gs.Inputs("1"), gs.Outputs("0") | gs.Inputs("1")])
-def test_direct_feedback_acts_on_what_flows(at: Selector) -> None:
+def test_direct_feedback_acts_at_inputs_and_outputs(at: Selector) -> None:
     assert set(square(at, gs.DirectFeedback()).values()) == {1}
 
 
@@ -288,7 +288,7 @@ def test_a_layer_that_is_called_twice_has_one_matrix(transform: Transform, at: S
     assert torch.equal(*kept)
 
 
-def test_the_numbers_of_a_call_are_not_those_of_a_name() -> None:
+def test_a_number_in_a_module_name_is_not_taken_for_a_call_number() -> None:
     def draw(site: str) -> Tensor:
         generator = TransformContext(site).generator(torch.device("cpu"), per_call=False)
         return torch.rand(3, generator=generator)
@@ -308,7 +308,7 @@ def test_the_matrix_is_the_same_in_every_dtype(transform: Stateless, dtype: torc
     assert torch.equal(one.to(dtype), other)
 
 
-def test_the_error_is_forgotten_when_its_backward_ends() -> None:
+def test_the_output_error_is_dropped_at_the_end_of_its_backward() -> None:
     model = net()
     intervention = gs.Intervention(gs.DirectFeedback(), at=gs.Outputs("*", types="Tanh"))
     with gs.Surgery(intervention).attach(model) as live:
@@ -318,7 +318,7 @@ def test_the_error_is_forgotten_when_its_backward_ends() -> None:
             model[1](torch.ones(2, 5, requires_grad=True).double()).sum().backward()
 
 
-def test_the_error_of_a_backward_that_raised_is_forgotten_in_the_next_forward() -> None:
+def test_the_output_error_of_a_failed_backward_is_dropped_in_the_next_forward() -> None:
     model = net()
     at = gs.Outputs("*", types="Tanh")
     hidden = list[Tensor]()
@@ -342,14 +342,14 @@ def test_the_error_of_a_backward_that_raised_is_forgotten_in_the_next_forward() 
     "at", [gs.Parameters(stage="step"), gs.Activations("*"), gs.Group()], ids=repr
 )
 @pytest.mark.parametrize("wrap", [lambda own: own, Scheduled, Chain])
-def test_direct_feedback_is_refused_outside_of_a_backward(
+def test_direct_feedback_is_refused_at_stages_outside_of_the_backward(
     at: gs.Parameters, wrap: type[Chain]
 ) -> None:
     with pytest.raises(ValueError, match="needs the gradient of the model's output"):
         gs.Intervention(wrap(gs.DirectFeedback()), at=at)
 
 
-def test_a_graph_that_outlives_the_block_leaves_no_error_behind() -> None:
+def test_a_graph_used_after_detaching_leaves_no_output_error() -> None:
     model = net()
     at = gs.Outputs("*", types="Tanh")
     inputs, targets = batch()
@@ -364,7 +364,7 @@ def test_a_graph_that_outlives_the_block_leaves_no_error_behind() -> None:
     assert not model._forward_hooks
 
 
-def test_a_model_that_returns_two_tensors_has_no_one_error() -> None:
+def test_direct_feedback_refuses_a_model_with_two_outputs() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -383,7 +383,7 @@ def test_a_model_that_returns_two_tensors_has_no_one_error() -> None:
         model(batch()[0])
 
 
-def test_a_larger_scale_is_that_many_times_the_result() -> None:
+def test_the_result_is_proportional_to_the_scale() -> None:
     one, three = (
         gs.FeedbackWeights(scale).apply(
             torch.ones(2, 5), TransformContext(entering=(torch.ones(2, 3),))

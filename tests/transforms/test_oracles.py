@@ -1,4 +1,4 @@
-"""Slow, obvious second versions, and PyTorch's own, of formulas that are easy to get wrong."""
+"""Transforms compared with slow, obvious implementations and with PyTorch's functions."""
 
 import math
 
@@ -37,7 +37,7 @@ def euclid(numbers: list[float]) -> float:
 @pytest.mark.parametrize(
     "shape", [(8, 4, 3, 3), (8, 4, 5), (8, 4), (8,), (1, 7), (1, 1, 1, 4)], ids=str
 )
-def test_adaptive_clip_is_the_papers_loop_over_units(shape: tuple[int, ...]) -> None:
+def test_agc_agrees_with_the_papers_loop_over_units(shape: tuple[int, ...]) -> None:
     grad, value = random(*shape) * 0.02, random(*shape, seed=1)
     value[0] = 0.0  # A unit of zeros has eps for its norm.
     expected = grad.clone()
@@ -55,14 +55,14 @@ def test_adaptive_clip_is_the_papers_loop_over_units(shape: tuple[int, ...]) -> 
     torch.testing.assert_close(act(AGC(0.01), grad, value), expected)
 
 
-def test_adaptive_clip_says_that_it_needs_the_value() -> None:
+def test_agc_without_a_value_names_what_it_needs() -> None:
     with pytest.raises(ValueError, match=r"AGC needs the tensor .* 'a\.weight' has none"):
         act(AGC(), random(3))
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, INF])
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
-def test_clip_global_norm_is_pytorchs(p: float, max_norm: float) -> None:
+def test_clip_global_norm_agrees_with_clip_grad_norm(p: float, max_norm: float) -> None:
     grads = [random(4, 3), random(5, seed=1), random(seed=2), random(2, 2, seed=3)]
     params = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads]
     for param, grad in zip(params, grads, strict=True):
@@ -73,7 +73,7 @@ def test_clip_global_norm_is_pytorchs(p: float, max_norm: float) -> None:
 
 
 @pytest.mark.parametrize("p", [2.0, INF])
-def test_clip_global_norm_takes_mixed_dtypes_and_empty_tensors(p: float) -> None:
+def test_clip_global_norm_of_mixed_dtypes_and_empty_tensors(p: float) -> None:
     # 1e200 is out of float32's range: the common norm has to be of the widest dtype.
     grads = [torch.tensor([0.0, 3.0]), torch.zeros(0), torch.tensor(1e100, dtype=torch.float64)]
     grads += [torch.tensor(1.0, dtype=torch.bfloat16)]
@@ -97,11 +97,11 @@ def test_clip_global_norm_measures_bfloat16_in_float32() -> None:
     assert (result != exact).float().mean() < 0.01
 
 
-def test_clip_global_norm_does_nothing_to_zeros() -> None:
+def test_clip_global_norm_of_zeros_is_zero() -> None:
     assert torch.equal(group(ClipGlobalNorm(1.0, eps=0.0), [torch.zeros(3)])[0], torch.zeros(3))
 
 
-def test_clip_is_pytorchs() -> None:
+def test_clip_agrees_with_clip_grad_value() -> None:
     param = torch.nn.Parameter(torch.zeros(50))
     param.grad = random(50)
     torch.nn.utils.clip_grad_value_([param], 0.3)
@@ -119,14 +119,14 @@ def test_norm_rescale_reaches_the_norm_at_every_scale(scale: float, p: float) ->
         torch.testing.assert_close(result[row], expected.float())
 
 
-def test_clip_norm_leaves_alone_what_is_small_and_shortens_what_is_long() -> None:
+def test_clip_norm_changes_only_units_above_the_bound() -> None:
     grad = torch.stack([random(4) / 100, random(4, seed=1) * 100])
     result = act(ClipNorm(1.0, per="unit"), grad)
     assert torch.equal(result[0], grad[0])
     torch.testing.assert_close(result[1], grad[1] / euclid(grad[1].tolist()))
 
 
-def test_centralize_takes_the_mean_of_each_filter() -> None:
+def test_centralize_subtracts_the_mean_of_each_filter() -> None:
     grad = random(4, 3, 2, 2)
     result = act(Centralize(), grad)
     for i in range(4):
@@ -134,7 +134,7 @@ def test_centralize_takes_the_mean_of_each_filter() -> None:
         torch.testing.assert_close(result[i], grad[i] - mean)
 
 
-def test_low_pass_is_the_recursion_of_the_paper() -> None:
+def test_grokfast_ema_agrees_with_the_papers_recursion() -> None:
     transform = GrokfastEMA(0.9, 2.0)
     grads = [random(3, seed=seed) for seed in range(5)]
     state = transform.init(grads[0])
@@ -147,7 +147,7 @@ def test_low_pass_is_the_recursion_of_the_paper() -> None:
         torch.testing.assert_close(result, torch.tensor(expected))
 
 
-def test_low_pass_of_a_constant_is_three_times_it_at_every_step() -> None:
+def test_grokfast_ema_of_a_constant_is_three_times_the_constant() -> None:
     transform = GrokfastEMA()
     grad = torch.ones(2)
     state = transform.init(grad)
@@ -157,7 +157,7 @@ def test_low_pass_of_a_constant_is_three_times_it_at_every_step() -> None:
 
 
 @pytest.mark.parametrize("amount", [0.01, 0.3, 0.5, 1.0])
-def test_mask_keeps_the_largest_of_a_sort(amount: float) -> None:
+def test_mask_keeps_the_largest_entries_of_a_sort(amount: float) -> None:
     grad = random(6, 5)
     result = act(Mask(amount, per="unit"), grad)
     for row in range(6):
@@ -175,20 +175,20 @@ def test_mask_keeps_exactly_k_of_equal_entries_in_each_group(per: str) -> None:
         assert result.count_nonzero(dim=(0, 2)).tolist() == [4] * 6
 
 
-def test_mask_by_a_pattern_puts_entries_back_where_they_were() -> None:
+def test_mask_by_a_pattern_keeps_entries_in_place() -> None:
     grad = random(4, 6, 2)
     result = act(Mask(0.5, per="a b c -> b"), grad)
     assert torch.equal(result[result != 0], grad[result != 0])
 
 
-def test_mask_at_random_keeps_the_fraction_asked_for() -> None:
+def test_random_mask_keeps_the_configured_fraction() -> None:
     grad = torch.ones(100_000)
     kept = act(Mask(0.3, by="random"), grad)
     assert abs(kept.mean().item() - 0.3) < 5 * math.sqrt(0.3 * 0.7 / 1e5)
     torch.testing.assert_close(act(Mask(0.3, by="random", rescale=True), grad), kept / 0.3)
 
 
-def test_mask_of_random_k_keeps_exactly_k_of_each_row_anew_at_each_step() -> None:
+def test_random_k_mask_keeps_exactly_k_entries_of_each_row_other_ones_at_each_step() -> None:
     grad = random(50, 20)
     transform = Mask(0.1, by="random_k", per="b o -> b")
     first, second = act(transform, grad), act(transform, grad, step=1)
@@ -210,12 +210,12 @@ def test_noise_has_the_variance_of_the_paper(step: int, dtype: torch.dtype) -> N
     assert abs(noise.mean().item()) < 5 * expected / math.sqrt(200_000)
 
 
-def test_noise_of_a_fixed_deviation_does_not_fade() -> None:
+def test_noise_of_fixed_sigma_does_not_decay() -> None:
     noise = act(AddNoise(sigma=2.0), torch.zeros(200_000), step=1000)
     assert abs(noise.std().item() / 2 - 1) < 0.01
 
 
-def test_sign_by_mean_is_the_mean_of_each_unit() -> None:
+def test_scaled_sign_has_the_mean_magnitude_of_each_unit() -> None:
     grad = random(3, 4)
     result = act(Sign("mean", per="unit"), grad)
     for row in range(3):
@@ -223,18 +223,18 @@ def test_sign_by_mean_is_the_mean_of_each_unit() -> None:
         torch.testing.assert_close(result[row], grad[row].sign() * size)
 
 
-def test_scale_by_sign_at_a_relu_is_deconvnet() -> None:
+def test_scale_by_sign_with_defaults_is_a_relu_of_the_gradient() -> None:
     grad = random(5, 5)
     assert torch.equal(act(ScaleBySign(), grad), grad.relu())
 
 
-def test_scale_by_sign_of_a_group_with_a_nan_is_unchanged() -> None:
+def test_scale_by_sign_does_not_change_a_group_with_a_nan() -> None:
     grad = torch.tensor([[1.0, NAN], [1.0, 2.0]])
     result = act(ScaleBySign(3.0, per="unit"), grad)
     torch.testing.assert_close(result, torch.tensor([[1.0, NAN], [3.0, 6.0]]), equal_nan=True)
 
 
-def test_scale_by_sign_says_that_it_needs_the_value() -> None:
+def test_scale_by_sign_without_a_value_names_what_it_needs() -> None:
     with pytest.raises(ValueError, match="ScaleBySign needs the tensor whose gradient this is"):
         act(ScaleBySign(of="value"), random(3))
 

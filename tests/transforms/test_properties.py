@@ -1,4 +1,4 @@
-"""Every law a transform declares holds, and a law that does not hold is caught."""
+"""Every property that a transform declares holds, and a false declaration is caught."""
 
 from collections.abc import Callable
 from typing import get_args
@@ -39,7 +39,7 @@ from gradsurg.transforms.scheduled import Scheduled
 from gradsurg.transforms.sign import Sign
 from tests.cases import INF, build, names
 
-# Laws depend on fields: these are the other sides of those conditions.
+# Properties depend on fields: these instances cover the other branches of those conditions.
 OTHERS = (
     AGC(0.5, per="tensor"),
     AGC(1e-5, eps=1e-4),
@@ -108,32 +108,32 @@ ALL = (*(build(name) for name in names()), *OTHERS)
 
 
 @pytest.mark.parametrize("transform", ALL, ids=str)
-def test_every_declared_law_holds(transform: Transform) -> None:
+def test_every_declared_property_holds(transform: Transform) -> None:
     check_transform(transform, drops_nan=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transform", ALL, ids=str)
-def test_every_declared_law_holds_on_many_more(transform: Transform) -> None:
+def test_every_declared_property_holds_in_many_more_cases(transform: Transform) -> None:
     check_transform(transform, drops_nan=True, count=120)
 
 
-def test_every_law_has_its_assertion() -> None:
+def test_every_property_has_its_check() -> None:
     assert set(PROPERTY_CHECKS) == set(get_args(TransformProperty))
 
 
 class Liar(Stateless):
-    """Declares one law it breaks."""
+    """Declares one property that it does not have."""
 
     def __init__(
-        self, law: TransformProperty, breaks: Callable[[Tensor, TransformContext], Tensor]
+        self, declared: TransformProperty, breaks: Callable[[Tensor, TransformContext], Tensor]
     ) -> None:
-        self.law: TransformProperty = law
+        self.declared: TransformProperty = declared
         self.breaks = breaks
 
     @property
     def properties(self) -> frozenset[TransformProperty]:
-        return frozenset({self.law})
+        return frozenset({self.declared})
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         return self.breaks(grad, context)
@@ -156,18 +156,18 @@ LIARS = (
 )
 
 
-@pytest.mark.parametrize("liar", LIARS, ids=lambda liar: liar.law)
-def test_a_law_that_does_not_hold_is_caught(liar: Liar) -> None:
-    with pytest.raises(AssertionError, match=f"\n  {liar.law}: "):
+@pytest.mark.parametrize("liar", LIARS, ids=lambda liar: liar.declared)
+def test_a_declared_property_that_does_not_hold_is_caught(liar: Liar) -> None:
+    with pytest.raises(AssertionError, match=f"\n  {liar.declared}: "):
         check_transform(liar)
 
 
-def test_there_is_a_liar_for_every_law() -> None:
-    assert {liar.law for liar in LIARS} == set(PROPERTY_CHECKS)
+def test_every_property_has_a_false_declaration_here() -> None:
+    assert {liar.declared for liar in LIARS} == set(PROPERTY_CHECKS)
 
 
 class Difference(Transform):
-    """Linear in its whole past, not in one gradient."""
+    """Linear in the sequence of gradients, but not in one of them."""
 
     @property
     def properties(self) -> frozenset[TransformProperty]:
@@ -182,6 +182,6 @@ class Difference(Transform):
         return grad - state["last"], {"last": grad.clone()}
 
 
-def test_a_law_is_checked_with_a_past() -> None:
+def test_properties_are_checked_with_the_state_after_a_gradient() -> None:
     with pytest.raises(AssertionError, match="\n  linear: "):
         check_transform(Difference())

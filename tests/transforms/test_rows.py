@@ -1,4 +1,4 @@
-"""Every transform has a config and a row, and does what its row says."""
+"""Every transform has a config and a row, and gives the result of its row."""
 
 import dataclasses
 import re
@@ -16,13 +16,13 @@ from tests.cases import CONFIGS, ROWS, Row, build, config, names
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.name}-{dict(row.fields)}-{row.step}")
-def test_a_transform_gives_what_its_row_says(row: Row) -> None:
+def test_a_transform_gives_the_result_of_its_row(row: Row) -> None:
     transform = build(row.name, row.fields)
     grad = torch.tensor(row.grad)
     value = None if row.value is None else torch.tensor(row.value)
     context = TransformContext(site="a.weight", step=row.step, value=value)
-    if row.beside is not None:
-        context = context_with(torch.tensor(row.beside))
+    if row.other is not None:
+        context = context_with(torch.tensor(row.other))
     result, _ = transform.update(grad, transform.init(grad), context)
     torch.testing.assert_close(
         result, torch.tensor(row.expected), rtol=row.tolerance, atol=row.tolerance, equal_nan=True
@@ -56,14 +56,14 @@ def test_every_transform_has_a_config_of_its_name() -> None:
 
 
 @pytest.mark.parametrize("name", names())
-def test_a_config_starts_with_its_command_and_has_one_key_its_name(name: str) -> None:
+def test_a_config_starts_with_its_command_and_has_one_key_with_its_name(name: str) -> None:
     first, second, *_ = (CONFIGS / f"{name}.yaml").read_text().splitlines()
     assert first.startswith(f"# python -m gradsurg.run transform={name}")
     assert second == f"{name}:"
 
 
 @pytest.mark.parametrize("name", names())
-def test_a_config_shows_every_field_and_a_plain_one_the_defaults(name: str) -> None:
+def test_a_config_lists_every_field_and_one_named_like_its_class_the_defaults(name: str) -> None:
     made = build(name)
     if isinstance(made, Chain):
         assert set(config(name)) == {"name", "links"}

@@ -1,4 +1,4 @@
-"""The documented table of properties is what the checks find."""
+"""The table of properties in the README agrees with the checks."""
 
 import re
 
@@ -10,7 +10,7 @@ from tests.verdict_tables import written
 
 
 @pytest.mark.parametrize("name", names())
-def test_the_documented_row_is_what_the_checks_find(name: str) -> None:
+def test_the_documented_row_agrees_with_the_checks(name: str) -> None:
     assert row(name) in written(README), "python -m tests.transforms.table writes it anew"
 
 

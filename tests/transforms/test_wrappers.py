@@ -1,4 +1,4 @@
-"""Transforms made of transforms: Chain, Scheduled, NormMatched, Function."""
+"""Chain, Scheduled, ErrorFeedback, NormMatched and plain functions as transforms."""
 
 import math
 from collections.abc import Callable
@@ -58,19 +58,19 @@ def test_a_chain_of_chains_is_one_chain() -> None:
     assert Chain(Zero(), Clip(1.0)) != Chain(Clip(1.0), Zero())
 
 
-def test_a_chain_of_nothing_is_the_identity() -> None:
+def test_an_empty_chain_is_the_identity() -> None:
     grad = torch.tensor([NAN, 1.0])
     assert act(Chain(), grad) is grad
     assert Chain().properties == Identity().properties
 
 
-def test_a_chain_cannot_be_changed() -> None:
+def test_a_chain_is_immutable() -> None:
     chain: Any = Chain(Zero())
     with pytest.raises(AttributeError, match="cannot be changed"):
         chain.links = ()
 
 
-def test_a_chain_refuses_what_is_no_transform() -> None:
+def test_a_chain_refuses_objects_that_are_not_transforms() -> None:
     wrong: list[Any] = [Zero(), 3]
     forgotten: Any = Zero
     with pytest.raises(TypeError, match=r"Chain\.links\.1: must be a transform, found 3"):
@@ -79,14 +79,14 @@ def test_a_chain_refuses_what_is_no_transform() -> None:
         Chain(forgotten)
 
 
-def test_a_chain_takes_plain_functions_and_then_knows_no_laws() -> None:
+def test_a_chain_with_a_plain_function_has_no_properties() -> None:
     chain = Chain(Scale(2.0), torch.neg)
     assert isinstance(chain.links[1], FunctionTransform)
     assert chain.properties == frozenset()
     assert act(chain, torch.tensor([1.0])).item() == -2.0
 
 
-def test_links_that_are_equal_draw_different_noise() -> None:
+def test_equal_links_draw_different_noise() -> None:
     grad = torch.zeros(1000)
     one = act(Chain(AddNoise(sigma=1.0)), grad)
     two = act(Chain(AddNoise(sigma=1.0), AddNoise(sigma=1.0)), grad)
@@ -94,7 +94,7 @@ def test_links_that_are_equal_draw_different_noise() -> None:
     assert 1.7 < (two.var() / one.var()).item() < 2.3
 
 
-def test_each_link_of_a_chain_has_a_state_of_its_own() -> None:
+def test_each_link_of_a_chain_has_its_own_state() -> None:
     chain = Chain(GrokfastEMA(0.5, 1.0), Scale(10.0), GrokfastEMA(0.5, 1.0))
     grads = [torch.tensor([1.0]), torch.tensor([3.0])]
     state = chain.init(grads[0])
@@ -108,7 +108,7 @@ def test_each_link_of_a_chain_has_a_state_of_its_own() -> None:
         torch.testing.assert_close(result, expected)
 
 
-def test_a_chain_sees_the_group_if_a_link_does() -> None:
+def test_a_chain_has_group_scope_if_a_link_has() -> None:
     assert Chain(Clip(1.0), Zero()).scope == "tensor"
     chain = Chain(Scale(2.0), ClipGlobalNorm(1.0, eps=0.0), GrokfastEMA())
     assert chain.scope == "group"
@@ -120,7 +120,9 @@ def test_a_chain_sees_the_group_if_a_link_does() -> None:
 
 
 @pytest.mark.parametrize("wrap", [Chain, Scheduled, NormMatched, ErrorFeedback])
-def test_a_wrapper_needs_what_its_part_needs(wrap: Callable[[Any], Transform]) -> None:
+def test_a_wrapper_has_the_needs_and_scope_of_the_wrapped_transform(
+    wrap: Callable[[Any], Transform],
+) -> None:
     assert wrap(ScaleBySign(of="value")).needs == {"value"}
     assert not wrap(Zero()).needs
     assert wrap(ClipGlobalNorm()).scope == "group"
@@ -128,7 +130,7 @@ def test_a_wrapper_needs_what_its_part_needs(wrap: Callable[[Any], Transform]) -
     assert wrap(torch.neg).properties <= {"sign_preserving"}
 
 
-def test_a_chain_of_two_is_not_called_idempotent() -> None:
+def test_a_chain_of_two_links_does_not_declare_idempotence() -> None:
     assert "idempotent" in Chain(Sign()).properties
     assert "idempotent" not in Chain(Sign(), Clip(0.5)).properties
 
@@ -152,7 +154,7 @@ def test_a_schedule_is_exact_at_both_ends() -> None:
     assert torch.equal(full[:3], act(Scale(3e38), grad)[:3])
 
 
-def test_a_schedule_keeps_the_state_of_its_part_warm() -> None:
+def test_a_schedule_advances_the_state_while_its_strength_is_zero() -> None:
     scheduled = Scheduled(GrokfastEMA(0.5, 1.0), begin=1, steps=1)
     state = scheduled.init(torch.zeros(1))
     _, state = scheduled.update(torch.tensor([2.0]), state, TransformContext(step=0))
@@ -160,7 +162,7 @@ def test_a_schedule_keeps_the_state_of_its_part_warm() -> None:
     assert result.item() == 4.0 + (0.5 * 2.0 + 0.5 * 4.0)
 
 
-def test_a_schedule_of_a_reversal_is_that_of_ganin_and_lempitsky() -> None:
+def test_a_scheduled_gradient_reversal_has_the_papers_lambda() -> None:
     scheduled = Scheduled(GradientReversal(), start=0.5, stop=1.0, curve="saturating", steps=100)
     for step in (0, 1, 30, 99):
         strength = 2 / (1 + math.exp(-10 * step / 100)) - 1
@@ -168,14 +170,14 @@ def test_a_schedule_of_a_reversal_is_that_of_ganin_and_lempitsky() -> None:
         assert math.isclose(result, -strength, abs_tol=1e-6)
 
 
-def test_a_schedule_takes_a_group() -> None:
+def test_a_schedule_of_a_group_transform() -> None:
     scheduled = Scheduled(ClipGlobalNorm(1.0, eps=0.0), start=0.5, stop=0.5)
     results, _ = update_all(scheduled, GRADS, init_all(scheduled, GRADS), CONTEXTS)
     torch.testing.assert_close(results[0], torch.tensor([1.8, 0.0]))
     torch.testing.assert_close(results[1], torch.tensor([[2.4]]))
 
 
-def test_error_feedback_adds_what_was_left_out() -> None:
+def test_error_feedback_adds_the_error_to_the_next_gradient() -> None:
     feedback = ErrorFeedback(Mask(0.5))
     state = feedback.init(torch.zeros(2))
     first, state = feedback.update(torch.tensor([4.0, 3.0]), state, TransformContext(step=0))
@@ -185,7 +187,7 @@ def test_error_feedback_adds_what_was_left_out() -> None:
     assert state["error.0"].tolist() == [0.0, 0.0]
 
 
-def test_error_feedback_loses_nothing_by_rounding() -> None:
+def test_error_feedback_includes_the_rounding_error() -> None:
     feedback, grad = ErrorFeedback(Scale(1.0)), torch.ones(1, dtype=torch.bfloat16)
     state = feedback.init(grad)
     state["error.0"] = torch.tensor([0.001])  # there is no 1.001 in bfloat16
@@ -195,7 +197,7 @@ def test_error_feedback_loses_nothing_by_rounding() -> None:
     torch.testing.assert_close(state["error.0"], torch.tensor([0.001]), atol=1e-6, rtol=0)
 
 
-def test_error_feedback_of_a_group_keeps_the_error_of_each_and_the_state_inside() -> None:
+def test_error_feedback_of_a_group_keeps_one_error_a_tensor_and_the_inner_state() -> None:
     feedback = ErrorFeedback(Chain(ClipGlobalNorm(1.0, eps=0.0), GrokfastEMA()))
     results, state = update_all(feedback, GRADS, init_all(feedback, GRADS), CONTEXTS)
     for index, (grad, result) in enumerate(zip(GRADS, results, strict=True)):
@@ -203,7 +205,7 @@ def test_error_feedback_of_a_group_keeps_the_error_of_each_and_the_state_inside(
     assert {key for key in state if key.endswith("mean")} == {"of.1.0.mean", "of.1.1.mean"}
 
 
-def test_a_wrapper_refuses_what_is_no_transform() -> None:
+def test_a_wrapper_refuses_objects_that_are_not_transforms() -> None:
     number: Any = 3
     forgotten: Any = Zero
     with pytest.raises(FieldError, match=r"^Scheduled\.of: must be a Transform, found 3$"):
@@ -212,7 +214,7 @@ def test_a_wrapper_refuses_what_is_no_transform() -> None:
         NormMatched(forgotten)
 
 
-def test_norm_matched_has_the_norm_of_the_other_and_the_direction_of_the_gradient() -> None:
+def test_norm_matched_has_the_transforms_norm_and_the_gradients_direction() -> None:
     grad = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
     for other in (Clip(0.3), Sign(), Chain(Scale(5.0), ScaleBySign())):
         result = act(NormMatched(other), grad)
@@ -226,7 +228,7 @@ def test_norm_matched_of_zero_is_zero() -> None:
     assert torch.equal(act(NormMatched(Zero()), torch.ones(3)), grad)
 
 
-def test_norm_matched_takes_a_group_and_matches_each_tensor() -> None:
+def test_norm_matched_of_a_group_matches_each_tensor() -> None:
     matched = NormMatched(ClipGlobalNorm(1.0, eps=0.0))
     results, _ = update_all(matched, GRADS, init_all(matched, GRADS), CONTEXTS)
     torch.testing.assert_close(results[0], torch.tensor([0.6, 0.0]))

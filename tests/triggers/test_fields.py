@@ -1,4 +1,4 @@
-"""A trigger is a value: what it refuses, how it compares, what its config holds."""
+"""Validation, equality, repr and configs of triggers."""
 
 import re
 from dataclasses import fields
@@ -85,9 +85,7 @@ CONFIGS = sorted((Path(__file__).parents[2] / "conf" / "when").glob("*.yaml"))
         (gs.Unless, {"of": "steps"}, "Unless.of: must be a Trigger, found 'steps'"),
     ],
 )
-def test_a_field_that_makes_no_sense_is_refused(
-    kind: Any, given: dict[str, Any], message: str
-) -> None:
+def test_an_invalid_field_is_refused(kind: Any, given: dict[str, Any], message: str) -> None:
     with pytest.raises(FieldError, match=re.escape(message)):
         kind(**given)
 
@@ -113,7 +111,7 @@ EACH = [
 
 
 @pytest.mark.parametrize(("one", "same"), EACH, ids=[repr(one) for one, _ in EACH])
-def test_a_trigger_is_a_value(one: gs.Trigger, same: gs.Trigger) -> None:
+def test_triggers_have_value_semantics(one: gs.Trigger, same: gs.Trigger) -> None:
     assert one == same
     assert hash(one) == hash(same)
     assert repr(one) == repr(same)
@@ -126,7 +124,7 @@ def test_a_trigger_is_a_value(one: gs.Trigger, same: gs.Trigger) -> None:
         setattr(one, first.name if first else "new", 1)
 
 
-def test_each_trigger_is_compared() -> None:
+def test_every_trigger_is_in_the_list_of_compared_ones() -> None:
     assert {type(one) for one, _ in EACH} == set(KINDS)
 
 
@@ -147,7 +145,7 @@ def _made(node: Any) -> Any:  # Any: a node of a config is of any type
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
-def test_a_config_makes_its_trigger_and_shows_every_field(path: Path) -> None:
+def test_a_config_builds_its_trigger_and_lists_every_field(path: Path) -> None:
     config = yaml.safe_load(path.read_text())
     made = _made(config)
     assert isinstance(made, gs.Trigger)

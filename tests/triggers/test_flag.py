@@ -1,4 +1,4 @@
-"""Flag: a switch that is flipped from outside, at any time."""
+"""Flag: a trigger that is switched from outside at any time."""
 
 import threading
 from typing import Any
@@ -17,14 +17,14 @@ def _zeroed(model: torch.nn.Module) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore:zero. its trigger never fired")
 @pytest.mark.parametrize("on", [True, False])
-def test_it_stands_at_first_as_it_was_made(on: bool) -> None:
+def test_the_initial_position_is_that_of_the_field(on: bool) -> None:
     model = small()
     with attached(model, gs.Zero(), gs.Parameters("last.*"), when=gs.Flag("a", on)):
         backward(model)
     assert _zeroed(model) == (["last.weight", "last.bias"] if on else [])
 
 
-def test_it_is_flipped_between_two_backward_passes_of_a_step() -> None:
+def test_the_flag_is_switched_between_two_backward_passes_of_a_step() -> None:
     model, seen = small(), []
     with attached(model, gs.Zero(), when=gs.Flag("a")) as live:
         for on in (False, True, False):
@@ -36,7 +36,7 @@ def test_it_is_flipped_between_two_backward_passes_of_a_step() -> None:
     assert {entry.all_fired for entry in live.ledger} == {1}
 
 
-def test_it_is_flipped_from_a_hook_in_the_middle_of_a_backward() -> None:
+def test_the_flag_is_switched_from_a_hook_during_a_backward() -> None:
     model = small()
     with attached(model, gs.Zero(), when=gs.Flag("a")) as live:
 
@@ -50,7 +50,7 @@ def test_it_is_flipped_from_a_hook_in_the_middle_of_a_backward() -> None:
     assert _zeroed(model) == ["first.weight", "first.bias"]
 
 
-def test_it_is_flipped_from_another_thread() -> None:
+def test_the_flag_is_switched_from_another_thread() -> None:
     model = small()
     with attached(model, gs.Zero(), when=gs.Flag("a")) as live:
         backward(model)
@@ -62,7 +62,7 @@ def test_it_is_flipped_from_another_thread() -> None:
         assert len(_zeroed(model)) == 4
 
 
-def test_interventions_that_name_it_have_one_switch() -> None:
+def test_interventions_with_the_same_flag_share_one_switch() -> None:
     model = small()
     at = [gs.Parameters("first.*"), gs.Parameters("last.*")]
     surgery = gs.Surgery(
@@ -78,7 +78,7 @@ def test_interventions_that_name_it_have_one_switch() -> None:
         assert _zeroed(model) == ["first.weight", "first.bias"]
 
 
-def test_its_position_is_in_the_state_and_outlives_the_block() -> None:
+def test_the_position_is_in_the_state_dict_and_kept_after_detaching() -> None:
     model = small()
     one, other = (
         gs.Surgery(gs.Intervention(gs.Zero(), when=gs.Flag("a", on=True))) for _ in range(2)
@@ -97,7 +97,7 @@ def test_its_position_is_in_the_state_and_outlives_the_block() -> None:
             backward(model)
 
 
-def test_a_switch_that_no_trigger_asks_for_is_refused_with_those_there_are() -> None:
+def test_an_unknown_flag_is_refused_with_the_known_ones() -> None:
     model = small()
     with attached(
         model, gs.Zero(), when=gs.Flag("freeze", on=True) & gs.Flag("b", on=True)
@@ -116,7 +116,7 @@ def test_a_switch_that_no_trigger_asks_for_is_refused_with_those_there_are() -> 
         backward(model)
 
 
-def test_a_switch_cannot_be_on_and_off_at_first() -> None:
+def test_triggers_of_one_flag_must_agree_on_its_initial_position() -> None:
     model = small()
     surgery = gs.Surgery(
         gs.Intervention(gs.Zero(), when=gs.Flag("a")),
@@ -134,7 +134,7 @@ def test_a_switch_cannot_be_on_and_off_at_first() -> None:
         pass
 
 
-def test_after_the_block_it_cannot_be_flipped() -> None:
+def test_a_flag_cannot_be_switched_after_detaching() -> None:
     model = small()
     with attached(model, gs.Zero(), when=gs.Flag("a", on=True)) as live:
         backward(model)

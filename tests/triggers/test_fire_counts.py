@@ -1,4 +1,4 @@
-"""How often each trigger fired: in the ledger, in the effects, in their tables and files."""
+"""Counts of fired triggers in the ledger, the effects and their files."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def _live(model: nn.Module, when: gs.Trigger, sizes: list[float]) -> gs.Live:
 
 
 @pytest.mark.parametrize("when", [gs.Threshold(2.0), gs.Every(3, offset=1)], ids=repr)
-def test_ledger_and_effects_count_what_host_or_device_has_decided(when: gs.Trigger) -> None:
+def test_ledger_and_effects_count_decisions_of_host_and_device(when: gs.Trigger) -> None:
     live = _live(Sums(), when, [1.0, 3.0, 1.0, 1.0, 4.0, 1.0, 1.0, 5.0])
     (entry,), (row,) = live.ledger, live.effects.rows()
     assert (entry.calls, entry.all_fired) == (8, 3)
@@ -47,7 +47,7 @@ def test_ledger_and_effects_count_what_host_or_device_has_decided(when: gs.Trigg
     assert line.split()[-2:] == ["37.5%", "3"]
 
 
-def test_the_numbers_of_a_gradient_that_the_device_leaves_alone_are_of_no_change() -> None:
+def test_effects_of_a_gradient_that_the_device_does_not_select_are_those_of_no_change() -> None:
     (row,) = _live(Sums(), gs.Threshold(2.0), [1.0, 4.0]).effects.rows()
     # Half of the two was doubled: |g| is 1 and 4 before, 1 and 8 after.
     assert (row["norm_before"], row["norm_after"], row["changed"]) == (2.5, 4.5, 0.5)
@@ -58,7 +58,7 @@ def test_a_trigger_that_always_fires_has_no_column(when: gs.Trigger) -> None:
     assert "fired" not in _live(Sums(), when, [1.0, 2.0]).effects.table()
 
 
-def test_a_site_at_which_it_never_fires_is_told_beside_the_others() -> None:
+def test_a_site_where_the_trigger_never_fires_is_listed_with_the_others() -> None:
     model = nn.Sequential(Sums(), nn.Sequential(nn.Linear(1, 1)))
     with attached(model, gs.Scale(2.0), when=gs.Depth(high=1)) as live:
         (model[0](1.0) + model[1](torch.ones(1))).backward()
@@ -71,7 +71,7 @@ def test_a_site_at_which_it_never_fires_is_told_beside_the_others() -> None:
     ]
 
 
-def test_fetches_count_apart_and_add_up() -> None:
+def test_counts_of_several_fetches_add_up() -> None:
     model = Sums()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     counts = []
@@ -86,7 +86,7 @@ def test_fetches_count_apart_and_add_up() -> None:
     assert counts == [(2, 1, 2), (1, 0, 1), (3, 2, 3)]
 
 
-def test_the_files_carry_them_and_their_table_adds_them_up(tmp_path: Path) -> None:
+def test_counts_are_written_to_the_files_and_summed_in_their_table(tmp_path: Path) -> None:
     model = Sums()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     run = RunDirectory(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Triggers that ask where they are: the depth of a module, its place in its container."""
+"""Depth and Index: triggers on the place of a module in the model."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from tests.nets import attached
         ("a.b#0/AddmmBackward[1].0", 2),
     ],
 )
-def test_the_depth_is_that_of_the_module(site: str, depth: int) -> None:
+def test_the_depth_is_the_nesting_depth_of_the_module(site: str, depth: int) -> None:
     context = TriggerContext(Clock(), site=site)
     exactly = [number for number in range(6) if gs.Depth(number, number).fires(context)]
     assert exactly == [depth]
@@ -52,7 +52,7 @@ def test_the_index_is_the_last_number_in_the_modules_name(site: str, number: int
 
 
 @pytest.mark.parametrize("trigger", [gs.Depth(), gs.Index()])
-def test_when_a_step_begins_the_place_is_not_known(trigger: gs.Trigger) -> None:
+def test_the_decision_is_unknown_at_the_beginning_of_a_step(trigger: gs.Trigger) -> None:
     assert trigger.fires(TriggerContext(Clock())) is None
 
 
@@ -67,13 +67,13 @@ def _fired(model: nn.Module, at: Selector, when: gs.Trigger) -> dict[str, int]:
     return {entry.site: entry.all_fired for entry in live.ledger}
 
 
-def test_a_module_at_two_places_has_both_numbers_one_call_after_the_other() -> None:
+def test_a_module_held_twice_has_both_indices_one_call_after_the_other() -> None:
     shared = Double()
     model = nn.Sequential(shared, Double(), shared)
     assert _fired(model, gs.Outputs(), gs.Index(start=2)) == {"0#0": 0, "1#0": 0, "2#0": 1}
 
 
-def test_parameters_count_with_their_module() -> None:
+def test_parameters_have_the_depth_and_index_of_their_module() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
     expected = {"0.weight": 0, "0.bias": 0, "1.0.weight": 1, "1.0.bias": 1}
     assert _fired(model, gs.Parameters(), gs.Depth(low=2)) == expected
@@ -84,13 +84,13 @@ def test_a_parameter_of_the_model_itself_has_no_depth() -> None:
     assert _fired(model, gs.Parameters(), gs.Depth(high=0)) == {"weight": 1, "bias": 1}
 
 
-def test_nodes_count_with_the_module_that_made_them() -> None:
+def test_nodes_have_the_depth_and_index_of_their_module() -> None:
     model = nn.Sequential(nn.ReLU(), nn.Sequential(nn.ReLU()))
     fired = _fired(model, gs.Nodes("Relu"), gs.Depth(high=1))
     assert fired == {"0#0/ReluBackward[0]": 1, "1.0#0/ReluBackward[0]": 0}
 
 
-def test_a_group_is_of_those_that_it_fires_at() -> None:
+def test_a_group_consists_of_the_sites_where_the_trigger_fires() -> None:
     # |(3, 4)| = 5 -> 1; the 100 is deeper, so no part of the group and left alone.
     model = nn.ModuleDict({"a": _Sum(), "b": _Sum(), "deep": nn.ModuleDict({"c": _Sum()})})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

@@ -1,4 +1,4 @@
-"""check_transform finds what is wrong with a transform, and says what holds."""
+"""check_transform: counterexamples of properties and violations of rules."""
 
 import pytest
 import torch
@@ -20,14 +20,14 @@ def halve(grad: Tensor) -> Tensor:
     return grad / 2
 
 
-def test_a_plain_function_will_do_and_the_table_says_what_holds() -> None:
+def test_a_plain_function_is_checked_and_its_properties_are_listed() -> None:
     table = check_transform(halve)
     assert table.thing == "halve"
     assert table.holds == gs.Scale(0.5).properties
     assert "  linear                    holds, not declared" in str(table).splitlines()
 
 
-def test_a_law_that_does_not_hold_has_its_counterexample() -> None:
+def test_a_property_that_does_not_hold_has_a_counterexample() -> None:
     table = check_transform(gs.Clip(0.5))
     assert table.holds == gs.Clip(0.5).properties
     (line,) = [line for line in str(table).splitlines() if "homogeneous" in line]
@@ -37,7 +37,7 @@ def test_a_law_that_does_not_hold_has_its_counterexample() -> None:
         check_transform(halve, declared=["idempotent", "linear"])
 
 
-def test_what_asks_for_the_task_is_not_linear() -> None:
+def test_a_transform_that_reads_the_task_is_not_linear() -> None:
     class Picky(Own):
         @property
         def properties(self) -> frozenset[TransformProperty]:
@@ -126,12 +126,12 @@ BREAK_RULES = {
 
 
 @pytest.mark.parametrize("name", BREAK_RULES)
-def test_a_rule_that_is_broken_is_named(name: str) -> None:
+def test_a_violated_rule_is_named(name: str) -> None:
     with pytest.raises(AssertionError, match=f"\n  {name}: "):
         check_transform(BREAK_RULES[name])
 
 
-def test_every_rule_is_seen_to_be_broken() -> None:
+def test_every_rule_has_a_violation_here() -> None:
     assert set(BREAK_RULES) == set(RULES)
 
 
@@ -149,14 +149,14 @@ def test_a_result_must_be_like_the_gradient(breaks: object, message: str) -> Non
         check_transform(breaks)
 
 
-def test_only_the_shapes_that_it_takes_are_given() -> None:
+def test_only_the_given_shapes_are_tested() -> None:
     transform = gs.NormRescale(per="o i kh kw -> o")
     with pytest.raises(AssertionError, match="does not fit a tensor of 0 axes"):
         check_transform(transform)
     check_transform(transform, shapes=[(4, 3, 3, 3)])
 
 
-def test_what_is_no_transform_is_refused() -> None:
+def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match="takes a transform or a function, found 3"):
         check_transform(3)
     with pytest.raises(TypeError, match="takes a transform or a function, found <class"):

@@ -1,4 +1,4 @@
-"""Triggers that look at a tensor: what they measure, and that nothing waits for the device."""
+"""Threshold, AllSameSign and Shape: their measurements, decided on the device without syncs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -57,7 +57,7 @@ def _look(trigger: TensorTrigger, tensor: Tensor) -> float:
         ({"measure": "quantile", "q": 0.5}, [NAN, 1.0], 1.0),
     ],
 )
-def test_a_measurement_is_that_worked_out_by_hand(
+def test_measurements_computed_by_hand(
     fields: dict[str, Any], values: list[float], expected: float
 ) -> None:
     found = _look(gs.Threshold(above=0.0, **fields), torch.tensor(values))
@@ -70,13 +70,13 @@ each_measure = pytest.mark.parametrize("measure", MEASURES)
 
 
 @each_measure
-def test_an_empty_tensor_measures_nothing(measure) -> None:
+def test_the_measurement_of_an_empty_tensor_is_zero(measure) -> None:
     assert _look(gs.Threshold(0.0, measure), torch.zeros(0, 3)) == 0.0
 
 
 @each_measure
 @pytest.mark.parametrize("shape", [(), (1,), (2, 3), (2, 1, 3)])
-def test_a_measurement_is_of_all_entries_whatever_the_shape(measure, shape) -> None:
+def test_a_measurement_does_not_depend_on_the_shape(measure, shape) -> None:
     tensor = torch.full(shape, -2.0)
     norm = 2.0 * tensor.numel() ** 0.5
     expected = {"norm": norm, "nan": 0.0}.get(measure, 2.0)
@@ -86,7 +86,7 @@ def test_a_measurement_is_of_all_entries_whatever_the_shape(measure, shape) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("measure", "expected"), [("norm", 300.0 * 300), ("mean_abs", 300.0)])
-def test_half_precision_is_measured_in_single(dtype: torch.dtype, measure, expected) -> None:
+def test_half_precision_is_measured_in_float32(dtype: torch.dtype, measure, expected) -> None:
     # The sums of 90000 entries and of their squares are over what a float16 can hold.
     tensor = torch.full((90000,), 300.0, dtype=dtype)
     assert _look(gs.Threshold(0.0, measure), tensor) == pytest.approx(expected, rel=1e-3)
@@ -106,7 +106,7 @@ def test_half_precision_is_measured_in_single(dtype: torch.dtype, measure, expec
         ([3.0], True),
     ],
 )
-def test_all_of_one_sign(values: list[float], same: bool) -> None:
+def test_all_same_sign_of_tensors_with_zeros_and_nan(values: list[float], same: bool) -> None:
     observation = gs.AllSameSign().observe(torch.tensor(values))
     assert isinstance(observation, Tensor)
     assert (observation.dtype, observation.ndim, observation.item()) == (torch.bool, 0, same)
@@ -123,7 +123,7 @@ def test_all_of_one_sign(values: list[float], same: bool) -> None:
         (gs.Shape(above=7, dim=1), []),
     ],
 )
-def test_a_shape_is_between_its_bounds(trigger: TensorTrigger, sizes: list[int]) -> None:
+def test_shape_fires_between_its_bounds(trigger: TensorTrigger, sizes: list[int]) -> None:
     fired = []
     for size in range(5):
         fires = trigger.decide(trigger.observe(torch.zeros(size, 7)), TriggerContext(Clock()))
@@ -132,7 +132,7 @@ def test_a_shape_is_between_its_bounds(trigger: TensorTrigger, sizes: list[int])
     assert fired == sizes
 
 
-def test_a_dimension_that_is_not_there_is_an_error() -> None:
+def test_a_missing_dimension_is_an_error() -> None:
     model = small()
     message = r"the source has shape \[8, 6\] and no dimension 2"
     with (
@@ -144,7 +144,7 @@ def test_a_dimension_that_is_not_there_is_an_error() -> None:
 
 @never_fires
 @pytest.mark.parametrize("above", [0.9, 1.0])
-def test_it_fires_above_its_bound_and_not_at_it(above: float) -> None:
+def test_threshold_fires_above_its_bound_and_not_at_it(above: float) -> None:
     model = Sums()
     with attached(model, gs.Zero(), when=gs.Threshold(above)):
         model(torch.tensor([1.0, -1.0])).backward()
@@ -154,7 +154,7 @@ def test_it_fires_above_its_bound_and_not_at_it(above: float) -> None:
 
 @never_fires
 @each_measure
-def test_nan_does_not_fire_but_where_it_is_asked_for(measure) -> None:
+def test_nan_fires_only_the_measure_nan(measure) -> None:
     model = Sums()
     when = gs.Threshold(0.4, measure)
     with attached(model, gs.Zero(), when=when):
@@ -164,7 +164,7 @@ def test_nan_does_not_fire_but_where_it_is_asked_for(measure) -> None:
     assert model.w.grad.tolist()[1] == (0.0 if measure == "nan" else 5.0)
 
 
-def test_what_it_leaves_alone_is_bit_identical() -> None:
+def test_gradients_that_are_not_selected_stay_bit_identical() -> None:
     plain, model = small(), small()
     optimizer, other = sgd(model), sgd(plain)
     train(plain, other, 5)
@@ -178,7 +178,7 @@ def test_what_it_leaves_alone_is_bit_identical() -> None:
         assert torch.equal(found, expected)
 
 
-def test_a_gradient_that_is_chosen_is_the_transforms() -> None:
+def test_a_selected_gradient_is_the_transforms_result() -> None:
     # 3 > 2 -> clipped; 1 is left alone.
     model = nn.ModuleList([Sums(), Sums()])
     with attached(model, gs.Clip(0.5), when=gs.Threshold(2.0, "max_abs")):
@@ -204,7 +204,7 @@ every_trigger = pytest.mark.parametrize("when", EVERY, ids=repr)
 
 @every_trigger
 @pytest.mark.parametrize("at", [gs.Parameters(), gs.Outputs("first"), gs.Parameters(stage="step")])
-def test_nothing_waits_for_the_device(when: gs.Trigger, at) -> None:
+def test_device_decisions_do_not_synchronize(when: gs.Trigger, at) -> None:
     """On the meta device there are no numbers to wait for, and to ask for one raises."""
     model = small().to("meta")
     optimizer = sgd(model)
@@ -234,7 +234,7 @@ WITHOUT_MEMORY = [trigger for trigger in EVERY if "release=0" not in repr(trigge
 
 @pytest.mark.parametrize("when", WITHOUT_MEMORY, ids=repr)
 @never_fires
-def test_inside_vmap_each_example_is_chosen_by_itself(when: gs.Trigger) -> None:
+def test_inside_vmap_each_example_is_decided_separately(when: gs.Trigger) -> None:
     model = small()
     at = gs.Outputs("first")
     params = {name: param.detach() for name, param in model.named_parameters()}
@@ -247,7 +247,7 @@ def test_inside_vmap_each_example_is_chosen_by_itself(when: gs.Trigger) -> None:
         torch.testing.assert_close(grads, torch.stack([one[name] for one in ones]))
 
 
-def test_inside_vmap_some_are_chosen_and_some_are_not() -> None:
+def test_inside_vmap_some_examples_are_selected_and_others_are_not() -> None:
     model = small()
     params = {name: param.detach() for name, param in model.named_parameters()}
     batch = torch.tensor([[0.1], [9.0]]).expand(2, 6)
@@ -262,7 +262,7 @@ def test_inside_vmap_some_are_chosen_and_some_are_not() -> None:
 
 @pytest.mark.parametrize("when", WITHOUT_MEMORY, ids=repr)
 @never_fires
-def test_so_is_each_of_a_batch_of_gradients(when: gs.Trigger) -> None:
+def test_each_of_a_batch_of_gradients_is_decided_separately(when: gs.Trigger) -> None:
     model = small()
     y = [torch.eye(3)[k].expand(4, 3) * scale for k, scale in ((0, 0.01), (1, 10.0))]
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
@@ -273,7 +273,7 @@ def test_so_is_each_of_a_batch_of_gradients(when: gs.Trigger) -> None:
     torch.testing.assert_close(many, torch.stack(ones))
 
 
-def test_what_remembers_is_refused_inside_vmap() -> None:
+def test_a_trigger_with_a_state_is_refused_inside_vmap() -> None:
     model = small()
     params = {name: param.detach() for name, param in model.named_parameters()}
     when = gs.Threshold(0.1, release=0.05)
@@ -300,7 +300,7 @@ def test_what_remembers_is_refused_inside_vmap() -> None:
 @never_fires
 @pytest.mark.filterwarnings("ignore:.*lru_cache:UserWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_in_a_compiled_model_it_chooses_as_in_a_plain_one(when: gs.Trigger, at) -> None:
+def test_decisions_in_a_compiled_model_are_those_in_an_eager_one(when: gs.Trigger, at) -> None:
     found = []
     for compiled in (False, True):
         torch.compiler.reset()
@@ -333,23 +333,23 @@ def _sweep(when: gs.Trigger, sizes: list[float], transform: Transform) -> list[f
     return found
 
 
-def test_a_state_does_not_advance_where_the_device_says_no() -> None:
+def test_a_state_does_not_advance_where_the_device_decides_no() -> None:
     # At 4: m = 4, 4 + 2 * 4 = 12. At 1 nothing. At 8: m = 0.5 * 4 + 0.5 * 8 = 6, 8 + 12 = 20.
     found = _sweep(gs.Threshold(2.0), [4.0, 1.0, 1.0, 8.0], gs.GrokfastEMA(decay=0.5, strength=2.0))
     assert found == [12.0, 1.0, 1.0, 20.0]
 
 
-def test_a_state_is_not_begun_by_a_gradient_that_the_device_leaves_alone() -> None:
+def test_a_state_is_not_initialized_by_a_gradient_that_is_not_selected() -> None:
     found = _sweep(gs.Threshold(2.0), [1.0, 1.0, 4.0], gs.GrokfastEMA(decay=0.5, strength=2.0))
     assert found == [1.0, 1.0, 12.0]
 
 
-def test_nan_that_is_left_alone_does_not_get_into_a_state() -> None:
+def test_nan_in_a_gradient_that_is_not_selected_stays_out_of_the_state() -> None:
     found = _sweep(gs.Threshold(2.0), [4.0, NAN, 8.0], gs.GrokfastEMA(decay=0.5, strength=2.0))
     assert found == pytest.approx([12.0, NAN, 20.0], nan_ok=True)
 
 
-def test_noise_is_that_of_its_step_whether_it_was_drawn_before_or_not() -> None:
+def test_the_noise_of_a_step_does_not_depend_on_earlier_decisions() -> None:
     def grads(when: gs.Trigger) -> list[Tensor]:
         model = small()
         optimizer = sgd(model, lr=0.0)
@@ -368,7 +368,7 @@ def test_noise_is_that_of_its_step_whether_it_was_drawn_before_or_not() -> None:
     assert not torch.equal(grads(loud)[1], grads(gs.Steps(start=2))[1])
 
 
-def test_a_trigger_with_a_release_goes_on_until_it_is_below() -> None:
+def test_a_trigger_with_a_release_fires_until_the_measurement_is_below_it() -> None:
     sizes = [1.0, 2.5, 1.5, 1.0, 0.5, 1.5, 3.0, NAN, 1.5]
     found = _sweep(gs.Threshold(2.0, release=1.0), sizes, gs.Scale(10.0))
     fired = [after == 10 * before for after, before in zip(found, sizes, strict=True)]
@@ -376,7 +376,7 @@ def test_a_trigger_with_a_release_goes_on_until_it_is_below() -> None:
     assert fired == [False, True, True, True, False, False, True, False, False]
 
 
-def test_a_release_at_the_bound_and_one_at_zero() -> None:
+def test_a_release_at_the_bound_and_a_release_of_zero() -> None:
     sizes = [1.0, 3.0, 2.0, 1.0, 0.0]
     assert _sweep(gs.Threshold(2.0, release=2.0), sizes, gs.Scale(10.0)) == [
         1.0,
@@ -393,7 +393,7 @@ def test_a_release_at_the_bound_and_one_at_zero() -> None:
     ]
 
 
-def test_the_memory_is_of_each_site_and_in_the_state() -> None:
+def test_hysteresis_is_kept_for_each_site_and_in_the_state_dict() -> None:
     model = nn.ModuleDict({"a": Sums(0.0), "b": Sums(0.0)})
     when = gs.Threshold(2.0, release=1.0)
     surgery = gs.Surgery(gs.Intervention(gs.Scale(10.0), when=when))
@@ -413,13 +413,13 @@ def test_the_memory_is_of_each_site_and_in_the_state() -> None:
     assert passed(other, 1.5, 3.0) == [15.0, 30.0]
 
 
-def test_two_triggers_of_one_combination_have_a_memory_each() -> None:
+def test_two_triggers_of_one_combination_have_separate_states() -> None:
     # The second has gone off at 3 and goes on at 1.5, the first needs 4.
     when = gs.Threshold(4.0, release=3.5) | gs.Threshold(2.0, release=1.0)
     assert _sweep(when, [3.0, 1.5, 0.5], gs.Scale(10.0)) == [30.0, 15.0, 0.5]
 
 
-def test_a_state_that_init_has_not_made_cannot_stay() -> None:
+def test_a_transform_must_not_add_keys_to_its_state() -> None:
     class Grows(Transform):
         def __repr__(self) -> str:
             return "Grows()"
@@ -436,11 +436,11 @@ def test_a_state_that_init_has_not_made_cannot_stay() -> None:
         ) -> tuple[Tensor, TransformState]:
             return grad * 2, {"last": grad}
 
-    with pytest.raises(TypeError, match=r"Grows\(\) has a state of last, and init() made none"):
+    with pytest.raises(TypeError, match=r"Grows\(\) has a state of last, and init\(\) made none"):
         _sweep(gs.Threshold(0.0), [1.0], Grows())
 
 
-def test_a_double_backward_through_a_choice_is_right() -> None:
+def test_double_backward_through_a_device_decision() -> None:
     def penalty(when: gs.Trigger) -> Tensor:
         model = small()
         with attached(model, gs.Scale(3.0), gs.Outputs("first"), when=when, effects_every=0):
@@ -453,7 +453,7 @@ def test_a_double_backward_through_a_choice_is_right() -> None:
 
 
 @pytest.mark.parametrize("when", [gs.Threshold(0.1), gs.AllSameSign()], ids=repr)
-def test_sparse_gradients_are_refused_by_name(when: gs.Trigger) -> None:
+def test_sparse_gradients_are_refused_with_the_sites_name(when: gs.Trigger) -> None:
     model = nn.Embedding(4, 2, sparse=True)
     with (
         pytest.raises(TypeError, match=r"site 'weight'.*dense real gradients.*sparse_coo"),

@@ -1,4 +1,4 @@
-"""check_aggregator finds what is wrong with an aggregator, and says what holds."""
+"""check_aggregator: counterexamples of properties and violations of rules."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,7 @@ def own_random(rows: Tensor) -> Tensor:
     return torch.rand(len(rows), generator=generator).to(rows) @ rows
 
 
-def test_a_plain_function_will_do_and_the_table_says_what_holds() -> None:
+def test_a_plain_function_is_checked_and_its_properties_are_listed() -> None:
     table = check_aggregator(mean)
     assert table.thing == "mean"
     assert table.holds == gs.Mean().properties
@@ -152,7 +152,7 @@ BREAK_RULES = {
 
 
 @pytest.mark.parametrize("name", BREAK_RULES)
-def test_a_rule_that_is_broken_is_named(name: str) -> None:
+def test_a_violated_rule_is_named(name: str) -> None:
     with pytest.raises(AssertionError, match=f"\n  {name}: "):
         check_aggregator(BREAK_RULES[name], count=2)
 
@@ -186,21 +186,23 @@ class Keeping(LossWeighting):
         (Keeping(weighed=False, kept=True), "'last' of the state is part of a graph"),
     ],
 )
-def test_the_graphs_of_the_losses_are_not_let_through(aggregator: Keeping, fault: str) -> None:
+def test_the_graph_of_the_losses_must_not_reach_result_or_state(
+    aggregator: Keeping, fault: str
+) -> None:
     with pytest.raises(AssertionError, match=f"\n  no_autograd_graph: {fault}"):
         check_aggregator(aggregator)
 
 
-def test_every_rule_is_seen_to_be_broken() -> None:
+def test_every_rule_has_a_violation_here() -> None:
     assert set(BREAK_RULES) == {*RULES, "wide"}
 
 
-def test_a_view_of_the_rows_is_no_result() -> None:
+def test_a_view_of_the_rows_is_refused() -> None:
     with pytest.raises(AssertionError, match="pure: the result shares memory with the rows"):
         check_aggregator(lambda rows: rows[0])
 
 
-def test_all_faults_are_told_at_once_one_line_each() -> None:
+def test_all_faults_are_listed_at_once_one_line_each() -> None:
     with pytest.raises(AssertionError) as caught:
         check_aggregator(in_place, declared=["non_conflicting", "scale_invariant"])
     lines = str(caught.value).splitlines()
@@ -210,11 +212,11 @@ def test_all_faults_are_told_at_once_one_line_each() -> None:
     assert len(names) == len(set(names))
 
 
-def test_random_numbers_of_its_own_are_allowed() -> None:
+def test_an_aggregator_may_use_its_own_generator() -> None:
     assert "homogeneous" in check_aggregator(own_random).holds
 
 
-def test_the_global_generator_is_left_as_it_was() -> None:
+def test_the_global_generator_is_restored() -> None:
     before = torch.get_rng_state()
     with pytest.raises(AssertionError, match="no_global_rng: draws from the global"):
         check_aggregator(BREAK_RULES["no_global_rng"], count=1)
@@ -224,7 +226,7 @@ def test_the_global_generator_is_left_as_it_was() -> None:
     torch.set_rng_state(before)
 
 
-def test_what_raises_is_a_finding() -> None:
+def test_an_exception_is_a_violation() -> None:
     def broken(rows: Tensor) -> Tensor:
         raise ZeroDivisionError("by\nzero")
 
@@ -235,7 +237,7 @@ def test_what_raises_is_a_finding() -> None:
         check_aggregator(broken)
 
 
-def test_one_for_so_many_tasks_is_checked_with_so_many() -> None:
+def test_an_aggregator_for_a_fixed_number_of_tasks_is_checked_with_it() -> None:
     table = check_aggregator(gs.FixedWeights((1.0, 1.0, 1.0)))
     assert table.holds >= gs.FixedWeights((1.0, 1.0, 1.0)).properties
 
@@ -267,12 +269,14 @@ class Third(Weighting):
 
 
 @pytest.mark.parametrize("num_tasks", [(1, 2, 3, 8), (1, 2)])
-def test_one_that_needs_so_many_tasks_is_not_given_fewer(num_tasks: tuple[int, ...]) -> None:
+def test_an_aggregator_is_not_checked_with_fewer_tasks_than_it_needs(
+    num_tasks: tuple[int, ...],
+) -> None:
     table = check_aggregator(Third(), num_tasks=num_tasks)
     assert "permutation_invariant" not in table.holds
 
 
-def test_what_is_no_aggregator_is_refused() -> None:
+def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match="takes an aggregator or a function, found 3"):
         check_aggregator(3)
     with pytest.raises(TypeError, match="takes an aggregator or a function, found <class"):

@@ -1,4 +1,4 @@
-"""Triggers that read the clock: steps, epochs, phases."""
+"""Steps, Every, Epochs and Phase: triggers on the progress of a run."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_a_trigger_fires_at_its_steps(trigger: gs.Trigger, steps: list[int]) -> 
     assert [step for step in range(8) if trigger.fires(TriggerContext(Clock(step)))] == steps
 
 
-def test_each_step_is_of_one_phase() -> None:
+def test_each_step_belongs_to_one_phase() -> None:
     phases = [gs.Phase(name, warm_up=2, fine_tune=5) for name in ("warm_up", "train", "fine_tune")]
     for step in range(8):
         assert sum(bool(phase.fires(TriggerContext(Clock(step)))) for phase in phases) == 1
@@ -60,7 +60,7 @@ def test_each_step_is_of_one_phase() -> None:
     ],
     ids=repr,
 )
-def test_steps_are_those_of_the_optimizer_at_every_site(at: Selector) -> None:
+def test_steps_are_optimizer_steps_at_every_site(at: Selector) -> None:
     model = small()
     optimizer = sgd(model)
     acted = []
@@ -74,7 +74,7 @@ def test_steps_are_those_of_the_optimizer_at_every_site(at: Selector) -> None:
     assert acted == [1, 3]
 
 
-def test_backward_passes_without_a_step_are_of_the_same_step() -> None:
+def test_backward_passes_between_two_optimizer_steps_have_the_same_step() -> None:
     model = small()
     optimizer = sgd(model)
     acted = []
@@ -121,7 +121,7 @@ def _surgery(when: gs.Trigger) -> gs.Surgery:
         (gs.Epochs(start=1, length=5), None, 5),
     ],
 )
-def test_epochs_are_as_long_as_the_trigger_says_or_the_attachment(
+def test_the_epoch_length_is_that_of_the_trigger_or_of_attach(
     when: gs.Trigger, length: int | None, fired: int
 ) -> None:
     model = small()
@@ -131,7 +131,7 @@ def test_epochs_are_as_long_as_the_trigger_says_or_the_attachment(
     assert _fired(live) == {"last.bias": fired}
 
 
-def test_epochs_can_be_told_and_go_on_in_the_next_attachment() -> None:
+def test_next_epoch_counts_epochs_across_attachments() -> None:
     model = small()
     surgery = _surgery(gs.Epochs(start=1, stop=3))
     with surgery.attach(model) as live:
@@ -149,7 +149,7 @@ def test_epochs_can_be_told_and_go_on_in_the_next_attachment() -> None:
     assert _fired(live) == {"last.bias": 1}
 
 
-def test_the_epoch_is_in_the_state() -> None:
+def test_the_epoch_is_in_the_state_dict() -> None:
     model = small()
     one, other = _surgery(gs.Epochs(start=1)), _surgery(gs.Epochs(start=1))
     with one.attach(model) as live:
@@ -162,7 +162,7 @@ def test_the_epoch_is_in_the_state() -> None:
     assert _fired(live) == {"last.bias": 1}
 
 
-def test_an_epoch_cannot_be_told_where_steps_count_it() -> None:
+def test_next_epoch_is_refused_with_steps_per_epoch() -> None:
     model = small()
     with _surgery(gs.Epochs()).attach(model, sgd(model), steps_per_epoch=4) as live:
         train(model, sgd(model), 1)
@@ -194,7 +194,7 @@ def test_an_epoch_without_steps_is_refused(length: int) -> None:
         (gs.Always() & ~gs.Steps(start=4), None, "Steps: no optimizer step was counted"),
     ],
 )
-def test_it_is_told_if_nobody_has_moved_the_clock(
+def test_a_step_based_trigger_warns_if_no_step_was_counted(
     when: gs.Trigger, length: int | None, message: str
 ) -> None:
     model = small()
@@ -206,7 +206,7 @@ def test_it_is_told_if_nobody_has_moved_the_clock(
     assert len(caught) == 1
 
 
-def test_a_trigger_that_reads_no_clock_needs_none() -> None:
+def test_a_trigger_that_is_not_step_based_needs_no_steps() -> None:
     model = small()
     with attached(model, gs.Scale(2.0), when=gs.Shape(above=0)) as live:
         backward(model)

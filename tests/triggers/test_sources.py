@@ -1,4 +1,4 @@
-"""What triggers look at: from which tensor, of which call, and for how long it is remembered."""
+"""Sources of tensor triggers: which tensor of which call is observed, and for how long."""
 
 import gc
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ ONE = gs.Parameters("first.weight")
 EARLIER = pytest.warns(gs.SurgeryWarning, match="backward went through several forwards")
 
 
-def test_each_source_is_the_tensor_of_that_name() -> None:
+def test_each_source_observes_the_tensor_of_its_name() -> None:
     model, x = Two(), torch.ones(4, 2)
     h = model.first(x).detach()
     y = model.second(h).detach()
@@ -78,7 +78,7 @@ def test_each_source_is_the_tensor_of_that_name() -> None:
     assert num_hooks(model) == 0
 
 
-def test_grad_is_what_passes_at_the_site_and_value_whose_gradient_that_is() -> None:
+def test_sources_grad_and_value_are_the_gradient_and_its_tensor() -> None:
     model, x = Two(), torch.ones(4, 2)
     grad, value = Keeps("grad"), Keeps("value")
     with attached(model, gs.Scale(1.0), gs.Outputs("second"), when=grad & value):
@@ -88,7 +88,7 @@ def test_grad_is_what_passes_at_the_site_and_value_whose_gradient_that_is() -> N
     assert _same(value.judged, [y.detach()])
 
 
-def test_of_several_forwards_before_a_backward_it_is_the_last() -> None:
+def test_the_last_of_several_forward_passes_counts() -> None:
     model, when = Two(), Keeps("batch")
     batches = [torch.full((4, 2), float(number)) for number in range(3)]
     with EARLIER, attached(model, gs.Scale(1.0), ONE, when=when):
@@ -105,7 +105,7 @@ WIDE = gs.Shape(above=5)
 
 @pytest.mark.parametrize("when", [WIDE, gs.Threshold(above=1.0, source="output:first")])
 @pytest.mark.parametrize("at", [gs.Parameters(), gs.Outputs("second")], ids=repr)
-def test_two_forwards_before_one_backward_are_told_once(at: Any, when: gs.Trigger) -> None:
+def test_two_forward_passes_before_one_backward_warn_once(at: Any, when: gs.Trigger) -> None:
     model = Two()
     with (
         pytest.warns(gs.SurgeryWarning, match="and (Shape|Threshold).* read the last") as caught,
@@ -116,7 +116,7 @@ def test_two_forwards_before_one_backward_are_told_once(at: Any, when: gs.Trigge
     assert len([one for one in caught if "forwards" in str(one.message)]) == 1
 
 
-def test_forwards_with_a_backward_each_are_not_told_nor_are_those_that_get_none() -> None:
+def test_forward_passes_with_one_or_no_backward_each_do_not_warn() -> None:
     model = Two()
     with attached(model, gs.Identity(), when=~WIDE) as live:
         model(torch.ones(8, 2))  # as in an evaluation that forgets no_grad
@@ -130,7 +130,7 @@ def test_forwards_with_a_backward_each_are_not_told_nor_are_those_that_get_none(
     assert all(entry.fired == 6 for entry in live.ledger)
 
 
-def test_a_graph_that_outlives_the_block_goes_back_in_peace() -> None:
+def test_backward_through_an_older_graph_after_detaching_does_not_warn() -> None:
     model = Two()
     with attached(model, gs.Identity(), when=~WIDE) as live:
         losses = [model(torch.ones(4, 2)).sum() for _ in range(2)]
@@ -139,7 +139,7 @@ def test_a_graph_that_outlives_the_block_goes_back_in_peace() -> None:
     assert min(entry.calls for entry in live.ledger) > 0
 
 
-def test_of_several_calls_of_a_module_it_is_the_last() -> None:
+def test_the_last_of_several_calls_of_a_module_counts() -> None:
     model, when = Two(seconds=2), Keeps("output:second")
     with attached(model, gs.Scale(1.0), ONE, when=when):
         y = model(torch.ones(4, 2))
@@ -149,7 +149,7 @@ def test_of_several_calls_of_a_module_it_is_the_last() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_the_recomputation_of_a_checkpoint_is_not_looked_at(reentrant: bool) -> None:
+def test_the_recomputation_of_a_checkpoint_is_not_observed(reentrant: bool) -> None:
     class Checkpointed(Two):
         def forward(self, x: Tensor) -> Tensor:
             h = checkpoint(self.second, self.first(x), use_reentrant=reentrant)
@@ -163,7 +163,7 @@ def test_the_recomputation_of_a_checkpoint_is_not_looked_at(reentrant: bool) -> 
     assert len(when.judged) == 4
 
 
-def test_a_forward_in_between_that_makes_no_graph_counts_too() -> None:
+def test_a_forward_pass_without_a_graph_counts_too() -> None:
     model, when = Two(), Keeps("batch")
     with EARLIER, attached(model, gs.Scale(1.0), ONE, when=when):
         loss = model(torch.ones(4, 2)).sum()
@@ -189,7 +189,7 @@ class Pair:
         ((), {"a": None, "b": {"c": torch.arange(3)}}),
     ],
 )
-def test_a_batch_may_be_nested_and_of_whole_numbers(args: Any, kwargs: Any) -> None:
+def test_the_batch_may_be_nested_and_of_integers(args: Any, kwargs: Any) -> None:
     class Takes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -204,7 +204,7 @@ def test_a_batch_may_be_nested_and_of_whole_numbers(args: Any, kwargs: Any) -> N
     assert _same(when.judged, [torch.arange(3)])
 
 
-def test_a_source_of_two_triggers_is_seen_by_both() -> None:
+def test_two_triggers_may_observe_the_same_source() -> None:
     model = small()
     surgery = gs.Surgery(
         gs.Intervention(gs.Scale(1.0), gs.Parameters("first.*"), gs.Shape(above=7)),
@@ -222,7 +222,7 @@ def test_a_source_of_two_triggers_is_seen_by_both() -> None:
 # What is not there
 
 
-def test_a_module_that_is_not_there_is_named_with_the_nearest() -> None:
+def test_an_unknown_module_is_refused_with_the_nearest_name() -> None:
     model = small()
     with (
         pytest.raises(LookupError) as caught,
@@ -234,7 +234,7 @@ def test_a_module_that_is_not_there_is_named_with_the_nearest() -> None:
     assert num_hooks(model) == 0
 
 
-def test_a_shared_module_answers_to_each_of_its_names() -> None:
+def test_a_shared_module_is_observed_under_each_of_its_names() -> None:
     shared = nn.Linear(2, 2)
     model = nn.Sequential(shared, nn.ReLU(), shared)
     for name in ("0", "2"):
@@ -244,7 +244,7 @@ def test_a_shared_module_answers_to_each_of_its_names() -> None:
         assert len(when.looks) == 2
 
 
-def test_it_is_an_error_if_the_module_was_not_called() -> None:
+def test_a_source_module_that_was_not_called_is_an_error() -> None:
     model = Two(seconds=0)
     message = "its source 'output:second' was not observed in the forward pass before the gradient"
     with (
@@ -254,7 +254,7 @@ def test_it_is_an_error_if_the_module_was_not_called() -> None:
         model(torch.ones(1, 2)).sum().backward()
 
 
-def test_what_an_earlier_forward_has_shown_is_not_taken_for_this_one() -> None:
+def test_an_observation_of_an_earlier_forward_pass_is_not_used() -> None:
     model, when = Two(), Keeps("output:second")
     with (
         pytest.raises(RuntimeError, match="its source 'output:second' was not observed"),
@@ -266,7 +266,7 @@ def test_what_an_earlier_forward_has_shown_is_not_taken_for_this_one() -> None:
         model(torch.ones(1, 2)).sum().backward()
 
 
-def test_it_is_an_error_if_the_batch_holds_no_tensor() -> None:
+def test_a_batch_without_a_tensor_is_an_error() -> None:
     class Constant(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -283,7 +283,7 @@ def test_it_is_an_error_if_the_batch_holds_no_tensor() -> None:
         model(2.0).backward()
 
 
-def test_it_is_an_error_if_only_a_part_of_the_model_was_called() -> None:
+def test_calling_only_a_part_of_the_model_is_an_error() -> None:
     model = Two()
     with (
         pytest.raises(RuntimeError, match="its source 'batch' was not observed"),
@@ -293,18 +293,18 @@ def test_it_is_an_error_if_only_a_part_of_the_model_was_called() -> None:
 
 
 @pytest.mark.parametrize("when", [gs.Threshold(1.0, source="value"), gs.AllSameSign("value")])
-def test_a_site_without_a_value_is_refused_at_once(when: gs.Trigger) -> None:
+def test_source_value_is_refused_at_sites_without_a_value(when: gs.Trigger) -> None:
     with pytest.raises(ValueError, match="Nodes has none; it can look at 'grad' or the 'batch'"):
         gs.Intervention(gs.Zero(), gs.Nodes("Relu"), when)
 
 
 @pytest.mark.parametrize("source", ["grad", "value"])
-def test_one_gradient_is_no_source_for_a_group(source) -> None:
+def test_sources_grad_and_value_are_refused_for_a_group(source) -> None:
     with pytest.raises(ValueError, match="looks at one gradient, and ClipGlobalNorm acts on all"):
         gs.Intervention(gs.ClipGlobalNorm(1.0), when=~gs.Threshold(1.0, source=source))
 
 
-def test_the_batch_is_a_source_for_a_group() -> None:
+def test_source_batch_is_allowed_for_a_group() -> None:
     model = small()
     optimizer = sgd(model)
     fired = []
@@ -322,7 +322,7 @@ def test_the_batch_is_a_source_for_a_group() -> None:
 # What is kept
 
 
-def test_nothing_seen_is_kept_after_the_block() -> None:
+def test_observations_are_dropped_on_detach() -> None:
     model = small()
     surgery = gs.Surgery(
         gs.Intervention(gs.Scale(1.0), when=gs.Threshold(0.0, source="output:act") | gs.Shape(0))
@@ -333,7 +333,7 @@ def test_nothing_seen_is_kept_after_the_block() -> None:
     assert live.clock.observations == {}
 
 
-def test_what_is_seen_holds_neither_graph_nor_activation() -> None:
+def test_observations_keep_neither_graph_nor_activation_alive() -> None:
     model = small()
     held: list[ref[Tensor]] = []
 
@@ -354,7 +354,7 @@ def test_what_is_seen_holds_neither_graph_nor_activation() -> None:
 
 
 @pytest.mark.parametrize("source", ["batch", "input:act", "output:act"])
-def test_no_hook_of_a_source_is_left_if_attaching_fails(source: str) -> None:
+def test_no_observer_hook_is_left_if_attaching_fails(source: str) -> None:
     model = small()
     with (
         pytest.raises(ValueError, match="stage 'step' needs the optimizer"),

@@ -1,4 +1,4 @@
-"""Probability: by chance, and yet the same for everybody who has the same seed."""
+"""Probability: a random trigger, reproducible from its seeds."""
 
 import pytest
 import torch
@@ -15,14 +15,14 @@ def _steps(trigger: gs.Trigger, seed: int = 0, site: str = "a", steps: int = 400
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, 1.0])
-def test_it_fires_as_often_as_it_says(p: float) -> None:
+def test_the_firing_rate_is_the_probability(p: float) -> None:
     for per in ("step", "site"):
         share = sum(_steps(gs.Probability(p, per))) / 400
         # Four standard deviations of the mean of 400 draws.
         assert abs(share - p) <= 4 * (p * (1 - p) / 400) ** 0.5
 
 
-def test_it_is_drawn_from_the_seeds_and_the_step_alone() -> None:
+def test_draws_depend_on_the_seeds_and_the_step_alone() -> None:
     once = _steps(gs.Probability(0.5))
     assert _steps(gs.Probability(0.5)) == once
     assert _steps(gs.Probability(0.5), seed=1) != once
@@ -31,12 +31,12 @@ def test_it_is_drawn_from_the_seeds_and_the_step_alone() -> None:
     assert _steps(gs.Probability(0.5, "site"), site="b") != _steps(gs.Probability(0.5, "site"))
 
 
-def test_what_fires_with_a_small_probability_fires_with_a_larger_one() -> None:
+def test_a_trigger_fires_whenever_one_of_smaller_probability_does() -> None:
     pairs = zip(_steps(gs.Probability(0.2)), _steps(gs.Probability(0.6)), strict=True)
     assert all(larger or not smaller for smaller, larger in pairs)
 
 
-def test_per_site_has_to_know_the_site() -> None:
+def test_per_site_is_unknown_without_a_site() -> None:
     assert gs.Probability(0.5, "site").fires(TriggerContext(Clock())) is None
     assert gs.Probability(0.5).fires(TriggerContext(Clock())) in (True, False)
 
@@ -65,11 +65,11 @@ def test_per_step_all_sites_fire_together_and_per_site_each_by_itself() -> None:
 
 
 @pytest.mark.parametrize("per", ["step", "site"])
-def test_an_arm_and_its_control_see_the_same(per) -> None:
+def test_an_arm_and_its_control_have_the_same_draws(per) -> None:
     assert _fired(per, "clip") == _fired(per, "norm_matched")
 
 
-def test_the_global_generators_are_not_touched() -> None:
+def test_the_global_generators_are_not_used() -> None:
     model = small()
     optimizer = sgd(model)
     torch.manual_seed(5)

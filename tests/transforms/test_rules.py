@@ -1,4 +1,4 @@
-"""What every transform promises, whatever it does."""
+"""Rules that every transform obeys: purity, dtypes, randomness, compilation."""
 
 import dataclasses
 
@@ -11,29 +11,29 @@ from gradsurg.testing.transforms import DTYPES, context_with, noise
 from gradsurg.transforms.base import TransformContext, TransformState
 from tests.cases import INF, NAN, build, names
 
-# Of other gradients alone, by a matrix that is drawn once for all.
-MADE_ANEW = ("direct_feedback", "feedback_weights")
-# They say so in their docstrings; every other transform keeps a NaN where it finds one.
-DROP_NAN = ("random_mask", "sanitize", "zero", *MADE_ANEW)
+# Their results do not depend on the incoming gradient, and their random matrix not on the call.
+FROM_OTHER_GRADIENTS = ("direct_feedback", "feedback_weights")
+# As documented; every other transform keeps a NaN in place.
+DROP_NAN = ("random_mask", "sanitize", "zero", *FROM_OTHER_GRADIENTS)
 ALWAYS_FINITE = ("sanitize", "zero")
 
 every_config = pytest.mark.parametrize("name", names())
 
 
 @every_config
-def test_every_config_keeps_the_rules_and_its_laws(name: str) -> None:
+def test_every_config_obeys_the_rules_and_has_its_declared_properties(name: str) -> None:
     check_transform(build(name), drops_nan=name in DROP_NAN)
 
 
 @pytest.mark.parametrize("name", ALWAYS_FINITE)
-def test_those_that_drop_a_nan_are_told_from_the_others(name: str) -> None:
+def test_dropping_a_nan_must_be_declared(name: str) -> None:
     with pytest.raises(AssertionError, match="propagates_nan: a NaN becomes 0"):
         check_transform(build(name))
 
 
 @pytest.mark.parametrize("name", ALWAYS_FINITE)
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_what_is_not_finite_is_made_so(name: str, bad: float) -> None:
+def test_nan_and_infinities_become_finite(name: str, bad: float) -> None:
     for shape in ((1,), (3,), (2, 3), (4, 3, 3, 3)):
         for dtype in DTYPES:
             grad = noise(shape, dtype)
@@ -45,7 +45,7 @@ def test_what_is_not_finite_is_made_so(name: str, bad: float) -> None:
 
 
 @every_config
-def test_only_what_is_random_changes_with_seed_site_step_and_call(name: str) -> None:
+def test_only_random_transforms_depend_on_seed_site_and_call(name: str) -> None:
     transform = build(name)
     grad = noise((4, 50), torch.float32)
     base = context_with(grad)
@@ -53,12 +53,14 @@ def test_only_what_is_random_changes_with_seed_site_step_and_call(name: str) -> 
     for change in ({"seed": 1}, {"site": "b.weight"}, {"call": 1}):
         other = dataclasses.replace(base, **change)
         result = transform.update(grad, transform.init(grad), other)[0]
-        fixed = "deterministic" in transform.properties or (name in MADE_ANEW and "call" in change)
+        fixed = "deterministic" in transform.properties or (
+            name in FROM_OTHER_GRADIENTS and "call" in change
+        )
         assert torch.equal(result, first) == fixed
 
 
 @every_config
-def test_made_twice_it_is_the_same_value(name: str) -> None:
+def test_two_instances_of_a_config_are_equal_and_immutable(name: str) -> None:
     transform = build(name)
     assert build(name) == transform
     assert hash(build(name)) == hash(transform)
@@ -74,7 +76,7 @@ def test_made_twice_it_is_the_same_value(name: str) -> None:
         for name in names()
     ],
 )
-def test_compiled_whole_it_gives_the_same(name: str) -> None:
+def test_a_compiled_transform_gives_the_same_result(name: str) -> None:
     transform = build(name)
     if "deterministic" not in transform.properties:
         pytest.skip("a generator is made outside of the graph")

@@ -1,4 +1,4 @@
-"""Triggers combined, and triggers that a user writes: three values, and nothing asked in vain."""
+"""Combinations of triggers, and triggers written by users."""
 
 import re
 from dataclasses import dataclass, field
@@ -77,7 +77,7 @@ DEVICE = ("device", True), ("device", False)
         (None, NO, None, None),
     ],
 )
-def test_three_values_and_those_of_the_device(
+def test_and_and_or_of_host_unknown_and_device_decisions(
     one: Decision, other: Decision, both: object, either: object
 ) -> None:
     for pair in ((one, other), (other, one)):
@@ -90,12 +90,12 @@ def test_three_values_and_those_of_the_device(
     ("answer", "opposite"),
     [(True, False), (False, True), (None, None), (YES, DEVICE[1]), (NO, DEVICE[0])],
 )
-def test_the_opposite_of_each(answer: Decision, opposite: object) -> None:
+def test_not_of_host_unknown_and_device_decisions(answer: Decision, opposite: object) -> None:
     assert _plain((~Says(answer)).fires(TriggerContext(Clock()))) == opposite
 
 
 @pytest.mark.parametrize("looks_first", [True, False])
-def test_what_the_host_has_decided_spares_the_device_its_work(looks_first: bool) -> None:
+def test_a_decision_of_the_host_skips_device_triggers(looks_first: bool) -> None:
     for answer, combine in ((False, gs.AllOf), (True, gs.AnyOf)):
         host, device = Says(answer), Looks(YES)
         combined = combine((device, host) if looks_first else (host, device))
@@ -103,7 +103,7 @@ def test_what_the_host_has_decided_spares_the_device_its_work(looks_first: bool)
         assert (len(host.asked), len(device.asked)) == (1, 0)
 
 
-def test_it_does_so_from_inside_other_combinations_too() -> None:
+def test_a_decision_of_the_host_skips_device_triggers_in_nested_combinations() -> None:
     device, other = Looks(YES), Looks(NO)
     trigger = (~device | (other & Says(True))) & Says(False)
     assert trigger.fires(TriggerContext(Clock())) is False
@@ -114,7 +114,7 @@ def _measured(trigger: Says) -> int:
     return sum(context.grad is not None for context in trigger.asked)
 
 
-def test_where_the_host_says_no_neither_transform_nor_measurement_is_called() -> None:
+def test_neither_transform_nor_measurement_runs_where_the_host_decides_no() -> None:
     model, transform, device = small(), Counts(), Looks(YES)
     optimizer = sgd(model)
     when = device & gs.Steps(start=2) & gs.Depth(high=1)
@@ -127,7 +127,7 @@ def test_where_the_host_says_no_neither_transform_nor_measurement_is_called() ->
     assert [(entry.calls, entry.all_fired) for entry in live.ledger] == [(3, 1), (3, 1)]
 
 
-def test_a_site_of_which_the_host_says_no_is_not_measured() -> None:
+def test_a_site_where_the_host_decides_no_is_not_measured() -> None:
     model, device = small(), Looks(YES)
     with (
         pytest.warns(gs.SurgeryWarning, match="never fired in 2 gradients"),
@@ -161,7 +161,7 @@ class Twice(gs.Trigger):
         return seen < self.count
 
 
-def test_a_users_trigger_fires_by_what_it_says() -> None:
+def test_a_users_trigger_decides_when_the_transform_acts() -> None:
     plain, model = small(), small()
     backward(plain)
     bound = sorted(grad.abs().max().item() for grad in gradients(plain).values())[1]
@@ -173,7 +173,7 @@ def test_a_users_trigger_fires_by_what_it_says() -> None:
         assert torch.equal(gradients(model)[name], expected)
 
 
-def test_it_combines_with_those_of_gradsurg() -> None:
+def test_a_users_trigger_combines_with_built_in_ones() -> None:
     model = small()
     optimizer = sgd(model)
     when = Loud() & gs.Every(2) & ~Loud(1e9)
@@ -182,7 +182,7 @@ def test_it_combines_with_those_of_gradsurg() -> None:
     assert {entry.all_fired for entry in live.ledger} == {2}
 
 
-def test_its_memory_is_of_each_site_and_in_the_state() -> None:
+def test_a_users_trigger_has_a_state_for_each_site_in_the_state_dict() -> None:
     model = small()
     surgery = gs.Surgery(gs.Intervention(gs.Scale(1.0), gs.Parameters("last.*"), Twice()))
     with surgery.attach(model) as live:
@@ -206,7 +206,7 @@ def test_its_memory_is_of_each_site_and_in_the_state() -> None:
     ],
 )
 @pytest.mark.parametrize("later", [False, True])
-def test_what_is_no_answer_is_refused(answer: object, found: str, later: bool) -> None:
+def test_an_invalid_decision_is_refused(answer: object, found: str, later: bool) -> None:
     class Wrong(gs.Trigger):
         def __repr__(self) -> str:
             return "Wrong()"
@@ -227,7 +227,7 @@ def test_what_is_no_answer_is_refused(answer: object, found: str, later: bool) -
 @pytest.mark.parametrize(
     ("combine", "first"), [(gs.AllOf, gs.Always()), (gs.AnyOf, gs.Steps(start=9))]
 )
-def test_what_is_no_answer_is_refused_in_a_combination_too(combine: Any, first: gs.Trigger) -> None:
+def test_an_invalid_decision_is_refused_in_a_combination(combine: Any, first: gs.Trigger) -> None:
     class Wrong(gs.Trigger):
         def fires(self, context: TriggerContext) -> Any:
             return "yes"
@@ -240,7 +240,7 @@ def test_what_is_no_answer_is_refused_in_a_combination_too(combine: Any, first: 
         backward(model)
 
 
-def test_none_where_the_gradient_is_at_hand_is_refused() -> None:
+def test_an_unknown_decision_at_a_gradient_is_refused() -> None:
     model = small()
     with (
         pytest.raises(TypeError, match="returned None though it had the gradient"),
@@ -252,7 +252,7 @@ def test_none_where_the_gradient_is_at_hand_is_refused() -> None:
 @pytest.mark.parametrize(
     ("later", "note"), [(False, "before a gradient was there"), (True, "at site 'last.bias'")]
 )
-def test_what_a_trigger_raises_is_told_with_its_place(later: bool, note: str) -> None:
+def test_an_exception_of_a_trigger_names_its_site(later: bool, note: str) -> None:
     class Broken(gs.Trigger):
         def __repr__(self) -> str:
             return "Broken()"
@@ -272,7 +272,7 @@ def test_what_a_trigger_raises_is_told_with_its_place(later: bool, note: str) ->
     assert num_hooks(model) == 0
 
 
-def test_a_users_trigger_may_look_at_a_source() -> None:
+def test_a_users_trigger_may_observe_a_source() -> None:
     class Wide(TensorTrigger):
         source = "output:act"
 
@@ -293,7 +293,7 @@ def test_a_users_trigger_may_look_at_a_source() -> None:
 
 @pytest.mark.filterwarnings("ignore:clip_global_norm. its trigger never fired")
 @pytest.mark.parametrize("answer", [YES, NO], ids=["yes", "no"])
-def test_an_answer_of_the_device_changes_a_group_as_a_whole_or_not(answer: Tensor) -> None:
+def test_a_device_decision_applies_to_a_whole_group(answer: Tensor) -> None:
     class Late(gs.Trigger):
         def fires(self, context: TriggerContext) -> Decision:
             return None if context.site is None else answer
@@ -308,7 +308,7 @@ def test_an_answer_of_the_device_changes_a_group_as_a_whole_or_not(answer: Tenso
     assert {entry.all_fired for entry in live.ledger} == {int(answer)}
 
 
-def test_a_group_with_a_state_keeps_it_where_the_device_says_no() -> None:
+def test_a_groups_state_does_not_advance_where_the_device_decides_no() -> None:
     answers = [True, False, True]
 
     class Late(gs.Trigger):
@@ -338,7 +338,7 @@ def test_a_group_with_a_state_keeps_it_where_the_device_says_no() -> None:
     assert norms(Late()) != norms(gs.Always())
 
 
-def test_a_group_with_a_state_keeps_its_members() -> None:
+def test_a_group_with_a_state_must_keep_its_members() -> None:
     model = small()
     optimizer = sgd(model)
     transform = gs.NormMatched(gs.Chain(gs.GrokfastEMA(), gs.ClipGlobalNorm(1.0)))

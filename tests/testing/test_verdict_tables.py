@@ -1,4 +1,4 @@
-"""The tables of the documentation say what a verdict says, and cite what a docstring cites."""
+"""Tables of verdicts in the READMEs: cells, citations and rewriting."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from gradsurg.testing import Verdict
 from tests.verdict_tables import BEGIN, END, cell, line, paper, write, written
 
 
-def test_a_cell_tells_what_is_promised_from_what_only_held() -> None:
+def test_a_cell_distinguishes_declared_properties_from_observed_ones() -> None:
     assert cell(Verdict("a", True, True)) == "yes"
     assert cell(Verdict("a", False, True)) == "(yes)"
     assert cell(Verdict("a", False, False)) == ""
@@ -28,13 +28,13 @@ def test_a_paper_is_found_in_a_docstring(text: str, cited: str) -> None:
     assert paper(own).endswith(f"(https://arxiv.org/abs/{cited})")
 
 
-def test_a_paper_without_a_number_is_cited_as_it_is() -> None:
+def test_a_paper_without_an_arxiv_number_is_cited_without_a_link() -> None:
     own = type("Own", (), {"__doc__": "As Robbins and Monro 1951 have it."})
     assert paper(own) == "Robbins and Monro 1951"
     assert paper(type("Own", (), {"__doc__": "The sum of 12 and 30."})) == ""
 
 
-def test_a_table_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+def test_a_table_replaces_the_old_one(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{BEGIN}\n| old |\n{END}\nafter\n")
     write(readme, line(["a", "b"]), [line(["1", ""])])
