@@ -43,7 +43,7 @@ GradFn = Callable[[Tensor | None], Tensor | None]
 """A gradient hook: takes a gradient and returns the new one, or None to leave it unchanged."""
 
 GroupFn = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
-"""A hook on all gradients of a group: returns the new ones in the same order, None for unchanged."""
+"""A hook on all gradients of a group: returns the new ones in order, None for unchanged."""
 
 RegisterHooks = Callable[[ExitStack], None]
 """Registers hooks and puts their removal on the stack; may be called again after a removal."""
@@ -186,7 +186,7 @@ class Selector(ABC):
 
     @property
     def provides(self) -> frozenset[Need]:
-        """The inputs besides the gradient that a transform gets at each site (`Transform.needs`)."""
+        """The inputs besides the gradient that a transform gets here (`Transform.needs`)."""
         return frozenset()
 
     @property

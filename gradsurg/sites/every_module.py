@@ -1,4 +1,4 @@
-"""EveryModule: the global hooks of PyTorch, for all modules of the process."""
+"""EveryModule: PyTorch's global module hooks, for all modules of the process."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -11,18 +11,18 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.activations import Done, Flow, input_hook, output_hook
+from gradsurg.sites.activations import CallRecord, Flow, input_hook, output_hook
 from gradsurg.sites.base import HookRegistry, Place, PlaceTest, Selector, Stage
 from gradsurg.sites.call_tracker import Calls
 from gradsurg.sites.module_gradients import (
-    Hook,
-    Side,
-    forbid_legacy,
+    BackwardHook,
+    Kind,
+    explain_in_place_error,
     forward_hook,
     forward_pre_hook,
-    note_in_place,
-    tickets,
-    without_warning,
+    per_call_hooks,
+    refuse_legacy_hooks,
+    suppress_warning,
 )
 from gradsurg.sites.selection import (
     COMPILED,
@@ -50,18 +50,19 @@ TABLES = (
 
 @validated
 class EveryModule(Selector):
-    """Every module of the process whose name fits `pattern`, those outside the model too.
+    """Every module of the process whose name fits `pattern`, also outside the model.
 
-    A module of the model goes by its name (the model itself by `root`, spelled out), any other by
-    that of its class: a loss is `CrossEntropyLoss#0`. `types` is a pattern on the class's name.
-    Calls are counted within one call of the model, outside it each is call 0. Sites are those of
-    the kind of hook: `forward_pre` and `forward` change what flows into a module by place and out
-    of it, as `Activations` does; `full_backward_pre` and `full_backward` change gradients, as
-    `ModuleGradients` does, with its limits, which then hold for every module of the process.
+    A module of the model has its name there (the model itself is `root`, which a pattern must spell
+    out); any other module has the name of its class: a loss is `CrossEntropyLoss#0`. `types` is a
+    pattern on the class. Calls are counted within one call of the model; a call outside it is call
+    0. `kind` chooses the global hook and the sites: `forward_pre` and `forward` change the
+    positional inputs and the outputs of modules, as `Activations` does; `full_backward_pre` and
+    `full_backward` change gradients, as `ModuleGradients` does, and its limits then hold for every
+    module of the process.
 
-    All threads are seen. Compiled code is not: it keeps no global hook that was registered after
-    it was compiled. What is outside the model is known when it is met: a name that never comes is
-    told when the block ends.
+    Calls in all threads are seen, but not those in compiled code, which ignores global hooks
+    registered after it was compiled. Modules outside the model are unknown until they are called: a
+    name that no module has is reported on detach.
     """
 
     pattern: Pattern = "*"
@@ -78,12 +79,12 @@ class EveryModule(Selector):
 
     @property
     def side(self) -> str:
-        """The side of the module that the hook is at."""
+        """Whether the hook is at the inputs or the outputs of modules."""
         return "input" if self.kind in ("forward_pre", "full_backward") else "output"
 
     @property
     def backward(self) -> str:
-        """How a gradient passes what was done to a value."""
+        """The `Activations.backward` of a forward hook."""
         return "through"
 
     def resolve(self, scope: Scope) -> Stage:
@@ -114,14 +115,13 @@ class EveryModule(Selector):
         return Place(self.mechanism, type(thing).__name__, thing)
 
     def find(self, model: nn.Module, test: PlaceTest | None = None) -> list[str]:
-        test = test or self.selects
-        kept = candidates(names_of(model), self.mechanism, test)
-        found = [name for names in kept.values() for name in names]
-        return found or [f"what fits {self!r} outside the model"]
+        selected = candidates(names_of(model), self.mechanism, test or self.selects)
+        names = [name for names in selected.values() for name in names]
+        return names or [f"what fits {self!r} outside the model"]
 
     def site_ids(self, registry: HookRegistry, suffix: str = "") -> SiteIds:
-        """A memory of which calls are selected, and of the ids of their sites."""
-        # Modules outside the model may come and go.
+        """Return a cached function from the calls of modules to site ids."""
+        # Weak keys: modules outside the model may be freed.
         return site_ids(self.mechanism, registry, WeakKeyDictionary(), suffix)
 
     def hook(
@@ -141,7 +141,7 @@ class EveryModule(Selector):
                 registry.expect(f"{name}#0{suffix}", foreign=others)
         match self.kind:
             case "forward_pre" | "forward":
-                self._hook_values(model, names, registry, stack)
+                self._hook_activations(model, names, registry, stack)
             case "full_backward_pre" | "full_backward":
                 self._hook_gradients(model, names, registry, stack, self.kind)
 
@@ -149,20 +149,20 @@ class EveryModule(Selector):
     def _stage(self) -> Stage:
         return "forward" if self.kind in ("forward_pre", "forward") else "backward"
 
-    def _hook_values(
+    def _hook_activations(
         self, model: nn.Module, names: "_Names", registry: HookRegistry, stack: ExitStack
     ) -> None:
         block = ["open"]
         stack.callback(block.clear)
-        done: WeakKeyDictionary[nn.Module, list[Done]] = WeakKeyDictionary()
-        flow = Flow(names, self, registry, done, block)
+        records: WeakKeyDictionary[nn.Module, list[CallRecord]] = WeakKeyDictionary()
+        flow = Flow(names, self, registry, records, block)
         _follow_begin(flow.calls, model, stack)
         if self.kind == "forward_pre":
-            handle = process.register_module_forward_pre_hook(_by_place(input_hook(flow)))
+            handle = process.register_module_forward_pre_hook(_positional(input_hook(flow)))
         else:
-            # PyTorch's type says that such a hook returns nothing; it may return a new output.
-            leave: Callable[..., Any] = output_hook(flow)
-            handle = process.register_module_forward_hook(leave)
+            # PyTorch's type allows no return value, but the hook may return a new output.
+            hook: Callable[..., Any] = output_hook(flow)
+            handle = process.register_module_forward_hook(hook)
         stack.callback(handle.remove)
         _follow_end(flow.calls, model, stack)
 
@@ -172,32 +172,33 @@ class EveryModule(Selector):
         names: "_Names",
         registry: HookRegistry,
         stack: ExitStack,
-        side: Side,
+        kind: Kind,
     ) -> None:
         calls = Calls(names)
-        forbid_legacy(process._global_is_full_backward_hook, "the process", "EveryModule")
-        one = tickets(self._register(side, stack))
-        stack.callback(one.remove)
+        refuse_legacy_hooks(process._global_is_full_backward_hook, "the process", "EveryModule")
+        hooks = per_call_hooks(self._registration(kind, stack))
+        stack.callback(hooks.remove)
         _follow_begin(calls, model, stack)
-        enter = forward_pre_hook(calls, one, "EveryModule")
-        stack.callback(process.register_module_forward_pre_hook(enter).remove)
-        suffix = ".input" if side == "full_backward" else ""
-        leave = forward_hook(
-            calls, one, self.site_ids(registry, suffix), registry, side, refuses=""
-        )
-        leave_handle = process.register_module_forward_hook(leave, with_kwargs=True)
-        stack.callback(autograd.remove_global_forward_hook, leave_handle)
+        pre_hook = forward_pre_hook(calls, hooks, "EveryModule")
+        stack.callback(process.register_module_forward_pre_hook(pre_hook).remove)
+        suffix = ".input" if kind == "full_backward" else ""
+        site_ids = self.site_ids(registry, suffix)
+        post_hook = forward_hook(calls, hooks, site_ids, registry, kind, refused_by="")
+        handle = process.register_module_forward_hook(post_hook, with_kwargs=True)
+        stack.callback(autograd.remove_global_forward_hook, handle)
         _follow_end(calls, model, stack)
-        note_in_place(model, stack)
-        without_warning(stack)
+        explain_in_place_error(model, stack)
+        suppress_warning(stack)
 
-    def _register(self, side: Side, stack: ExitStack) -> Callable[[Hook], RemovableHandle]:
-        if side == "full_backward_pre":
+    def _registration(
+        self, kind: Kind, stack: ExitStack
+    ) -> Callable[[BackwardHook], RemovableHandle]:
+        if kind == "full_backward_pre":
             return process.register_module_full_backward_pre_hook
         before = process._global_is_full_backward_hook
 
         def restore() -> None:
-            # PyTorch does not, and would refuse the hooks of the other kind for ever.
+            # PyTorch does not reset the flag, and would refuse legacy hooks from then on.
             if not process._global_backward_hooks:
                 process._global_is_full_backward_hook = before
 
@@ -206,18 +207,18 @@ class EveryModule(Selector):
 
 
 class _Names(dict[nn.Module, list[str]]):
-    """The names of the model's modules; that of a stranger is its class's."""
+    """The names of the modules of the model; another module has the name of its class."""
 
     def __missing__(self, module: nn.Module) -> list[str]:
         return [type(module).__name__]
 
     def get(self, key: nn.Module, default: None = None) -> list[str] | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # What torch.compile puts around a module is no module of the user's.
+        # The wrapper that torch.compile puts around a module has no name.
         return default if key not in self and COMPILED in key._modules else self[key]
 
 
-def _by_place(enter: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook on all arguments, where PyTorch tells of those by place only. Any: a user's values."""
+def _positional(enter: Callable[..., Any]) -> Callable[..., Any]:
+    """Adapt a pre-hook to global pre-hooks, which get positional arguments only. Any: a user's."""
 
     @compiling.untraced
     def hook(module: nn.Module, args: tuple[object, ...]) -> tuple[object, ...] | None:
@@ -228,7 +229,7 @@ def _by_place(enter: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _follow_begin(calls: Calls, model: nn.Module, stack: ExitStack) -> None:
-    """As `Calls.hook`, and in time for global hooks, which run before those of the model."""
+    """Start counting calls by a global hook: the model's own hooks run after all global ones."""
     held = ref(model)
 
     @compiling.untraced

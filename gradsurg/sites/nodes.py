@@ -52,7 +52,7 @@ FAMILIES = {
     "rnn": ("MkldnnRnnLayer", "CudnnRnn", "MiopenRnn", "LstmMps", "ThnnFused*Cell"),
     "softmax": ("Softmax", "LogSoftmax", "SafeSoftmax", "MaskedSoftmax", "Sparse*Softmax"),
 }
-"""Node names without `Backward`: they vary with shape, dtype and device. Dropout has no family, since
+"""Node names without `Backward`, which vary with shape, dtype and device. Dropout has no family:
 on a CPU it is a multiplication."""
 
 ONE_NODE = (
@@ -278,7 +278,7 @@ def fits_node(name: str, pattern: str) -> bool:
 
 
 def _prehook(site: str, registry: HookRegistry, single: bool) -> Callable[..., object]:
-    """Return a node prehook; of a node with several outputs, those that get a gradient are sites."""
+    """Return a node prehook; of several outputs, those that get a gradient are sites."""
     if single:
         site_hook = registry.hook_for(site)
 

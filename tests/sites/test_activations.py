@@ -393,8 +393,8 @@ def test_a_recomputation_is_counted_again() -> None:
 @pytest.mark.parametrize(
     ("transform", "why"),
     [
-        (gs.GrokfastEMA(), r"GrokfastEMA\(.*\) remembers what it has met"),
-        (gs.AddNoise(), r"AddNoise\(.*\) is not known to draw no random numbers"),
+        (gs.GrokfastEMA(), r"GrokfastEMA\(.*\) keeps a state"),
+        (gs.AddNoise(), r"AddNoise\(.*\) may draw random numbers"),
     ],
 )
 @pytest.mark.parametrize("reentrant", [False, True])

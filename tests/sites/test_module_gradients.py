@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import gradsurg as gs
 from gradsurg.plugins.fields import FieldError
 from gradsurg.sites.base import Selector
-from gradsurg.sites.module_gradients import Notes
+from gradsurg.sites.module_gradients import CallHook
 from tests.nets import attached, backward, batch, gradients, num_hooks, sgd, small, train, weights
 from tests.sites.points import Double, Shared, calls_of, grad_of, point
 
@@ -470,10 +470,10 @@ def test_threads_keep_their_calls_apart() -> None:
 
 
 def test_a_backward_in_a_third_thread_that_cannot_tell_two_calls_apart_is_refused() -> None:
-    notes, module, barrier = Notes(), Double(), threading.Barrier(2)
+    call_hook, module, barrier = CallHook(), Double(), threading.Barrier(2)
 
     def work() -> None:
-        notes.write(module, [lambda grad: None if grad is None else grad * 2])
+        call_hook.assign(module, [lambda grad: None if grad is None else grad * 2])
         barrier.wait(timeout=10)  # two threads at a time have two numbers
 
     threads = [threading.Thread(target=work) for _ in range(2)]
@@ -482,8 +482,8 @@ def test_a_backward_in_a_third_thread_that_cannot_tell_two_calls_apart_is_refuse
     for thread in threads:
         thread.join()
     with pytest.raises(RuntimeError, match="several threads have called a Double at a time"):
-        notes.hook()(module, (torch.ones(1),))
-    assert notes.hook()(Double(), (torch.ones(1),)) is None
+        call_hook.backward_hook()(module, (torch.ones(1),))
+    assert call_hook.backward_hook()(Double(), (torch.ones(1),)) is None
 
 
 def test_it_acts_on_scaled_losses_in_autocast() -> None:
