@@ -160,10 +160,10 @@ def test_a_cycle_is_found() -> None:
         ("sites.nodes", "from .base import Selector", "relative import"),
         (
             "hooks.transform_hook",
-            "from gradsurg.sites._tensor_origins import Sort",
+            "from gradsurg.sites._tensor_origins import Origin",
             "private to sites",
         ),
-        ("sites.nodes", "from gradsurg.sites._tensor_origins import Sort", ""),
+        ("sites.nodes", "from gradsurg.sites._tensor_origins import Origin", ""),
         ("training.loop", "from omegaconf import DictConfig", "whose door is run or config"),
         ("config.build", "import wandb", "whose door is loggers.wandb"),
         ("loggers.console", "import wandb.sdk", "whose door is loggers.wandb"),

@@ -1,4 +1,4 @@
-"""SavedTensors: what a backward pass reads back of its forward."""
+"""SavedTensors: the tensors that a backward pass reads back from the forward pass."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
 from gradsurg.plugins.fields import Contradiction, SelectionError, validated
-from gradsurg.sites._tensor_origins import Sort, Sorts
+from gradsurg.sites._tensor_origins import Origin, TensorOrigins
 from gradsurg.sites.base import HookRegistry, Place, PlaceTest, SiteHook, Stage
 from gradsurg.sites.call_tracker import Calls
 from gradsurg.sites.graph_tracer import CallGraph, NodePlace, Tracer, around, plain
@@ -28,43 +28,48 @@ from gradsurg.sites.selection import (
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Scope
 
-BLOCK = "block"  # the pattern, and the site, of all that is saved while the block is open
-What = Literal["activations", "parameters", "all"]
-Wanted = Callable[[Tensor], bool]
+BLOCK = "block"  # the pattern, and the site, of all tensors saved while the block is open
+Choice = Literal["activations", "parameters", "all"]
+TensorFilter = Callable[[Tensor], bool]
 Site = tuple[SiteHook, str]
+
+COMPILED_SAVES = (
+    "what torch.compile has compiled chooses by itself what it saves: there may be fewer sites "
+    "than in eager, and other tensors in them"
+)
 
 
 @validated
 class SavedTensors(ModuleSelector):
-    """What the forward of the modules that fit `pattern` has saved, when backward reads it back.
+    """The tensors saved by the forward of the selected modules, when backward reads them back.
 
-    The forward is as it was; the backward computes with what the transform makes of the saved
-    tensors, as with activations kept in few bits. Every floating tensor that is saved while a call
-    of a matching module runs is a site, `name#call.number`, in the order of saving; of modules
-    inside one another it belongs to the innermost that fits_node. `node` picks those of one kind of
-    autograd node, a name, a pattern or a family as at `Nodes`; then the site is that of the node
-    with the name PyTorch gives to what it has saved, `act#0/ReluBackward[0].result`. The pattern
-    `block` stands for all that is saved while the block is open, outside of modules too, but in
-    the thread that attached alone; its one site is `block`.
+    The forward pass is unchanged; the backward pass computes with the transformed tensors, as with
+    activations stored in few bits. Every floating tensor saved during a call of a matching module
+    is a site, `name#call.number` in the order of saving; of nested modules it belongs to the
+    innermost that matches. `node` selects the tensors saved by one kind of autograd node: a name, a
+    pattern or a family, as for `Nodes`. Then the site is the node's with PyTorch's name for the
+    saved tensor, `act#0/ReluBackward[0].result`. The pattern `block` selects all tensors saved
+    while the block is open, also outside of modules, but only in the thread that attached; its one
+    site is `block`.
 
-    `of` says what: `parameters` are the weights, views of them or cast ones, what stands in their
-    place during a `torch.func.functional_call`, and what a parametrization (`weight_norm`) makes
-    and saves on the way; `activations` are all other floating tensors but buffers, so also the
-    statistics of a norm and the mask of a dropout; `all` is both. Whole numbers, as indices, are
-    always left alone. The cast of a frozen weight has no graph and is known by its values; the norm
-    that the deprecated `torch.nn.utils.weight_norm` saves on its way is not known.
+    `of` is the kind of tensor: `parameters` are the weights, their views and casts, the tensors in
+    their place in a `torch.func.functional_call`, and those that a parametrization (`weight_norm`)
+    computes and saves; `activations` are all other floating tensors except buffers, so also the
+    statistics of a norm and the mask of a dropout; `all` is both. Integer tensors, such as indices,
+    are never changed. The cast of a frozen weight has no graph and is recognized by its values; the
+    norm saved by the deprecated `torch.nn.utils.weight_norm` is not recognized.
 
-    The transform is taken to be a constant where it acts: a backward with `create_graph`, which
-    would have to differentiate it, is refused. A tensor is read back once in each backward, and
-    counted as often. What was changed in place since it was saved is refused as PyTorch does.
-    Other hooks for saved tensors, as those of a checkpoint or `save_on_cpu`, stay in force: what
-    they give back is what the transform gets. Not with `node`, where one pair alone can be and this
-    is an error; and not inside of `block`, where what such hooks take is theirs. What runs compiled
-    chooses by itself what it saves, which a warning tells when the block ends.
+    The transform is a constant to autograd, so a backward pass with `create_graph` raises. A tensor
+    is read once in each backward pass, and counted then. A tensor changed in place since it was
+    saved raises the error that PyTorch would raise. Other saved-tensor hooks, as those of a
+    checkpoint or `save_on_cpu`, stay active: the transform gets the tensors that they return. Two
+    exceptions: a `node` takes one pair of hooks only, and raises if it has one; and inside `block`,
+    tensors taken by such hooks are not seen. Compiled code decides itself which tensors it saves; a
+    warning on detach says so.
     """
 
     node: Pattern | None = None
-    of: What = "activations"
+    of: Choice = "activations"
 
     stages: ClassVar[tuple[Stage, ...]] = ("saved",)
     compile_limit: ClassVar[str] = "what is compiled chooses by itself what it saves"
@@ -84,12 +89,12 @@ class SavedTensors(ModuleSelector):
     def selects(self, place: Place) -> bool | None:
         if self.pattern == BLOCK:
             return place.mechanism == self.mechanism
-        said = ModuleSelector.selects(self, place)
-        if self.node is None or said is False:
-            return said
+        selected = ModuleSelector.selects(self, place)
+        if self.node is None or selected is False:
+            return selected
         if place.node is None:
             return None
-        return said if fits_node(place.node, self.node) else False
+        return selected if fits_node(place.node, self.node) else False
 
     def place_if_added(self, thing: nn.Module | Tensor) -> Place | None:
         return Place(self.mechanism, BLOCK) if self.pattern == BLOCK else None
@@ -126,28 +131,30 @@ class SavedTensors(ModuleSelector):
             return
         if registry.stateful:
             raise ValueError(
-                f"SavedTensors: site 'block' is many tensors, and {registry.stateful} remembers one "
-                "thing for each site: choose modules or nodes"
+                f"SavedTensors: site 'block' is many tensors, and {registry.stateful} remembers "
+                "one thing for each site: choose modules or nodes"
             )
-        gate = registry.hook_for(BLOCK)
-        sorts = Sorts(model, stack)
-        fits_sort = _wanted(self.of, sorts)
+        hook = registry.hook_for(BLOCK)
+        origins = TensorOrigins(model, stack)
+        is_chosen = _filter(self.of, origins)
 
         def wanted(tensor: Tensor) -> bool:
-            sorts.look()  # no call is followed that would say when a weight is another tensor
+            origins.update()  # no module hook would show that a weight was replaced
             if compiling.in_compiled():
                 registry.note(COMPILED_SAVES)
-            return fits_sort(tensor)
+            return is_chosen(tensor)
 
-        one = pair(lambda tensor: (gate, BLOCK) if wanted(tensor) else None, autograd.saving())
-        autograd.begin_saving(one)
-        stack.callback(autograd.end_saving, one)
+        pair = hook_pair(
+            lambda tensor: (hook, BLOCK) if wanted(tensor) else None, autograd.saving()
+        )
+        autograd.begin_saving(pair)
+        stack.callback(autograd.end_saving, pair)
 
     def _hook_modules(self, model: nn.Module, registry: HookRegistry, stack: ExitStack) -> None:
-        sorts = Sorts(model, stack)
-        wanted = _wanted(self.of, sorts)
-        calls = Saving(names_of(model), self.site_ids(registry), registry, sorts, wanted)
-        stack.callback(calls.end)
+        origins = TensorOrigins(model, stack)
+        wanted = _filter(self.of, origins)
+        calls = _SavingCalls(names_of(model), self.site_ids(registry), registry, origins, wanted)
+        stack.callback(calls.close_all)
         calls.hook(model, stack)
         enter = compiling.untraced(calls.enter, calls.enter_compiled)
         leave = compiling.untraced(calls.leave)
@@ -162,34 +169,36 @@ class SavedTensors(ModuleSelector):
             for module, names in candidates(named, self.mechanism, registry.selects).items()
             for name in names
         ]
-        sorts = Sorts(model, stack)
-        wanted = _wanted(self.of, sorts)
-        on_the_way = _wanted(self.of, sorts, "parameter")
-        met = False
-        known: dict[NodePlace, bool] = {}
+        origins = TensorOrigins(model, stack)
+        wanted = _filter(self.of, origins)
+        wanted_in_parametrization = _filter(self.of, origins, "parameter")
+        hooked = False
+        decisions: dict[NodePlace, bool] = {}
 
         @cache
-        def named_so(node: str) -> bool:
+        def wanted_node(node: str) -> bool:
             return any(registry.selects(replace(place, node=node)) is not False for place in places)
 
         def take(graph: CallGraph) -> None:
-            nonlocal met
-            sorts.look()
-            for node, spot in graph.nodes(named_so):
-                if spot not in known:
-                    known[spot] = bool(registry.selects(self._place(spot)))
-                if known[spot]:
-                    met = True
-                    makes = sorts.makes(spot.call.module)
-                    _hook_node(node, spot, on_the_way if makes else wanted, registry)
-            if not met and graph.whole and not graph.empty and not graph.hides_nodes():
-                raise self._nothing(graph)
+            nonlocal hooked
+            origins.update()
+            for node, place in graph.nodes(wanted_node):
+                if place not in decisions:
+                    decisions[place] = bool(registry.selects(self._place(place)))
+                if decisions[place]:
+                    hooked = True
+                    inside = origins.is_parametrization(place.call.module)
+                    _hook_node(
+                        node, place, wanted_in_parametrization if inside else wanted, registry
+                    )
+            if not hooked and graph.whole and not graph.empty and not graph.hides_nodes():
+                raise self._nothing_selected(graph)
 
         chosen = {place.thing for place in places if isinstance(place.thing, nn.Module)}
         Tracer().follow(model, around(named, chosen, inside=True), take, stack)
 
-    def _nothing(self, graph: CallGraph) -> SelectionError:
-        names = sorted({plain(spot.name).removesuffix("Backward") for _, spot in graph.nodes()})
+    def _nothing_selected(self, graph: CallGraph) -> SelectionError:
+        names = sorted({plain(place.name).removesuffix("Backward") for _, place in graph.nodes()})
         return SelectionError(
             self,
             "node",
@@ -199,83 +208,76 @@ class SavedTensors(ModuleSelector):
             * ("CompiledFunction" in names),
         )
 
-    def _place(self, spot: NodePlace) -> Place:
-        call = spot.call
-        where = self.mechanism, call.name, call.module, call.number, spot.name, spot.occurrence
+    def _place(self, place: NodePlace) -> Place:
+        call = place.call
+        where = self.mechanism, call.name, call.module, call.number, place.name, place.occurrence
         return Place(*where, whole=True)
 
 
-def _hook_node(node: Node, spot: NodePlace, wanted: Wanted, registry: HookRegistry) -> None:
-    """Put a pair of hooks on all that a node has saved and that is wanted."""
-    for name, saved, read in saved_by(node):
+def _hook_node(node: Node, place: NodePlace, wanted: TensorFilter, registry: HookRegistry) -> None:
+    """Register a pair of hooks on each wanted tensor that a node has saved."""
+    for name, saved, read in _saved_by(node):
         data = saved.data
         if data is None:
             continue
-        site = f"{spot.id}.{name}"
+        site = f"{place.id}.{name}"
         if saved.unpack_hook is not None:
             raise RuntimeError(
                 f"SavedTensors: at site '{site}' there are hooks already, as those of a "
                 "checkpoint, and a node takes one pair alone: choose the module without node="
             )
-        # Once there are hooks, PyTorch no longer looks for changes in place: have it look now.
+        # PyTorch checks for in-place changes only without hooks: `read` makes it check now.
         if wanted(read()):
-            gate = registry.hook_for(site)
-            saved.register_hooks(*pair(lambda _, found=(gate, site): found, None))
+            hook = registry.hook_for(site)
+            saved.register_hooks(*hook_pair(lambda _, found=(hook, site): found, None))
 
 
-def _wanted(of: What, sorts: Sorts, known: Sort | None = None) -> Wanted:
-    """Whether a saved tensor is of the sort that was asked for; it may be `known` already."""
+def _filter(of: Choice, origins: TensorOrigins, known: Origin | None = None) -> TensorFilter:
+    """Return whether a saved tensor is of the chosen kind; its origin may be `known`."""
 
     def wanted(tensor: Tensor) -> bool:
-        return tensor.is_floating_point() and _fits(of, known or sorts.sort(tensor))
+        if not tensor.is_floating_point():
+            return False
+        origin = known or origins.origin(tensor)
+        match of:
+            case "activations":
+                return origin == "activation"
+            case "parameters":
+                return origin == "parameter"
+            case "all":
+                return origin != "buffer"
 
     return wanted
 
 
-def _fits(of: What, sort: Sort) -> bool:
-    match of:
-        case "activations":
-            return sort == "activation"
-        case "parameters":
-            return sort == "parameter"
-        case "all":
-            return sort != "buffer"
-
-
-COMPILED_SAVES = (
-    "what torch.compile has compiled chooses by itself what it saves: there may be fewer sites "
-    "than in eager, and other tensors in them"
-)
-
-
-class Saving(Calls):
-    """The calls that are running, each with the pair of hooks that it has put in force."""
+class _SavingCalls(Calls):
+    """Activates a pair of saved-tensor hooks during each selected call."""
 
     def __init__(
         self,
         names: dict[nn.Module, list[str]],
-        chosen: SiteIds,
+        site_ids: SiteIds,
         registry: HookRegistry,
-        sorts: Sorts,
-        wanted: Wanted,
+        origins: TensorOrigins,
+        wanted: TensorFilter,
     ) -> None:
         super().__init__(names)
         self.registry = registry
-        self.sorts = sorts
+        self.origins = origins
         self.wanted = wanted
-        self.site_ids = chosen
-        self.open: list[_Open] = []
+        self.site_ids = site_ids
+        self.open: list[_OpenCall] = []
 
     def begin(self) -> None:
-        self.end()
+        self.close_all()
 
-    def end(self) -> None:
-        """Take all out of force: a KeyboardInterrupt runs no forward hook."""
+    def close_all(self) -> None:
+        """Deactivate all hooks: a KeyboardInterrupt runs no forward hooks."""
         while self.open:
             self._close()
 
     def enter(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        # A recomputation takes what its checkpoint has been given of the forward.
+        # A recomputation gets no site here: the checkpoint has saved for the forward.
         call = self.next(module)
         base = None if call is None else self.site_ids(module, call)
         if base is None:
@@ -283,40 +285,40 @@ class Saving(Calls):
         if not torch.is_grad_enabled():
             self.without_graph(module)
             return
-        self.sorts.look(module)
+        self.origins.update(module)
         outer = autograd.saving()
         for other in self.open:
-            # Of two calls inside one another the inner one takes the place of the outer.
+            # Of two nested calls the inner one replaces the outer.
             if outer is not None and outer[0] is other.pair[0]:
                 outer = other.outer
-        numbered = _Numbered(base, self.registry, self.wanted)
-        own = pair(numbered, outer)
-        self.open.append(_Open(module, own, outer, numbered))
-        autograd.begin_saving(own)
+        numbered = _NumberedSites(base, self.registry, self.wanted)
+        pair = hook_pair(numbered, outer)
+        self.open.append(_OpenCall(module, pair, outer, numbered))
+        autograd.begin_saving(pair)
 
     def enter_compiled(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        """As `enter`, in a compiled model: what is saved there is told of."""
+        """Call `enter` in a compiled model, and warn about what it saves."""
         self.registry.note(COMPILED_SAVES)
         self.enter(module, args)
 
     def leave(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
-        # A call that nobody has entered, as after a hook that has raised before, has nothing open.
-        if any(own.module is module for own in self.open):
+        # A call may end without having been entered, if the hook of another library has raised.
+        if any(call.module is module for call in self.open):
             while self._close() is not module:
                 pass
 
     def _close(self) -> nn.Module:
-        own = self.open.pop()
-        autograd.end_saving(own.pair)
-        if not own.numbered.number:
-            self.registry.expect(own.numbered.base, skipped="saves no such tensor of its own")
-        return own.module
+        call = self.open.pop()
+        autograd.end_saving(call.pair)
+        if not call.sites.number:
+            self.registry.expect(call.sites.base, skipped="saves no such tensor of its own")
+        return call.module
 
 
-class _Numbered:
-    """The sites of one call: a number for each tensor that it saves and that is wanted."""
+class _NumberedSites:
+    """The sites of one call: a number for each wanted tensor that it saves."""
 
-    def __init__(self, base: str, registry: HookRegistry, wanted: Wanted) -> None:
+    def __init__(self, base: str, registry: HookRegistry, wanted: TensorFilter) -> None:
         self.base = base
         self.registry = registry
         self.wanted = wanted
@@ -332,38 +334,40 @@ class _Numbered:
 
 
 @dataclass(frozen=True, slots=True)
-class _Open:
-    """A call that is running; `outer` are the hooks that were in force before it."""
+class _OpenCall:
+    """A running call; `outer` is the pair of hooks that was active before it."""
 
     module: nn.Module
     pair: autograd.Pair
     outer: autograd.Pair | None
-    numbered: _Numbered
+    sites: _NumberedSites
 
 
-def pair(site_of: Callable[[Tensor], Site | None], outer: autograd.Pair | None) -> autograd.Pair:
-    """Hooks that keep a tensor as `outer` does, and let it through its gate when it is read."""
-    give_back = outer[1] if outer is not None else None
+def hook_pair(
+    site_of: Callable[[Tensor], Site | None], outer: autograd.Pair | None
+) -> autograd.Pair:
+    """Return saved-tensor hooks that store a tensor as `outer` does and transform it when read."""
+    unpack_outer = outer[1] if outer is not None else None
 
     def pack(tensor: Tensor) -> object:
         site = site_of(tensor)
         if outer is not None:
             return site, outer[0](tensor), 0
-        return site, tensor.detach(), tensor._version  # the tensor itself would never be freed
+        return site, tensor.detach(), tensor._version  # holding the tensor itself would leak it
 
     def unpack(packed: tuple[Site | None, Any, int]) -> Tensor:
-        site, kept, version = packed
-        if give_back is not None:
-            tensor = give_back(kept)
+        site, stored, version = packed
+        if unpack_outer is not None:
+            tensor = unpack_outer(stored)
         else:
-            tensor = kept
+            tensor = stored
             if tensor._version != version:
                 raise _changed_since(site, tensor, version)
-        # Somebody may look at it outside a backward, and sees what was saved.
+        # Reading a saved tensor outside a backward pass returns it unchanged.
         if site is None or not autograd.in_backward():
             return tensor
-        gate, name = site
-        result = gate(tensor)
+        hook, name = site
+        result = hook(tensor)
         if result is None:
             return tensor
         if torch.is_grad_enabled():
@@ -385,18 +389,18 @@ def _changed_since(site: Site | None, tensor: Tensor, version: int) -> RuntimeEr
     )
 
 
-def saved_by(node: Node) -> Iterator[tuple[str, Any, Callable[[], Tensor]]]:
-    """What a node has saved: its name, itself (Any: PyTorch names no type) and how to read it."""
+def _saved_by(node: Node) -> Iterator[tuple[str, Any, Callable[[], Tensor]]]:
+    """Yield each tensor saved by a node: name, SavedTensor (Any: untyped), function to read it."""
     for key in dir(node):
         if key.startswith("_raw_saved_"):
             name = key.removeprefix("_raw_saved_")
-            read = "saved_tensors" if name == "tensors" else f"_saved_{name}"
+            attribute = "saved_tensors" if name == "tensors" else f"_saved_{name}"
             raw = getattr(node, key)
             if isinstance(raw, tuple):
                 for index, saved in enumerate(raw):
-                    yield f"{name}.{index}", saved, _reader(node, read, index)
+                    yield f"{name}.{index}", saved, _reader(node, attribute, index)
             else:
-                yield name, raw, _reader(node, read, None)
+                yield name, raw, _reader(node, attribute, None)
 
 
 def _reader(node: Node, name: str, index: int | None) -> Callable[[], Tensor]:
