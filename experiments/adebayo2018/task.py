@@ -1,4 +1,4 @@
-"""Saliency: do maps of what a score depends on change when the layers are drawn anew?"""
+"""Saliency maps of a classifier, compared after its layers are randomized one by one."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,17 +21,16 @@ K1, K2 = 0.01, 0.03
 
 @validated
 class Saliency(Classification, Examined):
-    """Classify images, then examine the maps (Adebayo et al. 2018, arXiv 1810.03292).
+    """Classify images, then examine saliency maps (Adebayo et al. 2018, arXiv 1810.03292).
 
     A map is the gradient, with respect to the image, of the score of the class that the trained
-    model predicts. Those of the first `num_maps` test images are compared with themselves after
-    the layers have been drawn anew, one after the other from the top (the last that the model has
-    registered), each as it draws itself (`reset_parameters`). `rank/<layer>` is Spearman's
-    correlation with all from the top down to that layer drawn anew, `abs_rank/<layer>` that of the
-    magnitudes, `ssim/<layer>` the structural similarity of the magnitudes; each is a mean over
-    images, and 1 if nothing has changed. Of the first `num_kept` images the maps are kept, as
-    pictures. `data` is digits, or mnist or fashion_mnist with the `root`, `num_train` and
-    `num_test` of that task.
+    model predicts. The maps of the first `num_maps` test images are compared with those after the
+    layers have been randomized one by one from the top (the last registered layer), each by its
+    `reset_parameters`. With all layers from the top down to <layer> randomized, `rank/<layer>` is
+    Spearman's correlation, `abs_rank/<layer>` that of the magnitudes, and `ssim/<layer>` the
+    structural similarity of the magnitudes; each is a mean over images, and 1 for equal maps. The
+    maps of the first `num_kept` images are saved as pictures. `data` is digits, or mnist or
+    fashion_mnist with the `root`, `num_train` and `num_test` of that task.
     """
 
     data: Literal["digits", "mnist", "fashion_mnist"] = "digits"
@@ -42,7 +41,7 @@ class Saliency(Classification, Examined):
     num_kept: Annotated[int, Field(ge=0)] = 4
 
     def __post_init__(self) -> None:
-        _ = self.images
+        _ = self.images  # raises for options that the data do not have
 
     def load(self) -> Data:
         return self.images.load()
@@ -52,7 +51,7 @@ class Saliency(Classification, Examined):
 
     @property
     def images(self) -> Task:
-        """What has them."""
+        """The task whose images are used."""
         return image_task(self.data, self.root, self.num_train, self.num_test)
 
     def examine(self, model: nn.Module, data: Data) -> Examination:
@@ -80,14 +79,14 @@ class Saliency(Classification, Examined):
 
 
 def maps(model: nn.Module, images: Tensor, classes: Tensor) -> Tensor:
-    """The gradient of the score of its class with respect to each image."""
+    """Return the gradient of the score of each image's class with respect to the image."""
     images = images.clone().requires_grad_()
     scores = model(images).gather(1, classes[:, None])
     return torch.autograd.grad(scores.sum(), images)[0]
 
 
 def drawn_anew(model: nn.Module) -> Iterator[str]:
-    """Draw one layer more anew, from the top, and name it; in the end all are as they were."""
+    """Randomize one layer after another from the top, yielding its name; restore all at the end."""
     layers = []
     for name, module in model.named_modules():
         if not list(module.parameters(recurse=False)):
@@ -116,26 +115,26 @@ def _compared(before: Tensor, after: Tensor) -> dict[str, Tensor]:
 
 
 def _picture(values: Tensor) -> list[list[float]]:
-    """Rows of the mean over channels, in units of the largest magnitude."""
+    """Return rows of the mean over channels, divided by the largest magnitude."""
     flat = values.detach().mean(dim=0).cpu()
     flat = flat / flat.abs().max().clamp(min=torch.finfo(flat.dtype).tiny)
     return [[round(value, DIGITS) for value in row] for row in flat.tolist()]
 
 
 def rank_correlation(first: Tensor, second: Tensor) -> Tensor:
-    """Spearman's correlation, example by example; equal entries share the mean of their ranks.
+    """Return Spearman's correlation of each example; equal entries share the mean of their ranks.
 
-    It is 0 where one of the two is constant and so has no order.
+    0 where one of the two is constant.
     """
     pairs = zip(first.flatten(1), second.flatten(1), strict=True)
     return torch.stack([_correlation(_ranks(a), _ranks(b)) for a, b in pairs])
 
 
 def ssim(first: Tensor, second: Tensor) -> Tensor:
-    """The structural similarity of images (examples, channels, height, width), one by one.
+    """Return the structural similarity of images (examples, channels, height, width), one by one.
 
-    That of Wang et al. 2004, with each image in units of its largest entry: the mean over all
-    windows of 7 x 7 (less where an image is smaller) that lie inside, each entry of equal weight.
+    As in Wang et al. 2004, with each image divided by its largest magnitude: the mean over all
+    windows of 7 x 7 (smaller for a smaller image), each entry of equal weight.
     """
     a, b = _scaled(first.double()), _scaled(second.double())
     side = min(WINDOW, *a.shape[2:])

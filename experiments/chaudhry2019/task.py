@@ -1,4 +1,4 @@
-"""Permuted MNIST: the same digits with their pixels in another order, one task after another."""
+"""Permuted MNIST: a sequence of tasks with the same digits and permuted pixels, and a memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,19 +27,19 @@ class PermutedMNIST(MultiTask):
     """Learn `num_tasks` tasks one after another, without forgetting those before (Goodfellow et
     al. 2014, arXiv 1312.6211; set-up after Chaudhry et al. 2019, arXiv 1812.00420).
 
-    Each task is to tell MNIST's digits, with pixels from 0 to 1, in a random order of its own: so
-    many `num_train` of the training images, each task others, and the same `num_test` of the test
-    images, chosen by `data_seed` like the orders; with null all. An epoch is one pass over one
-    task; those after the last task stay with it. All tasks have the same ten outputs.
+    Each task is to classify MNIST's digits, with pixels from 0 to 1 in a random order that differs
+    between tasks. A task has `num_train` training images of its own, and all tasks have the same
+    `num_test` test images; `data_seed` chooses them and the orders; null means all. An epoch is one
+    pass over one task; later epochs repeat the last task. All tasks have the same ten outputs.
 
-    Of each task the first `per_class` examples of each class go into a memory. A batch has examples
-    of the task at hand, `now`, and `memory_batch` of the memory of the tasks before, or all that
-    there are. Their losses are two; that of the memory is 0 in the first task, and always
-    with `per_class` 0. What is tested are all tasks: `accuracy_<task>` (from 0), and their mean.
+    The first `per_class` examples of each class of a task go into a memory. A batch has examples of
+    the current task, `now`, and up to `memory_batch` from the memory of the tasks before. They have
+    a loss each; that of the memory is 0 in the first task, and always with `per_class` 0. A test
+    covers all tasks: `accuracy_<task>` (from 0), and their mean.
 
-    `test/forgetting` is the mean, over all tasks but the last that was learned, of the best
-    accuracy in a test since the task's end, less that at the end. It is there if there was a test
-    at the end of each task, as with `eval_every` such a task's number of steps.
+    `test/forgetting` is the mean, over all learned tasks but the last, of the best accuracy in a
+    test since the task's end minus the final accuracy. It requires a test at the end of each task,
+    as with `eval_every` equal to the steps of a task.
     """
 
     root: str | None = None
@@ -56,7 +56,7 @@ class PermutedMNIST(MultiTask):
         return NAMES
 
     def files(self) -> Sequence[Path]:
-        # what is verified is known
+        # verified files have a fixed content
         return () if self.verify else image_files(LAYOUT, self.root)
 
     def load(self) -> Data:
@@ -90,7 +90,7 @@ class PermutedMNIST(MultiTask):
         )
 
     def losses(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        # No branch and no choice of rows, which a device would have to be waited for.
+        # A branch or a selection of rows would wait for the device.
         each = functional.cross_entropy(outputs, targets[:, LABEL], reduction="none")
         kept = targets[:, KEPT].to(each)
         return {
@@ -119,8 +119,8 @@ class PermutedMNIST(MultiTask):
         parts = [_shares(targets[own, LABEL]) for own in (~kept, kept) if own.any()]
         # Waits for the device, once a run.
         entropy = sum(-(shares * shares.log()).sum().item() for shares in parts)
-        what = f"chance for {len(parts[0])} classes is"
-        return Chance(entropy, "accuracy", parts[0].max().item(), 1.0, what)
+        description = f"chance for {len(parts[0])} classes is"
+        return Chance(entropy, "accuracy", parts[0].max().item(), 1.0, description)
 
     @property
     def trajectory_metric_names(self) -> tuple[str, ...]:
@@ -155,9 +155,10 @@ class PermutedMNIST(MultiTask):
 
 @dataclass(frozen=True)
 class OneByOne(Order):
-    """A task after the other, each with what is kept of those before; `kept` says how many are.
+    """One task after the other, each with the memory of those before.
 
-    The examples of the tasks come first, then those that are kept, in the order of the tasks.
+    `kept` has the number of examples in the memory of each task. The examples of the tasks come
+    first, then those of the memory, in the order of the tasks.
     """
 
     num_tasks: int
@@ -179,13 +180,13 @@ class OneByOne(Order):
 
 
 def _first(labels: np.ndarray, count: int) -> np.ndarray:
-    """Where the first so many of each class are."""
+    """Return the indices of the first `count` examples of each class."""
     places = [np.flatnonzero(labels == label)[:count] for label in range(NUM_CLASSES)]
     return np.sort(np.concatenate(places))
 
 
 def _marked(labels: np.ndarray, task: int, kept: bool) -> np.ndarray:
-    """The targets (examples, 3)."""
+    """Return targets (examples, 3)."""
     columns = [labels.astype(np.int64), np.full(len(labels), task), np.full(len(labels), kept)]
     return np.stack(columns, axis=1).astype(np.int64)
 
@@ -195,7 +196,7 @@ def _flat(images: np.ndarray) -> np.ndarray:
 
 
 def _scaled(parts: Sequence[np.ndarray]) -> Tensor:
-    """Bytes as numbers from 0 to 1."""
+    """Convert bytes to numbers from 0 to 1."""
     return torch.from_numpy(np.concatenate(parts)).float().div_(255)
 
 

@@ -1,4 +1,4 @@
-"""Siamese: one encoder for two views, and a predictor of the one from the other."""
+"""Siamese: an encoder of two views, and a predictor of one embedding from the other."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from gradsurg.plugins.fields import Contradiction, validated
 
 VIEWS = 2
-PARTS = 4  # of the outputs: what is predicted from each view, and the target of each
+PARTS = 4  # of the outputs: the prediction from each view, and the target of each
 
 Size = Annotated[int, Field(gt=0)]
 
 
 @validated
 class SiameseOptions:
-    """What a `Siamese` is made of."""
+    """The checked arguments of `Siamese`."""
 
     input_shape: tuple[Size, ...]
     num_outputs: Size
@@ -43,10 +43,10 @@ class Siamese(nn.Module):
 
     `encoder` has blocks of a convolution of stride 2, batch norm and ReLU, then the mean over
     places; `projector` has a hidden layer of `width`, `predictor` one of `bottleneck`, both with
-    batch norm. With `output_norm` the projector's output has batch norm too, as in the paper. What
-    the predictor is to meet goes through `target`, which changes nothing: its input is the branch
-    whose gradient the paper stops (`Inputs("target")`). The outputs are the predictions from each
-    view, then the targets, beside one another, a quarter each.
+    batch norm. With `output_norm` the projector's output has batch norm too, as in the paper. The
+    predictor's targets pass through `target`, an identity: its input is the branch whose gradient
+    the paper stops (`Inputs("target")`). The outputs are the predictions from each view, then the
+    targets, concatenated, a quarter each.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Two views of an image: what is said of the one is to agree with what is said of the other."""
+"""Two views of an image: predict the embedding of one from the other, without negatives."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -15,7 +15,7 @@ from gradsurg.tasks.base import Data, Task
 from gradsurg.tasks.data.arrays import Count, Seed
 from gradsurg.tasks.data.image_tasks import image_task
 
-PARTS = 4  # of the outputs: what is predicted from each view, and the target of each
+PARTS = 4  # of the outputs: the prediction from each view, and the target of each
 CHUNK = 4096  # images whose views are made at once
 NEAREST = 10  # neighbours that vote
 MOST_NEIGHBOURS = 2000  # examples among which they are looked for
@@ -23,16 +23,16 @@ MOST_NEIGHBOURS = 2000  # examples among which they are looked for
 
 @validated
 class TwoViews(Task):
-    """Predict from one view of an image what is said of the other (arXiv 2011.10566, SimSiam).
+    """Predict the embedding of one view of an image from the other (SimSiam, arXiv 2011.10566).
 
     The outputs are four parts of `size`: the predictions p1 and p2 and the targets z1 and z2 of the
-    views; the loss is the mean of -cos(p1, z2) and -cos(p2, z1). `spread` is the deviation of z1
-    over the examples, each of length one, times sqrt(size): 1 where they point everywhere, 0 where
-    all are the same. `knn_accuracy` is how often most of the 10 nearest z1 of the others, among the
-    first 2,000 examples, have the label of an image; labels are in no loss. A view is a part of the
-    image, each side at least `min_side` of it, in its size, mirrored or not, with Gaussian noise of
-    deviation `noise`. Each image has one pair of views, which follows from `data_seed`. `data` is
-    digits, or fashion_mnist with the `root`, `num_train` and `num_test` of that task.
+    views; the loss is the mean of -cos(p1, z2) and -cos(p2, z1). `spread` is the deviation over the
+    examples of z1, normalized to length one, times sqrt(size): 1 for uniform directions, 0 after a
+    collapse. `knn_accuracy` is that of the majority label of the 10 nearest z1 among the other of
+    the first 2,000 examples; labels are in no loss. A view is a crop of the image, each side at
+    least `min_side` of it, scaled to its size, mirrored or not, with Gaussian noise of deviation
+    `noise`. Each image has one pair of views, which follows from `data_seed`. `data` is digits, or
+    fashion_mnist with the `root`, `num_train` and `num_test` of that task.
     """
 
     data: Literal["digits", "fashion_mnist"] = "digits"
@@ -45,7 +45,7 @@ class TwoViews(Task):
     data_seed: Seed = 0
 
     def __post_init__(self) -> None:
-        _ = self.images
+        _ = self.images  # raises for options that the data do not have
 
     def load(self) -> Data:
         return _data(self, self.content).copy()
@@ -55,7 +55,7 @@ class TwoViews(Task):
 
     @property
     def images(self) -> Task:
-        """What has them."""
+        """The task whose images are used."""
         return image_task(self.data, self.root, self.num_train, self.num_test)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -67,15 +67,15 @@ class TwoViews(Task):
         return -agreed.mean() / 2
 
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        said = functional.normalize(outputs.chunk(PARTS, dim=1)[2], dim=1)
+        embeddings = functional.normalize(outputs.chunk(PARTS, dim=1)[2], dim=1)
         return {
             "loss": self.loss(outputs, targets).item(),
-            "spread": (said.std(dim=0, correction=0).mean() * self.size**0.5).item(),
-            "knn_accuracy": _knn(said[:MOST_NEIGHBOURS], targets[:MOST_NEIGHBOURS]),
+            "spread": (embeddings.std(dim=0, correction=0).mean() * self.size**0.5).item(),
+            "knn_accuracy": _knn(embeddings[:MOST_NEIGHBOURS], targets[:MOST_NEIGHBOURS]),
         }
 
     def views(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """A pair of views of each image (examples, channels, height, width)."""
+        """Draw a pair of views of each image (examples, channels, height, width)."""
         parts = images.split(CHUNK)
         pairs = [[self._view(part, generator) for _ in range(2)] for part in parts]
         return torch.cat([torch.stack(pair, dim=1) for pair in pairs])
@@ -95,13 +95,13 @@ class TwoViews(Task):
         return seen + self.noise * torch.randn(images.shape, generator=generator)
 
 
-def _knn(said: Tensor, labels: Tensor) -> float:
-    """How often most of the nearest others have the label; 0 if there are none."""
-    count = min(NEAREST, len(said) - 1)
+def _knn(embeddings: Tensor, labels: Tensor) -> float:
+    """Return the accuracy of a vote of the nearest others; 0 if there are none."""
+    count = min(NEAREST, len(embeddings) - 1)
     if not count:
         return 0.0
-    likeness = (said @ said.T).fill_diagonal_(-torch.inf)
-    votes = functional.one_hot(labels[likeness.topk(count).indices]).sum(dim=1)
+    similarity = (embeddings @ embeddings.T).fill_diagonal_(-torch.inf)
+    votes = functional.one_hot(labels[similarity.topk(count).indices]).sum(dim=1)
     return (votes.argmax(dim=1) == labels).double().mean().item()
 
 

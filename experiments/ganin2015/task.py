@@ -1,4 +1,4 @@
-"""Two moons that turn: labels are known in one domain and asked for in another."""
+"""Two moons in two domains, of which the second is rotated and has no labels in training."""
 
 from functools import lru_cache
 from typing import Annotated
@@ -20,16 +20,15 @@ SCALE = 2.0
 
 @validated
 class TwoMoonsShift(MultiTask):
-    """Tell two moons apart where no label is known (Ajakan et al. 2014, arXiv 1412.4446).
+    """Classify two moons in a domain without labels (Ajakan et al. 2014, arXiv 1412.4446).
 
-    The source domain is two moons with Gaussian noise of deviation `noise`, the target domain
-    others, turned by `angle` degrees around the middle; both have `num_train` points. The losses
-    are cross-entropies: `source` of the labels of the source domain, 0 in a batch without it, and
-    `domain` of the domain of every point. The labels of the target domain are in no loss.
-    `accuracy` is that of them, `accuracy_source` of the others, `accuracy_domain` of the domains.
-    With `shuffled_domains` the domain that a point is said to be of tells nothing: chance says
-    which. Targets are the label, the domain that is said, and the domain that it is (0: source).
-    All depends on `data_seed` alone.
+    The source domain is two moons with Gaussian noise of deviation `noise`; the target domain is
+    another draw, rotated by `angle` degrees around the middle; both have `num_train` points. The
+    losses are cross-entropies: `source` of the labels of the source domain, 0 in a batch without
+    it, and `domain` of the domain of every point. The labels of the target domain are in no loss:
+    `accuracy` is theirs, `accuracy_source` that of the source, `accuracy_domain` that of the
+    domains. With `shuffled_domains` the domains in the targets are random. Targets are the label,
+    the domain to predict, and the true domain (0: source). All depends on `data_seed` alone.
     """
 
     angle: Annotated[float, Field(ge=-180, le=180)] = 35.0
@@ -49,7 +48,7 @@ class TwoMoonsShift(MultiTask):
     def losses(self, outputs: Outputs, targets: Tensor) -> dict[str, Tensor]:
         labels, domains = parts_of(outputs, SIZES, len(targets))
         source = targets[:, 2] == 0
-        # No choice of rows, which a device would have to be waited for.
+        # A selection of rows would wait for the device.
         known = source * functional.cross_entropy(labels, targets[:, 0], reduction="none")
         return {
             "source": known.sum() / source.sum().clamp(min=1),
@@ -71,7 +70,7 @@ class TwoMoonsShift(MultiTask):
         }
 
     def draw(self, generator: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Points (2 count, 2), the source first, and what is asked of each (2 count, 3)."""
+        """Return points (2 count, 2), the source first, and targets (2 count, 3)."""
         (source, labels), (target, others) = (self._moons(generator, count) for _ in range(2))
         turn = np.deg2rad(self.angle)
         target = target @ np.array([[np.cos(turn), np.sin(turn)], [-np.sin(turn), np.cos(turn)]])
@@ -81,7 +80,7 @@ class TwoMoonsShift(MultiTask):
         return np.concatenate([source, target]), asked
 
     def _moons(self, generator: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Half a circle, and half of another that hangs into it."""
+        """Draw two interleaved half circles."""
         upper, lower = (np.linspace(0, np.pi, part) for part in (count // 2, count - count // 2))
         points = np.concatenate(
             [
@@ -94,7 +93,7 @@ class TwoMoonsShift(MultiTask):
 
 
 def _share(right: Tensor) -> Tensor:
-    """How many of them are right; 0 of none."""
+    """Return the share of True; 0 for an empty tensor."""
     return right.double().sum() / max(len(right), 1)
 
 

@@ -1,4 +1,4 @@
-"""BoxedPoint: a place that is kept within bounds."""
+"""BoxedPoint: a point whose coordinates stay within bounds."""
 
 from typing import Annotated
 
@@ -12,16 +12,16 @@ from gradsurg.plugins.fields import validated
 
 @validated
 class Box:
-    """How far from zero a coordinate may be."""
+    """The checked bound of `BoxedPoint`."""
 
     reach: Annotated[float, Field(gt=0)] = 1.0
 
 
 class BoxedPoint(nn.Module):
-    """A few coordinates in [-reach, reach], which are its outputs whatever the inputs.
+    """A few coordinates in [-reach, reach] that are returned for every input.
 
-    Its one parameter is `point`; where an optimizer has moved it out of the box, the next forward
-    puts it back to the nearest place in it: projected gradient descent.
+    Its only parameter is `point`. Each forward projects it to the nearest point of the box:
+    projected gradient descent.
     """
 
     def __init__(

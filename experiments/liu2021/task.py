@@ -1,4 +1,4 @@
-"""CAGrad's toy: two losses that conflict, one of them far steeper where it matters."""
+"""CAGrad's toy problem: two conflicting losses of a point, of very different steepness."""
 
 from math import tanh
 
@@ -49,7 +49,7 @@ class CAGradToy(Toy):
 
 
 def _stationary(weight: float) -> Place:
-    """Where weight L1 + (1 - weight) L2 is stationary, below x2 = -8: x2 by bisection."""
+    """Return the stationary point of weight L1 + (1 - weight) L2 below x2 = -8, by bisection."""
     # there c1 = 0, and the weighted q is (x2 + 8)^2 / 100 + 19.6 weight (1 - weight) - 20
     depth = 19.6 * weight * (1 - weight) - 20
     low, high = -20.0, -8.0

@@ -1,4 +1,4 @@
-"""PCGrad's toy: two losses that share a deep valley, which one of them bends."""
+"""PCGrad's toy problem: two losses of a point that share a deep, curved valley."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from gradsurg.plugins.fields import validated
 from gradsurg.tasks.quadratics_toy import Place, Toy
 
 FLOOR = 5e-6
-HEIGHT = 6.5  # from where on 1 - tanh is less than the floor
+HEIGHT = 6.5  # above it 1 - tanh is less than the floor
 
 
 @validated
@@ -16,9 +16,9 @@ class PCGradToy(Toy):
 
     loss_1 = 20 ln max(|x1 / 2 + tanh(x2)|, 5e-6), loss_2 = 25 ln max(|x1 / 2 - tanh(x2) + 2|,
     5e-6). Both are least, -244.1 and -305.2, at x1 = -2 for every x2 above 6.5: this is the Pareto
-    set, but for the width of the floor. Where they meet a point on the sum stays in the valley, and
-    one that PCGrad moves leaves it: with Adam and a learning rate of 0.001 after some 200,000
-    steps (500,000 were published), with 0.01 after 20,000.
+    set, up to the width of the floor. Gradient descent on the sum stays in the valley, and with
+    PCGrad it leaves it: with Adam and a learning rate of 0.001 after some 200,000 steps (500,000
+    were published), with 0.01 after 20,000.
     """
 
     start: tuple[float, float] = (0.5, -3.0)

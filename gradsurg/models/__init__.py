@@ -1,1 +1,1 @@
-"""Small models to operate on: one a file."""
+"""Small models to train, one a file."""

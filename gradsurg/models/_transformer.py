@@ -1,4 +1,4 @@
-"""Blocks of a transformer, which the small GPT and the small ViT share."""
+"""Transformer blocks of the small GPT and the small ViT."""
 
 from collections import OrderedDict
 
@@ -8,9 +8,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class Block(nn.Module):
-    """Attention, then two linear layers, each after a norm and each added to what it was given.
+    """Pre-norm attention and two linear layers, each with a residual connection.
 
-    With `normed` the attention is added to the normed stream, and what it was given is left out.
+    With `normed` the attention is added to the normed stream in place of the stream.
     Its modules are `attention_norm`, `attention.qkv`, `attention.output`, `mlp_norm`, `mlp.up`,
     `mlp.gelu`, `mlp.down`.
     """
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention of `num_heads` heads; `causal`, a position sees itself and those before."""
+    """Self-attention of `num_heads` heads; with `causal` a position sees no later ones."""
 
     def __init__(self, width: int, num_heads: int, causal: bool) -> None:
         super().__init__()

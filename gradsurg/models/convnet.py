@@ -1,4 +1,4 @@
-"""Convnet: convolutions, each with a ReLU and a pooling, then linear layers."""
+"""Convnet: convolutions, each with a ReLU and pooling, then linear layers."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ Size = Annotated[int, Field(gt=0)]
 
 @validated
 class ConvnetOptions:
-    """What a `Convnet` is made of."""
+    """The checked arguments of `Convnet`."""
 
     input_shape: tuple[Size, Size, Size]
     num_outputs: Size
@@ -41,8 +41,8 @@ class ConvnetOptions:
 class Convnet(nn.Module):
     """A convolution, ReLU and 2x2 max-pooling for each of `channels`, for images (C, H, W).
 
-    The readout sees each channel's mean, so its size does not depend on the image's. With `hidden`
-    linear layers of those widths, each with a ReLU, see all places, and the readout sees the last.
+    The readout gets each channel's mean, so its size does not depend on the image's. With `hidden`
+    linear layers of those widths, each with a ReLU, get all pixels, and the readout gets the last.
     Its modules are `blocks.0.conv`, `blocks.0.relu`, `blocks.0.pool`, ..., `mean` (or `flatten`,
     `hidden.0.fc`, `hidden.0.relu`, ...), `output`.
     """

@@ -14,7 +14,7 @@ Size = Annotated[int, Field(gt=0)]
 
 @validated
 class GPTOptions:
-    """What a `GPT` is made of."""
+    """The checked arguments of `GPT`."""
 
     input_shape: tuple[Size, ...]
     num_outputs: Size
@@ -44,10 +44,10 @@ class GPTOptions:
 class GPT(nn.Module):
     """Embeddings of tokens and positions, causal blocks, a norm and a linear readout.
 
-    Read out is the last position, or with `every_step` every one; `tied`, by the embedding's own
-    weights. Embeddings start with deviation `embedding_std`, or width ** -0.5. With `normed_stream`
-    a block adds its attention to the normed stream, as the code of Lee et al. 2024 does. Its
-    modules are `tokens`, `positions`, `blocks.0` (see `Block`), ..., `norm`, `output`.
+    The readout gets the last position, or with `every_step` every one; with `tied` its weights are
+    the embedding's. Embeddings start with deviation `embedding_std`, or width ** -0.5. With
+    `normed_stream` a block adds its attention to the normed stream, as the code of Lee et al. 2024
+    does. Its modules are `tokens`, `positions`, `blocks.0` (see `Block`), ..., `norm`, `output`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Linear: weights from zero, and nothing else."""
+"""Linear: a linear map without bias that starts at zero."""
 
 from math import prod
 
@@ -11,9 +11,9 @@ from gradsurg.models.mlp import MLPOptions
 
 
 class Linear(nn.Module):
-    """Flatten, then a linear map without a bias whose `weight` is zero at first.
+    """Flatten, then a linear map without bias whose `weight` starts at zero.
 
-    From there gradient descent stays in the span of the examples.
+    Gradient descent from zero stays in the span of the examples.
     """
 
     def __init__(self, input_shape: tuple[int, ...], num_outputs: int) -> None:

@@ -20,7 +20,7 @@ Size = Annotated[int, Field(gt=0)]
 
 @validated
 class MLPOptions:
-    """What an `MLP` is made of."""
+    """The checked arguments of `MLP`."""
 
     input_shape: tuple[Size, ...]
     num_outputs: Size
@@ -33,9 +33,9 @@ class MLPOptions:
 
 
 class SeparateBias(nn.Linear):
-    """A linear layer whose bias is added by an operation of its own.
+    """A linear layer that adds its bias in a separate operation.
 
-    Between the product and the sum there is a gradient to act on that the bias does not get.
+    A hook on the product's gradient then does not affect the bias.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -45,10 +45,10 @@ class SeparateBias(nn.Linear):
 class MLP(nn.Module):
     """Flatten, then `hidden` layers, then a linear readout; `hidden=()` is a linear model.
 
-    Its modules are `hidden.0.linear`, `hidden.0.relu` (and `.dropout`), ..., `output`. `init` is of
-    all weights and biases: torch's own; all `zero`; `normal` of deviation `init_std`; or `fan_out`,
-    uniform within 1 / sqrt(outputs of the layer). With `separate_bias` a layer is a product and
-    then a sum, two autograd nodes.
+    Its modules are `hidden.0.linear`, `hidden.0.relu` (and `.dropout`), ..., `output`. `init` sets
+    all weights and biases: torch's default; all `zero`; `normal` of deviation `init_std`; or
+    `fan_out`, uniform within 1 / sqrt(outputs of the layer). With `separate_bias` a layer is a
+    product and then a sum, two autograd nodes.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Multi head: a trunk that all tasks share, and a readout for each."""
+"""Multi head: a trunk shared by all losses, and a linear head for each."""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -17,7 +17,7 @@ Activation = Literal["relu", "tanh", "sigmoid"]
 
 @validated
 class MultiHeadOptions:
-    """What a `MultiHead` is made of."""
+    """The checked arguments of `MultiHead`."""
 
     input_shape: tuple[int, ...]
     num_outputs: Size
@@ -37,10 +37,10 @@ class MultiHeadOptions:
 class MultiHead(nn.Module):
     """An MLP of `hidden` layers or a convnet of `channels`, `width` features, and linear heads.
 
-    What is under `trunk` is shared by all losses, and so is the `activation` of the features, a
-    module of that name; each of `heads.0`, `heads.1` and so on belongs to one loss. Its outputs are
-    a tuple, one of each head with as many columns as the task says: in a single tensor the graph of
-    every loss would hold all heads.
+    All losses share `trunk` and the `activation` of its features, a module of that name; each of
+    `heads.0`, `heads.1` and so on belongs to one loss. Returns a tuple with the outputs of each
+    head, of the sizes that the task gives: with a single tensor the graph of every loss would
+    contain all heads.
     """
 
     def __init__(

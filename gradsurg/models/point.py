@@ -1,4 +1,4 @@
-"""Point: a model that is nothing but the place it is at."""
+"""Point: a model whose outputs are its parameter, a point."""
 
 from typing import Annotated
 
@@ -13,7 +13,7 @@ Size = Annotated[int, Field(gt=0)]
 
 @validated
 class PointOptions:
-    """What a `Point` is made of."""
+    """The checked arguments of `Point`."""
 
     input_shape: tuple[int, ...]
     num_outputs: Size
@@ -26,9 +26,9 @@ class PointOptions:
 
 
 class Point(nn.Module):
-    """A few coordinates, which are its outputs whatever the inputs; it begins at `start`.
+    """A few coordinates that start at `start` and are returned for every input.
 
-    Its one parameter is `point`. Toy problems are made for it: how it moves is all there is to see.
+    Its only parameter is `point`. Used by toy tasks, to study its trajectory.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ Size = Annotated[int, Field(gt=0)]
 
 @validated
 class ResNetOptions:
-    """What a `ResNet` is made of."""
+    """The checked arguments of `ResNet`."""
 
     input_shape: tuple[Size, Size, Size]
     num_outputs: Size
@@ -67,7 +67,7 @@ class ResNet(nn.Module):
 
 
 class _Block(nn.Module):
-    """Two convolutions and the way around them; with more channels after it, half the image."""
+    """Two convolutions and their shortcut; with more channels after it, it halves the image."""
 
     def __init__(self, before: int, after: int) -> None:
         super().__init__()

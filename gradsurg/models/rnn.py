@@ -20,7 +20,7 @@ NUM_REACHED, RADIUS = 15, 0.95
 
 @validated
 class RNNOptions:
-    """What an `RNN` is made of."""
+    """The checked arguments of `RNN`."""
 
     input_shape: tuple[Size, ...]
     num_outputs: Size
@@ -48,8 +48,8 @@ class RNN(nn.Module):
 
     Takes tokens (time,), which are embedded or become rows of the identity (`one_hot`), numbers
     (time,) or (time, features), or an image (C, H, W), row by row. Its modules are `embed`,
-    `layers.0`, ..., `output`. A layer is one call, or `unrolled` one of `layers.0.cell` for each
-    step: the same, slower, and hooks see every step.
+    `layers.0`, ..., `output`. A layer is one call, or with `unrolled` a call of
+    `layers.0.cell` for each step: equal and slower, but hooks see every step.
 
     `init` is torch's own or of Pascanu et al. 2013 (arXiv 1211.5063, their code), with biases of
     zero: `basic_tanh`, weights normal of deviation 0.1; `smart_tanh`, of 0.01, and of the weights
@@ -98,7 +98,7 @@ class RNN(nn.Module):
 
 
 class OneHot(nn.Module):
-    """For each token a row of the identity; nothing is learnt."""
+    """One-hot encoding of tokens, without parameters."""
 
     rows: Tensor
 
@@ -126,7 +126,7 @@ class Unrolled(nn.Module):
 
 
 def _embed(options: RNNOptions) -> tuple[nn.Module, int]:
-    """What makes (batch, time, features) of the inputs, and the number of features."""
+    """Return a module from inputs to (batch, time, features), and the number of features."""
     if options.num_tokens is not None:
         if options.one_hot:
             return OneHot(options.num_tokens), options.num_tokens
@@ -149,7 +149,7 @@ def _layer(options: RNNOptions, size: int) -> nn.Module:
 
 @torch.no_grad()
 def _start(model: RNN, init: Init) -> None:
-    """Draw the weights anew, but for those of an embedding."""
+    """Initialize all weights except those of an embedding."""
     if init == "torch":
         return
     for name, parameter in [*model.layers.named_parameters(), *model.output.named_parameters()]:
@@ -158,7 +158,7 @@ def _start(model: RNN, init: Init) -> None:
             continue
         parameter.normal_(std=0.1 if init == "basic_tanh" else 0.01)
         if init == "smart_tanh" and "weight_hh" in name:
-            # A column holds what goes out of a unit.
+            # A column has the outgoing weights of a unit.
             for column in parameter.unbind(dim=1):
                 column[torch.randperm(len(column))[NUM_REACHED:]] = 0
             parameter *= RADIUS / torch.linalg.eigvals(parameter).abs().max()

@@ -1,4 +1,4 @@
-"""ViT: a small vision transformer, which attends to the patches of an image."""
+"""ViT: a small vision transformer over the patches of an image."""
 
 from typing import Annotated, Literal
 
@@ -16,7 +16,7 @@ Size = Annotated[int, Field(gt=0)]
 
 @validated
 class ViTOptions:
-    """What a `ViT` is made of."""
+    """The checked arguments of `ViT`."""
 
     input_shape: tuple[Size, Size, Size]
     num_outputs: Size
@@ -39,7 +39,7 @@ class ViTOptions:
 class ViT(nn.Module):
     """Patches with positions, blocks, a norm, and a linear readout, for images (C, H, W).
 
-    Read out is a class token, which is put before the patches, or their mean (arXiv 2010.11929).
+    The readout gets a class token, put before the patches, or their mean (arXiv 2010.11929).
     Its modules are `patches`, `blocks.0` (see `Block`), ..., `norm`, `output`, and its own
     parameters `positions` and `token`.
     """

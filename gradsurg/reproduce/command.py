@@ -4,6 +4,7 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from gradsurg.effects.tables import aligned
@@ -130,7 +131,10 @@ def _reproduce(
         rows.append([*cells, item.result])
     print(aligned(rows))
     if figure is None and expected.figure:
-        print("figure: none, no run has the numbers that it shows")
+        missing = "no run has the numbers that it shows"
+        if find_spec("matplotlib") is None:
+            missing = "it may need matplotlib: pip install 'gradsurg[figures]'"
+        print(f"figure: none, {missing}")
     elif figure is not None:
         print(f"figure: {figure}")
     conditions = f" ({expected.conditions})" if expected.conditions else ""

@@ -11,7 +11,7 @@ from gradsurg.report.figures import UNCLEAR, Columns, Panel, Spec, write_figure
 from gradsurg.report.figures import Figure as Chart
 from gradsurg.report.load import Arm, Found, group
 from gradsurg.report.wording import is_share, title
-from gradsurg.reproduce.expected import Drawing, WrongExperiment
+from gradsurg.reproduce.expected import Drawing
 from gradsurg.reproduce.judge import outcome
 from gradsurg.training.run_directory import EFFECTS, METRICS, RunDirectory
 
@@ -29,7 +29,7 @@ Table = Mapping[str, Mapping[str, list[float]]]  # measure, layer, the value of 
 def draw(drawing: Drawing, runs: Sequence[Found], folder: Path) -> Path | None:
     """Write the figure of the arms of these runs into `folder`; return its PNG.
 
-    None if no run has the numbers. Maps need matplotlib; WrongExperiment if it is missing.
+    None if no run has the numbers, or for maps if matplotlib is not installed.
     """
     arms = [arm for arm in group(runs) if arm.whole]
     if drawing.kind == "maps":
@@ -166,7 +166,7 @@ def _colour(field: str, names: Sequence[str]) -> Spec:
 
 def _write_maps(arms: Sequence[Arm], metric: str, folder: Path) -> Path | None:
     if find_spec("matplotlib") is None:
-        raise WrongExperiment("this figure needs matplotlib: pip install 'gradsurg[figures]'")
+        return None
     import matplotlib as mpl
 
     from gradsurg.report.pictures import STYLE

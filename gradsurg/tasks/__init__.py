@@ -1,1 +1,1 @@
-"""What is learnt: data, a loss and its metrics, one task a file."""
+"""Tasks: data, a loss and metrics to train on, one task a file."""

@@ -1,4 +1,4 @@
-"""Adding: two of many numbers are marked, and their sum is asked for when all have gone by."""
+"""Adding: predict the sum of the two marked numbers of a sequence."""
 
 from functools import lru_cache
 from typing import Annotated
@@ -16,8 +16,8 @@ class Adding(Regression):
     """The adding problem (Hochreiter and Schmidhuber 1997; in this form Arjovsky et al. 2016).
 
     A step is a number uniform in [0, 1] and a mark, which is 1 once in each half of the sequence
-    and else 0. To say 1 always has a loss of 1/6, and about the half of the length is what a
-    gradient has to travel back. All depends on `data_seed` alone.
+    and else 0. The constant prediction 1 has a loss of 1/6. A gradient has to travel back about
+    half of the length. All depends on `data_seed` alone.
     """
 
     length: Annotated[int, Field(ge=2)] = 30
@@ -29,7 +29,7 @@ class Adding(Regression):
         return _data(self).copy()
 
     def draw(self, generator: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Sequences (count, length, 2) and sums (count, 1)."""
+        """Return sequences (count, length, 2) and sums (count, 1)."""
         numbers = generator.random((count, self.length))
         half = self.length // 2
         marks = np.zeros_like(numbers)

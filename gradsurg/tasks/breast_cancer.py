@@ -16,8 +16,8 @@ from gradsurg.tasks.data.arrays import Seed, split, standardize
 class BreastCancer(Classification):
     """Classify tumours by cross-entropy; nothing is downloaded.
 
-    The split is stratified and depends on `split_seed` alone. Measurements are standardised, each
-    by its mean and deviation in training.
+    The split is stratified and depends on `split_seed` alone. Each measurement is standardized by
+    its mean and deviation in training.
     """
 
     test_fraction: Annotated[float, Field(ge=0.01, le=0.9)] = 0.25
@@ -40,7 +40,7 @@ class BreastCancer(Classification):
 
 @cache
 def _arrays() -> tuple[np.ndarray, np.ndarray]:
-    """Measurements and kinds: read once a process."""
+    """Measurements and classes; read once a process."""
     from sklearn.datasets import load_breast_cancer
 
     measured, kinds = load_breast_cancer(return_X_y=True)

@@ -1,4 +1,4 @@
-"""CIFAR-10: 60,000 photographs of 32 x 32 pixels in ten classes, from files that the user has."""
+"""CIFAR-10: 60,000 photographs of 32 x 32 pixels in ten classes, from the user's files."""
 
 import pickle
 from collections.abc import Sequence
@@ -33,10 +33,10 @@ BROKEN = (pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError)
 class CIFAR10(Classification):
     """Classify photographs (Krizhevsky 2009) by cross-entropy; nothing is downloaded.
 
-    `root` is the folder around or of the batch files for Python, where torchvision leaves them.
-    They are pickles, read by an unpickler that makes numpy arrays and nothing else. With `verify`
-    other files than the known ones are refused. `num_train` and `num_test` take so many examples,
-    chosen by `split_seed`; without them all are taken.
+    `root` is the folder of the batch files for Python, or its parent, as torchvision unpacks them.
+    They are pickles, read by an unpickler that creates numpy arrays only. With `verify` files that
+    are not the published ones are refused. `num_train` and `num_test` are sizes of subsets chosen
+    by `split_seed`; null means all examples.
     """
 
     root: str | None = None
@@ -50,7 +50,7 @@ class CIFAR10(Classification):
         return images.data(self.num_train, self.num_test, self.split_seed)
 
     def files(self) -> Sequence[Path]:
-        if self.verify:  # then they are known
+        if self.verify:  # their content is fixed by the hashes
             return ()
         place = image_folder(self.root, WHERE)
         return [_file(place, name) for name in HASHES]
@@ -58,7 +58,7 @@ class CIFAR10(Classification):
 
 @lru_cache(maxsize=1)
 def _read(root: str | None, verify: bool, content: str) -> Images:
-    """Kept as long as the files have that `content`."""
+    """Read the files; `content`, their hash, is part of the cache's key."""
     place = image_folder(root, WHERE)
     *train, test = (_batch(place, name, verify) for name in HASHES)
     images, labels = (np.concatenate(parts) for parts in zip(*train, strict=True))
@@ -72,7 +72,7 @@ def _batch(place: Path, name: str, verify: bool) -> tuple[np.ndarray, np.ndarray
     try:
         held = _Arrays(BytesIO(content), encoding="bytes").load()
         labels = np.array(held[b"labels"], np.int64)
-        # A plain reshape, because what it says of bytes that are too few fits on one line.
+        # A plain reshape, whose message about missing bytes fits on one line.
         images = np.asarray(held[b"data"]).reshape(len(labels), 3, 32, 32)
     except BROKEN as error:
         raise refusal(place, f"{name} cannot be read ({error})", WHERE) from error
@@ -91,7 +91,7 @@ def _file(place: Path, name: str) -> Path:
 
 
 class _Arrays(pickle.Unpickler):
-    """Makes what a pickle of a numpy array asks for, and nothing else."""
+    """An unpickler of numpy arrays that refuses all other classes."""
 
     def find_class(self, module_name: str, global_name: str) -> object:
         match module_name, global_name:

@@ -1,4 +1,4 @@
-"""Copy memory: say again what was said before a long silence."""
+"""Copy memory: repeat a sequence of symbols after a long delay."""
 
 from functools import lru_cache
 from typing import Annotated
@@ -17,11 +17,11 @@ from gradsurg.tasks.data.arrays import Count, Seed, draw_examples
 class CopyMemory(Task):
     """The copying problem (Hochreiter and Schmidhuber 1997; in this form Arjovsky et al. 2016).
 
-    `num_copied` symbols, numbered from 0, then `delay` - 1 blanks, a sign to begin, and
-    `num_copied` blanks; asked for are blanks, and after the sign the symbols. The loss is the mean
-    cross-entropy over all steps, and without a memory, for K symbols of which n are copied, it is
-    n log K / (delay + 2n). The accuracy is that of the symbols alone, by chance 1/K. A blank is
-    numbered K, the sign K + 1. All depends on `data_seed` alone.
+    Inputs are `num_copied` symbols, numbered from 0, then `delay` - 1 blanks, a start sign, and
+    `num_copied` blanks; targets are blanks, and after the sign the symbols. The loss is the mean
+    cross-entropy over all steps; without a memory it is n log K / (delay + 2n) for n copied of K
+    symbols. The accuracy is that of the symbols alone, by chance 1/K. A blank is numbered K, the
+    sign K + 1. All depends on `data_seed` alone.
     """
 
     delay: Count = 10
@@ -45,12 +45,12 @@ class CopyMemory(Task):
         }
 
     def draw(self, generator: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """What is said and what is asked for, both (count, delay + 2 num_copied)."""
+        """Return inputs and targets, both (count, delay + 2 num_copied)."""
         symbols = generator.integers(0, self.num_symbols, (count, self.num_copied))
         blanks = np.full((count, self.delay + self.num_copied), self.num_symbols)
-        said, asked = np.hstack([symbols, blanks]), np.hstack([blanks, symbols])
-        said[:, -self.num_copied - 1] = self.num_symbols + 1
-        return said, asked
+        inputs, targets = np.hstack([symbols, blanks]), np.hstack([blanks, symbols])
+        inputs[:, -self.num_copied - 1] = self.num_symbols + 1
+        return inputs, targets
 
 
 @lru_cache(maxsize=2)

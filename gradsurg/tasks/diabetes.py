@@ -1,4 +1,4 @@
-"""Diabetes: scikit-learn's 442 patients of ten measurements, and how far the disease went."""
+"""Diabetes: scikit-learn's 442 patients of ten measurements, and their disease progression."""
 
 from functools import cache
 from typing import Annotated
@@ -13,10 +13,10 @@ from gradsurg.tasks.data.arrays import Seed, split, standardize
 
 @validated
 class Diabetes(Regression):
-    """Predict the disease a year on by squared error (Efron et al. 2004); nothing is downloaded.
+    """Predict the progression after a year by squared error (Efron et al. 2004); no download.
 
-    The split depends on `split_seed` alone. Measurements and target are standardised by their
-    mean and deviation in training, so that a loss of 1 is that of a constant.
+    The split depends on `split_seed` alone. Measurements and target are standardized by their
+    mean and deviation in training, so that a constant prediction has a loss of 1.
     """
 
     test_fraction: Annotated[float, Field(ge=0.01, le=0.9)] = 0.25
@@ -38,7 +38,7 @@ class Diabetes(Regression):
 
 @cache
 def load_table() -> tuple[np.ndarray, np.ndarray]:
-    """Measurements and the disease a year on: read once a process."""
+    """Return measurements and progression after a year; read once a process."""
     from sklearn.datasets import load_diabetes
 
     measured, progress = load_diabetes(return_X_y=True, scaled=False)

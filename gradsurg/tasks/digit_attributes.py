@@ -1,4 +1,4 @@
-"""Digit attributes: several questions about each of scikit-learn's digits."""
+"""Digit attributes: several classifications of each of scikit-learn's digits."""
 
 from typing import Annotated, Literal
 
@@ -72,6 +72,6 @@ class DigitAttributes(MultiClassification):
         )
 
     def classes(self, labels: Tensor) -> Tensor:
-        """The class of each of these digits in each way (examples, attributes)."""
+        """Return the class of each digit for each attribute (examples, attributes)."""
         table = torch.tensor([CLASSES[name] for name in self.attributes])
         return table.T[labels]

@@ -1,4 +1,4 @@
-"""Friedman: the first regression problem of Friedman 1991, half of whose inputs say nothing."""
+"""Friedman: the first regression problem of Friedman 1991, with irrelevant inputs."""
 
 from functools import lru_cache
 from typing import Annotated
@@ -14,17 +14,17 @@ MEAN, DEVIATION = 0.5, 12**-0.5  # of numbers uniform in [0, 1]
 
 
 def response(inputs: np.ndarray) -> np.ndarray:
-    """10 sin(pi x1 x2) + 20 (x3 - 1/2)^2 + 10 x4 + 5 x5, for rows of numbers in [0, 1]."""
+    """Return 10 sin(pi x1 x2) + 20 (x3 - 1/2)^2 + 10 x4 + 5 x5, for rows of numbers in [0, 1]."""
     x1, x2, x3, x4, x5 = inputs[:, :5].T
     return 10 * np.sin(np.pi * x1 * x2) + 20 * (x3 - 0.5) ** 2 + 10 * x4 + 5 * x5
 
 
 @validated
 class Friedman(Regression):
-    """Predict `response` and normal noise from uniform numbers by squared error; generated.
+    """Predict `response` with normal noise from uniform numbers by squared error; generated.
 
-    Inputs are standardised by the mean and deviation of uniform numbers, targets by those in
-    training, so that a loss of 1 is that of a constant. All depends on `data_seed` alone.
+    Inputs are standardized by the mean and deviation of uniform numbers, targets by those in
+    training, so that a constant prediction has a loss of 1. All depends on `data_seed` alone.
     """
 
     num_train: Annotated[int, Field(ge=2)] = 2000
@@ -37,7 +37,7 @@ class Friedman(Regression):
         return _data(self).copy()
 
     def draw(self, generator: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Standardised inputs, and targets as they are."""
+        """Return standardized inputs and raw targets."""
         inputs = generator.random((count, self.num_features))
         targets = response(inputs) + self.noise * generator.standard_normal(count)
         return (inputs - MEAN) / DEVIATION, targets[:, None]

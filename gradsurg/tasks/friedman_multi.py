@@ -1,4 +1,4 @@
-"""Friedman's three regression problems at once, of the same numbers."""
+"""Friedman's three regression problems at once, with the same inputs."""
 
 from functools import lru_cache
 from typing import Annotated
@@ -17,7 +17,7 @@ Scale = Annotated[float, Field(gt=0)]
 
 
 def circuit(inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The second and the third problem: impedance and phase of an alternating current circuit.
+    """Return the second and third problem: impedance and phase of an alternating current circuit.
 
     Of rows of numbers in [0, 1] the first four are stretched to R in [0, 100], w in
     [40 pi, 560 pi], L in [0, 1] and C in [1, 11]; with X = w L - 1 / (w C) they are
@@ -34,10 +34,10 @@ def circuit(inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 class FriedmanMulti(MultiRegression):
     """Predict the responses of Friedman 1991's three problems by squared error; generated.
 
-    The first problem is that of the task friedman, the others see its first four inputs. Each
-    target has normal noise of `noise` times its own deviation, and is standardised in training, so
-    that the loss of a constant is its scale; the `scales` are far apart, as those of losses in
-    different units are. All depends on `data_seed` alone.
+    The first problem is that of the task friedman, the others use its first four inputs. Each
+    target has normal noise of `noise` times its own deviation, and is standardized in training, so
+    that the loss of a constant prediction is its scale; the `scales` are far apart, like those of
+    losses in different units. All depends on `data_seed` alone.
     """
 
     scales: tuple[Scale, Scale, Scale] = (1.0, 0.1, 0.01)
@@ -59,7 +59,7 @@ class FriedmanMulti(MultiRegression):
         return _data(self).copy()
 
     def draw(self, generator: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Standardised inputs; the three responses, and standard normal numbers for each."""
+        """Return standardized inputs; the three responses, and standard normal numbers for each."""
         inputs = generator.random((count, self.num_features))
         responses = [response(inputs), *circuit(inputs)]
         normal = generator.standard_normal((count, len(NAMES)))

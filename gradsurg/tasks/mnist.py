@@ -29,9 +29,9 @@ class MNIST(Classification):
     """Classify handwritten digits (LeCun et al. 1998) by cross-entropy.
 
     `root` is the folder with the four files, or torchvision's around it, or one with Keras's
-    mnist.npz; without it what `python -m gradsurg.tasks.fetch mnist` put into the user's cache
-    folder is read. With `verify` other files than the known ones are refused. `num_train` and
-    `num_test` take so many examples, chosen by `split_seed`; without them all are taken.
+    mnist.npz; without it the files that `python -m gradsurg.tasks.fetch mnist` put into the
+    user's cache folder are read. With `verify` files that are not the published ones are refused.
+    `num_train` and `num_test` are sizes of subsets chosen by `split_seed`; null means all examples.
     """
 
     root: str | None = None
@@ -45,5 +45,5 @@ class MNIST(Classification):
         return images.data(self.num_train, self.num_test, self.split_seed)
 
     def files(self) -> Sequence[Path]:
-        # what is verified is known
+        # verified files have a fixed content
         return () if self.verify else image_files(LAYOUT, self.root)

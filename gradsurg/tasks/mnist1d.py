@@ -37,8 +37,8 @@ class MNIST1D(Classification):
     A template is padded with zeros by a number in `padding`, brought to a common length, scaled,
     rolled by less than `max_translation` steps, given correlated noise where it is padded and
     white noise everywhere, tilted, and brought to `length`. Classes are equally frequent. The
-    draws are this generator's own, so examples are not those of the paper's file. Standardised by
-    the mean and deviation in training; all depends on `data_seed` alone.
+    random generator differs, so examples are not those of the paper's file. Standardized by the
+    mean and deviation in training; all depends on `data_seed` alone.
     """
 
     num_train: Annotated[int, Field(ge=NUM_CLASSES)] = 4000
@@ -61,7 +61,7 @@ class MNIST1D(Classification):
         return _data(self).copy()
 
     def draw(self, generator: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Signals (count, length), not yet standardised, and classes."""
+        """Return signals (count, length), not yet standardized, and classes."""
         from scipy.ndimage import gaussian_filter1d
 
         labels = generator.permutation(np.arange(count) % NUM_CLASSES)
@@ -86,7 +86,7 @@ class MNIST1D(Classification):
 
 
 def _templates() -> np.ndarray:
-    """Of mean zero and deviation one, then moved to begin at zero, and a sixth of that."""
+    """Standardize the templates, shift them to begin at zero, and divide by six."""
     scaled = (TEMPLATES - TEMPLATES.mean(axis=1, keepdims=True)) / TEMPLATES.std(
         axis=1, keepdims=True
     )
@@ -94,7 +94,7 @@ def _templates() -> np.ndarray:
 
 
 def _between(signals: np.ndarray, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Signals at places that need not be whole, on the line between their neighbours."""
+    """Interpolate signals linearly at fractional places."""
     before = np.floor(places).astype(int)
     after = np.minimum(before + 1, signals.shape[1] - 1)
     share = places - before

@@ -37,13 +37,13 @@ class MNISTOverlay(TwoDigits):
         return _data(self, self.content).copy()
 
     def files(self) -> Sequence[Path]:
-        # what is verified is known
+        # verified files have a fixed content
         return () if self.verify else image_files(LAYOUT, self.root)
 
 
 @lru_cache(maxsize=1)
 def _data(task: MNISTOverlay, content: str) -> Data:
-    """Kept as long as the files have that `content`."""
+    """Load the data; `content`, a hash of the files, is part of the cache's key."""
     images = read_images(LAYOUT, task.root, task.verify, content)
     pools = [
         Pool(_scaled(images.train_images), images.train_labels, task.num_train),

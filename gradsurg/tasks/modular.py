@@ -1,4 +1,4 @@
-"""Modular: arithmetic modulo a number, of whose table a part is for training."""
+"""Modular: arithmetic modulo a number, with a part of its table for training."""
 
 from typing import Annotated, Literal
 
@@ -10,7 +10,7 @@ from gradsurg.plugins.fields import Contradiction, validated
 from gradsurg.tasks.base import Classification, Data
 from gradsurg.tasks.data.arrays import Seed
 
-HookController = Literal["add", "subtract", "multiply"]
+Operation = Literal["add", "subtract", "multiply"]
 
 
 @validated
@@ -23,7 +23,7 @@ class Modular(Classification):
     """
 
     modulus: Annotated[int, Field(ge=2, le=1000)] = 97
-    operation: HookController = "add"
+    operation: Operation = "add"
     train_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5
     split_seed: Seed = 0
     operator_token: bool = False
@@ -37,8 +37,8 @@ class Modular(Classification):
         numbers = torch.arange(self.modulus)
         a, b = torch.cartesian_prod(numbers, numbers).T
         equals, operator = torch.full_like(a, self.modulus), torch.full_like(a, self.modulus + 1)
-        said = [a, operator, b, equals] if self.operator_token else [a, b, equals]
-        inputs = torch.stack(said, dim=1)
+        tokens = [a, operator, b, equals] if self.operator_token else [a, b, equals]
+        inputs = torch.stack(tokens, dim=1)
         targets = self._result(a, b)
         generator = torch.Generator().manual_seed(self.split_seed)
         order = torch.randperm(len(targets), generator=generator)
@@ -48,9 +48,9 @@ class Modular(Classification):
             train_targets=targets[train],
             test_inputs=inputs[test],
             test_targets=targets[test],
-            input_shape=(len(said),),
+            input_shape=(len(tokens),),
             num_outputs=self.modulus,
-            num_tokens=self.modulus + len(said) - 2,
+            num_tokens=self.modulus + len(tokens) - 2,
         )
 
     def _num_train(self) -> int:

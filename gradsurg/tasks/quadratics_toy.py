@@ -1,4 +1,4 @@
-"""Three quadratics of different scales, and the base class of toys that move a point in the plane."""
+"""Three quadratics of different scales, and the base class of tasks that move a point."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence

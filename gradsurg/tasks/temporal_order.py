@@ -1,4 +1,4 @@
-"""Temporal order: which of two symbols came first, and which second, among many others."""
+"""Temporal order: classify a sequence by the order of two symbols among many others."""
 
 from functools import lru_cache
 from typing import Annotated
@@ -33,7 +33,7 @@ class TemporalOrder(Classification):
         return _data(self).copy()
 
     def draw(self, generator: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Sequences (count, length) of tokens, and classes."""
+        """Return sequences (count, length) of tokens, and classes."""
         tokens = generator.integers(0, NUM_DISTRACTORS, (count, self.length))
         tokens[:, 0], tokens[:, -1] = START, TRIGGER
         kinds = generator.integers(0, 2, (count, 2))  # X or Y

@@ -1,4 +1,4 @@
-"""Images from files: MNIST and data sets in its layout (four IDX files or one npz), standardized."""
+"""Image files of MNIST and data sets in its layout: four IDX files, or one npz file."""
 
 import gzip
 import zlib
