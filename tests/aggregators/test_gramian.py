@@ -14,47 +14,12 @@ from gradsurg.aggregators.base import (
     AggregatorProperty,
     GramianAggregator,
 )
-from tests.aggregators.cases import CONFIGS, made
-from tests.aggregators.inputs import RATIOS, distance, ranks, rows
+from tests.aggregators.cases import made
+from tests.aggregators.gramian_cases import CONTEXT, SHAPES, STEMS, aggregators, by
+from tests.aggregators.inputs import RATIOS, distance, rows
 
-STEMS = [
-    path.stem
-    for path in sorted(CONFIGS.glob("*.yaml"))
-    # which weighs losses, and which is for two tasks: in tests of their own
-    if path.stem not in ("none", "grad_norm", "agem")
-    and isinstance(made(path.stem), GramianAggregator)
-]
-VARIANTS: dict[str, list[dict[str, object]]] = {
-    "pcgrad": [
-        {"order": "fixed"},
-        {"target": "projected", "order": "one_permutation"},
-        {"include_self": True},
-        {"eps": 1e-3},
-    ],
-    "cagrad": [{"c": 0.0}, {"c": 1.0}, {"c": 2.0, "rescale": "1+c"}],
-    "nash_mtl": [{"max_norm": 0.0}, {"max_norm": 0.0, "normalize": False}],
-    "fair_grad": [{"alpha": 0.5}, {"alpha": 3.0, "max_norm": 0.0}],
-    "aligned_mtl": [{"scale": "median"}, {"scale": "rmse"}],
-    "krum": [{"num_byzantine": 1}],
-}
-ALL = [(stem, fields) for stem in STEMS for fields in [{}, *VARIANTS.get(stem, [])]]
-SHAPES = [(count, rank) for count in (4, 8) for rank in ranks(count)]
-CONTEXT = AggregatorContext(step=5, seed=2)
 # A step of the update can be this wrong where rows are dependent: half of the digits of G.
 LOOSE = 1e-6
-
-
-def aggregators(stems: list[str] | None = None) -> pytest.MarkDecorator:
-    chosen = [case for case in ALL if stems is None or case[0] in stems]
-    ids = [
-        "-".join([stem, *(f"{key}={value}" for key, value in fields.items())])
-        for stem, fields in chosen
-    ]
-    return pytest.mark.parametrize("aggregator", [made(s, **f) for s, f in chosen], ids=ids)
-
-
-def by(aggregator: Aggregator, matrix: np.ndarray | Tensor) -> Tensor:
-    return aggregator(torch.as_tensor(matrix), CONTEXT)
 
 
 def lengths(matrix: Tensor) -> Tensor:
