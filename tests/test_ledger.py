@@ -10,7 +10,7 @@ from tests.nets import attached, backward, sgd, small, train
 
 def test_an_entry_is_made_once_and_keeps_its_count() -> None:
     ledger = Ledger()
-    ledger.enter("clip", "a").left = 3
+    ledger.enter("clip", "a").not_fired = 3
     assert ledger.enter("clip", "a").calls == 3
     assert ledger.enter("zero", "a").calls == 0
     assert [(entry.intervention, entry.site) for entry in ledger] == [("clip", "a"), ("zero", "a")]
@@ -25,7 +25,7 @@ def test_aliases_are_collected_once_each() -> None:
 def test_a_site_that_turns_out_to_be_another_one_is_forgotten_unless_it_has_acted() -> None:
     ledger = Ledger()
     ledger.enter("clip", "b")
-    ledger.enter("clip", "c").left = 1
+    ledger.enter("clip", "c").not_fired = 1
     ledger.enter("clip", "a", ["b", "c"])
     assert [entry.site for entry in ledger] == ["c", "a"]
 
@@ -55,25 +55,27 @@ def test_silent_sites_are_complained_about_in_one_sentence_an_intervention() -> 
 
 def test_a_trigger_that_never_let_it_act_is_complained_about() -> None:
     ledger = Ledger()
-    ledger.enter("clip", "a").left = 3
-    ledger.enter("clip", "b").left = 4
+    ledger.enter("clip", "a").not_fired = 3
+    ledger.enter("clip", "b").not_fired = 4
     assert ledger.warnings() == ["clip: its trigger never fired in 7 gradients"]
 
 
 def test_a_trigger_that_fired_once_is_not() -> None:
     ledger = Ledger()
-    ledger.enter("clip", "a").left = 3
+    ledger.enter("clip", "a").not_fired = 3
     entry = ledger.enter("clip", "b")
-    entry.left, entry.fired = 3, 1
+    entry.not_fired, entry.fired = 3, 1
     assert ledger.warnings() == []
 
 
 def test_the_table_has_a_line_for_each_site() -> None:
     ledger = Ledger()
     entry = ledger.enter("clip", "a", ["b"])
-    entry.left, entry.fired = 7, 5
+    entry.not_fired, entry.fired = 7, 5
     ledger.enter("clip", "c", skipped="frozen")
-    assert [line.split() for line in ledger.table().splitlines()] == [
+    head, rule, *rows = [line.split() for line in ledger.table().splitlines()]
+    assert set(*rule) == {"-"}
+    assert [head, *rows] == [
         ["intervention", "seen", "acted", "on", "site"],
         ["clip", "12", "5", "a", "=", "b"],
         ["clip", "0", "0", "c", "(frozen)"],
@@ -84,8 +86,8 @@ def test_columns_stand_under_each_other_whatever_the_label() -> None:
     ledger = Ledger()
     ledger.enter("a very long chain -> of many transforms -> one after the other", "x")
     ledger.enter("clip", "x")
-    lines = ledger.table().splitlines()
-    assert len({line.rindex("  ") for line in lines}) == 1
+    head, _, *rows = ledger.table().splitlines()
+    assert len({line.rindex("  ") for line in (head, *rows)}) == 1
 
 
 def test_calls_and_acts_of_an_attached_surgery_are_counted() -> None:
@@ -117,7 +119,7 @@ def test_a_site_that_never_fires_is_told_at_the_end_of_the_block() -> None:
         attached(model, gs.Zero(), gs.Parameters("first.weight")) as live,
     ):
         model(torch.ones(1, 6))
-    assert "zero                        0        0  first.weight" in live.ledger.table()
+    assert "zero             0         0  first.weight" in live.ledger.table()
 
 
 def test_a_shadowed_surgery_counts_too() -> None:
@@ -132,9 +134,9 @@ def interrupted() -> Ledger:
     """A ledger of two interventions: one acted at one of two sites, the other never."""
     ledger = Ledger()
     acted = ledger.enter("clip", "first.weight")
-    acted.left, acted.fired = 6, 4
+    acted.not_fired, acted.fired = 6, 4
     ledger.enter("clip", "first.bias")
-    ledger.enter("zero", "last.weight", aliases=["tied.weight"]).left = 10
+    ledger.enter("zero", "last.weight", aliases=["tied.weight"]).not_fired = 10
     return ledger
 
 

@@ -1,23 +1,23 @@
-"""What was expected to fire and what did."""
+"""The ledger: gradients expected, seen and acted on at each site of each intervention."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
+from gradsurg.effects.tables import aligned
+
 
 class SurgeryWarning(UserWarning):
-    """Something about a surgery that its user should know: a site that never fired, a stage that
-    changes the meaning."""
+    """A surgery may not do what its user expects: a site never fired, a stage changes a meaning."""
 
 
 @dataclass(slots=True)
 class Entry:
-    """One site of one intervention: gradients seen, and those the trigger let the transform act on.
+    """The counts of one site of one intervention, in this attachment.
 
-    `fired` are those that the host let it act on, `left` those that it did not, `asked_device`
-    those that the device decided on, `fired_on_device` how often it said yes; all of this
-    attachment, `earlier_*` of those before it in a resumed run. `foreign` names the hooks of others
-    at the same place.
+    `fired` and `not_fired` count gradients that the trigger decided on the host, `on_device` those
+    it decided on the device, `fired_on_device` those of them for which it fired. `earlier_*` are
+    the counts of an interrupted run. `foreign` names other hooks at the same place.
     """
 
     intervention: str
@@ -26,45 +26,45 @@ class Entry:
     skipped: str = ""
     foreign: list[str] = field(default_factory=list)
     fired: int = 0
-    left: int = 0
-    asked_device: int = 0
+    not_fired: int = 0
+    on_device: int = 0
     fired_on_device: Any = 0  # Any: a tensor, and this floor does without torch
     earlier_calls: int = 0
     earlier_fired: int = 0
 
-    def count(self, fires: Any) -> bool:  # Any: a bool, or a tensor where the device decides
-        """Count a gradient that the trigger fires at; whether the transform is to be called."""
+    def count(self, fires: Any) -> bool:  # Any: a bool, or a tensor on the device
+        """Count a gradient by the trigger's answer; return whether the transform is to be called."""
         if fires is True:
             self.fired += 1
         elif fires is False:
-            self.left += 1
+            self.not_fired += 1
         else:
             self.fired_on_device = self.fired_on_device + fires
-            self.asked_device += 1
+            self.on_device += 1
         return fires is not False
 
     @property
     def calls(self) -> int:
         """Gradients seen in this attachment."""
-        return self.fired + self.left + self.asked_device
+        return self.fired + self.not_fired + self.on_device
 
     @property
     def all_calls(self) -> int:
-        """Gradients seen, those before an interruption too."""
+        """Gradients seen, also before an interruption."""
         return self.earlier_calls + self.calls
 
     @property
     def all_fired(self) -> int:
-        """Gradients acted on, those before an interruption too."""
+        """Gradients acted on, also before an interruption."""
         return self.earlier_fired + self.fired + int(self.fired_on_device)
 
     def settle(self) -> None:
-        """Turn what the device has counted into a number."""
+        """Copy the count on the device to the host."""
         self.fired_on_device = int(self.fired_on_device)
 
 
 class EntryState(TypedDict):
-    """An entry as a checkpoint keeps it."""
+    """An entry in a checkpoint."""
 
     intervention: str
     site: str
@@ -74,12 +74,15 @@ class EntryState(TypedDict):
     fired: int
 
 
+@dataclass(slots=True, eq=False)
 class Ledger:
-    """The entries of an attachment, in the order in which the sites were met."""
+    """The entries of an attachment, in the order in which the sites were met.
 
-    def __init__(self) -> None:
-        self.entries: dict[tuple[str, str], Entry] = {}
-        self.resumed = False  # whether it counts on from where another ended
+    `resumed` says that they include the counts of an interrupted run.
+    """
+
+    entries: dict[tuple[str, str], Entry] = field(default_factory=dict)
+    resumed: bool = False
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.entries.values())
@@ -92,7 +95,7 @@ class Ledger:
         skipped: str = "",
         foreign: Sequence[str] = (),
     ) -> Entry:
-        """The entry of a site, made when it is first met."""
+        """Return the entry of a site; make it, or update its aliases and hooks of others."""
         entry = self.entries.get((intervention, site))
         if entry is None:
             entry = self.entries[intervention, site] = Entry(intervention, site)
@@ -104,18 +107,18 @@ class Ledger:
         return entry
 
     def forget(self, intervention: str, site: str) -> None:
-        """Take out a site that was expected and is another one, or several, unless it has acted."""
+        """Remove a site that turned out to be other sites, unless it has seen a gradient."""
         entry = self.entries.get((intervention, site))
         if entry is not None and not entry.all_calls:
             del self.entries[intervention, site]
 
     def settle(self) -> None:
-        """Wait for what the device has counted: no tensor is held afterwards."""
+        """Copy all counts on the device to the host, and hold no tensor afterwards."""
         for entry in self:
             entry.settle()
 
     def state(self) -> list[EntryState]:
-        """What a checkpoint keeps: the entries with all that they have counted."""
+        """Return the entries with all their counts, for a checkpoint."""
         return [
             EntryState(
                 intervention=entry.intervention,
@@ -129,13 +132,13 @@ class Ledger:
         ]
 
     def resume(self, states: Iterable[EntryState]) -> None:
-        """Go on counting where `states` ended; what had been forgotten by then is forgotten."""
-        met = self.entries
+        """Continue the counts of a checkpoint; expected sites it does not have are removed."""
+        present = self.entries
         self.entries = {}
         self.resumed = True
         for state in states:
             key = state["intervention"], state["site"]
-            entry = self.entries[key] = met.get(key) or Entry(*key)
+            entry = self.entries[key] = present.get(key) or Entry(*key)
             entry.aliases, entry.skipped = list(state["aliases"]), state["skipped"]
             entry.earlier_calls, entry.earlier_fired = state["calls"], state["fired"]
 
@@ -165,18 +168,17 @@ class Ledger:
         return texts
 
     def table(self) -> str:
-        """One line a site: what it is, its other names, gradients seen, gradients acted on.
+        """Format the entries, one line a site: gradients seen, gradients acted on, other names.
 
-        These are what the effects' table has as calls: the calls of the transform.
+        The latter are the calls of the transform, as in the table of effects.
         """
-        width = max([20, *(len(entry.intervention) for entry in self)])
-        lines = [f"{'intervention':<{width}} {'seen':>8} {'acted on':>8}  site"]
+        cells = [["intervention", "seen", "acted on", "site"]]
         for entry in self:
             names = " = ".join([entry.site, *entry.aliases])
-            # An evaluation without gradients says nothing about the training.
+            # A skipped site that has calls after all, as in an evaluation, needs no note.
             note = f"  ({entry.skipped})" if entry.skipped and not entry.all_calls else ""
             if entry.foreign:
                 note += f"  (beside hooks of others: {', '.join(entry.foreign)})"
-            counts = f"{entry.all_calls:>8} {entry.all_fired:>8}"
-            lines.append(f"{entry.intervention:<{width}} {counts}  {names}{note}")
-        return "\n".join(lines)
+            counts = [f"{entry.all_calls}", f"{entry.all_fired}"]
+            cells.append([entry.intervention, *counts, f"{names}{note}"])
+        return aligned(cells, left=(0, 3))

@@ -1,65 +1,78 @@
-"""Rows of numbers as text: one format for the library, the runner and the README."""
+"""Text tables of numbers, for the library, the terminal and the README: the only renderer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from io import StringIO
 
-COLUMNS = {
+from gradsurg.effects.numbers import EFFECT_NUMBERS
+
+_UNITS = {number.name: number.unit for number in EFFECT_NUMBERS} | {"fired": "fraction"}
+_COLUMNS = {
     "transform": "transform",
     "site": "site",
-    "norm_before": "norm before",
-    "norm_after": "norm after",
-    "cosine": "cosine",
-    "changed": "changed",
-    "flipped": "sign flips",
-    "zeroed": "zeroed",
-    "nonfinite": "non-finite",
+    **{number.name: number.label for number in EFFECT_NUMBERS if number.name != "distance"},
     "fired": "fired",
     "calls": "calls",
 }
-FRACTIONS = ("changed", "flipped", "zeroed", "fired")
+
+# The lines of a `rich.box.Box`: a rule of dashes under the head, and no other lines.
+_BOX = "\n".join(["    ", "    ", " -- ", *["    "] * 5]) + "\n"
+_WIDTH = 1 << 16  # wider than any table: rich never cuts or wraps a cell
 
 
 def effect_table(rows: Sequence[Mapping[str, object]]) -> str:
-    """The effect at each site, one row each, transform by transform; columns in which nothing
-    happened are left out.
+    """Format effects, one row a site, transform by transform.
+
+    Columns in which no row differs from an unchanged gradient are left out.
     """
     if not rows:
         return "no gradient was measured"
     order = {row.get("transform"): rank for rank, row in reversed(list(enumerate(rows)))}
     rows = [{**row, "fired": _fired(row)} for row in rows]
     rows = sorted(rows, key=lambda row: order[row.get("transform")])
-    shown = [key for key in COLUMNS if _says_something(key, rows)]
-    cells = [[COLUMNS[key] for key in shown]]
+    shown = [key for key in _COLUMNS if _is_shown(key, rows)]
+    cells = [[_COLUMNS[key] for key in shown]]
     cells += [[_cell(key, row.get(key)) for key in shown] for row in rows]
     return aligned(cells, left=2 if "transform" in shown else 1)
 
 
-def aligned(cells: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Cells in columns, the first `left` of them to the left; a rule under the head."""
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column < left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in cells
-    ]
-    return "\n".join([lines[0], "-" * (sum(widths) + 2 * len(widths) - 2), *lines[1:]])
+def aligned(cells: Sequence[Sequence[str]], left: int | Collection[int] = 1) -> str:
+    """Format rows of cells as a table, with a rule under the first row.
+
+    `left` is the number of columns aligned to the left, or their indices; others align right.
+    """
+    # Imported here: few who import gradsurg print a table.
+    from rich.box import Box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    lefts = range(left) if isinstance(left, int) else left
+    table = Table(box=Box(_BOX, ascii=True), padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    head, *body = cells
+    for index, name in enumerate(head):
+        justify = "left" if index in lefts else "right"
+        table.add_column(Text(name), justify=justify, no_wrap=True)
+    for row in body:
+        table.add_row(*map(Text, row))
+    text = StringIO()
+    Console(file=text, width=_WIDTH, color_system=None, legacy_windows=False).print(table)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def number(value: object) -> str:
-    """Four significant digits, short: 0.01234, 1.5e-07, 12.3; '-' for None."""
+    """Format a number with four significant digits: 0.01234, 1.5e-07, 12.3; '-' for None."""
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _fired(row: Mapping[str, object]) -> float | None:
-    """The share of the gradients at a site that the trigger let the transform act on."""
+    """The fraction of the gradients at a site for which the trigger fired."""
     calls, seen = row.get("calls"), row.get("seen")
     return calls / seen if isinstance(calls, int) and isinstance(seen, int) and seen else None
 
 
-def _says_something(key: str, rows: Sequence[Mapping[str, object]]) -> bool:
+def _is_shown(key: str, rows: Sequence[Mapping[str, object]]) -> bool:
     values = [row.get(key) for row in rows]
     match key:
         case "site" | "norm_before" | "calls":
@@ -77,8 +90,10 @@ def _says_something(key: str, rows: Sequence[Mapping[str, object]]) -> bool:
 
 
 def _cell(key: str, value: object) -> str:
-    if key in FRACTIONS and isinstance(value, float):
-        return "<0.1%" if 0 < value < 0.0005 else f"{value:.1%}"
-    if key == "cosine" and isinstance(value, float):
-        return f"{value:.4f}"
-    return number(value)
+    match _UNITS.get(key), value:
+        case "fraction", float():
+            return "<0.1%" if 0 < value < 0.0005 else f"{value:.1%}"
+        case "cosine", float():
+            return f"{value:.4f}"
+        case _:
+            return number(value)
