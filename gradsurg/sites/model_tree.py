@@ -1,4 +1,4 @@
-"""List a model's module calls in running order, with the sites that a selector selects."""
+"""List the module calls of a model in order, with the sites that a selector would hook."""
 
 import re
 from collections import Counter
@@ -11,46 +11,40 @@ import torch
 from torch import Tensor, nn
 
 from gradsurg.plugins.fields import nearest
-from gradsurg.sites.base import GroupFn, Place, PlaceTest, RegisterHooks, Selector, SiteHook, Stage
+from gradsurg.sites.base import GroupFn, Place, PlaceTest, RegisterHooks, Selector, SiteHook
 from gradsurg.sites.call_tracker import Calls, tensors_in
 from gradsurg.sites.every_module import EveryModule
 from gradsurg.sites.graph_tracer import CallGraph, Tracer, plain
 from gradsurg.sites.selection import ROOT, names_of, params_of
-from gradsurg.sites.state_guard import copied, untouched, versions
+from gradsurg.sites.state_guard import copy_inputs, param_versions, untouched
 from gradsurg.sites.tree_table import Row, SiteLine, TensorSpec, Tree
 from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import Scope
 
-ERRORS = Exception  # whatever a forward raises: it gets a note and is raised again
+NOT_REACHED = "not met"
 
 
 def tree(model: nn.Module, example_input: Any, at: Selector | None = None) -> Tree:
-    """The modules of `model` in the order in which they run, and what `at` would hook.
+    """Return the module calls of `model` in order, with the sites that `at` would hook.
 
-    `example_input` is what the model takes: a value, a tuple of several, or a dict of keyword
-    inputs. The model runs once on a copy of it, and once more to see what `at` meets; nothing of
-    that stays behind: no statistics, random numbers, gradients, hooks. There is no backward. Raises
-    LookupError, with what there is, if nothing is selected. (Any: the inputs of a model.)
+    `example_input` is the input of the model: a value, a tuple of several, or a dict of keyword
+    arguments (Any: a user's values). The model runs once on a copy of it, and a second time with
+    the hooks of `at`; there is no backward pass. Buffers, random states, gradients and hooks are
+    restored. Raises LookupError, listing the choices, if nothing is selected.
     """
     if autograd.in_backward():
         raise RuntimeError("a tree takes a forward of its own: not inside a backward")
     model = getattr(model, "_orig_mod", model)
-    before = versions(model)
-    walk = _walked(model, example_input)
+    before = param_versions(model)
+    walk = _walk(model, example_input)
     rows = [_row(call, walk) for call in walk.calls]
     loose: list[SiteLine] = []
     if at is not None:
-
-        def forward(stack: ExitStack) -> None:
-            _uncompile(model, stack)
-            _run(model, example_input)
-
         with untouched(model):
-            more = walk.hides or _reaches_out(at)
-            seen = Seen([row.label for row in rows], walk.tensors, walk.edges, more)
-            site_lines = marked(model, at, forward, seen)
-        rows, loose = _placed(rows, walk, site_lines)
-    changed = [name for name, version in versions(model).items() if before.get(name) != version]
+            lines = _site_lines(model, example_input, at, walk, [row.label for row in rows])
+        rows, loose = _assigned(rows, walk, lines)
+    after = param_versions(model)
+    changed = [name for name, version in after.items() if before.get(name) != version]
     return Tree(
         rows=tuple(rows),
         num_params=sum(param.numel() for param in model.parameters()),
@@ -63,7 +57,7 @@ def tree(model: nn.Module, example_input: Any, at: Selector | None = None) -> Tr
 
 @dataclass(slots=True)
 class _Call:
-    """A call of a module, as it was seen."""
+    """A module call in the first forward."""
 
     module: nn.Module
     name: str
@@ -80,36 +74,36 @@ class _Call:
 
 @dataclass(slots=True)
 class _Walk:
-    """What a forward has shown."""
+    """The calls and nodes of the first forward, without a selector."""
 
-    names: Mapping[nn.Module, Sequence[str]]
+    names: dict[nn.Module, list[str]]
     calls: list[_Call] = field(default_factory=list)
     nodes: dict[str, Counter[str]] = field(default_factory=dict)  # by the call they were made in
-    tensors: dict[str, TensorSpec | None] = field(default_factory=dict)  # of what could be a site
-    edges: dict[str, list[str]] = field(default_factory=dict)
-    told: bool = False  # whether there was a graph to tell of
-    hides: bool = False
+    tensors: dict[str, TensorSpec | None] = field(default_factory=dict)  # by possible site
+    edges: dict[str, list[str]] = field(default_factory=dict)  # node outputs that get a gradient
+    has_graph: bool = False
+    hides_nodes: bool = False
 
     def take(self, graph: CallGraph) -> None:
-        """Note down the nodes of the model's call, and which of their outputs get a gradient."""
-        self.told = self.told or not graph.empty
-        self.hides = self.hides or graph.hides_nodes()
-        made = list(graph.nodes())
-        taken = {edge for node, _ in made for edge in node.next_functions}
+        """Record the nodes of an outermost call, and which of their outputs get a gradient."""
+        self.has_graph = self.has_graph or not graph.empty
+        self.hides_nodes = self.hides_nodes or graph.hides_nodes()
+        nodes = list(graph.nodes())
+        taken = {edge for node, _ in nodes for edge in node.next_functions}
         taken |= {returned.edge for returned in graph.returned}
-        for node, spot in made:
-            self.nodes.setdefault(spot.call.id, Counter())[_short(spot.name)] += 1
-            site = spot.id
-            tensors = [_like(given) for given in node._input_metadata]
-            self.tensors |= {f"{site}.{index}": tensor for index, tensor in enumerate(tensors)}
-            self.tensors[site] = tensors[0]
+        for node, place in nodes:
+            self.nodes.setdefault(place.call.id, Counter())[_kind(place.name)] += 1
+            site = place.id
+            specs = [_spec(metadata) for metadata in node._input_metadata]
+            self.tensors |= {f"{site}.{index}": spec for index, spec in enumerate(specs)}
+            self.tensors[site] = specs[0]
             self.edges[site] = [
-                f"{site}.{index}" for index in range(len(tensors)) if (node, index) in taken
+                f"{site}.{index}" for index in range(len(specs)) if (node, index) in taken
             ]
 
 
-def _walked(model: nn.Module, example: Any) -> _Walk:
-    """One forward, with the calls and the nodes in it, and all modules that it leaves out."""
+def _walk(model: nn.Module, example: Any) -> _Walk:
+    """Run one forward and record its calls and nodes, then the modules that were not called."""
     walk = _Walk(names_of(model))
     open_calls: list[_Call] = []
     with untouched(model), ExitStack() as stack:
@@ -124,18 +118,18 @@ def _walked(model: nn.Module, example: Any) -> _Walk:
             called.add(module)
             open_calls.append(call)
             walk.calls.append(call)
-            alone = len(args) == 1 and not kwargs
-            given = args[0] if alone else dict(enumerate(args)) | kwargs
-            walk.tensors |= {f"{call.label}.input{path}": tensor for path, tensor in _shapes(given)}
+            single = len(args) == 1 and not kwargs
+            inputs = args[0] if single else dict(enumerate(args)) | kwargs
+            walk.tensors |= {f"{call.label}.input{path}": spec for path, spec in _specs(inputs)}
 
         def leave(module: nn.Module, args: tuple[object, ...], output: object) -> None:
             if any(call.module is module for call in open_calls) and not autograd.in_backward():
-                # What a model's own `except` has caught is still open above it.
+                # A call that raised, and whose error the model has caught, is still open.
                 while open_calls[-1].module is not module:
                     open_calls.pop()
                 call = open_calls.pop()
-                call.output = _shapes(output)
-                walk.tensors |= {f"{call.label}{path}": tensor for path, tensor in call.output}
+                call.output = _specs(output)
+                walk.tensors |= {f"{call.label}{path}": spec for path, spec in call.output}
 
         for module in walk.names:
             handle = module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
@@ -146,7 +140,7 @@ def _walked(model: nn.Module, example: Any) -> _Walk:
         Tracer().follow(model, list(walk.names), walk.take, stack, outputs=[model])
         try:
             _run(model, example)
-        except ERRORS as error:
+        except Exception as error:  # any error of the user's forward gets a note and is re-raised
             if open_calls:
                 error.add_note(f"in {open_calls[-1].label}, called with the example input")
             raise
@@ -156,166 +150,49 @@ def _walked(model: nn.Module, example: Any) -> _Walk:
     return walk
 
 
-def _run(model: nn.Module, example: Any) -> None:  # Any: the inputs of a model
-    example = copied(example)
-    if isinstance(example, Mapping):
-        model(**example)
-    # A named tuple, as a packed sequence is one, is one input.
-    elif isinstance(example, tuple) and not hasattr(example, "_fields"):
-        model(*example)
-    else:
-        model(example)
-
-
-def _uncompile(model: nn.Module, stack: ExitStack) -> None:
-    """Have modules run eagerly that are compiled: a compiled call shows nothing of what is inside.
-
-    Their attributes are put back with the others.
-    """
-    for module in model.modules():
-        if module._compiled_call_impl is not None:
-            vars(module)["_compiled_call_impl"] = None
-    if any(hasattr(module, "_orig_mod") for module in model.modules()):
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-
-
-def _is_container(module: nn.Module) -> bool:
-    """Whether it only holds modules: it is never called, and has nothing of its own."""
-    return type(module).forward is nn.Module.forward and not list(module.parameters(recurse=False))
-
-
-def _shapes(value: object) -> tuple[tuple[str, TensorSpec | None], ...]:
-    """The tensors in a value, each with its path; of what holds none the class."""
-    found = tuple((path, TensorSpec.of(tensor)) for path, tensor in tensors_in(value, every=True))
-    return found or (() if value is None else ((type(value).__name__, None),))
-
-
-def _like(
-    given: Any,
-) -> TensorSpec | None:  # Any: the class of what a node says of a tensor is hidden
-    return None if given.is_nested_tensor else TensorSpec(tuple(given.shape), given.dtype)
-
-
-def _short(name: str) -> str:
-    return plain(name).removesuffix("Backward")
-
-
-def _row(call: _Call, walk: _Walk) -> Row:
-    return Row(
-        name=call.name,
-        call=call.number,
-        depth=call.depth,
-        kind=type(call.module).__name__,
-        outputs=call.output,
-        num_params=sum(param.numel() for param in call.module.parameters(recurse=False)),
-        again=call.again,
-        nodes=tuple(walk.nodes.get(call.label, {}).items()),
-        no_grad=not call.grads_on,
-    )
-
-
-def _placed(
-    rows: Sequence[Row], walk: _Walk, site_lines: Sequence[SiteLine]
-) -> tuple[list[Row], list[SiteLine]]:
-    """The rows with their marks, and the marks that have no row."""
-    modules = {name: module for module, names in walk.names.items() for name in names}
-    labels: dict[object, int] = {}
-    for index, (row, call) in enumerate(zip(rows, walk.calls, strict=True)):
-        labels.setdefault(row.label, index)
-        labels.setdefault(call.module, index)
-    held: dict[int, list[SiteLine]] = {}
-    loose = []
-    for line in site_lines:
-        call = re.match(r"([^#]*)#\d+", line.site)
-        name = call[1] if call else line.site.rpartition(".")[0] or ROOT
-        label = call[0] if call else None
-        place = labels.get(label, labels.get(modules.get(name)))
-        if place is None:
-            loose.append(line)
-        else:
-            held.setdefault(place, []).append(line)
-    return [
-        replace(row, site_lines=tuple(held.get(index, ()))) for index, row in enumerate(rows)
-    ], loose
-
-
-def _reaches_out(at: Selector | None) -> bool:
-    return at is not None and any(isinstance(kind, EveryModule) for kind in at.kinds)
-
-
-def _notes(model: nn.Module, walk: _Walk, at: Selector | None, changed: Sequence[str]) -> list[str]:
-    notes = []
-    output = next((call.output for call in walk.calls), ())
-    if not walk.told and any(param.requires_grad for param in model.parameters()):
-        what = ", ".join(path for path, tensor in output if tensor is None) or "what it returns"
-        notes.append(f"no autograd node can be told: none leads to {what}")
-    if walk.hides:
-        notes.append("a reentrant checkpoint makes its nodes in the backward: not all are here")
-    if _reaches_out(at):
-        notes.append("EveryModule meets modules outside the model too: they are not here")
-    if changed:
-        names = ", ".join(changed)
-        notes.append(f"the forward has written to parameters, and they stay so: {names}")
-    return notes
-
-
-NOT_MET = "not met"
-
-
-class Seen(NamedTuple):
-    """What a forward without a selection has shown.
-
-    `calls` are the names of its calls, `likes` is what its sites would pass, `edges` the outputs of
-    each node that get a gradient. There may be `more` sites, that no forward of the model shows.
-    """
-
-    calls: list[str]
-    tensors: Mapping[str, TensorSpec | None]
-    edges: Mapping[str, list[str]]
-    more: bool
-
-
-def marked(
-    model: nn.Module,
-    at: Selector,
-    forward: Callable[[ExitStack], None],
-    seen: Seen,
+def _site_lines(
+    model: nn.Module, example: Any, at: Selector, walk: _Walk, labels: Sequence[str]
 ) -> list[SiteLine]:
-    """What `at` selects in another `forward`, what is hooked first.
+    """Run a forward with the hooks of `at`; return its sites, the hooked ones first.
 
-    Raises LookupError, with what there is, if nothing is selected.
+    Raises LookupError, listing the calls, if nothing is selected.
     """
     at.find(model)
-    stage, scope = _stage(at)
+    scope: Scope = "tensor" if any(kind.stages for kind in at.kinds) else "group"
+    stage = at.resolve(scope)
     recorder = _Recorder(at.new_test())
     optimizer = None
-    if stage == "step":  # which never comes
+    if stage == "step":  # it is never stepped
         params = [*model.parameters()] or [torch.zeros(1, requires_grad=True)]
         optimizer = torch.optim.SGD(params, lr=0.0)
     with ExitStack() as stack:
         at.hook(model, optimizer, stage, scope, recorder, stack)
         recorder.running = True
-        forward(stack)
-    if not recorder.hits and all(kind.known_before_forward for kind in at.kinds):
-        recorder.hits |= dict.fromkeys(at.find(model))  # its gates are asked for in a backward
-    named = params_of(model)
-    tensors = {name: TensorSpec.of(param) for name, param in named.items()} | dict(seen.tensors)
-    site_lines = recorder.site_lines(seen.edges, tensors)
-    if not seen.more and all(line.left_out == NOT_MET for line in site_lines):
+        _uncompile(model, stack)
+        _run(model, example)
+    if not recorder.hooked and all(kind.known_before_forward for kind in at.kinds):
+        # These selectors ask for the hooks of their sites only in a backward pass.
+        recorder.hooked |= dict.fromkeys(at.find(model))
+    params = {name: TensorSpec.of(param) for name, param in params_of(model).items()}
+    lines = recorder.site_lines(walk.edges, params | walk.tensors)
+    may_have_more = walk.hides_nodes or _reaches_outside(at)
+    if not may_have_more and all(line.left_out == NOT_REACHED for line in lines):
         pattern = str(getattr(at, "pattern", "*"))
         raise LookupError(
-            f"nothing that was called is selected by {at!r}. {nearest(pattern, seen.calls)}"
+            f"nothing that was called is selected by {at!r}. {nearest(pattern, labels)}"
         )
-    return site_lines
+    return lines
 
 
-def _stage(at: Selector) -> tuple[Stage, Scope]:
-    scope: Scope = "tensor" if any(kind.stages for kind in at.kinds) else "group"
-    return at.resolve(scope), scope
+class _HookedNode(NamedTuple):
+    """A selected node by its site id, with the mechanism of its selector."""
+
+    site: str
+    mechanism: tuple[object, ...]
 
 
 class _Recorder:
-    """The gates of a surgery that does nothing but note down what was asked of it."""
+    """A `HookRegistry` that records the sites it is asked for; its hooks change nothing."""
 
     needs_value = False
     stateful = ""
@@ -323,53 +200,54 @@ class _Recorder:
     moment = None
 
     def __init__(self, test: PlaceTest) -> None:
-        self._keeps = test
-        self.running = False  # whether the model is
-        self.hits: dict[str, TensorSpec | None] = {}
+        self._test = test
+        self.running = False  # whether the forward has begun
+        self.hooked: dict[str, TensorSpec | None] = {}
         self.left_out: dict[str, str] = {}
-        self.expected: dict[str, bool] = {}  # and whether they were met
+        self.expected: dict[str, bool] = {}  # and whether it was entered during the forward
         self.aliases: dict[str, str] = {}
-        self.kept: dict[tuple[str, tuple[object, ...]], None] = {}  # nodes, with the mechanism
+        self.nodes: dict[_HookedNode, None] = {}
 
     def site_lines(
         self, edges: Mapping[str, list[str]], tensors: Mapping[str, TensorSpec | None]
     ) -> list[SiteLine]:
-        """What was noted down."""
-        hits = dict(self.hits)
-        unshaped = set[str]()
-        gated: dict[str, list[str]] = {}
-        for site in hits:
-            gated.setdefault(site[: site.rfind("]") + 1], []).append(site)
-        for node, mechanism in self.kept:
-            own = gated.get(node, [])
+        """Return the recorded sites; `tensors` describes those that are known."""
+        hooked = dict(self.hooked)
+        shapeless = set[str]()
+        by_node: dict[str, list[str]] = {}
+        for site in hooked:
+            by_node.setdefault(site[: site.rfind("]") + 1], []).append(site)
+        for node, mechanism in self.nodes:
+            sites = by_node.get(node, [])
             enters = mechanism[0] == "Nodes" and "enter" in mechanism
             if not enters:
-                unshaped.update(own)  # what leaves is summed to the shape of its source afterwards
-            if not own:
-                # Its gates are asked for in a backward: for those outputs that get a gradient.
+                # A gradient that leaves a node is summed to the shape of its source afterwards.
+                shapeless.update(sites)
+            if not sites:
+                # The hooks are asked for in backward, at the outputs that get a gradient.
                 outputs = edges.get(node) if enters else None
-                hits |= dict.fromkeys(outputs or [f"{node}.*"])
-        hits |= {site: None for site, met in self.expected.items() if met and site not in hits}
-        out = dict.fromkeys(self.expected, NOT_MET) | self.left_out
+                hooked |= dict.fromkeys(outputs or [f"{node}.*"])
+        hooked |= {site: None for site, met in self.expected.items() if met and site not in hooked}
+        left_out = dict.fromkeys(self.expected, NOT_REACHED) | self.left_out
         return [
             *(
-                SiteLine(site, tensor or (None if site in unshaped else tensors.get(site)))
-                for site, tensor in hits.items()
+                SiteLine(site, spec or (None if site in shapeless else tensors.get(site)))
+                for site, spec in hooked.items()
             ),
-            *(SiteLine(site, left_out=why) for site, why in out.items() if site not in hits),
+            *(SiteLine(site, left_out=why) for site, why in left_out.items() if site not in hooked),
             *(
-                SiteLine(site, same_as=own)
-                for site, own in self.aliases.items()
-                if site not in hits
+                SiteLine(one, same_as=site)
+                for one, site in self.aliases.items()
+                if one not in hooked
             ),
         ]
 
     def selects(self, place: Place) -> bool | None:
-        kept = self._keeps(place)
-        if kept and place.whole and place.node is not None:
-            node = f"{place.name}#{place.call}/{plain(place.node)}[{place.occurrence}]"
-            self.kept[node, place.mechanism] = None
-        return kept
+        selected = self._test(place)
+        if selected and place.whole and place.node is not None:
+            site = f"{place.name}#{place.call}/{plain(place.node)}[{place.occurrence}]"
+            self.nodes[_HookedNode(site, place.mechanism)] = None
+        return selected
 
     def expect(
         self,
@@ -391,38 +269,133 @@ class _Recorder:
         self.left_out.pop(site, None)
 
     def note(self, text: str) -> None:
-        """It would be said when a block ends."""
+        """Ignore a warning for the end of a block."""
 
-    def register(self, register: RegisterHooks, stack: ExitStack) -> None:
-        register(stack)
+    def register(self, register_hooks: RegisterHooks, stack: ExitStack) -> None:
+        register_hooks(stack)
 
     def check_at_end(self, check: Callable[[], str]) -> None:
-        """It would be asked when a block ends."""
+        """Ignore a check for the end of a block."""
 
     def hook_for(self, site: str, value: Callable[[], Tensor | None] | None = None) -> SiteHook:
-        self.hits.setdefault(site)
-        return _Passing(self.hits, site)
+        self.hooked.setdefault(site)
+
+        def hook(
+            grad: Tensor | None,
+            value: Tensor | None = None,
+            entering: tuple[Tensor | None, ...] = (),
+        ) -> None:
+            if grad is not None:  # an activation, as there is no backward pass
+                self.hooked[site] = TensorSpec.of(grad)
+
+        return hook
 
     def group_hook(
         self, sites: Sequence[str], values: Sequence[Callable[[], Tensor | None]]
     ) -> GroupFn:
         for site in sites:
-            self.hits.setdefault(site)
+            self.hooked.setdefault(site)
         return lambda grads: grads
 
 
-class _Passing:
-    """A gate that lets pass; of what flows forward it notes the shape."""
+def _run(model: nn.Module, example: Any) -> None:  # Any: the inputs of a model
+    example = copy_inputs(example)
+    if isinstance(example, Mapping):
+        model(**example)
+    # A named tuple, such as a packed sequence, is a single input.
+    elif isinstance(example, tuple) and not hasattr(example, "_fields"):
+        model(*example)
+    else:
+        model(example)
 
-    def __init__(self, hits: dict[str, TensorSpec | None], site: str) -> None:
-        self.hits = hits
-        self.site = site
 
-    def __call__(
-        self,
-        grad: Tensor | None,
-        value: Tensor | None = None,
-        entering: tuple[Tensor | None, ...] = (),
-    ) -> None:
-        if grad is not None:
-            self.hits[self.site] = TensorSpec.of(grad)
+def _uncompile(model: nn.Module, stack: ExitStack) -> None:
+    """Run compiled modules eagerly: a compiled call does not show the calls inside it.
+
+    Their attributes are restored by `untouched`.
+    """
+    for module in model.modules():
+        if module._compiled_call_impl is not None:
+            vars(module)["_compiled_call_impl"] = None
+    if any(hasattr(module, "_orig_mod") for module in model.modules()):
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Return whether a module only holds others, and so is never called."""
+    return type(module).forward is nn.Module.forward and not list(module.parameters(recurse=False))
+
+
+def _specs(value: object) -> tuple[tuple[str, TensorSpec | None], ...]:
+    """Return the tensors in a value with their paths; the class of a value without tensors."""
+    specs = tuple((path, TensorSpec.of(tensor)) for path, tensor in tensors_in(value, every=True))
+    return specs or (() if value is None else ((type(value).__name__, None),))
+
+
+def _spec(metadata: Any) -> TensorSpec | None:  # Any: PyTorch's class is private
+    if metadata.is_nested_tensor:
+        return None
+    return TensorSpec(tuple(metadata.shape), metadata.dtype)
+
+
+def _kind(node: str) -> str:
+    return plain(node).removesuffix("Backward")
+
+
+def _row(call: _Call, walk: _Walk) -> Row:
+    return Row(
+        name=call.name,
+        call=call.number,
+        depth=call.depth,
+        kind=type(call.module).__name__,
+        outputs=call.output,
+        num_params=sum(param.numel() for param in call.module.parameters(recurse=False)),
+        again=call.again,
+        nodes=tuple(walk.nodes.get(call.label, {}).items()),
+        no_grad=not call.grads_on,
+    )
+
+
+def _assigned(
+    rows: Sequence[Row], walk: _Walk, lines: Sequence[SiteLine]
+) -> tuple[list[Row], list[SiteLine]]:
+    """Return the rows with their sites, and the sites without a row."""
+    modules = {name: module for module, names in walk.names.items() for name in names}
+    indices: dict[object, int] = {}  # by label and by module
+    for index, (row, call) in enumerate(zip(rows, walk.calls, strict=True)):
+        indices.setdefault(row.label, index)
+        indices.setdefault(call.module, index)
+    by_row: dict[int, list[SiteLine]] = {}
+    loose = []
+    for line in lines:
+        call = re.match(r"([^#]*)#\d+", line.site)
+        name = call[1] if call else line.site.rpartition(".")[0] or ROOT
+        label = call[0] if call else None
+        index = indices.get(label, indices.get(modules.get(name)))
+        if index is None:
+            loose.append(line)
+        else:
+            by_row.setdefault(index, []).append(line)
+    return [
+        replace(row, site_lines=tuple(by_row.get(index, ()))) for index, row in enumerate(rows)
+    ], loose
+
+
+def _reaches_outside(at: Selector | None) -> bool:
+    return at is not None and any(isinstance(kind, EveryModule) for kind in at.kinds)
+
+
+def _notes(model: nn.Module, walk: _Walk, at: Selector | None, changed: Sequence[str]) -> list[str]:
+    notes = []
+    output = next((call.output for call in walk.calls), ())
+    if not walk.has_graph and any(param.requires_grad for param in model.parameters()):
+        outputs = ", ".join(path for path, spec in output if spec is None)
+        notes.append(f"no autograd node can be told: none leads to {outputs or 'what it returns'}")
+    if walk.hides_nodes:
+        notes.append("a reentrant checkpoint makes its nodes in the backward: not all are here")
+    if _reaches_outside(at):
+        notes.append("EveryModule meets modules outside the model too: they are not here")
+    if changed:
+        names = ", ".join(changed)
+        notes.append(f"the forward has written to parameters, and they stay so: {names}")
+    return notes

@@ -47,7 +47,7 @@ class ModuleGradients(ModuleSelector):
     at every call, selected or not. So an operation after the module must not write to its output in
     place (the error says so); an unused input gets a gradient of zeros instead of none;
     `torch.autograd.grad(y, weight)` bypasses `full_backward`; `torch.compile` breaks the graph
-    there and refuses `fullgraph=True`; inside `torch.func` such a module raises. The hooks do not see
+    there and refuses `fullgraph=True`; inside `torch.func` such a module raises. The hooks ignore
     tensors passed by keyword or inside lists and dicts: the ledger lists these, and a call without
     others raises. If no input needs a gradient the ledger says so once; PyTorch's own warning about
     it, in each backward pass, is suppressed while the block is open. The deprecated

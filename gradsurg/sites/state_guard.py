@@ -20,46 +20,46 @@ CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """What runs in this block finds gradients on, and the model is as before when the block ends.
+    """Run code on a model with gradients on, and restore the model when the block ends.
 
-    Buffers and other tensors of its modules are copies inside the block; attributes, what lists and
-    dicts among them hold, gradients, `requires_grad` and random numbers are put back. gradsurg's
-    own hooks on modules are away, those of all modules of the process too: a surgery that is
-    attached sees nothing. The values of parameters are not copied: `versions` tell whether they
-    were written to. A lazy module is refused.
+    Inside the block, buffers and other tensors of the modules are copies. Attributes, the contents
+    of lists and dicts among them, `.grad`, `requires_grad` and random states are restored.
+    gradsurg's own hooks on the modules and on all modules of the process are removed, so an
+    attached surgery sees nothing. The values of parameters are not copied: `param_versions` shows
+    whether they were written to. Raises ValueError for a lazy module.
     """
     _refuse_lazy(model)
     copies: dict[int, Tensor] = {}
     with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))  # gradients are on in it, too
-        # A cast that is cached now would be taken again by the user's own forward.
+        stack.enter_context(torch.inference_mode(False))  # this also turns gradients on
+        # A cast cached here would be reused by the user's own forward.
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
-        for undo in _random_numbers(model):
+        for undo in _restore_random_states(model):
             stack.callback(undo)
         for param in model.parameters():
-            stack.callback(_give_back, param, param.requires_grad, param.grad)
+            stack.callback(_restore_gradient, param, param.requires_grad, param.grad)
             param.grad = None
         for module in model.modules():
-            _keep(module, stack)
+            _restore_attributes(module, stack)
             for table in (vars(module), module._buffers):
                 _copy_tensors(table, copies)
-            for table in _tables(vars(module)):
-                _send_away(table)
-        for table in _tables(vars(module_hooks)):
+            for table in _hook_tables(vars(module)):
+                _remove_own_hooks(table)
+        for table in _hook_tables(vars(module_hooks)):
             stack.callback(_refill, table, table.copy())
-            _send_away(table)
+            _remove_own_hooks(table)
         yield
 
 
-def is_ours(hook: object) -> bool:
-    """Whether a hook is gradsurg's."""
+def is_own_hook(hook: object) -> bool:
+    """Return whether gradsurg has registered a hook."""
     hook = hook.func if isinstance(hook, partial) else hook
     return str(getattr(hook, "__module__", "")).partition(".")[0] == "gradsurg"
 
 
-def versions(model: nn.Module) -> dict[str, int]:
-    """How often each parameter was written to; of inference mode there is no count."""
+def param_versions(model: nn.Module) -> dict[str, int]:
+    """Return the version counters of the parameters, without inference tensors, which have none."""
     params = model.named_parameters()
     return {
         name: param._version
@@ -68,9 +68,9 @@ def versions(model: nn.Module) -> dict[str, int]:
     }
 
 
-def copied(value: Any) -> Any:  # Any: the inputs of a model
-    """The same nesting with a copy of each tensor: a forward may write to its input."""
-    # A tensor that is not a leaf cannot be copied in depth.
+def copy_inputs(value: Any) -> Any:  # Any: the inputs of a model
+    """Return a deep copy with copied tensors, as a forward may write to its input."""
+    # deepcopy refuses tensors that are not leaves.
     memo: dict[int, Any] = {  # Any: deepcopy's own
         id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad)
         for _, tensor in tensors_in(value)
@@ -88,8 +88,8 @@ def _refuse_lazy(model: nn.Module) -> None:
         )
 
 
-def _random_numbers(model: nn.Module) -> Iterator[Callable[[], object]]:
-    """For each source of random numbers what puts it back."""
+def _restore_random_states(model: nn.Module) -> Iterator[Callable[[], object]]:
+    """Yield a function for each random generator that restores its state."""
     yield partial(put_back, generators())
     tensors = [*model.parameters(), *model.buffers()]
     for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
@@ -100,14 +100,14 @@ def _random_numbers(model: nn.Module) -> Iterator[Callable[[], object]]:
                 yield partial(value.set_state, value.get_state())
 
 
-def _give_back(param: nn.Parameter, requires_grad: bool, grad: Tensor | None) -> None:
+def _restore_gradient(param: nn.Parameter, requires_grad: bool, grad: Tensor | None) -> None:
     if param.requires_grad != requires_grad:
         param.requires_grad_(requires_grad)
     param.grad = grad
 
 
-def _keep(module: nn.Module, stack: ExitStack) -> None:
-    """Have the attributes of a module put back, and what is in those that hold others."""
+def _restore_attributes(module: nn.Module, stack: ExitStack) -> None:
+    """Restore the attributes of a module and the contents of its containers on exit."""
     state = vars(module)
     stack.callback(_refill, state, dict(state))
     for value in list(state.values()):
@@ -125,15 +125,15 @@ def _refill(container: Any, before: Any) -> None:  # Any: each of CONTAINERS
 
 def _copy_tensors(table: dict[str, Any], copies: dict[int, Tensor]) -> None:  # Any: attributes
     for key, value in table.items():
-        # A tensor with a graph behind it stays: its copy would have none.
+        # A tensor that requires a gradient is kept: its copy would not be the same leaf.
         if isinstance(value, Tensor) and not value.requires_grad:
             if id(value) not in copies:
                 copies[id(value)] = value.clone()
             table[key] = copies[id(value)]
 
 
-def _tables(attributes: Mapping[str, Any]) -> list[dict[int, object]]:  # Any: attributes
-    """The tables of hooks among the attributes of a module, or of PyTorch's own one."""
+def _hook_tables(attributes: Mapping[str, Any]) -> list[dict[int, object]]:  # Any: attributes
+    """Return the hook tables among the attributes of a module, or of torch.nn.modules.module."""
     return [
         table
         for key, table in attributes.items()
@@ -141,7 +141,7 @@ def _tables(attributes: Mapping[str, Any]) -> list[dict[int, object]]:  # Any: a
     ]
 
 
-def _send_away(table: dict[int, object]) -> None:
-    """Take gradsurg's hooks out of a table, until it is put back."""
-    for number in [number for number, hook in table.items() if is_ours(hook)]:
+def _remove_own_hooks(table: dict[int, object]) -> None:
+    """Remove gradsurg's hooks from a table."""
+    for number in [number for number, hook in table.items() if is_own_hook(hook)]:
         del table[number]

@@ -1,4 +1,4 @@
-"""The printed table of a model's calls and selected sites."""
+"""The printed table of a model's module calls and selected sites."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 WIDTH = 120
-NAMES = 40  # what names may take before each leaves out what its caller's name says
-CLASSES, OUTPUTS = 28, 40
+MAX_NAMES = 40  # width of the name column above which names are shortened
+MAX_CLASSES, MAX_OUTPUTS = 28, 40
 HEADS = ("module#call", "class", "output", "params", "nodes")
 
 
@@ -21,7 +21,7 @@ class TensorSpec(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorSpec | None":
-        """None for a nested tensor, which has no shape."""
+        """Return None for a nested tensor, which has no shape."""
         return None if tensor.is_nested else cls(tuple(tensor.shape), tensor.dtype)
 
     def __str__(self) -> str:
@@ -30,10 +30,10 @@ class TensorSpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SiteLine:
-    """A site that a selection meets; `left_out` says why no gradient will pass there, `is_also`
-    names the site that stands for it.
+    """A site that a selector has asked for.
 
-    `tensor` is what passes, where that is known before a backward.
+    `left_out` is the reason why no gradient will pass, `same_as` another site that stands for this
+    one, `tensor` describes the tensor that passes, if it is known without a backward pass.
     """
 
     site: str
@@ -43,17 +43,18 @@ class SiteLine:
 
     @property
     def selected(self) -> bool:
-        """Whether it is hooked, under this name."""
+        """Whether it is hooked under this name."""
         return not self.left_out and not self.same_as
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One call of a module, or a module that is never called: its `call` is None.
+    """One call of a module, or a module that is never called (`call` is None).
 
-    `outputs` are the tensors that it returned, each with its path; `num_params` are its own, and
-    `again` says that an earlier row has them; `nodes` are those made in it, by name; `no_grad` that
-    it made none because gradients were off. `depth` counts the calls around it.
+    `depth` is the number of calls around it. `outputs` are the returned tensors with their paths.
+    `num_params` counts the module's own parameters; `again` means that an earlier row lists them.
+    `nodes` counts the autograd nodes made in the call by name; `no_grad` means that there are none
+    because gradients were off.
     """
 
     name: str
@@ -69,15 +70,15 @@ class Row:
 
     @property
     def label(self) -> str:
-        """As the ids of its sites begin."""
+        """The beginning of the ids of its sites."""
         return self.name if self.call is None else f"{self.name}#{self.call}"
 
 
 @dataclass(frozen=True, repr=False)
 class Tree:
-    """The calls of a model in order, then what was never called; printed, it is a table.
+    """The module calls of a model in order, then the modules never called; prints as a table.
 
-    `loose` are marks that belong to no module. `expected` is how many sites were said to be there.
+    `loose` are sites that belong to no module, `expected` is the required number of sites.
     """
 
     rows: tuple[Row, ...]
@@ -89,12 +90,12 @@ class Tree:
 
     @property
     def site_lines(self) -> tuple[SiteLine, ...]:
-        """All that the selection has met."""
+        """All sites that the selector has asked for."""
         return tuple(line for row in self.rows for line in row.site_lines) + self.loose
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """The ids of what would be hooked."""
+        """The ids of the sites that would be hooked."""
         return tuple(line.site for line in self.site_lines if line.selected)
 
     def __str__(self) -> str:
@@ -106,16 +107,21 @@ class Tree:
     __repr__ = __str__
 
 
+def plural(count: int, noun: str) -> str:
+    """Return `1 site` or `2 sites`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def _table(rows: Sequence[Row]) -> Iterator[str]:
-    """A line for each row and each of its marks; the margin says what was selected."""
-    short = max((2 * row.depth + len(row.label) for row in rows), default=0) > NAMES
+    """Yield a line for each row and each of its sites; the margin marks selected sites."""
+    short = max((2 * row.depth + len(row.label) for row in rows), default=0) > MAX_NAMES
     labels = _short_labels(rows) if short else [row.label for row in rows]
     cells = [
         (
             "  " * row.depth + label,
-            _cut([row.kind], CLASSES),
-            _cut([_shown(path, tensor) for path, tensor in row.outputs], OUTPUTS),
-            _number(row),
+            _cut([row.kind], MAX_CLASSES),
+            _cut([_shape(path, tensor) for path, tensor in row.outputs], MAX_OUTPUTS),
+            _num_params(row),
         )
         for row, label in zip(rows, labels, strict=True)
     ]
@@ -154,7 +160,7 @@ def _site_line(line: SiteLine, depth: int, width: int) -> str:
 
 
 def _short_labels(rows: Sequence[Row]) -> list[str]:
-    """What each row is called, without what the name of its caller says."""
+    """Return the labels of the rows without the name of the calling module."""
     labels, around = [], list[str]()
     for row in rows:
         del around[row.depth :]
@@ -172,42 +178,37 @@ def _summary(tree: Tree) -> Iterator[str]:
     yield f"{plural(calls, 'call')}, {params}, {plural(nodes, 'node')}"
     if tree.selected:
         number = len(tree.sites)
-        said = f"{plural(number, 'site')} selected (*)"
+        text = f"{plural(number, 'site')} selected (*)"
         if tree.expected not in (None, number):
-            said += f" where {tree.expected} are expected"
-        out = sum(bool(line.left_out) for line in tree.site_lines)
+            text += f" where {tree.expected} are expected"
+        left_out = sum(bool(line.left_out) for line in tree.site_lines)
         same = sum(bool(line.same_as) for line in tree.site_lines)
-        said += f", {out} left out (-)" if out else ""
-        said += f", {same} the same as another (=)" if same else ""
-        yield said
+        text += f", {left_out} left out (-)" if left_out else ""
+        text += f", {same} the same as another (=)" if same else ""
+        yield text
     for note in tree.notes:
         yield f"note: {note}"
 
 
-def _shown(path: str, tensor: TensorSpec | None) -> str:
-    """The shape of an output, behind its key where it has one."""
+def _shape(path: str, tensor: TensorSpec | None) -> str:
+    """Return the shape of an output, after its key if it has one."""
     if tensor is None:
         return path.lstrip(".") or "nested"
     keyed = not all(part.isdigit() for part in path.split(".")[1:])
     return f"{path[1:]} {tensor}" if keyed else str(tensor)
 
 
-def _number(row: Row) -> str:
-    """How many parameters; in brackets where they stand in an earlier row."""
-    shown = f"{row.num_params:,}" if row.num_params else ""
-    return f"({shown})" if shown and row.again else shown
+def _num_params(row: Row) -> str:
+    """Return the number of parameters, in brackets if an earlier row lists them."""
+    text = f"{row.num_params:,}" if row.num_params else ""
+    return f"({text})" if text and row.again else text
 
 
 def _cut(items: Sequence[str], width: int) -> str:
-    """As many of the items as there is room for, and how many more there are."""
+    """Join as many items as fit into the width, and the number of the others."""
     text = ", ".join(items)
     kept = len(items)
     while len(text) > width and kept > 1:
         kept -= 1
         text = f"{', '.join(items[:kept])}, +{len(items) - kept} more"
     return text if len(text) <= width else f"{text[: width - 3]}..."
-
-
-def plural(count: int, what: str) -> str:
-    """`1 site`, `2 sites`."""
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
