@@ -67,7 +67,7 @@ class Until:
         if self.metric not in metrics:
             raise ValueError(f"the task has no {self.metric}, it has {', '.join(metrics)}")
 
-    def holds(self, values: Mapping[str, Any]) -> bool:  # Any: what JSON can hold
+    def holds(self, values: Mapping[str, Any]) -> bool:  # Any: any JSON value
         """Whether a row of metrics reaches the bound; False for NaN or without the metric."""
         value = values.get(self.metric)
         if value is None:

@@ -127,7 +127,7 @@ class RunDirectory:
             if obtained:
                 self.add_controls(facts, locked=True)
 
-    def known_facts(self) -> dict[str, Any]:  # Any: what JSON can hold
+    def known_facts(self) -> dict[str, Any]:  # Any: any JSON value
         """Return the facts of the run, or {} if the file is missing or broken."""
         try:
             facts = self.read_facts()
@@ -135,11 +135,11 @@ class RunDirectory:
             return {}
         return facts if isinstance(facts, dict) else {}
 
-    def read_facts(self) -> dict[str, Any] | None:  # Any: what JSON can hold
+    def read_facts(self) -> dict[str, Any] | None:  # Any: any JSON value
         """Return the facts written when the run was planned, or None."""
         return self._read_json(FACTS)
 
-    def read_config(self) -> dict[str, Any] | None:  # Any: what YAML can hold
+    def read_config(self) -> dict[str, Any] | None:  # Any: any YAML value
         """Return the resolved config, or None."""
         import yaml
 
@@ -187,7 +187,7 @@ class RunDirectory:
         if rows:
             self._append(CONFLICTS, rows)
 
-    def read_rows(self, name: str) -> list[dict[str, Any]]:  # Any: what JSON can hold
+    def read_rows(self, name: str) -> list[dict[str, Any]]:  # Any: any JSON value
         """Return the whole lines of a JSONL file; [] if it does not exist."""
         return [json.loads(line) for line in whole_lines(self.path / name).splitlines()]
 
@@ -205,16 +205,16 @@ class RunDirectory:
         """Write the task's losses on a grid over the plane, for the report's contours."""
         self._write_json(LANDSCAPE, landscape)
 
-    def read_landscape(self) -> dict[str, Any] | None:  # Any: what JSON can hold
-        """Return what `write_landscape` wrote, or None."""
+    def read_landscape(self) -> dict[str, Any] | None:  # Any: any JSON value
+        """Return the content of `landscape.json`, or None."""
         return self._read_json(LANDSCAPE)
 
     def write_examined(self, examined: Mapping[str, object]) -> None:
         """Write the arrays of the task's examination of the trained model, such as pictures."""
         self._write_json(EXAMINED, examined)
 
-    def read_examined(self) -> dict[str, Any] | None:  # Any: what JSON can hold
-        """Return what `write_examined` wrote, or None."""
+    def read_examined(self) -> dict[str, Any] | None:  # Any: any JSON value
+        """Return the content of `examined.json`, or None."""
         return self._read_json(EXAMINED)
 
     def write_examined_effects(self, rows: Iterable[Mapping[str, object]]) -> None:
@@ -260,7 +260,7 @@ class RunDirectory:
             (self.path / name).unlink(missing_ok=True)
         self._remove_drafts()
 
-    def _read_json(self, name: str) -> dict[str, Any] | None:  # Any: what JSON can hold
+    def _read_json(self, name: str) -> dict[str, Any] | None:  # Any: any JSON value
         path = self.path / name
         return json.loads(path.read_bytes()) if path.is_file() else None
 
@@ -314,7 +314,7 @@ def whole_lines(file: Path) -> bytes:
 def merged_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """Return `now` with the controls of `before` added: a later command keeps earlier pairings.
 
-    Any: what JSON can hold.
+    Any: any JSON value.
     """
     if "controls" not in now:
         return dict(now)

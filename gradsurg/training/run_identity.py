@@ -1,4 +1,4 @@
-"""The identity of a run: which settings are hashed into the name of its directory, and why.
+"""The identity of a run: the settings that are hashed into the name of its directory.
 
 Two runs with the same identity are the same run: the second command finds the first one's
 directory, skips it if it is finished and resumes it if it is not. The identity therefore has
@@ -7,18 +7,22 @@ everything that can change a trained weight or a reported number, and nothing el
 - the config groups that make the training: `model`, `task`, `schedule`, the optimizer with the
   learning rate that is used, and `steps`, `batch_size`, `seed`, `device`, `accumulate`, `precision`
   and `compile`; `until` with `eval_every`, because the tests decide where such a run ends;
-- the treatment: `transform`, `site`, `when` and the order of the transforms (a mapping has none when
-  it is hashed), and with an aggregator also `aggregator` and `shared`;
+- the treatment: `transform`, `site`, `when` and the order of the transforms (a hashed mapping has no
+  order), and with an aggregator also `aggregator` and `shared`;
 - the version of gradsurg, and of PyTorch major and minor: another minor release has other kernels
   and defaults. A patch release or another build (`+cpu`, `+cu126`) does not start a study anew;
 - `sources`: for each dotted path (`_target_`) a hash of the source of its module, so that editing
   a user's transform gives a new run;
 - `data`: a hash of the files that the task reads.
 
-Not in it: where and how runs are written and logged (`study`, `out`, `logger`, `report`, `log_every`,
-`checkpoint_every`, `checkpoint_seconds`), what is measured without changing the training
-(`effects_every`, `update_effect_every`, `eval_every` without `until`; `Run.measured` records these),
-how jobs are launched (`hydra`, `threads`, `force`, `retry_failed`), and which arms are compared.
+Not in it:
+
+- output and logging: `study`, `out`, `logger`, `report`, `log_every`, `checkpoint_every` and
+  `checkpoint_seconds`;
+- measurements that do not change the training: `effects_every`, `update_effect_every`, and
+  `eval_every` without `until`; `Run.measured` records them beside the run;
+- launching: `hydra`, `threads`, `force` and `retry_failed`;
+- the runs that it is compared with: `control` (except `norm_matched`), `seeds` and `attribute`.
 
 A plain control arm has no treatment but the `site` at which its gradients are measured, so that all
 treatments at one site share one control. A norm-matched control has the treatment that it takes the
@@ -117,7 +121,7 @@ def environment() -> dict[str, str]:
 
 
 def environment_changes(before: Mapping[str, str]) -> str:
-    """Return a note on what differs from the environment of a checkpoint; empty if nothing does."""
+    """Return a note on the differences from a checkpoint's environment; empty without any."""
     now = environment()
     changed = [name for name in now if before.get(name) != now[name]]
     if not changed:

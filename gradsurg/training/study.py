@@ -39,7 +39,7 @@ MAX_BOUND = 0.9  # of the largest entry or norm: still below it when rounded to 
 
 @dataclass(frozen=True)
 class Record:
-    """A run, its directory, what `execute` did, and its summary (empty if it has failed)."""
+    """A run, its directory, the action of `execute`, and its summary (empty if it has failed)."""
 
     run: Run
     directory: Path
@@ -358,4 +358,4 @@ def suggested_bounds(quantiles: Sequence[float], norms: Sequence[float]) -> str:
     usual = next(value for value in quantiles[1:] if value)
     entry_bound = min(usual, MAX_BOUND * largest)
     norm_bound = min(median(norms) or norm, MAX_BOUND * norm)
-    return f"A bound of {entry_bound:.2g} on entries, or of {norm_bound:.2g} on norms, would bite."
+    return f"A bound of {entry_bound:.2g} on entries, or of {norm_bound:.2g} on norms, would change some."

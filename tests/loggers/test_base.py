@@ -62,7 +62,7 @@ def test_every_logger_has_a_yaml_with_its_defaults_under_its_own_key():
         assert made(**fields) == made()
 
 
-def test_a_guard_passes_everything_on_to_a_logger_that_works():
+def test_a_guard_passes_all_calls_to_a_working_logger():
     logger = Fragile()
     guarded = Guarded(logger)
     go(guarded)
@@ -79,7 +79,9 @@ def test_a_guard_passes_everything_on_to_a_logger_that_works():
         ("finish", ["start", "log", "log", "finish", "abandon"]),
     ],
 )
-def test_what_a_logger_raises_is_told_once_and_ends_its_use_for_that_run(caplog, broken, asked):
+def test_an_exception_of_a_logger_is_reported_once_and_ends_its_use_for_the_run(
+    caplog, broken, asked
+):
     logger = Fragile(broken)
     guarded = Guarded(logger)
     with caplog.at_level(logging.WARNING):
@@ -106,7 +108,7 @@ def test_the_next_run_tries_a_failed_logger_again(caplog):
     assert guarded.notes()[1].startswith("fragile: stopped in 2 of 3 runs. In log: ")
 
 
-def test_a_logger_that_cannot_even_be_abandoned_or_asked_for_notes_is_survived(caplog):
+def test_a_logger_may_raise_in_abandon_and_notes(caplog):
     guarded = Guarded(Fragile("log", "abandon", "notes"))
     go(guarded)
     assert len(caplog.records) == 2
@@ -124,7 +126,7 @@ def test_an_interrupt_is_not_swallowed():
         go(Guarded(Interrupted()))
 
 
-def test_abandoning_reaches_a_live_logger_once():
+def test_an_active_logger_is_abandoned_once():
     logger = Fragile()
     guarded = Guarded(logger)
     guarded.start(info("."))
@@ -139,7 +141,7 @@ class FragileStudy(Fragile, StudyLogger):
         self._ask("study")
 
 
-def test_a_study_goes_to_a_logger_that_takes_one_and_what_it_raises_is_survived(caplog):
+def test_a_study_is_logged_by_study_loggers_and_may_raise(caplog):
     study = StudyInfo("study", Path("report"), [{"arm": "clip", "n": 3}])
     plain, taker, broken = Fragile(), FragileStudy(), FragileStudy("study")
     guarded = [Guarded(logger) for logger in (plain, taker, broken)]

@@ -17,7 +17,7 @@ def console_on(monkeypatch, terminal):
     return file
 
 
-def test_console_prints_one_line_a_run_where_there_is_no_terminal(monkeypatch):
+def test_console_prints_one_line_per_run_without_a_terminal(monkeypatch):
     file = console_on(monkeypatch, terminal=False)
     logger = Console()
     logger.start(info("."))
@@ -31,7 +31,7 @@ def test_console_prints_one_line_a_run_where_there_is_no_terminal(monkeypatch):
     assert logger.notes() == []
 
 
-def test_console_shows_a_bar_on_a_terminal_and_takes_it_away(monkeypatch):
+def test_console_shows_a_bar_on_a_terminal_and_removes_it(monkeypatch):
     file = console_on(monkeypatch, terminal=True)
     logger = Console()
     logger.start(info("."))
@@ -51,7 +51,7 @@ def test_console_shows_a_bar_on_a_terminal_and_takes_it_away(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_console_says_that_a_model_is_compiled_until_the_first_log(monkeypatch, backend):
+def test_console_shows_compiling_until_the_first_log(monkeypatch, backend):
     file = console_on(monkeypatch, terminal=True)
     logger = Console()
     logger.start(replace(info("."), config={"compile": backend}))
@@ -66,7 +66,7 @@ def test_console_says_that_a_model_is_compiled_until_the_first_log(monkeypatch, 
     logger.abandon()
 
 
-def test_console_abandons_its_bar(monkeypatch):
+def test_console_removes_the_bar_of_an_abandoned_run(monkeypatch):
     console_on(monkeypatch, terminal=True)
     logger = Console()
     logger.start(info("."))

@@ -101,7 +101,7 @@ def only(there: Server) -> Kept:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["online", "offline"])
-def test_the_server_gets_whole_runs_and_the_study_at_once_or_by_sync(
+def test_the_server_gets_complete_runs_and_the_study_online_or_by_sync(
     tmp_path: Path, there: Server, do: Do, mode: str
 ) -> None:
     figures = {"outcome": png(3), "learning curves": png(5)}
@@ -145,7 +145,7 @@ def test_the_server_gets_whole_runs_and_the_study_at_once_or_by_sync(
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_goes_on_as_the_same_run_with_each_row_once(
+def test_a_resumed_run_continues_the_same_wandb_run_with_each_row_once(
     there: Server, do: Do
 ) -> None:
     python(do, "again(0, (10, 20, 30), False, 'failed', 'online')")
@@ -159,7 +159,7 @@ def test_an_interrupted_run_goes_on_as_the_same_run_with_each_row_once(
 
 
 @pytest.mark.slow
-def test_a_run_that_is_repeated_is_a_new_one(there: Server, do: Do) -> None:
+def test_a_repeated_run_is_a_new_wandb_run(there: Server, do: Do) -> None:
     python(do, "again(0, (10, 20), False, 'finished', 'online')")
     python(do, "again(0, (5, 15), False, 'finished', 'online')")
     steps = [[row["global_step"] for row in run.history] for run in there.runs.values()]
@@ -168,7 +168,7 @@ def test_a_run_that_is_repeated_is_a_new_one(there: Server, do: Do) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("resumed", [True, False])
-def test_what_a_killed_run_left_offline_makes_place_for_the_whole(
+def test_the_offline_run_of_a_killed_process_is_replaced(
     tmp_path: Path, there: Server, do: Do, resumed: bool
 ) -> None:
     python(do, "again(0, (10, 20), False, None, 'offline')", ends=-9)
@@ -183,7 +183,7 @@ def test_what_a_killed_run_left_offline_makes_place_for_the_whole(
 
 
 @pytest.mark.slow
-def test_a_run_that_was_begun_without_a_connection_is_whole_once_there_is_one(
+def test_a_run_started_without_a_connection_is_complete_after_reconnecting(
     tmp_path: Path, there: Server, do: Do
 ) -> None:
     python(do, "again(0, (10, 20), False, 'failed', 'offline')")

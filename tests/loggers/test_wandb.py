@@ -59,7 +59,7 @@ print(json.dumps(logger.notes()))
     ]
 
 
-def test_the_study_of_each_wandb_logger_is_kept_and_takes_the_place_of_its_own_alone(tmp_path):
+def test_a_study_logged_again_replaces_that_of_the_same_logger_only(tmp_path):
     done = run_wandb(
         tmp_path,
         """
@@ -80,7 +80,7 @@ for project, number in (("one", 1), ("two", 2), ("one", 3)):
     assert kept == {"one": [["clip", 3]], "two": [["clip", 2]]}
 
 
-def test_a_killed_wandb_core_is_survived_and_the_next_run_is_logged(tmp_path):
+def test_training_survives_a_killed_wandb_core_and_the_next_run_is_logged(tmp_path):
     done = run_wandb(
         tmp_path,
         """
@@ -120,7 +120,7 @@ print(logger.notes()[-1])
         (None, "disabled", None, 0),
     ],
 )
-def test_wandb_without_an_account_never_asks_and_does_what_the_user_said(
+def test_wandb_without_an_account_never_prompts_and_follows_the_settings(
     tmp_path, mode, field, made, notes
 ):
     done = run_wandb(
@@ -175,14 +175,14 @@ def test_wandb_fields_are_checked():
     assert [field for field, _ in caught.value.faults] == ["mode", "project"]
 
 
-def test_one_logger_has_one_session_and_two_have_two():
+def test_each_wandb_logger_has_its_own_session():
     first, second = Wandb(), Wandb()
     assert first == second
     assert first._session is first._session
     assert first._session is not second._session
 
 
-def test_the_line_to_upload_is_fit_for_a_shell():
+def test_the_upload_command_is_quoted_for_a_shell():
     one = [Path("my runs/s/a-1/wandb/offline-run-1-x")]
     assert _glob_argument(one) == "'my runs/s/a-1/wandb/offline-run-1-x'"
     assert _location(one) == "my runs/s/a-1/wandb/offline-run-1-x"
@@ -207,7 +207,7 @@ class Sent:
         self.exit_code = exit_code
 
 
-def test_rows_are_sent_to_wandb_together_late_ones_at_once_and_all_before_the_end(
+def test_rows_are_sent_to_wandb_in_batches_and_all_before_the_end(
     monkeypatch,
 ) -> None:
     clock = [100.0]

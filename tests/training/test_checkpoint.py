@@ -40,7 +40,7 @@ def whole(tmp_path_factory) -> Record:
 
 
 @pytest.mark.parametrize("step", INTERRUPTED)
-def test_a_run_that_raised_and_is_run_again_ends_as_if_it_never_had(tmp_path, whole, step) -> None:
+def test_a_resumed_run_ends_like_an_uninterrupted_one(tmp_path, whole, step) -> None:
     run = a_run(MIXED, task=Wrapped(step, "raise"))
     with pytest.raises(Torn):
         execute(run, tmp_path, [])
@@ -54,7 +54,7 @@ REMEMBERS = gs.Threshold(0.15, "max_abs", release=0.1) & gs.Probability(0.8, per
 
 
 @pytest.mark.parametrize("step", [5, 11, 15, 21])
-def test_a_trigger_that_remembers_or_draws_resumes_too(tmp_path, step: int) -> None:
+def test_a_trigger_with_state_or_random_draws_resumes(tmp_path, step: int) -> None:
     transform = gs.Chain(gs.GrokfastEMA(), gs.Clip(0.05))
     record = execute(a_run(transform, when=REMEMBERS), tmp_path / "whole", [])
     rows = lines(record, "effects.jsonl")
@@ -70,7 +70,7 @@ def test_a_trigger_that_remembers_or_draws_resumes_too(tmp_path, step: int) -> N
 
 
 @pytest.mark.parametrize("step", [5, 14, 21])
-def test_a_logger_of_a_resumed_run_hears_of_all_steps(tmp_path, step) -> None:
+def test_a_resumed_run_logs_all_earlier_rows_again(tmp_path, step) -> None:
     expected, torn, resumed = Listening(), Listening(), Listening()
     execute(a_run(MIXED), tmp_path / "whole", [expected])
     run = a_run(MIXED, task=Wrapped(step, "raise"))
@@ -83,7 +83,7 @@ def test_a_logger_of_a_resumed_run_hears_of_all_steps(tmp_path, step) -> None:
 
 
 @pytest.mark.parametrize(("seconds", "saved"), [(0.0, [10, 20, 30]), (1e6, [30])])
-def test_a_run_is_not_saved_more_often_than_asked_for_but_at_its_end(
+def test_checkpoints_are_at_least_checkpoint_seconds_apart_except_the_last(
     tmp_path, monkeypatch, seconds: float, saved: list[int]
 ) -> None:
     steps: list[object] = []
@@ -96,14 +96,16 @@ def test_a_run_is_not_saved_more_often_than_asked_for_but_at_its_end(
     assert steps == saved
 
 
-def test_a_run_may_be_torn_again_and_again(tmp_path, whole) -> None:
+def test_a_run_may_be_interrupted_repeatedly(tmp_path, whole) -> None:
     for step in (12, 8, 4):
         with pytest.raises(Torn):
             execute(a_run(MIXED, task=Wrapped(step, "raise")), tmp_path, [])
     assert_same(execute(a_run(MIXED), tmp_path, []), whole)
 
 
-def test_a_run_torn_after_its_last_step_needs_no_step_more(tmp_path, whole, monkeypatch) -> None:
+def test_a_run_interrupted_after_its_last_step_trains_no_more_steps(
+    tmp_path, whole, monkeypatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(RunDirectory, "write_summary", raising)
         with pytest.raises(Torn):
@@ -124,7 +126,7 @@ execute(a_run(MIXED, task=Wrapped(17, "kill")), Path("."), [], threads=1)
 """
 
 
-def test_a_killed_run_that_is_run_again_ends_as_if_it_never_had_been(tmp_path, whole) -> None:
+def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, whole) -> None:
     done = subprocess.run(
         [sys.executable, "-c", KILLED],
         cwd=tmp_path,
@@ -143,7 +145,7 @@ def test_a_killed_run_that_is_run_again_ends_as_if_it_never_had_been(tmp_path, w
     assert_same(execute(a_run(MIXED), tmp_path, []), whole)
 
 
-def test_what_is_sampled_seldom_resumes_too(tmp_path) -> None:
+def test_effects_sampled_at_few_steps_resume(tmp_path) -> None:
     schedule = replace(SHORT, effects_every=12)
     expected = execute(a_run(gs.Clip(0.01), schedule=schedule), tmp_path / "whole", [])
     run = a_run(gs.Clip(0.01), schedule=schedule, task=Wrapped(13, "raise"))
@@ -156,7 +158,7 @@ def test_what_is_sampled_seldom_resumes_too(tmp_path) -> None:
 
 @pytest.mark.parametrize("at", [gs.Parameters(), gs.Outputs(), gs.Nodes("*")], ids=repr)
 @pytest.mark.parametrize("step", [21, 31])
-def test_what_a_run_has_to_tell_is_of_the_whole_run(tmp_path, monkeypatch, at, step) -> None:
+def test_notes_of_a_resumed_run_cover_all_its_steps(tmp_path, monkeypatch, at, step) -> None:
     """Bites in the first steps only: after the interruption it changes nothing and never fires."""
     when = gs.Steps(stop=6)
     expected = execute(a_run(gs.Scale(0.5), at, when), tmp_path / "whole", [])
@@ -173,7 +175,7 @@ def test_what_a_run_has_to_tell_is_of_the_whole_run(tmp_path, monkeypatch, at, s
     [(gs.Clip(1e9), None), (gs.Clip(1e9), gs.Steps(stop=6)), (gs.Zero(), gs.Steps(start=99))],
     ids=["changed nothing", "changed nothing at first", "never fired"],
 )
-def test_the_notes_of_a_resumed_run_are_those_of_a_whole_one(tmp_path, transform, when) -> None:
+def test_a_resumed_run_has_the_notes_of_an_uninterrupted_one(tmp_path, transform, when) -> None:
     expected = execute(a_run(transform, when=when), tmp_path / "whole", [])
     assert len(notes(expected)) == 1
     run = a_run(transform, when=when, task=Wrapped(21, "raise"))
@@ -183,7 +185,7 @@ def test_the_notes_of_a_resumed_run_are_those_of_a_whole_one(tmp_path, transform
 
 
 @pytest.mark.parametrize("name", ["gradsurg", "torch", "numpy", "python"])
-def test_a_run_that_goes_on_with_another_version_says_so(tmp_path, monkeypatch, name: str) -> None:
+def test_a_run_resumed_with_another_version_has_a_note(tmp_path, monkeypatch, name: str) -> None:
     run = a_run(MIXED, task=Wrapped(15, "raise"))
     with pytest.raises(Torn):
         execute(run, tmp_path, [])

@@ -43,14 +43,14 @@ def test_one_seed_has_no_interval() -> None:
     assert "one seed: no interval" in found.table()
 
 
-def test_a_bare_number_is_the_outcome_and_a_lost_run_is_counted_apart() -> None:
+def test_a_single_number_is_the_outcome_and_a_diverged_run_is_counted_apart() -> None:
     outcomes = iter([float("nan"), 1.0, 2.0, 1.0, 2.5, 1.0])
     found = gs.compare(make_model, lambda model, surgery: next(outcomes), gs.Surgery(), seeds=3)
     assert "1 of 3 pairs not finite" in found.table()
     assert "+1.25" in found.table()
 
 
-def test_the_global_generator_is_left_as_it_was() -> None:
+def test_compare_restores_the_global_generator() -> None:
     before = torch.get_rng_state()
     gs.compare(make_model, train, gs.Surgery(gs.Intervention(gs.Zero())), seeds=2)
     assert torch.equal(torch.get_rng_state(), before)
@@ -61,13 +61,13 @@ def test_no_seeds_are_refused() -> None:
         gs.compare(make_model, train, gs.Surgery(), seeds=0)
 
 
-def test_arms_that_return_other_keys_are_refused() -> None:
+def test_arms_that_return_different_keys_are_refused() -> None:
     outcomes = iter([{"loss": 1.0}, {"accuracy": 1.0}])
     with pytest.raises(ValueError, match=r"returned \['accuracy'\]"):
         gs.compare(make_model, lambda model, surgery: next(outcomes), gs.Surgery(), seeds=1)
 
 
-def test_a_surgery_that_was_never_attached_is_told() -> None:
+def test_a_surgery_that_was_never_attached_is_an_error() -> None:
     surgery = gs.Surgery(gs.Intervention(gs.Zero()))
     with pytest.raises(ValueError, match="did not attach the surgery"):
         gs.compare(make_model, lambda model, given: 1.0, surgery, seeds=1)

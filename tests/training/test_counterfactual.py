@@ -148,7 +148,9 @@ def both(run: Run, out: Path) -> tuple[Record, Record]:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", MODELS)
-def test_training_is_bit_identical_to_not_asking(tmp_path, model: str, optimizer: str) -> None:
+def test_measuring_the_update_effect_leaves_training_bit_identical(
+    tmp_path, model: str, optimizer: str
+) -> None:
     asked, plain = both(a_run(MIXED, model, optimizer), tmp_path)
     assert_alike(asked, plain)
     assert [row[UPDATES_SAMPLED] for row in rows(asked)] == [2, 2, 2]
@@ -174,7 +176,7 @@ SITES = {
 @pytest.mark.parametrize("kind", SITES)
 @pytest.mark.filterwarnings("ignore::gradsurg.effects.ledger.SurgeryWarning")
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-def test_no_kind_of_site_notices(tmp_path, kind: str) -> None:
+def test_measuring_the_update_effect_does_not_reach_any_kind_of_site(tmp_path, kind: str) -> None:
     run = a_run(gs.Scale(0.5), at=SITES[kind])
     asked, plain = both(run, tmp_path)
     for name in ("metrics.jsonl", "effects.jsonl"):
@@ -194,7 +196,7 @@ def test_no_kind_of_site_notices(tmp_path, kind: str) -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", MODELS)
-def test_a_surgery_that_does_nothing_makes_the_same_update(
+def test_a_surgery_that_does_nothing_has_cosine_and_ratio_one(
     tmp_path, model: str, optimizer: str
 ) -> None:
     record = execute(a_run(gs.Identity(), model, optimizer), tmp_path, [])
@@ -204,7 +206,7 @@ def test_a_surgery_that_does_nothing_makes_the_same_update(
         assert row["update/loss_change"] == row["update/loss_change_without"] != 0
 
 
-def test_gradients_of_zero_make_no_update_with_sgd_and_one_with_momentum(tmp_path) -> None:
+def test_zero_gradients_give_no_update_with_sgd_and_one_with_momentum(tmp_path) -> None:
     record = execute(a_run(gs.Zero(), "perceptron", "sgd"), tmp_path, [])
     assert record.summary
     assert record.summary["update/norm_ratio"] == 0
@@ -231,7 +233,7 @@ def test_with_plain_sgd_updates_compare_as_gradients_do(tmp_path, transform, cos
         assert row["update/norm_ratio"] == pytest.approx(ratio, rel=1e-4)
 
 
-def test_adam_does_not_see_a_scale_and_the_first_update_tells_so(tmp_path) -> None:
+def test_scaled_gradients_do_not_change_the_first_update_of_adam(tmp_path) -> None:
     schedule = replace(SHORT, steps=1, log_every=1)
     record = execute(a_run(gs.Scale(0.5), optimizer="adam", schedule=schedule), tmp_path, [])
     (row,) = rows(record)
@@ -239,7 +241,7 @@ def test_adam_does_not_see_a_scale_and_the_first_update_tells_so(tmp_path) -> No
     assert row["update/cosine"] == pytest.approx(1, abs=1e-3)
 
 
-def test_the_numbers_are_those_of_two_steps_made_by_hand() -> None:
+def test_the_update_numbers_equal_those_of_two_steps_by_hand() -> None:
     """The slow way: two copies of the model, one step each."""
     inputs, targets = batch()
     losses, updates = [], []
@@ -287,7 +289,7 @@ def test_several_batches_of_a_step_are_one_update() -> None:
     assert found[1]["update/cosine"] == pytest.approx(1)
 
 
-def test_a_step_between_the_samples_is_not_looked_at() -> None:
+def test_steps_between_samples_are_not_measured() -> None:
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     counterfactual = Counterfactual(model, optimizer, cross_entropy, every=3)
@@ -341,7 +343,7 @@ def test_the_summary_has_the_mean_over_all_sampled_steps(tmp_path) -> None:
         assert record.summary[name] == pytest.approx(sum(row[name] for row in found) / 2)
 
 
-def test_means_weigh_by_samples_and_leave_out_what_is_not_there() -> None:
+def test_means_are_weighted_by_samples_and_skip_missing_numbers() -> None:
     name = UPDATE_NAMES[0]
     found = means(
         [
@@ -355,12 +357,12 @@ def test_means_weigh_by_samples_and_leave_out_what_is_not_there() -> None:
     assert means([{"train/loss": 1.0}]) == {}
 
 
-def test_a_control_is_not_asked(tmp_path) -> None:
+def test_a_control_run_has_no_update_effect(tmp_path) -> None:
     record = execute(replace(a_run(gs.Identity()), shadow=True), tmp_path, [])
     assert not any(UPDATES_SAMPLED in row for row in rows(record))
 
 
-def test_the_model_is_left_without_a_hook_more_and_its_own_hooks_count() -> None:
+def test_the_model_keeps_its_own_hooks_and_gets_no_other() -> None:
     model = noisy()
     handle = model[0].register_forward_hook(_double)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -71,7 +71,7 @@ def state(record: Record) -> object:
     return flat({name: kept[name] for name in ("model", "optimizer", "generators")})
 
 
-def test_what_acts_after_the_last_step_changes_the_examination_and_no_bit_of_the_training(
+def test_a_surgery_after_the_last_step_changes_the_examination_only(
     tmp_path: Path,
 ) -> None:
     plain, treated = (execute(examined(t), tmp_path, []) for t in (None, gs.Clamp(0.0, None)))
@@ -86,7 +86,7 @@ def test_what_acts_after_the_last_step_changes_the_examination_and_no_bit_of_the
     assert notes(plain) == notes(treated) == []
 
 
-def test_a_task_that_is_not_examined_trains_the_same_weights(tmp_path: Path) -> None:
+def test_an_examination_does_not_change_the_trained_weights(tmp_path: Path) -> None:
     whole = execute(examined(), tmp_path, [])
     plain = execute(replace(a_run(), study="plain"), tmp_path, [])
     assert state(whole) == state(plain)
@@ -102,7 +102,7 @@ def test_a_task_that_is_not_examined_trains_the_same_weights(tmp_path: Path) -> 
     assert RunDirectory(plain.directory).read_examined() is None
 
 
-def test_its_random_numbers_are_those_of_the_seed_and_not_those_of_the_training(
+def test_the_random_numbers_of_an_examination_depend_on_the_seed_alone(
     tmp_path: Path,
 ) -> None:
     drawn = []
@@ -117,7 +117,7 @@ def test_its_random_numbers_are_those_of_the_seed_and_not_those_of_the_training(
         assert torch.rand(()).item() != drawn[0]
 
 
-def test_loggers_are_told_its_numbers(tmp_path: Path) -> None:
+def test_loggers_get_the_numbers_of_an_examination(tmp_path: Path) -> None:
     logger = Listening()
     record = execute(examined(), tmp_path, [logger])
     ((_, told),) = logger.ended
@@ -126,7 +126,7 @@ def test_loggers_are_told_its_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", ["write_examined", "write_summary"])
-def test_a_run_that_was_torn_at_its_end_is_examined_again_and_ends_the_same(
+def test_a_run_interrupted_in_its_examination_ends_like_an_uninterrupted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     run = examined(gs.Clamp(0.0, None))
@@ -140,14 +140,14 @@ def test_a_run_that_was_torn_at_its_end_is_examined_again_and_ends_the_same(
     assert firsts[0] == firsts[1]
 
 
-def test_an_examination_that_raises_is_a_run_that_failed_and_is_tried_again(tmp_path: Path) -> None:
+def test_an_examination_that_raises_fails_the_run_which_is_retried(tmp_path: Path) -> None:
     with pytest.raises(Torn):
         execute(examined(task=Looked(breaks=True)), tmp_path, [])
     assert RunDirectory(examined().directory(tmp_path)).state == "failed"
     assert execute(examined(), tmp_path, []).action == "retried"
 
 
-def test_a_run_that_ends_before_its_last_step_is_examined_as_after_it(tmp_path: Path) -> None:
+def test_a_run_that_ends_early_is_examined_as_after_its_last_step(tmp_path: Path) -> None:
     early = replace(SHORT, eval_every=5, until=Until.of("test/loss <= 100"))
     runs = [replace(examined(t), schedule=early) for t in (None, gs.Clamp(0.0, None))]
     plain, treated = (execute(run, tmp_path, []) for run in runs)
@@ -156,7 +156,7 @@ def test_a_run_that_ends_before_its_last_step_is_examined_as_after_it(tmp_path: 
     assert plain.summary["examined/norm"] != treated.summary["examined/norm"]
 
 
-def test_a_run_whose_examination_is_not_finite_has_no_outcome(tmp_path: Path) -> None:
+def test_a_run_whose_examination_is_not_finite_has_diverged(tmp_path: Path) -> None:
     at = gs.Nodes("Relu", side="leave")
     broken = a_run(gs.Scale(1e38), at, AFTER, task=Looked())
     record = execute(broken, tmp_path, [])
@@ -179,7 +179,7 @@ def told_at_sites(tmp_path: Path, when: Trigger, every: int) -> str:
     return " ".join(text[text.index("Gradients at") : text.index("2 runs in")].split())
 
 
-def test_the_table_of_effects_tells_what_was_done_in_the_examination_apart(tmp_path: Path) -> None:
+def test_the_effects_of_an_examination_have_a_table_of_their_own(tmp_path: Path) -> None:
     told = told_at_sites(tmp_path, AFTER, every=5)
     assert told.startswith(
         "Gradients at each site in the examination after the training, means over 1 run (the "
@@ -201,7 +201,7 @@ def test_an_examination_that_is_not_measured_is_counted(tmp_path: Path, when: Tr
     assert told.endswith(" - 1")
 
 
-def test_the_effects_of_an_examination_are_none_of_the_training(tmp_path: Path) -> None:
+def test_the_effects_of_an_examination_do_not_count_for_the_training(tmp_path: Path) -> None:
     own, plain = (
         execute(replace(a_run(gs.Scale(2.0), RELUS, task=task), study=study), tmp_path, [])
         for task, study in ((Looked(), "looked"), (Digits(), "plain"))
@@ -221,7 +221,7 @@ def refused(*words: str) -> list[str]:
     return caught.value.faults
 
 
-def test_a_trigger_of_the_moment_after_the_last_step_is_right_with_an_examination_alone() -> None:
+def test_a_trigger_after_the_last_step_is_refused_without_an_examination() -> None:
     words = ["transform=clip", "site=relu_nodes", "steps=7", "when.start=7", "model=convnet"]
     built(*words, "task=saliency")
     (fault,) = refused(*words)
@@ -237,7 +237,7 @@ def test_a_model_that_cannot_be_examined_is_refused_before_it_is_trained() -> No
     assert refused("task=saliency", "model=vit") == [f"task: {rule}, found the model itself (ViT)"]
 
 
-def test_trying_an_examination_leaves_the_global_generators_alone() -> None:
+def test_checking_an_examination_restores_the_global_generators() -> None:
     before = torch.get_rng_state()
     built("task=saliency")
     assert torch.equal(before, torch.get_rng_state())

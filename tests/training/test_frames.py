@@ -16,7 +16,7 @@ def run(tmp_path):
     return RunDirectory(tmp_path / "study" / "clip-12345678")
 
 
-def test_metrics_of_several_runs_are_one_table(tmp_path):
+def test_metrics_of_several_runs_form_one_table(tmp_path):
     first, second = RunDirectory(tmp_path / "a"), RunDirectory(tmp_path / "b")
     for step in range(1, 151):
         first.append_metrics({"step": step, "train/loss": 1})
@@ -37,7 +37,7 @@ def test_a_half_written_last_line_is_not_read(run):
 
 
 @pytest.mark.parametrize("content", [None, "", '{"st'])
-def test_no_whole_line_is_no_row(run, content):
+def test_a_file_without_a_whole_line_has_no_rows(run, content):
     run.path.mkdir(parents=True)
     if content is not None:
         (run.path / "metrics.jsonl").write_text(content)
@@ -61,7 +61,7 @@ def test_a_run_directory_that_is_not_there_is_an_error(tmp_path):
         read_metrics([tmp_path / "nowhere"])
 
 
-def test_effect_table_is_that_worked_out_by_hand(tmp_path):
+def test_effect_table_equals_one_computed_by_hand(tmp_path):
     first, second = RunDirectory(tmp_path / "a"), RunDirectory(tmp_path / "b")
     first.append_effects(
         [

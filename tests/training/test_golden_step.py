@@ -48,7 +48,7 @@ def _step(surgery: gs.Surgery) -> dict[str, Tensor]:
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
-def test_one_training_step_gives_the_numbers_it_always_gave() -> None:
+def test_one_training_step_has_the_golden_numbers() -> None:
     surgery = gs.Surgery(
         gs.Intervention(gs.ScaleBySign(1.0, 0.5), at=gs.Nodes("Relu")),
         gs.Intervention(gs.Scale(3.0), at=gs.Outputs("2")),
@@ -63,7 +63,7 @@ def test_one_training_step_gives_the_numbers_it_always_gave() -> None:
     assert found == expected, f"{HOW_TO_MEND}\nfound: {found}"
 
 
-def test_it_is_not_what_a_plain_step_gives() -> None:
+def test_the_golden_numbers_differ_from_a_step_without_surgery() -> None:
     plain = _step(gs.Surgery())
     for name, numbers in GOLDEN.items():
         golden = torch.tensor(numbers, dtype=torch.float64)

@@ -118,7 +118,7 @@ def whole(tmp_path_factory) -> Record:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_a_run_killed_at_a_random_moment_and_run_again_ends_as_if_it_never_had_been(
+def test_a_run_killed_at_a_random_moment_ends_like_an_uninterrupted_one(
     tmp_path: Path, whole: Record, seed: int
 ) -> None:
     done = subprocess.run(
@@ -212,7 +212,7 @@ execute(several(sys.argv[1], int(sys.argv[2])), Path("."), [], threads=1)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", AGGREGATORS)
-def test_a_killed_run_of_several_tasks_ends_with_the_same_conflicts_and_the_same_state(
+def test_a_killed_multi_task_run_ends_with_the_same_conflicts_and_state(
     tmp_path: Path, name: str
 ) -> None:
     whole = execute(several(name), tmp_path / "whole", [], threads=1)
@@ -248,7 +248,7 @@ except OSError as error:
 
 
 @pytest.mark.parametrize(("room", "name"), [(1000, "effects.jsonl"), (9000, "checkpoint.pt")])
-def test_a_disk_without_room_ends_the_run_with_the_files_name_and_it_goes_on_when_there_is_some(
+def test_a_full_disk_fails_the_run_with_the_files_name_and_it_resumes_later(
     tmp_path: Path, whole: Record, room: int, name: str
 ) -> None:
     done = subprocess.run(

@@ -65,7 +65,7 @@ def test_chance_is_the_best_constant_guess() -> None:
         (1.02, 0.5, 0.9, False),
     ],
 )
-def test_what_is_no_better_than_chance_in_every_way_has_learned_nothing(
+def test_a_run_no_better_than_chance_in_any_metric_has_learned_nothing(
     loss: float, train: float, test: float, dead: bool
 ) -> None:
     outcome = {"train/loss": loss, "train/accuracy": train, "test/accuracy": test}
@@ -89,7 +89,7 @@ def test_a_task_without_the_metric_or_the_loss_is_not_judged() -> None:
         ((2.0, None, 2.0), 2.0, False),
     ],
 )
-def test_a_task_that_knows_no_chance_is_judged_by_its_losses(losses, last, dead: bool) -> None:
+def test_a_task_without_a_chance_level_is_judged_by_its_losses(losses, last, dead: bool) -> None:
     rows = [{"step": 5 * k, "train/loss": loss} for k, loss in enumerate(losses, 1)]
     found = learned_nothing(Wrapped(), data(UNEVEN), {"train/loss": last}, rows)
     what = "the first one that was logged, at step 5, was"
@@ -97,7 +97,7 @@ def test_a_task_that_knows_no_chance_is_judged_by_its_losses(losses, last, dead:
 
 
 @pytest.mark.parametrize(("transform", "dead"), [(gs.Zero(), True), (gs.Identity(), False)])
-def test_a_run_says_in_its_summary_that_it_has_learned_nothing(
+def test_the_summary_records_that_a_run_has_learned_nothing(
     tmp_path: Path, transform: gs.Identity, dead: bool
 ) -> None:
     task: Task = Digits()
@@ -105,7 +105,7 @@ def test_a_run_says_in_its_summary_that_it_has_learned_nothing(
     assert bool(record.summary["learned_nothing"]) == dead
 
 
-def test_an_arm_that_learned_nothing_is_told_in_one_line(here: Here) -> None:
+def test_an_arm_that_learned_nothing_is_reported_in_one_line(here: Here) -> None:
     words = ("steps=40", "seeds=2", "logger=none", "report=false")
     told = " ".join(here("transform=zero", *words).out.split())
     assert "zero: training did not learn anything in 2 of 2 seeds: test accuracy " in told
@@ -114,7 +114,7 @@ def test_an_arm_that_learned_nothing_is_told_in_one_line(here: Here) -> None:
     assert "did not learn" not in here("transform=identity", *words).out
 
 
-def test_a_report_tells_each_arm_that_learned_nothing(tmp_path: Path) -> None:
+def test_a_report_lists_each_arm_that_learned_nothing(tmp_path: Path) -> None:
     dead = {"metric": "test/accuracy", "beside": 0.1, "what": "chance for 10 classes is"}
     for seed in range(3):
         place = studies.plan(tmp_path, "none", seed)
@@ -132,7 +132,7 @@ def test_a_report_tells_each_arm_that_learned_nothing(tmp_path: Path) -> None:
     ]
 
 
-def test_runs_that_diverged_or_are_of_before_are_not_told() -> None:
+def test_diverged_and_older_runs_are_not_reported_as_unlearned() -> None:
     dead = {"metric": "test/accuracy", "beside": 0.1, "what": "chance for 10 classes is"}
     runs = [
         {"state": "diverged", "learned_nothing": dead},

@@ -76,7 +76,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_run_that_is_tested_is_the_one_that_is_not(tmp_path: Path, way: str) -> None:
+def test_tests_during_training_do_not_change_the_run(tmp_path: Path, way: str) -> None:
     at, when = WAYS[way]
     transform = gs.ClipGlobalNorm(0.5) if way == "group" else gs.Scale(0.5)
     tested, plain = (
@@ -113,7 +113,7 @@ def test_the_last_step_is_tested_though_it_is_not_due(tmp_path: Path) -> None:
     assert [row["step"] for row in rows if "test/loss" in row] == [20, 30]
 
 
-def test_a_tested_run_that_was_torn_ends_as_if_it_never_had(tmp_path: Path) -> None:
+def test_an_interrupted_run_with_tests_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
     def run(fails_at: int = 0) -> Run:
         # A generator of a model's own, which the other one has, is in no checkpoint.
         return replace(evaluated(5, gs.Clip(0.05), fails_at=fails_at), make_model=make_model)
@@ -127,7 +127,7 @@ def test_a_tested_run_that_was_torn_ends_as_if_it_never_had(tmp_path: Path) -> N
     assert all("test/loss" in values for _, values in logger.logged)
 
 
-def test_tests_stand_in_the_rows_of_logs() -> None:
+def test_test_metrics_are_in_the_logged_rows() -> None:
     fields = {"steps": 9, "batch_size": 4, "seeds": 1, "checkpoint_every": 9, "effects_every": 1}
     fields |= {"study": "s", "out": ".", "control": "plain", "device": "cpu", "log_every": 50}
     assert Settings(**fields, eval_every=100).eval_every == 100
@@ -136,7 +136,7 @@ def test_tests_stand_in_the_rows_of_logs() -> None:
         Settings(**fields, eval_every=7)
 
 
-def test_a_summary_says_on_what_and_how_long_it_was_trained(tmp_path: Path) -> None:
+def test_a_summary_has_the_hardware_and_the_training_time(tmp_path: Path) -> None:
     run = evaluated(0, fails_at=17)
     with pytest.raises(Torn):
         execute(run, tmp_path, [])

@@ -41,7 +41,7 @@ def test_drawing_batches_leaves_the_global_generator_alone() -> None:
 
 @pytest.mark.parametrize(("count", "size"), [(20, 4), (23, 4), (5, 5), (9, 8)])
 @pytest.mark.parametrize("step", [0, 1, 4, 5, 6, 11])
-def test_to_start_at_a_step_is_to_skip_the_steps_before(count: int, size: int, step: int) -> None:
+def test_starting_at_a_step_skips_the_batches_before(count: int, size: int, step: int) -> None:
     batches = numbered(count, size)
     assert first(batches, 7, start=step) == first(batches, step + 7)[step:]
 
@@ -66,13 +66,13 @@ def test_every_example_has_its_own_target() -> None:
         assert torch.equal(inputs * 10, targets)
 
 
-def test_a_seed_may_have_all_the_bits_that_torch_takes() -> None:
+def test_a_seed_may_have_64_bits() -> None:
     torch.manual_seed(2**63 - 1)
     assert len(first(numbered(20, 4, seed=2**63 - 1), 1)[0]) == 4
 
 
 @pytest.mark.parametrize("size", [0, -1, 21])
-def test_a_batch_size_that_cannot_be_is_refused(size: int) -> None:
+def test_an_impossible_batch_size_is_refused(size: int) -> None:
     with pytest.raises(ValueError, match=f"batch_size: must be 1 to 20 examples, found {size}"):
         numbered(20, size)
 
@@ -81,7 +81,7 @@ def go(model: nn.Module, steps: int, start: int = 0) -> list[Step]:
     return list(train(model, sgd(model), functional.cross_entropy, data(), steps, start))
 
 
-def test_training_is_the_plain_loop() -> None:
+def test_training_equals_a_plain_loop() -> None:
     plain, model = small(), small()
     optimizer = sgd(plain)
     losses = []
@@ -96,7 +96,7 @@ def test_training_is_the_plain_loop() -> None:
     assert all(map(torch.equal, weights(plain), weights(model)))
 
 
-def test_it_yields_after_each_step_how_many_are_done_the_loss_and_the_seconds() -> None:
+def test_train_yields_the_step_the_loss_and_the_seconds() -> None:
     model = small()
     before = weights(model)
     count = 0
@@ -114,7 +114,7 @@ def test_it_yields_after_each_step_how_many_are_done_the_loss_and_the_seconds() 
     assert count == 5
 
 
-def test_what_the_caller_does_between_steps_is_not_timed(monkeypatch) -> None:
+def test_the_callers_work_between_steps_is_not_timed(monkeypatch) -> None:
     clock = [0.0]
 
     def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ def test_what_the_caller_does_between_steps_is_not_timed(monkeypatch) -> None:
     assert seconds == [1, 1, 1]
 
 
-def test_two_halves_are_the_whole() -> None:
+def test_training_in_two_halves_equals_training_at_once() -> None:
     whole, halves = small(), small()
     expected = [step.loss.item() for step in go(whole, 9)]
     found = [step.loss.item() for step in [*go(halves, 4), *go(halves, 9, start=4)]]
@@ -138,20 +138,20 @@ def test_two_halves_are_the_whole() -> None:
     assert all(map(torch.equal, weights(whole), weights(halves)))
 
 
-def test_nothing_is_done_if_all_steps_are_done() -> None:
+def test_no_step_is_made_if_all_are_done() -> None:
     model = small()
     before = weights(model)
     assert go(model, 4, start=4) == []
     assert all(map(torch.equal, before, weights(model)))
 
 
-def test_training_is_in_training_mode() -> None:
+def test_the_model_is_in_training_mode() -> None:
     model = small().eval()
     go(model, 1)
     assert model.training
 
 
-def test_outputs_are_taken_in_evaluation_mode_in_parts_and_without_a_graph() -> None:
+def test_outputs_are_computed_in_evaluation_mode_in_parts_and_without_a_graph() -> None:
     model = nn.Sequential(small(), nn.Dropout(0.5))
     inputs = data().inputs
     outputs = outputs_of(model, inputs, size=7)

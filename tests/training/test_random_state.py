@@ -62,7 +62,7 @@ def drawing_run(at: int = 0, does: str = "", seed: int = 0) -> Run:
     return replace(run, make_model=Jittered)
 
 
-def test_the_states_can_be_loaded_as_weights_alone_and_put_back() -> None:
+def test_generator_states_load_with_weights_only_and_can_be_restored() -> None:
     with random_state.kept():
         for number in (0, 2**32 - 1, 2**63 - 1):
             random_state.seed(number)
@@ -75,7 +75,7 @@ def test_the_states_can_be_loaded_as_weights_alone_and_put_back() -> None:
             assert [draw(), draw()] == expected
 
 
-def test_seeds_that_differ_give_other_numbers() -> None:
+def test_different_seeds_draw_different_numbers() -> None:
     drawn = []
     with random_state.kept():
         for number in (0, 1, 2**32, 2**40):
@@ -85,7 +85,7 @@ def test_seeds_that_differ_give_other_numbers() -> None:
         assert len(set(numbers)) == 4
 
 
-def test_a_block_leaves_all_generators_as_it_found_them_also_when_it_raises() -> None:
+def test_a_block_restores_all_generators_also_when_it_raises() -> None:
     with random_state.kept():
         with pytest.raises(Torn), random_state.kept():
             random_state.seed(3)
@@ -106,9 +106,7 @@ def test_a_run_depends_on_its_seed_and_not_on_the_state_of_the_process(tmp_path:
 
 
 @pytest.mark.parametrize("at", [0, 7], ids=["to the end", "until it raises"])
-def test_a_run_leaves_the_generators_of_the_process_as_it_found_them(
-    tmp_path: Path, at: int
-) -> None:
+def test_a_run_restores_the_generators_of_the_process(tmp_path: Path, at: int) -> None:
     with random_state.kept():
         try:
             execute(drawing_run(at, "raise"), tmp_path, [])
@@ -119,7 +117,9 @@ def test_a_run_leaves_the_generators_of_the_process_as_it_found_them(
 
 
 @pytest.mark.parametrize("step", [1, 10, 14, 21])
-def test_a_run_that_draws_and_was_torn_ends_as_if_it_never_had(tmp_path: Path, step: int) -> None:
+def test_an_interrupted_run_with_random_draws_ends_like_an_uninterrupted_one(
+    tmp_path: Path, step: int
+) -> None:
     whole = execute(drawing_run(), tmp_path / "whole", [])
     with pytest.raises(Torn):
         execute(drawing_run(step, "raise"), tmp_path / "torn", [])
@@ -134,7 +134,7 @@ execute(drawing_run(17, "kill"), Path("."), [], threads=1)
 """
 
 
-def test_a_run_that_draws_and_was_killed_ends_as_if_it_never_had_been(tmp_path: Path) -> None:
+def test_a_killed_run_with_random_draws_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
     whole = execute(drawing_run(), tmp_path / "whole", [], threads=1)
     done = subprocess.run(
         [sys.executable, "-c", KILLED],
@@ -149,7 +149,7 @@ def test_a_run_that_draws_and_was_killed_ends_as_if_it_never_had_been(tmp_path: 
     assert_same(again, whole)
 
 
-def test_asking_for_the_update_effect_changes_no_draw_of_a_step(tmp_path: Path) -> None:
+def test_measuring_the_update_effect_changes_no_random_draw(tmp_path: Path) -> None:
     rows = []
     for every in (0, 2):
         schedule = replace(SHORT, update_effect_every=every)
@@ -159,7 +159,7 @@ def test_asking_for_the_update_effect_changes_no_draw_of_a_step(tmp_path: Path) 
     assert rows[0] == rows[1]
 
 
-def test_the_update_without_a_surgery_is_of_the_same_draws(tmp_path: Path) -> None:
+def test_the_update_without_surgery_uses_the_same_random_draws(tmp_path: Path) -> None:
     schedule = replace(SHORT, update_effect_every=2)
     run = replace(a_run(gs.Identity(), task=Drawing(), schedule=schedule), make_model=Jittered)
     for row in lines(execute(run, tmp_path, []), "metrics.jsonl"):
@@ -169,7 +169,7 @@ def test_the_update_without_a_surgery_is_of_the_same_draws(tmp_path: Path) -> No
     assert {row["update/loss_change"] for row in rows} == {0.0}  # no weight has changed
 
 
-def test_arms_that_are_compared_draw_the_same() -> None:
+def test_compared_arms_draw_the_same_random_numbers() -> None:
     drawn: list[Draws] = []
 
     def train(model: nn.Module, surgery: gs.Surgery) -> float:
@@ -198,7 +198,7 @@ def make(shape, num_outputs):
 """
 
 
-def test_a_command_leaves_no_trace_in_the_generators(here: Here, folder: Path) -> None:
+def test_a_command_restores_the_generators(here: Here, folder: Path) -> None:
     (folder / "drawn_model.py").write_text(THEIRS)
     with random_state.kept():
         words = ("transform=clip", "model=drawn_model.make", "steps=5", "seeds=1", "logger=none")

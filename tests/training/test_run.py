@@ -54,7 +54,7 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("step", [0, 1, 2, 3, 4, 9])
-def test_the_batches_of_a_step_are_together_the_batch_it_would_get_as_one(step: int) -> None:
+def test_accumulated_batches_together_are_one_large_batch(step: int) -> None:
     for number in range(step, step + 5):
         parts = list(islice(data(4, accumulate=2).start(number), 2))
         inputs, targets = next(data(8).start(number))
@@ -63,7 +63,7 @@ def test_the_batches_of_a_step_are_together_the_batch_it_would_get_as_one(step: 
     assert data(4, accumulate=2).steps_per_epoch == data(8).steps_per_epoch == 3
 
 
-def test_a_step_needs_as_many_examples_as_its_batches_have() -> None:
+def test_an_epoch_needs_examples_for_all_batches_of_a_step() -> None:
     assert data(13, accumulate=2).steps_per_epoch == 1
     with pytest.raises(ValueError, match="batch_size: must be 1 to 13 examples, found 14"):
         data(14, accumulate=2)
@@ -97,7 +97,7 @@ def by_hand(
     return losses
 
 
-def test_accumulation_is_the_loop_that_one_would_write() -> None:
+def test_accumulation_equals_a_loop_written_by_hand() -> None:
     plain, model = small(), small()
     losses = by_hand(plain, data(4, accumulate=3))
     steps = go(model, data(4, accumulate=3), StepOptions())
@@ -160,7 +160,7 @@ class Scaled:
         return loss * torch.inf if self.calls - 1 in self.bad else loss
 
 
-def test_a_scaled_loss_is_the_loop_of_pytorchs_manual_and_skipped_steps_are_told() -> None:
+def test_a_scaled_loss_equals_the_loop_in_pytorchs_docs_and_skipped_steps_are_marked() -> None:
     plain, model = small(), small()
     optimizer, scaler, loss_fn = sgd(plain), GradScaler("cpu", init_scale=1024.0), Scaled([2, 3])
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -217,7 +217,7 @@ def test_only_float16_needs_a_scaler() -> None:
     ],
     ids=str,
 )
-def test_a_compiled_model_is_operated_on_as_an_eager_one(
+def test_surgery_on_a_compiled_model_equals_that_on_an_eager_one(
     at: gs.sites.base.Selector, backend: Backend
 ) -> None:
     def run(switches: ComputeOptions) -> tuple[list[Tensor], object, object]:
@@ -240,9 +240,7 @@ def test_a_compiled_model_is_operated_on_as_an_eager_one(
     assert eager[1:] == compiled[1:]
 
 
-def test_every_run_of_a_process_is_compiled_though_pytorch_compiles_a_class_but_a_few_times() -> (
-    None
-):
+def test_every_run_of_a_process_is_compiled_despite_pytorchs_limit_of_recompilations() -> None:
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
@@ -257,7 +255,7 @@ def test_every_run_of_a_process_is_compiled_though_pytorch_compiles_a_class_but_
     assert len(graphs) == limit + 3
 
 
-def test_compiling_leaves_the_hooks_of_the_surgery_as_they_are() -> None:
+def test_compiling_keeps_the_hooks_of_the_surgery() -> None:
     model = small()
     with Surgery(Intervention(gs.Clip(0.1), at=gs.Outputs())).attach(model) as live:
         before = [list(module._forward_hooks.values()) for module in model.modules()]
@@ -279,7 +277,7 @@ def test_compiling_leaves_the_hooks_of_the_surgery_as_they_are() -> None:
     ],
     ids=lambda at: type(at).__name__,
 )
-def test_places_that_compiling_changes_are_refused(at: gs.sites.base.Selector) -> None:
+def test_sites_that_compiling_changes_are_refused(at: gs.sites.base.Selector) -> None:
     with pytest.raises(ValueError, match="cannot act in a compiled model: "):
         check_compiled(at)
     check_compiled(gs.Outputs() | gs.Parameters())
@@ -318,7 +316,9 @@ def switched(name: str, transform: Transform | None = None, at: int = 0) -> Run:
 
 @pytest.mark.usefixtures("eager_scaler")
 @pytest.mark.parametrize("name", SWITCHES)
-def test_a_run_that_was_torn_ends_as_if_it_never_had(tmp_path: Path, name: str) -> None:
+def test_an_interrupted_run_with_compute_options_ends_like_an_uninterrupted_one(
+    tmp_path: Path, name: str
+) -> None:
     transform = gs.Chain(gs.GrokfastEMA(), gs.Clip(0.05))
     whole = execute(switched(name, transform), tmp_path / "whole", [])
     at = 16 * SWITCHES[name].accumulate - 1
@@ -335,9 +335,7 @@ def test_a_run_that_was_torn_ends_as_if_it_never_had(tmp_path: Path, name: str) 
 
 
 @pytest.mark.parametrize("name", SWITCHES)
-def test_a_surgery_that_changes_nothing_leaves_such_a_run_as_it_is(
-    tmp_path: Path, name: str
-) -> None:
+def test_an_idle_surgery_with_compute_options_changes_nothing(tmp_path: Path, name: str) -> None:
     control = execute(switched(name), tmp_path, [])
     treated = execute(switched(name, gs.Clip(1e9)), tmp_path, [])
     assert lines(treated, "metrics.jsonl") == lines(control, "metrics.jsonl")
@@ -376,7 +374,7 @@ def short_until(condition: str):
         ("test/loss <= 1e-3", {"test/loss": None}, False),
     ],
 )
-def test_a_condition_is_a_metric_and_its_bound(said, values, holds) -> None:
+def test_until_compares_a_metric_with_a_bound(said, values, holds) -> None:
     assert Until.of(said).holds(values) is holds
 
 
@@ -392,12 +390,12 @@ def test_a_condition_is_a_metric_and_its_bound(said, values, holds) -> None:
         "test/loss >= inf",
     ],
 )
-def test_another_text_is_no_condition(said: str) -> None:
+def test_until_refuses_other_text(said: str) -> None:
     with pytest.raises(ValueError, match='must be as "test/accuracy >= 0.95": a test metric, '):
         Until.of(said)
 
 
-def test_a_run_ends_at_the_first_test_that_reaches_it(tmp_path) -> None:
+def test_a_run_ends_at_the_first_test_that_reaches_until(tmp_path) -> None:
     whole = execute(a_run(schedule=replace(SHORT, eval_every=5)), tmp_path / "whole", [])
     rows = lines(whole, "metrics.jsonl")
     aim = rows[2]["test/loss"]
@@ -410,18 +408,18 @@ def test_a_run_ends_at_the_first_test_that_reaches_it(tmp_path) -> None:
     assert lines(ended, "metrics.jsonl") == rows[:3]
 
 
-def test_a_run_that_does_not_reach_it_makes_all_its_steps(tmp_path) -> None:
+def test_a_run_that_does_not_reach_until_makes_all_steps(tmp_path) -> None:
     record = execute(a_run(schedule=short_until("test/accuracy >= 1")), tmp_path, [])
     assert (record.summary["steps"], record.summary["until/reached"]) == (30, 0)
     assert "until/step" not in record.summary
 
 
-def test_a_metric_that_the_task_has_not_got_is_told(tmp_path) -> None:
+def test_until_with_an_unknown_metric_is_an_error(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"the task has no test/acc, it has test/loss, "):
         execute(a_run(schedule=short_until("test/acc >= 1")), tmp_path, [])
 
 
-def test_an_interrupted_run_ends_where_a_whole_one_does(tmp_path) -> None:
+def test_an_interrupted_run_with_until_ends_at_the_same_step(tmp_path) -> None:
     schedule = short_until("test/loss <= 1.6")
     whole = execute(a_run(schedule=schedule), tmp_path / "whole", [])
     assert whole.summary["steps"] in (15, 20, 25)
@@ -436,7 +434,7 @@ def test_an_interrupted_run_ends_where_a_whole_one_does(tmp_path) -> None:
     assert files[0] == files[1]
 
 
-def test_it_needs_tests_to_look_at() -> None:
+def test_until_needs_eval_every() -> None:
     fields = {"steps": 9, "batch_size": 4, "seeds": 1, "checkpoint_every": 9, "effects_every": 1}
     fields |= {"study": "s", "out": ".", "control": "plain", "device": "cpu", "log_every": 5}
     with pytest.raises(ValueError, match="until: is looked at where tests are due"):
@@ -446,19 +444,19 @@ def test_it_needs_tests_to_look_at() -> None:
             Settings(**fields, eval_every=5, until=other)
 
 
-def test_conditions_that_differ_in_the_last_digit_are_two() -> None:
+def test_until_bounds_that_differ_in_the_last_digit_are_different_runs() -> None:
     words = [str(Until.of(f"test/loss <= {bound}")) for bound in ("0.7000001", "0.7000002")]
     assert words == ["test/loss <= 0.7000001", "test/loss <= 0.7000002"]
 
 
-def test_a_metric_that_is_not_there_is_refused_before_anything_is_trained(here: Here) -> None:
+def test_until_with_an_unknown_metric_is_refused_before_training(here: Here) -> None:
     words = ("transform=clip", "log_every=5", "eval_every=5", "logger=none")
     ended = here(*words, "until='test/acc >= 1'")
     assert ended.code == 2
     assert ended.err == "until: the task has no test/acc, it has test/loss, test/accuracy\n"
 
 
-def test_the_report_says_who_reached_it_and_when(tmp_path) -> None:
+def test_the_report_lists_the_arms_that_reached_until_and_their_steps(tmp_path) -> None:
     schedule = short_until("test/loss <= 2.2")
     for seed in range(2):
         for transform in (None, gs.Zero()):

@@ -21,7 +21,7 @@ def run(tmp_path):
     return RunDirectory(tmp_path / "study" / "clip-12345678")
 
 
-def test_a_run_that_is_held_is_waited_for(run, caplog):
+def test_a_second_process_waits_for_the_lock_of_a_run(run, caplog):
     order = []
 
     def second():
@@ -42,7 +42,7 @@ def test_a_run_that_is_held_is_waited_for(run, caplog):
     assert list(run.path.iterdir()) == []
 
 
-def test_a_run_is_let_go_after_an_error(run):
+def test_the_lock_is_released_after_an_error(run):
     with pytest.raises(KeyError), run.lock():
         raise KeyError
     with run.lock():
@@ -53,7 +53,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_making_one_writes_nothing(run):
+def test_creating_a_run_directory_object_writes_nothing(run):
     assert not run.path.exists()
     assert not run.finished
 
@@ -65,7 +65,7 @@ def test_config_can_be_read_back(run):
     assert OmegaConf.to_container(OmegaConf.load(run.path / "config.yaml")) == expected
 
 
-def test_rows_are_on_the_disk_at_once_one_a_line(run):
+def test_rows_are_written_at_once_one_per_line(run):
     run.append_metrics({"step": 10, "train/loss": 0.1})
     assert lines(run.path / "metrics.jsonl") == [{"step": 10, "train/loss": 0.1}]
     run.append_effects([effect(10, 5, 5, cosine=0.5), effect(20, 5, 5, cosine=0.6)])
@@ -73,7 +73,7 @@ def test_rows_are_on_the_disk_at_once_one_a_line(run):
     assert [row["cosine"] for row in lines(run.path / "effects.jsonl")] == [0.5, 0.6]
 
 
-def test_a_number_that_is_not_finite_is_null_and_told(run):
+def test_a_number_that_is_not_finite_is_null_and_listed(run):
     row = {"step": 1, "train/loss": float("nan"), "a": float("-inf"), "b": 1.0}
     run.append_metrics(row)
     assert lines(run.path / "metrics.jsonl") == [
@@ -81,7 +81,7 @@ def test_a_number_that_is_not_finite_is_null_and_told(run):
     ]
 
 
-def test_a_number_inside_a_list_that_is_not_finite_is_told_by_its_place(run):
+def test_a_number_that_is_not_finite_in_a_list_is_listed_with_its_index(run):
     nan, inf = float("nan"), float("inf")
     others = {"mgda": {"cosine": nan}}
     run.append_conflicts([{"norms": [1.0, inf], "cosines": [[1.0, nan], [-1.0]], "others": others}])
@@ -103,7 +103,7 @@ def test_summary_makes_a_run_finished(run):
 
 
 @pytest.mark.parametrize("moment", ["fsync", "replace"])
-def test_a_summary_that_was_not_written_whole_does_not_count(run, monkeypatch, moment):
+def test_a_partly_written_summary_does_not_finish_a_run(run, monkeypatch, moment):
     def stop(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -116,7 +116,7 @@ def test_a_summary_that_was_not_written_whole_does_not_count(run, monkeypatch, m
     assert [path.name for path in run.path.iterdir()] == ["kept"]
 
 
-def test_a_failed_summary_leaves_the_one_before(run, monkeypatch):
+def test_a_failed_write_of_the_summary_leaves_the_old_one(run, monkeypatch):
     run.write_summary({"state": "first"})
     monkeypatch.setattr(os, "replace", lambda *_: os.listdir("/does/not/exist"))
     with pytest.raises(FileNotFoundError):
@@ -124,7 +124,7 @@ def test_a_failed_summary_leaves_the_one_before(run, monkeypatch):
     assert run.read_summary() == {"state": "first"}
 
 
-def test_a_line_that_fills_the_disk_is_taken_back_and_the_file_named(run, monkeypatch):
+def test_a_line_that_does_not_fit_the_disk_is_removed_and_the_file_named(run, monkeypatch):
     run.append_metrics({"step": 1})
     write = os.write
 
@@ -141,13 +141,13 @@ def test_a_line_that_fills_the_disk_is_taken_back_and_the_file_named(run, monkey
     assert [row["step"] for row in lines(run.path / "metrics.jsonl")] == [1, 3]
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path):
+def test_an_error_names_the_directory_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(OSError, match=r"file/run/config\.yaml"):
         RunDirectory(tmp_path / "file" / "run").plan({}, {"a": 1})
 
 
-def test_checkpoint_comes_back_bit_by_bit(run):
+def test_a_checkpoint_is_read_back_bit_identical(run):
     torch.manual_seed(0)
     state = {
         "model": {"w": torch.randn(3, dtype=torch.float64)},
@@ -163,7 +163,7 @@ def test_checkpoint_comes_back_bit_by_bit(run):
     assert (found["step"], found["order"]) == (7, [3, 1, 2])
 
 
-def test_resuming_drops_what_came_after_the_checkpoint(run):
+def test_resuming_drops_rows_after_the_checkpoint(run):
     run.append_metrics({"step": 10})
     run.append_effects([effect(10, 5, 5)])
     run.save_checkpoint({"step": 10})
@@ -191,7 +191,7 @@ def test_a_half_written_last_line_is_dropped_on_resuming(run):
     assert [row["step"] for row in lines(run.path / "metrics.jsonl")] == [10, 20]
 
 
-def test_without_a_checkpoint_a_run_begins_with_empty_files(run):
+def test_without_a_checkpoint_a_run_starts_with_empty_files(run):
     assert run.load_checkpoint() is None
     run.append_metrics({"step": 10})
     run.append_effects([effect(10, 5, 5)])
@@ -200,7 +200,7 @@ def test_without_a_checkpoint_a_run_begins_with_empty_files(run):
     assert (run.path / "effects.jsonl").read_bytes() == b""
 
 
-def test_lines_missing_before_the_checkpoint_stop_the_run(run):
+def test_missing_rows_before_the_checkpoint_are_an_error(run):
     run.append_metrics({"step": 10})
     run.save_checkpoint({"step": 10})
     (run.path / "metrics.jsonl").write_text("")
@@ -208,7 +208,7 @@ def test_lines_missing_before_the_checkpoint_stop_the_run(run):
         run.load_checkpoint()
 
 
-def test_a_later_checkpoint_replaces_the_earlier_or_leaves_it(run, monkeypatch):
+def test_a_checkpoint_replaces_the_earlier_one_or_leaves_it(run, monkeypatch):
     run.save_checkpoint({"step": 1})
     run.save_checkpoint({"step": 2})
     monkeypatch.setattr(os, "replace", lambda *_: os.listdir("/does/not/exist"))
@@ -218,7 +218,7 @@ def test_a_later_checkpoint_replaces_the_earlier_or_leaves_it(run, monkeypatch):
 
 
 @pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04broken"])
-def test_a_broken_checkpoint_is_told_in_a_sentence(run, content):
+def test_a_broken_checkpoint_is_an_error_of_one_sentence(run, content):
     run.path.mkdir(parents=True)
     (run.path / "checkpoint.pt").write_bytes(content)
     with pytest.raises(ValueError, match=r"checkpoint\.pt cannot be read .*force=true"):
@@ -253,19 +253,19 @@ def test_clear_removes_the_runs_files_and_no_other(run):
     assert [path.name for path in run.path.iterdir()] == ["wandb"]
 
 
-def test_a_landscape_is_read_as_it_was_written_and_none_if_there_is_none(run):
+def test_a_landscape_is_read_back_or_none(run):
     assert run.read_landscape() is None
     run.write_landscape({"x1": [1.0, float("nan")]})
     assert run.read_landscape() == {"x1": [1.0, None]}
 
 
-def test_what_was_examined_is_read_as_it_was_written_and_none_if_there_is_none(run):
+def test_examined_arrays_are_read_back_or_none(run):
     assert run.read_examined() is None
     run.write_examined({"maps": {"trained": [[1.0, float("inf")]]}})
     assert run.read_examined() == {"maps": {"trained": [[1.0, None]]}}
 
 
-def test_what_was_planned_can_be_read_before_there_is_anything_else(run):
+def test_the_facts_of_a_planned_run_can_be_read(run):
     assert run.read_facts() is None
     run.plan({"arm": "treated", "control": None}, {"lr": 0.1})
     assert run.read_facts() == {"arm": "treated", "control": None}
@@ -273,7 +273,7 @@ def test_what_was_planned_can_be_read_before_there_is_anything_else(run):
     assert run.read_facts() == {"arm": "treated", "control": "none-seed0-00000000"}
 
 
-def test_the_state_is_what_the_files_say(run):
+def test_the_state_follows_from_the_files(run):
     assert run.state == "planned"
     run.plan({}, {"lr": 0.1})
     assert run.state == "planned"
@@ -290,7 +290,7 @@ def test_the_state_is_what_the_files_say(run):
         assert run.state == state
 
 
-def test_a_run_that_a_process_is_at_is_running_until_that_process_is_gone(run):
+def test_a_run_is_running_until_the_process_with_its_lock_ends(run):
     run.append_metrics({"step": 1})
     code = "import sys; from gradsurg.training.run_directory import RunDirectory\n"
     code += "with RunDirectory(sys.argv[1]).lock():\n    print(flush=True); input()"

@@ -5,7 +5,7 @@ import pytest
 from gradsurg.training.run_identity import MAX_LABEL, directory_name, environment, run_hash
 
 
-def test_what_a_run_is_made_with_has_the_source_of_gradsurg(tmp_path, monkeypatch) -> None:
+def test_the_environment_has_a_hash_of_the_source_of_gradsurg(tmp_path, monkeypatch) -> None:
     (tmp_path / "inside").mkdir()
     (tmp_path / "inside" / "one.py").write_text("x = 1\n")
     monkeypatch.setattr("gradsurg.training.run_identity.PACKAGE", tmp_path)
@@ -16,7 +16,7 @@ def test_what_a_run_is_made_with_has_the_source_of_gradsurg(tmp_path, monkeypatc
     assert first == second
 
 
-def test_hash_is_of_the_content_not_of_the_order():
+def test_the_hash_does_not_depend_on_the_order_of_keys():
     config = {"lr": 0.1, "model": {"name": "mlp", "hidden": [64, 64]}}
     same = {"model": {"hidden": (64, 64), "name": "mlp"}, "lr": 0.1}
     assert run_hash(config) == run_hash(same)
@@ -25,14 +25,14 @@ def test_hash_is_of_the_content_not_of_the_order():
     assert run_hash({"a": 1}) == "015abd7f"
 
 
-def test_hash_refuses_what_json_cannot_say():
+def test_the_hash_refuses_values_that_json_cannot_represent():
     with pytest.raises(TypeError):
         run_hash({"a": object()})
     with pytest.raises(ValueError, match="Out of range"):
         run_hash({"a": float("nan")})
 
 
-def test_directory_name_is_fit_for_a_file_system():
+def test_a_directory_name_has_safe_characters_only():
     config = {"a": 1}
     assert directory_name("clip=0.01,mlp", config) == "clip=0.01,mlp-015abd7f"
     assert directory_name("a/b *c", config) == "a_b_c-015abd7f"

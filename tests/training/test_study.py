@@ -79,7 +79,7 @@ def test_a_run_writes_its_files_into_a_directory_of_its_own(tmp_path) -> None:
     assert record.action == "trained"
 
 
-def test_a_run_whose_task_has_a_landscape_writes_it_and_logs_where_it_was(tmp_path) -> None:
+def test_a_run_with_a_landscape_writes_it_and_logs_its_coordinates(tmp_path) -> None:
     task = CAGradToy(start=(1.0, -2.0))
     schedule = replace(SHORT, eval_every=10)
     run = replace(a_run(task=task, schedule=schedule), make_model=make_point)
@@ -95,7 +95,7 @@ def make_point(data: Data) -> nn.Module:
     return Point(data.input_shape, data.num_outputs, start=data.start or ())
 
 
-def test_a_logger_is_told_what_the_files_hold(tmp_path) -> None:
+def test_a_logger_gets_the_numbers_of_the_files(tmp_path) -> None:
     logger, run = Listening(), a_run(gs.Clip(0.01))
     record = execute(run, tmp_path, [logger])
     (info,) = logger.begun
@@ -177,7 +177,7 @@ def test_a_finished_run_is_not_repeated_unless_it_was_cleared(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("task", [Wrapped(), Wrapped(7, "raise"), Wrapped(1, "raise")], ids=repr)
-def test_generator_and_threads_are_afterwards_what_they_were(tmp_path, task) -> None:
+def test_generators_and_threads_are_restored_after_a_run(tmp_path, task) -> None:
     torch.manual_seed(123)
     before, threads = torch.get_rng_state(), torch.get_num_threads()
     run = replace(a_run(gs.AddNoise(), task=task), make_model=seen_by_threads(threads + 1))
@@ -220,7 +220,7 @@ def test_a_loss_that_is_nan_ends_the_run_as_diverged(tmp_path) -> None:
 
 @pytest.mark.parametrize("log_every", [1, 7, 30])
 @pytest.mark.parametrize("most", [1000, 4])
-def test_the_first_loss_that_is_not_finite_is_told_however_seldom_is_logged(
+def test_the_first_loss_that_is_not_finite_is_recorded_for_any_log_interval(
     tmp_path, monkeypatch, log_every: int, most: int
 ) -> None:
     monkeypatch.setattr(logging, "MAX_PENDING_LOSSES", most)
@@ -231,7 +231,7 @@ def test_the_first_loss_that_is_not_finite_is_told_however_seldom_is_logged(
     assert record.summary["diverged_step"] == 12
 
 
-def test_a_run_broken_by_its_very_last_step_is_diverged_too(tmp_path) -> None:
+def test_a_run_that_diverges_in_its_last_step_is_diverged(tmp_path) -> None:
     record = execute(a_run(gs.Scale(1e38), when=gs.Steps(start=29)), tmp_path, [])
     assert all("not_finite" not in row for row in lines(record, "metrics.jsonl"))
     assert record.summary["state"] == "diverged"
@@ -260,7 +260,7 @@ class Rude(Listening):
 
 @pytest.mark.parametrize("where", ["start", "log", "finish"])
 @pytest.mark.parametrize("guard", [True, False])
-def test_a_logger_that_raises_never_kills_training(tmp_path, where, guard) -> None:
+def test_a_logger_that_raises_does_not_end_training(tmp_path, where, guard) -> None:
     plain, other = execute(a_run(), tmp_path / "a", []), Listening()
     rude: Logger = Guarded(Rude(where)) if guard else Rude(where)
     assert_same(execute(a_run(), tmp_path / "b", [rude, other]), plain)
@@ -268,16 +268,14 @@ def test_a_logger_that_raises_never_kills_training(tmp_path, where, guard) -> No
     assert other.ended[0][0] == "finished"
 
 
-def test_a_logger_hears_of_a_run_that_failed(tmp_path) -> None:
+def test_a_logger_gets_the_state_of_a_failed_run(tmp_path) -> None:
     logger = Listening()
     with pytest.raises(Torn):
         execute(a_run(task=Wrapped(12, "raise")), tmp_path, [logger])
     assert logger.ended == [("failed", {})]
 
 
-def test_a_run_whose_summary_cannot_be_written_is_not_told_as_finished(
-    tmp_path, monkeypatch
-) -> None:
+def test_a_run_whose_summary_cannot_be_written_has_failed(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(RunDirectory, "write_summary", raising)
     logger = Listening()
     with pytest.raises(Torn):
@@ -285,14 +283,14 @@ def test_a_run_whose_summary_cannot_be_written_is_not_told_as_finished(
     assert [state for state, _ in logger.ended] == ["failed"]
 
 
-def test_warnings_of_others_are_passed_on_once(tmp_path) -> None:
+def test_warnings_of_users_code_are_emitted_once(tmp_path) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         execute(a_run(task=Wrapped(does="warn")), tmp_path, [])
     assert [str(item.message) for item in caught] == ["mine"]
 
 
-def test_a_transform_that_changes_nothing_is_told_with_a_bound_that_does(tmp_path) -> None:
+def test_a_transform_that_changes_nothing_is_noted_with_a_bound_that_would(tmp_path) -> None:
     (note,) = notes(execute(a_run(gs.Clip(1e9)), tmp_path, []))
     assert note.startswith(
         "clip changed nothing at the steps measured, one in 4. Quantiles of |g|: 50% "
@@ -316,7 +314,7 @@ def test_a_transform_that_changes_nothing_is_told_with_a_bound_that_does(tmp_pat
         ([1e-30, 2e-30, 3e-30, 3e-30], [1e-29]),
     ],
 )
-def test_a_bound_that_is_said_to_bite_is_below_the_largest_also_as_printed(
+def test_a_suggested_bound_is_below_the_largest_value_also_as_printed(
     quantiles: list[float], norms: list[float]
 ) -> None:
     words = suggested_bounds(quantiles, norms).split()
@@ -324,14 +322,14 @@ def test_a_bound_that_is_said_to_bite_is_below_the_largest_also_as_printed(
     assert 0 < float(words[8]) < max(norms)
 
 
-def test_gradients_that_are_all_zero_have_no_bound(tmp_path) -> None:
+def test_zero_gradients_have_no_suggested_bound(tmp_path) -> None:
     chain = gs.Chain(gs.Zero(), gs.Clip(0.01))
     (note,) = notes(execute(a_run(chain), tmp_path, []))
     assert note.startswith("clip changed nothing at the steps measured, one in 4.")
     assert note.endswith("norms from 0 to 0. The gradients were zero.")
 
 
-def test_each_link_that_changes_nothing_is_told_by_itself(tmp_path) -> None:
+def test_each_transform_of_a_chain_that_changes_nothing_is_noted(tmp_path) -> None:
     chain = gs.Chain(gs.Clip(1e9), gs.Scale(0.5), gs.Clip(1e8))
     found = notes(execute(a_run(chain), tmp_path, []))
     starts = [note.partition(".")[0] for note in found]
@@ -339,7 +337,7 @@ def test_each_link_that_changes_nothing_is_told_by_itself(tmp_path) -> None:
     assert starts == [f"clip changed nothing {where}", f"clip_2 changed nothing {where}"]
 
 
-def test_a_trigger_that_never_fired_is_told(tmp_path) -> None:
+def test_a_trigger_that_never_fired_is_noted(tmp_path) -> None:
     record = execute(a_run(gs.Clip(0.01), when=gs.Steps(start=10**6)), tmp_path, [])
     assert notes(record) == ["clip: its trigger never fired in 120 gradients"]
     rows = lines(record, "effects.jsonl")
@@ -347,7 +345,7 @@ def test_a_trigger_that_never_fired_is_told(tmp_path) -> None:
     assert sum(row["seen"] for row in rows) == 120
 
 
-def test_a_control_has_nothing_to_tell(tmp_path) -> None:
+def test_a_control_run_has_no_notes(tmp_path) -> None:
     assert notes(execute(a_run(), tmp_path, [])) == []
 
 
@@ -413,7 +411,7 @@ def test_a_wandb_run_has_the_numbers_of_the_files(tmp_path) -> None:
             assert last[key] == record.summary[key], key
 
 
-def test_loggers_are_told_that_a_run_was_interrupted_and_not_that_it_failed(tmp_path: Path) -> None:
+def test_loggers_get_the_state_of_an_interrupted_run(tmp_path: Path) -> None:
     logger = Listening()
     with pytest.raises(KeyboardInterrupt):
         execute(a_run(task=Wrapped(12, "interrupt")), tmp_path, [logger])
