@@ -69,7 +69,7 @@ CONFLICT_TASK_NUMBERS = (
 """The same for each task: norm of its gradient, its weight in the update, and the decrease of its
 loss, to first order, for a step of length 1."""
 
-METRICS = (
+TASK_METRICS = (
     Number("loss", "loss", better="lower"),
     Number("accuracy", "accuracy", "fraction", better="higher"),
     Number("r2", "R²", better="higher"),

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gradsurg.effects.numbers import CONFLICT_NAMES, CONFLICT_TASK_NAMES
 from gradsurg.training.run_directory import (
     CONFLICTS,
     EFFECTS,
@@ -28,15 +29,6 @@ EFFECTS_KEYS = {
     "nonfinite": "Int64",
 }
 CONFLICTS_KEYS = {"run": "String", "step": "Int64", "aggregator": "String", "group": "String"}
-PER_TASK = ("norms", "weights", "decrease")
-SINGLE = (
-    "conflict_rate",
-    "norm_spread",
-    "condition",
-    "cosine_to_mean",
-    "norm_to_mean",
-    "weight_entropy",
-)
 
 
 def read_metrics(paths: Iterable[str | Path]) -> "pl.DataFrame":
@@ -83,7 +75,7 @@ def _typed_conflicts(frame: "pl.DataFrame") -> "pl.DataFrame":
 
     row, number = pl.List(pl.Float64), pl.Float64
     kinds = {"tasks": pl.List(pl.String), "cosines": pl.List(row), NOT_FINITE: pl.String}
-    kinds |= dict.fromkeys(PER_TASK, row) | dict.fromkeys(SINGLE, number)
+    kinds |= dict.fromkeys(CONFLICT_TASK_NAMES, row) | dict.fromkeys(CONFLICT_NAMES, number)
     columns = [
         pl.col(name).cast(kind) if name in frame.columns else pl.lit(None, kind).alias(name)
         for name, kind in kinds.items()
