@@ -30,7 +30,8 @@ class FashionMNIST(Classification):
 
     `root` is the folder with the four files, or torchvision's around it, or one with
     fashion_mnist.npz; without it the files that `python -m gradsurg.tasks.fetch fashion-mnist` put
-    into the user's cache folder are read. With `verify` files that are not the published ones are refused.
+    into the user's cache folder are read. With `verify` files that are not the published ones are
+    refused.
     `num_train` and `num_test` are sizes of subsets chosen by `split_seed`; null means all examples.
     """
 
