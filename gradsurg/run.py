@@ -1,8 +1,7 @@
-"""The command: python -m gradsurg.run transform=clip."""
+"""Train an experiment from the command line: python -m gradsurg.run transform=clip."""
 
 import os
 import sys
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,11 +12,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from gradsurg.config import compose
-from gradsurg.config.build import Experiment, build
-from gradsurg.config.command import Asked, asked
-from gradsurg.config.jobs import ending
-from gradsurg.effects.ledger import SurgeryWarning
+from gradsurg.config.build import Experiment
+from gradsurg.config.cli import Command, checked_experiment, outcome_table, read_command
+from gradsurg.config.overrides import CONFIG_DIR
 from gradsurg.loggers.base import Guarded, Logger
 from gradsurg.plugins.fields import told
 from gradsurg.plugins.pipes import outlive_readers
@@ -31,65 +28,70 @@ if TYPE_CHECKING:
 
 FAILED = 1
 INTERRUPTED = 130
-ERRORS = Exception  # whatever a run raises: it is told in a line, the traceback goes to a file
+HAPPENED = {
+    "resumed": "was interrupted, resumed from its checkpoint",
+    "retried": "failed before, tried again",
+}
 
 
 def main() -> None:
-    """Check the whole command line first; then let Hydra run its jobs, and look what they did.
+    """Check the whole command line, let Hydra run its jobs, and report on a sweep.
 
-    The exit code is 0 if all went well, 1 if a run failed or, in a sweep, diverged, 2 if the
-    command line is wrong.
+    The exit code is 0 if all runs finished, 1 if a run failed or, in a sweep, diverged, 2 if the
+    command line is wrong, 130 after an interruption.
     """
     try:
-        found = asked()
-        sweeping = found.sweeping and bool(found.jobs)
+        command = read_command()
+        sweeping = command.sweeping and bool(command.jobs)
         broken = False
         try:
             job()
         except SystemExit:
             if not sweeping:
                 raise
-            broken = True  # what has ended is told, and what has not
-        if sweeping and (not _conclude(found) or broken):
+            broken = True  # report on all jobs of the sweep first
+        if sweeping and (not _report_sweep(command) or broken):
             sys.exit(FAILED)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr)
         sys.exit(INTERRUPTED)
 
 
-@hydra.main(config_path=str(compose.CONFIG_DIR), config_name="config", version_base="1.3")
+@hydra.main(config_path=str(CONFIG_DIR), config_name="config", version_base="1.3")
 def job(config: DictConfig) -> None:
-    """One job: all seeds of one config, treated and control, and what came of it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SurgeryWarning)  # said while the config was checked
-        experiment = build(compose.plain(config))
-    if experiment.settings.plan:
+    """Run one job: all seeds of one config, treated and control."""
+    experiment = checked_experiment(config)
+    if experiment.settings.dry_run:
         print(experiment.surgery.plan(experiment.make_model(), experiment.example_input))
         return
     if not experiment.settings.steps:
-        return  # told while the config was checked
+        return  # `read_command` has printed that nothing is trained
     sweeping = HydraConfig.get().mode is RunMode.MULTIRUN
+    if sweeping and not experiment.is_finished:
+        words = " ".join(HydraConfig.get().overrides.task)
+        number = 1 + HydraConfig.get().job.num
+        print(f"job {number}: {words}", file=sys.stderr, flush=True)
     runs, skipped, wanted, failed = [], 0, 0, 0
-    if sweeping and not experiment.finished:
-        print(f"job {1 + HydraConfig.get().job.num}: {_words()}", file=sys.stderr, flush=True)
     for pair in experiment.pairs:
-        records = [_run(experiment, run, sweeping) for run in pair.runs]
+        records = [_run(experiment, run) for run in pair.runs]
         done = [record for record in records if record and record.summary]
-        places = {record.run.name: record.directory for record in done}
-        treated, control = (run and places.get(run.name) for run in (pair.treated, pair.control))
-        shorter = {link: places.get(run.name) for link, run in pair.without.items()}
-        runs.append(Runs(treated, control, shorter))
+        directories = {record.run.name: record.directory for record in done}
+        treated, control = (
+            run and directories.get(run.name) for run in (pair.treated, pair.control)
+        )
+        without = {link: directories.get(run.name) for link, run in pair.without.items()}
+        runs.append(Runs(treated, control, without))
         skipped += sum(record.action == "skipped" for record in done)
         wanted += len(pair.runs)
         failed += len(pair.runs) - len(done)
     if failed:
         print(f"{failed} of {wanted} runs failed", file=sys.stderr)
     if sweeping:
-        return  # told at the end, with those of the other jobs
+        return  # `main` reports on all jobs together
     if any(run.treated or run.control for run in runs):
         print(report(runs))
     if experiment.settings.report is not False:
-        _report_job(experiment, news=skipped + failed < wanted)
+        _report_job(experiment, has_new_runs=skipped + failed < wanted)
     if skipped:
         print(f"{skipped} of them had been finished before; force=true repeats them")
     _print_notes(experiment.loggers)
@@ -97,41 +99,67 @@ def job(config: DictConfig) -> None:
         sys.exit(FAILED)
 
 
-def _conclude(found: Asked) -> bool:
-    """What a sweep came to: its jobs, and the report of each study; whether all has finished."""
-    # What reads a study is imported when there is something to read.
+def _run(experiment: Experiment, run: Run) -> Record | None:
+    """Execute one run and print what happened to it; return None if it failed."""
+    settings = experiment.settings
+    out = Path(settings.out)
+    name = f"{run.label}, seed {run.seed}"
+    try:
+        record = execute(run, out, experiment.loggers, settings.threads, settings.retry_failed)
+    except Exception as error:  # one line for whatever a run raises; the traceback is in a file
+        if _is_env_set("HYDRA_FULL_ERROR"):
+            raise
+        log = os.path.relpath(run.directory(out) / ERROR)
+        print(f"{name}: {told(error)} (the traceback is in {log})", file=sys.stderr)
+        return None
+    if record.action == "not retried":
+        print(
+            f"{name}: failed before; not retried (retry_failed=false); {record.reason}",
+            file=sys.stderr,
+        )
+    elif record.action in HAPPENED:
+        print(f"{name}: {HAPPENED[record.action]}", file=sys.stderr)
+    if record.note:
+        print(f"{name}: {record.note}", file=sys.stderr)
+    return record
+
+
+def _report_sweep(command: Command) -> bool:
+    """Print the outcome of all jobs and report on each study; return whether all runs finished."""
+    # Imported here: reading a study takes polars, which a failing command need not wait for.
     from gradsurg.report.study import study_report
     from gradsurg.report.text import print_overview
 
-    table, whole = ending(found.jobs)
-    if found.news:
+    table, all_finished = outcome_table(command.jobs)
+    if command.has_new_runs:
         print(table)
-    for study, loggers in found.studies.items():
-        read = study_report(study)
-        print(f"\nstudy {study.name}:")
-        print_overview(read)
-        if found.report:
-            _write(read, loggers.values(), figures=True)
-    _print_notes(found.loggers.values())
-    return whole
+    for folder, loggers in command.studies.items():
+        study = study_report(folder)
+        print(f"\nstudy {folder.name}:")
+        print_overview(study)
+        if command.report:
+            _write_report(study, loggers.values(), figures=True)
+    _print_notes(command.loggers.values())
+    return all_finished
 
 
-def _report_job(experiment: Experiment, news: bool) -> None:
-    """Treat a single job as a study of its own: the page, and the loggers if there is news for them.
+def _report_job(experiment: Experiment, has_new_runs: bool) -> None:
+    """Write the report of the study of a single job, and send it to the loggers if it is new.
 
-    Figures take as long as some trainings, so they are drawn if they were asked for, and where an
-    earlier report has some: those would be out of date.
+    Figures take as long as some trainings. They are drawn with `report=true`, and where an earlier
+    report has figures, which would be out of date.
     """
     from gradsurg.report.export import figures_in
     from gradsurg.report.study import study_report
 
     study = Path(experiment.settings.out) / experiment.settings.study
     figures = experiment.settings.report is True or bool(figures_in(study / "report"))
-    _write(study_report(study), experiment.loggers if news else (), figures)
+    loggers = experiment.loggers if has_new_runs else ()
+    _write_report(study_report(study), loggers, figures)
 
 
-def _write(study: "StudyReport", loggers: Iterable[Guarded], figures: bool) -> None:
-    """Write a study's report, say where, and tell the loggers."""
+def _write_report(study: "StudyReport", loggers: Iterable[Guarded], figures: bool) -> None:
+    """Write the report of a study, print its path, and send the study to the loggers."""
     from gradsurg.report.export import study_info, write_report
 
     out = study.folder / "report"
@@ -142,47 +170,14 @@ def _write(study: "StudyReport", loggers: Iterable[Guarded], figures: bool) -> N
         return
     print(f"report: {page}")
     info = study_info(study, out)
-    for logger in loggers if info.rows else ():  # of plain runs alone there is no table
+    for logger in loggers if info.rows else ():  # plain runs alone have no table
         logger.study(info)
 
 
 def _print_notes(loggers: Iterable[Logger]) -> None:
-    """What loggers have to say at the end, each line once."""
+    """Print the closing notes of the loggers, each line once."""
     for note in dict.fromkeys(note for logger in loggers for note in logger.notes()):
         print(note)
-
-
-def _run(experiment: Experiment, run: Run, sweeping: bool) -> Record | None:
-    """Do one run and say what was done about it; None if it has failed."""
-    settings = experiment.settings
-    out = Path(settings.out)
-    who = f"{run.label}, seed {run.seed}"
-    try:
-        record = execute(run, out, experiment.loggers, settings.threads, settings.retry_failed)
-    except ERRORS as error:
-        if _is_env_set("HYDRA_FULL_ERROR"):
-            raise
-        log = os.path.relpath(run.directory(out) / ERROR)
-        print(f"{who}: {told(error)} (the traceback is in {log})", file=sys.stderr)
-        return None
-    if record.action == "not retried":
-        print(f"{who}: had failed and is kept so; {record.reason}", file=sys.stderr)
-    elif record.action in TOLD:
-        print(f"{who}: {TOLD[record.action]}", file=sys.stderr)
-    if record.note:
-        print(f"{who}: {record.note}", file=sys.stderr)
-    return record
-
-
-TOLD = {
-    "resumed": "was interrupted, went on from its checkpoint",
-    "retried": "had failed, was tried again",
-}
-
-
-def _words() -> str:
-    """The words of the job at hand."""
-    return " ".join(HydraConfig.get().overrides.task)
 
 
 if __name__ == "__main__":

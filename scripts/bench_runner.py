@@ -11,13 +11,11 @@ from tempfile import TemporaryDirectory
 from time import perf_counter, process_time
 
 import torch
-from hydra import initialize_config_dir
 from torch import Tensor
 
 from gradsurg.config import compose
 from gradsurg.config.build import Experiment, build
-from gradsurg.config.jobs import Job, ending, job_of, prepare
-from gradsurg.config.options import CONFIG_DIR
+from gradsurg.config.cli import Job, outcome_table, plan_runs, planned_job
 from gradsurg.effects.tables import aligned
 from gradsurg.loggers.base import Logger, RunInfo, State
 from gradsurg.training.loop import Batches
@@ -196,13 +194,13 @@ def resuming(_: int, place: Path) -> str:
         return perf_counter() - began
 
     seconds = timed("named by their configs", lambda: jobs.extend(_jobs(runs, out)))
-    timed("written down, none there", lambda: prepare(jobs, force=False))
+    timed("written down, none there", lambda: plan_runs(jobs, force=False))
     for run in runs:
         (run.directory(out) / SUMMARY).write_text('{"state": "finished"}')
     assert all(RunDirectory(run.directory(out)).finished for run in runs)
-    seconds += timed("looked up before the first job", lambda: prepare(jobs, force=False))
+    seconds += timed("looked up before the first job", lambda: plan_runs(jobs, force=False))
     seconds += timed("skipped by their jobs", lambda: [execute(run, out, []) for run in runs])
-    seconds += timed("the table at the end", lambda: ending(jobs))
+    seconds += timed("the table at the end", lambda: outcome_table(jobs))
     rows.append(["all but the writing", f"{seconds:.2f}", f"{MAX_RESUME_S:g}"])
     stamps = [perf_counter()]
     words = [*SWEEP, f"out={out}"]
@@ -213,14 +211,11 @@ def resuming(_: int, place: Path) -> str:
 
 
 def _jobs(runs: Sequence[Run], out: Path) -> list[Job]:
-    return [job_of([f"seed={run.seed}"], [run], out) for run in runs]
+    return [planned_job([f"seed={run.seed}"], [run], out) for run in runs]
 
 
 def _experiment(words: list[str]) -> Experiment:
-    compose.register()
-    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        line = compose.CommandLine(words, [], "config")
-        return build(compose.plain(line.composed(words)))
+    return build(compose.compose_config(*words))
 
 
 def _child(arguments: list[str]) -> tuple[float, float]:

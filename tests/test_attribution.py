@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gradsurg.config.faults import ConfigError
+from gradsurg.config.errors import ConfigError
 from gradsurg.report.compare import left_out
 from gradsurg.training.run_identity import run_hash
 from tests import test_run

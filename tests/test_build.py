@@ -14,9 +14,9 @@ from hydra import initialize_config_dir
 from torch import Tensor
 
 import gradsurg as gs
-from gradsurg.config import compose
+from gradsurg.config import compose, overrides
 from gradsurg.config.build import Experiment, build
-from gradsurg.config.faults import ConfigError
+from gradsurg.config.errors import ConfigError
 from gradsurg.training import run_identity
 from gradsurg.training.run_identity import run_hash
 from gradsurg.transforms.base import Transform
@@ -29,8 +29,8 @@ GRAD = torch.tensor([3.0, -4.0])
 
 
 def config(*words: str) -> dict[str, Any]:  # Any: what a YAML file can hold
-    compose.register()
-    with initialize_config_dir(str(compose.CONFIG_DIR), version_base="1.3"):
+    overrides.register()
+    with initialize_config_dir(str(overrides.CONFIG_DIR), version_base="1.3"):
         return compose.plain(hydra_compose("config", ["logger=none", "seeds=1", *words]))
 
 
@@ -63,7 +63,7 @@ def applied(transform: Transform, grad: Tensor = GRAD) -> list[float]:
                 "site: Chain(Clip(value=0.01)): stage 'backward' sees ",
             ],
         ),
-        (["compile=true", "site=nodes"], ["site: site=nodes cannot act in a compiled model: "]),
+        (["compile=true", "site=nodes"], ["site: Nodes cannot act in a compiled model: "]),
         (["accumulate=40"], ["accumulate: a step's batches must have <= 1347 examples together, "]),
         (["batch_size=2000", "accumulate=2"], ["batch_size: must be <= 1347 examples, "]),
         (["eval_every=7"], ["eval_every: must be a multiple of log_every=50, "]),
@@ -260,7 +260,7 @@ OUTSIDE = (
     "log_every=7",
     "logger=console",
     "force=true",
-    "plan=true",
+    "dry_run=true",
     "threads=2",
     "effects_every=3",
     "checkpoint_every=7",

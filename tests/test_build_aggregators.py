@@ -4,7 +4,7 @@ import pytest
 
 import gradsurg as gs
 from gradsurg.aggregators.base import NormMatchedSum
-from gradsurg.config.faults import ConfigError
+from gradsurg.config.errors import ConfigError
 from gradsurg.effects.ledger import SurgeryWarning
 from tests.test_build import built
 
@@ -62,22 +62,22 @@ SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
         (["aggregator=krum"], ["aggregator: Krum(num_byzantine=0, num_selected=1) needs 3 tasks"]),
         (
             ["when.start=100"],
-            ["when.start: when=steps when.start=100 never fires in 10 steps"],
+            ["when.start: Steps(start=100, stop=None, every=1) never fires in 10 steps"],
         ),
-        (["when=threshold"], ["when: pcgrad: when=threshold "]),
+        (["when=threshold"], ["when: looks at one gradient, and an aggregator has several"]),
         (
             ["when=for_task", "when.task=nope"],
-            ["when: pcgrad: when=for_task when.task=nope looks at one"],
+            ["when: looks at one gradient, and an aggregator has several"],
         ),
         (
             ["when=flag", "when.flag=late"],
-            ["when.flag: when=flag when.flag=late never fires in 10"],
+            ["when.flag: Flag(flag='late', on=False) never fires in 10"],
         ),
         *[
             (
                 [f"transform={words}"],
                 [
-                    "transform.grokfast_ema: has a state for each site, which the gradients of 2 tasks "
+                    "transform.grokfast_ema: GrokfastEMA(decay=0.98, strength=2.0) has a state for each site, which the gradients of 2 tasks "
                     "would share: act after the aggregator, at Parameters with stage 'step', or on one "
                     "task, by a ForTask trigger"
                 ],
@@ -124,11 +124,11 @@ def test_what_remembers_can_act_where_it_is_told_to(way: list[str]) -> None:
 
 def test_without_a_step_to_make_the_places_are_looked_for_all_the_same() -> None:
     with pytest.raises(
-        ConfigError, match=r"^shared: SharedParameters.pattern: nothing matches 'nope'"
+        ConfigError, match=r"^shared.pattern: nothing matches 'nope'"
     ):
         built("aggregator=pcgrad", *SEVERAL, "steps=0", "shared.pattern=nope")
     words = ("shared.engine=feature", "shared.features=nope", "steps=0")
-    with pytest.raises(ConfigError, match=r"^shared: features: there is no module 'nope'"):
+    with pytest.raises(ConfigError, match=r"^shared.features: there is no module 'nope'"):
         built("aggregator=pcgrad", *SEVERAL, *words)
 
 
@@ -150,7 +150,7 @@ def test_batches_of_a_step_may_wait_where_no_engine_needs_one_forward(words: lis
 @pytest.mark.parametrize("words", [["transform=clip"], ["transform=none"]])
 def test_where_an_aggregator_acts_is_said_in_vain_where_there_is_none(words: list[str]) -> None:
     built("aggregator=none", *SEVERAL, *words, "accumulate=3")
-    with pytest.warns(SurgeryWarning, match="^shared: says where an aggregator acts, and there"):
+    with pytest.warns(SurgeryWarning, match="^shared: has no effect without an aggregator"):
         built("aggregator=none", *SEVERAL, *words, "shared.engine=feature", "accumulate=3")
 
 

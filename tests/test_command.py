@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from gradsurg.config.build import GROUPS
-from gradsurg.config.compose import CONFIG_DIR
+from gradsurg.config.overrides import CONFIG_DIR
 from gradsurg.config.settings import Settings
 from gradsurg.multitask.shared_parameters import SharedParameters
 from tests.conftest import Ended, Here
@@ -76,7 +76,7 @@ def test_wrong_input_leaves_no_folder_and_no_traceback(
 
 
 def test_a_plan_prints_the_sites_and_trains_nothing(here: Here, folder: Path) -> None:
-    ended = here("transform=clip", "plan=true", "site.pattern=*.bias", "logger=none")
+    ended = here("transform=clip", "dry_run=true", "site.pattern=*.bias", "logger=none")
     marked = [line.split()[1] for line in ended.out.splitlines() if line.startswith("*")]
     assert marked == ["hidden.0.linear.bias", "hidden.1.linear.bias", "output.bias"]
     assert not (folder / "runs").exists()
@@ -107,7 +107,7 @@ def test_options_may_stand_behind_overrides(here: Here, folder: Path) -> None:
     (folder / "confs" / "transform" / "mine.yaml").write_text("mine:\n  name: sign\n")
     behind = here("transform=mine", "--config-dir", "confs", *SHORT)
     assert behind.out.startswith("mine: test accuracy ")
-    before = here("--config-dir", "confs", "transform=mine", "plan=true", *SHORT)
+    before = here("--config-dir", "confs", "transform=mine", "dry_run=true", *SHORT)
     assert before.out.startswith("mine at Parameters(")
 
 
@@ -121,7 +121,7 @@ def test_help_mentions_each_group_and_six_commands(here: Here) -> None:
     ended = here("--help")
     assert ended.code == 0
     assert ended.out.count("  python -m gradsurg.run ") == 6
-    described = ended.out.partition("Groups:")[2].partition("\n\ntransform:")[0]
+    described = ended.out.partition("Groups.")[2].partition("\n\ntransform:")[0]
     missing = [group for group in GROUPS if group not in described]
     assert not missing
     assert "clip_global_norm" in ended.out
@@ -157,7 +157,7 @@ def test_help_explains_each_key_and_each_word_that_it_can_be(here: Here) -> None
 
 
 def test_overrides_are_put_behind_options() -> None:
-    from gradsurg.config.command import _options_first
+    from gradsurg.config.cli import _options_first
 
     words = ["a=1", "--config-dir", "there", "b=2", "-m", "~c"]
     assert _options_first(words) == ["--config-dir", "there", "-m", "~c", "a=1", "b=2"]
@@ -179,7 +179,7 @@ def test_a_config_is_printed_of_values_that_are_wrong(here: Here) -> None:
 def test_what_could_never_act_ends_with_code_2_and_trains_nothing(here: Here, folder: Path) -> None:
     ended = here("transform=clip", "when.start=20", *SHORT)
     assert ended.code == 2
-    assert ended.err.startswith("when.start: when=steps when.start=20 never ")
+    assert ended.err.startswith("when.start: Steps(start=20, stop=None, every=1) never ")
     assert ended.err.count("\n") == 1
     assert not (folder / "runs").exists()
 

@@ -13,9 +13,9 @@ import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 
-from gradsurg.config import compose
-from gradsurg.config.faults import ConfigError
-from gradsurg.config.options import CONFIG_DIRS
+from gradsurg.config import compose, overrides
+from gradsurg.config.errors import ConfigError
+from gradsurg.config.overrides import CONFIG_DIRS
 from gradsurg.effects.ledger import SurgeryWarning
 
 # The line of tests/theirs.py that raises.
@@ -41,8 +41,8 @@ def faults(line: str, config_dirs: Sequence[str] = ()) -> list[str]:
 
 
 def composed(*words: str) -> dict[str, Any]:  # Any: what a YAML file can hold
-    compose.register()
-    with initialize_config_dir(str(compose.CONFIG_DIR), version_base="1.3"):
+    overrides.register()
+    with initialize_config_dir(str(overrides.CONFIG_DIR), version_base="1.3"):
         return compose.plain(hydra_compose("config", list(words)))
 
 
@@ -57,9 +57,9 @@ class Wrong:
 
 WRONG = (
     # options
-    Wrong("transform=clop", "transform: there is no 'clop'. There are: agc,", "'clip'?"),
+    Wrong("transform=clop", "transform: there is no 'clop'. There are: add_noise,", "'clip'?"),
     Wrong("transform=[clip,nose]", "transform: there is no 'nose'. There are: ", "'noise'?"),
-    Wrong("transform=", "transform: there is no ''. There are: agc,", "zero."),
+    Wrong("transform=", "transform: there is no ''. There are: add_noise,", "zero."),
     Wrong("site=output", "site: there is no 'output'. There are: ", "'outputs'?"),
     Wrong("hydra/launcher=nope", "hydra/launcher: there is no 'nope'. There are: basic"),
     Wrong("transform=null", "transform: must name an option, found null; 'transform=none' is a"),
@@ -155,23 +155,21 @@ WRONG = (
     Wrong("optimizer.name=LBFGS", "optimizer: LBFGS needs a closure that computes the loss"),
     Wrong(
         "optimizer=adamw optimizer.betas=[0.9]",
-        "optimizer.betas: AdamW refuses it: list index out of range",
-        "found [0.9]",
+        "optimizer: AdamW(lr=0.001, betas=[0.9], eps=1e-08, weight_decay=0.01) is refused: list index out of range",
     ),
-    Wrong("optimizer.lr=-1", "optimizer.lr: SGD refuses it: Invalid learning", "found -1"),
-    Wrong("optimizer.lr=null", "optimizer.lr: SGD refuses it: it takes another", "found null"),
-    Wrong("optimizer.momentum=x", "optimizer.momentum: SGD refuses it: it takes another", "'x'"),
+    Wrong("optimizer.lr=-1", "optimizer: SGD(lr=-1, momentum=0.0, weight_decay=0.0) is refused: Invalid learning rate"),
+    Wrong("optimizer.lr=null", "optimizer: SGD(lr=None, momentum=0.0, weight_decay=0.0) is refused: "),
+    Wrong("optimizer.momentum=x", "optimizer: SGD(lr=0.1, momentum=x, weight_decay=0.0) is refused: "),
     Wrong(
         "+optimizer.nesterov=true",
-        "optimizer.nesterov: SGD refuses it: Nesterov momentum requires a momentum",
-        "found true",
+        "optimizer: SGD(lr=0.1, momentum=0.0, weight_decay=0.0, nesterov=True) is refused: Nesterov momentum requires",
     ),
     Wrong(
         "transform=clip transform.clip.value=null",
-        "transform.clip.value: must be a number, found null",
+        "transform.clip.value: must be a number, found None",
     ),
     Wrong("model.hidden=big", "model.hidden: must be a list, found 'big'"),
-    Wrong("model.hidden=null", "model.hidden: must be a list, found null"),
+    Wrong("model.hidden=null", "model.hidden: must be a list, found None"),
     Wrong("site=combined site.of=[]", "site.of: must have at least 1 item, found []"),
     Wrong("when=any_of when.of=[]", "when.of: must have at least 1 item, found []"),
     Wrong("site=combined site.of=parameters", "site.of: must be a list, found 'parameters'"),
@@ -216,8 +214,8 @@ WRONG = (
     Wrong(
         "transform=feedback_weights site=nodes site.module=hidden.1.*",
         "transform.feedback_weights: needs the gradient that enters the autograd node, "
-        "and site=nodes site.pattern=* site.module=hidden.1.* has none;",
-        "it can act at site=nodes with site.side=leave",
+        "and Nodes(",
+        "it can act at Nodes with side='leave'",
     ),
     Wrong("site.stage=foo", "site.stage: must be one of 'use', 'backward', ", "found 'foo'"),
     Wrong(
@@ -227,37 +225,37 @@ WRONG = (
     ),
     Wrong(
         "transform=[clip,clip_global_norm] site=outputs",
-        "transform.clip_global_norm: needs all gradients of a group at once, site=outputs meets",
-        "it can act at site=parameters with site.stage=step, or at site=group",
+        "transform.clip_global_norm: needs all gradients of a group at once, Outputs meets",
+        "it can act at Parameters with stage=step, or at Group",
     ),
     Wrong("transform=agc site=nodes", "transform.agc: needs the value"),
     # gradients of others than the transform is made for, however equal the sizes are
     Wrong(
         "transform=direct_feedback site.pattern=hidden.1.linear.weight site.stage=backward",
-        "transform.direct_feedback: needs the gradient of what the model",
-        "it can act at site=outputs or site=inputs",
+        "transform.direct_feedback: needs the gradient of the model's output",
+        "it can act at Outputs or Inputs",
     ),
     Wrong(
         "transform=feedback_weights site=nodes site.pattern=Addmm site.side=leave",
         "transform.feedback_weights: needs the gradient of the input of a matrix product",
-        "site.pattern=Addmm and site.edge=1, or site.pattern=Mm and site.edge=0",
+        "pattern='Addmm' and edge=1, or pattern='Mm' and edge=0",
     ),
     # which a step alone tells
     Wrong(
         "transform=direct_feedback site=outputs site.pattern=positions model=gpt task=char_lm"
         " batch_size=3",
-        "transform.direct_feedback: the gradient at the site 'direct_feedback/positions#0' has 64",
-        "and what the model has returned 3",
+        "transform.direct_feedback: needs the same number of examples (axis 0) in the model's output",
+        "found 3 and 64",
     ),
     Wrong("site.depth=9", "site.depth: nothing matches '*' with 'depth=(9, 9)'"),
-    Wrong("site=outputs site.stage=step", "site.stage: site=outputs cannot have stage 'step'; "),
+    Wrong("site=outputs site.stage=step", "site.stage: Outputs cannot have stage 'step'; "),
     Wrong(
         "transform=clip site=outputs site.stage=step",
-        "site.stage: site=outputs cannot have stage 'step'; stages it can have: backward",
+        "site.stage: Outputs cannot have stage 'step'; stages it can have: backward",
     ),
     Wrong(
         "transform=clip site=combined +site.of.0.stage=forward +site.of.1.stage=forward",
-        "site.of.0.stage: site=parameters cannot have stage 'forward'; ",
+        "site.of.0.stage: Parameters cannot have stage 'forward'; ",
     ),
     Wrong(
         "transform=clip site=combined site.of.0.pattern=hiden.* site.by=all",
@@ -274,7 +272,7 @@ WRONG = (
     # what would never act
     Wrong(
         "transform=clip site=outputs site.call=7",
-        "site.call: nothing in the first forward is selected by site=outputs ",
+        "site.call: nothing in the first forward is selected by Outputs(",
     ),
     Wrong(
         "transform=clip site=captured",
@@ -282,35 +280,35 @@ WRONG = (
         "(not asked of autograd.grad, needs no gradient)",
     ),
     Wrong("site=captured", "site: no gradient passes at ", "needs no gradient)"),
-    Wrong("transform=clip when=flag", "when.on: when=flag never fires in 500 steps with"),
-    Wrong("transform=clip when=depth when.low=9", "when.low: when=depth when.low=9 never"),
+    Wrong("transform=clip when=flag", "when: Flag("),
+    Wrong("transform=clip when=depth when.low=9", "when.low: Depth(low=9, high=None) never"),
     Wrong(
         "transform=clip_global_norm site=group when=depth when.low=9",
-        "when.low: when=depth when.low=9 never fires",
+        "when.low: Depth(low=9, high=None) never fires",
     ),
-    Wrong("transform=clip when=index when.start=9", "when.start: when=index when.start=9 never"),
+    Wrong("transform=clip when=index when.start=9", "when.start: Index(start=9, stop=None) never"),
     Wrong(
         "transform=clip when.start=500",
-        "when.start: when=steps when.start=500 ",
+        "when.start: Steps(start=500, stop=None, every=1) never ",
         "epochs of 21 steps",
     ),
     Wrong(
         "transform=clip when=every when.offset=500",
-        "when.offset: when=every when.count=10 when.offset=500 n",
+        "when: Every(count=10, offset=500) never",
     ),
-    Wrong("transform=clip when=epochs when.start=24", "when.start: when=epochs when.start=24 n"),
+    Wrong("transform=clip when=epochs when.start=24", "when.start: Epochs(start=24, "),
     Wrong(
         "transform=clip when=phase when.phase=fine_tune when.fine_tune=500",
-        "when: when=phase when.phase=fine_tune when.warm_up=100 when.fine_tune=500 never fires in",
+        "when: Phase(phase='fine_tune', warm_up=100, fine_tune=500) never fires in",
     ),
-    Wrong("transform=clip when=shape when.above=64", "when.above: when=shape when.above=64 n"),
-    Wrong("transform=clip when=probability when.p=0", "when.p: when=probability when.p=0.0 n"),
+    Wrong("transform=clip when=shape when.above=64", "when.above: Shape(above=64, "),
+    Wrong("transform=clip when=probability when.p=0", "when.p: Probability(p=0.0, "),
     Wrong(
         "transform=clip when=unless when.of.stop=500",
-        "when.of: when=unless when.of.name=steps when.of.stop=500 n",
+        "when.of: Unless(of=Steps(start=0, stop=500, every=1)) never",
     ),
     Wrong(
-        "transform=clip when=all_of when.of.0.start=500 when.of.0.stop=null", "when.of.0.start: "
+        "transform=clip when=all_of when.of.0.start=500 when.of.0.stop=null", "when.of: AllOf(of=(Steps(start=500, "
     ),
     Wrong(
         "transform=clip when=shape when.source=grad when.dim=5",
@@ -324,7 +322,7 @@ WRONG = (
     ),
     Wrong(
         "transform=clip when=threshold when.source=value site=nodes",
-        "when: source 'value' is the tensor whose gradient passes, and site=nodes has",
+        "when.source: source 'value' is the tensor whose gradient passes, and Nodes has",
     ),
     # words
     Wrong("transform=[clip", "transform=[clip: cannot be read: ", "spaces need quotes"),
@@ -564,7 +562,7 @@ def test_the_command_in_the_first_line_of_a_yaml_file_is_right(path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "path", sorted(compose.CONFIG_DIR.glob("transform/*.yaml")), ids=lambda path: path.stem
+    "path", sorted(overrides.CONFIG_DIR.glob("transform/*.yaml")), ids=lambda path: path.stem
 )
 def test_a_transforms_yaml_has_one_key_named_after_itself(path: Path) -> None:
     assert list(yaml.safe_load(path.read_text())) == ([] if path.stem == "none" else [path.stem])
@@ -577,8 +575,8 @@ def test_a_transforms_yaml_has_one_key_named_after_itself(path: Path) -> None:
         ("transform=clip,sign lr=-1", ["transform=clip,sign", "lr"]),
         ("-m seed=interval(0,1) lr=-1", ["seed=interval(0,1)", "lr"]),
         ("transform=[clip transform.clip.value=1", ["transform=[clip"]),
-        ("model=tests.theirs.no_module optimizer.lr=-1", ["model", "optimizer.lr"]),
-        ("optimizer.lr=-1 optimizer.momentum=-1", ["optimizer.lr", "optimizer.momentum"]),
+        ("model=tests.theirs.no_module optimizer.lr=-1", ["model", "optimizer"]),
+        ("optimizer.lr=-1 optimizer.momentum=-1", ["optimizer"]),
         (
             "transform=clip steps=-1 site.depth=9 when.stop=-1",
             ["steps", "when.stop", "site.depth"],

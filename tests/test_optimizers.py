@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import gradsurg as gs
-from gradsurg.config.optimizers import MakeOptimizer, optimizer_maker
+from gradsurg.training.optimizers import MakeOptimizer, optimizer_maker
 from gradsurg.tasks.digits import Digits
 from gradsurg.training.loop import train
 from gradsurg.training.run import Run
@@ -25,18 +25,18 @@ CONFIGS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(FOLDER
 
 
 def maker(config: dict[str, Any]) -> MakeOptimizer:
-    return optimizer_maker({"optimizer": config}, None)
+    return optimizer_maker(config)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_bare_one_has_looked_at_the_same_fields_and_has_no_parameters(name: str) -> None:
-    bare = optimizer_maker({"optimizer": CONFIGS[name]}, None, bare=True)(small())
+def test_with_fields_only_an_optimizer_checks_its_fields_and_holds_no_parameters(name: str) -> None:
+    bare = optimizer_maker(CONFIGS[name], fields_only=True)(small())
     whole = maker(CONFIGS[name])(small())
     assert type(bare) is type(whole)
     assert bare.defaults == whole.defaults
     assert [group["params"] for group in bare.param_groups] == [[]]
-    with pytest.raises(ValueError, match="lr: .* refuses it: .*, found -1"):
-        optimizer_maker({"optimizer": CONFIGS[name] | {"lr": -1}}, None, bare=True)(small())
+    with pytest.raises(ValueError, match=r"\(lr=-1.* is refused: "):
+        optimizer_maker(CONFIGS[name] | {"lr": -1}, fields_only=True)(small())
 
 
 @pytest.mark.parametrize("name", CONFIGS)

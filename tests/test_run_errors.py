@@ -15,7 +15,7 @@ from tests.conftest import Here
 
 SHORT = ("steps=20", "seeds=1", "logger=none")
 OFTEN = ("checkpoint_every=1", "checkpoint_seconds=0", "log_every=1")
-LINE = "interrupted; the same command goes on from the last checkpoint"
+LINE = "interrupted; the same command resumes from the last checkpoint"
 
 
 def started(folder: Path, *words: str) -> subprocess.Popen[str]:

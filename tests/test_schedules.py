@@ -11,7 +11,7 @@ import yaml
 from torch.optim import Optimizer, lr_scheduler
 
 import gradsurg as gs
-from gradsurg.config.schedules import schedule_maker, walk
+from gradsurg.training.schedules import check_learning_rates, schedule_maker
 from gradsurg.tasks.digits import Digits
 from gradsurg.training.loop import StepOptions, train
 from gradsurg.training.run import Run
@@ -47,7 +47,7 @@ def test_every_config_is_one_of_pytorchs_or_constant(name: str) -> None:
         assert schedule is None
     else:
         assert type(schedule).__name__ == CONFIGS[name]["name"]
-    walk(schedule, STEPS)
+    check_learning_rates(schedule, STEPS)
 
 
 def test_nothing_moves_a_constant_learning_rate() -> None:
@@ -101,7 +101,7 @@ def test_a_chain_of_schedules_multiplies() -> None:
 )
 def test_what_would_fail_in_a_run_fails_before(config: dict[str, Any], said: str) -> None:
     with pytest.raises((ValueError, LookupError), match=said.replace("()", r"\(\)")):
-        walk(schedule_maker(config, 20)(optimizer()), 20)
+        check_learning_rates(schedule_maker(config, 20)(optimizer()), 20)
 
 
 def test_a_trained_model_is_that_of_the_loop_one_would_write() -> None:

@@ -1,53 +1,32 @@
-"""From a resolved config, plain dicts and numbers, to the objects of a study."""
+"""Build the objects of an experiment from a resolved config, and check them all."""
 
+import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from gradsurg.aggregators.base import LossWeighting
-from gradsurg.config.faults import ConfigError, Faults
-from gradsurg.config.make import Config, called, make
-from gradsurg.config.optimizers import optimizer_maker
-from gradsurg.config.pairs import Pair, Plan
-from gradsurg.config.parts import (
-    aggregator_of,
-    checked_model,
-    content_of,
-    device_of,
-    loggers_of,
-    model_of,
-    names_of,
-    several_losses,
-    task_of,
-    transforms_of,
-)
-from gradsurg.config.probe import Trial, check_stage
-from gradsurg.config.rehearsal import (
-    check_acting,
-    check_batch,
-    check_examination,
-    check_manner,
-    check_optimizer,
-    check_until,
-    check_untrained,
-    check_waiting,
-)
+from gradsurg.aggregators.base import Aggregator, LossWeighting
+from gradsurg.config.dry_run import check_first_step, check_places, check_settings, check_step_parts
+from gradsurg.config.errors import ConfigError, ErrorCollector
+from gradsurg.config.instantiate import Config, instantiate, user_code
+from gradsurg.config.runs import Pair, Plan, create_model
 from gradsurg.config.settings import Settings
-from gradsurg.config.typed import in_typed_words
 from gradsurg.effects.ledger import SurgeryWarning
-from gradsurg.loggers.base import Guarded
+from gradsurg.loggers.base import Guarded, Logger
 from gradsurg.multitask.aggregation import check_trigger
 from gradsurg.multitask.shared_parameters import SharedParameters
-from gradsurg.plugins.fields import nearest
-from gradsurg.plugins.registry import snake
+from gradsurg.plugins.fields import FieldError, call_with_fields, nearest, one_line
+from gradsurg.plugins.registry import find, names, snake
 from gradsurg.sites.base import Selector
 from gradsurg.surgery.intervention import Intervention
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, MultiTask, Task
+from gradsurg.torch_internals import random_state
 from gradsurg.training.run_directory import RunDirectory
 from gradsurg.transforms.base import Transform
 from gradsurg.transforms.chain import Chain
@@ -70,211 +49,307 @@ REQUIRED = ("site", "when", "model", "task", "optimizer", "schedule")
 
 @dataclass(frozen=True)
 class Experiment:
-    """All that a config asks for, checked, before anything is trained."""
+    """The checked objects of one config. It holds no data and no model: a sweep keeps many."""
 
     settings: Settings
     pairs: tuple[Pair, ...]
     surgery: Surgery
-    make_model: Callable[[], nn.Module]
-    data: Data
+    config: Config
+    task: Task
     loggers: tuple[Guarded, ...]
+
+    def load_data(self) -> Data:
+        """Load the data of the task."""
+        return self.task.load()
+
+    def make_model(self, data: Data | None = None) -> nn.Module:
+        """Create a model, with weights drawn from the global generator."""
+        return create_model(self.config, data or self.load_data())
 
     @property
     def example_input(self) -> Tensor:
         """Two examples of the task's data."""
-        return self.data.train_inputs[:2]
+        return self.load_data().train_inputs[:2]
 
     @property
-    def finished(self) -> bool:
-        """Whether nothing is left to be trained: what was checked then need not be again."""
-        if self.settings.force:
-            return False
-        out = Path(self.settings.out)
-        runs = (run for pair in self.pairs for run in pair.runs)
-        return all(RunDirectory(run.directory(out)).finished for run in runs)
+    def is_finished(self) -> bool:
+        """Whether all runs have finished before, so that nothing will be trained."""
+        return not self.settings.force and _all_finished(self.settings, self.pairs)
 
 
 def build(config: Config) -> Experiment:
-    """Make every object of an experiment. Raises ConfigError with all that is wrong with it."""
-    wrong = _wrong_keys(config)
-    if wrong:
-        raise ConfigError(wrong)
-    faults = Faults()
-    settings = faults.made("", lambda: _settings(config))
-    transforms = transforms_of(config, faults)
-    selector = faults.made("site", lambda: _selector(config))
-    trigger = faults.made("when", lambda: make("triggers", config["when"], Trigger))
-    intervention = _intervention(transforms, selector, trigger, faults)
-    task, data = task_of(config, faults)
-    joint = _joint(config, task, trigger, faults)
-    loggers = loggers_of(config, faults)
-    content = model = None
+    """Build every object of an experiment, and try one training step.
+
+    Raises ConfigError with all errors. The trial step is left out if all runs have finished, or if
+    the config asks for 0 steps.
+    """
+    _check_keys(config)
+    errors = ErrorCollector()
+    settings = errors.attempt("", lambda: _settings(config))
+    transforms = _transforms(config, errors)
+    selector = errors.made("site", lambda: instantiate("sites", config["site"], Selector))
+    if selector is not None and not errors.passes("site", lambda: _check_stages(selector)):
+        selector = None
+    trigger = errors.made("when", lambda: instantiate("triggers", config["when"], Trigger))
+    intervention = _intervention(transforms, selector, trigger, errors)
+    task, data = _task(config, errors)
+    joint = _joint(config, task, trigger, errors)
+    loggers = _loggers(config, errors)
+    content = model = device = None
     if task is not None and data is not None:
-        content = faults.made("task", lambda: content_of(config, task))
-        model = faults.made("model", lambda: checked_model(config, task, data))
-    device = None
+        content = errors.attempt("task", lambda: _content(config, task))
+        model = errors.attempt("model", lambda: _checked_model(config, task, data))
     if settings is not None:
-        device = faults.made("device", lambda: device_of(settings.device))
-        check_batch(settings, data, faults)
-        check_waiting(settings, joint, faults)
-        check_manner(settings, selector, intervention, joint, device, faults)
-        _check_links(settings, config, faults)
-        _check_control(settings, joint, faults)
+        device = errors.attempt("device", lambda: _device(settings.device))
+        check_settings(settings, selector, intervention, joint, device, data, errors)
+        _check_attribute(settings, config, errors)
+        _check_control(settings, joint, errors)
     experiment = None
-    if not faults.lines and settings and task and selector and device and data:
-        make_optimizer = optimizer_maker(config, settings)
-        parts = task, make_optimizer, device, selector, intervention, joint
-        plan = Plan(config, settings, *parts, content=content or "")
+    if not errors.lines and settings and task and selector and device:
+        plan = Plan(config, settings, task, device, selector, intervention, joint, content or "")
         if settings.attribute:
-            plan = replace(plan, without=_without_links(plan, transforms, trigger, faults))
-        experiment = _experiment(plan, data, loggers)
+            plan = replace(plan, without=_without_links(plan, transforms, trigger, errors))
+        experiment = _experiment(plan, loggers)
     if settings is not None and settings.steps == 0:
-        check_untrained(config, settings, selector, joint, model, faults)
-    elif experiment is None or not experiment.finished:
-        check_optimizer(config, settings, model, faults)
-        check_examination(config, task, model, data, faults)
-        check_until(settings, task, model, data, faults)
+        check_places(config, settings, selector, joint, model, errors)
+    elif experiment is None or not experiment.is_finished:
+        check_step_parts(config, settings, task, model, data, errors)
         if task and data and model and selector:
-            scope = intervention.operator.scope if intervention else "tensor"
-            steady = "name" in config["model"] and "name" in config["task"]
-            label = "+".join(transforms) or "none"
-            trial = Trial(model, task, data, settings, label, scope, steady)
-            asked = config.get("transform") or joint
-            check_acting(trial, selector, trigger if asked else None, intervention, joint, faults)
-    faults.lines = in_typed_words(faults.lines, selector, trigger, transforms)
-    faults.stop()
-    assert experiment  # what is missing has been said, and `stop` has raised
+            # A step of a user's own model or task may differ from the next one.
+            certain = "name" in config["model"] and "name" in config["task"]
+            used = trigger if config.get("transform") or joint else None
+            check_first_step(
+                task, data, model, settings, selector, used, intervention, joint, certain, errors
+            )
+    errors.raise_if_any()
+    assert experiment  # a missing part has an error, and `raise_if_any` has raised it
     return experiment
 
 
-def _experiment(plan: Plan, data: Data, loggers: tuple[Guarded, ...]) -> Experiment:
+def _experiment(plan: Plan, loggers: tuple[Guarded, ...]) -> Experiment:
     settings = plan.settings
     seeds = [settings.seed] if settings.seed is not None else range(settings.seeds)
-    return Experiment(
-        settings,
-        tuple(plan.pair(seed) for seed in seeds),
-        plan.surgery(0),
-        lambda: model_of(plan.config, data),
-        data,
-        loggers,
-    )
+    pairs = tuple(plan.pair(seed) for seed in seeds)
+    return Experiment(settings, pairs, plan.surgery(0), plan.config, plan.task, loggers)
 
 
-def _wrong_keys(config: Config) -> list[str]:
-    """What stands at the top of the config and means nothing, and what is not there."""
+def _all_finished(settings: Settings, pairs: tuple[Pair, ...]) -> bool:
+    out = Path(settings.out)
+    runs = (run for pair in pairs for run in pair.runs)
+    return all(RunDirectory(run.directory(out)).finished for run in runs)
+
+
+def _check_keys(config: Config) -> None:
+    """Refuse unknown keys at the top of the config, and missing groups."""
     known = [*GROUPS, *MAPPINGS, *Settings.__annotations__]
     faults = [
         f"{key}: is not a key here. {nearest(key, known)}" for key in config if key not in known
     ]
-    return faults + [
+    faults += [
         f"{key}: is required, a mapping with a name"
         for key in REQUIRED
         if not isinstance(config.get(key), Mapping)
     ]
+    if faults:
+        raise ConfigError(faults)
 
 
 def _settings(config: Config) -> Settings:
-    given: dict[str, Any] = {key: config.get(key) for key in Settings.__annotations__}
-    return Settings(**given)
+    # Any: what a YAML file can hold.
+    fields: dict[str, Any] = {key: config.get(key) for key in Settings.__annotations__}
+    return Settings(**fields)
 
 
-def _selector(config: Config) -> Selector:
-    selector = make("sites", config["site"], Selector)
-    check_stage(selector)
-    return selector
+def _transforms(config: Config, errors: ErrorCollector) -> dict[str, Transform]:
+    """Return the transforms by their keys, in their order."""
+    transforms = {}
+    for key, fields in (config.get("transform") or {}).items():
+        name = f"transform.{key}"
+        made = errors.made(name, lambda own=fields: instantiate("transforms", own, Transform))
+        if made is not None:
+            transforms[key] = made
+    return transforms
+
+
+def _check_stages(selector: Selector) -> None:
+    """Refuse a stage that a selector cannot have."""
+    for kind in selector.kinds:
+        stages = dict.fromkeys((*kind.stages, *kind.group_stages))
+        if kind.stage is not None and kind.stage not in stages:
+            text = f"{type(kind).__name__} cannot have stage '{kind.stage}'"
+            listed = f"stages it can have: {', '.join(stages)}"
+            raise FieldError(kind, [("stage", f"{text}; {listed}")])
 
 
 def _intervention(
     transforms: Mapping[str, Transform],
     selector: Selector | None,
     trigger: Trigger | None,
-    faults: Faults,
+    errors: ErrorCollector,
 ) -> Intervention | None:
-    """What is done to gradients, if anything is; what does not fit is due to transform or when."""
+    """Return the intervention of the transforms, None if there are none."""
     if not transforms or selector is None:
         return None
     key = f"transform.{next(iter(transforms))}" if len(transforms) == 1 else "transform"
-    chain, names = Chain(*transforms.values()), names_of(transforms)
-    always = faults.made(key, lambda: Intervention(chain, selector, names=names))
+    chain, link_names = Chain(*transforms.values()), _link_names(transforms)
+    always = errors.attempt(key, lambda: Intervention(chain, selector, names=link_names))
     if always is None or trigger is None:
         return None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SurgeryWarning)  # said of the other one
-        return faults.made("when", lambda: replace(always, when=trigger))
+        warnings.simplefilter("ignore", SurgeryWarning)  # the one before has warned
+        return errors.attempt("when", lambda: replace(always, when=trigger))
+
+
+def _link_names(transforms: Mapping[str, Transform]) -> tuple[str, ...]:
+    """Return a name for each link of the transforms together: a chain among them has several."""
+    return tuple(
+        f"{key}.{snake(type(link).__name__)}" if isinstance(transform, Chain) else key
+        for key, transform in transforms.items()
+        for link in (transform.links if isinstance(transform, Chain) else (transform,))
+    )
+
+
+def _task(config: Config, errors: ErrorCollector) -> tuple[Task | None, Data | None]:
+    """Return the task and its data."""
+
+    def load() -> Data:
+        with user_code(config["task"], "load"):
+            data = task.load()
+        if not isinstance(data, Data):
+            raise TypeError(f"load() must return a gradsurg.tasks.base.Data, found {data!r}")
+        return data
+
+    task = errors.made("task", lambda: instantiate("tasks", config["task"], Task))
+    return task, None if task is None else errors.attempt("task", load)
+
+
+def _content(config: Config, task: Task) -> str:
+    """Return the hash of the files that the task reads."""
+    with user_code(config["task"], "files"):
+        return task.content
 
 
 def _joint(
-    config: Config, task: Task | None, trigger: Trigger | None, faults: Faults
+    config: Config, task: Task | None, trigger: Trigger | None, errors: ErrorCollector
 ) -> Intervention | None:
-    """The aggregator, where one was asked for. `when` is its own if there is no transform."""
-    aggregator = aggregator_of(config, faults)
-    shared = faults.made("shared", lambda: _shared(config))
-    if shared not in (None, SharedParameters()) and not config.get("aggregator"):
-        warnings.warn(
-            "shared: says where an aggregator acts, and there is none", SurgeryWarning, stacklevel=2
+    """Return the intervention of the aggregator, None without one.
+
+    It has the trigger if there is no transform.
+    """
+    fields = config.get("aggregator") or None
+    aggregator = shared = None
+    if fields is not None:
+        aggregator = errors.made(
+            "aggregator", lambda: instantiate("aggregators", fields, Aggregator)
         )
-    if aggregator is None or shared is None:
+    shared = errors.made("shared", lambda: _shared(config))
+    if shared not in (None, SharedParameters()) and not fields:
+        warnings.warn("shared: has no effect without an aggregator", SurgeryWarning, stacklevel=2)
+    if fields is None or aggregator is None or shared is None:
         return None
-    key = str(config["aggregator"].get("name") or snake(type(aggregator).__name__))
-    with faults.at("aggregator"):
-        if task is not None and not isinstance(task, MultiTask):
-            raise ValueError(
-                f"{key} makes one gradient of those of several losses, and the task has one; tasks "
-                f"with several: {', '.join(several_losses())}"
-            )
-    always = faults.made("shared", lambda: Intervention(aggregator, at=shared, names=(key,)))
+    key = str(fields.get("name") or snake(type(aggregator).__name__))
+    if task is not None and not isinstance(task, MultiTask):
+        multi = [name for name in names("tasks") if issubclass(find("tasks", name), MultiTask)]
+        errors.add(
+            "aggregator",
+            f"{key} makes one gradient of those of several losses, and the task has one; tasks "
+            f"with several: {', '.join(multi)}",
+        )
+    always = errors.attempt("shared", lambda: Intervention(aggregator, at=shared, names=(key,)))
     if always is None or trigger is None or config.get("transform"):
         return always
-    return faults.made("when", lambda: _hosted(always, trigger, key))
 
+    def triggered() -> Intervention:
+        check_trigger(trigger, key)
+        return replace(always, when=trigger)
 
-def _hosted(joint: Intervention, trigger: Trigger, key: str) -> Intervention:
-    check_trigger(trigger, key)
-    return replace(joint, when=trigger)
+    return errors.attempt("when", triggered)
 
 
 def _shared(config: Config) -> SharedParameters:
     fields = config.get("shared") or {}
     if not isinstance(fields, Mapping):
         raise TypeError(f"must be a mapping, as granularity: tensor, found {fields!r}")
-    made = called(SharedParameters, (), dict(fields))
-    assert isinstance(made, SharedParameters)
-    return made
+    shared = call_with_fields(SharedParameters, (), fields)
+    assert isinstance(shared, SharedParameters)
+    return shared
+
+
+def _loggers(config: Config, errors: ErrorCollector) -> tuple[Guarded, ...]:
+    loggers = []
+    for key, fields in (config.get("logger") or {}).items():
+        with errors.at(f"logger.{key}"):
+            logger = instantiate("loggers", fields, Logger)
+            loggers.append(Guarded(logger, json.dumps([key, fields])))
+    return tuple(loggers)
+
+
+def _checked_model(config: Config, task: Task, data: Data) -> nn.Module:
+    """Create a model and pass two examples through it; the global generators stay as they are."""
+    with random_state.kept():
+        model = create_model(config, data)
+        inputs, targets = data.train_inputs[:2], data.train_targets[:2]
+        try:
+            task.loss(model(inputs), targets).backward()
+        except Exception as error:  # a user's model or task may raise anything
+            raise ValueError(
+                f"inputs {list(inputs.shape)} do not pass through it and the task's loss: "
+                f"{type(error).__name__}: {one_line(error)}"
+            ) from error
+        return model
+
+
+def _device(name: str) -> torch.device:
+    """Return the device, after a tensor has been put on it."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()  # a wait, before anything is trained
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise ValueError(f"there is no '{name}' here; auto takes what there is") from None
+    return device
 
 
 def _without_links(
-    plan: Plan, transforms: Mapping[str, Transform], trigger: Trigger | None, faults: Faults
+    plan: Plan,
+    transforms: Mapping[str, Transform],
+    trigger: Trigger | None,
+    errors: ErrorCollector,
 ) -> dict[str, Plan]:
-    """The plans of the chain without each of its links."""
+    """Return the plans of the chain without each of its links."""
     plans = {}
     for link in transforms:
-        rest = {key: made for key, made in transforms.items() if key != link}
+        rest = {key: transform for key, transform in transforms.items() if key != link}
         fields = {key: plan.config["transform"][key] for key in rest}
-        intervention = _intervention(rest, plan.selector, trigger, faults)
+        intervention = _intervention(rest, plan.selector, trigger, errors)
         config = {**plan.config, "transform": fields}
         plans[link] = replace(plan, config=config, intervention=intervention)
     return plans
 
 
-def _check_links(settings: Settings, config: Config, faults: Faults) -> None:
+def _check_attribute(settings: Settings, config: Config, errors: ErrorCollector) -> None:
     links = config.get("transform") or {}
     if settings.attribute and len(links) < 2:
         found = ", ".join(links) or "none"
-        faults.lines.append(
-            f"attribute: needs a chain of two transforms or more to leave one out of, found {found}"
+        errors.add(
+            "attribute",
+            f"needs a chain of two transforms or more to leave one out of, found {found}",
         )
     if settings.attribute and settings.control == "norm_matched":
-        faults.lines.append(
-            "attribute: the shorter chains have no norm-matched control, "
-            "needs control=plain or control=none, found control=norm_matched"
+        errors.add(
+            "attribute",
+            "the shorter chains have no norm-matched control, needs control=plain or "
+            "control=none, found control=norm_matched",
         )
 
 
-def _check_control(settings: Settings, joint: Intervention | None, faults: Faults) -> None:
+def _check_control(settings: Settings, joint: Intervention | None, errors: ErrorCollector) -> None:
     weighs = joint is not None and isinstance(joint.aggregator, LossWeighting)
     if joint is not None and weighs and settings.control == "norm_matched":
-        faults.lines.append(
-            f"control: {joint.names[0]} weighs the losses, and so the gradients of the heads too, "
-            "which the norm-matched sum does not, needs control=plain or control=none, found "
-            "control=norm_matched"
+        errors.add(
+            "control",
+            f"{joint.names[0]} weighs the losses, and so the gradients of the heads too, which the "
+            "norm-matched sum does not, needs control=plain or control=none, found "
+            "control=norm_matched",
         )

@@ -1,51 +1,78 @@
-"""From a command line to resolved configs: every job of a sweep, with all faults at once."""
+"""Compose the config of every job of a command line with Hydra, and report all errors at once."""
 
+import inspect
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
+import torch
 from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from yaml import YAMLError
 
-from gradsurg.config.blame import COMPOSING, NO_KEY, culprit, one_line, sentence, with_keys
 from gradsurg.config.build import Experiment, build
-from gradsurg.config.dotted import register
-from gradsurg.config.faults import ConfigError
-from gradsurg.config.options import CONFIG_DIR, wrong_dirs
-from gradsurg.config.overrides import each_once, given_twice, is_sweep, key_in, known_options, read
+from gradsurg.config.errors import ConfigError
+from gradsurg.config.instantiate import target_of
+from gradsurg.config.overrides import (
+    CONFIG_DIR,
+    LISTS,
+    first_line,
+    is_sweep,
+    key_in,
+    options_of,
+    parse,
+    register,
+    repeated_keys,
+    split_repeated_options,
+    split_unknown_options,
+    wrong_config_dirs,
+)
+from gradsurg.plugins.fields import nearest
 
 Keep = Callable[[list[str], Experiment], None]
 
 STUDY_FILE = "experiment="
+# A broken yaml file is a YAMLError, a yaml file that is no mapping an OSError.
+COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError, YAMLError, OSError)
+KINDS = {
+    "site": "sites",
+    "when": "triggers",
+    "transform": "transforms",
+    "aggregator": "aggregators",
+}
+KINDS |= {"model": "models", "task": "tasks", "logger": "loggers"}
+RENAMED = {"plan": "dry_run", "sink": "logger"}
+NO_KEY = "is not a key here."
 
 
-def sweep(
+def expand_study(
     overrides: Sequence[str],
     multirun: bool,
     config_dirs: Sequence[str],
     config_name: str = "config",
 ) -> tuple[list[str], bool]:
-    """The overrides with those of a study file before them, and whether it is a sweep.
+    """Return the overrides with those of the study file before them, and whether it is a sweep.
 
-    A study file says `hydra.mode: MULTIRUN` and what is swept under `hydra.sweeper.params`; the
-    command line has the last word.
+    A study file, `experiment=`, may set `hydra.mode: MULTIRUN` and the swept values under
+    `hydra.sweeper.params`. Overrides of the command line replace those of the file.
     """
     register()
     words = list(overrides)
-    if wrong_dirs(config_dirs) or not any(word.startswith(STUDY_FILE) for word in words):
+    if wrong_config_dirs(config_dirs) or not any(word.startswith(STUDY_FILE) for word in words):
         return words, multirun
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
         single = [word for word in words if not is_sweep(word)]
-        line = CommandLine(single, config_dirs, config_name)
+        job = _Job(single, config_dirs, config_name)
         try:
-            hydra = line.composed(single, return_hydra_config=True).hydra
-        except COMPOSING:
-            return words, multirun  # what is wrong is told when the jobs are composed
+            hydra = job.compose(single, return_hydra_config=True).hydra
+        except COMPOSE_ERRORS:
+            return words, multirun  # `check` reports the error
     if not multirun and hydra.mode is not RunMode.MULTIRUN:
         return words, False
     typed = {key_in(word) for word in words}
@@ -61,76 +88,68 @@ def check(
     keep: Keep | None = None,
     builds: bool = True,
 ) -> None:
-    """Compose and build every job, train nothing. Raises ConfigError with all that is wrong.
+    """Compose and build every job without training. Raises ConfigError with all errors.
 
-    `keep` gets the words of each job and what was built of them. Without `builds` only that there
-    is a config is checked, not what it describes.
+    `keep` gets the overrides of each job and the experiment built from them. Without `builds` the
+    config is only composed.
     """
     register()
-    faults = wrong_dirs(config_dirs)
+    faults = wrong_config_dirs(config_dirs)
     if faults:
         raise ConfigError(faults)
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        words, faults = read(overrides, multirun)
-        unread = {fault.partition("=")[0].partition(":")[0] for fault in faults}
-        for job in product(*words):
-            line = CommandLine(list(job), config_dirs, config_name)
-            faults += line.faults(unread, builds, keep)
+        words, faults = parse(overrides, multirun)
+        unreadable = {fault.partition("=")[0].partition(":")[0] for fault in faults}
+        for combination in product(*words):
+            job = _Job(list(combination), config_dirs, config_name)
+            faults += job.check(unreadable, builds, keep)
     if faults:
         raise ConfigError(faults)
 
 
+def compose_config(*words: str) -> dict[str, Any]:  # Any: what a YAML file can hold
+    """Return the resolved config of these overrides."""
+    register()
+    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        return plain(compose("config", list(words)))
+
+
 def plain(config: DictConfig) -> dict[str, Any]:
-    """The config as dicts, lists and numbers. Raises ConfigError if a value is missing."""
+    """Return the config as dicts, lists and numbers. Raises ConfigError if a value is missing."""
     try:
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
         raise ConfigError([f"{error.full_key}: is required"]) from None
     except OmegaConfBaseException as error:
         key = f"{error.full_key}: " if error.full_key else ""
-        raise ConfigError([key + one_line(error)]) from None
+        raise ConfigError([key + first_line(error)]) from None
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}
 
 
 @dataclass(frozen=True)
-class CommandLine:
-    """The words of one job, and where its options lie."""
+class _Job:
+    """The overrides of one job, and the folders with its options."""
 
     words: Sequence[str]
     config_dirs: Sequence[str]
     config_name: str
 
-    def faults(self, unread: Collection[str], builds: bool, keep: Keep | None = None) -> list[str]:
-        """What is wrong with the words, and with what is left without the wrong ones.
+    def check(self, unreadable: Collection[str], builds: bool, keep: Keep | None) -> list[str]:
+        """Return the errors of the overrides, and of the config that the right ones compose.
 
-        `unread` are keys that stood in words which could not be read; `keep` gets what was built
-        if nothing is wrong.
+        `unreadable` are the keys of overrides that could not be parsed.
         """
-        rest, faults = known_options(self.words, self.config_dirs)
-        unknown = {fault.partition(":")[0] for fault in faults} | {*unread}
-        rest, twice = each_once(rest, self.config_dirs)
-        faults += twice + given_twice(rest)
-        no_keys: dict[str, str] = {}
-        while True:
-            try:
-                config = self.composed(rest)
-                break
-            except COMPOSING as error:
-                word = culprit(error, rest, self.composed)
-                if word is None:
-                    return [*faults, one_line(error)]
-                rest.remove(word)
-                key, _, text = sentence(error, word).partition(": ")
-                if text == NO_KEY:
-                    no_keys[key] = word
-                else:
-                    faults.append(f"{key}: {text}")
-        for key, word in no_keys.items():
-            # A key of an option that is not there cannot be there either.
-            if key.partition(".")[0] not in unknown - {key}:
-                faults.append(with_keys(key, config, self._adds([*rest, f"+{word}"], key)))
-        if not builds:
+        words, faults = split_unknown_options(self.words, self.config_dirs)
+        unknown = {fault.partition(":")[0] for fault in faults} | {*unreadable}
+        words, repeated = split_repeated_options(words, self.config_dirs)
+        faults += repeated + repeated_keys(words)
+        try:
+            config = self.compose(words)
+        except COMPOSE_ERRORS as error:
+            errors, config = self._compose_one_by_one(words, unknown)
+            faults += errors if config is not None else [first_line(error)]
+        if not builds or config is None:
             return faults
         try:
             experiment = build(plain(config))
@@ -140,33 +159,108 @@ class CommandLine:
             keep(list(self.words), experiment)
         return faults
 
-    def composed(self, words: Sequence[str], return_hydra_config: bool = False) -> DictConfig:
-        """The config that these words make."""
+    def compose(self, words: Sequence[str], return_hydra_config: bool = False) -> DictConfig:
+        """Compose the config of these overrides."""
         urls = ",".join(f"'{_url(path)}'" for path in self.config_dirs)
         search = [f"hydra.searchpath=[dotted://,{urls}]"] if urls else []
         with warnings.catch_warnings():
-            # Hydra warns of what it also raises, and of folders that are asked for above.
+            # Hydra warns of errors that it also raises, and of folders that are searched on purpose.
             warnings.simplefilter("ignore", UserWarning)
             return compose(self.config_name, [*words, *search], return_hydra_config)
 
-    def _adds(self, words: Sequence[str], key: str) -> bool:
-        """Whether a key that is not in the config may be added to it: its last word does."""
-        try:
-            wrong = self._wrong(words)
-        except COMPOSING:
-            return False
-        refused = (f"{key}: is not a ", f"{key}: must be a mapping")
-        above = {key[:index] for index, letter in enumerate(key) if letter == "."}
-        return not any(
-            fault.startswith(refused) or fault.partition(":")[0] in above for fault in wrong
-        )
+    def _compose_one_by_one(
+        self, words: Sequence[str], unknown: Collection[str]
+    ) -> tuple[list[str], DictConfig | None]:
+        """Apply one override after the other, so that each error is that of the last override.
 
-    def _wrong(self, words: Sequence[str]) -> list[str]:
+        Return the errors, and the config of the right overrides. Options of groups come first, as
+        in Hydra: the keys of an option exist once it is chosen.
+        """
+        accepted: list[str] = []
+        faults = []
         try:
-            build(plain(self.composed(words)))
-        except ConfigError as error:
-            return error.faults
-        return []
+            config = self.compose([])
+        except COMPOSE_ERRORS:
+            return [], None
+        for word in sorted(words, key=lambda word: not options_of(key_in(word), self.config_dirs)):
+            try:
+                config = self.compose([*accepted, word])
+                accepted.append(word)
+            except COMPOSE_ERRORS as error:
+                key = key_in(word)
+                # A key of an option that does not exist is no error of its own.
+                if key.partition(".")[0] not in {*unknown} - {key} or not _is_missing_key(error):
+                    faults.append(_override_error(word, error, config))
+        return faults, config
+
+
+def _override_error(word: str, error: Exception, config: DictConfig) -> str:
+    """Return the line for an override that cannot be applied to a config."""
+    key, value = key_in(word), word.partition("=")[2]
+    if "Config group override" in str(error):
+        plain_run = f"; '{key}=none' is a plain run" if key == "transform" else ""
+        return f"{key}: must name an option, found {value}{plain_run}"
+    if word == f"~{key}" and key in LISTS:
+        return f"{key}: cannot be taken out; '{key}=[]' leaves it empty"
+    if _is_missing_key(error):
+        return f"{key}: {_missing_key(key, config)}"
+    if isinstance(error, YAMLError | OSError):
+        return f"{key}: '{value}' cannot be read: {' '.join(str(error).split())}"
+    return f"{key}: {first_line(error)}"
+
+
+def _is_missing_key(error: Exception) -> bool:
+    # Hydra has no exception class of its own for this.
+    return "Could not override" in str(error) or "Could not delete" in str(error)
+
+
+def _missing_key(path: str, config: DictConfig) -> str:
+    """List the keys that exist beside a missing one, at the deepest level that exists."""
+    place: object = config
+    parts = path.split(".")
+    depth = 0
+    while depth < len(parts) - 1 and _contains(place, parts[depth]):
+        part = parts[depth]
+        place = place[int(part)] if isinstance(place, ListConfig) else place[part]
+        depth += 1
+    if not isinstance(place, DictConfig):
+        parent = ".".join(parts[:depth])
+        return f"{NO_KEY} {parent} is {place!r}, with no keys below."
+    if parts[depth] in place:
+        return f"cannot get other keys than it has. Remove it first: ~{path} '+{path}={{...}}'"
+    if path in RENAMED:
+        return f"is now called {RENAMED[path]}"
+    keys = [str(key) for key in place]
+    if parts[0] in LISTS and depth == 1 and parts[1] in options_of(parts[0], ()):
+        chosen = ",".join([*keys, parts[1]])
+        chosen = f"'{parts[0]}=[{chosen}]'" if keys else f"{parts[0]}={chosen}"
+        return f"'{parts[1]}' is not chosen; add {chosen}"
+    adds = depth == len(parts) - 1 and _takes(parts[0], parts[depth], place)
+    hint = f" '+{path}=...' adds it." if adds else ""
+    return f"'{parts[depth]}' {NO_KEY} {nearest(parts[depth], keys)}{hint}"
+
+
+def _contains(place: object, key: str) -> TypeGuard[DictConfig | ListConfig]:
+    """Return whether a mapping has a key, or a list an index."""
+    if isinstance(place, ListConfig):
+        return key.isdecimal() and int(key) < len(place)
+    return isinstance(place, DictConfig) and key in place
+
+
+def _takes(group: str, field: str, config: DictConfig) -> bool:
+    """Return whether the class or function that a mapping names has a parameter of this name."""
+    mapping = {str(key): value for key, value in config.items()}
+    try:
+        match group:
+            case "optimizer":
+                target = getattr(torch.optim, str(mapping.get("name")))
+            case "schedule":
+                target = getattr(torch.optim.lr_scheduler, str(mapping.get("name")))
+            case _:
+                target = target_of(KINDS[group], mapping)
+        return callable(target) and field in inspect.signature(target).parameters
+    except (LookupError, ValueError, TypeError, ImportError, AttributeError):
+        return False  # building the rest of the config reports this
 
 
 def _url(path: str) -> str:

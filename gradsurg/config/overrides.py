@@ -1,21 +1,93 @@
-"""The words of a command line as Hydra's overrides: what can be said of them before composing."""
+"""Check Hydra overrides before composing: syntax, options of groups, keys that are given twice."""
 
+import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, OverrideParseException
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import OmegaConf
 
-from gradsurg.config.blame import one_line
 from gradsurg.config.build import GROUPS
-from gradsurg.config.options import LAUNCHERS, LISTS, content_of, key_of, options_of
+from gradsurg.experiments import config_dirs as experiment_dirs
 from gradsurg.plugins.fields import nearest
+from gradsurg.plugins.registry import snake
+
+LISTS = ("transform", "logger")
+"""The groups that take a list of options."""
+LAUNCHERS = ("joblib", "submitit_local", "submitit_slurm")  # an extra: gradsurg[launchers]
 
 
-def read(overrides: Sequence[str], multirun: bool) -> tuple[list[list[str]], list[str]]:
-    """Each override with the values that it sweeps over, and a fault for each that is none."""
+def _config_dir() -> Path:
+    """Return the packaged copy of `conf` of a wheel, else that of the checkout."""
+    package = Path(__file__).resolve().parents[1]
+    packaged = package / "conf"
+    return packaged if packaged.is_dir() else package.parent / "conf"
+
+
+CONFIG_DIR = _config_dir()
+CONFIG_DIRS = (CONFIG_DIR, *experiment_dirs())
+
+
+def register() -> None:
+    """Register dotted paths and the configs of papers with Hydra."""
+    SourcesRegistry.instance().register(DottedSource)
+    Plugins.instance().register(ExperimentSearchPath)
+
+
+class ExperimentSearchPath(SearchPathPlugin):
+    """Add `experiments/<paper>/conf` of a checkout to Hydra's search path."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for folder in experiment_dirs():
+            search_path.append(folder.parent.name, f"file://{folder}")
+
+
+class DottedSource(ConfigSource):
+    """Makes a dotted path an option of a group: `model=my_module.make_model` is a `_target_`."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "dotted"
+
+    def available(self) -> bool:
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        return False
+
+    def is_config(self, config_path: str) -> bool:
+        return "." in _stem(config_path)
+
+    def list(self, config_path: str, results_filter: object) -> list[str]:
+        return []
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        group = config_path.rpartition("/")[0]
+        target = _stem(config_path)
+        config: dict[str, Any] = {"_target_": target}
+        if group in LISTS:
+            config = {key_of(target): config}
+        header: dict[str, str | None] = {"package": None}
+        return ConfigResult(
+            provider=self.provider,
+            path=f"dotted://{target}",
+            config=OmegaConf.create(config),
+            header=header,
+        )
+
+
+def parse(overrides: Sequence[str], multirun: bool) -> tuple[list[list[str]], list[str]]:
+    """Return the values that each override sweeps over, and an error for each unreadable one."""
     parser = OverridesParser.create(GlobalHydra.instance().config_loader())
     words, faults = [], []
     for word in overrides:
@@ -26,9 +98,9 @@ def read(overrides: Sequence[str], multirun: bool) -> tuple[list[list[str]], lis
             (override,) = parser.parse_overrides([word])
             values = _values(override)
         except OverrideParseException as error:
-            faults.append(_unparsed(word, error))
+            faults.append(_unreadable(word, error))
         except (ValueError, TypeError, HydraException) as error:
-            faults.append(f"{word}: cannot be swept: {one_line(error)}")
+            faults.append(f"{word}: cannot be swept: {first_line(error)}")
         else:
             if override.is_sweep_override() and not multirun:
                 faults.append(f"{word}: several values need a sweep: add -m")
@@ -37,48 +109,44 @@ def read(overrides: Sequence[str], multirun: bool) -> tuple[list[list[str]], lis
     return words, faults
 
 
-def known_options(
+def split_unknown_options(
     overrides: Sequence[str], config_dirs: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """The overrides without options that are not there, and a fault for each of those."""
+    """Return the overrides without unknown options of groups, and an error for each of those."""
     rest, faults = [], []
     for word in overrides:
-        key, names, several = _group(word)
+        key, names, is_list = _group_choice(word)
         options = options_of(key, config_dirs)
         wrong = [name for name in names if "." not in name and name not in options]
         wrong += [name for name in names if "." in name and "/" in name]
-        if not options or (wrong == ["null"] and not several):
+        if not options or (wrong == ["null"] and not is_list):
             rest.append(word)
             continue
-        if several and len(names) > 1 and key in GROUPS and key not in LISTS:
+        if is_list and len(names) > 1 and key in GROUPS and key not in LISTS:
             faults.append(f"{key}: takes one option, found [{', '.join(names)}]")
             continue
-        faults += [_unknown(key, name, options) for name in wrong]
+        faults += [_unknown_option(key, name, options) for name in wrong]
         right = [name for name in names if name not in wrong]
-        if not wrong and (names or several):
+        if not wrong and (names or is_list):
             rest.append(word)
-        elif not names and not several:
+        elif not names and not is_list:
             faults.append(f"{key}: there is no ''. {nearest('', options)}")
         elif right:
             rest.append(f"{key}=[{','.join(right)}]")
     return rest, faults
 
 
-def _unknown(group: str, name: str, options: list[str]) -> str:
-    if group == "hydra/launcher" and name in LAUNCHERS:
-        return f"{group}: '{name}' is not installed: pip install 'gradsurg[launchers]'"
-    return f"{group}: there is no '{name}'. {nearest(name, options)}"
+def split_repeated_options(
+    overrides: Sequence[str], config_dirs: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Return the overrides with each option of a list once, and an error for each repetition.
 
-
-def each_once(overrides: Sequence[str], config_dirs: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The overrides with each key of a list once, and a fault for each that stands there twice.
-
-    Hydra merges `[clip,clip]`, and two options with one key, into one without a word.
+    Hydra silently merges `[clip,clip]`, and two options with one key.
     """
     rest, faults = [], []
     for word in overrides:
-        group, names, several = _group(word)
-        if group not in LISTS or not several:
+        group, names, is_list = _group_choice(word)
+        if group not in LISTS or not is_list:
             rest.append(word)
             continue
         first: dict[str, str] = {}
@@ -87,51 +155,100 @@ def each_once(overrides: Sequence[str], config_dirs: Sequence[str]) -> tuple[lis
             if key not in first:
                 first[key] = name
                 continue
-            what = f"'{name}' stands twice"
+            repeated = f"'{name}' stands twice"
             if name != first[key]:
-                what = f"'{first[key]}' and '{name}' have the same key '{key}'"
+                repeated = f"'{first[key]}' and '{name}' have the same key '{key}'"
             faults.append(
-                f"{group}: {what} and would be merged into one; give the second a key of its own: "
-                f"'+{group}.{key}_2={content_of(group, name, config_dirs)}'"
+                f"{group}: {repeated} and would be merged into one; give the second a key of its "
+                f"own: '+{group}.{key}_2={_content_of(group, name, config_dirs)}'"
             )
         rest.append(f"{group}=[{','.join(first.values())}]")
     return rest, faults
 
 
-def given_twice(overrides: Sequence[str]) -> list[str]:
-    """A fault for each key that gets two values: Hydra takes the last one without a word."""
+def repeated_keys(overrides: Sequence[str]) -> list[str]:
+    """Return an error for each key with two values: Hydra silently takes the last one."""
     first: dict[str, str] = {}
     faults = []
     for word in overrides:
-        key = key_in(word)
+        key = word.partition("=")[0].lstrip("+")  # `~key` and `+key=` together replace a node
         if first.setdefault(key, word) != word:
             faults.append(f"{key}: is given twice, {first[key]} and {word}")
     return faults
 
 
+def wrong_config_dirs(config_dirs: Sequence[str]) -> list[str]:
+    """Return an error for each missing folder, and each file that one of gradsurg's hides."""
+    faults = []
+    for path in map(Path, config_dirs):
+        if not path.is_dir():
+            faults.append(f"--config-dir: there is no folder {path}")
+        for file in sorted(path.glob("*/*.yaml")):
+            if any((own / file.parent.name / file.name).is_file() for own in CONFIG_DIRS):
+                faults.append(
+                    f"--config-dir: {file} has the name of one of gradsurg's own and would not be "
+                    "read; give it another"
+                )
+    return faults
+
+
+def options_of(group: str, config_dirs: Sequence[str]) -> list[str]:
+    """Return the options of a group, an empty list for any other key."""
+    if group.startswith("hydra/"):
+        return GlobalHydra.instance().config_loader().get_group_options(group)
+    folders = [*CONFIG_DIRS, *map(Path, config_dirs)]
+    return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
+
+
+def key_of(name: str) -> str:
+    """Return the key of an option in its list: a dotted path has its last name in snake case."""
+    return snake(name.rpartition(".")[2]) if "." in name else name
+
+
 def key_in(word: str) -> str:
-    """The key of an override, also of one that adds it."""
-    return word.partition("=")[0].lstrip("+")
+    """Return the key of an override, without the `+` or `~` before it."""
+    return word.partition("=")[0].lstrip("+~")
 
 
 def is_sweep(word: str) -> bool:
-    """Whether an override has several values; one that cannot be read has none."""
+    """Return whether an override has several values; False for one that cannot be read."""
     try:
         return OverridesParser.create().parse_override(word).is_sweep_override()
     except OverrideParseException:
         return False
 
 
-def _group(word: str) -> tuple[str, list[str], bool]:
-    """Of an override: its key, the options that it would choose, and whether that is a list."""
+def first_line(error: Exception) -> str:
+    """Return the first line of an error: Hydra's explanations stand below it."""
+    return " ".join(str(error).split("\n")[0].split())
+
+
+def _unknown_option(group: str, name: str, options: list[str]) -> str:
+    if group == "hydra/launcher" and name in LAUNCHERS:
+        return f"{group}: '{name}' is not installed: pip install 'gradsurg[launchers]'"
+    return f"{group}: there is no '{name}'. {nearest(name, options)}"
+
+
+def _content_of(group: str, name: str, config_dirs: Sequence[str]) -> str:
+    """Return the content of an option as it is typed on a command line."""
+    if "." in name:
+        return f"{{_target_: {name}}}"
+    files = [folder / group / f"{name}.yaml" for folder in (*CONFIG_DIRS, *map(Path, config_dirs))]
+    config = OmegaConf.load(next(file for file in files if file.is_file()))
+    fields = OmegaConf.to_container(OmegaConf.select(config, name, default=config))
+    return json.dumps(fields).replace('"', "")
+
+
+def _group_choice(word: str) -> tuple[str, list[str], bool]:
+    """Return the key of an override, the options that it would choose, and whether it is a list."""
     key, _, value = word.partition("=")
     inside = value.strip()
-    several = inside.startswith("[") and inside.endswith("]")
-    names = inside[1:-1].split(",") if several else [inside]
-    return key, [name.strip(" '\"") for name in names if name.strip()], several
+    is_list = inside.startswith("[") and inside.endswith("]")
+    names = inside[1:-1].split(",") if is_list else [inside]
+    return key, [name.strip(" '\"") for name in names if name.strip()], is_list
 
 
-def _unparsed(word: str, error: OverrideParseException) -> str:
+def _unreadable(word: str, error: OverrideParseException) -> str:
     key, _, value = word.partition("=")
     if "=" not in word and not word.startswith("~"):
         return f"{word}: is not key=value"
@@ -142,7 +259,7 @@ def _unparsed(word: str, error: OverrideParseException) -> str:
             return f"{key}: is not a regular expression ({wrong}), found '{value}'"
     if value.startswith("~"):
         return f"{word}: cannot be read: a shell leaves ~ alone behind a =; write $HOME"
-    reason = one_line(error).partition(" expecting ")[0].partition("LexerNoViable")
+    reason = first_line(error).partition(" expecting ")[0].partition("LexerNoViable")
     reason = reason[0] or "it has a sign that needs quotes"
     advice = "Commas, brackets, braces and spaces need quotes"
     if not value.startswith(("[", "{")):
@@ -156,3 +273,7 @@ def _values(override: Override) -> list[str]:
         return [word]
     key = word.partition("=")[0]
     return [f"{key}={value}" for value in override.sweep_string_iterator()]
+
+
+def _stem(path: str) -> str:
+    return path.rpartition("/")[2].removesuffix(".yaml")

@@ -69,7 +69,7 @@ class Settings:
     update_effect_every: Annotated[int, Field(ge=0)] = 0
     checkpoint_seconds: Annotated[float, Field(ge=0)] = 0.0
     attribute: bool = False
-    plan: bool = False
+    dry_run: bool = False
     report: Literal["auto"] | bool = "auto"
 
     def __post_init__(self) -> None:

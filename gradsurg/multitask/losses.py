@@ -88,7 +88,10 @@ class BackwardCall:
                     f"{num_tasks} tasks would share: act after the aggregator, at Parameters with "
                     "stage 'step', or on one task, by a ForTask trigger"
                 )
-                raise FieldError(controller.transform, [("", text)], controller.label)
+                links = [link for _, link in controller.links]
+                stateful = [link for link in links if repr(link) == controller.stateful]
+                owner = stateful[0] if stateful else controller.transform
+                raise FieldError(owner, [("", text)], controller.label)
 
     @contextmanager
     def task(self, name: str, clock: Clock) -> Iterator[None]:

@@ -47,7 +47,7 @@ class FieldError(ValueError):
     """Fields of an object that break a rule; `faults` holds a (field, sentence) for each.
 
     `owner` is the object, or the name of its class. An empty field stands for the whole object.
-    `label` takes the place of the class name in the message.
+    `label` takes the place of class and field in the message.
     """
 
     def __init__(self, owner: object, faults: list[tuple[str, str]], label: str = "") -> None:
@@ -56,7 +56,8 @@ class FieldError(ValueError):
         name = label or (owner if isinstance(owner, str) else type(owner).__name__)
         super().__init__(
             "\n".join(
-                f"{name}.{field}: {text}" if field else f"{name}: {text}" for field, text in faults
+                f"{name}.{field}: {text}" if field and not label else f"{name}: {text}"
+                for field, text in faults
             )
         )
 

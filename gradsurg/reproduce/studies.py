@@ -12,8 +12,8 @@ from torch import nn
 
 from gradsurg.config import compose
 from gradsurg.config.build import Experiment
-from gradsurg.config.faults import ConfigError
-from gradsurg.config.rehearsal import FEW, examined, metrics_of
+from gradsurg.config.dry_run import METRIC_EXAMPLES, examined_names, metric_names
+from gradsurg.config.errors import ConfigError
 from gradsurg.effects.numbers import EFFECT_NAMES, UPDATE_NAMES, UPDATES_SAMPLED
 from gradsurg.plugins.fields import nearest
 from gradsurg.report.load import Found, read_study
@@ -109,7 +109,7 @@ def plan_study(name: str, overrides: Sequence[str]) -> StudyPlan:
         runs.update(plan_runs(experiment))
 
     try:
-        composed, sweeping = compose.sweep([f"experiment={name}", *overrides], False, [])
+        composed, sweeping = compose.expand_study([f"experiment={name}", *overrides], False, [])
         compose.check(composed, sweeping, [], keep=keep)
     except ConfigError as error:
         raise WrongExperiment("\n".join(error.faults)) from error
@@ -120,14 +120,15 @@ def plan_study(name: str, overrides: Sequence[str]) -> StudyPlan:
 def plan_runs(experiment: Experiment) -> dict[str, PlannedRun]:
     """Return the runs of an experiment by the names of their directories; nothing is trained."""
     runs = {run.name: run for pair in experiment.pairs for run in pair.runs}
-    task, data = next(iter(runs.values())).task, experiment.data
+    task, data = experiment.task, experiment.load_data()
     with random_state.kept():
-        model = experiment.make_model()
-        tested = metrics_of(task, model, data.test_inputs[:FEW], data.test_targets[:FEW])
+        model = experiment.make_model(data)
+        some = METRIC_EXAMPLES
+        tested = metric_names(task, model, data.test_inputs[:some], data.test_targets[:some])
         # The last training examples may have metrics that the first lack, as those of a memory.
-        both = [torch.cat([o[:FEW], o[-FEW:]]) for o in (data.train_inputs, data.train_targets)]
-        trained = metrics_of(task, model, *both)
-        numbers = examined(task, model, data) if isinstance(task, Examined) else []
+        both = [torch.cat([o[:some], o[-some:]]) for o in (data.train_inputs, data.train_targets)]
+        trained = metric_names(task, model, *both)
+        numbers = examined_names(task, model, data) if isinstance(task, Examined) else []
         sites = _sites(experiment, model) if experiment.settings.effects_every else ()
     names = _Names(trained, tested, numbers, sites)
     return {name: _planned(run, names) for name, run in runs.items()}

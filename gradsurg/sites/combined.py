@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import nn
 from torch.optim import Optimizer
 
-from gradsurg.plugins.fields import Contradiction, validated
+from gradsurg.plugins.fields import Contradiction, SelectionError, validated
 from gradsurg.sites.base import HookRegistry, Place, PlaceTest, Selector, Stage
 from gradsurg.transforms.base import Need, Scope
 
@@ -110,7 +110,8 @@ class Combined(Selector):
                 names += kind.find(model, test)
         if not names:
             alone = "; ".join(", ".join(part.find(model)) for part in self.of)
-            raise LookupError(f"nothing is selected by {self!r}. Its parts by themselves: {alone}")
+            text = f"nothing is selected by {self!r}. Its parts by themselves: {alone}"
+            raise SelectionError(self, "by", text)
         return names
 
     def hook(

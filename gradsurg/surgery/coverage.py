@@ -141,10 +141,9 @@ class Coverage:
         self._awaits_backward = False
         expected, count = self._at.expected, len(self._hooked)
         if count != expected:
-            raise LookupError(
-                f"{self._controller.label}: {expected} sites were expected, found {count}: "
-                f"{', '.join(self._hooked) or 'none'}"
-            )
+            sites = ", ".join(self._hooked) or "none"
+            text = f"{expected} sites were expected, found {count}: {sites}"
+            raise SelectionError(self._at, "count", text, self._controller.label)
 
 
 def clock_warnings(

@@ -7,7 +7,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.plugins.fields import validated
+from gradsurg.plugins.fields import FieldError, validated
 from gradsurg.transforms.base import Need, Stateless, TransformContext, TransformProperty, error_of
 
 
@@ -40,10 +40,11 @@ class DirectFeedback(Stateless):
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         error, given = _examples(error_of(self, context)), _examples(grad)
         if len(error) != len(given):
-            raise ValueError(
-                f"DirectFeedback needs the same number of examples (axis 0) in the model's output "
-                f"and at the site '{context.site}', found {len(error)} and {len(given)}"
+            text = (
+                "needs the same number of examples (axis 0) in the model's output and at the site "
+                f"'{context.site}', found {len(error)} and {len(given)}"
             )
+            raise FieldError(self, [("", text)])
         shape = error.shape[1], given.shape[1]
         generator = context.generator(grad.device, per_call=False)
         bound = self.scale * max(1, shape[1]) ** -0.5

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.plugins.fields import Contradiction, validated
+from gradsurg.plugins.fields import Contradiction, FieldError, validated
 from gradsurg.triggers.base import Source, TensorTrigger, TriggerContext
 
 
@@ -38,10 +38,8 @@ class Shape(TensorTrigger):
     def decide(self, observation: object, context: TriggerContext) -> bool | Tensor:
         assert isinstance(observation, tuple)
         if not -len(observation) <= self.dim < len(observation):
-            raise Contradiction(
-                "dim",
-                f"{self!r}: the source has shape {list(observation)} and no dimension {self.dim}",
-            )
+            text = f"the source has shape {list(observation)} and no dimension {self.dim}"
+            raise FieldError(self, [("dim", text)])
         size = observation[self.dim]
         return (self.above is None or size > self.above) and (
             self.below is None or size < self.below

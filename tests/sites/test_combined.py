@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
-from gradsurg.config.build import ConfigError, build
-from gradsurg.config.compose import CONFIG_DIR, check, plain, register
+from gradsurg.config.build import build
+from gradsurg.config.errors import ConfigError
+from gradsurg.config.compose import check, plain
+from gradsurg.config.overrides import CONFIG_DIR, register
 from gradsurg.plugins.fields import FieldError
 from gradsurg.sites.base import Place, Selector
 from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train
@@ -454,7 +456,7 @@ def test_several_stages_take_several_interventions() -> None:
 def test_what_selects_nothing_lists_what_its_parts_select(at: Selector, said: str) -> None:
     with pytest.raises(LookupError) as caught, attached(small(), gs.Zero(), at):
         pass
-    assert str(caught.value).startswith("nothing is selected by Combined(")
+    assert str(caught.value).startswith("Combined.by: nothing is selected by Combined(")
     assert str(caught.value).endswith(f" Its parts by themselves: {said}")
 
 
@@ -629,7 +631,7 @@ def test_the_command_line_says_what_python_says(words: str, expected: list[str])
         (["site=combined", "site.limit=0"], ["site.limit: must be >= 1, found 0"]),
         (
             ["site=combined", "site.by=none", "site.of=[{name:parameters}]"],
-            ["site.by: nothing is selected by site=combined site.of.0.name=parameters site.by="],
+            ["site.by: nothing is selected by Combined(of=(Parameters("],
         ),
         (["site.depth=9"], ["site.depth: nothing matches '*' with 'depth=(9, 9)'."]),
         (["site.depth=true"], ["site.depth: must be a number >= 0 or two of them"]),

@@ -13,8 +13,9 @@ from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from gradsurg.config import compose
-from gradsurg.config.build import ConfigError, Experiment, build
+from gradsurg.config import compose, overrides
+from gradsurg.config.build import Experiment, build
+from gradsurg.config.errors import ConfigError
 from gradsurg.models.gpt import GPT
 from gradsurg.models.mlp import MLP
 from gradsurg.models.multi_head import MultiHead
@@ -126,8 +127,8 @@ def test_loading_leaves_the_global_generators_alone(name):
 
 
 def built(*words: str) -> Experiment:
-    compose.register()
-    with initialize_config_dir(str(compose.CONFIG_DIR), version_base="1.3"):
+    overrides.register()
+    with initialize_config_dir(str(overrides.CONFIG_DIR), version_base="1.3"):
         config = hydra_compose("config", [*words, "logger=none", "seeds=1"])
     return build(compose.plain(config))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.config.faults import ConfigError
+from gradsurg.config.errors import ConfigError
 from gradsurg.report.text import Runs, report
 from gradsurg.tasks.base import Classification, Data, Examination, Examined
 from gradsurg.tasks.digits import Digits

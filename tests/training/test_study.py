@@ -17,7 +17,8 @@ from torch import nn
 
 import gradsurg as gs
 from gradsurg.config.build import build
-from gradsurg.config.compose import CONFIG_DIR, plain, register
+from gradsurg.config.compose import plain
+from gradsurg.config.overrides import CONFIG_DIR, register
 from gradsurg.effects.numbers import EFFECT_NAMES
 from gradsurg.loggers.base import Guarded, Logger, RunInfo, State
 from gradsurg.models.point import Point

@@ -1,35 +1,36 @@
-"""The runs of an experiment, seed by seed: a treated one and its control, and their identities."""
+"""The runs of an experiment: for each seed a treated run and its control."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 import torch
+from torch import nn
 
 from gradsurg.aggregators.base import NormMatchedSum
 from gradsurg.aggregators.sum import Sum
-from gradsurg.config.make import Config
-from gradsurg.config.optimizers import MakeOptimizer, optimizer_config
-from gradsurg.config.parts import model_of
-from gradsurg.config.schedules import schedule_maker
+from gradsurg.config.instantiate import Config, fields_of, target_of, user_code
 from gradsurg.config.settings import Settings
 from gradsurg.multitask.shared_parameters import SharedParameters
+from gradsurg.plugins.fields import call_with_fields
 from gradsurg.sites.base import Selector
 from gradsurg.surgery.intervention import Intervention
 from gradsurg.surgery.surgery import Surgery
-from gradsurg.tasks.base import MultiTask, Task
+from gradsurg.tasks.base import Data, MultiTask, Task
 from gradsurg.training.run import Run, Schedule
+from gradsurg.training.optimizers import optimizer_maker
 from gradsurg.training.run_identity import run_identity
+from gradsurg.training.schedules import schedule_maker
 from gradsurg.transforms.identity import Identity
 from gradsurg.transforms.norm_matched import NormMatched
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The two runs of one seed; either can be missing: `transform=none` is a plain run.
+    """The runs of one seed. `treated` is None with `transform=none`, `control` with `control=none`.
 
-    An attribution has one more for each link of the chain: the treated run of the chain without it.
-    It is recognised by that alone, so a sweep that has the shorter chain has the same run.
+    With `attribute=true`, `without` has the treated run of the chain without each link, by link.
+    Its identity is that of the shorter chain, so that a sweep over that chain shares the run.
     """
 
     seed: int
@@ -39,28 +40,31 @@ class Pair:
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """All of them, in the order in which they are done."""
+        """All runs, in the order of execution."""
         both = (run for run in (self.control, self.treated) if run is not None)
         return (*both, *self.without.values())
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the runs of an experiment have in common."""
+    """The settings that the runs of an experiment share; makes the runs of each seed.
+
+    `joint` is the intervention of the aggregator, `data_hash` that of the files of the task,
+    `without` the plans of the chain without each of its links.
+    """
 
     config: Config
     settings: Settings
     task: Task
-    make_optimizer: MakeOptimizer
     device: torch.device
     selector: Selector
     intervention: Intervention | None
-    joint: Intervention | None = None  # that of the aggregator
-    without: "Mapping[str, Plan]" = field(default_factory=dict)  # those of the chain less a link
-    content: str = ""  # what stands for the task's files
+    joint: Intervention | None
+    data_hash: str
+    without: "Mapping[str, Plan]" = field(default_factory=dict)
 
     def pair(self, seed: int) -> Pair:
-        """The runs of one seed."""
+        """Make the runs of one seed."""
         if self.intervention is None and self.joint is None:
             return Pair(seed, None, self._control(seed))
         control = self._control(seed) if self.settings.control != "none" else None
@@ -71,12 +75,16 @@ class Plan:
         return Pair(seed, treated, control, {link: run for link, run in shorter.items() if run})
 
     def surgery(self, seed: int) -> Surgery:
-        """That of the treated run, empty for a plain one."""
-        return Surgery(*(own for own in (self.intervention, self.joint) if own), seed=seed)
+        """Make the surgery of the treated run; a plain run has an empty one."""
+        return Surgery(*self._interventions, seed=seed)
+
+    @property
+    def _interventions(self) -> list[Intervention]:
+        return [item for item in (self.intervention, self.joint) if item is not None]
 
     @property
     def _names(self) -> tuple[str, ...]:
-        """Of the transforms in their order, and of the aggregator."""
+        """The names of the transforms in their order, and of the aggregator."""
         joint = self.joint.names if self.joint is not None else ()
         return (*self.config["transform"], *joint)
 
@@ -86,16 +94,18 @@ class Plan:
         return self._run("treated", label, seed, identity, self.surgery(seed), shadow=False)
 
     def _control(self, seed: int) -> Run:
-        """No surgery, measured at the same sites; or the plain direction with the treated norm."""
-        own = self.intervention, self.joint
-        if any(own) and self.settings.control == "norm_matched":
-            surgery = Surgery(*(_matched(item) for item in own if item), seed=seed)
+        """Make the control run: no surgery, or the plain gradients with the treated norm.
+
+        Without surgery the gradients are measured at the same sites.
+        """
+        if self._interventions and self.settings.control == "norm_matched":
+            surgery = Surgery(*map(_norm_matched, self._interventions), seed=seed)
             label = "norm_matched-" + "+".join(self._names)
             identity = self._identity(seed, "norm_matched")
             return self._run("control", label, seed, identity, surgery, shadow=False)
         measured = [Intervention(Identity(), self.selector, names=("none",))]
         if isinstance(self.task, MultiTask):
-            measured.append(Intervention(Sum(), SharedParameters()))  # called "sum"
+            measured.append(Intervention(Sum(), SharedParameters()))
         surgery = Surgery(*measured, seed=seed)
         identity = self._identity(seed, "control")
         return self._run("control", "none", seed, identity, surgery, shadow=True)
@@ -116,7 +126,7 @@ class Plan:
         if settings.until is not None:
             chosen["until"] = f"{settings.until}, tested every {settings.eval_every} steps"
         aggregated = self.joint is not None
-        return run_identity(self.config, arm, chosen, aggregated, self.content)
+        return run_identity(self.config, arm, chosen, aggregated, self.data_hash)
 
     def _run(
         self,
@@ -137,8 +147,8 @@ class Plan:
             # A control is of every treated arm that has its site and seed.
             tags=self._names if arm == "treated" else (label.split("-")[0],),
             task=self.task,
-            make_model=lambda data: model_of(self.config, data),
-            make_optimizer=self.make_optimizer,
+            make_model=lambda data: create_model(self.config, data),
+            make_optimizer=optimizer_maker(optimizer_config(self.config, settings)),
             surgery=surgery,
             shadow=shadow,
             schedule=Schedule(
@@ -158,9 +168,29 @@ class Plan:
         )
 
 
-def _matched(item: Intervention) -> Intervention:
-    """The plain direction with the norm of what an intervention makes."""
-    aggregator = item.aggregator
-    made = NormMatched(item.operator) if aggregator is None else NormMatchedSum(aggregator)
-    names = ("norm_matched",) if aggregator is None else ("norm_matched_sum",)
-    return replace(item, transform=made, names=names)
+def optimizer_config(config: Config, settings: Settings | None) -> dict[str, object]:
+    """Return the name and fields of the optimizer; the short key `lr` replaces its own."""
+    fields = dict(config["optimizer"])
+    if settings is not None and settings.lr is not None:
+        fields["lr"] = settings.lr
+    return fields
+
+
+def create_model(config: Config, data: Data) -> nn.Module:
+    """Create a model for the data, with weights drawn from the global generator."""
+    fields = config["model"]
+    target = target_of("models", fields)
+    options = data.model_options(target, fields_of(fields))
+    with user_code(fields):
+        model = call_with_fields(target, (data.input_shape, data.num_outputs), options)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"must make a torch.nn.Module, found {model!r}")
+    return model
+
+
+def _norm_matched(item: Intervention) -> Intervention:
+    """Return the intervention that keeps the plain direction and takes the norm of `item`."""
+    if item.aggregator is None:
+        return replace(item, transform=NormMatched(item.operator), names=("norm_matched",))
+    matched = NormMatchedSum(item.aggregator)
+    return replace(item, transform=matched, names=("norm_matched_sum",))

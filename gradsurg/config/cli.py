@@ -1,0 +1,266 @@
+"""Read the command line: check every job before training, plan its runs, report on them after."""
+
+import json
+import os
+import sys
+import warnings
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from hydra._internal.utils import get_args_parser
+from omegaconf import DictConfig
+
+from gradsurg.config import compose, overrides
+from gradsurg.config.build import Experiment, build
+from gradsurg.config.errors import ConfigError
+from gradsurg.config.instantiate import Config
+from gradsurg.effects.ledger import SurgeryWarning
+from gradsurg.effects.tables import aligned
+from gradsurg.loggers.base import Guarded
+from gradsurg.training.run import Run
+from gradsurg.training.run_directory import ERROR, RunDirectory, RunState, merged_facts
+
+WRONG_INPUT = 2
+
+WORST_FIRST: tuple[RunState, ...] = (
+    "failed",
+    "interrupted",
+    "running",
+    "planned",
+    "diverged",
+    "finished",
+)
+
+STATES: dict[RunState, str] = {
+    "planned": "to train",
+    "interrupted": "interrupted before, to resume",
+    "failed": "failed before",
+    "running": "running in another process",
+    "diverged": "diverged before, skipped",
+    "finished": "finished before, skipped",
+}
+
+_experiments: dict[str, Experiment] = {}
+"""The experiments that `read_command` has built in this process and no job has taken yet."""
+
+
+@dataclass(frozen=True)
+class JobRun:
+    """The directory of a run, and the facts and the identity to write into it."""
+
+    path: Path
+    facts: dict[str, object]
+    identity: dict[str, object]
+
+
+@dataclass(frozen=True)
+class Job:
+    """The overrides of one job, and its runs."""
+
+    words: tuple[str, ...]
+    runs: tuple[JobRun, ...]
+
+
+@dataclass
+class Command:
+    """The checked jobs of a command line; none if it only asks Hydra for help, or for a dry run."""
+
+    sweeping: bool = False
+    jobs: list[Job] = field(default_factory=list)
+    loggers: dict[str, Guarded] = field(default_factory=dict)  # by their configs
+    studies: dict[Path, dict[str, Guarded]] = field(default_factory=dict)  # with their loggers
+    report: bool = True
+    force: bool = False
+    retry_failed: bool = True
+    dry_run: bool = False
+    untrained: int = 0  # the number of jobs with steps=0
+    has_new_runs: bool = True
+
+    def add(self, words: list[str], experiment: Experiment) -> None:
+        """Add a job that has no error."""
+        settings = experiment.settings
+        self.dry_run |= settings.dry_run
+        if settings.steps == 0:
+            self.untrained += 1
+            return
+        out = Path(settings.out)
+        runs = [run for pair in experiment.pairs for run in pair.runs]
+        self.jobs.append(planned_job(words, runs, out))
+        study_loggers = self.studies.setdefault(out / settings.study, {})
+        for logger in experiment.loggers:
+            study_loggers[logger.key] = self.loggers.setdefault(logger.key, logger)
+        loggers = tuple(self.loggers[logger.key] for logger in experiment.loggers)
+        _experiments[_key(experiment.config)] = replace(experiment, loggers=loggers)
+        self.report &= settings.report is not False
+        self.force |= settings.force
+        self.retry_failed &= settings.retry_failed
+
+
+def read_command() -> Command:
+    """Read the command line, check all jobs, and write down their runs as planned.
+
+    Exits with code 2 after printing all errors. Prints the warnings of the surgery, each once.
+    """
+    sys.argv[1:] = _options_first(sys.argv[1:])
+    arguments = get_args_parser().parse_args()
+    overrides.register()
+    _experiments.clear()
+    if arguments.help or arguments.hydra_help or arguments.info or arguments.shell_completion:
+        return Command()
+    command = Command()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", SurgeryWarning)
+        try:
+            _check(arguments, command)
+        except ConfigError as error:
+            for fault in error.faults:
+                print(fault, file=sys.stderr)
+            sys.exit(WRONG_INPUT)
+    for text in dict.fromkeys(str(item.message) for item in caught):
+        print(f"warning: {text}", file=sys.stderr)
+    if arguments.cfg:
+        return Command()
+    if command.untrained:
+        # A trial step would import PyTorch's compiler, which takes longer than the check.
+        jobs = f"{command.untrained} job{'s' if command.untrained > 1 else ''}"
+        print(f"steps=0: {jobs} checked without a trial step, nothing to train")
+    if command.dry_run:
+        return Command()
+    if command.untrained and not command.jobs:
+        sys.exit()
+    try:
+        states = plan_runs(command.jobs, command.force)
+    except OSError as error:
+        print(f"out: cannot be written to: {error}", file=sys.stderr)
+        sys.exit(WRONG_INPUT)
+    command.has_new_runs = set(states) != {"finished"}
+    if command.sweeping:
+        print(summary_line(len(command.jobs), states, command.retry_failed), file=sys.stderr)
+    return command
+
+
+def checked_experiment(config: DictConfig) -> Experiment:
+    """Return the experiment of a job: the one that was built when the command line was checked.
+
+    It is built here in the process of a launcher, where the command line was not read.
+    """
+    resolved = compose.plain(config)
+    experiment = _experiments.pop(_key(resolved), None)
+    if experiment is not None:
+        return experiment
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SurgeryWarning)  # `read_command` has printed them
+        return build(resolved)
+
+
+def planned_job(words: Sequence[str], runs: Iterable[Run], out: Path) -> Job:
+    """Return a job with the directories of its runs, without models and data."""
+    planned = (JobRun(run.directory(out), run.facts, run.identity) for run in runs)
+    return Job(tuple(words), tuple(planned))
+
+
+def plan_runs(jobs: Sequence[Job], force: bool) -> Counter[RunState]:
+    """Write down each run once as planned, and return how many runs are in each state.
+
+    With `force` the files of earlier runs are removed here, once: two jobs may share a control, and
+    a job that is started again on another machine must resume from its checkpoint.
+    """
+    states: Counter[RunState] = Counter()
+    for run in _distinct_runs(jobs):
+        directory = RunDirectory(run.path)
+        state: RunState = "running"
+        if not force and directory.finished:
+            state = directory.recorded_state
+            directory.add_controls(run.facts)
+        else:
+            with directory.lock(wait=force) as alone:
+                if alone:
+                    facts = merged_facts(directory.known_facts(), run.facts)
+                    if force:
+                        directory.clear()
+                    state = directory.recorded_state
+                    directory.plan(facts, run.identity)
+        states[state] += 1
+    return states
+
+
+def summary_line(num_jobs: int, states: Counter[RunState], retry_failed: bool) -> str:
+    """Return one line with the number of jobs, and of runs in each state."""
+    failed = "tried again" if retry_failed else "not retried (retry_failed=false)"
+    counts = [
+        f"{count} {STATES[state]}{f', {failed}' if state == 'failed' else ''}"
+        for state, count in states.items()
+    ]
+    jobs = f"{num_jobs} job{'s' if num_jobs > 1 else ''}"
+    return f"{jobs}, {states.total()} runs: {'; '.join(counts)}"
+
+
+def outcome_table(jobs: Sequence[Job]) -> tuple[str, bool]:
+    """Return a table with the state of each job, and whether all runs have finished."""
+    varying = _varying_keys(jobs)
+    rows = [["job", "state", "reason"]]
+    all_finished = True
+    for job in jobs:
+        words = " ".join(word for word in job.words if word.partition("=")[0] in varying)
+        state, reason = _outcome(job)
+        all_finished &= state == "finished"
+        rows.append([words or "(the only one)", state, reason])
+    return aligned(rows), all_finished
+
+
+def _check(arguments: Namespace, command: Command) -> None:
+    name = arguments.config_name or "config"
+    folders = [arguments.config_dir] if arguments.config_dir else []
+    words, command.sweeping = compose.expand_study(
+        arguments.overrides, arguments.multirun, folders, name
+    )
+    compose.check(words, command.sweeping, folders, name, command.add, builds=not arguments.cfg)
+
+
+def _options_first(words: list[str]) -> list[str]:
+    """Put overrides behind options: the parser reads overrides in one piece only."""
+    behind = [word for word in words if "=" in word and not word.startswith("-")]
+    return [word for word in words if word not in behind] + behind
+
+
+def _key(config: Config) -> str:
+    """Return the text by which a resolved config is found again."""
+    return json.dumps(config, default=repr)
+
+
+def _outcome(job: Job) -> tuple[str, str]:
+    """Return the worst state among the runs of a job, and the reason of the first run in it."""
+    states = [RunDirectory(run.path).state for run in job.runs]
+    worst = min(states, key=WORST_FIRST.index)
+    count = states.count(worst)
+    state = worst if count == len(states) else f"{count} of {len(states)} runs {worst}"
+    if worst == "finished":
+        return worst, ""
+    first = RunDirectory(job.runs[states.index(worst)].path)
+    if worst == "failed":
+        return state, f"{first.reason} ({os.path.relpath(first.path / ERROR)})"
+    step = first.read_summary().get("diverged_step") if worst == "diverged" else None
+    if step is not None:
+        return state, f"{os.path.relpath(first.path)}: the loss of step {step} was not finite"
+    return state, os.path.relpath(first.path)
+
+
+def _distinct_runs(jobs: Sequence[Job]) -> list[JobRun]:
+    """Return each run once, with the controls that it has in any of the jobs."""
+    runs: dict[Path, JobRun] = {}
+    for run in (run for job in jobs for run in job.runs):
+        facts = runs[run.path].facts if run.path in runs else {}
+        runs[run.path] = replace(run, facts=merged_facts(facts, run.facts))
+    return list(runs.values())
+
+
+def _varying_keys(jobs: Sequence[Job]) -> set[str]:
+    """Return the keys that have more than one value among the jobs."""
+    values: dict[str, set[str]] = {}
+    for job in jobs:
+        for word in job.words:
+            values.setdefault(word.partition("=")[0], set()).add(word)
+    return {key for key, words in values.items() if len(words) > 1}
