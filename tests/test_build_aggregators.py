@@ -123,9 +123,7 @@ def test_what_remembers_can_act_where_it_is_told_to(way: list[str]) -> None:
 
 
 def test_without_a_step_to_make_the_places_are_looked_for_all_the_same() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^shared.pattern: nothing matches 'nope'"
-    ):
+    with pytest.raises(ConfigError, match=r"^shared.pattern: nothing matches 'nope'"):
         built("aggregator=pcgrad", *SEVERAL, "steps=0", "shared.pattern=nope")
     words = ("shared.engine=feature", "shared.features=nope", "steps=0")
     with pytest.raises(ConfigError, match=r"^shared.features: there is no module 'nope'"):

@@ -157,9 +157,16 @@ WRONG = (
         "optimizer=adamw optimizer.betas=[0.9]",
         "optimizer: AdamW(lr=0.001, betas=[0.9], eps=1e-08, weight_decay=0.01) is refused: list index out of range",
     ),
-    Wrong("optimizer.lr=-1", "optimizer: SGD(lr=-1, momentum=0.0, weight_decay=0.0) is refused: Invalid learning rate"),
-    Wrong("optimizer.lr=null", "optimizer: SGD(lr=None, momentum=0.0, weight_decay=0.0) is refused: "),
-    Wrong("optimizer.momentum=x", "optimizer: SGD(lr=0.1, momentum=x, weight_decay=0.0) is refused: "),
+    Wrong(
+        "optimizer.lr=-1",
+        "optimizer: SGD(lr=-1, momentum=0.0, weight_decay=0.0) is refused: Invalid learning rate",
+    ),
+    Wrong(
+        "optimizer.lr=null", "optimizer: SGD(lr=None, momentum=0.0, weight_decay=0.0) is refused: "
+    ),
+    Wrong(
+        "optimizer.momentum=x", "optimizer: SGD(lr=0.1, momentum=x, weight_decay=0.0) is refused: "
+    ),
     Wrong(
         "+optimizer.nesterov=true",
         "optimizer: SGD(lr=0.1, momentum=0.0, weight_decay=0.0, nesterov=True) is refused: Nesterov momentum requires",
@@ -213,8 +220,7 @@ WRONG = (
     ),
     Wrong(
         "transform=feedback_weights site=nodes site.module=hidden.1.*",
-        "transform.feedback_weights: needs the gradient that enters the autograd node, "
-        "and Nodes(",
+        "transform.feedback_weights: needs the gradient that enters the autograd node, and Nodes(",
         "it can act at Nodes with side='leave'",
     ),
     Wrong("site.stage=foo", "site.stage: must be one of 'use', 'backward', ", "found 'foo'"),
@@ -308,7 +314,8 @@ WRONG = (
         "when.of: Unless(of=Steps(start=0, stop=500, every=1)) never",
     ),
     Wrong(
-        "transform=clip when=all_of when.of.0.start=500 when.of.0.stop=null", "when.of: AllOf(of=(Steps(start=500, "
+        "transform=clip when=all_of when.of.0.start=500 when.of.0.stop=null",
+        "when.of: AllOf(of=(Steps(start=500, ",
     ),
     Wrong(
         "transform=clip when=shape when.source=grad when.dim=5",

@@ -90,7 +90,9 @@ def test_failed_runs_can_be_kept_failed(here: Here, folder: Path) -> None:
     before = log.read_text(), log.stat().st_mtime_ns
     again = here(*TWO, "seed=0", "retry_failed=false")
     assert again.code == 1
-    assert "total, seed 0: failed before; not retried (retry_failed=false); TypeError: " in again.err
+    assert (
+        "total, seed 0: failed before; not retried (retry_failed=false); TypeError: " in again.err
+    )
     assert (log.read_text(), log.stat().st_mtime_ns) == before
     assert "1 of 2 runs failed TypeError" in table(again.out)[0]
 
