@@ -151,7 +151,7 @@ def _walk(model: nn.Module, example: Any) -> _Walk:
 
 
 def _site_lines(
-    model: nn.Module, example: Any, at: Selector, walk: _Walk, labels: Sequence[str]
+    model: nn.Module, example: Any, at: Selector, walk: _Walk, labels: list[str]
 ) -> list[SiteLine]:
     """Run a forward with the hooks of `at`; return its sites, the hooked ones first.
 
