@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from gradsurg.config.build import Experiment
 from gradsurg.config.cli import Command, checked_experiment, outcome_table, read_command
 from gradsurg.config.overrides import CONFIG_DIR
-from gradsurg.loggers.base import Guarded, Logger
+from gradsurg.loggers.base import GuardedLogger, Logger
 from gradsurg.plugins.fields import told
 from gradsurg.plugins.pipes import outlive_readers
 from gradsurg.report.text import Runs, report
@@ -158,7 +158,7 @@ def _report_job(experiment: Experiment, has_new_runs: bool) -> None:
     _write_report(study_report(study), loggers, figures)
 
 
-def _write_report(study: "StudyReport", loggers: Iterable[Guarded], figures: bool) -> None:
+def _write_report(study: "StudyReport", loggers: Iterable[GuardedLogger], figures: bool) -> None:
     """Write the report of a study, print its path, and send the study to the loggers."""
     from gradsurg.report.export import study_info, write_report
 

@@ -17,7 +17,7 @@ from gradsurg.config import compose
 from gradsurg.config.build import Experiment, build
 from gradsurg.config.cli import Job, outcome_table, plan_runs, planned_job
 from gradsurg.effects.tables import aligned
-from gradsurg.loggers.base import Logger, RunInfo, State
+from gradsurg.loggers.base import Logger, RunEnd, RunInfo
 from gradsurg.training.loop import Batches
 from gradsurg.training.run import Run
 from gradsurg.training.run_directory import SUMMARY, RunDirectory
@@ -60,7 +60,7 @@ class Stopwatch(Logger):
         if step in self.between:
             self.stamps.append(_now())
 
-    def finish(self, state: State, summary: Mapping[str, float]) -> None:
+    def finish(self, state: RunEnd, summary: Mapping[str, float]) -> None:
         pass
 
     def abandon(self) -> None:

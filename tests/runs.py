@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.loggers.base import Logger, RunInfo, State
+from gradsurg.loggers.base import Logger, RunEnd, RunInfo
 from gradsurg.models.mlp import MLP
 from gradsurg.sites.base import Selector
 from gradsurg.surgery.intervention import Intervention
@@ -176,7 +176,7 @@ class Listening(Logger):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.logged.append((step, dict(values)))
 
-    def finish(self, state: State, summary: Mapping[str, float]) -> None:
+    def finish(self, state: RunEnd, summary: Mapping[str, float]) -> None:
         self.ended.append((state, dict(summary)))
 
     def abandon(self) -> None: ...

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional
 
 import gradsurg as gs
-from gradsurg.training.optimizers import MakeOptimizer, optimizer_maker
 from gradsurg.tasks.digits import Digits
 from gradsurg.training.loop import train
+from gradsurg.training.optimizers import MakeOptimizer, optimizer_maker
 from gradsurg.training.run import Run
 from gradsurg.training.study import execute
 from tests.nets import small, weights

@@ -11,10 +11,10 @@ import yaml
 from torch.optim import Optimizer, lr_scheduler
 
 import gradsurg as gs
-from gradsurg.training.schedules import check_learning_rates, schedule_maker
 from gradsurg.tasks.digits import Digits
 from gradsurg.training.loop import StepOptions, train
 from gradsurg.training.run import Run
+from gradsurg.training.schedules import check_learning_rates, schedule_maker
 from gradsurg.training.study import execute
 from tests.nets import sgd, small, weights
 from tests.runs import SHORT, Torn, Wrapped, a_run, assert_same, data, kept_in, lines

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gradsurg.loggers.base import Guarded, StudyInfo
+from gradsurg.loggers.base import GuardedLogger, StudyInfo
 from gradsurg.report import summary
 from gradsurg.training.run_directory import RunDirectory
 from tests.conftest import Here
@@ -133,7 +133,7 @@ def test_loggers_are_told_of_the_study_that_a_sweep_belongs_to(
     here: Here, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[StudyInfo] = []
-    monkeypatch.setattr(Guarded, "study", lambda self, study: told.append(study))
+    monkeypatch.setattr(GuardedLogger, "study", lambda self, study: told.append(study))
     here("-m", "transform=clip,sign", "steps=20", "seeds=2", "logger=console", "study=first")
     (study,) = told
     assert study.study == "first"
@@ -148,7 +148,9 @@ def test_each_logger_that_a_sweep_used_gets_once_the_studies_that_it_was_used_in
     here: Here, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[tuple[str, str]] = []
-    monkeypatch.setattr(Guarded, "study", lambda self, study: told.append((self.key, study.study)))
+    monkeypatch.setattr(
+        GuardedLogger, "study", lambda self, study: told.append((self.key, study.study))
+    )
     monkeypatch.setenv("WANDB_MODE", "disabled")
     quick = ("steps=5", "seeds=1")
     here("-m", "transform=clip,sign", "logger=console,wandb", "study=both", *quick)
@@ -196,7 +198,7 @@ def test_loggers_get_the_study_of_a_single_job_when_it_has_trained(
     here: Here, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[StudyInfo] = []
-    monkeypatch.setattr(Guarded, "study", lambda self, study: told.append(study))
+    monkeypatch.setattr(GuardedLogger, "study", lambda self, study: told.append(study))
     words = ("transform=clip", "steps=20", "logger=console")
     here(*words, "seeds=2")
     (study,) = told

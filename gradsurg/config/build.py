@@ -17,7 +17,7 @@ from gradsurg.config.instantiate import Config, instantiate, user_code
 from gradsurg.config.runs import Pair, Plan, create_model
 from gradsurg.config.settings import Settings
 from gradsurg.effects.ledger import SurgeryWarning
-from gradsurg.loggers.base import Guarded, Logger
+from gradsurg.loggers.base import GuardedLogger, Logger
 from gradsurg.multitask.aggregation import check_trigger
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.plugins.fields import FieldError, call_with_fields, nearest, one_line
@@ -56,7 +56,7 @@ class Experiment:
     surgery: Surgery
     config: Config
     task: Task
-    loggers: tuple[Guarded, ...]
+    loggers: tuple[GuardedLogger, ...]
 
     def load_data(self) -> Data:
         """Load the data of the task."""
@@ -126,7 +126,7 @@ def build(config: Config) -> Experiment:
     return experiment
 
 
-def _experiment(plan: Plan, loggers: tuple[Guarded, ...]) -> Experiment:
+def _experiment(plan: Plan, loggers: tuple[GuardedLogger, ...]) -> Experiment:
     settings = plan.settings
     seeds = [settings.seed] if settings.seed is not None else range(settings.seeds)
     pairs = tuple(plan.pair(seed) for seed in seeds)
@@ -275,18 +275,18 @@ def _shared(config: Config) -> SharedParameters:
     return shared
 
 
-def _loggers(config: Config, errors: ErrorCollector) -> tuple[Guarded, ...]:
+def _loggers(config: Config, errors: ErrorCollector) -> tuple[GuardedLogger, ...]:
     loggers = []
     for key, fields in (config.get("logger") or {}).items():
         with errors.at(f"logger.{key}"):
             logger = instantiate("loggers", fields, Logger)
-            loggers.append(Guarded(logger, json.dumps([key, fields])))
+            loggers.append(GuardedLogger(logger, json.dumps([key, fields])))
     return tuple(loggers)
 
 
 def _checked_model(config: Config, task: Task, data: Data) -> nn.Module:
     """Create a model and pass two examples through it; the global generators stay as they are."""
-    with random_state.kept():
+    with random_state.preserved():
         model = create_model(config, data)
         inputs, targets = data.train_inputs[:2], data.train_targets[:2]
         try:

@@ -19,7 +19,7 @@ from gradsurg.config.errors import ConfigError
 from gradsurg.config.instantiate import Config
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.effects.tables import aligned
-from gradsurg.loggers.base import Guarded
+from gradsurg.loggers.base import GuardedLogger
 from gradsurg.training.run import Run
 from gradsurg.training.run_directory import ERROR, RunDirectory, RunState, merged_facts
 
@@ -70,8 +70,10 @@ class Command:
 
     sweeping: bool = False
     jobs: list[Job] = field(default_factory=list)
-    loggers: dict[str, Guarded] = field(default_factory=dict)  # by their configs
-    studies: dict[Path, dict[str, Guarded]] = field(default_factory=dict)  # with their loggers
+    loggers: dict[str, GuardedLogger] = field(default_factory=dict)  # by their configs
+    studies: dict[Path, dict[str, GuardedLogger]] = field(
+        default_factory=dict
+    )  # with their loggers
     report: bool = True
     force: bool = False
     retry_failed: bool = True

@@ -21,8 +21,8 @@ from gradsurg.effects.ledger import Entry, SurgeryWarning
 from gradsurg.multitask.features import module_of
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.plugins.fields import FieldError, nearest, one_line, only_changed_field
-from gradsurg.sites.state_guard import untouched
 from gradsurg.sites.base import Selector
+from gradsurg.sites.state_guard import untouched
 from gradsurg.surgery.forward_observers import observed_modules
 from gradsurg.surgery.intervention import Intervention
 from gradsurg.surgery.surgery import Surgery
@@ -30,8 +30,8 @@ from gradsurg.tasks.base import Data, Examined, MultiTask, Task
 from gradsurg.torch_internals import random_state
 from gradsurg.training.loop import outputs_of
 from gradsurg.training.optimizers import optimizer_maker
-from gradsurg.training.schedules import MAX_CHECKED_STEPS, check_learning_rates, schedule_maker
 from gradsurg.training.run import check_compiled
+from gradsurg.training.schedules import MAX_CHECKED_STEPS, check_learning_rates, schedule_maker
 from gradsurg.transforms.base import (
     GroupTransform,
     Need,
@@ -278,7 +278,7 @@ class _Trial:
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
         inputs = self.data.train_inputs[: self._batch]
         targets = self.data.train_targets[: self._batch]
-        with self.errors.at(key), random_state.kept(), warnings.catch_warnings():
+        with self.errors.at(key), random_state.preserved(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run repeats these warnings
             try:
                 attached = Surgery(*items).attach(

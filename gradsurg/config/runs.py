@@ -17,8 +17,8 @@ from gradsurg.sites.base import Selector
 from gradsurg.surgery.intervention import Intervention
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, MultiTask, Task
-from gradsurg.training.run import Run, Schedule
 from gradsurg.training.optimizers import optimizer_maker
+from gradsurg.training.run import Run, Schedule
 from gradsurg.training.run_identity import run_identity
 from gradsurg.training.schedules import schedule_maker
 from gradsurg.transforms.identity import Identity

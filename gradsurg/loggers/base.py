@@ -9,7 +9,7 @@ from typing import Literal
 
 from gradsurg.plugins.fields import told
 
-State = Literal["finished", "diverged", "failed", "interrupted"]
+RunEnd = Literal["finished", "diverged", "failed", "interrupted"]
 Cell = str | float | int | bool | None
 
 _log = logging.getLogger("gradsurg")
@@ -58,7 +58,7 @@ class Logger(ABC):
         """Log one interval's numbers, as `train/loss` or `effect/<transform>/<site>/cosine`."""
 
     @abstractmethod
-    def finish(self, state: State, summary: Mapping[str, float]) -> None:
+    def finish(self, state: RunEnd, summary: Mapping[str, float]) -> None:
         """End the run with its outcome."""
 
     @abstractmethod
@@ -78,7 +78,7 @@ class StudyLogger(Logger):
         """Log a study's table and figures; they replace those logged before."""
 
 
-class Guarded(Logger):
+class GuardedLogger(Logger):
     """A logger whose exceptions do not end the training.
 
     An exception ends the use of the logger for the current run; the next run tries it again. Each
@@ -103,7 +103,7 @@ class Guarded(Logger):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._try("log", lambda: self.logger.log(step, values))
 
-    def finish(self, state: State, summary: Mapping[str, float]) -> None:
+    def finish(self, state: RunEnd, summary: Mapping[str, float]) -> None:
         self._try("finish", lambda: self.logger.finish(state, summary))
         self._active = False
 

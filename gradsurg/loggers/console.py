@@ -16,7 +16,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from gradsurg.loggers.base import Logger, RunInfo, State
+from gradsurg.loggers.base import Logger, RunEnd, RunInfo
 from gradsurg.plugins.fields import validated
 
 NUM_METRICS = 4  # in the line of a finished run
@@ -62,7 +62,7 @@ class Console(Logger):
             if "train/loss" in values:
                 screen.progress.update(bar, loss=f"loss {values['train/loss']:.4g}")
 
-    def finish(self, state: State, summary: Mapping[str, float]) -> None:
+    def finish(self, state: RunEnd, summary: Mapping[str, float]) -> None:
         screen = self._screen
         no_bar = screen.progress is None
         self.abandon()
@@ -100,7 +100,7 @@ def _bar(console: rich.console.Console) -> Progress:
     )
 
 
-def _line(run: RunInfo, step: int, state: State, summary: Mapping[str, float]) -> str:
+def _line(run: RunInfo, step: int, state: RunEnd, summary: Mapping[str, float]) -> str:
     tests = {key: value for key, value in summary.items() if key.startswith("test/")}
     shown = list((tests or summary).items())[:NUM_METRICS]
     return ", ".join(

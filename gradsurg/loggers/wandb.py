@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator
 
-from gradsurg.loggers.base import RunInfo, State, StudyInfo, StudyLogger
+from gradsurg.loggers.base import RunEnd, RunInfo, StudyInfo, StudyLogger
 from gradsurg.plugins.fields import validated
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Wandb(StudyLogger):
         ):
             self._send()
 
-    def finish(self, state: State, summary: Mapping[str, float]) -> None:
+    def finish(self, state: RunEnd, summary: Mapping[str, float]) -> None:
         self._send()
         run = self._run()
         run.summary.update({**summary, "state": state})

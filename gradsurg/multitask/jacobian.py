@@ -18,7 +18,7 @@ from gradsurg.multitask.graph import has_single_use_graph, leaf_ids, leaf_of, no
 from gradsurg.multitask.losses import BackwardCall, loss_values
 from gradsurg.sites.selection import owned_params
 from gradsurg.torch_internals.compiling import COMPILED
-from gradsurg.torch_internals.random_state import kept
+from gradsurg.torch_internals.random_state import preserved
 
 SINGLE_USE = (
     "a graph was compiled before the surgery was attached, for one backward pass only, which may "
@@ -325,7 +325,9 @@ class JacobianBuilder:
             return None
         before, self._measured = self._measured, {}
         before = before if list(before) == list(call.losses) else {}
-        with kept(call.device):  # hooks of others may draw random numbers, and do so again later
+        with preserved(
+            call.device
+        ):  # hooks of others may draw random numbers, and do so again later
             jacobian = self._backward(call, list(call.losses), fresh=not before, measuring=True)
         losses = self._total_losses(before, call)
         if not call.last:

@@ -121,7 +121,7 @@ def plan_runs(experiment: Experiment) -> dict[str, PlannedRun]:
     """Return the runs of an experiment by the names of their directories; nothing is trained."""
     runs = {run.name: run for pair in experiment.pairs for run in pair.runs}
     task, data = experiment.task, experiment.load_data()
-    with random_state.kept():
+    with random_state.preserved():
         model = experiment.make_model(data)
         some = METRIC_EXAMPLES
         tested = metric_names(task, model, data.test_inputs[:some], data.test_targets[:some])

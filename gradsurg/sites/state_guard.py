@@ -13,7 +13,7 @@ from torch.nn.modules import module as module_hooks
 from torch.nn.parameter import is_lazy
 
 from gradsurg.sites.call_tracker import tensors_in
-from gradsurg.torch_internals.random_state import generators, put_back
+from gradsurg.torch_internals.random_state import get_states, set_states
 
 CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 
@@ -90,7 +90,7 @@ def _refuse_lazy(model: nn.Module) -> None:
 
 def _restore_random_states(model: nn.Module) -> Iterator[Callable[[], object]]:
     """Yield a function for each random generator that restores its state."""
-    yield partial(put_back, generators())
+    yield partial(set_states, get_states())
     tensors = [*model.parameters(), *model.buffers()]
     for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
         yield partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device)

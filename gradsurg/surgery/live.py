@@ -21,8 +21,8 @@ from gradsurg.triggers.base import TensorTrigger, Trigger
 from gradsurg.triggers.flag import Flag
 
 if TYPE_CHECKING:
-    from gradsurg.multitask.conflict import Conflicts
     from gradsurg.multitask.backward import MultiTaskBackward
+    from gradsurg.multitask.conflict import Conflicts
     from gradsurg.multitask.losses import Losses
 
 

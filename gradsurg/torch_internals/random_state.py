@@ -1,4 +1,4 @@
-"""The generators of random numbers that a whole process shares: torch's, Python's and NumPy's."""
+"""The global random generators of a process: torch's, Python's and NumPy's."""
 
 import random
 from collections.abc import Iterator
@@ -10,29 +10,29 @@ import torch
 from torch import Tensor
 
 
-class Generators(TypedDict):
-    """Their states, of tensors and plain Python alone: `torch.load(weights_only=True)` reads it."""
+class GeneratorStates(TypedDict):
+    """The states of all generators, as tensors and plain Python: `weights_only=True` loads them."""
 
     torch: Tensor
     device: Tensor | None  # CUDA's
-    python: tuple[Any, ...]  # Any: as random.getstate() says
-    numpy: dict[str, Any]  # Any: as numpy says, its array as a list
+    python: tuple[Any, ...]  # Any: as random.getstate() returns
+    numpy: dict[str, Any]  # Any: as numpy returns, with its array as a list
 
 
 def seed(number: int) -> None:
-    """Have all of them begin at a seed of up to 64 bits."""
+    """Seed all generators; a seed has up to 64 bits."""
     torch.manual_seed(number)
     random.seed(number)
     high, low = divmod(number, 2**32)
     np.random.seed([low, high] if high else low)
 
 
-def generators(device: torch.device | None = None) -> Generators:
-    """Where they are now; `device` is the one that is computed on besides the CPU."""
+def get_states(device: torch.device | None = None) -> GeneratorStates:
+    """Return the states of all generators, also of `device` if it is a CUDA device."""
     on_cuda = device is not None and device.type == "cuda"
     numpy: Any = np.random.get_state(legacy=False)
     numpy["state"] |= {"key": numpy["state"]["key"].tolist()}
-    return Generators(
+    return GeneratorStates(
         torch=torch.get_rng_state(),
         device=torch.cuda.get_rng_state(device) if on_cuda and device is not None else None,
         python=random.getstate(),
@@ -40,8 +40,8 @@ def generators(device: torch.device | None = None) -> Generators:
     )
 
 
-def put_back(states: Generators, device: torch.device | None = None) -> None:
-    """Have them be where they were."""
+def set_states(states: GeneratorStates, device: torch.device | None = None) -> None:
+    """Set all generators to earlier states."""
     torch.set_rng_state(states["torch"])
     if states["device"] is not None and device is not None:
         torch.cuda.set_rng_state(states["device"], device)
@@ -50,10 +50,10 @@ def put_back(states: Generators, device: torch.device | None = None) -> None:
 
 
 @contextmanager
-def kept(device: torch.device | None = None) -> Iterator[None]:
-    """Whatever is drawn in this block, they are where they were when it ends."""
-    states = generators(device)
+def preserved(device: torch.device | None = None) -> Iterator[None]:
+    """Restore all generators when the block ends."""
+    states = get_states(device)
     try:
         yield
     finally:
-        put_back(states, device)
+        set_states(states, device)

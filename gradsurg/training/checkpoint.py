@@ -14,7 +14,7 @@ from gradsurg.effects.effects import EffectsState
 from gradsurg.effects.ledger import EntryState
 from gradsurg.surgery.live import Live
 from gradsurg.surgery.surgery import Surgery
-from gradsurg.torch_internals.random_state import Generators, generators, put_back
+from gradsurg.torch_internals.random_state import GeneratorStates, get_states, set_states
 from gradsurg.training.run import Schedule
 from gradsurg.training.run_identity import environment
 
@@ -37,7 +37,7 @@ class Checkpoint(TypedDict):
     said: list[str]
     skipped: int
     seconds: float
-    generators: Generators
+    generators: GeneratorStates
     made_with: dict[str, str]
 
 
@@ -87,7 +87,7 @@ class TrainingState:
             said=warned,
             skipped=skipped,
             seconds=seconds,
-            generators=generators(self.device),
+            generators=get_states(self.device),
             made_with=environment(),
         )
 
@@ -100,7 +100,7 @@ class TrainingState:
         if self.scaler is not None and checkpoint["scaler"] is not None:
             self.scaler.load_state_dict(checkpoint["scaler"])
         self.surgery.load_state_dict(_on_device(checkpoint["surgery"], self.device))
-        put_back(checkpoint["generators"], self.device)
+        set_states(checkpoint["generators"], self.device)
 
 
 def _on_device(surgery: dict[str, object], device: torch.device) -> dict[str, object]:

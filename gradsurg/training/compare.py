@@ -13,8 +13,8 @@ from gradsurg.stats import paired_difference, verdict
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.torch_internals import random_state
 
-Outcome = float | Mapping[str, float]
-TrainFn = Callable[[nn.Module, Surgery], Outcome]
+Numbers = float | Mapping[str, float]
+TrainFn = Callable[[nn.Module, Surgery], Numbers]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def compare(
     arms: tuple[list[Mapping[str, float]], ...] = ([], [])
     for seed in range(seeds):
         for arm, interventions in zip(arms, (surgery.interventions, ()), strict=True):
-            with random_state.kept(), torch.random.fork_rng():  # the latter: every CUDA device
+            with random_state.preserved(), torch.random.fork_rng():  # the latter: every CUDA device
                 random_state.seed(seed)
                 given = Surgery(*interventions, seed=seed)
                 outcome = train(make_model(), given)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from gradsurg.effects.numbers import UPDATE_NAMES, UPDATES_SAMPLED
 from gradsurg.torch_internals import autograd
-from gradsurg.torch_internals.random_state import Generators, generators, kept, put_back
+from gradsurg.torch_internals.random_state import GeneratorStates, get_states, preserved, set_states
 from gradsurg.training.loop import LossFn, loss_of
 
 Batch = tuple[Tensor, Tensor]
@@ -29,7 +29,7 @@ class _Sample:
 
     parts: Sequence[Batch]
     start: list[Tensor]
-    generators: Generators
+    generators: GeneratorStates
     loss: float
     without: list[Tensor]
 
@@ -75,7 +75,7 @@ class Counterfactual:
         if step % self.every:
             return
         start = _weights(self._model)
-        sample = self._pending = _Sample(parts, start, generators(self._device), 0.0, [])
+        sample = self._pending = _Sample(parts, start, get_states(self._device), 0.0, [])
         optimizer = self._twin_optimizer
         with self._isolated(sample):
             self._copy_to_twin(start)
@@ -117,8 +117,8 @@ class Counterfactual:
     @contextmanager
     def _isolated(self, sample: _Sample) -> Iterator[None]:
         """Disable the surgery's global modes and restore the generators to the step's start."""
-        with kept(self._device):
-            put_back(sample.generators, self._device)
+        with preserved(self._device):
+            set_states(sample.generators, self._device)
             with autograd.within(self._surroundings):
                 yield
 

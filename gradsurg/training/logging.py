@@ -40,7 +40,7 @@ class RunLog:
     """The log of one run: step times, interval rows, divergence, and the summary."""
 
     run: Run
-    place: RunDirectory
+    directory: RunDirectory
     loggers: Sequence[Logger]
     seconds: list[float]
     loss: float = float("nan")
@@ -86,10 +86,10 @@ class RunLog:
         rows = live.effects.fetch()
         update = self.counterfactual.fetch() if self.counterfactual is not None else {}
         values = {"train/loss": loss, **update, **tested}
-        self.place.append_metrics({"step": done, **values})
-        self.place.append_effects([{"step": done, **row} for row in rows])
+        self.directory.append_metrics({"step": done, **values})
+        self.directory.append_effects([{"step": done, **row} for row in rows])
         conflicts = [conflict.row() for conflict in live.conflicts.fetch()]
-        self.place.append_conflicts(conflicts)
+        self.directory.append_conflicts(conflicts)
         times = {"time/step_ms": 1000 * median(self.seconds[-100:])}
         self._log(done, {**values, **_newest(conflicts), **times}, rows)
         self._check_losses()
@@ -113,11 +113,11 @@ class RunLog:
     def replay(self) -> None:
         """Send the loggers all rows from before an interruption: for them this is a new run."""
         effects: dict[int, list[dict[str, Any]]] = {}
-        for effect in self.place.read_rows(EFFECTS):
+        for effect in self.directory.read_rows(EFFECTS):
             effects.setdefault(effect["step"], []).append(effect)
-        conflicts = self.place.read_rows(CONFLICTS)
+        conflicts = self.directory.read_rows(CONFLICTS)
         before = 0
-        for row in self.place.read_rows(METRICS):
+        for row in self.directory.read_rows(METRICS):
             values = {key: value for key, value in row.items() if "/" in key and value is not None}
             values |= _newest(
                 conflict for conflict in conflicts if before <= conflict["step"] < row["step"]
@@ -172,7 +172,7 @@ class RunLog:
             outcome["state"] = "diverged"
         if self.bad_step is not None:
             outcome["diverged_step"] = self.bad_step
-        rows = self.place.read_rows(METRICS)
+        rows = self.directory.read_rows(METRICS)
         outcome |= means(rows)
         if run.schedule.until is not None:
             outcome |= run.schedule.until.outcome(rows)

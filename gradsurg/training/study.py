@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from gradsurg.effects.ledger import SurgeryWarning
-from gradsurg.loggers.base import Guarded, Logger, RunInfo
-from gradsurg.loggers.base import State as LoggerState
+from gradsurg.loggers.base import GuardedLogger, Logger, RunEnd, RunInfo
 from gradsurg.surgery.live import Live
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, Examined, MultiTask
@@ -62,62 +61,64 @@ def execute(
     `retry_failed` is False. An exception of the training is written to `error.log` and raised. A
     logger that raises is not used for the rest of the run.
     """
-    place = RunDirectory(run.directory(out))
-    if place.finished:
-        place.add_controls(run.facts)
-        return _skipped(run, place)
-    with place.lock():
-        state = place.recorded_state
+    directory = RunDirectory(run.directory(out))
+    if directory.finished:
+        directory.add_controls(run.facts)
+        return _skipped(run, directory)
+    with directory.lock():
+        state = directory.recorded_state
         if state in ("finished", "diverged"):  # by another process, which had the lock
-            place.add_controls(run.facts, locked=True)
-            return _skipped(run, place)
+            directory.add_controls(run.facts, locked=True)
+            return _skipped(run, directory)
         if state == "failed" and not retry_failed:
-            return Record(run, place.path, {}, "not retried", place.reason)
+            return Record(run, directory.path, {}, "not retried", directory.reason)
         action: Action = "trained"
         if state == "failed":
             action = "retried"
-        elif place.resumable:
+        elif directory.resumable:
             action = "resumed"
-        place.plan(run.facts, run.identity)
-        place.clear_error()
+        directory.plan(run.facts, run.identity)
+        directory.clear_error()
         try:
-            summary = _execute(run, place, loggers, threads)
+            summary = _execute(run, directory, loggers, threads)
         except Exception:  # the task, model and transforms are a user's: they may raise anything
-            place.write_error(traceback.format_exc())
+            directory.write_error(traceback.format_exc())
             raise
         notes = cast("list[str]", summary["notes"])
         resumed = [note for note in notes if note.startswith(RESUMED)]
-        return Record(run, place.path, summary, action, note="; ".join(resumed))
+        return Record(run, directory.path, summary, action, note="; ".join(resumed))
 
 
-def _skipped(run: Run, place: RunDirectory) -> Record:
-    note = run.measurement_note(place.known_facts())
-    return Record(run, place.path, place.read_summary(), "skipped", note=note)
+def _skipped(run: Run, directory: RunDirectory) -> Record:
+    note = run.measurement_note(directory.known_facts())
+    return Record(run, directory.path, directory.read_summary(), "skipped", note=note)
 
 
 def _execute(
-    run: Run, place: RunDirectory, loggers: Sequence[Logger], threads: int | None
+    run: Run, directory: RunDirectory, loggers: Sequence[Logger], threads: int | None
 ) -> dict[str, object]:
     info = RunInfo(
         run.study,
         run.arm,
         f"{run.label}-seed{run.seed}",
         run.seed,
-        place.path,
+        directory.path,
         run.identity,
         run.tags,
         run.schedule.steps,
-        resumed=place.resumable,
+        resumed=directory.resumable,
     )
-    loggers = [logger if isinstance(logger, Guarded) else Guarded(logger) for logger in loggers]
+    loggers = [
+        logger if isinstance(logger, GuardedLogger) else GuardedLogger(logger) for logger in loggers
+    ]
     for logger in loggers:
         logger.start(info)
-    state: LoggerState = "failed"
+    state: RunEnd = "failed"
     summary: dict[str, object] = {}
     try:
         with _restored_process(threads, run.device):
-            summary = _train(run, place, loggers)
-        place.write_summary(summary)
+            summary = _train(run, directory, loggers)
+        directory.write_summary(summary)
         state = "diverged" if summary["state"] == "diverged" else "finished"
     except KeyboardInterrupt:
         state = "interrupted"
@@ -133,7 +134,7 @@ def _execute(
 def _restored_process(threads: int | None, device: torch.device) -> Iterator[None]:
     """Restore the random generators and the number of threads after the block."""
     before = torch.get_num_threads()
-    with random_state.kept(device):
+    with random_state.preserved(device):
         if threads is not None:
             torch.set_num_threads(threads)
         try:
@@ -142,22 +143,22 @@ def _restored_process(threads: int | None, device: torch.device) -> Iterator[Non
             torch.set_num_threads(before)
 
 
-def _train(run: Run, place: RunDirectory, loggers: Sequence[Logger]) -> dict[str, object]:
+def _train(run: Run, directory: RunDirectory, loggers: Sequence[Logger]) -> dict[str, object]:
     random_state.seed(run.seed)
     data = run.task.load()
     landscape = run.task.landscape()
     if landscape is not None:
-        place.write_landscape(landscape)
+        directory.write_landscape(landscape)
     model = run.make_model(data).to(run.device)
     batches = _batches(run, data)
     training = _training_state(run, model)
-    checkpoint = cast("Checkpoint | None", place.load_checkpoint())
+    checkpoint = cast("Checkpoint | None", directory.load_checkpoint())
     warned: list[str] = []
     if checkpoint is not None:
         training.restore(checkpoint)
         changes = environment_changes(checkpoint["made_with"])
         warned = [*checkpoint["said"], *([changes] if changes else [])]
-    log = _run_log(run, place, loggers, training, checkpoint)
+    log = _run_log(run, directory, loggers, training, checkpoint)
     timer = CheckpointTimer(run.schedule)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -183,11 +184,11 @@ def _train(run: Run, place: RunDirectory, loggers: Sequence[Logger]) -> dict[str
                 # Right after a log no measurement is pending, so checkpoints are saved here only.
                 if timer.due(step.done):
                     messages = _surgery_warnings(warned, caught)
-                    place.save_checkpoint(
+                    directory.save_checkpoint(
                         training.checkpoint(step.done, live, messages, log.skipped, log.trained_s)
                     )
-            examined = {} if log.diverged else _examined(run, place, data, model, live)
-            examined |= _trajectory_metrics(run, place, batches)
+            examined = {} if log.diverged else _examined(run, directory, data, model, live)
+            examined |= _trajectory_metrics(run, directory, batches)
             every = run.schedule.effects_every
             notes = [] if run.shadow else _idle_notes(training.surgery, live, every)
     _warn_again(caught)
@@ -216,7 +217,7 @@ def _training_state(run: Run, model: nn.Module) -> TrainingState:
 
 def _run_log(
     run: Run,
-    place: RunDirectory,
+    directory: RunDirectory,
     loggers: Sequence[Logger],
     training: TrainingState,
     checkpoint: Checkpoint | None,
@@ -228,7 +229,7 @@ def _run_log(
         counterfactual = Counterfactual(
             training.model, training.optimizer, run.task.loss, every, run.compute.autocast
         )
-    log = RunLog(run, place, loggers, seconds=[], counterfactual=counterfactual)
+    log = RunLog(run, directory, loggers, seconds=[], counterfactual=counterfactual)
     if checkpoint is not None:
         log.done, log.skipped = checkpoint["step"], checkpoint["skipped"]
         log.earlier_seconds = checkpoint["seconds"]
@@ -263,7 +264,7 @@ def _steps(
 
 
 def _examined(
-    run: Run, place: RunDirectory, data: Data, model: nn.Module, live: Live
+    run: Run, directory: RunDirectory, data: Data, model: nn.Module, live: Live
 ) -> dict[str, float]:
     """Run the task's examination of the trained model, with the surgery attached."""
     if not isinstance(run.task, Examined):
@@ -272,23 +273,23 @@ def _examined(
         live.tick()
     live.effects.fetch(counted=True)  # effects of the training that are not logged yet
     model.eval()
-    with random_state.kept(run.device):
+    with random_state.preserved(run.device):
         random_state.seed((EXAMINATION_SEED + run.seed) % 2**63)  # a seed may fill 64 bits
         examination = run.task.examine(model, data)
     if rows := live.effects.fetch(counted=True):
-        place.write_examined_effects([{"step": live.step, **row} for row in rows])
+        directory.write_examined_effects([{"step": live.step, **row} for row in rows])
     live.tick()  # the examination counts as a step
     model.train()
     if examination.saved:
-        place.write_examined(examination.saved)
+        directory.write_examined(examination.saved)
     return {f"examined/{name}": value for name, value in examination.numbers.items()}
 
 
-def _trajectory_metrics(run: Run, place: RunDirectory, batches: Batches) -> dict[str, float]:
+def _trajectory_metrics(run: Run, directory: RunDirectory, batches: Batches) -> dict[str, float]:
     """Return the numbers that the task derives from all tests of the run, also before a resume."""
     if not run.task.trajectory_metric_names:
         return {}
-    numbers = run.task.trajectory_metrics(place.read_rows(METRICS), batches.steps_per_epoch)
+    numbers = run.task.trajectory_metrics(directory.read_rows(METRICS), batches.steps_per_epoch)
     return {f"test/{name}": value for name, value in numbers.items()}
 
 

@@ -28,7 +28,7 @@ def info(directory, seed=0, label="clip [bold] seed 0"):
 SCRIPT = """
 import json, os, signal, subprocess, sys
 from pathlib import Path
-from gradsurg.loggers.base import Guarded, RunInfo
+from gradsurg.loggers.base import GuardedLogger, RunInfo
 from gradsurg.loggers.wandb import Wandb
 
 def run(seed):

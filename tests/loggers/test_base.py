@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from gradsurg.loggers.base import Guarded, Logger, StudyInfo, StudyLogger
+from gradsurg.loggers.base import GuardedLogger, Logger, StudyInfo, StudyLogger
 from gradsurg.plugins import registry
 from tests.loggers.offline import go, info
 from tests.runs import ROOT
@@ -64,7 +64,7 @@ def test_every_logger_has_a_yaml_with_its_defaults_under_its_own_key():
 
 def test_a_guard_passes_all_calls_to_a_working_logger():
     logger = Fragile()
-    guarded = Guarded(logger)
+    guarded = GuardedLogger(logger)
     go(guarded)
     assert logger.asked == ["start", "log", "log", "finish"]
     assert guarded.failure is None
@@ -83,7 +83,7 @@ def test_an_exception_of_a_logger_is_reported_once_and_ends_its_use_for_the_run(
     caplog, broken, asked
 ):
     logger = Fragile(broken)
-    guarded = Guarded(logger)
+    guarded = GuardedLogger(logger)
     with caplog.at_level(logging.WARNING):
         go(guarded)
     assert logger.asked == asked
@@ -97,7 +97,7 @@ def test_an_exception_of_a_logger_is_reported_once_and_ends_its_use_for_the_run(
 
 def test_the_next_run_tries_a_failed_logger_again(caplog):
     logger = Fragile("log")
-    guarded = Guarded(logger)
+    guarded = GuardedLogger(logger)
     go(guarded)
     go(guarded)
     assert len(caplog.records) == 1
@@ -109,7 +109,7 @@ def test_the_next_run_tries_a_failed_logger_again(caplog):
 
 
 def test_a_logger_may_raise_in_abandon_and_notes(caplog):
-    guarded = Guarded(Fragile("log", "abandon", "notes"))
+    guarded = GuardedLogger(Fragile("log", "abandon", "notes"))
     go(guarded)
     assert len(caplog.records) == 2
     notes = guarded.notes()
@@ -123,12 +123,12 @@ def test_an_interrupt_is_not_swallowed():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        go(Guarded(Interrupted()))
+        go(GuardedLogger(Interrupted()))
 
 
 def test_an_active_logger_is_abandoned_once():
     logger = Fragile()
-    guarded = Guarded(logger)
+    guarded = GuardedLogger(logger)
     guarded.start(info("."))
     guarded.abandon()
     guarded.abandon()
@@ -144,7 +144,7 @@ class FragileStudy(Fragile, StudyLogger):
 def test_a_study_is_logged_by_study_loggers_and_may_raise(caplog):
     study = StudyInfo("study", Path("report"), [{"arm": "clip", "n": 3}])
     plain, taker, broken = Fragile(), FragileStudy(), FragileStudy("study")
-    guarded = [Guarded(logger) for logger in (plain, taker, broken)]
+    guarded = [GuardedLogger(logger) for logger in (plain, taker, broken)]
     for logger in guarded:
         logger.study(study)
     assert (plain.asked, taker.asked) == ([], ["study"])

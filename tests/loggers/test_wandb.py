@@ -84,7 +84,7 @@ def test_training_survives_a_killed_wandb_core_and_the_next_run_is_logged(tmp_pa
     done = run_wandb(
         tmp_path,
         """
-logger = Guarded(Wandb(mode="offline"))
+logger = GuardedLogger(Wandb(mode="offline"))
 logger.start(run(0))
 logger.log(10, {"train/loss": 1.5})
 kill_core()

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.config.build import build
-from gradsurg.config.errors import ConfigError
 from gradsurg.config.compose import check, plain
+from gradsurg.config.errors import ConfigError
 from gradsurg.config.overrides import CONFIG_DIR, register
 from gradsurg.plugins.fields import FieldError
 from gradsurg.sites.base import Place, Selector

@@ -112,7 +112,7 @@ def test_the_random_numbers_of_an_examination_depend_on_the_seed_alone(
     assert drawn[0] == drawn[1] != drawn[2]
     shorter = replace(a_run(task=Looked(), schedule=replace(SHORT, steps=10)), study="shorter")
     assert execute(shorter, tmp_path, []).summary["examined/drawn"] == drawn[0]
-    with random_state.kept():
+    with random_state.preserved():
         random_state.seed(0)
         assert torch.rand(()).item() != drawn[0]
 

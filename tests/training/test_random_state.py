@@ -63,21 +63,21 @@ def drawing_run(at: int = 0, does: str = "", seed: int = 0) -> Run:
 
 
 def test_generator_states_load_with_weights_only_and_can_be_restored() -> None:
-    with random_state.kept():
+    with random_state.preserved():
         for number in (0, 2**32 - 1, 2**63 - 1):
             random_state.seed(number)
             draw()
             file = io.BytesIO()
-            torch.save(random_state.generators(), file)
+            torch.save(random_state.get_states(), file)
             expected = [draw(), draw()]
             file.seek(0)
-            random_state.put_back(torch.load(file, weights_only=True))
+            random_state.set_states(torch.load(file, weights_only=True))
             assert [draw(), draw()] == expected
 
 
 def test_different_seeds_draw_different_numbers() -> None:
     drawn = []
-    with random_state.kept():
+    with random_state.preserved():
         for number in (0, 1, 2**32, 2**40):
             random_state.seed(number)
             drawn.append(draw()[:-1])  # torch's looks at 32 bits of its seed
@@ -86,8 +86,8 @@ def test_different_seeds_draw_different_numbers() -> None:
 
 
 def test_a_block_restores_all_generators_also_when_it_raises() -> None:
-    with random_state.kept():
-        with pytest.raises(Torn), random_state.kept():
+    with random_state.preserved():
+        with pytest.raises(Torn), random_state.preserved():
             random_state.seed(3)
             raise Torn
         found = draw()
@@ -107,7 +107,7 @@ def test_a_run_depends_on_its_seed_and_not_on_the_state_of_the_process(tmp_path:
 
 @pytest.mark.parametrize("at", [0, 7], ids=["to the end", "until it raises"])
 def test_a_run_restores_the_generators_of_the_process(tmp_path: Path, at: int) -> None:
-    with random_state.kept():
+    with random_state.preserved():
         try:
             execute(drawing_run(at, "raise"), tmp_path, [])
         except Torn:
@@ -176,7 +176,7 @@ def test_compared_arms_draw_the_same_random_numbers() -> None:
         drawn.append(draw())
         return drawn[-1][0]
 
-    with random_state.kept():
+    with random_state.preserved():
         gs.compare(lambda: nn.Linear(1, 1), train, gs.Surgery(), seeds=2)
         found = draw()
     assert draw() == found
@@ -200,7 +200,7 @@ def make(shape, num_outputs):
 
 def test_a_command_restores_the_generators(here: Here, folder: Path) -> None:
     (folder / "drawn_model.py").write_text(THEIRS)
-    with random_state.kept():
+    with random_state.preserved():
         words = ("transform=clip", "model=drawn_model.make", "steps=5", "seeds=1", "logger=none")
         assert here(*words, "report=false").code == 0
         found = draw()

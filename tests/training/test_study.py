@@ -20,7 +20,7 @@ from gradsurg.config.build import build
 from gradsurg.config.compose import plain
 from gradsurg.config.overrides import CONFIG_DIR, register
 from gradsurg.effects.numbers import EFFECT_NAMES
-from gradsurg.loggers.base import Guarded, Logger, RunInfo, State
+from gradsurg.loggers.base import GuardedLogger, Logger, RunEnd, RunInfo
 from gradsurg.models.point import Point
 from gradsurg.tasks.base import Data
 from gradsurg.tasks.digits import Digits
@@ -251,7 +251,7 @@ class Rude(Listening):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._maybe("log")
 
-    def finish(self, state: State, summary: Mapping[str, float]) -> None:
+    def finish(self, state: RunEnd, summary: Mapping[str, float]) -> None:
         self._maybe("finish")
 
     def _maybe(self, name: str) -> None:
@@ -263,7 +263,7 @@ class Rude(Listening):
 @pytest.mark.parametrize("guard", [True, False])
 def test_a_logger_that_raises_does_not_end_training(tmp_path, where, guard) -> None:
     plain, other = execute(a_run(), tmp_path / "a", []), Listening()
-    rude: Logger = Guarded(Rude(where)) if guard else Rude(where)
+    rude: Logger = GuardedLogger(Rude(where)) if guard else Rude(where)
     assert_same(execute(a_run(), tmp_path / "b", [rude, other]), plain)
     assert len(other.logged) == 6
     assert other.ended[0][0] == "finished"
