@@ -1,0 +1,151 @@
+"""Figures about the size and the wording of the code: python -m tests.house [FOLDER]"""
+
+import ast
+import re
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "gradsurg"
+PLUGINS = ("transforms", "triggers", "aggregators", "models", "tasks", "sites", "loggers", "sinks")
+
+Calls = set[tuple[str, str]]
+
+
+def trees(package: Path = PACKAGE) -> dict[str, ast.Module]:
+    """The syntax tree of each module, by its dotted name below the package."""
+    paths = sorted(package.rglob("*.py"))
+    return {
+        ".".join(path.relative_to(package).with_suffix("").parts): ast.parse(path.read_text())
+        for path in paths
+    }
+
+
+def is_plugin(name: str, tree: ast.Module) -> bool:
+    """Whether a module is one plug-in: it defines a class spelled like its file."""
+    folder, _, stem = name.rpartition(".")
+    spelling = stem.replace("_", "")
+    classes = (node.name.lower() for node in tree.body if isinstance(node, ast.ClassDef))
+    return folder in PLUGINS and not stem.startswith("_") and spelling in classes
+
+
+def importers(modules: dict[str, ast.Module]) -> dict[str, set[str]]:
+    """For each module the modules that import it, also those inside functions."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for name, tree in modules.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                dotted = [f"{node.module}.{alias.name}" for alias in node.names]
+                for full in dotted:
+                    inside = full.removeprefix("gradsurg.")
+                    module = node.module.removeprefix("gradsurg.")
+                    found[inside if inside in modules else module].add(name)
+            elif isinstance(node, ast.Import):
+                for alias in node.names:
+                    found[alias.name.removeprefix("gradsurg.")].add(name)
+    return found
+
+
+def docstrings(modules: dict[str, ast.Module]) -> Iterator[tuple[str, str]]:
+    """Each docstring with the place it is at."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for name, tree in modules.items():
+        for node in ast.walk(tree):
+            if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+                yield f"{name}:{getattr(node, 'lineno', 1)}", text
+
+
+def what_share(modules: dict[str, ast.Module]) -> float:
+    """The share of docstrings with a clause built around 'what'."""
+    texts = [text for _, text in docstrings(modules)]
+    return sum(bool(re.search(r"\b[Ww]hat\b", text)) for text in texts) / max(len(texts), 1)
+
+
+def broad_excepts(modules: dict[str, ast.Module]) -> int:
+    """Handlers that catch every exception, also behind an alias."""
+    nodes = [node for tree in modules.values() for node in ast.walk(tree)]
+    handlers = [node for node in nodes if isinstance(node, ast.ExceptHandler)]
+    broad = ("Exception", "BaseException", "ERRORS")
+    return sum(node.type is None or ast.unparse(node.type) in broad for node in handlers)
+
+
+def functions_called(call: Callable[[], object]) -> Calls:
+    """The functions of gradsurg that a call runs, as (file, name)."""
+    seen: Calls = set()
+
+    def note(frame: object, event: str, _: object) -> None:
+        code = frame.f_code  # type: ignore[attr-defined]
+        path = Path(code.co_filename)
+        if event == "call" and PACKAGE in path.parents and not code.co_name.startswith("<"):
+            seen.add((str(path.relative_to(PACKAGE)), code.co_qualname))
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+def life_of_a_clip() -> dict[str, Calls]:
+    """The functions that attaching one `Clip`, its first step and a later step run."""
+    import torch
+    from torch import nn
+
+    import gradsurg as gs
+
+    def once() -> dict[str, Calls]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        surgery = gs.Surgery(gs.Intervention(gs.Clip(0.01)))
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+
+        attachment = surgery.attach(model, optimizer)
+        calls = {"attach": functions_called(attachment.__enter__)}
+        calls["first step"] = functions_called(step)
+        step()
+        calls["later step"] = functions_called(step)
+        attachment.__exit__(None, None, None)
+        return calls
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        once()  # imports are not counted
+        return once()
+
+
+def figures(package: Path = PACKAGE) -> dict[str, object]:
+    """All static figures of a package folder."""
+    modules = trees(package)
+    outside = {
+        name: tree
+        for name, tree in modules.items()
+        if not is_plugin(name, tree) and not name.endswith("__init__")
+    }
+    by_module = importers(modules)
+    single = [name for name in outside if len(by_module.get(name, ())) == 1]
+    lines = sum(len(path.read_text().splitlines()) for path in package.rglob("*.py"))
+    return {
+        "files": len(modules),
+        "lines": lines,
+        "root modules": sum("." not in name and name != "__init__" for name in modules),
+        "files outside the plug-ins": len(outside),
+        "modules with a single importer": len(single),
+        "docstrings with a 'what'": f"{what_share(modules):.1%}",
+        "broad excepts": broad_excepts(modules),
+    }
+
+
+if __name__ == "__main__":
+    package = Path(sys.argv[1]) if len(sys.argv) > 1 else PACKAGE
+    for name, number in figures(package).items():
+        print(f"{name}: {number}")
+    if package == PACKAGE:
+        for name, calls in life_of_a_clip().items():
+            print(f"{name}: {len(calls)} functions in {len({file for file, _ in calls})} files")
