@@ -12,7 +12,7 @@ from gradsurg.hooks.controller import HookController
 from gradsurg.sites.base import SiteHook
 from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import (
-    FunctionTransform,
+    Function,
     Stateless,
     Transform,
     TransformContext,
@@ -351,10 +351,7 @@ def is_trusted(transform: Transform) -> bool:
 
     Results of other transforms are checked at every gradient.
     """
-    if (
-        isinstance(transform, FunctionTransform)
-        or type(transform).__module__.split(".")[0] != "gradsurg"
-    ):
+    if isinstance(transform, Function) or type(transform).__module__.split(".")[0] != "gradsurg":
         return False
     values = [value if isinstance(value, tuple) else (value,) for value in vars(transform).values()]
     parts = [part for value in values for part in value if isinstance(part, Transform)]

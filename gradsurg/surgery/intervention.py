@@ -18,7 +18,7 @@ from gradsurg.sites.base import SCALED, Selector, Stage
 from gradsurg.sites.parameters import Parameters
 from gradsurg.sites.selection import params_of
 from gradsurg.surgery.forward_observers import observed_modules
-from gradsurg.transforms.base import FunctionTransform, Need, Transform, as_transform
+from gradsurg.transforms.base import Function, Need, Transform, as_transform
 from gradsurg.transforms.chain import Chain
 from gradsurg.triggers.always import Always
 from gradsurg.triggers.base import TensorTrigger, Trigger
@@ -60,7 +60,7 @@ class Intervention:
         self._check_names(len(self.links))
         self._check_fit()
         for link in self.links:
-            if isinstance(link, FunctionTransform):
+            if isinstance(link, Function):
                 warnings.warn(
                     f"{link!r} is a plain callable: its properties are unknown, so gradsurg cannot warn "
                     "of a stage that changes its meaning",

@@ -23,7 +23,7 @@ from gradsurg.testing.verdicts import (
     verdict_of,
 )
 from gradsurg.transforms.base import (
-    FunctionTransform,
+    Function,
     Transform,
     TransformContext,
     TransformProperty,
@@ -88,7 +88,7 @@ class Subject:
     @property
     def is_function(self) -> bool:
         """Whether it is a plain function, which may synchronize and has no value semantics."""
-        return isinstance(self.transform, FunctionTransform)
+        return isinstance(self.transform, Function)
 
     def first_result(self, grad: Tensor) -> Tensor:
         """Return the result for a first gradient."""

@@ -195,7 +195,7 @@ class Wrapper(GroupTransform):
         return self.of.needs
 
 
-class FunctionTransform(Stateless):
+class Function(Stateless):
     """A plain function of a gradient as a transform without declared properties."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
@@ -215,10 +215,10 @@ class FunctionTransform(Stateless):
 
 # Any, twice: the caller refuses values that are neither a transform nor a callable.
 def as_transform(thing: Any) -> Any:
-    """Wrap a plain callable in a `FunctionTransform`; return anything else, also a class, as is."""
+    """Wrap a plain callable in a `Function`; return anything else, also a class, as is."""
     if isinstance(thing, Transform | type) or not callable(thing):
         return thing
-    return FunctionTransform(cast(Callable[[Tensor], Tensor], thing))
+    return Function(cast(Callable[[Tensor], Tensor], thing))
 
 
 def value_of(transform: Transform, context: TransformContext) -> Tensor:

@@ -26,7 +26,7 @@ Link = Transform | Callable[[Tensor], Tensor]
 class Chain(GroupTransform):
     """Apply transforms in order: `Chain(Clip(1.0), Scale(2.0))` clips, then scales.
 
-    Nested chains are flattened, plain functions become `FunctionTransform`s, and a chain without
+    Nested chains are flattened, plain functions become `Function`s, and a chain without
     links is the identity. The scope is `group` if that of one link is. Link i has the state it
     would have alone, with keys prefixed by `i.`, and the site id with the suffix `/i`, so that two
     equal links draw different noise. Zeros, NaN, infinities and empty tensors are treated as by

@@ -11,7 +11,7 @@ from torch import Tensor
 from gradsurg.plugins.fields import FieldError
 from gradsurg.transforms.add_noise import AddNoise
 from gradsurg.transforms.base import (
-    FunctionTransform,
+    Function,
     Transform,
     TransformContext,
     init_all,
@@ -81,7 +81,7 @@ def test_a_chain_refuses_objects_that_are_not_transforms() -> None:
 
 def test_a_chain_with_a_plain_function_has_no_properties() -> None:
     chain = Chain(Scale(2.0), torch.neg)
-    assert isinstance(chain.links[1], FunctionTransform)
+    assert isinstance(chain.links[1], Function)
     assert chain.properties == frozenset()
     assert act(chain, torch.tensor([1.0])).item() == -2.0
 
