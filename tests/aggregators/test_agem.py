@@ -23,7 +23,7 @@ def slow(matrix: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_it_is_the_formula_of_the_paper(order: tuple[int, int]) -> None:
+def test_agem_equals_the_formula_of_the_paper(order: tuple[int, int]) -> None:
     conflicts = 0
     for matrix in PAIRS:
         pair = matrix[list(order)]
@@ -33,7 +33,7 @@ def test_it_is_the_formula_of_the_paper(order: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("scale", [1e-10, 1.0, 1e15])
-def test_what_it_makes_of_a_conflict_is_at_right_angles_to_the_memory(scale: float) -> None:
+def test_a_conflicting_gradient_becomes_orthogonal_to_the_memory(scale: float) -> None:
     for matrix in PAIRS:
         given = torch.from_numpy(matrix * scale)
         if (given[0] @ given[1]) < 0:
@@ -43,14 +43,14 @@ def test_what_it_makes_of_a_conflict_is_at_right_angles_to_the_memory(scale: flo
             assert left @ given[0] > 0
 
 
-def test_the_memory_is_not_followed() -> None:
+def test_the_gradient_of_the_memory_is_not_added() -> None:
     g = torch.tensor([1.0, 0.0])
     for g_ref in ([5.0, 3.0], [0.0, 7.0], [0.0, 0.0]):
         assert torch.equal(AGEM()(torch.stack([g, torch.tensor(g_ref)])), g)
     assert not AGEM()(torch.tensor([[0.0, 0.0], [1.0, 2.0]])).any()
 
 
-def test_opposite_gradients_cancel_and_one_alone_is_left_alone() -> None:
+def test_opposite_gradients_cancel_and_a_single_one_is_unchanged() -> None:
     g = torch.tensor([3.0, -1.0, 2.0])
     for ratio in (0.5, 1.0, 4.0):
         assert AGEM()(torch.stack([g, -ratio * g])).norm() < 1e-6

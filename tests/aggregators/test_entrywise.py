@@ -32,7 +32,7 @@ def published(rows: Tensor, chance: Tensor, leak: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("leak", [0.0, 0.3, 1.0, (0.0, 0.25, 1.0)])
-def test_grad_drop_is_what_the_paper_has(leak: float | tuple[float, ...]) -> None:
+def test_grad_drop_equals_the_formula_of_the_paper(leak: float | tuple[float, ...]) -> None:
     rows, context = some_rows(3, 5000), AggregatorContext(seed=4, group="a", step=7)
     chance = grad_drop._uniform(5000, 5000, context.generator()).double()
     shares = torch.tensor(leak, dtype=torch.float64).expand(3)
@@ -40,14 +40,14 @@ def test_grad_drop_is_what_the_paper_has(leak: float | tuple[float, ...]) -> Non
     torch.testing.assert_close(GradDrop(leak=leak).apply(rows, context), expected)
 
 
-def test_grad_drop_keeps_the_positive_sign_as_often_as_it_should() -> None:
+def test_grad_drop_keeps_the_positive_sign_with_the_right_probability() -> None:
     columns = 200_000
     rows = torch.tensor([[3.0], [-1.0]]).expand(2, columns)
     share = (GradDrop()(rows) == 3).double().mean().item()
     assert abs(share - 0.75) < 5 * (0.75 * 0.25 / columns) ** 0.5
 
 
-def test_grad_drop_draws_numbers_that_are_uniform_and_know_nothing_of_their_neighbours() -> None:
+def test_grad_drop_draws_independent_uniform_numbers() -> None:
     drawn = grad_drop._uniform(1 << 18, 200_001, torch.Generator().manual_seed(0))
     assert drawn.dtype == torch.float32
     assert len(drawn) == 200_001
@@ -64,7 +64,7 @@ def test_grad_drop_draws_numbers_that_are_uniform_and_know_nothing_of_their_neig
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.5, 1 - 2**-24])
-def test_grad_drop_keeps_an_entry_on_whose_sign_all_agree_whatever_is_drawn(
+def test_grad_drop_keeps_an_entry_whose_signs_agree_for_every_draw(
     monkeypatch: pytest.MonkeyPatch, chance: float
 ) -> None:
     monkeypatch.setattr(grad_drop, "_uniform", lambda _, count, __: torch.full((count,), chance))
@@ -87,7 +87,7 @@ def test_grad_drop_draws_anew_for_each_seed_group_step_and_block() -> None:
     assert not torch.equal(blocks[1], blocks[2])
 
 
-def test_grad_drop_leaves_no_trace_of_the_sign_it_dropped() -> None:
+def test_grad_drop_removes_the_dropped_sign_without_rounding_error() -> None:
     rows = torch.tensor([[1e30, 1e-30], [-1e-8, -2e-38]])
     result = torch.stack([GradDrop()(rows, AggregatorContext(seed=seed)) for seed in range(20)])
     assert set(result[:, 0].tolist()) <= set(rows[:, 0].tolist())
@@ -105,7 +105,7 @@ ENTRYWISE = (GradDrop(), GradDrop(leak=0.5), TrimmedMean(), TrimmedMean(beta=0.3
 
 @pytest.mark.parametrize("aggregator", ENTRYWISE, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_pieces_in_which_it_is_asked_change_nothing(
+def test_splitting_the_columns_does_not_change_the_result(
     aggregator: Entrywise, dtype: torch.dtype
 ) -> None:
     # Whole numbers, whose sums are exact: else the last digit depends on the order of adding.
@@ -121,14 +121,14 @@ def test_the_pieces_in_which_it_is_asked_change_nothing(
 
 @pytest.mark.parametrize("num_tasks", [1, 2, 3, 4, 7, 10, 25])
 @pytest.mark.parametrize("beta", [0.0, 0.1, 0.2, 0.28, 0.5])
-def test_a_trimmed_mean_is_that_of_the_sorted_values(num_tasks: int, beta: float) -> None:
+def test_a_trimmed_mean_equals_the_mean_of_the_sorted_values(num_tasks: int, beta: float) -> None:
     rows = some_rows(num_tasks, 50)
     trimmed = min(math.ceil(round(beta * num_tasks, 9)), (num_tasks - 1) // 2)
     expected = rows.sort(0).values[trimmed : num_tasks - trimmed].mean(0)
     torch.testing.assert_close(TrimmedMean(beta=beta)(rows), expected)
 
 
-def test_a_huge_value_leaves_no_trace_in_a_trimmed_mean() -> None:
+def test_a_huge_value_leaves_no_rounding_error_in_a_trimmed_mean() -> None:
     rows = some_rows(5, 40, torch.float32)
     rows[3] = 1e30
     rows[0, 7:] = -1e30
@@ -143,7 +143,7 @@ def test_a_nan_makes_its_column_nan_and_no_other(aggregator: Entrywise) -> None:
         assert aggregator(rows).isnan().tolist() == [False, False, True, False, False, False]
 
 
-def test_random_weights_are_positive_sum_to_one_and_are_equal_in_the_mean() -> None:
+def test_random_weights_are_positive_sum_to_one_and_have_equal_means() -> None:
     for aggregator in (Random(), Random(draw="dirichlet")):
         drawn = [aggregator(torch.eye(3), AggregatorContext(seed=seed)) for seed in range(2000)]
         weights = torch.stack(drawn)
@@ -170,7 +170,7 @@ def test_random_weights_are_a_softmax_of_normal_numbers() -> None:
         (GradDrop(leak=(0.0, 0.1, 0.2)), "found 3 numbers for 2 tasks"),
     ],
 )
-def test_a_number_for_each_task_must_be_one_for_each(
+def test_a_wrong_number_of_weights_or_leaks_is_refused(
     aggregator: FixedWeights | GradDrop, message: str
 ) -> None:
     assert aggregator.num_tasks == 3
@@ -178,7 +178,7 @@ def test_a_number_for_each_task_must_be_one_for_each(
         aggregator(torch.eye(2))
 
 
-def test_weights_by_name_go_to_their_tasks_whatever_the_order() -> None:
+def test_weights_by_name_apply_to_their_tasks_in_any_order() -> None:
     named = FixedWeights({"a": 2.0, "b": -1.0})
     assert named == FixedWeights((2.0, -1.0), tasks=("a", "b"))
     assert (named.num_tasks, named.weights, named.tasks) == (2, (2.0, -1.0), ("a", "b"))
@@ -240,7 +240,7 @@ def test_wrong_weights_by_name_are_refused(
         FixedWeights(**fields)
 
 
-def test_with_none_for_weights_each_task_has_one() -> None:
+def test_weights_of_none_are_one_for_each_task() -> None:
     for number in (1, 2, 5):
         assert FixedWeights(None)(torch.eye(number)).tolist() == [1.0] * number
     assert FixedWeights(None).num_tasks is None

@@ -96,7 +96,7 @@ def test_properties_that_are_not_declared_do_not_hold(aggregator: Aggregator) ->
 
 
 @aggregators()
-def test_zero_means_that_no_direction_helps_every_task(aggregator: Aggregator) -> None:
+def test_a_zero_result_means_that_no_direction_improves_every_task(aggregator: Aggregator) -> None:
     if "strongly_stationary" not in aggregator.properties:
         return
     for seed in range(10):
@@ -119,7 +119,7 @@ def test_no_random_numbers_are_drawn_where_none_are_declared(aggregator: Aggrega
 
 @aggregators()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_scale_of_all_gradients_costs_no_digits(
+def test_scaling_all_gradients_loses_no_precision(
     aggregator: Aggregator, dtype: torch.dtype
 ) -> None:
     for count in (2, 5):
@@ -244,7 +244,7 @@ def test_a_number_that_is_not_finite_makes_every_weight_nan(
 
 
 @aggregators()
-def test_nothing_is_changed_and_no_graph_is_built(aggregator: GramianAggregator) -> None:
+def test_the_input_is_unchanged_and_no_graph_is_built(aggregator: GramianAggregator) -> None:
     matrix = torch.from_numpy(rows(4, 3, 30.0, seed=0)).requires_grad_()
     before = matrix.detach().clone()
     assert not by(aggregator, matrix).requires_grad
@@ -265,7 +265,7 @@ def test_krum_refuses_too_few_tasks_by_name() -> None:
         by(made("krum", num_selected=5), torch.ones(3, 4))
 
 
-def test_cagrad_beside_a_zero_gradient_is_the_nearest_that_harms_none() -> None:
+def test_cagrad_with_a_zero_gradient_is_the_nearest_non_conflicting_direction() -> None:
     """The worst of the tasks is then the one that nothing helps: more is not asked for."""
     cagrad = made("cagrad", c=0.9)
     agreeing = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]], dtype=torch.float64)
@@ -308,7 +308,7 @@ def test_float32_rows_that_nearly_cancel_lose_no_digits(stem: str, width: int) -
         assert apart.norm() <= 1e-6 * exact.norm()
 
 
-def test_a_row_of_zeros_and_one_that_is_not_finite_need_no_second_look() -> None:
+def test_zero_and_nonfinite_rows_are_read_once() -> None:
     given = torch.tensor([[1.0, 2.0], [0.0, 0.0], [2.0, 4.0]])
     assert torch.equal(row_algebra.gramian_of([given]), (given @ given.T).double())
     given[1, 0] = torch.nan
@@ -335,9 +335,7 @@ def test_a_combination_in_pieces_is_the_combination(
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_a_weight_of_zero_hides_nothing_of_two_rows(
-    monkeypatch: pytest.MonkeyPatch, zero: int
-) -> None:
+def test_a_weight_of_zero_does_not_hide_nan(monkeypatch: pytest.MonkeyPatch, zero: int) -> None:
     monkeypatch.setattr(row_algebra, "COLUMNS", 5)
     given = torch.ones(2, 5)
     given[zero, 1], given[zero, 3] = torch.nan, torch.inf
@@ -347,6 +345,6 @@ def test_a_weight_of_zero_hides_nothing_of_two_rows(
     assert found.isnan().tolist() == [False, True, False, True, False]
 
 
-def test_krum_takes_squares_whose_sum_is_out_of_range() -> None:
+def test_krum_handles_squares_whose_sum_overflows() -> None:
     square = torch.full((4, 4), 1.5e308, dtype=torch.float64)
     assert made("krum").weights(square).tolist() == [1.0, 0.0, 0.0, 0.0]

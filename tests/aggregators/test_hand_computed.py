@@ -9,7 +9,7 @@ from tests.aggregators.cases import CONFIGS, ROWS, Row, made
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_row_gives_what_was_worked_out(row: Row, dtype: torch.dtype) -> None:
+def test_an_aggregator_returns_the_hand_computed_result(row: Row, dtype: torch.dtype) -> None:
     losses = None if row.losses is None else torch.tensor(row.losses, dtype=torch.float64)
     rows = torch.tensor(row.rows, dtype=dtype)
     result = made(row.name, **row.fields)(rows, AggregatorContext(step=row.step, losses=losses))

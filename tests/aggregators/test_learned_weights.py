@@ -131,7 +131,7 @@ def test_a_norm_that_is_not_finite_keeps_the_state_of_grad_norm() -> None:
     assert all(torch.equal(after[key], state[key]) for key in state)
 
 
-def test_the_weights_of_famo_are_finite_however_far_its_logits_are() -> None:
+def test_the_weights_of_famo_are_finite_for_extreme_logits() -> None:
     state = FAMO().init(2) | {"logits": torch.tensor([0.0, 2000.0], dtype=torch.float64)}
     weights, _ = FAMO().weigh(2, state, AggregatorContext(losses=torch.tensor([1.0, 2.0])))
     assert weights.tolist() == [0.0, 1.0]

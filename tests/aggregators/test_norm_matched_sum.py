@@ -28,14 +28,16 @@ def normal(count: int = 3, width: int = 40) -> Tensor:
 
 
 @every
-def test_it_has_the_direction_of_the_sum_and_the_others_length(of: Aggregator) -> None:
+def test_the_result_has_the_direction_of_the_sum_and_the_norm_of_the_aggregator(
+    of: Aggregator,
+) -> None:
     rows = normal()
     total, other = rows.sum(0), of(rows)
     found = NormMatchedSum(of)(rows)
     torch.testing.assert_close(found, total / total.norm() * other.norm())
 
 
-def test_a_sum_of_zero_stays_zero_and_a_nan_is_told() -> None:
+def test_a_sum_of_zero_stays_zero_and_a_nan_propagates() -> None:
     control = NormMatchedSum(GradDrop())
     rows = normal(1).float()
     assert not control(torch.cat([rows, -rows])).any()
@@ -44,11 +46,11 @@ def test_a_sum_of_zero_stays_zero_and_a_nan_is_told() -> None:
 
 
 @every
-def test_it_keeps_what_every_aggregator_must(of: Aggregator) -> None:
+def test_it_passes_the_checks_of_every_aggregator(of: Aggregator) -> None:
     check_aggregator(NormMatchedSum(of))
 
 
-def test_half_precision_rows_of_any_norm_have_one() -> None:
+def test_half_precision_rows_whose_norm_overflows_are_supported() -> None:
     rows = (normal(2, 4_000) * 2e3).half()
     assert rows[0].norm().isinf()
     found = NormMatchedSum(MGDA())(rows)
@@ -71,7 +73,7 @@ def test_parameters_of_several_dtypes_are_one_gradient(of: Aggregator) -> None:
     torch.testing.assert_close(together, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_loss_scale_changes_it_no_more_than_the_other() -> None:
+def test_a_loss_scale_has_the_effect_that_it_has_on_the_aggregator() -> None:
     control, rows, scale = NormMatchedSum(NashMTL()), normal(), 2.0**16
     state = control.init(3)
     (found,) = aggregate(control, [rows * scale], state, AggregatorContext(), scale).grads
@@ -81,7 +83,7 @@ def test_a_loss_scale_changes_it_no_more_than_the_other() -> None:
     assert "depends on their size" in Intervention(sized, at=SharedParameters()).loss_scale_error()
 
 
-def test_it_is_for_as_many_tasks_as_the_other() -> None:
+def test_it_requires_the_number_of_tasks_of_the_aggregator() -> None:
     assert NormMatchedSum(AGEM()).num_tasks == 2
     assert NormMatchedSum(MGDA()).num_tasks is None
     assert NormMatchedSum(Krum()).least_tasks == 3

@@ -87,7 +87,7 @@ ORACLES: dict[str, Slow] = {
 
 @pytest.mark.parametrize("name", ORACLES)
 @pytest.mark.parametrize("count", COUNTS)
-def test_independent_gradients_give_what_the_oracle_gives(name: str, count: int) -> None:
+def test_independent_gradients_give_the_result_of_the_oracle(name: str, count: int) -> None:
     for ratio in RATIOS:
         for seed in range(3):
             matrix = rows(count, count, ratio, seed, lean=seed / 4)
@@ -97,7 +97,7 @@ def test_independent_gradients_give_what_the_oracle_gives(name: str, count: int)
 
 @pytest.mark.parametrize("name", ["upgrad", "dual_proj", "con_fig"])
 @pytest.mark.parametrize("count", [3, 8, 32])
-def test_dependent_gradients_give_what_the_oracle_gives(name: str, count: int) -> None:
+def test_dependent_gradients_give_the_result_of_the_oracle(name: str, count: int) -> None:
     for rank in ranks(count):
         for ratio in RATIOS:
             matrix = rows(count, rank, ratio, seed=0)
@@ -108,7 +108,7 @@ def test_dependent_gradients_give_what_the_oracle_gives(name: str, count: int) -
 
 @pytest.mark.parametrize("name", ["cagrad", "nash_mtl", "fair_grad", *ORACLES])
 @pytest.mark.parametrize("count", [2, 8])
-def test_float32_gradients_give_nearly_what_float64_gradients_give(name: str, count: int) -> None:
+def test_float32_gradients_give_nearly_the_result_of_float64(name: str, count: int) -> None:
     for ratio in RATIOS:
         matrix = rows(count, count, ratio, seed=1, lean=0.3).astype(np.float32).astype(np.float64)
         exact = by(made(name), matrix)
@@ -122,7 +122,7 @@ def test_krum_takes_the_row_with_the_nearest_neighbours() -> None:
         assert (by(made("krum", num_byzantine=1), matrix) == krum(matrix)).all()
 
 
-def test_of_two_rows_that_are_as_near_to_each_other_krum_takes_the_first() -> None:
+def test_krum_selects_the_first_of_equally_near_rows() -> None:
     firsts = 0
     for seed in range(100):
         gramian = gramian_of([torch.from_numpy(np.random.default_rng(seed).normal(size=(7, 20)))])
@@ -135,7 +135,7 @@ def test_of_two_rows_that_are_as_near_to_each_other_krum_takes_the_first() -> No
 
 
 @pytest.mark.parametrize("scale", [1e-150, 1e-85, 1e80, 1e150])
-def test_nash_weights_have_their_size_for_gradients_of_any_size(scale: float) -> None:
+def test_nash_weights_are_accurate_for_gradients_of_any_scale(scale: float) -> None:
     matrix = rows(3, 3, 30.0, seed=0)
     nash = made("nash_mtl", max_norm=0.0)
     assert distance(by(nash, matrix * scale) / scale, by(nash, matrix)) <= 1e-9
@@ -239,7 +239,7 @@ def test_pcgrad_of_three_tasks_can_still_conflict() -> None:
     assert (matrix @ by(made("pcgrad"), matrix)).min() < -0.1
 
 
-def test_orders_are_random_as_asked_and_those_of_the_step() -> None:
+def test_orders_depend_on_the_mode_and_the_step() -> None:
     random = draw_orders("random_per_task", 8, AggregatorContext(step=1))
     assert all(sorted(order) == list(range(8)) for order in random)
     assert len(set(map(tuple, random))) > 4
@@ -251,7 +251,7 @@ def test_orders_are_random_as_asked_and_those_of_the_step() -> None:
     assert draw_orders("fixed", 3, AggregatorContext()) == [[0, 1, 2]] * 3
 
 
-def test_grad_vac_is_that_of_the_paper_over_many_steps() -> None:
+def test_grad_vac_equals_the_paper_over_many_steps() -> None:
     count, beta = 4, 0.3
     vac = made("grad_vac", beta=beta)
     state = vac.init(count)
@@ -282,7 +282,7 @@ def test_grad_vac_is_that_of_the_paper_over_many_steps() -> None:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_nash_weights_bargain(count: int) -> None:
+def test_nash_weights_solve_the_bargaining_equation(count: int) -> None:
     for ratio in RATIOS:
         matrix = rows(count, count, ratio, seed=0)
         result = by(made("nash_mtl", max_norm=0.0, normalize=False), matrix)
@@ -298,7 +298,7 @@ def test_nash_weights_bargain(count: int) -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.5, 1.0, 2.0, 5.0])
-def test_fair_weights_meet_their_equation(alpha: float) -> None:
+def test_fair_weights_solve_their_equation(alpha: float) -> None:
     for ratio in (1.0, 30.0, 1e3):
         matrix = rows(5, 5, ratio, seed=0)
         result = by(made("fair_grad", alpha=alpha, max_norm=0.0), matrix)
@@ -321,7 +321,7 @@ def test_fair_weights_are_found_at_every_alpha_and_scale(alpha: float) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
-def test_the_fairest_serves_the_worst_task_and_the_least_fair_the_sum(count: int) -> None:
+def test_large_alpha_is_mgda_and_small_alpha_the_sum(count: int) -> None:
     for ratio in RATIOS:
         for seed in range(4):
             matrix = rows(count, count, ratio, seed, lean=seed / 4)
@@ -348,7 +348,7 @@ def test_aligned_gradients_are_orthogonal_and_of_the_chosen_length(scale: str, c
 
 
 @pytest.mark.parametrize(("rescale", "by_what"), [("1+c", 1.4), ("1+c^2", 1.16)])
-def test_cagrad_is_divided_at_the_end(rescale: str, by_what: float) -> None:
+def test_cagrad_is_divided_by_the_rescale_factor(rescale: str, by_what: float) -> None:
     matrix = rows(3, 3, 30.0, seed=0)
     whole = by(made("cagrad", c=0.4), matrix)
     divided = by(made("cagrad", c=0.4, rescale=rescale), matrix)
@@ -356,7 +356,7 @@ def test_cagrad_is_divided_at_the_end(rescale: str, by_what: float) -> None:
     assert distance(by(made("cagrad", c=0.0), matrix), matrix.mean(0)) <= 1e-12
 
 
-def test_nash_weights_are_used_again_until_their_time_is_up() -> None:
+def test_nash_weights_are_reused_for_the_given_number_of_calls() -> None:
     nash = made("nash_mtl", update_weights_every=4, max_norm=0.0)
     fresh = made("nash_mtl", max_norm=0.0)
     state = nash.init(3)

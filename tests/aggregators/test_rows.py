@@ -40,7 +40,7 @@ def one_look(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @aggregators()
 @pytest.mark.parametrize("scale", SCALES)
-def test_gradients_of_any_size_are_merged_as_in_float64(
+def test_gradients_of_any_scale_are_combined_with_float64_precision(
     aggregator: Aggregator, scale: float
 ) -> None:
     for count in (2, 4):
@@ -53,14 +53,14 @@ def test_gradients_of_any_size_are_merged_as_in_float64(
 
 @pytest.mark.parametrize("width", [50, 20_000])
 @pytest.mark.parametrize("scale", SCALES)
-def test_a_gramian_has_its_digits_at_any_size(scale: float, width: int) -> None:
+def test_a_gramian_is_accurate_at_any_scale(scale: float, width: int) -> None:
     for count in (1, 2, 3):
         given = normal(count, width, scale)
         assert apart(row_algebra.gramian_of([given]), gramian(given)) <= 3e-7
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_a_single_row_of_another_size_is_seen(scale: float) -> None:
+def test_a_single_row_of_another_scale_is_detected(scale: float) -> None:
     for count in (2, 3):
         given = normal(count, 50)
         given[0] *= scale
@@ -70,7 +70,7 @@ def test_a_single_row_of_another_size_is_seen(scale: float) -> None:
         assert error.abs().max() <= 3e-7
 
 
-def test_rows_are_seen_in_each_of_their_blocks() -> None:
+def test_rows_are_checked_in_each_block() -> None:
     zeros = torch.zeros(2, 7, dtype=torch.bfloat16)
     given = normal(2, 50, 1e-30)
     assert apart(row_algebra.gramian_of([zeros, given]), gramian(given)) <= 3e-7
@@ -78,7 +78,7 @@ def test_rows_are_seen_in_each_of_their_blocks() -> None:
 
 @pytest.mark.usefixtures("one_look")
 @pytest.mark.parametrize("count", [2, 3])
-def test_rows_of_common_sizes_of_zeros_and_of_nan_are_read_once(count: int) -> None:
+def test_common_zero_and_nan_rows_are_read_once(count: int) -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for scale in (1e-6, 1.0, 1e4):
             given = normal(count, 5000, scale).to(dtype)
@@ -111,7 +111,7 @@ WEIGHED = [
 
 
 @pytest.mark.parametrize(("numbers", "weights"), WEIGHED)
-def test_weights_and_sums_that_float32_has_no_room_for(
+def test_weights_and_sums_beyond_float32_are_combined_in_float64(
     numbers: list[float], weights: list[float]
 ) -> None:
     given = torch.tensor(numbers)[:, None] * torch.tensor([1.0, -0.5])
@@ -149,7 +149,7 @@ def test_two_rows_that_are_nearly_one_lose_no_digits(stem: str, cosine: float) -
 
 
 @pytest.mark.parametrize("left", [0.15, 0.05])
-def test_rows_of_which_little_is_left_are_combined_in_float64(left: float) -> None:
+def test_rows_that_nearly_cancel_are_combined_in_float64(left: float) -> None:
     """The sum is so much shorter than the rows together."""
     given = _at(left**2 / 2 - 1)
     weights = torch.tensor([1 / 3, 1 / 3], dtype=torch.float64)

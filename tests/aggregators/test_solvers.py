@@ -52,7 +52,7 @@ def test_the_shortest_is_no_longer_than_its_projection_on_any_row(
 
 
 @cases("case")
-def test_a_projection_onto_the_dual_cone_meets_its_conditions(
+def test_a_projection_onto_the_dual_cone_satisfies_the_optimality_conditions(
     case: tuple[int, int, float, int],
 ) -> None:
     """U d >= 0, d - target = Σ y_i u_i with y >= 0, and y_i > 0 only where u_i · d = 0."""
@@ -94,7 +94,7 @@ def test_cagrads_direction_has_no_duality_gap(case: tuple[int, int, float, int],
 
 @cases("case")
 @pytest.mark.parametrize("power", [1e-6, 0.02, 0.3, 1.0, 3.0, 50.0, 1e6])
-def test_bargained_weights_meet_their_equation(
+def test_bargaining_weights_solve_their_equation(
     case: tuple[int, int, float, int], power: float
 ) -> None:
     count, rank, ratio, seed = case
@@ -300,7 +300,7 @@ def solved(matrix: list[list[Fraction]], right: list[Fraction]) -> list[Fraction
     return [row[-1] for row in table]
 
 
-def test_a_solver_that_does_not_get_there_raises_with_the_residual(
+def test_a_solver_that_does_not_converge_raises_with_the_residual(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     opposite = np.array([[1.0, -1.0], [-1.0, 1.0]])
@@ -315,7 +315,7 @@ def test_a_solver_that_does_not_get_there_raises_with_the_residual(
 
 
 @pytest.mark.parametrize("solver", ["_block_pivoting", "exchanges"])
-def test_without_the_fast_way_the_slow_one_gives_the_same(
+def test_the_slow_algorithms_give_the_result_of_the_fast_ones(
     monkeypatch: pytest.MonkeyPatch, solver: str
 ) -> None:
     for seed in range(5):
@@ -357,7 +357,7 @@ def test_rows_of_norm_zero_are_left_out_and_nan_is_everywhere() -> None:
 
 @pytest.mark.parametrize("count", [4, 8])
 @pytest.mark.parametrize("seed", range(15))
-def test_the_rounding_of_a_float32_gramian_stops_no_solver(count: int, seed: int) -> None:
+def test_solvers_converge_on_a_gramian_rounded_to_float32(count: int, seed: int) -> None:
     """Dependent rows make such a Gramian indefinite, and opposite ones a mean of rounding."""
     generator = np.random.default_rng(seed)
     for rank in (1, 2, count - 1):
@@ -375,7 +375,7 @@ def test_the_rounding_of_a_float32_gramian_stops_no_solver(count: int, seed: int
         assert np.linalg.norm(shortest) <= norms.min() * (1 + 1e-6)
 
 
-def test_independent_rows_take_the_fast_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_independent_rows_use_the_fast_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> None:
         raise AssertionError
 
@@ -390,7 +390,7 @@ def test_independent_rows_take_the_fast_way(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("scale", ["min", "median", "rmse"])
 @pytest.mark.parametrize("norms", [(1.0, 1e12), (1e12, 1.0)])
-def test_the_small_rows_keep_their_digits_whatever_the_large_ones_are(
+def test_small_rows_keep_their_precision_beside_large_ones(
     scale: aligned_mtl.Scale, norms: tuple[float, float]
 ) -> None:
     cosines = np.array([[1.0, 0.9], [0.9, 1.0]])
@@ -399,7 +399,7 @@ def test_the_small_rows_keep_their_digits_whatever_the_large_ones_are(
     assert found == pytest.approx(closed, rel=1e-12)
 
 
-def test_what_is_shared_between_solvers_is_that_of_each_gramian() -> None:
+def test_cached_results_belong_to_their_gramian() -> None:
     rows = torch.randn(6, 3, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     gramians = [*(rows @ rows.mT), torch.diag(torch.tensor([1.0, 0.0, 4.0], dtype=torch.float64))]
 

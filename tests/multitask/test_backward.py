@@ -40,7 +40,7 @@ def plain(model: nn.Module, losses: Mapping[str, Tensor]) -> Grads:
 # One backward
 
 
-def test_without_an_aggregator_it_is_the_backward_of_the_sum_bit_for_bit() -> None:
+def test_without_an_aggregator_it_equals_the_backward_of_the_sum_bit_for_bit() -> None:
     model = Net()
     found, _ = joint(model, losses_of(model), gs.Intervention(gs.Identity()))
     assert same(found, plain(model, losses_of(model)))
@@ -64,7 +64,7 @@ WEIGHING = {
 
 @pytest.mark.parametrize("every", [0, 1])
 @pytest.mark.parametrize("name", WEIGHING)
-def test_what_weighs_losses_is_one_backward_of_the_weighed_losses_measured_or_not(
+def test_a_loss_weighting_is_one_backward_of_the_weighted_losses_measured_or_not(
     name: str, every: int
 ) -> None:
     aggregator, weights = WEIGHING[name]
@@ -75,7 +75,7 @@ def test_what_weighs_losses_is_one_backward_of_the_weighed_losses_measured_or_no
     assert same(found, expected)
 
 
-def test_measuring_what_weighs_losses_tells_the_conflict_of_its_weights() -> None:
+def test_the_conflict_of_a_loss_weighting_has_its_weights() -> None:
     model = Net()
     with gs.Surgery(at_shared(gs.FixedWeights((0.3, -2.0, 5.0)))).attach(model) as live:
         live.backward(losses_of(model))
@@ -99,7 +99,7 @@ class Reusing(Weighting):
         return self.given.add_(1)
 
 
-def test_weights_are_told_as_they_were_at_their_step() -> None:
+def test_logged_weights_are_those_of_their_step() -> None:
     model = Net()
     with gs.Surgery(at_shared(Reusing())).attach(model) as live:
         for _ in range(2):
@@ -127,14 +127,16 @@ AGGREGATORS = {
 
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 @pytest.mark.parametrize("name", AGGREGATORS)
-def test_what_aggregates_is_as_by_hand(name: str, granularity: Granularity) -> None:
+def test_combined_gradients_equal_those_computed_by_hand(
+    name: str, granularity: Granularity
+) -> None:
     model, aggregator = Net(), AGGREGATORS[name]
     found, _ = joint(model, losses_of(model), at_shared(aggregator, granularity=granularity))
     groups = [(aggregator, names) for names in GRANULARITIES[granularity]]
     close(found, oracle(model, losses_of(model), groups))
 
 
-def test_groups_of_ones_own_have_a_conflict_each_and_select_by_every_name() -> None:
+def test_pattern_groups_have_one_conflict_each_and_match_every_name() -> None:
     model = Net()
     model.other = model.trunk[0]
     item = at_shared(gs.UPGrad(), granularity=("other.*", "trunk.*"))
@@ -159,18 +161,18 @@ def test_groups_of_ones_own_have_a_conflict_each_and_select_by_every_name() -> N
         ),
     ],
 )
-def test_a_group_of_nothing_is_refused(granularity: Granularity, fault: str) -> None:
+def test_a_pattern_without_parameters_is_refused(granularity: Granularity, fault: str) -> None:
     with pytest.raises(LookupError, match=f"SharedParameters.granularity: {fault}"):
         gs.Surgery(at_shared(gs.UPGrad(), granularity=granularity)).attach(Net()).__enter__()
 
 
-def test_groups_that_are_none_are_refused() -> None:
+def test_invalid_groups_are_refused() -> None:
     for wrong in ((), "trunk.*", ("re:(",), ("*", "*"), {"trunk.*", "*"}):
         with pytest.raises(ValueError, match="granularity"):
             at_shared(gs.UPGrad(), granularity=wrong)
 
 
-def test_a_group_that_is_frozen_in_between_is_left_out_of_these_steps() -> None:
+def test_a_group_that_is_frozen_for_some_steps_is_left_out_of_them() -> None:
     model = Net()
     with gs.Surgery(at_shared(gs.UPGrad(), granularity=("trunk.0.*", "*"))).attach(model) as live:
         for frozen in (True, False):
@@ -179,12 +181,12 @@ def test_a_group_that_is_frozen_in_between_is_left_out_of_these_steps() -> None:
             assert ("trunk.0.*" in live.conflicts.table()) != frozen
 
 
-def test_groups_are_those_of_the_places_that_are_kept() -> None:
+def test_groups_respect_the_place_filter() -> None:
     at = gs.SharedParameters("trunk.*", granularity=("trunk.0.*", "*"))
     assert {*at.groups(Net(), lambda place: True)} > {*at.groups(Net())} == {*TRUNK}
 
 
-def test_what_never_acted_is_told_once_and_not_by_group() -> None:
+def test_an_aggregator_that_never_acted_warns_once_and_not_for_each_group() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with gs.Surgery(at_shared(gs.UPGrad(), granularity=("trunk.0.*", "*"))).attach(Net()):
@@ -193,7 +195,7 @@ def test_what_never_acted_is_told_once_and_not_by_group() -> None:
     assert "upgrad: attached, but live.backward(losses) was never called" in str(told.message)
 
 
-def test_a_group_in_which_nothing_was_made_one_is_told() -> None:
+def test_a_group_without_shared_gradients_warns() -> None:
     item = at_shared(gs.UPGrad(), granularity=("heads.*", "*"))
     fault = r"^upgrad: no two tasks reached a parameter of its group 'heads\.\*'$"
     model = Net()
@@ -201,7 +203,7 @@ def test_a_group_in_which_nothing_was_made_one_is_told() -> None:
         live.backward(losses_of(model))
 
 
-def test_what_is_set_free_later_has_one_aggregator_too() -> None:
+def test_a_parameter_unfrozen_later_can_have_one_aggregator_only() -> None:
     model = Net()
     model.trunk[0].requires_grad_(False)
     first = gs.Intervention(gs.MGDA(), at=gs.SharedParameters("re:.*weight"))
@@ -224,7 +226,7 @@ def test_heads_get_the_gradient_of_their_own_task() -> None:
         assert torch.equal(found[name], grads[task][name])
 
 
-def test_two_aggregators_have_a_selection_each() -> None:
+def test_two_aggregators_act_on_their_own_selections() -> None:
     model = Net()
     first = gs.Intervention(Uneven(), at=gs.SharedParameters("trunk.0.*"))
     second = gs.Intervention(gs.TrimmedMean(0.3), at=gs.SharedParameters("trunk.2.*"))
@@ -234,7 +236,7 @@ def test_two_aggregators_have_a_selection_each() -> None:
     close(found, oracle(model, losses_of(model), groups))
 
 
-def test_what_is_shared_and_not_selected_gets_the_sum() -> None:
+def test_shared_parameters_that_are_not_selected_get_the_sum() -> None:
     model = Net()
     selected = gs.Intervention(Uneven(), at=gs.SharedParameters("trunk.0.*"))
     found, _ = joint(model, losses_of(model), selected)
@@ -280,13 +282,13 @@ def test_a_parameter_that_two_of_three_tasks_reach(granularity: str) -> None:
     close(found, oracle(model, losses_of(model), [(Uneven(), names) for names in groups]))
 
 
-def test_a_task_that_does_not_reach_a_group_is_told() -> None:
+def test_a_task_that_does_not_reach_a_group_warns() -> None:
     model = Partly()
     with pytest.warns(gs.SurgeryWarning, match="uneven: c does not reach .* 'extra'"):
         joint(model, losses_of(model), at_shared(Uneven(), granularity="module"))
 
 
-def test_a_frozen_parameter_gets_no_gradient_and_one_set_free_later_is_aggregated() -> None:
+def test_a_frozen_parameter_gets_no_gradient_until_it_is_unfrozen() -> None:
     model = Net()
     model.trunk[0].weight.requires_grad_(False)
     with gs.Surgery(at_shared(Uneven())).attach(model) as live:
@@ -315,14 +317,14 @@ class Tied(nn.Module):
         return {"a": self.head(features), "b": features.square()}
 
 
-def test_a_tied_parameter_has_one_place_and_all_its_gradients() -> None:
+def test_a_tied_parameter_is_aggregated_once_with_all_its_gradients() -> None:
     model = Tied()
     found, _ = joint(model, losses_of(model), at_shared(Uneven()))
     names = ["first.weight", "first.bias", "trunk.weight", "trunk.bias"]
     close(found, oracle(model, losses_of(model), [(Uneven(), names)]))
 
 
-def test_parameters_of_the_optimizer_outside_the_model_get_theirs() -> None:
+def test_optimizer_parameters_outside_the_model_get_their_gradients() -> None:
     model, alone = Net(), nn.Parameter(torch.ones(()))
     shared = nn.Parameter(torch.ones(()))
     optimizer = torch.optim.SGD([*model.parameters(), alone, shared], lr=0.0)
@@ -337,7 +339,7 @@ def test_parameters_of_the_optimizer_outside_the_model_get_theirs() -> None:
     assert shared.grad.item() == pytest.approx(values["a"] + values["b"])
 
 
-def test_gradients_are_added_to_those_that_are_there() -> None:
+def test_gradients_accumulate_in_grad() -> None:
     model = Net()
     first, _ = joint(model, losses_of(model), at_shared(Uneven()))
     with gs.Surgery(at_shared(Uneven())).attach(model) as live:
@@ -358,7 +360,7 @@ def test_while_its_trigger_does_not_fire_the_shared_parameters_get_the_sum() -> 
     assert [(entry.all_calls, entry.all_fired) for entry in live.ledger] == [(2, 1)]
 
 
-def test_an_aggregator_of_parameters_that_one_task_alone_reaches_says_that_it_did_nothing() -> None:
+def test_an_aggregator_of_parameters_of_one_task_warns_that_it_did_nothing() -> None:
     items = at_shared(Uneven(), pattern="trunk.*"), at_shared(gs.MGDA(), pattern="heads.a.*")
     with pytest.warns(gs.SurgeryWarning, match="mgda: attached, but no two tasks reached"):
         joint(model := Net(), losses_of(model), *items)
@@ -366,7 +368,7 @@ def test_an_aggregator_of_parameters_that_one_task_alone_reaches_says_that_it_di
 
 @pytest.mark.parametrize("every", [0, 1])
 @pytest.mark.parametrize("items", [(), (at_shared(gs.Mean()),)])
-def test_one_backward_gives_a_leaf_outside_of_the_model_its_gradient_measured_or_not(
+def test_a_leaf_outside_the_model_gets_its_gradient_measured_or_not(
     items: tuple[gs.Intervention, ...], every: int
 ) -> None:
     model, outside = Net(), nn.Parameter(torch.tensor(3.0))
@@ -382,7 +384,7 @@ def test_one_backward_gives_a_leaf_outside_of_the_model_its_gradient_measured_or
 @pytest.mark.parametrize("every", [0, 1])
 @pytest.mark.parametrize("aggregator", [Uneven(), gs.Mean()], ids=repr)
 @pytest.mark.parametrize("item", [None, gs.Clip(0.1)], ids=repr)
-def test_a_leaf_outside_of_the_model_gets_what_its_losses_give_it(
+def test_a_leaf_outside_the_model_gets_the_sum_of_its_gradients(
     item: gs.Clip | None, aggregator: Aggregator, every: int
 ) -> None:
     model, outside = Net(), nn.Parameter(torch.tensor([3.0, 2.0]))
@@ -396,7 +398,7 @@ def test_a_leaf_outside_of_the_model_gets_what_its_losses_give_it(
     torch.testing.assert_close(outside.grad, expected)
 
 
-def test_a_loss_that_reaches_a_leaf_outside_of_the_model_alone_is_refused() -> None:
+def test_a_loss_that_reaches_no_parameter_of_the_model_is_refused() -> None:
     model, outside = Net(), nn.Parameter(torch.tensor(3.0))
     with pytest.raises(ValueError, match=r"losses\['d'\]: reaches no parameter of the model"):
         joint(model, {**losses_of(model), "d": outside.square()}, at_shared(Uneven()))
@@ -404,7 +406,7 @@ def test_a_loss_that_reaches_a_leaf_outside_of_the_model_alone_is_refused() -> N
 
 @pytest.mark.parametrize("every", [0, 1])
 @pytest.mark.parametrize("frozen", ["all", "between two batches"])
-def test_what_is_frozen_stops_no_backward_measured_or_not(frozen: str, every: int) -> None:
+def test_frozen_parameters_stop_no_backward_measured_or_not(frozen: str, every: int) -> None:
     model, outside = Net(), nn.Parameter(torch.tensor(3.0))
     with (
         warnings.catch_warnings(),
@@ -420,7 +422,7 @@ def test_what_is_frozen_stops_no_backward_measured_or_not(frozen: str, every: in
     assert outside.grad is not None
 
 
-def test_where_all_is_frozen_that_nothing_is_measured_is_told() -> None:
+def test_a_fully_frozen_selection_warns_that_nothing_is_measured() -> None:
     model, outside = Net(), nn.Parameter(torch.tensor(3.0))
     with gs.Surgery(at_shared(gs.Mean())).attach(model) as live:
         model.requires_grad_(False)
@@ -449,7 +451,7 @@ class Sometimes(Net):
 
 
 @pytest.mark.parametrize("every", [0, 1])
-def test_what_is_shared_is_found_anew_at_every_step(every: int) -> None:
+def test_shared_parameters_are_found_at_every_step(every: int) -> None:
     model = Sometimes()
     extra = ["extra.weight", "extra.bias"]
     with gs.Surgery(at_shared(Uneven())).attach(model, effects_every=every) as live:
@@ -464,7 +466,7 @@ def test_what_is_shared_is_found_anew_at_every_step(every: int) -> None:
             assert (model.extra.weight.grad is None) == (mode == "absent")
 
 
-def test_what_was_shared_before_changes_no_bit() -> None:
+def test_earlier_shared_parameters_do_not_change_the_result() -> None:
     model = Sometimes()
     model.mode = "absent"
     draws = at_shared(gs.GradDrop())
@@ -495,7 +497,7 @@ def test_tasks_may_change_from_step_to_step() -> None:
 
 
 @pytest.mark.parametrize("tasks", ["ab", "acb"])
-def test_what_remembers_tasks_refuses_others(tasks: str) -> None:
+def test_an_aggregator_with_a_state_refuses_other_tasks(tasks: str) -> None:
     model = Net()
     with gs.Surgery(at_shared(Running())).attach(model) as live:
         live.backward(losses_of(model))
@@ -530,7 +532,7 @@ def test_parameters_of_two_dtypes_are_one_group() -> None:
     close({name: grad.double() for name, grad in found.items()}, expected, rtol=1e-4)
 
 
-def test_what_draws_for_every_entry_draws_anew_in_each_dtype() -> None:
+def test_random_numbers_per_entry_differ_between_dtypes() -> None:
     low, high = nn.Parameter(torch.zeros(4000)), nn.Parameter(torch.zeros(4000).double())
     model = nn.ParameterList([low, high])
     losses = {"a": low.sum() + high.sum().float(), "b": -low.sum() - high.sum().float()}
@@ -599,7 +601,7 @@ def test_sparse_gradients_that_are_not_selected_get_the_sum() -> None:
     close(found, expected)
 
 
-def test_sparse_gradients_have_no_part_in_the_conflicts_of_weighed_losses() -> None:
+def test_sparse_gradients_are_left_out_of_the_conflicts_of_weighted_losses() -> None:
     model = Sparse()
     expected = plain(model, losses_of(model))["trunk.0.weight"]
     with pytest.warns(gs.SurgeryWarning, match="gradients of table.weight are not dense"):
@@ -607,7 +609,7 @@ def test_sparse_gradients_have_no_part_in_the_conflicts_of_weighed_losses() -> N
     assert torch.equal(found["trunk.0.weight"], expected)
 
 
-def test_a_model_that_is_copied_meanwhile_is_plain() -> None:
+def test_a_copy_of_an_attached_model_has_no_hooks() -> None:
     model = Net()
     with gs.Surgery(at_shared(Uneven())).attach(model) as live:
         live.backward(losses_of(model))
@@ -615,7 +617,7 @@ def test_a_model_that_is_copied_meanwhile_is_plain() -> None:
     assert same(plain(copied, losses_of(copied)), plain(model, losses_of(model)))
 
 
-def test_every_aggregator_in_the_catalogue_is_as_by_hand() -> None:
+def test_every_aggregator_equals_its_result_by_hand() -> None:
     from gradsurg.plugins.registry import find, names
 
     checked = 0
@@ -637,7 +639,7 @@ def test_every_aggregator_in_the_catalogue_is_as_by_hand() -> None:
 
 @pytest.mark.parametrize("aggregator", [gs.Sum(), gs.Mean(), gs.PCGrad()])
 @pytest.mark.parametrize("shadow", [False, True])
-def test_of_several_batches_the_conflict_is_that_of_their_sum(aggregator, shadow) -> None:
+def test_the_conflict_of_several_batches_is_that_of_their_sum(aggregator, shadow) -> None:
     model = Net()
     surgery = gs.Surgery(at_shared(aggregator))
     with surgery.attach(model, shadow=shadow) as live:

@@ -67,7 +67,7 @@ def test_batches_of_several_sizes_train_the_same_measured_or_not(
     assert all(torch.equal(own, other) for own, other in zip(plain, measured, strict=True))
 
 
-def test_a_transform_for_one_task_meets_batches_of_several_sizes() -> None:
+def test_a_transform_of_one_task_sees_batches_of_several_sizes() -> None:
     train(0, None, scaled(2.0, gs.Parameters("*"), "b"))
 
 
@@ -79,7 +79,7 @@ def before(model: nn.Module) -> nn.Module:
     return called
 
 
-def test_a_graph_of_one_backward_is_not_measured_and_trains_on() -> None:
+def test_a_single_use_graph_is_not_measured_and_trains_on() -> None:
     model, plain = Losing(), Losing()
     called = before(model)
     with gs.Surgery(at_shared(gs.Mean())).attach(model) as live:
@@ -94,7 +94,7 @@ def test_a_graph_of_one_backward_is_not_measured_and_trains_on() -> None:
     close(found, grads_of(plain))
 
 
-def test_a_graph_of_one_backward_is_refused_where_each_task_needs_one() -> None:
+def test_a_single_use_graph_is_refused_if_each_task_needs_a_backward() -> None:
     model = Losing()
     called = before(model)
     rule = "for one backward pass only.*torch.compiler.reset"
@@ -118,7 +118,7 @@ class Spent(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it
 @pytest.mark.parametrize("engine", ["full", "feature"])
-def test_graphs_of_one_backward_that_one_task_has_or_that_are_passed_once_are_not_refused(
+def test_single_use_graphs_of_one_task_are_not_refused(
     engine: str,
 ) -> None:
     found = []
@@ -138,7 +138,7 @@ def test_graphs_of_one_backward_that_one_task_has_or_that_are_passed_once_are_no
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it
-def test_a_representation_inside_of_what_was_compiled_as_one_is_refused() -> None:
+def test_a_representation_inside_a_compiled_graph_is_refused() -> None:
     model = Net()
     rule = "the losses a, b, c separate inside one compiled graph"
     with gs.Surgery(at_shared(Uneven(), engine="feature", features="trunk")).attach(model) as live:
@@ -149,7 +149,7 @@ def test_a_representation_inside_of_what_was_compiled_as_one_is_refused() -> Non
 
 
 @pytest.mark.slow
-def test_what_a_graph_of_one_backward_has_saved_is_not_written_to() -> None:
+def test_the_saved_tensors_of_a_single_use_graph_are_not_overwritten() -> None:
     model = Net(("a", "b"))
     model.trunk.extend([nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.Tanh()])
     encoder = compiled(model.trunk, backend="inductor")
@@ -170,7 +170,7 @@ def test_what_a_graph_of_one_backward_has_saved_is_not_written_to() -> None:
     close(*found)
 
 
-def test_a_graph_of_one_backward_is_not_retained() -> None:
+def test_a_single_use_graph_is_not_retained() -> None:
     model = Losing()
     called = before(model)
     with gs.Surgery(at_shared(gs.Mean())).attach(model, effects_every=0) as live:
@@ -202,7 +202,7 @@ CHANGES: dict[str, Change] = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("satisfied", [False, True])
 @pytest.mark.parametrize("aggregator", [gs.Mean(), gs.PCGrad(), gs.MGDA(), gs.UPGrad()])
-def test_a_gradient_of_zero_is_a_gradient_as_without_compiling(
+def test_a_zero_gradient_counts_as_in_eager_mode(
     aggregator: Aggregator, satisfied: bool, change: str, backend: str
 ) -> None:
     found = []
@@ -227,7 +227,7 @@ class Gated(Losing):
         return {"a": self.heads["a"](rest).square().mean(), "b": gated.mean()}
 
 
-def test_what_was_seen_to_be_reached_is_so_also_where_a_relu_holds_all_back() -> None:
+def test_a_parameter_once_reached_stays_reached_when_a_relu_blocks_it() -> None:
     model = Gated()
     shut, opened = (torch.cat([torch.tensor([[at, 0, 0, 0.0]]), batch(7)]) for at in (0.0, 1.0))
     found = []
@@ -252,7 +252,7 @@ class Satisfied(Losing):
 
 @pytest.mark.parametrize("tasks", ["ab", "abc"])
 @pytest.mark.parametrize("aggregator", [gs.Mean(), gs.PCGrad(), Uneven()])
-def test_a_loss_that_is_satisfied_inside_the_graph_ends_no_training(
+def test_a_loss_of_zero_inside_the_graph_does_not_stop_training(
     aggregator: Aggregator, tasks: str
 ) -> None:
     found = []
@@ -268,7 +268,7 @@ def test_a_loss_that_is_satisfied_inside_the_graph_ends_no_training(
         close(*trunk)
 
 
-def test_of_a_graph_that_does_not_tell_what_is_reached_that_is_told() -> None:
+def test_a_task_with_zero_gradients_in_a_compiled_graph_warns() -> None:
     model = Satisfied()
     with (
         gs.Surgery(at_shared(gs.Mean())).attach(model) as live,
@@ -277,7 +277,7 @@ def test_of_a_graph_that_does_not_tell_what_is_reached_that_is_told() -> None:
         live.backward(compiled(model)(batch(8)))
 
 
-def test_what_is_asked_of_a_graph_no_hook_meets() -> None:
+def test_probing_a_graph_calls_no_hook() -> None:
     model = Losing()
     met = []
     for param in model.parameters():
@@ -288,7 +288,7 @@ def test_what_is_asked_of_a_graph_no_hook_meets() -> None:
     assert all(grad.isfinite().all() for grad in met)
 
 
-def test_a_block_leaves_the_settings_of_the_compiler_as_they_were() -> None:
+def test_a_block_restores_the_compiler_settings() -> None:
     import torch._functorch.config as functorch
     import torch.compiler.config as compiler
 

@@ -72,14 +72,14 @@ BEFORE = {
 
 
 @pytest.mark.parametrize("name", BEFORE)
-def test_before_the_aggregator_a_transform_meets_each_task_and_knows_which(name: str) -> None:
+def test_before_the_aggregator_a_transform_sees_each_task_by_name(name: str) -> None:
     found = seen(Net(), BEFORE[name][0], at_shared(Uneven()))
     assert [task for task, _, _ in found] == ["a", "b", "c"]
     assert [call for _, _, call in found] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("name", BEFORE)
-def test_for_one_task_only_it_changes_the_row_of_that_task(name: str) -> None:
+def test_a_transform_of_one_task_changes_only_its_row(name: str) -> None:
     model, (at, _) = Net(), BEFORE[name]
     found = trained(model, scaled(0.0, at, "b"), at_shared(Uneven(), granularity="tensor"))
     grads = each(model, losses_of(model))
@@ -92,7 +92,7 @@ def test_for_one_task_only_it_changes_the_row_of_that_task(name: str) -> None:
     close({last: found[last].reshape(-1)}, {last: Uneven()(rows)})
 
 
-def test_for_one_task_only_works_without_an_aggregator() -> None:
+def test_a_transform_of_one_task_works_without_an_aggregator() -> None:
     model = Net()
     found = trained(model, scaled(0.0, gs.Parameters("trunk.*"), "b"))
     grads = each(model, losses_of(model))
@@ -101,7 +101,7 @@ def test_for_one_task_only_works_without_an_aggregator() -> None:
     assert torch.equal(found["heads.b.weight"], grads["b"]["heads.b.weight"])
 
 
-def test_for_one_task_only_works_with_what_weighs_losses() -> None:
+def test_a_transform_of_one_task_works_with_a_loss_weighting() -> None:
     model = Net()
     weighs = at_shared(gs.FixedWeights((1.0, 10.0, 0.5)))
     found = trained(model, scaled(3.0, gs.Parameters("*.weight"), "b"), weighs)
@@ -114,7 +114,7 @@ def test_for_one_task_only_works_with_what_weighs_losses() -> None:
     close({name: found[name] for name in expected}, expected)
 
 
-def test_all_but_one_task_can_be_meant() -> None:
+def test_a_trigger_can_exclude_one_task() -> None:
     model = Net()
     item = gs.Intervention(gs.Scale(0.0), at=gs.Parameters("trunk.*"), when=~gs.ForTask("b"))
     found = trained(model, item)
@@ -122,14 +122,14 @@ def test_all_but_one_task_can_be_meant() -> None:
     close({n: found[n] for n in TRUNK}, {n: grads["b"][n] for n in TRUNK})
 
 
-def test_a_task_that_is_not_there_is_told_with_those_that_are() -> None:
+def test_an_unknown_task_is_refused_with_the_known_ones() -> None:
     model = Net()
     rule = r"scale: ForTask\(task='d'\).task: there is no loss 'd'"
     with pytest.raises(LookupError, match=rule):
         trained(model, scaled(2.0, gs.Parameters("*"), "d"))
 
 
-def test_a_task_that_was_there_may_be_left_out() -> None:
+def test_a_known_task_may_be_absent_from_a_step() -> None:
     model = Net()
     with gs.Surgery(scaled(2.0, gs.Parameters("*"), "b")).attach(model) as live:
         live.backward(losses_of(model))
@@ -156,7 +156,7 @@ def clamped(grads: dict[str, Any], weights: Sequence[float]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", WEIGHS)
-def test_before_what_weighs_losses_a_transform_meets_each_task_too(name: str) -> None:
+def test_before_a_loss_weighting_a_transform_sees_each_task_too(name: str) -> None:
     model, seen_by = Net(), {}
     for every in (0, 1):
         model.zero_grad()
@@ -173,13 +173,13 @@ def test_before_what_weighs_losses_a_transform_meets_each_task_too(name: str) ->
 
 
 @pytest.mark.parametrize("name", BEFORE)
-def test_wherever_it_stands_before_what_weighs_losses_it_meets_each_task(name: str) -> None:
+def test_at_every_stage_before_a_loss_weighting_a_transform_sees_each_task(name: str) -> None:
     SEEN.clear()
     trained(Net(), gs.Intervention(Notes(known=False), at=BEFORE[name][0]), at_shared(gs.Mean()))
     assert [task for task, _, _ in SEEN] == ["a", "b", "c"]
 
 
-def test_what_weighs_losses_is_one_backward_where_that_is_the_same() -> None:
+def test_a_loss_weighting_is_one_backward_if_all_transforms_are_linear() -> None:
     model = Net()
     plain = trained(model, at_shared(gs.Mean()))
     items = [
@@ -199,7 +199,7 @@ def test_what_weighs_losses_is_one_backward_where_that_is_the_same() -> None:
     assert [task for task, _, _ in SEEN] == ["", "a", "b", "c"]
 
 
-def test_of_several_batches_each_meets_the_transform_task_by_task() -> None:
+def test_a_transform_sees_each_task_of_each_batch() -> None:
     model = Net()
     items = gs.Intervention(CLAMP, at=gs.Parameters("*")), at_shared(gs.Sum())
     with gs.Surgery(*items).attach(model) as live:
@@ -225,7 +225,7 @@ AFTER = {
 
 
 @pytest.mark.parametrize("name", AFTER)
-def test_after_the_aggregator_a_transform_meets_what_was_made_once(name: str) -> None:
+def test_after_the_aggregator_a_transform_sees_the_combined_gradient_once(name: str) -> None:
     model = Net()
     plain = trained(model, at_shared(Uneven()))
     SEEN.clear()
@@ -236,21 +236,21 @@ def test_after_the_aggregator_a_transform_meets_what_was_made_once(name: str) ->
     assert [(task, call) for task, _, call in SEEN] == [("", 0)] * len(TRUNK)
 
 
-def test_weights_after_the_step_are_met_as_ever() -> None:
+def test_transforms_of_weights_act_after_the_step() -> None:
     model = Net()
     item = gs.Intervention(gs.Zero(), at=gs.Weights("trunk.0.weight"))
     trained(model, item, at_shared(Uneven()))
     assert not model.trunk[0].weight.any()
 
 
-def test_a_leafs_transform_does_not_act_again_on_what_was_made() -> None:
+def test_a_transform_at_a_leaf_does_not_act_on_the_combined_gradient() -> None:
     model = Net()
     found = trained(model, scaled(3.0, gs.Parameters("*")), at_shared(gs.TrimmedMean(0.3)))
     expected = oracle(model, losses_of(model), [(gs.TrimmedMean(0.3), TRUNK)])
     close(found, {name: 3 * own for name, own in expected.items()})
 
 
-def test_what_remembers_is_refused_where_several_tasks_pass() -> None:
+def test_a_stateful_transform_is_refused_at_several_tasks() -> None:
     rule = r"grokfast_ema: GrokfastEMA\(.*\) has a state for each site, .* gradients of 3 tasks"
     with pytest.raises(ValueError, match=rule):
         trained(
@@ -259,7 +259,7 @@ def test_what_remembers_is_refused_where_several_tasks_pass() -> None:
 
 
 @pytest.mark.parametrize("how", ["one task", "after"])
-def test_what_remembers_may_act_on_one_task_or_after(how: str) -> None:
+def test_a_stateful_transform_may_act_on_one_task_or_after_the_aggregator(how: str) -> None:
     model, stage = Net(), "backward" if how == "one task" else "step"
     when = gs.ForTask("b") if how == "one task" else gs.Always()
     item = gs.Intervention(gs.GrokfastEMA(), at=gs.Parameters("trunk.*", stage=stage), when=when)
@@ -274,7 +274,7 @@ def test_what_remembers_may_act_on_one_task_or_after(how: str) -> None:
         live.remove("grokfast_ema_2")
 
 
-def test_what_famo_makes_is_clipped_by_a_transform_after_it_as_its_docstring_says() -> None:
+def test_famo_is_clipped_by_a_transform_after_it_as_its_docstring_says() -> None:
     recipe = re.search(r"`(gs\.Intervention\(.*?stage=\"step\"\)\))`", gs.FAMO.__doc__ or "", re.S)
     assert recipe
     made: list[Grads] = []
@@ -291,7 +291,7 @@ def test_what_famo_makes_is_clipped_by_a_transform_after_it_as_its_docstring_say
     close(found, {name: own / norm if name in TRUNK else own for name, own in plain.items()})
 
 
-def test_what_gradnorm_has_learnt_weighs_no_head() -> None:
+def test_the_weights_of_gradnorm_do_not_apply_to_heads() -> None:
     model = Net()
     optimizer = still(model)
     with gs.Surgery(at_shared(gs.GradNorm(lr=0.5))).attach(model, optimizer) as live:
@@ -327,7 +327,7 @@ def test_calls_and_effects_are_counted_for_each_task() -> None:
     assert rows["scale_3"]["norm_after"] == pytest.approx(5 * norm, rel=1e-5)
 
 
-def test_hooks_of_others_meet_each_task_and_then_what_was_made() -> None:
+def test_foreign_hooks_see_each_task_and_then_the_combined_gradient() -> None:
     model, met = Net(), []
     param = model.trunk[0].weight
     param.register_hook(lambda grad: met.append(grad.clone()) or None)

@@ -47,7 +47,7 @@ def found(rows: Tensor, weights: Tensor | None, update: Tensor, tasks: str = "ab
     return conflict_of(made(rows, weights, update, tasks))
 
 
-def test_each_number_is_what_was_worked_out_by_hand() -> None:
+def test_each_number_equals_the_hand_computed_one() -> None:
     rows = torch.tensor([[3.0, 0.0], [-3.0, 4.0]], dtype=torch.float64)
     weights = torch.tensor([0.75, 0.25], dtype=torch.float64)
     conflict = found(rows, weights, weights @ rows)  # d = (1.5, 1), the mean is (0, 2)
@@ -70,7 +70,7 @@ def test_each_number_is_what_was_worked_out_by_hand() -> None:
     assert paths["conflict/mine/shared/weight/a"] == 0.75
 
 
-def test_means_are_those_of_the_steps_at_which_a_number_exists() -> None:
+def test_means_are_over_the_steps_with_a_finite_number() -> None:
     conflicts = Conflicts()
     for first in (3.0, float("nan"), 5.0):
         rows = torch.tensor([[first, 0.0], [0.0, 2.0]], dtype=torch.float64)
@@ -80,7 +80,7 @@ def test_means_are_those_of_the_steps_at_which_a_number_exists() -> None:
     assert [line.split()[:2] for line in table.splitlines()[3:]] == [["a", "4"], ["b", "2"]]
 
 
-def test_what_others_would_have_done_is_logged_beside_it() -> None:
+def test_the_weights_of_other_aggregators_are_logged() -> None:
     rows = torch.tensor([[3.0, 0.0], [-3.0, 4.0]], dtype=torch.float64)
     conflicts = Conflicts()
     conflicts.add(made(rows, None, rows.sum(0), own="sum"))
@@ -92,7 +92,7 @@ def test_what_others_would_have_done_is_logged_beside_it() -> None:
     assert len(ours) == 2 * len(conflict.others)
 
 
-def test_what_does_not_exist_is_nan_and_is_not_logged() -> None:
+def test_undefined_numbers_are_nan_and_not_logged() -> None:
     rows = torch.tensor([[2.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
     conflict = found(rows, None, torch.zeros(2, dtype=torch.float64))
     assert conflict.cosines == [[1.0, 0.0], [0.0, 0.0]]
@@ -114,7 +114,7 @@ def asked(
     return others
 
 
-def test_of_others_weights_and_cosine_are_those_of_their_updates() -> None:
+def test_other_aggregators_have_the_weights_and_cosine_of_their_updates() -> None:
     rows = torch.randn(3, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     losses = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
     context = AggregatorContext(2, 0, "shared", ("a", "b", "c"), losses)
@@ -132,7 +132,7 @@ def test_of_others_weights_and_cosine_are_those_of_their_updates() -> None:
         torch.testing.assert_close(weights @ rows, theirs)
 
 
-def test_an_other_that_takes_no_two_tasks_is_left_out() -> None:
+def test_an_aggregator_that_refuses_two_tasks_is_left_out() -> None:
     rows = torch.eye(2, dtype=torch.float64)
     losses = torch.ones(2, dtype=torch.float64)
     context = AggregatorContext(0, 0, "shared", ("a", "b"), losses)
@@ -157,7 +157,7 @@ def awkward(count: int, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("count", [2, 3, 8])
 @pytest.mark.parametrize("scale", [1e-6, 0.01, 0.1, 1.0, 1e3])
-def test_what_twins_would_have_done_is_their_own(count: int, scale: float) -> None:
+def test_equivalent_aggregators_have_their_own_weights(count: int, scale: float) -> None:
     asks = {name: (own, state) for name, own, state in _comparable(count)}
     for seed in range(8):
         rows = awkward(count, seed) * scale
@@ -179,7 +179,7 @@ def test_what_twins_would_have_done_is_their_own(count: int, scale: float) -> No
 
 
 @pytest.mark.parametrize("losses", [(1.0, 0.0), (1.0, nan), (1.0, -0.1), None])
-def test_what_takes_no_such_losses_would_have_done_nothing(losses: tuple[float] | None) -> None:
+def test_an_aggregator_that_refuses_the_losses_is_left_out(losses: tuple[float] | None) -> None:
     rows = torch.eye(2, dtype=torch.float64)
     values = None if losses is None else torch.tensor(losses, dtype=torch.float64)
     others = asked("mean", replace(CONTEXT, losses=values), rows, rows.sum(0), 2**0.5)
@@ -188,7 +188,7 @@ def test_what_takes_no_such_losses_would_have_done_nothing(losses: tuple[float] 
     assert ("grad_norm" not in others) == refuses
 
 
-def test_conflicts_that_are_fetched_together_have_each_its_own_others() -> None:
+def test_conflicts_fetched_together_have_separate_alternatives() -> None:
     conflicts, alone = Conflicts(), []
     for number in range(CACHED_GRAMIANS + 5):
         count = 2 + number % 3
@@ -203,7 +203,7 @@ def test_conflicts_that_are_fetched_together_have_each_its_own_others() -> None:
     assert all("mean" not in one and "mgda" in one for one in alone[2::10])
 
 
-def test_the_newest_are_kept_until_they_are_fetched_and_the_means_of_all() -> None:
+def test_the_newest_conflicts_are_kept_until_fetched_and_the_means_are_of_all() -> None:
     conflicts = Conflicts()
     assert conflicts.table() == "no conflict was measured"
     rows = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
@@ -222,7 +222,7 @@ def test_the_newest_are_kept_until_they_are_fetched_and_the_means_of_all() -> No
     assert "1.5" in said.splitlines()[3].split()  # the mean norm
 
 
-def test_steps_at_which_a_gradient_was_not_finite_are_told_apart() -> None:
+def test_steps_with_a_nonfinite_gradient_are_counted() -> None:
     conflicts = Conflicts()
     for bad in (0.0, torch.nan, torch.inf):
         rows = torch.tensor([[1.0, 0.0], [bad, 1.0]], dtype=torch.float64)
@@ -230,14 +230,14 @@ def test_steps_at_which_a_gradient_was_not_finite_are_told_apart() -> None:
     assert "3 measured steps, 2 of them with a gradient that is not finite: " in conflicts.table()
 
 
-def test_the_conflict_rate_is_of_the_pairs_that_have_a_cosine() -> None:
+def test_the_conflict_rate_is_over_the_pairs_with_a_cosine() -> None:
     rows = torch.tensor([[1.0, 0.0], [-1.0, 1.0], [torch.nan, 0.0]], dtype=torch.float64)
     assert repr(found(rows, None, rows[0], "abc").conflict_rate) == "1.0"
     assert isnan(found(rows[1:], None, rows[0]).conflict_rate)
     assert found(rows[:1], None, rows[0], "a").conflict_rate == 0.0
 
 
-def test_of_many_sets_of_tasks_the_first_have_means_and_the_others_are_told() -> None:
+def test_further_sets_of_tasks_have_no_means_and_are_counted() -> None:
     rows = torch.eye(2, dtype=torch.float64)
     conflicts = Conflicts()
     for number in range(MAX_MEANS + 3):
@@ -248,7 +248,7 @@ def test_of_many_sets_of_tasks_the_first_have_means_and_the_others_are_told() ->
     assert said.endswith("\n\nnot in these means: 6 conflicts of further tasks")
 
 
-def test_where_there_are_weights_at_some_steps_alone_the_table_has_their_mean() -> None:
+def test_the_table_averages_weights_over_the_steps_that_have_them() -> None:
     rows = torch.tensor([[1.0, 0.0], [0.0, 3.0]], dtype=torch.float64)
     conflicts, without = Conflicts(), Conflicts()
     without.add(made(rows, None, rows[0]))

@@ -71,7 +71,7 @@ class ByLosses(Running):
         return losses_known(self, context, len(gramian)), state
 
 
-def test_the_losses_of_several_batches_are_told_as_their_sum() -> None:
+def test_the_context_has_the_summed_losses_of_several_batches() -> None:
     model = Net()
     with gs.Surgery(at_shared(ByLosses())).attach(model) as live:
         for step in range(3):
@@ -81,7 +81,7 @@ def test_the_losses_of_several_batches_are_told_as_their_sum() -> None:
     assert conflict.weights == pytest.approx(total)
 
 
-def test_losses_of_several_batches_are_weighed_by_the_first() -> None:
+def test_losses_of_several_batches_are_weighted_by_the_first() -> None:
     model = Net()
     with gs.Surgery(at_shared(gs.FAMO())).attach(model, effects_every=0) as live:
         for step in range(2):
@@ -97,7 +97,7 @@ def test_losses_of_several_batches_are_weighed_by_the_first() -> None:
 
 
 @pytest.mark.parametrize("given", ["a b c", "abc ab", "ab bc", "b ac b", "c c ab"])
-def test_each_batch_of_a_step_may_have_tasks_of_its_own(given: str) -> None:
+def test_each_batch_of_a_step_may_have_other_tasks(given: str) -> None:
     model, found = Net(), []
     batches = given.split()
     tasks = list(dict.fromkeys("".join(batches)))
@@ -118,7 +118,7 @@ def test_each_batch_of_a_step_may_have_tasks_of_its_own(given: str) -> None:
     close(found[0], oracle(model, together, [(Uneven(), TRUNK)]))
 
 
-def test_of_several_batches_a_leaf_outside_of_the_model_gets_the_sum() -> None:
+def test_a_leaf_outside_the_model_gets_the_sum_over_several_batches() -> None:
     model, outside = Net(), nn.Parameter(torch.tensor(3.0))
     with gs.Surgery(at_shared(Uneven())).attach(model) as live:
         for step in range(2):
@@ -129,7 +129,7 @@ def test_of_several_batches_a_leaf_outside_of_the_model_gets_the_sum() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::gradsurg.SurgeryWarning")  # of a block that made no update
-def test_a_memory_that_batches_of_other_tasks_would_meet_is_refused() -> None:
+def test_a_stateful_transform_is_refused_for_batches_of_other_tasks() -> None:
     model = Net()
     item = gs.Intervention(gs.GrokfastEMA(), at=gs.Parameters("trunk.0.weight"))
     with gs.Surgery(item, at_shared(Uneven())).attach(model) as live:
@@ -138,7 +138,7 @@ def test_a_memory_that_batches_of_other_tasks_would_meet_is_refused() -> None:
             live.backward({"b": losses_of(model)["b"]})
 
 
-def test_batches_whose_losses_are_weighed_have_the_same_tasks() -> None:
+def test_batches_with_weighted_losses_need_the_same_tasks() -> None:
     model = Net()
     with gs.Surgery(at_shared(gs.Mean())).attach(model) as live:
         live.backward(losses_of(model), aggregate=False)
@@ -147,7 +147,7 @@ def test_batches_whose_losses_are_weighed_have_the_same_tasks() -> None:
         live.backward({task: losses_of(model)[task] for task in "ab"})
 
 
-def test_what_waits_can_be_dropped() -> None:
+def test_pending_gradients_can_be_discarded() -> None:
     model = Net()
     optimizer = still(model)
 
@@ -182,7 +182,7 @@ def failing(model: Net) -> dict[str, Tensor]:
     return losses
 
 
-def test_a_parameter_that_is_frozen_while_gradients_wait_is_told() -> None:
+def test_freezing_a_parameter_between_batches_is_refused() -> None:
     model = Net()
     with gs.Surgery(at_shared(Uneven())).attach(model) as live:
         live.backward(losses_of(model), aggregate=False)
@@ -195,7 +195,7 @@ def test_a_parameter_that_is_frozen_while_gradients_wait_is_told() -> None:
     close(grads_of(model), oracle(model, losses_of(model), [(Uneven(), TRUNK[1:])]))
 
 
-def test_an_error_while_gradients_wait_drops_them_and_says_so() -> None:
+def test_an_error_drops_pending_gradients_with_a_note() -> None:
     model = Net()
     with gs.Surgery(at_shared(Uneven())).attach(model) as live:
         live.backward(losses_of(model), aggregate=False)
@@ -243,7 +243,7 @@ def test_a_loss_scale_changes_nothing(name: str, engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_step_that_overflows_is_left_out_and_nothing_is_learnt_from_it(engine: str) -> None:
+def test_a_step_that_overflows_is_skipped_and_changes_no_state(engine: str) -> None:
     model, scaler = Net(), _scaler()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     surgery = gs.Surgery(at_shared(Running(), engine=engine))
@@ -270,7 +270,7 @@ def test_a_step_that_overflows_is_left_out_and_nothing_is_learnt_from_it(engine:
     assert scaler.get_scale() == 2.0**13
 
 
-def test_a_scaler_that_was_not_told_is() -> None:
+def test_a_scaler_that_attach_was_not_given_warns() -> None:
     model, scaler = Net(), _scaler()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with gs.Surgery(at_shared(Uneven())).attach(model, optimizer) as live:
@@ -316,7 +316,7 @@ class Whole(Aggregator):
 
 
 @pytest.mark.parametrize("aggregator", [Bounded(), Whole()], ids=repr)
-def test_what_depends_on_the_size_of_the_rows_is_refused_under_a_loss_scale(
+def test_an_aggregator_that_is_not_homogeneous_is_refused_under_a_loss_scale(
     aggregator: Aggregator,
 ) -> None:
     model, surgery = Net(), gs.Surgery(at_shared(aggregator))
@@ -350,7 +350,7 @@ def test_every_aggregator_of_the_catalogue_works_under_a_loss_scale() -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_autocast_does_not_touch_what_is_computed_of_the_gradients(engine: str) -> None:
+def test_autocast_does_not_affect_the_aggregation(engine: str) -> None:
     def losses(model: Net) -> dict[str, Tensor]:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             outputs = model(inputs())
@@ -411,7 +411,7 @@ MODELS = {"batch norm": Normed, "lstm": Recurrent, "gru": Gated, "convolution": 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_full_engine_is_as_by_hand(name: str) -> None:
+def test_the_full_engine_equals_the_result_by_hand(name: str) -> None:
     model = MODELS[name]()
     names = [own for own, _ in model.named_parameters() if own.startswith("trunk")]
     state = {key: own.clone() for key, own in model.state_dict().items()}
@@ -423,7 +423,7 @@ def test_the_full_engine_is_as_by_hand(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_feature_engine_has_the_weights_that_it_tells(name: str) -> None:
+def test_the_feature_engine_uses_the_weights_that_it_logs(name: str) -> None:
     model = MODELS[name]()
     with gs.Surgery(at_shared(Uneven(), engine="feature")).attach(model) as live:
         live.backward(losses_of(model))
@@ -471,7 +471,7 @@ class Recounted(Net):
 
 @pytest.mark.parametrize("every", [0, 1])
 @pytest.mark.parametrize("aggregator", [gs.Mean(), Uneven(), None], ids=repr)
-def test_a_checkpoint_counts_batches_as_in_a_plain_backward(
+def test_a_checkpoint_updates_running_statistics_once(
     aggregator: Aggregator | None, every: int
 ) -> None:
     plain, model = Recounted(), Recounted()
@@ -485,7 +485,7 @@ def test_a_checkpoint_counts_batches_as_in_a_plain_backward(
         assert torch.equal(own, other)
 
 
-def test_a_reentrant_checkpoint_is_refused_with_the_way_out() -> None:
+def test_a_reentrant_checkpoint_is_refused_with_instructions() -> None:
     model = Checkpointed()
     model.reentrant = True
     rule = "reentrant checkpoint.*use_reentrant=False.*engine='feature'"
@@ -493,7 +493,7 @@ def test_a_reentrant_checkpoint_is_refused_with_the_way_out() -> None:
         joint(model, losses_of(model), at_shared(Uneven()))
 
 
-def test_measuring_leaves_a_reentrant_checkpoint_out_and_says_so() -> None:
+def test_measuring_skips_a_reentrant_checkpoint_with_a_warning() -> None:
     model, plain = Checkpointed(), Net()
     model.reentrant = True
     with pytest.warns(gs.SurgeryWarning, match="their conflicts are not measured"):
@@ -512,7 +512,7 @@ def test_a_reentrant_checkpoint_in_a_head_is_refused() -> None:
         joint(model, losses, at_shared(Uneven(), engine="feature"))
 
 
-def test_below_where_tasks_part_a_checkpoint_may_be_reentrant() -> None:
+def test_a_checkpoint_below_the_representation_may_be_reentrant() -> None:
     model, plain = Checkpointed(), Net()
     model.reentrant = True
     found, _ = joint(model, losses_of(model), at_shared(Uneven(), engine="feature"))
@@ -524,7 +524,9 @@ def test_below_where_tasks_part_a_checkpoint_may_be_reentrant() -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("what", ["model", "trunk"])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_compiled_model_is_as_an_eager_one(backend: str, what: str, engine: str) -> None:
+def test_a_compiled_model_gives_the_gradients_of_an_eager_one(
+    backend: str, what: str, engine: str
+) -> None:
     model, plain = Net(), Net()
     made: nn.Module = model
     if what == "model":
@@ -542,7 +544,7 @@ def test_a_compiled_model_is_as_an_eager_one(backend: str, what: str, engine: st
     close(found, expected, rtol=1e-4)
 
 
-def test_losses_of_one_compiled_graph_have_no_place_to_part_which_is_told() -> None:
+def test_losses_of_one_compiled_graph_warn_that_they_cannot_conflict() -> None:
     model = torch.compile(Net(), backend="aot_eager")
     with pytest.warns(gs.SurgeryWarning, match="of 24 entries, no entry .* compiled as one"):
         joint(model, losses_of(model), at_shared(Uneven(), engine="feature"))  # pyright: ignore
@@ -575,7 +577,7 @@ def test_two_threads_train_two_models() -> None:
         assert same(found[seed], together[seed])  # pyright: ignore[reportArgumentType]
 
 
-def test_the_graph_may_be_kept_for_more_by_the_loss_alone() -> None:
+def test_the_graph_is_freed_by_live_backward() -> None:
     model = Net()
     losses = losses_of(model)
     joint(model, losses, at_shared(Uneven()))
@@ -588,7 +590,7 @@ RETAINED |= {"mean": [at_shared(gs.Mean())], "none": []}
 
 
 @pytest.mark.parametrize("name", RETAINED)
-def test_a_graph_that_is_retained_has_another_backward(name: str) -> None:
+def test_a_retained_graph_supports_another_backward(name: str) -> None:
     model, items = Net(), RETAINED[name]
     expected, _ = joint(model, losses_of(model), *items)
     model.zero_grad()
@@ -604,7 +606,7 @@ def test_a_graph_that_is_retained_has_another_backward(name: str) -> None:
             live.backward(losses)
 
 
-def test_a_functional_call_with_the_models_own_parameters_is_a_forward_as_any() -> None:
+def test_a_functional_call_with_the_models_parameters_is_supported() -> None:
     model = Net()
     outputs = torch.func.functional_call(model, dict(model.named_parameters()), inputs())
     losses = {task: own.square().mean() for task, own in outputs.items()}

@@ -211,13 +211,13 @@ AGGREGATORS = {"uneven": Uneven(), "entrywise": gs.TrimmedMean(0.3), "running": 
 
 @pytest.mark.parametrize("aggregator", AGGREGATORS)
 @pytest.mark.parametrize("name", MODELS)
-def test_the_cut_by_the_graph_is_as_a_cut_by_hand(name: str, aggregator: str) -> None:
+def test_the_cut_found_in_the_graph_equals_one_by_hand(name: str, aggregator: str) -> None:
     model = MODELS[name]()
     found, _ = joint(model, model(inputs()), feature(AGGREGATORS[aggregator]))
     close(found, oracle(model, AGGREGATORS[aggregator]))
 
 
-def test_with_the_sum_of_the_rows_it_is_the_plain_gradient() -> None:
+def test_summing_the_rows_gives_the_plain_gradient() -> None:
     @validated
     class Adds(Uneven):
         def weights(self, gramian: Tensor) -> Tensor:
@@ -232,13 +232,13 @@ def test_with_the_sum_of_the_rows_it_is_the_plain_gradient() -> None:
 
 
 @pytest.mark.parametrize(("name", "features"), [("one", "trunk"), ("one", "trunk.1")])
-def test_the_cut_at_a_module_that_is_named_is_as_a_cut_by_hand(name: str, features: str) -> None:
+def test_the_cut_at_a_named_module_equals_one_by_hand(name: str, features: str) -> None:
     model = MODELS[name]()
     found, _ = joint_of(model, feature(Uneven(), features))
     close(found, oracle(model, Uneven()))
 
 
-def test_every_call_of_the_module_that_is_named_is_a_part_of_the_representation() -> None:
+def test_every_call_of_the_named_module_belongs_to_the_representation() -> None:
     model = unrolled()
     found, _ = joint_of(model, feature(Uneven(), "cell"))
     close(found, oracle(model, Uneven()))
@@ -252,7 +252,7 @@ def joint_of(model: nn.Module, *items: gs.Intervention) -> tuple[Grads, gs.Live]
     return grads_of(model), live
 
 
-def test_a_forward_that_was_never_gone_back_from_is_no_part_of_it() -> None:
+def test_a_forward_without_a_backward_does_not_belong_to_it() -> None:
     model = one()
     with gs.Surgery(feature(Uneven(), "trunk")).attach(model) as live:
         model(inputs(1))
@@ -261,7 +261,7 @@ def test_a_forward_that_was_never_gone_back_from_is_no_part_of_it() -> None:
     close(found, oracle(model, Uneven()))
 
 
-def test_forwards_that_are_never_gone_back_from_keep_no_graph() -> None:
+def test_forwards_without_a_backward_keep_no_graph() -> None:
     model = one()
     with gs.Surgery(feature(Uneven(), "trunk")).attach(model) as live:
         kept = []
@@ -275,7 +275,7 @@ def test_forwards_that_are_never_gone_back_from_keep_no_graph() -> None:
     close(grads_of(model), oracle(model, Uneven()))
 
 
-def test_two_forwards_can_be_gone_back_from_in_turn() -> None:
+def test_two_forwards_can_have_their_backwards_in_turn() -> None:
     model = one()
     with gs.Surgery(feature(Uneven(), "trunk")).attach(model) as live:
         first, second = model(inputs()), model(inputs(1))
@@ -285,7 +285,7 @@ def test_two_forwards_can_be_gone_back_from_in_turn() -> None:
     close(grads_of(model), oracle(model, Uneven()))
 
 
-def test_the_module_that_is_named_may_give_a_parameter() -> None:
+def test_the_named_module_may_return_a_parameter() -> None:
     class Code(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -305,21 +305,21 @@ def test_the_module_that_is_named_may_give_a_parameter() -> None:
     close(found, oracle(model, Uneven()))
 
 
-def test_what_tasks_share_above_the_module_that_is_named_is_refused() -> None:
+def test_shared_parameters_above_the_named_module_are_refused() -> None:
     model = partly()
     rule = r"tasks 'a' and 'b' share a parameter of shape \[6\] above the representation"
     with pytest.raises(ValueError, match=rule):
         joint_of(model, feature(Uneven(), "low"))
 
 
-def test_a_way_past_the_module_that_is_named_is_refused() -> None:
+def test_a_path_around_the_named_module_is_refused() -> None:
     model = partly()
     rule = "task 'c' reaches a parameter of shape .* both below the representation and past it"
     with pytest.raises(ValueError, match=rule):
         joint_of(model, feature(Uneven(), "high"))
 
 
-def test_a_module_that_is_not_there_or_not_called_is_told() -> None:
+def test_a_missing_or_uncalled_named_module_is_refused() -> None:
     model = one()
     with pytest.raises(LookupError, match="there is no module 'trnk'. .*trunk"):
         joint_of(model, feature(Uneven(), "trnk"))
@@ -349,7 +349,7 @@ def test_one_loss_given_twice_has_two_equal_rows() -> None:
     close(grads, grads_of(model))
 
 
-def test_losses_that_were_stacked_part_at_nothing_but_themselves_which_is_told() -> None:
+def test_stacked_losses_warn_that_they_cannot_conflict() -> None:
     model = one()
     losses = torch.stack(list(model(inputs()).values()))
     with pytest.warns(
@@ -368,7 +368,7 @@ def with_a_task_of_its_own() -> Split:
 
 
 @pytest.mark.parametrize("features", ["", "trunk"])
-def test_a_task_that_does_not_reach_the_shared_part_has_no_say_in_it(features: str) -> None:
+def test_a_task_that_does_not_reach_the_representation_does_not_contribute(features: str) -> None:
     model = with_a_task_of_its_own()
     with pytest.warns(gs.SurgeryWarning, match=r"uneven: d does not reach the representation"):
         found, live = joint_of(model, feature(Uneven(), features))
@@ -382,7 +382,7 @@ def test_a_task_that_does_not_reach_the_shared_part_has_no_say_in_it(features: s
     assert torch.equal(found["own.weight"], model.own.weight.grad)
 
 
-def test_a_representation_that_one_task_alone_reaches_is_refused() -> None:
+def test_a_representation_of_one_task_is_refused() -> None:
     model = with_a_task_of_its_own()
     with gs.Surgery(feature(Uneven(), "trunk")).attach(model) as live:
         outputs = model(inputs())
@@ -393,7 +393,7 @@ def test_a_representation_that_one_task_alone_reaches_is_refused() -> None:
     assert model.own.weight.grad is None
 
 
-def test_a_task_of_no_gradient_is_not_said_to_part_from_the_others() -> None:
+def test_a_task_with_zero_gradients_does_not_count_as_disjoint() -> None:
     model = one()
 
     def losses() -> dict[str, Tensor]:
@@ -450,7 +450,7 @@ def test_a_complex_representation_is_two_numbers_an_entry() -> None:
 
 
 @pytest.mark.parametrize("aggregator", AGGREGATORS)
-def test_complex_and_real_representations_make_one_gradient(aggregator: str) -> None:
+def test_complex_and_real_representations_are_combined_together(aggregator: str) -> None:
     model = spectral()
     found, _ = joint(model, model(inputs()), feature(AGGREGATORS[aggregator]))
     close(found, by_parts(model, AGGREGATORS[aggregator]))
@@ -468,7 +468,7 @@ def by_parts(model: Split, aggregator: Aggregator) -> Grads:
 
 
 @pytest.mark.parametrize("features", ["", "low"])
-def test_the_module_that_is_named_may_give_complex_numbers(features: str) -> None:
+def test_the_named_module_may_return_complex_numbers(features: str) -> None:
     class Waves(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
             return torch.fft.rfft(super().forward(input))
@@ -490,7 +490,7 @@ def test_the_module_that_is_named_may_give_complex_numbers(features: str) -> Non
     close(found, oracle(real, Uneven()))
 
 
-def test_a_sparse_gradient_where_the_tasks_part_is_refused_by_name() -> None:
+def test_a_sparse_gradient_at_the_representation_is_refused_by_name() -> None:
     model = nn.ModuleDict({"words": nn.Embedding(5, 2, sparse=True)})
     words = model["words"]
     rule = "parameter 'words.weight': an aggregator takes dense gradients, .*layout torch.sparse"
@@ -500,7 +500,7 @@ def test_a_sparse_gradient_where_the_tasks_part_is_refused_by_name() -> None:
     assert words.weight.grad is None
 
 
-def test_a_sparse_gradient_above_or_below_where_the_tasks_part_is_as_it_was() -> None:
+def test_sparse_gradients_above_or_below_the_representation_stay_sparse() -> None:
     model = nn.Module()
     model.words, model.own = (nn.Embedding(5, 2, sparse=True) for _ in range(2))
 
@@ -517,7 +517,7 @@ def test_a_sparse_gradient_above_or_below_where_the_tasks_part_is_as_it_was() ->
     assert torch.equal(found["own.weight"].to_dense(), expected.to_dense())
 
 
-def test_batches_that_wait_are_refused() -> None:
+def test_several_batches_a_step_are_refused() -> None:
     model = one()
     with gs.Surgery(feature(Uneven())).attach(model) as live:
         with pytest.raises(ValueError, match="aggregate=False needs engine='full'"):
@@ -534,7 +534,7 @@ def test_batches_that_wait_are_refused() -> None:
         pytest.param([[0, 1], []], True, id="one task alone in a piece"),
     ],
 )
-def test_tasks_are_apart_where_no_number_has_two_of_them(own: list[list[int]], apart: bool) -> None:
+def test_tasks_are_disjoint_if_they_share_no_entry(own: list[list[int]], apart: bool) -> None:
     rows = torch.zeros(2, 999)
     for task, places in enumerate(own):
         rows[task, places] = 1.0
@@ -544,7 +544,7 @@ def test_tasks_are_apart_where_no_number_has_two_of_them(own: list[list[int]], a
     assert not are_disjoint([EdgeGradients({}, rows[:1])])  # a task alone is apart from nothing
 
 
-def test_its_fields_that_say_nothing_there_are_refused() -> None:
+def test_fields_without_effect_with_this_engine_are_refused() -> None:
     with pytest.raises(ValueError, match="needs engine='feature'"):
         gs.SharedParameters(features="trunk")
     with pytest.raises(ValueError, match="must be 'whole' with engine='feature'"):
@@ -564,7 +564,7 @@ SITES = {
 
 
 @pytest.mark.parametrize("name", SITES)
-def test_at_the_cut_and_below_a_transform_meets_what_was_made_of_the_tasks_once(name: str) -> None:
+def test_at_the_cut_and_below_a_transform_sees_the_combined_gradient_once(name: str) -> None:
     model, (at, _) = one(), SITES[name]
     found, live = joint_of(model, gs.Intervention(gs.Scale(3.0), at=at), feature(Uneven()))
     expected = oracle(model, Uneven())
@@ -580,7 +580,7 @@ PICKED = {"b": gs.ForTask("b"), "ac": ~gs.ForTask("b")}
 
 
 @pytest.mark.parametrize("picked", PICKED)
-def test_at_the_cut_a_transform_for_a_task_meets_the_gradient_of_each(picked: str) -> None:
+def test_at_the_cut_a_transform_of_one_task_sees_its_gradient(picked: str) -> None:
     model = one()
     item = gs.Intervention(gs.Scale(3.0), at=gs.Outputs("trunk"), when=PICKED[picked])
     found, live = joint_of(model, item, feature(Uneven()))
@@ -598,7 +598,7 @@ def test_at_the_cut_a_transform_for_a_task_meets_the_gradient_of_each(picked: st
     assert (entry.all_calls, entry.all_fired) == (3, len(picked))
 
 
-def test_where_one_representation_is_made_of_another_transforms_meet_both_once() -> None:
+def test_nested_representations_are_both_seen_once() -> None:
     model = scales()
     at = gs.Nodes("Tanh")
     found, live = joint_of(model, gs.Intervention(gs.Scale(3.0), at=at), feature(Uneven()))
@@ -608,7 +608,7 @@ def test_where_one_representation_is_made_of_another_transforms_meet_both_once()
     close({"high": found["high.weight"]}, {"high": 3.0 * expected["high.weight"]})
 
 
-def test_above_the_cut_a_transform_meets_the_gradient_of_its_task() -> None:
+def test_above_the_cut_a_transform_sees_the_gradient_of_its_task() -> None:
     model = one()
     items = [
         gs.Intervention(gs.Scale(3.0), at=gs.Outputs("a")),
@@ -641,7 +641,7 @@ class Late(nn.Module):
         return {task: head(features).square().mean() for task, head in self.heads.items()}
 
 
-def test_a_memory_above_the_representation_is_refused_where_tasks_meet_again() -> None:
+def test_a_stateful_transform_above_the_cut_is_refused_where_tasks_share_nodes() -> None:
     model = Late()
     item = gs.Intervention(gs.GrokfastEMA(), at=gs.Outputs("act"))
     rule = "GrokfastEMA.* has a state for each site, .* 2 tasks"
@@ -653,7 +653,7 @@ def test_a_memory_above_the_representation_is_refused_where_tasks_meet_again() -
         live.backward(model(inputs()))  # they part at `act`, where it meets what was made of them
 
 
-def test_nothing_stays_on_the_graph_or_the_model() -> None:
+def test_no_hook_stays_on_the_graph_or_the_model() -> None:
     model = scales()
     before = num_hooks(model)
     losses = model(inputs())
@@ -674,7 +674,7 @@ def test_conflicts_are_those_at_the_representation() -> None:
     assert conflict.norms == pytest.approx(norms)
 
 
-def test_its_conflicts_are_called_those_of_the_representation() -> None:
+def test_the_group_of_its_conflicts_is_named_representation() -> None:
     model = Net()
     with gs.Surgery(feature(Uneven())).attach(model) as live:
         live.backward(losses_of(model))
@@ -682,7 +682,7 @@ def test_its_conflicts_are_called_those_of_the_representation() -> None:
     assert conflict.group == "representation"
 
 
-def test_with_a_single_task_it_is_that_of_the_task_times_its_weight() -> None:
+def test_a_single_task_gives_its_gradient_times_its_weight() -> None:
     model = Net()
     loss = {"a": losses_of(model)["a"]}
     with (

@@ -36,7 +36,7 @@ def new_memory_is_nan() -> Iterator[None]:
 
 @pytest.mark.usefixtures("new_memory_is_nan")
 @pytest.mark.parametrize("reaching", ["ab", "ac", "bc"])
-def test_a_parameter_that_came_to_be_shared_is_zero_where_a_task_does_not_reach_it(
+def test_a_newly_shared_parameter_has_zeros_for_tasks_that_do_not_reach_it(
     reaching: str,
 ) -> None:
     assert bool(torch.empty(3).isnan().all())
@@ -66,7 +66,7 @@ TRUNK = gs.Parameters("trunk.0.weight")
 
 
 @pytest.mark.parametrize("others", ["ac", "ba", "abc"])
-def test_of_batches_of_other_tasks_that_are_only_looked_at_the_last_alone_is_measured(
+def test_in_shadow_only_the_last_of_batches_with_other_tasks_is_measured(
     others: str,
 ) -> None:
     model = Net()
@@ -84,7 +84,7 @@ def test_of_batches_of_other_tasks_that_are_only_looked_at_the_last_alone_is_mea
 
 
 @pytest.mark.parametrize("task", ["a", "b", "c"])
-def test_what_waits_for_a_task_meets_nothing_in_the_one_backward_of_a_shadow(task: str) -> None:
+def test_a_transform_of_one_task_does_not_act_in_the_shadow_backward(task: str) -> None:
     model = Net()
     surgery = gs.Surgery(scaled(3.0, TRUNK, task), at_shared(Uneven()))
     with surgery.attach(model, still(model), shadow=True) as live:
@@ -103,7 +103,7 @@ AT = {
 @pytest.mark.parametrize("place", AT)
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("task", ["a", "c"])
-def test_what_waits_for_a_task_leaves_a_plain_backward_of_the_same_step_alone(
+def test_a_transform_of_one_task_does_not_act_in_a_plain_backward(
     place: str, fails: bool, task: str
 ) -> None:
     model = Net()

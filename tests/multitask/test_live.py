@@ -49,7 +49,7 @@ def test_transforms_are_added_changed_and_removed_beside_an_aggregator() -> None
         assert factor() == 1.0
 
 
-def test_what_is_changed_while_a_task_flows_waits_for_the_last_of_them() -> None:
+def test_changes_during_a_backward_take_effect_after_the_last_task() -> None:
     model = Net()
     with gs.Surgery(scaled(2.0, gs.Parameters("*")), at_shared(Uneven())).attach(model) as live:
         expected = {}
@@ -66,7 +66,7 @@ def test_what_is_changed_while_a_task_flows_waits_for_the_last_of_them() -> None
 
 
 @pytest.mark.parametrize("action", ["remove", "set"])
-def test_an_aggregator_stays_as_it_is(action: str) -> None:
+def test_an_aggregator_cannot_be_changed_while_attached(action: str) -> None:
     with gs.Surgery(at_shared(Uneven())).attach(Net()) as live:
         call: Callable[[], object] = {
             "remove": lambda: live.remove("uneven"),
@@ -103,7 +103,7 @@ def test_two_triggers_must_agree_on_their_switch() -> None:
         gs.Surgery(*items).attach(Net()).__enter__()
 
 
-def test_the_plan_tells_what_an_aggregator_has() -> None:
+def test_the_plan_lists_the_parameters_of_an_aggregator() -> None:
     said = gs.Surgery(at_shared(Uneven())).plan(Net())
     assert "uneven: Uneven() for those of" in said
     assert "trunk.0.weight" in said
@@ -115,7 +115,7 @@ def test_the_plan_tells_what_an_aggregator_has() -> None:
     assert "heads" not in said
 
 
-def test_the_plan_tells_the_module_that_is_named_as_the_representation() -> None:
+def test_the_plan_shows_the_named_module_of_the_representation() -> None:
     said = gs.Surgery(at_shared(Uneven(), engine="feature", features="trunk.2")).plan(Net())
     assert "engine feature at 'trunk.2', granularity whole" in said
     wrong = gs.Surgery(at_shared(Uneven(), engine="feature", features="trunk.9"))
@@ -137,7 +137,7 @@ def _train(
 
 
 @pytest.mark.parametrize("aggregator", [Running(), gs.GradNorm(), gs.FAMO(), gs.GradDrop()])
-def test_resumed_it_goes_on_bit_for_bit(aggregator: Aggregator) -> None:
+def test_a_resumed_aggregator_continues_bit_for_bit(aggregator: Aggregator) -> None:
     def made() -> tuple[gs.Surgery, Net, torch.optim.Adam]:
         model = Net()
         surgery = gs.Surgery(gs.Intervention(aggregator, at=gs.SharedParameters()), seed=3)
@@ -157,7 +157,7 @@ def test_resumed_it_goes_on_bit_for_bit(aggregator: Aggregator) -> None:
     assert same(dict(again[1].named_parameters()), dict(whole[1].named_parameters()))
 
 
-def test_what_it_remembers_is_of_the_steps_before() -> None:
+def test_the_state_is_of_the_earlier_steps() -> None:
     model = Net()
     with gs.Surgery(at_shared(Running())).attach(model) as live:
         for step in range(2):
@@ -188,9 +188,7 @@ def test_its_state_travels_with_the_model() -> None:
 @pytest.mark.parametrize("tasks", ["b, a, c", "a, b, d"])
 @pytest.mark.parametrize("how", ["attached again", "loaded", "loaded while attached", "with model"])
 @pytest.mark.parametrize("aggregator", [Running(), gs.FAMO(), gs.UncertaintyWeighting()], ids=repr)
-def test_what_it_remembers_is_of_tasks_by_their_names(
-    aggregator: Aggregator, how: str, tasks: str
-) -> None:
+def test_the_state_belongs_to_tasks_by_name(aggregator: Aggregator, how: str, tasks: str) -> None:
     def some(names: str) -> dict[str, Tensor]:
         return dict(zip(names.split(", "), losses_of(model).values(), strict=True))
 

@@ -62,7 +62,7 @@ def test_wrong_losses_are_refused_by_name(name: str) -> None:
         live.backward(make(model))
 
 
-def test_a_wrong_place_is_refused() -> None:
+def test_wrong_interventions_are_refused() -> None:
     with pytest.raises(TypeError, match=r"found a class: did you mean PCGrad\(\)\?"):
         gs.Intervention(gs.PCGrad, at=gs.SharedParameters())
     with pytest.raises(ValueError, match="SharedParameters is for aggregators"):
@@ -79,7 +79,7 @@ def test_a_wrong_place_is_refused() -> None:
         gs.Surgery(at_shared(Uneven(), pattern="nothing")).attach(Net()).__enter__()
 
 
-def test_that_it_was_never_called_is_told() -> None:
+def test_an_aggregator_without_live_backward_warns() -> None:
     model = Net()
     with (
         pytest.warns(gs.SurgeryWarning, match="uneven: .* was never called"),
@@ -104,7 +104,7 @@ def test_zero_opposite_and_equal_gradients_have_numbers(engine: str) -> None:
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_told_with_its_task(number: float) -> None:
+def test_a_nonfinite_gradient_warns_with_its_task(number: float) -> None:
     model = Net()
     losses = losses_of(model)
     losses["b"] = losses["b"] * number
@@ -120,7 +120,7 @@ def test_one_task_is_given_to_the_aggregator_alone() -> None:
     close(found, each(model, {"a": losses_of(model)["a"]})["a"])
 
 
-def test_a_step_while_gradients_wait_is_told() -> None:
+def test_a_step_with_pending_gradients_warns() -> None:
     model = Net()
     optimizer = still(model)
     with warnings.catch_warnings(record=True) as told:
@@ -133,14 +133,14 @@ def test_a_step_while_gradients_wait_is_told() -> None:
     assert any("no live.backward ended a step" in one for one in said)
 
 
-def test_what_a_mapping_gives_as_its_values_are_losses_in_an_order() -> None:
+def test_the_values_view_of_a_mapping_is_accepted() -> None:
     model = Net()
     found, _ = joint(model, losses_of(model).values(), at_shared(Uneven()))
     assert same(found, joint(model, [*losses_of(model).values()], at_shared(Uneven()))[0])
 
 
 @pytest.mark.parametrize("calls", [9, 10])
-def test_that_the_optimizer_makes_no_step_is_told(calls: int) -> None:
+def test_an_optimizer_without_steps_warns(calls: int) -> None:
     model = Net()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -154,7 +154,7 @@ def test_that_the_optimizer_makes_no_step_is_told(calls: int) -> None:
     )
 
 
-def test_a_task_without_a_loss_that_takes_all_the_weight_is_told_once() -> None:
+def test_a_zero_loss_that_takes_all_the_weight_warns_once() -> None:
     model = Net()
     with (
         pytest.warns(gs.SurgeryWarning) as told,
@@ -167,7 +167,7 @@ def test_a_task_without_a_loss_that_takes_all_the_weight_is_told_once() -> None:
     assert "famo: the loss of b is 0 at step 0, and so it has all the weight" in str(said.message)
 
 
-def test_each_task_that_is_absent_is_told_once() -> None:
+def test_each_absent_task_warns_once() -> None:
     model = Net()
     with (
         pytest.warns(gs.SurgeryWarning) as told,
@@ -179,7 +179,7 @@ def test_each_task_that_is_absent_is_told_once() -> None:
     assert [str(one.message).split()[1] for one in told] == ["a", "b", "c"]
 
 
-def test_what_waits_when_the_block_ends_is_told() -> None:
+def test_pending_gradients_at_the_end_of_the_block_warn() -> None:
     model = Net()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

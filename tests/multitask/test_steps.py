@@ -59,7 +59,7 @@ def failed(live: Live, model: Net, optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.filterwarnings("ignore:the optimizer has made a step before")
 @pytest.mark.parametrize("spoil", [unfinished, failed])
-def test_the_weights_of_a_step_end_with_it(
+def test_loss_weights_last_for_one_step(
     spoil: Callable[[Live, Net, torch.optim.Optimizer], None],
 ) -> None:
     found = weights_of_steps(spoil)
@@ -67,7 +67,7 @@ def test_the_weights_of_a_step_end_with_it(
     assert found[0] != found[1] != found[2]
 
 
-def test_a_step_before_the_last_losses_are_weighed_is_told_and_tasks_may_change_after_it() -> None:
+def test_a_step_before_the_last_batch_warns_and_tasks_may_change_after_it() -> None:
     model = Net()
     optimizer = still(model)
     with (
@@ -111,7 +111,7 @@ def weights_in(shadow: bool, aggregator: Aggregator, apart: bool = False) -> lis
 @pytest.mark.parametrize(
     "aggregator", [gs.GradNorm(lr=0.5), gs.FAMO(lr=0.5), Running(), Uneven(), gs.Random()]
 )
-def test_in_shadow_is_told_what_it_would_have_done_with_all_that_it_remembers(
+def test_in_shadow_the_update_and_state_of_the_aggregator_are_measured(
     aggregator: Aggregator,
 ) -> None:
     shadow, acting = weights_in(True, aggregator), weights_in(False, aggregator)
@@ -121,7 +121,7 @@ def test_in_shadow_is_told_what_it_would_have_done_with_all_that_it_remembers(
 
 @pytest.mark.filterwarnings("ignore:.* does not reach the shared parameters")
 @pytest.mark.parametrize("aggregator", [gs.Mean(), gs.FixedWeights({"a": 1.0, "b": 2.0, "c": 3.0})])
-def test_in_shadow_losses_are_weighed_all_though_one_does_not_reach_the_trunk(
+def test_in_shadow_all_losses_are_weighted_even_if_one_does_not_reach_the_trunk(
     aggregator: Aggregator,
 ) -> None:
     shadow, acting = (weights_in(own, aggregator, apart=True) for own in (True, False))
@@ -129,7 +129,7 @@ def test_in_shadow_losses_are_weighed_all_though_one_does_not_reach_the_trunk(
     assert len(shadow[0]) == 2
 
 
-def test_in_shadow_it_does_nothing_where_when_says_no() -> None:
+def test_in_shadow_the_trigger_is_respected() -> None:
     model = Net()
     item = gs.Intervention(Uneven(), at=gs.SharedParameters(), when=gs.Steps(start=1))
     optimizer = still(model)
@@ -170,9 +170,7 @@ def overflowing(aggregator: Aggregator, where: str, steps: int = 3) -> tuple[Liv
 
 @pytest.mark.parametrize("where", ["trunk.0.weight", "trunk.2.bias", "heads.a.weight"])
 @pytest.mark.parametrize("aggregator", [gs.GradVac(), gs.FAMO(), gs.UncertaintyWeighting()])
-def test_of_a_step_that_the_scaler_leaves_out_nothing_is_learnt(
-    aggregator: Aggregator, where: str
-) -> None:
+def test_a_step_that_the_scaler_skips_changes_no_state(aggregator: Aggregator, where: str) -> None:
     if where == "trunk.2.bias" and not isinstance(aggregator, gs.GradVac):
         aggregator = Running()
     live, learnt = overflowing(aggregator, where)
@@ -181,7 +179,7 @@ def test_of_a_step_that_the_scaler_leaves_out_nothing_is_learnt(
 
 
 @pytest.mark.parametrize("aggregator", [gs.PCGrad(), gs.Random()])
-def test_no_overflow_of_a_scaled_loss_is_among_the_conflicts(aggregator: Aggregator) -> None:
+def test_overflowed_steps_are_left_out_of_the_conflicts(aggregator: Aggregator) -> None:
     live, _ = overflowing(aggregator, "trunk.0.weight")
     (conflict,) = live.conflicts.fetch()
     assert all(norm < 1e6 for norm in conflict.norms)
@@ -217,7 +215,7 @@ def test_a_default_device_changes_no_update(name: str, tasks: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mean", "mgda", "upgrad", "nash_mtl", "cagrad", "pcgrad"])
-def test_a_bare_aggregator_is_as_precise_under_autocast_and_a_default_device(name: str) -> None:
+def test_calling_an_aggregator_is_precise_under_autocast_and_a_default_device(name: str) -> None:
     aggregator = find("aggregators", name)()
     rows = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     expected = aggregator(rows)
@@ -225,12 +223,12 @@ def test_a_bare_aggregator_is_as_precise_under_autocast_and_a_default_device(nam
         assert torch.equal(aggregator(rows), expected)
 
 
-def test_losses_with_a_graph_leave_none_on_a_bare_aggregator() -> None:
+def test_calling_an_aggregator_builds_no_graph_of_the_losses() -> None:
     losses = torch.ones(3, requires_grad=True) * 2
     assert not gs.FAMO()(torch.ones(3, 70_000), AggregatorContext(losses=losses)).requires_grad
 
 
-def test_what_is_no_tensor_is_refused_by_a_bare_aggregator() -> None:
+def test_calling_an_aggregator_refuses_other_types() -> None:
     rows: object = [[1.0, 2.0], [3.0, 4.0]]
     with pytest.raises(TypeError, match=r"PCGrad needs a tensor, found \[\[1.0, 2.0\]"):
         gs.PCGrad()(rows)  # pyright: ignore[reportArgumentType]
@@ -249,7 +247,7 @@ class Misshapen(Weighting):
         return self.own
 
 
-def test_a_class_with_nothing_but_weights_is_an_aggregator() -> None:
+def test_a_class_with_a_weights_method_is_an_aggregator() -> None:
     aggregator = Misshapen(torch.tensor([1.0, 0.0, 2.0], dtype=torch.float64))
     assert aggregator(torch.eye(3)).tolist() == [1.0, 0.0, 2.0]
     assert aggregator.properties == frozenset()
@@ -263,7 +261,7 @@ def test_weights_that_are_no_tensor_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("weights", [torch.ones(3), torch.ones(2).double(), torch.ones(1).double()])
-def test_weights_of_another_form_are_refused_with_what_they_must_be(weights: Tensor) -> None:
+def test_weights_of_a_wrong_dtype_or_shape_are_refused(weights: Tensor) -> None:
     aggregator = Misshapen(weights)
     said = r"^Misshapen: weights must be float64 of shape \[3\], found torch\.float"
     with pytest.raises(ValueError, match=said):
@@ -276,7 +274,7 @@ def test_weights_of_another_form_are_refused_with_what_they_must_be(weights: Ten
         live.backward(losses_of(model))
 
 
-def test_heads_that_the_graph_does_not_show_are_told() -> None:
+def test_concatenated_or_stacked_heads_warn() -> None:
     for form in ("apart", "stacked", "concatenated"):
         model = Net()
         losses: dict[str, Tensor] | Tensor = losses_of(model)
@@ -297,7 +295,7 @@ def test_heads_that_the_graph_does_not_show_are_told() -> None:
     "aggregator",
     [gs.GradDrop(), gs.Sum(), gs.TrimmedMean(0.3), gs.UncertaintyWeighting(), Uneven()],
 )
-def test_a_loss_that_is_not_finite_is_told_by_every_aggregator(aggregator: Aggregator) -> None:
+def test_a_nonfinite_loss_warns_for_every_aggregator(aggregator: Aggregator) -> None:
     model = Net()
     losses = losses_of(model)
     losses["b"] = losses["b"] * float("nan")
@@ -312,7 +310,7 @@ def test_a_loss_that_is_not_finite_is_told_by_every_aggregator(aggregator: Aggre
     assert "nan" in live.conflicts.table()
 
 
-def test_a_measured_step_draws_what_an_unmeasured_one_draws() -> None:
+def test_measuring_does_not_change_random_draws() -> None:
     found = []
     for every in (0, 1):
         model = Net()
@@ -324,7 +322,7 @@ def test_a_measured_step_draws_what_an_unmeasured_one_draws() -> None:
     close(*found, rtol=0.0)
 
 
-def test_a_warning_comes_from_code_without_a_module_too() -> None:
+def test_a_warning_can_point_at_code_without_a_module() -> None:
     model = Net()
     losses = losses_of(model)
     losses["b"] = losses["b"] * float("nan")
@@ -335,7 +333,7 @@ def test_a_warning_comes_from_code_without_a_module_too() -> None:
         exec("live.backward(losses)", {"live": live, "losses": losses})
 
 
-def test_the_tasks_that_are_remembered_have_an_order_of_their_own() -> None:
+def test_the_order_of_tasks_is_part_of_the_state() -> None:
     model = Net(("b", "a"))
     optimizer = still(model)
     with gs.Surgery(at_shared(gs.GradVac())).attach(model, optimizer) as live:
@@ -348,7 +346,7 @@ def test_the_tasks_that_are_remembered_have_an_order_of_their_own() -> None:
             live.backward(dict(sorted(losses_of(model).items())))
 
 
-def test_another_name_hides_no_aggregator_among_the_others() -> None:
+def test_a_custom_label_does_not_hide_an_aggregator_from_the_alternatives() -> None:
     model = Net()
     item = gs.Intervention(gs.MGDA(), at=gs.SharedParameters(), names=("pcgrad",))
     with gs.Surgery(item).attach(model) as live:

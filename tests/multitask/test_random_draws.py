@@ -54,7 +54,7 @@ def _kinds(updates: list[Grads]) -> int:
 
 
 @pytest.mark.parametrize("aggregator", DRAWING, ids=repr)
-def test_without_an_optimizer_each_update_draws_anew(aggregator: Aggregator) -> None:
+def test_without_an_optimizer_each_update_draws_new_numbers(aggregator: Aggregator) -> None:
     assert _kinds(_updates(gs.Surgery(at_shared(aggregator)), Net(), 6)) >= 3
 
 
@@ -68,7 +68,7 @@ def test_without_an_optimizer_two_equal_runs_draw_alike_measured_or_not() -> Non
 
 
 @pytest.mark.parametrize("how", ["attached again", "loaded"])
-def test_without_an_optimizer_the_draws_go_on_after_a_checkpoint(how: str) -> None:
+def test_without_an_optimizer_draws_continue_after_a_checkpoint(how: str) -> None:
     model = Net()
     whole = _updates(gs.Surgery(at_shared(gs.GradDrop())), model, 4)
     surgery = gs.Surgery(at_shared(gs.GradDrop()))
@@ -82,7 +82,7 @@ def test_without_an_optimizer_the_draws_go_on_after_a_checkpoint(how: str) -> No
         assert same(own, other)
 
 
-def test_batches_that_are_one_update_have_one_draw() -> None:
+def test_batches_of_one_update_share_one_draw() -> None:
     model = Net()
     updates = _updates(gs.Surgery(at_shared(gs.Random())), model, 3)  # of one batch each
     with gs.Surgery(at_shared(gs.Random())).attach(model) as live:
@@ -145,7 +145,7 @@ def _masks(*items: gs.Intervention) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("granularity", ["whole", "module", "tensor"])
-def test_two_selections_draw_apart_whichever_is_attached_first(granularity: str) -> None:
+def test_two_selections_draw_different_numbers_in_any_order(granularity: str) -> None:
     items = [
         at_shared(gs.GradDrop(), pattern=pattern, granularity=granularity)
         for pattern in ("first.*", "second.*")
@@ -156,7 +156,7 @@ def test_two_selections_draw_apart_whichever_is_attached_first(granularity: str)
     assert _masks(*reversed(items)) == [one, other]
 
 
-def test_two_selections_of_one_module_draw_apart() -> None:
+def test_two_selections_of_one_module_draw_different_numbers() -> None:
     model = nn.Linear(20, 20)
     items = [
         at_shared(gs.GradDrop(), pattern=pattern, granularity="module")
@@ -169,7 +169,7 @@ def test_two_selections_of_one_module_draw_apart() -> None:
     assert grads["weight"][0].tolist() != grads["bias"].tolist()
 
 
-def test_weights_are_drawn_apart_too() -> None:
+def test_random_weights_of_two_selections_differ() -> None:
     model = Net()
     items = [at_shared(Drawn(), pattern=pattern) for pattern in ("trunk.0.*", "trunk.2.*")]
     with gs.Surgery(*items).attach(model, still(model)) as live:

@@ -41,7 +41,7 @@ class Failing(nn.Module):
 
 
 @pytest.mark.parametrize("engine", ["full", "feature"])
-def test_after_an_error_in_the_middle_no_task_flows_and_nobody_is_paused(engine: str) -> None:
+def test_after_an_error_no_task_is_set_and_no_hook_is_paused(engine: str) -> None:
     model = Failing()
     item = scaled(2.0, gs.Parameters("*"))
     other = scaled(3.0, gs.Parameters("net.heads.a.weight"), "a")
@@ -67,7 +67,7 @@ def test_after_an_error_in_the_middle_no_task_flows_and_nobody_is_paused(engine:
     assert same(found, grads_of(model.net))
 
 
-def test_after_an_error_while_measuring_nobody_is_paused() -> None:
+def test_after_an_error_while_measuring_no_hook_is_paused() -> None:
     model = Failing()
     surgery = gs.Surgery(scaled(2.0, gs.Parameters("*")), at_shared(gs.Mean()))
     with surgery.attach(model) as live:
@@ -103,7 +103,7 @@ def test_after_the_block_nothing_is_left(engine: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["full", "feature"])
-def test_two_hundred_rounds_leave_nothing_alive(engine: str) -> None:
+def test_two_hundred_attachments_leak_nothing(engine: str) -> None:
     model, kept, counts = Net(), [], []
     for number in range(200):
         optimizer = still(model)
@@ -126,7 +126,7 @@ def test_two_hundred_rounds_leave_nothing_alive(engine: str) -> None:
     assert counts[1] - counts[0] < 200, "objects pile up from round to round"
 
 
-def test_the_room_for_the_rows_is_kept_for_the_next_step_and_goes_with_the_block() -> None:
+def test_the_buffer_of_the_rows_is_kept_for_the_next_step_and_freed_with_the_block() -> None:
     model = Net()
     optimizer = still(model)
     with gs.Surgery(at_shared(Uneven())).attach(model, optimizer, effects_every=0) as live:
@@ -144,7 +144,7 @@ def test_the_room_for_the_rows_is_kept_for_the_next_step_and_goes_with_the_block
     assert held() is None
 
 
-def test_measuring_keeps_no_room_between_the_steps() -> None:
+def test_measuring_keeps_no_buffer_between_steps() -> None:
     model = Net()
     with gs.Surgery(at_shared(gs.Mean())).attach(model) as live:
         live.backward(losses_of(model))
