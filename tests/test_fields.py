@@ -7,7 +7,7 @@ import pytest
 from pydantic import Field
 
 from gradsurg.plugins.fields import Contradiction, FieldError, nearest, validated
-from gradsurg.plugins.per import Order, Per
+from gradsurg.plugins.per import NormOrder, Per
 
 
 @validated
@@ -21,7 +21,7 @@ class Probe:
     flag: bool = False
     word: str = ""
     per: Per = "tensor"
-    p: Order = 2.0
+    p: NormOrder = 2.0
     low: float | None = None
     part: Any = None
 

@@ -34,7 +34,7 @@ of a linear or convolution weight), the whole tensor if it has fewer than two ax
 reduction. Or an einops reduce pattern: `o i kh kw -> o` keeps the axis `o` apart."""
 
 
-Order = Annotated[float, Field(ge=1, allow_inf_nan=True)]
+NormOrder = Annotated[float, Field(ge=1, allow_inf_nan=True)]
 """The p of a p-norm: 1 or more, `inf` for the largest magnitude."""
 
 

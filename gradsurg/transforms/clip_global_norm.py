@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C._functorch import is_batchedtensor
 
 from gradsurg.plugins.fields import validated
-from gradsurg.plugins.per import Order
+from gradsurg.plugins.per import NormOrder
 from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import (
     GroupTransform,
@@ -35,7 +35,7 @@ class ClipGlobalNorm(GroupTransform):
     """
 
     max_norm: Annotated[float, Field(gt=0)] = 1.0
-    p: Order = 2.0
+    p: NormOrder = 2.0
     eps: Annotated[float, Field(ge=0)] = 1e-6
 
     @property

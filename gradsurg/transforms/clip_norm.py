@@ -7,7 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
-from gradsurg.plugins.per import Order, Per, norm, widened
+from gradsurg.plugins.per import NormOrder, Per, norm, widened
 from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
 
 
@@ -23,7 +23,7 @@ class ClipNorm(Stateless):
 
     max_norm: Annotated[float, Field(gt=0)] = 1.0
     _: KW_ONLY
-    p: Order = 2.0
+    p: NormOrder = 2.0
     per: Per = "tensor"
     eps: Annotated[float, Field(ge=0)] = 0.0
 

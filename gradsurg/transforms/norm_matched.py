@@ -41,7 +41,7 @@ class NormMatched(Wrapper):
             "norm_non_increasing",
             "deterministic",
         }
-        return self.of.properties & inherited | {"sign_preserving"}
+        return (self.of.properties & inherited).union({"sign_preserving"})
 
     def init_group(self, grads: Sequence[Tensor]) -> TransformState:
         return init_all(self.of, grads)
