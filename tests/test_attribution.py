@@ -9,7 +9,7 @@ from gradsurg.config.errors import ConfigError
 from gradsurg.report.compare import left_out
 from gradsurg.training.run_identity import run_hash
 from tests import test_run
-from tests.test_build import built
+from tests.builds import built
 
 pytestmark = pytest.mark.filterwarnings("ignore::gradsurg.SurgeryWarning")
 

@@ -4,38 +4,25 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy
 import pytest
 import torch
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
 from torch import Tensor
 
 import gradsurg as gs
-from gradsurg.config import compose, overrides
-from gradsurg.config.build import Experiment, build
+from gradsurg.config.build import build
 from gradsurg.config.errors import ConfigError
 from gradsurg.training import run_identity
 from gradsurg.training.run_identity import run_hash
 from gradsurg.transforms.base import Transform
 from gradsurg.transforms.norm_matched import NormMatched
 from tests import theirs
+from tests.builds import built, config
 
 pytestmark = pytest.mark.filterwarnings("ignore::gradsurg.SurgeryWarning")
 
 GRAD = torch.tensor([3.0, -4.0])
-
-
-def config(*words: str) -> dict[str, Any]:  # Any: what a YAML file can hold
-    overrides.register()
-    with initialize_config_dir(str(overrides.CONFIG_DIR), version_base="1.3"):
-        return compose.plain(hydra_compose("config", ["logger=none", "seeds=1", *words]))
-
-
-def built(*words: str) -> Experiment:
-    return build(config(*words))
 
 
 def links(*words: str) -> list[Transform]:

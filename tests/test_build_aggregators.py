@@ -6,7 +6,7 @@ import gradsurg as gs
 from gradsurg.aggregators.base import NormMatchedSum
 from gradsurg.config.errors import ConfigError
 from gradsurg.effects.ledger import SurgeryWarning
-from tests.test_build import built
+from tests.builds import built
 
 ONE_FORWARD = (
     "shared.engine: feature makes its update of one forward and needs accumulate=1, found "

@@ -23,10 +23,10 @@ from gradsurg.training.loop import Batches
 from gradsurg.training.run import Run, Schedule
 from gradsurg.training.run_directory import RunDirectory
 from gradsurg.training.study import execute
+from tests.builds import built
 from tests.conftest import Here
 from tests.image_files import idx
 from tests.runs import Torn, a_run, assert_same
-from tests.test_build import built
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,30 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.sites.base import Selector
 from gradsurg.transforms.base import Need, Stateless, TransformContext, TransformProperty
 from gradsurg.transforms.zero import Zero
 from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train
-
-
-def leaf(*values: float) -> Tensor:
-    return torch.tensor(values or (1.0,), requires_grad=True)
-
-
-class Reused(nn.Module):
-    """One activation that is used three times: 2 h + 3 h + 5 h."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = nn.Linear(1, 1, bias=False)
-        nn.init.ones_(self.part.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.part(x)
-        return 2 * h + 3 * h + 5 * h
+from tests.pitfalls.nets import Reused, Saved, leaf
 
 
 def test_p01_a_tensor_hook_sees_the_sum_and_uses_sees_each_use() -> None:
@@ -333,20 +316,6 @@ def test_p19_hooks_that_a_compiled_model_does_not_see_are_told() -> None:
     with attached(compiled, gs.Scale(2.0)) as live:  # hooks on parameters are always seen
         backward(compiled)
     assert {entry.calls for entry in live.ledger} == {1}
-
-
-class Saved(nn.Module):
-    """A block under a checkpoint."""
-
-    def __init__(self, reentrant: bool = False) -> None:
-        super().__init__()
-        self.block = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = checkpoint(self.block, x, use_reentrant=self.reentrant)
-        assert isinstance(y, Tensor)
-        return y.sum()
 
 
 def test_p20_a_checkpoint_that_stops_early_leaves_calls_counted_right() -> None:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradsurg as gs
 from tests.nets import attached, backward, gradients, sgd, small, train
-from tests.pitfalls.test_gradients import Reused, Saved, leaf
+from tests.pitfalls.nets import Reused, Saved, leaf
 
 
 @pytest.fixture

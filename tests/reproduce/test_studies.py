@@ -15,7 +15,7 @@ from gradsurg.reproduce.studies import (
 )
 from gradsurg.training.run_directory import EFFECTS, METRICS, RunDirectory
 from gradsurg.training.study import execute
-from tests.test_build import built
+from tests.builds import built
 
 SHORT = ("steps=10", "log_every=5", "eval_every=10", "effects_every=5", "batch_size=8")
 ROOT = Path(__file__).parents[2]

@@ -19,6 +19,7 @@ from gradsurg.training.run_directory import RunDirectory
 from gradsurg.training.study import Record, execute
 from gradsurg.transforms.base import Transform
 from gradsurg.triggers.base import Trigger
+from tests.builds import built
 from tests.runs import (
     SHORT,
     Listening,
@@ -30,7 +31,6 @@ from tests.runs import (
     raising,
     untimed,
 )
-from tests.test_build import built
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
