@@ -5,7 +5,7 @@ from typing import Any
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 
-from gradsurg.config import compose
+from gradsurg.config import compose, overrides
 from gradsurg.config.build import Experiment, build
 
 
