@@ -49,7 +49,7 @@ class Shared(nn.Module):
         return self.twice(self.twice(x)).sum()
 
 
-def test_an_output_is_doubled_and_the_gradient_goes_through() -> None:
+def test_a_doubled_output_doubles_the_gradient_too() -> None:
     model, x = nn.Sequential(Times(3.0), Times(5.0)), point()
     with attached(model, gs.Scale(2.0), gs.Activations("0")) as live:
         y = model(x)
@@ -63,7 +63,7 @@ def test_an_output_is_doubled_and_the_gradient_goes_through() -> None:
 @pytest.mark.parametrize(
     ("how", "value", "grad"), [("through", 14.0, 0.0), ("straight", 14.0, 12.0)]
 )
-def test_a_rounded_value_has_no_gradient_or_that_of_an_identity(
+def test_rounding_blocks_the_gradient_or_passes_it_straight_through(
     how: Any, value: float, grad: float
 ) -> None:
     # 3 * 2.25 = 6.75, rounded 7, times 2; then d/dx = 2 * 1 * 6 where it passes straight.
@@ -75,7 +75,7 @@ def test_a_rounded_value_has_no_gradient_or_that_of_an_identity(
     assert grad_of(x) == [grad]
 
 
-def test_straight_through_is_exact_in_the_forward_also_where_a_difference_is_not() -> None:
+def test_straight_through_adds_no_rounding_error_in_the_forward() -> None:
     values = (0.1, -0.3, 1e30, -0.0, float("inf"), 3.3e-7)
     model, x = nn.Sequential(Times(1.0)), point(*values)
     expected = torch.tensor(values) * 0.7
@@ -123,7 +123,7 @@ def test_a_no_op_is_bit_identical() -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_it_acts_in_evaluation_without_gradients_and_in_inference_mode() -> None:
+def test_activations_are_changed_in_evaluation_and_in_inference_mode() -> None:
     model = nn.Sequential(Times(3.0)).eval()
     with attached(model, gs.Scale(2.0), gs.Activations("0")) as live:
         with torch.no_grad():
@@ -133,7 +133,7 @@ def test_it_acts_in_evaluation_without_gradients_and_in_inference_mode() -> None
     assert calls_of(live) == {"0#0": 2}
 
 
-def test_what_it_does_is_measured() -> None:
+def test_effects_are_measured() -> None:
     model = nn.Sequential(Times(1.0))
     with attached(model, gs.Scale(2.0), gs.Activations("0")) as live:
         # In place right behind it: what was measured is what passed.
@@ -202,7 +202,7 @@ def test_a_container_and_an_identity_do_not_change_a_value_again() -> None:
     assert (entry.site, entry.aliases) == ("0.0#0", ["0.1#0", "0.2#0", "0#0"])
 
 
-def test_a_tensor_that_is_given_again_is_another_value() -> None:
+def test_a_tensor_passed_to_a_second_call_is_changed_again() -> None:
     class Either(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -220,7 +220,7 @@ def test_a_tensor_that_is_given_again_is_another_value() -> None:
     assert calls_of(live) == {"left#0": 2, "right#0": 3}
 
 
-def test_inputs_handed_down_are_changed_once_and_side_by_side_each() -> None:
+def test_an_input_passed_to_a_child_is_changed_once_and_one_passed_to_siblings_at_each() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -240,7 +240,7 @@ def test_inputs_handed_down_are_changed_once_and_side_by_side_each() -> None:
     assert calls_of(live) == {"left#0.input": 1, "right#0.input": 1}
 
 
-def test_what_was_changed_in_place_is_another_value() -> None:
+def test_a_tensor_changed_in_place_is_another_value() -> None:
     model = nn.Sequential(Times(-3.0), nn.ReLU(inplace=True), Times(1.0))
     with attached(model, gs.Scale(-1.0), gs.Activations("re:[01]")) as live:
         # -3 becomes 3, which relu leaves as it is and the transform makes -3.
@@ -304,7 +304,7 @@ def test_nested_values_and_keyword_inputs_are_rebuilt_and_integers_left() -> Non
 
 
 @pytest.mark.parametrize("field", [{"side": "both"}, {"backward": "twice"}, {"pattern": "re:("}])
-def test_fields_that_make_no_sense_are_refused(field: dict[str, Any]) -> None:
+def test_invalid_fields_are_refused(field: dict[str, Any]) -> None:
     with pytest.raises(FieldError, match=rf"Activations\.{next(iter(field))}"):
         gs.Activations(**field)
 
@@ -324,7 +324,7 @@ def test_a_module_called_on_its_own_is_changed_too() -> None:
     assert calls_of(live) == {"twice#0": 3}
 
 
-def test_an_exception_in_forward_leaves_the_calls_counted_right() -> None:
+def test_an_exception_in_the_forward_does_not_mix_up_call_counts() -> None:
     class Breaks(Shared):
         def forward(self, x: Tensor, breaks: bool = False) -> Tensor:
             y = self.twice(x)
@@ -409,7 +409,7 @@ def test_a_transform_that_would_give_other_values_is_refused_in_a_recomputation(
         model(x).backward()
 
 
-def test_a_scheduled_transform_has_no_memory_and_is_repeated() -> None:
+def test_a_scheduled_transform_is_allowed_in_a_recomputation() -> None:
     model, x = Saved(Times(2.0), nn.Tanh()), point(0.3)
     with attached(model, gs.Scheduled(gs.Scale(3.0), start=1.0), gs.Activations("inner.0")) as live:
         model(x).backward()
@@ -436,9 +436,7 @@ def test_a_surgery_that_was_changed_since_the_forward_is_refused_in_a_recomputat
 @pytest.mark.parametrize(
     "at", [gs.Activations("inner.0"), gs.EveryModule("inner.0", kind="forward")]
 )
-def test_a_backward_after_the_block_is_refused_where_values_would_be_recomputed(
-    reentrant: bool, at: Selector
-) -> None:
+def test_a_recomputation_after_the_block_is_refused(reentrant: bool, at: Selector) -> None:
     model, x = Saved(Times(2.0), nn.Tanh(), reentrant=reentrant), point(0.3)
     with attached(model, gs.Scale(1.5), at):
         y = model(x)
@@ -539,7 +537,7 @@ def test_a_call_outside_a_checkpoint_may_differ_from_one_that_is_recomputed(
     assert calls_of(live) == {f"inner#{call}": 4}
 
 
-def test_an_early_stop_leaves_nothing_unbalanced() -> None:
+def test_a_checkpoint_that_stops_early_does_not_confuse_the_next_forward() -> None:
     model, x = Saved(nn.Sequential(nn.Tanh(), nn.Identity()), Times(2.0)), point(0.3)
     with attached(model, gs.Scale(1.5), gs.Activations()) as live:
         for _ in range(2):
@@ -599,7 +597,7 @@ def test_a_model_compiled_inside_the_block_is_changed_as_in_eager(transform: Any
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_model_called_compiled_before_the_block_is_told_not_to_be_changed() -> None:
+def test_a_model_compiled_before_the_block_is_reported() -> None:
     model = small()
     compiled = torch.compile(model, backend="eager")
     x = batch()[0]

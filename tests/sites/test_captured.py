@@ -57,7 +57,7 @@ def _list(grads: tuple[Tensor | None, ...]) -> list[list[float] | None]:
     return [None if grad is None else grad.tolist() for grad in grads]
 
 
-def test_parameters_and_outputs_are_known_by_what_they_are() -> None:
+def test_parameters_and_outputs_are_recognized_by_identity() -> None:
     model = Chain()
     with attached(model, gs.Scale(10.0), gs.Captured()) as live:
         y = model()
@@ -69,7 +69,7 @@ def test_parameters_and_outputs_are_known_by_what_they_are() -> None:
 
 
 @pytest.mark.parametrize("asked", ["x", "xa", "ax", "xax"])
-def test_p11_an_output_with_hooks_has_the_gradient_after_them_whatever_else_is_asked(
+def test_p11_an_output_with_hooks_has_the_gradient_after_them_whichever_inputs_are_asked_for(
     asked: str,
 ) -> None:
     model = Chain()
@@ -92,7 +92,7 @@ def test_p11_an_output_with_hooks_has_the_gradient_after_them_whatever_else_is_a
         ]
 
 
-def test_what_flows_on_is_that_of_outputs_and_both_go_together() -> None:
+def test_captured_does_not_change_the_gradient_that_flows_on_and_combines_with_outputs() -> None:
     model = Chain()
     surgery = gs.Surgery(
         gs.Intervention(gs.Scale(2.0), gs.Outputs("three")),
@@ -104,7 +104,7 @@ def test_what_flows_on_is_that_of_outputs_and_both_go_together() -> None:
     assert _list(grads) == [[100.0, 100.0], [30.0, 30.0]]
 
 
-def test_inputs_that_are_nobodys_get_what_pytorch_returns() -> None:
+def test_inputs_without_a_site_get_the_gradient_of_pytorch() -> None:
     model = Chain()
     leaf = torch.ones(2, requires_grad=True)
     with attached(model, gs.Zero(), gs.Captured("a")) as live:
@@ -117,7 +117,7 @@ def test_inputs_that_are_nobodys_get_what_pytorch_returns() -> None:
     assert _calls(live) == {"a": 1}
 
 
-def test_the_function_may_have_been_imported_by_name_and_take_any_form_of_inputs() -> None:
+def test_autograd_grad_may_be_imported_by_name_and_called_with_any_form_of_inputs() -> None:
     model = Chain()
     with attached(model, gs.Scale(10.0), gs.Captured("a")):
         assert _list(grad_by_name(model(), model.a)) == [[150.0] * 2]
@@ -140,7 +140,7 @@ def test_the_function_may_have_been_imported_by_name_and_take_any_form_of_inputs
         ({"types": "Chain"}, {"a"}),
     ],
 )
-def test_the_fields_choose(fields: dict[str, Any], sites: set[str]) -> None:
+def test_the_fields_select_parameters_and_outputs(fields: dict[str, Any], sites: set[str]) -> None:
     model = Chain()
     with attached(model, gs.Zero(), gs.Captured(**fields)) as live:
         torch.autograd.grad(model(), (model.x, model.a))
@@ -157,7 +157,7 @@ def test_a_pattern_that_matches_nothing_lists_modules_and_parameters() -> None:
 
 
 @pytest.mark.parametrize("field", [{"pattern": ""}, {"call": -1}, {"ndim": -1}])
-def test_fields_that_make_no_sense_are_refused(field: dict[str, Any]) -> None:
+def test_invalid_fields_are_refused(field: dict[str, Any]) -> None:
     with pytest.raises(FieldError, match=rf"Captured\.{next(iter(field))}"):
         gs.Captured(**field)
 
@@ -195,7 +195,7 @@ class Twice(nn.Module):
         return [first, self.twice(first)]
 
 
-def test_calls_of_a_shared_module_are_told_apart_and_one_tensor_is_one_site() -> None:
+def test_calls_of_a_shared_module_have_their_own_sites_and_one_tensor_has_one() -> None:
     model, x = Twice(), torch.ones(1, requires_grad=True)
     with attached(model, gs.Scale(10.0), gs.Captured("re:twice|same")) as live:
         model(x)
@@ -236,7 +236,7 @@ def test_a_parameter_that_a_module_returns_goes_by_its_own_name() -> None:
     assert [(entry.site, entry.aliases) for entry in live.ledger] == [("0.prompt", ["0#0"])]
 
 
-def test_what_was_changed_in_place_is_another_value_and_left_alone_aloud() -> None:
+def test_a_tensor_changed_in_place_is_left_alone_with_a_warning() -> None:
     model = Chain()
     with (
         pytest.warns(
@@ -283,7 +283,7 @@ class TimesValue(Stateless):
         return grad * context.value
 
 
-def test_a_value_that_the_transform_looks_at_has_its_graph_under_create_graph_alone() -> None:
+def test_the_value_has_a_graph_only_under_create_graph() -> None:
     model = nn.ParameterDict({"w": nn.Parameter(torch.tensor([2.0]))})
     w = model["w"]
     with attached(model, TimesValue(), gs.Captured("w")):
@@ -306,7 +306,7 @@ def test_with_hooks_and_create_graph_the_gradient_after_them_has_its_graph() -> 
         assert _list(torch.autograd.grad(first.sum(), model.a)) == [[240.0, 240.0]]
 
 
-def test_what_is_not_used_has_no_gradient_and_is_left_out() -> None:
+def test_an_unused_input_has_no_gradient_and_is_skipped() -> None:
     model = Chain()
     with (
         pytest.warns(gs.SurgeryWarning, match=r"a \(what was differentiated does not depend on it"),
@@ -342,7 +342,7 @@ def test_many_gradients_at_once_are_refused_by_name() -> None:
         torch.autograd.grad(model(), model.a)
 
 
-def test_backward_is_not_captured_and_the_ledger_says_what_would_be() -> None:
+def test_backward_is_not_captured_and_the_ledger_says_so() -> None:
     model = Chain()
     with (
         pytest.warns(gs.SurgeryWarning) as caught,
@@ -367,7 +367,7 @@ def test_an_identity_returns_the_very_same_bits() -> None:
     assert all(map(torch.equal, expected, found))
 
 
-def test_what_is_returned_may_be_written_to_before_it_is_measured() -> None:
+def test_a_returned_gradient_may_be_written_to_before_it_is_measured() -> None:
     model = Chain()
     with attached(model, gs.Scale(2.0), gs.Captured("a")) as live:
         (grad,) = torch.autograd.grad(model(), model.a)
@@ -404,7 +404,7 @@ class Counting(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_modes_of_others_are_left_in_force_though_it_is_taken_out_from_below_them() -> None:
+def test_removing_the_mode_leaves_the_modes_above_it_active() -> None:
     model = Chain()
     surgery = gs.Surgery(
         gs.Intervention(gs.Scale(10.0), gs.Captured("a"), names=("tens",)),
@@ -453,7 +453,9 @@ def test_another_thread_is_not_seen_and_the_ledger_says_so() -> None:
 @pytest.mark.filterwarnings("ignore")  # Dynamo trips over its own warnings when they are errors
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("compiled_first", [True, False])
-def test_for_parameters_alone_compiled_code_stays_whole(backend: str, compiled_first: bool) -> None:
+def test_capturing_parameters_only_does_not_break_a_compiled_graph(
+    backend: str, compiled_first: bool
+) -> None:
     torch.compiler.reset()
     model, x = small(), torch.ones(2, 6)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
@@ -481,7 +483,7 @@ class Both(nn.Module):
 
 @pytest.mark.filterwarnings("ignore")  # as above
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_an_output_is_known_though_it_is_made_by_compiled_code(backend: str) -> None:
+def test_the_output_of_a_compiled_module_is_a_site(backend: str) -> None:
     torch.compiler.reset()
     model, x = Both(), torch.ones(2, 6)
     hidden, y = model(x)
@@ -516,7 +518,7 @@ def test_functional_transforms_are_left_alone_and_work() -> None:
     assert tens.tolist() == [10.0] * 3
 
 
-def test_the_input_of_a_functional_transform_is_nobodys_though_a_module_returns_it() -> None:
+def test_the_input_of_a_functional_transform_is_no_site_even_if_a_module_returns_it() -> None:
     model, x = nn.Sequential(nn.Identity(), nn.Linear(2, 1)), torch.ones(2)
     expected = torch.func.grad(lambda x: model(x).sum())(x)
     with (
@@ -582,7 +584,7 @@ def test_with_a_checkpoint_that_is_not_reentrant_each_output_is_one_site() -> No
     assert _calls(live) == {"inner.twice#0": 1, "inner.twice#1": 1}
 
 
-def test_with_a_reentrant_checkpoint_it_is_pytorch_that_refuses() -> None:
+def test_with_a_reentrant_checkpoint_pytorch_itself_refuses() -> None:
     model = small()
     x = torch.ones(1, 6, requires_grad=True)
     with (
@@ -604,7 +606,7 @@ def test_a_copy_of_the_model_is_left_alone() -> None:
         torch.autograd.grad(model(), model.a)
 
 
-def test_an_error_of_the_transform_has_its_place() -> None:
+def test_an_error_in_the_transform_names_its_site() -> None:
     model = Chain()
 
     def breaks(grad: Tensor) -> Tensor:
@@ -619,7 +621,7 @@ def test_an_error_of_the_transform_has_its_place() -> None:
     assert (_modes(), num_hooks(model)) == ([], 0)
 
 
-def test_outputs_and_graphs_are_not_held() -> None:
+def test_outputs_and_graphs_are_not_kept_alive() -> None:
     model = Chain()
     with attached(model, gs.Identity(), gs.Captured()) as live:
         torch.autograd.grad(model(), model.x)
@@ -634,6 +636,6 @@ def test_outputs_and_graphs_are_not_held() -> None:
     assert weight() is None
 
 
-def test_group_transforms_are_refused_with_where_they_can_act() -> None:
+def test_group_transforms_are_refused_with_the_sites_where_they_can_act() -> None:
     with pytest.raises(ValueError, match="needs all gradients of a group at once"):
         gs.Intervention(gs.ClipGlobalNorm(1.0), gs.Captured())

@@ -73,7 +73,7 @@ LAST = ["last.weight", "last.bias"]
     ],
     ids=str,
 )  # fmt: skip
-def test_parameters_are_a_set(at: Selector, expected: list[str]) -> None:
+def test_parameter_selectors_combine_by_set_operations(at: Selector, expected: list[str]) -> None:
     assert at.find(small()) == expected
     assert sites(small(), at) == expected
 
@@ -98,7 +98,7 @@ OUTPUTS = ["first#0", "act#0", "last#0"]
     ],
     ids=str,
 )
-def test_outputs_are_a_set(at: Selector, expected: list[str]) -> None:
+def test_output_selectors_combine_by_set_operations(at: Selector, expected: list[str]) -> None:
     assert sorted(sites(small(), at)) == sorted(expected)
 
 
@@ -119,7 +119,7 @@ def _nodes(name: str) -> str:
     ],
     ids=str,
 )
-def test_nodes_are_a_set(at: Selector, expected: list[str]) -> None:
+def test_node_selectors_combine_by_set_operations(at: Selector, expected: list[str]) -> None:
     found = [site.replace("Backward[0]", "") for site in sites(small(), at)]
     assert sorted(found) == sorted(expected)
 
@@ -142,7 +142,7 @@ def test_nodes_are_a_set(at: Selector, expected: list[str]) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_kinds_mix(at: Selector, expected: list[str]) -> None:
+def test_selectors_of_different_kinds_combine(at: Selector, expected: list[str]) -> None:
     assert sorted(sites(small(), at)) == sorted(expected)
 
 
@@ -162,7 +162,7 @@ def test_a_site_that_two_selectors_select_is_acted_on_once() -> None:
     assert signs == {"first.weight": -1, "first.bias": -1, "last.weight": -1, "last.bias": 1}
 
 
-def test_the_group_of_a_combination_is_the_combination() -> None:
+def test_a_group_transform_sees_all_sites_of_a_combination() -> None:
     model = small()
     optimizer = sgd(model)
     at = P("first.weight") | P("last.bias")
@@ -239,7 +239,7 @@ def test_a_module_that_stands_twice_has_two_sites(at: Selector, expected: list[s
 @pytest.mark.parametrize(
     "at", [M("0", call=1) | M("1"), M("1") | M("0", call=1), M("1", call=0) | M("0", call=1)]
 )
-def test_a_call_that_one_part_asks_for_is_not_expected_of_the_modules_of_another(
+def test_a_call_selected_by_one_part_is_not_expected_at_the_modules_of_another(
     at: Selector,
 ) -> None:
     class Twice(nn.Module):
@@ -288,7 +288,9 @@ def test_parameters_are_counted_at_once(at: Selector, message: str) -> None:
     ],
     ids=str,
 )
-def test_what_only_a_forward_shows_is_counted_after_the_first(at: Selector, message: str) -> None:
+def test_sites_known_only_in_a_forward_are_counted_after_the_first(
+    at: Selector, message: str
+) -> None:
     model = small()
     with (
         pytest.raises(LookupError, match=re.escape(f"zero: {message}")),
@@ -314,7 +316,7 @@ class Halves(nn.Module):
 
 
 @pytest.mark.parametrize("both", [True, False])
-def test_the_outputs_of_a_node_are_counted_in_the_backward_that_shows_them(both: bool) -> None:
+def test_node_outputs_are_counted_after_the_first_backward(both: bool) -> None:
     model, right = Halves(both), 1 + both
     with attached(model, gs.Scale(1.0), N("Unbind").expect(right)) as live:
         model(torch.ones(2, 3, requires_grad=True)).backward()
@@ -340,7 +342,7 @@ class Recomputed(nn.Module):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("at", [M("inner.*"), N("Relu") | N("Addmm"), gs.Inputs("inner.*")])
-def test_what_a_checkpoint_makes_in_the_backward_is_counted_there(
+def test_nodes_that_a_checkpoint_makes_in_backward_are_counted_there(
     at: Selector, reentrant: bool
 ) -> None:
     model = Recomputed(reentrant)
@@ -356,7 +358,7 @@ def test_what_a_checkpoint_makes_in_the_backward_is_counted_there(
             step(at.expect(wrong))
 
 
-def test_a_number_that_no_backward_has_shown_is_told() -> None:
+def test_a_warning_says_if_no_backward_came_to_count_the_sites() -> None:
     model = Recomputed(reentrant=True)
     with (
         pytest.warns(gs.SurgeryWarning) as told,
@@ -367,7 +369,7 @@ def test_a_number_that_no_backward_has_shown_is_told() -> None:
     assert "scale: 3 sites were expected, and no backward has run that would show" in said
 
 
-def test_what_was_not_called_does_not_count() -> None:
+def test_modules_that_were_not_called_do_not_count() -> None:
     class Skips(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -384,7 +386,7 @@ def test_what_was_not_called_does_not_count() -> None:
         model(torch.ones(2, 6))
 
 
-def test_what_needs_no_gradient_does_not_count() -> None:
+def test_tensors_without_a_gradient_do_not_count() -> None:
     model = small()
     model.first.requires_grad_(False)
     with attached(model, gs.Scale(1.0), (P() | M("last")).expect(3)) as live:
@@ -423,7 +425,7 @@ def test_what_needs_no_gradient_does_not_count() -> None:
         (lambda: gs.Combined((P(),), by="most"), "Combined.by: must be one of 'any', 'all' or"),
     ],
 )
-def test_what_makes_no_sense_is_refused_when_it_is_made(
+def test_invalid_combinations_are_refused_at_construction(
     make: Callable[[], object], message: str
 ) -> None:
     with pytest.raises(FieldError, match=re.escape(message)):
@@ -453,7 +455,9 @@ def test_several_stages_take_several_interventions() -> None:
         (P() | ~P(), "first.weight, first.bias, last.weight, last.bias"),
     ],
 )
-def test_what_selects_nothing_lists_what_its_parts_select(at: Selector, said: str) -> None:
+def test_a_combination_that_selects_nothing_lists_the_sites_of_its_parts(
+    at: Selector, said: str
+) -> None:
     with pytest.raises(LookupError) as caught, attached(small(), gs.Zero(), at):
         pass
     assert str(caught.value).startswith("Combined.by: nothing is selected by Combined(")
@@ -493,9 +497,7 @@ def test_a_part_that_selects_nothing_is_refused_as_it_would_be_alone(at: Selecto
     ],
     ids=str,
 )
-def test_a_part_of_which_no_forward_shows_a_site_is_told_at_the_end(
-    at: Selector, silent: Selector | None
-) -> None:
+def test_a_part_without_sites_is_reported_on_detach(at: Selector, silent: Selector | None) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -505,13 +507,13 @@ def test_a_part_of_which_no_forward_shows_a_site_is_told_at_the_end(
     assert [str(warning.message) for warning in caught] == ([said] if silent else [])
 
 
-def test_a_kind_that_has_no_value_makes_none_of_the_whole() -> None:
+def test_a_union_provides_no_value_if_one_part_has_none() -> None:
     with pytest.raises(ValueError, match="needs the value whose gradient it gets"):
         gs.Intervention(gs.ScaleBySign(of="value"), M("act") | N("Relu"))
     gs.Intervention(gs.ScaleBySign(of="value"), M("act") | P())
 
 
-def test_what_one_of_them_gives_all_that_both_select_have() -> None:
+def test_an_intersection_provides_the_value_of_either_part() -> None:
     both = (M("act") | N("Relu")) & M("*")
     assert both.provides == M().provides
     assert not (~both).provides  # the nodes too
@@ -528,7 +530,7 @@ def _big(place: Place) -> bool:
     return isinstance(place.thing, Tensor) and place.thing.numel() > 5
 
 
-def test_a_combination_is_a_value_and_its_name_holds_no_address() -> None:
+def test_a_combination_is_hashable_and_its_repr_has_no_address() -> None:
     one, same = (P("a*") | M()).where(_big), (P("a*") | M()).where(_big)
     assert (one == same, hash(one) == hash(same), repr(one) == repr(same)) == (True,) * 3
     assert repr(one).endswith(", by=all, test=_big)")
@@ -537,7 +539,7 @@ def test_a_combination_is_a_value_and_its_name_holds_no_address() -> None:
     assert repr(P("a").first(2)) == f"Combined(of=({P('a')!r},), by=all, limit=2)"
 
 
-def test_a_surgery_at_what_a_test_selects_resumes_from_its_state() -> None:
+def test_a_surgery_with_a_where_test_resumes_from_its_state() -> None:
     def surgery() -> gs.Surgery:
         return gs.Surgery(
             gs.Intervention(gs.GrokfastEMA(), P().where(lambda place: "w" in place.name))
@@ -590,7 +592,7 @@ RELUS = ["hidden.0.relu", "hidden.1.relu"]
         ("site=outputs site.index=[1,9] site.depth=3", ["hidden.1.linear", "hidden.1.relu"]),
     ],
 )
-def test_the_command_line_says_what_python_says(words: str, expected: list[str]) -> None:
+def test_the_command_line_selects_the_same_sites_as_python(words: str, expected: list[str]) -> None:
     assert _found(*words.split()) == expected
 
 
@@ -641,7 +643,7 @@ def test_the_command_line_says_what_python_says(words: str, expected: list[str])
         ),
     ],
 )
-def test_what_is_wrong_is_one_line_a_fault(words: list[str], faults: list[str]) -> None:
+def test_each_config_error_is_one_line(words: list[str], faults: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         check(["transform=clip", "logger=none", *words], False, [])
     assert len(caught.value.faults) == len(faults), caught.value.faults

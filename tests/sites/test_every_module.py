@@ -52,7 +52,7 @@ def _tail(kind: str) -> str:
         ("full_backward", 3.0, 0.5),
     ],
 )
-def test_each_kind_of_hook_changes_what_it_is_for(kind: Any, value: float, grad: float) -> None:
+def test_each_kind_of_global_hook_changes_its_tensor(kind: Any, value: float, grad: float) -> None:
     model, x = nn.Sequential(nn.Linear(1, 1)), point(1.0)
     nn.init.constant_(model[0].weight, 2.0)
     nn.init.constant_(model[0].bias, 1.0)
@@ -65,7 +65,7 @@ def test_each_kind_of_hook_changes_what_it_is_for(kind: Any, value: float, grad:
 
 
 @pytest.mark.parametrize("kind", [*FORWARD, *BACKWARD])
-def test_a_module_outside_the_model_goes_by_its_class(kind: Any) -> None:
+def test_a_module_outside_the_model_has_the_name_of_its_class(kind: Any) -> None:
     model, loss = nn.Sequential(Double()), nn.L1Loss()
     x, values = point(3.0), []
     at = gs.EveryModule("L1Loss", kind=kind)
@@ -96,7 +96,7 @@ def test_calls_are_counted_within_the_model_and_are_0_outside() -> None:
 
 
 @pytest.mark.parametrize("kind", BACKWARD)
-def test_backward_calls_are_told_apart(kind: Any) -> None:
+def test_backward_calls_have_their_own_sites(kind: Any) -> None:
     model, x = nn.Sequential(Shared()), point()
     with attached(model, gs.Scale(10.0), gs.EveryModule(types="Double", kind=kind)) as live:
         for _ in range(2):
@@ -107,7 +107,7 @@ def test_backward_calls_are_told_apart(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", FORWARD)
-def test_a_tensor_that_is_handed_on_is_changed_once(kind: Any) -> None:
+def test_a_tensor_that_a_module_returns_unchanged_is_changed_once(kind: Any) -> None:
     model, x = nn.Sequential(nn.Sequential(Double(), nn.Identity())), point()
     with attached(model, gs.Scale(10.0), gs.EveryModule(kind=kind)) as live:
         y = model(x)
@@ -140,7 +140,7 @@ def test_the_stage_follows_from_the_kind() -> None:
         gs.Intervention(gs.ClipGlobalNorm(1.0), gs.EveryModule())
 
 
-def test_a_name_that_never_comes_is_told_when_the_block_ends() -> None:
+def test_a_name_that_no_module_has_is_reported_on_detach() -> None:
     model = small()
     with (
         pytest.warns(gs.SurgeryWarning, match="none of its sites was met"),
@@ -153,7 +153,7 @@ def test_a_name_that_never_comes_is_told_when_the_block_ends() -> None:
 
 @pytest.mark.parametrize("kind", BACKWARD)
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradients_inside_both_checkpoints_pass_once(reentrant: bool, kind: Any) -> None:
+def test_gradients_inside_both_kinds_of_checkpoint_pass_once(reentrant: bool, kind: Any) -> None:
     class Saved(Shared):
         def forward(self, x: Tensor) -> Tensor:
             y = checkpoint(self.twice, x, use_reentrant=reentrant)
@@ -170,7 +170,7 @@ def test_gradients_inside_both_checkpoints_pass_once(reentrant: bool, kind: Any)
 @pytest.mark.parametrize("kind", FORWARD)
 @pytest.mark.parametrize("outside", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_values_inside_both_checkpoints_are_changed_again(
+def test_values_inside_both_kinds_of_checkpoint_are_changed_again(
     reentrant: bool, outside: bool, kind: Any
 ) -> None:
     inner = Double()
@@ -217,7 +217,7 @@ def test_values_are_changed_in_an_evaluation_too() -> None:
         assert model(torch.ones(1)).item() == 20.0
 
 
-def test_what_is_inside_nested_values_is_changed() -> None:
+def test_tensors_inside_nested_values_are_changed() -> None:
     class Nested(nn.Module):
         def forward(self, x: Tensor) -> dict[str, Any]:
             return {"a": x, "b": (x * 2, 3, torch.ones(1, dtype=torch.long))}
@@ -229,7 +229,7 @@ def test_what_is_inside_nested_values_is_changed() -> None:
     assert calls_of(live) == {"0#0.a": 1, "0#0.b.0": 1}
 
 
-def test_an_output_that_the_backward_hooks_do_not_see_is_told() -> None:
+def test_an_output_that_the_backward_hooks_do_not_see_is_reported() -> None:
     class Answers(nn.Module):
         def forward(self, x: Tensor) -> dict[str, Tensor]:
             return {"a": x * 2}
@@ -254,7 +254,7 @@ def test_an_identity_leaves_training_bit_identical(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [*FORWARD, *BACKWARD])
-def test_the_block_takes_all_its_hooks_off_also_when_it_raises(kind: Any) -> None:
+def test_hooks_are_removed_after_the_block_and_after_an_exception(kind: Any) -> None:
     model, before = small(), _global_hooks()
     flag = process._global_is_full_backward_hook
     with (
@@ -269,7 +269,7 @@ def test_the_block_takes_all_its_hooks_off_also_when_it_raises(kind: Any) -> Non
 
 
 @pytest.mark.parametrize("kind", BACKWARD)
-def test_a_graph_that_outlives_the_block_passes(kind: Any) -> None:
+def test_a_graph_that_outlives_the_block_is_not_transformed(kind: Any) -> None:
     model, x = Shared(), point()
     with attached(model, gs.Scale(10.0), gs.EveryModule("twice", kind=kind)):
         model(point()).backward()

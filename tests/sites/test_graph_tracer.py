@@ -40,7 +40,7 @@ def _ids(made: CallGraph) -> list[str]:
     return [spot.id for _, spot in made.nodes()]
 
 
-def test_every_node_is_told_with_its_innermost_module() -> None:
+def test_every_node_belongs_to_its_innermost_module() -> None:
     taken: list[CallGraph] = []
     model = Functional()
     with ExitStack() as stack:
@@ -94,7 +94,7 @@ class _Way(nn.Module):
                 return self.inner(x).relu().exp()
 
 
-def test_a_forward_that_makes_other_nodes_at_the_same_calls_is_told_anew() -> None:
+def test_a_forward_with_other_nodes_in_the_same_calls_is_traced_anew() -> None:
     taken: list[CallGraph] = []
     model = _Way()
     model.inner.forward = lambda x: x * 2
@@ -108,7 +108,7 @@ def test_a_forward_that_makes_other_nodes_at_the_same_calls_is_told_anew() -> No
     assert [_ids(own) for own in taken] == [relu, relu, tanh, late, relu]
 
 
-def test_a_node_that_is_made_in_another_call_is_told_anew() -> None:
+def test_a_node_made_in_another_call_is_traced_anew() -> None:
     """The same nodes with the same numbers: only where the inner call stands among them differs."""
 
     class Moves(nn.Module):
@@ -133,7 +133,7 @@ def test_a_node_that_is_made_in_another_call_is_told_anew() -> None:
     assert [_ids(own) for own in taken] == [early, early[::-1]]
 
 
-def test_a_forward_without_gradients_is_not_told() -> None:
+def test_a_forward_without_gradients_gives_no_graph() -> None:
     taken: list[CallGraph] = []
     model = small()
     with ExitStack() as stack, torch.no_grad():
@@ -142,7 +142,7 @@ def test_a_forward_without_gradients_is_not_told() -> None:
     assert not taken
 
 
-def test_nodes_before_the_first_call_of_interest_are_passed_over() -> None:
+def test_nodes_before_the_first_selected_call_are_left_out() -> None:
     taken: list[CallGraph] = []
     model = small()
     with ExitStack() as stack:
@@ -155,7 +155,7 @@ def test_nodes_before_the_first_call_of_interest_are_passed_over() -> None:
     ]
 
 
-def test_all_overloads_of_a_name_are_told_where_one_is_wanted() -> None:
+def test_all_overloads_of_a_wanted_name_are_included() -> None:
     class Muls(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return torch.ops.aten.mul.Scalar(x * x, 3.0).sum()
@@ -180,7 +180,9 @@ def test_all_overloads_of_a_name_are_told_where_one_is_wanted() -> None:
         ("root", False, ["root"]),
     ],
 )
-def test_only_modules_that_can_matter_are_followed(chosen, inside, followed) -> None:
+def test_only_modules_around_or_inside_the_selected_ones_are_followed(
+    chosen, inside, followed
+) -> None:
     model = Functional()
     names = names_of(model)
     (module,) = (module for module, (name,) in names.items() if name == chosen)
@@ -188,7 +190,7 @@ def test_only_modules_that_can_matter_are_followed(chosen, inside, followed) -> 
     assert [names[module][0] for module in found] == followed
 
 
-def test_only_modules_that_can_matter_get_hooks_and_none_if_no_node_is_asked_for() -> None:
+def test_only_followed_modules_get_hooks_and_none_if_no_node_is_selected() -> None:
     model = Functional()
     with attached(model, gs.Identity(), gs.Nodes("Addmm", module="out")):
         assert not model.inner._forward_hooks
@@ -211,7 +213,7 @@ def test_a_name_loses_its_overload_and_its_namespace() -> None:
 
 
 @pytest.mark.parametrize("at", [gs.Nodes("Relu"), gs.Uses("first"), gs.Uses("last.weight")])
-def test_a_copy_of_the_model_that_was_made_in_the_block_is_left_alone(at: Selector) -> None:
+def test_a_copy_of_the_model_made_inside_the_block_is_left_alone(at: Selector) -> None:
     model, plain = small(), small()
     backward(plain)
     with attached(model, gs.Zero(), at) as live:

@@ -40,7 +40,7 @@ CLIP = gs.ClipGlobalNorm(1.0, eps=0.0)
 AT_ROOT = "a backward has failed, and the group was left as it is"
 
 
-def test_it_acts_on_the_gradients_of_a_group_together_without_an_optimizer() -> None:
+def test_a_group_transform_needs_no_optimizer() -> None:
     model = Weighted()
     with attached(model, CLIP, gs.Group("re:[ab]")) as live:
         model(3.0, 4.0, 100.0).backward()
@@ -78,7 +78,7 @@ def test_it_acts_on_the_running_sum_after_each_backward() -> None:
     assert _grads(model)[0] == pytest.approx(-1.0)
 
 
-def test_what_this_backward_has_not_reached_is_left_with_its_old_gradient() -> None:
+def test_parameters_that_a_backward_does_not_reach_keep_their_old_gradient() -> None:
     model = Weighted()
     model.c.grad = torch.tensor([100.0])
     with attached(model, CLIP, gs.Group()) as live:
@@ -91,7 +91,7 @@ def test_what_this_backward_has_not_reached_is_left_with_its_old_gradient() -> N
     assert calls_of(live) == {"a": 2, "b": 3, "c": 1}
 
 
-def test_gradient_accumulation_of_what_is_not_linear_is_warned_about() -> None:
+def test_gradient_accumulation_with_a_nonlinear_transform_is_warned_about() -> None:
     model = small()
     optimizer = sgd(model)
     with (
@@ -116,7 +116,7 @@ def test_an_identity_is_bit_identical_to_no_surgery_and_makes_no_new_gradients()
     assert all(map(torch.equal, weights(plain), weights(model)))
 
 
-def test_it_is_what_clip_grad_norm_does_by_hand() -> None:
+def test_clipping_at_a_group_equals_clip_grad_norm() -> None:
     plain, model = small(), small()
     backward(plain)
     torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
@@ -211,7 +211,9 @@ def _norm(model: nn.Module) -> float:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("inside", [(1,), (0,), (2,), (0, 2), (0, 1, 2)])
-def test_around_checkpoints_it_acts_once_on_all(reentrant: bool, inside: tuple[int, ...]) -> None:
+def test_around_checkpoints_the_group_acts_once_on_all_parameters(
+    reentrant: bool, inside: tuple[int, ...]
+) -> None:
     plain, model = Checkpointed(reentrant, ()), Checkpointed(reentrant, inside)
     plain(_x()).backward()
     with attached(model, gs.ClipGlobalNorm(0.5, eps=0.0), gs.Group()) as live:
@@ -225,7 +227,7 @@ def test_around_checkpoints_it_acts_once_on_all(reentrant: bool, inside: tuple[i
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the first forward
-def test_checkpoints_inside_checkpoints_hand_on_to_the_outermost() -> None:
+def test_nested_checkpoints_act_at_the_end_of_the_outermost_backward() -> None:
     model = Checkpointed(reentrant=True, inside=(0, 1, 2))
     x = _x()
     with attached(model, CLIP, gs.Group()) as live:
@@ -236,7 +238,7 @@ def test_checkpoints_inside_checkpoints_hand_on_to_the_outermost() -> None:
     assert set(calls_of(live).values()) == {1}
 
 
-def test_a_failure_after_an_inner_backward_is_told_and_nothing_of_it_is_kept() -> None:
+def test_an_error_after_an_inner_backward_is_reported_and_leaves_no_state() -> None:
     model = Checkpointed(reentrant=True, inside=(1,))
     x = _x()
 
@@ -262,7 +264,7 @@ def test_a_failure_after_an_inner_backward_is_told_and_nothing_of_it_is_kept() -
     assert set(calls_of(live).values()) == {1}
 
 
-def test_a_backward_called_by_a_hook_on_a_leaf_is_told() -> None:
+def test_a_backward_called_by_a_hook_on_a_leaf_is_reported() -> None:
     model, other = Weighted(), torch.ones(1, requires_grad=True)
 
     @torch.enable_grad()
@@ -301,7 +303,7 @@ def _failing(model: Weighted) -> Tensor:
     return (b + model.a * 3.0).sum()
 
 
-def test_a_backward_that_fails_is_told_and_the_next_one_is_whole() -> None:
+def test_a_backward_that_raises_is_reported_and_the_next_one_acts() -> None:
     model = Weighted()
     with (
         pytest.warns(gs.SurgeryWarning, match=AT_ROOT) as caught,
@@ -320,7 +322,7 @@ def test_a_backward_that_fails_is_told_and_the_next_one_is_whole() -> None:
     assert num_hooks(model) == 0
 
 
-def test_a_backward_that_fails_last_is_told_too() -> None:
+def test_a_last_backward_that_raises_is_reported_too() -> None:
     model = Weighted()
     with (
         pytest.warns(gs.SurgeryWarning, match=AT_ROOT),
@@ -331,7 +333,7 @@ def test_a_backward_that_fails_last_is_told_too() -> None:
             _failing(model).backward()
 
 
-def test_an_error_of_the_transform_comes_out_of_backward_with_its_place() -> None:
+def test_an_error_in_the_transform_names_its_group() -> None:
     model = Weighted()
 
     def breaks(grad: Tensor) -> Tensor:
@@ -353,7 +355,7 @@ def test_an_exception_in_the_block_leaves_no_hook() -> None:
     assert num_hooks(model) == 0
 
 
-def test_an_optimizer_inside_the_backward_that_does_not_wait_is_told() -> None:
+def test_an_optimizer_that_steps_inside_the_backward_is_reported() -> None:
     model = Weighted()
 
     def step(param: Tensor) -> None:
@@ -375,7 +377,7 @@ def test_an_optimizer_inside_the_backward_that_does_not_wait_is_told() -> None:
     assert [param.item() for param in model.parameters()] == [-3.0, -4.0, 0.0]
 
 
-def test_an_optimizer_that_waits_for_the_end_of_the_backward_gets_what_the_group_has_made() -> None:
+def test_an_optimizer_that_waits_for_the_end_of_backward_gets_the_transformed_gradients() -> None:
     model = Weighted()
     queued: list[bool] = []
 
@@ -447,7 +449,7 @@ class TimesValue(Stateless):
         return grad * context.value
 
 
-def test_without_create_graph_the_value_puts_no_graph_on_the_gradient() -> None:
+def test_without_create_graph_the_new_gradients_have_no_graph() -> None:
     model = nn.ParameterDict({"w": nn.Parameter(torch.tensor([2.0]))})
     w = model["w"]
     with attached(model, TimesValue(), gs.Group()):
@@ -482,7 +484,7 @@ def test_threads_act_each_at_the_end_of_their_own_backward() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # Dynamo trips over its own warnings when they are errors
 @pytest.mark.parametrize("attach_first", [True, False])
-def test_a_compiled_model_has_its_group(attach_first: bool) -> None:
+def test_a_group_acts_in_a_compiled_model(attach_first: bool) -> None:
     plain, model = small(), small()
     backward(plain)
     torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
@@ -510,7 +512,7 @@ def test_functional_gradients_reach_no_group_and_the_ledger_says_so() -> None:
     assert grads["last.bias"].any()
 
 
-def test_a_frozen_parameter_is_no_member_and_the_ledger_says_so() -> None:
+def test_a_frozen_parameter_is_not_in_the_group_and_the_ledger_says_so() -> None:
     model = small()
     model.first.requires_grad_(False)
     with attached(model, CLIP, gs.Group()) as live:
@@ -533,7 +535,7 @@ def test_groups_combine_and_count() -> None:
     assert num_hooks(model) == 0
 
 
-def test_nothing_is_held_after_the_block() -> None:
+def test_nothing_is_kept_alive_after_the_block() -> None:
     def run(act: Callable[[nn.Module], None]) -> ref[Any]:
         model = Checkpointed(reentrant=True)
         with attached(model, CLIP, gs.Group()):
@@ -545,7 +547,7 @@ def test_nothing_is_held_after_the_block() -> None:
     assert held[0]() is None
 
 
-def test_a_graph_that_outlives_the_block_passes() -> None:
+def test_a_graph_that_outlives_the_block_is_not_transformed() -> None:
     model = Weighted()
     with pytest.warns(gs.SurgeryWarning), attached(model, gs.Zero(), gs.Group()):
         loss = model(3.0, 4.0, 5.0)

@@ -44,7 +44,7 @@ class Residual(nn.Module):
         return (h + self.f(h)).sum()
 
 
-def test_a_branch_leaves_what_goes_past_the_module_alone_and_a_total_does_not() -> None:
+def test_a_branch_leaves_the_gradient_past_the_module_alone_and_a_total_does_not() -> None:
     found = []
     for path in PATHS:
         model, x = Residual(), point()
@@ -55,7 +55,7 @@ def test_a_branch_leaves_what_goes_past_the_module_alone_and_a_total_does_not() 
     assert found == [[1.0 + 10 * 2.0], [10 * (1.0 + 2.0)]]
 
 
-def test_it_is_the_gradient_that_autograd_has_there() -> None:
+def test_the_input_gradient_equals_that_of_autograd() -> None:
     plain, model = small(), small()
     taken = []
     plain.last.register_forward_pre_hook(lambda module, args: taken.append(args[0]))
@@ -151,7 +151,7 @@ GIVEN = [
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("call", "places"), GIVEN)
-def test_every_tensor_is_a_site_by_place_or_by_keyword(
+def test_every_positional_and_keyword_tensor_is_a_site(
     path: Any, call: Callable[..., Tensor], places: list[str]
 ) -> None:
     model, given = Mixed(call), [point(), point(), point()]
@@ -161,7 +161,7 @@ def test_every_tensor_is_a_site_by_place_or_by_keyword(
     assert calls_of(live) == {f"mix#0.input.{place}": 1 for place in places}
 
 
-def test_one_tensor_by_keyword_is_named_by_it() -> None:
+def test_a_single_keyword_tensor_is_named_by_its_keyword() -> None:
     model, x = Mixed(lambda mix, a: mix(value=a)), point()
     with attached(model, gs.Scale(10.0), gs.Inputs("mix")) as live:
         model(x).backward()
@@ -179,7 +179,7 @@ def test_a_tensor_given_twice_is_one_site_with_both_names(path: Any) -> None:
     assert (entry.site, entry.aliases) == ("mix#0.input.0", ["mix#0.input.again"])
 
 
-def test_self_attention_still_sees_that_its_inputs_are_one() -> None:
+def test_self_attention_still_sees_that_its_inputs_are_the_same_tensor() -> None:
     class Attends(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -216,7 +216,7 @@ class Siblings(nn.Module):
         return (self.left(x) * 3 + self.right(x)).sum()
 
 
-def test_modules_that_take_one_tensor_are_one_site_of_a_total_and_two_of_branches() -> None:
+def test_modules_that_take_the_same_tensor_share_a_total_and_have_separate_branches() -> None:
     total, branch = point(), point()
     model = Siblings()
     with attached(model, gs.Clip(5.0), gs.Inputs("*", path="total")) as live:
@@ -245,7 +245,7 @@ def test_a_branch_passes_a_container_and_its_first_child_and_a_total_once() -> N
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_leaf_is_hooked_once_however_often_it_is_given(path: Any) -> None:
+def test_a_leaf_passed_several_times_is_hooked_once(path: Any) -> None:
     model, x = nn.Sequential(Double()), point()
     with attached(model, gs.Scale(10.0), gs.Inputs("0", path=path)) as live:
         for _ in range(3):
@@ -256,7 +256,7 @@ def test_a_leaf_is_hooked_once_however_often_it_is_given(path: Any) -> None:
     assert not x._backward_hooks
 
 
-def test_a_parameter_that_is_given_can_be_a_branch_or_a_total() -> None:
+def test_a_parameter_as_input_can_be_a_branch_or_a_total() -> None:
     class Prompted(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -315,7 +315,7 @@ def test_a_total_of_a_view_that_is_written_to_is_refused() -> None:
 
 
 @pytest.mark.parametrize("handing", [nn.Identity(), nn.Flatten(0)])
-def test_an_input_that_is_handed_on_and_then_written_to_is_refused(handing: nn.Module) -> None:
+def test_an_input_that_is_returned_and_then_written_to_is_refused(handing: nn.Module) -> None:
     model = nn.Sequential(Double(), handing, InPlace())
     with (
         pytest.raises(RuntimeError, match=r"'1#0\.input': the module handed on its input, which"),
@@ -324,14 +324,14 @@ def test_an_input_that_is_handed_on_and_then_written_to_is_refused(handing: nn.M
         model(torch.ones(2, 2, requires_grad=True))
 
 
-def test_an_input_that_is_handed_on_and_not_written_to_is_hooked() -> None:
+def test_an_input_that_is_returned_and_not_written_to_is_hooked() -> None:
     model, x = nn.Sequential(Double(), nn.Flatten(0), Double()), torch.ones(1, 2)
     with attached(model, gs.Scale(10.0), gs.Inputs("1")):
         model(x.requires_grad_()).sum().backward()
     assert grad_of(x) == [[40.0, 40.0]]
 
 
-def test_what_is_written_to_after_the_module_has_read_it_is_no_trouble() -> None:
+def test_an_input_may_be_written_to_after_the_module_has_read_it() -> None:
     class Later(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -394,7 +394,7 @@ class Saved(nn.Module):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("pattern", ["inner", "inner.0", "inner.1"])
-def test_inside_both_checkpoints_a_gradient_passes_once(
+def test_inside_both_kinds_of_checkpoint_a_gradient_passes_once(
     pattern: str, reentrant: bool, path: Any
 ) -> None:
     model, x = Saved(reentrant=reentrant), point(3.0)
@@ -406,7 +406,7 @@ def test_inside_both_checkpoints_a_gradient_passes_once(
     assert calls_of(live) == {f"{pattern}#0.input": 2}
 
 
-def test_a_residual_past_a_reentrant_checkpoint_is_no_part_of_the_total_inside() -> None:
+def test_a_residual_around_a_reentrant_checkpoint_is_not_in_the_total_inside() -> None:
     class Past(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -439,7 +439,7 @@ def test_a_call_without_gradients_is_left_alone(path: Any) -> None:
     assert calls_of(live) == {"f#0.input": 1}
 
 
-def test_an_input_that_needs_no_gradient_is_told() -> None:
+def test_an_input_without_a_gradient_is_reported() -> None:
     model = small()
     with (
         pytest.warns(gs.SurgeryWarning, match=r"first#0\.input \(needs no gradient\)"),
@@ -448,7 +448,7 @@ def test_an_input_that_needs_no_gradient_is_told() -> None:
         backward(model)
 
 
-def test_a_module_that_takes_no_floating_tensor_is_told() -> None:
+def test_a_module_without_a_floating_input_is_reported() -> None:
     model = nn.Sequential(nn.Embedding(3, 2))
     with (
         pytest.warns(gs.SurgeryWarning, match=r"0#0\.input \(takes no floating tensor\)"),
@@ -457,7 +457,7 @@ def test_a_module_that_takes_no_floating_tensor_is_told() -> None:
         model(INTEGERS).sum().backward()
 
 
-def test_a_call_that_does_not_come_is_an_error_after_the_first_forward() -> None:
+def test_a_call_that_never_happens_is_an_error_after_the_first_forward() -> None:
     model = Shared()
     with (
         pytest.raises(LookupError, match="There were: twice#0, twice#1"),
@@ -466,7 +466,7 @@ def test_a_call_that_does_not_come_is_an_error_after_the_first_forward() -> None
         model(point()).backward()
 
 
-def test_the_value_is_what_the_module_took() -> None:
+def test_the_value_is_the_input_of_the_module() -> None:
     for path in PATHS:
         model, x = nn.Sequential(Double(), Double()), point(1.0, -1.0)
         transform = gs.ScaleBySign(positive=10.0, negative=0.0, of="value")
@@ -477,7 +477,7 @@ def test_the_value_is_what_the_module_took() -> None:
 
 @pytest.mark.parametrize("first", PATHS)
 @pytest.mark.parametrize("second", PATHS)
-def test_two_interventions_on_one_input_act_in_their_order(first: Any, second: Any) -> None:
+def test_two_interventions_on_one_input_act_in_order(first: Any, second: Any) -> None:
     # 2 clipped to 1, times 10; a branch comes before a total.
     model, x = nn.Sequential(Double()), point()
     clip = gs.Intervention(gs.Clip(1.0), gs.Inputs("0", path=first))
@@ -488,7 +488,7 @@ def test_two_interventions_on_one_input_act_in_their_order(first: Any, second: A
     assert grad_of(x) == [1.0 if (first, second) == ("total", "branch") else 10.0]
 
 
-def test_a_total_is_that_of_the_tensor_though_a_container_was_given_an_alias() -> None:
+def test_a_total_includes_all_uses_even_if_a_container_was_given_an_alias() -> None:
     class Past(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -506,7 +506,7 @@ def test_a_total_is_that_of_the_tensor_though_a_container_was_given_an_alias() -
     assert grad_of(x) == [0.5]
 
 
-def test_an_identity_between_stays_one_site_with_what_is_before_it() -> None:
+def test_the_output_of_an_identity_shares_the_site_of_its_input() -> None:
     model, x = nn.Sequential(Double(), nn.Identity()), point()
     noop = gs.Intervention(gs.Identity(), gs.Inputs("1"))
     scale = gs.Intervention(gs.Scale(10.0), gs.Outputs())
@@ -515,7 +515,7 @@ def test_an_identity_between_stays_one_site_with_what_is_before_it() -> None:
     assert grad_of(x) == [20.0]
 
 
-def test_a_forward_pre_hook_of_others_comes_first() -> None:
+def test_foreign_forward_pre_hooks_run_first() -> None:
     model, x = nn.Sequential(Double()), point()
     model[0].register_forward_pre_hook(lambda module, args: (args[0] * 3,))
     with attached(model, gs.Clip(1.0), gs.Inputs("0")):
@@ -554,7 +554,7 @@ def test_an_alias_keeps_the_strides_of_its_tensor() -> None:
     assert x.view_as(x).stride() != x.stride()
 
 
-def test_a_residual_of_several_reads_may_sum_in_another_order_and_no_more() -> None:
+def test_a_branch_changes_a_residual_only_by_the_order_of_its_sum() -> None:
     class Reads(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x.sin() * x.cos() + x.exp()
@@ -582,7 +582,7 @@ def test_a_residual_of_several_reads_may_sum_in_another_order_and_no_more() -> N
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_the_block_takes_all_its_hooks_off_also_when_it_raises(path: Any) -> None:
+def test_hooks_are_removed_after_the_block_and_after_an_exception(path: Any) -> None:
     model, x = small(), point(*[1.0] * 6)
     before = num_hooks(model)
     with (
@@ -597,7 +597,7 @@ def test_the_block_takes_all_its_hooks_off_also_when_it_raises(path: Any) -> Non
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_graph_that_outlives_the_block_passes(path: Any) -> None:
+def test_a_graph_that_outlives_the_block_is_not_transformed(path: Any) -> None:
     model, x = Residual(), point()
     with attached(model, gs.Scale(10.0), gs.Inputs("f", path=path)):
         model(point()).backward()
@@ -635,7 +635,7 @@ def test_nothing_is_kept_alive(path: Any) -> None:
     assert model_ref() is None
 
 
-def test_an_exception_in_a_forward_leaves_no_trace() -> None:
+def test_an_exception_in_the_forward_leaves_no_state() -> None:
     class Breaks(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             if broken:
@@ -652,7 +652,7 @@ def test_an_exception_in_a_forward_leaves_no_trace() -> None:
     assert calls_of(live) == {"0.0#0.input": 1, "0.1#0.input": 1}
 
 
-def test_a_call_that_a_hook_of_others_broke_off_does_not_end_the_one_around_it() -> None:
+def test_a_call_aborted_by_a_foreign_hook_does_not_end_the_call_around_it() -> None:
     class Tries(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -694,7 +694,7 @@ def test_selectors_combine() -> None:
         sites(gs.Inputs("*t").expect(4))
 
 
-def test_a_pattern_that_matches_nothing_lists_what_there_is() -> None:
+def test_a_pattern_that_matches_nothing_lists_the_choices() -> None:
     with (
         pytest.raises(LookupError, match="Inputs.pattern: nothing matches 'frist'.*mean 'first'"),
         attached(small(), gs.Zero(), gs.Inputs("frist")),
@@ -703,7 +703,7 @@ def test_a_pattern_that_matches_nothing_lists_what_there_is() -> None:
 
 
 @pytest.mark.parametrize("field", [{"pattern": ""}, {"call": -1}, {"path": "both"}])
-def test_fields_that_make_no_sense_are_refused(field: dict[str, Any]) -> None:
+def test_invalid_fields_are_refused(field: dict[str, Any]) -> None:
     with pytest.raises(FieldError, match=rf"Inputs\.{next(iter(field))}"):
         gs.Inputs(**field)
 
@@ -770,7 +770,7 @@ def test_a_double_backward_goes_through_it(path: Any) -> None:
     assert (first.item(), second.item()) == (120.0, 1200.0)
 
 
-def test_threads_count_their_calls_apart() -> None:
+def test_threads_count_their_calls_separately() -> None:
     model, barrier = Shared(), threading.Barrier(2)
     results: list[list[Any]] = []
 
@@ -796,7 +796,7 @@ def test_threads_count_their_calls_apart() -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.filterwarnings("ignore")  # Dynamo trips over its own warnings when they are errors
-def test_a_compiled_model_can_have_inputs_hooked_before_it_is_compiled(path: Any) -> None:
+def test_inputs_can_be_hooked_before_a_model_is_compiled(path: Any) -> None:
     model, x = Residual(), point()
     with attached(model, gs.Scale(10.0), gs.Inputs("f", path=path), effects_every=0):
         torch.compile(model, backend="eager")(x).backward()

@@ -27,7 +27,7 @@ def _tail(kind: str) -> str:
     return ".input" if kind == "full_backward" else ""
 
 
-def test_the_pre_hook_has_the_gradient_of_the_output_and_the_other_that_of_the_input() -> None:
+def test_the_pre_hook_gets_the_output_gradient_and_the_hook_the_input_gradient() -> None:
     found = {}
     for kind in KINDS:
         model, x = nn.Sequential(nn.Linear(1, 1)), point(3.0)
@@ -42,7 +42,7 @@ def test_the_pre_hook_has_the_gradient_of_the_output_and_the_other_that_of_the_i
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("call", "expected"), [(None, 400.0), (0, 40.0), (1, 40.0)])
-def test_calls_of_a_shared_module_are_told_apart(
+def test_calls_of_a_shared_module_have_their_own_sites(
     kind: Any, call: int | None, expected: float
 ) -> None:
     model, x = Shared(), point()
@@ -67,7 +67,7 @@ def test_call_clips_the_gradient_of_that_call_alone() -> None:
     assert found == [[1.5], [1.5 * 2]]
 
 
-def test_two_forwards_before_their_backwards_keep_their_calls() -> None:
+def test_two_forwards_before_their_backwards_keep_their_sites() -> None:
     model, first, second = Shared(), point(), point()
     at = gs.ModuleGradients("twice", call=0)
     with attached(model, gs.Clip(0.5), at) as live:
@@ -95,7 +95,7 @@ class AggregationContext(nn.Module):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tensors_have_their_place_and_what_is_not_seen_is_told(kind: Any) -> None:
+def test_tensors_have_a_path_and_unseen_ones_are_reported(kind: Any) -> None:
     model, xs = AggregationContext(), [point(), point(), point()]
     with attached(model, gs.Scale(10.0), gs.ModuleGradients("several", kind=kind)) as live:
         model(*xs).backward()
@@ -131,7 +131,7 @@ class Answers(nn.Module):
         (lambda x: ({"a": x},), "a tuple"),
     ],
 )
-def test_an_output_that_pytorch_would_pass_over_is_refused(answer: Any, found: str) -> None:
+def test_an_output_that_the_hook_would_not_see_is_refused(answer: Any, found: str) -> None:
     model = Answers(answer)
     with (
         pytest.raises(RuntimeError) as caught,
@@ -145,7 +145,7 @@ def test_an_output_that_pytorch_would_pass_over_is_refused(answer: Any, found: s
     assert num_hooks(model) == 0
 
 
-def test_inputs_that_pytorch_would_pass_over_are_refused() -> None:
+def test_inputs_that_the_hook_would_not_see_are_refused() -> None:
     class Keyword(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -162,7 +162,7 @@ def test_inputs_that_pytorch_would_pass_over_are_refused() -> None:
         model(point())
 
 
-def test_inputs_that_need_no_gradient_are_told() -> None:
+def test_inputs_without_a_gradient_are_reported() -> None:
     model = small()
     with (
         pytest.warns(gs.SurgeryWarning, match=r"first#0\.input \(needs no gradient\)"),
@@ -183,7 +183,9 @@ def test_inputs_that_need_no_gradient_are_told() -> None:
         gs.EveryModule("*", kind="full_backward"),
     ],
 )
-def test_pytorchs_warning_of_such_inputs_is_left_out_in_the_block_alone(at: Selector) -> None:
+def test_pytorchs_warning_about_such_inputs_is_suppressed_only_inside_the_block(
+    at: Selector,
+) -> None:
     model, filters = small(), list(warnings.filters)
     with attached(model, gs.Identity(), at):
         with attached(model, gs.Identity(), at):
@@ -235,7 +237,7 @@ class Behind(nn.Module):
         return self.act(self.first(x)).sum()
 
 
-def test_a_write_behind_the_module_is_pytorchs_error_with_what_to_do() -> None:
+def test_an_in_place_write_after_the_module_is_pytorchs_error_with_advice() -> None:
     model = Behind()
     with (
         pytest.raises(RuntimeError, match="BackwardHookFunction.* modified inplace") as caught,
@@ -279,7 +281,7 @@ def test_an_unused_input_gets_zeros_from_pytorch() -> None:
     assert grad_of(b) == [0.0]
 
 
-def test_asking_for_the_gradient_of_a_weight_alone_does_not_come_by_the_full_hook() -> None:
+def test_autograd_grad_of_a_weight_bypasses_the_full_hook() -> None:
     found = []
     for kind in KINDS:
         model = small()
@@ -294,7 +296,7 @@ def test_asking_for_the_gradient_of_a_weight_alone_does_not_come_by_the_full_hoo
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_inside_both_checkpoints_a_gradient_passes_once(reentrant: bool, kind: Any) -> None:
+def test_inside_both_kinds_of_checkpoint_a_gradient_passes_once(reentrant: bool, kind: Any) -> None:
     class Saved(Shared):
         def forward(self, x: Tensor) -> Tensor:
             y = checkpoint(self.twice, x, use_reentrant=reentrant)
@@ -342,7 +344,7 @@ def test_an_identity_leaves_training_bit_identical(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_block_takes_all_its_hooks_off_also_when_it_raises(kind: Any) -> None:
+def test_hooks_are_removed_after_the_block_and_after_an_exception(kind: Any) -> None:
     model, x = small(), batch()[0].requires_grad_()
     with (
         pytest.raises(OSError, match="gone"),
@@ -356,7 +358,7 @@ def test_the_block_takes_all_its_hooks_off_also_when_it_raises(kind: Any) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_graph_that_outlives_the_block_passes(kind: Any) -> None:
+def test_a_graph_that_outlives_the_block_is_not_transformed(kind: Any) -> None:
     model, x = Shared(), point()
     with attached(model, gs.Scale(10.0), gs.ModuleGradients("twice", kind=kind)):
         model(point()).backward()
@@ -388,7 +390,7 @@ def test_nothing_is_kept_alive(kind: Any) -> None:
     assert held() is None
 
 
-def test_an_exception_in_a_forward_leaves_the_calls_right() -> None:
+def test_an_exception_in_the_forward_does_not_mix_up_later_calls() -> None:
     class Breaks(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             if broken:
@@ -405,7 +407,7 @@ def test_an_exception_in_a_forward_leaves_the_calls_right() -> None:
     assert calls_of(live) == {"0#0": 1, "0.0#0": 1, "0.1#0": 1}
 
 
-def test_a_call_that_was_broken_off_inside_another_does_not_take_its_place() -> None:
+def test_an_aborted_inner_call_does_not_replace_the_outer_one() -> None:
     class Breaks(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             raise OSError("gone")
@@ -443,7 +445,7 @@ def test_selectors_combine() -> None:
     assert sorted(sites(both)) == ["act#0", "act#0.input"]
 
 
-def test_threads_keep_their_calls_apart() -> None:
+def test_threads_do_not_mix_up_their_calls() -> None:
     model, barrier = Shared(), threading.Barrier(2)
     results: list[list[Any]] = []
 
@@ -486,7 +488,7 @@ def test_a_backward_in_a_third_thread_that_cannot_tell_two_calls_apart_is_refuse
     assert call_hook.backward_hook()(Double(), (torch.ones(1),)) is None
 
 
-def test_it_acts_on_scaled_losses_in_autocast() -> None:
+def test_module_gradients_act_on_scaled_losses_in_autocast() -> None:
     model = small()
     optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=1024.0)
     before = weights(model)
@@ -500,7 +502,7 @@ def test_it_acts_on_scaled_losses_in_autocast() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
 
 
-def test_a_pattern_that_matches_nothing_lists_what_there_is() -> None:
+def test_a_pattern_that_matches_nothing_lists_the_choices() -> None:
     with (
         pytest.raises(LookupError, match="ModuleGradients.pattern: nothing matches 'frist'"),
         attached(small(), gs.Zero(), gs.ModuleGradients("frist")),

@@ -79,7 +79,7 @@ class _Inner(nn.Module):
 # What is seen and what comes out
 
 
-def test_enter_acts_on_the_gradient_of_what_the_operation_returned() -> None:
+def test_enter_acts_on_the_gradient_of_the_output_of_an_operation() -> None:
     # y = a b, dL/dy = 10, clipped to 4: a gets 4 b, b gets 4 a.
     a, b = point(2.0), point(3.0)
     product = Product()
@@ -173,7 +173,7 @@ def test_scale_by_sign_at_relu_nodes_is_guided_backpropagation() -> None:
     assert len(calls_of(live)) == 2
 
 
-def test_so_it_is_in_a_convolutional_net_hooked_at_its_functional_relus() -> None:
+def test_guided_backpropagation_works_at_the_functional_relus_of_a_convolutional_net() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -318,7 +318,7 @@ class Custom(nn.Module):
 
 
 @pytest.mark.parametrize("side", ["enter", "leave"])
-def test_a_function_of_the_users_own_is_a_node(side) -> None:
+def test_a_custom_autograd_function_is_a_node(side) -> None:
     model, x = Custom(), point()
     with attached(model, gs.Scale(10.0), gs.Nodes("Halve", side=side)):
         model(x).backward()
@@ -326,7 +326,7 @@ def test_a_function_of_the_users_own_is_a_node(side) -> None:
 
 
 @pytest.mark.parametrize("side", ["enter", "leave"])
-def test_an_in_place_relu_is_a_node_like_another(side) -> None:
+def test_an_in_place_relu_is_a_node(side) -> None:
     # 2 enters the ReLU and leaves it where x is positive.
     model = nn.Sequential(Twice(), nn.ReLU(inplace=True), Twice())
     x = point(1.0, -1.0)
@@ -337,7 +337,7 @@ def test_an_in_place_relu_is_a_node_like_another(side) -> None:
     assert calls_of(live) == {f"1#0/ReluBackward[0]{end}": 1}
 
 
-def test_a_module_called_without_the_model_is_at_its_call_0() -> None:
+def test_a_module_called_outside_the_model_is_at_call_0() -> None:
     model = Cubes()
     with attached(model, gs.Scale(10.0), gs.Nodes("Mul", module="twice")) as live:
         for _ in range(3):
@@ -348,7 +348,7 @@ def test_a_module_called_without_the_model_is_at_its_call_0() -> None:
 
 
 @pytest.mark.parametrize("field", ["pattern", "module"])
-def test_a_regex_that_does_not_compile_is_refused_when_made(field: str) -> None:
+def test_an_invalid_regex_is_refused_at_construction(field: str) -> None:
     with pytest.raises(FieldError, match=rf"Nodes\.{field}: is not a regular expression"):
         gs.Nodes(**{"pattern": "Relu", field: "re:["})
 
@@ -362,7 +362,7 @@ def test_a_regex_that_does_not_compile_is_refused_when_made(field: str) -> None:
         ("*", {"body.first#0", "body.last#0"}),
     ],
 )
-def test_a_module_pattern_is_of_the_whole_path(module: str, sites: set[str]) -> None:
+def test_a_module_pattern_must_match_the_full_name(module: str, sites: set[str]) -> None:
     model = nn.Sequential()
     model.body = small()
     with attached(model, gs.Identity(), gs.Nodes("Addmm", module=module)) as live:
@@ -395,16 +395,14 @@ def test_ids_are_the_same_at_every_step() -> None:
         (gs.Nodes("Relu", occurrence=3), "occurrence=3"),
     ],
 )
-def test_a_node_that_is_not_there_is_refused_at_the_first_forward(
-    at: gs.Nodes, message: str
-) -> None:
+def test_a_missing_node_is_refused_at_the_first_forward(at: gs.Nodes, message: str) -> None:
     model = small()
     with pytest.raises(LookupError, match=re.escape(message)), attached(model, gs.Zero(), at):
         backward(model)
     assert num_hooks(model) == 0
 
 
-def test_a_module_that_is_not_there_is_refused_when_attached() -> None:
+def test_a_missing_module_is_refused_when_attached() -> None:
     with pytest.raises(LookupError) as caught:
         gs.Nodes("Relu", module="atc").find(small())
     assert str(caught.value) == (
@@ -413,7 +411,7 @@ def test_a_module_that_is_not_there_is_refused_when_attached() -> None:
     )
 
 
-def test_a_later_forward_may_go_another_way() -> None:
+def test_a_later_forward_may_make_other_nodes() -> None:
     class Way(nn.Module):
         def forward(self, x: Tensor, relu: bool) -> Tensor:
             return (functional.relu(x) if relu else x * 2).sum()
@@ -425,7 +423,7 @@ def test_a_later_forward_may_go_another_way() -> None:
     assert grad_of(x) == [2.0]
 
 
-def test_edge_makes_no_sense_on_the_side_where_gradients_enter() -> None:
+def test_an_edge_needs_the_leaving_side() -> None:
     with pytest.raises(FieldError, match=r"Nodes\.edge: needs side=leave, found 1"):
         gs.Nodes("Relu", edge=1)
 
@@ -455,7 +453,7 @@ def test_non_reentrant_checkpoints_fire_exactly_once(side) -> None:
     torch.testing.assert_close(gradients(model.body), gradients(plain))
 
 
-def test_a_recomputation_that_ends_early_does_not_upset_the_next_forward() -> None:
+def test_a_recomputation_that_stops_early_does_not_confuse_the_next_forward() -> None:
     # The recomputation stops at the last tensor that backward needs, inside the modules.
     class Saved(nn.Module):
         def __init__(self) -> None:
@@ -478,7 +476,7 @@ def test_a_recomputation_that_ends_early_does_not_upset_the_next_forward() -> No
     assert calls_of(live) == dict.fromkeys(first, 3)
 
 
-def test_a_backward_inside_forward_does_not_end_the_span_it_is_in() -> None:
+def test_a_backward_inside_a_forward_does_not_end_the_call() -> None:
     # A force is the gradient of an energy, which is a checkpoint and so runs again.
     class Force(nn.Module):
         def __init__(self) -> None:
@@ -533,7 +531,7 @@ class _Body(nn.Module):
 @pytest.mark.parametrize("side", ["enter", "leave"])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("pattern", ["Tanh", "Addmm", "Mul"])
-def test_checkpoints_have_the_same_sites_and_gradients_as_none(side, reentrant, pattern) -> None:
+def test_checkpoints_change_neither_sites_nor_gradients(side, reentrant, pattern) -> None:
     results = []
     for kind in (None, reentrant):
         torch.manual_seed(0)
@@ -550,7 +548,7 @@ def test_checkpoints_have_the_same_sites_and_gradients_as_none(side, reentrant, 
     torch.testing.assert_close((own, x_own), (plain, x_plain))
 
 
-def test_a_reentrant_checkpoint_runs_its_calls_last_first_and_each_keeps_its_number() -> None:
+def test_calls_in_reentrant_checkpoints_keep_their_numbers() -> None:
     model, seen = Twin(True), []
     with attached(model, gs.Identity(), gs.Nodes("Addmm")) as live:
         model(torch.randn(2, 3, requires_grad=True)).backward()
@@ -595,7 +593,7 @@ def test_a_model_that_is_itself_in_a_reentrant_checkpoint_is_followed() -> None:
     assert not gradients(model)["first.weight"].any()
 
 
-def test_a_misspelt_node_in_a_reentrant_checkpoint_is_told_when_the_block_ends() -> None:
+def test_a_misspelt_node_in_a_reentrant_checkpoint_is_reported_on_detach() -> None:
     model = Twin(True)
     with (
         pytest.warns(SurgeryWarning, match="none of its sites was met"),
@@ -624,7 +622,7 @@ def test_a_teacher_without_gradients_does_not_excuse_a_misspelt_node() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_an_evaluation_between_forward_and_backward_does_not_upset_a_recomputation() -> None:
+def test_an_evaluation_between_forward_and_backward_does_not_confuse_a_recomputation() -> None:
     model, x = Twin(True), torch.randn(2, 3, requires_grad=True)
     with attached(model, gs.Identity(), gs.Nodes("Addmm")) as live:
         loss = model(x)
@@ -648,7 +646,7 @@ def test_a_forward_without_gradients_makes_no_site() -> None:
 
 
 @pytest.mark.parametrize("caught_inside", [True, False])
-def test_an_exception_in_forward_leaves_the_spans_balanced(caught_inside: bool) -> None:
+def test_an_exception_in_the_forward_does_not_mix_up_later_nodes(caught_inside: bool) -> None:
     class Fragile(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             if fragile[0]:
@@ -687,7 +685,7 @@ def test_an_exception_in_forward_leaves_the_spans_balanced(caught_inside: bool) 
     assert set(calls_of(live)) == {"act#0/ReluBackward[0]"}
 
 
-def test_each_thread_has_its_own_spans() -> None:
+def test_each_thread_is_traced_separately() -> None:
     model = Cubes()
     barrier = threading.Barrier(2)
 
@@ -717,7 +715,7 @@ def test_each_thread_has_its_own_spans() -> None:
 # What HOOKS.md calls the care that spans need
 
 
-def test_a_view_of_what_was_changed_in_place_belongs_to_who_looks_at_it_first() -> None:
+def test_a_view_of_a_tensor_changed_in_place_belongs_to_its_first_reader() -> None:
     class Views(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -767,7 +765,7 @@ def test_a_weights_cast_under_autocast_is_made_once_by_the_first_call() -> None:
     assert set(calls_of(live)) == {"linear#0/ToCopyBackward[0]"}
 
 
-def test_full_backward_hooks_put_a_node_into_the_module_and_one_behind_it() -> None:
+def test_full_backward_hooks_add_a_node_inside_the_module_and_one_after_it() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -787,7 +785,7 @@ def test_full_backward_hooks_put_a_node_into_the_module_and_one_behind_it() -> N
     }
 
 
-def test_what_is_made_after_the_model_is_reached_by_its_node() -> None:
+def test_nodes_made_after_the_model_can_be_hooked_directly() -> None:
     model = small()
     x, y = torch.randn(2, 6), torch.tensor([0, 1])
     with attached(model, gs.Identity(), gs.Nodes("*")) as live:
@@ -814,7 +812,7 @@ def test_nodes_of_a_double_backward_belong_to_no_module() -> None:
     assert set(calls_of(live)) == {"root#0/PowBackward[0]"}
 
 
-def test_a_parameter_used_outside_its_module_makes_nodes_of_the_user() -> None:
+def test_a_parameter_used_in_another_module_makes_nodes_there() -> None:
     model = nn.MultiheadAttention(4, 2, batch_first=True)
     x = torch.randn(1, 3, 4)
     with attached(model, gs.Identity(), gs.Nodes("matmul")) as live:
@@ -822,7 +820,7 @@ def test_a_parameter_used_outside_its_module_makes_nodes_of_the_user() -> None:
     assert {site.split("/")[0] for site in calls_of(live)} == {"root#0"}
 
 
-def test_a_module_with_two_names_goes_by_them_in_turn() -> None:
+def test_the_calls_of_a_module_with_two_names_take_them_in_turn() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -838,7 +836,7 @@ def test_a_module_with_two_names_goes_by_them_in_turn() -> None:
     assert set(calls_of(live)) == {"two#1/MulBackward[0]"}
 
 
-def test_a_module_inside_takes_its_nodes_from_the_one_that_is_selected() -> None:
+def test_nodes_of_an_inner_module_do_not_belong_to_the_selected_outer_one() -> None:
     model = Functional()
     with attached(model, gs.Identity(), gs.Nodes("*", module="inner")) as live:
         model(torch.randn(2, 3)).backward()
@@ -867,7 +865,7 @@ class _Interrupted(nn.Module):
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_an_interrupted_forward_does_not_stay_open(inside) -> None:
+def test_an_interrupted_forward_is_closed(inside) -> None:
     model, x = Interrupt(), point()
     with attached(model, gs.Scale(10.0), gs.Nodes("*", module="*")) as live:
         model.part.on = True
@@ -883,7 +881,7 @@ def test_an_interrupted_forward_does_not_stay_open(inside) -> None:
     }
 
 
-def test_a_module_that_calls_itself_is_not_taken_for_an_interrupted_one() -> None:
+def test_a_module_that_calls_itself_is_not_mistaken_for_an_interrupted_one() -> None:
     class Deep(nn.Module):
         def forward(self, x: Tensor, depth: int = 2) -> Tensor:
             return self(x * 2, depth - 1) * 3 if depth else x * 5
@@ -900,7 +898,7 @@ def test_a_module_that_calls_itself_is_not_taken_for_an_interrupted_one() -> Non
     }
 
 
-def test_what_was_made_in_another_thread_is_not_of_the_model() -> None:
+def test_nodes_made_in_another_thread_do_not_belong_to_the_model() -> None:
     # Numbers are counted per thread: those of the input are among the model's own.
     given: list[Tensor] = []
 
@@ -940,7 +938,7 @@ class Muls(nn.Module):
         ("M?l", {"[0]", "[1]"}),
     ],
 )
-def test_a_name_fits_every_overload_and_a_spelled_out_one_its_own(pattern, found) -> None:
+def test_a_name_fits_every_overload_and_a_numbered_one_only_its_own(pattern, found) -> None:
     model, x = Muls(), point()
     with attached(model, gs.Identity(), gs.Nodes(pattern)) as live:
         model(x).backward()
@@ -948,7 +946,7 @@ def test_a_name_fits_every_overload_and_a_spelled_out_one_its_own(pattern, found
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_name_of_a_family_is_one_of_torch(family: str) -> None:
+def test_every_name_in_a_family_exists_in_torch(family: str) -> None:
     known = {name for name in dir(torch._C._functions) if "BackwardBackward" not in name}
     for name in FAMILIES[family]:
         assert any(fits_node(own, name) for own in known), name
@@ -976,7 +974,7 @@ X, IMAGE = torch.linspace(-1, 1, 12).view(3, 4), torch.linspace(-1, 1, 18).view(
     ],
     ids=str,
 )
-def test_a_family_finds_what_its_modules_are_made_of(family, module, given, names) -> None:
+def test_a_family_finds_the_nodes_of_its_modules(family, module, given, names) -> None:
     given = given.clone().requires_grad_()
     with attached(module, gs.Identity(), gs.Nodes(family)) as live:
         out = module(given)
@@ -985,7 +983,7 @@ def test_a_family_finds_what_its_modules_are_made_of(family, module, given, name
     assert found == names
 
 
-def test_no_hook_stays_and_no_step_leaves_anything_alive() -> None:
+def test_no_hook_remains_and_no_step_leaks() -> None:
     model = small()
     with attached(model, gs.Identity(), gs.Nodes("*")):
         y = model(torch.randn(2, 6) + torch.zeros((), requires_grad=True))
@@ -1001,7 +999,7 @@ def test_no_hook_stays_and_no_step_leaves_anything_alive() -> None:
     assert known() is None
 
 
-def test_a_node_that_is_made_only_in_a_reentrant_checkpoint_is_waited_for() -> None:
+def test_a_node_made_only_in_a_reentrant_checkpoint_is_awaited() -> None:
     class Saved(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -16,7 +16,7 @@ from tests.nets import attached, backward, gradients, num_hooks, sgd, small
 from tests.sites.points import Double, Shared, calls_of, grad_of, point
 
 
-def test_it_is_the_gradient_of_what_the_module_returned() -> None:
+def test_the_site_gets_the_gradient_of_the_module_output() -> None:
     plain, model = small(), small()
     outputs = []
     plain.act.register_forward_hook(lambda module, args, output: outputs.append(output))
@@ -68,7 +68,7 @@ def test_call_picks_one_call(call: int) -> None:
     assert calls_of(live) == {f"twice#{call}": 1}
 
 
-def test_a_call_that_does_not_come_is_an_error_after_the_first_forward() -> None:
+def test_a_call_that_never_happens_is_an_error_after_the_first_forward() -> None:
     model = Shared()
     with (
         pytest.raises(LookupError, match="There were: twice#0, twice#1"),
@@ -77,7 +77,7 @@ def test_a_call_that_does_not_come_is_an_error_after_the_first_forward() -> None
         model(point()).backward()
 
 
-def test_a_module_called_without_the_model_is_at_its_call_0() -> None:
+def test_a_module_called_outside_the_model_is_at_call_0() -> None:
     model = Shared()
     with attached(model, gs.Zero(), gs.Outputs("twice")) as live:
         for _ in range(3):
@@ -195,7 +195,7 @@ class Prompted(nn.Module):
         return (self.soft() * x).sum()
 
 
-def test_a_parameter_returned_by_a_module_is_hooked_once_and_unhooked_after_the_block() -> None:
+def test_a_parameter_returned_by_a_module_is_hooked_once_and_released() -> None:
     model = Prompted()
     with attached(model, gs.Scale(10.0), gs.Outputs("soft")) as live:
         for _ in range(3):
@@ -206,7 +206,7 @@ def test_a_parameter_returned_by_a_module_is_hooked_once_and_unhooked_after_the_
     assert num_hooks(model) == 0
 
 
-def test_the_value_of_a_parameter_returned_by_a_module_is_that_of_the_step() -> None:
+def test_the_value_of_a_returned_parameter_is_its_current_one() -> None:
     model = Prompted()
     optimizer = sgd(model, lr=1.0)
     transform = gs.ScaleBySign(positive=3.0, negative=0.0, of="value")
@@ -219,7 +219,7 @@ def test_the_value_of_a_parameter_returned_by_a_module_is_that_of_the_step() -> 
             optimizer.step()
 
 
-def test_inputs_that_an_identity_returns_are_not_hooked_again_and_again() -> None:
+def test_inputs_returned_by_an_identity_are_hooked_once() -> None:
     model, x = nn.Sequential(nn.Identity()), point()
     with attached(model, gs.Scale(10.0), gs.Outputs("0")):
         for _ in range(3):
@@ -229,7 +229,7 @@ def test_inputs_that_an_identity_returns_are_not_hooked_again_and_again() -> Non
     assert not x._backward_hooks
 
 
-def test_an_output_that_needs_no_gradient_is_told() -> None:
+def test_an_output_without_a_gradient_is_reported() -> None:
     model = small()
     model.first.requires_grad_(False)
     with (
@@ -239,7 +239,7 @@ def test_an_output_that_needs_no_gradient_is_told() -> None:
         backward(model)
 
 
-def test_an_evaluation_without_gradients_is_not_held_against_a_site() -> None:
+def test_an_evaluation_without_gradients_does_not_mark_a_site_as_skipped() -> None:
     model = small()
     with attached(model, gs.Zero(), gs.Outputs("first")) as live:
         backward(model)
@@ -277,7 +277,7 @@ def test_inside_a_reentrant_checkpoint_the_recomputation_is_hooked() -> None:
     assert [(entry.site, entry.calls) for entry in live.ledger] == [("twice#0", 1)]
 
 
-def test_an_in_place_activation_behind_the_output_is_no_trouble() -> None:
+def test_an_in_place_activation_after_the_output_does_not_matter() -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(inplace=True), nn.Linear(5, 3))
     with attached(model, gs.Zero(), gs.Outputs("0")):
         backward(model)
@@ -309,7 +309,7 @@ class Negate(nn.Module):
         return x.neg_()
 
 
-def test_the_value_is_what_the_module_returned_though_it_was_changed_in_place_since() -> None:
+def test_the_value_is_the_output_before_a_later_in_place_change() -> None:
     model, x = nn.Sequential(Double(), Negate()), point(1.0, -1.0)
     transform = gs.ScaleBySign(positive=10.0, negative=0.0, of="value")
     with attached(model, transform, gs.Outputs("0")):
@@ -317,7 +317,7 @@ def test_the_value_is_what_the_module_returned_though_it_was_changed_in_place_si
     assert grad_of(x) == [-20.0, 0.0]
 
 
-def test_an_in_place_module_that_changes_nothing_has_none() -> None:
+def test_an_in_place_module_that_changes_nothing_has_no_site_of_its_own() -> None:
     model = nn.Sequential(Double(), nn.Dropout(0.5, inplace=True).eval())
     x = point()
     with attached(model, gs.Scale(10.0), gs.Outputs()) as live:
@@ -327,7 +327,7 @@ def test_an_in_place_module_that_changes_nothing_has_none() -> None:
     assert (entry.site, entry.aliases) == ("0#0", ["1#0"])
 
 
-def test_threads_count_their_calls_apart() -> None:
+def test_threads_count_their_calls_separately() -> None:
     model = Shared()
     barrier = threading.Barrier(2)
 
@@ -353,7 +353,7 @@ def test_threads_count_their_calls_apart() -> None:
     assert sorted(calls_of(live)) == ["twice#0", "twice#1"]
 
 
-def test_a_pattern_that_matches_nothing_lists_what_there_is_and_the_nearest() -> None:
+def test_a_pattern_that_matches_nothing_lists_the_choices_and_the_nearest() -> None:
     with pytest.raises(LookupError) as caught, attached(small(), gs.Zero(), gs.Outputs("frist")):
         pass
     assert str(caught.value) == (
@@ -362,12 +362,12 @@ def test_a_pattern_that_matches_nothing_lists_what_there_is_and_the_nearest() ->
 
 
 @pytest.mark.parametrize("field", [{"pattern": ""}, {"pattern": "re:("}, {"call": -1}])
-def test_fields_that_make_no_sense_are_refused(field: dict[str, Any]) -> None:
+def test_invalid_fields_are_refused(field: dict[str, Any]) -> None:
     with pytest.raises(FieldError, match=rf"Outputs\.{next(iter(field))}"):
         gs.Outputs(**field)
 
 
-def test_an_exception_in_forward_leaves_the_calls_counted_right() -> None:
+def test_an_exception_in_the_forward_does_not_mix_up_call_counts() -> None:
     class Breaks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -390,7 +390,7 @@ def test_an_exception_in_forward_leaves_the_calls_counted_right() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # Dynamo trips over its own warnings when they are errors
-def test_a_compiled_model_can_have_outputs_hooked_before_it_is_compiled() -> None:
+def test_outputs_can_be_hooked_before_a_model_is_compiled() -> None:
     model = small()
     optimizer = sgd(model)
     with attached(model, gs.Zero(), gs.Outputs("first"), optimizer):
@@ -430,7 +430,7 @@ def test_a_call_inside_a_reentrant_checkpoint_is_the_one_of_the_forward() -> Non
     assert grad_of(x) == [256.0]
 
 
-def test_a_list_of_modules_is_no_site() -> None:
+def test_a_module_list_is_not_a_site() -> None:
     class Listed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -447,6 +447,6 @@ def test_a_list_of_modules_is_no_site() -> None:
     assert [entry.site for entry in live.ledger] == ["layers.0#0", "layers.1#0"]
 
 
-def test_a_type_that_no_module_has_is_refused_with_those_there_are() -> None:
+def test_a_type_that_matches_no_module_is_refused_with_the_choices() -> None:
     with pytest.raises(LookupError, match="types: nothing matches 'Relu'.*Linear, ReLU.*'ReLU'"):
         gs.Outputs(types="Relu").find(small())

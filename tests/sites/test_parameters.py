@@ -54,7 +54,9 @@ def _grad(param: nn.Parameter) -> list[float]:
         ("re:(first|last)[.]b.*", ["first.bias", "last.bias"]),
     ],
 )
-def test_a_pattern_selects_and_the_rest_stays_as_it_is(pattern: str, names: list[str]) -> None:
+def test_a_pattern_selects_and_other_parameters_are_unchanged(
+    pattern: str, names: list[str]
+) -> None:
     assert gs.Parameters(pattern).find(small()) == names
     plain, model = small(), small()
     backward(plain)
@@ -67,13 +69,13 @@ def test_a_pattern_selects_and_the_rest_stays_as_it_is(pattern: str, names: list
 
 
 @pytest.mark.parametrize("pattern", ["first", "first.w", "weight", "re:first", "FIRST.*"])
-def test_a_pattern_is_of_the_whole_name(pattern: str) -> None:
+def test_a_pattern_must_match_the_full_name(pattern: str) -> None:
     with pytest.raises(LookupError, match=f"nothing matches '{re.escape(pattern)}'"):
         gs.Parameters(pattern).find(small())
 
 
 @pytest.mark.parametrize("stage", ["backward", "accumulated", "step"])
-def test_what_is_measured_at_a_site_is_of_that_parameter(stage) -> None:
+def test_effects_at_a_site_are_those_of_its_parameter(stage) -> None:
     model = small()
     optimizer = sgd(model)
     at = gs.Parameters(stage=stage)
@@ -85,7 +87,7 @@ def test_what_is_measured_at_a_site_is_of_that_parameter(stage) -> None:
     assert found == pytest.approx(norms, rel=1e-5)
 
 
-def test_a_pattern_that_matches_nothing_lists_what_there_is_and_the_nearest() -> None:
+def test_a_pattern_that_matches_nothing_lists_the_choices_and_the_nearest() -> None:
     with (
         pytest.raises(LookupError) as caught,
         attached(small(), gs.Zero(), gs.Parameters("frst.*")),
@@ -104,7 +106,7 @@ def test_the_nearest_full_name_is_suggested_once() -> None:
     assert "Did you mean 'first.weight'?" in str(caught.value)
 
 
-def test_if_all_that_matches_is_frozen_it_says_so() -> None:
+def test_a_pattern_that_matches_only_frozen_parameters_is_refused() -> None:
     model = small()
     model.first.requires_grad_(False)
     with (
@@ -114,7 +116,7 @@ def test_if_all_that_matches_is_frozen_it_says_so() -> None:
         pass
 
 
-def test_a_frozen_parameter_among_others_is_in_the_ledger_as_such() -> None:
+def test_a_frozen_parameter_is_in_the_ledger_as_frozen() -> None:
     model = small()
     model.first.requires_grad_(False)
     with attached(model, gs.Zero()) as live:
@@ -129,7 +131,7 @@ def test_a_frozen_parameter_among_others_is_in_the_ledger_as_such() -> None:
 
 
 @pytest.mark.parametrize("field", [{"pattern": ""}, {"pattern": "re:("}, {"stage": "never"}])
-def test_fields_that_make_no_sense_are_refused(field: dict[str, Any]) -> None:
+def test_invalid_fields_are_refused(field: dict[str, Any]) -> None:
     with pytest.raises(FieldError, match=rf"Parameters\.{next(iter(field))}"):
         gs.Parameters(**field)
 
@@ -175,7 +177,7 @@ def test_stage_accumulated_acts_on_the_running_sum() -> None:
     assert _grad(model.w) == [-1.0]
 
 
-def test_stage_accumulated_scales_again_what_it_has_scaled() -> None:
+def test_stage_accumulated_scales_the_running_sum_again() -> None:
     model = Sums()
     with attached(model, gs.Scale(10.0), gs.Parameters(stage="accumulated")):
         model(torch.tensor([2.0])).backward()
@@ -213,7 +215,7 @@ def test_a_group_transform_sees_all_gradients_of_its_group_and_no_other() -> Non
 
 
 @pytest.mark.parametrize("stage", ["backward", "accumulated"])
-def test_a_stage_that_changes_the_meaning_under_accumulation_is_warned_about_once(stage) -> None:
+def test_a_nonlinear_transform_per_backward_is_warned_about_once_under_accumulation(stage) -> None:
     model = small()
     optimizer = sgd(model)
     message = (
@@ -354,7 +356,7 @@ def test_a_stage_acts_on_one_backward_or_on_the_sum(stage) -> None:
 
 
 @each_stage
-def test_autograd_grad_sees_the_tensor_hooks_alone(stage) -> None:
+def test_autograd_grad_sees_only_the_tensor_hooks(stage) -> None:
     model = Sums()
     at = gs.Parameters(stage=stage)
     with attached(model, gs.Scale(10.0), at, sgd(model)) as live:
@@ -370,7 +372,7 @@ def test_autograd_grad_sees_the_tensor_hooks_alone(stage) -> None:
 
 
 @pytest.mark.parametrize("stage", ["backward", "accumulating"])
-def test_what_acts_on_one_backward_leaves_what_was_accumulated_alone(stage) -> None:
+def test_stages_before_accumulation_leave_the_accumulated_gradient_alone(stage) -> None:
     model = Sums()
     model.w.grad = torch.tensor([100.0])
     with attached(model, gs.Scale(3.0), gs.Parameters(stage=stage)):
@@ -378,7 +380,7 @@ def test_what_acts_on_one_backward_leaves_what_was_accumulated_alone(stage) -> N
     assert _grad(model.w) == [106.0]
 
 
-def test_backward_with_inputs_accumulates_into_those_alone() -> None:
+def test_backward_with_inputs_acts_only_on_those() -> None:
     model = small()
     for stage in ("accumulating", "accumulated", "settled"):
         model.zero_grad()
@@ -390,7 +392,7 @@ def test_backward_with_inputs_accumulates_into_those_alone() -> None:
         assert not gradients(model)["first.weight"].any()
 
 
-def test_a_node_that_nobody_holds_loses_its_hooks_and_gradsurg_holds_it() -> None:
+def test_an_unreferenced_node_loses_its_hooks_so_gradsurg_holds_it() -> None:
     called = []
     model = Sums()
     node = get_gradient_edge(model.w).node
@@ -411,7 +413,7 @@ def test_a_node_that_nobody_holds_loses_its_hooks_and_gradsurg_holds_it() -> Non
 
 
 @pytest.mark.parametrize("stage", ["accumulating", "settled"])
-def test_a_held_node_is_let_go_after_the_block(stage) -> None:
+def test_a_held_node_is_released_after_the_block(stage) -> None:
     model = Sums()
     with attached(model, gs.Scale(10.0), gs.Parameters(stage=stage)):
         model(torch.tensor([1.0])).backward()
@@ -450,7 +452,7 @@ def _double_sum(param: Tensor) -> None:
         ("step", 1.0, 1.0),
     ],
 )
-def test_a_hook_of_another_stands_where_it_stands(
+def test_a_foreign_hook_keeps_its_position(
     stage, after_double: float | None, after_double_sum: float | None, first: bool
 ) -> None:
     in_turn = 1.0 if first else 2.0
@@ -541,7 +543,7 @@ def test_fields_select_by_type_depth_index_and_shape(
     assert gs.Parameters(**fields).find(Net()) == [EVERY[number] for number in expected]
 
 
-def test_a_base_class_selects_what_is_made_of_it() -> None:
+def test_a_base_class_selects_its_subclasses() -> None:
     class Mine(nn.Linear):
         pass
 
@@ -563,18 +565,18 @@ def test_a_base_class_selects_what_is_made_of_it() -> None:
         ({"types": "re:("}, "Parameters.types: is not a regular expression"),
     ],
 )
-def test_a_range_that_makes_no_sense_is_refused(fields: dict[str, Any], message: str) -> None:
+def test_an_invalid_range_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(FieldError, match=re.escape(message)):
         gs.Parameters(**fields)
 
 
-def test_what_was_asked_for_is_told_if_nothing_is_it() -> None:
+def test_the_error_names_the_fields_that_select_nothing() -> None:
     with pytest.raises(LookupError, match=re.escape("nothing matches '*' with 'types=Conv2d, dep")):
         gs.Parameters(types=nn.Conv2d, depth=1).find(small())
 
 
 @pytest.mark.parametrize("stage", ["accumulating", "settled"])
-def test_an_accumulate_grad_node_that_was_replaced_is_told(stage: str) -> None:
+def test_a_replaced_accumulate_grad_node_is_reported(stage: str) -> None:
     model = small()
     with (
         pytest.warns(gs.SurgeryWarning, match="'first.weight' got another AccumulateGrad node"),

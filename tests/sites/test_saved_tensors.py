@@ -55,7 +55,7 @@ def _calls(live: gs.Live) -> dict[str, int]:
     return {entry.site: entry.calls for entry in live.ledger if not entry.skipped}
 
 
-def test_backward_reads_the_transformed_and_the_forward_is_as_it_was() -> None:
+def test_backward_reads_the_transformed_tensor_and_the_forward_is_unchanged() -> None:
     model, x = nn.Sequential(Square()), _x()
     with attached(model, gs.Scale(10.0), gs.SavedTensors("0")) as live:
         y = model(x)
@@ -66,7 +66,7 @@ def test_backward_reads_the_transformed_and_the_forward_is_as_it_was() -> None:
     assert _calls(live) == {"0#0.0": 1, "0#0.1": 1}
 
 
-def test_a_quantised_activation_changes_the_gradient_of_the_next_weight_alone() -> None:
+def test_a_quantised_activation_changes_only_the_gradient_of_the_next_weight() -> None:
     plain, model = small(), small()
     backward(plain)
     hidden = plain.act(plain.first(batch()[0])).detach()
@@ -105,7 +105,7 @@ def test_a_no_op_is_bit_identical(at: gs.SavedTensors, shadow: bool) -> None:
     assert sum(_calls(live).values()) >= 3 * 4
 
 
-def test_of_modules_inside_one_another_the_innermost_has_what_is_saved() -> None:
+def test_a_saved_tensor_belongs_to_the_innermost_module() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -122,7 +122,7 @@ def test_of_modules_inside_one_another_the_innermost_has_what_is_saved() -> None
     assert _calls(live) == {"0.inner#0.0": 1, "0.inner#0.1": 1, "0#0.0": 1}
 
 
-def test_a_module_that_saves_nothing_is_told_so_by_the_table_alone() -> None:
+def test_a_module_that_saves_nothing_is_only_noted_in_the_ledger() -> None:
     model = nn.Sequential(nn.Flatten(), Square())
     with attached(model, gs.Identity(), gs.SavedTensors()) as live:
         model(_x()[None]).sum().backward()
@@ -134,7 +134,7 @@ def test_a_module_that_saves_nothing_is_told_so_by_the_table_alone() -> None:
         model(_x()[None])
 
 
-def test_calls_are_told_apart_and_call_picks_one() -> None:
+def test_calls_have_their_own_sites_and_call_picks_one() -> None:
     square = Square()
     model, x = nn.Sequential(square, square), _x(1.0)
     with attached(model, gs.Scale(10.0), gs.SavedTensors("1")) as live:
@@ -209,7 +209,7 @@ def test_asked_for_the_saved_weights_change_the_gradient_that_goes_on() -> None:
     assert gradients(model)["0.weight"].tolist() == [[3.0]]
 
 
-def test_whole_numbers_are_left_alone() -> None:
+def test_integer_tensors_are_left_alone() -> None:
     model, x = nn.Sequential(nn.MaxPool1d(2)), torch.randn(1, 1, 4, requires_grad=True)
     with attached(model, gs.Zero(), gs.SavedTensors("0", of="all")) as live:
         model(x).sum().backward()
@@ -244,7 +244,7 @@ def test_under_autocast_the_cast_of_a_trainable_weight_is_a_parameter(of: Any, n
     ],
     ids=["module", "block", "node"],
 )
-def test_what_was_changed_in_place_since_is_refused_as_pytorch_does(
+def test_a_saved_tensor_changed_in_place_is_refused_as_by_pytorch(
     at: gs.SavedTensors, site: str
 ) -> None:
     class Exp(nn.Module):
@@ -261,7 +261,7 @@ def test_what_was_changed_in_place_since_is_refused_as_pytorch_does(
         y.sum().backward()
 
 
-def test_what_was_changed_in_place_before_a_node_is_hooked_is_refused_too() -> None:
+def test_a_tensor_changed_in_place_before_its_node_is_hooked_is_refused_too() -> None:
     class Exp(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             y = x.exp()
@@ -275,7 +275,7 @@ def test_what_was_changed_in_place_before_a_node_is_hooked_is_refused_too() -> N
         model(_x()).sum().backward()
 
 
-def test_a_weight_changed_between_forward_and_backward_is_refused_though_no_site() -> None:
+def test_a_weight_changed_between_forward_and_backward_is_refused_even_if_it_is_no_site() -> None:
     model = nn.Sequential(nn.Linear(1, 1))
     with attached(model, gs.Scale(2.0), gs.SavedTensors("0")):
         y = model(_x())
@@ -327,7 +327,7 @@ def test_it_is_read_back_and_counted_in_each_backward() -> None:
     torch.testing.assert_close(x.grad, 2 * (1 - (2 * torch.tanh(torch.tensor([0.5]))) ** 2))
 
 
-def test_a_look_at_what_was_saved_outside_a_backward_is_at_the_real_thing() -> None:
+def test_reading_a_saved_tensor_outside_backward_returns_it_unchanged() -> None:
     model = nn.Sequential(nn.Tanh())
     with (
         pytest.warns(gs.SurgeryWarning, match="no gradient ever passed"),
@@ -339,7 +339,7 @@ def test_a_look_at_what_was_saved_outside_a_backward_is_at_the_real_thing() -> N
     assert _calls(live) == {"0#0.0": 0}
 
 
-def test_a_backward_after_the_block_reads_what_was_saved() -> None:
+def test_a_backward_after_the_block_reads_the_saved_tensors_unchanged() -> None:
     for at in (gs.SavedTensors("0"), gs.SavedTensors("block"), gs.SavedTensors(node="Mul")):
         model, x = nn.Sequential(Square()), _x()
         with (
@@ -388,7 +388,7 @@ def test_hooks_are_gone_after_the_block_and_after_an_exception() -> None:
         assert autograd.saving() is None
 
 
-def test_an_interrupted_forward_leaves_no_hooks_in_force() -> None:
+def test_an_interrupted_forward_leaves_no_hooks_active() -> None:
     class Breaks(nn.Module):
         stops = True
 
@@ -412,7 +412,7 @@ def test_an_interrupted_forward_leaves_no_hooks_in_force() -> None:
     assert autograd.saving() is None
 
 
-def test_a_foreign_hook_that_raises_before_a_module_leaves_nothing_in_force() -> None:
+def test_a_foreign_hook_that_raises_before_a_module_leaves_no_hooks_active() -> None:
     def refuse(module: nn.Module, args: object) -> None:
         raise OSError("gone")
 
@@ -467,7 +467,7 @@ def test_a_checkpoint_still_saves_memory() -> None:
 
 
 @pytest.mark.parametrize("outside", [True, False])
-def test_hooks_of_others_stay_in_force(outside: bool) -> None:
+def test_foreign_saved_tensor_hooks_stay_active(outside: bool) -> None:
     packed = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -497,7 +497,7 @@ def test_save_on_cpu_and_the_block_together() -> None:
 # The block.
 
 
-def test_the_block_is_all_that_is_saved_while_it_is_open() -> None:
+def test_the_block_pattern_selects_all_tensors_saved_while_it_is_open() -> None:
     model, x = nn.Sequential(Square()), _x(1.0)
     with attached(model, gs.Scale(10.0), gs.SavedTensors("block")) as live:
         (model(x) * x).sum().backward()
@@ -509,7 +509,7 @@ def test_the_block_is_all_that_is_saved_while_it_is_open() -> None:
     assert grad_of(after) == [2.0]
 
 
-def test_what_a_checkpoint_takes_inside_the_block_is_its_own() -> None:
+def test_tensors_saved_by_a_checkpoint_inside_the_block_are_not_seen() -> None:
     model, x = Saved(nn.Sequential(nn.Tanh(), Square()), False), _x(0.5)
     with attached(model, gs.Scale(2.0), gs.SavedTensors("block")) as live:
         model(x).sum().backward()
@@ -520,7 +520,9 @@ def test_what_a_checkpoint_takes_inside_the_block_is_its_own() -> None:
     torch.testing.assert_close(x.grad, one.grad)
 
 
-def test_the_block_refuses_what_remembers_and_other_fields_and_a_module_of_its_name() -> None:
+def test_the_block_pattern_refuses_stateful_transforms_other_fields_and_a_module_of_its_name() -> (
+    None
+):
     model = small()
     with (
         pytest.raises(ValueError, match=r"site 'block' is many tensors, and GrokfastEMA"),
@@ -553,7 +555,7 @@ def test_blocks_can_be_left_in_any_order() -> None:
     assert autograd.saving() is None
 
 
-def test_another_thread_is_not_in_the_block_and_modules_are_followed_there() -> None:
+def test_the_block_pattern_is_limited_to_its_thread_and_modules_are_not() -> None:
     model, x = nn.Sequential(Square()), _x()
 
     def work() -> None:
@@ -604,7 +606,7 @@ class Several(nn.Module):
         ("norm", ["several#0/NativeLayerNormBackward[0].input", None, None]),
     ],
 )
-def test_nodes_are_chosen_by_name_and_family(node: str, sites: list[str | None]) -> None:
+def test_nodes_are_selected_by_name_and_family(node: str, sites: list[str | None]) -> None:
     model = nn.Sequential()
     model.several = Several()
     with attached(model, gs.Scale(2.0), gs.SavedTensors("several", node=node)) as live:
@@ -615,7 +617,7 @@ def test_nodes_are_chosen_by_name_and_family(node: str, sites: list[str | None])
     assert set(found.values()) == {1}
 
 
-def test_what_a_node_has_saved_is_transformed() -> None:
+def test_tensors_saved_by_a_node_are_transformed() -> None:
     class Tripled(nn.Module):
         def forward(self, x: Tensor) -> Any:
             return Function.apply(x)
@@ -627,7 +629,7 @@ def test_what_a_node_has_saved_is_transformed() -> None:
     assert grad_of(x) == [31.0]
 
 
-def test_no_node_of_that_name_is_an_error_that_lists_what_there_is() -> None:
+def test_a_missing_node_is_an_error_that_lists_the_choices() -> None:
     model = small()
     with (
         pytest.raises(LookupError, match="selected by node='Gelu'.*: Addmm.*, Relu"),
@@ -647,7 +649,7 @@ def test_nodes_with_other_hooks_are_refused() -> None:
         model(_x())
 
 
-def test_nodes_of_a_reentrant_checkpoint_are_met_in_the_backward() -> None:
+def test_nodes_of_a_reentrant_checkpoint_are_hooked_in_the_backward() -> None:
     model, x = Saved(nn.Sequential(nn.Tanh()), True), _x(0.5)
     with attached(model, gs.Zero(), gs.SavedTensors(node="Tanh")) as live:
         model(x).sum().backward()
@@ -658,7 +660,7 @@ def test_nodes_of_a_reentrant_checkpoint_are_met_in_the_backward() -> None:
 # Measuring, evaluation, compile.
 
 
-def test_what_it_does_is_measured() -> None:
+def test_effects_are_measured() -> None:
     model = nn.Sequential(nn.Tanh())
     with attached(model, gs.Zero(), gs.SavedTensors("0")) as live:
         model(_x(0.5)).sum().backward()
@@ -669,7 +671,7 @@ def test_what_it_does_is_measured() -> None:
     assert "0#0.0" in live.effects.table()
 
 
-def test_a_memory_belongs_to_a_site() -> None:
+def test_the_state_of_a_transform_belongs_to_a_site() -> None:
     model, x = nn.Sequential(nn.Tanh(), nn.Tanh()), _x(0.5)
     with attached(model, gs.GrokfastEMA(decay=0.5, strength=1.0), gs.SavedTensors()) as live:
         for _ in range(2):
@@ -681,7 +683,7 @@ def test_a_memory_belongs_to_a_site() -> None:
     assert _calls(live) == {"0#0.0": 2, "1#0.0": 2}
 
 
-def test_without_gradients_nothing_is_saved_and_nothing_said() -> None:
+def test_without_gradients_nothing_is_saved_or_reported() -> None:
     model, x = nn.Sequential(nn.Tanh()), _x(0.5)
     with attached(model, gs.Zero(), gs.SavedTensors()) as live:
         with torch.no_grad():

@@ -135,7 +135,7 @@ def _saved(model: nn.Module, at: gs.SavedTensors, call: Call) -> list[tuple[int,
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
 @pytest.mark.parametrize(("change", "call"), CASES)
 @pytest.mark.parametrize("at", [{}, {"node": "*"}, {"pattern": "block"}])
-def test_what_stands_for_a_weight_is_no_activation(
+def test_a_tensor_in_place_of_a_weight_is_not_an_activation(
     change: Callable[[nn.Module], object], call: Call, at: dict[str, Any]
 ) -> None:
     model = _model()
@@ -149,13 +149,15 @@ def test_what_stands_for_a_weight_is_no_activation(
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
 @pytest.mark.parametrize(("change", "call"), CASES)
-def test_it_is_a_parameter(change: Callable[[nn.Module], object], call: Call) -> None:
+def test_a_tensor_in_place_of_a_weight_is_a_parameter(
+    change: Callable[[nn.Module], object], call: Call
+) -> None:
     model = _model()
     change(model[2])
     assert WEIGHT & set(_saved(model, gs.SavedTensors(of="parameters"), call))
 
 
-def test_a_weight_that_is_given_and_saved_as_it_is_is_no_activation() -> None:
+def test_a_functional_weight_saved_without_a_cast_is_not_an_activation() -> None:
     model = nn.Sequential(nn.Conv1d(1, 1, 3))
     call: list[Call] = [_leaves, _fast_weights, _frozen_leaves]
     for one in call:
@@ -166,12 +168,12 @@ def test_a_weight_that_is_given_and_saved_as_it_is_is_no_activation() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["*", "block"])
-def test_weights_that_are_given_to_a_part_of_the_model_are_no_activations(pattern: str) -> None:
+def test_functional_weights_of_a_submodule_are_not_activations(pattern: str) -> None:
     model = Partly(*_model())
     assert sorted(_saved(model, gs.SavedTensors(pattern), _plain)) == sorted(FLOWS)
 
 
-def test_what_a_parametrization_saves_on_the_way_is_of_the_parameters() -> None:
+def test_tensors_saved_inside_a_parametrization_are_parameters() -> None:
     model = _model()
     parametrizations.weight_norm(model[2])
     inside = gs.SavedTensors("2.parametrizations.*", of="parameters")
@@ -180,7 +182,7 @@ def test_what_a_parametrization_saves_on_the_way_is_of_the_parameters() -> None:
         assert not _saved(model, gs.SavedTensors("2.parametrizations.*"), _plain)
 
 
-def test_an_activation_of_a_weights_shape_and_another_dtype_stays_one() -> None:
+def test_an_activation_with_the_shape_of_a_weight_and_another_dtype_stays_an_activation() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh()).requires_grad_(False)
     Shapes.seen.clear()
     with attached(model, Shapes(), gs.SavedTensors()), torch.autocast("cpu", torch.bfloat16):
@@ -188,7 +190,7 @@ def test_an_activation_of_a_weights_shape_and_another_dtype_stays_one() -> None:
     assert Shapes.seen == [(3, 3)]
 
 
-def test_a_step_does_not_keep_weights_that_were_given() -> None:
+def test_functional_weights_are_not_kept_alive() -> None:
     model, x = _model(), torch.ones(BATCH, IN)
     with attached(model, Shapes(), gs.SavedTensors()):
         given = {name: p * 1.5 for name, p in model.named_parameters()}
@@ -199,7 +201,7 @@ def test_a_step_does_not_keep_weights_that_were_given() -> None:
         assert all(weight() is None for weight in held)
 
 
-def test_a_parametrization_that_raises_does_not_make_weights_of_what_follows() -> None:
+def test_tensors_after_a_parametrization_that_raises_are_not_parameters() -> None:
     class Fails(nn.Module):
         fails = True
 

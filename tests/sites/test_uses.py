@@ -53,7 +53,7 @@ class Reused(nn.Module):
         return (y * 2 + y * 3 + y * 5).sum()
 
 
-def test_each_use_is_seen_by_itself_where_a_tensor_hook_sees_their_sum_once() -> None:
+def test_each_use_has_its_own_gradient_and_a_tensor_hook_gets_their_sum() -> None:
     model, seen, summed = Reused(), [], []
 
     def look(grad: Tensor) -> Tensor:
@@ -76,11 +76,11 @@ def test_each_use_is_seen_by_itself_where_a_tensor_hook_sees_their_sum_once() ->
 
 
 @pytest.mark.parametrize(("use", "expected"), [(0, 28.0), (1, 37.0), (2, 55.0)])
-def test_use_picks_one_in_the_order_in_which_consumers_were_made(use, expected) -> None:
+def test_use_picks_one_in_the_order_of_the_operations(use, expected) -> None:
     assert _changed(Reused, gs.Uses("part", use=use)) == [expected]
 
 
-def test_uses_combine_with_one_another_by_place() -> None:
+def test_selectors_of_uses_combine() -> None:
     both = gs.Uses("part", use=0) | gs.Uses("part", use=2)
     assert _changed(Reused, both) == [73.0]
     assert _changed(Reused, gs.Uses("part") & ~gs.Uses("part", use=1)) == [73.0]
@@ -91,7 +91,7 @@ def test_uses_combine_with_one_another_by_place() -> None:
         _changed(Reused, gs.Uses("part").expect(4))
 
 
-def test_a_tensor_used_once_is_a_site_too_and_the_last_output_has_no_use_in_the_model() -> None:
+def test_a_single_use_is_a_site_and_the_last_output_has_no_use_in_the_model() -> None:
     model = small()
     with attached(model, gs.Identity(), gs.Uses("*")) as live:
         backward(model)
@@ -126,7 +126,7 @@ class Tied(nn.Module):
         return self.head(self.embed(tokens)).square().sum()
 
 
-def test_the_uses_of_a_tied_weight_are_told_apart_under_all_its_names() -> None:
+def test_the_uses_of_a_tied_weight_are_numbered_under_all_its_names() -> None:
     plain, parts = Tied(), []
     plain(torch.tensor([0, 1])).backward()
     for use in range(2):
@@ -174,7 +174,7 @@ def test_an_operation_that_takes_a_tensor_twice_is_two_uses() -> None:
     assert _changed(Square, gs.Uses("re:part", use=1)) == [11.0]
 
 
-def test_a_view_is_one_use_whatever_is_made_of_it() -> None:
+def test_a_view_is_one_use() -> None:
     class Viewed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -193,7 +193,7 @@ def test_a_view_is_one_use_whatever_is_made_of_it() -> None:
     assert set(_calls(live)) == {"part#0/use[0]", "part#0/use[1]"}
 
 
-def test_a_change_in_place_is_the_last_use_of_what_was_there() -> None:
+def test_an_in_place_change_is_the_last_use_of_a_tensor() -> None:
     class InPlace(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -253,7 +253,7 @@ def test_full_backward_hooks_do_not_hide_the_uses() -> None:
     assert _changed(make, gs.Uses("part", use=1)) == [37.0]
 
 
-def test_what_autograd_grad_captures_has_the_change_in_it_whatever_else_is_asked_for() -> None:
+def test_autograd_grad_returns_the_changed_gradient_whichever_inputs_are_asked_for() -> None:
     # 1c: a tensor hook is not in the value when the input is asked for as well; this is.
     values = []
     for also in (False, True):
@@ -283,7 +283,7 @@ def test_autocast_casts_a_shared_weight_once_so_it_has_one_use() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_have_the_same_uses_as_none(reentrant: bool) -> None:
+def test_checkpoints_do_not_change_the_uses(reentrant: bool) -> None:
     class Body(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -354,7 +354,7 @@ def _by_fast_weights(model: nn.Module, params: dict[str, Tensor], x: Tensor) -> 
 
 
 @pytest.mark.parametrize("way", [_by_grad, _by_vmap, _by_leaves, _by_fast_weights])
-def test_what_stands_for_a_parameter_in_a_functional_call_goes_by_its_name(way) -> None:
+def test_a_tensor_in_place_of_a_parameter_in_a_functional_call_has_its_name(way) -> None:
     model, x = Squared(), torch.tensor([3.0, 5.0])
     params = {"weight": model.weight.detach()}
     assert way(model, params, x).tolist() == [32.0]  # 2 * (3 + 5) by each of two uses
@@ -363,7 +363,7 @@ def test_what_stands_for_a_parameter_in_a_functional_call_goes_by_its_name(way) 
     assert _calls(live) == {"weight/use[1]": 1}
 
 
-def test_a_parameter_that_torch_func_was_not_given_is_a_constant_and_told() -> None:
+def test_a_parameter_not_passed_to_torch_func_is_reported_as_a_constant() -> None:
     model, x = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), torch.ones(2)
     with attached(model, gs.Scale(10.0), gs.Uses("*")) as live:
         func.jacrev(model)(x)
@@ -376,7 +376,7 @@ def test_a_parameter_that_torch_func_was_not_given_is_a_constant_and_told() -> N
         func.jacrev(model)(x)
 
 
-def test_a_model_called_through_its_modules_alone_is_served() -> None:
+def test_calling_submodules_without_the_model_works() -> None:
     model = nn.ModuleDict({"part": Reused()})
     x = point()
     with attached(model, gs.Scale(10.0), gs.Uses("part.part", use=2)) as live:
@@ -390,7 +390,7 @@ def test_a_model_called_through_its_modules_alone_is_served() -> None:
 # What there is not
 
 
-def test_a_use_that_is_not_there_is_refused_with_those_that_are() -> None:
+def test_a_missing_use_is_refused_with_the_choices() -> None:
     with pytest.raises(LookupError) as caught:
         _changed(Reused, gs.Uses("part", use=3))
     assert str(caught.value) == (
@@ -409,12 +409,12 @@ def test_a_tensor_that_only_the_loss_uses_is_refused() -> None:
     assert num_hooks(model) == 0
 
 
-def test_a_name_that_is_not_there_is_refused_when_attached() -> None:
+def test_a_missing_name_is_refused_when_attached() -> None:
     with pytest.raises(LookupError, match="Uses.pattern: nothing matches 'fist'.*'first'"):
         gs.Uses("fist").find(small())
 
 
-def test_a_frozen_parameter_is_left_out_and_alone_it_is_refused() -> None:
+def test_a_frozen_parameter_is_skipped_and_refused_if_it_is_the_only_one() -> None:
     model = small()
     model.first.weight.requires_grad_(False)
     with attached(model, gs.Identity(), gs.Uses("first.*")) as live:
@@ -425,14 +425,14 @@ def test_a_frozen_parameter_is_left_out_and_alone_it_is_refused() -> None:
         gs.Uses("first.weight").find(model)
 
 
-def test_an_output_that_needs_no_gradient_is_left_out_with_the_reason() -> None:
+def test_an_output_without_a_gradient_is_skipped_with_the_reason() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(3, 2))
     with attached(model, gs.Identity(), gs.Uses("*")) as live:
         model(torch.ones(2, 3)).sum().backward()
     assert _skipped(live)["0#0/use[0]"] == "needs no gradient"
 
 
-def test_a_module_that_is_not_called_is_told() -> None:
+def test_a_module_that_is_not_called_is_reported() -> None:
     model = Reused()
     model.spare = Once()
     with (
@@ -458,7 +458,7 @@ def test_nothing_changes_when_the_transform_changes_nothing() -> None:
         assert torch.equal(grad, gradients(two)[name])
 
 
-def test_hooks_on_a_graph_that_outlives_the_block_pass() -> None:
+def test_hooks_on_a_graph_that_outlives_the_block_do_nothing() -> None:
     model, x = Reused(), point()
     with (
         pytest.warns(SurgeryWarning, match="no gradient ever passed"),

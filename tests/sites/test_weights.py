@@ -80,7 +80,7 @@ def test_at_stage_forward_they_are_edited_before_each_call_in_training_mode() ->
     assert calls_of(live) == {"weight": 2}
 
 
-def test_the_parameter_stays_with_its_optimizer_and_its_hooks() -> None:
+def test_the_parameter_keeps_its_optimizer_and_its_hooks() -> None:
     model = _one()
     optimizer = sgd(model, lr=1.0)
     held, seen = model.weight, []
@@ -110,7 +110,7 @@ def test_a_no_op_is_bit_identical_and_writes_to_nothing() -> None:
     assert versions == {name: param._version for name, param in plain.named_parameters()}
 
 
-def test_a_result_that_is_a_view_of_the_weight_is_copied_right() -> None:
+def test_a_result_that_is_a_view_of_the_weight_is_copied_correctly() -> None:
     model = nn.Linear(64, 64, bias=False)
     expected = model.weight.detach().t().clone()
     with attached(model, Flip(), gs.Weights(stage="forward")):
@@ -131,7 +131,7 @@ def test_a_group_transform_sees_all_weights_together() -> None:
         assert last.weight.item() == pytest.approx(4 / 34**0.5, rel=1e-4)
 
 
-def test_the_step_is_that_which_was_just_done() -> None:
+def test_the_step_number_is_that_of_the_last_step() -> None:
     model = small()
     optimizer = sgd(model)
     after, before, added = Seen(), Seen(), Seen()
@@ -145,7 +145,7 @@ def test_the_step_is_that_which_was_just_done() -> None:
     assert after.steps == before.steps == added.steps == [0, 1, 2]
 
 
-def test_a_trigger_and_what_it_does_are_told() -> None:
+def test_triggers_and_effects_are_counted() -> None:
     model = _one()
     optimizer = sgd(model, lr=0.0)
     when = gs.Steps(start=1, stop=3)
@@ -203,7 +203,7 @@ def test_a_tied_parameter_is_one_site() -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*no gradient ever passed")
-def test_they_are_selected_as_parameters_are(at: Any, sites: list[str]) -> None:
+def test_weights_are_selected_like_parameters(at: Any, sites: list[str]) -> None:
     model = small()
     optimizer = sgd(model)
     with attached(model, gs.Scale(0.5), at, optimizer) as live:
@@ -211,7 +211,7 @@ def test_they_are_selected_as_parameters_are(at: Any, sites: list[str]) -> None:
     assert [entry.site for entry in live.ledger] == sites
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_stages_are_refused() -> None:
     model = small()
     with (
         pytest.raises(ValueError, match="stage 'step' needs the optimizer"),
@@ -266,7 +266,7 @@ def test_nothing_is_kept_alive(stage: Any) -> None:
     assert live.ledger
 
 
-def test_a_replaced_parameter_is_told() -> None:
+def test_a_replaced_parameter_is_reported() -> None:
     model = small()
     with (
         pytest.warns(gs.SurgeryWarning, match="parameters were replaced .*first.weight"),
@@ -293,7 +293,7 @@ def test_a_step_that_the_scaler_skips_edits_nothing() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_the_recomputation_of_a_checkpoint_is_no_call(reentrant: bool) -> None:
+def test_the_recomputation_of_a_checkpoint_does_not_count_as_a_call(reentrant: bool) -> None:
     model = nn.Sequential(_one(2.0), nn.Tanh())
     x = torch.ones(1, 2, requires_grad=True)
     with attached(model, gs.Scale(0.5), gs.Weights(stage="forward")) as live:
@@ -304,7 +304,7 @@ def test_the_recomputation_of_a_checkpoint_is_no_call(reentrant: bool) -> None:
     torch.testing.assert_close(x.grad, torch.full((1, 2), 1 - torch.tanh(torch.tensor(2.0)) ** 2))
 
 
-def test_a_forward_whose_weights_were_edited_since_is_refused_by_pytorch() -> None:
+def test_a_backward_after_the_weights_were_edited_is_refused_by_pytorch() -> None:
     model = small()
     with attached(model, gs.Scale(0.5), gs.Weights(stage="forward")):
         first = model(batch()[0]).sum()
@@ -350,7 +350,7 @@ def test_under_autocast_a_cast_of_the_old_weight_is_not_used() -> None:
         assert model(torch.ones(1, 2)).item() == 4.0
 
 
-def test_it_can_be_added_and_taken_off_while_the_block_is_open() -> None:
+def test_weights_can_be_added_and_removed_while_attached() -> None:
     model = _one()
     optimizer = sgd(model, lr=0.0)
     with attached(model, gs.Identity(), gs.Parameters(), optimizer) as live:

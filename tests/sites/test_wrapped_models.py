@@ -63,7 +63,7 @@ def _as_in_eager(model: nn.Module, at: Selector) -> None:
 @pytest.mark.parametrize("compiling", [_whole, _in_place, _last])
 @pytest.mark.parametrize("called", [False, True])
 @pytest.mark.parametrize("at", [gs.Outputs("first"), gs.Uses("act"), gs.Nodes("Relu")])
-def test_what_acts_in_a_compiled_model_is_as_in_eager_and_what_does_not_is_told(
+def test_sites_act_in_a_compiled_model_as_in_eager_or_are_reported(
     backend: str, compiling: Compile, called: bool, at: Selector
 ) -> None:
     model = compiling(small(), backend)
@@ -94,9 +94,7 @@ def test_what_acts_in_a_compiled_model_is_as_in_eager_and_what_does_not_is_told(
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("compiling", [_whole, _last])
-def test_after_a_reset_in_the_block_it_acts_as_the_warning_says(
-    backend: str, compiling: Compile
-) -> None:
+def test_after_a_compiler_reset_the_hooks_act(backend: str, compiling: Compile) -> None:
     model, at = compiling(small(), backend), gs.Outputs("last")
     backward(model)
     model.zero_grad()
@@ -107,7 +105,7 @@ def test_after_a_reset_in_the_block_it_acts_as_the_warning_says(
     _as_in_eager(model, at)
 
 
-def test_a_part_that_was_called_compiled_is_named() -> None:
+def test_a_submodule_compiled_before_the_block_is_named() -> None:
     model = _last(small(), "eager")
     model(batch()[0])
     with (
@@ -117,7 +115,7 @@ def test_a_part_that_was_called_compiled_is_named() -> None:
         backward(model)
 
 
-def test_what_was_compiled_elsewhere_is_not_blamed_for_a_module_that_is_not_called() -> None:
+def test_code_compiled_elsewhere_is_not_blamed_for_a_module_that_is_not_called() -> None:
     _whole(small(1), "eager")(batch()[0])
     model = small()
     with (
@@ -127,7 +125,7 @@ def test_what_was_compiled_elsewhere_is_not_blamed_for_a_module_that_is_not_call
         model[1](model[0](batch()[0])).sum().backward()
 
 
-def test_of_nodes_that_compiling_has_made_one_is_told() -> None:
+def test_nodes_made_by_the_compiler_are_warned_about() -> None:
     model = small()
     with (
         pytest.warns(gs.SurgeryWarning, match=r"nodes that torch\.compile has made"),
@@ -138,7 +136,7 @@ def test_of_nodes_that_compiling_has_made_one_is_told() -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("at", [gs.SavedTensors("act"), gs.SavedTensors("block")])
-def test_of_what_is_saved_compiled_one_is_told(backend: str, at: Selector) -> None:
+def test_tensors_saved_by_compiled_code_are_warned_about(backend: str, at: Selector) -> None:
     model = small()
     with (
         pytest.warns(gs.SurgeryWarning, match=r"torch\.compile has compiled chooses by itself"),
@@ -149,7 +147,7 @@ def test_of_what_is_saved_compiled_one_is_told(backend: str, at: Selector) -> No
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
 @pytest.mark.parametrize("kind", ["forward_pre", "forward"])
-def test_what_compiling_puts_around_a_module_is_no_module_of_the_process(kind: str) -> None:
+def test_the_wrapper_of_a_compiled_module_is_not_a_module_of_the_process(kind: str) -> None:
     model = _whole(small(), "eager")
     with attached(model, gs.Scale(1.0), gs.EveryModule(kind=kind)) as live:  # pyright: ignore[reportArgumentType]
         backward(model)
@@ -172,7 +170,7 @@ def test_a_trigger_sees_the_forward_of_a_compiled_model(backend: str, source: st
     assert counts(True) == counts(False) == dict.fromkeys(["first#0", "act#0", "last#0"], 2)
 
 
-def test_a_compiled_part_goes_by_its_own_name() -> None:
+def test_a_compiled_submodule_keeps_its_own_name() -> None:
     model, plain = _last(small(), "eager"), small()
     for at in (gs.Outputs("*"), gs.Parameters("*"), gs.Uses("*"), gs.Inputs("*"), gs.Weights("*")):
         assert at.find(model) == at.find(plain)

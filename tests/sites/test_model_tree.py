@@ -89,7 +89,7 @@ def _sites(model: nn.Module, example: object, at: Selector) -> list[str]:
 # What it prints
 
 
-def test_the_tree_of_a_small_model() -> None:
+def test_a_small_model_prints_as_expected() -> None:
     assert str(tree(small(), X)) == (
         "  module#call  class       output  params  nodes\n"
         "  root#0       Sequential  8x3\n"
@@ -101,7 +101,7 @@ def test_the_tree_of_a_small_model() -> None:
     )
 
 
-def test_the_margin_says_what_is_selected_and_parameters_stand_under_their_module() -> None:
+def test_the_margin_marks_selected_sites_and_parameters_are_listed_under_their_module() -> None:
     model = small()
     model.last.bias.requires_grad_(False)
     at = gs.Parameters("last.*") | gs.Outputs("act") | gs.Nodes("matmul", module="first")
@@ -123,7 +123,7 @@ def test_the_margin_says_what_is_selected_and_parameters_stand_under_their_modul
     assert seen.sites == ("first#0/AddmmBackward[0]", "act#0", "last.weight")
 
 
-def test_calls_stand_in_their_order_and_a_shared_module_has_a_row_for_each() -> None:
+def test_calls_are_listed_in_order_and_a_shared_module_has_a_row_per_call() -> None:
     rows = tree(Many(), MANY).rows
     order = "root words shared shared teacher frozen body body.0 body.1 tied spares.0"
     assert [row.name for row in rows] == order.split()
@@ -139,7 +139,7 @@ def test_calls_stand_in_their_order_and_a_shared_module_has_a_row_for_each() -> 
     assert nodes["teacher#0"] == nodes["spares.0"] == {}
 
 
-def test_outputs_are_told_by_their_keys_and_long_cells_are_cut_with_what_is_left_out() -> None:
+def test_outputs_are_listed_by_key_and_long_cells_are_cut() -> None:
     text = str(tree(Many(), MANY))
     assert "  logits 2x3x7, hidden.0 2x3x4, +2 more  " in text
     assert "    shared#1    Linear      2x3x4                                    (20)  View" in text
@@ -149,7 +149,7 @@ def test_outputs_are_told_by_their_keys_and_long_cells_are_cut_with_what_is_left
     assert str(shapes[".top"]) == "()"
 
 
-def test_marks_say_what_is_left_out_why_and_what_is_another_site_too() -> None:
+def test_skipped_sites_have_a_reason_and_aliases_name_their_site() -> None:
     marks = tree(Many(), MANY, gs.Outputs() | gs.Parameters()).site_lines
     out = {mark.site: mark.left_out for mark in marks if mark.left_out}
     assert out == {
@@ -167,7 +167,7 @@ def test_marks_say_what_is_left_out_why_and_what_is_another_site_too() -> None:
     assert [mark.site for mark in spare.site_lines] == ["spares.0.weight", "spares.0.bias"]
 
 
-def test_long_names_leave_out_what_their_caller_says() -> None:
+def test_long_names_are_shortened_by_the_name_of_the_caller() -> None:
     deep = nn.Sequential()
     deep.add_module("encoder_of_the_first_kind", nn.Sequential())
     deep[0].add_module("self_attention_block", nn.Sequential(nn.Linear(6, 3)))
@@ -239,7 +239,7 @@ IMAGES = torch.linspace(-1, 1, 48).view(8, 2, 3)
     ],
     ids=repr,
 )
-def test_it_marks_what_an_attachment_hooks(at: Selector) -> None:
+def test_the_tree_marks_the_sites_that_attaching_hooks(at: Selector) -> None:
     seen = _sites(noisy(), IMAGES, at)
     model = noisy()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -263,7 +263,7 @@ class Parts(nn.Module):
         return first * last
 
 
-def test_of_a_node_with_several_outputs_those_are_sites_that_get_a_gradient() -> None:
+def test_node_outputs_that_get_a_gradient_are_sites() -> None:
     at = gs.Nodes("Split")
     seen = tree(Parts(), X, at)
     assert seen.sites == ("root#0/SplitBackward[0].0", "root#0/SplitBackward[0].2")
@@ -274,7 +274,7 @@ def test_of_a_node_with_several_outputs_those_are_sites_that_get_a_gradient() ->
     assert tuple(entry.site for entry in live.ledger) == seen.sites
 
 
-def test_an_output_of_such_a_node_that_the_model_returns_gets_a_gradient() -> None:
+def test_a_node_output_that_the_model_returns_gets_a_gradient() -> None:
     class Middle(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x.split(2, dim=1)[1]
@@ -283,7 +283,7 @@ def test_an_output_of_such_a_node_that_the_model_returns_gets_a_gradient() -> No
     assert seen.sites == ("root#0/SplitBackward[0].1",)
 
 
-def test_what_a_model_catches_of_a_module_does_not_hide_what_comes_after() -> None:
+def test_an_exception_that_the_model_catches_does_not_hide_later_calls() -> None:
     class Tries(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -310,7 +310,7 @@ def test_what_a_model_catches_of_a_module_does_not_hide_what_comes_after() -> No
     assert named["tries.wrong"].outputs == ()
 
 
-def test_shapes_are_told_of_what_enters_a_node_not_of_what_leaves_it() -> None:
+def test_shapes_are_shown_for_gradients_that_enter_a_node_not_for_those_that_leave() -> None:
     # What leaves is summed to the shape of its source only afterwards.
     entering = tree(small(), X, gs.Nodes("Relu")).site_lines
     leaving = tree(small(), X, gs.Nodes("Relu", side="leave")).site_lines
@@ -335,18 +335,18 @@ class Later(Selector):
         pass
 
 
-def test_sites_that_are_known_but_met_only_in_a_backward_are_marked() -> None:
+def test_sites_hooked_only_in_a_backward_are_marked() -> None:
     assert tree(small(), X, Later()).sites == ("first.weight",)
 
 
-def test_what_lies_outside_the_model_is_noted_and_no_error() -> None:
+def test_modules_outside_the_model_are_noted_without_an_error() -> None:
     seen = tree(small(), X, gs.EveryModule("CrossEntropyLoss"))
     assert "selected (*)" in str(seen)
     assert seen.sites == ()
     assert str(seen).endswith("outside the model too: they are not here")
 
 
-def test_a_wrong_number_of_sites_is_told_in_the_tree() -> None:
+def test_the_tree_shows_a_wrong_number_of_sites() -> None:
     assert "3 sites selected (*) where 12 are expected" in str(
         tree(small(), X, gs.Outputs().expect(12))
     )
@@ -367,7 +367,7 @@ def test_a_wrong_number_of_sites_is_told_in_the_tree() -> None:
     ],
     ids=repr,
 )
-def test_an_empty_selection_is_refused_with_what_there_is(at: Selector, message: str) -> None:
+def test_an_empty_selection_is_refused_with_the_choices(at: Selector, message: str) -> None:
     model = small()
     with pytest.raises(LookupError, match=message):
         tree(model, X, at)
@@ -404,13 +404,13 @@ class Two(nn.Module):
     ],
     ids=["tensor", "tuple", "keywords", "named_tuple"],
 )
-def test_an_example_is_a_value_or_a_tuple_of_several_or_a_dict_of_keywords(
+def test_an_example_is_a_value_a_tuple_or_a_dict_of_keywords(
     model: nn.Module, example: object
 ) -> None:
     assert [row.label for row in tree(model, example).rows] == ["root#0"]
 
 
-def test_it_needs_no_gradients_to_be_on() -> None:
+def test_the_tree_works_with_gradients_off() -> None:
     model = small()
     for context in (torch.no_grad(), torch.inference_mode()):
         with context:
@@ -431,7 +431,7 @@ def test_a_compiled_model_is_shown_as_the_eager_one() -> None:
     assert dict(rows[1].nodes) == {"T": 1, "Addmm": 1}
 
 
-def test_what_returns_no_tensor_is_shown_with_a_note_that_its_nodes_are_not() -> None:
+def test_a_model_that_returns_no_tensor_is_shown_without_its_nodes_and_with_a_note() -> None:
     class Answer:
         def __init__(self, value: Tensor) -> None:
             self.value = value
@@ -465,14 +465,14 @@ def test_a_reentrant_checkpoint_is_noted() -> None:
     assert seen.sites == ()
 
 
-def test_a_lazy_module_is_refused_for_it_could_not_be_left_as_it_was() -> None:
+def test_a_lazy_module_is_refused() -> None:
     model = nn.Sequential(nn.LazyLinear(3))
     with pytest.raises(ValueError, match=r"lazy module.*Not made yet: 0.weight, 0.bias"):
         tree(model, X)
     assert isinstance(model[0], nn.LazyLinear)
 
 
-def test_it_is_refused_inside_a_backward() -> None:
+def test_a_tree_inside_a_backward_is_refused() -> None:
     model = small()
     x = X.clone().requires_grad_()
     y = model(x)
@@ -545,7 +545,9 @@ def _trace(model: nn.Module) -> dict[str, Any]:
     ],
     ids=repr,
 )
-def test_a_forward_leaves_no_trace(at: Selector | None, fails: bool, training: bool) -> None:
+def test_the_forward_of_the_tree_is_undone(
+    at: Selector | None, fails: bool, training: bool
+) -> None:
     model = Restless(fails=fails).train(training)
     model.linear.weight.grad = torch.ones(2, 6)
     x = X.clone()
@@ -558,7 +560,7 @@ def test_a_forward_leaves_no_trace(at: Selector | None, fails: bool, training: b
     assert (model.count, model.seen, model.cache, model.plain.tolist()) == (0, [], {"x": 1}, [0, 0])
 
 
-def test_the_trace_would_show_a_forward() -> None:
+def test_a_plain_forward_would_fail_that_check() -> None:
     model = Restless()
     before = _trace(model)
     model(X.clone())
@@ -567,14 +569,14 @@ def test_the_trace_would_show_a_forward() -> None:
     assert unequal == {"tensors", "grads", "modes", "attributes", "random"}
 
 
-def test_an_error_of_the_forward_says_in_which_module_it_was() -> None:
+def test_an_error_in_the_forward_names_its_module() -> None:
     model = small()
     with pytest.raises(RuntimeError, match="shapes") as caught:
         tree(model, X[:, :3])
     assert caught.value.__notes__ == ["in first#0, called with the example input"]
 
 
-def test_training_goes_on_as_if_there_had_been_no_tree() -> None:
+def test_training_continues_bit_identically_after_a_tree() -> None:
     with_tree, without = noisy(), noisy()
     torch.manual_seed(1)
     backward(without)
@@ -589,7 +591,7 @@ def test_training_goes_on_as_if_there_had_been_no_tree() -> None:
         assert torch.equal(mine.grad, theirs.grad)
 
 
-def test_nothing_of_the_model_or_of_the_forward_is_kept() -> None:
+def test_a_tree_keeps_neither_the_model_nor_its_tensors_alive() -> None:
     model, x = noisy(), IMAGES.clone()
     outputs: list[ref[Tensor]] = []
     handle = model.register_forward_hook(lambda *given: outputs.append(ref(given[2])))
@@ -604,7 +606,7 @@ def test_nothing_of_the_model_or_of_the_forward_is_kept() -> None:
     assert seen.sites
 
 
-def test_casts_that_autocast_keeps_are_not_those_of_the_tree() -> None:
+def test_the_tree_does_not_fill_the_autocast_cache() -> None:
     model = small()
     with torch.autocast("cpu", torch.bfloat16):
         first = str(tree(model, X))
@@ -614,7 +616,7 @@ def test_casts_that_autocast_keeps_are_not_those_of_the_tree() -> None:
     assert "ToCopy" in first
 
 
-def test_a_parameter_that_the_forward_writes_to_is_told() -> None:
+def test_a_parameter_that_the_forward_writes_to_is_noted() -> None:
     class Writes(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
             with torch.no_grad():
@@ -625,7 +627,7 @@ def test_a_parameter_that_the_forward_writes_to_is_told() -> None:
     assert notes == ("the forward has written to parameters, and they stay so: 0.bias",)
 
 
-def test_an_open_surgery_does_not_see_it() -> None:
+def test_an_attached_surgery_does_not_see_the_tree() -> None:
     model = small()
     calls: list[int] = []
     with attached(model, gs.Scale(2.0), gs.Activations("act")) as live:
