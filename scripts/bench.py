@@ -1,13 +1,13 @@
-"""What surgery costs: ratios of step times, from alternating runs in one process.
+"""Benchmark the cost of surgery: ratios of step times, measured alternately in one process.
 
-python scripts/bench.py [--rounds 60] [--threads 1 2]     training with and without it
-python scripts/bench.py sites [--only outputs nodes]      each kind of site beside a hook by hand
-python scripts/bench.py nodes                             finding nodes in a 12-block transformer
+python scripts/bench.py [--rounds 60] [--threads 1 2]     training with and without surgery
+python scripts/bench.py sites [--only outputs nodes]      each site kind and a hand-written hook
+python scripts/bench.py nodes                             node resolution in a 12-block transformer
 python scripts/bench.py report                            the report of 200 runs of 1000 steps
-python scripts/bench.py runner [--rounds 8]               what the command costs beside training
-python scripts/bench.py multitask [--rounds 10]           aggregators beside those of TorchJD
-python scripts/bench.py engines [--rounds 3]              a step of eight tasks beside a plain one
-python scripts/bench.py telemetry                         what measuring a conflict takes
+python scripts/bench.py runner [--rounds 8]               the command and a plain training loop
+python scripts/bench.py multitask [--rounds 10]           aggregators and those of TorchJD
+python scripts/bench.py engines [--rounds 3]              a step of eight tasks and a plain step
+python scripts/bench.py telemetry                         measurements of gradient conflicts
 """
 
 import argparse
@@ -36,7 +36,7 @@ STEPS = 10  # steps timed together: one of them is sampled in arm e
 
 
 def mlp() -> tuple[nn.Module, Tensor]:
-    """Forty parameters: twenty linear layers."""
+    """Return an MLP of twenty linear layers, with forty parameters."""
     layers = [layer for _ in range(19) for layer in (nn.Linear(64, 64), nn.ReLU())]
     return nn.Sequential(*layers, nn.Linear(64, 10)), torch.randn(64, 64)
 
@@ -54,7 +54,7 @@ def convnet() -> tuple[nn.Module, Tensor]:
 
 
 class Arm:
-    """One way of training, kept attached while the arms take turns."""
+    """One way of training, attached while the arms take turns."""
 
     def __init__(self, make: Callable[[], tuple[nn.Module, Tensor]], stack: ExitStack) -> None:
         torch.manual_seed(0)
@@ -100,7 +100,7 @@ RATIOS = {"c/b": 1.05, "d/c": 1.6, "e/c": 1.10, "g/f": 1.0}
 
 
 def measure(make: Callable[[], tuple[nn.Module, Tensor]], rounds: int) -> dict[str, list[float]]:
-    """Seconds a step, one number a round for each arm."""
+    """Return the seconds a step of each arm, one number a round."""
     with ExitStack() as stack:
         arms = {name: Arm(make, stack) for name in ARMS}
         for name, arm in arms.items():
@@ -151,7 +151,7 @@ def main() -> None:
 
 
 def table(rounds: int, threads: list[int]) -> str:
-    """A line for each model and number of threads."""
+    """Return one line for each model and number of threads."""
     head = ["model", "threads", "a plain, ms", "b/a", *[f"{k} <= {v:g}" for k, v in RATIOS.items()]]
     lines = []
     for make in (mlp, convnet):

@@ -1,10 +1,10 @@
-"""A training step of eight tasks over nine million parameters: time and memory of each engine.
+"""Benchmark a training step of eight tasks and nine million parameters: time and memory by engine.
 
 python scripts/bench.py engines [--rounds 3]
 
-Each way of training runs in a process of its own, in turns, on one thread; its memory is the most
-that the process had beyond what it had before the first step. TorchJD 0.18 (the `bench` extra) is
-left out where it is not installed. `measured` makes its telemetry at every step, others none.
+Each way of training runs in its own process, in turns, on one thread. Its memory is the peak of the
+process minus its memory before the first step. TorchJD 0.18 (the `bench` extra) is skipped if it is
+not installed. `measured` records telemetry at every step, the others at none.
 """
 
 import json
@@ -29,7 +29,7 @@ TASKS, BATCH, STEPS = 8, 64, 6
 
 
 class Net(nn.Module):
-    """A trunk of 8.9e6 parameters, and a small head for each task."""
+    """A trunk of 8.9e6 parameters with a small head for each task."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def plain(net: Net, features: Tensor, losses: Sequence[Tensor]) -> None:
 
 
 def torchjd(chunk: int | None, gramian_first: bool) -> Back:
-    """As its documentation has it, for tasks that share features."""
+    """Train as in TorchJD's documentation of tasks with shared features."""
     autojac, aggregator = import_module("torchjd.autojac"), _theirs()
 
     def back(net: Net, features: Tensor, losses: Sequence[Tensor]) -> None:
@@ -85,7 +85,7 @@ THEIRS = {
 
 
 def measure(name: str) -> dict[str, float]:
-    """Milliseconds of the quickest and of the middle step, and megabytes."""
+    """Return the minimum and the median step in milliseconds, and the memory in megabytes."""
     torch.set_num_threads(1)
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
@@ -117,7 +117,7 @@ def measure(name: str) -> dict[str, float]:
 
 
 def table(rounds: int) -> str:
-    """A line for each way of training."""
+    """Return one line for each way of training."""
     names = ["plain", *OURS, *(THEIRS if find_spec("torchjd") else ())]
     found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for turn in range(rounds):

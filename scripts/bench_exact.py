@@ -1,6 +1,6 @@
-"""Solutions of the aggregators that know the rows themselves, to measure errors by: slow and plain.
+"""Exact, slow reference solutions of aggregators, to measure errors against.
 
-Each takes a float64 matrix (T, P), and the orders in which PCGrad has met the tasks.
+Each takes a float64 matrix (T, P); that of PCGrad also the orders of the tasks.
 """
 
 from collections.abc import Callable
@@ -37,13 +37,13 @@ def subsets(count: int) -> list[list[int]]:
 
 
 def reduced(matrix: Array) -> tuple[Array, Array]:
-    """The rows in a basis of their span, and that basis."""
+    """Return the rows in a basis of their span, and the basis."""
     basis, upper = np.linalg.qr(unit_of(matrix).T)
     return upper.T * np.linalg.norm(matrix, axis=1, keepdims=True), basis
 
 
 def mgda(matrix: Array, _: object) -> Array:
-    """The shortest of all affine hulls whose shortest vector is inside."""
+    """Return the shortest convex combination, by enumeration of the faces of the simplex."""
     small, basis = reduced(matrix)
     best = None
     for chosen in subsets(len(matrix)):
@@ -62,7 +62,7 @@ def mgda(matrix: Array, _: object) -> Array:
 
 
 def cagrad(matrix: Array, _: object) -> Array:
-    """Over all sets of tasks that hold d back: the one that leaves no gap to the dual."""
+    """Return the best solution over all active sets, by the duality gap."""
     small, basis = reduced(matrix)
     unit, a = unit_of(small), 1 / np.linalg.norm(small, axis=1)
     center = small.mean(0)
@@ -91,7 +91,7 @@ def imtlg(matrix: Array, _: object) -> Array:
 
 
 def nash_mtl(matrix: Array, _: object) -> Array:
-    """The inverses of the projections, again and again, damped; at length one, as both have it."""
+    """Return the solution of unit norm by a damped fixed-point iteration."""
     unit = unit_of(matrix)
     cosines = unit @ unit.T
     v = np.ones(len(matrix))

@@ -1,13 +1,13 @@
-"""Aggregators beside those of TorchJD 0.18 (the `bench` extra): time, and error of both.
+"""Benchmark aggregators against those of TorchJD 0.18 (the `bench` extra): time and error.
 
 python scripts/bench.py multitask [--rounds 10] [--only UPGrad] [--sizes 8x1000000] [--threads 1]
 
-The two take turns on the same float32 matrix in one process; every other round goes backwards.
-The least of the times says what the work is, the median what it was on this machine. `apart` says
-by how much times of equal work differ here: the least of one half of TorchJD's rounds by that of
-the other. A ratio of the least times that is above its bound by more than that is followed by
-`> bound`. The errors are those of 8 x 10,000 matrices whose rows have norms from 1 to the ratio,
-relative to an exact solution that knows the rows themselves; TorchJD has its defaults.
+Both run alternately on the same float32 matrix in one process, in reversed order every other round.
+The minimum time measures the work, the median also the load of the machine. `apart` is the ratio
+of the minima of two halves of TorchJD's rounds, an estimate of the noise. A ratio of minima that
+exceeds its bound by more than the noise is marked by `> bound`. Errors are those of 8 x 10,000
+matrices with row norms from 1 to the ratio, relative to the exact solution; TorchJD has its
+defaults.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ LONGEST = 20.0  # seconds for one method at one size
 
 
 def fields() -> dict[str, dict[str, Any]]:  # Any: fields have many types
-    """The methods, with the fields of ours that make them TorchJD's."""
+    """Return the methods, with our fields that are equivalent to TorchJD's."""
     chosen: dict[str, dict[str, Any]] = {
         "Mean": {},
         "PCGrad": {},
@@ -64,7 +64,7 @@ def fields() -> dict[str, dict[str, Any]]:  # Any: fields have many types
 
 
 def lacking() -> str:
-    """What to install before it can run; empty if nothing."""
+    """Return the missing package, or an empty string."""
     if find_spec("torchjd"):
         return ""
     return "multitask: needs TorchJD 0.18, which is not installed: pip install -e '.[bench]'"
@@ -88,7 +88,7 @@ def table(rounds: int, only: list[str], sizes: list[str], threads: int) -> str:
 
 
 def times(chosen: list[str], sizes: list[str], rounds: int) -> str:
-    """A line for each method and size."""
+    """Return one line for each method and size."""
     head = ["method", "T x P", "ours, ms", "(least)", "TorchJD, ms", "(least)"]
     head += ["ratio", "(least)", "apart"]
     lines = []
@@ -114,7 +114,7 @@ def bound_of(name: str, size: str) -> float:
 
 
 def apart_of(seconds: list[float]) -> float:
-    """The least times of two halves; pairs of rounds stay together, which go both ways."""
+    """Return the minima of two halves, in pairs of rounds of both orders."""
     halves = [[own for i, own in enumerate(seconds) if i // 2 % 2 == half] for half in (0, 1)]
     least = [min(half) for half in halves if half]
     return max(least) / min(least)
@@ -123,7 +123,7 @@ def apart_of(seconds: list[float]) -> float:
 def measured(
     arms: dict[str, Callable[[Tensor], Tensor]], rows: Tensor, rounds: int
 ) -> dict[str, list[float]]:
-    """Seconds of each call; the first of each is not counted."""
+    """Return the seconds of each call but the first."""
     taken: dict[str, list[float]] = {name: [] for name in arms}
     started = perf_counter()
     for turn in range(rounds + 1):
@@ -140,7 +140,7 @@ TYPES = (torch.float32, torch.float64)
 
 
 def errors(chosen: list[str], dtype: torch.dtype, seeds: int = 5) -> str:
-    """The largest relative error of some matrices, for each method and ratio of norms."""
+    """Return the largest relative error for each method and ratio of norms."""
     head = [f"error, {str(dtype).removeprefix('torch.')}"]
     head += [f"{who} {ratio:g}" for ratio in RATIOS for who in ("ours", "TorchJD")]
     lines = []
@@ -176,7 +176,7 @@ def made(ratio: float, seed: int) -> Tensor:
 
 
 def orders(who: str, count: int, context: AggregatorContext, seed: int) -> list[list[int]]:
-    """In which PCGrad has met the tasks."""
+    """Return the orders in which PCGrad projects the tasks."""
     if who == "ours":
         return draw_orders("random_per_task", count, context)
     torch.manual_seed(seed)

@@ -1,8 +1,8 @@
-"""What node resolution costs: the step of a 12-block transformer, with nodes chosen and without.
-
-CPU time on one thread, which other work on the machine disturbs less than the time on the clock.
+"""Benchmark node resolution: a step of a 12-block transformer with and without selected nodes.
 
 python scripts/bench.py nodes
+
+Measures CPU time on one thread, which other processes disturb less than wall time.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ BLOCKS, TOKENS, WIDTH, BATCH = 12, 16, 128, 8
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward part, each behind a norm and beside a residual path."""
+    """A transformer block: attention and feed-forward, each with layer norm and residual path."""
 
     def __init__(self, width: int, heads: int = 4) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class Arm:
-    """One way of training, kept attached while the arms take turns."""
+    """One way of training, attached while the arms take turns."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -71,7 +71,7 @@ KINDS: dict[str, Callable[[], Selector | None]] = {
 
 
 def measure(rounds: int, chosen: list[str]) -> dict[str, list[float]]:
-    """Milliseconds a step, one number a round for each arm."""
+    """Return the milliseconds a step of each arm, one number a round."""
     with ExitStack() as stack:
         arms = {name: Arm() for name in chosen}
         for name, arm in arms.items():
@@ -89,7 +89,7 @@ def measure(rounds: int, chosen: list[str]) -> dict[str, list[float]]:
 
 
 def table(rounds: int, only: list[str]) -> str:
-    """A line for each selection whose name begins with one of `only`."""
+    """Return one line for each selection whose name starts with one of `only`."""
     torch.set_num_threads(1)
     names = [name for name in KINDS if any(name.startswith(wanted) for wanted in only)]
     times = measure(rounds, ["plain", *(name for name in names if name != "plain")])

@@ -1,4 +1,4 @@
-"""Time and memory of `python -m gradsurg.report` on 200 made-up runs of 1000 steps."""
+"""Benchmark time and memory of `python -m gradsurg.report` on 200 synthetic runs of 1000 steps."""
 
 import os
 import random
@@ -17,7 +17,7 @@ MAX_SECONDS, MAX_MB, MAX_PAGE_MB = 10, 1000, 6
 
 
 def table() -> str:
-    """Three numbers and their bounds."""
+    """Return three measurements with their bounds."""
     with TemporaryDirectory() as folder:
         study = Path(folder) / "first"
         make(study)
@@ -50,7 +50,7 @@ def table() -> str:
 
 
 def make(study: Path) -> None:
-    """The files that runs of one control and of nineteen strengths of clipping would leave."""
+    """Write the run files of one control and nineteen strengths of clipping."""
     numbers = random.Random(0)
     for seed in range(SEEDS):
         names = []

@@ -1,4 +1,7 @@
-"""What the command costs beside the training: each step, its start, and what is finished."""
+"""Benchmark the overhead of the command: per step, at start-up and for finished runs.
+
+python scripts/bench.py runner [--rounds 8]
+"""
 
 import os
 import sys
@@ -37,7 +40,7 @@ Times = dict[str, list[tuple[float, float]]]  # (wall, CPU) a round, by what was
 
 
 def table(rounds: int, only: Sequence[str]) -> str:
-    """A table for each of `overhead`, `start_up` and `resuming`, with its bounds."""
+    """Return tables of `overhead`, `start_up` and `resuming`, with their bounds."""
     parts = [f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"]
     with TemporaryDirectory() as folder:
         for part in (overhead, start_up, resuming):
@@ -48,7 +51,7 @@ def table(rounds: int, only: Sequence[str]) -> str:
 
 @dataclass
 class Stopwatch(Logger):
-    """Times what lies between two logged steps: so and so many steps with all that recurs."""
+    """Times the intervals between logged steps."""
 
     between: tuple[int, int]
     stamps: list[tuple[float, float]] = field(default_factory=list)
@@ -71,7 +74,7 @@ class Stopwatch(Logger):
 
 
 def overhead(rounds: int, place: Path) -> str:
-    """Ratios of the runner's steps to those of a loop by hand, arms taking turns."""
+    """Return ratios of the runner's step times to those of a plain loop, measured alternately."""
     os.environ["WANDB_MODE"] = "offline"
     torch.set_num_threads(1)
     common = [f"steps={WARM + STEPS}", "seeds=1", "control=none", f"out={place}"]
@@ -139,7 +142,7 @@ def _runner(
     times: Times,
     whole: dict[str, list[float]],
 ) -> None:
-    """The same steps by the runner, whose earlier run is forgotten; what else it took."""
+    """Run the same steps by the runner, without its earlier run; return also the remaining time."""
     run = replace(experiment.pairs[0].runs[0], study=f"round{len(times.get(key, []))}-{key[0]}")
     began = perf_counter()
     execute(run, place, [*experiment.loggers, watch], 1)
@@ -150,7 +153,7 @@ def _runner(
 
 
 def start_up(rounds: int, place: Path) -> str:
-    """A command of no step and of one beside the imports that they cannot do without."""
+    """Measure commands of zero and of one step, relative to the necessary imports."""
     command = [*COMMAND, f"out={place / 'start'}"]
     cases = {
         IMPORTS: ["-c", IMPORTS],
@@ -180,7 +183,7 @@ def start_up(rounds: int, place: Path) -> str:
 
 
 def resuming(_: int, place: Path) -> str:
-    """What it takes to find that runs have finished, and to check a sweep's jobs; once each."""
+    """Measure the detection of finished runs and the checks of a sweep's jobs, once each."""
     out = place / "resume"
     experiment = _experiment(["transform=none", f"seeds={RUNS}", f"out={out}", "logger=none"])
     runs = [run for pair in experiment.pairs for run in pair.runs]
@@ -219,7 +222,7 @@ def _experiment(words: list[str]) -> Experiment:
 
 
 def _child(arguments: list[str]) -> tuple[float, float]:
-    """Wall and CPU seconds of an interpreter; waited for by hand, so that both are its own."""
+    """Return the wall and CPU seconds of a child interpreter."""
     began = perf_counter()
     closed = [(os.POSIX_SPAWN_OPEN, out, os.devnull, os.O_WRONLY, 0) for out in (1, 2)]
     command = [sys.executable, *arguments]
@@ -231,7 +234,7 @@ def _child(arguments: list[str]) -> tuple[float, float]:
 
 
 def _ratios(over: Sequence[tuple[float, float]], under: Sequence[tuple[float, float]]) -> list[str]:
-    """Of wall and of CPU times: that of medians, that of minima in brackets."""
+    """Return the ratio of medians and, in brackets, of minima, for wall and CPU times."""
     cells = []
     for part in (0, 1):
         a, b = [pair[part] for pair in over], [pair[part] for pair in under]

@@ -1,13 +1,13 @@
-"""What a site costs: microseconds of each kind beside a hook of the same kind written by hand.
+"""Benchmark site kinds: microseconds of each kind and of a hand-written hook of the same kind.
 
 python scripts/bench.py sites
 
-By hand is the least that does the same to the gradients of this network: the same clamp in the same
-hook, registered in each forward where the kind asks for it. It is not told of calls, copies of the
-model, recomputations, autocast or threads, has no switch, counts nothing and checks no result; on
-an input it does not see what is given by keyword or written to in place. Arms take turns, each with
-steps that are not timed before those that are: without them an arm that comes after itself, as the
-first and the last do where the order is turned round, has all it needs in the processor's caches.
+The hand-written hook is the minimum that does the same to the gradients of this network: the same
+clamp in the same hook, registered in each forward pass if the kind needs that. It handles no calls,
+copies of the model, recomputations, autocast or threads, has no switch, counts nothing and checks
+no result; on an input it misses keyword arguments and modifications in place. Arms take turns, with
+untimed steps before the timed ones: otherwise an arm that follows itself, at the ends of the
+alternating order, would start with warm processor caches.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def clamp(grad: Any) -> Any:  # Any: hooks are typed in many ways
 
 
 class Arm:
-    """One way of training a deep, narrow network, in which hooks cost the most."""
+    """One way of training a deep, narrow network, where hooks cost the most."""
 
     def __init__(self, stack: ExitStack) -> None:
         torch.manual_seed(0)
@@ -47,7 +47,7 @@ class Arm:
         self.stack = stack
 
     def seconds(self) -> list[float]:
-        """Of the timed steps of one turn."""
+        """Return the seconds of the timed steps of one turn."""
         times = []
         for _ in range(WARM + STEPS):
             began = perf_counter()
@@ -185,7 +185,7 @@ KINDS: dict[str, tuple[Callable[[Arm], None], Callable[[], Selector]]] = {
 
 
 def measure(kind: str, rounds: int) -> list[str]:
-    """One line of the table: medians, and the ratio of minima, which other work disturbs less."""
+    """Return one line: medians, and the ratio of minima, which other processes disturb less."""
     by_hand, selector = KINDS[kind]
     with ExitStack() as stack:
         arms = {name: Arm(stack) for name in ("plain", "hand", "ours")}
@@ -205,7 +205,7 @@ def measure(kind: str, rounds: int) -> list[str]:
 
 
 def table(rounds: int, only: list[str]) -> str:
-    """A line for each kind whose name begins with one of `only`."""
+    """Return one line for each kind whose name starts with one of `only`."""
     torch.set_num_threads(1)
     kinds = [kind for kind in KINDS if any(kind.startswith(wanted) for wanted in only)]
     head = ["kind", "by hand, us a site", "gradsurg", "ratio", "step time, ratio (of minima)"]

@@ -1,11 +1,11 @@
-"""What the numbers of a conflict take, and what every other aggregator would have done.
+"""Benchmark the telemetry of gradient conflicts, and the evaluation of all other aggregators.
 
 python scripts/bench.py telemetry [--rounds 60]
 
-Each number is that of one measured step, of which 1 or 5 are fetched together: with its defaults
-the command measures one step in ten and logs one in fifty. `alone` is one after the other; in the
-other columns each is measured after a step of UPGrad on a trunk of that width, which leaves little
-of it in the caches, as it is in a run. `of a step` is that share of it, at a step that is measured.
+Each number is for one measured step, fetched with 1 or 5 measured steps; by default the command
+measures one step in ten and logs one in fifty. `alone` measures them back to back. In the other
+columns each follows a step of UPGrad on a trunk of that width, which clears the caches as in a
+run. `of a step` is the fraction of that step.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ WARM, DIFFERENT, TOGETHER = 20, 16, (1, 5)
 
 
 def step_of(width: int, count: int, stack: ExitStack) -> Callable[[], object]:
-    """A training step of so many heads, in which nothing is measured."""
+    """Return a training step with so many heads, without measurements."""
     trunk = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
     heads = nn.ModuleList(nn.Linear(width, 10) for _ in range(count))
     optimizer = torch.optim.SGD([*trunk.parameters(), *heads.parameters()], lr=1e-3)
@@ -49,8 +49,9 @@ def step_of(width: int, count: int, stack: ExitStack) -> Callable[[], object]:
 def telemetry_of(
     count: int, together: int, step: Callable[[], object] | None = None
 ) -> Callable[[], float]:
-    """Seconds of all that is said of one of so many measured steps, that are fetched together: each
-    time of other gradients, whose norms are up to 10 times apart, and after a training `step`.
+    """Return the seconds of the telemetry of one of several steps that are fetched together.
+
+    Each time for other gradients, with norms up to a factor of 10 apart, after a training `step`.
     """
     context = AggregatorContext(0, 0, "shared", tuple(map(str, range(count))), torch.rand(count))
     weights = torch.full((count,), 1 / count, dtype=torch.float64)
@@ -77,7 +78,7 @@ def telemetry_of(
 
 
 def table(rounds: int) -> str:
-    """A line for each number of tasks and of steps, in milliseconds, and as shares of a step."""
+    """Return one line for each number of tasks and steps, in milliseconds and fractions of a step."""
     lines = [["tasks", "together", "alone, least", "median", *_heads()]]
     for count, together in product(TASKS, TOGETHER):
         torch.manual_seed(0)

@@ -14,7 +14,7 @@ WORDS = ("time/", "hardware", "notes", "learned_nothing")
 
 
 def differences(one: Path, other: Path) -> Iterator[str]:
-    """Yield a sentence for each run, and each file of a run, that is not the same in both."""
+    """Yield a sentence for each run, and each file of a run, that differs."""
     left, right = _runs(one), _runs(other)
     for run in sorted(left.keys() ^ right.keys()):
         yield f"{run} is in {one if run in left else other} only"
@@ -25,7 +25,7 @@ def differences(one: Path, other: Path) -> Iterator[str]:
 
 
 def _runs(folder: Path) -> dict[str, Path]:
-    """The run directories in a folder by study, label and seed: without the hash of the config."""
+    """Return the run directories of a folder by study, label and seed, without the config hash."""
     places = [path.parent for path in folder.rglob(SUMMARY)]
     return {
         str(place.relative_to(folder).with_name(place.name.rpartition("-")[0])): place
@@ -34,7 +34,7 @@ def _runs(folder: Path) -> dict[str, Path]:
 
 
 def _content(path: Path) -> object:
-    """The numbers of a file, as text; without times and words."""
+    """Return the numbers of a file as text, without times and words."""
     if not path.is_file():
         return None
     if path.name == CHECKPOINT:
@@ -47,7 +47,7 @@ def _content(path: Path) -> object:
 
 
 def _exact(value: object) -> object:
-    """The same with each tensor as its dtype, shape and bytes."""
+    """Return the content with each tensor replaced by its dtype, shape and bytes."""
     if isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         return str(value.dtype), tuple(value.shape), flat.numpy().tobytes()

@@ -1,7 +1,6 @@
-"""What `import gradsurg` gives, for editors and type checkers: python scripts/stub.py
+"""Write `gradsurg/__init__.pyi`, for editors and type checkers: python scripts/stub.py
 
-The classes of the folders are found by their files' names when they are asked for, which only a
-running Python sees.
+The classes are found by file name at run time, which static tools cannot see.
 """
 
 from pathlib import Path
@@ -13,7 +12,7 @@ STUB = Path(gradsurg.__file__).with_suffix(".pyi")
 
 
 def written() -> str:
-    """The text of `gradsurg/__init__.pyi`."""
+    """Return the text of `gradsurg/__init__.pyi`."""
     given = {name: getattr(gradsurg, name) for name in dir(gradsurg)}
     version = given.pop("__version__")
     homes = {

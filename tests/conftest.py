@@ -1,4 +1,4 @@
-"""The command in this process, in a folder of its own that holds a user's module."""
+"""Fixtures: the command in this process, in a temporary folder with a user's module."""
 
 import sys
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def make_model(shape, num_outputs):
 
 @dataclass(frozen=True)
 class Ended:
-    """What a command printed, and how it ended."""
+    """Output and exit code of a command."""
 
     code: int
     out: str
@@ -56,7 +56,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Here:
-    """The command in this process, which is quicker, in the folder with `their_module`."""
+    """The command, run in this process in the folder with `their_module`."""
 
     monkeypatch: pytest.MonkeyPatch
     capsys: pytest.CaptureFixture[str]
@@ -78,7 +78,7 @@ class Here:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The cache folder of data sets, which is not there: no test sees what the user has fetched."""
+    """An empty cache folder, so that no test uses data sets that the user has fetched."""
     path = tmp_path_factory.getbasetemp() / "no-data-yet"
     monkeypatch.setenv("GRADSURG_DATA", str(path))
     return path
@@ -86,7 +86,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled() -> Iterator[None]:
-    """What a test has compiled is not there in the next, which would be warned of it."""
+    """Reset `torch.compile` after each test, so that compiled code causes no later warnings."""
     yield
     if compiling.has_compiled():
         torch.compiler.reset()
@@ -94,7 +94,7 @@ def _nothing_compiled() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Sums of floats depend on the number of threads, so all that is compared has the same."""
+    """Use one thread, on whose number the rounding of sums depends."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -103,7 +103,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder: it holds a module of a user's own and nothing else."""
+    """The current folder: it contains a user's module and nothing else."""
     (tmp_path / "their_module.py").write_text(THEIRS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

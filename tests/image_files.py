@@ -14,18 +14,18 @@ ARRAYS = dict(zip(IDX_NAMES, (TRAIN, TRAIN_LABELS, TEST, TEST_LABELS), strict=Tr
 
 
 def named() -> dict[str, np.ndarray]:
-    """As Keras names them."""
+    """Return the arrays under the names that Keras uses."""
     return dict(zip(IDX_NAMES.values(), ARRAYS.values(), strict=True))
 
 
 def idx(array: np.ndarray) -> bytes:
-    """As LeCun's page has it: a magic number, sizes with their high byte first, bytes."""
+    """Return the IDX file of an array: magic number, big-endian sizes, bytes."""
     magic = 2048 + array.ndim
     return struct.pack(f">{1 + array.ndim}i", magic, *array.shape) + array.tobytes()
 
 
 def write(folder, zipped: bool = False, **changed: bytes) -> str:
-    """The four files in `folder`, some of them with other contents."""
+    """Write the four files into `folder`, some with other contents."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, array in ARRAYS.items():
         content = changed.get(name.replace("-", "_"), idx(array))

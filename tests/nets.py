@@ -1,4 +1,4 @@
-"""Small models, the plain training loop and the count of hooks that the attach tests share."""
+"""Small models, the plain training loop and hook counts, shared by the tests."""
 
 from collections import OrderedDict
 from contextlib import AbstractContextManager
@@ -21,7 +21,7 @@ FEATURES, CLASSES, BATCH = 6, 3, 8
 
 
 def small(seed: int = 0) -> nn.Sequential:
-    """Linear, ReLU, Linear; its parameters are `first.weight` to `last.bias`."""
+    """Return Linear, ReLU, Linear; the parameters are `first.weight` to `last.bias`."""
     torch.manual_seed(seed)
     layers = [
         ("first", nn.Linear(FEATURES, 5)),
@@ -32,7 +32,7 @@ def small(seed: int = 0) -> nn.Sequential:
 
 
 def noisy(seed: int = 0) -> nn.Sequential:
-    """A model with all that reads or moves global state: convolution, batch norm, dropout."""
+    """Return a model that uses global state: convolution, batch norm, dropout."""
     torch.manual_seed(seed)
     layers = [
         ("conv", nn.Conv1d(2, 4, 2)),
@@ -46,7 +46,7 @@ def noisy(seed: int = 0) -> nn.Sequential:
 
 
 def batch(step: int = 0) -> tuple[Tensor, Tensor]:
-    """The batch of a step, from a generator of its own."""
+    """Return the batch of a step, from its own generator."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(BATCH, FEATURES, generator=generator)
     return x, torch.randint(CLASSES, (BATCH,), generator=generator)
@@ -57,7 +57,7 @@ def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
 
 
 def backward(model: nn.Module, step: int = 0) -> None:
-    """One forward and one backward pass."""
+    """Run one forward and one backward pass."""
     x, y = batch(step)
     if "conv" in dict(model.named_children()):
         x = x.view(BATCH, 2, 3)
@@ -65,7 +65,7 @@ def backward(model: nn.Module, step: int = 0) -> None:
 
 
 def train(model: nn.Module, optimizer: Optimizer, steps: int, start: int = 0) -> None:
-    """The plain loop."""
+    """Train by the plain loop."""
     for step in range(start, start + steps):
         optimizer.zero_grad()
         backward(model, step)
@@ -82,24 +82,24 @@ def attached(
     effects_every: int = 1,
     shadow: bool = False,
 ) -> AbstractContextManager[Live]:
-    """A surgery of one intervention, attached."""
+    """Attach a surgery of one intervention."""
     surgery = Surgery(Intervention(transform, at or Parameters(), when or Always()))
     return surgery.attach(model, optimizer, effects_every=effects_every, shadow=shadow)
 
 
 def weights(model: nn.Module) -> list[Tensor]:
-    """Copies of all parameters and buffers."""
+    """Return copies of all parameters and buffers."""
     return [tensor.detach().clone() for tensor in model.state_dict().values()]
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the gradients there are."""
+    """Return copies of all gradients that are not None."""
     named = model.named_parameters()
     return {name: param.grad.clone() for name, param in named if param.grad is not None}
 
 
 def num_hooks(model: nn.Module, *optimizers: Optimizer) -> int:
-    """All hooks on a model's modules and parameters and on optimizers."""
+    """Count all hooks on a model's modules and parameters and on optimizers."""
     tables = []
     for module in model.modules():
         tables += [table for name, table in vars(module).items() if name.endswith("_hooks")]

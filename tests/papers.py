@@ -1,4 +1,4 @@
-"""Tasks and models of the papers' experiments, by the stem of their yaml, beside gradsurg's own."""
+"""Tasks and models of gradsurg and of the papers' experiments, by the stem of their yaml."""
 
 from importlib import import_module
 from pathlib import Path
@@ -11,18 +11,18 @@ ROOT = Path(__file__).parents[1]
 
 
 def config_path(group: str, stem: str) -> Path:
-    """The yaml of an option of `task` or `model`, of gradsurg or of a paper."""
+    """Return the yaml of an option of `task` or `model`, of gradsurg or of a paper."""
     (path,) = {*ROOT.glob(f"conf/{group}/{stem}.yaml"), *_of_papers(group, stem)}
     return path
 
 
 def names(group: str) -> list[str]:
-    """The stems of all classes of a group."""
+    """Return the stems of all classes of a group."""
     return sorted([*registry.names(f"{group}s"), *(path.stem for path in _of_papers(group))])
 
 
 def find(group: str, stem: str) -> type:
-    """The class of a yaml."""
+    """Return the class of a yaml."""
     paths = _of_papers(group, stem)
     if not paths:
         return registry.find(f"{group}s", stem)

@@ -1,4 +1,4 @@
-"""Small runs on real digits, interrupted ones too, and helpers that read and compare them."""
+"""Small runs on real digits, also interrupted ones, and helpers that read and compare them."""
 
 import json
 import os
@@ -39,12 +39,12 @@ TIMES = ("seconds",)  # of a checkpoint
 
 
 class Torn(Exception):
-    """What interrupts a run in these tests."""
+    """The exception that interrupts a run in the tests."""
 
 
 @dataclass(frozen=True)
 class Wrapped(Task):
-    """Digits whose loss at call `at` (from 1) raises, kills the process, or is NaN."""
+    """Digits whose loss at call `at` (from 1) raises, kills the process or is NaN."""
 
     at: int = 0
     does: str = ""
@@ -92,7 +92,7 @@ def a_run(
     task: Task | None = None,
     schedule: Schedule = SHORT,
 ) -> Run:
-    """The run of one arm; without a transform it is the control."""
+    """Return the run of one arm; the control arm without a transform."""
     where = at or gs.Parameters()
     if transform is None:
         surgery = Surgery(Intervention(gs.Identity(), where, names=("none",)), seed=seed)
@@ -133,7 +133,7 @@ def untimed(numbers: Mapping[str, object]) -> dict[str, object]:
 
 
 def assert_same(found: Record, expected: Record) -> None:
-    """The two ended alike, bit by bit, apart from times."""
+    """Assert that two runs are bit-identical apart from times."""
     assert found.directory != expected.directory
     for name in ("metrics.jsonl", "effects.jsonl", "conflicts.jsonl"):
         rows = [
@@ -150,7 +150,7 @@ def assert_same(found: Record, expected: Record) -> None:
 
 
 def flat(thing: object) -> object:
-    """A checkpoint as something that `==` compares bit by bit."""
+    """Return a checkpoint in a form that `==` compares bit by bit."""
     match thing:
         case Tensor():
             return str(thing.dtype), thing.tolist()
@@ -163,7 +163,7 @@ def flat(thing: object) -> object:
 
 
 class Listening(Logger):
-    """Keeps what it is told."""
+    """A logger that records its calls."""
 
     def __init__(self) -> None:
         self.begun: list[RunInfo] = []
@@ -202,14 +202,14 @@ def data(size: int = 4, accumulate: int = 1, count: int = 26) -> Batches:
 
 
 def kept_in(folder: Path) -> dict[str, Any]:  # Any: what a checkpoint holds
-    """The checkpoint of a run's directory."""
+    """Return the checkpoint of a run's directory."""
     kept = RunDirectory(folder).load_checkpoint()
     assert kept is not None
     return cast(dict[str, Any], kept)
 
 
 def ended(record: Record) -> dict[str, Any]:  # Any: what JSON can hold
-    """The summary of a run."""
+    """Return the summary of a run."""
     assert record.summary is not None
     return record.summary
 

@@ -1,4 +1,4 @@
-"""What a user could have written: transforms, models and tasks that are named by a dotted path."""
+"""Transforms, models and tasks of a user, named by a dotted path."""
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ number = 3
 
 @validated
 class Twice(Stateless):
-    """A transform with a field, made as gradsurg's own are."""
+    """A transform with a field, decorated like gradsurg's own."""
 
     factor: float = 2.0
 
@@ -27,11 +27,11 @@ class Twice(Stateless):
 
 
 class Clip(Twice):
-    """It has the key of one of gradsurg's own."""
+    """A transform with the name of one of gradsurg's own."""
 
 
 class Named(Stateless):
-    """It has a field that is called `name`, and is no dataclass."""
+    """A transform with a field called `name`, which is no dataclass."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name
@@ -45,21 +45,21 @@ class Named(Stateless):
 
 
 class Stubborn:
-    """It cannot be made."""
+    """A class whose constructor raises."""
 
     def __init__(self) -> None:
         raise ZeroDivisionError("not today")
 
 
 class Keyed:
-    """It cannot be made, and a KeyError quotes its message."""
+    """A class whose constructor raises a KeyError, which quotes its message."""
 
     def __init__(self) -> None:
         raise KeyError("no such thing")
 
 
 class Unfinished(Stateless):
-    """It lacks its methods."""
+    """A transform without its methods."""
 
 
 def halve(grad: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class Lines(Task):
 
 
 class Lost(Lines):
-    """Its data are not there."""
+    """A task whose data are missing."""
 
     def load(self) -> Data:
         raise FileNotFoundError("points.csv")
