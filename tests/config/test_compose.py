@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import yaml
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
 
 from gradsurg.config import compose, overrides
 from gradsurg.config.errors import ConfigError
@@ -21,7 +19,7 @@ from gradsurg.effects.ledger import SurgeryWarning
 # The line of tests/theirs.py that raises.
 STUBBORN = 1 + next(
     index
-    for index, line in enumerate((Path(__file__).parent / "theirs.py").read_text().splitlines())
+    for index, line in enumerate((Path(__file__).parents[1] / "theirs.py").read_text().splitlines())
     if "not today" in line
 )
 MINE = "mine:\n  name: clip\n  value: 0.02\n"
@@ -41,9 +39,7 @@ def faults(line: str, config_dirs: Sequence[str] = ()) -> list[str]:
 
 
 def composed(*words: str) -> dict[str, Any]:  # Any: what a YAML file can hold
-    overrides.register()
-    with initialize_config_dir(str(overrides.CONFIG_DIR), version_base="1.3"):
-        return compose.plain(hydra_compose("config", list(words)))
+    return compose.compose_config(*words)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import yaml
 from gradsurg.plugins.registry import defines_its_class
 from tests.conftest import Here
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 FOLDERS = {
     "transforms": "transform",

@@ -1,4 +1,4 @@
-"""What is wrong with an aggregator is said of the key that it is due to, before anything trains."""
+"""Errors of an aggregator are reported under their config key before training."""
 
 import pytest
 
@@ -64,10 +64,10 @@ SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
             ["when.start=100"],
             ["when.start: Steps(start=100, stop=None, every=1) never fires in 10 steps"],
         ),
-        (["when=threshold"], ["when: looks at one gradient, and an aggregator has several"]),
+        (["when=threshold"], ["when: reads one gradient, and an aggregator has several"]),
         (
             ["when=for_task", "when.task=nope"],
-            ["when: looks at one gradient, and an aggregator has several"],
+            ["when: reads one gradient, and an aggregator has several"],
         ),
         (
             ["when=flag", "when.flag=late"],
@@ -101,7 +101,7 @@ SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
         ),
     ],
 )
-def test_a_wrong_aggregator_is_a_line_of_its_key(words: list[str], faults: list[str]) -> None:
+def test_an_error_of_an_aggregator_is_one_line_under_its_key(words: list[str], faults: list[str]) -> None:
     start = () if words[0].startswith("aggregator=") else ("aggregator=pcgrad",)
     with pytest.raises(ConfigError) as found:
         built(*start, *SEVERAL, *words)
@@ -109,7 +109,7 @@ def test_a_wrong_aggregator_is_a_line_of_its_key(words: list[str], faults: list[
     assert [line[: len(start)] for line, start in zip(said, faults, strict=True)] == faults
 
 
-def test_the_sum_as_long_as_an_update_is_its_control() -> None:
+def test_the_norm_matched_control_of_an_aggregator_is_a_sum_of_the_same_norm() -> None:
     (pair, *_) = built("aggregator=mgda", *SEVERAL, "control=norm_matched").pairs
     assert pair.control is not None
     (control,) = pair.control.surgery.interventions
@@ -118,11 +118,12 @@ def test_the_sum_as_long_as_an_update_is_its_control() -> None:
 
 
 @pytest.mark.parametrize("way", [["site.stage=step"], ["when=for_task", "when.task=first"]])
-def test_what_remembers_can_act_where_it_is_told_to(way: list[str]) -> None:
-    built("aggregator=pcgrad", "transform=grokfast_ema", *SEVERAL, *way)
+def test_a_stateful_transform_can_act_where_its_error_suggests(way: list[str]) -> None:
+    experiment = built("aggregator=pcgrad", "transform=grokfast_ema", *SEVERAL, *way)
+    assert experiment.surgery.labels == (("grokfast_ema",), ("pcgrad",))
 
 
-def test_without_a_step_to_make_the_places_are_looked_for_all_the_same() -> None:
+def test_with_no_steps_the_parameters_of_an_aggregator_are_still_checked() -> None:
     with pytest.raises(ConfigError, match=r"^shared.pattern: nothing matches 'nope'"):
         built("aggregator=pcgrad", *SEVERAL, "steps=0", "shared.pattern=nope")
     words = ("shared.engine=feature", "shared.features=nope", "steps=0")
@@ -130,8 +131,11 @@ def test_without_a_step_to_make_the_places_are_looked_for_all_the_same() -> None
         built("aggregator=pcgrad", *SEVERAL, *words)
 
 
-def test_when_is_the_transforms_where_there_is_one() -> None:
-    built("aggregator=pcgrad", "transform=clip", *SEVERAL, "when=threshold")
+def test_a_trigger_belongs_to_the_transform_if_there_is_one() -> None:
+    surgery = built("aggregator=pcgrad", "transform=clip", *SEVERAL, "when=threshold").surgery
+    transform, aggregator = surgery.interventions
+    assert isinstance(transform.when, gs.Threshold)
+    assert isinstance(aggregator.when, gs.triggers.always.Always)
 
 
 @pytest.mark.parametrize(
@@ -141,18 +145,21 @@ def test_when_is_the_transforms_where_there_is_one() -> None:
         ["aggregator=pcgrad", "shared.engine=feature"],
     ],
 )
-def test_batches_of_a_step_may_wait_where_no_engine_needs_one_forward(words: list[str]) -> None:
-    built(*SEVERAL, *words)
+def test_several_batches_or_the_feature_engine_are_accepted(words: list[str]) -> None:
+    (pair, *_) = built(*SEVERAL, *words).pairs
+    assert pair.treated is not None
+    assert pair.treated.label == "pcgrad"
 
 
 @pytest.mark.parametrize("words", [["transform=clip"], ["transform=none"]])
-def test_where_an_aggregator_acts_is_said_in_vain_where_there_is_none(words: list[str]) -> None:
-    built("aggregator=none", *SEVERAL, *words, "accumulate=3")
+def test_keys_of_shared_without_an_aggregator_are_warned_of(words: list[str]) -> None:
+    plain = built("aggregator=none", *SEVERAL, *words, "accumulate=3")
+    assert all(item.aggregator is None for item in plain.surgery.interventions)
     with pytest.warns(SurgeryWarning, match="^shared: has no effect without an aggregator"):
         built("aggregator=none", *SEVERAL, *words, "shared.engine=feature", "accumulate=3")
 
 
-def test_one_that_depends_on_the_size_of_its_rows_is_refused_where_the_loss_is_scaled(
+def test_an_aggregator_that_is_not_homogeneous_is_refused_with_a_loss_scale(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gs.TrimmedMean, "properties", frozenset({"deterministic"}))

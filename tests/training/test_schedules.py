@@ -19,7 +19,7 @@ from gradsurg.training.study import execute
 from tests.nets import sgd, small, weights
 from tests.runs import SHORT, Torn, Wrapped, a_run, assert_same, data, kept_in, lines
 
-FOLDER = Path(__file__).parents[1] / "conf" / "schedule"
+FOLDER = Path(__file__).parents[2] / "conf" / "schedule"
 CONFIGS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("*.yaml"))}
 STEPS = 500
 

@@ -20,7 +20,7 @@ from gradsurg.training.study import execute
 from tests.nets import small, weights
 from tests.runs import Torn, Wrapped, a_run, assert_same, data
 
-FOLDER = Path(__file__).parents[1] / "conf" / "optimizer"
+FOLDER = Path(__file__).parents[2] / "conf" / "optimizer"
 CONFIGS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("*.yaml"))}
 
 

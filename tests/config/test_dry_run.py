@@ -1,0 +1,79 @@
+"""A job is built once in its process, with one trial step."""
+
+from collections.abc import Callable
+
+import pytest
+
+from gradsurg.config import build as build_module
+from gradsurg.config import cli, compose, dry_run
+from gradsurg.surgery.surgery import Surgery
+from tests.builds import built
+from tests.conftest import Here
+
+SHORT = ("steps=20", "seeds=1", "logger=none", "report=false")
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, owner: object, *names: str) -> list[str]:
+    """Replace functions of `owner` by ones that append their name to the returned list."""
+    calls: list[str] = []
+
+    def count(name: str) -> Callable[..., object]:
+        function = getattr(owner, name)
+
+        def called(*args: object, **fields: object) -> object:
+            calls.append(name)
+            return function(*args, **fields)
+
+        return called
+
+    for name in names:
+        monkeypatch.setattr(owner, name, count(name))
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("words", "jobs"),
+    [
+        (("transform=clip",), 1),
+        (("transform=clip", "dry_run=true"), 1),
+        (("-m", "transform=clip,sign,none"), 3),
+    ],
+)
+def test_a_command_builds_each_job_once_with_one_trial_step(
+    here: Here, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], jobs: int
+) -> None:
+    by_compose = counted(monkeypatch, compose, "build")
+    by_job = counted(monkeypatch, cli, "build")
+    steps = counted(monkeypatch, build_module, "check_first_step")
+    assert here(*words, *SHORT).code == 0
+    assert (len(by_compose), len(by_job), len(steps)) == (jobs, 0, jobs)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("transform=clip", "when=depth", "when.high=3"),
+        ("transform=direct_feedback", "site=outputs", "site.pattern=hidden.1"),
+        ("aggregator=pcgrad", "transform=clip", "task=overlay", "model=multi_head"),
+        ("transform=none",),
+    ],
+)
+def test_a_trial_attaches_one_surgery(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    attached = counted(monkeypatch, Surgery, "attach")
+    built(*words, "steps=10")
+    assert attached == ["attach"]
+
+
+def test_a_key_that_was_renamed_gives_the_new_name(here: Here) -> None:
+    ended = here("transform=clip", "plan=true")
+    assert (ended.code, ended.err) == (2, "plan: is now called dry_run\n")
+
+
+def test_a_run_without_steps_makes_no_trial_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = counted(monkeypatch, dry_run._Trial, "step")
+    built("transform=clip", "steps=0")
+    assert steps == []
+    built("transform=clip", "steps=10")
+    assert steps == ["step"]
