@@ -101,7 +101,9 @@ SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
         ),
     ],
 )
-def test_an_error_of_an_aggregator_is_one_line_under_its_key(words: list[str], faults: list[str]) -> None:
+def test_an_error_of_an_aggregator_is_one_line_under_its_key(
+    words: list[str], faults: list[str]
+) -> None:
     start = () if words[0].startswith("aggregator=") else ("aggregator=pcgrad",)
     with pytest.raises(ConfigError) as found:
         built(*start, *SEVERAL, *words)
