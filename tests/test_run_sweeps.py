@@ -342,7 +342,7 @@ def test_a_finished_run_says_that_it_was_measured_otherwise(here: Here) -> None:
     assert "measured" not in here(*words, "effects_every=10", "eval_every=0").err
     assert "measured" not in here(*words, "effects_every=0").err
     told = here(*words, "effects_every=5", "update_effect_every=5").err.splitlines()
-    anew = "force=true measures anew"
+    anew = "force=true measures again"
     assert f"none, seed 0: was measured with effects_every=10; {anew}" in told
     both = "effects_every=10, update_effect_every=0"
     assert f"clip, seed 0: was measured with {both}; {anew}" in told

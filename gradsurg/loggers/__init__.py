@@ -1,1 +1,1 @@
-"""Where logged numbers go besides the run directory: one logger a file."""
+"""Loggers of runs and studies, beside the files of the run directory: one class per module."""

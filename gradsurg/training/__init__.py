@@ -1,1 +1,1 @@
-"""An arm with one seed, from its plan to the files that it leaves."""
+"""Training: the loop, runs with their files and checkpoints, studies, and comparisons."""

@@ -224,7 +224,7 @@ class Run:
         ]
         if not different:
             return ""
-        return f"was measured with {', '.join(different)}; force=true measures anew"
+        return f"was measured with {', '.join(different)}; force=true measures again"
 
     @property
     def name(self) -> str:

@@ -131,7 +131,7 @@ class RunDirectory:
         """Return the facts of the run, or {} if the file is missing or broken."""
         try:
             facts = self.read_facts()
-        except ValueError:  # `plan` writes it anew
+        except ValueError:  # `plan` rewrites it
             return {}
         return facts if isinstance(facts, dict) else {}
 
@@ -249,7 +249,7 @@ class RunDirectory:
         except (RuntimeError, EOFError, UnpicklingError) as error:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise ValueError(
-                f"{path} cannot be read ({reason}); force=true starts the run anew"
+                f"{path} cannot be read ({reason}); force=true starts the run from step 0"
             ) from error
         self._truncate(checkpoint["sizes"])
         return checkpoint["state"]
@@ -298,7 +298,7 @@ class RunDirectory:
             if length < size:
                 raise ValueError(
                     f"{path} has {length} bytes but had {size} at the checkpoint; "
-                    "force=true starts the run anew"
+                    "force=true starts the run from step 0"
                 )
             if length > size:
                 with _naming(path):

@@ -10,7 +10,7 @@ everything that can change a trained weight or a reported number, and nothing el
 - the treatment: `transform`, `site`, `when` and the order of the transforms (a hashed mapping has no
   order), and with an aggregator also `aggregator` and `shared`;
 - the version of gradsurg, and of PyTorch major and minor: another minor release has other kernels
-  and defaults. A patch release or another build (`+cpu`, `+cu126`) does not start a study anew;
+  and defaults. A patch release or another build (`+cpu`, `+cu126`) keeps the identity;
 - `sources`: for each dotted path (`_target_`) a hash of the source of its module, so that editing
   a user's transform gives a new run;
 - `data`: a hash of the files that the task reads.
