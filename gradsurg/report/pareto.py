@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from itertools import combinations
 from math import log10
 
+from gradsurg.effects.numbers import TASK_METRICS
 from gradsurg.report.load import Arm, Found, canonical
 from gradsurg.stats import Difference, paired_difference
 
 PART, LOSS = "test/", "loss"
-SIGNS = {"loss": 1, "accuracy": -1, "r2": -1}
+SIGNS = {metric.name: 1 if metric.better == "lower" else -1 for metric in TASK_METRICS}
 """The metrics that are better lower (1) or higher (-1); of others this is not known."""
 
 WIDE = 10  # an axis that goes from 1 to 10 or further is by logarithms
