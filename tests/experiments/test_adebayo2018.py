@@ -1,4 +1,4 @@
-"""Saliency: the maps, how they are compared, and what an examination leaves behind."""
+"""Saliency maps: their comparison, and the state after an examination."""
 
 import numpy as np
 import pytest
@@ -180,7 +180,7 @@ def test_an_examination_has_each_measure_of_each_layer_and_keeps_pictures():
     assert all(param.grad is None for param in model.parameters())
 
 
-def test_an_examination_of_layers_that_draw_what_they_have_finds_no_difference():
+def test_layers_that_reset_to_equal_weights_leave_the_maps_as_they_are():
     task = Saliency(num_maps=3)
     data = task.load()
 
@@ -213,6 +213,6 @@ def test_wrong_fields_are_refused(options, faults):
 
 
 @pytest.mark.parametrize("data", ["mnist", "fashion_mnist"])
-def test_without_its_files_the_task_says_what_is_missing(data):
+def test_missing_files_are_an_error(data):
     with pytest.raises(FieldError, match="there is no folder '/no/such'"):
         Saliency(data=data, root="/no/such").load()

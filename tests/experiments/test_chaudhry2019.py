@@ -1,4 +1,4 @@
-"""Tasks one after another with a memory: which examples a step has, and what forgetting is."""
+"""Permuted MNIST with a memory: the examples of each step, losses, and forgetting."""
 
 from itertools import islice
 from math import isnan, log
@@ -67,7 +67,7 @@ def bytes_of(inputs: Tensor) -> np.ndarray:
     return (inputs * 255).round().numpy().astype(np.uint8)
 
 
-def test_each_task_has_the_digits_with_their_pixels_in_an_order_of_its_own(root: str) -> None:
+def test_each_task_has_the_digits_with_its_own_order_of_pixels(root: str) -> None:
     data = a_task(root).load()
     flat = IMAGES.reshape(len(IMAGES), -1)
     whole = {tuple(np.sort(image)): place for place, image in enumerate(flat)}
@@ -144,7 +144,7 @@ def test_a_step_has_the_same_examples_wherever_a_run_begins(
     assert not torch.equal(other, late[0])
 
 
-def test_the_loss_of_the_memory_is_zero_as_long_as_there_is_none(root: str) -> None:
+def test_the_loss_of_an_empty_memory_is_zero(root: str) -> None:
     task = a_task(root)
     targets = task.load().train_targets
     outputs = torch.randn(len(targets), 10, requires_grad=True)
@@ -161,7 +161,7 @@ def test_the_loss_of_the_memory_is_zero_as_long_as_there_is_none(root: str) -> N
     assert not grad.any()
 
 
-def test_metrics_are_those_worked_out_by_hand(root: str) -> None:
+def test_metrics_match_a_calculation_by_hand(root: str) -> None:
     task = a_task(root)
     outputs = torch.zeros(5, 10)
     outputs[torch.arange(5), torch.tensor([1, 2, 3, 4, 5])] = 50.0
@@ -302,7 +302,7 @@ def test_a_batch_is_of_one_task_and_so_is_an_epoch(root: str, here: Here) -> Non
     assert here(*words(root, "transform=clip", "when=epochs", "when.start=1")).code == 0
 
 
-def test_what_comes_of_all_tests_is_foreseen(root: str) -> None:
+def test_forgetting_is_among_the_planned_numbers(root: str) -> None:
     few = ("num_tasks=2", "num_train=40", "num_test=null", "per_class=2", "verify=false")
     fields = (f"task.{word}" for word in (f"root={root}", *few))
     (run,) = plan_runs(built("task=permuted_mnist", *fields, *WORDS)).values()

@@ -56,7 +56,7 @@ def test_views_follow_from_their_seed_and_leave_the_labels_alone() -> None:
     assert torch.equal(data.train_targets, other.train_targets)
 
 
-def test_loss_and_spread_are_those_worked_out_by_hand() -> None:
+def test_loss_and_spread_match_a_calculation_by_hand() -> None:
     p1, p2 = torch.tensor([[3.0, 0.0], [0.0, 2.0]]), torch.tensor([[1.0, 1.0], [5.0, 0.0]])
     z1, z2 = torch.tensor([[7.0, 0.0], [0.0, 1.0]]), torch.tensor([[1.0, 0.0], [0.0, -1.0]])
     metrics = TwoViews(size=2).metrics(torch.cat([p1, p2, z1, z2], dim=1), torch.tensor([1, 1]))
@@ -107,7 +107,7 @@ def test_digits_have_no_files() -> None:
         (SHAPE, 10, ("num_outputs", "must be four times the size of an embedding, found 10")),
     ],
 )
-def test_a_siamese_refuses_what_is_no_pair(
+def test_a_siamese_refuses_inputs_that_are_not_pairs(
     shape: tuple[int, ...], num_outputs: int, fault: tuple[str, str]
 ) -> None:
     with pytest.raises(FieldError) as caught:

@@ -47,7 +47,7 @@ def test_each_epoch_has_all_rare_slopes_in_an_order_of_its_own() -> None:
     assert epochs[0] != epochs[1]
 
 
-def test_a_rare_slope_begins_where_it_is_told_to() -> None:
+def test_a_rare_slope_starts_at_start() -> None:
     assert RareSlope().load().start == (0.0,)
     assert RareSlope(start=0.5).load().start == (0.5,)
 
@@ -88,7 +88,7 @@ def test_wilson_counts_signs_that_are_right_and_an_output_of_zero_is_not() -> No
 
 
 @pytest.mark.parametrize("epsilon", [0.5, 0.1])
-def test_the_absolute_toy_is_what_its_formula_says(epsilon: float) -> None:
+def test_the_absolute_toy_matches_its_formula(epsilon: float) -> None:
     task = AbsoluteToy(epsilon=epsilon)
     points = 2 * torch.rand(50, 2, generator=torch.Generator().manual_seed(0)) - 1
     x1, x2 = points.numpy().T
@@ -119,7 +119,7 @@ def test_at_a_tie_the_slope_of_the_absolute_toy_is_1_up(at, expected) -> None:
     assert slope(AbsoluteToy(), at) == expected
 
 
-def test_a_step_by_signs_leaves_the_sum_of_the_coordinates_what_it_is() -> None:
+def test_a_step_by_signs_leaves_the_sum_of_the_coordinates_unchanged() -> None:
     point = [1.0, 1.0]
     for _ in range(5):
         point = [
@@ -138,7 +138,7 @@ def test_the_landscape_of_the_absolute_toy_has_its_start_and_the_least_place() -
         assert told["values"]["f"][row][column] == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_boxed_point_is_its_outputs_whatever_the_inputs() -> None:
+def test_the_outputs_of_a_boxed_point_are_its_coordinates_for_every_input() -> None:
     model = BoxedPoint((3,), 2, start=(0.5, -0.25))
     outputs = model(torch.randn(4, 3, generator=torch.Generator().manual_seed(0)))
     assert outputs.tolist() == [[0.5, -0.25]] * 4
@@ -192,7 +192,7 @@ def test_a_boxed_point_goes_as_projected_gradient_descent_does() -> None:
         ),
     ],
 )
-def test_what_is_out_of_bounds_is_refused_by_name(make, faults) -> None:
+def test_values_out_of_bounds_are_refused_by_name(make, faults) -> None:
     with pytest.raises(FieldError) as caught:
         make()
     assert caught.value.faults == faults

@@ -103,7 +103,7 @@ def test_a_recurrent_model_takes_numbers_vectors_and_the_rows_of_images(stem, sh
 
 
 @pytest.mark.parametrize("stem", [*SEQUENCES, "gpt"])
-def test_an_output_of_a_step_knows_the_steps_until_it_and_no_other(stem):
+def test_an_output_of_a_step_depends_on_no_later_steps(stem):
     torch.manual_seed(0)
     model = made(stem, (6,), 7, num_tokens=5, every_step=True, num_layers=2)
     tokens = torch.randint(4, (3, 6))
@@ -157,13 +157,13 @@ def test_activations_are_modules(stem, expected):
         ),
     ],
 )
-def test_modules_have_the_names_that_the_docstring_says(stem, shape, options, expected):
+def test_modules_have_the_names_of_the_docstring(stem, shape, options, expected):
     model = made(stem, shape, 2, **options)
     names = {path for path, part in model.named_modules() if not isinstance(part, nn.ModuleList)}
     assert names - {"", "blocks"} == expected
 
 
-def test_mlp_is_what_its_formula_says():
+def test_mlp_matches_its_formula():
     torch.manual_seed(0)
     model = MLP((2, 3), 4, hidden=[5], activation="tanh")
     inputs = torch.randn(7, 2, 3)
@@ -179,7 +179,7 @@ def test_mlp_without_hidden_layers_is_linear():
     ]
 
 
-def test_mlp_starts_as_init_says():
+def test_mlp_is_initialized_by_init():
     def parameters(**options):
         torch.manual_seed(0)
         return torch.cat([p.detach().flatten() for p in MLP((64,), 16, **options).parameters()])
@@ -194,7 +194,7 @@ def test_mlp_starts_as_init_says():
             assert 0.8 * bound < parameter.abs().max() <= bound
 
 
-def test_a_separate_bias_is_added_by_an_operation_of_its_own():
+def test_a_separate_bias_is_added_in_a_separate_operation():
     inputs = torch.randn(5, 8)
     found = []
     for separate in (False, True):
@@ -215,7 +215,7 @@ def test_mlp_dropout_acts_in_training_only():
     assert torch.equal(model(inputs), model(inputs))
 
 
-def test_convnet_is_what_its_formula_says():
+def test_convnet_matches_its_formula():
     torch.manual_seed(0)
     model = Convnet((1, 4, 4), 3, channels=[2])
     images = torch.randn(5, 1, 4, 4)
@@ -241,7 +241,7 @@ def test_convnet_with_hidden_layers_sees_all_places():
     assert "mean" not in names
 
 
-def test_resnet_has_the_size_that_the_paper_says():
+def test_resnet_has_the_size_of_the_paper():
     """0.27 M parameters at depth 20 and width 16 for CIFAR-10 (table 6)."""
     sizes = [sum(p.numel() for p in ResNet((3, 32, 32), 10, depth=d).parameters()) for d in (8, 20)]
     assert sizes == [75290, 269722]
@@ -278,7 +278,7 @@ def test_unrolled_calls_its_cell_at_every_step():
     assert len(steps) == 6
 
 
-def test_a_plain_rnn_is_what_its_formula_says():
+def test_a_plain_rnn_matches_its_formula():
     torch.manual_seed(0)
     model = RNN((2,), 1, width=3)
     into, around, into_bias, around_bias, last, last_bias = model.parameters()
@@ -300,7 +300,7 @@ def test_tokens_can_go_in_as_rows_of_the_identity():
 
 
 @pytest.mark.parametrize("unrolled", [False, True])
-def test_a_recurrent_model_starts_as_init_says(unrolled):
+def test_a_recurrent_model_is_initialized_by_init(unrolled):
     def weights(init):
         torch.manual_seed(0)
         model = RNN((9,), 40, num_tokens=40, width=50, unrolled=unrolled, one_hot=True, init=init)
@@ -325,7 +325,7 @@ def test_an_image_is_read_row_by_row():
     assert model.embed(image)[0, 1].tolist() == [4, 5, 6, 7, 16, 17, 18, 19]
 
 
-def test_attention_is_what_its_formula_says():
+def test_attention_matches_its_formula():
     torch.manual_seed(0)
     attention = Attention(4, num_heads=2, causal=True)
     stream = torch.randn(1, 3, 4)
@@ -366,7 +366,7 @@ def test_a_gpt_can_leave_its_stream_behind_at_the_norm_of_the_attention():
     torch.testing.assert_close(block(stream), normed + block.attention(normed))
 
 
-def test_gpt_knows_the_order_of_its_tokens():
+def test_gpt_depends_on_the_order_of_its_tokens():
     torch.manual_seed(0)
     model = GPT((3,), 2, num_tokens=4)
     assert not torch.allclose(model(torch.tensor([[0, 1, 2]])), model(torch.tensor([[1, 0, 2]])))
@@ -389,7 +389,7 @@ def silenced(model):
     return model
 
 
-def test_vit_reads_out_its_class_token_and_what_that_has_seen():
+def test_vit_reads_out_its_class_token():
     torch.manual_seed(0)
     model = ViT((1, 4, 4), 3, patch=2)
     images = torch.randn(2, 1, 4, 4)
@@ -548,7 +548,7 @@ def test_bad_values_are_refused_by_name(kind, shape, options, faults):
 
 
 @pytest.mark.parametrize("trunk", ["mlp", "convnet"])
-def test_a_head_gives_its_own_outputs_and_is_no_part_of_the_others(trunk):
+def test_the_outputs_of_a_head_depend_on_that_head_alone(trunk):
     torch.manual_seed(0)
     model = MultiHead((1, 8, 8), 5, heads=(2, 3), trunk=trunk)
     images = torch.randn(4, 1, 8, 8)
@@ -579,7 +579,7 @@ def grad_of(loss, param):
     return torch.autograd.grad(loss, param, retain_graph=True, allow_unused=True)[0]
 
 
-def test_a_point_is_its_outputs_whatever_the_inputs():
+def test_the_outputs_of_a_point_are_its_coordinates_for_every_input():
     model = Point((3,), 2, start=(1.5, -2.0))
     assert model(torch.randn(4, 3)).tolist() == [[1.5, -2.0]] * 4
     assert torch.autograd.grad(model(torch.randn(4, 3)).sum(), model.point)[0].tolist() == [

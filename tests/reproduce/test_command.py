@@ -1,4 +1,4 @@
-"""Claims held against their bands: what is said, and the exit code."""
+"""The command of a reproduction: verdicts, records, errors and exit codes."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -141,7 +141,7 @@ OTHER = "There are: test/loss, test/other-loss. Did you mean 'test/loss'?"
         ),
     ],
 )
-def test_a_band_about_what_will_not_be_there_is_refused_before_any_is_trained(
+def test_a_band_about_a_missing_number_is_refused_before_training(
     root: Path, reproduce: Reproduce, change: dict[str, object], faults: list[str]
 ) -> None:
     expect(root, {**MINI, "bands": [{**MINI["bands"][0], **change}]})
@@ -169,7 +169,7 @@ def test_a_band_that_cannot_be_judged_does_not_hold(
     assert said in ended.out
 
 
-def test_a_run_that_diverged_has_not_reached_what_it_was_trained_until(root: Path) -> None:
+def test_a_diverged_run_has_not_reached_its_goal(root: Path) -> None:
     runs = [found("clip", seed, {"until/reached": 1, "test/loss": 1.0}, root) for seed in (0, 1)]
     diverged = found("clip", 2, {"until/reached": 0, "test/loss": 1.0}, root)
     runs.append(replace(diverged, state="diverged"))
@@ -222,9 +222,7 @@ def test_the_value_of_the_same_seed_is_taken_off(root: Path) -> None:
         ([0.123456], "0.1235"),
     ],
 )
-def test_a_mean_is_told_with_the_digits_that_its_interval_leaves_it(
-    values: list[float], said: str
-) -> None:
+def test_a_mean_has_as_many_digits_as_its_interval_allows(values: list[float], said: str) -> None:
     assert mean_with_interval(values) == said
 
 
@@ -237,7 +235,7 @@ def test_a_total_is_held_against_the_band(root: Path) -> None:
     assert (few.measured, few.holds) == ("3 runs, and the band is of 8", False)
 
 
-def test_without_bounds_a_number_is_told_and_counts_as_no_band(
+def test_without_bounds_a_number_is_reported_and_does_not_count_as_a_band(
     root: Path, reproduce: Reproduce
 ) -> None:
     told = {**MINI["bands"][0], "name": "told", "high": None}
@@ -249,7 +247,7 @@ def test_without_bounds_a_number_is_told_and_counts_as_no_band(
     assert "| 0.4 (-1.2 to 2.0); 1 of 1 bands hold |" in reproduce("--table").out
 
 
-def test_what_was_asked_otherwise_is_not_kept(root: Path, reproduce: Reproduce) -> None:
+def test_a_study_with_other_overrides_is_not_recorded(root: Path, reproduce: Reproduce) -> None:
     ended = reproduce("mini", "seeds=1", "--write", "out=there")
     said = "--write records the study as it is configured: leave out seeds=1, or --write\n"
     assert (ended.code, ended.err) == (2, said)
@@ -299,7 +297,7 @@ def test_a_figure_shows_each_seed_of_each_arm(root: Path, kind: str) -> None:
     assert draw(Drawing(kind, "test/accuracy"), runs, root) is None
 
 
-def test_what_was_done_to_a_gradient_is_an_angle_over_the_steps(root: Path) -> None:
+def test_the_alignment_figure_has_an_angle_over_the_steps(root: Path) -> None:
     runs = [found("clip", 0, {"test/loss": 1.0}, root), found("none", 0, {"test/loss": 1.0}, root)]
     turned = (("a#0/Mm[0].1", 0.5), ("b#0", 0.25), ("b#0", None))
     for run in runs:
@@ -376,7 +374,7 @@ def test_a_figure_of_maps_shows_each_measure_of_each_seed_and_the_maps_of_each_a
     assert drawn.read_bytes() != fewer.read_bytes()
 
 
-def test_there_is_no_figure_of_maps_without_numbers_or_without_maps(root: Path) -> None:
+def test_there_is_no_figure_of_maps_without_numbers_or_pictures(root: Path) -> None:
     run = examined("clip", 0, root, 0.9)
     assert draw(Drawing("maps", "tested"), [run], root) is None
     (run.path / "examined.json").unlink()
@@ -398,19 +396,19 @@ def test_all_of_several_papers_must_hold(root: Path, reproduce: Reproduce) -> No
     assert "other, quick form: does not hold" in ended.out
 
 
-def test_an_unknown_paper_is_told_with_the_list_and_exit_code_2(reproduce: Reproduce) -> None:
+def test_an_unknown_paper_is_refused_with_the_list_and_exit_code_2(reproduce: Reproduce) -> None:
     ended = reproduce("mino")
     assert ended.code == 2
     told = "there is no experiment 'mino'. There are: mini. Did you mean 'mini'?\n"
     assert (ended.out, ended.err) == ("", told)
 
 
-def test_no_paper_is_told_with_the_list(reproduce: Reproduce) -> None:
+def test_a_command_without_a_paper_is_refused_with_the_list(reproduce: Reproduce) -> None:
     ended = reproduce()
     assert (ended.code, ended.err) == (2, "name a paper. There are: mini.\n")
 
 
-def test_a_full_form_that_is_not_there_is_told(reproduce: Reproduce) -> None:
+def test_a_missing_full_form_is_an_error(reproduce: Reproduce) -> None:
     ended = reproduce("mini", "--full")
     assert (ended.code, ended.err) == (2, "mini: there is no full form\n")
 
@@ -434,7 +432,7 @@ def test_a_full_form_that_is_not_there_is_told(reproduce: Reproduce) -> None:
         ),
     ],
 )
-def test_an_expectation_that_is_wrong_is_told_with_exit_code_2(
+def test_a_wrong_expected_yaml_is_an_error_with_exit_code_2(
     root: Path, reproduce: Reproduce, change: dict[str, object], said: str
 ) -> None:
     expect(root, {**MINI, **change})
@@ -445,7 +443,9 @@ def test_an_expectation_that_is_wrong_is_told_with_exit_code_2(
     assert "Traceback" not in ended.err
 
 
-def test_what_was_measured_is_kept_and_told_in_the_tables(root: Path, reproduce: Reproduce) -> None:
+def test_measurements_are_recorded_and_appear_in_the_tables(
+    root: Path, reproduce: Reproduce
+) -> None:
     assert "mini   not measured  -        Clipping helps." in reproduce("--list").out
     readme = root / "experiments" / "mini" / "README.md"
     readme.write_text("# Mini\n")
@@ -464,9 +464,7 @@ def test_what_was_measured_is_kept_and_told_in_the_tables(root: Path, reproduce:
     assert row in (root / "experiments" / "README.md").read_text()
 
 
-def test_a_study_without_a_band_stands_in_the_table_of_arms(
-    root: Path, reproduce: Reproduce
-) -> None:
+def test_a_study_without_a_band_is_in_the_table_of_arms(root: Path, reproduce: Reproduce) -> None:
     (root / "conf" / "experiment" / "more.yaml").touch()
     bands = [{**MINI["bands"][0], "study": "simple_transforms"}]
     expect(root, {**MINI, "quick": ["simple_transforms", "more"], "bands": bands})
@@ -475,7 +473,7 @@ def test_a_study_without_a_band_stands_in_the_table_of_arms(
     assert text.count("| more | control | 0 | test/loss | 2 |") == 1
 
 
-def test_the_cost_of_the_full_form_is_reckoned_from_measured_steps(
+def test_the_cost_of_the_full_form_is_estimated_from_measured_steps(
     root: Path, reproduce: Reproduce, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expect(root, {**MINI, "full": ["simple_transforms"]})
@@ -488,7 +486,7 @@ def test_the_cost_of_the_full_form_is_reckoned_from_measured_steps(
     assert reproduce("mini", "--cost").out == said
 
 
-def test_nothing_is_kept_without_being_asked_to(root: Path, reproduce: Reproduce) -> None:
+def test_nothing_is_recorded_without_write(root: Path, reproduce: Reproduce) -> None:
     before = sorted(root.rglob("*"))
     assert reproduce("mini").code == 0
     assert reproduce("--table").code == 0
@@ -496,7 +494,7 @@ def test_nothing_is_kept_without_being_asked_to(root: Path, reproduce: Reproduce
 
 
 @pytest.mark.parametrize("paper", papers(ROOT))
-def test_every_experiment_states_what_it_expects_and_has_a_readme(paper: str) -> None:
+def test_every_experiment_has_bands_and_a_readme(paper: str) -> None:
     assert read_expected(ROOT, paper).full
     text = (ROOT / "experiments" / paper / "README.md").read_text()
     assert f"python scripts/reproduce.py {paper}" in text
@@ -505,7 +503,7 @@ def test_every_experiment_states_what_it_expects_and_has_a_readme(paper: str) ->
 
 
 @pytest.mark.slow
-def test_a_study_is_run_once_and_other_runs_in_its_folder_are_none_of_it(
+def test_a_study_is_run_once_and_ignores_other_runs_in_its_folder(
     root: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     small = ["transform=clip,sign", "model=mlp", "steps=20", "logger=none", f"out={root / 'runs'}"]
@@ -532,7 +530,7 @@ def test_a_wheel_which_has_no_experiments_is_refused_with_one_line_and_exit_code
 
 
 @pytest.mark.slow
-def test_a_wrong_word_for_the_runner_is_told(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_override_is_an_error(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert command.main(["mini", "steps=-1"], root) == 2
     assert "steps: must be >= 0, found -1" in capfd.readouterr().err
 

@@ -1,4 +1,4 @@
-"""What runs will have measured is known before any is trained, and a band on anything else told."""
+"""Planned studies: the numbers that runs will have, and faults of bands about others."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,7 +54,7 @@ def faults(figure: Drawing | None = None, **band: object) -> Sequence[str]:
     ],
 )
 @pytest.mark.filterwarnings("ignore::gradsurg.SurgeryWarning")
-def test_what_is_foreseen_is_what_a_run_has_in_the_end(
+def test_planned_numbers_match_those_of_the_finished_run(
     tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     experiment = built(*SHORT, *words)
@@ -73,7 +73,7 @@ def test_what_is_foreseen_is_what_a_run_has_in_the_end(
         assert {row["site"] for row in effects} == set(expected.sites if effects else ())
 
 
-def test_what_is_right_has_no_faults() -> None:
+def test_bands_and_figures_with_planned_numbers_have_no_faults() -> None:
     assert not faults()
     assert not faults(metric="test/loss - examined/rank/a", runs={"label": "clip"})
     assert not faults(at=10, minus={"label": "none"}, runs={"label": "clip"})
@@ -130,7 +130,7 @@ def test_what_is_right_has_no_faults() -> None:
         ({"metric": SPEED, "runs": {"label": "clip"}, "at": 3}, "at every 5 steps up to 20, not"),
     ],
 )
-def test_what_no_run_will_have_is_told_with_the_nearest_name(
+def test_a_band_about_a_number_that_no_run_will_have_is_a_fault_with_the_nearest_name(
     band: dict[str, object], fault: str
 ) -> None:
     (said,) = faults(**band)
@@ -147,7 +147,9 @@ def test_what_no_run_will_have_is_told_with_the_nearest_name(
         ("alignment", "clip", "clp"),
     ],
 )
-def test_a_figure_of_what_no_run_will_have_is_told(kind: str, metric: str, wrong: str) -> None:
+def test_a_figure_of_a_number_that_no_run_will_have_is_a_fault(
+    kind: str, metric: str, wrong: str
+) -> None:
     assert not faults(Drawing(kind, metric))
     (said,) = faults(Drawing(kind, wrong))
     assert said.startswith(f"figure: there will be no {wrong} to draw. There are: ")
@@ -155,7 +157,7 @@ def test_a_figure_of_what_no_run_will_have_is_told(kind: str, metric: str, wrong
 
 @pytest.mark.slow
 @pytest.mark.parametrize("paper", papers(ROOT))
-def test_no_band_that_is_shipped_is_about_what_no_run_will_have(paper: str) -> None:
+def test_every_shipped_band_is_about_numbers_that_runs_will_have(paper: str) -> None:
     expected = read_expected(ROOT, paper)
     try:
         planned = {name: plan_study(name, []).runs for name in expected.quick}

@@ -1,4 +1,4 @@
-"""Tasks: what holds for each, what a model is told, and the losses and metrics by hand."""
+"""Tasks: properties of each, options passed to models, and losses and metrics by hand."""
 
 import shlex
 from dataclasses import fields
@@ -61,7 +61,7 @@ def test_every_task_has_a_yaml_with_its_defaults():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_data_is_what_it_says_it_is(name):
+def test_shapes_dtypes_and_ranges_of_the_data_match_its_fields(name):
     task = papers.find("task", name)()
     data = task.load()
     for part in ("train", "test"):
@@ -101,7 +101,7 @@ def test_a_model_learns_from_it_and_every_metric_is_a_finite_number(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_load_is_the_same_again_and_no_users_to_change_for_others(name):
+def test_every_load_returns_equal_tensors_that_may_be_modified(name):
     task = papers.find("task", name)
     first = task().load()
     kept = {key: tensor.clone() for key, tensor in tensors_of(first).items()}
@@ -197,7 +197,7 @@ def test_the_command_of_a_yaml_can_be_run(path):
         ),
     ],
 )
-def test_what_does_not_fit_is_told_by_its_key(words, fault):
+def test_a_task_and_model_that_do_not_fit_are_refused_by_key(words, fault):
     with pytest.raises(ConfigError) as caught:
         built(*words)
     assert caught.value.faults == [fault]
@@ -208,18 +208,18 @@ def data_with(**said) -> Data:
     return Data(some, some, some, some, input_shape=(4,), num_outputs=3, **said)
 
 
-def test_a_model_is_told_of_tokens_and_of_every_step_only_where_there_are_any():
+def test_a_model_gets_num_tokens_and_every_step_only_if_the_data_have_them():
     assert data_with().model_options(RNN, {"width": 8}) == {"width": 8}
     told = data_with(num_tokens=5, every_step=True).model_options(RNN, {"width": 8})
     assert told == {"width": 8, "num_tokens": 5, "every_step": True}
 
 
-def test_heads_are_told_to_a_model_that_asks_for_them_and_no_other():
+def test_only_a_model_with_a_parameter_heads_gets_them():
     assert data_with(heads=(1, 2)).model_options(MultiHead, {}) == {"heads": (1, 2)}
     assert data_with(heads=(1, 2)).model_options(MLP, {}) == {}
 
 
-def test_a_function_that_takes_anything_is_told():
+def test_a_function_with_keyword_arguments_gets_num_tokens():
     assert data_with(num_tokens=5).model_options(lambda *_, **__: None, {}) == {"num_tokens": 5}
 
 
@@ -240,19 +240,19 @@ def test_a_model_that_does_not_fit_is_refused_in_one_sentence(said, model, error
         data_with(**said).model_options(model, {})
 
 
-def test_what_the_task_says_is_not_for_the_config_to_say():
+def test_a_config_may_not_set_an_option_that_the_task_sets():
     with pytest.raises(FieldError) as caught:
         data_with(num_tokens=5).model_options(RNN, {"num_tokens": 3})
     assert caught.value.faults == [("num_tokens", "is for the task to say")]
 
 
-def test_regression_refuses_outputs_that_torch_would_stretch():
+def test_regression_refuses_outputs_that_torch_would_broadcast():
     message = r"outputs and targets must have one shape, found \[2, 3\] and \[2, 1\]"
     with pytest.raises(ValueError, match=message):
         Adding().loss(torch.zeros(2, 3), torch.zeros(2, 1))
 
 
-def test_regression_loss_and_metrics_are_those_worked_out_by_hand():
+def test_regression_loss_and_metrics_match_a_calculation_by_hand():
     outputs = torch.tensor([[1.0], [2.0], [6.0]], requires_grad=True)
     targets = torch.tensor([[1.0], [4.0], [7.0]])
     loss = Adding().loss(outputs, targets)
@@ -326,7 +326,7 @@ def test_label_noise_changes_that_fraction_of_training_labels_and_no_test_label(
     assert noisy.train_targets.max() == 9
 
 
-def test_digits_loss_and_metrics_are_those_worked_out_by_hand():
+def test_digits_loss_and_metrics_match_a_calculation_by_hand():
     outputs = torch.tensor([[0.0, 0.0], [log(3.0), 0.0]], requires_grad=True)
     targets = torch.tensor([0, 1])
     expected = (log(2) + log(4)) / 2

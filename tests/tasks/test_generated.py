@@ -56,7 +56,7 @@ PINNED = [
 
 
 @pytest.mark.parametrize(("task", "expected"), PINNED, ids=lambda item: type(item).__name__)
-def test_the_data_is_the_same_as_ever(task, expected):
+def test_the_data_match_their_pinned_hashes(task, expected):
     assert fingerprint(task.load()) == expected
 
 
@@ -135,7 +135,7 @@ def test_temporal_order_has_each_symbol_in_its_place():
     assert data.train_targets.bincount().min() > 900
 
 
-def test_copy_memory_asks_for_what_was_said():
+def test_copy_memory_targets_are_the_first_symbols():
     data = CopyMemory(delay=3, num_copied=2, num_train=2, num_test=2).load()
     assert data.train_inputs.tolist() == [[6, 5, 8, 8, 9, 8, 8], [4, 2, 8, 8, 9, 8, 8]]
     assert data.train_targets.tolist() == [[8, 8, 8, 8, 8, 6, 5], [8, 8, 8, 8, 8, 4, 2]]
@@ -262,7 +262,7 @@ def test_mnist1d_has_its_classes_equally_often_and_is_standardised():
     assert abs(data.train_inputs.std(correction=0) - 1) < 1e-5
 
 
-def test_friedman_is_what_its_formula_says():
+def test_friedman_matches_its_formula():
     rows = np.array([[0.5, 1, 0.5, 1, 1, 9], [1, 0.25, 0, 0, 0, 9]])
     # 10 sin(pi/2) + 0 + 10 + 5, and 10 sin(pi/4) + 20/4
     assert response(rows).tolist() == pytest.approx([25, 10 * sin(pi / 4) + 5])
@@ -346,7 +346,7 @@ def test_overlay_keeps_the_digits_of_the_test_to_the_test():
     assert not shown[0] & shown[1]
 
 
-def test_overlay_loss_and_metrics_are_those_worked_out_by_hand():
+def test_overlay_loss_and_metrics_match_a_calculation_by_hand():
     outputs = torch.zeros(2, 20)
     outputs[0, 3] = outputs[0, 10 + 7] = 50  # sure of a 3 and a 7
     metrics = Overlay().metrics(outputs, torch.tensor([[3, 7], [0, 4]]))
@@ -373,7 +373,7 @@ def test_char_lm_asks_for_the_next_character(tmp_path):
     assert (data.num_tokens, data.num_outputs, data.every_step) == (6, 6, True)
 
 
-def test_char_lm_has_a_token_for_what_training_has_not(tmp_path):
+def test_char_lm_has_a_token_for_characters_that_are_not_in_training(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("abababab" + "aÄb", encoding="utf-8")
     data = CharLM(path=str(path), length=2, test_fraction=3 / 11).load()
@@ -390,14 +390,14 @@ def test_char_lm_takes_the_first_characters_only(tmp_path):
     assert data.test_inputs.shape == (1, 3)
 
 
-def test_char_lm_reads_what_comes_with_python():
+def test_char_lm_reads_the_help_of_python_by_default():
     data = CharLM().load()
     assert data.train_inputs.numel() == pytest.approx(180_000, abs=64)
     assert data.test_inputs.numel() == pytest.approx(20_000, abs=64)
     assert 80 < data.num_outputs < 200
 
 
-def test_char_lm_refuses_a_file_that_is_not_there_not_text_or_too_short(tmp_path):
+def test_char_lm_refuses_a_missing_binary_or_short_file(tmp_path):
     with pytest.raises(FieldError) as caught:
         CharLM(path="/no/such")
     assert caught.value.faults == [("path", "must be a file, found '/no/such'")]

@@ -1,4 +1,4 @@
-"""Tasks from files that the user has: every layout, and what is said of a broken file."""
+"""Tasks of image and text files: every layout, and errors for broken files."""
 
 import hashlib
 import pickle
@@ -78,7 +78,7 @@ def test_other_files_than_the_known_ones_are_refused(tmp_path, kind):
         kind(root=root).load()
 
 
-def test_the_known_hashes_are_whole():
+def test_the_published_hashes_have_the_length_of_their_algorithm():
     assert [len(text) for text in mnist.LAYOUT.hashes] == [64] * 4
     assert [len(text) for text in fashion_mnist.LAYOUT.hashes] == [32] * 4
     assert [len(text) for text in cifar10.HASHES.values()] == [64] * 6
@@ -117,7 +117,7 @@ def test_two_of_mnists_digits_lie_over_each_other(tmp_path):
         (CIFAR10, "is required, the folder with "),
     ],
 )
-def test_without_a_folder_it_is_said_what_belongs_there_and_where_to_get_it(
+def test_a_missing_folder_is_an_error_with_its_files_and_their_source(
     tmp_path, cache, kind, begins
 ):
     with pytest.raises(FieldError) as caught:
@@ -145,7 +145,7 @@ def test_without_a_folder_it_is_said_what_belongs_there_and_where_to_get_it(
         ({"t10k_labels_idx1_ubyte": idx(np.full(12, 10, np.uint8))}, "a label is 10"),
     ],
 )
-def test_a_broken_idx_file_is_told(tmp_path, changed, said):
+def test_a_broken_idx_file_is_an_error(tmp_path, changed, said):
     root = write(tmp_path, **changed)
     with pytest.raises(FieldError) as caught:
         MNIST(root=root, verify=False).load()
@@ -153,7 +153,7 @@ def test_a_broken_idx_file_is_told(tmp_path, changed, said):
     assert "https://" in str(caught.value)
 
 
-def test_a_broken_zip_is_told(tmp_path):
+def test_a_broken_zip_is_an_error(tmp_path):
     root = write(tmp_path, zipped=True)
     path = tmp_path / "train-images-idx3-ubyte.gz"
     path.write_bytes(path.read_bytes()[:100])
@@ -165,13 +165,13 @@ def test_a_broken_zip_is_told(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"no zip"])
-def test_a_broken_npz_is_told(tmp_path, content):
+def test_a_broken_npz_is_an_error(tmp_path, content):
     (tmp_path / "mnist.npz").write_bytes(content)
     with pytest.raises(FieldError, match="mnist.npz cannot be read"):
         MNIST(root=str(tmp_path), verify=False).load()
 
 
-def test_an_npz_that_is_an_array_or_damaged_inside_is_told(tmp_path):
+def test_an_npz_that_is_an_array_or_damaged_inside_is_an_error(tmp_path):
     path = tmp_path / "mnist.npz"
     with path.open("wb") as file:
         np.save(file, np.zeros(3, np.uint8))
@@ -317,7 +317,7 @@ PIXELS = np.zeros((2, 3072), np.uint8)
         (old_pickle(PIXELS, [1, -1]), "data_batch_1 has labels other than 0 to 9"),
     ],
 )
-def test_a_broken_batch_is_told_on_one_line(tmp_path, content, said):
+def test_a_broken_batch_is_an_error_of_one_line(tmp_path, content, said):
     write_cifar(tmp_path)
     (tmp_path / "data_batch_1").write_bytes(content)
     with pytest.raises(FieldError) as caught:

@@ -65,7 +65,7 @@ def test_each_loss_reaches_the_trunk_and_its_own_head_alone(name):
         assert reached == own
 
 
-def test_attributes_are_what_is_said_of_each_digit():
+def test_attributes_match_each_digit():
     task = DigitAttributes(attributes=["parity", "large", "prime", "loops", "digit"])
     table = task.classes(torch.arange(10)).tolist()
     for digit, classes in enumerate(table):
@@ -84,7 +84,7 @@ def test_attributes_are_of_the_same_digits_and_the_same_split_as_the_task_digits
     assert data.num_outputs == 12
 
 
-def test_metrics_of_attributes_are_those_worked_out_by_hand():
+def test_metrics_of_attributes_match_a_calculation_by_hand():
     task = DigitAttributes(attributes=["parity", "loops"])
     outputs = torch.zeros(2, 5)
     outputs[0, 1] = outputs[0, 2 + 2] = 50  # sure of odd, and of two loops
@@ -100,7 +100,7 @@ def test_metrics_of_attributes_are_those_worked_out_by_hand():
     }
 
 
-def test_losses_and_metrics_of_a_regression_are_those_worked_out_by_hand():
+def test_losses_and_metrics_of_a_regression_match_a_calculation_by_hand():
     task = DiabetesMulti(scales=(1.0, 10.0, 100.0))
     outputs = torch.tensor([[1.0, 0.0, 0.0], [2.0, 0.0, 0.0], [6.0, 3.0, 0.0]])
     targets = torch.tensor([[1.0, 0.0, 1.0], [4.0, 0.0, -1.0], [7.0, 3.0, 0.0]])
@@ -141,7 +141,7 @@ def test_outputs_in_parts_or_beside_one_another_have_the_same_losses(task):
         ),
     ],
 )
-def test_outputs_that_torch_would_stretch_are_refused(outputs, message):
+def test_outputs_that_torch_would_broadcast_are_refused(outputs, message):
     with pytest.raises(ValueError, match=f"^{escape(message)}$"):
         DiabetesMulti().losses(outputs, torch.zeros(2, 3))
 
@@ -163,7 +163,7 @@ def test_diabetes_asks_for_body_mass_and_pressure_and_does_not_show_them():
     assert names[2:4] == ["bmi", "bp"]
 
 
-def test_the_circuit_is_what_its_formula_says():
+def test_the_circuit_matches_its_formula():
     impedance, phase = circuit(np.array([[0.5, 0.25, 0.1, 0.9, 0.3]]))
     r, w, inductance, capacitance = 50, 40 * pi + 0.25 * 520 * pi, 0.1, 10
     x = w * inductance - 1 / (w * capacitance)

@@ -72,7 +72,7 @@ def test_values_and_gradients_are_those_of_a_slow_second_version(toy: Toy, slow:
 
 
 @toys
-def test_losses_are_means_over_points_and_metrics_say_where_it_is(toy: Toy, slow: Slow):
+def test_losses_are_means_over_points_and_metrics_have_the_point(toy: Toy, slow: Slow):
     here = torch.tensor([[1.0, -2.0], [2.0, -3.0]], dtype=torch.float64)
     expected = np.mean([slow(*place) for place in here.tolist()], axis=0)
     losses = [loss.item() for loss in toy.losses(here, here).values()]
@@ -85,7 +85,7 @@ def test_losses_are_means_over_points_and_metrics_say_where_it_is(toy: Toy, slow
 
 
 @toys
-def test_the_data_says_where_the_point_starts_and_nothing_else(toy: Toy, slow: Slow):
+def test_the_data_of_a_toy_are_its_start_and_ones(toy: Toy, slow: Slow):
     data = toy.load()
     assert data.start == toy.place
     assert data.train_inputs.unique().tolist() == [1.0]
