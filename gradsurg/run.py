@@ -17,7 +17,7 @@ from gradsurg.config.cli import Command, checked_experiment, outcome_table, read
 from gradsurg.config.overrides import CONFIG_DIR
 from gradsurg.loggers.base import GuardedLogger, Logger
 from gradsurg.plugins.fields import told
-from gradsurg.plugins.pipes import outlive_readers
+from gradsurg.plugins.pipes import ignore_closed_pipes
 from gradsurg.report.text import Runs, report
 from gradsurg.training.run import Run
 from gradsurg.training.run_directory import ERROR
@@ -181,5 +181,5 @@ def _print_notes(loggers: Iterable[Logger]) -> None:
 
 
 if __name__ == "__main__":
-    outlive_readers()
+    ignore_closed_pipes()
     main()

@@ -92,7 +92,7 @@ def test_a_frozen_parameter_that_came_is_not_told() -> None:
     assert "came" not in said(gs.Parameters(), frozen)
 
 
-def put_back(model: nn.Sequential) -> None:
+def restore_random_state(model: nn.Sequential) -> None:
     first = model.first
     model.first = nn.Linear(6, 5)
     model.first = first
@@ -102,7 +102,7 @@ def put_back(model: nn.Sequential) -> None:
     "change",
     [
         lambda model: None,
-        put_back,
+        restore_random_state,
         lambda model: deepcopy(model).append(nn.Linear(3, 3)),
         lambda model: model.__delitem__(2),
         lambda model: model.__setitem__(2, torch.compile(model.last, backend="eager")),

@@ -37,15 +37,15 @@ def test_a_compiled_graph_tells_what_each_output_lets_through_and_whether_it_run
         with compiling.keeping_buffers() if keeps else nullcontext():
             outputs = torch.compile(forward, backend="aot_eager")(torch.zeros(2))
             node: Any = outputs[0].grad_fn
-            assert compiling.runs_again(node)
+            assert compiling.can_run_again(node)
             sum(outputs).backward(retain_graph=retain)
         return node
 
     for keeps, retain in ((True, True), (True, False), (False, True), (False, False)):
         node = node_of(keeps, retain)
-        assert compiling.runs_again(node) == (keeps or retain)
+        assert compiling.can_run_again(node) == (keeps or retain)
         if retain:
-            through = [compiling.lets_through(node, number) for number in range(2)]
+            through = [compiling.dependent_inputs(node, number) for number in range(2)]
             assert sorted(through) == [[0], [1]]
     torch.compiler.reset()
 
@@ -113,8 +113,8 @@ def test_asking_a_compiled_graph_first_keeps_its_buffers() -> None:
     torch.compiler.reset()
     leaf = torch.ones(2, requires_grad=True)
     output = torch.compile(lambda: leaf.tanh().exp().sum(), backend="aot_eager")()
-    assert compiling.lets_through(output.grad_fn, 0) == [0]
-    assert compiling.runs_again(output.grad_fn)
+    assert compiling.dependent_inputs(output.grad_fn, 0) == [0]
+    assert compiling.can_run_again(output.grad_fn)
     for _ in range(2):
         output.backward(retain_graph=True)
     torch.compiler.reset()

@@ -74,7 +74,7 @@ def test_each_backward_pass_has_a_number_of_its_own() -> None:
 
 
 def test_flat_puts_entries_one_after_the_other() -> None:
-    assert autograd.flat([torch.ones(2, 2), torch.tensor(3.0)]).tolist() == [1, 1, 1, 1, 3]
+    assert autograd.flatten([torch.ones(2, 2), torch.tensor(3.0)]).tolist() == [1, 1, 1, 1, 3]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -122,16 +122,16 @@ def test_pairs_of_hooks_for_saved_tensors_are_left_in_any_order() -> None:
     seen: list[str] = []
     first, second = _pair(seen, "first"), _pair(seen, "second")
     x = torch.ones(1, requires_grad=True)
-    assert autograd.saving() is None
-    autograd.begin_saving(first)
-    autograd.begin_saving(second)
+    assert autograd.saved_tensor_hooks() is None
+    autograd.push_saved_tensor_hooks(first)
+    autograd.push_saved_tensor_hooks(second)
     x.exp()
-    autograd.end_saving(first)
+    autograd.remove_saved_tensor_hooks(first)
     x.exp()
-    assert autograd.saving() == second
-    autograd.end_saving(second)
+    assert autograd.saved_tensor_hooks() == second
+    autograd.remove_saved_tensor_hooks(second)
     x.exp()
-    assert autograd.saving() is None
+    assert autograd.saved_tensor_hooks() is None
     assert seen == ["second", "second"]
 
 
@@ -215,14 +215,14 @@ class _Passing(TorchFunctionMode):
 
 def test_modes_of_torch_functions_are_left_in_any_order() -> None:
     outer, inner = _Passing(), _Passing()
-    autograd.begin_functions(outer)
-    autograd.begin_functions(inner)
+    autograd.push_function_mode(outer)
+    autograd.push_function_mode(inner)
     assert autograd.function_modes() == [outer, inner]
-    autograd.end_functions(outer)
+    autograd.remove_function_mode(outer)
     assert autograd.function_modes() == [inner]
-    autograd.end_functions(outer)  # again, and nothing else is taken out
+    autograd.remove_function_mode(outer)  # again, and nothing else is taken out
     torch.ones(1).neg()
-    autograd.end_functions(inner)
+    autograd.remove_function_mode(inner)
     torch.ones(1).neg()
     assert autograd.function_modes() == []
     assert (outer.count, inner.count) == (0, 2)
@@ -280,7 +280,7 @@ class _Counting(autograd.Mode):
 def _all_in_force() -> tuple[list[int], int, object]:
     tables = vars(torch.nn.modules.module)
     hooks = [key for name in autograd._TABLES for key in tables[name]]
-    return hooks, len(autograd.function_modes()), autograd.saving()
+    return hooks, len(autograd.function_modes()), autograd.saved_tensor_hooks()
 
 
 def test_within_earlier_surroundings_only_what_was_there_before_is_in_force() -> None:
@@ -289,9 +289,9 @@ def test_within_earlier_surroundings_only_what_was_there_before_is_in_force() ->
     early = process.register_module_forward_hook(lambda *_: seen.append("early"))
     mode, later_mode, model = _Counting(), _Counting(), torch.nn.Linear(2, 2)
     pairs = [(lambda t, n=name: seen.append(n) or t, lambda t: t) for name in ("saved", "later")]
-    autograd.begin_functions(mode)
-    autograd.begin_saving(pairs[0])
-    known = autograd.surroundings()
+    autograd.push_function_mode(mode)
+    autograd.push_saved_tensor_hooks(pairs[0])
+    known = autograd.active_hooks()
     later = [
         register(lambda *_: seen.append("later"))
         for register in (
@@ -301,11 +301,11 @@ def test_within_earlier_surroundings_only_what_was_there_before_is_in_force() ->
             process.register_module_full_backward_hook,
         )
     ]
-    autograd.begin_functions(later_mode)
-    autograd.begin_saving(pairs[1])
+    autograd.push_function_mode(later_mode)
+    autograd.push_saved_tensor_hooks(pairs[1])
     before = _all_in_force()
     try:
-        with pytest.raises(KeyError), autograd.within(known):
+        with pytest.raises(KeyError), autograd.only_hooks(known):
             model(torch.ones(1, 2, requires_grad=True)).exp().sum().backward()
             raise KeyError
         assert set(seen) == {"early", "saved"}
@@ -317,8 +317,8 @@ def test_within_earlier_surroundings_only_what_was_there_before_is_in_force() ->
         assert later_mode.seen
     finally:
         for pair in reversed(pairs):
-            autograd.end_saving(pair)
-        autograd.end_functions(later_mode)
-        autograd.end_functions(mode)
+            autograd.remove_saved_tensor_hooks(pair)
+        autograd.remove_function_mode(later_mode)
+        autograd.remove_function_mode(mode)
         for handle in [early, *later]:
             handle.remove()

@@ -7,7 +7,7 @@ import pytest
 from pydantic import Field
 
 from gradsurg.plugins.fields import Contradiction, FieldError, nearest, validated
-from gradsurg.plugins.per import NormOrder, Per
+from gradsurg.plugins.reductions import NormOrder, Per
 
 
 @validated

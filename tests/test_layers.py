@@ -146,9 +146,9 @@ def test_a_cycle_is_found() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "message"),
     [
-        ("plugins.per", "from gradsurg.transforms.base import State", "not below it"),
-        ("plugins.per", "from gradsurg import surgery", "not below it"),
-        ("plugins.per", "import gradsurg.surgery", "not below it"),
+        ("plugins.reductions", "from gradsurg.transforms.base import State", "not below it"),
+        ("plugins.reductions", "from gradsurg import surgery", "not below it"),
+        ("plugins.reductions", "import gradsurg.surgery", "not below it"),
         ("triggers", "from gradsurg.transforms.base import State", "not below it"),
         ("transforms.clip", "from gradsurg.stats import verdict", ""),
         ("sites.nodes", "def f():\n    from gradsurg.surgery.live import Live", "not below it"),

@@ -8,7 +8,7 @@ from einops import reduce
 from torch import Tensor
 
 from gradsurg.plugins.fields import FieldError
-from gradsurg.plugins.per import direction, mean, norm, reduced_axes, widened
+from gradsurg.plugins.reductions import direction, mean, norm, reduced_axes, widened
 from gradsurg.transforms.norm_rescale import NormRescale
 
 INF = float("inf")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradsurg.aggregators.rows import at_least_float32, combine, combine_safely, gramian_of
 from gradsurg.plugins.fields import validated
-from gradsurg.torch_internals.autograd import undisturbed
+from gradsurg.torch_internals.autograd import without_autocast
 
 AggregatorState = dict[str, Tensor]
 AggregatorProperty = Literal[
@@ -139,7 +139,7 @@ class Aggregator(ABC):
             )
         # `no_grad` would cost several per cent of a product that takes a millisecond.
         rows = rows.detach() if rows.requires_grad else rows
-        with undisturbed([rows]):
+        with without_autocast([rows]):
             return self.merge(rows, self.init(len(rows)), context or AggregatorContext())[0]
 
 

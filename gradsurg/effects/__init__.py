@@ -1,1 +1,1 @@
-"""Numbers before and after a transform, and counts of what fired."""
+"""Effects of transforms in numbers, and the ledger of calls."""

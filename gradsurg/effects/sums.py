@@ -145,8 +145,8 @@ class Samples:
                 ]
             ).sum(0)
         else:
-            after = None if sample.is_unchanged else [autograd.flat(afters)]
-            sums = self._compute([autograd.flat(befores)], after, sizes)
+            after = None if sample.is_unchanged else [autograd.flatten(afters)]
+            sums = self._compute([autograd.flatten(befores)], after, sizes)
         self.sums.append(Sums(sample.slots, sizes, sums))
 
     def _compute(
@@ -271,7 +271,7 @@ def _joined(tensors: list[Tensor]) -> Tensor:
 
 def _copy(grads: list[Tensor]) -> Tensor:
     """A flat copy of the entries of gradients."""
-    flat = autograd.flat(grads)
+    flat = autograd.flatten(grads)
     return flat.clone() if len(grads) == 1 else flat  # of a single gradient it is an alias
 
 

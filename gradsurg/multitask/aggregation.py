@@ -30,7 +30,7 @@ from gradsurg.plugins.fields import FieldError
 from gradsurg.plugins.registry import snake
 from gradsurg.sites.base import Selector
 from gradsurg.sites.tree_table import plural
-from gradsurg.torch_internals.autograd import undisturbed
+from gradsurg.torch_internals.autograd import without_autocast
 from gradsurg.triggers.base import TensorTrigger, Trigger, TriggerContext
 from gradsurg.triggers.for_task import ForTask
 
@@ -145,7 +145,7 @@ class Aggregation:
                 f"losses: the weights of this step are of {', '.join(self._weighted_tasks)}, found "
                 f"{', '.join(tasks)}"
             )
-        with undisturbed(()):
+        with without_autocast(()):
             if not fires:
                 weights = torch.ones(len(tasks), dtype=torch.float64)
             elif weights is None:
@@ -168,7 +168,7 @@ class Aggregation:
 
     def combine_with(self, parts: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
         """Combine the rows of each part by given weights."""
-        with undisturbed(parts):
+        with without_autocast(parts):
             return [combine(rows, weights) for rows in parts]
 
     def combine(
@@ -180,7 +180,7 @@ class Aggregation:
             return _sum(parts).grads
         if self.session.is_scaled and not all(bool(rows.isfinite().all()) for rows in parts):
             return _sum(parts).grads  # the scaler skips this step
-        with undisturbed(parts):
+        with without_autocast(parts):
             context = self._context(group, losses)
             if fires:
                 result = self._aggregate(group, parts, losses)
@@ -204,7 +204,7 @@ class Aggregation:
 
         Without weights, measure the update that the aggregator would compute.
         """
-        with undisturbed(parts):
+        with without_autocast(parts):
             result = AggregationResult([], {}, weights)
             if weights is None and self._count(group):
                 result = self._aggregate(group, parts, losses)

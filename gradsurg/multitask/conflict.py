@@ -22,7 +22,7 @@ from gradsurg.aggregators.solvers import CACHED_GRAMIANS
 from gradsurg.effects.numbers import CONFLICT_NAMES, CONFLICT_NUMBERS, CONFLICT_TASK_NAMES
 from gradsurg.effects.tables import aligned
 from gradsurg.plugins.registry import find, names
-from gradsurg.torch_internals.autograd import undisturbed
+from gradsurg.torch_internals.autograd import without_autocast
 
 MAX_UNFETCHED = 1000  # conflicts kept until they are fetched
 BATCH = 50  # measurements evaluated together
@@ -223,7 +223,7 @@ class Conflicts:
         """Return the conflicts since the last fetch, the newest thousand at most."""
         self._evaluate()
         compared = [measurement for _, measurement in self._unfetched if measurement is not None]
-        with undisturbed(()):
+        with without_autocast(()):
             others = iter(alternatives(compared))
         conflicts = [
             conflict if measurement is None else replace(conflict, others=next(others))

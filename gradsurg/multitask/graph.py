@@ -66,7 +66,7 @@ def has_single_use_graph(
     counts = Counter(chain.from_iterable(nodes_of([loss]) for loss in losses))
     ignored = reachable(below, next_nodes)
     return any(
-        node.name() == compiling.COMPILED and not compiling.runs_again(node)
+        node.name() == compiling.COMPILED and not compiling.can_run_again(node)
         for node, count in counts.items()
         if count > shared and node not in ignored
     )
@@ -94,11 +94,11 @@ def _next_edges(edge: tuple[Node, int]) -> list[tuple[Node, int]]:
             (following, index if following.name() == compiling.COMPILED else 0)
             for following, index in edges
         ]
-    if not compiling.runs_again(node):  # a probe would use up its one backward pass
+    if not compiling.can_run_again(node):  # a probe would use up its one backward pass
         return []
     probed = _PROBED.setdefault(type(node), {})
     receiving, probes = probed.get(output, (set(), 0))
     if probes < MAX_PROBES and len(receiving) < len(edges):
-        receiving = receiving | set(compiling.lets_through(node, output))
+        receiving = receiving | set(compiling.dependent_inputs(node, output))
         probed[output] = receiving, probes + 1
     return [edges[index] for index in sorted(receiving)]

@@ -1,4 +1,4 @@
-"""Validated, frozen dataclasses whose errors are one line a fault."""
+"""Frozen dataclasses with validated fields; errors have one line for each wrong field."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -98,8 +98,8 @@ def validated(cls: Class) -> Class:
             places = [field.name for field in ordered if not field.kw_only]
             unions = [field.name for field in ordered if _is_union(field.type)]
             unions += [index for index, name in enumerate(places) if name in unions]
-            told = _by_one_member(error.errors(), unions)
-            faults = [_fault(details, names, places) for details in told]
+            errors = _by_one_member(error.errors(), unions)
+            faults = [_fault(details, names, places) for details in errors]
             raise FieldError(cls.__name__, faults) from None
 
     made.__init__ = init
@@ -144,14 +144,14 @@ def one_line(error: BaseException) -> str:
 
 
 def nearest(name: str, choices: list[str]) -> str:
-    """The choices, in full, with the nearest one first in a question: for an error message."""
+    """List all choices, and ask for the nearest: the end of an error message."""
     plain = {choice.lower(): choice for choice in choices}
     close = get_close_matches(name.lower(), plain, n=1, cutoff=0.5)
     question = f" Did you mean '{plain[close[0]]}'?" if close else ""
     return f"There are: {', '.join(choices) or 'none'}.{question}"
 
 
-def _is_union(annotation: Any) -> bool:  # Any: whatever may stand behind a colon
+def _is_union(annotation: Any) -> bool:  # Any: any annotation
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     members = [own for own in get_args(annotation) if own is not NoneType]
@@ -159,10 +159,10 @@ def _is_union(annotation: Any) -> bool:  # Any: whatever may stand behind a colo
 
 
 def _by_one_member(errors: list[ErrorDetails], unions: list[str | int]) -> list[ErrorDetails]:
-    """The errors, with those of one member for each union: of the first whose kind the value is.
+    """Keep, for a field with a union type, the errors of the first member whose type fits.
 
-    Pydantic has those of all members, each with the member's name in its `loc`. If the value is of
-    no member's kind, they are made one.
+    Pydantic lists the errors of all members, each with the member's name in its `loc`. If no type
+    fits, they are merged into one.
     """
     members: dict[str | int, dict[str | int, list[ErrorDetails]]] = {}
     for details in errors:
@@ -174,11 +174,11 @@ def _by_one_member(errors: list[ErrorDetails], unions: list[str | int]) -> list[
         details for details in errors if len(details["loc"]) < 2 or details["loc"][0] not in unions
     ]
     for field, own in members.items():
-        fitting = [told for told in own.values() if not _of_another_kind(told)]
+        fitting = [errors for errors in own.values() if not _of_another_kind(errors)]
         if fitting:
             chosen += fitting[0]
             continue
-        first, *others = (told[0] for told in own.values())
+        first, *others = (errors[0] for errors in own.values())
         kinds = [_rule(details).removeprefix("must be ") for details in (first, *others)]
         rule = f"must be {' or '.join(dict.fromkeys(kinds))}"
         chosen.append({**first, "type": "union", "loc": (field,), "msg": rule})
@@ -224,6 +224,6 @@ def _too_many(names: list[str], places: list[str]) -> str:
 
 
 def told(error: BaseException) -> str:
-    """An error's kind, its message and its notes, on one line."""
+    """Return an error's class, message and notes on one line."""
     parts = [" ".join(str(text).split()) for text in (error, *getattr(error, "__notes__", []))]
     return f"{type(error).__name__}: {'; '.join([parts[0] or 'no message', *parts[1:]])}"

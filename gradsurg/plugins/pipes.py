@@ -1,4 +1,4 @@
-"""Output whose reader may leave, as `| head` does."""
+"""Printing into a pipe whose reader may close it, as `| head` does."""
 
 import os
 import sys
@@ -6,16 +6,15 @@ from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import Any, TextIO
 
 
-def outlive_readers() -> None:
-    """From now on what is printed after the reader has gone is dropped, and the work goes on.
+def ignore_closed_pipes() -> None:
+    """Replace stdout and stderr: output is dropped once the reader has closed the pipe.
 
-    It is for the outermost function of a command: it puts new streams in the place of the standard
-    ones.
+    For the outermost function of a command.
     """
-    sys.stdout, sys.stderr = _outliving(sys.stdout), _outliving(sys.stderr)
+    sys.stdout, sys.stderr = _reopened(sys.stdout), _reopened(sys.stderr)
 
 
-def _outliving(stream: TextIO) -> TextIO:
+def _reopened(stream: TextIO) -> TextIO:
     stream.flush()
     return TextIOWrapper(
         BufferedWriter(_Pipe(stream.fileno(), "wb", closefd=False)),
@@ -27,9 +26,9 @@ def _outliving(stream: TextIO) -> TextIO:
 
 
 class _Pipe(FileIO):
-    """A file that becomes the null device when nobody reads it any more."""
+    """A file that becomes the null device when its reader is gone."""
 
-    def write(self, content: Any, /) -> int:  # Any: whatever has bytes
+    def write(self, content: Any, /) -> int:  # Any: any buffer
         try:
             return super().write(content)
         except BrokenPipeError:

@@ -1,4 +1,4 @@
-"""The project's own directory of classes: what a folder holds, by the stems of its files."""
+"""Find plug-in classes by the stem of their file: `norm_rescale.py` has `NormRescale`."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,7 @@ CONTRACTS = ("__init__", "base")
 
 
 def names(kind: str) -> list[str]:
-    """The stems of a folder of the package, as `transforms` or `sites`: of the files that define
-    a class spelled like the file.
-    """
+    """The stems of the files in a folder, as `transforms`, that define a class of their name."""
     folder = Path(__file__).parents[1] / kind
     public = (path for path in folder.glob("[!_]*.py") if path.stem not in CONTRACTS)
     return sorted(path.stem for path in public if defines_its_class(path))
@@ -30,7 +28,7 @@ def defines_its_class(path: Path) -> bool:
 
 
 def find(kind: str, name: str) -> type:
-    """The class that the file `name` of a folder is for: `NormRescale` of `norm_rescale.py`.
+    """Import the class of the file `name` in a folder: `NormRescale` from `norm_rescale.py`.
 
     Raises LookupError, with the choices and the nearest one, if there is no such file.
     """
@@ -56,5 +54,5 @@ def check_choice(
 
 
 def snake(name: str) -> str:
-    """The stem that belongs to a class: `norm_rescale` to `NormRescale`."""
+    """Convert a class name to a stem: `NormRescale` to `norm_rescale`."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()

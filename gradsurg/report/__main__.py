@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradsurg.plugins.pipes import outlive_readers
+from gradsurg.plugins.pipes import ignore_closed_pipes
 from gradsurg.report.export import write_report
 from gradsurg.report.load import NotAStudy, Stamp, stamp
 from gradsurg.report.study import study_report
@@ -61,5 +61,5 @@ def _watch(study: Path, out: Path) -> int:
 
 
 if __name__ == "__main__":
-    outlive_readers()
+    ignore_closed_pipes()
     sys.exit(main())

@@ -2,9 +2,9 @@
 
 import sys
 
-from gradsurg.plugins.pipes import outlive_readers
+from gradsurg.plugins.pipes import ignore_closed_pipes
 from gradsurg.reproduce.command import main
 
 if __name__ == "__main__":
-    outlive_readers()
+    ignore_closed_pipes()
     sys.exit(main(sys.argv[1:]))

@@ -172,7 +172,7 @@ class Flow:
         base = self.site_ids(module, call)
         record = None
         # A checkpoint, which recomputes this call, turns gradients off or packs saved tensors.
-        if not torch.is_grad_enabled() or autograd.saving() is not None:
+        if not torch.is_grad_enabled() or autograd.saved_tensor_hooks() is not None:
             record = CallRecord(ref(module), self.registry.moment, base)
             if calls.counter.inside and module in calls.recorded:
                 self.records[module].append(record)

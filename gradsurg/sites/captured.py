@@ -178,13 +178,13 @@ def _watch(sites: "_Sites", stack: ExitStack) -> None:
     modes = [mode for mode in autograd.function_modes() if isinstance(mode, _GradMode)]
     mode = modes[0] if modes else _GradMode()
     if not modes:
-        autograd.begin_functions(mode)
+        autograd.push_function_mode(mode)
     mode.attached.append(sites)
 
     def end() -> None:
         mode.attached.remove(sites)
         if not mode.attached:
-            autograd.end_functions(mode)
+            autograd.remove_function_mode(mode)
 
     stack.callback(end)
 

@@ -145,10 +145,10 @@ class SavedTensors(ModuleSelector):
             return is_chosen(tensor)
 
         pair = hook_pair(
-            lambda tensor: (hook, BLOCK) if wanted(tensor) else None, autograd.saving()
+            lambda tensor: (hook, BLOCK) if wanted(tensor) else None, autograd.saved_tensor_hooks()
         )
-        autograd.begin_saving(pair)
-        stack.callback(autograd.end_saving, pair)
+        autograd.push_saved_tensor_hooks(pair)
+        stack.callback(autograd.remove_saved_tensor_hooks, pair)
 
     def _hook_modules(self, model: nn.Module, registry: HookRegistry, stack: ExitStack) -> None:
         origins = TensorOrigins(model, stack)
@@ -286,7 +286,7 @@ class _SavingCalls(Calls):
             self.without_graph(module)
             return
         self.origins.update(module)
-        outer = autograd.saving()
+        outer = autograd.saved_tensor_hooks()
         for other in self.open:
             # Of two nested calls the inner one replaces the outer.
             if outer is not None and outer[0] is other.pair[0]:
@@ -294,7 +294,7 @@ class _SavingCalls(Calls):
         numbered = _NumberedSites(base, self.registry, self.wanted)
         pair = hook_pair(numbered, outer)
         self.open.append(_OpenCall(module, pair, outer, numbered))
-        autograd.begin_saving(pair)
+        autograd.push_saved_tensor_hooks(pair)
 
     def enter_compiled(self, module: nn.Module, args: tuple[object, ...]) -> None:
         """Call `enter` in a compiled model, and warn about what it saves."""
@@ -309,7 +309,7 @@ class _SavingCalls(Calls):
 
     def _close(self) -> nn.Module:
         call = self.open.pop()
-        autograd.end_saving(call.pair)
+        autograd.remove_saved_tensor_hooks(call.pair)
         if not call.sites.number:
             self.registry.expect(call.sites.base, skipped="saves no such tensor of its own")
         return call.module

@@ -29,7 +29,7 @@ def when_averaged(model: nn.Module, stack: ExitStack, act: Callable[[int], None]
 
         @compiling.untraced
         def hook(module: nn.Module, args: tuple[object, ...]) -> None:
-            wrapper = autograd.averaging()
+            wrapper = autograd.active_ddp()
             if wrapper is not None:
                 act(distributed.get_world_size(wrapper.process_group))
 

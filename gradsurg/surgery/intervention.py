@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gradsurg.aggregators.base import Aggregator
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.plugins.fields import FieldError, nearest
-from gradsurg.plugins.per import reduced_axes
+from gradsurg.plugins.reductions import reduced_axes
 from gradsurg.plugins.registry import snake
 from gradsurg.sites.base import SCALED, Selector, Stage
 from gradsurg.sites.parameters import Parameters

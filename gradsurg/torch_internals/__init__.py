@@ -1,1 +1,1 @@
-"""Private corners of PyTorch, each behind one function with a test."""
+"""Private functions of PyTorch, each behind one function of ours with a test."""

@@ -1,7 +1,6 @@
-"""The corners of PyTorch that it has but does not export; those of torch.compile are in `compiler`.
+"""Private functions of PyTorch for autograd, hooks and modes; `compiling` has those of Dynamo.
 
-Each is used by PyTorch's own Python code, and each is pinned by a test in `tests/test_engine.py` or
-in `tests/pitfalls`.
+Each is used by PyTorch's own Python code, and each has a test.
 """
 
 import sys
@@ -25,26 +24,24 @@ foreach_norm = _foreach["_foreach_norm"]
 foreach_mul = _foreach["_foreach_mul"]
 
 next_sequence_number: Callable[[], int] = import_module("torch._C._autograd")._get_sequence_nr
-"""The number that the next autograd node of this thread will get."""
+"""The sequence number of the next autograd node made in this thread."""
 
 _functorch = import_module("torch._C._functorch")
 _interpreters: Callable[[], object] = _functorch.peek_interpreter_stack
 _running_node: Callable[[], object] = vars(torch._C)["_current_autograd_node"]
 
 
-flat: Callable[[list[torch.Tensor]], torch.Tensor]
-flat = import_module("torch._utils")._flatten_dense_tensors
-"""The entries of several dense tensors of one dtype and device, one after the other."""
+flatten: Callable[[list[torch.Tensor]], torch.Tensor]
+flatten = import_module("torch._utils")._flatten_dense_tensors
+"""Flatten dense tensors of one dtype and device into one tensor."""
 
 
 any_autocast: Callable[[], bool] = vars(torch._C)["_is_any_autocast_enabled"]
-"""Whether this thread is under the autocast of any device."""
+"""Whether autocast is enabled in this thread, for any device."""
 
 
-def undisturbed(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
-    """A block in which what is calculated of these has their own dtype, and what is made besides is
-    on the CPU, whatever autocast and whatever default device this thread is under.
-    """
+def without_autocast(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
+    """Disable autocast for the devices of these tensors, and make the CPU the default device."""
     away = torch._C._len_torch_function_stack() > 0 and torch.get_default_device().type != "cpu"
     if not away and not any_autocast():
         return nullcontext()
@@ -57,13 +54,13 @@ def undisturbed(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[objec
     return stack
 
 
-FIRST = -1  # no handle of PyTorch's has such a number
+FIRST = -1  # a key that no handle of PyTorch has
 
 
 def hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-    """Hook a tensor that an operation has made and that has no hooks yet, as long as it lives.
+    """Register the first hook of a tensor that is no leaf, for the lifetime of the tensor.
 
-    As `register_hook`, without a handle to take the hook off, which is a third of what that takes.
+    Like `register_hook`, in two thirds of the time: there is no handle to remove the hook.
     """
     assert tensor.grad_fn is not None
     table: OrderedDict[int, Callable[[torch.Tensor], torch.Tensor | None]]
@@ -74,33 +71,33 @@ def hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor
 
 
 backward_task: Callable[[], int] = torch._C._current_graph_task_id
-"""The number of the backward pass that this thread is inside, -1 outside."""
+"""The id of the backward pass running in this thread; -1 if none is."""
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside a backward pass."""
+    """Whether a backward pass runs in this thread."""
     return backward_task() != -1
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Have `call` called when the backward pass at hand ends; not if it fails."""
+    """Call `call` when the running backward pass ends; not if it fails."""
     Variable._execution_engine.queue_callback(call)
 
 
 def running_node() -> object:
-    """The autograd node that is being executed in this thread, None if none is."""
+    """The autograd node that runs in this thread; None if none does."""
     return _running_node()
 
 
 def in_inner_backward() -> bool:
-    """In a call at the end of a backward: whether it is one inside another, that still runs."""
+    """Whether the backward pass that ends, in `at_end_of_backward`, is nested in another one."""
     return _running_node() is not None
 
 
 def stepping_scaler() -> torch.amp.GradScaler | None:
-    """The GradScaler that makes the step which this is called in, if one does and is at work.
+    """The enabled GradScaler whose `step` is on the call stack; None if there is none.
 
-    It leaves nothing on an optimizer that shows it: it stands on the stack.
+    It leaves no mark on the optimizer, so the stack is searched.
     """
     if torch.compiler.is_compiling():
         return None
@@ -112,78 +109,78 @@ def stepping_scaler() -> torch.amp.GradScaler | None:
 
 
 def is_wrapped(tensor: torch.Tensor) -> bool:
-    """Whether it is one of a transform of `torch.func` or of a vmap: it has no storage to tell."""
+    """Whether a tensor is wrapped by `torch.func` or vmap, and so has no storage to compare."""
     return _functorch.is_functorch_wrapped_tensor(tensor) or _functorch.is_legacy_batchedtensor(
         tensor
     )
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
-    """Whether it stands for many tensors at once, as those inside a vmap do."""
+    """Whether a tensor stands for a batch of tensors, inside vmap."""
     while _functorch.is_gradtrackingtensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return _functorch.is_batchedtensor(tensor) or _functorch.is_legacy_batchedtensor(tensor)
 
 
 def in_functorch() -> bool:
-    """Whether vmap, grad or another transform of `torch.func` is at work."""
+    """Whether vmap, grad or another transform of `torch.func` is active."""
     return _interpreters() is not None
 
 
 def is_distributed() -> bool:
-    """Whether this process is one of a group."""
+    """Whether this process belongs to a process group."""
     return distributed.is_available() and distributed.is_initialized()
 
 
-def averaging() -> DistributedDataParallel | None:
-    """The DDP inside whose forward this is: it averages the gradients over processes."""
+def active_ddp() -> DistributedDataParallel | None:
+    """The DistributedDataParallel module whose forward runs; None outside."""
     return DistributedDataParallel._get_active_ddp_module()
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor, as `fully_shard` makes one of each parameter."""
-    library = sys.modules.get("torch.distributed.tensor")  # slow to import, and mostly for nothing
+    """Whether a tensor is a DTensor, as the parameters of `fully_shard` are."""
+    library = sys.modules.get("torch.distributed.tensor")  # slow to import
     return library is not None and isinstance(tensor, library.DTensor)
 
 
 Pair = tuple[Callable[[torch.Tensor], object], Callable[[Any], torch.Tensor]]
-"""A pack hook and an unpack hook. Any: whatever pack has made of a saved tensor."""
+"""A pack hook and an unpack hook. Any: pack may return any object."""
 
 _saved = import_module("torch._C._autograd")
 
 
-def saving() -> Pair | None:
-    """The innermost pair of hooks for tensors saved for backward that is in force here."""
+def saved_tensor_hooks() -> Pair | None:
+    """The innermost active pair of hooks for tensors saved for backward."""
     return _saved._top_saved_tensors_default_hooks(False)
 
 
-def begin_saving(pair: Pair) -> None:
-    """Put a pair of hooks in force in this thread."""
+def push_saved_tensor_hooks(pair: Pair) -> None:
+    """Push a pair of hooks for saved tensors, in this thread."""
     _saved._push_saved_tensors_default_hooks(*pair)
 
 
-def end_saving(pair: Pair) -> None:
-    """Take that pair out of force and no other, though it is not the innermost any more."""
+def remove_saved_tensor_hooks(pair: Pair) -> None:
+    """Remove this pair of hooks for saved tensors, also if it is no longer the innermost."""
     inner: list[Pair] = []
-    while (top := saving()) is not None:
+    while (top := saved_tensor_hooks()) is not None:
         _saved._pop_saved_tensors_default_hooks()
         if top[0] is pair[0]:
             break
         inner.append(top)
     for other in reversed(inner):
-        begin_saving(other)
+        push_saved_tensor_hooks(other)
 
 
 def in_checkpoint() -> bool:
-    """Whether this is the forward of a checkpoint that is not reentrant: it will be run again."""
-    top = saving()
+    """Whether the forward of a non-reentrant checkpoint runs, which will be recomputed."""
+    top = saved_tensor_hooks()
     return top is not None and top[0].__qualname__.startswith("_checkpoint_hook")
 
 
 def running_functions() -> list[BackwardCFunction]:
-    """The autograd functions whose forward is running in this thread, the innermost first.
+    """The autograd functions whose forward runs in this thread, innermost first.
 
-    A reentrant checkpoint is one: it takes gradients off, and will run its modules again.
+    A reentrant checkpoint is one: it disables gradients, and will run its modules again.
     """
     found: list[BackwardCFunction] = []
     frame = sys._getframe(1)
@@ -203,28 +200,28 @@ _overrides = vars(torch.overrides)
 
 
 def function_modes() -> list[Mode]:
-    """The modes that see the torch functions of this thread, the innermost last."""
+    """The active torch-function modes of this thread, innermost last."""
     return _overrides["_get_current_function_mode_stack"]()
 
 
-def begin_functions(mode: Mode) -> None:
-    """Let a mode see the torch functions that this thread calls."""
+def push_function_mode(mode: Mode) -> None:
+    """Push a torch-function mode, in this thread."""
     _overrides["_push_mode"](mode)
 
 
-def end_functions(mode: Mode) -> None:
-    """Take that mode out of force and no other, though it is not the innermost any more."""
+def remove_function_mode(mode: Mode) -> None:
+    """Remove this torch-function mode, also if it is no longer the innermost."""
     if all(other is not mode for other in function_modes()):
         return
     inner: list[Mode] = []
     while (top := _overrides["_pop_mode"]()) is not mode:
         inner.append(top)
     for other in reversed(inner):
-        begin_functions(other)
+        push_function_mode(other)
 
 
 def remove_global_forward_hook(handle: RemovableHandle) -> None:
-    """Take off a global forward hook; what PyTorch notes of one with keywords it leaves behind."""
+    """Remove a global forward hook, and the note of its keywords, which PyTorch leaves behind."""
     handle.remove()
     vars(import_module("torch.nn.modules.module"))["_global_forward_hooks_with_kwargs"].pop(
         handle.id, None
@@ -241,23 +238,23 @@ _TABLES = (
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What is in force for all modules of the process and all tensors of this thread."""
+class ActiveHooks:
+    """The active global module hooks, torch-function modes and hooks for saved tensors."""
 
     hooks: tuple[frozenset[int], ...]
     modes: tuple[Mode, ...]
     pair: Pair | None
 
 
-def surroundings() -> Surroundings:
-    """Those of here and now."""
+def active_hooks() -> ActiveHooks:
+    """Return the global hooks and modes that are active now."""
     hooks = tuple(frozenset(_process[name]) for name in _TABLES)
-    return Surroundings(hooks, tuple(function_modes()), saving())
+    return ActiveHooks(hooks, tuple(function_modes()), saved_tensor_hooks())
 
 
 @contextmanager
-def within(known: Surroundings) -> Iterator[None]:
-    """A block in which nothing is in force that came after these surroundings."""
+def only_hooks(known: ActiveHooks) -> Iterator[None]:
+    """Disable the global hooks and modes that are not among `known`."""
     tables = [dict(_process[name]) for name in _TABLES]
     modes = function_modes()
     pairs: list[Pair] = []
@@ -268,19 +265,21 @@ def within(known: Surroundings) -> Iterator[None]:
         _overrides["_pop_mode"]()
     for mode in modes:
         if any(mode is own for own in known.modes):
-            begin_functions(mode)
-    while (top := saving()) is not None and (known.pair is None or top[0] is not known.pair[0]):
+            push_function_mode(mode)
+    while (top := saved_tensor_hooks()) is not None and (
+        known.pair is None or top[0] is not known.pair[0]
+    ):
         pairs.append(top)
         _saved._pop_saved_tensors_default_hooks()
     try:
         yield
     finally:
         for pair in reversed(pairs):
-            begin_saving(pair)
+            push_saved_tensor_hooks(pair)
         while function_modes():
             _overrides["_pop_mode"]()
         for mode in modes:
-            begin_functions(mode)
+            push_function_mode(mode)
         for name, table in zip(_TABLES, tables, strict=True):
             _process[name].clear()
             _process[name].update(table)

@@ -1,6 +1,4 @@
-"""The corners of torch.compile that it has but does not export, each pinned by a test in
-`tests/test_compiler.py`.
-"""
+"""Private functions of torch.compile; each has a test."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -20,34 +18,34 @@ _tracing = import_module("torch._C._dynamo.eval_frame").get_eval_frame_callback
 
 
 def untraced(function: Function, compiled: Function | None = None) -> Function:
-    """The same function, and Dynamo runs it as it is: traced, what it remembers would be lost.
+    """Wrap a function so that Dynamo does not trace it, which would lose its side effects.
 
-    Every hook on a module needs this. Outside of what is compiled it costs a fifth of what
-    `torch.compiler.disable` does. `compiled` is what takes its place in what is compiled.
+    Every hook on a module needs this. In eager code it costs a fifth of `torch.compiler.disable`.
+    In compiled code `compiled` is called instead of the function, if given.
     """
-    disable: Callable[..., Any] = torch.compiler.disable  # Any: it gives back what it was given
+    disable: Callable[..., Any] = torch.compiler.disable  # Any: it returns its argument
     disabled = disable(compiled or function)
 
     def run(*args: object) -> object:
         return function(*args) if _tracing() is None else disabled(*args)
 
-    # Neither this frame is compiled nor is it made part of another.
+    # Dynamo neither compiles nor inlines this frame.
     skip: Callable[..., Any] = import_module("torch._dynamo.decorators").skip
     return skip(run)
 
 
 traced: Callable[[], bool] = torch.compiler.is_dynamo_compiling
-"""Whether Dynamo is tracing this code: a cheaper question than `untraced` at every call."""
+"""Whether Dynamo traces this code; cheaper than wrapping a function in `untraced`."""
 
 
 def has_compiled() -> bool:
     """Whether torch.compile has compiled anything in this process since it was last reset."""
-    library = sys.modules.get("torch._dynamo.convert_frame")  # slow to import, and only for that
+    library = sys.modules.get("torch._dynamo.convert_frame")  # slow to import
     return library is not None and bool(library.output_codes.seen)
 
 
 def in_compiled() -> bool:
-    """Whether this is called, however deep, by something that torch.compile has given back."""
+    """Whether a compiled function is on the call stack."""
     frame = sys._getframe() if has_compiled() else None
     while frame is not None:
         code = frame.f_code
@@ -59,15 +57,14 @@ def in_compiled() -> bool:
 
 @contextmanager
 def keeping_buffers() -> Iterator[None]:
-    """A block in which what torch.compile compiles, of any model, may be sent back through more
-    than once. Blocks may overlap: the last that ends restores what was before the first.
+    """Compile graphs whose backward may run more than once, for any model.
 
-    Else its backward may write to what its forward has saved, its "donated buffers". The caches on
-    disk do not tell the two apart, and so they get a tag.
+    Otherwise a compiled backward may write to tensors that its forward has saved, its "donated
+    buffers". The caches on disk do not distinguish the two, so they get a tag.
 
-    PyTorch's settings are of a thread (of a context, as `contextvars` has them), and so are the
-    blocks: each holds for what the thread that opened it compiles, whatever others do. It must
-    close it, too: closed by another it ends nowhere.
+    Blocks may overlap: the last to end restores the settings of before the first. The settings of
+    PyTorch, and so these blocks, apply to one context of `contextvars`, as a thread has one: a
+    block must end in the thread that opened it.
     """
     functorch: Any = import_module("torch._functorch.config")  # Any: modules of settings
     compiler: Any = import_module("torch.compiler.config")
@@ -87,33 +84,33 @@ def keeping_buffers() -> Iterator[None]:
 
 
 COMPILED = "CompiledFunctionBackward"
-"""The name of the autograd node of all that has become one graph."""
+"""The name of the autograd node of a compiled graph."""
 
 _KEPT = "/gradsurg keeps buffers"
 _open: ContextVar[tuple[object, ...]] = ContextVar("gradsurg_keeping", default=())
-_before: ContextVar[tuple[bool, str]] = ContextVar("gradsurg_before")  # the first was opened
+_before: ContextVar[tuple[bool, str]] = ContextVar("gradsurg_before")  # the first block
 
 
-def runs_again(node: Any) -> bool:
-    """Whether a graph that torch.compile has made may be sent back through more than once: the
-    first time with `retain_graph`, if it was not yet. Any: a node of its `CompiledFunction`.
+def can_run_again(node: Any) -> bool:
+    """Whether the backward of a compiled graph may run more than once.
+
+    The first time needs `retain_graph`. Any: a node of its `CompiledFunction`.
     """
     function = node._forward_cls
     metadata = function.metadata
     if metadata.bw_donated_idxs is None:
-        # It was compiled while buffers were kept. PyTorch takes a list alone for a sign of that,
-        # where its setting, which each thread has for itself, says otherwise.
+        # It was compiled inside `keeping_buffers`. If the setting differs in the present thread,
+        # PyTorch recognizes that by a list alone.
         metadata.bw_donated_idxs = []
     return not metadata.bw_donated_idxs or function.compiled_bw is None
 
 
-def lets_through(node: Any, number: int) -> list[int]:
-    """To which of the nodes after it a gradient flows that enters a graph of torch.compile at its
-    output `number`; nodes that are None are not counted.
+def dependent_inputs(node: Any, number: int) -> list[int]:
+    """The indices of the next nodes of a compiled graph that depend on its output `number`.
 
-    It gives zero to all others that it holds. A gradient of NaN tells them apart from most of those
-    to which none but zeros flow today, but not from what a relu or a mask holds back; no hook sees
-    it. Any: as above.
+    The graph returns zeros for all others, so a gradient of NaN is sent through it, which no hook
+    sees. Nodes behind a relu or a mask that is zero now are missed. Nodes that are None are not
+    counted. Any: as above.
     """
     with torch.no_grad():
         given = [

@@ -62,7 +62,7 @@ class Counterfactual:
         self._optimizer = optimizer
         self._loss_fn = loss_fn
         self._autocast = autocast
-        self._surroundings = autograd.surroundings()
+        self._surroundings = autograd.active_hooks()
         # Together: the copy of the optimizer has the parameters of the copy of the model.
         self._twin, self._twin_optimizer = copy.deepcopy((self._model, optimizer))
         self._device = next(self._model.parameters()).device
@@ -119,7 +119,7 @@ class Counterfactual:
         """Disable the surgery's global modes and restore the generators to the step's start."""
         with preserved(self._device):
             set_states(sample.generators, self._device)
-            with autograd.within(self._surroundings):
+            with autograd.only_hooks(self._surroundings):
                 yield
 
     def _copy_to_twin(self, weights: Sequence[Tensor]) -> None:

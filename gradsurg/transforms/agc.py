@@ -7,7 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
-from gradsurg.plugins.per import Per, norm, widened
+from gradsurg.plugins.reductions import Per, norm, widened
 from gradsurg.transforms.base import Need, Stateless, TransformContext, TransformProperty, value_of
 
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from gradsurg.plugins.fields import Contradiction, validated
-from gradsurg.plugins.per import Per, mean, widened
+from gradsurg.plugins.reductions import Per, mean, widened
 from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
 
 

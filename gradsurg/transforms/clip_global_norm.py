@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C._functorch import is_batchedtensor
 
 from gradsurg.plugins.fields import validated
-from gradsurg.plugins.per import NormOrder
+from gradsurg.plugins.reductions import NormOrder
 from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import (
     GroupTransform,

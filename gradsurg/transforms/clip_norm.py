@@ -7,7 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
-from gradsurg.plugins.per import NormOrder, Per, norm, widened
+from gradsurg.plugins.reductions import NormOrder, Per, norm, widened
 from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
 
 

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
-from gradsurg.plugins.per import widened
+from gradsurg.plugins.reductions import widened
 from gradsurg.transforms.base import (
     Transform,
     TransformContext,

@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.plugins.fields import Contradiction, validated
-from gradsurg.plugins.per import Per, reduced_axes
+from gradsurg.plugins.reductions import Per, reduced_axes
 from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
 
 

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
-from gradsurg.plugins.per import direction, norm
+from gradsurg.plugins.reductions import direction, norm
 from gradsurg.transforms.base import (
     Transform,
     TransformContext,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
-from gradsurg.plugins.per import Per, reduced_axes
+from gradsurg.plugins.reductions import Per, reduced_axes
 from gradsurg.transforms.base import Need, Stateless, TransformContext, TransformProperty, value_of
 
 

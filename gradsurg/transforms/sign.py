@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
-from gradsurg.plugins.per import Per, mean
+from gradsurg.plugins.reductions import Per, mean
 from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
 
 

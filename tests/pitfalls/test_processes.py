@@ -192,12 +192,12 @@ def test_p27_what_is_offered_instead_acts_on_a_sharded_model() -> None:
 def test_a_ddp_model_is_seen_from_inside_its_forward_alone() -> None:
     seen = []
     model = small()
-    model.register_forward_pre_hook(lambda *_: seen.append(autograd.averaging()))
+    model.register_forward_pre_hook(lambda *_: seen.append(autograd.active_ddp()))
     outer = DistributedDataParallel(model)
     backward(outer)
     backward(model)
     assert seen == [outer, None]
-    assert autograd.averaging() is None
+    assert autograd.active_ddp() is None
     assert autograd.is_distributed()
 
 

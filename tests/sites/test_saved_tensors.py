@@ -385,7 +385,7 @@ def test_hooks_are_gone_after_the_block_and_after_an_exception() -> None:
         with pytest.raises(OSError, match="gone"), attached(model, gs.Zero(), at):
             model(_x())
         assert num_hooks(model) == before
-        assert autograd.saving() is None
+        assert autograd.saved_tensor_hooks() is None
 
 
 def test_an_interrupted_forward_leaves_no_hooks_active() -> None:
@@ -405,11 +405,11 @@ def test_an_interrupted_forward_leaves_no_hooks_active() -> None:
         breaks.stops = False
         model(x).sum().backward()
         assert grad_of(x) == [60.0]
-        assert autograd.saving() is None
+        assert autograd.saved_tensor_hooks() is None
         breaks.stops = True
         with pytest.raises(KeyboardInterrupt):
             model(x)
-    assert autograd.saving() is None
+    assert autograd.saved_tensor_hooks() is None
 
 
 def test_a_foreign_hook_that_raises_before_a_module_leaves_no_hooks_active() -> None:
@@ -422,7 +422,7 @@ def test_a_foreign_hook_that_raises_before_a_module_leaves_no_hooks_active() -> 
     with attached(model, gs.Scale(10.0), gs.SavedTensors()):
         with pytest.raises(OSError, match="gone"):
             model(_x())
-        assert autograd.saving() is None
+        assert autograd.saved_tensor_hooks() is None
         handle.remove()
         x = _x()
         model(x).sum().backward()
@@ -491,7 +491,7 @@ def test_save_on_cpu_and_the_block_together() -> None:
         model(x).sum().backward()
     assert grad_of(x) == [60.0]
     assert _calls(live) == {"block": 2}
-    assert autograd.saving() is None
+    assert autograd.saved_tensor_hooks() is None
 
 
 # The block.
@@ -552,7 +552,7 @@ def test_blocks_can_be_left_in_any_order() -> None:
         x = _x()
         model(x).sum().backward()
         assert grad_of(x) == [18.0]
-    assert autograd.saving() is None
+    assert autograd.saved_tensor_hooks() is None
 
 
 def test_the_block_pattern_is_limited_to_its_thread_and_modules_are_not() -> None:

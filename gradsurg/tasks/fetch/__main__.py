@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gradsurg.plugins.fields import nearest
-from gradsurg.plugins.pipes import outlive_readers
+from gradsurg.plugins.pipes import ignore_closed_pipes
 from gradsurg.tasks.data import cache
 from gradsurg.tasks.fetch.sources import DATA_SETS, DataSet, NotFetched, NotTheDataSet
 
@@ -152,5 +152,5 @@ def _about(data_set: DataSet, source: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    outlive_readers()
+    ignore_closed_pipes()
     sys.exit(main())

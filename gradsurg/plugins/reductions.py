@@ -1,4 +1,4 @@
-"""Over which axes a reduction runs: `per` names what is kept apart."""
+"""Norms and means over the axes of a gradient that a `per` pattern selects."""
 
 from typing import Annotated
 
@@ -39,7 +39,7 @@ NormOrder = Annotated[float, Field(ge=1, allow_inf_nan=True)]
 
 
 def reduced_axes(per: str, ndim: int) -> tuple[int, ...]:
-    """The axes of a tensor of `ndim` axes that are reduced. ValueError if `per` cannot fit it."""
+    """The axes to reduce in a tensor with `ndim` axes. Raises ValueError if `per` does not fit."""
     match per:
         case "tensor":
             return tuple(range(ndim))
@@ -54,8 +54,7 @@ def reduced_axes(per: str, ndim: int) -> tuple[int, ...]:
 def norm(grad: Tensor, per: str, p: float = 2.0) -> Tensor:
     """The p-norm over the reduced axes, broadcastable against `grad`; float32 or wider.
 
-    It neither overflows nor vanishes where the norm itself can be written: entries are divided by
-    the largest before they are raised to the power p.
+    Entries are divided by the largest first, so that no power overflows or underflows.
     """
     axes = reduced_axes(per, grad.ndim)
     wide = widened(grad)
@@ -80,7 +79,7 @@ def mean(grad: Tensor, per: str) -> Tensor:
 
 
 def widened(grad: Tensor) -> Tensor:
-    """`grad` in float32 if it is of half precision: sums of many halves lose what is small."""
+    """`grad` in float32 if it has half precision, in which sums of many entries are inexact."""
     return grad.float() if grad.dtype in (torch.bfloat16, torch.float16) else grad
 
 
