@@ -13,7 +13,7 @@ from gradsurg.training.run_identity import directory_name
 
 ARMS, SEEDS, STEPS, EFFECTS_EVERY = 20, 10, 1000, 10
 SITES = [f"hidden.{layer}.linear.{kind}" for layer in range(3) for kind in ("weight", "bias")]
-MAX_SECONDS, MAX_MB, MAX_PAGE_MB = 10, 1000, 6
+MAX_SECONDS, MAX_MB, MAX_PAGE_MB = 10, 1000, 3
 
 
 def table() -> str:

@@ -1,8 +1,9 @@
 """The answer, in one paragraph, and what to be careful about."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
+from types import MappingProxyType
 
 from gradsurg.report.compare import (
     CLEAR,
@@ -13,7 +14,7 @@ from gradsurg.report.compare import (
     p_text,
     repeats_line,
 )
-from gradsurg.report.load import STATES, Arm, Found
+from gradsurg.report.load import STATES, Arm, LoadedRun
 from gradsurg.report.wording import (
     FEW,
     Summary,
@@ -28,7 +29,7 @@ from gradsurg.report.wording import (
 from gradsurg.training.run_directory import UNTIL, UNTIL_REACHED, UNTIL_STEP
 
 
-def states(runs: Sequence[Found]) -> dict[str, int]:
+def states(runs: Sequence[LoadedRun]) -> dict[str, int]:
     """How many runs there are in each state."""
     counts = Counter(run.state for run in runs)
     return {state: counts[state] for state in STATES if counts[state]}
@@ -54,7 +55,7 @@ def paragraph(outcomes: Sequence[Outcome], arms: Sequence[Arm]) -> str:
 
 
 def cautions(
-    runs: Sequence[Found], outcomes: Sequence[Outcome], arms: Sequence[Arm] = ()
+    runs: Sequence[LoadedRun], outcomes: Sequence[Outcome], arms: Sequence[Arm] = ()
 ) -> list[str]:
     """What a reader should keep in mind, one sentence a thing."""
     counts = states(runs)
@@ -232,7 +233,7 @@ def _asked(arm: Arm) -> list[Summary]:
     return [run.summary for run in arm.whole if run.summary and UNTIL_REACHED in run.summary]
 
 
-def _beside(outcome: Outcome, runs: Mapping[str, Found]) -> str:
+def _beside(outcome: Outcome, runs: Mapping[str, LoadedRun]) -> str:
     """The steps of an arm minus those of its control, of the seeds that got there in both, and how
     many others there are; empty if nothing is beside it.
     """
@@ -262,7 +263,7 @@ def _beside(outcome: Outcome, runs: Mapping[str, Found]) -> str:
     return f"{answer(name, plain, UNTIL_STEP, outcome.difference)}{p}{left}"
 
 
-def _got_there(run: Found) -> bool:
+def _got_there(run: LoadedRun) -> bool:
     return bool((run.summary or {})[UNTIL_REACHED])
 
 
@@ -310,7 +311,7 @@ def alone_rows(arms: Sequence[Arm], metrics: Sequence[str]) -> list[list[str]]:
     return rows
 
 
-def effort(runs: Sequence[Found]) -> list[str]:
+def effort(runs: Sequence[LoadedRun]) -> list[str]:
     """Training time and hardware, a sentence each, with how many runs they are of."""
     ended = [run.summary for run in runs if run.summary]
     times = [summary["time/train_s"] for summary in ended if summary.get("time/train_s")]
@@ -339,3 +340,41 @@ def duration(seconds: float) -> str:
 
 def _of(number: int, runs: int) -> str:
     return f"{number} of {count(runs, 'run')}"
+
+
+SHARED = {"treated": "with it", "control": "without it", "difference": "share"}
+"""Heads of the columns of a table of links' shares."""
+
+
+def outcome_table(
+    outcomes: Sequence[Outcome],
+    called: Mapping[str, str] = MappingProxyType({}),
+    without: Sequence[str] = (),
+) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows of a table of outcomes; columns that are empty in all rows are left out."""
+    columns: dict[str, Callable[[Outcome], str]] = {
+        "arm": lambda o: o.arm.name,
+        "link": lambda o: o.link,
+        "metric": lambda o: title(o.metric) if o.metric else "",
+        "n": lambda o: f"{o.difference.n if o.difference else 0} of {o.planned}",
+        "treated": lambda o: value(o.metric, sum(o.treated) / len(o.treated)) if o.seeds else "",
+        "control": lambda o: value(o.metric, sum(o.control) / len(o.control)) if o.seeds else "",
+        "difference": lambda o: amount(o.metric, o.difference.mean) if o.difference else "",
+        "95 % interval": lambda o: interval(o.metric, o.difference) if o.difference else "",
+        "BCa bootstrap": lambda o: (
+            f"{amount(o.metric, o.bootstrap[0])} to {amount(o.metric, o.bootstrap[1])}"
+            if o.bootstrap
+            else ""
+        ),
+        "p": lambda o: p_text(o.p_value),
+        "q": lambda o: p_text(o.q_value),
+        "reading": lambda o: o.reading or "nothing to compare",
+        "not compared": lambda o: ", ".join(f"{n} {state}" for state, n in o.states.items()),
+    }
+    shown = {
+        head: texts
+        for head, tell in columns.items()
+        if head not in without and any(texts := [tell(outcome) for outcome in outcomes])
+    }
+    rows = [[texts[place] for texts in shown.values()] for place in range(len(outcomes))]
+    return [called.get(head, head) for head in shown], rows

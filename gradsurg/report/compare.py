@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from gradsurg.effects.tables import aligned
-from gradsurg.report.load import UNSAID, Arm, Found, canonical
+from gradsurg.report.load import UNSAID, Arm, LoadedRun, canonical
 from gradsurg.report.series import NUMBERS, Summary, asked, known
 from gradsurg.report.wording import HEADLINE, amount, interval, listed, title, titles
 from gradsurg.stats import (
@@ -25,8 +25,8 @@ from gradsurg.stats import (
     verdict,
 )
 
-Pair = tuple[Found, Found]
-Beside = Callable[[Found], Found | None]  # the run that a run is compared with
+Pair = tuple[LoadedRun, LoadedRun]
+Beside = Callable[[LoadedRun], LoadedRun | None]  # the run that a run is compared with
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def beside_control(arms: Sequence[Arm], metric: str) -> list[Outcome]:
 def shares(arms: Sequence[Arm]) -> list[Outcome]:
     """What each link of a chain adds: the whole chain minus the chain without it."""
     runs = {run.name: run for arm in arms if not arm.is_control for run in arm.runs}
-    shorter: dict[tuple[str, str], Found] = {}
+    shorter: dict[tuple[str, str], LoadedRun] = {}
     for one in left_out({name: run.config for name, run in runs.items() if run.config}):
         shorter[one.whole, one.link] = runs[one.without]
     found = []
@@ -174,7 +174,7 @@ def update_effects(arms: Sequence[Arm]) -> list[UpdateEffect]:
 SHORTER = "shorter chain"
 
 
-def _its_control(runs: Mapping[str, Found]) -> Beside:
+def _its_control(runs: Mapping[str, LoadedRun]) -> Beside:
     return lambda run: runs.get(run.control or "")
 
 
@@ -230,7 +230,7 @@ def repeats_line(outcomes: Iterable[Outcome]) -> str:
     )
 
 
-def _in_the_way(run: Found, other: Found | None, kind: str) -> str | None:
+def _in_the_way(run: LoadedRun, other: LoadedRun | None, kind: str) -> str | None:
     """Why a run cannot be compared: its own state, or that of the run beside it."""
     if run.state != "finished":
         return run.state
@@ -239,7 +239,7 @@ def _in_the_way(run: Found, other: Found | None, kind: str) -> str | None:
     return None if other.state == "finished" else f"{kind} {other.state}"
 
 
-def _number(run: Found, key: str) -> float | None:
+def _number(run: LoadedRun, key: str) -> float | None:
     found = (run.summary or {}).get(key)
     return float(found) if isinstance(found, int | float) else None
 

@@ -16,7 +16,7 @@ from gradsurg.stats import t_critical
 from gradsurg.training.frames import read_conflicts
 
 NUM_INTERVALS = 30  # into which a run's steps are cut
-MAX_NUMBERS = 240_000  # of all series together, so that a page stays small
+MAX_NUMBERS = 110_000  # of all series together, so that a page stays small
 MAX_PAIRS = 28  # of a map: all of eight tasks
 MAX_TASKS = 8  # lines of a panel that are told apart
 ROUNDING = 1e-6  # of a cosine, in float32

@@ -3,23 +3,21 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from tempfile import mkdtemp
-from types import MappingProxyType
 
 import polars as pl
 
 from gradsurg.loggers.base import StudyInfo
-from gradsurg.report.answer import alone_rows
-from gradsurg.report.compare import ABOUT_SHARES, Outcome, p_text
-from gradsurg.report.html import number, page
+from gradsurg.report.answer import SHARED, alone_rows, outcome_table
+from gradsurg.report.compare import ABOUT_SHARES
+from gradsurg.report.html import page
 from gradsurg.report.load import flat
 from gradsurg.report.study import StudyReport
-from gradsurg.report.wording import amount, interval, title, value
 
 PAGE = "index.html"
 WRITTEN = ".written.json"  # the names of the files of the report that lies there
@@ -147,7 +145,7 @@ def runs_table(report: StudyReport) -> pl.DataFrame:
                 "control": run.control,
             }
             summary = run.summary or {}
-            row |= {key: number(summary[key]) for key in summary if "/" in key}
+            row |= {key: _number(summary[key]) for key in summary if "/" in key}
             row |= {
                 f"config.{key}": item if isinstance(item, int | float | str) else _text(item)
                 for key, item in flat(run.config or {}).items()
@@ -224,50 +222,16 @@ def _tables(report: StudyReport) -> list[tuple[str, list[str], list[list[str]]]]
     """Caption (of the first: none), heads and rows: outcomes, links' shares, what stands alone."""
     tables = []
     if report.outcomes and (report.alone == [] or any(o.difference for o in report.outcomes)):
-        tables.append(("", *_cells([o for o in report.outcomes if o.is_known])))
+        tables.append(("", *outcome_table([o for o in report.outcomes if o.is_known])))
     if report.shares:
-        tables.append((f"Each link's share, {ABOUT_SHARES}.", *_cells(report.shares, SHARED)))
+        tables.append(
+            (f"Each link's share, {ABOUT_SHARES}.", *outcome_table(report.shares, SHARED))
+        )
     if report.alone:
         heads = ["arm", "n", *report.metrics.values()]
         rows = alone_rows(report.alone, list(report.metrics))
         tables.append(("Not compared: mean, and from the least to the most.", heads, rows))
     return tables
-
-
-SHARED = {"treated": "with it", "control": "without it", "difference": "share"}
-"""How the columns are called of what is a link's share."""
-
-
-def _cells(
-    outcomes: Sequence[Outcome], called: Mapping[str, str] = MappingProxyType({})
-) -> tuple[list[str], list[list[str]]]:
-    """Only columns that say something."""
-    columns: dict[str, Callable[[Outcome], str]] = {
-        "arm": lambda o: o.arm.name,
-        "link": lambda o: o.link,
-        "metric": lambda o: title(o.metric) if o.metric else "",
-        "n": lambda o: f"{o.difference.n if o.difference else 0} of {o.planned}",
-        "treated": lambda o: value(o.metric, sum(o.treated) / len(o.treated)) if o.seeds else "",
-        "control": lambda o: value(o.metric, sum(o.control) / len(o.control)) if o.seeds else "",
-        "difference": lambda o: amount(o.metric, o.difference.mean) if o.difference else "",
-        "95 % interval": lambda o: interval(o.metric, o.difference) if o.difference else "",
-        "BCa bootstrap": lambda o: (
-            f"{amount(o.metric, o.bootstrap[0])} to {amount(o.metric, o.bootstrap[1])}"
-            if o.bootstrap
-            else ""
-        ),
-        "p": lambda o: p_text(o.p_value),
-        "q": lambda o: p_text(o.q_value),
-        "reading": lambda o: o.reading or "nothing to compare",
-        "not compared": lambda o: ", ".join(f"{n} {state}" for state, n in o.states.items()),
-    }
-    shown = {
-        head: texts
-        for head, tell in columns.items()
-        if any(texts := [tell(outcome) for outcome in outcomes])
-    }
-    rows = [[texts[place] for texts in shown.values()] for place in range(len(outcomes))]
-    return [called.get(head, head) for head in shown], rows
 
 
 def _tex(text: str) -> str:
@@ -284,6 +248,10 @@ def _kind(values: Sequence[object]) -> type[pl.DataType]:
         if known and all(type(found) in types for found in known):
             return kind
     return pl.String
+
+
+def _number(item: object) -> float | None:
+    return float(item) if isinstance(item, int | float) else None
 
 
 def _text(found: object) -> str | None:

@@ -1,8 +1,11 @@
-"""One HTML file with all in it: words, numbers, styles and scripts; nothing is fetched."""
+"""The page of a study: one HTML file with charts, tables, style and scripts; nothing is fetched."""
 
 import json
+import os
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from datetime import datetime
 from html import escape
 from pathlib import Path
@@ -11,82 +14,754 @@ from string import Template
 from types import MappingProxyType
 
 from gradsurg.effects.tables import number as plain
-from gradsurg.report.answer import alone_rows
-from gradsurg.report.compare import ABOUT_SHARES, Cost, Outcome, UpdateEffect, p_text
+from gradsurg.report.answer import SHARED, alone_rows, outcome_table
+from gradsurg.report.charts import (
+    CONFIG,
+    DARK,
+    Columns,
+    Grid,
+    Panel,
+    Spec,
+    Table,
+    columns_of,
+    short,
+)
+from gradsurg.report.compare import ABOUT_SHARES
 from gradsurg.report.conflicts import (
     LOSES,
     ConflictSeries,
-    Floats,
-    Lines,
     about_tasks,
     lost_most,
     measured_steps,
+    pair_name,
     sharpest,
 )
-from gradsurg.report.load import Found
-from gradsurg.report.pareto import Front, clusters, ends_of
+from gradsurg.report.load import LoadedRun
+from gradsurg.report.outcome_charts import (
+    MAX_PAIRS,
+    cost_panel,
+    dose_panel,
+    front_panel,
+    of_metric,
+    outcome_panel,
+)
+from gradsurg.report.pareto import Front
 from gradsurg.report.series import ABOUT as ABOUT_UPDATES
-from gradsurg.report.series import NUMBERS, Curve, EffectMap, Norms, of_how_much
+from gradsurg.report.series import MEASURES, NUMBERS, of_how_much
 from gradsurg.report.study import StudyReport
-from gradsurg.report.wording import amount, count, interval, is_share, title, unbroken, value
-from gradsurg.training.run_directory import CONFIG
+from gradsurg.report.training_charts import (
+    conflict_panel,
+    conflict_reach,
+    curve_data,
+    curve_limits,
+    curve_panel,
+    effect_limits,
+    effect_panel,
+    map_name,
+    norm_panel,
+    task_panel,
+)
+from gradsurg.report.wording import count, is_share, title, unbroken, value
+from gradsurg.training.run_directory import CONFIG as CONFIG_FILE
 
 PARTS = Path(__file__).parent / "page"
 EMPTY: Mapping[str, bytes] = MappingProxyType({})
-SCRIPTS = (
-    "draw.js",
-    "outcome.js",
-    "fronts.js",
-    "curves.js",
-    "effects.js",
-    "conflicts.js",
-    "runs.js",
-    "start.js",
-)
+MAX_RADIOS = 5  # metrics; more are a drop-down list
+MISSING = "\u2013"
+HINTS = {"cosine": "cosine", "ratio": "norm ratio", "changed": "fraction changed"}
+TITLES = {**HINTS, "flipped": "sign flips", "zeroed": "zeroed"}
 
 
 def page(
     report: StudyReport, refresh: float | None = None, pictures: Mapping[str, bytes] = EMPTY
 ) -> str:
-    """The page; with `refresh` it loads itself anew every so many seconds.
+    """Return the page as HTML; with `refresh` it reloads itself every so many seconds.
 
-    `pictures` are the PNG files that it shows, by the names that they have beside it.
+    `pictures` are PNG files to show, by the names that they have beside the page.
     """
-    data = page_data(report) | {"conflicts": conflict_data(report), "refresh": refresh}
-    parts = {name: (PARTS / name).read_text() for name in ("page.css", *SCRIPTS)}
+    data = _PageData(report)
+    sections = [
+        _outcome(report, data),
+        _fronts(report, data),
+        _trajectories(pictures),
+        _alone(report),
+        _shares(report, data),
+        _doses(report, data),
+        _curves(report, data),
+        _effects(report, data),
+        _conflicts(report, data),
+        _updates(report),
+        _costs(report, data),
+        _runs(report),
+    ]
+    shown = [section for section in sections if section]
+    content = {**data.json(), "refresh": refresh}
     return Template((PARTS / "page.html").read_text()).substitute(
         study=escape(report.folder.name),
         answer=escape(unbroken(report.answer)),
-        cautions="".join(f"<li>{escape(text)}</li>" for text in report.cautions),
+        cautions=_items(report.cautions),
         states=_states(report),
-        effort="".join(f"<li>{escape(text)}</li>" for text in report.effort),
-        tests=escape(report.about_tests),
-        about_shares=escape(_sentence(ABOUT_SHARES)),
-        about_updates=escape(ABOUT_UPDATES),
-        loses=escape(LOSES),
-        no_ways="" if pictures else " hidden",
-        ways="".join(_picture(name, content) for name, content in pictures.items()),
+        links="".join(f'<a href="#{key}">{escape(name)}</a>' for key, name, _ in shown),
+        sections="\n".join(text for *_, text in shown),
         made=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),
-        style=parts["page.css"],
+        style=(PARTS / "page.css").read_text(),
         # "</script>" in a name must not end the script
-        data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
-        script="\n".join(parts[name] for name in SCRIPTS),
+        data=json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+        library=_library(),
+        script=(PARTS / "page.js").read_text(),
     )
 
 
-def _picture(name: str, content: bytes) -> str:
-    """One that is in the page itself; beside it lies the same to print."""
-    said = escape(name)
-    address = f"data:image/png;base64,{b64encode(content).decode()}"
-    alone = "".join(f' <a href="{said}.{end}">{end.upper()}</a>' for end in ("png", "svg"))
+class _PageData:
+    """The data of the page's script: charts, with their views and tables written once each."""
+
+    def __init__(self, report: StudyReport) -> None:
+        self.charts: dict[str, dict[str, object]] = {}
+        self.texts: dict[str, str] = {}
+        self.shown: dict[str, int] = {}
+        self.configs = {run.name: _config(run) for run in report.runs}
+        self._views: dict[int, tuple[int, Spec]] = {}
+        self._tables: dict[int, tuple[int, Table]] = {}
+
+    def add(
+        self, key: str, panel: Panel, numbers: Table | None = None, like: str = "", name: str = ""
+    ) -> None:
+        """Add a chart; `numbers` is its table, the first of its data unless given.
+
+        A chart that is `like` another has the data and the texts of that one.
+        """
+        view = self._views.setdefault(id(panel.view), (len(self._views), panel.view))[0]
+        limits = {key: _short(limit) for key, limit in panel.limits.items()}
+        chart: dict[str, object] = {"view": view, "limits": limits}
+        if like:
+            chart["like"] = like
+        else:
+            table = next(iter(panel.data.values())) if numbers is None else numbers
+            hidden = ("clear", "shape", "best", "control")
+            names = table.labels if isinstance(table, Grid) else table
+            columns = [column for column in names if column not in hidden]
+            if isinstance(table, Grid):
+                columns += ["step", *table.values]
+            chart |= {
+                "title": name or panel.title,
+                "summary": panel.summary,
+                "height": panel.height,
+                "data": {name: self.table(data) for name, data in panel.data.items()},
+                "numbers": [self.table(table), columns],
+            }
+        self.charts[key] = chart
+
+    def table(self, table: Table) -> int:
+        """The place of a table, which is written once however many charts show it."""
+        return self._tables.setdefault(id(table), (len(self._tables), table))[0]
+
+    def json(self) -> dict[str, object]:
+        tables = [table for _, table in self._tables.values()]
+        return {
+            "charts": self.charts,
+            "views": [view for _, view in self._views.values()],
+            "tables": [asdict(one) if isinstance(one, Grid) else one for one in tables],
+            "texts": self.texts,
+            "shown": self.shown,
+            "configs": self.configs,
+            "config": CONFIG,
+            "dark": DARK,
+        }
+
+
+def _library() -> str:
+    """Vega, Vega-Lite and vega-embed as one script.
+
+    To bundle it takes seconds, so it is stored beside the byte code, where that can be written.
+    """
+    import vl_convert
+
+    file = Path(__file__).parent / "__pycache__" / f"vega-{vl_convert.__version__}.js"
+    with suppress(OSError):
+        return file.read_text()
+    script = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    # its names are its own, and nothing in it ends the script
+    script = "(() => {" + script.replace("</script", "<\\/script") + "})();"
+    with suppress(OSError):
+        file.parent.mkdir(exist_ok=True)
+        draft = file.with_suffix(f".{os.getpid()}")
+        draft.write_text(script)
+        draft.replace(file)
+    return script
+
+
+# Sections: each has its id, its title and its HTML; None if there is nothing to show ------------
+
+Section = tuple[str, str, str]
+
+
+def _section(key: str, name: str, how: str, *parts: str) -> Section:
+    about = f'<p class="how">{how}</p>' if how else ""
+    body = "\n".join(part for part in parts if part)
+    head = f'<h2 id="h-{key}">{escape(name)}</h2>'
+    text = f'<section aria-labelledby="h-{key}" id="{key}">\n{head}\n{about}\n{body}\n</section>'
+    return key, name, text
+
+
+def _outcome(report: StudyReport, data: _PageData) -> Section | None:
+    if not _has_controls(report):
+        return None
+    known = [outcome for outcome in report.outcomes if outcome.is_known]
+    how = (
+        "Treated minus control, seed by seed: mean, 95&nbsp;% paired <i>t</i> interval (an arrow "
+        f"where it is cut), and each seed as a small mark. {escape(report.about_tests)} Runs that "
+        "did not finish are counted, never averaged."
+    )
+    name = "Outcome compared with the control"
+    if not report.metrics:
+        rows = [
+            [o.arm.name, str(o.planned), ", ".join(f"{n} {state}" for state, n in o.states.items())]
+            for o in known
+        ]
+        table = _table(
+            "Arms without an outcome yet", ["arm", "seeds planned", "runs"], rows, ["runs"]
+        )
+        return _section("outcome", name, how, table)
+    parts = [_choice("metric", "Metric", report.metrics)]
+    for metric in report.metrics:
+        own = of_metric(known, metric)
+        if any(outcome.difference for outcome in own):
+            data.add(f"outcome|{metric}", outcome_panel(own, metric))
+        caption = f"Differences in {title(metric)} by arm"
+        table = _table(caption, *outcome_table(own, without=["metric"]))
+        parts.append(_when("metric", metric, table))
+    parts.insert(1, _chart("outcome|{metric}", with_numbers=False))
+    return _section("outcome", name, how, *parts)
+
+
+def _has_controls(report: StudyReport) -> bool:
+    """Whether any run has a control to be compared with, finished or not."""
+    known = [outcome for outcome in report.outcomes if outcome.is_known]
+    reasons = {state for outcome in known for state in outcome.states}
+    return any(o.difference for o in known) or bool(reasons - {"without a control"})
+
+
+def _fronts(report: StudyReport, data: _PageData) -> Section | None:
+    if not report.fronts:
+        return None
+    how = (
+        "Two tasks at a time: each run as a small dot, each arm as its mean with 95&nbsp;% "
+        "intervals. A filled mark: no arm has a mean that is better in one task and no worse in "
+        "the others. The numbers are those of the table."
+    )
+    several = len({front.task for front in report.fronts}) > 1
+    names = {
+        front.key: f"{front.task} {front.metric}" if several else front.metric
+        for front in report.fronts
+    }
+    parts = [_choice("front", "Metric", names)]
+    for front in report.fronts:
+        shown = front.pairs[:MAX_PAIRS]
+        charts = []
+        for place, pair in enumerate(shown):
+            key = f"front|{front.key}|{place}"
+            data.add(key, front_panel(front, *pair), _front_numbers(front, pair))
+            charts.append(_chart(key))
+        of = f"The first {len(shown)} of {len(front.pairs)} pairs; the table has all tasks."
+        note = f'<p class="muted">{of}</p>' if len(shown) < len(front.pairs) else ""
+        parts.append(_when("front", front.key, _panels(charts), note, _front_table(front)))
+    return _section("fronts", "Trade-off between the tasks", how, *parts)
+
+
+def _front_numbers(front: Front, pair: tuple[int, int]) -> Columns:
+    rows = [
+        (mark.arm.name, seed, *(short(mark.values[task][k]) for task in pair))
+        for mark in front.marks
+        for k, seed in enumerate(mark.seeds)
+    ]
+    return columns_of(("arm", "seed", *(f"{front.metric} {front.names[k]}" for k in pair)), rows)
+
+
+def _front_table(front: Front) -> str:
+    tasks = [f"{front.metric} {name}" for name in front.names]
+    rows = []
+    for place, mark in enumerate(front.marks, 1):
+        means = [_number(mean.mean, front.metric, mean.low, mean.high) for mean in mark.means]
+        beaten = mark.beaten_by[:3]
+        if len(mark.beaten_by) > 3:
+            beaten.append(f"{len(mark.beaten_by) - 3} more")
+        cells = [mark.arm.name, str(place), str(len(mark.seeds))]
+        rows.append([*cells, *means, ", ".join(beaten) or "none"])
+    heads = ["arm", "number", "runs", *tasks, "dominated by"]
+    return _table(f"{front.metric} of each task by arm", heads, rows, words=["dominated by"])
+
+
+def _trajectories(pictures: Mapping[str, bytes]) -> Section | None:
+    if not pictures:
+        return None
+    how = (
+        "Contours of each loss and of their mean; then each arm&rsquo;s trajectories from all "
+        "starts, over the contours of the mean."
+    )
+    parts = []
+    for name, content in pictures.items():
+        links = "".join(f' <a href="{name}.{end}">{end.upper()}</a>' for end in ("png", "svg"))
+        address = f"data:image/png;base64,{b64encode(content).decode()}"
+        parts.append(
+            f'<figure class="picture"><img alt="{name}: trajectories over the contours of the '
+            f'losses" src="{address}"><figcaption>{name}:{links}</figcaption></figure>'
+        )
+    return _section("trajectories", "Trajectories", how, *parts)
+
+
+def _alone(report: StudyReport) -> Section | None:
+    if not report.alone:
+        return None
+    how = "Finished runs without a finished control: the mean, and the least to the greatest value."
+    heads = ["arm", "runs", *report.metrics.values()]
+    rows = alone_rows(report.alone, list(report.metrics))
+    return _section("alone", "Not compared", how, _table("Arms not compared", heads, rows))
+
+
+def _shares(report: StudyReport, data: _PageData) -> Section | None:
+    if not report.shares:
+        return None
+    how = (
+        f"{ABOUT_SHARES[:1].upper()}{ABOUT_SHARES[1:]}, seed by seed. Shares need not add up: two "
+        "links that do the same have a share of zero each."
+    )
+    parts = []
+    if not _has_controls(report):
+        parts.append(_choice("metric", "Metric", report.metrics))
+    for metric in report.metrics:
+        own = of_metric(report.shares, metric)
+        blocks = []
+        for name in dict.fromkeys(outcome.arm.name for outcome in own):
+            links = [outcome for outcome in own if outcome.arm.name == name]
+            key = f"share|{metric}|{name}"
+            if any(outcome.difference for outcome in links):
+                data.add(key, outcome_panel(links, metric, lambda outcome: outcome.link))
+            caption = f"Share of each link of {name} in {title(metric)}"
+            table = _table(caption, *outcome_table(links, SHARED, ["metric", "arm"]))
+            heading = f"<h3>{escape(name)}: {escape(title(metric))}</h3>"
+            blocks += [heading, _chart(key, with_numbers=False), table]
+        parts.append(_when("metric", metric, *blocks))
+    return _section("shares", "Share of each link", how, *parts)
+
+
+def _doses(report: StudyReport, data: _PageData) -> Section | None:
+    if not report.doses or not report.metrics:
+        return None
+    how = (
+        "Arms that differ in one number only: the difference to the control over that number, "
+        "with 95&nbsp;% intervals."
+    )
+    for metric in report.metrics:
+        own = of_metric(report.outcomes, metric)
+        for place, doses in enumerate(report.doses):
+            panel = dose_panel(doses, own, metric)
+            arms = panel.data["arms"]
+            assert isinstance(arms, dict)
+            names = {"dose": "dose", "said": "difference", "interval": "95 % interval"}
+            numbers = {name: arms[key] for key, name in names.items()}
+            data.add(f"dose|{metric}|{place}", panel, numbers)
+    charts = [_chart(f"dose|{{metric}}|{place}") for place in range(len(report.doses))]
+    return _section("doses", "Dose and response", how, _panels(charts))
+
+
+def _curves(report: StudyReport, data: _PageData) -> Section:
+    name = "Learning curves"
+    if not report.curves:
+        return _section("curves", name, "", "<p>Nothing has been logged yet.</p>")
+    how = (
+        "Mean over seeds with its 95&nbsp;% interval; thin lines are single seeds, dashed red ones "
+        "diverged and are not part of any mean. Lines that leave the scale are cut at its edge."
+    )
+    metrics = dict.fromkeys(curve.metric for curve in report.curves)
+    most, control = 0, False
+    for metric in metrics:
+        found = curve_data(report, metric)
+        most, control = max(most, len(found)), control or any(one.control for one in found)
+        last = max(one.curve.steps[-1] for one in found)
+        every = [curve for one in found for curve in one.both]
+        shared = {by_log: curve_limits(every, by_log) for by_log in (False, True)}
+        for place, one in enumerate(found):
+            first = f"curve|{metric}|{place}|linear|shared"
+            for by_log, scale in ((False, "linear"), (True, "log")):
+                for own, whose in ((False, "shared"), (True, "own")):
+                    limits = curve_limits(one.both, by_log) if own else shared[by_log]
+                    key = f"curve|{metric}|{place}|{scale}|{whose}"
+                    panel = curve_panel(one, limits, last, by_log)
+                    data.add(key, panel, like=first if key != first else "")
+    key = '<span><i></i>treated</span><span><i class="control"></i>control</span>'
+    choices = [
+        _choice("curve", "Metric", {metric: title(metric) for metric in metrics}),
+        _checkbox("scale", "log", "linear", "log scale"),
+        _checkbox("limits", "own", "shared", "a scale for each panel"),
+        f'<p class="key">{key if control else "<span><i></i>mean</span>"}</p>',
+    ]
+    charts = [_chart(f"curve|{{curve}}|{place}|{{scale}}|{{limits}}") for place in range(most)]
+    return _section("curves", name, how, _choices(*choices), _panels(charts))
+
+
+def _effects(report: StudyReport, data: _PageData) -> Section | None:
+    if report.conflicts and all(one.transform == "none" for one in report.maps):
+        return None
+    name = "Effect on the gradients"
+    if not report.maps:
+        text = "No effect was measured: effects_every=0, nothing ran yet, or no transform acted."
+        return _section("effects", name, "", f"<p>{text}</p>")
+    how = (
+        "The effect of each transform at each site over the training: means over runs. The slider "
+        "selects an arm and a transform; the colour scale is the same for all."
+    )
+    limits = {measure: effect_limits(report.maps, measure) for measure in MEASURES}
+    norms = {(one.arm.name, one.transform): one for one in report.norms}
+    for place, one in enumerate(report.maps):
+        numbers = {"site": one.sites}
+        numbers |= {TITLES[key]: [short(v, 3) for v in one.overall[key]] for key in MEASURES}
+        label = f"{map_name(one)}, n = {count(one.n, 'run')}"
+        data.texts[f"map|{place}"] = label
+        for measure in MEASURES:
+            panel = effect_panel(one, measure, limits[measure])
+            data.add(f"effect|{place}|{measure}", panel, numbers, name=TITLES[measure])
+        found = norms.get((one.arm.name, one.transform))
+        if found is not None:
+            caption = "Gradient norms, all sites and measured steps"
+            data.add(
+                f"norms|{place}", norm_panel(found), name=f"{caption}: {norm_panel(found).title}"
+            )
+    slider = _slider("map", "Arm and transform", len(report.maps))
+    measures = _choice("measure", "Measure", {key: TITLES[key] for key in MEASURES})
+    charts = [_chart("effect|{map}|{measure}"), _chart("norms|{map}")]
+    return _section("effects", name, how, slider, measures, *charts)
+
+
+def _conflicts(report: StudyReport, data: _PageData) -> Section | None:
+    series = report.conflicts
+    if not series:
+        return None
+    how = (
+        "Means over measured steps and runs of each arm. Two tasks conflict where the cosine of "
+        f"their gradients is below zero. A task would have lost where {escape(LOSES)}. Norm to "
+        "mean: the norm of the update divided by that of the mean gradient."
+    )
+    reach = conflict_reach(series)
+    for place, one in enumerate(series):
+        _add_conflict(data, place, one, reach)
+    label = "Arm" if len(sharpest(series)) == len(series) else "Arm and group"
+    lines = [_chart("weight|{conflict}"), _chart("decrease|{conflict}")]
+    parts = [
+        _conflict_overview(series),
+        _slider("conflict", label, len(series)),
+        _chart("conflict|{conflict}"),
+        _text("pairs|{conflict}"),
+        _text("weightless|{conflict}"),
+        _panels(lines),
+        _shown_table("tasks|{conflict}", "Tasks"),
+        _text("about|{conflict}"),
+        _shown_table(
+            "others|{conflict}", "Updates of the other aggregators", "others-of|{conflict}"
+        ),
+    ]
+    return _section("conflicts", "Conflict between the tasks", how, *parts)
+
+
+def _add_conflict(data: _PageData, place: int, one: ConflictSeries, reach: float) -> None:
+    means = one.means
+    measured = measured_steps(means)
+    data.texts[f"conflict|{place}"] = f"{one.name}, n = {count(means.runs, 'run')}, {measured}"
+    data.texts[f"about|{place}"] = f"{about_tasks(one.group)}."
+    if one.pairs:
+        name = "Cosine of the gradients of two tasks"
+        data.add(f"conflict|{place}", conflict_panel(one, reach), name=name)
+    if len(means.pairs) > len(one.pairs):
+        text = f"Of {len(means.pairs)} pairs, the {len(one.pairs)} that conflict most."
+        data.texts[f"pairs|{place}"] = text
+    if one.weights is None:
+        text = f"{one.name} has no weights: it is not a weighted sum of the gradients."
+        data.texts[f"weightless|{place}"] = text
+    else:
+        panel = task_panel(one, one.weights, "weight")
+        data.add(f"weight|{place}", panel, name="Weight of each task")
+    panel = task_panel(one, one.decrease, "decrease")
+    of = "" if len(one.shown) == len(means.tasks) else " (those that gain least and most)"
+    data.add(f"decrease|{place}", panel, name=f"Decrease of each task{of}")
+    tasks: Columns = {"task": means.tasks, "norm": _shorts(means.norms.tolist())}
+    if len(means.weights):
+        tasks["weight"] = _shorts(means.weights.tolist())
+    tasks["decrease"] = _shorts(means.decrease.tolist())
+    tasks["would have lost"] = [value("accuracy", lost) for lost in means.lost.tolist()]
+    data.shown[f"tasks|{place}"] = data.table(tasks)
+    if means.others and not one.arm.is_control:
+        weighted = len(means.tasks) <= 8
+        data.shown[f"others|{place}"] = data.table(other_aggregators(one))
+        starred = " *: at some of these steps only." if any("*" in n for n in means.others) else ""
+        weights = ", and its weight for each task" if weighted else ""
+        data.texts[f"others-of|{place}"] = (
+            "From the same gradients, each aggregator at its first step: the cosine of its update "
+            f"to that of {one.name}{weights}. Means over steps and runs.{starred}"
+        )
+
+
+def other_aggregators(one: ConflictSeries) -> Columns:
+    """A table of the other aggregators; those equal in all digits shown are one row."""
+    equal: dict[str, list[str]] = {}
+    rows: dict[str, list[object]] = {}
+    tasks = one.means.tasks if len(one.means.tasks) <= 8 else []
+    for name, (cosine, weights) in one.means.others.items():
+        shown = _shorts(weights.tolist()) or [None] * len(tasks)
+        key = repr((short(cosine, 3), shown))
+        equal.setdefault(key, []).append(name)
+        rows.setdefault(key, [short(cosine, 5), *shown[: len(tasks)]])
+    lines = [(", ".join(names), *rows[key]) for key, names in equal.items()]
+    return columns_of(("aggregator", "cosine", *tasks), lines)
+
+
+def _conflict_overview(series: Sequence[ConflictSeries]) -> str:
+    heads = ["arm", "n", "conflict rate", "sharpest pair", "cosine", "norm spread", "norm to mean"]
+    rows = []
+    for one in sharpest(series):
+        means, pair = one.means, next(iter(one.means.pairs), None)
+        single = means.single
+        rows.append(
+            [
+                one.name,
+                str(means.runs),
+                value("accuracy", single["conflict_rate"]),
+                pair_name(means.tasks, pair) if pair else MISSING,
+                _plain(means.cosines[pair[1], pair[0]] if pair else None),
+                *(_plain(single[key]) for key in ("norm_spread", "norm_to_mean")),
+                lost_most(one, series),
+            ]
+        )
+    words = ["sharpest pair", "most often lost"]
+    table = _table("Conflict of each arm", [*heads, "most often lost"], rows, words)
+    if len(sharpest(series)) == len(series):
+        return table
+    text = (
+        "Of several groups the one with the sharpest conflict is shown; most often lost is of all."
+    )
+    return f'{table}<p class="how">{text}</p>'
+
+
+def _updates(report: StudyReport) -> Section | None:
+    if not report.updates:
+        return None
+    how = (
+        f"{escape(ABOUT_UPDATES)} Means over runs, with 95&nbsp;% intervals; their course over the "
+        "steps is among the learning curves."
+    )
+    rows = []
+    for effect in report.updates:
+        row = [effect.arm.name, of_how_much(effect.summaries)]
+        for key in NUMBERS:
+            mean = effect.means.get(key)
+            ends = [end for end in (mean.low, mean.high) if end is not None] if mean else []
+            between = f"\n{' to '.join(plain(end) for end in ends)}" if ends else ""
+            row.append(f"{plain(mean.mean)}{between}" if mean else "-")
+        rows.append(row)
+    table = _table(
+        "Effect on the updates", ["arm", "steps", *NUMBERS.values()], rows, ["sampled"]
+    )
+    return _section("updates", "Effect on the updates", how, table)
+
+
+def _costs(report: StudyReport, data: _PageData) -> Section:
+    how = (
+        "Time of a step whose effect is not measured divided by the control's, which mostly has no "
+        "hooks at such a step: the median over pairs of runs and their range. Runs that shared "
+        "their machine with other work are slower than necessary."
+    )
+    label = "Time and hardware"
+    effort = f'<ul class="cautions" id="effort" aria-label="{label}">{_items(report.effort)}</ul>'
+    if not report.costs:
+        text = "<p>No pair of runs with step times yet.</p>"
+        return _section("cost", "Cost", how, text, effort)
+    data.add("cost", cost_panel(report.costs))
+    rows = []
+    for cost in report.costs:
+        low, high = min(cost.ratios), max(cost.ratios)
+        measured = MISSING if cost.measured_ms is None else f"{_plain(cost.measured_ms)} ms"
+        row = [cost.arm.name, str(len(cost.ratios))]
+        row += [f"{_plain(ms)} ms" for ms in (cost.treated_ms, cost.control_ms)]
+        row += [f"{_plain(median(cost.ratios))}×"]  # noqa: RUF001 - the sign of multiplication
+        row += [
+            f"{_plain(low)} to {_plain(high)}" if len(cost.ratios) > 1 else "one pair",
+            measured,
+        ]
+        rows.append(row)
+    heads = ["arm", "pairs", "step", "control's", "ratio", "range", "measured step"]
+    table = _table("Step times", heads, rows)
+    return _section("cost", "Cost", how, _chart("cost", with_numbers=False), table, effort)
+
+
+def _runs(report: StudyReport) -> Section:
+    metrics = list(report.metrics.items())[:4]
+    heads = {"run": "", "arm": "", "seed": "num", "state": "", "steps": "num"}
+    heads |= {name: "num" for _, name in metrics} | {"step, ms": "num"}
+    places = {arm.name: place for place, arm in enumerate(report.arms)}
+    rows = [
+        _run_row(run, arm.name, places[arm.name], [key for key, _ in metrics])
+        for arm in report.arms
+        for run in arm.runs
+    ]
+    sorters = "".join(
+        f'<th scope="col" class="{cls}"><button type="button">{escape(name)}</button></th>'
+        for name, cls in heads.items()
+    )
+    states = {state: state for state in report.states}
+    arms = {str(place): name for name, place in places.items()}
+    choices = _choices(
+        '<label class="line" for="find">Find <input type="search" id="find" '
+        'placeholder="name, arm, reason, config"></label>',
+        _select("by-state", "State", {"": "all states", **states}),
+        _select("by-arm", "Arm", {"": "all arms", **arms}),
+    )
+    table = _scroll(
+        "Table of runs",
+        f'<table><thead><tr>{sorters}<th scope="col">config</th></tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table>",
+    )
+    shown = f'<p class="muted" role="status" id="shown">{len(rows)} of {len(rows)} runs</p>'
+    return _section("runs", "Runs", "", choices, shown, table)
+
+
+def _run_row(run: LoadedRun, arm: str, place: int, metrics: Sequence[str]) -> str:
+    summary = run.summary or {}
+    reason = "; ".join(part for part in (run.reason, *(summary.get("notes") or [])) if part)
+    about = f'<span class="reason">{escape(reason)}</span>' if reason else ""
+    done = f"{run.done}" if run.done == run.steps else f"{run.done} of {run.steps}"
+    name = escape(run.name)
+    cells = [
+        f'<th scope="row">{name}</th><td>{escape(arm)}</td>',
+        _sortable(run.seed if run.seed >= 0 else None, str(run.seed)),
+        f'<td><span class="state {run.state}">{run.state}</span>{about}</td>',
+        _sortable(run.done, done),
+    ]
+    for key in metrics:
+        number = _float(summary.get(key))
+        cells.append(_sortable(number, value(key, number) if number is not None else ""))
+    step_ms = _float(summary.get("time/step_ms"))
+    cells.append(_sortable(step_ms, _plain(step_ms)))
+    links = (
+        f'<a href="../{name}/{CONFIG_FILE}" aria-label="{CONFIG_FILE} of {name}">{CONFIG_FILE}</a>'
+        f'<button type="button" aria-label="Show the config of {name}">Show</button>'
+    )
+    cells.append(f'<td class="links">{links if run.config else MISSING}</td>')
+    facts = f'data-run="{name}" data-state="{run.state}" data-arm="{place}"'
+    return f"<tr {facts}>{''.join(cells)}</tr>"
+
+
+# Parts of a section ------------------------------------------------------------------------------
+
+
+def _chart(key: str, with_numbers: bool = True) -> str:
+    """A place for a chart, and its table, which the script fills.
+
+    In `key` a name in braces stands for what is chosen in the input of that name.
+    """
+    key = escape(key)
+    numbers = (
+        f'<details class="numbers" data-of="{key}"><summary>The same as numbers</summary>'
+        '<div class="scroll" tabindex="0" role="region" aria-label="Numbers of the chart"></div>'
+        "</details>"
+    )
     return (
-        f'<figure class="picture"><img alt="{said}: ways over the contours of the losses" '
-        f'src="{address}"><figcaption>{said}:{alone}</figcaption></figure>'
+        f'<figure><figcaption></figcaption><div class="chart" role="img" aria-label="chart" '
+        f'data-chart="{key}"></div>{numbers if with_numbers else ""}</figure>'
     )
 
 
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}"
+def _panels(charts: Iterable[str]) -> str:
+    return f'<div class="panels">{"".join(charts)}</div>'
+
+
+def _when(name: str, choice: str, *parts: str) -> str:
+    """Parts that are shown while `choice` is chosen in the inputs of that name."""
+    body = "\n".join(part for part in parts if part)
+    return f'<div data-when="{name}" data-is="{escape(choice)}">{body}</div>'
+
+
+def _text(key: str) -> str:
+    return f'<p class="how" data-text="{escape(key)}"></p>'
+
+
+def _shown_table(key: str, caption: str, text: str = "") -> str:
+    """A table that the script fills."""
+    about = f"<h3>{escape(caption)}</h3>{_text(text)}" if text else ""
+    scroll = _scroll(caption, "")
+    return f'<div data-table="{escape(key)}">{about}{scroll}</div>'
+
+
+def _choice(name: str, legend: str, options: Mapping[str, str]) -> str:
+    """Radio buttons, or a drop-down list for many options."""
+    if len(options) > MAX_RADIOS:
+        return _choices(_select(name, legend, options, f'name="{name}" data-choice'))
+    radios = [
+        f'<label><input type="radio" name="{name}" value="{escape(key)}" data-choice'
+        f"{'' if place else ' checked'}><span>{escape(label)}</span></label>"
+        for place, (key, label) in enumerate(options.items())
+    ]
+    return _choices(f"<fieldset><legend>{legend}</legend>{''.join(radios)}</fieldset>")
+
+
+def _select(key: str, label: str, options: Mapping[str, str], more: str = "") -> str:
+    items = [f'<option value="{escape(k)}">{escape(text)}</option>' for k, text in options.items()]
+    select = f'<select id="{key}" {more}>{"".join(items)}</select>'
+    return f'<label class="line" for="{key}">{label} {select}</label>'
+
+
+def _checkbox(name: str, on: str, off: str, label: str) -> str:
+    box = f'<input type="checkbox" id="{name}" name="{name}" value="{on}"'
+    return f'<label class="line">{box} data-off="{off}" data-choice>{label}</label>'
+
+
+def _slider(name: str, label: str, number: int) -> str:
+    """A slider over places, and the name of the chosen one."""
+    return (
+        f'<div class="slider"><label for="{name}">{label}</label><input type="range" id="{name}" '
+        f'name="{name}" min="0" max="{number - 1}" step="1" value="0" data-choice '
+        f'data-names="{name}-name"><output id="{name}-name" for="{name}" '
+        f'data-text="{name}|{{{name}}}"></output></div>'
+    )
+
+
+def _choices(*inputs: str) -> str:
+    return f'<div class="choices">{"".join(inputs)}</div>'
+
+
+def _table(
+    caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[str] = ()
+) -> str:
+    """A table with numbers to the right; a second line of a cell is an interval."""
+    text = {"arm", "link", "95 % interval", "BCa bootstrap", "reading", "not compared", "range"}
+    classes = ["" if head in text or head in words else "num" for head in heads]
+    top = "".join(
+        f'<th scope="col" class="{cls}">{escape(head)}</th>'
+        for head, cls in zip(heads, classes, strict=True)
+    )
+    body = []
+    for first, *cells in rows:
+        line = [f'<th scope="row">{escape(first)}</th>']
+        for cell, cls in zip(cells, classes[1:], strict=True):
+            shown, _, between = (cell or MISSING).partition("\n")
+            more = f'<span class="between">{escape(between)}</span>' if between else ""
+            line.append(f'<td class="{cls}">{escape(shown)}{more}</td>')
+        body.append(f"<tr>{''.join(line)}</tr>")
+    table = f"<table><thead><tr>{top}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+    return _scroll(caption, table)
+
+
+def _scroll(label: str, body: str) -> str:
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}">{body}</div>'
+    )
+
+
+def _sortable(number: float | None, text: str) -> str:
+    """A cell with a number to sort by; a missing one sorts last."""
+    sort = "" if number is None or number != number else f"{number!r}"
+    return f'<td class="num" data-value="{sort}">{escape(text) if sort else MISSING}</td>'
+
+
+def _items(texts: Iterable[str]) -> str:
+    return "".join(f"<li>{escape(text)}</li>" for text in texts)
 
 
 def _states(report: StudyReport) -> str:
@@ -94,323 +769,34 @@ def _states(report: StudyReport) -> str:
         f'<li class="state {state}"><b>{number}</b> {state}</li>'
         for state, number in report.states.items()
     ]
-    return f"<li><b>{len(report.runs)}</b> {count(len(report.runs), 'run').split()[1]}</li>" + (
-        "".join(shown)
-    )
+    runs = f"<li><b>{len(report.runs)}</b> {count(len(report.runs), 'run').split()[1]}</li>"
+    return runs + "".join(shown)
 
 
-Json = dict[str, object]
+def _number(mean: float, metric: str, low: float | None, high: float | None) -> str:
+    def show(number: float) -> str:
+        return value(metric, number) if is_share(metric) else _plain(number)
+
+    between = "" if low is None or high is None else f"\n{show(low)} to {show(high)}"
+    return f"{show(mean)}{between}"
 
 
-def page_data(report: StudyReport) -> Json:
-    """Everything, arms by their place in `arms`."""
-    places = {arm.name: place for place, arm in enumerate(report.arms)}
-    by_arm = [_control_place(report, place) for place in range(len(report.arms))]
-    return {
-        "study": report.folder.name,
-        "metrics": [
-            {"key": key, "title": name, "share": is_share(key)}
-            for key, name in report.metrics.items()
-        ],
-        "arms": [
-            {
-                "name": arm.name,
-                "control": control,
-                "isControl": arm.is_control,
-                "n": len(arm.whole),
-                "planned": len(arm.runs),
-            }
-            for arm, control in zip(report.arms, by_arm, strict=True)
-        ],
-        "outcomes": [_outcome(outcome, places) for outcome in report.outcomes if outcome.is_known],
-        "shares": [
-            {**_outcome(outcome, places), "link": outcome.link} for outcome in report.shares
-        ],
-        "alone": alone_rows(report.alone, list(report.metrics)),
-        "curveMetrics": [
-            {"key": key, "title": title(key), "share": is_share(key)}
-            for key in dict.fromkeys(curve.metric for curve in report.curves)
-        ],
-        "curves": [_curve(curve, places) for curve in report.curves],
-        "maps": [_map(found, places) for found in report.maps],
-        "norms": [_norms(found, places) for found in report.norms],
-        "doses": [
-            {"key": d.key, "name": d.name, "x": d.doses, "arms": [places[a.name] for a in d.arms]}
-            for d in report.doses
-        ],
-        "fronts": [
-            _front(front, places, several=len({one.task for one in report.fronts}) > 1)
-            for front in report.fronts
-        ],
-        "costs": [_cost(cost, places) for cost in report.costs],
-        "updateTitles": list(NUMBERS.values()),
-        "updates": [_update(effect, places) for effect in report.updates],
-        "runs": [_run(run, places[arm.name], report) for arm in report.arms for run in arm.runs],
-    }
+def _plain(number: float | None) -> str:
+    return MISSING if number is None or number != number else f"{number:.3g}"
 
 
-def _control_place(report: StudyReport, place: int) -> int | None:
-    """The arm in which most of an arm's controls are."""
-    arm = report.arms[place]
-    names = {run.control for run in arm.runs if run.control}
-    hits = [sum(run.name in names for run in other.runs) for other in report.arms]
-    best = max(hits, default=0)
-    return hits.index(best) if best else None
+def _shorts(numbers: Sequence[float]) -> list[float | None]:
+    return [short(number, 3) for number in numbers]
 
 
-def _outcome(outcome: Outcome, places: dict[str, int]) -> Json:
-    found = outcome.difference
-    row: Json = {
-        "arm": places[outcome.arm.name],
-        "metric": outcome.metric,
-        "planned": outcome.planned,
-        "states": dict(outcome.states),
-    }
-    if found is None:
-        return row
-    key = outcome.metric
-    boot = outcome.bootstrap
-    return row | {
-        "n": found.n,
-        "mean": _short(found.mean, 6),
-        "low": _short(found.low, 6),
-        "high": _short(found.high, 6),
-        "sd": _short(found.sd),
-        "p": p_text(outcome.p_value),
-        "q": p_text(outcome.q_value),
-        "boot": f"{amount(key, boot[0])} to {amount(key, boot[1])}" if boot else None,
-        "verdict": outcome.reading,
-        "plain": outcome.plain,
-        "said": amount(key, found.mean),
-        "interval": interval(key, found),
-        "treated": value(key, sum(outcome.treated) / found.n),
-        "control": value(key, sum(outcome.control) / found.n),
-        "seeds": list(outcome.seeds),
-        "each": [_short(difference, 6) for difference in outcome.differences],
-    }
+def _short(limit: object) -> object:
+    return short(limit, 6) if isinstance(limit, float) else limit
 
 
-def _curve(curve: Curve, places: dict[str, int]) -> Json:
-    seeds = {run.name: run.seed for run in curve.arm.runs}
-    states = {run.name: run.state for run in curve.arm.runs}
-    return {
-        "arm": places[curve.arm.name],
-        "metric": curve.metric,
-        "steps": curve.steps,
-        "n": curve.n,
-        "mean": _list(curve.mean),
-        "low": _list(curve.low),
-        "high": _list(curve.high),
-        "runs": [
-            {"seed": seeds[name], "state": states[name], "y": _list(values)}
-            for name, values in curve.runs.items()
-        ],
-    }
+def _float(item: object) -> float | None:
+    return float(item) if isinstance(item, int | float) else None
 
 
-def _map(found: EffectMap, places: dict[str, int]) -> Json:
-    return {
-        "arm": places[found.arm.name],
-        "transform": found.transform,
-        "n": found.n,
-        "sites": found.sites,
-        "ends": found.ends,
-        "means": {name: [_list(row, 3) for row in rows] for name, rows in found.means.items()},
-        "overall": {name: _list(values) for name, values in found.overall.items()},
-    }
-
-
-def _norms(found: Norms, places: dict[str, int]) -> Json:
-    return {
-        "arm": places[found.arm.name],
-        "transform": found.transform,
-        "n": found.n,
-        "low": _short(found.low),
-        "high": _short(found.high),
-        "before": _list(found.before, 3),
-        "after": _list(found.after, 3) if found.after is not None else None,
-        "zeroBefore": _short(found.zero_before),
-        "zeroAfter": _short(found.zero_after),
-    }
-
-
-def _front(front: Front, places: dict[str, int], several: bool) -> Json:
-    return {
-        "key": front.key,
-        "title": f"{front.task} {front.metric}" if several else front.metric,
-        "metric": front.metric,
-        "share": is_share(front.metric),
-        "lower": front.lower_is_better,
-        "names": front.names,
-        "axes": [
-            {"low": _short(low, 6), "high": _short(high, 6), "log": by_log}
-            for low, high, by_log in (ends_of(front, task) for task in range(len(front.names)))
-        ],
-        "pairs": [
-            {"at": pair, "labels": [[*_list(at), text] for at, text in clusters(front, *pair)]}
-            for pair in front.pairs
-        ],
-        "marks": [
-            {
-                "arm": places[mark.arm.name],
-                "seeds": mark.seeds,
-                "each": [_list(values) for values in mark.values],
-                "mean": _list([mean.mean for mean in mark.means]),
-                "low": _list([mean.low for mean in mark.means]),
-                "high": _list([mean.high for mean in mark.means]),
-                "beatenBy": [places[name] for name in mark.beaten_by],
-            }
-            for mark in front.marks
-        ],
-    }
-
-
-def _cost(cost: Cost, places: dict[str, int]) -> Json:
-    return {
-        "arm": places[cost.arm.name],
-        "n": len(cost.ratios),
-        "ratio": _short(median(cost.ratios)),
-        "low": _short(min(cost.ratios)),
-        "high": _short(max(cost.ratios)),
-        "treated": _short(cost.treated_ms),
-        "control": _short(cost.control_ms),
-        "measured": _short(cost.measured_ms),
-    }
-
-
-def _update(effect: UpdateEffect, places: dict[str, int]) -> Json:
-    """Each number as it is read: its mean over runs and the interval of that."""
-    shown = []
-    for key in NUMBERS:
-        mean = effect.means.get(key)
-        ends = [mean.low, mean.high] if mean else []
-        between = " to ".join(plain(end) for end in ends if end is not None)
-        shown.append([plain(mean.mean) if mean else "-", between])
-    return {
-        "arm": places[effect.arm.name],
-        "asked": of_how_much(effect.summaries),
-        "numbers": shown,
-    }
-
-
-def _run(run: Found, place: int, report: StudyReport) -> Json:
-    file = run.path / CONFIG
-    text = file.read_text(errors="replace") if file.is_file() else ""
-    summary = run.summary or {}
-    return {
-        "name": run.name,
-        "arm": place,
-        "seed": run.seed if run.seed >= 0 else None,
-        "state": run.state,
-        "reason": run.reason,
-        "done": run.done,
-        "steps": run.steps,
-        "control": run.control,
-        "values": [_short(number(summary.get(key)), 6) for key in report.metrics],
-        "ms": _short(number(summary.get("time/step_ms"))),
-        "config": text,
-        "notes": list(summary.get("notes") or []),
-    }
-
-
-def number(found: object) -> float | None:
-    """A number, or None for what is none."""
-    return float(found) if isinstance(found, int | float) else None
-
-
-def _list(values: Sequence[float | None], digits: int = 4) -> list[float | None]:
-    return [_short(found, digits) for found in values]
-
-
-def _short(found: float | None, digits: int = 4) -> float | None:
-    """Few digits, and whole numbers without a point: this is most of the page's size."""
-    if found is None or found != found or found in (float("inf"), float("-inf")):
-        return None
-    short = float(f"{found:.{digits}g}")
-    return int(short) if short == int(short) and abs(short) < 1e15 else short
-
-
-Json_conflict_data = dict[str, object]
-DIGITS = 3
-
-
-def conflict_data(report: StudyReport) -> list[Json_conflict_data]:
-    """Each arm and group, in the order of the arms; `first` where it is the sharpest of an arm."""
-    places = {arm.name: place for place, arm in enumerate(report.arms)}
-    first = {id(one) for one in sharpest(report.conflicts)}
-    return [
-        {
-            **_series(one),
-            "arm": places[one.arm.name],
-            "first": id(one) in first,
-            "lost": lost_most(one, report.conflicts),
-        }
-        for one in report.conflicts
-    ]
-
-
-def _series(series: ConflictSeries) -> Json_conflict_data:
-    means = series.means
-    pairs = means.pairs
-    return {
-        "name": series.name,
-        "n": means.runs,
-        "measured": measured_steps(means),
-        "tasks": means.tasks,
-        "about": about_tasks(series.group),
-        "ends": series.ends,
-        "pairs": series.pairs,
-        "of": len(pairs),
-        "sharpest": [
-            *pairs[0],
-            _short_conflict_data(float(means.cosines[pairs[0][1], pairs[0][0]])),
-        ]
-        if pairs
-        else None,
-        "cosines": _list_conflict_data(series.cosines),
-        "overall": [_short_conflict_data(float(means.cosines[b, a])) for a, b in series.pairs],
-        "shown": series.shown,
-        "weights": None if series.weights is None else _lines(series.weights),
-        "decrease": _lines(series.decrease),
-        "single": {name: _short_conflict_data(found) for name, found in means.single.items()},
-        "perTask": {
-            "norm": _list_conflict_data(means.norms),
-            "weight": _list_conflict_data(means.weights),
-            "decrease": _list_conflict_data(means.decrease),
-            "lost": _list_conflict_data(means.lost),
-        },
-        "others": _others(means.others),
-    }
-
-
-def _others(others: Mapping[str, tuple[float, Floats]]) -> list[list[object]]:
-    """Names, cosine and weights; those that are equal in all digits shown are one."""
-    equal: dict[str, list[str]] = {}
-    shown: dict[str, list[object]] = {}
-    for name, (cosine, weights) in others.items():
-        key = repr((_short_conflict_data(cosine), _list_conflict_data(weights)))
-        equal.setdefault(key, []).append(name)
-        shown.setdefault(key, [_short_conflict_data(cosine, 5), _list_conflict_data(weights)])
-    return [[", ".join(names), *shown[key]] for key, names in equal.items()]
-
-
-def _lines(lines: Lines) -> Json_conflict_data:
-    return {
-        "mean": _list_conflict_data(lines.mean),
-        "low": _list_conflict_data(lines.low),
-        "high": _list_conflict_data(lines.high),
-    }
-
-
-def _list_conflict_data(values: Floats) -> list[object]:
-    if values.ndim > 1:
-        return [_list_conflict_data(row) for row in values]
-    return [_short_conflict_data(float(value)) for value in values]
-
-
-def _short_conflict_data(found: float, digits: int = DIGITS) -> float | None:
-    """Few digits, and whole numbers without a point."""
-    if found - found != 0:  # NaN and infinity
-        return None
-    short = float(f"{found:.{digits}g}")
-    return int(short) if short == int(short) and abs(short) < 1e15 else short
+def _config(run: LoadedRun) -> str:
+    file = run.path / CONFIG_FILE
+    return file.read_text(errors="replace") if file.is_file() else ""

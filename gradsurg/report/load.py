@@ -46,7 +46,7 @@ class NotAStudy(ValueError):
 
 
 @dataclass(frozen=True)
-class Found:
+class LoadedRun:
     """One run as its directory tells it; what was not told or cannot be read is empty.
 
     `steps` are planned, `done` are logged. `control` is the name of another run's directory.
@@ -78,7 +78,7 @@ class Found:
         return canonical({key: item for key, item in self.config.items() if key != "seed"})
 
 
-def read_study(folder: Path, only: Collection[str] | None = None) -> list[Found]:
+def read_study(folder: Path, only: Collection[str] | None = None) -> list[LoadedRun]:
     """All runs of a study: the controls they name too, where there is no such directory.
 
     `only` are the names of those that are wanted; their controls come with them. Raises NotAStudy,
@@ -108,7 +108,9 @@ def read_study(folder: Path, only: Collection[str] | None = None) -> list[Found]
             reason = f"{run.name} names it as its control, but it is not there"
             path = folder / run.control
             runs.append(
-                Found(path, "missing", reason, "control", "none", run.seed, run.steps, told=True)
+                LoadedRun(
+                    path, "missing", reason, "control", "none", run.seed, run.steps, told=True
+                )
             )
     return runs
 
@@ -125,16 +127,16 @@ def _run_directories(folder: Path) -> list[Path]:
     return [path for path in inside if any((path / name).is_file() for name in OWN_FILES)]
 
 
-def _read(path: Path) -> Found:
+def _read(path: Path) -> LoadedRun:
     try:
         return _found(path)
     except (ValueError, OSError) as error:  # a broken file is told, the other runs are reported
         label, seed = _from_name(path.name)
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        return Found(path, "unreadable", reason, label=label, seed=seed)
+        return LoadedRun(path, "unreadable", reason, label=label, seed=seed)
 
 
-def _found(path: Path) -> Found:
+def _found(path: Path) -> LoadedRun:
     place = RunDirectory(path)
     facts, config = place.read_facts() or {}, place.read_config()
     if config is not None and not isinstance(config, dict):
@@ -145,7 +147,7 @@ def _found(path: Path) -> Found:
     label, seed = _from_name(path.name)
     last = _last_row(path / METRICS)
     steps = int(said.get("steps") or 0)
-    run = Found(
+    run = LoadedRun(
         path=path,
         state=state,
         arm=str(said.get("arm") or ("control" if label == "none" else "treated")),
@@ -162,7 +164,7 @@ def _found(path: Path) -> Found:
     return replace(run, reason=_reason(run, place, last))
 
 
-def _reason(run: Found, place: RunDirectory, last: dict[str, Any]) -> str:
+def _reason(run: LoadedRun, place: RunDirectory, last: dict[str, Any]) -> str:
     match run.state:
         case "diverged" if run.summary and run.summary.get("diverged_step") is not None:
             step = run.summary["diverged_step"]
@@ -198,7 +200,7 @@ def _last_row(file: Path) -> dict[str, Any]:  # Any: what JSON can hold
     return json.loads(lines[-1]) if lines else {}
 
 
-def _with_controls(runs: list[Found]) -> list[Found]:
+def _with_controls(runs: list[LoadedRun]) -> list[LoadedRun]:
     """Runs without run.json get the control that their configs single out, a plain one first."""
     plain = sorted((run for run in runs if run.arm == "control"), key=lambda run: run.label)
     plain.sort(key=lambda run: run.label != "none")
@@ -213,7 +215,7 @@ def _with_controls(runs: list[Found]) -> list[Found]:
     ]
 
 
-def _control_key(run: Found) -> str:
+def _control_key(run: LoadedRun) -> str:
     kept = {key: item for key, item in (run.config or {}).items() if key not in BESIDE_CONTROL}
     return canonical([run.seed, kept])
 
@@ -246,7 +248,7 @@ class Arm:
     """The runs that differ in nothing but their seed, in its order."""
 
     name: str
-    runs: tuple[Found, ...]
+    runs: tuple[LoadedRun, ...]
     config: Mapping[str, object]
 
     @property
@@ -254,14 +256,14 @@ class Arm:
         return self.runs[0].arm == "control"
 
     @property
-    def whole(self) -> list[Found]:
+    def whole(self) -> list[LoadedRun]:
         """Runs that ended as planned: the only ones that are averaged."""
         return [run for run in self.runs if run.state == "finished" and run.summary]
 
 
-def group(runs: Sequence[Found]) -> list[Arm]:
+def group(runs: Sequence[LoadedRun]) -> list[Arm]:
     """The arms of a study, the treated ones first, each with a name of its own."""
-    groups: dict[str, list[Found]] = {}
+    groups: dict[str, list[LoadedRun]] = {}
     for run in runs:
         groups.setdefault(run.key, []).append(run)
     own = [tuple(sorted(group, key=lambda run: (run.seed, run.name))) for group in groups.values()]
@@ -282,7 +284,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, object]:  # A
     return items
 
 
-def _called(run: Found) -> str:
+def _called(run: LoadedRun) -> str:
     if run.state == "missing":
         return "control (not there)"
     if run.arm == "control":

@@ -6,7 +6,7 @@ from itertools import combinations
 from math import log10
 
 from gradsurg.effects.numbers import TASK_METRICS
-from gradsurg.report.load import Arm, Found, canonical
+from gradsurg.report.load import Arm, LoadedRun, canonical
 from gradsurg.stats import Difference, paired_difference
 
 PART, LOSS = "test/", "loss"
@@ -135,7 +135,7 @@ def _mark(arm: Arm, keys: Sequence[str]) -> Mark | None:
     return Mark(arm, [run.seed for run in whole], values, means, [])
 
 
-def _number(run: Found, key: str) -> float | None:
+def _number(run: LoadedRun, key: str) -> float | None:
     found = (run.summary or {}).get(key)
     return found if isinstance(found, int | float) else None
 

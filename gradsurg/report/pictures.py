@@ -14,7 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import PercentFormatter
 
-from gradsurg.report.figures import CONTROL, INK, TREATED, cut, numbered
+from gradsurg.report.charts import CONTROL, INK, TREATED, cut
+from gradsurg.report.figures import numbered
 from gradsurg.report.series import Landscape, Trajectory
 from gradsurg.report.study import StudyReport
 from gradsurg.report.wording import is_share

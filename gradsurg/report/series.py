@@ -10,7 +10,7 @@ import polars as pl
 
 from gradsurg.effects.numbers import UPDATE_NUMBERS, UPDATES_SAMPLED
 from gradsurg.effects.tables import number
-from gradsurg.report.load import Arm, Found, canonical, group, run_frames
+from gradsurg.report.load import Arm, LoadedRun, canonical, group, run_frames
 from gradsurg.report.wording import HEADLINE
 from gradsurg.stats import t_critical
 from gradsurg.training.frames import METRICS_KEYS, read_effects, read_metrics
@@ -101,7 +101,7 @@ def _thinned(steps: list[int]) -> list[int]:
     return [steps[place] for place in places]
 
 
-MAX_CELLS = 240_000  # of all effect maps together, so that a page stays small
+MAX_CELLS = 110_000  # of all effect maps together, so that a page stays small
 NUM_INTERVALS = 24  # into which a run's steps are cut
 NUM_BINS = 40  # of a histogram
 MEASURES = ("cosine", "ratio", "changed", "flipped", "zeroed")
@@ -339,7 +339,7 @@ def landscapes(arms: Sequence[Arm], metrics: pl.DataFrame) -> tuple[list[Landsca
     Runs that differ in where they start, or in their seed, stand together under one name.
     """
     told: dict[str, dict[str, Any]] = {}  # Any: what JSON can hold
-    runs: dict[str, list[tuple[Found, list[float]]]] = {}
+    runs: dict[str, list[tuple[LoadedRun, list[float]]]] = {}
     faults: list[str] = []
     for run in (run for arm in arms for run in arm.runs if run.state != "missing"):
         try:
@@ -361,7 +361,7 @@ def landscapes(arms: Sequence[Arm], metrics: pl.DataFrame) -> tuple[list[Landsca
 
 def _landscape(
     told: Mapping[str, Any],  # Any: what JSON can hold
-    runs: Sequence[tuple[Found, list[float]]],
+    runs: Sequence[tuple[LoadedRun, list[float]]],
     metrics: pl.DataFrame,
 ) -> Landscape:
     starts = {run.name: start for run, start in runs}
@@ -386,7 +386,7 @@ def _startless(config: Mapping[str, Any] | None) -> dict[str, Any] | None:  # An
     return {**config, "task": task}
 
 
-def _trajectory(run: Found, start: list[float], metrics: pl.DataFrame) -> Trajectory:
+def _trajectory(run: LoadedRun, start: list[float], metrics: pl.DataFrame) -> Trajectory:
     """Its start, what was logged of it, and its end; one that left the numbers ends before."""
     places = [(start[0], start[1])]
     if X1 in metrics.columns and X2 in metrics.columns:

@@ -22,7 +22,7 @@ from gradsurg.report.compare import (
     update_effects,
 )
 from gradsurg.report.conflicts import ConflictSeries, about_lengths, conflict_series, load_conflicts
-from gradsurg.report.load import Arm, Found, group, read_study
+from gradsurg.report.load import Arm, LoadedRun, group, read_study
 from gradsurg.report.pareto import Front, fronts
 from gradsurg.report.series import (
     Curve,
@@ -43,7 +43,7 @@ class StudyReport:
     """The runs of a study, its arms, and what follows from them."""
 
     folder: Path
-    runs: list[Found]
+    runs: list[LoadedRun]
     arms: list[Arm]
     metrics: dict[str, str]
     alone: list[Arm]

@@ -32,7 +32,7 @@ from gradsurg.report.conflicts import (
     conflict_text,
     others_lines,
 )
-from gradsurg.report.load import Arm, Found
+from gradsurg.report.load import Arm, LoadedRun
 from gradsurg.report.series import update_line
 from gradsurg.report.study import StudyReport
 from gradsurg.report.wording import (
@@ -122,7 +122,7 @@ def _outcome(runs: Sequence[Runs]) -> str:
     return "\n".join([said, *lost, *([same] if same else []), "", aligned(rows), *notes])
 
 
-def _pair(runs: Runs) -> tuple[Found, Found] | None:
+def _pair(runs: Runs) -> tuple[LoadedRun, LoadedRun] | None:
     """The two of a seed as the report of a study knows them; None if one has not ended."""
     treated, control = _summary(runs.treated), _summary(runs.control)
     if treated is None or control is None or runs.treated is None or runs.control is None:
@@ -131,11 +131,11 @@ def _pair(runs: Runs) -> tuple[Found, Found] | None:
     return replace(_found(runs.treated, treated, "treated"), control=beside.name), beside
 
 
-def _found(path: Path, summary: Summary, arm: str) -> Found:
-    return Found(path, summary["state"], arm=arm, label=summary["label"], summary=summary)
+def _found(path: Path, summary: Summary, arm: str) -> LoadedRun:
+    return LoadedRun(path, summary["state"], arm=arm, label=summary["label"], summary=summary)
 
 
-def _arm(runs: Sequence[Found]) -> Arm:
+def _arm(runs: Sequence[LoadedRun]) -> Arm:
     name = runs[0].label
     if runs[0].arm == "control":
         name = "control" if name == "none" else "norm-matched"

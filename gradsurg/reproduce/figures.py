@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from gradsurg.report.figures import TASKS as COLOURS
 from gradsurg.report.figures import UNCLEAR, Columns, Panel, Spec, write_figure
 from gradsurg.report.figures import Figure as Chart
-from gradsurg.report.load import Arm, Found, group
+from gradsurg.report.load import Arm, LoadedRun, group
 from gradsurg.report.wording import is_share, title
 from gradsurg.reproduce.expected import Drawing
 from gradsurg.reproduce.judge import outcome
@@ -26,7 +26,7 @@ TRAINED = "trained"
 Table = Mapping[str, Mapping[str, list[float]]]  # measure, layer, the value of each seed
 
 
-def draw(drawing: Drawing, runs: Sequence[Found], folder: Path) -> Path | None:
+def draw(drawing: Drawing, runs: Sequence[LoadedRun], folder: Path) -> Path | None:
     """Write the figure of the arms of these runs into `folder`; return its PNG.
 
     None if no run has the numbers, or for maps if matplotlib is not installed.
@@ -133,7 +133,7 @@ def _angle_view(sites: Sequence[str]) -> Spec:
     }
 
 
-def _angles(run: Found, transform: str) -> list[tuple[str, int, float]]:
+def _angles(run: LoadedRun, transform: str) -> list[tuple[str, int, float]]:
     """Return (site, step, angle) for each measurement of a gradient that is not zero."""
     angles = []
     for row in RunDirectory(run.path).read_rows(EFFECTS):
@@ -200,7 +200,7 @@ def draw_maps(arms: Sequence[Arm], metric: str) -> "Figure | None":
     return figure
 
 
-def _layer_table(runs: Sequence[Found], metric: str) -> Table:
+def _layer_table(runs: Sequence[LoadedRun], metric: str) -> Table:
     """Return the numbers called `<metric>/<measure>/<layer>`."""
     table: dict[str, dict[str, list[float]]] = {}
     for run in runs:
@@ -211,7 +211,7 @@ def _layer_table(runs: Sequence[Found], metric: str) -> Table:
     return table
 
 
-def _saved(runs: Sequence[Found]) -> dict[str, Any]:  # Any: what JSON can hold
+def _saved(runs: Sequence[LoadedRun]) -> dict[str, Any]:  # Any: what JSON can hold
     first = min(runs, key=lambda run: run.seed)
     return RunDirectory(first.path).read_examined() or {}
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from gradsurg.report.load import Found, flat, group
+from gradsurg.report.load import LoadedRun, flat, group
 from gradsurg.reproduce.expected import Band, Expected, Form
 from gradsurg.stats import paired_difference
 from gradsurg.training.run_directory import EFFECTS, METRICS, UNTIL_REACHED, RunDirectory
 
-Studies = Mapping[str, Sequence[Found]]
+Studies = Mapping[str, Sequence[LoadedRun]]
 Record = Mapping[str, Any]  # Any: what JSON can hold
 
 EFFECT = "effect/"
@@ -108,7 +108,7 @@ def verdict(expected: Expected, judgements: Sequence[Judgement]) -> str:
     return CONDITIONS if expected.conditions else HOLDS
 
 
-def _judge(band: Band, runs: Sequence[Found]) -> Judgement:
+def _judge(band: Band, runs: Sequence[LoadedRun]) -> Judgement:
     chosen = _selected(runs, band.runs)
     others = _selected(runs, band.minus) if band.minus else []
     if not chosen or (band.minus and not others):
@@ -137,7 +137,7 @@ def _judge(band: Band, runs: Sequence[Found]) -> Judgement:
     return Judgement(band, tuple(differences.values()), seeds=tuple(differences))
 
 
-def _selected(runs: Sequence[Found], which: Mapping[str, object]) -> list[Found]:
+def _selected(runs: Sequence[LoadedRun], which: Mapping[str, object]) -> list[LoadedRun]:
     return [
         run
         for run in runs
@@ -155,7 +155,7 @@ def is_selected(keys: Mapping[str, object], which: Mapping[str, object]) -> bool
     return all(key in keys and keys[key] == value for key, value in which.items())
 
 
-def outcome(run: Found, metric: str, at: str | int = "end") -> float | None:
+def outcome(run: LoadedRun, metric: str, at: str | int = "end") -> float | None:
     """Return an outcome of a run, or a sum or difference of outcomes; None if it is missing."""
     if metric.startswith(EFFECT):
         values = effect(run, metric)
@@ -171,7 +171,7 @@ def outcome(run: Found, metric: str, at: str | int = "end") -> float | None:
     return (max if at == "most" else min)(known, default=None)
 
 
-def effect(run: Found, path: str) -> dict[int, float | None]:
+def effect(run: LoadedRun, path: str) -> dict[int, float | None]:
     """Return `effect/<transform>/<site>/<number>` by step, from effects.jsonl."""
     _, transform, rest = path.split("/", 2)
     site, _, number = rest.rpartition("/")
@@ -276,7 +276,7 @@ def _tables(record: Record) -> str:
     return "\n\n".join([head, markdown(bands), markdown(arms)])
 
 
-def _arm_rows(study: str, runs: Sequence[Found], expected: Expected) -> list[dict[str, object]]:
+def _arm_rows(study: str, runs: Sequence[LoadedRun], expected: Expected) -> list[dict[str, object]]:
     """Return a row for each arm and each metric of the study's bands, or of all bands."""
     bands = [band for band in expected.bands if band.study in ("", study)] or expected.bands
     rows = []

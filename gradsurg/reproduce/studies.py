@@ -16,7 +16,7 @@ from gradsurg.config.dry_run import METRIC_EXAMPLES, examined_names, metric_name
 from gradsurg.config.errors import ConfigError
 from gradsurg.effects.numbers import EFFECT_NAMES, UPDATE_NAMES, UPDATES_SAMPLED
 from gradsurg.plugins.fields import nearest
-from gradsurg.report.load import Found, read_study
+from gradsurg.report.load import LoadedRun, read_study
 from gradsurg.reproduce.expected import Band, Drawing, Expected, WrongExperiment
 from gradsurg.reproduce.judge import EFFECT, is_selected, selectable_keys, terms
 from gradsurg.sites import tree
@@ -64,7 +64,7 @@ class FinishedStudy:
     """A study after training: its folder, and the runs that its config describes."""
 
     folder: Path
-    runs: list[Found]
+    runs: list[LoadedRun]
 
     @property
     def minutes(self) -> float:

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from gradsurg.report.load import Found, NotAStudy, group, read_study, stamp
+from gradsurg.report.load import LoadedRun, NotAStudy, group, read_study, stamp
 from gradsurg.training.run_directory import FACTS, LOCK, METRICS, SUMMARY
 from tests.report import studies
 
 
 @pytest.fixture
-def mixed(tmp_path: Path) -> dict[str, Found]:
+def mixed(tmp_path: Path) -> dict[str, LoadedRun]:
     found = read_study(studies.mixed(tmp_path / "first"))
     return {f"{run.label}{run.seed}": run for run in found}
 

@@ -91,7 +91,7 @@ def test_a_way_of_two_places_has_no_line_between_them(tmp_path: Path):
 def test_the_page_shows_the_figure_and_links_its_files(tmp_path: Path):
     study = studies.toy(tmp_path / "toy")
     text = write_report(study_report(study), study / "report").read_text()
-    assert '<section aria-labelledby="h-ways" id="ways">' in text
+    assert '<section aria-labelledby="h-trajectories" id="trajectories">' in text
     assert 'src="data:image/png;base64,' in text
     for name in ("trajectories.png", "trajectories.svg"):
         assert f'href="{name}"' in text
@@ -101,7 +101,7 @@ def test_the_page_shows_the_figure_and_links_its_files(tmp_path: Path):
 def test_a_study_without_a_landscape_has_no_such_section(tmp_path: Path):
     study = studies.mixed(tmp_path / "first")
     text = write_report(study_report(study), study / "report").read_text()
-    assert 'id="ways" hidden>' in text
+    assert 'id="trajectories"' not in text
     assert "data:image/png" not in text
     assert not list((study / "report").glob("trajectories*"))
 

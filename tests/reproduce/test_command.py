@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gradsurg.report.load import Found, group
+from gradsurg.report.load import LoadedRun, group
 from gradsurg.reproduce import command
 from gradsurg.reproduce.expected import Drawing, papers, read_expected
 from gradsurg.reproduce.figures import draw, draw_maps
@@ -31,8 +31,8 @@ LOSSES = {("clip", 0): 0.25, ("clip", 1): 0.5, ("none", 0): 2.0}
 Reproduce = Callable[..., Ended]
 
 
-def found(label: str, seed: int, summary: Mapping[str, object] | None, folder: Path) -> Found:
-    return Found(
+def found(label: str, seed: int, summary: Mapping[str, object] | None, folder: Path) -> LoadedRun:
+    return LoadedRun(
         path=folder / f"{label}-seed{seed}-0",
         state="finished" if summary else "failed",
         arm="control" if label == "none" else "treated",
@@ -187,7 +187,7 @@ def test_runs_that_failed_are_not_left_out_of_a_band(
     assert "Found: 1 of 2 runs: failed." in ended.out
 
 
-def judged_with(root: Path, runs: list[Found], **change: object) -> Judgement:
+def judged_with(root: Path, runs: list[LoadedRun], **change: object) -> Judgement:
     expect(root, {**MINI, "bands": [{**BAND, "metric": "test/loss", **change}]})
     (judged,) = judge(read_expected(root, "mini"), {"simple_transforms": runs})
     return judged
@@ -342,7 +342,7 @@ def test_metrics_are_subtracted(root: Path, metric: str, expected: float) -> Non
     assert judged_with(root, runs, metric=metric, high=5).values == (expected,)
 
 
-def examined(label: str, seed: int, folder: Path, number: float) -> Found:
+def examined(label: str, seed: int, folder: Path, number: float) -> LoadedRun:
     """A run of an examination of two layers, with maps of two images."""
     numbers = {"examined/rank/b": number, "examined/rank/a": 0.5, "examined/ssim/b": 0.25}
     run = found(label, seed, {**numbers, "examined/ssim/a": 0.2, "test/loss": 1.0}, folder)

@@ -1,0 +1,362 @@
+"""Charts of outcomes: forest plot, dose and response, cost, trade-off between tasks."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from statistics import median
+from typing import Any
+
+import altair as alt
+
+from gradsurg.report.charts import (
+    CONTROL,
+    INK,
+    PAPER,
+    ROW,
+    SOFT,
+    TREATED,
+    UNCLEAR,
+    Columns,
+    Panel,
+    Spec,
+    columns_of,
+    cut,
+    scale_of,
+    short,
+    spec_of,
+    zero_line,
+)
+from gradsurg.report.compare import CLEAR, Cost, Doses, Outcome
+from gradsurg.report.pareto import Front, clusters, ends_of
+from gradsurg.report.wording import amount, interval, is_share, title
+
+MAX_PAIRS = 6  # of tasks whose trade-off is drawn
+
+
+def outcome_panel(
+    outcomes: Sequence[Outcome], metric: str, name: Callable[[Outcome], str] | None = None
+) -> Panel:
+    """The forest plot of a metric: difference, interval and seeds of each arm, or link."""
+    label = name or _arm_with_n
+    low, high = limits_of(outcomes)
+    data = _differences(outcomes, label, low, high)
+    said = [
+        f"{label(one)}: {amount(metric, one.difference.mean)}" for one in outcomes if one.difference
+    ]
+    return Panel(
+        title(metric),
+        f"Difference in {title(metric)} with 95 % intervals. {'; '.join(said)}",
+        _forest_view(title(metric), is_share(metric)),
+        data,
+        {"low": low, "high": high, "arms": data["arms"]["arm"]},
+        width=260,
+        height=ROW * len(outcomes),
+    )
+
+
+def limits_of(outcomes: Sequence[Outcome]) -> tuple[float, float]:
+    """Limits with room for all means and seeds.
+
+    An interval may take half of their span more at each end; beyond that it is cut.
+    """
+    found = [outcome.difference for outcome in outcomes if outcome.difference]
+    seen = [0.0, *(value for outcome in outcomes for value in outcome.differences)]
+    ends = [end for one in found for end in (one.low, one.high) if end is not None]
+    room = (max(seen) - min(seen)) / 2
+    low = max(min(seen) - room, min([*ends, *seen]))
+    high = min(max(seen) + room, max([*ends, *seen]))
+    pad = 0.04 * ((high - low) or 1)
+    return low - pad, high + pad
+
+
+def _differences(
+    outcomes: Sequence[Outcome], label: Callable[[Outcome], str], low: float, high: float
+) -> dict[str, Columns]:
+    arms, seeds, cuts = [], [], []
+    for outcome in outcomes:
+        name, found = label(outcome), outcome.difference
+        ends = (found.low, found.high) if found else (None, None)
+        clear = outcome.reading in CLEAR
+        inside = [None if end is None else short(min(max(end, low), high), 6) for end in ends]
+        mean = short(found.mean, 6) if found else None
+        texts = (_said(outcome), interval(outcome.metric, found) if found else "")
+        arms.append((name, mean, *inside, clear, *texts))
+        for end, limit, shape in zip(ends, (low, high), ("left", "right"), strict=True):
+            if end is not None and not low <= end <= high:
+                cuts.append((name, limit, f"triangle-{shape}", clear))
+        for seed, difference in zip(outcome.seeds, outcome.differences, strict=True):
+            seeds.append((name, seed, short(difference, 6)))
+    return {
+        "arms": columns_of(("arm", "mean", "from", "to", "clear", "said", "interval"), arms),
+        "seeds": columns_of(("arm", "seed", "difference"), seeds),
+        "cuts": columns_of(("arm", "at", "shape", "clear"), cuts),
+    }
+
+
+@cache
+def _forest_view(metric: str, share: bool) -> Spec:
+    arms, seeds, cuts = (alt.Chart(alt.NamedData(name)) for name in ("arms", "seeds", "cuts"))
+    scale = alt.Scale(domain=[alt.ExprRef("low"), alt.ExprRef("high")], nice=False, zero=False)
+    axis = alt.Axis(format="+.2~%" if share else "+.3~g", tickCount=4, labelOverlap=True)
+    x = {"scale": scale, "axis": axis, "title": f"difference in {metric}"}
+    y = _arms_axis()
+    color = alt.condition("datum.clear", alt.value(TREATED), alt.value(UNCLEAR))
+    tips = [
+        alt.Tooltip("arm:N"),
+        alt.Tooltip("said:N", title="difference"),
+        alt.Tooltip("interval:N", title="95 % interval"),
+    ]
+    layers = alt.layer(
+        arms.mark_rule(strokeWidth=2).encode(x=alt.X("from:Q", **x), x2="to:Q", y=y, color=color),
+        zero_line("x"),
+        seeds.mark_tick(thickness=1.2, size=8, yOffset=7, color=SOFT).encode(
+            x=alt.X("difference:Q", **x), y=y, tooltip=["arm:N", "seed:Q", "difference:Q"]
+        ),
+        cuts.mark_point(size=45, filled=True, opacity=1).encode(
+            x=alt.X("at:Q", **x), y=y, shape=alt.Shape("shape:N", scale=None), color=color
+        ),
+        arms.mark_point(size=60, opacity=1, strokeWidth=2).encode(
+            x=alt.X("mean:Q", **x),
+            y=y,
+            stroke=color,
+            fill=alt.condition("datum.clear", alt.value(TREATED), alt.value(PAPER)),
+            tooltip=tips,
+        ),
+    )
+    return spec_of(layers)
+
+
+def dose_panel(doses: Doses, outcomes: Sequence[Outcome], metric: str) -> Panel:
+    """The difference to the control over the one number in which arms differ."""
+    by_name = {outcome.arm.name: outcome for outcome in outcomes}
+    own = [by_name[arm.name] for arm in doses.arms if arm.name in by_name]
+    places = {arm.name: dose for dose, arm in zip(doses.doses, doses.arms, strict=True)}
+    low, high = limits_of(own)
+    arms = _differences(own, lambda one: one.arm.name, low, high)["arms"]
+    arms["dose"] = [places[name] for name in arms["arm"]]
+    key = doses.key.rpartition(".")[2]
+    by_log = min(doses.doses) > 0 and max(doses.doses) >= 10 * min(doses.doses)
+    seeds = sorted({one.difference.n if one.difference else 0 for one in own}) or [0]
+    several = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0]}"
+    said = "; ".join(f"{places[o.arm.name]:g}: {_said(o)}" for o in own)
+    return Panel(
+        f"{cut(doses.name)}, n = {several}",
+        f"{doses.name}: difference in {title(metric)} over {doses.key}. {said}",
+        _dose_view(title(metric), is_share(metric), key, by_log),
+        {"arms": arms},
+        {"low": low, "high": high},
+    )
+
+
+def _said(outcome: Outcome) -> str:
+    if outcome.difference is None:
+        return "nothing to compare"
+    return amount(outcome.metric, outcome.difference.mean)
+
+
+@cache
+def _dose_view(metric: str, share: bool, key: str, by_log: bool) -> Spec:
+    arms = alt.Chart(alt.NamedData("arms"))
+    x = alt.X(
+        "dose:Q",
+        scale=scale_of(by_log, padding=12),
+        axis=alt.Axis(format="~g", tickCount=5, grid=False, labelOverlap=True),
+        title=key + (" (log scale)" if by_log else ""),
+    )
+    y = {
+        "scale": alt.Scale(domain=[alt.ExprRef("low"), alt.ExprRef("high")], nice=False),
+        "axis": alt.Axis(format="+.2~%" if share else "+.3~g", tickCount=5),
+        "title": f"difference in {metric}",
+    }
+    color = alt.condition("datum.clear", alt.value(TREATED), alt.value(UNCLEAR))
+    layers = alt.layer(
+        arms.mark_line(color=TREATED, strokeWidth=2).encode(x=x, y=alt.Y("mean:Q", **y)),
+        zero_line("y"),
+        arms.mark_rule(strokeWidth=2).encode(x=x, y=alt.Y("from:Q", **y), y2="to:Q", color=color),
+        arms.mark_point(size=60, opacity=1, strokeWidth=2).encode(
+            x=x,
+            y=alt.Y("mean:Q", **y),
+            stroke=color,
+            fill=alt.condition("datum.clear", alt.value(TREATED), alt.value(PAPER)),
+            tooltip=[
+                alt.Tooltip("dose:Q", title=key),
+                alt.Tooltip("said:N", title="difference"),
+                alt.Tooltip("interval:N", title="95 % interval"),
+            ],
+        ),
+    )
+    return spec_of(layers)
+
+
+def cost_panel(costs: Sequence[Cost]) -> Panel:
+    """Step time over the control's: each pair, their range and their median."""
+    names = [f"{cut(cost.arm.name)} (n = {len(cost.ratios)})" for cost in costs]
+    arms = {
+        "arm": names,
+        "ratio": [short(median(cost.ratios)) for cost in costs],
+        "low": [short(min(cost.ratios)) for cost in costs],
+        "high": [short(max(cost.ratios)) for cost in costs],
+    }
+    pairs = [
+        (name, ratio) for name, cost in zip(names, costs, strict=True) for ratio in cost.ratios
+    ]
+    data = {
+        "arms": arms,
+        "pairs": {"arm": [n for n, _ in pairs], "ratio": [short(r) for _, r in pairs]},
+    }
+    said = "; ".join(f"{name}: {one:g}" for name, one in zip(names, arms["ratio"], strict=True))
+    return Panel(
+        "",
+        f"Step time over the control's. {said}",
+        _cost_view(),
+        data,
+        {"arms": names},
+        width=340,
+        height=ROW * len(costs),
+    )
+
+
+@cache
+def _cost_view() -> Spec:
+    arms, pairs = alt.Chart(alt.NamedData("arms")), alt.Chart(alt.NamedData("pairs"))
+    x = {
+        "scale": alt.Scale(zero=False),
+        "axis": alt.Axis(format="~g", labelExpr=r"datum.label + '\u00d7'", tickCount=5),
+        "title": "step time over the control's",
+    }
+    y = _arms_axis()
+    tips = ["arm:N", alt.Tooltip("ratio:Q", title="median"), "low:Q", "high:Q"]
+    layers = alt.layer(
+        arms.mark_rule(strokeWidth=2, color=TREATED).encode(
+            x=alt.X("low:Q", **x), x2="high:Q", y=y
+        ),
+        zero_line("x", at=1),
+        pairs.mark_tick(thickness=1.2, size=9, color=TREATED).encode(x=alt.X("ratio:Q", **x), y=y),
+        arms.mark_point(size=60, filled=True, opacity=1, color=TREATED).encode(
+            x=alt.X("ratio:Q", **x), y=y, tooltip=tips
+        ),
+    )
+    return spec_of(layers)
+
+
+def front_panel(front: Front, first: int, second: int) -> Panel:
+    """Two tasks of several: each run, and each arm's mean with its intervals."""
+    (x_low, x_high, x_log), (y_low, y_high, y_log) = (ends_of(front, k) for k in (first, second))
+
+    def inside(number: float | None, low: float, high: float) -> float | None:
+        return None if number is None else short(min(max(number, low), high), 6)
+
+    runs = [
+        (short(x), short(y), mark.arm.is_control)
+        for mark in front.marks
+        for x, y in zip(mark.values[first], mark.values[second], strict=True)
+    ]
+    arms = [
+        (
+            *(number, mark.arm.name, mark.arm.is_control, not mark.beaten_by, len(mark.seeds)),
+            *(short(mark.means[first].mean), short(mark.means[second].mean)),
+            *(
+                inside(end, x_low, x_high)
+                for end in (mark.means[first].low, mark.means[first].high)
+            ),
+            *(
+                inside(end, y_low, y_high)
+                for end in (mark.means[second].low, mark.means[second].high)
+            ),
+        )
+        for number, mark in enumerate(front.marks, 1)
+    ]
+    texts = [(x, y, text) for (x, y), text in clusters(front, first, second)]
+    names = [
+        "number",
+        "arm",
+        "control",
+        "best",
+        "runs",
+        "x",
+        "y",
+        "x_low",
+        "x_high",
+        "y_low",
+        "y_high",
+    ]
+    data = {
+        "runs": columns_of(("x", "y", "control"), runs),
+        "arms": columns_of(names, arms),
+        "texts": columns_of(("x", "y", "text"), texts),
+    }
+    labels = [f"{front.metric} {front.names[task]}" for task in (first, second)]
+    said = "; ".join(f"{row[0]} {row[1]}: {row[5]} and {row[6]}" for row in arms)
+    better = "lower left" if front.lower_is_better else "upper right"
+    return Panel(
+        f"{front.names[first]} and {front.names[second]}, {better} is better",
+        f"{labels[1]} over {labels[0]}. {said}",
+        _front_view(labels[0], labels[1], is_share(front.metric), x_log, y_log),
+        data,
+        {"x_low": x_low, "x_high": x_high, "y_low": y_low, "y_high": y_high},
+        height=220,
+    )
+
+
+@cache
+def _front_view(x_title: str, y_title: str, share: bool, x_log: bool, y_log: bool) -> Spec:
+    def axis(name: str, by_log: bool) -> dict[str, Any]:  # Any: keywords of a channel
+        ends = [alt.ExprRef(f"{name}_low"), alt.ExprRef(f"{name}_high")]
+        label = (x_title if name == "x" else y_title) + (" (log scale)" if by_log else "")
+        return {
+            "scale": scale_of(by_log, domain=ends),
+            "axis": alt.Axis(format=".2~%" if share else ".3~g", tickCount=5, labelOverlap=True),
+            "title": label,
+        }
+
+    runs, arms, texts = (alt.Chart(alt.NamedData(name)) for name in ("runs", "arms", "texts"))
+    x, y = axis("x", x_log), axis("y", y_log)
+    color = alt.condition("datum.control", alt.value(CONTROL), alt.value(TREATED))
+    number = ".4~%" if share else ".4~g"
+    rule = {"strokeWidth": 1.4, "strokeOpacity": 0.8}
+    layers = alt.layer(
+        runs.mark_circle(size=16, opacity=1, fillOpacity=0.4).encode(
+            x=alt.X("x:Q", **x), y=alt.Y("y:Q", **y), color=color
+        ),
+        arms.mark_rule(**rule).encode(
+            x=alt.X("x_low:Q", **x), x2="x_high:Q", y=alt.Y("y:Q", **y), color=color
+        ),
+        arms.mark_rule(**rule).encode(
+            x=alt.X("x:Q", **x), y=alt.Y("y_low:Q", **y), y2="y_high:Q", color=color
+        ),
+        arms.mark_point(size=70, opacity=1, strokeWidth=2, fill=PAPER).encode(
+            x=alt.X("x:Q", **x),
+            y=alt.Y("y:Q", **y),
+            stroke=color,
+            tooltip=[
+                alt.Tooltip("arm:N"),
+                alt.Tooltip("x:Q", title=x_title, format=number),
+                alt.Tooltip("y:Q", title=y_title, format=number),
+                alt.Tooltip("runs:Q"),
+            ],
+        ),
+        arms.transform_filter("datum.best")
+        .mark_circle(size=70, opacity=1)
+        .encode(x=alt.X("x:Q", **x), y=alt.Y("y:Q", **y), color=color, tooltip=["arm:N"]),
+        texts.mark_text(align="left", dx=7, dy=-7, color=INK, fontSize=12).encode(
+            x=alt.X("x:Q", **x), y=alt.Y("y:Q", **y), text="text:N"
+        ),
+    )
+    return spec_of(layers)
+
+
+def _arm_with_n(outcome: Outcome) -> str:
+    number = outcome.difference.n if outcome.difference else 0
+    of = "" if number == outcome.planned else f" of {outcome.planned}"
+    return f"{cut(outcome.arm.name)} (n = {number}{of})"
+
+
+def of_metric(outcomes: Sequence[Outcome], metric: str) -> list[Outcome]:
+    """The outcomes of one metric, in their order."""
+    return [outcome for outcome in outcomes if outcome.metric == metric]
+
+
+def _arms_axis() -> alt.Y:
+    """All arms in their order, also those without a number."""
+    names = alt.Scale(domain=alt.ExprRef("arms"))
+    axis = alt.Axis(domain=False, ticks=False)
+    return alt.Y("arm:N", sort=None, title=None, scale=names, axis=axis)
