@@ -556,9 +556,7 @@ def _updates(report: StudyReport) -> Section | None:
             between = f"\n{' to '.join(plain(end) for end in ends)}" if ends else ""
             row.append(f"{plain(mean.mean)}{between}" if mean else "-")
         rows.append(row)
-    table = _table(
-        "Effect on the updates", ["arm", "steps", *NUMBERS.values()], rows, ["sampled"]
-    )
+    table = _table("Effect on the updates", ["arm", "steps", *NUMBERS.values()], rows, ["sampled"])
     return _section("updates", "Effect on the updates", how, table)
 
 
