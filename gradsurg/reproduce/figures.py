@@ -6,9 +6,10 @@ from math import acos, degrees
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradsurg.report.figures import TASKS as COLOURS
-from gradsurg.report.figures import UNCLEAR, Columns, Panel, Spec, write_figure
+from gradsurg.report.charts import TASKS as COLOURS
+from gradsurg.report.charts import UNCLEAR, Columns, Panel, Spec
 from gradsurg.report.figures import Figure as Chart
+from gradsurg.report.figures import write_figure
 from gradsurg.report.load import Arm, LoadedRun, group
 from gradsurg.report.wording import is_share, title
 from gradsurg.reproduce.expected import Drawing
