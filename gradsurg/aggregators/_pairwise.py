@@ -40,8 +40,8 @@ def norms_and_cosines(gramian: Tensor) -> tuple[list[float] | None, list[list[fl
     norms = [sqrt(row[i]) for i, row in enumerate(rows)]
     inverse = [1 / norm if norm else 0.0 for norm in norms]
     return norms, [
-        [entry * one * other for entry, other in zip(row, inverse, strict=True)]
-        for row, one in zip(rows, inverse, strict=True)
+        [entry * left * right for entry, right in zip(row, inverse, strict=True)]
+        for row, left in zip(rows, inverse, strict=True)
     ]
 
 

@@ -236,10 +236,10 @@ class NormMatchedSum(Aggregator):
 
     @property
     def properties(self) -> frozenset[AggregatorProperty]:
-        kept: frozenset[AggregatorProperty] = frozenset(
+        preserved: frozenset[AggregatorProperty] = frozenset(
             {"permutation_invariant", "homogeneous", "deterministic"}
         )
-        return self.of.properties & kept
+        return self.of.properties & preserved
 
     @property
     def num_tasks(self) -> int | None:

@@ -93,9 +93,9 @@ def _conflict_averse(cosines: Array, norms: Array, mean: Array, c: float, still:
     if radius == 0:
         return mean
     a = norms.min() / norms
-    found = _block_pivoting(cosines, q, a, radius)
-    if found is not None:
-        y, t = found
+    solution = _block_pivoting(cosines, q, a, radius)
+    if solution is not None:
+        y, t = solution
         if t <= 0 or not (still or y @ cosines @ y <= RANK * y.sum() ** 2):
             return mean + y
     harmless = nonnegative_qp(cosines, -q[None], np.array([[norms.max()]]))[0]

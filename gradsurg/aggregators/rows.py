@@ -117,10 +117,10 @@ def combine_safely(blocks: Sequence[Tensor], weights: Tensor, gramian: Tensor) -
     Computed in float64 where the rows cancel, or where a weight that matters or a sum leaves the
     range of float32.
     """
-    own, matrix = weights.numpy(), gramian.numpy()
+    w, matrix = weights.numpy(), gramian.numpy()
     with np.errstate(all="ignore"):
-        shares = (abs(own) * np.sqrt(matrix.diagonal())).tolist()
-        square = max(float(own @ matrix @ own), 0.0)
+        shares = (abs(w) * np.sqrt(matrix.diagonal())).tolist()
+        square = max(float(w @ matrix @ w), 0.0)
     reach = sum(shares)
     exactly = (
         reach * reach > 64 * square
@@ -139,10 +139,10 @@ def _fits_float32(
     weights: Tensor, shares: Sequence[float] | None = None, least: float = 0.0
 ) -> bool:
     """Whether float32 can hold all weights, except small ones whose share is <= `least`."""
-    own = weights.tolist()
-    if min(own) > SMALLEST_NORMAL and max(own) < LARGE_NORM:
+    values = weights.tolist()
+    if min(values) > SMALLEST_NORMAL and max(values) < LARGE_NORM:
         return True
-    sizes = [abs(weight) for weight in own]
+    sizes = [abs(value) for value in values]
     pairs = zip(sizes, shares or sizes, strict=True)
     return all(
         share <= least if size <= SMALLEST_NORMAL else not size >= LARGE_NORM

@@ -325,6 +325,6 @@ def _residual(
 @np.errstate(all="ignore")
 def limit_norm(weights: Tensor, gramian: Tensor, max_norm: float) -> Tensor:
     """Scale the weights down to a gradient of norm `max_norm` at most; 0 means no limit."""
-    own = weights.numpy()
-    length = sqrt(max(float(own @ gramian.numpy() @ own), 0.0)) if max_norm else 0.0
-    return torch.from_numpy(own * (max_norm / length)) if length > max_norm else weights
+    w = weights.numpy()
+    length = sqrt(max(float(w @ gramian.numpy() @ w), 0.0)) if max_norm else 0.0
+    return torch.from_numpy(w * (max_norm / length)) if length > max_norm else weights

@@ -109,7 +109,7 @@ class MultiTaskBackward:
     def after_step(self) -> None:
         """End the step of all aggregators; call it after each optimizer step."""
         self._has_stepped = True
-        had_weights = any(own.has_pending_weights for own in self.aggregations)
+        had_weights = any(aggregation.has_pending_weights for aggregation in self.aggregations)
         if self.discard() or had_weights:
             self.session.warn_once(
                 "the optimizer has made a step before the last live.backward of the step, the one "
@@ -148,7 +148,8 @@ class MultiTaskBackward:
             for aggregation in self.aggregations
             if aggregation.label not in used and not (self.session.shadow and self._tasks)
         ]
-        texts += [text for own in self.aggregations for text in self._unused_groups(own, used)]
+        for aggregation in self.aggregations:
+            texts += self._unused_groups(aggregation, used)
         if self.aggregations and self._max_losses == 1:
             texts.append(
                 "live.backward had one loss each time, so an aggregator has nothing to combine: "
@@ -204,7 +205,7 @@ class MultiTaskBackward:
             self._measure(call, weights)
         losses = list(call.losses.values())
         if weights is not None and not self.session.shadow:
-            losses = [loss * own for loss, own in zip(losses, weights.tolist(), strict=True)]
+            losses = [loss * factor for loss, factor in zip(losses, weights.tolist(), strict=True)]
         reduce(add, losses).backward(retain_graph=call.retain_graph)
 
     def _loss_weights(self, aggregation: Aggregation | None, call: BackwardCall) -> Tensor | None:
@@ -243,8 +244,8 @@ class MultiTaskBackward:
         if aggregation is not None and weights is None and not self._builder.compiled:
             self._warn_if_stacked(aggregation, jacobian)
         combined: dict[int, Tensor] = {}
-        for own, group, blocks in self._builder.groups(jacobian):
-            grads = self._combine(own, group, jacobian, blocks, losses, weights)
+        for owner, group, blocks in self._builder.groups(jacobian):
+            grads = self._combine(owner, group, jacobian, blocks, losses, weights)
             for block, grad in zip(blocks, grads, strict=True):
                 combined |= block.split(grad, jacobian.params)
         if self.aggregations and not combined:

@@ -166,7 +166,7 @@ def _describe(node: Node, model: nn.Module) -> str:
     leaf = leaf_of(node)
     if leaf is None:
         return f"the output of {node.name()} that the tasks share"
-    names = (own[0][0] for param, own in owned_params(model).items() if param is leaf)
+    names = (places[0][0] for param, places in owned_params(model).items() if param is leaf)
     return f"parameter '{next(names, 'outside the model')}'"
 
 
@@ -269,7 +269,7 @@ def _unflatten(flat: Tensor, template: Tensor) -> Tensor:
 
 def module_of(model: nn.Module, name: str) -> nn.Module:
     """Return the module with this name. Raises SelectionError if there is none."""
-    modules = {own: module for module, names in names_of(model).items() for own in names}
+    modules = {alias: module for module, names in names_of(model).items() for alias in names}
     if name not in modules:
         text = f"there is no module '{name}'. {nearest(name, list(modules))}"
         raise SelectionError("SharedParameters", "features", text)
