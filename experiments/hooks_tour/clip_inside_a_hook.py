@@ -1,7 +1,7 @@
 """Clip by value inside a hook, on a parameter, on an activation, and at one ReLU's node.
 
-A common text says that a tensor hook runs once for every use of the tensor. It runs once for every
-backward, with the sum; what runs for every use is a hook on the consumers, `gs.Uses`.
+A common error: a tensor hook does not run once for every use of the tensor but once for every
+backward pass, with the sum. A hook on the consuming operations runs for every use: `gs.Uses`.
 """
 
 import torch

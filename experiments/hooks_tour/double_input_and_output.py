@@ -1,7 +1,7 @@
-"""Forward hooks: double what a module takes, and what it gives.
+"""Forward hooks: double the input and the output of a module.
 
-The same transforms act on values that flow forward. The gradient follows: what is doubled on the
-way forward is doubled on the way back, unless the transform is to be passed straight through.
+The same transforms act on activations. The gradient follows by autograd: doubling in the forward
+doubles it in the backward, unless the gradient is passed straight through.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """A transform that acts only on large batches.
 
-The condition is on the batch, the action in the backward: what was seen in the forward is
-remembered. The host decides, so on a small batch the transform is not even called.
+The condition is on the batch and the action in the backward pass, so the batch size is recorded in
+the forward. The condition is evaluated on the host: on a small batch the transform is not called.
 """
 
 import torch

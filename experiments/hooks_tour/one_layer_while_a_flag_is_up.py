@@ -1,7 +1,7 @@
 """Act at one layer only, and only while a flag is up.
 
-A common text finds a layer's place with `list(model.layers).index(module)`: for a module that
-stands there twice that is always the first place. Here both places have sites of their own.
+A common error: `list(model.layers).index(module)` finds only the first position of a module that
+occurs twice. Here both positions have sites of their own.
 """
 
 import torch

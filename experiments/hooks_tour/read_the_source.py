@@ -1,6 +1,6 @@
-"""Read a module's source beside the sites in it.
+"""Print the source of a module next to the sites in it.
 
-What can be hooked inside a forward is what autograd makes of each line: its nodes tell.
+Inside a forward, the autograd nodes made by each line can be hooked.
 """
 
 import inspect

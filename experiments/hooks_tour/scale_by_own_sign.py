@@ -1,6 +1,6 @@
 """Scale a gradient by the sign of its own tensor: all positive, twice; all negative, half.
 
-The tensor's values, not the gradient's, decide: `of="value"`. Nothing is copied to the host for it.
+`of="value"` uses the sign of the tensor, not of its gradient. Nothing is copied to the host.
 """
 
 import torch

@@ -1,6 +1,7 @@
-"""What the tests of sites share: a leaf, its gradient, counts of calls, a module called twice."""
+"""Builders shared by the tests of sites: a leaf, its gradient, call counts, small modules."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ import gradsurg as gs
 
 
 def point(*values: float) -> Tensor:
-    """A leaf: 1 unless other values are given."""
+    """Return a leaf tensor, 1 by default."""
     return torch.tensor(values or (1.0,), requires_grad=True)
 
 
@@ -19,7 +20,7 @@ def grad_of(x: Tensor) -> list[Any]:
 
 
 def calls_of(live: gs.Live) -> dict[str, int]:
-    """How many gradients passed at each site."""
+    """Return the number of gradients that passed at each site."""
     return {entry.site: entry.calls for entry in live.ledger}
 
 
@@ -37,3 +38,15 @@ class Shared(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.twice(self.twice(x)).sum()
+
+
+@dataclass
+class Answer:
+    logits: Tensor
+    extra: dict[str, Tensor]
+    count: int = 3
+
+
+class Named(NamedTuple):
+    left: Tensor
+    right: list[Tensor]

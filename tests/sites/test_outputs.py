@@ -1,8 +1,7 @@
 """Outputs: which tensors are hooked, under which name, and with which gradient."""
 
 import threading
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.plugins.fields import FieldError
-from gradsurg.sites.call_tracker import tensors_in
 from tests.nets import attached, backward, gradients, num_hooks, sgd, small
-from tests.sites.points import Double, Shared, calls_of, grad_of, point
+from tests.sites.points import Answer, Double, Shared, calls_of, grad_of, point
 
 
 def test_the_site_gets_the_gradient_of_the_module_output() -> None:
@@ -101,27 +99,6 @@ def test_every_tensor_of_a_nested_output_is_a_site() -> None:
         model(torch.ones(2, 1, 3)).backward()
     assert calls_of(live) == {"lstm#0.0": 1, "lstm#0.1.0": 1, "lstm#0.1.1": 1}
     assert not any(grad.any() for grad in gradients(model).values())
-
-
-@dataclass
-class Answer:
-    logits: Tensor
-    extra: dict[str, Tensor]
-    count: int = 3
-
-
-class Named(NamedTuple):
-    left: Tensor
-    right: list[Tensor]
-
-
-def test_tensors_are_found_in_dicts_lists_tuples_and_dataclasses() -> None:
-    one, two, whole = torch.ones(1), torch.ones(2), torch.ones(1, dtype=torch.long)
-    nested = Answer(one, {"loss": two, "index": whole})
-    assert [path for path, _ in tensors_in(nested)] == [".logits", ".extra.loss"]
-    assert [path for path, _ in tensors_in(Named(one, [two, two]))] == [".0", ".1.0", ".1.1"]
-    assert [path for path, _ in tensors_in(one)] == [""]
-    assert list(tensors_in((None, "text", Answer, whole))) == []
 
 
 class Answers(nn.Module):

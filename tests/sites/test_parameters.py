@@ -1,7 +1,6 @@
 """Parameters: which are selected, and the exact gradient at each stage."""
 
 import gc
-import re
 from typing import Any
 from weakref import ref
 
@@ -68,12 +67,6 @@ def test_a_pattern_selects_and_other_parameters_are_unchanged(
     assert all(torch.equal(gradients(model)[name], gradients(plain)[name]) for name in kept)
 
 
-@pytest.mark.parametrize("pattern", ["first", "first.w", "weight", "re:first", "FIRST.*"])
-def test_a_pattern_must_match_the_full_name(pattern: str) -> None:
-    with pytest.raises(LookupError, match=f"nothing matches '{re.escape(pattern)}'"):
-        gs.Parameters(pattern).find(small())
-
-
 @pytest.mark.parametrize("stage", ["backward", "accumulated", "step"])
 def test_effects_at_a_site_are_those_of_its_parameter(stage) -> None:
     model = small()
@@ -85,35 +78,6 @@ def test_effects_at_a_site_are_those_of_its_parameter(stage) -> None:
         optimizer.step()
     found = {row["site"]: row["norm_before"] for row in live.effects.rows()}
     assert found == pytest.approx(norms, rel=1e-5)
-
-
-def test_a_pattern_that_matches_nothing_lists_the_choices_and_the_nearest() -> None:
-    with (
-        pytest.raises(LookupError) as caught,
-        attached(small(), gs.Zero(), gs.Parameters("frst.*")),
-    ):
-        pass
-    assert str(caught.value) == (
-        "Parameters.pattern: nothing matches 'frst.*'. There are: first.weight, first.bias, last.weight, "
-        "last.bias. Did you mean 'first.*'?"
-    )
-
-
-def test_the_nearest_full_name_is_suggested_once() -> None:
-    with pytest.raises(LookupError) as caught:
-        gs.Parameters("first.wieght").find(small())
-    assert str(caught.value).count("Did you mean") == 1
-    assert "Did you mean 'first.weight'?" in str(caught.value)
-
-
-def test_a_pattern_that_matches_only_frozen_parameters_is_refused() -> None:
-    model = small()
-    model.first.requires_grad_(False)
-    with (
-        pytest.raises(LookupError, match=re.escape("'first.*' matches is frozen: first.weight, ")),
-        attached(model, gs.Zero(), gs.Parameters("first.*")),
-    ):
-        pass
 
 
 def test_a_frozen_parameter_is_in_the_ledger_as_frozen() -> None:
@@ -484,95 +448,6 @@ def test_a_foreign_hook_keeps_its_position(
 
 
 # Which
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.extra = nn.ParameterList([torch.zeros(4), torch.zeros(2, 3)])
-
-
-class Block(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(2, 3), nn.LayerNorm(3))
-
-
-EVERY = [
-    "scale",
-    "blocks.0.0.weight",
-    "blocks.0.0.bias",
-    "blocks.0.1.weight",
-    "blocks.0.1.bias",
-    "blocks.1.0.weight",
-    "blocks.1.0.bias",
-    "blocks.1.1.weight",
-    "blocks.1.1.bias",
-    "extra.0",
-    "extra.1",
-]
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({"types": "Linear"}, [1, 2, 5, 6]),
-        ({"types": nn.Linear}, [1, 2, 5, 6]),
-        ({"types": "L*"}, [1, 2, 3, 4, 5, 6, 7, 8]),
-        ({"types": "re:Linear|ParameterList"}, [1, 2, 5, 6, 9, 10]),
-        ({"types": Net}, [0]),
-        ({"depth": 0}, [0]),
-        ({"depth": 1}, [9, 10]),
-        ({"depth": (0, 1)}, [0, 9, 10]),
-        ({"depth": [3, 9]}, [1, 2, 3, 4, 5, 6, 7, 8]),
-        ({"index": 0}, [1, 2, 5, 6, 9]),
-        ({"index": 1, "pattern": "blocks.0.*"}, [3, 4]),
-        ({"ndim": 0}, [0]),
-        ({"ndim": 2}, [1, 5, 10]),
-        ({"ndim": (1, 9)}, list(range(1, 11))),
-        ({"size": 4}, [9]),
-        ({"size": (4, 6)}, [1, 5, 9, 10]),
-        ({"types": "Linear", "ndim": 1, "pattern": "re:.*1.*"}, [6]),
-    ],
-    ids=str,
-)
-def test_fields_select_by_type_depth_index_and_shape(
-    fields: dict[str, Any], expected: list[int]
-) -> None:
-    assert gs.Parameters(**fields).find(Net()) == [EVERY[number] for number in expected]
-
-
-def test_a_base_class_selects_its_subclasses() -> None:
-    class Mine(nn.Linear):
-        pass
-
-    model = nn.Sequential(Mine(2, 2), nn.Linear(2, 2))
-    assert gs.Parameters(types=nn.Linear).find(model) == gs.Parameters().find(model)
-    assert gs.Parameters(types=Mine).find(model) == ["0.weight", "0.bias"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"depth": -1}, "Parameters.depth: must be a number >= 0 or two of them, low and high"),
-        ({"depth": (2, 1)}, "Parameters.depth: must be a number >= 0 or two of them, low and high"),
-        ({"index": "a"}, "Parameters.index: must be a number >= 0 or two of them, low and high"),
-        ({"ndim": (1, 2, 3)}, "Parameters.ndim: must be a number >= 0 or two of them"),
-        ({"size": 1.5}, "Parameters.size: must be a number >= 0 or two of them, low and high"),
-        ({"size": True}, "Parameters.size: must be a number >= 0 or two of them, low and high"),
-        ({"types": ""}, "Parameters.types: must not be empty"),
-        ({"types": "re:("}, "Parameters.types: is not a regular expression"),
-    ],
-)
-def test_an_invalid_range_is_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(FieldError, match=re.escape(message)):
-        gs.Parameters(**fields)
-
-
-def test_the_error_names_the_fields_that_select_nothing() -> None:
-    with pytest.raises(LookupError, match=re.escape("nothing matches '*' with 'types=Conv2d, dep")):
-        gs.Parameters(types=nn.Conv2d, depth=1).find(small())
 
 
 @pytest.mark.parametrize("stage", ["accumulating", "settled"])
