@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import gradsurg as gs
