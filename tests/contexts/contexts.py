@@ -1,4 +1,4 @@
-"""The contexts in which users attach, each a training step whose probe can be looked at."""
+"""Contexts in which users attach: training steps that return the gradient of a probe."""
 
 import copy
 import threading
@@ -56,7 +56,7 @@ def eager(kind: Kind, attach: Attach) -> Tensor:
 
 
 def no_grad(kind: Kind, attach: Attach) -> Tensor:
-    """An evaluation inside the block: what it gives is looked at."""
+    """An evaluation inside the block, whose output is the probe."""
     model = _net()
     with attach(model, _sgd(model)), torch.no_grad():
         return model(_inputs())
@@ -113,7 +113,7 @@ def autocast_and_scaler(kind: Kind, attach: Attach) -> Tensor:
 
 
 def accumulation(kind: Kind, attach: Attach) -> Tensor:
-    """Two backward passes before a step. A stage that sees running sums acts on the first twice."""
+    """Two backward passes before a step; stages with running sums act on the first one twice."""
     model = _net()
     optimizer = _sgd(model)
     with attach(model, optimizer):
@@ -134,7 +134,7 @@ def compiled_after_attach(kind: Kind, attach: Attach) -> Tensor:
 
 
 def compiled_before_attach(kind: Kind, attach: Attach) -> Tensor:
-    """Hooks that are added after the first compiled call are not seen by it, says PyTorch."""
+    """PyTorch ignores hooks that are added after the first compiled call."""
     model = _net()
     optimizer = _sgd(model)
     compiled = torch.compile(model, backend="aot_eager")
@@ -147,9 +147,9 @@ Order = Literal["never", "inside", "in place", "before"]
 
 
 def trained(at: Selector, order: Order, backend: str) -> tuple[list[Tensor], Mapping[str, object]]:
-    """Some steps of a model whose modules hand on tensors of others: its weights, and the ledger.
+    """Return weights and ledger after some steps of a model whose modules pass on others' tensors.
 
-    The `order` says when it is compiled: inside the block that attaches, or before it.
+    `order` selects whether it is compiled before attaching or inside the block.
     """
     torch.manual_seed(0)
     model = Nested()
@@ -211,7 +211,7 @@ def autograd_grad(kind: Kind, attach: Attach) -> Tensor:
 
 
 def deepcopied(kind: Kind, attach: Attach) -> Tensor:
-    """A copy made inside the block is trained; the attached model is not."""
+    """Train a copy made inside the block; the attached model is not trained."""
     model = _net()
     with attach(model, _sgd(model)):
         twin = copy.deepcopy(model)
@@ -229,7 +229,7 @@ def load_state_dict_assign(kind: Kind, attach: Attach) -> Tensor:
 
 
 def threads(kind: Kind, attach: Attach) -> Tensor:
-    """Forward and backward in another thread than the one that attached."""
+    """Forward and backward in another thread than that of attach."""
     model = _net()
     optimizer = _sgd(model)
     found: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""One selection of each site kind, and what ten times the gradient there does to a probe."""
+"""One selection of each site kind, and the expected effect of a factor of ten on a probe."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ FACTOR = 10.0
 
 @dataclass(frozen=True)
 class Kind:
-    """A row of the table: `probe` names the parameter whose gradient becomes FACTOR times as large.
+    """A row of the table: `probe` names the parameter whose gradient is multiplied by FACTOR.
 
-    `of` says what of it: its gradient, its value after a step, or what `autograd.grad` returns.
+    `of` selects the gradient, the value after a step, or the result of `autograd.grad`.
     """
 
     make: Callable[[], Selector]
@@ -50,7 +50,7 @@ KINDS = {
 
 
 class Net(nn.Module):
-    """Two linear layers and a ReLU between them: linear in every gradient, so factors show."""
+    """Two linear layers with a ReLU: linear in every gradient, so that factors are visible."""
 
     def __init__(self, inplace: bool = False) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Net(nn.Module):
 
 
 class Nested(nn.Module):
-    """Modules inside one another: a container, its last child and an identity give one tensor."""
+    """Nested modules: a container, its last child and an identity return the same tensor."""
 
     def __init__(self) -> None:
         super().__init__()

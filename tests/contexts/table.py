@@ -1,4 +1,4 @@
-"""Which site kind does what in which context: run, not claimed.
+"""The measured table of site kinds and contexts.
 
 python -m tests.contexts.table writes the table into gradsurg/sites/README.md.
 """
@@ -20,7 +20,7 @@ BEGIN, END = "<!-- contexts: begin -->", "<!-- contexts: end -->"
 
 
 def outcome(kind: Kind, context: str) -> tuple[str, str]:
-    """`acts`, `refused`, `reported`, `warned`, `n/a`, or what is wrong; and what was said."""
+    """Return `acts`, `refused`, `reported`, `warned`, `n/a` or an error, with the messages."""
 
     @contextmanager
     def attach(model: nn.Module, optimizer: torch.optim.Optimizer, **kwargs: object) -> Iterator:
@@ -56,14 +56,14 @@ def outcome(kind: Kind, context: str) -> tuple[str, str]:
 
 
 def table() -> str:
-    """Kinds down, contexts across."""
+    """Return the table with a row for each kind and a column for each context."""
     head = ["site", *CONTEXTS]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *map(row, KINDS)]
     return "\n".join(lines)
 
 
 def row(name: str) -> str:
-    """The line of one kind."""
+    """Return the row of one kind."""
     cells = [outcome(KINDS[name], context)[0] for context in CONTEXTS]
     return f"| {' | '.join([name, *cells])} |"
 

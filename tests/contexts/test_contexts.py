@@ -1,4 +1,4 @@
-"""The table of what works where says what happens, and nothing is silently ignored."""
+"""The documented table of site kinds and contexts agrees with the behaviour."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -24,7 +24,7 @@ def _documented() -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
-def test_the_documented_row_is_what_happens(name: str) -> None:
+def test_the_documented_row_agrees_with_the_behaviour(name: str) -> None:
     line = row(name)
     assert {cell.strip() for cell in line.split("|")[2:-1]} <= FINE
     assert _documented()[name] == line, "python -m tests.contexts.table writes the table anew"
@@ -42,13 +42,13 @@ def test_every_kind_of_site_has_a_row() -> None:
     }
 
 
-def test_the_documented_table_has_these_rows_and_columns() -> None:
+def test_the_documented_table_has_all_rows_and_columns() -> None:
     documented = _documented()
     assert [name for name in documented if name != "site"] == list(KINDS)
     assert [cell.strip() for cell in documented["site"].split("|")[2:-1]] == list(CONTEXTS)
 
 
-def test_what_does_nothing_and_says_nothing_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_site_that_silently_does_nothing_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = CONTEXTS["eager"]
 
     def ignoring(kind: Kind, attach: object) -> object:
@@ -88,7 +88,7 @@ NOISE = (
 
 @pytest.mark.filterwarnings(*NOISE)
 @pytest.mark.parametrize("name", ["Outputs", "Parameters backward"])
-def test_compiled_training_ends_with_the_weights_and_the_counts_of_eager(name: str) -> None:
+def test_compiled_training_has_the_weights_and_counts_of_eager_training(name: str) -> None:
     _compiled_as_eager(name, "eager")
 
 
@@ -96,7 +96,7 @@ def test_compiled_training_ends_with_the_weights_and_the_counts_of_eager(name: s
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", KINDS)
-def test_every_kind_of_site_trains_a_compiled_model_as_an_eager_one(
+def test_every_kind_of_site_trains_a_compiled_model_like_an_eager_one(
     name: str, backend: str
 ) -> None:
     _compiled_as_eager(name, backend)

@@ -1,11 +1,11 @@
-"""No pitfall is without its test."""
+"""Every numbered pitfall has a test."""
 
 import ast
 import re
 from pathlib import Path
 
 
-def test_each_of_the_forty_three_pitfalls_has_a_test_named_after_it() -> None:
+def test_each_of_the_forty_three_pitfalls_has_a_test_with_its_number() -> None:
     numbers = set()
     for path in Path(__file__).parent.glob("test_*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -1,4 +1,4 @@
-"""Pitfall 33 for every transform: what it does to a gradient is differentiated as it is."""
+"""Pitfall 33: double backward through every transform."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ TRANSFORMS: list[Transform] = [
 
 
 class Detached(Stateless):
-    """What P33 is about."""
+    """A transform that detaches its input, which pitfall 33 is about."""
 
     @property
     def properties(self) -> frozenset[TransformProperty]:
@@ -36,9 +36,9 @@ class Detached(Stateless):
 
 
 def gradient(x: Tensor, transform: Transform, *, hooked: bool) -> Tensor:
-    """d/dx of the sum of h^3 with h = x^3, the gradient at h transformed: with a graph behind it.
+    """Return d/dx of sum(h^3), h = x^3, with the gradient at h transformed, with its graph.
 
-    A hook would fire in the second backward too, and is gone by then.
+    The hook is removed before the second backward pass.
     """
     h = x**3
     if hooked:
@@ -53,7 +53,7 @@ def gradient(x: Tensor, transform: Transform, *, hooked: bool) -> Tensor:
 
 
 def is_right(transform: Transform, *, hooked: bool) -> bool:
-    """Whether the second derivative is that of finite differences of the first."""
+    """Return whether the second derivative agrees with finite differences of the first."""
     x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     return torch.autograd.gradcheck(
         lambda x: gradient(x, transform, hooked=hooked),
@@ -64,7 +64,7 @@ def is_right(transform: Transform, *, hooked: bool) -> bool:
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=repr)
-def test_p33_a_second_derivative_through_a_transform_is_that_of_the_transform(
+def test_p33_double_backward_differentiates_the_transform(
     transform: Transform,
 ) -> None:
     hooked = transform.scope == "tensor" and "deterministic" in transform.properties
@@ -72,7 +72,7 @@ def test_p33_a_second_derivative_through_a_transform_is_that_of_the_transform(
     assert is_right(transform, hooked=hooked) != isinstance(transform, gs.AGC)
 
 
-def test_p33_a_value_that_a_transform_looks_at_counts_as_a_constant() -> None:
+def test_p33_the_value_is_a_constant_in_a_double_backward() -> None:
     # Clipped to 0.01 |w|: the derivative by x of the clipped gradient is that at a fixed w.
     x = torch.tensor([2.0], dtype=torch.float64, requires_grad=True)
     w = 3 * x
@@ -83,6 +83,6 @@ def test_p33_a_value_that_a_transform_looks_at_counts_as_a_constant() -> None:
     assert second.item() == pytest.approx(0.0)
 
 
-def test_p33_a_transform_that_lets_go_of_the_graph_would_be_found() -> None:
+def test_p33_a_transform_that_detaches_its_input_is_detected() -> None:
     assert is_right(gs.Scale(0.5), hooked=True)
     assert not is_right(Detached(), hooked=True)

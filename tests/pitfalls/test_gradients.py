@@ -1,4 +1,4 @@
-"""Pitfalls of hooks on tensors and nodes: what PyTorch does, and what gradsurg does about it."""
+"""Pitfalls of hooks on tensors and nodes: PyTorch's behaviour and that of gradsurg."""
 
 import gc
 import re
@@ -17,7 +17,7 @@ from tests.nets import attached, backward, gradients, num_hooks, sgd, small, tra
 from tests.pitfalls.nets import Reused, Saved, leaf
 
 
-def test_p01_a_tensor_hook_sees_the_sum_and_uses_sees_each_use() -> None:
+def test_p01_a_tensor_hook_gets_the_sum_and_uses_gets_each_use() -> None:
     seen: list[float] = []
     x = leaf()
     x.register_hook(lambda grad: seen.append(grad.item()))
@@ -30,7 +30,7 @@ def test_p01_a_tensor_hook_sees_the_sum_and_uses_sees_each_use() -> None:
         assert gradients(model)["part.weight"].item() == 20.0
 
 
-def test_p02_the_gradient_of_a_tensor_that_is_no_leaf_is_measured_all_the_same() -> None:
+def test_p02_the_gradient_of_a_non_leaf_tensor_is_measured() -> None:
     x = leaf() * 10
     x.sum().backward()
     with pytest.warns(UserWarning, match="not a leaf"):
@@ -44,7 +44,7 @@ def test_p02_the_gradient_of_a_tensor_that_is_no_leaf_is_measured_all_the_same()
 @pytest.mark.parametrize(
     "site", [gs.Outputs(), gs.Nodes("Addmm"), gs.Inputs(), gs.Uses("*.weight"), gs.Activations()]
 )
-def test_p03_activations_are_freed_when_their_graph_is(site: Selector) -> None:
+def test_p03_activations_are_freed_with_their_graph(site: Selector) -> None:
     def closing_over_itself() -> ref[Tensor]:
         h = leaf() * 2
         h.register_hook(lambda grad: grad * h)
@@ -62,7 +62,7 @@ def test_p03_activations_are_freed_when_their_graph_is(site: Selector) -> None:
     assert [held() for held in kept] == [None, None]
 
 
-def test_p04_dropping_the_handles_is_not_needed_to_be_rid_of_hooks() -> None:
+def test_p04_hooks_are_removed_without_dropping_their_handles() -> None:
     x, calls = leaf(), []
     handles = {"x": x.register_hook(calls.append)}
     handles.clear()
@@ -76,7 +76,7 @@ def test_p04_dropping_the_handles_is_not_needed_to_be_rid_of_hooks() -> None:
     assert num_hooks(model) == before
 
 
-def test_p05_an_operation_in_place_behind_a_hooked_output_is_no_trouble() -> None:
+def test_p05_an_in_place_operation_after_a_hooked_output_works() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True))
     handle = model[0].register_full_backward_hook(lambda *_: None)
     with handle, pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
@@ -86,7 +86,7 @@ def test_p05_an_operation_in_place_behind_a_hooked_output_is_no_trouble() -> Non
     assert [entry.calls for entry in live.ledger] == [1]
 
 
-def test_p06_a_transform_that_writes_in_place_is_refused_for_other_branches_read_it() -> None:
+def test_p06_a_transform_that_modifies_the_gradient_in_place_is_refused() -> None:
     a, b = leaf(), leaf()
     a.register_hook(lambda grad: grad.mul_(10))
     (a + b).sum().backward()
@@ -99,7 +99,7 @@ def test_p06_a_transform_that_writes_in_place_is_refused_for_other_branches_read
         (2 * x).sum().backward()
 
 
-def test_p07_an_expanded_gradient_is_no_trouble_to_a_pure_transform() -> None:
+def test_p07_a_pure_transform_of_an_expanded_gradient_works() -> None:
     x = leaf(1.0, 2.0)
     x.register_hook(lambda grad: grad.clamp_(0, 0.5))
     with pytest.raises(RuntimeError, match="single memory location"):
@@ -112,7 +112,7 @@ def test_p07_an_expanded_gradient_is_no_trouble_to_a_pure_transform() -> None:
 
 
 class OwnValue(Stateless):
-    """Returns the value itself, which would then be the gradient too."""
+    """A transform that returns the value itself."""
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -127,7 +127,7 @@ class OwnValue(Stateless):
         return context.value.detach()
 
 
-def test_p08_the_storage_of_the_value_is_not_taken_for_a_gradient() -> None:
+def test_p08_a_result_that_shares_the_values_storage_is_refused() -> None:
     w = leaf()
     w.register_hook(lambda grad: w.detach())
     w.sum().backward()
@@ -139,7 +139,7 @@ def test_p08_the_storage_of_the_value_is_not_taken_for_a_gradient() -> None:
         x.sum().backward()
 
 
-def test_p09_what_is_measured_is_the_gradient_of_then_not_what_became_of_it() -> None:
+def test_p09_effects_measure_the_gradient_before_later_modifications() -> None:
     x, kept = leaf(), []
     x.register_post_accumulate_grad_hook(lambda x: kept.append(x.grad))
     for factor in (2.0, 4.0):
@@ -153,7 +153,7 @@ def test_p09_what_is_measured_is_the_gradient_of_then_not_what_became_of_it() ->
     assert row["norm_before"] == (20.0 + 60.0) / 2
 
 
-def test_p10_no_gradient_is_passed_by() -> None:
+def test_p10_a_gradient_of_none_is_passed_on() -> None:
     class OneOfTwo(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, ...]:
             return x.unbind()
@@ -172,7 +172,7 @@ def test_p10_no_gradient_is_passed_by() -> None:
     assert {entry.site: entry.calls for entry in live.ledger} == {"0#0.0": 1, "0#0.1": 0}
 
 
-def test_p11_captured_gives_one_answer_whichever_inputs_are_asked_for() -> None:
+def test_p11_captured_acts_for_any_inputs_of_autograd_grad() -> None:
     a = leaf()
     x = 3 * a
     x.register_hook(lambda grad: 2 * grad)
@@ -189,7 +189,7 @@ def test_p11_captured_gives_one_answer_whichever_inputs_are_asked_for() -> None:
     assert alone.item() == beside.item() == 20.0
 
 
-def test_p12_the_accumulate_grad_node_is_held() -> None:
+def test_p12_the_accumulate_grad_node_is_kept_alive() -> None:
     x, calls = leaf(), []
     get_gradient_edge(x).node.register_prehook(calls.append)
     gc.collect()
@@ -202,7 +202,7 @@ def test_p12_the_accumulate_grad_node_is_held() -> None:
     assert {entry.calls for entry in live.ledger} == {2}
 
 
-def test_p13_an_output_whose_base_is_written_to_is_told_not_to_have_fired() -> None:
+def test_p13_an_output_whose_base_is_modified_is_reported_as_never_fired() -> None:
     class View(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x[:1]
@@ -228,7 +228,7 @@ def test_p13_an_output_whose_base_is_written_to_is_told_not_to_have_fired() -> N
     assert x.grad.tolist() == [6.0, 0.0]
 
 
-def test_p14_a_dead_end_is_told_not_to_have_fired() -> None:
+def test_p14_a_tensor_without_a_path_to_the_loss_is_reported_as_never_fired() -> None:
     class DeadEnd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -246,7 +246,7 @@ def test_p14_a_dead_end_is_told_not_to_have_fired() -> None:
         model(torch.ones(1, 2, 2)).sum().backward()
 
 
-def test_p15_a_leaf_that_a_module_takes_is_hooked_once_not_once_a_call() -> None:
+def test_p15_a_leaf_input_is_hooked_once_and_not_once_a_call() -> None:
     x = leaf()
 
     def forward() -> Tensor:
@@ -289,7 +289,7 @@ def test_p17_modules_that_return_the_same_tensor_are_one_site() -> None:
     assert [(entry.site, entry.aliases) for entry in live.ledger] == [("0#0", ["1#0", "2#0"])]
 
 
-def test_p18_no_hook_of_ours_gives_a_module_another_output() -> None:
+def test_p18_no_hook_replaces_the_output_of_a_module() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     x = torch.ones(1, 2)
     handle = model[0].register_forward_hook(lambda module, args, out: out.register_hook(print))
@@ -304,7 +304,7 @@ def test_p18_no_hook_of_ours_gives_a_module_another_output() -> None:
 
 
 @pytest.mark.slow
-def test_p19_hooks_that_a_compiled_model_does_not_see_are_told() -> None:
+def test_p19_hooks_that_a_compiled_model_ignores_are_reported() -> None:
     model = small()
     compiled = torch.compile(model, backend="eager")
     backward(compiled)
@@ -318,7 +318,7 @@ def test_p19_hooks_that_a_compiled_model_does_not_see_are_told() -> None:
     assert {entry.calls for entry in live.ledger} == {1}
 
 
-def test_p20_a_checkpoint_that_stops_early_leaves_calls_counted_right() -> None:
+def test_p20_calls_are_counted_correctly_with_early_stopping_checkpoints() -> None:
     with attached(model := Saved(), gs.Identity(), gs.Nodes("Tanh")) as live:
         for _ in range(3):
             model(torch.ones(1, 2)).backward()
@@ -335,7 +335,7 @@ def test_p21_a_random_transform_of_values_is_refused_under_a_checkpoint() -> Non
             loss.backward()
 
 
-def test_p22_hooks_on_graphs_that_are_built_already_pass_after_the_block() -> None:
+def test_p22_hooks_on_existing_graphs_do_nothing_after_detaching() -> None:
     for site in (gs.Parameters(), gs.Outputs(), gs.Nodes("Relu"), gs.ModuleGradients("act")):
         model = small()
         backward(model)
@@ -389,7 +389,7 @@ def test_p24_a_parameter_without_a_gradient_gets_none_not_zero() -> None:
     assert model["idle"].weight.item() == before
 
 
-def test_p25_a_transform_that_the_loss_scale_would_change_is_refused() -> None:
+def test_p25_a_transform_that_depends_on_the_loss_scale_is_refused() -> None:
     model = small()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     surgery = gs.Surgery(gs.Intervention(gs.Clip(1.0)))
@@ -407,7 +407,7 @@ def test_p25_a_transform_that_the_loss_scale_would_change_is_refused() -> None:
     assert max(grad.abs().max().item() for grad in gradients(model).values()) <= 0.01
 
 
-def test_training_goes_on_as_before_after_any_of_this() -> None:
+def test_training_continues_unchanged_after_all_of_these() -> None:
     model = small()
     train(model, sgd(model), 2)
     assert num_hooks(model) == 0

@@ -1,4 +1,4 @@
-"""Pitfalls of several processes: what is averaged or sharded behind a hook's back."""
+"""Pitfalls of several processes: gradients that are averaged or sharded after a hook."""
 
 import warnings
 from collections.abc import Iterator
@@ -17,13 +17,13 @@ from tests.nets import attached, backward, gradients, num_hooks, sgd, small
 
 
 def join(store: Path, rank: int = 0, size: int = 1) -> None:
-    """Make this process one of a group."""
+    """Initialize the process group."""
     distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size)
 
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
-    """A group of this process alone."""
+    """A process group of this process alone."""
     join(tmp_path / "store")
     yield
     distributed.destroy_process_group()
@@ -36,7 +36,7 @@ late = pytest.mark.parametrize("at", LATE.values(), ids=LATE.keys())
 
 @pytest.mark.usefixtures("alone")
 @late
-def test_p26_what_ddp_would_write_over_is_refused(at: Selector) -> None:
+def test_p26_stages_that_ddp_overwrites_are_refused(at: Selector) -> None:
     model = DistributedDataParallel(small())
     optimizer = sgd(model)
     before = num_hooks(model, optimizer)
@@ -50,7 +50,7 @@ def test_p26_what_ddp_would_write_over_is_refused(at: Selector) -> None:
 
 @pytest.mark.usefixtures("alone")
 @late
-def test_p26_so_it_is_where_the_model_is_inside_of_it(at: Selector) -> None:
+def test_p26_stages_that_ddp_overwrites_are_refused_for_the_inner_model(at: Selector) -> None:
     model = small()
     outer = DistributedDataParallel(model)
     before = num_hooks(outer)
@@ -64,7 +64,7 @@ def test_p26_so_it_is_where_the_model_is_inside_of_it(at: Selector) -> None:
 
 @pytest.mark.usefixtures("alone")
 @late
-def test_p26_ddp_writes_over_it_if_it_is_not_refused(
+def test_p26_ddp_overwrites_the_refused_stages(
     at: Selector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for where in ("parameters", "group"):
@@ -94,7 +94,7 @@ def test_p26_the_other_stages_reach_the_optimizer(stage) -> None:
 
 
 class Two(nn.Module):
-    """One weight, whose gradient is what comes in."""
+    """A model with one weight, whose gradient is the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Two(nn.Module):
 
 
 def _of_two(rank: int, folder: Path) -> None:
-    """One of two processes: the gradients are 1.0 and -0.2, their bound is 0.5."""
+    """Run one of two ranks with gradients 1.0 and -0.2, clipped to 0.5."""
     join(folder / "store", rank, 2)
     found: list[tuple[str, str, float, list[str]]] = []
     for stage, transform in (("backward", CLIP), ("step", CLIP), ("backward", gs.Scale(0.5))):
@@ -125,7 +125,7 @@ def _of_two(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_p26_acting_on_each_process_is_not_acting_on_the_average_and_that_is_told(
+def test_p26_acting_on_each_rank_before_averaging_warns(
     tmp_path: Path,
 ) -> None:
     spawn(_of_two, (tmp_path,), nprocs=2)
@@ -147,7 +147,7 @@ def test_p26_acting_on_each_process_is_not_acting_on_the_average_and_that_is_tol
 
 
 def sharded() -> nn.Module:
-    """A model whose parameters are DTensors, sharded over this process alone."""
+    """A model with DTensor parameters, sharded over this process alone."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -157,7 +157,7 @@ def sharded() -> nn.Module:
 
 
 @pytest.mark.usefixtures("alone")
-def test_p27_a_sharded_parameter_is_refused_whose_tensor_hooks_never_fire() -> None:
+def test_p27_sharded_parameters_without_tensor_hooks_are_refused() -> None:
     model, fired = sharded(), []
     model.first.weight.register_hook(lambda grad: fired.append(grad))
     backward(model)
@@ -176,7 +176,7 @@ def test_p27_a_sharded_parameter_is_refused_whose_tensor_hooks_never_fire() -> N
 
 
 @pytest.mark.usefixtures("alone")
-def test_p27_what_is_offered_instead_acts_on_a_sharded_model() -> None:
+def test_p27_the_suggested_stage_acts_on_a_sharded_model() -> None:
     for at in (gs.Outputs("first"), gs.Inputs("act"), gs.Nodes("Addmm", module="first")):
         found = []
         for factor in (1.0, 3.0):
@@ -189,7 +189,7 @@ def test_p27_what_is_offered_instead_acts_on_a_sharded_model() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_ddp_model_is_seen_from_inside_its_forward_alone() -> None:
+def test_ddp_is_detected_from_inside_its_forward() -> None:
     seen = []
     model = small()
     model.register_forward_pre_hook(lambda *_: seen.append(autograd.active_ddp()))
@@ -201,6 +201,6 @@ def test_a_ddp_model_is_seen_from_inside_its_forward_alone() -> None:
     assert autograd.is_distributed()
 
 
-def test_without_a_group_a_process_is_not_one_of_several() -> None:
+def test_without_a_process_group_there_is_one_rank() -> None:
     assert not autograd.is_distributed()
     assert not autograd.is_sharded(torch.ones(1))

@@ -1,4 +1,4 @@
-"""Pitfalls of memory that two own: at every gradient, for what the user writes as for our own."""
+"""Pitfalls of shared memory, at every gradient, for users' transforms and built-in ones."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +34,7 @@ everywhere = pytest.mark.parametrize("at", STAGES.values(), ids=STAGES.keys())
 def steps(
     model: nn.Module, optimizer: Optimizer, count: int = 3, *, to_none: bool = True
 ) -> Iterator[int]:
-    """A training loop that says which step it is in."""
+    """Train and yield the step."""
     for step in range(count):
         yield step
         optimizer.zero_grad(set_to_none=to_none)
@@ -48,7 +48,7 @@ def surgery(function: Callable[[Tensor], Tensor], at: Selector) -> gs.Surgery:
 
 
 @everywhere
-def test_p06_writing_in_place_is_refused_at_every_gradient_not_only_the_first(at: Selector) -> None:
+def test_p06_in_place_modification_is_refused_at_every_gradient(at: Selector) -> None:
     model = small()
     optimizer, now = sgd(model), [0]
 
@@ -68,7 +68,7 @@ def test_p06_writing_in_place_is_refused_at_every_gradient_not_only_the_first(at
 
 
 @everywhere
-def test_p08_the_parameters_storage_is_refused_at_every_gradient_not_only_the_first(
+def test_p08_sharing_the_parameters_storage_is_refused_at_every_gradient(
     at: Selector,
 ) -> None:
     model = small()
@@ -90,7 +90,7 @@ def test_p08_the_parameters_storage_is_refused_at_every_gradient_not_only_the_fi
 
 @validated
 class Mean(Transform):
-    """A running mean that is returned and remembered in one: the natural way to write it."""
+    """A running mean that is both result and state, as users would write it."""
 
     view: bool = False
 
@@ -110,7 +110,7 @@ class Mean(Transform):
 
 @validated
 class Means(GroupTransform):
-    """The same of a group."""
+    """The same for a group."""
 
     @property
     def properties(self) -> frozenset[TransformProperty]:
@@ -127,7 +127,7 @@ class Means(GroupTransform):
 
 
 def trained(make: Callable[[], gs.Surgery], *, to_none: bool) -> list[Tensor]:
-    """The weights after a few steps; gradients are set to None between them, or written to."""
+    """Return the weights after some steps, with gradients set to None or zeroed in between."""
     model = small()
     optimizer = sgd(model)
     with make().attach(model, optimizer):
@@ -138,7 +138,7 @@ def trained(make: Callable[[], gs.Surgery], *, to_none: bool) -> list[Tensor]:
 
 @pytest.mark.parametrize("transform", [Mean(), Mean(view=True)], ids=repr)
 @everywhere
-def test_p08_a_state_that_is_returned_is_not_written_to_through_the_gradient(
+def test_p08_a_returned_state_is_not_modified_through_the_gradient(
     at: Selector, transform: Transform
 ) -> None:
     def make() -> gs.Surgery:
@@ -150,7 +150,9 @@ def test_p08_a_state_that_is_returned_is_not_written_to_through_the_gradient(
 
 
 @pytest.mark.parametrize("at", [gs.Parameters(stage="step"), gs.Group()], ids=["step", "end"])
-def test_p08_nor_is_the_state_of_a_group(at: Selector) -> None:
+def test_p08_a_returned_state_of_a_group_is_not_modified_through_the_gradients(
+    at: Selector,
+) -> None:
     def make() -> gs.Surgery:
         return gs.Surgery(gs.Intervention(Means(), at=at))
 
@@ -160,7 +162,7 @@ def test_p08_nor_is_the_state_of_a_group(at: Selector) -> None:
 
 
 @everywhere
-def test_p09_what_a_callable_keeps_is_not_written_to_through_the_gradient(at: Selector) -> None:
+def test_p09_a_tensor_kept_by_a_function_is_not_modified_through_the_gradient(at: Selector) -> None:
     kept: list[Tensor] = []
 
     def keeping(grad: Tensor) -> Tensor:
@@ -180,7 +182,7 @@ def test_p09_what_a_callable_keeps_is_not_written_to_through_the_gradient(at: Se
 
 @validated
 class Later(GroupTransform):
-    """Keeps the rules at the first gradients of a group, and then no more."""
+    """A group transform that violates a rule after its first gradients."""
 
     fault: str
 
@@ -215,7 +217,7 @@ class Later(GroupTransform):
     ("fault", "message"),
     [("in place", "changed the gradient in place"), ("value", "returned the storage of the value")],
 )
-def test_p08_a_group_is_looked_at_every_time_too(fault: str, message: str, at: Selector) -> None:
+def test_p08_a_group_is_checked_at_every_backward(fault: str, message: str, at: Selector) -> None:
     model = small()
     optimizer = sgd(model)
     steps_done = []
@@ -228,7 +230,7 @@ def test_p08_a_group_is_looked_at_every_time_too(fault: str, message: str, at: S
     assert steps_done == [0, 1]
 
 
-def test_p08_what_is_captured_or_flows_forward_is_not_what_a_transform_remembers() -> None:
+def test_p08_captured_gradients_and_activations_do_not_share_a_transforms_state() -> None:
     model, captured, seen = small(), [], []
     with gs.Surgery(gs.Intervention(Mean(), at=gs.Captured("first.bias"))).attach(model):
         for _ in range(2):
@@ -244,7 +246,7 @@ def test_p08_what_is_captured_or_flows_forward_is_not_what_a_transform_remembers
     torch.testing.assert_close(seen[1], 1.9 * seen[0])
 
 
-def test_our_own_transforms_never_return_what_they_remember_nor_what_they_got_changed() -> None:
+def test_built_in_transforms_share_no_memory_with_their_state_or_input() -> None:
     made = [find("transforms", stem) for stem in names("transforms")]
     transforms: list[Transform] = [cls() for cls in made if cls.__name__ != "Chain"]
     transforms.append(gs.Chain(gs.GrokfastEMA(), gs.GrokfastEMA()))
@@ -261,7 +263,7 @@ def test_our_own_transforms_never_return_what_they_remember_nor_what_they_got_ch
         assert torch.equal(grad, given), transform
 
 
-def test_what_is_made_of_a_users_transform_is_not_our_own() -> None:
+def test_a_wrapper_of_a_users_transform_is_checked_like_it() -> None:
     with pytest.warns(gs.SurgeryWarning, match="plain callable"):
         surgery = gs.Surgery(gs.Intervention(gs.Chain(gs.Scale(2.0), torch.neg)))
     (item,) = surgery.interventions

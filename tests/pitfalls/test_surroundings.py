@@ -1,4 +1,4 @@
-"""Pitfalls of what surrounds a hook: processes, parameters, modules, other libraries."""
+"""Pitfalls of processes, parameters, modules and other libraries around a hook."""
 
 import gc
 from contextlib import AbstractContextManager
@@ -19,7 +19,7 @@ from tests.pitfalls.nets import Reused, Saved, leaf
 
 @pytest.fixture
 def process_group(tmp_path: Path):
-    """A process group of one process, as DDP needs."""
+    """A process group of one process, as DDP requires."""
     store = vars(dist)["FileStore"](str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
@@ -47,7 +47,7 @@ def test_p26_hooks_on_parameters_act_before_ddp_reduces_and_step_after(process_g
         assert order == [f"reduced {stage == 'backward'}"]
 
 
-def test_p27_a_parameter_whose_hooks_never_fire_is_told() -> None:
+def test_p27_a_parameter_whose_hooks_never_fire_is_reported() -> None:
     model = small()
     with (
         pytest.warns(gs.SurgeryWarning, match="no gradient ever passed at: first.weight"),
@@ -59,7 +59,7 @@ def test_p27_a_parameter_whose_hooks_never_fire_is_told() -> None:
 
 
 @pytest.mark.parametrize("how", ["assign", "setattr", "overwrite"])
-def test_p28_a_parameter_that_is_replaced_is_told(how: str) -> None:
+def test_p28_a_replaced_parameter_is_reported(how: str) -> None:
     model = small()
     with (
         pytest.warns(gs.SurgeryWarning, match="parameters were replaced.*first.weight"),
@@ -80,7 +80,7 @@ def test_p28_a_parameter_that_is_replaced_is_told(how: str) -> None:
 
 @dataclass
 class Answer:
-    """What a module may return instead of a tensor."""
+    """An output type of a module that is no tensor."""
 
     logits: Tensor
 
@@ -103,7 +103,7 @@ class Asking(nn.Module):
         return self.answering(x).logits.sum()
 
 
-def test_p29_an_output_in_a_dataclass_is_hooked_or_refused_never_passed_over() -> None:
+def test_p29_an_output_in_a_dataclass_is_hooked_or_refused() -> None:
     with attached(model := Asking(), gs.Scale(2.0), gs.Outputs("answering")) as live:
         model(torch.ones(1, 2)).backward()
     (entry,) = live.ledger
@@ -158,7 +158,7 @@ def test_p31_inputs_act_for_autograd_grad_where_full_backward_hooks_do_not() -> 
     assert torch.equal(treated, 2 * plain)
 
 
-def test_p32_a_group_acts_once_a_backward_around_a_reentrant_checkpoint_too() -> None:
+def test_p32_a_group_acts_once_a_backward_with_a_reentrant_checkpoint() -> None:
     model, calls = Saved(reentrant=True), []
     handle = register_multi_grad_hook(list(model.parameters()), lambda grads: calls.append(grads))
     x = torch.ones(1, 2, requires_grad=True)
@@ -191,7 +191,7 @@ def test_p33_a_transform_is_differentiated_in_a_double_backward() -> None:
     assert second(gs.Scale(0.5)) == right
 
 
-def test_p34_a_result_of_another_shape_or_type_is_refused_by_name_at_the_first_gradient() -> None:
+def test_p34_a_result_of_wrong_shape_or_dtype_is_refused_with_the_sites_name() -> None:
     for function, found in (
         (lambda grad: grad.sum(), "found [] torch.float32"),
         (lambda grad: grad.double(), "torch.float64"),
@@ -206,7 +206,7 @@ def test_p34_a_result_of_another_shape_or_type_is_refused_by_name_at_the_first_g
         assert "site 'tensor" in str(caught.value)
 
 
-def test_p35_a_site_that_no_gradient_reaches_is_told() -> None:
+def test_p35_a_site_without_gradients_is_reported() -> None:
     with (
         pytest.warns(gs.SurgeryWarning, match="no gradient ever passed at: last#0"),
         attached(model := small(), gs.Scale(2.0), gs.Outputs("last")),
@@ -214,7 +214,7 @@ def test_p35_a_site_that_no_gradient_reaches_is_told() -> None:
         model(torch.ones(1, 6)).detach().sum()
 
 
-def test_p36_a_forward_without_gradients_raises_nothing_and_is_told() -> None:
+def test_p36_a_forward_under_no_grad_raises_nothing_and_is_reported() -> None:
     model = small()
     with torch.no_grad(), pytest.raises(RuntimeError, match="doesn't require gradient"):
         model(torch.ones(1, 6)).register_hook(print)
@@ -226,7 +226,7 @@ def test_p36_a_forward_without_gradients_raises_nothing_and_is_told() -> None:
         model(torch.ones(1, 6))
 
 
-def test_p37_hooks_of_others_are_left_alone_and_named() -> None:
+def test_p37_hooks_of_other_libraries_are_kept_and_named() -> None:
     model, order = small(), []
     theirs = model.first.weight.register_hook(lambda grad: order.append("theirs"))
     on_module = model.first.register_forward_hook(lambda *_: order.append("module"))
@@ -242,7 +242,7 @@ def test_p37_hooks_of_others_are_left_alone_and_named() -> None:
     on_module.remove()
 
 
-def test_p38_a_wrapper_node_of_anothers_hook_does_not_hide_the_nodes_inside() -> None:
+def test_p38_a_full_backward_hooks_wrapper_node_does_not_hide_the_inner_nodes() -> None:
     model = small()
     plain = model(torch.ones(1, 6)).grad_fn.name()
     with model.last.register_full_backward_hook(lambda *_: None):
@@ -252,7 +252,7 @@ def test_p38_a_wrapper_node_of_anothers_hook_does_not_hide_the_nodes_inside() ->
     assert [entry.site for entry in live.ledger] == ["last#0/AddmmBackward[0]"]
 
 
-def test_p39_a_node_is_told_by_its_place_and_not_by_its_id() -> None:
+def test_p39_a_node_is_identified_by_its_position_and_not_by_id() -> None:
     ids = set()
     for _ in range(200):
         node = (leaf() * 2).grad_fn
@@ -266,7 +266,7 @@ def test_p39_a_node_is_told_by_its_place_and_not_by_its_id() -> None:
     assert {entry.site: entry.calls for entry in live.ledger} == {"act#0/ReluBackward[0]": 50}
 
 
-def test_p40_the_global_random_generator_is_not_touched() -> None:
+def test_p40_the_global_random_generator_is_not_used() -> None:
     model = small()
     before = torch.get_rng_state()
     optimizer, chance = sgd(model), gs.Probability(p=1.0)
@@ -276,7 +276,7 @@ def test_p40_the_global_random_generator_is_not_touched() -> None:
 
 
 @pytest.mark.slow
-def test_p41_a_comm_hook_has_to_call_its_parameter_bucket_which_no_hook_of_ours_is(
+def test_p41_no_hook_is_registered_as_a_comm_hook(
     process_group,
 ) -> None:
     model = DistributedDataParallel(small())
@@ -289,7 +289,7 @@ def test_p41_a_comm_hook_has_to_call_its_parameter_bucket_which_no_hook_of_ours_
     assert {entry.calls for entry in live.ledger} == {1}
 
 
-def test_p42_the_same_surgery_is_not_attached_twice() -> None:
+def test_p42_attaching_the_same_surgery_twice_is_refused() -> None:
     x, calls = leaf(), []
 
     def hook(grad: Tensor) -> None:
@@ -307,7 +307,7 @@ def test_p42_the_same_surgery_is_not_attached_twice() -> None:
     assert gradients(model)["part.weight"].item() == 20.0
 
 
-def test_p43_hooks_on_nodes_cannot_be_listed_so_the_ledger_lists_ours() -> None:
+def test_p43_the_ledger_lists_the_hooks_on_nodes() -> None:
     node = (leaf() * 2).grad_fn
     assert node is not None
     node.register_prehook(lambda grads: None)

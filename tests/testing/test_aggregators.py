@@ -76,7 +76,7 @@ def test_what_draws_is_not_deterministic() -> None:
 
 
 class Stops(Weighting):
-    """Gives nothing from the second call on."""
+    """An aggregator that returns nothing from the second call on."""
 
     @property
     def properties(self) -> frozenset[AggregatorProperty]:
@@ -101,7 +101,7 @@ def test_a_property_is_checked_with_a_past() -> None:
 
 
 class Single(Weighting):
-    """Weights of float32, and no value."""
+    """An aggregator with float32 weights and without value semantics."""
 
     @property
     def properties(self) -> frozenset[AggregatorProperty]:
@@ -112,7 +112,7 @@ class Single(Weighting):
 
 
 class Positional(Entrywise):
-    """Every second column: which ones depends on the pieces."""
+    """An entrywise aggregator that depends on the position of a column in its block."""
 
     @property
     def properties(self) -> frozenset[AggregatorProperty]:
@@ -158,7 +158,7 @@ def test_a_violated_rule_is_named(name: str) -> None:
 
 
 class Keeping(LossWeighting):
-    """Weighs by the losses, and remembers them: as they come, or without their graphs."""
+    """An aggregator that uses and keeps the losses, with or without their graphs."""
 
     def __init__(self, weighed: bool, kept: bool) -> None:
         self.weighed, self.kept = weighed, kept
@@ -243,7 +243,7 @@ def test_an_aggregator_for_a_fixed_number_of_tasks_is_checked_with_it() -> None:
 
 
 class Third(Weighting):
-    """Needs three tasks."""
+    """An aggregator that needs three tasks."""
 
     @property
     def least_tasks(self) -> int:

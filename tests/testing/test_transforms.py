@@ -96,7 +96,7 @@ class Batched(Own):
 
 
 class Starting(Transform):
-    """Its first state is the gradient."""
+    """A transform whose first state is the gradient."""
 
     @property
     def properties(self) -> frozenset[TransformProperty]:

@@ -48,7 +48,7 @@ def drawn(site: str, outputs: int, inputs: int) -> Tensor:
 
 
 def by_hand(model: nn.Sequential, top: Tensor, below: Tensor, direct: bool) -> dict[str, Tensor]:
-    """The weights' gradients with e B in place of e W, from the output's e down."""
+    """Return the weight gradients with e B in place of e W, computed from the output error."""
     inputs, targets = batch()
     first = model[1](model[0](inputs))
     second = model[3](model[2](first))
@@ -90,7 +90,7 @@ def test_direct_feedback_uses_the_output_error_at_every_step() -> None:
 
 
 class Seen(Stateless):
-    """Notes what has entered."""
+    """A transform that records `context.entering`."""
 
     def __init__(self, asks: bool = True) -> None:
         self.asks = asks
@@ -156,7 +156,7 @@ LEAVE = partial(gs.Nodes, side="leave")
 
 
 def square(at: Selector, transform: Transform, bias: bool = True) -> dict[str, int]:
-    """The sites of a training step in which no shape tells anything: batch = inputs = outputs."""
+    """Return the sites of a step where shapes do not help: batch = inputs = outputs."""
     model = nn.Sequential(*(nn.Linear(5, 5, bias=bias) for _ in range(3)), nn.Tanh())
     with gs.Surgery(gs.Intervention(transform, at=at)).attach(model) as live:
         model(torch.ones(5, 5)).sum().backward()
@@ -246,7 +246,7 @@ def test_direct_feedback_acts_at_inputs_and_outputs(at: Selector) -> None:
 
 
 class Twice(nn.Module):
-    """The same layer, twice."""
+    """A model that calls the same layer twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ def test_a_layer_that_is_called_twice_has_one_matrix(transform: Transform, at: S
     kept = list[Tensor]()
 
     class Same(Stateless):
-        """What the transform makes of ones."""
+        """A transform that records the wrapped transform's result for ones."""
 
         @property
         def properties(self) -> frozenset[TransformProperty]:

@@ -19,7 +19,7 @@ YES, NO = torch.tensor(True), torch.tensor(False)
 
 @dataclass(frozen=True)
 class Says(gs.Trigger):
-    """Says what it was told to, and counts how often it was asked."""
+    """A trigger that returns a given decision and records its calls."""
 
     answer: Any
     asked: list[TriggerContext] = field(default_factory=list, compare=False)
@@ -30,13 +30,13 @@ class Says(gs.Trigger):
 
 
 class Looks(Says):
-    """As `Says`, where the device decides."""
+    """The same, marked as decided on the device."""
 
     on_device = True
 
 
 class Counts(Stateless):
-    """Counts how often it is called."""
+    """A transform that counts its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -139,7 +139,7 @@ def test_a_site_where_the_host_decides_no_is_not_measured() -> None:
 
 @validated
 class Loud(gs.Trigger):
-    """A user's trigger: where the largest entry is over `bound`."""
+    """A user's trigger: fires where the largest entry exceeds `bound`."""
 
     bound: float = 0.0
 
@@ -148,7 +148,7 @@ class Loud(gs.Trigger):
 
 
 class Twice(gs.Trigger):
-    """A user's trigger that is no dataclass: at the first `count` gradients of a site."""
+    """A user's trigger that is no dataclass: fires at the first `count` gradients of a site."""
 
     def __init__(self, count: int = 2) -> None:
         self.count = count

@@ -15,7 +15,7 @@ from tests.nets import attached
 
 
 class Sums(nn.Module):
-    """d/dw of `forward(x)` is x: every gradient can be chosen."""
+    """A model whose weight gradient is its input."""
 
     def __init__(self) -> None:
         super().__init__()

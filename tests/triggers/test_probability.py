@@ -42,7 +42,7 @@ def test_per_site_is_unknown_without_a_site() -> None:
 
 
 def _fired(per, label: str, steps: int = 20) -> list[list[bool]]:
-    """For each step which sites it fired at."""
+    """Return the sites where the trigger fired, for each step."""
     model = small()
     optimizer = sgd(model)
     when = gs.Probability(0.5, per)

@@ -16,7 +16,7 @@ from tests.nets import attached, backward, num_hooks, sgd, small
 
 
 class Keeps(TensorTrigger):
-    """Fires always, and keeps what it was shown: all that it looked at, and what it judged."""
+    """A trigger that always fires and records the tensors that it observed and its decisions."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -34,7 +34,7 @@ class Keeps(TensorTrigger):
 
 
 class Two(nn.Module):
-    """Two modules one after the other; the second can be left out, or called twice."""
+    """Two modules in sequence; the second can be skipped or called twice."""
 
     def __init__(self, seconds: int = 1) -> None:
         super().__init__()

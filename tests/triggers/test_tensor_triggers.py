@@ -18,7 +18,7 @@ never_fires = pytest.mark.filterwarnings("ignore:.* its trigger never fired")
 
 
 class Sums(nn.Module):
-    """d/dw of `forward(x)` is x: every gradient can be chosen."""
+    """A model whose weight gradient is its input."""
 
     def __init__(self, *start: float) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ every_trigger = pytest.mark.parametrize("when", EVERY, ids=repr)
 @every_trigger
 @pytest.mark.parametrize("at", [gs.Parameters(), gs.Outputs("first"), gs.Parameters(stage="step")])
 def test_device_decisions_do_not_synchronize(when: gs.Trigger, at) -> None:
-    """On the meta device there are no numbers to wait for, and to ask for one raises."""
+    """Meta tensors have no values, so that reading one raises."""
     model = small().to("meta")
     optimizer = sgd(model)
     with pytest.raises(RuntimeError):
@@ -322,7 +322,7 @@ def test_decisions_in_a_compiled_model_are_those_in_an_eager_one(when: gs.Trigge
 
 
 def _sweep(when: gs.Trigger, sizes: list[float], transform: Transform) -> list[float]:
-    """What comes of gradients of these sizes, one after the other."""
+    """Return the results for gradients of these sizes, one after the other."""
     model, found = Sums(0.0), []
     with attached(model, transform, when=when, effects_every=0):
         for size in sizes:
