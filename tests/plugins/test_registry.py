@@ -18,7 +18,7 @@ from gradsurg.transforms.base import Transform
 from gradsurg.transforms.norm_rescale import NormRescale
 from gradsurg.triggers.base import Trigger
 
-CONFIGS = Path(__file__).parents[1] / "conf"
+CONFIGS = Path(__file__).parents[2] / "conf"
 FOLDERS = {
     "transforms": "transform",
     "aggregators": "aggregator",

@@ -28,7 +28,7 @@ def test_a_call_that_is_not_made_is_an_error_that_lists_those_that_are(
     model = small()
     with (
         pytest.raises(
-            LookupError, match=r"identity.call: nothing .* There were: .*first#0, act#0, last#0$"
+            LookupError, match=r"identity: nothing .* There were: .*first#0, act#0, last#0$"
         ),
         attached(model, gs.Identity(), kind(call=1)),
     ):
