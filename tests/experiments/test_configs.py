@@ -8,7 +8,7 @@ from inspect import getmembers, getsource, isclass
 from pathlib import Path
 
 import pytest
-from gradsurg.config.options import options_of
+from gradsurg.config.overrides import options_of
 from torch import nn
 
 from gradsurg import experiments
