@@ -39,7 +39,7 @@ DOORS = {
     "plotly": (),
     "sklearn": ("tasks",),
     "scipy": ("stats", "tasks"),
-    "filelock": ("training",),
+    "filelock": ("training", "tasks"),
 }
 """Library: the units or modules that may import it."""
 

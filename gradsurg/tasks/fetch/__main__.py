@@ -1,13 +1,14 @@
 """The command `python -m gradsurg.tasks.fetch mnist fashion-mnist text`."""
 
 import argparse
-import fcntl
 import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import FileLock
 
 from gradsurg.plugins.fields import nearest
 from gradsurg.plugins.pipes import ignore_closed_pipes
@@ -108,8 +109,7 @@ def _put(data_set: DataSet, place: Path, source: Path | None) -> bool:
 def _draft_folder(home: Path) -> Iterator[Path]:
     """Create a folder in `home` for one fetch at a time, replacing that of a killed one."""
     home.mkdir(parents=True, exist_ok=True)
-    with (home / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(home / ".lock"):
         draft = home / ".draft"
         if draft.exists():
             shutil.rmtree(draft)
