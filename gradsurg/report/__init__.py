@@ -1,11 +1,11 @@
-"""From the files of runs to what a person reads."""
+"""Reports: from the files of runs to text, tables, figures and a page."""
 
 from collections.abc import Collection
 from pathlib import Path
 
 
 def summary(study: Path | str, only: Collection[str] | None = None) -> str:
-    """What `python -m gradsurg.report STUDY` prints of a study, as plain text; nothing is written.
+    """Return the summary of a study that `python -m gradsurg.report STUDY` prints, as plain text.
 
     `only` are names of run directories: of these alone, beside their controls. Raises NotAStudy, in
     one sentence, if there are no such runs.

@@ -1,4 +1,4 @@
-"""The command: python -m gradsurg.report runs/first."""
+"""The command `python -m gradsurg.report runs/first`."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""The answer, in one paragraph, and what to be careful about."""
+"""The sentences of a report: the answer, its cautions, and tables shared by page and files."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ def states(runs: Sequence[LoadedRun]) -> dict[str, int]:
 
 
 def paragraph(outcomes: Sequence[Outcome], arms: Sequence[Arm]) -> str:
-    """What the study says of its headline metric, arm by arm."""
+    """Answer the study's question in one paragraph: the headline metric, arm by arm."""
     headline = outcomes[0].metric if outcomes else ""
     own = [outcome for outcome in outcomes if outcome.metric == headline]
     compared = [outcome for outcome in own if outcome.difference]
@@ -57,7 +57,7 @@ def paragraph(outcomes: Sequence[Outcome], arms: Sequence[Arm]) -> str:
 def cautions(
     runs: Sequence[LoadedRun], outcomes: Sequence[Outcome], arms: Sequence[Arm] = ()
 ) -> list[str]:
-    """What a reader should keep in mind, one sentence a thing."""
+    """Return the cautions of a study, one sentence each."""
     counts = states(runs)
     said = []
     ended = {"finished", "diverged", "failed"}
@@ -206,8 +206,8 @@ ABOUT = "Outcomes are of the step at which each run has ended."
 
 
 def reached(arms: Sequence[Arm]) -> list[str]:
-    """A sentence for each arm that was trained until something: how many seeds, at which steps;
-    then how many steps sooner or later than its control it got there.
+    """Return a sentence for each arm with a stopping condition: how many seeds reached it, and at
+    which steps; then how many steps earlier or later than the control.
 
     The last one says what that makes of the outcomes.
     """

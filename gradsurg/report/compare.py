@@ -1,4 +1,4 @@
-"""What each arm came to beside its control: differences seed by seed, links' shares, the cost."""
+"""Comparison of arms with their control: differences by seed, tests, shares, doses, cost."""
 
 import json
 from collections import Counter
@@ -60,7 +60,7 @@ class Outcome:
 
     @property
     def reading(self) -> str:
-        """What may be said of it: a verdict, `higher (hint)` or `lower (hint)`, or nothing."""
+        """The verdict, `higher (hint)` or `lower (hint)`; empty without a difference."""
         return reading(self.difference, self.q_value) if self.difference else ""
 
     @property
@@ -86,7 +86,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class UpdateEffect:
-    """What an arm's runs say of their updates: the mean over runs of each number, if any has it."""
+    """The update effect of an arm: the mean over runs of each number that a run has."""
 
     arm: Arm
     summaries: Sequence[Summary]
@@ -118,7 +118,7 @@ def beside_control(arms: Sequence[Arm], metric: str) -> list[Outcome]:
 
 
 def shares(arms: Sequence[Arm]) -> list[Outcome]:
-    """What each link of a chain adds: the whole chain minus the chain without it."""
+    """Return the share of each link of a chain: the whole chain minus the chain without it."""
     runs = {run.name: run for arm in arms if not arm.is_control for run in arm.runs}
     shorter: dict[tuple[str, str], LoadedRun] = {}
     for one in left_out({name: run.config for name, run in runs.items() if run.config}):
@@ -291,7 +291,7 @@ def p_cell(differences: Sequence[float]) -> str:
 
 
 def about_p(n: int) -> str:
-    """What a reader of that p has to know, if anything."""
+    """Return the note that this p needs; empty if none."""
     if 1 < n < MIN_FOR_P:
         return f"with {n} seeds the exact sign-flip p is at least {2 / 2**n:.3g}: 6 can reach 0.05"
     if not sign_flip_is_exact(n):
@@ -300,7 +300,7 @@ def about_p(n: int) -> str:
 
 
 def about_tests(seeds: Collection[int]) -> str:
-    """What a table's p and reading are of, given the numbers of seeds in it."""
+    """Explain p and reading of a table with these numbers of seeds."""
     exact = "p is that of the exact sign-flip test"
     if not all(sign_flip_is_exact(n) for n in seeds):
         drawn = f"more than {MAX_EXACT_SEEDS} seeds: of {NUM_SIGN_DRAWS:,} signings drawn at random"
@@ -360,7 +360,7 @@ def left_out(configs: Mapping[str, Config]) -> list[LeftOut]:
 
 
 def share(whole: Outcomes, without: Outcomes) -> Difference | None:
-    """A link's share in a metric: the whole chain minus the chain without it, seed by seed.
+    """Return a link's share in a metric: the whole chain minus the chain without it, by seed.
 
     Shares need not add up to what the chain does: two links that do the same have none each. A seed
     where either is missing is left out; None if no seed is left.

@@ -1,4 +1,4 @@
-"""How the tasks of runs conflict: means over steps and runs, and how they change on the way."""
+"""Conflicts between tasks: means over steps and runs, their course, tables and sentences."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -99,7 +99,7 @@ def pair_name(tasks: Sequence[str], pair: Pair) -> str:
 
 
 def load_conflicts(arms: Sequence[Arm]) -> tuple[pl.DataFrame, list[str]]:
-    """All runs' conflicts with `run`, the directory's name, and what could not be read."""
+    """Return the conflicts of all runs, with the directory's name in `run`, and read errors."""
     frames, faults = [read_conflicts([])], []
     for run in (run for arm in arms for run in arm.runs if run.state != "missing"):
         try:
@@ -141,7 +141,7 @@ def conflict_series(arms: Sequence[Arm], rows: pl.DataFrame) -> list[ConflictSer
 
 
 def by_group(rows: pl.DataFrame) -> Iterator[tuple[str, str, pl.DataFrame]]:
-    """Aggregator, group and rows of what has the same tasks in the same order."""
+    """Group rows by aggregator, group and list of tasks."""
     keys = ["aggregator", "group", pl.col("tasks").list.join("\n").alias("of")]
     for (aggregator, group, _), own in rows.group_by(keys, maintain_order=True):
         yield str(aggregator), str(group), own
@@ -218,7 +218,7 @@ def _lost(found: Mapping[str, Floats]) -> Floats:
 
 
 def _mean(values: Floats) -> Floats:
-    """Over the first axis, of what is finite; NaN where nothing is."""
+    """Mean over the first axis of the finite values; NaN if there is none."""
     known = np.isfinite(values)
     count = known.sum(axis=0)
     total = np.where(known, values, 0.0).sum(axis=0)
@@ -308,7 +308,8 @@ SHARPEST = "the one with the sharpest conflict"
 
 
 def conflict_text(arms: Sequence[tuple[str, Sequence[Path]]]) -> str:
-    """A table of the arms side by side, one of their tasks, and what others would have done.
+    """Return the conflict tables of a job: arms side by side, their tasks, and the other
+    aggregators.
 
     An arm is a name and the directories of its runs, the treated one first. Where gradients are
     made one in several groups, that with the sharpest conflict is told. Nothing without conflicts.
@@ -332,7 +333,7 @@ def conflict_text(arms: Sequence[tuple[str, Sequence[Path]]]) -> str:
 
 
 def about_tasks(group: str) -> str:
-    """What the columns of a table of tasks say."""
+    """Explain the columns of a table of tasks."""
     return (
         f"decrease: by how much {STEPS.get(group, PART)}; would have lost: at which share of the "
         f"measured steps {LOSES}"
@@ -386,7 +387,7 @@ def others_line(name: str, means: ConflictMeans) -> str:
 
 
 def number_of(found: float) -> str:
-    """Three digits, `-` for what is not known."""
+    """Format with three digits; `-` for NaN."""
     return f"{found:.3g}" if found == found else "-"
 
 
@@ -455,7 +456,7 @@ def conflict_rows(series: Sequence[ConflictSeries]) -> tuple[list[str], list[lis
 
 
 def about_conflicts(series: Sequence[ConflictSeries]) -> str:
-    """Which tasks the rows are of, and what their columns say."""
+    """Name the tasks of the rows and explain their columns."""
     sets = dict.fromkeys(tuple(one.means.tasks) for one in series)
     tasks = "; ".join(listed(list(own), MAX_TASKS_LISTED) for own in sets)
     several = len(sharpest(series)) < len(series)
@@ -468,7 +469,7 @@ def about_conflicts(series: Sequence[ConflictSeries]) -> str:
 
 
 def others_lines(series: Sequence[ConflictSeries]) -> list[str]:
-    """For each treated arm what the others would have done."""
+    """Return a line on the other aggregators for each treated arm."""
     lines = [others_line(one.name, one.means) for one in sharpest(series) if not one.arm.is_control]
     return [line for line in lines if line]
 

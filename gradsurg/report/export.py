@@ -35,7 +35,7 @@ LATEX = str.maketrans(
 def write_report(
     report: StudyReport, out: Path, refresh: float | None = None, figures: bool = True
 ) -> Path:
-    """Write all files of a report, each of them whole or not at all; the page's path.
+    """Write all files of a report atomically, each by a rename; return the page's path.
 
     What an earlier report has written and this one does not is removed; other files stay.
     """
@@ -94,7 +94,7 @@ def figures_in(out: Path) -> list[Path]:
 
 
 def study_info(report: StudyReport, out: Path) -> StudyInfo:
-    """What a logger is told of a study: a row an outcome, and the figures that lie in `out`."""
+    """Return the study as loggers receive it: a row for each outcome, and the figures in `out`."""
     rows = [
         {
             "arm": outcome.arm.name,
@@ -219,7 +219,9 @@ def _notes(report: StudyReport) -> list[str]:
 
 
 def _tables(report: StudyReport) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Caption (of the first: none), heads and rows: outcomes, links' shares, what stands alone."""
+    """Return caption (empty for the first), heads and rows of each table: outcomes, shares, arms
+    alone.
+    """
     tables = []
     if report.outcomes and (report.alone == [] or any(o.difference for o in report.outcomes)):
         tables.append(("", *outcome_table([o for o in report.outcomes if o.is_known])))

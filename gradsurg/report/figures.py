@@ -1,4 +1,4 @@
-"""The figures of a study as files: which there are, and their SVG, PNG and PDF."""
+"""The figures of a study as SVG, PNG and PDF files."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

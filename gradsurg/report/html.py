@@ -650,7 +650,7 @@ def _run_row(run: LoadedRun, arm: str, place: int, metrics: Sequence[str]) -> st
 
 
 def _chart(key: str, with_numbers: bool = True) -> str:
-    """A place for a chart, and its table, which the script fills.
+    """Return a place for a chart and its table, both filled by the script.
 
     In `key` a name in braces stands for what is chosen in the input of that name.
     """

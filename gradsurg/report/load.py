@@ -1,4 +1,4 @@
-"""What lies in the folder of a study: each run with its state and reason, none left out."""
+"""Reading of a study: its runs with state and reason, grouped into arms."""
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -47,7 +47,7 @@ class NotAStudy(ValueError):
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """One run as its directory tells it; what was not told or cannot be read is empty.
+    """A run as read from its directory; missing and unreadable fields are empty.
 
     `steps` are planned, `done` are logged. `control` is the name of another run's directory.
     """
@@ -72,7 +72,7 @@ class LoadedRun:
 
     @cached_property
     def key(self) -> str:
-        """What runs of one arm share: the config but for the seed."""
+        """The key of the run's arm: its config without the seed."""
         if not self.config:
             return f"{self.label or self.name} without a config"
         return canonical({key: item for key, item in self.config.items() if key != "seed"})
@@ -293,7 +293,7 @@ def _called(run: LoadedRun) -> str:
 
 
 def _names(labels: list[str], configs: list[dict[str, object]]) -> list[str]:
-    """Each label with what tells its arm from the others."""
+    """Return each label with the config keys that distinguish its arm from the others."""
     shared = _telling(configs, about_surgery=False)
     names = []
     for label, config in zip(labels, configs, strict=True):
@@ -350,9 +350,7 @@ def _order(arm: Arm) -> tuple[object, ...]:
 def run_frames(
     arms: Sequence[Arm], read: Callable[[list[str | Path]], pl.DataFrame]
 ) -> tuple[dict[str, pl.DataFrame], list[str]]:
-    """The rows of every run that has some, by the names of their directories, and what could not
-    be read.
-    """
+    """Return the rows of every run that has some, by directory name, and read errors."""
     frames, faults = {}, []
     for run in (run for arm in arms for run in arm.runs if run.state != "missing"):
         try:

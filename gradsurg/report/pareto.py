@@ -1,4 +1,4 @@
-"""What each arm came to in every task of several: who is dominated by whom."""
+"""Trade-off between tasks: the means of each arm in every task, and which arms dominate which."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ LEAST = 1e-3  # of what the arms span: runs that end in one place differ by less
 
 @dataclass(frozen=True)
 class Mark:
-    """One arm: in each task its runs' values, in their order, and the mean with its interval.
+    """One arm: the values of its runs in each task, and their mean with its interval.
 
     `beaten_by` are the arms whose means are no worse in any task and in one better, by more than a
     thousandth of what the arms span.
@@ -88,7 +88,9 @@ def ends_of(front: Front, task: int) -> tuple[float, float, bool]:
 
 
 def clusters(front: Front, first: int, second: int) -> list[tuple[tuple[float, float], str]]:
-    """The numbers of the arms where they stand, from 1; what stands close together has one text."""
+    """Return the positions of the arms' numbers, counted from 1; numbers close together share a
+    text.
+    """
     found: list[tuple[Mark, list[int]]] = []
     axes = [(task, *ends_of(front, task)) for task in (first, second)]
     for number, mark in enumerate(front.marks, 1):
@@ -113,7 +115,7 @@ def _at(mark: Mark, task: int, low: float, high: float, by_log: bool) -> float:
 
 
 def _names(arm: Arm) -> list[str]:
-    """The names of the tasks, as a MultiTask calls their losses in what it measures."""
+    """Return the names of the tasks, as in the keys of their losses."""
     keys = dict.fromkeys(key for run in arm.whole for key in run.summary or {})
     begins = f"{PART}{LOSS}_"
     return [key.removeprefix(begins) for key in keys if key.startswith(begins)]

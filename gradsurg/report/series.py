@@ -1,4 +1,4 @@
-"""Learning curves: what was logged over steps, an arm at a time."""
+"""Series over the steps: learning curves, effects on gradients, norms, trajectories, updates."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ class Curve:
 
 
 def load_metrics(arms: Sequence[Arm]) -> tuple[pl.DataFrame, list[str]]:
-    """All runs' metrics with `run`, the directory's name, and what could not be read."""
+    """Return the metrics of all runs, with the directory's name in `run`, and read errors."""
     own, faults = run_frames(arms, read_metrics)
     frames = [pl.DataFrame(schema={"run": pl.String, "step": pl.Int64})]
     for name, frame in own.items():
@@ -45,7 +45,7 @@ def load_metrics(arms: Sequence[Arm]) -> tuple[pl.DataFrame, list[str]]:
 
 
 def curve_metrics(metrics: pl.DataFrame) -> list[str]:
-    """What was logged over steps, the headline first."""
+    """Return the names of the logged metrics, the headline first."""
     names = [name for name in metrics.columns if name not in (*METRICS_KEYS, UPDATES_SAMPLED)]
     first = [name for name in HEADLINE if name in names]
     return list(dict.fromkeys([*first, *names]))
@@ -109,7 +109,7 @@ MEASURES = ("cosine", "ratio", "changed", "flipped", "zeroed")
 
 @dataclass(frozen=True)
 class EffectMap:
-    """What one transform did in one arm: for each measure a row of numbers for each site."""
+    """The effect of one transform in one arm: for each measure a row of numbers for each site."""
 
     arm: Arm
     transform: str
@@ -144,7 +144,7 @@ class Effects:
 
 
 def load_effects(arms: Sequence[Arm]) -> Effects:
-    """All runs' effects with `run`, the directory's name, and what could not be read."""
+    """Return the effects of all runs, with the directory's name in `run`, and read errors."""
     found, faults = run_frames(arms, read_effects)
     frames = [
         frame.with_columns(
@@ -334,7 +334,7 @@ class Landscape:
 
 
 def landscapes(arms: Sequence[Arm], metrics: pl.DataFrame) -> tuple[list[Landscape], list[str]]:
-    """One for each task that has one, and what could not be read.
+    """Return a landscape for each task that has one, and read errors.
 
     Runs that differ in where they start, or in their seed, stand together under one name.
     """
@@ -387,7 +387,9 @@ def _startless(config: Mapping[str, Any] | None) -> dict[str, Any] | None:  # An
 
 
 def _trajectory(run: LoadedRun, start: list[float], metrics: pl.DataFrame) -> Trajectory:
-    """Its start, what was logged of it, and its end; one that left the numbers ends before."""
+    """Return the trajectory from the start over the logged points to the end, up to a non-finite
+    one.
+    """
     places = [(start[0], start[1])]
     if X1 in metrics.columns and X2 in metrics.columns:
         rows = metrics.filter(pl.col("run") == run.name).select("step", X1, X2)
@@ -426,7 +428,9 @@ def known(summaries: Sequence[Summary], key: str) -> list[float]:
 
 
 def update_line(summaries: Sequence[Summary]) -> str:
-    """What became of the updates, over the runs that were asked; nothing if none was."""
+    """Describe the update effect in one sentence, over the runs that measured it; empty if none
+    did.
+    """
     own = asked(summaries)
     if not own:
         return ""

@@ -1,4 +1,4 @@
-"""All that is said of a study, worked out once for the page, the figures and the tables."""
+"""The report of a study: everything computed once, for page, figures, tables and terminal."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ from gradsurg.report.series import (
 
 @dataclass(frozen=True)
 class StudyReport:
-    """The runs of a study, its arms, and what follows from them."""
+    """The runs of a study, its arms, and all results computed from them."""
 
     folder: Path
     runs: list[LoadedRun]
@@ -66,7 +66,7 @@ class StudyReport:
 
     @property
     def about_tests(self) -> str:
-        """What p, q and the reading of an outcome are of; empty if none has a p."""
+        """Explain p, q and the reading of outcomes; empty if no outcome has a p."""
         seeds = {o.difference.n for o in [*self.outcomes, *self.shares] if o.difference}
         said = [about_tests(seeds)] if max(seeds, default=0) > 1 else []
         if any(o.q_value is not None for o in [*self.outcomes, *self.shares]):
@@ -81,7 +81,7 @@ class StudyReport:
 def study_report(
     folder: Path, only: Collection[str] | None = None, logs: bool = True
 ) -> StudyReport:
-    """Read a study; raises NotAStudy if `folder` is none.
+    """Read a study and compute its report; raise NotAStudy if `folder` has no runs.
 
     `only` are names of run directories: of these and of their controls alone. Without `logs`, what
     the runs wrote as they went is not read: there are no curves, no maps and no norms.

@@ -1,4 +1,4 @@
-"""What a job prints when it is done: the answer first, then the effect at each site."""
+"""Text for the terminal: the report of a job, and the overview of a study."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -86,7 +86,7 @@ def report(runs: Sequence[Runs]) -> str:
 
 
 def _summary(path: Path | None) -> Summary | None:
-    """What a run came to; None too if another command with force=true has just cleared it."""
+    """Return the summary of a finished run; None if it was cleared by a command with force=true."""
     place = RunDirectory(path) if path is not None else None
     return place.read_summary() if place is not None and place.finished else None
 
@@ -143,7 +143,7 @@ def _arm(runs: Sequence[LoadedRun]) -> Arm:
 
 
 def _reached(runs: Sequence[Runs]) -> str:
-    """Which seeds have reached what they were trained until."""
+    """Return which seeds reached the stopping condition."""
     arms: list[Arm] = []
     for arm in ("treated", "control"):
         found = []
@@ -171,7 +171,7 @@ def _called(summary: Summary) -> str:
 
 
 def _shares(runs: Sequence[Runs], treated: Sequence[Summary | None]) -> str:
-    """What each link of a chain adds to the headline outcome, where it was left out."""
+    """Return the table of the share of each link that was left out in some run."""
     key = next((key for key in HEADLINE for summary in treated if summary and key in summary), "")
     whole = [_finished(summary, key) for summary in treated]
     links = {
@@ -316,7 +316,7 @@ LOOKS = {"finished": "green", "diverged": "red", "failed": "red", "unreadable": 
 
 
 def overview(report: StudyReport) -> str:
-    """What is printed, as plain text of the terminal's width."""
+    """Return the overview of a study as plain text of the terminal's width."""
     terminal = Console()
     width = terminal.width if terminal.is_terminal else WIDTH
     console = Console(file=StringIO(), width=width, highlight=False, color_system=None)
@@ -414,7 +414,7 @@ def _conflict_table(heads: list[str], rows: list[list[str]]) -> Table:
 
 
 def _study_shares(report: StudyReport) -> list[str]:
-    """What each link of a chain adds to the headline metric, chain by chain."""
+    """Return a table of each link's share in the headline metric, for each chain."""
     headline = next((key for key in report.metrics), "")
     own = [outcome for outcome in report.shares if outcome.metric == headline]
     said = []

@@ -1,4 +1,4 @@
-"""How an outcome is said: one wording for the terminal, the page and the tables."""
+"""Names and formats of outcomes, shared by terminal, page and tables."""
 
 import re
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ Summary = dict[str, Any]  # Any: what JSON can hold
 
 
 def titles(summary: Mapping[str, object]) -> dict[str, str]:
-    """The outcomes of a run, by key: those of every task, then what else it was tested for."""
+    """Return the outcomes of a run with their titles, those of every task first."""
     known = {key: title for key, title in OUTCOMES.items() if key in summary}
     others = [key for key in summary if key.startswith(FURTHER) and key not in OUTCOMES]
     return known | {key: title(key) for key in others}
