@@ -45,7 +45,7 @@ def kill_core():
 
 
 def alone(tmp_path):
-    """An environment in which wandb finds no account, no settings and no server."""
+    """Return an environment in which wandb finds no account, no settings and no server."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
     return env | {
         "HOME": str(tmp_path),
@@ -60,7 +60,7 @@ def alone(tmp_path):
 
 
 def run_wandb(tmp_path, code, mode=None):
-    """Runs `code` after SCRIPT in a process of its own, in `tmp_path`."""
+    """Run SCRIPT and `code` in a new process, in `tmp_path`."""
     env = alone(tmp_path)
     if mode is not None:
         env["WANDB_MODE"] = mode
@@ -93,7 +93,7 @@ def of_type(records, kind):
 
 
 def rows(records):
-    """What was logged, without wandb's own numbers."""
+    """Return the logged rows, without wandb's own numbers."""
     items = [history["item"] for history in of_type(records, "history")]
     return [{key: item[key] for key in item if not key.startswith("_")} for item in items]
 

@@ -13,7 +13,7 @@ from tests.runs import ROOT
 
 
 class Fragile(Logger):
-    """Raises in the calls named, until told not to; remembers what it was asked."""
+    """A logger that raises in the named calls, and records all calls."""
 
     def __init__(self, *broken):
         self.broken = set(broken)

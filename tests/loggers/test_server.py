@@ -1,4 +1,4 @@
-"""W&B against a server: what arrives there, at once or by `wandb sync`, and of resumed runs."""
+"""W&B with a local server: online runs, runs uploaded by `wandb sync`, and resumed runs."""
 
 import json
 import subprocess

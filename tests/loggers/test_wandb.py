@@ -194,7 +194,7 @@ def test_the_upload_command_is_quoted_for_a_shell():
 
 
 class Sent:
-    """Stands for a W&B run: what it was told."""
+    """A stand-in for a W&B run that records its calls."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []

@@ -1,4 +1,4 @@
-"""compare: treated and control with the same seeds, and what is said of them."""
+"""`compare`: treated and control arm with the same seeds, and their table."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The update without the surgery: what it comes to, and that nobody notices that it was asked."""
+"""The update effect: its numbers, and that measuring it does not change the training."""
 
 import copy
 from collections.abc import Callable

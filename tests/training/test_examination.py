@@ -1,4 +1,4 @@
-"""An examination after the training: what it sees of the surgery, and what it changes (nothing)."""
+"""An examination after the training: its effects, its numbers, and that the training is unchanged."""
 
 import math
 from dataclasses import dataclass, replace
@@ -171,7 +171,7 @@ def test_a_run_that_diverged_is_not_examined(tmp_path: Path) -> None:
 
 
 def told_at_sites(tmp_path: Path, when: Trigger, every: int) -> str:
-    """What the terminal says of a treated run beside its control, from the effects on."""
+    """Return the terminal report of a treated run and its control, from the effects on."""
     schedule = replace(SHORT, effects_every=every)
     runs = [a_run(t, RELUS, when, task=Looked(), schedule=schedule) for t in (gs.Scale(2.0), None)]
     treated, control = (execute(run, tmp_path, []).directory for run in runs)

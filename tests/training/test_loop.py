@@ -1,4 +1,4 @@
-"""The loop: which examples a step gets, and what it yields."""
+"""The training loop: the examples of each step, and the steps that it yields."""
 
 from itertools import islice
 

@@ -1,4 +1,4 @@
-"""What identifies a run: its hash, the name of its directory, versions."""
+"""The identity of a run: its hash, the name of its directory, versions."""
 
 import pytest
 
