@@ -87,9 +87,7 @@ def build(config: Config) -> Experiment:
     errors = ErrorCollector()
     settings = errors.attempt("", lambda: _settings(config))
     transforms = _transforms(config, errors)
-    selector = errors.made("site", lambda: instantiate("sites", config["site"], Selector))
-    if selector is not None and not errors.passes("site", lambda: _check_stages(selector)):
-        selector = None
+    selector = _selector(config, errors)
     trigger = errors.made("when", lambda: instantiate("triggers", config["when"], Trigger))
     intervention = _intervention(transforms, selector, trigger, errors)
     task, data = _task(config, errors)
@@ -171,6 +169,13 @@ def _transforms(config: Config, errors: ErrorCollector) -> dict[str, Transform]:
     return transforms
 
 
+def _selector(config: Config, errors: ErrorCollector) -> Selector | None:
+    selector = errors.made("site", lambda: instantiate("sites", config["site"], Selector))
+    if selector is None or not errors.passes("site", lambda: _check_stages(selector)):
+        return None
+    return selector
+
+
 def _check_stages(selector: Selector) -> None:
     """Refuse a stage that a selector cannot have."""
     for kind in selector.kinds:
@@ -212,15 +217,16 @@ def _link_names(transforms: Mapping[str, Transform]) -> tuple[str, ...]:
 def _task(config: Config, errors: ErrorCollector) -> tuple[Task | None, Data | None]:
     """Return the task and its data."""
 
-    def load() -> Data:
-        with user_code(config["task"], "load"):
-            data = task.load()
-        if not isinstance(data, Data):
-            raise TypeError(f"load() must return a gradsurg.tasks.base.Data, found {data!r}")
-        return data
-
     task = errors.made("task", lambda: instantiate("tasks", config["task"], Task))
-    return task, None if task is None else errors.attempt("task", load)
+    return task, None if task is None else errors.attempt("task", lambda: _load(config, task))
+
+
+def _load(config: Config, task: Task) -> Data:
+    with user_code(config["task"], "load"):
+        data = task.load()
+    if not isinstance(data, Data):
+        raise TypeError(f"load() must return a gradsurg.tasks.base.Data, found {data!r}")
+    return data
 
 
 def _content(config: Config, task: Task) -> str:

@@ -164,7 +164,7 @@ class _Job:
         urls = ",".join(f"'{_url(path)}'" for path in self.config_dirs)
         search = [f"hydra.searchpath=[dotted://,{urls}]"] if urls else []
         with warnings.catch_warnings():
-            # Hydra warns of errors that it also raises, and of folders that are searched on purpose.
+            # Hydra warns of errors that it also raises, and of folders searched on purpose.
             warnings.simplefilter("ignore", UserWarning)
             return compose(self.config_name, [*words, *search], return_hydra_config)
 

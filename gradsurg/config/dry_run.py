@@ -225,9 +225,9 @@ def check_first_step(
             if isinstance(recorder.error, FieldError):
                 raise recorder.error
             raise ValueError(one_line(recorder.error))
-    if trigger is not None and len(errors.lines) == before:
-        if fires is False or (recorder is not None and not recorder.fired):
-            trial.never_fires(trigger, certain or fires is False)
+    silent = fires is False or (recorder is not None and not recorder.fired)
+    if trigger is not None and silent and len(errors.lines) == before:
+        trial.never_fires(trigger, certain or fires is False)
 
 
 @dataclass(frozen=True)

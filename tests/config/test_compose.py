@@ -151,7 +151,8 @@ WRONG = (
     Wrong("optimizer.name=LBFGS", "optimizer: LBFGS needs a closure that computes the loss"),
     Wrong(
         "optimizer=adamw optimizer.betas=[0.9]",
-        "optimizer: AdamW(lr=0.001, betas=[0.9], eps=1e-08, weight_decay=0.01) is refused: list index out of range",
+        "optimizer: AdamW(lr=0.001, betas=[0.9], eps=1e-08, weight_decay=0.01) is refused: ",
+        "list index out of range",
     ),
     Wrong(
         "optimizer.lr=-1",
@@ -165,7 +166,8 @@ WRONG = (
     ),
     Wrong(
         "+optimizer.nesterov=true",
-        "optimizer: SGD(lr=0.1, momentum=0.0, weight_decay=0.0, nesterov=True) is refused: Nesterov momentum requires",
+        "optimizer: SGD(lr=0.1, momentum=0.0, weight_decay=0.0, nesterov=True) is refused: "
+        "Nesterov momentum requires",
     ),
     Wrong(
         "transform=clip transform.clip.value=null",
