@@ -257,7 +257,7 @@ def test_a_command_run_again_repeats_nothing_and_prints_the_same(command, tmp_pa
     assert all(path.stat().st_mtime_ns > before[path] for path in summaries)
 
 
-def test_what_is_not_trained_differently_is_the_same_run(command, tmp_path) -> None:
+def test_runs_that_train_the_same_share_a_directory(command, tmp_path) -> None:
     command("transform=clip", *SHORT)
     others = ("threads=2", "effects_every=10", "log_every=7", "checkpoint_every=5")
     printed, _ = command("transform=clip", *SHORT[:2], *others, "logger=console")
@@ -334,7 +334,7 @@ def test_an_arm_whose_transform_does_nothing_is_its_control_bit_by_bit(
     assert ("Note (1 run): " in printed) == ("transform=identity" not in words)
 
 
-def test_a_transform_that_changed_nothing_is_told_with_a_value_that_would(command) -> None:
+def test_a_transform_that_changed_nothing_is_reported_with_a_value_that_would(command) -> None:
     printed, _ = command("transform=clip", "transform.clip.value=1e9", *SHORT)
     flat = " ".join(printed.split())
     start = r"clip changed nothing at the steps measured, one in 10\. Quantiles .*"
@@ -344,7 +344,7 @@ def test_a_transform_that_changed_nothing_is_told_with_a_value_that_would(comman
     assert "changed nothing" not in printed
 
 
-def test_a_trigger_that_never_fired_is_told(command) -> None:
+def test_a_trigger_that_never_fired_is_reported(command) -> None:
     printed, _ = command("transform=clip", "when=threshold", "when.above=1000", *SHORT)
     assert "Note (1 run): clip: its trigger never fired in 120 gradients" in printed
     rows = [line.split() for line in printed.splitlines() if line.startswith("hidden.")]
@@ -460,7 +460,7 @@ def test_a_folder_of_yaml_files_adds_options(command, tmp_path) -> None:
     assert directories(tmp_path) == ["none-seed0", "tight-seed0"]
 
 
-def test_a_folder_of_yaml_files_that_is_not_there_is_told(command, tmp_path, capsys) -> None:
+def test_a_missing_config_dir_is_reported(command, tmp_path, capsys) -> None:
     with pytest.raises(SystemExit) as ended:
         command("--config-dir", "confs", "transform=clip", *SHORT)
     assert ended.value.code == 2
@@ -495,7 +495,7 @@ def test_no_steps_are_a_check_of_the_command(command, tmp_path, capsys) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_plan_of_no_steps_says_that_no_step_was_tried(command, capsys) -> None:
+def test_a_dry_run_with_no_steps_prints_that_no_step_was_tried(command, capsys) -> None:
     printed, _ = command("transform=clip", "when.start=5", "dry_run=true", "steps=0")
     told, _, plan = printed.partition("\n")
     assert told == "steps=0: 1 job checked without a trial step, nothing to train"
@@ -506,7 +506,7 @@ def test_a_plan_of_no_steps_says_that_no_step_was_tried(command, capsys) -> None
     assert "never fires" in capsys.readouterr().err
 
 
-def test_wrong_words_are_all_told_and_nothing_is_trained(command, tmp_path, capsys) -> None:
+def test_all_wrong_overrides_are_reported_and_nothing_is_trained(command, tmp_path, capsys) -> None:
     with pytest.raises(SystemExit) as ended:
         command("transform=[clip,clop]", "lr=-1", "steps=-1")
     assert ended.value.code == 2
@@ -565,7 +565,7 @@ def test_the_commands_of_the_help_compose() -> None:
         compose.check(overrides, "-m" in words, [])
 
 
-def test_ctrl_c_is_one_line_that_says_how_to_go_on(command, capsys, monkeypatch) -> None:
+def test_ctrl_c_prints_one_line_on_how_to_resume(command, capsys, monkeypatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -578,7 +578,7 @@ def test_ctrl_c_is_one_line_that_says_how_to_go_on(command, capsys, monkeypatch)
 
 
 @pytest.mark.slow
-def test_a_killed_command_given_again_ends_as_if_it_never_had_been(
+def test_a_killed_command_that_is_repeated_ends_like_an_uninterrupted_one(
     command, tmp_path, tmp_path_factory
 ) -> None:
     words = ["transform=[grokfast_ema,noise]", "model=fragile.make", "+model.dropout=0.3"]

@@ -61,7 +61,7 @@ def test_an_interrupt_inside_a_transform_ends_the_same_way(here: Here, folder: P
     assert finished(folder) == ["none-seed0"]
 
 
-def test_what_a_transform_raises_is_told_in_one_line(here: Here, folder: Path) -> None:
+def test_an_error_of_a_transform_is_printed_in_one_line(here: Here, folder: Path) -> None:
     ended = here("transform=their_module.total", *SHORT)
     assert ended.code == 1
     assert ended.out.splitlines()[-1] == "report: runs/default/report/index.html"
@@ -125,7 +125,7 @@ def test_a_job_that_fails_does_not_stop_the_others_of_a_sweep(here: Here, folder
     assert sum("is a plain callable" in line for line in lines) == 1
 
 
-def test_a_folder_that_cannot_be_written_is_told_in_a_line(here: Here) -> None:
+def test_an_unwritable_folder_is_reported_in_one_line(here: Here) -> None:
     ended = here("transform=clip", "out=/proc/no/runs", *SHORT)
     assert ended.code in (1, 2)  # root is told only by the failing write
     (line,) = ended.err.splitlines()

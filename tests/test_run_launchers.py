@@ -82,7 +82,7 @@ def finished(folder: Path, study: str = "default") -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", PARALLEL)
-def test_a_parallel_sweep_ends_bit_by_bit_as_one_in_a_single_process(
+def test_a_parallel_sweep_is_bit_identical_to_one_in_a_single_process(
     folder: Path, launcher: str
 ) -> None:
     words = ("transform=clip,[add_noise,theirs.Noted]", "seeds=2", "model.dropout=0.2")
@@ -120,7 +120,7 @@ def test_a_job_that_fails_in_a_process_of_its_own_ends_with_code_1_after_the_oth
 
 
 @pytest.mark.slow
-def test_two_sweeps_of_one_study_at_once_do_each_run_once(folder: Path) -> None:
+def test_two_simultaneous_sweeps_of_one_study_train_each_run_once(folder: Path) -> None:
     words = ("transform=clip,sign,[clip,add_noise]", "seeds=2", "steps=400", "logger=console")
     both = [started(folder, *words) for _ in range(2)]
     results = [ended(process) for process in both]
@@ -157,7 +157,7 @@ def test_the_lock_of_a_process_that_was_killed_is_taken_over(folder: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_launcher_that_is_not_installed_is_told_with_the_command_that_installs_it(
+def test_a_missing_launcher_is_reported_with_the_command_that_installs_it(
     folder: Path,
 ) -> None:
     # In one interpreter: what takes long is the start of each.
@@ -188,7 +188,7 @@ for launcher in {LAUNCHERS}:
     assert not (folder / "runs").exists()
 
 
-def test_the_launchers_that_are_told_of_are_those_that_the_extra_brings() -> None:
+def test_the_listed_launchers_are_those_of_the_extra() -> None:
     Plugins.instance()
     there = ConfigStore.instance().list("hydra/launcher")
     assert sorted(there) == [f"{name}.yaml" for name in ("basic", *LAUNCHERS)]

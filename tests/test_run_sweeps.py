@@ -62,7 +62,7 @@ def test_every_run_is_written_down_before_the_first_is_trained(
             assert facts[told["control"]]["arm"] == "control"
 
 
-def test_a_sweep_given_again_skips_retries_and_says_so(here: Here, folder: Path) -> None:
+def test_a_repeated_sweep_skips_finished_runs_and_retries_failed_ones(here: Here, folder: Path) -> None:
     assert here(*TWO, "seed=0").code == 1
     again = here(*TWO, "seed=0")
     assert again.code == 1
@@ -75,7 +75,7 @@ def test_a_sweep_given_again_skips_retries_and_says_so(here: Here, folder: Path)
     assert len(table(again.out)) == 2
 
 
-def test_a_sweep_in_which_all_has_finished_is_told_in_one_line(here: Here, folder: Path) -> None:
+def test_a_finished_sweep_prints_one_line(here: Here, folder: Path) -> None:
     words = ("-m", "transform=clip,sign", "seed=0,1", *SHORT, "report=false")
     first, again = here(*words), here(*words)
     assert again.err == "4 jobs, 6 runs: 6 finished before, skipped\n"
@@ -108,7 +108,7 @@ def test_force_repeats_each_run_of_a_sweep_once(here: Here, folder: Path) -> Non
     assert all(path.stat().st_mtime_ns > time for path, time in old.items())
 
 
-def test_a_run_that_diverged_is_told_and_does_not_stop_the_others(here: Here, folder: Path) -> None:
+def test_a_diverged_run_is_reported_and_does_not_stop_the_others(here: Here, folder: Path) -> None:
     ended = here("-m", "transform=scale", "transform.scale.factor=1e38,2", "seed=0", *SHORT)
     assert ended.code == 1
     first, second = table(ended.out)
@@ -129,7 +129,7 @@ def test_a_sweep_ends_with_the_report_of_its_study(here: Here, folder: Path) -> 
     assert {path.name for path in (folder / "runs").iterdir()} == {"first"}
 
 
-def test_loggers_are_told_of_the_study_that_a_sweep_belongs_to(
+def test_loggers_receive_the_study_of_a_sweep(
     here: Here, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[StudyInfo] = []
@@ -166,7 +166,7 @@ FIGURES = {"outcome.png", "curves.svg"}
 
 
 @pytest.mark.parametrize("word", ["report=auto", "report=true", "report=false"])
-def test_the_report_of_a_single_job_has_what_was_asked_for(
+def test_the_report_of_a_single_job_has_the_files_asked_for(
     here: Here, folder: Path, word: str
 ) -> None:
     ended = here("transform=clip", "steps=20", "seeds=2", "logger=none", word)
@@ -187,7 +187,7 @@ def test_figures_that_a_study_has_are_drawn_anew_by_a_single_job(here: Here, fol
     assert "clip  (n = 2)" in figure.read_text()
 
 
-def test_a_sweep_without_a_report_is_told_and_writes_none(here: Here, folder: Path) -> None:
+def test_a_sweep_with_report_false_writes_no_report(here: Here, folder: Path) -> None:
     ended = here("-m", "transform=clip,sign", "report=false", *SHORT)
     assert "3 runs: 3 finished" in ended.out
     assert "report:" not in ended.out
@@ -259,7 +259,7 @@ def test_a_study_file_is_the_sweep_that_it_states(here: Here, folder: Path) -> N
     assert "6 finished before, skipped" in typed.err
 
 
-def test_what_is_typed_replaces_what_a_study_file_says(here: Here, folder: Path) -> None:
+def test_the_command_line_overrides_a_study_file(here: Here, folder: Path) -> None:
     (folder / "conf" / "experiment").mkdir(parents=True)
     (folder / "conf" / "experiment" / "mine.yaml").write_text(STUDY)
     words = (f"--config-dir={folder / 'conf'}", "experiment=mine", "logger=none")
@@ -268,7 +268,7 @@ def test_what_is_typed_replaces_what_a_study_file_says(here: Here, folder: Path)
     assert sorted(states(folder, "mine")) == ["none-seed3", "zero-seed3"]
 
 
-def test_a_fault_in_a_study_file_is_told_like_one_that_is_typed(here: Here, folder: Path) -> None:
+def test_an_error_in_a_study_file_is_reported_like_one_on_the_command_line(here: Here, folder: Path) -> None:
     (folder / "conf" / "experiment").mkdir(parents=True)
     (folder / "conf" / "experiment" / "mine.yaml").write_text(STUDY.replace("sign", "sing"))
     ended = here(f"--config-dir={folder / 'conf'}", "experiment=mine", "logger=none")
@@ -290,7 +290,7 @@ def controls(folder: Path, label: str = "clip") -> dict[str, str]:
 BOTH = {"plain": "none-seed0", "norm_matched": "norm_matched-clip-seed0"}
 
 
-def test_a_control_asked_for_later_is_one_of_a_finished_run(here: Here, folder: Path) -> None:
+def test_a_later_control_is_added_to_a_finished_run(here: Here, folder: Path) -> None:
     words = ("transform=clip", "seed=0", *SHORT)
     assert here(*words, "control=none").code == 0
     assert controls(folder) == {}
@@ -315,7 +315,7 @@ def test_both_controls_of_one_sweep_are_known(here: Here, folder: Path) -> None:
     assert controls(folder) == BOTH
 
 
-def test_a_run_that_is_taken_up_without_a_control_keeps_the_one_it_has(
+def test_a_run_resumed_without_a_control_keeps_its_control(
     here: Here, folder: Path
 ) -> None:
     words = ("transform=their_module.interrupts", "seed=0", "steps=100", "logger=none")
@@ -336,7 +336,7 @@ def test_a_broken_run_json_is_written_anew(here: Here, folder: Path) -> None:
     assert controls(folder, "interrupts") == {"plain": "none-seed0"}
 
 
-def test_a_finished_run_says_that_it_was_measured_otherwise(here: Here) -> None:
+def test_a_finished_run_with_other_measurements_is_reported(here: Here) -> None:
     words = ("transform=clip", "seed=0", *SHORT)
     assert here(*words, "effects_every=10", "eval_every=0").code == 0
     assert "measured" not in here(*words, "effects_every=10", "eval_every=0").err

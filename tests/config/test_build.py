@@ -1,4 +1,4 @@
-"""What is made of a config: transforms, names, labels, and the identity of runs."""
+"""Transforms, names, labels and identities of the runs that a config builds."""
 
 import sys
 import warnings
@@ -116,12 +116,12 @@ def test_without_a_transform_there_is_one_plain_run_a_seed(word: str) -> None:
     assert {pair.control.label for pair in experiment.pairs if pair.control} == {"none"}
 
 
-def test_a_scheduled_transform_is_built_with_the_one_inside() -> None:
+def test_a_scheduled_transform_is_built_with_its_inner_transform() -> None:
     (scheduled,) = links("transform=scheduled", "transform.scheduled.of.factor=0.5")
     assert scheduled.of == gs.Scale(0.5)
 
 
-def test_a_norm_matched_transform_is_built_with_the_one_inside() -> None:
+def test_a_norm_matched_transform_is_built_with_its_inner_transform() -> None:
     assert links("transform=norm_matched", "transform.norm_matched.of.value=2") == [
         NormMatched(gs.Clip(2.0))
     ]
@@ -289,12 +289,12 @@ def base() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("word", OUTSIDE)
-def test_what_does_not_change_the_numbers_does_not_change_the_hash(base: str, word: str) -> None:
+def test_a_key_without_effect_on_the_numbers_does_not_change_the_hash(base: str, word: str) -> None:
     assert identity(word) == base
 
 
 @pytest.mark.parametrize("word", INSIDE)
-def test_what_changes_the_numbers_changes_the_hash(base: str, word: str) -> None:
+def test_a_key_that_changes_the_numbers_changes_the_hash(base: str, word: str) -> None:
     assert identity(word) != base
 
 

@@ -77,10 +77,10 @@ SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
             (
                 [f"transform={words}"],
                 [
-                    "transform.grokfast_ema: GrokfastEMA(decay=0.98, strength=2.0) has a state for each "
-                    "site, which the gradients of 2 tasks "
-                    "would share: act after the aggregator, at Parameters with stage 'step', or on one "
-                    "task, by a ForTask trigger"
+                    "transform.grokfast_ema: GrokfastEMA(decay=0.98, strength=2.0) has a state for "
+                    "each site, which the gradients of 2 tasks would share: act after the "
+                    "aggregator, at Parameters with stage 'step', or on one task, by a ForTask "
+                    "trigger"
                 ],
             )
             for words in ("grokfast_ema", "[clip,grokfast_ema]")

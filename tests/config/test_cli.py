@@ -1,4 +1,4 @@
-"""The command as a user types it: what it prints, where it writes, how it ends."""
+"""The command as a user types it: output, files and exit code."""
 
 import os
 import re
@@ -176,7 +176,9 @@ def test_a_config_is_printed_of_values_that_are_wrong(here: Here) -> None:
     assert "value: -1" in ended.out
 
 
-def test_what_could_never_act_ends_with_code_2_and_trains_nothing(here: Here, folder: Path) -> None:
+def test_a_trigger_that_never_fires_ends_with_code_2_and_trains_nothing(
+    here: Here, folder: Path
+) -> None:
     ended = here("transform=clip", "when.start=20", *SHORT)
     assert ended.code == 2
     assert ended.err.startswith("when.start: Steps(start=20, stop=None, every=1) never ")
@@ -184,7 +186,7 @@ def test_what_could_never_act_ends_with_code_2_and_trains_nothing(here: Here, fo
     assert not (folder / "runs").exists()
 
 
-def test_of_a_users_model_what_does_not_act_in_one_step_is_warned_of(here: Here) -> None:
+def test_with_a_users_model_a_site_without_a_gradient_is_only_a_warning(here: Here) -> None:
     own = ("transform=clip", "model=their_module.make_model", *SHORT)
     ended = here(*own, "site=captured")
     assert ended.code == 0
@@ -196,7 +198,7 @@ def test_of_a_users_model_what_does_not_act_in_one_step_is_warned_of(here: Here)
     assert here(*own, "when.start=20").code == 2
 
 
-def test_a_command_whose_reader_leaves_ends_as_it_would_have(folder: Path) -> None:
+def test_a_command_whose_output_pipe_is_closed_runs_to_its_end(folder: Path) -> None:
     program = "from gradsurg.plugins.pipes import ignore_closed_pipes; ignore_closed_pipes()\n"
     program += "import sys\nfor line in range(9999): print('a line', flush=True)\n"
     program += "print('and a word', file=sys.stderr); open('done', 'w').close(); sys.exit(3)"
@@ -214,7 +216,7 @@ def test_a_command_whose_reader_leaves_ends_as_it_would_have(folder: Path) -> No
 
 
 @pytest.mark.parametrize("module", ["gradsurg.run", "gradsurg.report"])
-def test_help_that_is_not_read_to_its_end_is_no_fault(folder: Path, module: str) -> None:
+def test_help_into_a_closed_pipe_ends_with_code_0(folder: Path, module: str) -> None:
     words = [sys.executable, "-u", "-m", module, "--help"]
     with subprocess.Popen(
         words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE

