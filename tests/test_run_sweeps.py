@@ -62,7 +62,9 @@ def test_every_run_is_written_down_before_the_first_is_trained(
             assert facts[told["control"]]["arm"] == "control"
 
 
-def test_a_repeated_sweep_skips_finished_runs_and_retries_failed_ones(here: Here, folder: Path) -> None:
+def test_a_repeated_sweep_skips_finished_runs_and_retries_failed_ones(
+    here: Here, folder: Path
+) -> None:
     assert here(*TWO, "seed=0").code == 1
     again = here(*TWO, "seed=0")
     assert again.code == 1
@@ -268,7 +270,9 @@ def test_the_command_line_overrides_a_study_file(here: Here, folder: Path) -> No
     assert sorted(states(folder, "mine")) == ["none-seed3", "zero-seed3"]
 
 
-def test_an_error_in_a_study_file_is_reported_like_one_on_the_command_line(here: Here, folder: Path) -> None:
+def test_an_error_in_a_study_file_is_reported_like_one_on_the_command_line(
+    here: Here, folder: Path
+) -> None:
     (folder / "conf" / "experiment").mkdir(parents=True)
     (folder / "conf" / "experiment" / "mine.yaml").write_text(STUDY.replace("sign", "sing"))
     ended = here(f"--config-dir={folder / 'conf'}", "experiment=mine", "logger=none")
@@ -315,9 +319,7 @@ def test_both_controls_of_one_sweep_are_known(here: Here, folder: Path) -> None:
     assert controls(folder) == BOTH
 
 
-def test_a_run_resumed_without_a_control_keeps_its_control(
-    here: Here, folder: Path
-) -> None:
+def test_a_run_resumed_without_a_control_keeps_its_control(here: Here, folder: Path) -> None:
     words = ("transform=their_module.interrupts", "seed=0", "steps=100", "logger=none")
     words = (*words, "log_every=1")
     here(*words)
