@@ -104,7 +104,7 @@ def overhead(rounds: int, place: Path) -> str:
     note = (
         f"digits, mlp, batches of 64: steps {WARM} to {WARM + STEPS}, {step:.3f} ms each by hand; "
         f"{rounds} rounds.\nCounted: batches, steps, effects every 10, a log every 50 (JSONL, "
-        "loggers), checkpoints, not more than one a second.\nBy hand: the loss every 50. rest: data, "
+        "loggers), checkpoints, at most one a second.\nBy hand: the loss every 50. rest: data, "
         "model, W&B's init and finish, the summary, once a run"
     )
     return f"{note}\n{aligned(rows)}"

@@ -78,7 +78,7 @@ def telemetry_of(
 
 
 def table(rounds: int) -> str:
-    """Return one line for each number of tasks and steps, in milliseconds and fractions of a step."""
+    """Return one line for each number of tasks and steps, in ms and fractions of a step."""
     lines = [["tasks", "together", "alone, least", "median", *_heads()]]
     for count, together in product(TASKS, TOGETHER):
         torch.manual_seed(0)

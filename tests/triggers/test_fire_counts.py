@@ -41,7 +41,7 @@ def test_ledger_and_effects_count_decisions_of_host_and_device(when: gs.Trigger)
     (entry,), (row,) = live.ledger, live.effects.rows()
     assert (entry.calls, entry.all_fired) == (8, 3)
     assert (row["seen"], row["calls"]) == (8, 3)
-    assert live.ledger.table().splitlines()[1].split() == ["scale", "8", "3", "w"]
+    assert live.ledger.table().splitlines()[2].split() == ["scale", "8", "3", "w"]
     head, _, line = live.effects.table().splitlines()
     assert head.split()[-2:] == ["fired", "calls"]
     assert line.split()[-2:] == ["37.5%", "3"]
