@@ -1,4 +1,4 @@
-"""An examination after the training: its effects, its numbers, and that the training is unchanged."""
+"""An examination after the training: its effects, its numbers, and an unchanged training."""
 
 import math
 from dataclasses import dataclass, replace
