@@ -188,12 +188,12 @@ class Attachment:
     def check_at_end(self, check: Callable[[], str]) -> None:
         self._end_checks.append(check)
 
-    def register(self, register: RegisterHooks, stack: ExitStack) -> None:
+    def register(self, register_hooks: RegisterHooks, stack: ExitStack) -> None:
         with ExitStack() as handles:
-            register(handles)
+            register_hooks(handles)
             registered = handles.pop_all()
         stack.callback(registered.close)
-        self._registered.append((register, registered))
+        self._registered.append((register_hooks, registered))
 
     def hook_for(self, site: str, value: Callable[[], Tensor | None] | None = None) -> SiteHook:
         hook = self._hooks.get(site)

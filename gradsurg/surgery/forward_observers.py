@@ -34,7 +34,7 @@ def observe(
     stack: ExitStack,
     note: Callable[[str], None],
 ) -> None:
-    """Record in `clock.observations`, at each forward, what `trigger` reads of it.
+    """Record in `clock.observations`, at each forward, the tensors that `trigger` reads.
 
     `note` is called with a warning if a backward does not belong to the newest forward.
     """
@@ -135,7 +135,7 @@ def _check_newest(counter: "ref[_ForwardCounter]", forward: int, grad: Tensor) -
 
 
 class _Observer:
-    """Record what one trigger reads. The recomputation of a checkpoint is not recorded."""
+    """Record the tensors one trigger reads. The recomputation of a checkpoint is not recorded."""
 
     def __init__(self, trigger: TensorTrigger, clock: Clock) -> None:
         self.trigger = trigger
