@@ -31,7 +31,7 @@ from gradsurg.report.wording import title
 
 Item = TypeVar("Item")
 MAX_PANELS = 12  # in a file
-SCALE = 2  # of a PNG
+SCALE = 1.5  # of a PNG
 
 
 @dataclass(frozen=True)
