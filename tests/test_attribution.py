@@ -27,7 +27,9 @@ def test_each_link_is_left_out_once_a_seed() -> None:
         assert labels == {"clip": "noise+sign", "noise": "clip+sign", "sign": "clip+noise"}
         assert {run.seed for run in pair.runs} == {pair.seed}
         assert [run.arm for run in pair.runs] == ["control", *["treated"] * 4]
-        assert {run.control for run in pair.runs[1:]} == {pair.control.name}
+        assert {name for run in pair.runs[1:] for name in run.controls.values()} == {
+            pair.control.name
+        }
 
 
 def test_without_being_asked_no_link_is_left_out() -> None:

@@ -36,7 +36,7 @@ def run(seed):
                    {"lr": 0.1, "model": {"hidden": [64, 64]}}, ("clip", "mlp"), 100)
 
 def kill_core():
-    out = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "pid,cmd"],
+    out = subprocess.run(["ps", "-ww", "--ppid", str(os.getpid()), "-o", "pid,cmd"],
                          capture_output=True, text=True).stdout
     (pid,) = [line.split()[0] for line in out.splitlines() if "wandb-core" in line]
     os.kill(int(pid), signal.SIGKILL)

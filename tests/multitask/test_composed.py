@@ -124,7 +124,7 @@ def test_a_trigger_can_exclude_one_task() -> None:
 
 def test_an_unknown_task_is_refused_with_the_known_ones() -> None:
     model = Net()
-    rule = r"scale: ForTask\(task='d'\).task: there is no loss 'd'"
+    rule = r"scale: ForTask\(task='d'\): there is no loss 'd'"
     with pytest.raises(LookupError, match=rule):
         trained(model, scaled(2.0, gs.Parameters("*"), "d"))
 

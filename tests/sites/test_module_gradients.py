@@ -83,7 +83,7 @@ class Several(nn.Module):
         return a * 3, b * 5, [value * 7 for value in words.values()], len(rest)
 
 
-class AggregationContext(nn.Module):
+class Caller(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.several = Several()
@@ -96,7 +96,7 @@ class AggregationContext(nn.Module):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors_have_a_path_and_unseen_ones_are_reported(kind: Any) -> None:
-    model, xs = AggregationContext(), [point(), point(), point()]
+    model, xs = Caller(), [point(), point(), point()]
     with attached(model, gs.Scale(10.0), gs.ModuleGradients("several", kind=kind)) as live:
         model(*xs).backward()
     assert [grad_of(x) for x in xs] == [[30.0], [50.0], [7.0]]
