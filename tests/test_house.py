@@ -1,0 +1,33 @@
+"""The size and the wording of the code stay within the bounds that were reached."""
+
+import pytest
+
+from tests import house
+
+
+def test_few_docstrings_are_built_around_what() -> None:
+    assert house.what_share(house.trees()) <= 0.03
+
+
+@pytest.mark.parametrize(
+    ("stage", "functions", "files"),
+    [("attach", 61, 21), ("first step", 33, 10), ("later step", 17, 8)],
+)
+def test_few_functions_run_to_attach_a_clip_and_to_step(
+    stage: str, functions: int, files: int
+) -> None:
+    calls = house.life_of_a_clip()[stage]
+    assert 0 < len(calls) <= functions, sorted(calls)
+    assert len({file for file, _ in calls}) <= files
+
+
+def test_few_modules_outside_the_plugins_have_a_single_importer() -> None:
+    figures = house.figures()
+    assert figures["root modules"] == 3
+    assert figures["modules with a single importer"] <= 19
+    assert figures["files outside the plug-ins"] <= 110
+
+
+def test_a_docstring_around_what_is_counted(tmp_path) -> None:
+    (tmp_path / "one.py").write_text('"""What passes."""\ndef f():\n    """Return a sum."""\n')
+    assert house.what_share(house.trees(tmp_path)) == 0.5
