@@ -1,7 +1,7 @@
 """Fixtures: the command in this process, in a temporary folder with a user's module."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,3 +115,25 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def here(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
     return Here(monkeypatch, capsys)
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., tuple[str, str]]]:
+    """The command in this process, in an empty folder: what it prints, and says on stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # errors come through as they are
+    monkeypatch.syspath_prepend(tmp_path)
+
+    # Imported here, so that no test of a transform waits for Hydra.
+    from gradsurg import run
+
+    def call(*words: str) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["gradsurg.run", *words])
+        run.main()
+        return capsys.readouterr()
+
+    yield call
+    for name in ("mine", "fragile"):
+        sys.modules.pop(name, None)

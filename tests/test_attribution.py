@@ -8,12 +8,9 @@ import pytest
 from gradsurg.config.errors import ConfigError
 from gradsurg.report.compare import left_out
 from gradsurg.training.run_identity import run_hash
-from tests import test_run
 from tests.builds import built
 
 pytestmark = pytest.mark.filterwarnings("ignore::gradsurg.SurgeryWarning")
-
-command = test_run.command  # the fixture
 
 CHAIN = "transform=[clip,noise,sign]"
 SHORT = ("steps=20", "seeds=2", "logger=none")

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,25 +68,6 @@ def linear(shape, num_outputs):
 class FewDigits(Digits):
     pass
 """
-
-Command = Callable[..., tuple[str, str]]
-
-
-@pytest.fixture
-def command(tmp_path, monkeypatch, capsys) -> Iterator[Command]:
-    """The command in this process, in an empty folder: what it prints, and says on stderr."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # errors come through as they are
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def call(*words: str) -> tuple[str, str]:
-        monkeypatch.setattr(sys, "argv", ["gradsurg.run", *words])
-        run.main()
-        return capsys.readouterr()
-
-    yield call
-    for name in ("mine", "fragile"):
-        sys.modules.pop(name, None)
 
 
 def shell(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

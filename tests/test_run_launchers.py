@@ -140,7 +140,8 @@ def test_two_simultaneous_sweeps_of_one_study_train_each_run_once(folder: Path) 
 
 @pytest.mark.slow
 def test_the_lock_of_a_process_that_was_killed_is_taken_over(folder: Path) -> None:
-    words = ("transform=none", "seeds=1", "steps=3000", "log_every=10", "checkpoint_every=10")
+    words = ("transform=none", "seeds=1", "steps=3000", "log_every=10")
+    words += ("checkpoint_every=10", "checkpoint_seconds=0")
     process = started(folder, *words, "logger=none")
     deadline = time.monotonic() + 120
     while not [*folder.rglob("checkpoint.pt")] and time.monotonic() < deadline:

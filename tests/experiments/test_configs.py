@@ -8,10 +8,10 @@ from inspect import getmembers, getsource, isclass
 from pathlib import Path
 
 import pytest
-from gradsurg.config.overrides import options_of
 from torch import nn
 
 from gradsurg import experiments
+from gradsurg.config.overrides import options_of
 from gradsurg.tasks.base import Task
 from tests import papers
 
