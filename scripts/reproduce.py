@@ -4,7 +4,7 @@ python scripts/reproduce.py liu2021            its quick form: 0 if every band h
 python scripts/reproduce.py liu2021 --full     at the paper's scale
 python scripts/reproduce.py --all              every paper; finished runs are not repeated
 python scripts/reproduce.py --list             the papers, their claims and verdicts
-python scripts/reproduce.py --table            the table of all claims; with --write into experiments/README.md
+python scripts/reproduce.py --table            the table of claims (--write: experiments/README.md)
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The floors of the package: imports point down only, without a cycle, and libraries have one door."""
+"""Imports point down the floors of the package, without a cycle; each library has one door."""
 
 import ast
 from collections.abc import Iterator

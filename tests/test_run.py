@@ -462,7 +462,8 @@ def test_no_steps_are_a_check_of_the_command(command, tmp_path, capsys) -> None:
         (
             ("optimizer.lr=-1",),
             2,
-            "optimizer: SGD(lr=-1, momentum=0.0, weight_decay=0.0) is refused: Invalid learning rate: -1",
+            "optimizer: SGD(lr=-1, momentum=0.0, weight_decay=0.0) is refused: "
+            "Invalid learning rate: -1",
         ),
         (("schedule=step", "+schedule.gama=1"), 2, "schedule.gama: is not a field here."),
         (("site.pattern=heads",), 2, "site.pattern: nothing matches 'heads'"),

@@ -83,7 +83,7 @@ class Effects:
         """
         if autograd.is_batched(before):
             return
-        # Aliases: a second reference would keep autograd from taking the gradient over without a copy.
+        # Aliases: with a second reference autograd would copy the gradient.
         after_alias = after.detach()
         before = after_alias if before is after else before.detach()
         task = autograd.backward_task()

@@ -33,7 +33,7 @@ class Entry:
     earlier_fired: int = 0
 
     def count(self, fires: Any) -> bool:  # Any: a bool, or a tensor on the device
-        """Count a gradient by the trigger's answer; return whether the transform is to be called."""
+        """Count a gradient by the trigger's decision; return whether to call the transform."""
         if fires is True:
             self.fired += 1
         elif fires is False:

@@ -174,7 +174,7 @@ class Samples:
 
 
 def numbers(sums: Tensor, sizes: list[int]) -> Array:
-    """Turn columns of sums into rows of EFFECT_NUMBERS and a 1 that counts the gradient; on the host."""
+    """Convert columns of sums to rows of EFFECT_NUMBERS on the host, each with a count of 1."""
     # For so few numbers a call of numpy takes a fifth of the time of a call of PyTorch.
     host = sums.cpu().double().numpy()
     counts = np.maximum(sizes, 1)
@@ -206,8 +206,8 @@ def _fill(buffer: Tensor, before: Tensor, after: Tensor) -> None:
     torch.mul(difference, difference, out=squared)
     torch.mul(before, after, out=products)
     torch.ne(after, before, out=changed)
-    # A third of the work is for non-finite entries. On a CPU `.item()` tells without waiting whether
-    # there are any.
+    # A third of the work is for non-finite entries. On a CPU `.item()` shows without waiting
+    # whether there are any.
     if difference.device.type == "cpu" and isfinite(difference.sum().item()):
         nonfinite.zero_()
     else:

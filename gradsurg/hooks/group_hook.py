@@ -173,7 +173,7 @@ class GroupHook:
 def _chosen(
     fires: list[bool | Tensor], new: TransformState, before: TransformState
 ) -> TransformState:
-    """The next state of a group; the old one where no trigger fires, all evaluated on the device."""
+    """Return the next state of a group: the old one if no trigger fires, decided on the device."""
     answers = [own for own in fires if isinstance(own, Tensor)]
     if len(answers) < len(fires):
         return new

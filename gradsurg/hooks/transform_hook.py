@@ -63,7 +63,7 @@ class BoundTransform:
         self.transform = transform
         self.apply = transform.apply if isinstance(transform, Stateless) else None
         self.update = transform.update
-        # An elementwise transform returns the shape it has returned at the first, checked, gradient.
+        # The shape was checked at the first gradient; an elementwise transform keeps it.
         self.keeps_shape = "elementwise" in transform.properties
         self.trusted = is_trusted(transform)
         self.is_simple = self.trusted and self.apply is not None  # and so needs least checking
@@ -338,8 +338,8 @@ class TransformHook:
         """The error for a result of another type, shape, dtype, device or layout."""
         return TypeError(
             f"{link.label}: {link.transform!r} must return a tensor like the gradient. At site "
-            f"'{self.entry.site}', step {self.controller.step}, the gradient is {_described(grad)}, "
-            f"found {_described(result)}."
+            f"'{self.entry.site}', step {self.controller.step}, the gradient is "
+            f"{_described(grad)}, found {_described(result)}."
         )
 
     def _where(self, link: BoundTransform) -> str:

@@ -134,6 +134,6 @@ def zero_line(channel: str, at: float = 0) -> alt.Chart:
     return rule.encode(**{channel: alt.datum(at)})
 
 
-def spec_of(chart: alt.Chart | alt.LayerChart) -> Spec:
+def spec_of(chart: alt.Chart | alt.LayerChart | alt.FacetChart) -> Spec:
     spec = chart.to_dict(validate=False)
     return {key: item for key, item in spec.items() if key not in ("$schema", "config")}

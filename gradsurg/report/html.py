@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
 from html import escape
+from importlib.metadata import version as version_of
 from pathlib import Path
 from statistics import median
 from string import Template
@@ -176,7 +177,8 @@ def _library() -> str:
     """
     import vl_convert
 
-    file = Path(__file__).parent / "__pycache__" / f"vega-{vl_convert.__version__}.js"
+    version = version_of("vl-convert-python")
+    file = Path(__file__).parent / "__pycache__" / f"vega-{version}.js"
     with suppress(OSError):
         return file.read_text()
     script = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")

@@ -312,7 +312,7 @@ def _front_view(x_title: str, y_title: str, share: bool, x_log: bool, y_log: boo
     x, y = axis("x", x_log), axis("y", y_log)
     color = alt.condition("datum.control", alt.value(CONTROL), alt.value(TREATED))
     number = ".4~%" if share else ".4~g"
-    rule = {"strokeWidth": 1.4, "strokeOpacity": 0.8}
+    rule: dict[str, Any] = {"strokeWidth": 1.4, "strokeOpacity": 0.8}  # Any: keywords of a mark
     layers = alt.layer(
         runs.mark_circle(size=16, opacity=1, fillOpacity=0.4).encode(
             x=alt.X("x:Q", **x), y=alt.Y("y:Q", **y), color=color

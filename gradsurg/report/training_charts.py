@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import ceil, floor, isfinite, log2, log10
+from typing import Any, Literal
 
 import altair as alt
 
@@ -326,10 +327,13 @@ def _shade(measure: str, legend: alt.Legend) -> alt.Color:
     return alt.Color("shade:Q", scale=scale, legend=legend)
 
 
-def _shade_legend(measure: str, name: str, orient: str = "bottom") -> alt.Legend:
+def _shade_legend(
+    measure: str, name: str, orient: Literal["bottom", "right"] = "bottom"
+) -> alt.Legend:
     powers = "format(pow(2, datum.value), '.3~g')"
     share = measure in ("changed", "flipped", "zeroed")
-    more = {"labelExpr": powers} if measure == "ratio" else {}
+    # Any: keywords of alt.Legend
+    more: dict[str, Any] = {"labelExpr": powers} if measure == "ratio" else {}
     return alt.Legend(
         title=name,
         orient=orient,

@@ -35,8 +35,9 @@ class Intervention:
     `live.backward(losses)`, which are summed while its trigger does not fire.
 
     `names` labels the transform, or each link of a `Chain`, in logs. `stage` is that of the
-    selector, or the default for the scope of the transform; an aggregator has none. Raises ValueError if the
-    transform cannot act at the selector's stage or needs something that the sites do not provide.
+    selector, or the default for the scope of the transform; an aggregator has none. Raises
+    ValueError if the transform cannot act at the selector's stage or needs something that the sites
+    do not provide.
     """
 
     transform: Transform | Aggregator | GradCallable
@@ -62,8 +63,8 @@ class Intervention:
         for link in self.links:
             if isinstance(link, Function):
                 warnings.warn(
-                    f"{link!r} is a plain callable: its properties are unknown, so gradsurg cannot warn "
-                    "of a stage that changes its meaning",
+                    f"{link!r} is a plain callable: its properties are unknown, so gradsurg cannot "
+                    "warn of a stage that changes its meaning",
                     SurgeryWarning,
                     stacklevel=3,
                 )

@@ -70,7 +70,7 @@ class Counterfactual:
         self._samples: list[dict[str, float]] = []
 
     def before(self, step: int, parts: Sequence[Batch]) -> None:
-        """Call before step `step` (from 0) with its batches: the twin makes a sampled step first."""
+        """Let the twin make step `step` (from 0), with batches `parts`, if it is sampled."""
         self._pending = None
         if step % self.every:
             return

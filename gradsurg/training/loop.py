@@ -181,7 +181,7 @@ def _backward(
     options: StepOptions,
     last: bool,
 ) -> Tensor:
-    """Add the gradients of one of the `parts` batches of a step and return its share of the loss."""
+    """Add the gradients of one of the step's `parts` batches; return its share of the loss."""
     scale = options.scaler.scale if options.scaler is not None else lambda loss: loss
     if options.task_losses is None:
         loss = loss_of(model, loss_fn, batch, parts, options.autocast)

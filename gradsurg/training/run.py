@@ -149,8 +149,8 @@ def check_compiled(selector: Selector) -> None:
     for kind in selector.kinds:
         if kind.compile_limit:
             raise ValueError(
-                f"{type(kind).__name__} cannot act in a compiled model: {kind.compile_limit}. Choose "
-                "Parameters, Outputs, Inputs or Activations, or compile=false"
+                f"{type(kind).__name__} cannot act in a compiled model: {kind.compile_limit}. "
+                "Choose Parameters, Outputs, Inputs or Activations, or compile=false"
             )
 
 

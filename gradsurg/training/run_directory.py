@@ -29,7 +29,7 @@ FILES = (
     EXAMINED,
     EXAMINED_EFFECTS,
 )
-"""All files of a run, in the order in which they are removed: without a summary it is unfinished."""
+"""The files of a run in the order of removal: without its summary a run is unfinished."""
 
 NOT_FINITE = "not_finite"
 """Key of a JSON row that lists its NaN and infinite numbers, which JSON writes as null."""

@@ -7,8 +7,8 @@ everything that can change a trained weight or a reported number, and nothing el
 - the config groups that make the training: `model`, `task`, `schedule`, the optimizer with the
   learning rate that is used, and `steps`, `batch_size`, `seed`, `device`, `accumulate`, `precision`
   and `compile`; `until` with `eval_every`, because the tests decide where such a run ends;
-- the treatment: `transform`, `site`, `when` and the order of the transforms (a hashed mapping has no
-  order), and with an aggregator also `aggregator` and `shared`;
+- the treatment: `transform`, `site`, `when` and the order of the transforms (a hashed mapping has
+  no order), and with an aggregator also `aggregator` and `shared`;
 - the version of gradsurg, and of PyTorch major and minor: another minor release has other kernels
   and defaults. A patch release or another build (`+cpu`, `+cu126`) keeps the identity;
 - `sources`: for each dotted path (`_target_`) a hash of the source of its module, so that editing
@@ -109,7 +109,7 @@ def directory_name(label: str, identity: Config) -> str:
 
 @cache
 def environment() -> dict[str, str]:
-    """Return all versions that a bit of a result can depend on, with a hash of gradsurg's source."""
+    """Return all versions that a result can depend on, with a hash of gradsurg's source."""
     files = sorted(PACKAGE.rglob("*.py"))
     source = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:8]
     return {
@@ -153,7 +153,7 @@ def _sources(config: object) -> Iterator[tuple[str, str]]:
 
 
 def _source_hash(target: str) -> str:
-    """Return a hash of the module that a dotted path names and of the one that defines its object."""
+    """Return a hash of the module in a dotted path and of the one that defines its object."""
     path, _, name = target.rpartition(".")
     defined_in = getattr(getattr(importlib.import_module(path), name), "__module__", None)
     modules = {path, defined_in} & {*sys.modules}

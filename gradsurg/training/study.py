@@ -359,4 +359,5 @@ def suggested_bounds(quantiles: Sequence[float], norms: Sequence[float]) -> str:
     usual = next(value for value in quantiles[1:] if value)
     entry_bound = min(usual, MAX_BOUND * largest)
     norm_bound = min(median(norms) or norm, MAX_BOUND * norm)
-    return f"A bound of {entry_bound:.2g} on entries, or of {norm_bound:.2g} on norms, would change some."
+    bounds = f"{entry_bound:.2g} on entries, or of {norm_bound:.2g} on norms"
+    return f"A bound of {bounds}, would change some."

@@ -55,6 +55,7 @@ def test_after_an_error_no_task_is_set_and_no_hook_is_paused(engine: str) -> Non
         assert all(param.grad is None for param in model.parameters())
         net = losses_of(model.net)
         live.backward(net)
+        assert live._multi_task is not None
         assert live._multi_task._builder.pending == {}
     found = grads_of(model.net)
     with gs.Surgery(
@@ -131,6 +132,7 @@ def test_the_buffer_of_the_rows_is_kept_for_the_next_step_and_freed_with_the_blo
     optimizer = still(model)
     with gs.Surgery(at_shared(Uneven())).attach(model, optimizer, effects_every=0) as live:
         live.backward(losses_of(model))
+        assert live._multi_task is not None
         rows = live._multi_task._builder._jacobian
         assert rows is not None
         (block,) = rows.blocks
@@ -148,6 +150,7 @@ def test_measuring_keeps_no_buffer_between_steps() -> None:
     model = Net()
     with gs.Surgery(at_shared(gs.Mean())).attach(model) as live:
         live.backward(losses_of(model))
+        assert live._multi_task is not None
         rows = live._multi_task._builder._jacobian
         assert rows is not None
         assert [len(block.buffer) for block in rows.blocks] == [0]

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from gradsurg.report.charts import Columns, Grid, Panel
 from gradsurg.training.run_directory import RunDirectory
 from gradsurg.training.run_identity import directory_name
 
@@ -216,3 +217,10 @@ def tasks(folder: Path, **arms: list[tuple[float, ...]]) -> Path:
             log(place, label)
             end(place, label, 0.5, **several(*losses))
     return folder
+
+
+def columns(panel: Panel, name: str) -> Columns:
+    """The columns of a table of a chart."""
+    table = panel.data[name]
+    assert not isinstance(table, Grid)
+    return table

@@ -7,6 +7,7 @@ import numpy as np
 import polars as pl
 import pytest
 
+from gradsurg.report.charts import Grid
 from gradsurg.report.conflicts import (
     MAX_PAIRS,
     MAX_TASKS,
@@ -406,7 +407,9 @@ def test_there_is_a_figure_of_the_map_of_weights_and_of_decrease_and_loggers_get
     names = ["mgda, n = 2", "pcgrad, n = 2", "control, n = 2"]
     assert [panel.title for panel in drawn["conflicts"]] == names
     for panel in drawn["conflict-decrease"]:
-        assert len(set(panel.data["tasks"]["task"])) == MAX_TASKS
+        tasks = panel.data["tasks"]
+        assert isinstance(tasks, Grid)
+        assert len(set(tasks.labels["task"])) == MAX_TASKS
     without = {figure.name for figure in figures(study_report(studies.mixed(tmp_path / "x")))}
     assert not without & {"conflicts", "conflict-weights", "conflict-decrease"}
 

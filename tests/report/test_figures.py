@@ -35,12 +35,14 @@ def test_an_interval_far_from_all_seeds_is_cut_with_an_arrow_at_both_ends(tmp_pa
     assert -0.13 < low < -0.1  # half of 0 to 0.2 more at each end, and a little room
     assert 0.3 < high < 0.33
     panel = forest(report, "test/accuracy")
-    assert panel.data["cuts"]["shape"] == ["triangle-left", "triangle-right"]
-    assert (panel.data["arms"]["from"], panel.data["arms"]["to"]) == (
+    assert studies.columns(panel, "cuts")["shape"] == ["triangle-left", "triangle-right"]
+    assert (studies.columns(panel, "arms")["from"], studies.columns(panel, "arms")["to"]) == (
         [pytest.approx(low, rel=1e-4)],
         [pytest.approx(high, rel=1e-4)],
     )
-    assert forest(report, "train/loss").data["cuts"]["shape"] == []  # all seeds are alike
+    assert (
+        studies.columns(forest(report, "train/loss"), "cuts")["shape"] == []
+    )  # all seeds are alike
 
 
 def test_the_forest_plot_has_the_differences_of_the_arms_and_of_their_seeds(tmp_path: Path) -> None:
@@ -58,8 +60,8 @@ def test_the_forest_plot_has_the_differences_of_the_arms_and_of_their_seeds(tmp_
 def test_a_mean_without_a_neighbour_is_drawn_as_a_point(tmp_path: Path) -> None:
     for steps, points in ((10, 2), (40, 0)):
         (one,) = curve_data(pairs(tmp_path / str(steps), steps), "train/loss")
-        assert len(one.data["points"]["step"]) == points
-        assert sum(one.data["points"]["control"]) == points // 2
+        assert len(studies.columns(one, "points")["step"]) == points
+        assert sum(studies.columns(one, "points")["control"]) == points // 2
 
 
 def test_one_arm_that_explodes_does_not_flatten_the_others(tmp_path: Path) -> None:

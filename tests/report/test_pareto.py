@@ -3,6 +3,7 @@
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,7 +117,7 @@ def test_the_chart_marks_arms_that_none_dominates_and_numbers_them(tmp_path: Pat
         (2, False, True),
     ]
     assert [row["control"] for row in rows_of(panel.data["runs"])] == [False, False, True]
-    assert panel.data["texts"]["text"] == ["1", "2"]
+    assert studies.columns(panel, "texts")["text"] == ["1", "2"]
     assert "loss second over loss first" in panel.summary
 
 
@@ -125,8 +126,10 @@ def test_an_interval_beyond_the_axis_is_cut_at_its_edge(tmp_path: Path):
     (front,) = fronts(tmp_path, **arms)
     panel = front_panel(front, 0, 1)
     for name in ("x", "y"):
-        low, high = panel.limits[f"{name}_low"], panel.limits[f"{name}_high"]
-        for row in rows_of(panel.data["arms"]):
+        limits: Any = panel.limits  # Any: numbers, by name
+        low, high = limits[f"{name}_low"], limits[f"{name}_high"]
+        rows: Any = rows_of(panel.data["arms"])
+        for row in rows:
             assert low * 0.999 <= row[f"{name}_low"] <= row[f"{name}_high"] <= high * 1.001
     axes = str(panel.view)
     assert "loss first (log scale)" in axes

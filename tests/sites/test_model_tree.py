@@ -328,7 +328,7 @@ class Later(Selector):
     def selects(self, place: Place) -> bool | None:
         return place.mechanism == self.mechanism
 
-    def find(self, model: nn.Module, keeps: object = None) -> list[str]:
+    def find(self, model: nn.Module, test: object = None) -> list[str]:
         return ["first.weight"]
 
     def hook(self, *given: object, **named: object) -> None:

@@ -334,7 +334,8 @@ def test_a_pattern_that_matches_nothing_lists_the_choices_and_the_nearest() -> N
     with pytest.raises(LookupError) as caught, attached(small(), gs.Zero(), gs.Outputs("frist")):
         pass
     assert str(caught.value) == (
-        "Outputs.pattern: nothing matches 'frist'. There are: first, act, last. Did you mean 'first'?"
+        "Outputs.pattern: nothing matches 'frist'. There are: first, act, last. "
+        "Did you mean 'first'?"
     )
 
 

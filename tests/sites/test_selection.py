@@ -53,8 +53,8 @@ def test_a_pattern_that_matches_nothing_lists_the_choices_and_the_nearest() -> N
     ):
         pass
     assert str(caught.value) == (
-        "Parameters.pattern: nothing matches 'frst.*'. There are: first.weight, first.bias, last.weight, "
-        "last.bias. Did you mean 'first.*'?"
+        "Parameters.pattern: nothing matches 'frst.*'. There are: first.weight, first.bias, "
+        "last.weight, last.bias. Did you mean 'first.*'?"
     )
 
 
