@@ -66,7 +66,9 @@ class Job:
 
 @dataclass
 class Command:
-    """The checked jobs of a command line; none if it only asks Hydra for help, or for a dry run."""
+    """The checked jobs of a command line; `jobs` is empty if the command only asks Hydra for
+    help or is a dry run.
+    """
 
     sweeping: bool = False
     jobs: list[Job] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Check before training that the steps of a config can be made, by one trial step at most.
+"""Check before training that a config can train, with at most one trial step.
 
 The trial step finds errors that need a model: a pattern that matches nothing, a site without a
 gradient, a trigger that never fires, an aggregator that does not fit the tasks.

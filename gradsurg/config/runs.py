@@ -29,7 +29,7 @@ from gradsurg.transforms.norm_matched import NormMatched
 class Pair:
     """The runs of one seed. `treated` is None with `transform=none`, `control` with `control=none`.
 
-    With `attribute=true`, `without` has the treated run of the chain without each link, by link.
+    With `attribute=true`, `without` maps each link to the treated run of the chain that lacks it.
     Its identity is that of the shorter chain, so that a sweep over that chain shares the run.
     """
 

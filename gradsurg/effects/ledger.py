@@ -8,16 +8,19 @@ from gradsurg.effects.tables import aligned
 
 
 class SurgeryWarning(UserWarning):
-    """A surgery may not do what its user expects: a site never fired, a stage changes a meaning."""
+    """A surgery may act otherwise than expected: a site saw no gradient, or its stage changes
+    the meaning of the transform.
+    """
 
 
 @dataclass(slots=True)
 class Entry:
     """The counts of one site of one intervention, in this attachment.
 
-    `fired` and `not_fired` count gradients that the trigger decided on the host, `on_device` those
-    it decided on the device, `fired_on_device` those of them for which it fired. `earlier_*` are
-    the counts of an interrupted run. `foreign` names other hooks at the same place.
+    `fired` and `not_fired` count gradients that the trigger decided on the host, `on_device` counts
+    gradients whose trigger was decided on the device, `fired_on_device` those among them for which
+    it fired. `earlier_*` are the counts of an interrupted run. `foreign` names other hooks at the
+    same place.
     """
 
     intervention: str

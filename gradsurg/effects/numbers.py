@@ -67,7 +67,7 @@ CONFLICT_TASK_NUMBERS = (
     Number("decrease", "decrease"),
 )
 """The same for each task: norm of its gradient, its weight in the update, and the decrease of its
-loss, to first order, for a step of length 1."""
+loss, to first order, for a step with learning rate 1."""
 
 TASK_METRICS = (
     Number("loss", "loss", better="lower"),

@@ -53,7 +53,7 @@ class Conflict:
     with a cosine below zero; `norm_spread` the largest norm over the smallest nonzero norm;
     `condition` the condition number of the matrix of cosines; `weights` the w of d = sum w_i g_i,
     empty for updates without weights; `decrease` g_i . d, the first-order decrease of each loss for
-    a step of length 1; `cosine_to_mean` and `norm_to_mean` compare d with the mean of the
+    a step with learning rate 1; `cosine_to_mean` and `norm_to_mean` compare d with the mean of the
     gradients; `weight_entropy` is that of |w|, from 0 for one task alone to 1 for equal weights.
     `others` are the updates of other aggregators. Undefined numbers are NaN.
     """

@@ -59,9 +59,9 @@ class JacobianBlock:
 class Jacobian:
     """The gradient of each task with respect to each parameter.
 
-    A parameter with a group that at least two tasks reach is stored in a block. Which ones these
-    are is known after the last task; before, gradients are written to the blocks of the previous
-    step (or of `preallocate`) as they arrive, and all others are stored one by one.
+    A parameter with a group that at least two tasks reach is stored in a block. Which parameters
+    these are is known only after the last task. Until then gradients go to the blocks of the
+    previous step (or of `preallocate`); those without a block are stored one by one.
 
     Attributes:
         groups: The group of each parameter, None for parameters without an aggregator.

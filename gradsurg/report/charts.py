@@ -63,7 +63,7 @@ ROW = 24  # height of an arm, in pixels
 
 @dataclass(frozen=True)
 class Grid:
-    """A table as matrices, smaller than its rows: a row for each line of `labels` and step."""
+    """A table stored as matrices, smaller than its rows: one row for each label and step."""
 
     labels: Columns
     steps: Sequence[int]
@@ -75,7 +75,7 @@ Table = Columns | Grid
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart: a view without data, its data, and the numbers that the view leaves open.
+    """One chart: a Vega-Lite view, its data, and the limits to be filled into the view.
 
     A view is Vega-Lite; it refers to its data by name and holds `{"expr": key}` for each key of
     `limits`. Panels of one kind share their view. `summary` is the text for screen readers.

@@ -34,10 +34,10 @@ class Outcome:
     """One metric of one arm: treated minus control over the `difference.n` pairs that are whole.
 
     `difference` is None if there is no such pair; `planned` counts all seeds of the arm and
-    `states` those that cannot be compared, by the state that is in the way. A link's share is one
-    too: its arm is the whole chain, its control the chain without `link`. Where nothing is drawn at
-    random all seeds give the same runs: then the pair of the first is the only one, and `repeats`
-    says how many there were.
+    `states` counts the seeds that cannot be compared, by the state of the run that prevents it. The
+    share of a link is also an Outcome: the arm is the whole chain, the control the chain without
+    `link`. If training uses no random numbers, all seeds give the same runs: only the first pair is
+    used, and `repeats` is the number of pairs.
     """
 
     arm: Arm
@@ -86,7 +86,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class UpdateEffect:
-    """The update effect of an arm: the mean over runs of each number that a run has."""
+    """The update effect of an arm: each number as a mean over the runs that measured it."""
 
     arm: Arm
     summaries: Sequence[Summary]

@@ -29,13 +29,14 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class ConflictMeans:
-    """Of the gradients of some tasks in one group: means over a run's steps, then over the runs.
+    """Conflict numbers of the tasks in one group, averaged over the steps of a run, then over runs.
 
     `lost` is the share of steps at which the update, to first order, raises the loss of each task:
     at which it has a cosine below -`ROUNDING` with the gradient. `weights` is empty where there are
     none. `others` has for other aggregators the cosine of their update to the one that was made,
-    and their weights; the nearest comes first. A star at its name says that one has no answer at
-    some of the steps, as where a loss is below zero: its mean is of others than that beside it.
+    and their weights; the nearest comes first. A star after an aggregator's name: it has no result
+    at some steps (for example where a loss is negative), so its mean is over fewer steps than the
+    others'.
     """
 
     tasks: list[str]
@@ -77,9 +78,9 @@ class Lines:
 class ConflictSeries:
     """The conflicts of one arm in one group, interval by interval.
 
-    `name` is that of the arm, with the group where there are several in the study.
-    `cosines` has a row for each of `pairs`; `weights`, if there are any, and `decrease` a line for
-    each of `shown`, which are places in the means' tasks.
+    `name` is the arm's name, followed by the group if the study has several. `cosines` has a row
+    for each of `pairs`; `weights` (if any) and `decrease` have a line for each task in `shown`,
+    which are indices into `means.tasks`.
     """
 
     name: str

@@ -42,7 +42,7 @@ BESIDE_CONTROL = ("transform", "site", "when", "order", "control", "aggregator",
 
 
 class NotAStudy(ValueError):
-    """A folder in which no run lies."""
+    """Raised for a folder that contains no run."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Front:
-    """A metric of all tasks, of the arms that were trained on them."""
+    """One metric for every task, and the arms that were trained on these tasks."""
 
     task: str
     metric: str

@@ -137,7 +137,7 @@ class Norms:
 
 @dataclass(frozen=True)
 class Effects:
-    """All that the runs' effects.jsonl say, and which of these files could not be read."""
+    """The rows of all effects.jsonl files, and an error for each file that could not be read."""
 
     rows: pl.DataFrame
     faults: list[str]
@@ -299,7 +299,7 @@ MAX_PLACES = 400  # of a way: more are not seen
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Where one run was, from its start to the last place known."""
+    """The points that one run passed through, from its start to its last logged point."""
 
     seed: int
     x1: list[float]
@@ -308,7 +308,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class ArmTrajectories:
-    """Those of one arm, from all starts."""
+    """The trajectories of one arm, one for each starting point."""
 
     name: str
     trajectories: list[Trajectory]
@@ -316,7 +316,9 @@ class ArmTrajectories:
 
 @dataclass(frozen=True)
 class Landscape:
-    """The losses of a task on a grid, rows along x2, its Pareto set, and the ways of each arm."""
+    """The losses of a task on a grid, rows along x2, its Pareto set, and the trajectories of
+    each arm.
+    """
 
     task: str
     x1: list[float]

@@ -105,7 +105,8 @@ def _hook(module: nn.Module, call: Callable[..., None]) -> Callable[..., None]:
 class _ForwardCounter:
     """Number the forwards, and note a backward through a forward that is not the newest.
 
-    Observations are those of the newest forward, and would decide for both.
+    Only the newest forward's observations are kept, so they would decide for the older forward's
+    gradients too.
     """
 
     def __init__(self, triggers: str, note: Callable[[str], None]) -> None:

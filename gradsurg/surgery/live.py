@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class Live:
     """An attached surgery: its effects, its ledger, its clock, its interventions.
 
-    `reason` returns a reason why hooks may not have run, given whether any has.
+    `reason(any_ran)` returns a sentence that explains why hooks may not have run.
     """
 
     def __init__(self, session: Session, reason: Callable[[bool], str]) -> None:

@@ -42,7 +42,9 @@ class Checkpoint(TypedDict):
 
 
 class CheckpointTimer:
-    """Decides when a checkpoint is due: saving one takes as long as many steps."""
+    """Decides when a checkpoint is due. Saving takes as long as many steps, so there is a
+    minimum number of seconds between two.
+    """
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule

@@ -38,11 +38,11 @@ class Counterfactual:
     """On sampled steps, compute the update that the optimizer would make without the surgery.
 
     A twin computes it: a deep copy of model and optimizer, taken before the surgery is attached, so
-    that it has the model's own hooks and none of the surgery's. Modes that the surgery sets for the
-    whole thread or process are off while the twin runs. Before a sampled step the twin copies
-    weights, buffers, training modes and optimizer state, its forwards draw the same random numbers
-    as the step will, and the global generators are restored. The trained model is never run, so
-    training is bit-identical to training without a `Counterfactual`.
+    that it has the model's own hooks and none of the surgery's. Thread-wide or process-wide modes
+    of the surgery are off while the twin runs. Before a sampled step the twin copies weights,
+    buffers, training modes and optimizer state. It draws the random numbers that the step will
+    draw, and then restores the global generators. The trained model is never run, so training is
+    bit-identical to training without a `Counterfactual`.
 
     State that a model keeps elsewhere (plain attributes, its own generators) is separate in the
     twin. The twin uses no gradient scaler, and runs a compiled model uncompiled, which rounds

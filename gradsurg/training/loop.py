@@ -105,7 +105,8 @@ PLAIN = StepOptions()
 
 
 class Step(NamedTuple):
-    """One step: the number of steps done with it, its loss (on the device), and its seconds.
+    """One step: the number of steps done, this one included, its loss (on the device), and its
+    seconds.
 
     `skipped` if the scaler met gradients that are not finite: the weights are unchanged.
     """

@@ -37,7 +37,9 @@ COMPILER_WARNINGS = (
 
 @dataclass(frozen=True)
 class Until:
-    """A condition that ends a run: a test metric reaches a bound from below, or from above."""
+    """A condition that ends a run: a test metric is at least `bound`, or at most `bound` if
+    `at_most`.
+    """
 
     metric: str
     bound: float

@@ -1,8 +1,9 @@
 """The identity of a run: the settings that are hashed into the name of its directory.
 
 Two runs with the same identity are the same run: the second command finds the first one's
-directory, skips it if it is finished and resumes it if it is not. The identity therefore has
-everything that can change a trained weight or a reported number, and nothing else:
+directory, skips it if it is finished and resumes it if it is not. The identity therefore has every
+setting that is meant to change a trained weight or a reported number. (`threads` and edits of
+gradsurg's own source can change some bits, and are not in it.) It has:
 
 - the config groups that make the training: `model`, `task`, `schedule`, the optimizer with the
   learning rate that is used, and `steps`, `batch_size`, `seed`, `device`, `accumulate`, `precision`

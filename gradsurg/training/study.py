@@ -21,7 +21,7 @@ from gradsurg.tasks.base import Data, Examined, MultiTask
 from gradsurg.torch_internals import random_state
 from gradsurg.training.checkpoint import Checkpoint, CheckpointTimer, TrainingState
 from gradsurg.training.counterfactual import Counterfactual
-from gradsurg.training.logging import RunLog
+from gradsurg.training.logged_numbers import RunLog
 from gradsurg.training.loop import Batches, Step, StepOptions, TaskLosses, train
 from gradsurg.training.run import Run
 from gradsurg.training.run_directory import METRICS, RunDirectory

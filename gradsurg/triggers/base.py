@@ -50,7 +50,8 @@ class TriggerContext:
 
     `label` is the intervention's label and `state` the tensors that the trigger keeps for this
     site. `site` (the site's id), `grad` (the gradient there) and `value` (the tensor whose gradient
-    it is) are None at the beginning of a step; `value` also at sites without one.
+    it is) are None at the beginning of a step. `value` is also None at sites without such a tensor,
+    such as autograd nodes.
     """
 
     clock: Clock

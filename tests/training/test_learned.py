@@ -12,7 +12,7 @@ from gradsurg.report.answer import dead_line
 from gradsurg.report.study import study_report
 from gradsurg.tasks.base import Classification, Data, Regression, Task
 from gradsurg.tasks.digits import Digits
-from gradsurg.training.logging import learned_nothing
+from gradsurg.training.logged_numbers import learned_nothing
 from gradsurg.training.study import execute
 from tests.conftest import Here
 from tests.report import studies

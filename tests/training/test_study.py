@@ -24,7 +24,7 @@ from gradsurg.loggers.base import GuardedLogger, Logger, RunEnd, RunInfo
 from gradsurg.models.point import Point
 from gradsurg.tasks.base import Data
 from gradsurg.tasks.digits import Digits
-from gradsurg.training import logging
+from gradsurg.training import logged_numbers
 from gradsurg.training.run_directory import RunDirectory
 from gradsurg.training.run_identity import run_hash
 from gradsurg.training.study import Record, execute, suggested_bounds
@@ -224,7 +224,7 @@ def test_a_loss_that_is_nan_ends_the_run_as_diverged(tmp_path) -> None:
 def test_the_first_loss_that_is_not_finite_is_recorded_for_any_log_interval(
     tmp_path, monkeypatch, log_every: int, most: int
 ) -> None:
-    monkeypatch.setattr(logging, "MAX_PENDING_LOSSES", most)
+    monkeypatch.setattr(logged_numbers, "MAX_PENDING_LOSSES", most)
     run = a_run(gs.Clip(0.1), task=Wrapped(12, "one nan"))
     schedule = replace(run.schedule, log_every=log_every)
     record = execute(replace(run, schedule=schedule), tmp_path, [])

@@ -13,7 +13,7 @@ import gradsurg as gs
 from gradsurg.config.settings import Settings
 from gradsurg.sites.base import Selector
 from gradsurg.tasks.digits import Digits
-from gradsurg.training.logging import hardware
+from gradsurg.training.logged_numbers import hardware
 from gradsurg.training.run import Run
 from gradsurg.training.study import execute
 from gradsurg.transforms.base import Transform
@@ -154,7 +154,7 @@ def test_the_hardware_names_no_machine(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert platform.node() not in found
     info = tmp_path / "cpuinfo"
     info.write_text("processor : 0\nmodel name\t: A Fine CPU\nmodel name\t: another\n")
-    monkeypatch.setattr("gradsurg.training.logging.CPU_INFO", info)
+    monkeypatch.setattr("gradsurg.training.logged_numbers.CPU_INFO", info)
     assert ", A Fine CPU, " in hardware(torch.device("cpu"))
     info.unlink()
     assert ", , " not in hardware(torch.device("cpu"))
