@@ -113,18 +113,19 @@ class Effects:
         for slot, before, after in pending:
             key, size = (before.device, before.dtype, before is after), before.numel()
             sample = samples.get(key)
-            if sample is not None and sample.total + size > _limit(sample):
-                self._samples.take(sample, _limit(sample))
+            if sample is not None and sample.total + size > sample.limit:
+                self._samples.take(sample)
                 sample = None
             if sample is None:
-                sample = samples[key] = Sample(*key)
+                limit = CHUNK if before.device.type == "cpu" else KEPT
+                sample = samples[key] = Sample(*key, limit)
             sample.slots.append(slot)
             sample.sizes.append(size)
             sample.befores.append(before)
             sample.afters.append(after)
             sample.total += size
         for sample in samples.values():
-            self._samples.take(sample, _limit(sample))
+            self._samples.take(sample)
         if len(self._samples.sums) > MAX_SUMS:
             self._collect()
 
@@ -236,11 +237,6 @@ class Effects:
                 added = part.reshape(item.times, len(item.slots), -1).sum(0).tolist()
                 for slot, row in zip(item.slots, added, strict=True):
                     self._slots[slot].fresh = _added(self._slots[slot].fresh, row)
-
-
-def _limit(sample: Sample) -> int:
-    """Entries measured at a time; the buffers take about ten times as many."""
-    return CHUNK if sample.device.type == "cpu" else KEPT
 
 
 def _added(numbers: Sequence[float], more: Sequence[float]) -> list[float]:

@@ -35,17 +35,6 @@ class Entry:
     earlier_calls: int = 0
     earlier_fired: int = 0
 
-    def count(self, fires: Any) -> bool:  # Any: a bool, or a tensor on the device
-        """Count a gradient by the trigger's decision; return whether to call the transform."""
-        if fires is True:
-            self.fired += 1
-        elif fires is False:
-            self.not_fired += 1
-        else:
-            self.fired_on_device = self.fired_on_device + fires
-            self.on_device += 1
-        return fires is not False
-
     @property
     def calls(self) -> int:
         """Gradients seen in this attachment."""

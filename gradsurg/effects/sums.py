@@ -27,11 +27,15 @@ SKETCH = 512  # entries of a gradient kept for the quantiles of its magnitude
 
 @dataclass(slots=True)
 class Sample:
-    """Pairs of gradients with one device and dtype; either all are unchanged, or none is."""
+    """Pairs of gradients with one device and dtype; either all are unchanged, or none is.
+
+    At most `limit` entries are measured at a time: the buffers take about ten times as many.
+    """
 
     device: torch.device
     dtype: torch.dtype
     is_unchanged: bool
+    limit: int
     slots: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     befores: list[Tensor] = field(default_factory=list)
@@ -80,11 +84,11 @@ class Samples:
         """Sketch the next gradient of each slot."""
         self._sketched.clear()
 
-    def take(self, sample: Sample, limit: int) -> None:
-        """Copy a sample, or measure it, at most `limit` entries at a time."""
+    def take(self, sample: Sample) -> None:
+        """Copy a small sample, to be measured with others; measure a large one."""
         if sample.total > SMALL:
             self._sketch(sample)
-            self._measure(sample, limit)
+            self._measure(sample)
             return
         if self._copied + sample.total > COPIED:
             self.measure()
@@ -132,9 +136,10 @@ class Samples:
                 self._newest.pop(slot, None)
                 self._sketches[slot] = _thinned(grad.reshape(-1))
 
-    def _measure(self, sample: Sample, limit: int) -> None:
+    def _measure(self, sample: Sample) -> None:
         """Compute the sums of a sample, of a large gradient in chunks."""
         befores, afters, sizes = sample.befores, sample.afters, sample.sizes
+        limit = sample.limit
         if sample.total > limit:
             flat = befores[0].reshape(-1), afters[0].reshape(-1)
             parts = zip(flat[0].split(limit), flat[1].split(limit), strict=True)

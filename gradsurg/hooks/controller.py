@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.amp import is_autocast_available
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
@@ -233,30 +232,22 @@ class HookController:
         self.on = self.fast_allowed = False
         self.fast = None
 
-    @property
-    def is_bypassed(self) -> bool:
-        """Whether the gradient at hand is neither acted on nor counted."""
-        if not self.on or self.skips_step:
-            return True
-        return bool(self.skipped_nodes) and autograd.running_node() in self.skipped_nodes
-
     def count_repeat(self, context: TransformContext) -> None:
         """Number a further gradient of the same step at one site."""
         context.call += 1
         if context.call >= self.max_calls:
             self.max_calls = context.call + 1
 
-    def opens_fast_path(self) -> bool:
-        """Whether the fast path may be used now; remembered for the step where that is safe."""
-        if not self.fast_allowed or autograd.any_autocast():
+    def opens_fast_path(self, checked: object) -> bool:
+        """Whether a site may use the fast path now, remembered for the step where that is safe.
+
+        `checked` is the configuration for which a gradient has passed all checks there.
+        """
+        if checked is not self.configuration or not self.fast_allowed or autograd.any_autocast():
             return False
         if self.steady_autocast:
             self.fast = self.configuration
         return True
-
-    def is_autocast(self, device: str) -> bool:
-        """Whether this thread is under the autocast of this device."""
-        return is_autocast_available(device) and torch.is_autocast_enabled(device)
 
     def fires(self, site: str, grad: Tensor, value: Tensor | None) -> bool | Tensor:
         """Evaluate the trigger at one gradient."""

@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from gradsurg.hooks.controller import HookController
-from gradsurg.hooks.transform_hook import BoundTransform, TransformHook, is_like, version_of
+from gradsurg.hooks.transform_hook import (
+    BoundTransform,
+    TransformHook,
+    disabled_autocast,
+    is_like,
+    version_of,
+)
+from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import GroupTransform, TransformState
 
 
@@ -55,8 +62,7 @@ class GroupHook:
         if not acting or controller.skips_transform:
             return grads
         device = present[0].device.type
-        is_autocast = controller.is_autocast(device)
-        with torch.autocast(device, enabled=False) if is_autocast else nullcontext():
+        with disabled_autocast(device) if autograd.any_autocast() else nullcontext():
             results = self._run_links(hooks, present, fires)
         if controller.session.shadow:
             return grads

@@ -1,11 +1,12 @@
 """Apply the transforms of one intervention at one site: checks, state, measuring, errors."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeGuard
 
 import torch
 from torch import Tensor
+from torch.amp import is_autocast_available
 
 from gradsurg.effects.ledger import Entry
 from gradsurg.hooks.controller import HookController
@@ -92,20 +93,21 @@ class BoundTransform:
 class TransformHook:
     """One intervention at one site.
 
-    `hook` maps a gradient to the new one, or to None if it is unchanged. The first gradient of each
-    configuration takes the checked path; later ones the fast path, if nothing has to be asked of
-    the trigger and no value has to be given to the transform.
+    `hook` maps a gradient to the new one, or to None if it is unchanged; `value` returns the tensor
+    whose gradient it is, None if there is none. The first gradient of each configuration takes the
+    checked path; later ones the fast path, if nothing has to be asked of the trigger and no value
+    has to be given to the transform.
     """
 
     __slots__ = (
         "_checked",
         "_single",
-        "_value",
         "controller",
         "entry",
         "flushes",
         "hook",
         "links",
+        "value",
     )
 
     def __init__(
@@ -113,7 +115,7 @@ class TransformHook:
     ) -> None:
         self.controller = controller
         self.entry = entry
-        self._value = value
+        self.value = value or _no_value
         self.flushes = controller.measures_at_once
         self.links = [
             BoundTransform(label, link, controller, entry) for label, link in controller.links
@@ -149,7 +151,8 @@ class TransformHook:
         ) -> Tensor | None:
             if grad is None:
                 return None
-            if self._checked is not controller.fast and not self._opens_fast_path():
+            checked = self._checked
+            if checked is not controller.fast and not controller.opens_fast_path(checked):
                 return self._run_checked(grad, value, entering)
             entry.fired += 1
             link = self._single
@@ -176,9 +179,6 @@ class TransformHook:
 
         return hook
 
-    def _opens_fast_path(self) -> bool:
-        return self._checked is self.controller.configuration and self.controller.opens_fast_path()
-
     def _run_links(self, grad: Tensor) -> Tensor:
         """Apply all links by the fast path."""
         controller, result = self.controller, grad
@@ -195,10 +195,12 @@ class TransformHook:
     ) -> Tensor | None:
         """Evaluate the trigger, apply all links and check each result in full."""
         controller = self.controller
-        if controller.is_bypassed:
+        if not controller.on or controller.skips_step:
+            return None
+        if controller.skipped_nodes and autograd.running_node() in controller.skipped_nodes:
             return None
         if controller.firing is False:
-            self.entry.count(False)
+            self.entry.not_fired += 1
             return None
         if value is None:
             value = self.value()
@@ -209,9 +211,8 @@ class TransformHook:
             return None
         on_device = fires if isinstance(fires, Tensor) else None
         self.check_dense(grad)
-        effects, device = controller.session.effects, grad.device.type
-        is_autocast = controller.is_autocast(device)
-        with torch.autocast(device, enabled=False) if is_autocast else nullcontext():
+        effects = controller.session.effects
+        with disabled_autocast(grad.device.type) if autograd.any_autocast() else nullcontext():
             result = grad
             for link in self.links:
                 before = result
@@ -245,7 +246,7 @@ class TransformHook:
         try:
             if full_check:
                 context.value = value if self.controller.needs_value else None
-                if link.state is NO_STATE:
+                if link.state is NO_STATE and link.apply is None:
                     link.state = link.transform.init(grad)
             if link.apply is not None:
                 result = link.apply(grad, context)
@@ -275,18 +276,20 @@ class TransformHook:
         return context
 
     def count(self, fires: bool | Tensor) -> bool:
-        """Count a gradient in the ledger; return whether the transform is to be called.
+        """Count a gradient by the trigger's decision; return whether to call the transform.
 
         A tensor without a value, as on the meta device or inside vmap, counts as fired.
         """
-        has_value = not isinstance(fires, Tensor) or not (
-            fires.is_meta or autograd.is_batched(fires)
-        )
-        return self.entry.count(fires if has_value else True)
-
-    def value(self) -> Tensor | None:
-        """The tensor whose gradient passes here; None if the site has none."""
-        return self._value() if self._value is not None else None
+        entry = self.entry
+        if fires is False:
+            entry.not_fired += 1
+            return False
+        if fires is True or fires.is_meta or autograd.is_batched(fires):
+            entry.fired += 1
+        else:
+            entry.fired_on_device = entry.fired_on_device + fires
+            entry.on_device += 1
+        return True
 
     def check_dense(self, grad: Tensor) -> None:
         """Raise TypeError for a sparse or a complex gradient."""
@@ -358,6 +361,12 @@ def is_trusted(transform: Transform) -> bool:
     return all(is_trusted(part) for part in parts)
 
 
+def disabled_autocast(device: str) -> AbstractContextManager[object]:
+    """Disable the autocast of this device, if it is enabled in this thread."""
+    is_enabled = is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if is_enabled else nullcontext()
+
+
 def is_like(result: object, grad: Tensor) -> TypeGuard[Tensor]:
     """Whether a result is a tensor with the shape and dtype of the gradient."""
     return isinstance(result, Tensor) and result.shape == grad.shape and result.dtype is grad.dtype
@@ -366,6 +375,10 @@ def is_like(result: object, grad: Tensor) -> TypeGuard[Tensor]:
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was modified; 0 for one made in inference mode, which has no counter."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _no_value() -> None:
+    return None
 
 
 def _shares_storage(result: Tensor, value: Tensor) -> bool:

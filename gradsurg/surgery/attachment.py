@@ -86,13 +86,18 @@ class Attachment:
             self.rest()
 
     def begin_step(self) -> None:
-        """Decide about the next step, and warn if a site had several gradients in the last."""
+        """Decide about the next step, and warn if a site had several gradients in the last.
+
+        Hooks that do nothing in a step are removed for it.
+        """
         controller = self.controller
         controller.begin_step()
         if controller.max_calls > 1:
             if not controller.has_several_tasks and not self._warned_of_parts:
                 self._warn_of_parts(controller.max_calls)
             controller.max_calls = 1
+        if controller.skips_step is not self._is_resting:
+            self.rest()
 
     def rest(self) -> None:
         """Remove hooks in steps in which they do nothing, and register them again after.

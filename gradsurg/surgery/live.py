@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
 
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.hooks.controller import Session
@@ -110,12 +109,13 @@ class Live:
 
     def tick(self) -> None:
         """Count an optimizer step; called by a hook of the optimizer given to `attach`."""
-        self._changes.apply()
+        if self._changes.pending:
+            self._changes.apply()
         if self._multi_task is not None:
             self._multi_task.after_step()
         if not self._has_stepped:
             self._has_stepped = True
-            self._notice_scaler(autograd.stepping_scaler())
+            self._notice_scaler()
         clock = self.clock
         clock.step += 1
         clock.backwards = 0
@@ -123,7 +123,6 @@ class Live:
         self.effects.begin(clock.step)
         for attachment in self._attachments:
             attachment.begin_step()
-            attachment.rest()
 
     def next_epoch(self) -> None:
         """Count an epoch. Raises RuntimeError if `steps_per_epoch` counts them already."""
@@ -313,9 +312,9 @@ class Live:
         labels = [attachment.label for attachment in self._attachments]
         raise LookupError(f"there is no intervention '{label}'. {nearest(label, labels)}")
 
-    def _notice_scaler(self, scaler: GradScaler | None) -> None:
+    def _notice_scaler(self) -> None:
         """Warn once of a GradScaler that steps the optimizer and was not given to `attach`."""
-        session = self.session
+        session, scaler = self.session, autograd.stepping_scaler()
         if scaler is None or session.scaler is scaler or session.target is None:
             return
         if self._multi_task is not None:
@@ -362,7 +361,7 @@ class _PendingChanges:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = ref(model)
-        self._pending: list[Callable[[], None]] = []
+        self.pending: list[Callable[[], None]] = []
         self._is_held = False
         self._forward_hook = ExitStack()
 
@@ -373,11 +372,11 @@ class _PendingChanges:
             change()
             return
         model = self._model()
-        if not self._pending and model is not None:
+        if not self.pending and model is not None:
             # A backward that fails calls nothing at its end: apply before the next forward then.
             hook = model.register_forward_pre_hook(compiling.untraced(lambda *_: self.apply()))
             self._forward_hook.callback(hook.remove)
-        self._pending.append(change)
+        self.pending.append(change)
         if autograd.in_backward():
             autograd.at_end_of_backward(self._end_backward)
 
@@ -393,16 +392,16 @@ class _PendingChanges:
 
     def apply(self, has_ended: bool = False) -> None:
         """Apply pending changes if no backward runs, or the running one `has_ended`."""
-        if not self._pending or self._is_held or (autograd.in_backward() and not has_ended):
+        if not self.pending or self._is_held or (autograd.in_backward() and not has_ended):
             return
         self._forward_hook.close()
-        while self._pending:
-            self._pending.pop(0)()
+        while self.pending:
+            self.pending.pop(0)()
 
     def close(self) -> None:
         """Drop pending changes."""
         self._forward_hook.close()
-        self._pending = []
+        self.pending = []
 
     def _end_backward(self) -> None:
         if not autograd.in_inner_backward():

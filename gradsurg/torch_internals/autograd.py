@@ -28,7 +28,6 @@ next_sequence_number: Callable[[], int] = import_module("torch._C._autograd")._g
 
 _functorch = import_module("torch._C._functorch")
 _interpreters: Callable[[], object] = _functorch.peek_interpreter_stack
-_running_node: Callable[[], object] = vars(torch._C)["_current_autograd_node"]
 
 
 flatten: Callable[[list[torch.Tensor]], torch.Tensor]
@@ -79,19 +78,18 @@ def in_backward() -> bool:
     return backward_task() != -1
 
 
-def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Call `call` when the running backward pass ends; not if it fails."""
-    Variable._execution_engine.queue_callback(call)
+at_end_of_backward: Callable[[Callable[[], None]], None]
+at_end_of_backward = Variable._execution_engine.queue_callback
+"""Call a function when the running backward pass ends; not if it fails."""
 
 
-def running_node() -> object:
-    """The autograd node that runs in this thread; None if none does."""
-    return _running_node()
+running_node: Callable[[], object] = vars(torch._C)["_current_autograd_node"]
+"""The autograd node that runs in this thread; None if none does."""
 
 
 def in_inner_backward() -> bool:
     """Whether the backward pass that ends, in `at_end_of_backward`, is nested in another one."""
-    return _running_node() is not None
+    return running_node() is not None
 
 
 def stepping_scaler() -> torch.amp.GradScaler | None:
