@@ -5,8 +5,9 @@ gradient, a trigger that never fires, an aggregator that does not fit the tasks.
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 
 import torch
@@ -23,7 +24,7 @@ from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.plugins.fields import FieldError, nearest, one_line, only_changed_field
 from gradsurg.sites.base import Selector
 from gradsurg.sites.state_guard import untouched
-from gradsurg.surgery.forward_observers import observed_modules
+from gradsurg.surgery.forward_observers import observed_modules, reads_forward
 from gradsurg.surgery.intervention import Intervention
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, Examined, MultiTask, Task
@@ -246,7 +247,8 @@ class _Trial:
         before = len(self.errors.lines)
         for part in trigger.parts:
             with self.errors.at("when"):
-                observed_modules(part, self.model)
+                if reads_forward(part):
+                    observed_modules([part], self.model)
                 if isinstance(part, ForTask):
                     self._check_task_name(part)
         return len(self.errors.lines) == before
@@ -354,9 +356,9 @@ class FiringRecorder(Trigger):
         self.fired = False
         self.error: Exception | None = None
 
-    @property
-    def parts(self) -> Iterator[Trigger]:
-        yield from self.of.parts
+    @cached_property
+    def parts(self) -> tuple[Trigger, ...]:
+        return self.of.parts
 
     def fires(self, context: TriggerContext) -> Decision:
         if context.site is None:

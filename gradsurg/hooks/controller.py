@@ -190,13 +190,13 @@ class HookController:
         self.fast: object = None  # the configuration, once the fast path is known to be open
         if self.decided_for is sampling:
             return
-        fires = self._evaluate(TriggerContext(session.clock, session.seed, self.label))
+        always = isinstance(self.trigger, Always)
+        fires = always or self._evaluate(TriggerContext(session.clock, session.seed, self.label))
         self.firing = fires if isinstance(fires, bool) else None
         self.sampling = sampling
         # In shadow, a transform without state has no effect in a step that is not measured,
         self.skips_transform = session.shadow and not sampling and self.stateless
         # nor has a trigger that always fires.
-        always = isinstance(self.trigger, Always)
         self.skips_step = self.skips_transform and always
         self.fast_allowed = (
             self.on

@@ -208,7 +208,7 @@ def expect_params(
         registry.expect(name, aliases, skipped, foreign_hooks(*tables))
         if skipped:
             continue
-        if autograd.is_sharded(param):
+        if type(param) is not nn.Parameter and autograd.is_sharded(param):
             raise TypeError(
                 f"{type(fields).__name__}: parameter '{name}' is a DTensor, as fully_shard "
                 "makes it: autograd computes with another tensor in its place, and a transform "

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from weakref import ref
 
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +24,7 @@ def when_averaged(model: nn.Module, stack: ExitStack, act: Callable[[int], None]
     wrappers = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
     if wrappers:
         act(distributed.get_world_size(wrappers[0].process_group))
-    elif autograd.is_distributed():
+    elif distributed.is_available() and distributed.is_initialized():
 
         @compiling.untraced
         def hook(module: nn.Module, args: tuple[object, ...]) -> None:
@@ -49,23 +48,15 @@ def refuse_averaged(site: str, model: nn.Module, stack: ExitStack) -> None:
     when_averaged(model, stack, refuse)
 
 
-def late_hooks_warning(model: nn.Module, whole: bool) -> Callable[[bool], str]:
-    """Return a function that says on detach why hooks may not have run; empty if nothing explains.
+def late_hooks_reason(model: nn.Module, is_compiled: bool, has_acted: bool) -> str:
+    """Why hooks may not have run in a process that had compiled code; empty if nothing explains it.
 
-    It takes whether any hook has acted. `whole` means that the compiled model itself was attached.
+    `is_compiled` means that the compiled model itself was attached, `has_acted` that any hook ran.
     """
-    if not compiling.has_compiled():
-        return lambda acted: ""
-    held = ref(model)
-
-    def explain(acted: bool) -> str:
-        model = held()
-        names = () if model is None else dict(model.named_modules())
-        inside = [uncompiled_name(name) for name in names if name.endswith(COMPILED)]
-        if inside:
-            return HINT.format(what=", ".join(f"'{name}'" for name in inside))
-        if acted and not whole:
-            return ""
-        return HINT.format(what="code of this process, it may be the model,")
-
-    return explain
+    modules = dict(model.named_modules())
+    inside = [uncompiled_name(name) for name in modules if name.endswith(COMPILED)]
+    if inside:
+        return HINT.format(what=", ".join(f"'{name}'" for name in inside))
+    if has_acted and not is_compiled:
+        return ""
+    return HINT.format(what="code of this process, it may be the model,")

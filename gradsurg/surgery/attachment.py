@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from torch import Tensor
+from torch import Tensor, distributed
 
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.hooks.controller import HookController, Session
@@ -16,7 +16,6 @@ from gradsurg.surgery.coverage import Coverage
 from gradsurg.surgery.forward_observers import observe, observe_output_gradient
 from gradsurg.surgery.intervention import Intervention
 from gradsurg.torch_internals import compiling
-from gradsurg.triggers.base import TensorTrigger
 
 
 class Attachment:
@@ -57,7 +56,8 @@ class Attachment:
         self.controller.begin_step()
         scope, optimizer = item.operator.scope, session.optimizer
         item.at.hook(model, optimizer, item.stage, scope, self, self._stack)
-        if item.differs_from_average:
+        is_distributed = distributed.is_available() and distributed.is_initialized()
+        if is_distributed and item.differs_from_average:
             when_averaged(model, self._stack, self._note_average)
         self.coverage.check(model, self._stack)
 
@@ -162,9 +162,8 @@ class Attachment:
         for link in self.intervention.links:
             if "deterministic" not in link.properties:
                 return f"{link!r} may draw random numbers"
-        for part in self.intervention.when.parts:
-            if isinstance(part, TensorTrigger) and part.source not in ("grad", "value"):
-                return f"{part!r} reads the newest forward"
+        for trigger in self.intervention.forward_triggers:
+            return f"{trigger!r} reads the newest forward"
         return ""
 
     @property
@@ -225,7 +224,8 @@ class Attachment:
         item, clock, model = self.intervention, self.session.clock, self.session.model
         for flag in item.flags:
             clock.flags.setdefault(flag.flag, flag.on)
-        observe(item.when, model, clock, self._observers, self.note)
+        if item.forward_triggers:
+            observe(item.forward_triggers, model, clock, self._observers, self.note)
         if "error" in item.operator.needs:
             observe_output_gradient(model, clock, self._observers)
 

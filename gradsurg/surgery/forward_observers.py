@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import fields, is_dataclass
 from functools import partial
+from typing import TypeGuard
 from weakref import ref
 
 import torch
@@ -14,34 +15,39 @@ from gradsurg.torch_internals import autograd, compiling
 from gradsurg.triggers.base import Clock, TensorTrigger, Trigger
 
 
-def observed_modules(trigger: Trigger, model: nn.Module) -> dict[TensorTrigger, nn.Module]:
-    """The parts of `trigger` that read the batch or a module's tensors, each with its module.
+def reads_forward(trigger: Trigger) -> TypeGuard[TensorTrigger]:
+    """Whether an elementary trigger reads the batch or a module's tensors."""
+    return isinstance(trigger, TensorTrigger) and trigger.source not in ("grad", "value")
+
+
+def observed_modules(
+    triggers: Iterable[TensorTrigger], model: nn.Module
+) -> dict[TensorTrigger, nn.Module]:
+    """The module that each trigger reads; for the batch it is the model.
 
     Raises LookupError for a module that does not exist.
     """
     modules: dict[TensorTrigger, nn.Module] = {}
-    for part in trigger.parts:
-        if isinstance(part, TensorTrigger) and part.source not in ("grad", "value"):
-            kind, _, name = part.source.partition(":")
-            modules[part] = model if kind == "batch" else _module(model, name, part)
+    for trigger in triggers:
+        kind, _, name = trigger.source.partition(":")
+        modules[trigger] = model if kind == "batch" else _module(model, name, trigger)
     return modules
 
 
 def observe(
-    trigger: Trigger,
+    triggers: Iterable[TensorTrigger],
     model: nn.Module,
     clock: Clock,
     stack: ExitStack,
     note: Callable[[str], None],
 ) -> None:
-    """Record in `clock.observations`, at each forward, the tensors that `trigger` reads.
+    """Record in `clock.observations`, at each forward, the tensors that the `triggers` read.
 
     `note` is called with a warning if a backward does not belong to the newest forward.
     """
-    observed = observed_modules(trigger, model)
-    if observed:
-        forwards = _ForwardCounter(", ".join(map(repr, observed)), note)
-        stack.callback(model.register_forward_hook(_hook(model, forwards.end)).remove)
+    observed = observed_modules(triggers, model)
+    forwards = _ForwardCounter(", ".join(map(repr, observed)), note)
+    stack.callback(model.register_forward_hook(_hook(model, forwards.end)).remove)
     for part, module in observed.items():
         observer = _Observer(part, clock)
         if module is not model:

@@ -17,7 +17,7 @@ from gradsurg.plugins.registry import snake
 from gradsurg.sites.base import SCALED, Selector, Stage
 from gradsurg.sites.parameters import Parameters
 from gradsurg.sites.selection import params_of
-from gradsurg.surgery.forward_observers import observed_modules
+from gradsurg.surgery.forward_observers import observed_modules, reads_forward
 from gradsurg.transforms.base import Function, Need, Transform, as_transform
 from gradsurg.transforms.chain import Chain
 from gradsurg.triggers.always import Always
@@ -35,7 +35,9 @@ class Intervention:
     `live.backward(losses)`, which are summed while its trigger does not fire.
 
     `names` labels the transform, or each link of a `Chain`, in logs. `stage` is that of the
-    selector, or the default for the scope of the transform; an aggregator has none. Raises
+    selector, or the default for the scope of the transform; an aggregator has none. `link_names`
+    are the `names` or their defaults, `flags` the switches that the trigger reads, and
+    `forward_triggers` the parts of the trigger that read the batch or a module's tensors. Raises
     ValueError if the transform cannot act at the selector's stage or needs something that the sites
     do not provide.
     """
@@ -45,21 +47,30 @@ class Intervention:
     when: Trigger = field(default_factory=Always)
     names: tuple[str, ...] = ()
     stage: Stage = field(init=False, repr=False, compare=False)
+    link_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    flags: tuple[Flag, ...] = field(init=False, repr=False, compare=False)
+    forward_triggers: tuple[TensorTrigger, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._check_kinds()
-        if self.aggregator is not None:
-            self._check_names(1)
-            return
-        transform = as_transform(self.transform)
-        if not isinstance(transform, Transform):
-            hint = f": did you mean {transform.__name__}()?" if isinstance(transform, type) else ""
-            raise TypeError(
-                f"transform: must be a Transform or a callable, found {transform!r}{hint}"
-            )
-        object.__setattr__(self, "transform", transform)
-        self._check_names(len(self.links))
-        self._check_fit()
+        if self.aggregator is None:
+            transform = as_transform(self.transform)
+            if not isinstance(transform, Transform):
+                kind = transform.__name__ if isinstance(transform, type) else ""
+                hint = f": did you mean {kind}()?" if kind else ""
+                raise TypeError(
+                    f"transform: must be a Transform or a callable, found {transform!r}{hint}"
+                )
+            object.__setattr__(self, "transform", transform)
+        links, parts = self.links or (self.transform,), self.when.parts
+        self._check_names(len(links))
+        vars(self).update(  # the class is frozen
+            link_names=self.names or tuple(snake(type(link).__name__) for link in links),
+            flags=tuple(part for part in parts if isinstance(part, Flag)),
+            forward_triggers=tuple(part for part in parts if reads_forward(part)),
+        )
+        if self.aggregator is None:
+            self._check_fit()
         for link in self.links:
             if isinstance(link, Function):
                 warnings.warn(
@@ -89,11 +100,6 @@ class Intervention:
             return ()
         operator = self.operator
         return operator.links if isinstance(operator, Chain) else (operator,)
-
-    @cached_property
-    def flags(self) -> list[Flag]:
-        """The switches that its trigger reads."""
-        return [part for part in self.when.parts if isinstance(part, Flag)]
 
     @property
     def acts_on_parameters(self) -> bool:
@@ -152,7 +158,8 @@ class Intervention:
         That is, if no site or no module of the trigger is found, or a `per` fits no parameter.
         """
         sites = self.at.find(model)
-        observed_modules(self.when, model)
+        if self.forward_triggers:
+            observed_modules(self.forward_triggers, model)
         patterns = [(link, getattr(link, "per", None)) for link in self.links]
         patterns = [(link, per) for link, per in patterns if isinstance(per, str)]
         params = params_of(model) if patterns and self.acts_on_parameters else {}
@@ -290,10 +297,8 @@ def labels_of(intervention: Intervention, others: Iterable[Sequence[str]] = ()) 
     `others` are the labels of other interventions.
     """
     used = {label for labels in others for label in labels}
-    parts = intervention.links or (intervention.transform,)
-    names = intervention.names or [snake(type(part).__name__) for part in parts]
     labels: list[str] = []
-    for name in names:
+    for name in intervention.link_names:
         numbered = chain([name], (f"{name}_{number}" for number in count(2)))
         labels.append(next(label for label in numbered if label not in used))
         used.add(labels[-1])

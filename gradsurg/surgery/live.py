@@ -12,6 +12,7 @@ from torch import nn
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.hooks.controller import Session
 from gradsurg.plugins.fields import nearest
+from gradsurg.sites.wrapped_models import late_hooks_reason
 from gradsurg.surgery.attachment import Attachment
 from gradsurg.surgery.coverage import clock_warnings, unhooked_warnings
 from gradsurg.surgery.intervention import Intervention, labels_of
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
 class Live:
     """An attached surgery: its effects, its ledger, its clock, its interventions.
 
-    `reason(any_ran)` returns a sentence that explains why hooks may not have run.
+    `is_compiled` means that the compiled form of the model was attached.
     """
 
-    def __init__(self, session: Session, reason: Callable[[bool], str]) -> None:
+    def __init__(self, session: Session, model: nn.Module, is_compiled: bool) -> None:
         self.session = session
         self.effects = session.effects
         self.ledger = session.ledger
@@ -39,11 +40,12 @@ class Live:
         self._attachments: list[Attachment] = []
         self._aggregators: dict[str, Intervention] = {}  # by label
         self._removed: list[str] = []  # the detach warnings of interventions that were removed
-        self._changes = _PendingChanges(session.model)
+        self._changes = _PendingChanges(model)
         self._multi_task: MultiTaskBackward | None = None
         self._has_stepped = False
         self._start = clock.step, clock.counted_epochs
-        self._reason = reason
+        self._is_compiled = is_compiled
+        self._had_compiled = compiling.has_compiled()  # before the hooks were there
         session.effects.begin(clock.step)
 
     @property
@@ -183,13 +185,6 @@ class Live:
 
     # Called by Surgery.
 
-    def _attach(self, intervention: Intervention) -> None:
-        """Attach an intervention or an aggregator when the block begins."""
-        if intervention.aggregator is None:
-            self._admit(intervention).attach()
-        else:
-            self._add_aggregator(intervention)
-
     def _load_states(self) -> None:
         """Take over the states and the step of the session."""
         self.effects.begin(self.clock.step)
@@ -202,7 +197,10 @@ class Live:
         session, attachments = self.session, self._attachments
         if session.shadow and not self.effects.every:
             return []  # nothing acts and nothing is measured
-        reason = self._reason(any(entry.all_calls for entry in self.ledger))
+        reason = ""
+        if self._had_compiled:
+            has_acted = any(entry.all_calls for entry in self.ledger)
+            reason = late_hooks_reason(session.model, self._is_compiled, has_acted)
         texts = self.ledger.warnings(self._start[0], reason)
         recorded = {entry.intervention for entry in self.ledger}
         texts += [

@@ -15,7 +15,6 @@ from gradsurg.hooks.controller import Session
 from gradsurg.sites import tree
 from gradsurg.sites.selection import params_of
 from gradsurg.sites.tree_table import TensorSpec, plural
-from gradsurg.sites.wrapped_models import late_hooks_warning
 from gradsurg.surgery.intervention import Intervention, labels_of
 from gradsurg.surgery.live import Live
 from gradsurg.surgery.state_in_model import store_in_model
@@ -111,11 +110,14 @@ class Surgery:
             optimizer=optimizer,
             scaler=scaler,
         )
-        live = Live(session, reason=late_hooks_warning(model, whole=given is not model))
+        live = Live(session, model, is_compiled=given is not model)
         with ExitStack() as stack:
             stack.callback(self._detach, live)
             for intervention in self._interventions:
-                live._attach(intervention)
+                if intervention.aggregator is None:
+                    live._admit(intervention).attach()
+                else:
+                    live._add_aggregator(intervention)
             self._live = live
             self.was_attached = True
             if in_state_dict:

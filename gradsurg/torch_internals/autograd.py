@@ -12,7 +12,6 @@ from importlib import import_module
 from typing import Any, cast
 
 import torch
-from torch import distributed
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 from torch.nn.parallel import DistributedDataParallel
@@ -123,11 +122,6 @@ def is_batched(tensor: torch.Tensor) -> bool:
 def in_functorch() -> bool:
     """Whether vmap, grad or another transform of `torch.func` is active."""
     return _interpreters() is not None
-
-
-def is_distributed() -> bool:
-    """Whether this process belongs to a process group."""
-    return distributed.is_available() and distributed.is_initialized()
 
 
 def active_ddp() -> DistributedDataParallel | None:

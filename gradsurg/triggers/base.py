@@ -1,7 +1,6 @@
 """Base classes of triggers: the condition under which a transform acts, with `&`, `|` and `~`."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
@@ -106,10 +105,10 @@ class Trigger(ABC):
         device, without a synchronization.
         """
 
-    @property
-    def parts(self) -> "Iterator[Trigger]":
+    @cached_property
+    def parts(self) -> "tuple[Trigger, ...]":
         """The elementary triggers of a combination; the trigger itself if it is none."""
-        yield self
+        return (self,)
 
     def __and__(self, other: "Trigger") -> "Trigger":
         return AllOf((self, _check_trigger(other)))
@@ -126,10 +125,9 @@ class _Combination(Trigger):
 
     of: tuple[Trigger, ...]
 
-    @property
-    def parts(self) -> Iterator[Trigger]:
-        for trigger in self.of:
-            yield from trigger.parts
+    @cached_property
+    def parts(self) -> tuple[Trigger, ...]:
+        return tuple(part for trigger in self.of for part in trigger.parts)
 
     @cached_property
     def _ordered(self) -> list[Trigger]:
@@ -190,9 +188,9 @@ class Unless(Trigger):
 
     of: Trigger
 
-    @property
-    def parts(self) -> Iterator[Trigger]:
-        yield from self.of.parts
+    @cached_property
+    def parts(self) -> tuple[Trigger, ...]:
+        return self.of.parts
 
     def fires(self, context: TriggerContext) -> Decision:
         decision = self.of.fires(context)

@@ -198,9 +198,7 @@ def test_ddp_is_detected_from_inside_its_forward() -> None:
     backward(model)
     assert seen == [outer, None]
     assert autograd.active_ddp() is None
-    assert autograd.is_distributed()
 
 
-def test_without_a_process_group_there_is_one_rank() -> None:
-    assert not autograd.is_distributed()
+def test_a_plain_tensor_is_not_sharded() -> None:
     assert not autograd.is_sharded(torch.ones(1))
