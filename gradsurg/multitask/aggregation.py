@@ -251,7 +251,12 @@ class Aggregation:
         context = TriggerContext(session.clock, session.seed, self.label, group)
         fires = self.trigger.fires(context)
         assert isinstance(fires, bool)  # see `check_trigger`
-        return session.ledger.enter(self.label, group).count(fires)
+        entry = session.ledger.enter(self.label, group)
+        if fires:
+            entry.fired += 1
+        else:
+            entry.not_fired += 1
+        return fires
 
     def _context(self, group: str, losses: Mapping[str, float]) -> AggregatorContext:
         values = torch.tensor([*losses.values()], dtype=torch.float64, device="cpu")
