@@ -199,7 +199,7 @@ def resuming(_: int, place: Path) -> str:
     seconds = timed("named by their configs", lambda: jobs.extend(_jobs(runs, out)))
     timed("written down, none there", lambda: plan_runs(jobs, force=False))
     for run in runs:
-        (run.directory(out) / SUMMARY).write_text('{"state": "finished"}')
+        (run.directory(out) / SUMMARY).write_text('{"state": "finished"}', encoding="utf-8")
     assert all(RunDirectory(run.directory(out)).finished for run in runs)
     seconds += timed("looked up before the first job", lambda: plan_runs(jobs, force=False))
     seconds += timed("skipped by their jobs", lambda: [execute(run, out, []) for run in runs])

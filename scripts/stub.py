@@ -25,4 +25,4 @@ def written() -> str:
 
 
 if __name__ == "__main__":
-    STUB.write_text(written())
+    STUB.write_text(written(), encoding="utf-8")

@@ -156,7 +156,7 @@ def names() -> list[str]:
 
 def config(name: str) -> dict[str, Any]:
     """Return the fields of a config."""
-    whole = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()) or {}
+    whole = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8")) or {}
     return whole.get(name) or {}
 
 

@@ -104,7 +104,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder: it contains a user's module and nothing else."""
-    (tmp_path / "their_module.py").write_text(THEIRS)
+    (tmp_path / "their_module.py").write_text(THEIRS, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "their_module", raising=False)

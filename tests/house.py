@@ -18,7 +18,9 @@ def trees(package: Path = PACKAGE) -> dict[str, ast.Module]:
     """The syntax tree of each module, by its dotted name below the package."""
     paths = sorted(package.rglob("*.py"))
     return {
-        ".".join(path.relative_to(package).with_suffix("").parts): ast.parse(path.read_text())
+        ".".join(path.relative_to(package).with_suffix("").parts): ast.parse(
+            path.read_text(encoding="utf-8")
+        )
         for path in paths
     }
 
@@ -130,7 +132,9 @@ def figures(package: Path = PACKAGE) -> dict[str, object]:
     }
     by_module = importers(modules)
     single = [name for name in outside if len(by_module.get(name, ())) == 1]
-    lines = sum(len(path.read_text().splitlines()) for path in package.rglob("*.py"))
+    lines = sum(
+        len(path.read_text(encoding="utf-8").splitlines()) for path in package.rglob("*.py")
+    )
     return {
         "files": len(modules),
         "lines": lines,

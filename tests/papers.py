@@ -26,7 +26,9 @@ def find(group: str, stem: str) -> type:
     paths = _of_papers(group, stem)
     if not paths:
         return registry.find(f"{group}s", stem)
-    module, _, name = yaml.safe_load(paths[0].read_text())["_target_"].rpartition(".")
+    module, _, name = yaml.safe_load(paths[0].read_text(encoding="utf-8"))["_target_"].rpartition(
+        "."
+    )
     return getattr(import_module(module), name)
 
 

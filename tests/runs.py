@@ -117,7 +117,7 @@ def a_run(
 
 
 def read(record: Record, name: str) -> str:
-    return (record.directory / name).read_text()
+    return (record.directory / name).read_text(encoding="utf-8")
 
 
 def lines(record: Record, name: str) -> list[dict[str, object]]:

@@ -102,7 +102,9 @@ def test_a_command_trains_all_arms_tells_shares_and_shares_runs_with_a_sweep(
     assert "4 of them had been finished before" in out
     assert "Each link's share in test accuracy" in out
     accuracy = {
-        path.name[:-9]: json.loads((path / "summary.json").read_text())["test/accuracy"]
+        path.name[:-9]: json.loads((path / "summary.json").read_text(encoding="utf-8"))[
+            "test/accuracy"
+        ]
         for path in directories
     }
     for link, rest in (("clip", "sign"), ("sign", "clip")):

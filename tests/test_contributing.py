@@ -18,7 +18,7 @@ from gradsurg.transforms.base import Transform, TransformContext
 from tests.cases import Row
 from tests.conftest import Here
 
-TEXT = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
+TEXT = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
 SHORT = ("steps=20", "seeds=1", "logger=none", "report=false")
 
 
@@ -32,7 +32,7 @@ def modules(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Modu
     halve, _, columns = blocks("python")
     names = ("halve", "columns")
     for name, code in zip(names, (halve, columns), strict=True):
-        (folder / f"{name}.py").write_text(code)
+        (folder / f"{name}.py").write_text(code, encoding="utf-8")
     yield [importlib.import_module(name) for name in names]
     for name in names:
         sys.modules.pop(name, None)
@@ -73,13 +73,13 @@ def test_the_task_of_the_guide_is_trained_and_an_edited_file_is_another_run(
     assert missing.code == 2
     assert missing.err == "task.path: must be a file, found 'numbers.csv'\n"
     file = folder / "numbers.csv"
-    file.write_text(numbers(0))
+    file.write_text(numbers(0), encoding="utf-8")
     ended = here(*command)
     assert ended.code == 0, ended.err
     (summary,) = folder.glob("runs/default/none-seed0-*/summary.json")
-    assert json.loads(summary.read_text())["test/r2"] > 0.5
-    file.write_text(file.read_text())
+    assert json.loads(summary.read_text(encoding="utf-8"))["test/r2"] > 0.5
+    file.write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
     assert "2 of them had been finished before" in here(*command).out
-    file.write_text(numbers(1))
+    file.write_text(numbers(1), encoding="utf-8")
     assert "finished before" not in here(*command).out
     assert len(list(folder.glob("runs/default/clip-seed0-*"))) == 2

@@ -25,19 +25,19 @@ def output_of(path: Path) -> str:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=[path.stem for path in EXAMPLES])
 def test_an_example_prints_what_stands_beside_it(path: Path) -> None:
-    expected = path.with_suffix(".txt").read_text()
+    expected = path.with_suffix(".txt").read_text(encoding="utf-8")
     assert output_of(path) == expected, f"python {path} > {path.with_suffix('.txt').name} renews it"
 
 
 def test_the_index_lists_every_example_and_nothing_else() -> None:
     assert len(EXAMPLES) >= TOPICS
-    text = (TOUR / "README.md").read_text()
+    text = (TOUR / "README.md").read_text(encoding="utf-8")
     listed = {line.split("](")[1].split(")")[0] for line in text.splitlines() if "](" in line}
     assert {name for name in listed if name.endswith(".py")} == {path.name for path in EXAMPLES}
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=[path.stem for path in EXAMPLES])
 def test_an_example_is_short_and_begins_with_what_it_shows(path: Path) -> None:
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     assert text.startswith('"""')
     assert len(text.splitlines()) <= 90

@@ -29,5 +29,7 @@ def test_few_modules_outside_the_plugins_have_a_single_importer() -> None:
 
 
 def test_a_docstring_around_what_is_counted(tmp_path) -> None:
-    (tmp_path / "one.py").write_text('"""What passes."""\ndef f():\n    """Return a sum."""\n')
+    (tmp_path / "one.py").write_text(
+        '"""What passes."""\ndef f():\n    """Return a sum."""\n', encoding="utf-8"
+    )
     assert house.what_share(house.trees(tmp_path)) == 0.5

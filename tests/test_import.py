@@ -89,7 +89,7 @@ def test_dir_lists_the_surgery_and_every_transform_and_site() -> None:
 
 
 def test_editors_and_type_checkers_are_told_of_all_that_python_finds() -> None:
-    assert STUB.read_text() == written(), "python scripts/stub.py writes it anew"
+    assert STUB.read_text(encoding="utf-8") == written(), "python scripts/stub.py writes it anew"
 
 
 @pytest.mark.parametrize("name", dir(gs))

@@ -117,7 +117,7 @@ def _modules() -> list[tuple[str, Path]]:
 
 @pytest.mark.parametrize(("module", "path"), _modules(), ids=[name for name, _ in _modules()])
 def test_a_module_imports_only_what_is_below_it(module: str, path: Path) -> None:
-    assert faults(module, path.read_text()) == []
+    assert faults(module, path.read_text(encoding="utf-8")) == []
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:
@@ -132,7 +132,7 @@ def cycle(graph: dict[str, set[str]]) -> list[str]:
 def test_no_modules_import_one_another_in_a_circle_not_even_inside_functions() -> None:
     graph = {
         f"gradsurg.{name}": {
-            one for one in _imports(path.read_text()) if one.startswith("gradsurg")
+            one for one in _imports(path.read_text(encoding="utf-8")) if one.startswith("gradsurg")
         }
         for name, path in _modules()
     }

@@ -16,13 +16,13 @@ import gradsurg as gs
 from gradsurg.multitask.conflict import Conflict
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 BASES = (ROOT, ROOT / "gradsurg")
 
 
 def blocks(language: str, file: str = "README.md") -> list[str]:
     """The code blocks of a language in a Markdown file."""
-    text = (ROOT / file).read_text()
+    text = (ROOT / file).read_text(encoding="utf-8")
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
@@ -37,7 +37,7 @@ def test_the_python_example_runs_and_prints_an_effect_table(capsys, tmp_path) ->
         "loss_fn": nn.functional.cross_entropy,
     }
     script = tmp_path / "example.py"
-    script.write_text(code)
+    script.write_text(code, encoding="utf-8")
     runpy.run_path(str(script), init_globals=names)
     printed = capsys.readouterr().out
     assert "1#0/ReluBackward[0]" in printed
@@ -56,7 +56,10 @@ def test_the_example_of_where_and_when_runs_and_shows_its_three_sites(capsys, tm
         "example_input": torch.randn(2, 8),
     }
     script = tmp_path / "example.py"
-    script.write_text(f"import gradsurg as gs\n{code}\n    model(example_input).sum().backward()")
+    script.write_text(
+        f"import gradsurg as gs\n{code}\n    model(example_input).sum().backward()",
+        encoding="utf-8",
+    )
     with pytest.warns(gs.SurgeryWarning, match="clip_norm: its trigger never fired in 3 gradients"):
         runpy.run_path(str(script), init_globals=names)
     assert "3 sites selected" in capsys.readouterr().out
@@ -90,7 +93,7 @@ def test_the_example_of_several_losses_runs_and_prints_how_they_conflict(capsys,
         "loss_of_each": losses_of,
     }
     script = tmp_path / "example.py"
-    script.write_text(f"import gradsurg as gs\n{code}")
+    script.write_text(f"import gradsurg as gs\n{code}", encoding="utf-8")
     runpy.run_path(str(script), init_globals=names)
     printed = capsys.readouterr().out
     assert printed.startswith("pcgrad at shared, 3 measured steps: conflict rate ")
@@ -98,13 +101,15 @@ def test_the_example_of_several_losses_runs_and_prints_how_they_conflict(capsys,
 
 
 def test_the_keys_of_shared_are_those_of_the_config_and_each_is_explained() -> None:
-    text = (ROOT / "gradsurg" / "multitask" / "README.md").read_text()
+    text = (ROOT / "gradsurg" / "multitask" / "README.md").read_text(encoding="utf-8")
     told = re.findall(r"^\| `shared\.(\w+)` \|", text, re.MULTILINE)
-    assert told == list(yaml.safe_load((ROOT / "conf" / "config.yaml").read_text())["shared"])
+    assert told == list(
+        yaml.safe_load((ROOT / "conf" / "config.yaml").read_text(encoding="utf-8"))["shared"]
+    )
 
 
 def test_the_fields_of_a_conflict_are_each_explained() -> None:
-    text = (ROOT / "gradsurg" / "multitask" / "README.md").read_text()
+    text = (ROOT / "gradsurg" / "multitask" / "README.md").read_text(encoding="utf-8")
     told = set(re.findall(r"`(\w+)`", text.partition("conflicts.jsonl")[2]))
     assert {one.name for one in fields(Conflict)} <= told
 
@@ -138,12 +143,12 @@ def test_the_readme_fits_one_screen_of_prose() -> None:
 def test_every_file_that_a_page_links_to_is_there() -> None:
     for page in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/studies.md"):
         folder = (ROOT / page).parent
-        links = re.findall(r"\]\((?!http)([^)#]+)", (ROOT / page).read_text())
+        links = re.findall(r"\]\((?!http)([^)#]+)", (ROOT / page).read_text(encoding="utf-8"))
         assert [link for link in links if not (folder / link).exists()] == [], page
 
 
 def test_every_file_in_the_architecture_is_there() -> None:
-    text = (ROOT / "ARCHITECTURE.md").read_text()
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
     named = re.findall(r"`((?:\w+/)+\w*(?:\.py)?|\w+\.py)`", text)
     assert len(named) >= 20
     missing = [name for name in named if not any((base / name).exists() for base in BASES)]
@@ -151,5 +156,7 @@ def test_every_file_in_the_architecture_is_there() -> None:
 
 
 def test_the_changelog_has_the_version_of_the_package() -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text()
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "version"
+    ]
+    assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

@@ -96,14 +96,17 @@ def of(folder: Path, label: str, study: str = "default") -> Path:
 
 
 def lines(place: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (place / name).read_text().splitlines()]
+    return [json.loads(line) for line in (place / name).read_text(encoding="utf-8").splitlines()]
 
 
 def numbers(path: Path) -> dict[str, Any]:
     """All that a run has written down but its times and its own name."""
-    summary = json.loads((path / "summary.json").read_text())
+    summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
     kept = {key: value for key, value in summary.items() if not key.startswith("time/")}
-    files = {name: (path / name).read_text() for name in ("metrics.jsonl", "effects.jsonl")}
+    files = {
+        name: (path / name).read_text(encoding="utf-8")
+        for name in ("metrics.jsonl", "effects.jsonl")
+    }
     return kept | files
 
 
@@ -183,7 +186,9 @@ def test_the_main_job_is_a_study_of_its_own_whose_page_and_tables_are_written(fi
     names = {path.name for path in report.iterdir() if path.is_file()}
     tables = {"runs.parquet", "effects.parquet", "outcome.md", "outcome.tex"}
     assert names == {"index.html", ".written.json", *tables}
-    assert "| clip | test accuracy | 2 of 2 |" in (report / "outcome.md").read_text()
+    assert "| clip | test accuracy | 2 of 2 |" in (report / "outcome.md").read_text(
+        encoding="utf-8"
+    )
     (path,) = report.glob("wandb/offline-run-*")
     (begun,) = of_type(inspect(folder, path), "run")
     assert (begun["run_group"], begun["job_type"]) == ("first", "report")
@@ -214,7 +219,7 @@ def test_the_offline_wandb_runs_have_study_arm_config_and_outcome(first) -> None
         assert isinstance(config, dict)
         told = {key: value for key, value in begun["config"]["update"].items() if key in config}
         assert told == config
-        summary = json.loads((place / "summary.json").read_text())
+        summary = json.loads((place / "summary.json").read_text(encoding="utf-8"))
         last = {}
         for update in of_type(records, "summary"):
             last |= update["update"]
@@ -335,7 +340,7 @@ def test_diverged_runs_are_counted_apart_and_the_command_ends_well(command, tmp_
     words = ("transform=scale", "transform.scale.factor=1e9", "steps=40", "logger=none")
     printed, _ = command(*words, "seeds=2", "log_every=10")
     assert printed.startswith("scale: nothing to compare; 2 of 2 scale runs diverged\n")
-    summary = json.loads((of(tmp_path, "scale-seed1") / "summary.json").read_text())
+    summary = json.loads((of(tmp_path, "scale-seed1") / "summary.json").read_text(encoding="utf-8"))
     assert summary["state"] == "diverged"
     assert summary["steps"] < 40
     again, _ = command(*words, "seeds=2", "log_every=10")
@@ -423,7 +428,7 @@ def test_a_plan_marks_the_calls_that_are_hooked_with_two_examples_of_the_data(
 def test_the_files_of_a_user_are_found_in_the_folder_where_the_command_is_given(
     command, tmp_path
 ) -> None:
-    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "mine.py").write_text(MINE, encoding="utf-8")
     words = ("model=mine.linear", "task=mine.FewDigits")
     printed, _ = command("transform=[clip,mine.Halve]", *words, *SHORT)
     assert re.search(r"^clip +1\.weight", printed, re.MULTILINE)
@@ -434,7 +439,7 @@ def test_the_files_of_a_user_are_found_in_the_folder_where_the_command_is_given(
 def test_a_folder_of_yaml_files_adds_options(command, tmp_path) -> None:
     (tmp_path / "confs" / "transform").mkdir(parents=True)
     text = "tight:\n  name: clip\n  value: 0.001\n"
-    (tmp_path / "confs" / "transform" / "tight.yaml").write_text(text)
+    (tmp_path / "confs" / "transform" / "tight.yaml").write_text(text, encoding="utf-8")
     printed, _ = command("--config-dir", "confs", "transform=tight", *SHORT)
     assert printed.startswith("tight: ")
     assert directories(tmp_path) == ["none-seed0", "tight-seed0"]
@@ -537,7 +542,7 @@ def test_help_names_the_groups_and_six_commands(command, capsys) -> None:
 
 
 def test_the_commands_of_the_help_compose() -> None:
-    text = (CONFIG_DIR / "config.yaml").read_text()
+    text = (CONFIG_DIR / "config.yaml").read_text(encoding="utf-8")
     commands = re.findall(r"^ +python -m gradsurg\.run (.+)$", text, re.MULTILINE)
     assert len(commands) == 6
     for line in commands:
@@ -567,14 +572,14 @@ def test_a_killed_command_that_is_repeated_ends_like_an_uninterrupted_one(
     words += ["checkpoint_seconds=0"]
     torn = tmp_path_factory.mktemp("torn")
     for folder in (tmp_path, torn):
-        (folder / "fragile.py").write_text(FRAGILE)
-    (torn / "kill_at").write_text("47")
+        (folder / "fragile.py").write_text(FRAGILE, encoding="utf-8")
+    (torn / "kill_at").write_text("47", encoding="utf-8")
     done = shell(torn, *words, "control=none")
     assert done.returncode == -signal.SIGKILL, done.stderr
     place = of(torn, "grokfast_ema+noise-seed0")
     assert not (place / "summary.json").exists()
     assert (place / "checkpoint.pt").exists()
-    with (place / "metrics.jsonl").open("a") as file:
+    with (place / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step":50,"tra')
     assert shell(torn, *words, "control=none").returncode == 0
     command(*words, "control=none")

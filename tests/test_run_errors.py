@@ -72,8 +72,8 @@ def test_an_error_of_a_transform_is_printed_in_one_line(here: Here, folder: Path
     assert line.startswith("total, seed 0: TypeError: total: total must return a tensor like the ")
     assert "site 'output.bias', step 0" in line
     assert line.endswith(f" (the traceback is in {log.relative_to(folder)})")
-    assert log.read_text().startswith("Traceback (most recent call last):\n")
-    assert "in _train" in log.read_text()
+    assert log.read_text(encoding="utf-8").startswith("Traceback (most recent call last):\n")
+    assert "in _train" in log.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -94,12 +94,12 @@ def test_a_run_that_failed_goes_on_once_its_cause_is_gone(here: Here, folder: Pa
     assert "RuntimeError: the disk is on fire; while fails acted at site '" in ended.err
     assert re.search(r"site '[\w.]+', step 10 \(", ended.err)
     (log,) = folder.glob("runs/default/*/error.log")
-    rows = (log.parent / "metrics.jsonl").read_text()
+    rows = (log.parent / "metrics.jsonl").read_text(encoding="utf-8")
     assert rows.count("\n") == 10
     sys.modules["their_module"].calls = -1000
     assert here(*words).code == 0
     assert not log.exists()
-    assert (log.parent / "metrics.jsonl").read_text().startswith(rows)
+    assert (log.parent / "metrics.jsonl").read_text(encoding="utf-8").startswith(rows)
     # Ten steps of six parameters: it did not begin anew.
     assert sys.modules["their_module"].calls == -1000 + 60
     assert (log.parent / "summary.json").is_file()

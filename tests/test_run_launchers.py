@@ -52,7 +52,7 @@ def fails(grad):
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """An empty folder with transforms of a user's own."""
-    (tmp_path / "theirs.py").write_text(THEIRS)
+    (tmp_path / "theirs.py").write_text(THEIRS, encoding="utf-8")
     return tmp_path
 
 
@@ -101,7 +101,7 @@ def test_a_parallel_sweep_is_bit_identical_to_one_in_a_single_process(
     assert finished(folder, "beside") == names
     assert [*differences(folder / "runs" / "alone", folder / "runs" / "beside")] == []
     (note,) = folder.glob("noted-*")
-    assert note.read_text() == "3"
+    assert note.read_text(encoding="utf-8") == "3"
     assert not [*folder.rglob(LOCK)]
 
 
@@ -116,7 +116,7 @@ def test_a_job_that_fails_in_a_process_of_its_own_ends_with_code_1_after_the_oth
     assert "Traceback" not in said
     assert finished(folder) == ["clip-seed0", "none-seed0", "sign-seed0"]
     (log,) = folder.glob("runs/default/*/error.log")
-    assert "the disk is on fire" in log.read_text()
+    assert "the disk is on fire" in log.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
@@ -133,7 +133,7 @@ def test_two_simultaneous_sweeps_of_one_study_train_each_run_once(folder: Path) 
     trained = [re.match(r"(?:treated|control) (\S+): finished", line) for line in lines]
     assert sorted(found.group(1) for found in trained if found) == names
     for path in folder.glob("runs/default/*/metrics.jsonl"):
-        steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+        steps = [json.loads(line)["step"] for line in path.read_text(encoding="utf-8").splitlines()]
         assert steps == [*range(50, 401, 50)]
     assert not [*folder.rglob(LOCK)]
 

@@ -53,7 +53,10 @@ def test_every_run_is_written_down_before_the_first_is_trained(
     ended = here("-m", "transform=clip,sign", "seeds=2", "steps=20", "logger=none")
     assert ended.code == 130
     assert set(states(folder).values()) == {"planned"}
-    facts = {path.parent.name: json.loads(path.read_text()) for path in folder.rglob("run.json")}
+    facts = {
+        path.parent.name: json.loads(path.read_text(encoding="utf-8"))
+        for path in folder.rglob("run.json")
+    }
     assert len(facts) == 6
     for name, told in facts.items():
         assert name.startswith(f"{told['label']}-seed{told['seed']}-")
@@ -89,13 +92,13 @@ def test_a_finished_sweep_prints_one_line(here: Here, folder: Path) -> None:
 def test_failed_runs_can_be_kept_failed(here: Here, folder: Path) -> None:
     here(*TWO, "seed=0")
     (log,) = folder.glob("runs/default/total-*/error.log")
-    before = log.read_text(), log.stat().st_mtime_ns
+    before = log.read_text(encoding="utf-8"), log.stat().st_mtime_ns
     again = here(*TWO, "seed=0", "retry_failed=false")
     assert again.code == 1
     assert (
         "total, seed 0: failed before; not retried (retry_failed=false); TypeError: " in again.err
     )
-    assert (log.read_text(), log.stat().st_mtime_ns) == before
+    assert (log.read_text(encoding="utf-8"), log.stat().st_mtime_ns) == before
     assert "1 of 2 runs failed TypeError" in table(again.out)[0]
 
 
@@ -184,9 +187,9 @@ def test_figures_that_a_study_has_are_drawn_anew_by_a_single_job(here: Here, fol
     words = ("steps=20", "seeds=2", "logger=none")
     here("-m", "transform=sign", *words)
     (figure,) = folder.glob("runs/default/report/outcome.svg")
-    assert "clip (n = 2)" not in figure.read_text()
+    assert "clip (n = 2)" not in figure.read_text(encoding="utf-8")
     here("transform=clip", *words)
-    assert "clip (n = 2)" in figure.read_text()
+    assert "clip (n = 2)" in figure.read_text(encoding="utf-8")
 
 
 def test_a_sweep_with_report_false_writes_no_report(here: Here, folder: Path) -> None:
@@ -216,7 +219,7 @@ def test_a_report_that_cannot_be_written_is_a_line_and_the_answer_stands(
     here: Here, folder: Path
 ) -> None:
     (folder / "runs" / "default").mkdir(parents=True)
-    (folder / "runs" / "default" / "report").write_text("in the way")
+    (folder / "runs" / "default" / "report").write_text("in the way", encoding="utf-8")
     ended = here("transform=clip", *SHORT)
     assert ended.code == 0
     assert ended.out.startswith("clip: test accuracy ")
@@ -248,7 +251,7 @@ hydra:
 
 def test_a_study_file_is_the_sweep_that_it_states(here: Here, folder: Path) -> None:
     (folder / "conf" / "experiment").mkdir(parents=True)
-    (folder / "conf" / "experiment" / "mine.yaml").write_text(STUDY)
+    (folder / "conf" / "experiment" / "mine.yaml").write_text(STUDY, encoding="utf-8")
     words = (f"--config-dir={folder / 'conf'}", "experiment=mine", "logger=none")
     ended = here(*words)
     assert ended.code == 0
@@ -263,7 +266,7 @@ def test_a_study_file_is_the_sweep_that_it_states(here: Here, folder: Path) -> N
 
 def test_the_command_line_overrides_a_study_file(here: Here, folder: Path) -> None:
     (folder / "conf" / "experiment").mkdir(parents=True)
-    (folder / "conf" / "experiment" / "mine.yaml").write_text(STUDY)
+    (folder / "conf" / "experiment" / "mine.yaml").write_text(STUDY, encoding="utf-8")
     words = (f"--config-dir={folder / 'conf'}", "experiment=mine", "logger=none")
     ended = here(*words, "transform=zero", "seed=3", "steps=5")
     assert ended.code == 0
@@ -274,7 +277,9 @@ def test_an_error_in_a_study_file_is_reported_like_one_on_the_command_line(
     here: Here, folder: Path
 ) -> None:
     (folder / "conf" / "experiment").mkdir(parents=True)
-    (folder / "conf" / "experiment" / "mine.yaml").write_text(STUDY.replace("sign", "sing"))
+    (folder / "conf" / "experiment" / "mine.yaml").write_text(
+        STUDY.replace("sign", "sing"), encoding="utf-8"
+    )
     ended = here(f"--config-dir={folder / 'conf'}", "experiment=mine", "logger=none")
     assert ended.code == 2
     assert "transform: there is no 'sing'." in ended.err
@@ -284,7 +289,7 @@ def test_an_error_in_a_study_file_is_reported_like_one_on_the_command_line(
 def controls(folder: Path, label: str = "clip") -> dict[str, str]:
     """The controls of the only run with that label, by their kind, without the hashes."""
     (path,) = folder.glob(f"runs/default/{label}-seed0-*/run.json")
-    facts = json.loads(path.read_text())
+    facts = json.loads(path.read_text(encoding="utf-8"))
     known = facts["controls"]
     assert facts["control"] == known.get("plain", next(iter(known.values()), None))
     assert all((path.parents[1] / name).is_dir() for name in known.values())
@@ -333,7 +338,7 @@ def test_a_broken_run_json_is_written_anew(here: Here, folder: Path) -> None:
     words = ("transform=their_module.interrupts", "seed=0", "steps=100", "logger=none")
     here(*words)
     (path,) = folder.glob("runs/default/interrupts-*/run.json")
-    path.write_text("{")
+    path.write_text("{", encoding="utf-8")
     here(*words)
     assert controls(folder, "interrupts") == {"plain": "none-seed0"}
 
@@ -359,7 +364,7 @@ def test_another_text_in_the_file_is_another_run_and_another_control(
     words = ("transform=clip", "task=char_lm", f"task.path={file}", "model=gpt", "seed=0")
     words = (*words, "task.length=8", "batch_size=2", "steps=2", "logger=none")
     for text, count in (("abcd" * 100, 1), ("abcd" * 100, 1), ("abdc" * 100, 2)):
-        file.write_text(text)
+        file.write_text(text, encoding="utf-8")
         ended = here(*words)
         assert ended.code == 0, ended.err
         for label in ("none", "clip"):

@@ -38,13 +38,13 @@ def line(words: Sequence[str]) -> str:
 
 def write(readme: Path, head: str, rows: Sequence[str]) -> None:
     """Replace the table of a README."""
-    before, _, rest = readme.read_text().partition(BEGIN)
+    before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
     table = "\n".join([head, f"|{'---|' * (head.count('|') - 1)}", *rows])
-    readme.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+    readme.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
 
 
 def written(readme: Path) -> list[str]:
     """Return the lines of the table of a README, the head first."""
-    text = readme.read_text().partition(BEGIN)[2].partition(END)[0]
+    text = readme.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
     return [line for line in text.splitlines() if line.startswith("| ")]

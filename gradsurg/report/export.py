@@ -45,8 +45,8 @@ def write_report(
         effects_table(report).write_parquet(draft / "effects.parquet")
         if len(report.conflict_rows):
             conflicts_table(report).write_parquet(draft / "conflicts.parquet")
-        (draft / "outcome.md").write_text(markdown(report))
-        (draft / "outcome.tex").write_text(latex(report))
+        (draft / "outcome.md").write_text(markdown(report), encoding="utf-8")
+        (draft / "outcome.tex").write_text(latex(report), encoding="utf-8")
         pictures: dict[str, bytes] = {}
         if figures:
             # Both import a plotting library, which takes longer than the rest of a report.
@@ -54,11 +54,11 @@ def write_report(
 
             write_figures(report, draft)
             pictures = _write_trajectories(report, draft)
-        (draft / PAGE).write_text(page(report, refresh, pictures))
+        (draft / PAGE).write_text(page(report, refresh, pictures), encoding="utf-8")
         names = sorted(path.name for path in draft.iterdir())
         old = written(out) - {*names}
         # noted before it is there: a kill in between leaves no file that nobody knows
-        (draft / WRITTEN).write_text(json.dumps(sorted({*names, *old})))
+        (draft / WRITTEN).write_text(json.dumps(sorted({*names, *old})), encoding="utf-8")
         os.replace(draft / WRITTEN, out / WRITTEN)
         for name in old:
             (out / name).unlink(missing_ok=True)
@@ -80,7 +80,7 @@ def _write_trajectories(report: StudyReport, folder: Path) -> dict[str, bytes]:
 def written(out: Path) -> set[str]:
     """The names of the files that the reports that were written there have left."""
     try:
-        found = json.loads((out / WRITTEN).read_text())
+        found = json.loads((out / WRITTEN).read_text(encoding="utf-8"))
     except (OSError, ValueError):  # none was, or what is in the way is told when it is written
         return set()
     names = [name for name in found if isinstance(name, str)] if isinstance(found, list) else []

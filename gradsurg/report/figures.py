@@ -55,7 +55,7 @@ def write_figure(figure: Figure, folder: Path) -> Path:
     import vl_convert
 
     svg = vl_convert.vegalite_to_svg(figure_spec(figure))
-    (folder / f"{figure.name}.svg").write_text(svg)
+    (folder / f"{figure.name}.svg").write_text(svg, encoding="utf-8")
     (folder / f"{figure.name}.pdf").write_bytes(vl_convert.svg_to_pdf(svg))
     png = folder / f"{figure.name}.png"
     png.write_bytes(vl_convert.svg_to_png(svg, scale=SCALE))

@@ -97,7 +97,7 @@ def page(
     ]
     shown = [section for section in sections if section]
     content = {**data.json(), "refresh": refresh}
-    return Template((PARTS / "page.html").read_text()).substitute(
+    return Template((PARTS / "page.html").read_text(encoding="utf-8")).substitute(
         study=escape(report.folder.name),
         answer=escape(unbroken(report.answer)),
         cautions=_items(report.cautions),
@@ -105,11 +105,11 @@ def page(
         links="".join(f'<a href="#{key}">{escape(name)}</a>' for key, name, _ in shown),
         sections="\n".join(text for *_, text in shown),
         made=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),
-        style=(PARTS / "page.css").read_text(),
+        style=(PARTS / "page.css").read_text(encoding="utf-8"),
         # "</script>" in a name must not end the script
         data=json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
         library=_library(),
-        script=(PARTS / "page.js").read_text(),
+        script=(PARTS / "page.js").read_text(encoding="utf-8"),
     )
 
 
@@ -180,14 +180,14 @@ def _library() -> str:
     version = version_of("vl-convert-python")
     file = Path(__file__).parent / "__pycache__" / f"vega-{version}.js"
     with suppress(OSError):
-        return file.read_text()
+        return file.read_text(encoding="utf-8")
     script = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
     # its names are its own, and nothing in it ends the script
     script = "(() => {" + script.replace("</script", "<\\/script") + "})();"
     with suppress(OSError):
         file.parent.mkdir(exist_ok=True)
         draft = file.with_suffix(f".{os.getpid()}")
-        draft.write_text(script)
+        draft.write_text(script, encoding="utf-8")
         draft.replace(file)
     return script
 
@@ -799,4 +799,4 @@ def _float(item: object) -> float | None:
 
 def _config(run: LoadedRun) -> str:
     file = run.path / CONFIG_FILE
-    return file.read_text(errors="replace") if file.is_file() else ""
+    return file.read_text(errors="replace", encoding="utf-8") if file.is_file() else ""

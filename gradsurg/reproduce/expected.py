@@ -164,7 +164,7 @@ def read_expected(root: Path, paper: str) -> Expected:
     path = root / "experiments" / paper / FILE
     where = path.relative_to(root)
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise WrongExperiment(f"{where}: must be a mapping, found {content!r}")
         expected = Expected(**content)

@@ -236,12 +236,12 @@ def make_record(
 def read_record(folder: Path) -> Record | None:
     """Read the record of an experiment's folder; None if there is none."""
     path = folder / FILE
-    return json.loads(path.read_text()) if path.is_file() else None
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def write_record(folder: Path, record: Record, figure: Path | None) -> None:
     """Write the record, the tables of the README and the figure into an experiment's folder."""
-    (folder / FILE).write_text(json.dumps(record, indent=2) + "\n")
+    (folder / FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     if figure is not None:
         shutil.copyfile(figure, folder / figure.name)
     write_between(folder / "README.md", _tables(record))
@@ -249,12 +249,12 @@ def write_record(folder: Path, record: Record, figure: Path | None) -> None:
 
 def write_between(path: Path, text: str) -> None:
     """Replace the text between a file's markers, which are appended if it has none."""
-    before = path.read_text() if path.is_file() else ""
+    before = path.read_text(encoding="utf-8") if path.is_file() else ""
     if BEGIN not in before:
         before = f"{before.rstrip()}\n\n{BEGIN}\n{END}\n".lstrip()
     head, _, rest = before.partition(BEGIN)
     _, _, tail = rest.partition(END)
-    path.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}")
+    path.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}", encoding="utf-8")
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:

@@ -170,7 +170,7 @@ class RunDirectory:
     def reason(self) -> str:
         """The error message of a failed run, on one line: the traceback without its calls."""
         path = self.path / ERROR
-        lines = path.read_text().strip().splitlines() if path.is_file() else []
+        lines = path.read_text(encoding="utf-8").strip().splitlines() if path.is_file() else []
         calls = [number for number, line in enumerate(lines) if line.startswith("  ")]
         return "; ".join(lines[calls[-1] + 1 if calls else 0 :])
 

@@ -92,5 +92,5 @@ ROWS = (
 
 def made(name: str, **fields: Any) -> Aggregator:  # Any: fields have many types
     """What a yaml describes, with some of its fields changed."""
-    config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"))
     return find("aggregators", config.pop("name"))(**{**config, **fields})

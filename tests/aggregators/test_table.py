@@ -26,7 +26,9 @@ def test_the_table_has_a_row_for_each_aggregator_and_no_other() -> None:
 def test_the_example_runs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (code,) = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
+    (code,) = re.findall(
+        r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
     example = ModuleType("example")
     monkeypatch.setitem(sys.modules, "example", example)  # where pickling finds the class again
     exec(code, vars(example))

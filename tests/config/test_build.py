@@ -332,12 +332,12 @@ def test_editing_a_users_file_changes_the_hash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "their_ops.py"
-    file.write_text(SOURCE)
+    file.write_text(SOURCE, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "their_ops", raising=False)
     first = identity("transform=their_ops.gentle")
     assert identity("transform=their_ops.gentle") == first
-    file.write_text(SOURCE.replace("0.5", "0.25"))
+    file.write_text(SOURCE.replace("0.5", "0.25"), encoding="utf-8")
     assert identity("transform=their_ops.gentle") != first
 
 
@@ -346,14 +346,14 @@ def test_editing_a_file_behind_a_re_export_changes_the_hash(
 ) -> None:
     package = tmp_path / "their_package"
     package.mkdir()
-    (package / "__init__.py").write_text("from their_package.ops import gentle\n")
+    (package / "__init__.py").write_text("from their_package.ops import gentle\n", encoding="utf-8")
     file = package / "ops.py"
-    file.write_text(SOURCE)
+    file.write_text(SOURCE, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("their_package", "their_package.ops"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     first = identity("transform=their_package.gentle")
-    file.write_text(SOURCE.replace("0.5", "0.25"))
+    file.write_text(SOURCE.replace("0.5", "0.25"), encoding="utf-8")
     assert identity("transform=their_package.gentle") != first
 
 

@@ -104,7 +104,9 @@ def test_finished_runs_are_not_repeated_unless_forced(here: Here, folder: Path) 
 
 def test_options_may_stand_behind_overrides(here: Here, folder: Path) -> None:
     (folder / "confs" / "transform").mkdir(parents=True)
-    (folder / "confs" / "transform" / "mine.yaml").write_text("mine:\n  name: sign\n")
+    (folder / "confs" / "transform" / "mine.yaml").write_text(
+        "mine:\n  name: sign\n", encoding="utf-8"
+    )
     behind = here("transform=mine", "--config-dir", "confs", *SHORT)
     assert behind.out.startswith("mine: test accuracy ")
     before = here("--config-dir", "confs", "transform=mine", "dry_run=true", *SHORT)
@@ -139,7 +141,7 @@ def test_help_explains_each_key_and_each_word_that_it_can_be(here: Here) -> None
     out = here("--help").out
     text = out.partition("what they can be:")[2].partition("Groups and keys as")[0]
     kinds = get_type_hints(Settings)
-    fields = yaml.safe_load((CONFIG_DIR / "config.yaml").read_text())["shared"]
+    fields = yaml.safe_load((CONFIG_DIR / "config.yaml").read_text(encoding="utf-8"))["shared"]
     of_shared = get_type_hints(SharedParameters)
     kinds |= {f"shared.{field}": of_shared[field] for field in fields}
     lines: dict[str, str] = {}

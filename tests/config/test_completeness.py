@@ -46,10 +46,10 @@ def missing(root: Path) -> list[str]:
         ]
         for stem, path in configs.items():
             place = f"conf/{group}/{stem}.yaml"
-            config = yaml.safe_load(path.read_text())
+            config = yaml.safe_load(path.read_text(encoding="utf-8"))
             said += [f"{place} {fault}" for fault in _faults(group, stem, config, classes)]
     for path in (*sorted(root.glob("conf/*/*.yaml")), *sorted(root.glob("experiments/*/conf/*/*"))):
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         head = text.removeprefix("# @package _global_\n")
         first, names = head.partition("\n")[0], {path.stem, *yaml.safe_load(text)}
         if not _uses(first, path.parent.name, names):
@@ -101,7 +101,7 @@ def test_every_class_has_its_config_and_every_config_its_class_and_its_command()
     "path", sorted((ROOT / "conf/transform").glob("*.yaml")), ids=lambda path: path.stem
 )
 def test_the_command_of_a_transform_trains(path: Path, here: Here) -> None:
-    first = path.read_text().partition("\n")[0]
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
     words = shlex.split(first.removeprefix("# "))
     ended = here(*words[len(COMMAND) :], "steps=2", "seeds=1", "logger=none")
     assert ended.code == 0, ended.err
@@ -116,7 +116,7 @@ def project(tmp_path: Path) -> Path:
         where.mkdir(parents=True)
         for stem in ("__init__", "base", "_inside", "helpers"):
             (where / f"{stem}.py").touch()
-        (where / "one.py").write_text("class One:\n    pass\n")
+        (where / "one.py").write_text("class One:\n    pass\n", encoding="utf-8")
         _write(tmp_path / "conf" / group / "one.yaml", _config(group, "one"))
     _write(tmp_path / "conf" / "transform" / "none.yaml", f"{_command('transform=none')}{{}}\n")
     assert missing(tmp_path) == []
@@ -125,7 +125,7 @@ def project(tmp_path: Path) -> Path:
 
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(exist_ok=True, parents=True)
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
 
 
 def _command(*words: str) -> str:
@@ -139,7 +139,9 @@ def _config(group: str, stem: str, name: str = "one") -> str:
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_class_without_a_config_is_reported(project: Path, folder: str) -> None:
-    (project / "gradsurg" / folder / "two.py").write_text("class Two:\n    pass\n")
+    (project / "gradsurg" / folder / "two.py").write_text(
+        "class Two:\n    pass\n", encoding="utf-8"
+    )
     assert missing(project) == [
         f"gradsurg/{folder}/two.py has no conf/{FOLDERS[folder]}/two.yaml",
     ]

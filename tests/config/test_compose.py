@@ -19,7 +19,9 @@ from gradsurg.effects.ledger import SurgeryWarning
 # The line of tests/theirs.py that raises.
 STUBBORN = 1 + next(
     index
-    for index, line in enumerate((Path(__file__).parents[1] / "theirs.py").read_text().splitlines())
+    for index, line in enumerate(
+        (Path(__file__).parents[1] / "theirs.py").read_text(encoding="utf-8").splitlines()
+    )
     if "not today" in line
 )
 MINE = "mine:\n  name: clip\n  value: 0.02\n"
@@ -478,7 +480,7 @@ def config_dir(path: Path, **files: str) -> str:
     folder = path / "mother's own, (config)" / "transform"
     folder.mkdir(parents=True)
     for name, text in files.items():
-        (folder / f"{name}.yaml").write_text(text)
+        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
     return str(folder.parent)
 
 
@@ -552,7 +554,7 @@ def test_a_dotted_path_stands_under_its_last_name_in_snake_case() -> None:
     ids=lambda path: path.stem,
 )
 def test_the_command_in_the_first_line_of_a_yaml_file_is_right(path: Path) -> None:
-    first = path.read_text().removeprefix("# @package _global_\n").splitlines()[0]
+    first = path.read_text(encoding="utf-8").removeprefix("# @package _global_\n").splitlines()[0]
     command = first.removeprefix("# python -m gradsurg.run ")
     assert command != first
     if path.stem == "captured":  # a user's own task or model may call autograd.grad, ours do not
@@ -570,7 +572,9 @@ def test_the_command_in_the_first_line_of_a_yaml_file_is_right(path: Path) -> No
     "path", sorted(overrides.CONFIG_DIR.glob("transform/*.yaml")), ids=lambda path: path.stem
 )
 def test_a_transforms_yaml_has_one_key_named_after_itself(path: Path) -> None:
-    assert list(yaml.safe_load(path.read_text())) == ([] if path.stem == "none" else [path.stem])
+    assert list(yaml.safe_load(path.read_text(encoding="utf-8"))) == (
+        [] if path.stem == "none" else [path.stem]
+    )
 
 
 @pytest.mark.parametrize(

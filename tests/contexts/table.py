@@ -69,10 +69,10 @@ def row(name: str) -> str:
 
 
 def main() -> None:
-    text = README.read_text()
+    text = README.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    README.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}")
+    README.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

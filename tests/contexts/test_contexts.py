@@ -17,7 +17,7 @@ FINE = {"acts", "refused", "reported", "warned", "n/a"}
 
 
 def _documented() -> dict[str, str]:
-    text = README.read_text().partition(BEGIN)[2].partition(END)[0]
+    text = README.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     return {line.split("|")[1].strip(): line for line in lines}
 

@@ -60,4 +60,6 @@ def test_a_task_of_a_paper_is_unpickled_in_a_new_process(tmp_path: Path) -> None
 def test_the_source_of_a_task_of_a_paper_can_be_hashed() -> None:
     kind = papers.find("task", "wilson")
     assert kind.__module__ == "gradsurg.experiments.karimireddy2019.task"
-    assert getsource(kind) in (papers.ROOT / "experiments/karimireddy2019/task.py").read_text()
+    assert getsource(kind) in (papers.ROOT / "experiments/karimireddy2019/task.py").read_text(
+        encoding="utf-8"
+    )

@@ -76,7 +76,7 @@ for project, number in (("one", 1), ("two", 2), ("one", 3)):
     for path in paths:
         (begun,) = of_type(inspect(tmp_path, path), "run")
         (table,) = path.rglob("*.table.json")
-        kept[begun["project"]] = json.loads(table.read_text())["data"]
+        kept[begun["project"]] = json.loads(table.read_text(encoding="utf-8"))["data"]
     assert kept == {"one": [["clip", 3]], "two": [["clip", 2]]}
 
 

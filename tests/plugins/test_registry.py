@@ -42,7 +42,7 @@ CLASSES = [(kind, stem) for kind in FOLDERS for stem in names(kind)]
 
 def _configs(folder: str) -> dict[str, dict[str, Any]]:
     paths = sorted((CONFIGS / folder).glob("*.yaml"))
-    return {path.stem: yaml.safe_load(path.read_text()) or {} for path in paths}
+    return {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) or {} for path in paths}
 
 
 def _named(stem: str, config: dict[str, Any]) -> str | None:
@@ -89,7 +89,7 @@ def test_every_config_of_an_optimizer_names_one(stem: str) -> None:
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.stem)
 def test_every_config_starts_with_the_command_that_uses_it(path: Path) -> None:
-    text = path.read_text().removeprefix("# @package _global_\n")
+    text = path.read_text(encoding="utf-8").removeprefix("# @package _global_\n")
     assert text.startswith("# python -m gradsurg.")
 
 

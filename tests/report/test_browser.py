@@ -92,7 +92,10 @@ def test_the_network_is_off(window: Driver) -> None:
 
 def test_a_script_that_fails_would_be_seen(window: Driver, page: Path, tmp_path: Path) -> None:
     broken = tmp_path / "index.html"
-    broken.write_text(page.read_text().replace("\nwatch();\n", "\nwatch();\nnowhere();\n"))
+    broken.write_text(
+        page.read_text(encoding="utf-8").replace("\nwatch();\n", "\nwatch();\nnowhere();\n"),
+        encoding="utf-8",
+    )
     window.get(broken.as_uri())
     assert "nowhere is not defined" in str(window.get_log("browser"))
 
@@ -299,7 +302,7 @@ def test_a_config_is_linked_and_shown_in_a_dialog(opened: Driver, page: Path) ->
     file = Path(link.removeprefix("file://"))
     assert file.parent.parent == page.parents[1]
     first.find_element("css selector", "button").click()
-    assert one(opened, "dialog[open] pre").text == file.read_text().strip()
+    assert one(opened, "dialog[open] pre").text == file.read_text(encoding="utf-8").strip()
     one(opened, "#config-close").click()
     assert all_of(opened, "dialog[open]") == []
 
@@ -349,7 +352,7 @@ def test_what_some_studies_have_has_no_serious_fault_of_access(
         prefer(driver, scheme)
         opened_study(driver, study(tmp_path / "study"))
         assert driver.execute_script("return document.documentElement.scrollWidth") <= width
-        driver.execute_script(script.read_text())
+        driver.execute_script(script.read_text(encoding="utf-8"))
         found = driver.execute_async_script(RUN_AXE)
         assert [fault for fault in found if fault[0] in ("serious", "critical")] == []
 
@@ -367,7 +370,7 @@ def test_there_is_no_serious_fault_of_access(page: Path, width: int, scheme: str
         screenshot(driver, KEPT / f"page-{width}-{scheme}.png")
         wide = driver.execute_script("return document.documentElement.scrollWidth")
         assert wide <= width
-        driver.execute_script(script.read_text())
+        driver.execute_script(script.read_text(encoding="utf-8"))
         found = driver.execute_async_script(RUN_AXE)
         assert [fault for fault in found if fault[0] in ("serious", "critical")] == []
         # the check sees a fault where there is one
@@ -386,16 +389,18 @@ def test_a_watched_page_loads_itself_anew_and_keeps_its_place(
     study = studies.mixed(tmp_path / "first")
     assert all((path / FACTS).is_file() for path in study.iterdir())
     file = tmp_path / "index.html"
-    file.write_text(html(study_report(study), refresh=0.3))
+    file.write_text(html(study_report(study), refresh=0.3), encoding="utf-8")
     window.get(file.as_uri())
     window.execute_script("scrollTo({top: 400, behavior: 'instant'})")
-    file.write_text(html(study_report(study), refresh=0.3).replace("<h1>first", "<h1>second"))
+    file.write_text(
+        html(study_report(study), refresh=0.3).replace("<h1>first", "<h1>second"), encoding="utf-8"
+    )
     # one script each: between two the page may be gone
     seen = "return [document.querySelector('h1').textContent, scrollY]"
     wait = WebDriverWait(window, 20)
     wait.until(lambda driver: driver.execute_script(seen) == ["second", 400])
     window.execute_script("document.getElementById('pause').click(); window.here = true")
-    file.write_text(html(study_report(study)))
+    file.write_text(html(study_report(study)), encoding="utf-8")
     window.execute_async_script("setTimeout(arguments[0], 1000)")
     assert window.execute_script("return window.here") is True
 
@@ -462,7 +467,7 @@ def test_conflicts_have_no_serious_fault_of_access(tmp_path: Path, width: int, s
         screenshot(driver, KEPT / f"conflicts-{width}-{scheme}.png")
         assert driver.execute_script("return document.documentElement.scrollWidth") <= width
         assert len(marks(driver, "conflict|", "rect")) == 28 * 4
-        driver.execute_script(script.read_text())
+        driver.execute_script(script.read_text(encoding="utf-8"))
         for place in range(2):
             slide(driver, place)
             drawn(driver)

@@ -22,13 +22,15 @@ DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', r
 
 
 def data_of(page: Path) -> dict:
-    (text,) = DATA.findall(page.read_text())
+    (text,) = DATA.findall(page.read_text(encoding="utf-8"))
     return json.loads(text)
 
 
 def runs_of(page: Path) -> dict[str, str]:
     """The state of each run in the table of runs, by its name."""
-    rows = re.findall(r'<tr data-run="([^"]*)" data-state="([^"]*)"', page.read_text())
+    rows = re.findall(
+        r'<tr data-run="([^"]*)" data-state="([^"]*)"', page.read_text(encoding="utf-8")
+    )
     return dict(rows)
 
 
@@ -57,7 +59,7 @@ def test_what_an_earlier_report_wrote_and_no_longer_applies_is_removed(tmp_path:
     assert main([str(tmp_path)]) == 0
     mine = [report / name for name in ("mine.png", "notes.md")]
     for path in mine:
-        path.write_text("mine")
+        path.write_text("mine", encoding="utf-8")
     assert (report / "outcome.png").is_file()
     shutil.rmtree(run)
     assert main([str(tmp_path)]) == 0
@@ -75,17 +77,17 @@ def test_a_list_of_written_files_that_was_tampered_with_removes_nothing_else(
     studies.whole(tmp_path, "none", 0, 0.9)
     report = tmp_path / "report"
     report.mkdir()
-    (tmp_path / "kept.txt").write_text("kept")
-    (report / "kept.txt").write_text("kept")
-    (report / ".written.json").write_text(text)
+    (tmp_path / "kept.txt").write_text("kept", encoding="utf-8")
+    (report / "kept.txt").write_text("kept", encoding="utf-8")
+    (report / ".written.json").write_text(text, encoding="utf-8")
     assert main([str(tmp_path)]) == 0
     assert (tmp_path / "kept.txt").is_file()
     assert (report / "kept.txt").is_file()
-    assert "index.html" in json.loads((report / ".written.json").read_text())
+    assert "index.html" in json.loads((report / ".written.json").read_text(encoding="utf-8"))
 
 
 def test_the_page_fetches_nothing(report: Path) -> None:
-    text = (report / "index.html").read_text()
+    text = (report / "index.html").read_text(encoding="utf-8")
     assert "default-src 'none'" in text
     assert "unsafe-eval" not in text
     # of the library of charts the policy forbids all that would be fetched
@@ -114,18 +116,18 @@ def test_every_run_is_on_the_page_and_in_the_parquet_file(report: Path) -> None:
 
 
 def test_text_from_files_cannot_end_the_script_or_become_markup(report: Path) -> None:
-    text = (report / "index.html").read_text()
+    text = (report / "index.html").read_text(encoding="utf-8")
     assert "<b>no</b>" not in text
     assert "&lt;b&gt;no&lt;/b&gt; room" in text
     assert "</" not in DATA.findall(text)[0]
 
 
 def test_tables_for_papers_have_a_row_for_each_arm_and_metric(report: Path) -> None:
-    lines = (report / "outcome.md").read_text().splitlines()
+    lines = (report / "outcome.md").read_text(encoding="utf-8").splitlines()
     rows = [line for line in lines if line.startswith("| ")]
     assert len(rows) == 2 + 3 * 2
     assert "| clip | test accuracy | 3 of 3 | 85.00% | 90.00% | -5.00% |" in "\n".join(rows)
-    tex = (report / "outcome.tex").read_text()
+    tex = (report / "outcome.tex").read_text(encoding="utf-8")
     assert r"85.00\%" in tex
     assert len(re.findall(r"(?<!\\)%", tex)) == 1  # the comment at the top
 

@@ -386,7 +386,7 @@ def test_a_file_that_cannot_be_read_is_told_and_the_others_are_shown(tmp_path: P
     folder = studies.clashing(tmp_path / "first")
     before = stamp(folder)
     broken = next(iter(sorted(folder.glob("pcgrad-*")))) / CONFLICTS
-    broken.write_text('{"step": nonsense}\n')
+    broken.write_text('{"step": nonsense}\n', encoding="utf-8")
     assert stamp(folder) != before
     found = study_report(folder)
     assert any("pcgrad-seed0" in said and CONFLICTS in said for said in found.cautions)

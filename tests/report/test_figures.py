@@ -110,9 +110,9 @@ def test_every_file_is_written_as_svg_png_and_pdf(tmp_path: Path) -> None:
     ]
     for path in written:
         assert path.read_bytes().startswith(b"\x89PNG")
-        assert "<svg" in path.with_suffix(".svg").read_text()
+        assert "<svg" in path.with_suffix(".svg").read_text(encoding="utf-8")
         assert path.with_suffix(".pdf").read_bytes().startswith(b"%PDF")
-    assert "difference in test accuracy" in (tmp_path / "outcome.svg").read_text()
+    assert "difference in test accuracy" in (tmp_path / "outcome.svg").read_text(encoding="utf-8")
 
 
 def test_every_colour_of_a_line_has_one_for_the_dark_theme() -> None:

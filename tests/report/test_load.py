@@ -52,7 +52,7 @@ def test_a_run_that_a_process_holds_is_running(tmp_path: Path) -> None:
 def test_a_broken_file_is_told_and_the_other_runs_are_read(tmp_path: Path, name: str) -> None:
     whole = studies.whole(tmp_path, "none", 0, 0.9)
     broken = studies.whole(tmp_path, "clip", 0, 0.8, whole)
-    (tmp_path / broken / name).write_text("{half\n")
+    (tmp_path / broken / name).write_text("{half\n", encoding="utf-8")
     states = {run.name: run for run in read_study(tmp_path)}
     assert states[whole].state == "finished"
     assert states[broken].state == "unreadable"
@@ -83,7 +83,7 @@ def test_what_is_no_study_is_said_in_one_sentence(tmp_path: Path, there: str) ->
         case "empty":
             folder.mkdir()
         case "file":
-            folder.write_text("")
+            folder.write_text("", encoding="utf-8")
         case "studies":
             studies.whole(folder / "first", "none", 0, 0.9)
     with pytest.raises(NotAStudy) as caught:

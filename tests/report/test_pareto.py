@@ -149,7 +149,7 @@ def test_each_metric_has_its_files_and_more_than_six_pairs_are_said_to_be_more(t
         write_figures(report, tmp_path)
     for stem in ("pareto", "pareto-2"):
         assert (tmp_path / f"{stem}.png").is_file()
-        assert "the first 6 of 10" in (tmp_path / f"{stem}.svg").read_text()
+        assert "the first 6 of 10" in (tmp_path / f"{stem}.svg").read_text(encoding="utf-8")
 
 
 def test_the_page_has_the_table_of_the_arms(tmp_path: Path):

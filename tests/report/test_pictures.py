@@ -60,7 +60,7 @@ def test_a_long_way_is_thinned_and_keeps_its_ends(tmp_path: Path):
 def test_a_broken_landscape_is_told_and_the_rest_is_reported(tmp_path: Path, text: str):
     study = studies.toy(tmp_path / "toy")
     run = sorted(study.glob("clip-*"))[0]
-    (run / "landscape.json").write_text(text)
+    (run / "landscape.json").write_text(text, encoding="utf-8")
     report = study_report(study)
     (said,) = [line for line in report.cautions if "landscape.json" in line]
     assert run.name in said
@@ -90,7 +90,7 @@ def test_a_way_of_two_places_has_no_line_between_them(tmp_path: Path):
 
 def test_the_page_shows_the_figure_and_links_its_files(tmp_path: Path):
     study = studies.toy(tmp_path / "toy")
-    text = write_report(study_report(study), study / "report").read_text()
+    text = write_report(study_report(study), study / "report").read_text(encoding="utf-8")
     assert '<section aria-labelledby="h-trajectories" id="trajectories">' in text
     assert 'src="data:image/png;base64,' in text
     for name in ("trajectories.png", "trajectories.svg"):
@@ -100,7 +100,7 @@ def test_the_page_shows_the_figure_and_links_its_files(tmp_path: Path):
 
 def test_a_study_without_a_landscape_has_no_such_section(tmp_path: Path):
     study = studies.mixed(tmp_path / "first")
-    text = write_report(study_report(study), study / "report").read_text()
+    text = write_report(study_report(study), study / "report").read_text(encoding="utf-8")
     assert 'id="trajectories"' not in text
     assert "data:image/png" not in text
     assert not list((study / "report").glob("trajectories*"))

@@ -360,7 +360,7 @@ def test_links_of_a_chain_are_told_apart(write) -> None:
 
 def test_it_says_so_if_no_effect_was_measured(write, tmp_path) -> None:
     path = write(summary("clip", 0, 0.9))
-    (path / "effects.jsonl").write_text("")
+    (path / "effects.jsonl").write_text("", encoding="utf-8")
     assert "No effect was measured: effects_every=0" in report([Runs(path, None)])
 
 
@@ -407,7 +407,7 @@ def test_the_report_and_what_it_computes_with_name_no_torch() -> None:
         root / "stats.py",
         root / "effects" / "tables.py",
     ]:
-        tree = ast.parse(path.read_text())
+        tree = ast.parse(path.read_text(encoding="utf-8"))
         named = [alias.name for node in ast.walk(tree) for alias in getattr(node, "names", [])]
         modules = [getattr(node, "module", None) or "" for node in ast.walk(tree)]
         assert not [name for name in [*named, *modules] if name.partition(".")[0] == "torch"], path

@@ -61,7 +61,7 @@ def root(tmp_path: Path) -> Path:
 def expect(root: Path, told: object, paper: str = "mini") -> None:
     folder = root / "experiments" / paper
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "expected.yaml").write_text(yaml.safe_dump(told))
+    (folder / "expected.yaml").write_text(yaml.safe_dump(told), encoding="utf-8")
 
 
 @pytest.fixture
@@ -271,7 +271,9 @@ def test_a_metric_is_taken_at_the_end_or_from_the_rows(
     run = found("clip", 0, {"test/loss": 4.0}, root)
     run.path.mkdir()
     rows = [{"step": 10, "test/loss": 3.0}, {"step": 15}, {"step": 20, "test/loss": 1.0}]
-    (run.path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (run.path / "metrics.jsonl").write_text(
+        "".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8"
+    )
     judged = judged_with(root, [run], at=at, high=10)
     assert judged.band.quantity == quantity
     assert judged.values == (() if expected is None else (expected,))
@@ -287,7 +289,7 @@ def test_a_figure_shows_each_seed_of_each_arm(root: Path, kind: str) -> None:
         runs[-1].path.mkdir()
         rows = [{"step": step, "test/loss": loss / step} for step in (1, 2)]
         text = "".join(f"{json.dumps(row)}\n" for row in rows)
-        (runs[-1].path / "metrics.jsonl").write_text(text)
+        (runs[-1].path / "metrics.jsonl").write_text(text, encoding="utf-8")
     lone = draw(Drawing(kind, "test/loss"), runs[:1], root / "one")
     every = draw(Drawing(kind, "test/loss"), runs, root / "all")
     assert lone is not None
@@ -307,7 +309,9 @@ def test_the_alignment_figure_has_an_angle_over_the_steps(root: Path) -> None:
             for step, (site, cosine) in enumerate(turned, 1)
             for name, own in (("clip", cosine), ("sign", 0.9))
         ]
-        (run.path / "effects.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        (run.path / "effects.jsonl").write_text(
+            "".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8"
+        )
     at = [("a#0/Mm[0].1", "end", 0.5), ("a#0/Mm[0].1", 1, 0.5), ("b#0", "most", 0.25)]
     for site, when, value in at:
         metric = f"effect/clip/{site}/cosine"
@@ -448,20 +452,23 @@ def test_measurements_are_recorded_and_appear_in_the_tables(
 ) -> None:
     assert "mini   not measured  -        Clipping helps." in reproduce("--list").out
     readme = root / "experiments" / "mini" / "README.md"
-    readme.write_text("# Mini\n")
+    readme.write_text("# Mini\n", encoding="utf-8")
     for _ in range(2):  # the second time in the place of the first
         assert reproduce("mini", "--write").code == 0
-    text = readme.read_text()
+    text = readme.read_text(encoding="utf-8")
     assert text.startswith("# Mini\n\n<!-- begin")
     assert text.count("| It is low. | <= 0.5 | 0.25 to 0.5 | 2 | holds |") == 1
     assert text.count("| simple_transforms | control | 0 | test/loss | 2 |") == 1
-    assert json.loads((readme.parent / "measured.json").read_text())["verdict"] == "holds"
+    assert (
+        json.loads((readme.parent / "measured.json").read_text(encoding="utf-8"))["verdict"]
+        == "holds"
+    )
     assert "mini   holds    3        Clipping helps." in reproduce("--list").out
     expect(root, {**MINI, "front": "a loss of {low_enough}"})
     told = "a loss of 0.4 (-1.2 to 2.0); 1 of 1 bands hold"
     row = f"Clipping helps. | 0.4 | {told} | holds | 3 | `python scripts/reproduce.py mini` |"
     assert row in reproduce("--table", "--write").out
-    assert row in (root / "experiments" / "README.md").read_text()
+    assert row in (root / "experiments" / "README.md").read_text(encoding="utf-8")
 
 
 def test_a_study_without_a_band_is_in_the_table_of_arms(root: Path, reproduce: Reproduce) -> None:
@@ -469,7 +476,7 @@ def test_a_study_without_a_band_is_in_the_table_of_arms(root: Path, reproduce: R
     bands = [{**MINI["bands"][0], "study": "simple_transforms"}]
     expect(root, {**MINI, "quick": ["simple_transforms", "more"], "bands": bands})
     assert reproduce("mini", "--write").code == 0
-    text = (root / "experiments" / "mini" / "README.md").read_text()
+    text = (root / "experiments" / "mini" / "README.md").read_text(encoding="utf-8")
     assert text.count("| more | control | 0 | test/loss | 2 |") == 1
 
 
@@ -496,9 +503,9 @@ def test_nothing_is_recorded_without_write(root: Path, reproduce: Reproduce) -> 
 @pytest.mark.parametrize("paper", papers(ROOT))
 def test_every_experiment_has_bands_and_a_readme(paper: str) -> None:
     assert read_expected(ROOT, paper).full
-    text = (ROOT / "experiments" / paper / "README.md").read_text()
+    text = (ROOT / "experiments" / paper / "README.md").read_text(encoding="utf-8")
     assert f"python scripts/reproduce.py {paper}" in text
-    index = (ROOT / "experiments" / "README.md").read_text()
+    index = (ROOT / "experiments" / "README.md").read_text(encoding="utf-8")
     assert f"[`{paper}`]({paper}/README.md)" in index
 
 

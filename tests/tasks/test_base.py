@@ -135,7 +135,7 @@ def built(*words: str) -> Experiment:
 
 def command_of(path: Path) -> list[str]:
     """The words that the first line of a yaml says to use it with."""
-    return shlex.split(path.read_text().partition("\n")[0])[4:]
+    return shlex.split(path.read_text(encoding="utf-8").partition("\n")[0])[4:]
 
 
 @pytest.mark.parametrize(

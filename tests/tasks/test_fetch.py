@@ -46,7 +46,7 @@ def archive(path: Path, contents: dict[str, bytes]) -> Path:
 
 
 def program(path: Path, text: str) -> None:
-    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
     path.chmod(0o755)
 
 
@@ -162,7 +162,7 @@ def test_one_cache_folder_is_taken_for_another(tmp_path, made_up, monkeypatch):
 
 def test_other_files_of_the_users_are_refused(tmp_path, made_up, capsys):
     theirs = write(tmp_path / "theirs", train_labels_idx1_ubyte=idx(9 - TRAIN_LABELS))
-    (tmp_path / "theirs" / "moby_dick.txt").write_text("Call me Ahab.")
+    (tmp_path / "theirs" / "moby_dick.txt").write_text("Call me Ahab.", encoding="utf-8")
     assert command.main(["mnist", "text", "--from", theirs]) == 2
     out, err = capsys.readouterr()
     assert "mnist: --from must hold MNIST itself; train-labels-idx1-ubyte has another sha256" in err
@@ -241,7 +241,7 @@ def test_debians_package_is_had_or_not(tmp_path, made_up, capsys):
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path, made_up, monkeypatch, capsys):
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     monkeypatch.setenv("GRADSURG_DATA", str(tmp_path / "file"))
     assert command.main(["mnist"]) == 1
     assert capsys.readouterr().err == f"mnist: cannot write '{tmp_path}/file': File exists\n"
@@ -261,7 +261,7 @@ def test_the_list_has_the_folder_and_state_of_each_data_set(tmp_path, made_up, c
     assert f"mnist: not there, {tmp_path}/data/mnist\n  MNIST, 70,000 " in before
     assert not (tmp_path / "data").exists()
     command.main(["mnist", "text"])
-    (tmp_path / "data" / "text" / "moby_dick.txt").write_text("Call me")
+    (tmp_path / "data" / "text" / "moby_dick.txt").write_text("Call me", encoding="utf-8")
     capsys.readouterr()
     assert command.main(["--list"]) == 0
     after = capsys.readouterr().out
@@ -337,7 +337,7 @@ def test_a_missing_or_different_text_is_an_error(tmp_path, made_up):
     )
     assert "\n" not in said
     place.mkdir(parents=True)
-    (place / "moby_dick.txt").write_text("Call me Ahab.")
+    (place / "moby_dick.txt").write_text("Call me Ahab.", encoding="utf-8")
     with pytest.raises(FieldError, match="moby_dick.txt has another sha256"):
         CharLM(text="moby_dick").load()
     with pytest.raises(FieldError, match="must be null where a path is given"):

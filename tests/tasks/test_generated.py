@@ -406,7 +406,7 @@ def test_char_lm_refuses_a_missing_binary_or_short_file(tmp_path):
     with pytest.raises(FieldError, match=r"CharLM.path: cannot be read: 'utf-8' codec"):
         CharLM(path=str(path)).load()
     short = tmp_path / "short"
-    short.write_text("a" * 100)
+    short.write_text("a" * 100, encoding="utf-8")
     rule = "must be < 10, the characters of its smaller part, found 10"
     with pytest.raises(FieldError) as caught:
         CharLM(path=str(short), length=10).load()

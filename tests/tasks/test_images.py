@@ -354,10 +354,10 @@ def test_the_content_of_a_batch_counts(tmp_path):
 
 def test_an_edited_text_is_read_anew(tmp_path):
     file = tmp_path / "words.txt"
-    file.write_text("abcd" * 100)
+    file.write_text("abcd" * 100, encoding="utf-8")
     task = CharLM(path=str(file), length=8)
     before, data = task.content, task.load()
-    file.write_text("abdc" * 100)
+    file.write_text("abdc" * 100, encoding="utf-8")
     assert task.content != before
     assert not torch.equal(task.load().train_inputs, data.train_inputs)
     assert CharLM(length=8).content  # the text that comes with Python is another in another release

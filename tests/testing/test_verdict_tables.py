@@ -36,7 +36,10 @@ def test_a_paper_without_an_arxiv_number_is_cited_without_a_link() -> None:
 
 def test_a_table_replaces_the_old_one(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{BEGIN}\n| old |\n{END}\nafter\n")
+    readme.write_text(f"before\n{BEGIN}\n| old |\n{END}\nafter\n", encoding="utf-8")
     write(readme, line(["a", "b"]), [line(["1", ""])])
     assert written(readme) == ["| a | b |", "| 1 |  |"]
-    assert readme.read_text() == f"before\n{BEGIN}\n| a | b |\n|---|---|\n| 1 |  |\n{END}\nafter\n"
+    assert (
+        readme.read_text(encoding="utf-8")
+        == f"before\n{BEGIN}\n| a | b |\n|---|---|\n| 1 |  |\n{END}\nafter\n"
+    )

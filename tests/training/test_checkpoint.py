@@ -137,10 +137,10 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, whole) -> None:
     assert done.returncode == -signal.SIGKILL
     place = a_run(MIXED).directory(tmp_path)
     half = place / "metrics.jsonl"
-    assert len(half.read_text().splitlines()) == 3
-    with half.open("a") as file:
+    assert len(half.read_text(encoding="utf-8").splitlines()) == 3
+    with half.open("a", encoding="utf-8") as file:
         file.write('{"step":20,"train/lo')
-    with (place / "effects.jsonl").open("a") as file:
+    with (place / "effects.jsonl").open("a", encoding="utf-8") as file:
         file.write("{")
     assert_same(execute(a_run(MIXED), tmp_path, []), whole)
 

@@ -31,7 +31,7 @@ def test_metrics_of_several_runs_form_one_table(tmp_path):
 
 def test_a_half_written_last_line_is_not_read(run):
     run.append_metrics({"step": 1, "train/loss": 0.5})
-    with (run.path / "metrics.jsonl").open("a") as file:
+    with (run.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step":2,"train/loss":0.4')
     assert read_metrics([run.path])["step"].to_list() == [1]
 
@@ -40,8 +40,8 @@ def test_a_half_written_last_line_is_not_read(run):
 def test_a_file_without_a_whole_line_has_no_rows(run, content):
     run.path.mkdir(parents=True)
     if content is not None:
-        (run.path / "metrics.jsonl").write_text(content)
-        (run.path / "effects.jsonl").write_text(content)
+        (run.path / "metrics.jsonl").write_text(content, encoding="utf-8")
+        (run.path / "effects.jsonl").write_text(content, encoding="utf-8")
     assert read_metrics([run.path]).shape == (0, 2)
     assert read_effects([run.path]).schema["site"] == pl.String
     assert effect_table([run.path]) == []
@@ -50,7 +50,7 @@ def test_a_file_without_a_whole_line_has_no_rows(run, content):
 
 def test_a_broken_line_in_the_middle_is_an_error(run):
     run.append_metrics({"step": 1})
-    with (run.path / "metrics.jsonl").open("a") as file:
+    with (run.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step":\n{"step":3}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl has a line that is not JSON"):
         read_metrics([run.path])

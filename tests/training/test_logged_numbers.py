@@ -153,7 +153,9 @@ def test_the_hardware_names_no_machine(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert re.fullmatch(rf"{platform.machine()}, .+, \d+ threads?, torch {version}", found)
     assert platform.node() not in found
     info = tmp_path / "cpuinfo"
-    info.write_text("processor : 0\nmodel name\t: A Fine CPU\nmodel name\t: another\n")
+    info.write_text(
+        "processor : 0\nmodel name\t: A Fine CPU\nmodel name\t: another\n", encoding="utf-8"
+    )
     monkeypatch.setattr("gradsurg.training.logged_numbers.CPU_INFO", info)
     assert ", A Fine CPU, " in hardware(torch.device("cpu"))
     info.unlink()

@@ -21,7 +21,10 @@ from tests.nets import small, weights
 from tests.runs import Torn, Wrapped, a_run, assert_same, data
 
 FOLDER = Path(__file__).parents[2] / "conf" / "optimizer"
-CONFIGS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("*.yaml"))}
+CONFIGS = {
+    path.stem: yaml.safe_load(path.read_text(encoding="utf-8"))
+    for path in sorted(FOLDER.glob("*.yaml"))
+}
 
 
 def maker(config: dict[str, Any]) -> MakeOptimizer:

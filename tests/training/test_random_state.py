@@ -199,7 +199,7 @@ def make(shape, num_outputs):
 
 
 def test_a_command_restores_the_generators(here: Here, folder: Path) -> None:
-    (folder / "drawn_model.py").write_text(THEIRS)
+    (folder / "drawn_model.py").write_text(THEIRS, encoding="utf-8")
     with random_state.preserved():
         words = ("transform=clip", "model=drawn_model.make", "steps=5", "seeds=1", "logger=none")
         assert here(*words, "report=false").code == 0

@@ -50,7 +50,7 @@ def test_the_lock_is_released_after_an_error(run):
 
 
 def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def test_creating_a_run_directory_object_writes_nothing(run):
@@ -142,7 +142,7 @@ def test_a_line_that_does_not_fit_the_disk_is_removed_and_the_file_named(run, mo
 
 
 def test_an_error_names_the_directory_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("in the way")
+    (tmp_path / "file").write_text("in the way", encoding="utf-8")
     with pytest.raises(OSError, match=r"file/run/config\.yaml"):
         RunDirectory(tmp_path / "file" / "run").plan({}, {"a": 1})
 
@@ -173,7 +173,7 @@ def test_resuming_drops_rows_after_the_checkpoint(run):
     }
     run.append_metrics({"step": 20})
     run.append_effects([effect(20, 5, 5)])
-    with (run.path / "metrics.jsonl").open("a") as file:
+    with (run.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 30, "train/lo')
     assert RunDirectory(run.path).load_checkpoint() == {"step": 10}
     assert {name: (run.path / name).read_bytes() for name in kept} == kept
@@ -184,7 +184,7 @@ def test_resuming_drops_rows_after_the_checkpoint(run):
 def test_a_half_written_last_line_is_dropped_on_resuming(run):
     run.append_metrics({"step": 10})
     run.save_checkpoint({"step": 10})
-    with (run.path / "metrics.jsonl").open("a") as file:
+    with (run.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"st')
     run.load_checkpoint()
     run.append_metrics({"step": 20})
@@ -203,7 +203,7 @@ def test_without_a_checkpoint_a_run_starts_with_empty_files(run):
 def test_missing_rows_before_the_checkpoint_are_an_error(run):
     run.append_metrics({"step": 10})
     run.save_checkpoint({"step": 10})
-    (run.path / "metrics.jsonl").write_text("")
+    (run.path / "metrics.jsonl").write_text("", encoding="utf-8")
     with pytest.raises(ValueError, match=r"metrics\.jsonl has 0 bytes but had 12 .*force=true"):
         run.load_checkpoint()
 
@@ -247,7 +247,7 @@ def test_clear_removes_the_runs_files_and_no_other(run):
     run.write_landscape({"x1": [1.0]})
     run.write_examined({"maps": [1.0]})
     run.write_summary({"state": "finished"})
-    (run.path / ".summary.json.99.tmp").write_text("of a killed process")
+    (run.path / ".summary.json.99.tmp").write_text("of a killed process", encoding="utf-8")
     (run.path / "wandb").mkdir()
     run.clear()
     assert [path.name for path in run.path.iterdir()] == ["wandb"]

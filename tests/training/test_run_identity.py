@@ -7,10 +7,10 @@ from gradsurg.training.run_identity import MAX_LABEL, directory_name, environmen
 
 def test_the_environment_has_a_hash_of_the_source_of_gradsurg(tmp_path, monkeypatch) -> None:
     (tmp_path / "inside").mkdir()
-    (tmp_path / "inside" / "one.py").write_text("x = 1\n")
+    (tmp_path / "inside" / "one.py").write_text("x = 1\n", encoding="utf-8")
     monkeypatch.setattr("gradsurg.training.run_identity.PACKAGE", tmp_path)
     first = environment.__wrapped__()
-    (tmp_path / "inside" / "one.py").write_text("x = 2\n")
+    (tmp_path / "inside" / "one.py").write_text("x = 2\n", encoding="utf-8")
     second = environment.__wrapped__()
     assert first.pop("gradsurg") != second.pop("gradsurg")
     assert first == second

@@ -20,7 +20,10 @@ from tests.nets import sgd, small, weights
 from tests.runs import SHORT, Torn, Wrapped, a_run, assert_same, data, kept_in, lines
 
 FOLDER = Path(__file__).parents[2] / "conf" / "schedule"
-CONFIGS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("*.yaml"))}
+CONFIGS = {
+    path.stem: yaml.safe_load(path.read_text(encoding="utf-8"))
+    for path in sorted(FOLDER.glob("*.yaml"))
+}
 STEPS = 500
 
 

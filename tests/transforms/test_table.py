@@ -21,6 +21,8 @@ def test_the_table_has_a_row_for_each_config_and_no_other() -> None:
 
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
+    (code,) = re.findall(
+        r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
     exec(code, {})
     assert re.search(r"idempotent +yes", capsys.readouterr().out)

@@ -146,7 +146,7 @@ def _made(node: Any) -> Any:  # Any: a node of a config is of any type
 
 @pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
 def test_a_config_builds_its_trigger_and_lists_every_field(path: Path) -> None:
-    config = yaml.safe_load(path.read_text())
+    config = yaml.safe_load(path.read_text(encoding="utf-8"))
     made = _made(config)
     assert isinstance(made, gs.Trigger)
     assert set(config) - {"name"} == {field.name for field in fields(made)}  # pyright: ignore[reportArgumentType]
