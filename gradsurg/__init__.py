@@ -23,7 +23,7 @@ FOLDERS = (*KINDS, "testing")
 
 HOMES = {
     "Comparison": "training.compare",
-    "Intervention": "surgery.intervention",
+    "Intervention": "hooks.intervention",
     "Live": "surgery.live",
     "SharedParameters": "multitask.shared_parameters",
     "Surgery": "surgery.surgery",

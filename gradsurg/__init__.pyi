@@ -28,6 +28,7 @@ from gradsurg.aggregators.trimmed_mean import TrimmedMean as TrimmedMean
 from gradsurg.aggregators.uncertainty_weighting import UncertaintyWeighting as UncertaintyWeighting
 from gradsurg.aggregators.upgrad import UPGrad as UPGrad
 from gradsurg.effects.ledger import SurgeryWarning as SurgeryWarning
+from gradsurg.hooks.intervention import Intervention as Intervention
 from gradsurg.multitask.shared_parameters import SharedParameters as SharedParameters
 from gradsurg.sites.activations import Activations as Activations
 from gradsurg.sites.captured import Captured as Captured
@@ -43,7 +44,6 @@ from gradsurg.sites.saved_tensors import SavedTensors as SavedTensors
 from gradsurg.sites.uses import Uses as Uses
 from gradsurg.sites.weights import Weights as Weights
 from gradsurg.surgery.hook import hook as hook
-from gradsurg.surgery.intervention import Intervention as Intervention
 from gradsurg.surgery.live import Live as Live
 from gradsurg.surgery.surgery import Surgery as Surgery
 from gradsurg.training.compare import Comparison as Comparison

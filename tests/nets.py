@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
+from gradsurg.hooks.intervention import Intervention
 from gradsurg.sites.base import Selector
 from gradsurg.sites.parameters import Parameters
-from gradsurg.surgery.intervention import Intervention
 from gradsurg.surgery.live import Live
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.transforms.base import Transform

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
+from gradsurg.hooks.intervention import Intervention
 from gradsurg.loggers.base import Logger, RunEnd, RunInfo
 from gradsurg.models.mlp import MLP
 from gradsurg.sites.base import Selector
-from gradsurg.surgery.intervention import Intervention
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, Task
 from gradsurg.tasks.digits import Digits

@@ -17,13 +17,13 @@ from gradsurg.config.instantiate import Config, instantiate, user_code
 from gradsurg.config.runs import Pair, Plan, create_model
 from gradsurg.config.settings import Settings
 from gradsurg.effects.ledger import SurgeryWarning
+from gradsurg.hooks.intervention import Intervention
 from gradsurg.loggers.base import GuardedLogger, Logger
 from gradsurg.multitask.aggregation import check_trigger
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.plugins.fields import FieldError, call_with_fields, nearest, one_line
 from gradsurg.plugins.registry import find, names, snake
 from gradsurg.sites.base import Selector
-from gradsurg.surgery.intervention import Intervention
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, MultiTask, Task
 from gradsurg.torch_internals import random_state

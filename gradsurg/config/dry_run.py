@@ -19,13 +19,13 @@ from gradsurg.config.instantiate import Config, user_code
 from gradsurg.config.runs import optimizer_config
 from gradsurg.config.settings import Settings
 from gradsurg.effects.ledger import Entry, SurgeryWarning
+from gradsurg.hooks.intervention import Intervention
 from gradsurg.multitask.features import module_of
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.plugins.fields import FieldError, nearest, one_line, only_changed_field
 from gradsurg.sites.base import Selector
 from gradsurg.sites.state_guard import untouched
-from gradsurg.surgery.forward_observers import observed_modules, reads_forward
-from gradsurg.surgery.intervention import Intervention
+from gradsurg.surgery.forward_observers import observed_modules
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, Examined, MultiTask, Task
 from gradsurg.torch_internals import random_state
@@ -42,7 +42,7 @@ from gradsurg.transforms.base import (
 )
 from gradsurg.transforms.identity import Identity
 from gradsurg.triggers.always import Always
-from gradsurg.triggers.base import Clock, Decision, Trigger, TriggerContext
+from gradsurg.triggers.base import Clock, Decision, TensorTrigger, Trigger, TriggerContext
 from gradsurg.triggers.for_task import ForTask
 
 METRIC_EXAMPLES = 8  # the examples by which the names of metrics are found
@@ -247,7 +247,7 @@ class _Trial:
         before = len(self.errors.lines)
         for part in trigger.parts:
             with self.errors.at("when"):
-                if reads_forward(part):
+                if isinstance(part, TensorTrigger) and part.reads_forward:
                     observed_modules([part], self.model)
                 if isinstance(part, ForTask):
                     self._check_task_name(part)

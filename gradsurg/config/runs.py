@@ -11,10 +11,10 @@ from gradsurg.aggregators.base import NormMatchedSum
 from gradsurg.aggregators.sum import Sum
 from gradsurg.config.instantiate import Config, fields_of, target_of, user_code
 from gradsurg.config.settings import Settings
+from gradsurg.hooks.intervention import Intervention
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.plugins.fields import call_with_fields
 from gradsurg.sites.base import Selector
-from gradsurg.surgery.intervention import Intervention
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, MultiTask, Task
 from gradsurg.training.optimizers import optimizer_maker

@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 
 from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import Ledger, SurgeryWarning
+from gradsurg.hooks.intervention import Intervention
 from gradsurg.sites.base import Stage
 from gradsurg.torch_internals import autograd
-from gradsurg.transforms.base import Stateless, Transform, TransformContext, TransformState
-from gradsurg.transforms.chain import Chain
+from gradsurg.transforms.base import Stateless, TransformContext, TransformState
 from gradsurg.triggers.always import Always
-from gradsurg.triggers.base import Clock, Decision, TensorTrigger, Trigger, TriggerContext
+from gradsurg.triggers.base import Clock, Decision, TensorTrigger, TriggerContext
 from gradsurg.triggers.for_task import ForTask
 
 FORWARD = ("forward", "captured")
@@ -119,20 +119,13 @@ class HookController:
         "trigger_reads_gradient",
     )
 
-    def __init__(
-        self,
-        session: Session,
-        labels: Sequence[str],
-        transform: Transform,
-        trigger: Trigger,
-        stage: Stage,
-    ) -> None:
+    def __init__(self, session: Session, labels: Sequence[str], intervention: Intervention) -> None:
         self.session = session
         self.labels = tuple(labels)
         self.label = " -> ".join(labels)
-        self.stage: Stage = stage
-        self.measures_at_once = stage in FORWARD
-        self.is_writable = stage in WRITABLE
+        self.stage: Stage = intervention.stage
+        self.measures_at_once = self.stage in FORWARD
+        self.is_writable = self.stage in WRITABLE
         # A whole step is under autocast or not, so one check a step is enough; not where steps are
         # not counted, or in a forward pass, which enters and leaves autocast.
         self.steady_autocast = session.optimizer is not None and not self.measures_at_once
@@ -140,25 +133,24 @@ class HookController:
         self.has_several_tasks = False  # whether `live.backward` sends one gradient a task
         self.on = True
         self.skipped_nodes: Collection[Node] = ()
-        self.set(transform, trigger)
+        self.set(intervention)
 
-    def set(self, transform: Transform, trigger: Trigger) -> None:
+    def set(self, intervention: Intervention) -> None:
         """Set the transform and the trigger, here or with states that were loaded.
 
         The next gradient at each site takes the checked path.
         """
-        links = transform.links if isinstance(transform, Chain) else (transform,)
-        self.links = list(zip(self.labels, links, strict=True))
-        self.transform = transform
-        self.trigger = trigger
-        self.named_tasks = [part for part in trigger.parts if isinstance(part, ForTask)]
-        sources = {part.source for part in trigger.parts if isinstance(part, TensorTrigger)}
+        self.transform = intervention.operator
+        self.links = list(zip(self.labels, intervention.links, strict=True))
+        self.trigger = intervention.when
+        parts = self.trigger.parts
+        self.named_tasks = [part for part in parts if isinstance(part, ForTask)]
+        sources = {part.source for part in parts if isinstance(part, TensorTrigger)}
         self.trigger_reads_gradient = "grad" in sources
-        needs = {need for link in links for need in link.needs}
-        self.needs_entering = "entering" in needs
-        self.needs_value = "value" in needs or "value" in sources
-        self.stateless = all(isinstance(link, Stateless) for link in links)
-        self.has_group_link = any(link.scope == "group" for link in links)
+        self.needs_entering = "entering" in intervention.needs
+        self.needs_value = "value" in intervention.needs or "value" in sources
+        self.stateless = all(isinstance(link, Stateless) for link in intervention.links)
+        self.has_group_link = intervention.scope == "group"
         self.configuration = object()
         # The value of `sampling` for which the decisions of `begin_step` hold in later steps too.
         self.decided_for: bool | None = None

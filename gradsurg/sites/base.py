@@ -183,6 +183,7 @@ class Selector(ABC):
     compile_limit: ClassVar[str] = ""  # why it acts differently in a compiled model, if it does
 
     stage: Stage | None
+    count: int | None = None  # the required number of sites; None if any number is accepted
 
     @property
     def provides(self) -> frozenset[Need]:
@@ -203,11 +204,6 @@ class Selector(ABC):
     def known_in_backward(self) -> bool:
         """Whether some sites become known only in a backward pass."""
         return False
-
-    @property
-    def expected(self) -> int | None:
-        """The required number of sites, None if any number is accepted."""
-        return None
 
     def resolve(self, scope: Scope) -> Stage:
         """Return the stage for a transform of this scope; ValueError if it cannot be `stage`."""

@@ -18,10 +18,10 @@ from gradsurg.sites.selection import (
     ModuleSelector,
     Range,
     SiteIds,
+    all_frozen,
     candidates,
     described,
     expect_params,
-    find_params,
     fits_param,
     names_of,
     nothing_matched,
@@ -83,10 +83,10 @@ class Captured(ModuleSelector):
         selected = candidates(named, self.mechanism, test)
         modules = [name for names in selected.values() for name in names]
         params = selected_params(self, model, test)
-        if params and not modules:
-            return find_params(self, model, test)
         trainable = [names[0] for param, names in params if param.requires_grad]
         if not trainable and not modules:
+            if params:
+                raise all_frozen(self, [names[0] for _, names in params])
             choices = [name for names in named.values() for name in names if name != ROOT]
             choices += params_of(model)
             raise nothing_matched(self, "pattern", described(self), choices)

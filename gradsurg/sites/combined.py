@@ -35,7 +35,7 @@ class Combined(Selector):
     def __post_init__(self) -> None:
         if self.stage is not None:
             raise Contradiction("stage", "is that of the selectors: give it to each of them")
-        if any(selector.expected is not None for selector in self.of):
+        if any(selector.count is not None for selector in self.of):
             raise Contradiction("of", "a number that is expected belongs to the whole: expect last")
         for kind in self.kinds:
             if kind.stage is None and any(
@@ -78,10 +78,6 @@ class Combined(Selector):
     @property
     def kinds(self) -> tuple[Selector, ...]:
         return tuple(kind for selector in self.of for kind in selector.kinds)
-
-    @property
-    def expected(self) -> int | None:
-        return self.count
 
     def resolve(self, scope: Scope) -> Stage:
         stages: list[Stage] = list({kind.resolve(scope) for kind in self.kinds})

@@ -50,7 +50,7 @@ def tree(model: nn.Module, example_input: Any, at: Selector | None = None) -> Tr
         num_params=sum(param.numel() for param in model.parameters()),
         loose=tuple(loose),
         selected=at is not None,
-        expected=None if at is None else at.expected,
+        expected=None if at is None else at.count,
         notes=tuple(_notes(model, walk, at, changed)),
     )
 

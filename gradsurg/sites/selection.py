@@ -179,22 +179,14 @@ class ParamSelector(Selector):
         return place.mechanism == self.mechanism and fits_param(self, place)
 
     def find(self, model: nn.Module, test: PlaceTest | None = None) -> list[str]:
-        return find_params(self, model, test or self.selects)
-
-
-def find_params(fields: ParamFields, model: nn.Module, test: PlaceTest) -> list[str]:
-    """Return the first name of each selected trainable parameter; LookupError if there is none."""
-    selected = selected_params(fields, model, test)
-    if not selected:
-        choices = params_of(model)
-        raise nothing_matched(fields, _selecting_field(fields), described(fields), choices)
-    trainable = [names[0] for param, names in selected if param.requires_grad]
-    if not trainable:
-        frozen = ", ".join(names[0] for _, names in selected)
-        raise SelectionError(
-            fields, "pattern", f"all that '{fields.pattern}' matches is frozen: {frozen}"
-        )
-    return trainable
+        selected = selected_params(self, model, test or self.selects)
+        if not selected:
+            choices = params_of(model)
+            raise nothing_matched(self, _selecting_field(self), described(self), choices)
+        trainable = [names[0] for param, names in selected if param.requires_grad]
+        if not trainable:
+            raise all_frozen(self, [names[0] for _, names in selected])
+        return trainable
 
 
 def expect_params(
@@ -205,7 +197,7 @@ def expect_params(
     for param, (name, *aliases) in selected_params(fields, model, registry.selects):
         tables = param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)
         skipped = "" if param.requires_grad else "frozen"
-        registry.expect(name, aliases, skipped, foreign_hooks(*tables))
+        registry.expect(name, aliases, skipped, foreign_hooks(*tables) if any(tables) else ())
         if skipped:
             continue
         if type(param) is not nn.Parameter and autograd.is_sharded(param):
@@ -366,6 +358,12 @@ def nothing_matched(
         listed = listed.split(" Did you mean")[0]
         listed += f" Did you mean '{pattern.replace(literal, close[0])}'?"
     return SelectionError(selector, field, f"nothing matches '{pattern}'. {listed}")
+
+
+def all_frozen(fields: ParamFields, names: Iterable[str]) -> SelectionError:
+    """Return the error for a selector that selects frozen parameters alone, with their names."""
+    text = f"all that '{fields.pattern}' matches is frozen: {', '.join(names)}"
+    return SelectionError(fields, "pattern", text)
 
 
 def described(selector: Any) -> str:  # Any: a selector of modules or of parameters

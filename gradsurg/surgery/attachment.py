@@ -4,17 +4,17 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.hooks.controller import HookController, Session
 from gradsurg.hooks.group_hook import GroupHook
+from gradsurg.hooks.intervention import Intervention
 from gradsurg.hooks.transform_hook import TransformHook
 from gradsurg.sites.base import GroupFn, RegisterHooks, SiteHook
 from gradsurg.sites.wrapped_models import when_averaged
 from gradsurg.surgery.coverage import Coverage
 from gradsurg.surgery.forward_observers import observe, observe_output_gradient
-from gradsurg.surgery.intervention import Intervention
 from gradsurg.torch_internals import compiling
 
 
@@ -28,9 +28,7 @@ class Attachment:
         self.intervention = intervention
         self.planned = intervention
         self.session = session
-        self.controller = HookController(
-            session, labels, intervention.operator, intervention.when, intervention.stage
-        )
+        self.controller = HookController(session, labels, intervention)
         self.label = self.controller.label
         self.labels = self.controller.labels
         self.notes: list[str] = []
@@ -48,14 +46,12 @@ class Attachment:
 
     # Life cycle.
 
-    def attach(self) -> None:
+    def attach(self, model: nn.Module) -> None:
         """Hook all sites, and the modules that the trigger reads."""
-        item, session = self.intervention, self.session
-        model = session.model
-        self._observe()
+        item, optimizer = self.intervention, self.session.optimizer
+        self._observe(model)
         self.controller.begin_step()
-        scope, optimizer = item.operator.scope, session.optimizer
-        item.at.hook(model, optimizer, item.stage, scope, self, self._stack)
+        item.at.hook(model, optimizer, item.stage, item.scope, self, self._stack)
         is_distributed = distributed.is_available() and distributed.is_initialized()
         if is_distributed and item.differs_from_average:
             when_averaged(model, self._stack, self._note_average)
@@ -66,7 +62,7 @@ class Attachment:
         old, self.intervention = self.intervention, intervention
         if intervention.operator != old.operator:
             self._warned_of_parts = False
-        self.controller.set(intervention.operator, intervention.when)
+        self.controller.set(intervention)
         for hook in self._hooks.values():
             hook.renew()
         if self._is_resting:
@@ -74,12 +70,11 @@ class Attachment:
         if intervention.when is not old.when:
             self._drop_states([self.label], "/when")
             self._observers.close()
-            self._observe()
+            self._observe(self.session.model)
 
     def load_states(self) -> None:
         """Take over the states and the step of the session."""
-        item = self.intervention
-        self.controller.set(item.operator, item.when)
+        self.controller.set(self.intervention)
         for hook in self._hooks.values():
             hook.load_states()
         if self._is_resting:
@@ -219,14 +214,14 @@ class Attachment:
 
     # Helpers.
 
-    def _observe(self) -> None:
+    def _observe(self, model: nn.Module) -> None:
         """Hook the modules that the trigger and the transform read in a forward."""
-        item, clock, model = self.intervention, self.session.clock, self.session.model
+        item, clock = self.intervention, self.session.clock
         for flag in item.flags:
             clock.flags.setdefault(flag.flag, flag.on)
         if item.forward_triggers:
             observe(item.forward_triggers, model, clock, self._observers, self.note)
-        if "error" in item.operator.needs:
+        if "error" in item.needs:
             observe_output_gradient(model, clock, self._observers)
 
     def _drop_states(self, labels: Sequence[str], suffix: str = "") -> None:

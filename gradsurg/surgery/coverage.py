@@ -58,9 +58,9 @@ class Coverage:
         """
         at, things = self._at, (*model.modules(), *model.parameters())
         self._known = {id(thing): ref(thing) for thing in things}
-        if at.expected is None and self._has_selected:
+        if at.count is None and self._has_selected:
             self._is_checked = True
-        elif at.expected is not None and all(kind.known_before_forward for kind in at.kinds):
+        elif at.count is not None and all(kind.known_before_forward for kind in at.kinds):
             self._is_checked = True
             self._check_count()
         else:
@@ -71,7 +71,7 @@ class Coverage:
         if not self._awaits_backward:
             return ""
         return (
-            f"{self._at.expected} sites were expected, and no backward has run that would show "
+            f"{self._at.count} sites were expected, and no backward has run that would show "
             "all of them"
         )
 
@@ -120,10 +120,10 @@ class Coverage:
             is_done = True
             handle.remove()
             self._is_checked = True
-            if at.expected is not None and may_meet_more_sites(output, at):
+            if at.count is not None and may_meet_more_sites(output, at):
                 self._awaits_backward = True
                 after_backward(output, self._check_count)
-            elif at.expected is not None:
+            elif at.count is not None:
                 self._check_count()
             elif is_inside and self._rejected and not self._has_selected:
                 text = (
@@ -139,7 +139,7 @@ class Coverage:
         if not self._controller.on:
             return
         self._awaits_backward = False
-        expected, count = self._at.expected, len(self._hooked)
+        expected, count = self._at.count, len(self._hooked)
         if count != expected:
             sites = ", ".join(self._hooked) or "none"
             text = f"{expected} sites were expected, found {count}: {sites}"

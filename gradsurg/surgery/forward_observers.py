@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import TypeGuard
 from weakref import ref
 
 import torch
@@ -12,12 +11,7 @@ from torch import Tensor, nn
 
 from gradsurg.plugins.fields import SelectionError, nearest
 from gradsurg.torch_internals import autograd, compiling
-from gradsurg.triggers.base import Clock, TensorTrigger, Trigger
-
-
-def reads_forward(trigger: Trigger) -> TypeGuard[TensorTrigger]:
-    """Whether an elementary trigger reads the batch or a module's tensors."""
-    return isinstance(trigger, TensorTrigger) and trigger.source not in ("grad", "value")
+from gradsurg.triggers.base import Clock, TensorTrigger
 
 
 def observed_modules(

@@ -13,11 +13,10 @@ from torch.utils.hooks import RemovableHandle
 from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import Ledger, SurgeryWarning
 from gradsurg.hooks.controller import HookController, Session
+from gradsurg.hooks.intervention import GradCallable, Intervention, labels_of
 from gradsurg.hooks.transform_hook import TransformHook
 from gradsurg.sites.base import apply_hooks
-from gradsurg.surgery.intervention import GradCallable, Intervention, labels_of
 from gradsurg.transforms.base import Need, Transform, as_transform
-from gradsurg.triggers.always import Always
 
 _MISSING: dict[Need, str] = {
     "entering": "the gradient that enters the autograd node; a hook does not see it",
@@ -71,18 +70,16 @@ def hook(place: Tensor | Node, transform: Transform | GradCallable) -> Hooked:
     """
     if not isinstance(place, Tensor | Node):
         raise TypeError(f"place: must be a tensor or a node of the graph, found {place!r}")
-    made = as_transform(transform)
-    gives: set[Need] = {"value"} if isinstance(place, Tensor) else set()
-    if isinstance(made, Transform) and (lacks := sorted(made.needs - gives)):
-        raise ValueError(f"{made!r} needs {_MISSING[lacks[0]]}")
-    intervention = Intervention(made)
-    if intervention.operator.scope == "group":
+    wrapped = as_transform(transform)
+    provided: set[Need] = {"value"} if isinstance(place, Tensor) else set()
+    if isinstance(wrapped, Transform) and (lacks := sorted(wrapped.needs - provided)):
+        raise ValueError(f"{wrapped!r} needs {_MISSING[lacks[0]]}")
+    intervention = Intervention(wrapped)
+    if intervention.scope == "group":
         raise ValueError(f"{transform!r} needs all gradients of a group at once; a hook has one")
     session = Session(Effects(every=0))
     ledger = session.ledger
-    controller = HookController(
-        session, labels_of(intervention), intervention.operator, Always(), intervention.stage
-    )
+    controller = HookController(session, labels_of(intervention), intervention)
     if isinstance(place, Tensor):
         site_hook = TransformHook(
             controller, ledger.enter("hook", f"tensor{next(_numbers)}"), ref(place)

@@ -11,11 +11,12 @@ from torch import nn
 
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.hooks.controller import Session
+from gradsurg.hooks.intervention import Intervention, labels_of
 from gradsurg.plugins.fields import nearest
 from gradsurg.sites.wrapped_models import late_hooks_reason
 from gradsurg.surgery.attachment import Attachment
 from gradsurg.surgery.coverage import clock_warnings, unhooked_warnings
-from gradsurg.surgery.intervention import Intervention, labels_of
+from gradsurg.surgery.forward_observers import observed_modules
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.triggers.base import TensorTrigger, Trigger
 from gradsurg.triggers.flag import Flag
@@ -156,7 +157,7 @@ class Live:
         forward, as Outputs does, or reads the batch. Inside a backward it is attached when that has
         ended. An error leaves nothing attached.
         """
-        attachment = self._admit(intervention)
+        attachment = self._admit(intervention, self.session.model)
         self._changes.request(lambda: self._hook(attachment))
         return attachment.label
 
@@ -179,7 +180,7 @@ class Live:
         """
         attachment = self._find(label)
         new = attachment.planned.changed(attachment.labels, label, when, changes)
-        self._check(new, replaced=attachment)
+        self._check(new, self.session.model, replaced=attachment)
         attachment.planned = new
         self._changes.request(lambda: self._change(attachment, new))
 
@@ -240,19 +241,23 @@ class Live:
         ]
         return flags + [flag for item in self._aggregators.values() for flag in item.flags]
 
-    def _check(self, intervention: Intervention, replaced: Attachment | None = None) -> None:
+    def _check(
+        self, intervention: Intervention, model: nn.Module, replaced: Attachment | None = None
+    ) -> None:
         """Raise an error for an intervention that cannot act, in the place of `replaced`."""
         scaler, flags = self.session.scaler, intervention.flags
         if scaler is not None:
             intervention.check_loss_scale(scaler)
         if intervention.aggregator is None:
-            intervention.check_model(self.session.model)
+            intervention.check_model(model)
+            if intervention.forward_triggers:
+                observed_modules(intervention.forward_triggers, model)
         first = {flag.flag: flag.on for flag in self._flags(without=replaced)} if flags else {}
         for flag in flags:
             if first.setdefault(flag.flag, flag.on) != flag.on:
                 raise ValueError(f"{flag!r}: another trigger has this switch as on={not flag.on}")
 
-    def _admit(self, intervention: Intervention) -> Attachment:
+    def _admit(self, intervention: Intervention, model: nn.Module) -> Attachment:
         """Check an intervention and reserve its labels; nothing is hooked yet."""
         if not isinstance(intervention, Intervention):
             raise TypeError(f"a surgery takes Interventions, found {intervention!r}")
@@ -260,7 +265,7 @@ class Live:
             raise TypeError(
                 f"{intervention.transform!r}: an aggregator is attached when the block begins"
             )
-        self._check(intervention)
+        self._check(intervention, model)
         attachment = Attachment(intervention, labels_of(intervention, self.labels), self.session)
         self._attachments.append(attachment)
         if attachment.controller.named_tasks:
@@ -271,7 +276,7 @@ class Live:
         """Hook all sites of an intervention; on an error it is removed."""
         with ExitStack() as undo:
             undo.callback(self._remove, attachment)
-            attachment.attach()
+            attachment.attach(self.session.model)
             undo.pop_all()
 
     def _change(self, attachment: Attachment, new: Intervention) -> None:
@@ -337,11 +342,11 @@ class Live:
             self._multi_task = MultiTaskBackward(self.session, self.conflicts)
         return self._multi_task
 
-    def _add_aggregator(self, intervention: Intervention) -> None:
+    def _add_aggregator(self, intervention: Intervention, model: nn.Module) -> None:
         from gradsurg.multitask.shared_parameters import SharedParameters
 
         label = labels_of(intervention, self.labels)[0]
-        self._check(intervention)
+        self._check(intervention, model)
         aggregator, at = intervention.aggregator, intervention.at
         assert aggregator is not None
         assert isinstance(at, SharedParameters)

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.hooks.controller import Session
+from gradsurg.hooks.intervention import Intervention, labels_of
 from gradsurg.sites import tree
 from gradsurg.sites.selection import params_of
 from gradsurg.sites.tree_table import TensorSpec, plural
-from gradsurg.surgery.intervention import Intervention, labels_of
 from gradsurg.surgery.live import Live
 from gradsurg.surgery.state_in_model import store_in_model
 from gradsurg.transforms.base import Stateless, TransformState, init_all
@@ -115,9 +115,9 @@ class Surgery:
             stack.callback(self._detach, live)
             for intervention in self._interventions:
                 if intervention.aggregator is None:
-                    live._admit(intervention).attach()
+                    live._admit(intervention, model).attach(model)
                 else:
-                    live._add_aggregator(intervention)
+                    live._add_aggregator(intervention, model)
             self._live = live
             self.was_attached = True
             if in_state_dict:

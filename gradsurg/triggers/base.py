@@ -219,6 +219,11 @@ class TensorTrigger(Trigger):
     homogeneous: ClassVar[bool] = False
     """The decision is the same for x and c * x, c > 0."""
 
+    @property
+    def reads_forward(self) -> bool:
+        """Whether it observes the batch or a module's tensors in the forward pass."""
+        return self.source not in ("grad", "value")
+
     @abstractmethod
     def observe(self, tensor: Tensor) -> object:
         """Return what to keep of a tensor, as its shape or a measurement; runs under `no_grad`.

@@ -11,9 +11,9 @@ from gradsurg.aggregators.krum import Krum
 from gradsurg.aggregators.mgda import MGDA
 from gradsurg.aggregators.nash_mtl import NashMTL
 from gradsurg.aggregators.trimmed_mean import TrimmedMean
+from gradsurg.hooks.intervention import Intervention
 from gradsurg.multitask.aggregation import aggregate
 from gradsurg.multitask.shared_parameters import SharedParameters
-from gradsurg.surgery.intervention import Intervention
 from gradsurg.testing import check_aggregator
 from gradsurg.testing.aggregators import FunctionAggregator
 

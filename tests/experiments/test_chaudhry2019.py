@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional
 
 import gradsurg as gs
+from gradsurg.hooks.intervention import Intervention
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.plugins.fields import FieldError
 from gradsurg.reproduce.studies import plan_runs
-from gradsurg.surgery.intervention import Intervention
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data
 from gradsurg.tasks.data.images import IDX_NAMES, read_images

@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 
 import gradsurg as gs
 from gradsurg.effects.numbers import UPDATE_NAMES, UPDATES_SAMPLED
+from gradsurg.hooks.intervention import Intervention
 from gradsurg.sites.base import Selector
-from gradsurg.surgery.intervention import Intervention
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, Task
 from gradsurg.tasks.digits import Digits

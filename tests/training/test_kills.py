@@ -12,8 +12,8 @@ import pytest
 from torch import Tensor
 
 import gradsurg as gs
+from gradsurg.hooks.intervention import Intervention
 from gradsurg.models.multi_head import MultiHead
-from gradsurg.surgery.intervention import Intervention
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, MultiTask
 from gradsurg.tasks.digit_attributes import DigitAttributes

@@ -13,10 +13,10 @@ from torch.nn import functional
 
 import gradsurg as gs
 from gradsurg.config.settings import Settings
+from gradsurg.hooks.intervention import Intervention
 from gradsurg.report import text
 from gradsurg.report.study import study_report
 from gradsurg.report.text import Runs
-from gradsurg.surgery.intervention import Intervention
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.digits import Digits
 from gradsurg.training.loop import Batches, Step, StepOptions, train

@@ -17,8 +17,7 @@ from gradsurg.plugins.registry import snake
 from gradsurg.sites.base import SCALED, Selector, Stage
 from gradsurg.sites.parameters import Parameters
 from gradsurg.sites.selection import params_of
-from gradsurg.surgery.forward_observers import observed_modules, reads_forward
-from gradsurg.transforms.base import Function, Need, Transform, as_transform
+from gradsurg.transforms.base import Function, Need, Scope, Transform, as_transform
 from gradsurg.transforms.chain import Chain
 from gradsurg.triggers.always import Always
 from gradsurg.triggers.base import TensorTrigger, Trigger
@@ -67,7 +66,9 @@ class Intervention:
         vars(self).update(  # the class is frozen
             link_names=self.names or tuple(snake(type(link).__name__) for link in links),
             flags=tuple(part for part in parts if isinstance(part, Flag)),
-            forward_triggers=tuple(part for part in parts if reads_forward(part)),
+            forward_triggers=tuple(
+                part for part in parts if isinstance(part, TensorTrigger) and part.reads_forward
+            ),
         )
         if self.aggregator is None:
             self._check_fit()
@@ -100,6 +101,16 @@ class Intervention:
             return ()
         operator = self.operator
         return operator.links if isinstance(operator, Chain) else (operator,)
+
+    @cached_property
+    def scope(self) -> Scope:
+        """The scope of the transform."""
+        return self.operator.scope
+
+    @cached_property
+    def needs(self) -> frozenset[Need]:
+        """The inputs that the transform requires besides the gradient."""
+        return self.operator.needs
 
     @property
     def acts_on_parameters(self) -> bool:
@@ -155,11 +166,9 @@ class Intervention:
     def check_model(self, model: nn.Module) -> None:
         """Raise ValueError or LookupError if it cannot act on this model.
 
-        That is, if no site or no module of the trigger is found, or a `per` fits no parameter.
+        That is, if no site is found, or a `per` fits no parameter.
         """
         sites = self.at.find(model)
-        if self.forward_triggers:
-            observed_modules(self.forward_triggers, model)
         patterns = [(link, getattr(link, "per", None)) for link in self.links]
         patterns = [(link, per) for link, per in patterns if isinstance(per, str)]
         params = params_of(model) if patterns and self.acts_on_parameters else {}
@@ -196,10 +205,10 @@ class Intervention:
             ]
             transform = Chain(*links) if isinstance(transform, Chain) else links[0]
         new = Intervention(transform, self.at, when or self.when, self.names)
-        if (new.stage, new.operator.scope) != (self.stage, self.operator.scope):
+        if (new.stage, new.scope) != (self.stage, self.scope):
             raise ValueError(
-                f"'{label}' is hooked at stage '{self.stage}' for a {self.operator.scope}, and "
-                f"would act at stage '{new.stage}' for a {new.operator.scope}: remove it and add "
+                f"'{label}' is hooked at stage '{self.stage}' for a {self.scope}, and "
+                f"would act at stage '{new.stage}' for a {new.scope}: remove it and add "
                 "another"
             )
         return new
@@ -235,14 +244,16 @@ class Intervention:
 
     def _check_fit(self) -> None:
         try:
-            object.__setattr__(self, "stage", self.at.resolve(self.operator.scope))
+            object.__setattr__(self, "stage", self.at.resolve(self.scope))
         except FieldError:
             raise
         except ValueError as error:
             raise FieldError(_group_link(self), [("", str(error))]) from None
-        for link in self.links:
-            if lacks := sorted(link.needs - self.at.provides):
-                raise FieldError(link, [("", f"needs {_lack(self.at, lacks[0])}")])
+        provided = self.at.provides
+        if self.needs - provided:
+            link = next(link for link in self.links if link.needs - provided)
+            lacks = sorted(link.needs - provided)
+            raise FieldError(link, [("", f"needs {_lack(self.at, lacks[0])}")])
         for part in self.when.parts:
             source = part.source if isinstance(part, TensorTrigger) else ""
             if source == "value" and source not in self.at.provides:
@@ -251,7 +262,7 @@ class Intervention:
                     f"{type(self.at).__name__} has none; it can look at 'grad' or the 'batch'"
                 )
                 raise FieldError(part, [("source", text)])
-            if source in ("grad", "value") and self.operator.scope == "group":
+            if source in ("grad", "value") and self.scope == "group":
                 text = (
                     f"looks at one gradient, and {type(_group_link(self)).__name__} acts on "
                     "all of a group at once; it can look at the 'batch' or at a module"
