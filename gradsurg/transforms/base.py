@@ -55,7 +55,8 @@ class TransformContext:
     | `seed` | the surgery's seed |
     | `call` | gradients seen before at this site in this step |
     | `entering` | for a gradient that leaves an autograd node: the gradients of its outputs |
-    | `task`, `error` | see below |
+    | `task` | name of the loss in `live.backward(losses)`; empty in any other backward pass |
+    | `error` | the gradient of the model's output in this backward pass; None if not known |
     """
 
     site: str = ""

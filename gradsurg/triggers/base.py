@@ -84,6 +84,11 @@ class TriggerContext:
 class Trigger(ABC):
     """Condition under which a transform acts.
 
+    The attached surgery calls `fires` at the beginning of each optimizer step, once for all sites
+    of the intervention, and again when the epoch changes or the backward pass of the task that a
+    `ForTask` names begins or ends. If the answer was None, it calls `fires` at each gradient of the
+    step, before the transform. `Always` is not called.
+
     Subclasses are decorated with `@validated`, and their fields are their whole configuration.
     Combine triggers with `a & b`, `a | b` and `~a`.
     """
@@ -98,11 +103,10 @@ class Trigger(ABC):
     def fires(self, context: TriggerContext) -> Decision:
         """Return whether the transform acts.
 
-        Called once at the beginning of a step, with `context.site` None. If it returns None there,
-        it is called again for each gradient of the step, where None is an error. Return a bool
-        for a condition known on the host: at False the transform is not called. Return a bool
-        tensor for a condition on the values of a tensor: it selects between the results on the
-        device, without a synchronization.
+        `context.site` is None at the beginning of a step; return None there to be called for each
+        gradient of the step, where None is an error. Return a bool for a condition known on the
+        host: at False the transform is not called. Return a bool tensor for a condition on the
+        values of a tensor: it selects between the results on the device, without a synchronization.
         """
 
     @cached_property
