@@ -4,7 +4,8 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
@@ -47,14 +48,9 @@ def write_report(
             conflicts_table(report).write_parquet(draft / "conflicts.parquet")
         (draft / "outcome.md").write_text(markdown(report), encoding="utf-8")
         (draft / "outcome.tex").write_text(latex(report), encoding="utf-8")
-        pictures: dict[str, bytes] = {}
-        if figures:
-            # Both import a plotting library, which takes longer than the rest of a report.
-            from gradsurg.report.figures import write_figures
-
-            write_figures(report, draft)
-            pictures = _write_trajectories(report, draft)
-        (draft / PAGE).write_text(page(report, refresh, pictures), encoding="utf-8")
+        with _drawn(report, draft) if figures else nullcontext():
+            pictures = _write_trajectories(report, draft) if figures else {}
+            (draft / PAGE).write_text(page(report, refresh, pictures), encoding="utf-8")
         names = sorted(path.name for path in draft.iterdir())
         old = written(out) - {*names}
         # noted before it is there: a kill in between leaves no file that nobody knows
@@ -66,6 +62,18 @@ def write_report(
         for name in sorted(names, key=PAGE.__eq__):
             os.replace(draft / name, out / name)
     return out / PAGE
+
+
+@contextmanager
+def _drawn(report: StudyReport, folder: Path) -> Iterator[None]:
+    """Write the figures in a thread during the block: the converter needs no Python."""
+    from gradsurg.report.figures import figures, write_figure
+
+    with ThreadPoolExecutor(1) as thread:
+        pending = [thread.submit(write_figure, figure, folder) for figure in figures(report)]
+        yield
+        for written in pending:
+            written.result()
 
 
 def _write_trajectories(report: StudyReport, folder: Path) -> dict[str, bytes]:

@@ -1,7 +1,7 @@
 """The figures of a study as SVG, PNG and PDF files."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from gradsurg.report.wording import title
 
 Item = TypeVar("Item")
 MAX_PANELS = 12  # in a file
+LOW = 110  # height of a panel in a file with many
 SCALE = 1.5  # of a PNG
 
 
@@ -78,7 +79,7 @@ def figures(report: StudyReport) -> Iterator[Figure]:
         yield Figure("effects", site_panels(maps), 3, said)
     changed = [norms for norms in report.norms if norms.after is not None]
     if changed:
-        panels = [norm_panel(norms) for norms in changed[:MAX_PANELS]]
+        panels = [replace(norm_panel(norms), height=LOW) for norms in changed[:MAX_PANELS]]
         said = "Gradient norms, all sites and measured steps"
         yield Figure("norms", panels, 3, said, _first_of(len(panels), len(changed)))
     if report.doses and report.metrics:
@@ -133,6 +134,7 @@ def _curve_figure(report: StudyReport) -> Iterator[Figure]:
     found = curve_data(report, metric)
     last = max(one.curve.steps[-1] for one in found)
     panels = [curve_panel(one, curve_limits(one.both), last) for one in found[:MAX_PANELS]]
+    panels = [replace(panel, height=LOW) for panel in panels]
     said = f"{title(metric).capitalize()}: mean over seeds with its 95 % interval"
     if any(one.control for one in found):
         said += "; the control is dashed"

@@ -393,7 +393,7 @@ def _sites_view(measure: str, first: bool) -> Spec:
 def _norm_view() -> Spec:
     bins, outline = alt.Chart(alt.NamedData("bins")), alt.Chart(alt.NamedData("outline"))
     scale = alt.Scale(type="log", nice=False)
-    axis = alt.Axis(format="~g", tickCount=4, grid=False, labelOverlap=True)
+    axis = alt.Axis(format="~g", tickCount=2, grid=False, labelOverlap=True)  # powers of ten
     x = {"scale": scale, "axis": axis, "title": "gradient norm (log scale)"}
     y = {"axis": alt.Axis(format=".2~%", tickCount=4), "title": "share of gradients"}
     tips = [
