@@ -1,12 +1,14 @@
 """Surgery: interventions that are attached to a model for the length of a block."""
 
+import io
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakSet, ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurg.effects.effects import Effects
@@ -17,9 +19,13 @@ from gradsurg.sites import tree
 from gradsurg.sites.selection import params_of
 from gradsurg.sites.tree_table import TensorSpec, plural
 from gradsurg.surgery.live import Live
-from gradsurg.surgery.state_in_model import store_in_model
 from gradsurg.transforms.base import Stateless, TransformState, init_all
 from gradsurg.triggers.base import Clock
+
+STATE_KEY = "_gradsurg"
+"""The key of the state of a surgery in `model.state_dict()`, after the prefix of the model."""
+
+_models_with_state: WeakSet[nn.Module] = WeakSet()
 
 
 class Surgery:
@@ -121,7 +127,7 @@ class Surgery:
             self._live = live
             self.was_attached = True
             if in_state_dict:
-                store_in_model(self, model, stack)
+                _store_in_model(self, model, stack)
             if optimizer is not None:
                 stack.callback(optimizer.register_step_post_hook(lambda *_: live.tick()).remove)
             yield live
@@ -147,12 +153,12 @@ class Surgery:
             text = f"stage {item.stage}, when {item.when!r}"
             if example_input is None:
                 sites = item.at.find(model)
-                text += _state(item, {site: params.get(site) for site in sites}, params)
+                text += _state_size(item, {site: params.get(site) for site in sites}, params)
                 below = [f"  {line}" for line in (text, *sites)]
             else:
                 modules = tree(model, example_input, item.at)
                 hits = {line.site: line.tensor for line in modules.site_lines if line.selected}
-                text += f", {plural(len(hits), 'site')}{_state(item, hits, params)}"
+                text += f", {plural(len(hits), 'site')}{_state_size(item, hits, params)}"
                 below = [str(modules), text]
             parts.append("\n".join([f"{' -> '.join(labels)} at {item.at!r}", *below]))
         if example_input is None:
@@ -197,7 +203,7 @@ class Surgery:
         self._clock.backwards = backwards
         self._clock.flags.update(flags)
         self._states.clear()
-        self._states.update({key: dict(own) for key, own in states.items()})
+        self._states.update({key: dict(tensors) for key, tensors in states.items()})
         if self._live is not None:
             self._live._load_states()
 
@@ -211,7 +217,7 @@ class Surgery:
         live._close()
 
 
-def _state(
+def _state_size(
     item: Intervention,
     sites: Mapping[str, TensorSpec | None],
     params: Mapping[str, TensorSpec | None],
@@ -220,10 +226,87 @@ def _state(
     if all(isinstance(link, Stateless) for link in item.links):
         return ""
     likes = [like for like in sites.values() if like is not None]
-    made = [torch.empty(like.shape, dtype=like.dtype, device="meta") for like in likes]
-    size = sum(kept.nbytes for kept in init_all(item.operator, made).values()) if made else 0
-    said = f", {plural(size, 'byte')} of state" if size else ""
+    grads = [torch.empty(like.shape, dtype=like.dtype, device="meta") for like in likes]
+    state = init_all(item.operator, grads) if grads else {}
+    size = sum(tensor.nbytes for tensor in state.values())
+    text = f", {plural(size, 'byte')} of state" if size else ""
     if size and any(like is not None and site not in params for site, like in sites.items()):
-        said += " with this input"
+        text += " with this input"
     unknown = len(sites) - len(likes)
-    return said + (f", state of unknown size at {plural(unknown, 'site')}" if unknown else "")
+    return text + (f", state of unknown size at {plural(unknown, 'site')}" if unknown else "")
+
+
+def _store_in_model(owner: Surgery, model: nn.Module, stack: ExitStack) -> None:
+    """Save and load the state with that of the model until `stack` is closed.
+
+    Raises ValueError if the model has another surgery's state already.
+    """
+    if model in _models_with_state:
+        raise ValueError(
+            "in_state_dict: this model's state_dict has another surgery's state already, and "
+            f"there is one '{STATE_KEY}'; put all interventions into one surgery"
+        )
+    _models_with_state.add(model)
+    stack.callback(_models_with_state.discard, model)
+    # A copy of the model has the same hooks: they are of this model alone, and keep nothing alive.
+    held, held_owner = ref(model), ref(owner)
+    saving = model.register_state_dict_post_hook(_saving(held, held_owner))
+    stack.callback(saving.remove)
+    loading = model.register_load_state_dict_pre_hook(_loading(held, held_owner))
+    stack.callback(loading.remove)
+
+
+def packed(state: Mapping[str, object]) -> Tensor:
+    """Pack a state into a tensor of bytes: a model's state_dict has tensors only."""
+    buffer = io.BytesIO()
+    torch.save(dict(state), buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def unpacked(data: Tensor, device: torch.device | None = None) -> dict[str, object]:
+    """Unpack a state, with its tensors on `device` (None: the device they were saved from)."""
+    buffer = io.BytesIO(data.cpu().numpy().tobytes())
+    return torch.load(buffer, map_location=device, weights_only=True)
+
+
+def _saving(model: ref[nn.Module], owner: ref[Surgery]) -> Callable[..., None]:
+    def hook(
+        module: nn.Module, state_dict: MutableMapping[str, Tensor], prefix: str, metadata: object
+    ) -> None:
+        surgery = owner()
+        if surgery is not None and module is model():
+            state_dict[prefix + STATE_KEY] = packed(surgery.state_dict())
+
+    return hook
+
+
+def _loading(model: ref[nn.Module], owner: ref[Surgery]) -> Callable[..., None]:
+    has_warned = False
+
+    def hook(
+        module: nn.Module, state_dict: MutableMapping[str, Tensor], prefix: str, *args: object
+    ) -> None:
+        nonlocal has_warned
+        surgery = owner()
+        if surgery is None or module is not model():
+            return
+        # Taken out of PyTorch's copy: the state_dict that the user gave stays as it is.
+        data = state_dict.pop(prefix + STATE_KEY, None)
+        if data is not None:
+            surgery.load_state_dict(unpacked(data, _device_of(module)))
+        elif not has_warned:
+            has_warned = True
+            warnings.warn(
+                f"in_state_dict: the loaded state has no '{prefix + STATE_KEY}': the model is "
+                "restored, the surgery keeps its present state",
+                SurgeryWarning,
+                stacklevel=2,
+            )
+
+    return hook
+
+
+def _device_of(module: nn.Module) -> torch.device | None:
+    """The device of a model's parameters, if they share one: its gradients are there too."""
+    devices = {tensor.device for tensor in module.parameters()}
+    return devices.pop() if len(devices) == 1 else None

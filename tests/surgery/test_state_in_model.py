@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.surgery.state_in_model import KEY, packed, unpacked
+from gradsurg.surgery.surgery import STATE_KEY, packed, unpacked
 from tests.nets import backward, gradients, num_hooks, sgd, small, train, weights
 
 # What these surgeries have is asked for, not whether it acts.
@@ -66,9 +66,9 @@ def test_off_by_default_there_is_no_key_and_no_hook() -> None:
 
 def test_a_state_is_one_tensor_of_bytes_that_is_read_without_running_code() -> None:
     kept, state = _saved()
-    data = kept[KEY]
+    data = kept[STATE_KEY]
     assert (data.dtype, data.ndim, data.is_contiguous()) == (torch.uint8, 1, True)
-    assert list(kept) == [*small().state_dict(), KEY]
+    assert list(kept) == [*small().state_dict(), STATE_KEY]
     assert _same(unpacked(data), state)
     assert state["step"] == 3
     assert _same(unpacked(packed(state)), state)
@@ -94,7 +94,7 @@ def test_what_was_interrupted_goes_on_as_if_it_had_not_been() -> None:
         assert _same(surgery.state_dict(), state)
         train(model, optimizer, 3, start=3)
     assert all(map(torch.equal, weights(whole), weights(model)))
-    assert KEY in read  # what was given is left as it is
+    assert STATE_KEY in read  # what was given is left as it is
 
 
 def test_a_trigger_reads_the_loaded_step_from_the_next_backward_on() -> None:
@@ -106,7 +106,7 @@ def test_a_trigger_reads_the_loaded_step_from_the_next_backward_on() -> None:
     with surgery.attach(model, optimizer, in_state_dict=True) as live:
         train(model, optimizer, 1)
         model.load_state_dict(kept)
-        plain.load_state_dict({key: tensor for key, tensor in kept.items() if key != KEY})
+        plain.load_state_dict({key: tensor for key, tensor in kept.items() if key != STATE_KEY})
         live.switch("half", on=False)
         optimizer.zero_grad()
         backward(model)
@@ -154,7 +154,7 @@ def test_into_a_plain_model_it_is_pytorchs_own_error() -> None:
     model = small(seed=1)
     with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "_gradsurg"'):
         model.load_state_dict(kept)
-    assert model.load_state_dict(kept, strict=False).unexpected_keys == [KEY]
+    assert model.load_state_dict(kept, strict=False).unexpected_keys == [STATE_KEY]
     # And into one whose surgery does not travel.
     with (
         pytest.raises(RuntimeError, match="Unexpected key"),
@@ -208,13 +208,13 @@ def test_inside_another_module_the_key_has_its_prefix() -> None:
     surgery = _surgery()
     with surgery.attach(outer["model"], in_state_dict=True):
         own = outer.state_dict()
-        assert f"model.{KEY}" in own
-        assert KEY not in own
+        assert f"model.{STATE_KEY}" in own
+        assert STATE_KEY not in own
         inner = {f"model.{key}": tensor for key, tensor in kept.items()}
         outer.load_state_dict({**own, **inner})
         assert _same(surgery.state_dict(), state)
         with pytest.warns(gs.SurgeryWarning, match=r"has no 'model\._gradsurg'"):
-            outer.load_state_dict({key: own[key] for key in own if KEY not in key})
+            outer.load_state_dict({key: own[key] for key in own if STATE_KEY not in key})
         backward(outer["model"])
 
 
@@ -223,7 +223,7 @@ def test_into_a_destination_of_the_users_with_a_prefix() -> None:
     with _surgery().attach(model, in_state_dict=True):
         destination: OrderedDict[str, Any] = OrderedDict()
         model.state_dict(destination=destination, prefix="a.b.")
-        assert list(destination)[-1] == f"a.b.{KEY}"
+        assert list(destination)[-1] == f"a.b.{STATE_KEY}"
         backward(model)
 
 
@@ -234,7 +234,7 @@ def test_a_compiled_model_saves_and_loads_as_its_inside_does() -> None:
     assert isinstance(compiled, nn.Module)
     with surgery.attach(compiled, in_state_dict=True) as live:
         kept = {key: tensor.clone() for key, tensor in compiled.state_dict().items()}
-        assert list(kept)[-1] == f"_orig_mod.{KEY}"
+        assert list(kept)[-1] == f"_orig_mod.{STATE_KEY}"
         live.tick()
         compiled.load_state_dict(kept)
         assert live.step == 0
@@ -263,11 +263,11 @@ def test_a_second_surgery_that_would_travel_is_refused_and_one_that_does_not_is_
         ):
             pass
         with second.attach(model):
-            assert [key for key in model.state_dict() if KEY in key] == [KEY]
+            assert [key for key in model.state_dict() if STATE_KEY in key] == [STATE_KEY]
             backward(model)
         model.load_state_dict(model.state_dict())
     with second.attach(model, in_state_dict=True):
-        assert KEY in model.state_dict()
+        assert STATE_KEY in model.state_dict()
         backward(model)
     assert (num_hooks(model), _state_hooks(model)) == (0, 0)
 
@@ -277,8 +277,8 @@ def test_a_copy_of_the_model_is_a_plain_one() -> None:
     model = small()
     with _surgery().attach(model, in_state_dict=True) as live:
         twin = copy.deepcopy(model)
-        assert KEY not in twin.state_dict()
-        assert KEY in model.state_dict()
+        assert STATE_KEY not in twin.state_dict()
+        assert STATE_KEY in model.state_dict()
         with pytest.raises(RuntimeError, match="Unexpected key"):
             twin.load_state_dict(kept)
         assert live.step == 0
@@ -291,7 +291,7 @@ def test_a_copy_of_the_model_is_a_plain_one() -> None:
             assert own.state_dict()["step"] == 3
             backward(twin)
         backward(model)
-    assert KEY not in twin.state_dict()
+    assert STATE_KEY not in twin.state_dict()
 
 
 def test_the_hooks_are_gone_after_the_block_and_after_an_exception() -> None:
@@ -306,25 +306,25 @@ def test_the_hooks_are_gone_after_the_block_and_after_an_exception() -> None:
             if error:
                 raise error
         assert (num_hooks(model), _state_hooks(model)) == (0, 0)
-        assert KEY not in model.state_dict()
+        assert STATE_KEY not in model.state_dict()
 
 
 def test_a_saved_state_and_a_copy_hold_neither_model_nor_surgery() -> None:
     model, surgery = small(), _surgery()
     with surgery.attach(model, in_state_dict=True):
         backward(model)
-        twin, kept = copy.deepcopy(model), model.state_dict()[KEY]
+        twin, kept = copy.deepcopy(model), model.state_dict()[STATE_KEY]
     weight, held = ref(model.first.weight), ref(surgery)
     del model, surgery
     gc.collect()
     assert (weight(), held()) == (None, None)
-    assert KEY not in twin.state_dict()
+    assert STATE_KEY not in twin.state_dict()
     assert unpacked(kept)["step"] == 0
 
 
 def test_the_tensors_of_a_state_come_to_where_the_model_is() -> None:
     kept, _ = _saved()
-    states = unpacked(kept[KEY], torch.device("meta"))["states"]
+    states = unpacked(kept[STATE_KEY], torch.device("meta"))["states"]
     assert isinstance(states, dict)
     tensors = [tensor for own in states.values() for tensor in own.values()]
     assert tensors
@@ -339,7 +339,7 @@ def test_bytes_that_are_no_state_are_refused_and_code_among_them_is_not_run() ->
     buffer = io.BytesIO()
     torch.save({"step": Bad()}, buffer)
     kept, _ = _saved()
-    kept[KEY] = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    kept[STATE_KEY] = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
     model = small()
     with _surgery().attach(model, in_state_dict=True):
         with pytest.raises(Exception, match="Weights only load failed"):
