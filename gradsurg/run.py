@@ -16,7 +16,7 @@ from gradsurg.config.build import Experiment
 from gradsurg.config.cli import Command, checked_experiment, outcome_table, read_command
 from gradsurg.config.overrides import CONFIG_DIR
 from gradsurg.loggers.base import GuardedLogger, Logger
-from gradsurg.plugins.fields import told
+from gradsurg.plugins.fields import full_message
 from gradsurg.plugins.pipes import ignore_closed_pipes
 from gradsurg.report.text import Runs, report
 from gradsurg.training.run import Run
@@ -110,7 +110,7 @@ def _run(experiment: Experiment, run: Run) -> Record | None:
         if _is_env_set("HYDRA_FULL_ERROR"):
             raise
         log = os.path.relpath(run.directory(out) / ERROR)
-        print(f"{name}: {told(error)} (the traceback is in {log})", file=sys.stderr)
+        print(f"{name}: {full_message(error)} (the traceback is in {log})", file=sys.stderr)
         return None
     if record.action == "not retried":
         print(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gradsurg.plugins.fields import told
+from gradsurg.plugins.fields import full_message
 from tests.conftest import Here
 
 SHORT = ("steps=20", "seeds=1", "logger=none")
@@ -142,5 +142,5 @@ def test_a_config_name_of_a_users_own_that_is_not_there_is_wrong_input(here: Her
 def test_notes_of_an_error_stand_behind_it() -> None:
     error = ValueError("one\n  two")
     error.add_note("while clip acted")
-    assert told(error) == "ValueError: one two; while clip acted"
-    assert told(ValueError()) == "ValueError: no message"
+    assert full_message(error) == "ValueError: one two; while clip acted"
+    assert full_message(ValueError()) == "ValueError: no message"

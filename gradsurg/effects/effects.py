@@ -182,17 +182,18 @@ class Effects:
         ]
         self._sketch()
         return EffectsState(
-            slots=slots, sketches={name: dict(own) for name, own in self._sketches.items()}
+            slots=slots,
+            sketches={name: dict(sketches) for name, sketches in self._sketches.items()},
         )
 
     def resume(self, state: EffectsState, ledger: Ledger) -> None:
         """Load a state; the `ledger` must have been resumed before."""
-        for kept in state["slots"]:
-            entry = ledger.enter(kept["intervention"], kept["site"])
-            slot = self._slots[self.slot(kept["transform"], entry)]
-            slot.fetched_fired, slot.fetched_calls = kept["fetched_fired"], kept["fetched_calls"]
-            slot.totals = list(kept["totals"])
-        self._sketches = {name: dict(own) for name, own in state["sketches"].items()}
+        for saved in state["slots"]:
+            entry = ledger.enter(saved["intervention"], saved["site"])
+            slot = self._slots[self.slot(saved["transform"], entry)]
+            slot.fetched_fired, slot.fetched_calls = saved["fetched_fired"], saved["fetched_calls"]
+            slot.totals = list(saved["totals"])
+        self._sketches = {name: dict(sketches) for name, sketches in state["sketches"].items()}
 
     def table(self) -> str:
         """Return the rows of all gradients so far as a text table."""
@@ -227,12 +228,12 @@ class Effects:
         self._samples.measure()
         items, self._samples.sums = self._samples.sums, []
         for device in dict.fromkeys(item.sums.device for item in items):
-            own = [item for item in items if item.sums.device == device]
-            dtype = reduce(torch.promote_types, [item.sums.dtype for item in own])
-            wide = torch.cat([item.sums.to(dtype) for item in own], dim=1)
-            rows = numbers(wide, [size for item in own for size in item.all_sizes])
-            ends = accumulate(len(item.slots) * item.times for item in own)
-            for item, end in zip(own, ends, strict=True):
+            on_device = [item for item in items if item.sums.device == device]
+            dtype = reduce(torch.promote_types, [item.sums.dtype for item in on_device])
+            wide = torch.cat([item.sums.to(dtype) for item in on_device], dim=1)
+            rows = numbers(wide, [size for item in on_device for size in item.all_sizes])
+            ends = accumulate(len(item.slots) * item.times for item in on_device)
+            for item, end in zip(on_device, ends, strict=True):
                 part = rows[end - len(item.slots) * item.times : end]
                 added = part.reshape(item.times, len(item.slots), -1).sum(0).tolist()
                 for slot, row in zip(item.slots, added, strict=True):

@@ -256,7 +256,7 @@ class HookController:
                     f"{self.trigger!r} keeps one state for each site, and inside vmap the site "
                     f"'{site}' has many gradients at once"
                 )
-            session.states[key] = {name: own.detach() for name, own in context.state.items()}
+            session.states[key] = {name: tensor.detach() for name, tensor in context.state.items()}
         if isinstance(fires, Tensor) and fires.device != grad.device:
             return fires.to(grad.device, non_blocking=True)
         return fires

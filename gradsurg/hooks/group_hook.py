@@ -103,8 +103,10 @@ class GroupHook:
                 grads = self._apply(transform, hooks, links, befores, fires)
             else:
                 grads = [
-                    hook.apply(link, grad, hook.value(), own if isinstance(own, Tensor) else None)
-                    for hook, link, grad, own in zip(hooks, links, befores, fires, strict=True)
+                    hook.apply(
+                        link, grad, hook.value(), fired if isinstance(fired, Tensor) else None
+                    )
+                    for hook, link, grad, fired in zip(hooks, links, befores, fires, strict=True)
                 ]
             if controller.sampling:
                 for link, before, after in zip(links, befores, grads, strict=True):
@@ -159,10 +161,10 @@ class GroupHook:
         if fires is self._all_fire:
             return results
         return [
-            torch.where(own, result, grad)
-            if isinstance(own, Tensor) and result is not grad
+            torch.where(fired, result, grad)
+            if isinstance(fired, Tensor) and result is not grad
             else result
-            for own, result, grad in zip(fires, results, grads, strict=True)
+            for fired, result, grad in zip(fires, results, grads, strict=True)
         ]
 
     def _check_members(self, links: Sequence[BoundTransform]) -> None:
@@ -180,9 +182,12 @@ def _chosen(
     fires: list[bool | Tensor], new: TransformState, before: TransformState
 ) -> TransformState:
     """Return the next state of a group: the old one if no trigger fires, decided on the device."""
-    answers = [own for own in fires if isinstance(own, Tensor)]
+    answers = [answer for answer in fires if isinstance(answer, Tensor)]
     if len(answers) < len(fires):
         return new
     device = answers[0].device
-    acts = torch.stack([own.to(device, non_blocking=True) for own in answers]).any()
-    return {name: torch.where(acts.to(own.device), own, before[name]) for name, own in new.items()}
+    acts = torch.stack([answer.to(device, non_blocking=True) for answer in answers]).any()
+    return {
+        name: torch.where(acts.to(tensor.device), tensor, before[name])
+        for name, tensor in new.items()
+    }

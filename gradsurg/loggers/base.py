@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from gradsurg.plugins.fields import told
+from gradsurg.plugins.fields import full_message
 
 RunEnd = Literal["finished", "diverged", "failed", "interrupted"]
 Cell = str | float | int | bool | None
@@ -128,7 +128,7 @@ class GuardedLogger(Logger):
         try:
             return [*self.logger.notes(), *stops]
         except Exception as error:  # a failing logger may raise anything
-            return [*stops, f"{self._name}: In notes: {told(error)}"]
+            return [*stops, f"{self._name}: In notes: {full_message(error)}"]
 
     def _try(self, name: str, call: Callable[[], None]) -> None:
         if not self._active:
@@ -136,7 +136,7 @@ class GuardedLogger(Logger):
         try:
             call()
         except Exception as error:  # a failing logger may raise anything
-            self._record(f"In {name}: {told(error)}")
+            self._record(f"In {name}: {full_message(error)}")
             self._abandon()
 
     def _abandon(self) -> None:
@@ -144,7 +144,7 @@ class GuardedLogger(Logger):
         try:
             self.logger.abandon()
         except Exception as error:  # a failing logger may raise anything
-            self._record(f"In abandon: {told(error)}")
+            self._record(f"In abandon: {full_message(error)}")
 
     def _record(self, reason: str) -> None:
         if reason not in self._failures:

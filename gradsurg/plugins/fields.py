@@ -85,15 +85,15 @@ def validated(cls: Class) -> Class:
     one line of a `FieldError`.
     """
     # Any: pydantic types its result as its own protocol, not as the class it was given.
-    made: Any = dataclass(frozen=True, config=CONFIG)(cls)
-    validate = made.__init__
+    checked: Any = dataclass(frozen=True, config=CONFIG)(cls)
+    validate = checked.__init__
 
     @wraps(validate)
     def init(self: object, *args: object, **kwargs: object) -> None:
         try:
             validate(self, *args, **kwargs)
         except ValidationError as error:
-            ordered = sorted(fields(made), key=lambda field: bool(field.kw_only))
+            ordered = sorted(fields(checked), key=lambda field: bool(field.kw_only))
             names = [field.name for field in ordered]
             places = [field.name for field in ordered if not field.kw_only]
             unions = [field.name for field in ordered if _is_union(field.type)]
@@ -102,8 +102,8 @@ def validated(cls: Class) -> Class:
             faults = [_fault(details, names, places) for details in errors]
             raise FieldError(cls.__name__, faults) from None
 
-    made.__init__ = init
-    return made
+    checked.__init__ = init
+    return checked
 
 
 def changed_fields(owner: Any) -> list[str]:  # Any: an instance of any dataclass
@@ -154,7 +154,7 @@ def nearest(name: str, choices: list[str]) -> str:
 def _is_union(annotation: Any) -> bool:  # Any: any annotation
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
-    members = [own for own in get_args(annotation) if own is not NoneType]
+    members = [member for member in get_args(annotation) if member is not NoneType]
     return get_origin(annotation) in (Union, UnionType) and len(members) > 1
 
 
@@ -168,17 +168,17 @@ def _by_one_member(errors: list[ErrorDetails], unions: list[str | int]) -> list[
     for details in errors:
         match details["loc"]:
             case (field, member, *rest) if field in unions:
-                own = members.setdefault(field, {}).setdefault(member, [])
-                own.append({**details, "loc": (field, *rest)})
+                member_errors = members.setdefault(field, {}).setdefault(member, [])
+                member_errors.append({**details, "loc": (field, *rest)})
     chosen: list[ErrorDetails] = [
         details for details in errors if len(details["loc"]) < 2 or details["loc"][0] not in unions
     ]
-    for field, own in members.items():
-        fitting = [errors for errors in own.values() if not _of_another_kind(errors)]
+    for field, by_member in members.items():
+        fitting = [errors for errors in by_member.values() if not _of_another_kind(errors)]
         if fitting:
             chosen += fitting[0]
             continue
-        first, *others = (errors[0] for errors in own.values())
+        first, *others = (errors[0] for errors in by_member.values())
         kinds = [_rule(details).removeprefix("must be ") for details in (first, *others)]
         rule = f"must be {' or '.join(dict.fromkeys(kinds))}"
         chosen.append({**first, "type": "union", "loc": (field,), "msg": rule})
@@ -187,7 +187,7 @@ def _by_one_member(errors: list[ErrorDetails], unions: list[str | int]) -> list[
 
 def _of_another_kind(errors: list[ErrorDetails]) -> bool:
     kinds = ("_type", "_parsing", "literal_error")
-    return any(len(own["loc"]) == 1 and own["type"].endswith(kinds) for own in errors)
+    return any(len(details["loc"]) == 1 and details["type"].endswith(kinds) for details in errors)
 
 
 def _rule(details: ErrorDetails) -> str:
@@ -223,7 +223,7 @@ def _too_many(names: list[str], places: list[str]) -> str:
     return f"takes no values without a name. {nearest('', names)}" if names else "takes no values"
 
 
-def told(error: BaseException) -> str:
+def full_message(error: BaseException) -> str:
     """Return an error's class, message and notes on one line."""
     parts = [" ".join(str(text).split()) for text in (error, *getattr(error, "__notes__", []))]
     return f"{type(error).__name__}: {'; '.join([parts[0] or 'no message', *parts[1:]])}"

@@ -168,7 +168,9 @@ class Flow:
         calls = self.calls
         call = calls.counter.next(module) or (names[0], 0)
         if not calls.counter.inside:
-            calls.owners = {key: own for key, own in calls.owners.items() if own[0]() is not None}
+            calls.owners = {
+                key: owner for key, owner in calls.owners.items() if owner[0]() is not None
+            }
         base = self.site_ids(module, call)
         record = None
         # A checkpoint, which recomputes this call, turns gradients off or packs saved tensors.

@@ -54,8 +54,8 @@ class CallCounts:
             return None
         # The node of a checkpoint is made before its modules are called. The calls that follow it
         # are those inside the checkpoint, and are repeated in the same order.
-        made = node._sequence_nr()
-        calls = [call for call in self.graphless if call[0] > made and call[1] is module]
+        checkpoint = node._sequence_nr()
+        calls = [call for call in self.graphless if call[0] > checkpoint and call[1] is module]
         if not calls:
             return None
         first = min(calls, key=lambda call: call[0])

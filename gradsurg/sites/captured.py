@@ -163,14 +163,18 @@ class _GradMode(TorchFunctionMode):
         acting = [sites for sites in self.attached if sites.includes_any(inputs, batched)]
         if not acting:
             return grad(*args, **kwargs)
-        asked = {id(one): one for one in inputs if any(sites.site_of(one) for sites in acting)}
+        asked = {
+            id(tensor): tensor
+            for tensor in inputs
+            if any(sites.site_of(tensor) for sites in acting)
+        }
         with _after_hooks(asked) as after:
             grads = grad(*args, **kwargs)
         with torch.set_grad_enabled(bool(kwargs.get("create_graph"))):
             for key, tensor in asked.items():
                 for sites in acting:
                     sites.transform(key, tensor, after)
-        return tuple(after.get(id(one), was) for one, was in zip(inputs, grads, strict=True))
+        return tuple(after.get(id(tensor), was) for tensor, was in zip(inputs, grads, strict=True))
 
 
 def _watch(sites: "_Sites", stack: ExitStack) -> None:

@@ -165,10 +165,10 @@ def _post_hook(inputs: "_HookedInputs") -> Callable[..., None]:
                 inputs.leave(call, output)
             return
         # A hook of others may have raised before the pre-hook of this call ran.
-        own = [index for index, call in enumerate(running) if call.module is module]
-        if own:
-            call = running[own[-1]]
-            del running[own[-1] :]
+        indices = [index for index, call in enumerate(running) if call.module is module]
+        if indices:
+            call = running[indices[-1]]
+            del running[indices[-1] :]
             inputs.leave(call, output)
 
     return hook

@@ -236,9 +236,9 @@ class _Recorder:
             ),
             *(SiteLine(site, left_out=why) for site, why in left_out.items() if site not in hooked),
             *(
-                SiteLine(one, same_as=site)
-                for one, site in self.aliases.items()
-                if one not in hooked
+                SiteLine(alias, same_as=site)
+                for alias, site in self.aliases.items()
+                if alias not in hooked
             ),
         ]
 

@@ -316,7 +316,7 @@ class _HookSlot:
             self.number, self.newest = number + 1, CallHook()
             self.alive[number] = ref(replaced)
             if len(self.alive) > self.most:
-                self.alive = {key: own for key, own in self.alive.items() if own() is not None}
+                self.alive = {key: hook for key, hook in self.alive.items() if hook() is not None}
                 self.most = FEW + 2 * len(self.alive)
             table = self.handle.hooks_dict_ref()
             if table is not None and self.handle.id in table:
@@ -326,7 +326,7 @@ class _HookSlot:
     def since(self, first: int, last: int) -> list[CallHook]:
         """Return the hooks from one number up to another whose graphs are still alive."""
         with self.lock:
-            alive = [own() for key, own in self.alive.items() if first <= key < last]
+            alive = [hook() for key, hook in self.alive.items() if first <= key < last]
         return [hook for hook in alive if hook is not None]
 
 
@@ -353,7 +353,7 @@ class _EndedCall:
         """Return all floating tensors with their paths, also those that the hook does not see."""
         keywords = list(self.kwargs.items()) if kind == "full_backward" else []
         values = self.direct(kind) + [(f".{key}", value) for key, value in keywords]
-        return [found for path, value in values for found in tensors_in(value, path)]
+        return [pair for path, value in values for pair in tensors_in(value, path)]
 
     def unseen(self, kind: Kind) -> str:
         """Return where the tensors that need a gradient are, if the hook sees none of them."""

@@ -126,9 +126,9 @@ class Nodes(Selector):
         if place.node is not None and not fits_node(place.node, self.pattern):
             return False
         asked = ((self.call, place.call), (self.occurrence, place.occurrence))
-        if any(number not in (None, found) for number, found in asked if found is not None):
+        if any(wanted not in (None, actual) for wanted, actual in asked if actual is not None):
             return False
-        known = all(number is None or found is not None for number, found in asked)
+        known = all(wanted is None or actual is not None for wanted, actual in asked)
         return True if known and place.node is not None else None
 
     def find(self, model: nn.Module, test: PlaceTest | None = None) -> list[str]:
@@ -274,7 +274,9 @@ def fits_node(name: str, pattern: str) -> bool:
     # A pattern that ends in `Backward` does not mean a node of a double backward.
     if not re.search(r"Backward\d*$", pattern):
         spellings.add(plain(name).removesuffix("Backward"))
-    return any(matches(spelling, one) for one in patterns for spelling in spellings)
+    return any(
+        matches(spelling, node_pattern) for node_pattern in patterns for spelling in spellings
+    )
 
 
 def _prehook(site: str, registry: HookRegistry, single: bool) -> Callable[..., object]:

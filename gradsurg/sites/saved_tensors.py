@@ -229,7 +229,7 @@ def _hook_node(node: Node, place: NodePlace, wanted: TensorFilter, registry: Hoo
         # PyTorch checks for in-place changes only without hooks: `read` makes it check now.
         if wanted(read()):
             hook = registry.hook_for(site)
-            saved.register_hooks(*hook_pair(lambda _, found=(hook, site): found, None))
+            saved.register_hooks(*hook_pair(lambda _, packed=(hook, site): packed, None))
 
 
 def _filter(of: Choice, origins: TensorOrigins, known: Origin | None = None) -> TensorFilter:

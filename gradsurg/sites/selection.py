@@ -229,12 +229,12 @@ def fits_param(fields: ParamFields, place: Place) -> bool:
     param = place.thing
     if not isinstance(param, Tensor):
         return False
-    for own in (place, *place.aliases):
+    for named in (place, *place.aliases):
         if (
-            (fields.pattern == "*" or matches(own.name, fields.pattern))
-            and (fields.types == "*" or matches_type(own.owner, fields.types))
-            and (fields.depth is None or _in_range(_depth(_owner_name(own.name)), fields.depth))
-            and (fields.index is None or _in_range(_index(own.name), fields.index))
+            (fields.pattern == "*" or matches(named.name, fields.pattern))
+            and (fields.types == "*" or matches_type(named.owner, fields.types))
+            and (fields.depth is None or _in_range(_depth(_owner_name(named.name)), fields.depth))
+            and (fields.index is None or _in_range(_index(named.name), fields.index))
             and (fields.ndim is None or _in_range(param.ndim, fields.ndim))
             and (fields.size is None or _in_range(param.numel(), fields.size))
         ):

@@ -140,13 +140,15 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
         if calls and row.call is None:
             calls = False
             yield "  never called:"
-        own = next((one for one in row.site_lines if one.selected and one.site == label), None)
+        site_line = next(
+            (line for line in row.site_lines if line.selected and line.site == label), None
+        )
         nodes = [f"{name} x{count}" if count > 1 else name for name, count in row.nodes]
         yield row_line(
-            "*" if own else "", *texts, "(no_grad)" if row.no_grad else _cut(nodes, room)
+            "*" if site_line else "", *texts, "(no_grad)" if row.no_grad else _cut(nodes, room)
         )
         for line in row.site_lines:
-            if line is not own:
+            if line is not site_line:
                 yield _site_line(line, row.depth + 1, names + 2 + kinds)
 
 
@@ -207,8 +209,8 @@ def _num_params(row: Row) -> str:
 def _cut(items: Sequence[str], width: int) -> str:
     """Join as many items as fit into the width, and the number of the others."""
     text = ", ".join(items)
-    kept = len(items)
-    while len(text) > width and kept > 1:
-        kept -= 1
-        text = f"{', '.join(items[:kept])}, +{len(items) - kept} more"
+    count = len(items)
+    while len(text) > width and count > 1:
+        count -= 1
+        text = f"{', '.join(items[:count])}, +{len(items) - count} more"
     return text if len(text) <= width else f"{text[: width - 3]}..."

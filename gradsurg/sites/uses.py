@@ -66,7 +66,7 @@ class Uses(Selector):
     compile_limit: ClassVar[str] = "what is compiled is one use"
 
     def selects(self, place: Place) -> bool | None:
-        names = [own.name for own in (place, *place.aliases)]
+        names = [alias.name for alias in (place, *place.aliases)]
         if place.mechanism != self.mechanism or not any(
             matches(name, self.pattern) and (name != ROOT or self.pattern == ROOT) for name in names
         ):
@@ -78,7 +78,7 @@ class Uses(Selector):
     def find(self, model: nn.Module, test: PlaceTest | None = None) -> list[str]:
         modules, params = self._candidates(model, test or self.selects)
         if not modules and not params:
-            choices = [name for own in names_of(model).values() for name in own if name != ROOT]
+            choices = [name for names in names_of(model).values() for name in names if name != ROOT]
             choices += params_of(model)
             raise nothing_matched(self, "pattern", self.pattern, choices)
         if not modules and not any(param.requires_grad for param in params):
@@ -122,15 +122,15 @@ class Uses(Selector):
             if selected:
                 modules[module] = selected
             for prefix in names:
-                for own, param in module.named_parameters(recurse=False, remove_duplicate=False):
-                    name = own if prefix == ROOT else f"{prefix}.{own}"
+                for short, param in module.named_parameters(recurse=False, remove_duplicate=False):
+                    name = short if prefix == ROOT else f"{prefix}.{short}"
                     place = Place(self.mechanism, name, param, owner=module)
                     places.setdefault(param, []).append(place)
         params: dict[nn.Parameter, UsedTensor] = {}
         for param, (first, *others) in places.items():
             place = replace(first, aliases=tuple(others))
             if test(place) is not False:
-                params[param] = UsedTensor(place.name, place, tuple(one.name for one in others))
+                params[param] = UsedTensor(place.name, place, tuple(other.name for other in others))
         return modules, params
 
 

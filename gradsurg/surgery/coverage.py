@@ -182,7 +182,7 @@ def unhooked_warnings(coverages: Sequence[Coverage], model: nn.Module) -> Iterat
     }
     part = " or taken for a part of the module around it"  # as Nodes take the nodes it makes
     for kind, places, also in (("modules", modules, part), ("parameters", trained, "")):
-        names = dict.fromkeys(name for own in coverages for name in own.unhooked(places))
+        names = dict.fromkeys(name for coverage in coverages for name in coverage.unhooked(places))
         if names:
             yield (
                 f"{kind} were replaced or added while the block was open, and the new ones are not "

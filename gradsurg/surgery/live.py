@@ -57,14 +57,14 @@ class Live:
     @property
     def interventions(self) -> tuple[Intervention, ...]:
         """The attached interventions, in order, aggregators last."""
-        own = (attachment.intervention for attachment in self._attachments)
-        return (*own, *self._aggregators.values())
+        attached = (attachment.intervention for attachment in self._attachments)
+        return (*attached, *self._aggregators.values())
 
     @property
     def labels(self) -> tuple[tuple[str, ...], ...]:
         """The labels of the links of each intervention."""
-        own = (attachment.labels for attachment in self._attachments)
-        return (*own, *((label,) for label in self._aggregators))
+        attached = (attachment.labels for attachment in self._attachments)
+        return (*attached, *((label,) for label in self._aggregators))
 
     @cached_property
     def conflicts(self) -> "Conflicts":
@@ -204,10 +204,10 @@ class Live:
             reason = late_hooks_reason(session.model, self._is_compiled, has_acted)
         texts = self.ledger.warnings(self._start[0], reason)
         recorded = {entry.intervention for entry in self.ledger}
+        unmet = [item.label for item in attachments if item.label not in recorded]
         texts += [
-            f"{own.label}: attached, but none of its sites was met: was the model called?{reason}"
-            for own in attachments
-            if own.label not in recorded
+            f"{label}: attached, but none of its sites was met: was the model called?{reason}"
+            for label in unmet
         ]
         texts += self._removed
         if self._multi_task is not None:
@@ -216,7 +216,9 @@ class Live:
         if any(entry.calls for entry in self.ledger):
             triggers = [attachment.intervention.when for attachment in attachments]
             texts += clock_warnings(triggers, self.clock, self._start)
-        texts += unhooked_warnings([own.coverage for own in attachments], session.model)
+        texts += unhooked_warnings(
+            [attachment.coverage for attachment in attachments], session.model
+        )
         return texts
 
     def _close(self) -> None:
@@ -298,7 +300,9 @@ class Live:
 
     def _drop_observations(self, trigger: Trigger) -> None:
         """Drop the observations of a trigger, unless another intervention reads the same."""
-        others = [part for own in self._attachments for part in own.intervention.when.parts]
+        others = [
+            part for attachment in self._attachments for part in attachment.intervention.when.parts
+        ]
         for part in trigger.parts:
             if isinstance(part, TensorTrigger) and part not in others:
                 self.clock.observations.pop(part, None)

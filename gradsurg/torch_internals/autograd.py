@@ -174,16 +174,16 @@ def running_functions() -> list[BackwardCFunction]:
 
     A reentrant checkpoint is one: it disables gradients, and will run its modules again.
     """
-    found: list[BackwardCFunction] = []
+    functions: list[BackwardCFunction] = []
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_name == "forward" and code.co_varnames[:1] not in ((), ("self",)):
             given = frame.f_locals.get(code.co_varnames[0])
             if isinstance(given, BackwardCFunction):
-                found.append(given)
+                functions.append(given)
         frame = frame.f_back
-    return found
+    return functions
 
 
 Mode = TorchFunctionMode
@@ -256,7 +256,7 @@ def only_hooks(known: ActiveHooks) -> Iterator[None]:
     while function_modes():
         _overrides["_pop_mode"]()
     for mode in modes:
-        if any(mode is own for own in known.modes):
+        if any(mode is other for other in known.modes):
             push_function_mode(mode)
     while (top := saved_tensor_hooks()) is not None and (
         known.pair is None or top[0] is not known.pair[0]

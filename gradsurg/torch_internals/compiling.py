@@ -78,7 +78,7 @@ def keeping_buffers() -> Iterator[None]:
         yield
     finally:
         were = _open.get()
-        _open.set(tuple(own for own in were if own is not block))
+        _open.set(tuple(other for other in were if other is not block))
         if were and not _open.get():
             functorch.donated_buffer, compiler.cache_key_tag = _before.get()
 
@@ -113,17 +113,17 @@ def dependent_inputs(node: Any, number: int) -> list[int]:
     counted. Any: as above.
     """
     with torch.no_grad():
-        given = [
+        grads_in = [
             torch.full(
-                tuple(own.shape),
-                nan if index == number and not _is_whole(own.dtype) else 0,
-                dtype=own.dtype,
-                device=own.device,
+                tuple(output.shape),
+                nan if index == number and not _is_whole(output.dtype) else 0,
+                dtype=output.dtype,
+                device=output.device,
             )
-            for index, own in enumerate(node._input_metadata)
+            for index, output in enumerate(node._input_metadata)
         ]
-        found = node.apply(*given)
-    grads = [grad for grad, asked in zip(found, node.needs_input_grad, strict=True) if asked]
+        results = node.apply(*grads_in)
+    grads = [grad for grad, asked in zip(results, node.needs_input_grad, strict=True) if asked]
     return [i for i, grad in enumerate(grads) if grad is not None and bool(grad.isnan().any())]
 
 
