@@ -14,7 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from gradsurg.aggregators.nearly_dependent import SolvedOnRows, solve_on_rows
 from gradsurg.aggregators.rows import at_least_float32, combine, combine_safely, gramian_of
+from gradsurg.aggregators.solvers import is_nearly_dependent
 from gradsurg.plugins.fields import validated
 from gradsurg.torch_internals.autograd import without_autocast
 
@@ -158,9 +160,8 @@ class GramianAggregator(Aggregator):
     def merge(
         self, rows: Tensor, state: AggregatorState, context: AggregatorContext
     ) -> tuple[Tensor, AggregatorState]:
-        gramian = gramian_of([rows])
-        weights, state = checked_update(self, gramian, state, context)
-        return combine_safely([rows], weights, gramian)[0], state
+        result = combine_by_gramian(self, [rows], state, context)
+        return result.grads[0], result.state
 
 
 class Weighting(GramianAggregator):
@@ -269,6 +270,44 @@ def norm_matched_sums(blocks: Sequence[Tensor], grads: Sequence[Tensor]) -> list
     norm = _norm(sums)
     ratio = _norm(grads) / (norm if norm > 0 else 1.0)
     return [(total * ratio).to(rows.dtype) for total, rows in zip(sums, blocks, strict=True)]
+
+
+@dataclass(frozen=True)
+class GramianResult:
+    """The combined gradient of each block, the weights, the next state and the Gramian.
+
+    `on_rows` tells whether the weights were computed from nearly dependent rows, `fell_back`
+    whether that took a larger ridge than the first.
+    """
+
+    grads: list[Tensor]
+    state: AggregatorState
+    weights: Tensor
+    gramian: Tensor
+    on_rows: bool = False
+    fell_back: bool = False
+
+
+def combine_by_gramian(
+    aggregator: GramianAggregator,
+    blocks: Sequence[Tensor],
+    state: AggregatorState,
+    context: AggregatorContext,
+    scale: float = 1.0,
+) -> GramianResult:
+    """Combine the rows of J, given as blocks of columns (T, p) and multiplied by a loss `scale`.
+
+    Raises NotConverged if a solver does not find the weights.
+    """
+    gramian = gramian_of(blocks) / scale**2
+    if isinstance(aggregator, SolvedOnRows) and is_nearly_dependent(gramian):
+        harmless = "non_conflicting" in aggregator.properties
+        solution = solve_on_rows(aggregator, blocks, gramian, scale, harmless)
+        return GramianResult(
+            solution.grads, state, solution.weights, gramian, True, solution.fell_back
+        )
+    weights, state = checked_update(aggregator, gramian, state, context)
+    return GramianResult(combine_safely(blocks, weights, gramian), state, weights, gramian)
 
 
 def checked_update(

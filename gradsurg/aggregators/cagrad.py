@@ -10,26 +10,29 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.aggregators.base import AggregatorProperty, Weighting
+from gradsurg.aggregators.nearly_dependent import SolvedOnRows
 from gradsurg.aggregators.solvers import (
+    GRAMIAN_RIDGE,
     MAX_BLOCK_PIVOTS,
     RANK,
     TOLERANCE,
     Array,
     NotConverged,
-    cosines_of,
+    OnRows,
     factor,
-    min_norm_in_hull,
-    nonnegative_qp,
+    nonnegative_least_squares,
     project_mean_pair,
     solve_weights,
+    solve_weights_of_rows,
 )
 from gradsurg.plugins.fields import validated
 
+MAX_TURNS = 100
 EQUAL = 1e-14  # two rows are equal if |g_1 - g_2|² is below this share of |g_1|² + |g_2|²
 
 
 @validated
-class CAGrad(Weighting):
+class CAGrad(Weighting, SolvedOnRows):
     """d = argmax min_i g_i · d over |d - g_0| <= c |g_0|, where g_0 is the mean of the gradients.
 
     In the paper's letters d = g_0 + c |g_0| g_w / |g_w| with w = argmin of g_w · g_0 + c |g_0|
@@ -42,6 +45,13 @@ class CAGrad(Weighting):
     gradients, as always when one of them is zero) but some d in the ball make none worse: then d is
     the one nearest to g_0, as in DualProj. Identical tasks, and one task, give (1 + c) g; opposite
     ones with c >= 1 give zero. c = 0 is Mean. A NaN or infinity makes every weight NaN.
+
+    Of three or more nearly dependent gradients (smallest eigenvalue of the matrix of cosines below
+    1e-6 T) the Gramian has too few digits: there the same problem is solved on a triangular factor
+    of the gradients, by a QR decomposition in float64 and nonnegative least squares (chapter 23 of
+    Lawson and Hanson, Solving Least Squares Problems, 1974) with a ridge of 2e-14. The result is
+    that of the gradients as they are, but 0 counts as in their convex hull if a convex combination
+    of the unit gradients is shorter than eight roundings of their dtype (1e-13 for float64).
     """
 
     c: Annotated[float, Field(ge=0)] = 0.5
@@ -70,14 +80,31 @@ class CAGrad(Weighting):
             return _conflict_averse(cosines, norms, norms / count, self.c, still)
 
         pair = partial(_conflict_averse_pair, c=self.c)
-        weights = solve_weights(gramian, averse, pair, idle=1 / count)
+        return solve_weights(gramian, averse, pair, 1 / count, self._on_rows(count)) / self._divisor
+
+    def weights_of_rows(self, rows: Tensor, ridge: float, least: float) -> Tensor:
+        on_rows = self._on_rows(len(rows))
+        return solve_weights_of_rows(rows, on_rows, ridge, least, 1 / len(rows)) / self._divisor
+
+    def largest_norm(self, rows: Tensor) -> float:
+        return (1 + self.c) * float(rows.mean(dim=0).norm()) / self._divisor
+
+    def _on_rows(self, count: int) -> OnRows:
+        def averse(unit: Array, norms: Array, ridge: float, least: float) -> Array:
+            still = len(norms) < count
+            return _conflict_averse_rows(unit, norms, ridge, least, norms / count, self.c, still)
+
+        return averse
+
+    @property
+    def _divisor(self) -> float:
         match self.rescale:
             case "none":
-                return weights
+                return 1.0
             case "1+c":
-                return weights / (1 + self.c)
+                return 1 + self.c
             case "1+c^2":
-                return weights / (1 + self.c**2)
+                return 1 + self.c**2
 
 
 def _conflict_averse(cosines: Array, norms: Array, mean: Array, c: float, still: bool) -> Array:
@@ -98,11 +125,8 @@ def _conflict_averse(cosines: Array, norms: Array, mean: Array, c: float, still:
         y, t = solution
         if t <= 0 or not (still or y @ cosines @ y <= RANK * y.sum() ** 2):
             return mean + y
-    harmless = nonnegative_qp(cosines, -q[None], np.array([[norms.max()]]))[0]
-    inside = harmless @ cosines @ harmless <= radius**2
-    if inside and (still or _is_stationary(cosines)):
-        return mean + harmless
-    return mean + _bisection(cosines, norms, mean, radius)
+    unit = factor(cosines, np.finfo(float).eps)
+    return _conflict_averse_rows(unit, norms, GRAMIAN_RIDGE, sqrt(RANK), mean, c, still)
 
 
 def _conflict_averse_pair(
@@ -130,6 +154,67 @@ def _conflict_averse_pair(
     if height == 0 or (radius * height) ** 2 <= RANK * (y[0] + y[1]) ** 2:
         return project_mean_pair(cosine, norm, other)
     return first + y[0] / height, second + y[1] / height
+
+
+def _conflict_averse_rows(
+    unit: Array,
+    norms: Array,
+    ridge: float,
+    least: float,
+    mean: Array,
+    c: float,
+    still: bool,
+) -> Array:
+    """As `_conflict_averse`, for rows of any rank, from the unit rows themselves.
+
+    By the dual problem, in units of the smallest norm: x in the simplex minimizes |g_x + r e| for e
+    = g_0 / |g_0|, at the r with |g_x| = c r, and d = g_0 + |g_0| g_x / r. For given free rows r has
+    a closed form, so free rows and r are determined in turns, between bounds of r.
+    """
+    center = mean @ unit
+    size = sqrt(center @ center)
+    if c * size == 0:
+        return mean
+    center /= size
+    harmless = nonnegative_least_squares(unit, -center, ridge)
+    moved = harmless @ unit
+    ones = np.ones(len(unit))
+    # With c = 1 and nothing but 0 that harms no task, `moved` is -center up to rounding.
+    inside = moved @ moved <= c**2 * (1 + 1e-9)
+    if inside and (still or _hull_distance(unit, ones, ridge) <= least):
+        return mean + size * harmless
+    a = norms.min() / norms
+    low, high = 0.0, 1 / (c * float(a.min()))
+    r = min(_hull_distance(unit, a, ridge) / c, high)
+    rows, direction = np.hstack([unit, ridge * np.eye(len(unit))]), np.append(center, 0 * ones)
+    for _ in range(MAX_TURNS):
+        free = _nearest_in_hull(unit + r * a[:, None] * center, a, ridge) > 0
+        basis, upper = np.linalg.qr(rows[free].T)
+        normal = np.linalg.solve(upper.T, a[free])
+        nearest = normal / (normal @ normal)  # the point of the affine hull nearest to 0
+        shares = basis.T @ direction
+        turned = nearest * (normal @ shares) - shares
+        square, room = nearest @ nearest, c**2 - turned @ turned
+        root = sqrt(square / room) if room > 0 else np.inf
+        if abs(root - r) <= TOLERANCE * r or high - low <= TOLERANCE * low:
+            y = np.zeros(len(unit))
+            y[free] = np.linalg.solve(upper, nearest / root + turned)
+            return mean + size * y
+        low, high = (r, high) if root > r else (low, r)
+        r = root if low < root < high else sqrt(low * high) if low else high / 1e3
+    raise NotConverged("CAGrad's search", high / max(low, 1e-300) - 1)
+
+
+def _hull_distance(unit: Array, a: Array, ridge: float) -> float:
+    """Return the norm of the shortest v @ unit with v >= 0 and a · v = 1."""
+    v = _nearest_in_hull(unit, a, ridge)
+    return float(np.linalg.norm(v @ unit) / (a @ v))
+
+
+def _nearest_in_hull(rows: Array, a: Array, ridge: float) -> Array:
+    """Return a multiple of the v >= 0 with a · v = 1 that minimizes |v @ rows|."""
+    extended = np.hstack([rows, a[:, None]])
+    return nonnegative_least_squares(extended, np.append(np.zeros(rows.shape[1]), 1.0), ridge)
 
 
 def _block_pivoting(
@@ -167,41 +252,3 @@ def _block_pivoting(
             return (y.clip(0), t) if off <= 1e-9 else None
         free ^= wrong
     return None
-
-
-def _is_stationary(cosines: Array) -> bool:
-    """Whether no direction has a positive product with every row."""
-    x = min_norm_in_hull(cosines, np.ones(len(cosines)))
-    return bool(x @ cosines @ x <= RANK)
-
-
-def _bisection(cosines: Array, norms: Array, mean: Array, radius: float) -> Array:
-    """Return y of the same d by bisection, for rows of any rank.
-
-    d = g_0 + g_x / r, where g_x is the convex combination that minimizes |g_x + r g_0|, at the r
-    with |g_x| = r * radius.
-    """
-    unit = factor(cosines, np.finfo(float).eps)
-    rows, center = norms[:, None] * unit, mean @ unit
-    low, high = 0.0, float(norms.max()) / radius
-    y = np.zeros(len(norms))
-    for _ in range(200):
-        r = (low + high) / 2
-        x = _min_norm_weights(rows + r * center)
-        length = float(np.linalg.norm(x @ rows))
-        y = x * norms / r
-        if abs(length - r * radius) <= 1e-13 * length or high - low <= 1e-15 * high:
-            break
-        low, high = (r, high) if length > r * radius else (low, r)
-    left = abs(float(np.linalg.norm(y @ unit)) / radius - 1)
-    if not left <= 1e-7:
-        raise NotConverged("CAGrad's search", left)
-    return y
-
-
-def _min_norm_weights(rows: Array) -> Array:
-    """Return the weights x of the simplex that minimize |Σ x_i row_i|."""
-    norms = np.linalg.norm(rows, axis=1)
-    if not norms.all():
-        return (norms == 0) / (norms == 0).sum()
-    return min_norm_in_hull(cosines_of(rows @ rows.T, norms), norms) / norms

@@ -55,12 +55,14 @@ def _in_their_dtype(rows: Tensor) -> Sequence[Tensor]:
     return rows.split(64 * COLUMNS, dim=1) if rows.dtype in HALVES else [rows]
 
 
-def _in_float64(rows: Tensor) -> Iterator[Tensor]:
+def _in_float64(rows: Tensor, order: Tensor | None = None) -> Iterator[Tensor]:
     """Yield float64 copies of some columns at a time, sized for the CPU cache or for one GPU
-    launch.
+    launch, with the rows in this order.
     """
     columns = COLUMNS if rows.device.type == "cpu" else 64 * COLUMNS
-    return (part.double() for part in rows.split(columns, dim=1))
+    order = None if order is None else order.to(rows.device)
+    for part in rows.split(columns, dim=1):
+        yield part.double() if order is None else part[order].double()
 
 
 def _out_of_range(gramian: Tensor, blocks: Sequence[Tensor]) -> bool:
@@ -130,6 +132,25 @@ def combine_safely(blocks: Sequence[Tensor], weights: Tensor, gramian: Tensor) -
     return [(_combine_in_float64 if exactly else _combine)(rows, weights) for rows in blocks]
 
 
+def combine_in_order(blocks: Sequence[Tensor], weights: Tensor, order: Tensor) -> list[Tensor]:
+    """Return Jᵀ w (p,) for each block of J, summed in float64 over the rows in this order."""
+    return [_combine_in_float64(rows, weights, order) for rows in blocks]
+
+
+def triangular_factor(blocks: Sequence[Tensor], order: Tensor) -> Tensor:
+    """Return L (T, r) with L Lᵀ = J Jᵀ for the rows of J in this order, in float64 on the CPU.
+
+    By QR decompositions of blocks of columns, which keep all digits of float64 also for nearly
+    dependent rows; a Gramian keeps half of them.
+    """
+    upper = torch.empty(0, len(order), dtype=torch.float64)
+    for rows in blocks:
+        for part in _in_float64(rows, order):
+            stacked = torch.cat([upper.to(part.device), part.T])
+            upper = torch.linalg.qr(stacked, mode="r").R
+    return upper.T.cpu()
+
+
 def combine(rows: Tensor, weights: Tensor) -> Tensor:
     """Return Jᵀ w (P,) in the dtype and on the device of the rows."""
     return (_combine if _fits_float32(weights) else _combine_in_float64)(rows, weights)
@@ -150,9 +171,9 @@ def _fits_float32(
     )
 
 
-def _combine_in_float64(rows: Tensor, weights: Tensor) -> Tensor:
-    weights = weights.to(rows.device)
-    return torch.cat([(weights @ part).to(rows.dtype) for part in _in_float64(rows)])
+def _combine_in_float64(rows: Tensor, weights: Tensor, order: Tensor | None = None) -> Tensor:
+    weights = (weights if order is None else weights[order]).to(rows.device)
+    return torch.cat([(weights @ part).to(rows.dtype) for part in _in_float64(rows, order)])
 
 
 def _combine(rows: Tensor, weights: Tensor) -> Tensor:

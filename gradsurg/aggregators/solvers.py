@@ -21,10 +21,14 @@ from torch import Tensor
 
 Array = NDArray[np.float64]
 General = Callable[[Array, Array], Array]
+OnRows = Callable[[Array, Array, float, float], Array]
 Pair = Callable[[float, float, float], tuple[float, float]]
 
 RANK = 1e-6
 TOLERANCE = 1e-12
+ROUNDING = 1e-15  # relative to the longest vector: the error of a sum in float64
+SMALL_RIDGE = 1e-10  # for a unique solution where rows are dependent
+GRAMIAN_RIDGE = 1e-7  # singular values of the rows that a Gramian in float64 cannot show
 MAX_BLOCK_PIVOTS = 8  # block pivots before falling back to one variable at a time
 NEWTON_STEPS = 200
 POWER_STEP = 4.0  # factor between the powers of a continuation
@@ -41,13 +45,18 @@ class NotConverged(ArithmeticError):
 
 
 def solve_weights(
-    gramian: Tensor, general: General, pair: Pair | None = None, idle: float | None = 0.0
+    gramian: Tensor,
+    general: General,
+    pair: Pair | None = None,
+    idle: float | None = 0.0,
+    on_rows: OnRows | None = None,
 ) -> Tensor:
     """Return the weights (T,) of the rows: `general(cosines, norms)`, divided by the norms.
 
-    `pair(cosine, norm_1, norm_2)` is the closed form for two rows. Rows of norm zero are left out
-    of the problem and get the weight `idle`; if `idle` is None they share a total weight of 1 and
-    all others get 0. NaN or infinity anywhere in G makes every weight NaN.
+    `pair(cosine, norm_1, norm_2)` is the closed form for two rows. `on_rows`, that of
+    `solve_weights_of_rows`, takes the place of `general` for nearly dependent rows. Rows of norm
+    zero are left out of the problem and get the weight `idle`; if `idle` is None they share a total
+    weight of 1 and all others get 0. NaN or infinity anywhere in G makes every weight NaN.
     """
     if len(gramian) == 2 and pair is not None:
         (first, inner), (_, second) = gramian.tolist()
@@ -60,14 +69,54 @@ def solve_weights(
     if rows is None:
         return torch.full((count,), torch.nan, dtype=torch.float64)
     alive, norms, cosines = rows
-    if len(norms) == count:
-        return torch.from_numpy(general(cosines, norms) / norms)
-    if idle is None:
+    if idle is None and len(norms) < count:
         return torch.from_numpy(~alive / (~alive).sum())
-    weights = np.full(count, idle)
-    if len(norms):
-        weights[alive] = general(cosines, norms) / norms
+    if on_rows is not None and _is_singular(cosines):
+        unit = factor(cosines, np.finfo(float).eps)
+        v = on_rows(unit, norms, GRAMIAN_RIDGE, sqrt(RANK))
+    else:
+        v = general(cosines, norms) if len(norms) else norms
+    if len(norms) == count:
+        return torch.from_numpy(v / norms)
+    return _with_idle(v / norms, alive, idle or 0.0)
+
+
+def solve_weights_of_rows(
+    rows: Tensor, on_rows: OnRows, ridge: float, least: float, idle: float = 0.0
+) -> Tensor:
+    """Return the weights (T,) of `rows`: `on_rows(unit rows, norms, ridge, least)` over the norms.
+
+    `ridge` bounds the weights, see `nonnegative_least_squares`; a convex combination of unit rows
+    that is shorter than `least` counts as zero. Rows of norm zero get the weight `idle`.
+    """
+    matrix = rows.numpy()
+    norms = np.linalg.norm(matrix, axis=1)
+    alive = norms > 0
+    matrix, norms = matrix[alive], norms[alive]
+    v = on_rows(matrix / norms[:, None], norms, ridge, least)
+    return _with_idle(v / norms, alive, idle)
+
+
+def _with_idle(shares: Array, alive: NDArray[np.bool_], idle: float) -> Tensor:
+    weights = np.full(len(alive), idle)
+    weights[alive] = shares
     return torch.from_numpy(weights)
+
+
+def is_nearly_dependent(gramian: Tensor) -> bool:
+    """Whether three or more rows are so nearly dependent that a Gramian does not determine them."""
+    count = len(gramian)
+    rows = _cosines_and_norms(gramian.numpy().tobytes(), count) if count > 2 else None
+    return rows is not None and _is_singular(rows[2])
+
+
+def _is_singular(cosines: Array) -> bool:
+    """Whether an eigenvalue is below RANK times the number of rows."""
+    try:
+        np.linalg.cholesky(cosines - RANK * len(cosines) * np.eye(len(cosines)))
+    except np.linalg.LinAlgError:
+        return True
+    return False
 
 
 @lru_cache(maxsize=CACHED_GRAMIANS)
@@ -132,6 +181,12 @@ def project_onto_dual_cone(cosines: Array, targets: Array) -> Array:
     return targets + nonnegative_qp(cosines, -targets @ cosines, scale)
 
 
+def project_rows_onto_dual_cone(unit: Array, targets: Array, ridge: float) -> Array:
+    """As `project_onto_dual_cone`, on the unit rows themselves: for nearly dependent ones."""
+    moved = [nonnegative_least_squares(unit, -target @ unit, ridge) for target in targets]
+    return targets + np.array(moved)
+
+
 def project_mean_pair(cosine: float, norm: float, other: float) -> tuple[float, float]:
     """Project the mean onto the cone of the d with g_i · d >= 0 for both rows."""
     first, second = norm / 2, other / 2
@@ -188,47 +243,62 @@ def nonnegative_qp(matrix: Array, linear: Array, scale: Array) -> Array:
         outside = float(np.abs(rows @ target - linear[index]).max() / scale[index, 0])
         if outside > 1e-4:  # more than the rounding of G can cause
             raise NotConverged("a nonnegative quadratic program without a bound", outside)
-        y[index] = _lawson_hanson(rows, target, float(scale[index, 0]))
+        y[index] = nonnegative_least_squares(rows, target, SMALL_RIDGE)
     return y.clip(0)
 
 
-def _lawson_hanson(rows: Array, target: Array, scale: float) -> Array:
-    """Minimize |rowsᵀ y - target| over y >= 0 (Lawson and Hanson 1974, algorithm NNLS)."""
-    y = np.zeros(len(rows))
-    size = max(sqrt(target @ target), scale)
-    free = np.zeros(len(rows), dtype=bool)
+def nonnegative_least_squares(rows: Array, target: Array, ridge: float) -> Array:
+    """Return the y >= 0 that minimizes |rowsᵀ y - target|² + ridge² |y|².
+
+    The ridge keeps |y| below |target| / ridge, at the cost of products with the rows that are wrong
+    by ridge |target| at most. Lawson and Hanson 1974, algorithm NNLS, with an orthonormal basis of
+    the free rows, so that small singular values of the rows keep all digits of float64.
+    """
+    count = len(rows)
+    rows = np.hstack([rows, ridge * np.eye(count)])
+    target = np.concatenate([target, np.zeros(count)])
+    y = np.zeros(count)
+    size = sqrt(target @ target)
+    free = np.zeros(count, dtype=bool)
     barred = free.copy()
-    worst = 0.0
-    for _ in range(10 * len(rows)):
-        slope = rows @ (target - y @ rows)
+    residual, worst = target, 0.0
+    for _ in range(10 * count):
+        slope = rows @ residual
         slope[free] = 0.0
         worst = float(slope.max(initial=0.0))
         slope[barred] = 0.0
         enters = slope.argmax()
-        if slope[enters] <= TOLERANCE * size:
+        if slope[enters] <= ROUNDING * size:
             break
         free[enters] = True
-        step = _least_squares(rows, free, target)
+        step, left = _least_squares(rows, free, target)
         if step[enters] <= 0:  # by rounding: the row depends on the free rows
             free[enters] = False
             barred[enters] = True
             continue
         barred[:] = False
         while (leaving := free & (step <= 0)).any():
-            y += np.min(y[leaving] / (y[leaving] - step[leaving])) * (step - y)
-            free &= y > TOLERANCE * y.max()
-            step = _least_squares(rows, free, target)
-        y = step
-    if not worst <= 1e-6 * size:
-        raise NotConverged("the projection onto the cone of the rows", worst / size)
+            shares = np.where(leaving, y / np.where(leaving, y - step, 1.0), np.inf)
+            first = shares.argmin()
+            y += shares[first] * (step - y)
+            y[first] = 0.0
+            free &= y > 0
+            step, left = _least_squares(rows, free, target)
+        y, residual = step, left
+    if not worst <= TOLERANCE * size:
+        raise NotConverged("nonnegative least squares", worst / size)
     return y
 
 
-def _least_squares(rows: Array, free: NDArray[np.bool_], target: Array) -> Array:
-    """Return the least-squares solution over the free variables, with the others zero."""
+def _least_squares(rows: Array, free: NDArray[np.bool_], target: Array) -> tuple[Array, Array]:
+    """Return the least-squares solution of the free variables, with zeros, and its residual."""
+    basis, upper = np.linalg.qr(rows[free].T)
+    shares = target @ basis
+    residual = target - basis @ shares
+    again = residual @ basis  # the second time for all digits of a short residual
     fitted = np.zeros(len(rows))
-    fitted[free] = np.linalg.lstsq(rows[free].T, target, rcond=None)[0]
-    return fitted
+    fitted[free] = np.linalg.solve(upper, shares + again)
+    return fitted, residual - basis @ again
 
 
 def bargain(cosines: Array, norms: Array, power: float) -> Array:

@@ -54,12 +54,14 @@ CONFLICT_NUMBERS = (
     Number("cosine_to_mean", "cosine to mean", "cosine"),
     Number("norm_to_mean", "norm to mean"),
     Number("weight_entropy", "weight entropy"),
+    Number("fallbacks", "fallbacks"),
 )
 """The conflict of the gradients of several tasks in one group of parameters, at one step.
 
 Share of the pairs of tasks with a negative cosine, largest norm over smallest nonzero norm,
 condition number of the matrix of cosines, cosine and norm ratio of the update to the mean gradient,
-and entropy of the weights (0 for one task alone to 1 for equal weights)."""
+entropy of the weights (0 for one task alone to 1 for equal weights), and number of updates so far
+that are less exact or were skipped because a solver did not converge."""
 
 CONFLICT_TASK_NUMBERS = (
     Number("norms", "norm"),

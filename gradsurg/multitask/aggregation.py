@@ -1,5 +1,6 @@
 """Apply one attached aggregator: combine gradients, keep its state, measure the conflict."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -18,10 +19,11 @@ from gradsurg.aggregators.base import (
     GramianAggregator,
     LossWeighting,
     NormMatchedSum,
-    checked_update,
+    combine_by_gramian,
     norm_matched_sums,
 )
-from gradsurg.aggregators.rows import at_least_float32, combine, combine_safely, gramian_of
+from gradsurg.aggregators.rows import at_least_float32, combine, gramian_of
+from gradsurg.aggregators.solvers import NotConverged
 from gradsurg.hooks.controller import Session
 from gradsurg.multitask.conflict import Conflicts, Measurement
 from gradsurg.multitask.features import module_of
@@ -85,13 +87,16 @@ def plan_of(
 class AggregationResult:
     """The combined gradient of each block, and the next state.
 
-    `weights` and `gramian` are None for aggregators without them.
+    `weights` and `gramian` are None for aggregators without them; `on_rows` and `fell_back` are
+    those of `GramianResult`.
     """
 
     grads: list[Tensor]
     state: AggregatorState
     weights: Tensor | None = None
     gramian: Tensor | None = None
+    on_rows: bool = False
+    fell_back: bool = False
 
 
 class Aggregation:
@@ -113,6 +118,9 @@ class Aggregation:
         self.session = session
         self.conflicts = conflicts
         self.select(session.model)
+        self.num_updates = 0
+        self._fallbacks: Counter[str] = Counter()  # by group: updates with a larger ridge
+        self._skipped: Counter[str] = Counter()  # by group: updates without a solution
         # With a GradScaler, states wait here until the optimizer has made the step.
         self._new_states: dict[str, AggregatorState] = {}
         self._weights: Tensor | None = None  # of the losses, for the rest of this step
@@ -171,10 +179,24 @@ class Aggregation:
         with without_autocast(parts):
             return [combine(rows, weights) for rows in parts]
 
+    def closing_warnings(self) -> list[str]:
+        """Return a warning if a solver fell back or failed since the aggregator was attached."""
+        fallbacks, skipped = self._fallbacks.total(), self._skipped.total()
+        if not fallbacks + skipped:
+            return []
+        return [
+            f"{self.label}: of {self.num_updates} updates, {fallbacks} are less exact than others, "
+            f"as the gradients were nearly dependent, and {skipped} were skipped, as no solver "
+            "converged"
+        ]
+
     def combine(
         self, group: str, parts: Sequence[Tensor], losses: Mapping[str, float]
-    ) -> list[Tensor]:
-        """Combine the rows (T, p) of each part of a group into one gradient a part."""
+    ) -> list[Tensor] | None:
+        """Combine the rows (T, p) of each part of a group into one gradient a part.
+
+        None if no solver of the aggregator converges: then the group has no gradient.
+        """
         fires, sampling = self._count(group), self.session.effects.sampling
         if not (fires or sampling):
             return _sum(parts).grads
@@ -184,6 +206,8 @@ class Aggregation:
             context = self._context(group, losses)
             if fires:
                 result = self._aggregate(group, parts, losses)
+                if result is None:
+                    return None
                 self._store(group, tuple(losses), result.state)
                 self._warn_nonfinite_gradients(result, context)
                 self._warn_nonfinite_losses(losses)
@@ -207,7 +231,10 @@ class Aggregation:
         with without_autocast(parts):
             result = AggregationResult([], {}, weights)
             if weights is None and self._count(group):
-                result = self._aggregate(group, parts, losses)
+                computed = self._aggregate(group, parts, losses)
+                if computed is None:
+                    return
+                result = computed
                 self._store(group, tuple(losses), result.state)
             elif weights is None:
                 result = _sum(parts)
@@ -215,11 +242,24 @@ class Aggregation:
 
     def _aggregate(
         self, group: str, parts: Sequence[Tensor], losses: Mapping[str, float]
-    ) -> AggregationResult:
+    ) -> AggregationResult | None:
+        """Return the update of a group, None if a solver does not converge."""
         context = self._context(group, losses)
+        self.num_updates += 1
         try:
             state = self._state(group, context.tasks)
-            return aggregate(self.aggregator, parts, state, context, self.session.loss_scale)
+            scale = self.session.loss_scale
+            result = aggregate(self.aggregator, parts, state, context, scale)
+            self._fallbacks[group] += result.fell_back
+            return result
+        except NotConverged as error:
+            self._skipped[group] += 1
+            self.session.warn_once(
+                f"{self.label}: {error}, at '{group}', step {context.step}: in such steps the "
+                "parameters of the group get no gradient",
+                key=f"{self.label} skipped",
+            )
+            return None
         except Exception as error:  # whatever a user's aggregator raises, with its place added
             error.add_note(f"while {self.label} acted at '{group}', step {context.step}")
             raise
@@ -232,7 +272,7 @@ class Aggregation:
             gramian = gramian_of(parts) / scale**2
         if self.session.is_scaled and not bool(gramian.isfinite().all()):
             return  # the scaler skips this step
-        if weights is not None:
+        if weights is not None and not result.on_rows:
             products = gramian @ weights
             norm = max(float(weights @ products), 0.0) ** 0.5
         else:
@@ -241,7 +281,10 @@ class Aggregation:
             norm = sum(grad.double().square().sum().item() for grad in result.grads) ** 0.5 / scale
         name = snake(type(self.aggregator).__name__)
         weights = None if weights is None else weights.clone()  # later steps may change them
-        measurement = Measurement(self.label, name, context, gramian, weights, products, norm)
+        fallbacks = self._fallbacks[context.group] + self._skipped[context.group]
+        measurement = Measurement(
+            self.label, name, context, gramian, weights, products, norm, fallbacks
+        )
         compare = self.at.granularity not in ("module", "tensor")
         self.conflicts.add(measurement, compare)
 
@@ -361,10 +404,9 @@ def aggregate(
     """
     match aggregator:
         case GramianAggregator():
-            gramian = gramian_of(blocks) / scale**2
-            weights, state = checked_update(aggregator, gramian, state, context)
-            grads = combine_safely(blocks, weights, gramian)
-            return AggregationResult(grads, state, weights, gramian)
+            return AggregationResult(
+                **vars(combine_by_gramian(aggregator, blocks, state, context, scale))
+            )
         case LossWeighting():
             weights, state = aggregator.weigh(len(blocks[0]), state, context)
             return AggregationResult([combine(rows, weights) for rows in blocks], state, weights)
@@ -377,7 +419,8 @@ def aggregate(
             return AggregationResult(grads, state)
         case NormMatchedSum():
             result = aggregate(aggregator.of, blocks, state, context, scale)
-            return AggregationResult(norm_matched_sums(blocks, result.grads), result.state)
+            grads = norm_matched_sums(blocks, result.grads)
+            return AggregationResult(grads, result.state, fell_back=result.fell_back)
         case _:
             if len(blocks) > 1:
                 kinds = ", ".join(f"{rows.dtype} on {rows.device}" for rows in blocks)

@@ -149,7 +149,7 @@ class MultiTaskBackward:
             if aggregation.label not in used and not (self.session.shadow and self._tasks)
         ]
         for aggregation in self.aggregations:
-            texts += self._unused_groups(aggregation, used)
+            texts += self._unused_groups(aggregation, used) + aggregation.closing_warnings()
         if self.aggregations and self._max_losses == 1:
             texts.append(
                 "live.backward had one loss each time, so an aggregator has nothing to combine: "
@@ -246,9 +246,9 @@ class MultiTaskBackward:
         combined: dict[int, Tensor] = {}
         for owner, group, blocks in self._builder.groups(jacobian):
             grads = self._combine(owner, group, jacobian, blocks, losses, weights)
-            for block, grad in zip(blocks, grads, strict=True):
+            for block, grad in zip(blocks, grads or (), strict=grads is not None):
                 combined |= block.split(grad, jacobian.params)
-        if self.aggregations and not combined:
+        if self.aggregations and not jacobian.blocks:
             text = jacobian.nothing_shared(losses)
             if not self._builder.compiled:
                 raise ValueError(text)
@@ -267,8 +267,11 @@ class MultiTaskBackward:
         blocks: Sequence[JacobianBlock],
         losses: Mapping[str, float],
         weights: Tensor | None,
-    ) -> list[Tensor]:
-        """Return the combined gradient of each block of a group, by given weights if not None."""
+    ) -> list[Tensor] | None:
+        """Return the combined gradient of each block of a group, by given weights if not None.
+
+        None if no solver converges.
+        """
         tasks, parts = jacobian.rows_of(blocks)
         if weights is not None:
             if self.session.effects.sampling:
@@ -307,7 +310,7 @@ class MultiTaskBackward:
         self._warn_if_disjoint(aggregation, parts)
         values = _of_tasks(loss_values(losses, self.session.loss_scale), tasks)
         combined = aggregation.combine(REPRESENTATION, [part.rows for part in parts], values)
-        edge_grads = unstack_gradients(parts, combined)
+        edge_grads = {} if combined is None else unstack_gradients(parts, combined)
         if head_grads:
             with paused(call.at_leaves):
                 torch.autograd.backward(list(head_grads), list(head_grads.values()))

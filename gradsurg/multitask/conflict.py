@@ -54,7 +54,8 @@ class Conflict:
     `condition` the condition number of the matrix of cosines; `weights` the w of d = sum w_i g_i,
     empty for updates without weights; `decrease` g_i . d, the first-order decrease of each loss for
     a step with learning rate 1; `cosine_to_mean` and `norm_to_mean` compare d with the mean of the
-    gradients; `weight_entropy` is that of |w|, from 0 for one task alone to 1 for equal weights.
+    gradients; `weight_entropy` is that of |w|, from 0 for one task alone to 1 for equal weights;
+    `fallbacks` counts the updates of the group so far that are less exact or were skipped.
     `others` are the updates of other aggregators. Undefined numbers are NaN.
     """
 
@@ -72,6 +73,7 @@ class Conflict:
     cosine_to_mean: float
     norm_to_mean: float
     weight_entropy: float
+    fallbacks: int
     others: dict[str, Alternative] = field(default_factory=dict)
 
     def row(self) -> dict[str, object]:
@@ -88,7 +90,7 @@ def numbers(row: Mapping[str, Any]) -> dict[str, float]:
     Any: the values of a row are whatever JSON can hold.
     """
     tasks = row["tasks"]
-    of_group = {name: row[name] for name in CONFLICT_NAMES}
+    of_group = {name: row.get(name) for name in CONFLICT_NAMES}
     for name in CONFLICT_TASK_NAMES:
         path = name.rstrip("s")
         of_group |= {f"{path}/{task}": value for task, value in zip(tasks, row[name], strict=False)}
@@ -114,6 +116,7 @@ class Measurement:
 
     `label` is that of the intervention, `aggregator` the name of the method. `weights` are the w of
     d = sum w_i g_i, None for updates without weights; `products` are g_i . d and `norm` is |d|.
+    `fallbacks` is that of `Conflict`.
     """
 
     label: str
@@ -123,6 +126,7 @@ class Measurement:
     weights: Tensor | None
     products: Tensor
     norm: float
+    fallbacks: int = 0
 
 
 def conflict_of(measurement: Measurement) -> Conflict:
@@ -153,6 +157,7 @@ def conflict_of(measurement: Measurement) -> Conflict:
         cosine_to_mean=_ratio(float(products.mean()), measurement.norm * mean_norm),
         norm_to_mean=_ratio(measurement.norm, mean_norm),
         weight_entropy=nan if weights is None else _entropy(weights.numpy()),
+        fallbacks=measurement.fallbacks,
     )
 
 

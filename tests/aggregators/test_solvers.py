@@ -182,7 +182,7 @@ def test_nonnegative_least_squares_agree_with_scipy(seed: int) -> None:
     expected, _ = nnls(made.T, target)
     found = solvers.nonnegative_qp(made @ made.T, (made @ target)[None], np.ones((1, 1)))[0]
     np.testing.assert_allclose(found, expected, atol=1e-10)
-    slow = solvers._lawson_hanson(made, target, 1.0)
+    slow = solvers.nonnegative_least_squares(made, target, 1e-14)
     np.testing.assert_allclose(slow, expected, atol=1e-10)
 
 
@@ -379,8 +379,8 @@ def test_independent_rows_use_the_fast_algorithms(monkeypatch: pytest.MonkeyPatc
     def refused(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(cagrad, "_bisection", refused)
-    monkeypatch.setattr(solvers, "_lawson_hanson", refused)
+    monkeypatch.setattr(cagrad, "_conflict_averse_rows", refused)
+    monkeypatch.setattr(solvers, "nonnegative_least_squares", refused)
     for seed in range(20):
         cosines, norms, _ = parts(rows(8, 8, 30.0, seed))
         cagrad._conflict_averse(cosines, norms, norms / 8, 0.5, still=False)
