@@ -35,7 +35,7 @@ def is_plugin(name: str, tree: ast.Module) -> bool:
 
 def importers(modules: dict[str, ast.Module]) -> dict[str, set[str]]:
     """For each module the modules that import it, also those inside functions."""
-    found: dict[str, set[str]] = defaultdict(set)
+    importing: dict[str, set[str]] = defaultdict(set)
     for name, tree in modules.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module:
@@ -43,11 +43,11 @@ def importers(modules: dict[str, ast.Module]) -> dict[str, set[str]]:
                 for full in dotted:
                     inside = full.removeprefix("gradsurg.")
                     module = node.module.removeprefix("gradsurg.")
-                    found[inside if inside in modules else module].add(name)
+                    importing[inside if inside in modules else module].add(name)
             elif isinstance(node, ast.Import):
                 for alias in node.names:
-                    found[alias.name.removeprefix("gradsurg.")].add(name)
-    return found
+                    importing[alias.name.removeprefix("gradsurg.")].add(name)
+    return importing
 
 
 def docstrings(modules: dict[str, ast.Module]) -> Iterator[tuple[str, str]]:

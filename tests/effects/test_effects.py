@@ -433,11 +433,11 @@ def test_quantiles_are_those_of_all_entries_each_gradient_counted_by_its_size() 
     for slot, grad in zip(places, (large, tiny, lost), strict=True):
         effects.add(slot, grad, grad)
     levels = (0.0, 0.25, 0.5, 0.9)
-    found = effects.quantiles("t", levels)
+    quantiles = effects.quantiles("t", levels)
     entries = torch.cat([large.flatten(), tiny]).abs().double().numpy()
     expected = np.quantile(entries, levels)
-    assert found[0] < 0.02
-    assert found[1:] == pytest.approx(expected[1:], rel=0.25)
+    assert quantiles[0] < 0.02
+    assert quantiles[1:] == pytest.approx(expected[1:], rel=0.25)
     assert effects.quantiles("t", [1.0])[0] > 100
     assert effects.quantiles("another", levels) == []
 
@@ -470,10 +470,10 @@ def test_effects_go_on_where_a_checkpoint_ended() -> None:
     part = Effects(1)
     part.add(part.slot("t", ledger.enter("t", "w")), *pairs[0])
     part.fetch()
-    kept, entries = part.state(), ledger.state()
+    saved, entries = part.state(), ledger.state()
     ledger, again = Ledger(), Effects(1)
     ledger.resume(entries)
-    again.resume(kept, ledger)
+    again.resume(saved, ledger)
     resumed = again.slot("t", ledger.enter("t", "w"))
     whole.add(slot, *pairs[0])
     whole.fetch()
@@ -497,8 +497,8 @@ def test_what_passes_inside_vmap_is_not_measured_and_raises_nothing() -> None:
     model = small()
     params = {name: param.detach() for name, param in model.named_parameters()}
 
-    def loss(own: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        return torch.func.functional_call(model, own, (x,)).sum()
+    def loss(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, params, (x,)).sum()
 
     grads = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
     x = torch.ones(3, 1, 6)

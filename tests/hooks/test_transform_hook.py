@@ -85,7 +85,7 @@ at_once_or_later = pytest.mark.parametrize("first", [0, 2])
 @at_each
 @at_once_or_later
 @pytest.mark.parametrize(
-    ("wrong", "found"),
+    ("wrong", "described"),
     [
         (lambda grad: grad[:1], "found [1, "),
         (lambda grad: grad.double(), "torch.float64"),
@@ -96,12 +96,12 @@ at_once_or_later = pytest.mark.parametrize("first", [0, 2])
     ids=["shape", "dtype", "None", "float", "array"],
 )
 def test_a_result_unlike_the_gradient_is_refused_with_site_and_transform(
-    at: Selector, site: str, wrong: Wrong, found: str, first: int
+    at: Selector, site: str, wrong: Wrong, described: str, first: int
 ) -> None:
     model = small()
     optimizer = sgd(model)
     with (
-        pytest.raises(TypeError, match=re.escape(found)) as caught,
+        pytest.raises(TypeError, match=re.escape(described)) as caught,
         attached(model, Later(wrong, first, site), at, optimizer),
     ):
         train(model, optimizer, 3)

@@ -363,8 +363,8 @@ def test_an_identity_returns_the_very_same_bits() -> None:
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     expected = torch.autograd.grad(plain(x).sum(), tuple(plain.parameters()))
     with attached(model, gs.Identity(), gs.Captured()):
-        found = torch.autograd.grad(model(x).sum(), tuple(model.parameters()))
-    assert all(map(torch.equal, expected, found))
+        grads = torch.autograd.grad(model(x).sum(), tuple(model.parameters()))
+    assert all(map(torch.equal, expected, grads))
 
 
 def test_a_returned_gradient_may_be_written_to_before_it_is_measured() -> None:
@@ -432,10 +432,10 @@ def test_two_surgeries_act_one_after_the_other() -> None:
 
 def test_another_thread_is_not_seen_and_the_ledger_says_so() -> None:
     model = Chain()
-    found: list[Any] = []
+    results: list[Any] = []
 
     def work() -> None:
-        found.extend(_list(torch.autograd.grad(model(), model.a)))
+        results.extend(_list(torch.autograd.grad(model(), model.a)))
 
     with (
         pytest.warns(gs.SurgeryWarning, match="no gradient ever passed at: a "),
@@ -444,7 +444,7 @@ def test_another_thread_is_not_seen_and_the_ledger_says_so() -> None:
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-    assert found == [[15.0, 15.0]]
+    assert results == [[15.0, 15.0]]
 
 
 # Contexts
@@ -463,8 +463,8 @@ def test_capturing_parameters_only_does_not_break_a_compiled_graph(
     if compiled_first:
         compiled(x)
     with attached(model, gs.Scale(10.0), gs.Captured("*.weight")) as live:
-        (found,) = torch.autograd.grad(compiled(x).sum(), model.first.weight)
-    torch.testing.assert_close(found, expected * 10)
+        (grad,) = torch.autograd.grad(compiled(x).sum(), model.first.weight)
+    torch.testing.assert_close(grad, expected * 10)
     assert _calls(live) == {"first.weight": 1}
     torch.compiler.reset()
 
@@ -492,8 +492,8 @@ def test_the_output_of_a_compiled_module_is_a_site(backend: str) -> None:
         compiled = torch.compile(model, backend=backend)
         for _ in range(2):
             hidden, y = compiled(x)
-            (found,) = torch.autograd.grad(y, hidden)
-            torch.testing.assert_close(found, expected * 10)
+            (grad,) = torch.autograd.grad(y, hidden)
+            torch.testing.assert_close(grad, expected * 10)
     assert _calls(live) == {"inner.first#0": 2}
     torch.compiler.reset()
 
@@ -507,13 +507,13 @@ def test_functional_transforms_are_left_alone_and_work() -> None:
     params = dict(model.named_parameters())
     expected = torch.func.grad(loss)(params, x)
     with attached(model, gs.Scale(10.0), gs.Captured()):
-        found = torch.func.grad(loss)(params, x)
+        grads = torch.func.grad(loss)(params, x)
         rows = torch.vmap(torch.func.grad(loss), (None, 0))(params, x[None].expand(3, 1, 6))
         torch.func.jacrev(loss)(params, x)
         torch.func.jacrev(torch.func.jacrev(lambda x: x.pow(3).sum()))(x)
         y = model(x).sum()
         (tens,) = torch.autograd.grad(y, model.last.bias)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert all(torch.equal(expected[name], grads[name]) for name in expected)
     assert rows["first.weight"].shape == (3, 5, 6)
     assert tens.tolist() == [10.0] * 3
 
@@ -559,9 +559,9 @@ def test_under_autocast_the_gradient_is_that_of_the_parameter() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = torch.autograd.grad(model(x).sum(), model.first.weight)
         with attached(model, gs.Scale(2.0), gs.Captured("first.weight")):
-            found = torch.autograd.grad(model(x).sum(), model.first.weight)
-    assert found[0].dtype is torch.float32
-    torch.testing.assert_close(found[0], expected[0] * 2)
+            grads = torch.autograd.grad(model(x).sum(), model.first.weight)
+    assert grads[0].dtype is torch.float32
+    torch.testing.assert_close(grads[0], expected[0] * 2)
 
 
 def test_with_a_checkpoint_that_is_not_reentrant_each_output_is_one_site() -> None:

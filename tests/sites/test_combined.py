@@ -120,8 +120,8 @@ def _nodes(name: str) -> str:
     ids=str,
 )
 def test_node_selectors_combine_by_set_operations(at: Selector, expected: list[str]) -> None:
-    found = [site.replace("Backward[0]", "") for site in sites(small(), at)]
-    assert sorted(found) == sorted(expected)
+    selected = [site.replace("Backward[0]", "") for site in sites(small(), at)]
+    assert sorted(selected) == sorted(expected)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ class Tied(nn.Module):
         (~P("decoder.*"), ["head.weight"]),
         (~P("encoder.*"), ["head.weight"]),
         (P().first(2), ["encoder.weight", "head.weight"]),
-        (P().where(lambda place: any(own.name == "decoder.weight" for own in place.aliases)),
+        (P().where(lambda place: any(alias.name == "decoder.weight" for alias in place.aliases)),
          ["encoder.weight"]),
     ],
     ids=str,
@@ -321,10 +321,10 @@ def test_node_outputs_are_counted_after_the_first_backward(both: bool) -> None:
     with attached(model, gs.Scale(1.0), N("Unbind").expect(right)) as live:
         model(torch.ones(2, 3, requires_grad=True)).backward()
     assert len(list(live.ledger)) == right
-    found = f"{3 - right} sites were expected, found {right}: root#0/UnbindBackward"
+    message = f"{3 - right} sites were expected, found {right}: root#0/UnbindBackward"
     with attached(model, gs.Scale(1.0), N("Unbind").expect(3 - right)):
         y = model(torch.ones(2, 3, requires_grad=True))
-        with pytest.raises(LookupError, match=re.escape(found)):
+        with pytest.raises(LookupError, match=re.escape(message)):
             y.backward()
 
 
@@ -361,12 +361,12 @@ def test_nodes_that_a_checkpoint_makes_in_backward_are_counted_there(
 def test_a_warning_says_if_no_backward_came_to_count_the_sites() -> None:
     model = Recomputed(reentrant=True)
     with (
-        pytest.warns(gs.SurgeryWarning) as told,
+        pytest.warns(gs.SurgeryWarning) as caught,
         attached(model, gs.Scale(1.0), M("inner.*").expect(3)),
     ):
         model(torch.ones(2, 6, requires_grad=True))
-    said = " ".join(str(warning.message) for warning in told)
-    assert "scale: 3 sites were expected, and no backward has run that would show" in said
+    text = " ".join(str(warning.message) for warning in caught)
+    assert "scale: 3 sites were expected, and no backward has run that would show" in text
 
 
 def test_modules_that_were_not_called_do_not_count() -> None:
@@ -448,7 +448,7 @@ def test_several_stages_take_several_interventions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "said"),
+    ("at", "alone"),
     [
         (P("first.*") & P("last.*"), "first.weight, first.bias; last.weight, last.bias"),
         (~P(), "first.weight, first.bias, last.weight, last.bias"),
@@ -456,12 +456,12 @@ def test_several_stages_take_several_interventions() -> None:
     ],
 )
 def test_a_combination_that_selects_nothing_lists_the_sites_of_its_parts(
-    at: Selector, said: str
+    at: Selector, alone: str
 ) -> None:
     with pytest.raises(LookupError) as caught, attached(small(), gs.Zero(), at):
         pass
     assert str(caught.value).startswith("Combined.by: nothing is selected by Combined(")
-    assert str(caught.value).endswith(f" Its parts by themselves: {said}")
+    assert str(caught.value).endswith(f" Its parts by themselves: {alone}")
 
 
 @pytest.mark.parametrize(
@@ -503,8 +503,8 @@ def test_a_part_without_sites_is_reported_on_detach(at: Selector, silent: Select
         warnings.simplefilter("always")
         with attached(model, gs.Zero(), at):
             model(torch.ones(3, 2)).sum().backward()
-    said = f"zero: nothing was selected by {silent!r}, a part of it"
-    assert [str(warning.message) for warning in caught] == ([said] if silent else [])
+    message = f"zero: nothing was selected by {silent!r}, a part of it"
+    assert [str(warning.message) for warning in caught] == ([message] if silent else [])
 
 
 def test_a_union_provides_no_value_if_one_part_has_none() -> None:
@@ -531,10 +531,10 @@ def _big(place: Place) -> bool:
 
 
 def test_a_combination_is_hashable_and_its_repr_has_no_address() -> None:
-    one, same = (P("a*") | M()).where(_big), (P("a*") | M()).where(_big)
-    assert (one == same, hash(one) == hash(same), repr(one) == repr(same)) == (True,) * 3
-    assert repr(one).endswith(", by=all, test=_big)")
-    assert one != (P("a*") | M()).where(lambda place: True)
+    big, same = (P("a*") | M()).where(_big), (P("a*") | M()).where(_big)
+    assert (big == same, hash(big) == hash(same), repr(big) == repr(same)) == (True,) * 3
+    assert repr(big).endswith(", by=all, test=_big)")
+    assert big != (P("a*") | M()).where(lambda place: True)
     assert " at 0x" not in repr(P().where(lambda place: True))
     assert repr(P("a").first(2)) == f"Combined(of=({P('a')!r},), by=all, limit=2)"
 
@@ -545,12 +545,12 @@ def test_a_surgery_with_a_where_test_resumes_from_its_state() -> None:
             gs.Intervention(gs.GrokfastEMA(), P().where(lambda place: "w" in place.name))
         )
 
-    one, other = surgery(), surgery()
+    first, other = surgery(), surgery()
     model = small()
-    with one.attach(model):
+    with first.attach(model):
         backward(model)
-    other.load_state_dict(one.state_dict())
-    assert other.state_dict()["transforms"] == one.state_dict()["transforms"]
+    other.load_state_dict(first.state_dict())
+    assert other.state_dict()["transforms"] == first.state_dict()["transforms"]
 
 
 # From the command line
@@ -647,5 +647,5 @@ def test_each_config_error_is_one_line(words: list[str], faults: list[str]) -> N
     with pytest.raises(ConfigError) as caught:
         check(["transform=clip", "logger=none", *words], False, [])
     assert len(caught.value.faults) == len(faults), caught.value.faults
-    for found, expected in zip(caught.value.faults, faults, strict=True):
-        assert found.startswith(expected)
+    for fault, expected in zip(caught.value.faults, faults, strict=True):
+        assert fault.startswith(expected)

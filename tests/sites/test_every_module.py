@@ -224,8 +224,8 @@ def test_tensors_inside_nested_values_are_changed() -> None:
 
     model = nn.Sequential(Nested())
     with attached(model, gs.Scale(10.0), gs.EveryModule("0")) as live:
-        found = model(torch.ones(1))
-    assert (found["a"].item(), found["b"][0].item(), found["b"][1]) == (10.0, 20.0, 3)
+        outputs = model(torch.ones(1))
+    assert (outputs["a"].item(), outputs["b"][0].item(), outputs["b"][1]) == (10.0, 20.0, 3)
     assert calls_of(live) == {"0#0.a": 1, "0#0.b.0": 1}
 
 

@@ -36,8 +36,8 @@ class _Inner(nn.Module):
         return functional.relu(self.linear(x))
 
 
-def _ids(made: CallGraph) -> list[str]:
-    return [spot.id for _, spot in made.nodes()]
+def _ids(graph: CallGraph) -> list[str]:
+    return [spot.id for _, spot in graph.nodes()]
 
 
 def test_every_node_belongs_to_its_innermost_module() -> None:
@@ -71,8 +71,8 @@ def test_a_call_is_the_same_object_at_every_step() -> None:
         Tracer().follow(model, list(model.modules()), taken.append, stack)
         for _ in range(2):
             model(torch.ones(1, 6))
-    one, two = ([spot.call for _, spot in own.nodes()] for own in taken)
-    assert all(a is b for a, b in zip(one, two, strict=True))
+    calls, more_calls = ([spot.call for _, spot in graph.nodes()] for graph in taken)
+    assert all(a is b for a, b in zip(calls, more_calls, strict=True))
 
 
 class _Way(nn.Module):
@@ -105,7 +105,7 @@ def test_a_forward_with_other_nodes_in_the_same_calls_is_traced_anew() -> None:
     relu = ["root#0/ReluBackward[0]", "inner#0/MulBackward[0]", "root#0/ExpBackward[0]"]
     tanh = ["root#0/TanhBackward[0]", *relu[1:]]
     late = [relu[1], relu[0], relu[2]]
-    assert [_ids(own) for own in taken] == [relu, relu, tanh, late, relu]
+    assert [_ids(graph) for graph in taken] == [relu, relu, tanh, late, relu]
 
 
 def test_a_node_made_in_another_call_is_traced_anew() -> None:
@@ -130,7 +130,7 @@ def test_a_node_made_in_another_call_is_traced_anew() -> None:
         for model.early in (True, False):
             model(torch.ones(1, requires_grad=True))
     early = ["inner#0/TanhBackward[0]", "root#0/TanhBackward[0]"]
-    assert [_ids(own) for own in taken] == [early, early[::-1]]
+    assert [_ids(graph) for graph in taken] == [early, early[::-1]]
 
 
 def test_a_forward_without_gradients_gives_no_graph() -> None:
@@ -165,8 +165,8 @@ def test_all_overloads_of_a_wanted_name_are_included() -> None:
     with ExitStack() as stack:
         Tracer().follow(model, [model], taken.append, stack)
         model(torch.ones(1, requires_grad=True))
-    told = [(spot.name, spot.occurrence) for _, spot in taken[0].nodes("MulBackward1".__eq__)]
-    assert told == [("MulBackward0", 0), ("MulBackward1", 1)]
+    nodes = [(spot.name, spot.occurrence) for _, spot in taken[0].nodes("MulBackward1".__eq__)]
+    assert nodes == [("MulBackward0", 0), ("MulBackward1", 1)]
 
 
 @pytest.mark.parametrize(
@@ -186,8 +186,8 @@ def test_only_modules_around_or_inside_the_selected_ones_are_followed(
     model = Functional()
     names = names_of(model)
     (module,) = (module for module, (name,) in names.items() if name == chosen)
-    found = around(names, [module], inside)
-    assert [names[module][0] for module in found] == followed
+    modules = around(names, [module], inside)
+    assert [names[module][0] for module in modules] == followed
 
 
 def test_only_followed_modules_get_hooks_and_none_if_no_node_is_selected() -> None:

@@ -371,8 +371,8 @@ def test_an_optimizer_that_steps_inside_the_backward_is_reported() -> None:
         model(3.0, 4.0).backward()
     for handle in handles:
         handle.remove()
-    said = " ".join(str(warning.message) for warning in caught)
-    assert "the .grad of a, b was gone when the backward had ended" in said
+    text = " ".join(str(warning.message) for warning in caught)
+    assert "the .grad of a, b was gone when the backward had ended" in text
     assert "step" in live.ledger.table()  # as the hook of another
     assert [param.item() for param in model.parameters()] == [-3.0, -4.0, 0.0]
 

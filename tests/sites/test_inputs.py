@@ -45,14 +45,14 @@ class Residual(nn.Module):
 
 
 def test_a_branch_leaves_the_gradient_past_the_module_alone_and_a_total_does_not() -> None:
-    found = []
+    grads = []
     for path in PATHS:
         model, x = Residual(), point()
         with attached(model, gs.Scale(10.0), gs.Inputs("f", path=path)) as live:
             model(x).backward()
-        found.append(grad_of(x))
+        grads.append(grad_of(x))
         assert calls_of(live) == {"f#0.input": 1}
-    assert found == [[1.0 + 10 * 2.0], [10 * (1.0 + 2.0)]]
+    assert grads == [[1.0 + 10 * 2.0], [10 * (1.0 + 2.0)]]
 
 
 def test_the_input_gradient_equals_that_of_autograd() -> None:
@@ -87,13 +87,13 @@ def test_calls_of_a_shared_module_are_sites_of_their_own(
 
 
 def test_call_clips_the_gradient_of_that_call_alone() -> None:
-    found = []
+    grads = []
     for call in (0, 1):
         model, x = Shared(), point()
         with attached(model, gs.Clip(1.5), gs.Inputs("twice", call=call)):
             model(x).backward()
-        found.append(grad_of(x))
-    assert found == [[1.5], [1.5 * 2]]
+        grads.append(grad_of(x))
+    assert grads == [[1.5], [1.5 * 2]]
 
 
 @dataclass
@@ -232,13 +232,13 @@ def test_modules_that_take_the_same_tensor_share_a_total_and_have_separate_branc
 
 
 def test_a_branch_passes_a_container_and_its_first_child_and_a_total_once() -> None:
-    found = []
+    results = []
     for path in PATHS:
         model, x = nn.Sequential(nn.Sequential(Double(), Double())), point()
         with attached(model, gs.Scale(10.0), gs.Inputs("re:0|0\\.0", path=path)) as live:
             model(x).sum().backward()
-        found.append((grad_of(x), [(entry.site, entry.aliases) for entry in live.ledger]))
-    assert found == [
+        results.append((grad_of(x), [(entry.site, entry.aliases) for entry in live.ledger]))
+    assert results == [
         ([400.0], [("0#0.input", []), ("0.0#0.input", [])]),
         ([40.0], [("0#0.input", ["0.0#0.input"])]),
     ]
@@ -266,16 +266,16 @@ def test_a_parameter_as_input_can_be_a_branch_or_a_total() -> None:
         def forward(self) -> Tensor:
             return (self.f(self.prompt) + self.prompt).sum()
 
-    found = []
+    grads = []
     for path in PATHS:
         model = Prompted()
         with attached(model, gs.Scale(10.0), gs.Inputs("f", path=path)):
             for _ in range(2):
                 model.zero_grad()
                 model().backward()
-        found.append(gradients(model)["prompt"].item())
+        grads.append(gradients(model)["prompt"].item())
         assert num_hooks(model) == 0
-    assert found == [21.0, 30.0]
+    assert grads == [21.0, 30.0]
 
 
 class InPlace(nn.Module):
@@ -351,9 +351,9 @@ def test_an_input_may_be_written_to_after_the_module_has_read_it() -> None:
 
 def test_a_module_that_writes_to_a_container_that_it_took_is_refused_as_a_branch() -> None:
     class Appends(nn.Module):
-        def forward(self, kept: list[Tensor]) -> Tensor:
-            kept.append(kept[-1] * 2)
-            return kept[-1]
+        def forward(self, tensors: list[Tensor]) -> Tensor:
+            tensors.append(tensors[-1] * 2)
+            return tensors[-1]
 
     class Keeps(nn.Module):
         def __init__(self) -> None:
@@ -361,9 +361,9 @@ def test_a_module_that_writes_to_a_container_that_it_took_is_refused_as_a_branch
             self.append = Appends()
 
         def forward(self, x: Tensor) -> Tensor:
-            kept = [x * 1]
-            self.append(kept)
-            return kept[-1].sum()
+            tensors = [x * 1]
+            self.append(tensors)
+            return tensors[-1].sum()
 
     x = point()
     model = Keeps()
@@ -749,10 +749,10 @@ def test_it_acts_inside_functional_transforms(path: Any) -> None:
     model = Residual()
     values = torch.tensor([[1.0], [2.0]])
     with attached(model, gs.Scale(10.0), gs.Inputs("f", path=path), effects_every=0):
-        one = torch.func.grad(model)(values[0])
+        grad = torch.func.grad(model)(values[0])
         each = torch.func.vmap(torch.func.grad(model))(values)
     expected = 21.0 if path == "branch" else 30.0
-    assert one.tolist() == [expected]
+    assert grad.tolist() == [expected]
     assert each.tolist() == [[expected], [expected]]
 
 

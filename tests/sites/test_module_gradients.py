@@ -28,16 +28,16 @@ def _tail(kind: str) -> str:
 
 
 def test_the_pre_hook_gets_the_output_gradient_and_the_hook_the_input_gradient() -> None:
-    found = {}
+    grads = {}
     for kind in KINDS:
         model, x = nn.Sequential(nn.Linear(1, 1)), point(3.0)
         nn.init.constant_(model[0].weight, 2.0)
         with attached(model, gs.Clip(0.5), gs.ModuleGradients("0", kind=kind)) as live:
             model(x).sum().backward()
-        found[kind] = grad_of(x)[0], gradients(model)["0.weight"].item()
+        grads[kind] = grad_of(x)[0], gradients(model)["0.weight"].item()
         assert calls_of(live) == {f"0#0{_tail(kind)}": 1}
     # The output has 1, clipped to 0.5; the input 2, clipped without the weight being told.
-    assert found == {"full_backward_pre": (1.0, 1.5), "full_backward": (0.5, 3.0)}
+    assert grads == {"full_backward_pre": (1.0, 1.5), "full_backward": (0.5, 3.0)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -57,14 +57,14 @@ def test_calls_of_a_shared_module_have_their_own_sites(
 
 
 def test_call_clips_the_gradient_of_that_call_alone() -> None:
-    found = []
+    grads = []
     for call in (0, 1):
         model, x = Shared(), point()
         at = gs.ModuleGradients("twice", call=call, kind="full_backward")
         with attached(model, gs.Clip(1.5), at):
             model(x).backward()
-        found.append(grad_of(x))
-    assert found == [[1.5], [1.5 * 2]]
+        grads.append(grad_of(x))
+    assert grads == [[1.5], [1.5 * 2]]
 
 
 def test_two_forwards_before_their_backwards_keep_their_sites() -> None:
@@ -123,7 +123,7 @@ class Answers(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("answer", "found"),
+    ("answer", "described"),
     [
         (lambda x: {"a": x}, "a dict"),
         (Answer, "a Answer"),
@@ -131,7 +131,7 @@ class Answers(nn.Module):
         (lambda x: ({"a": x},), "a tuple"),
     ],
 )
-def test_an_output_that_the_hook_would_not_see_is_refused(answer: Any, found: str) -> None:
+def test_an_output_that_the_hook_would_not_see_is_refused(answer: Any, described: str) -> None:
     model = Answers(answer)
     with (
         pytest.raises(RuntimeError) as caught,
@@ -140,7 +140,7 @@ def test_an_output_that_the_hook_would_not_see_is_refused(answer: Any, found: st
         model(point())
     assert str(caught.value) == (
         "ModuleGradients: site 'inner#0': PyTorch calls a full_backward_pre hook for tensors and "
-        f"tuples of them, and those that need a gradient are inside {found}. Use Outputs."
+        f"tuples of them, and those that need a gradient are inside {described}. Use Outputs."
     )
     assert num_hooks(model) == 0
 
@@ -282,7 +282,7 @@ def test_an_unused_input_gets_zeros_from_pytorch() -> None:
 
 
 def test_autograd_grad_of_a_weight_bypasses_the_full_hook() -> None:
-    found = []
+    counts = []
     for kind in KINDS:
         model = small()
         with attached(model, gs.Identity(), gs.ModuleGradients("first", kind=kind)) as live:
@@ -290,8 +290,8 @@ def test_autograd_grad_of_a_weight_bypasses_the_full_hook() -> None:
             torch.autograd.grad(model(x).sum(), model.first.weight)
             before = sum(calls_of(live).values())
             model(x).sum().backward()
-            found.append((before, sum(calls_of(live).values())))
-    assert found == [(1, 2), (0, 1)]
+            counts.append((before, sum(calls_of(live).values())))
+    assert counts == [(1, 2), (0, 1)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -126,20 +126,20 @@ def test_an_input_without_a_gradient_passes_at_leave() -> None:
 
 
 def test_enter_equals_a_tensor_hook_on_the_output() -> None:
-    one, two = noisy(), noisy()
+    hooked, plain = noisy(), noisy()
     seen: list[Tensor] = []
 
     def hook(module: nn.Module, args: object, output: Tensor) -> None:
         output.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
         output.register_hook(seen.append)
 
-    one.norm.register_forward_hook(hook)
+    hooked.norm.register_forward_hook(hook)
     torch.manual_seed(1)
-    backward(one)
+    backward(hooked)
     torch.manual_seed(1)
-    with attached(two, gs.Clip(0.01), gs.Nodes("norm", module="norm")):
-        backward(two)
-    torch.testing.assert_close(gradients(two), gradients(one), rtol=0, atol=0)
+    with attached(plain, gs.Clip(0.01), gs.Nodes("norm", module="norm")):
+        backward(plain)
+    torch.testing.assert_close(gradients(plain), gradients(hooked), rtol=0, atol=0)
     assert (seen[0].abs() == 0.01).any()
 
 
@@ -541,11 +541,11 @@ def test_checkpoints_change_neither_sites_nor_gradients(side, reentrant, pattern
             for _ in range(2):
                 model(x).backward()
         results.append((calls_of(live), gradients(model), x.grad))
-    (sites, plain, x_plain), (again, own, x_own) = results
+    (sites, plain, x_plain), (again, grads, x_own) = results
     assert len(sites) in (2, 4, 6)
     assert set(sites.values()) == {2}
     assert again == sites
-    torch.testing.assert_close((own, x_own), (plain, x_plain))
+    torch.testing.assert_close((grads, x_own), (plain, x_plain))
 
 
 def test_calls_in_reentrant_checkpoints_keep_their_numbers() -> None:
@@ -927,7 +927,7 @@ class Muls(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "found"),
+    ("pattern", "endings"),
     [
         ("Mul", {"[0]", "[1]"}),
         ("MulBackward", {"[0]", "[1]"}),
@@ -938,18 +938,18 @@ class Muls(nn.Module):
         ("M?l", {"[0]", "[1]"}),
     ],
 )
-def test_a_name_fits_every_overload_and_a_numbered_one_only_its_own(pattern, found) -> None:
+def test_a_name_fits_every_overload_and_a_numbered_one_only_its_own(pattern, endings) -> None:
     model, x = Muls(), point()
     with attached(model, gs.Identity(), gs.Nodes(pattern)) as live:
         model(x).backward()
-    assert {site.removeprefix("root#0/MulBackward") for site in calls_of(live)} == found
+    assert {site.removeprefix("root#0/MulBackward") for site in calls_of(live)} == endings
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_name_in_a_family_exists_in_torch(family: str) -> None:
     known = {name for name in dir(torch._C._functions) if "BackwardBackward" not in name}
     for name in FAMILIES[family]:
-        assert any(fits_node(own, name) for own in known), name
+        assert any(fits_node(node, name) for node in known), name
 
 
 X, IMAGE = torch.linspace(-1, 1, 12).view(3, 4), torch.linspace(-1, 1, 18).view(1, 2, 3, 3)
@@ -979,8 +979,8 @@ def test_a_family_finds_the_nodes_of_its_modules(family, module, given, names) -
     with attached(module, gs.Identity(), gs.Nodes(family)) as live:
         out = module(given)
         (out[0] if isinstance(out, tuple) else out).sum().backward()
-    found = {site.partition("/")[2].partition("Backward")[0] for site in calls_of(live)}
-    assert found == names
+    stems = {site.partition("/")[2].partition("Backward")[0] for site in calls_of(live)}
+    assert stems == names
 
 
 def test_no_hook_remains_and_no_step_leaks() -> None:

@@ -63,8 +63,8 @@ def test_a_pattern_selects_and_other_parameters_are_unchanged(
         backward(model)
     zeroed = [name for name, grad in gradients(model).items() if not grad.any()]
     assert zeroed == names
-    kept = gradients(model).keys() - set(names)
-    assert all(torch.equal(gradients(model)[name], gradients(plain)[name]) for name in kept)
+    others = gradients(model).keys() - set(names)
+    assert all(torch.equal(gradients(model)[name], gradients(plain)[name]) for name in others)
 
 
 @pytest.mark.parametrize("stage", ["backward", "accumulated", "step"])
@@ -76,8 +76,8 @@ def test_effects_at_a_site_are_those_of_its_parameter(stage) -> None:
         backward(model)
         norms = {name: grad.norm().item() for name, grad in gradients(model).items()}
         optimizer.step()
-    found = {row["site"]: row["norm_before"] for row in live.effects.rows()}
-    assert found == pytest.approx(norms, rel=1e-5)
+    measured = {row["site"]: row["norm_before"] for row in live.effects.rows()}
+    assert measured == pytest.approx(norms, rel=1e-5)
 
 
 def test_a_frozen_parameter_is_in_the_ledger_as_frozen() -> None:
@@ -311,12 +311,12 @@ def test_a_stage_acts_on_one_backward_or_on_the_sum(stage) -> None:
     with attached(model, gs.Clip(1.0), gs.Parameters(stage=stage), optimizer):
         model(torch.tensor([3.0])).backward()
         model(torch.tensor([-2.5])).backward()
-        found = _grad(model.w)
+        grad = _grad(model.w)
         if stage == "step":
             optimizer.step()
     # 1 - 1, or 1 - 2.5 and that clipped, or the sum as it is.
     expected = {"backward": 0.0, "accumulating": 0.0, "accumulated": -1.0, "settled": -1.0}
-    assert found == [expected.get(stage, 0.5)]
+    assert grad == [expected.get(stage, 0.5)]
 
 
 @each_stage
@@ -381,13 +381,13 @@ def test_a_held_node_is_released_after_the_block(stage) -> None:
     model = Sums()
     with attached(model, gs.Scale(10.0), gs.Parameters(stage=stage)):
         model(torch.tensor([1.0])).backward()
-    kept = get_gradient_edge(model.w).node
-    assert not kept.metadata
+    node = get_gradient_edge(model.w).node
+    assert not node.metadata
     model.zero_grad()
     model(torch.tensor([1.0])).backward()
     assert _grad(model.w) == [1.0]
     held = ref(model.w)
-    del model, kept
+    del model, node
     gc.collect()
     assert held() is None
 
@@ -439,8 +439,10 @@ def test_a_foreign_hook_keeps_its_position(
             model(torch.tensor([3.0])).backward()
             optimizer.step()
             assert _grad(model.w) == [in_turn if expected is None else expected]
-            told = f"beside hooks of others: {__name__}.{hook.__qualname__}" in live.ledger.table()
-            assert told == first
+            is_listed = (
+                f"beside hooks of others: {__name__}.{hook.__qualname__}" in live.ledger.table()
+            )
+            assert is_listed == first
         assert num_hooks(model) == 1
         model.zero_grad()
         model(torch.tensor([3.0])).backward()

@@ -364,7 +364,7 @@ def test_nothing_is_kept_alive(at: gs.SavedTensors | None) -> None:
                 y.sum().backward()
             del h, y
             gc.collect()
-            assert [one() for one in held] == [None, None]
+            assert [reference() for reference in held] == [None, None]
         outlives = model(x)
     held = [ref(model)]
     del model
@@ -515,9 +515,9 @@ def test_tensors_saved_by_a_checkpoint_inside_the_block_are_not_seen() -> None:
         model(x).sum().backward()
     # It keeps its input, which is doubled before it recomputes.
     assert _calls(live) == {"block": 1}
-    one = torch.tensor([1.0], requires_grad=True)
-    one.tanh().pow(2).sum().backward()
-    torch.testing.assert_close(x.grad, one.grad)
+    plain = torch.tensor([1.0], requires_grad=True)
+    plain.tanh().pow(2).sum().backward()
+    torch.testing.assert_close(x.grad, plain.grad)
 
 
 def test_the_block_pattern_refuses_stateful_transforms_other_fields_and_a_module_of_its_name() -> (
@@ -586,8 +586,8 @@ class Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        x, twice, one = ctx.saved_tensors
-        return grads[0] * (x + twice + one)
+        x, twice, ones = ctx.saved_tensors
+        return grads[0] * (x + twice + ones)
 
 
 class Several(nn.Module):
@@ -611,10 +611,10 @@ def test_nodes_are_selected_by_name_and_family(node: str, sites: list[str | None
     model.several = Several()
     with attached(model, gs.Scale(2.0), gs.SavedTensors("several", node=node)) as live:
         model(_x(0.5, -1.0)).sum().backward()
-    found = _calls(live)
-    assert len(found) == len(sites)
-    assert {site for site in sites if site} <= set(found)
-    assert set(found.values()) == {1}
+    calls = _calls(live)
+    assert len(calls) == len(sites)
+    assert {site for site in sites if site} <= set(calls)
+    assert set(calls.values()) == {1}
 
 
 def test_tensors_saved_by_a_node_are_transformed() -> None:
@@ -678,8 +678,8 @@ def test_the_state_of_a_transform_belongs_to_a_site() -> None:
             x.grad = None
             model(x).sum().backward()
     # The mean of a constant is the constant: 2 tanh.
-    one = torch.tensor([0.5]).tanh()
-    torch.testing.assert_close(x.grad, (1 - (2 * one) ** 2) * (1 - (2 * one.tanh()) ** 2))
+    point = torch.tensor([0.5]).tanh()
+    torch.testing.assert_close(x.grad, (1 - (2 * point) ** 2) * (1 - (2 * point.tanh()) ** 2))
     assert _calls(live) == {"0#0.0": 2, "1#0.0": 2}
 
 

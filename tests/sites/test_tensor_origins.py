@@ -140,11 +140,11 @@ def test_a_tensor_in_place_of_a_weight_is_not_an_activation(
 ) -> None:
     model = _model()
     change(model[2])
-    found = _saved(model, gs.SavedTensors(**at), call)
+    origins = _saved(model, gs.SavedTensors(**at), call)
     # A frozen layer does not save its input; the norms that the old way saves are nobody's weights.
     norms = {(OUT, 1)} if change is _old_weight_norm else set()
-    assert (BATCH, MIDDLE) in found
-    assert set(found) - norms <= set(FLOWS)
+    assert (BATCH, MIDDLE) in origins
+    assert set(origins) - norms <= set(FLOWS)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
@@ -160,10 +160,10 @@ def test_a_tensor_in_place_of_a_weight_is_a_parameter(
 def test_a_functional_weight_saved_without_a_cast_is_not_an_activation() -> None:
     model = nn.Sequential(nn.Conv1d(1, 1, 3))
     call: list[Call] = [_leaves, _fast_weights, _frozen_leaves]
-    for one in call:
+    for run in call:
         Shapes.seen.clear()
         with attached(model, Shapes(), gs.SavedTensors()):
-            one(model, torch.ones(2, 1, 5, requires_grad=True)).sum().backward()
+            run(model, torch.ones(2, 1, 5, requires_grad=True)).sum().backward()
         assert (1, 1, 3) not in Shapes.seen
 
 

@@ -101,15 +101,15 @@ def test_a_single_use_is_a_site_and_the_last_output_has_no_use_in_the_model() ->
 
 
 def test_a_use_equals_a_hook_on_an_alias_for_that_use() -> None:
-    one, two = small(), small()
+    hooked, plain = small(), small()
     x = torch.randn(4, 6)
-    first = one.first(x)
+    first = hooked.first(x)
     alias = first.view_as(first)
     alias.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
-    one.last(one.act(alias)).square().sum().backward()
-    with attached(two, gs.Clip(0.01), gs.Uses("first")):
-        two(x).square().sum().backward()
-    torch.testing.assert_close(gradients(two), gradients(one), rtol=0, atol=0)
+    hooked.last(hooked.act(alias)).square().sum().backward()
+    with attached(plain, gs.Clip(0.01), gs.Uses("first")):
+        plain(x).square().sum().backward()
+    torch.testing.assert_close(gradients(plain), gradients(hooked), rtol=0, atol=0)
 
 
 class Tied(nn.Module):
@@ -157,7 +157,7 @@ def test_a_weight_shared_by_calls_has_a_use_in_each() -> None:
     model = Thrice()
     with attached(model, gs.Identity(), gs.Uses("linear*")) as live:
         model(torch.ones(2, 3)).backward()
-    params = {f"linear.{own}/use[{use}]" for own in ("weight", "bias") for use in range(3)}
+    params = {f"linear.{name}/use[{use}]" for name in ("weight", "bias") for use in range(3)}
     assert set(_calls(live)) == {*params, "linear#0/use[0]", "linear#1/use[0]", "linear#2/use[0]"}
 
 
@@ -331,12 +331,12 @@ class Squared(nn.Module):
 
 
 def _by_grad(model: nn.Module, params: dict[str, Tensor], x: Tensor) -> Tensor:
-    return func.grad(lambda own: func.functional_call(model, own, (x,)))(params)["weight"]
+    return func.grad(lambda params: func.functional_call(model, params, (x,)))(params)["weight"]
 
 
 def _by_vmap(model: nn.Module, params: dict[str, Tensor], x: Tensor) -> Tensor:
-    one = func.grad(lambda own, x: func.functional_call(model, own, (x,)))
-    return func.vmap(one, in_dims=(None, 0))(params, x)["weight"].sum(0)
+    grad_of = func.grad(lambda params, x: func.functional_call(model, params, (x,)))
+    return func.vmap(grad_of, in_dims=(None, 0))(params, x)["weight"].sum(0)
 
 
 def _by_leaves(model: nn.Module, params: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -449,13 +449,13 @@ def test_a_transform_that_needs_a_value_or_a_group_is_refused() -> None:
 
 
 def test_nothing_changes_when_the_transform_changes_nothing() -> None:
-    one, two = small(), small()
-    backward(one)
-    with attached(two, gs.Identity(), gs.Uses("*")):
-        backward(two)
-    assert gradients(one).keys() == gradients(two).keys()
-    for name, grad in gradients(one).items():
-        assert torch.equal(grad, gradients(two)[name])
+    hooked, plain = small(), small()
+    backward(hooked)
+    with attached(plain, gs.Identity(), gs.Uses("*")):
+        backward(plain)
+    assert gradients(hooked).keys() == gradients(plain).keys()
+    for name, grad in gradients(hooked).items():
+        assert torch.equal(grad, gradients(plain)[name])
 
 
 def test_hooks_on_a_graph_that_outlives_the_block_do_nothing() -> None:

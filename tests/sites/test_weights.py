@@ -164,10 +164,10 @@ def test_triggers_and_effects_are_counted() -> None:
 def test_a_frozen_parameter_is_left_alone_and_the_ledger_says_so() -> None:
     model = small()
     model.first.requires_grad_(False)
-    kept = model.first.weight.clone()
+    before = model.first.weight.clone()
     with attached(model, gs.Zero(), gs.Weights("*.weight", stage="forward")) as live:
         model(batch()[0])
-    assert torch.equal(model.first.weight, kept)
+    assert torch.equal(model.first.weight, before)
     assert not model.last.weight.any()
     assert "first.weight  (frozen)" in live.ledger.table()
     with (
@@ -262,7 +262,7 @@ def test_nothing_is_kept_alive(stage: Any) -> None:
     held = [ref(model), ref(model.first.weight)]
     del model, optimizer
     gc.collect()
-    assert [one() for one in held] == [None, None]
+    assert [reference() for reference in held] == [None, None]
     assert live.ledger
 
 

@@ -28,9 +28,9 @@ def _fresh() -> Iterator[None]:
 
 
 def _whole(model: nn.Module, backend: str) -> nn.Module:
-    made = torch.compile(model, backend=backend)
-    assert isinstance(made, nn.Module)
-    return made
+    compiled = torch.compile(model, backend=backend)
+    assert isinstance(compiled, nn.Module)
+    return compiled
 
 
 def _in_place(model: nn.Module, backend: str) -> nn.Module:
@@ -45,9 +45,9 @@ def _last(model: nn.Module, backend: str) -> nn.Module:
 
 
 def _gradients(model: nn.Module) -> list[Tensor]:
-    found = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    grads = [param.grad.clone() for param in model.parameters() if param.grad is not None]
     model.zero_grad()
-    return found
+    return grads
 
 
 def _as_in_eager(model: nn.Module, at: Selector) -> None:

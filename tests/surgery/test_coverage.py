@@ -19,8 +19,8 @@ X = torch.ones(2, 6)
 Change = Callable[[nn.Sequential], object]
 
 
-def said(at: Selector, change: Change) -> str:
-    """What the block says that meets a forward and a backward, a change, and those again."""
+def warnings_of(at: Selector, change: Change) -> str:
+    """The warnings of a block with a forward and a backward before and after a change."""
     model = small()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -29,7 +29,9 @@ def said(at: Selector, change: Change) -> str:
             change(model)
             model(X).sum().backward()
     return " ".join(
-        str(one.message) for one in caught if issubclass(one.category, gs.SurgeryWarning)
+        str(warning.message)
+        for warning in caught
+        if issubclass(warning.category, gs.SurgeryWarning)
     )
 
 
@@ -56,15 +58,15 @@ def grow(model: nn.Sequential) -> None:
 )
 @pytest.mark.filterwarnings("ignore:Full backward hook:UserWarning")
 def test_modules_that_came_while_the_block_was_open_are_told(at: Selector) -> None:
-    found = said(at, grow)
-    assert re.search(r"modules were replaced or added .* not hooked.*: last, 3; attach", found)
+    text = warnings_of(at, grow)
+    assert re.search(r"modules were replaced or added .* not hooked.*: last, 3; attach", text)
 
 
 @pytest.mark.parametrize("at", [gs.Parameters(), gs.Group(), gs.Uses("*")], ids=str)
 def test_parameters_that_came_while_the_block_was_open_are_told(at: Selector) -> None:
-    found = said(at, grow)
-    assert "parameters were replaced or added" in found
-    assert "not hooked: last.weight, last.bias, 3.weight, 3.bias; attach" in found
+    text = warnings_of(at, grow)
+    assert "parameters were replaced or added" in text
+    assert "not hooked: last.weight, last.bias, 3.weight, 3.bias; attach" in text
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,7 @@ def test_parameters_that_came_while_the_block_was_open_are_told(at: Selector) ->
     ids=["name", "types", "first", "parameters", "block", "every", "by class"],
 )
 def test_those_that_would_not_have_been_selected_or_are_met_are_not_told(at: Selector) -> None:
-    assert "came" not in said(at, grow)
+    assert "came" not in warnings_of(at, grow)
 
 
 def frozen(model: nn.Sequential) -> None:
@@ -89,7 +91,7 @@ def frozen(model: nn.Sequential) -> None:
 
 
 def test_a_frozen_parameter_that_came_is_not_told() -> None:
-    assert "came" not in said(gs.Parameters(), frozen)
+    assert "came" not in warnings_of(gs.Parameters(), frozen)
 
 
 def restore_random_state(model: nn.Sequential) -> None:
@@ -110,14 +112,14 @@ def restore_random_state(model: nn.Sequential) -> None:
     ids=["nothing", "put back", "a copy", "taken out", "compiled"],
 )
 def test_where_nothing_came_nothing_is_told(change: Change) -> None:
-    assert "came" not in said(gs.Outputs("*"), change)
+    assert "came" not in warnings_of(gs.Outputs("*"), change)
 
 
 def test_a_module_that_is_compiled_in_its_place_is_still_known() -> None:
     def compiled(model: nn.Sequential) -> None:
         model.last = torch.compile(model.last, backend="eager")
 
-    assert "came" not in said(gs.Nodes("Relu"), compiled)
+    assert "came" not in warnings_of(gs.Nodes("Relu"), compiled)
 
 
 def test_an_intervention_added_after_the_change_knows_what_came() -> None:
@@ -128,7 +130,7 @@ def test_an_intervention_added_after_the_change_knows_what_came() -> None:
             grow(model)
             live.add(gs.Intervention(gs.Scale(2.0), gs.Outputs()))
             backward(model)
-    assert [str(one.message) for one in caught] == []
+    assert [str(warning.message) for warning in caught] == []
 
 
 def test_what_was_in_the_model_is_not_held_by_the_block() -> None:
@@ -161,8 +163,8 @@ def test_a_clock_that_stands_says_where_the_block_began() -> None:
         surgery.attach(model),
     ):
         backward(model)
-    told = " ".join(str(one.message) for one in w)
-    assert "no optimizer step was counted since this block began, at step 5;" in told
+    text = " ".join(str(warning.message) for warning in w)
+    assert "no optimizer step was counted since this block began, at step 5;" in text
 
 
 def test_the_first_block_says_nothing_of_where_it_began() -> None:
@@ -172,4 +174,4 @@ def test_the_first_block_says_nothing_of_where_it_began() -> None:
         attached(model, gs.Identity(), when=gs.Steps(start=5)),
     ):
         backward(model)
-    assert "began" not in " ".join(str(one.message) for one in caught)
+    assert "began" not in " ".join(str(warning.message) for warning in caught)

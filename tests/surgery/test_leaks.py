@@ -14,7 +14,7 @@ from tests.contexts.kinds import KINDS, Kind, Net
 ROUNDS = 200
 
 
-def _round(kind: Kind, model: nn.Module, kept: list[ref]) -> None:
+def _round(kind: Kind, model: nn.Module, refs: list[ref]) -> None:
     """Attach, train a step, detach."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     surgery = gs.Surgery(
@@ -33,21 +33,21 @@ def _round(kind: Kind, model: nn.Module, kept: list[ref]) -> None:
             else:
                 loss.backward()
             optimizer.step()
-            kept += [ref(thing) for thing in (surgery, live, y, loss, x, optimizer)]
+            refs += [ref(thing) for thing in (surgery, live, y, loss, x, optimizer)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_two_hundred_rounds_leave_no_tensor_node_or_module_alive(name: str) -> None:
-    kept: list[ref] = []
+    refs: list[ref] = []
     model = Net()
     counts = []
     for number in range(ROUNDS):
-        _round(KINDS[name], model, kept)
+        _round(KINDS[name], model, refs)
         if number in (ROUNDS // 4, ROUNDS - 1):
             gc.collect()
-            counts.append(len(gc.get_objects()) - len(kept))
-    assert [held() for held in kept if held() is not None] == []
+            counts.append(len(gc.get_objects()) - len(refs))
+    assert [held() for held in refs if held() is not None] == []
     assert counts[1] - counts[0] < ROUNDS, "objects pile up from round to round"
     gone = [ref(model), *map(ref, model.modules()), *map(ref, model.parameters())]
     del model
@@ -56,9 +56,9 @@ def test_two_hundred_rounds_leave_no_tensor_node_or_module_alive(name: str) -> N
 
 
 def test_what_is_kept_alive_is_found() -> None:
-    kept: list[ref] = []
+    refs: list[ref] = []
     model, holding = Net(), []
     model.register_forward_hook(lambda module, args, output: holding.append(output))
-    _round(KINDS["Outputs"], model, kept)
+    _round(KINDS["Outputs"], model, refs)
     gc.collect()
-    assert [held() for held in kept if held() is not None] != []
+    assert [held() for held in refs if held() is not None] != []

@@ -113,11 +113,11 @@ def test_what_hooks_the_forward_is_set_and_removed_on_a_graph_that_is_there() ->
     with attached(model, gs.Scale(2.0), gs.Outputs("first")) as live:
         loss = model(torch.ones(2, 6)).sum()
         live.set("scale", factor=3.0)
-        (found,) = torch.autograd.grad(loss, model.first.bias, retain_graph=True)
-        torch.testing.assert_close(found, plain * 3)
+        (grad,) = torch.autograd.grad(loss, model.first.bias, retain_graph=True)
+        torch.testing.assert_close(grad, plain * 3)
         live.remove("scale")
-        (found,) = torch.autograd.grad(loss, model.first.bias)
-        torch.testing.assert_close(found, plain)
+        (grad,) = torch.autograd.grad(loss, model.first.bias)
+        torch.testing.assert_close(grad, plain)
 
 
 def _zeroed(model: nn.Module) -> list[str]:
@@ -272,8 +272,8 @@ def test_what_is_set_is_that_from_the_next_backward_on_at_every_site_met_before_
     with attached(model, gs.Scale(2.0)) as live:
         for factor in (2.0, 5.0):
             live.set("scale", factor=factor)
-            for own in (model["a"], model["b"]) if factor == 5.0 else (model["a"],):
-                assert _passed(own) == factor
+            for module in (model["a"], model["b"]) if factor == 5.0 else (model["a"],):
+                assert _passed(module) == factor
 
 
 def test_it_holds_on_the_short_way_of_later_steps_too() -> None:
@@ -323,10 +323,10 @@ def test_noise_goes_on_where_it_was() -> None:
     def draws(change: bool) -> list[float]:
         model = Sums()
         with attached(model, gs.AddNoise(1.0)) as live:
-            found = [_passed(model, 0.0)]
+            before = [_passed(model, 0.0)]
             if change:
                 live.set("add_noise", when=gs.Flag("on", on=True))
-            return [*found, _passed(model, 0.0)]
+            return [*before, _passed(model, 0.0)]
 
     assert draws(True) == draws(False)
     assert len(set(draws(False))) == 2
@@ -341,8 +341,8 @@ def test_an_equal_change_changes_nothing() -> None:
         train(model, optimizer, 2)
         live.set("clip", value=0.05)
         train(model, optimizer, 2, start=2)
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(found, expected)
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(param, expected)
 
 
 def test_a_group_can_be_set_too() -> None:
@@ -620,11 +620,11 @@ def test_what_cannot_be_is_refused_now_and_nothing_is_changed(
         with pytest.raises(kind, match=re.escape(message)):
             call(live)
         # From inside a backward too, at once and not at its end.
-        told: list[Exception] = []
-        in_backward(model, "act", lambda: told.append(_raised(lambda: call(live))))
+        errors: list[Exception] = []
+        in_backward(model, "act", lambda: errors.append(_raised(lambda: call(live))))
         backward(model)
         assert (live.interventions, live.labels, num_hooks(model), list(live.ledger)) == before
-        assert message in str(told[0])
+        assert message in str(errors[0])
 
 
 def _double(grad: Tensor) -> Tensor:

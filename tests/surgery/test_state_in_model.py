@@ -50,8 +50,8 @@ def _saved(steps: int = 3) -> tuple[dict[str, Tensor], dict[str, object]]:
         live.switch("half", on=True)
         train(model, optimizer, steps)
         # Copies: a state dict holds the parameters themselves.
-        kept = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    return kept, surgery.state_dict()
+        saved = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    return saved, surgery.state_dict()
 
 
 def test_off_by_default_there_is_no_key_and_no_hook() -> None:
@@ -65,10 +65,10 @@ def test_off_by_default_there_is_no_key_and_no_hook() -> None:
 
 
 def test_a_state_is_one_tensor_of_bytes_that_is_read_without_running_code() -> None:
-    kept, state = _saved()
-    data = kept[STATE_KEY]
+    saved, state = _saved()
+    data = saved[STATE_KEY]
     assert (data.dtype, data.ndim, data.is_contiguous()) == (torch.uint8, 1, True)
-    assert list(kept) == [*small().state_dict(), STATE_KEY]
+    assert list(saved) == [*small().state_dict(), STATE_KEY]
     assert _same(unpacked(data), state)
     assert state["step"] == 3
     assert _same(unpacked(packed(state)), state)
@@ -81,9 +81,9 @@ def test_what_was_interrupted_goes_on_as_if_it_had_not_been() -> None:
         live.switch("half", on=True)
         train(whole, optimizer, 6)
 
-    kept, state = _saved(3)
+    saved, state = _saved(3)
     buffer = io.BytesIO()
-    torch.save(kept, buffer)
+    torch.save(saved, buffer)
     buffer.seek(0)
     read = torch.load(buffer, weights_only=True)
     model, surgery = small(seed=1), _surgery()
@@ -99,14 +99,14 @@ def test_what_was_interrupted_goes_on_as_if_it_had_not_been() -> None:
 
 def test_a_trigger_reads_the_loaded_step_from_the_next_backward_on() -> None:
     """In the middle of a run, not only before its first step."""
-    kept, _ = _saved(steps=5)  # the noise has stopped at 4
+    saved, _ = _saved(steps=5)  # the noise has stopped at 4
     plain, model = small(), small()
     optimizer = sgd(model)
     surgery = _surgery()
     with surgery.attach(model, optimizer, in_state_dict=True) as live:
         train(model, optimizer, 1)
-        model.load_state_dict(kept)
-        plain.load_state_dict({key: tensor for key, tensor in kept.items() if key != STATE_KEY})
+        model.load_state_dict(saved)
+        plain.load_state_dict({key: tensor for key, tensor in saved.items() if key != STATE_KEY})
         live.switch("half", on=False)
         optimizer.zero_grad()
         backward(model)
@@ -150,28 +150,28 @@ def test_a_state_dict_without_the_key_is_told_once(strict: bool) -> None:
 
 
 def test_into_a_plain_model_it_is_pytorchs_own_error() -> None:
-    kept, _ = _saved()
+    saved, _ = _saved()
     model = small(seed=1)
     with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "_gradsurg"'):
-        model.load_state_dict(kept)
-    assert model.load_state_dict(kept, strict=False).unexpected_keys == [STATE_KEY]
+        model.load_state_dict(saved)
+    assert model.load_state_dict(saved, strict=False).unexpected_keys == [STATE_KEY]
     # And into one whose surgery does not travel.
     with (
         pytest.raises(RuntimeError, match="Unexpected key"),
         _surgery().attach(model),
     ):
-        model.load_state_dict(kept)
+        model.load_state_dict(saved)
 
 
 def test_the_state_of_another_surgery_is_refused_with_both_and_nothing_is_loaded() -> None:
-    kept, _ = _saved()
+    saved, _ = _saved()
     model, surgery = small(seed=1), _surgery(beta=0.75)
     before, state = weights(model), surgery.state_dict()
     with (
         pytest.raises(ValueError, match=r"this state is of .*0\.5.*, the surgery is .*0\.75"),
         surgery.attach(model, in_state_dict=True),
     ):
-        model.load_state_dict(kept)
+        model.load_state_dict(saved)
     assert all(map(torch.equal, before, weights(model)))
     assert _same(surgery.state_dict(), {**state, "flags": {"half": False}})
     assert (num_hooks(model), _state_hooks(model)) == (0, 0)
@@ -182,13 +182,13 @@ def _state_hooks(model: nn.Module) -> int:
 
 
 def test_other_keys_that_do_not_fit_are_still_told_by_pytorch() -> None:
-    kept, _ = _saved()
-    kept["more"] = torch.ones(1)
-    del kept["first.bias"]
+    saved, _ = _saved()
+    saved["more"] = torch.ones(1)
+    del saved["first.bias"]
     model = small()
     with _surgery().attach(model, in_state_dict=True):
         with pytest.raises(RuntimeError) as caught:
-            model.load_state_dict(kept)
+            model.load_state_dict(saved)
         backward(model)
     assert 'Missing key(s) in state_dict: "first.bias"' in str(caught.value)
     assert 'Unexpected key(s) in state_dict: "more".' in str(caught.value)
@@ -203,18 +203,20 @@ def test_a_part_of_the_model_has_no_key() -> None:
 
 
 def test_inside_another_module_the_key_has_its_prefix() -> None:
-    kept, state = _saved()
+    saved, state = _saved()
     outer = nn.ModuleDict({"model": small(seed=1), "other": nn.Linear(1, 1)})
     surgery = _surgery()
     with surgery.attach(outer["model"], in_state_dict=True):
-        own = outer.state_dict()
-        assert f"model.{STATE_KEY}" in own
-        assert STATE_KEY not in own
-        inner = {f"model.{key}": tensor for key, tensor in kept.items()}
-        outer.load_state_dict({**own, **inner})
+        outer_state = outer.state_dict()
+        assert f"model.{STATE_KEY}" in outer_state
+        assert STATE_KEY not in outer_state
+        inner = {f"model.{key}": tensor for key, tensor in saved.items()}
+        outer.load_state_dict({**outer_state, **inner})
         assert _same(surgery.state_dict(), state)
         with pytest.warns(gs.SurgeryWarning, match=r"has no 'model\._gradsurg'"):
-            outer.load_state_dict({key: own[key] for key in own if STATE_KEY not in key})
+            outer.load_state_dict(
+                {key: outer_state[key] for key in outer_state if STATE_KEY not in key}
+            )
         backward(outer["model"])
 
 
@@ -233,23 +235,23 @@ def test_a_compiled_model_saves_and_loads_as_its_inside_does() -> None:
     surgery = _surgery()
     assert isinstance(compiled, nn.Module)
     with surgery.attach(compiled, in_state_dict=True) as live:
-        kept = {key: tensor.clone() for key, tensor in compiled.state_dict().items()}
-        assert list(kept)[-1] == f"_orig_mod.{STATE_KEY}"
+        saved = {key: tensor.clone() for key, tensor in compiled.state_dict().items()}
+        assert list(saved)[-1] == f"_orig_mod.{STATE_KEY}"
         live.tick()
-        compiled.load_state_dict(kept)
+        compiled.load_state_dict(saved)
         assert live.step == 0
         backward(model)
 
 
 def test_with_assign_the_state_comes_back_and_the_new_parameters_are_told() -> None:
-    kept, state = _saved()
+    saved, state = _saved()
     model, surgery = small(), _surgery()
     with (
         pytest.warns(gs.SurgeryWarning, match="parameters were replaced"),
         surgery.attach(model, in_state_dict=True),
     ):
         backward(model)
-        model.load_state_dict(kept, assign=True)
+        model.load_state_dict(saved, assign=True)
         assert _same(surgery.state_dict(), state)
 
 
@@ -273,22 +275,22 @@ def test_a_second_surgery_that_would_travel_is_refused_and_one_that_does_not_is_
 
 
 def test_a_copy_of_the_model_is_a_plain_one() -> None:
-    kept, _ = _saved()
+    saved, _ = _saved()
     model = small()
     with _surgery().attach(model, in_state_dict=True) as live:
         twin = copy.deepcopy(model)
         assert STATE_KEY not in twin.state_dict()
         assert STATE_KEY in model.state_dict()
         with pytest.raises(RuntimeError, match="Unexpected key"):
-            twin.load_state_dict(kept)
+            twin.load_state_dict(saved)
         assert live.step == 0
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             twin.load_state_dict(small().state_dict())
-        own = _surgery()
-        with own.attach(twin, in_state_dict=True):
-            twin.load_state_dict(kept)
-            assert own.state_dict()["step"] == 3
+        another = _surgery()
+        with another.attach(twin, in_state_dict=True):
+            twin.load_state_dict(saved)
+            assert another.state_dict()["step"] == 3
             backward(twin)
         backward(model)
     assert STATE_KEY not in twin.state_dict()
@@ -313,20 +315,20 @@ def test_a_saved_state_and_a_copy_hold_neither_model_nor_surgery() -> None:
     model, surgery = small(), _surgery()
     with surgery.attach(model, in_state_dict=True):
         backward(model)
-        twin, kept = copy.deepcopy(model), model.state_dict()[STATE_KEY]
+        twin, saved = copy.deepcopy(model), model.state_dict()[STATE_KEY]
     weight, held = ref(model.first.weight), ref(surgery)
     del model, surgery
     gc.collect()
     assert (weight(), held()) == (None, None)
     assert STATE_KEY not in twin.state_dict()
-    assert unpacked(kept)["step"] == 0
+    assert unpacked(saved)["step"] == 0
 
 
 def test_the_tensors_of_a_state_come_to_where_the_model_is() -> None:
-    kept, _ = _saved()
-    states = unpacked(kept[STATE_KEY], torch.device("meta"))["states"]
+    saved, _ = _saved()
+    states = unpacked(saved[STATE_KEY], torch.device("meta"))["states"]
     assert isinstance(states, dict)
-    tensors = [tensor for own in states.values() for tensor in own.values()]
+    tensors = [tensor for state in states.values() for tensor in state.values()]
     assert tensors
     assert all(tensor.is_meta for tensor in tensors)
 
@@ -338,10 +340,10 @@ def test_bytes_that_are_no_state_are_refused_and_code_among_them_is_not_run() ->
 
     buffer = io.BytesIO()
     torch.save({"step": Bad()}, buffer)
-    kept, _ = _saved()
-    kept[STATE_KEY] = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    saved, _ = _saved()
+    saved[STATE_KEY] = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
     model = small()
     with _surgery().attach(model, in_state_dict=True):
         with pytest.raises(Exception, match="Weights only load failed"):
-            model.load_state_dict(kept)
+            model.load_state_dict(saved)
         backward(model)

@@ -404,8 +404,8 @@ def test_with_an_example_the_plan_is_the_tree_of_each_intervention() -> None:
     x = batch()[0]
     first, second = surgery.plan(model, x).split("\n\nclip at ")
     # A mean of as many floats as the output has entries, and whether it has begun.
-    said = "stage backward, when Always(), 1 site, 161 bytes of state with this input"
-    assert first == f"grokfast_ema at {relu!r}\n{gs.sites.tree(model, x, relu)}\n{said}"
+    plan = "stage backward, when Always(), 1 site, 161 bytes of state with this input"
+    assert first == f"grokfast_ema at {relu!r}\n{gs.sites.tree(model, x, relu)}\n{plan}"
     assert second.endswith("4 sites selected (*)\nstage backward, when Always(), 4 sites")
     assert num_hooks(model) == 0
     assert gs.Surgery().plan(model, x) == f"{gs.sites.tree(model, x)}\nno intervention"
@@ -422,8 +422,8 @@ def test_a_plan_says_how_much_state_there_will_be_as_far_as_shapes_are_known() -
     assert "when Always(), state of unknown size at 1 site" in planned(gs.Outputs("act"))
     with attached(model, gs.GrokfastEMA(), gs.Parameters("last.*")) as live:
         backward(model)
-        held = [own for state in live.session.states.values() for own in state.values()]
-    assert sum(own.nbytes for own in held) == 74
+        held = [tensor for state in live.session.states.values() for tensor in state.values()]
+    assert sum(tensor.nbytes for tensor in held) == 74
 
 
 def test_a_plan_of_an_attached_surgery_disturbs_nothing() -> None:
@@ -479,9 +479,9 @@ def test_the_state_taken_inside_the_block_can_be_saved_and_loaded_as_weights(tmp
     with surgery.attach(model, optimizer):
         train(model, optimizer, 4)
         torch.save(surgery.state_dict(), tmp_path / "state.pt")
-        kept = surgery.state_dict()["states"]
-        assert isinstance(kept, dict)
-        mean = kept["grokfast_ema/first.weight"]["mean"].clone()
+        states = surgery.state_dict()["states"]
+        assert isinstance(states, dict)
+        mean = states["grokfast_ema/first.weight"]["mean"].clone()
         train(model, optimizer, 4)
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     assert state["step"] == 4
@@ -523,17 +523,17 @@ def test_the_state_of_something_else_is_refused(state: dict[str, object]) -> Non
 
 
 def test_state_can_be_loaded_while_the_surgery_is_attached() -> None:
-    kept, model = gs.Surgery(gs.Intervention(gs.GrokfastEMA())), small()
-    _grokked(3, model, kept)
+    trained, model = gs.Surgery(gs.Intervention(gs.GrokfastEMA())), small()
+    _grokked(3, model, trained)
     surgery, other = gs.Surgery(gs.Intervention(gs.GrokfastEMA())), small()
     other.load_state_dict(model.state_dict())
     with surgery.attach(other, sgd(other)) as live:
         backward(other)
-        surgery.load_state_dict(kept.state_dict())
+        surgery.load_state_dict(trained.state_dict())
         assert live.step == 3
         other.zero_grad()
         backward(other)
-    with kept.attach(model, sgd(model)):
+    with trained.attach(model, sgd(model)):
         model.zero_grad()
         backward(model)
     for name, grad in gradients(model).items():
@@ -861,9 +861,9 @@ def test_a_scaler_that_was_not_told_is_noticed_at_its_first_step(
             _scaled_step(model, optimizer, scaler)
         with pytest.raises(ValueError, match="loss scale"):
             live.add(gs.Intervention(gs.Clip(1.0)))
-    (told,) = [str(one.message) for one in caught]
-    assert "a GradScaler makes the steps, and attach was not told of it" in told
-    assert f"{name}(" in told
+    (text,) = [str(warning.message) for warning in caught]
+    assert "a GradScaler makes the steps, and attach was not told of it" in text
+    assert f"{name}(" in text
 
 
 def test_where_a_scaler_changes_nothing_it_is_not_told_of() -> None:

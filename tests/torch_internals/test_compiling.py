@@ -60,10 +60,10 @@ def test_blocks_that_keep_buffers_may_overlap() -> None:
     before = _settings()
     first, second = compiling.keeping_buffers(), compiling.keeping_buffers()
     first.__enter__()
-    kept = _settings()
+    inside = _settings()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert _settings() == kept != before
+    assert _settings() == inside != before
     second.__exit__(None, None, None)
     assert _settings() == before
 
@@ -76,24 +76,24 @@ def test_blocks_of_two_threads_keep_the_buffers_of_each_and_restore_its_settings
     here, there = compiling.keeping_buffers(), compiling.keeping_buffers()
     with ThreadPoolExecutor(max_workers=1) as pool:
 
-        def said() -> tuple[bool, str]:
+        def there_now() -> tuple[bool, str]:
             return pool.submit(_settings).result()
 
-        assert said() == before
+        assert there_now() == before
         here.__enter__()
-        kept = _settings()
-        assert said() == before != kept
+        inside = _settings()
+        assert there_now() == before != inside
         pool.submit(there.__enter__).result()
-        assert said() == kept
+        assert there_now() == inside
         if order == "here first":
             here.__exit__(None, None, None)
-            assert (_settings(), said()) == (before, kept)
+            assert (_settings(), there_now()) == (before, inside)
             pool.submit(there.__exit__, None, None, None).result()
         else:
             pool.submit(there.__exit__, None, None, None).result()
-            assert (_settings(), said()) == (kept, before)
+            assert (_settings(), there_now()) == (inside, before)
             here.__exit__(None, None, None)
-        assert (_settings(), said()) == (before, before)
+        assert (_settings(), there_now()) == (before, before)
 
 
 def test_a_block_closed_by_another_thread_ends_none_of_its_blocks() -> None:
@@ -102,11 +102,11 @@ def test_a_block_closed_by_another_thread_ends_none_of_its_blocks() -> None:
         strange = compiling.keeping_buffers()
         pool.submit(strange.__enter__).result()
         with compiling.keeping_buffers():
-            kept = _settings()
+            inside = _settings()
             strange.__exit__(None, None, None)
-            assert _settings() == kept != before
+            assert _settings() == inside != before
         assert _settings() == before
-        assert pool.submit(_settings).result() == kept
+        assert pool.submit(_settings).result() == inside
 
 
 def test_asking_a_compiled_graph_first_keeps_its_buffers() -> None:
