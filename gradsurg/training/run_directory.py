@@ -2,25 +2,28 @@
 
 import json
 import logging
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from hashlib import sha256
 from math import isfinite
+from os import SEEK_END
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Literal
 
-from filelock import FileLock, Timeout
+from gradsurg.training.files import append_bytes, is_locked, locked, replace_file, shorten, sync
 
 CONFIG, METRICS, EFFECTS = "config.yaml", "metrics.jsonl", "effects.jsonl"
 CONFLICTS = "conflicts.jsonl"
 JSONL_FILES = (METRICS, EFFECTS, CONFLICTS)
-SUMMARY, CHECKPOINT, LOCK = "summary.json", "checkpoint.pt", ".lock"
+SUMMARY, LOCK = "summary.json", ".lock"
+CHECKPOINT, PREVIOUS = "checkpoint.pt", "checkpoint_previous.pt"
 FACTS, ERROR, LANDSCAPE = "run.json", "error.log", "landscape.json"
 EXAMINED, EXAMINED_EFFECTS = "examined.json", "examined_effects.jsonl"
 FILES = (
     SUMMARY,
     CHECKPOINT,
+    PREVIOUS,
     *JSONL_FILES,
     CONFIG,
     FACTS,
@@ -36,6 +39,8 @@ NOT_FINITE = "not_finite"
 
 UNTIL, UNTIL_REACHED, UNTIL_STEP = "until", "until/reached", "until/step"
 """Keys of a summary: the condition that ends a run early, 1 or 0, and the step that reached it."""
+
+DIGEST_BYTES = sha256().digest_size
 
 RunState = Literal["planned", "running", "interrupted", "failed", "finished", "diverged"]
 
@@ -61,17 +66,12 @@ class RunDirectory:
         return (self.path / SUMMARY).is_file()
 
     @property
-    def resumable(self) -> bool:
-        """Whether there is a checkpoint to resume from."""
-        return (self.path / CHECKPOINT).is_file()
-
-    @property
     def state(self) -> RunState:
         """The state of the run by its files; `running` if a process has its lock."""
         state = self.recorded_state
         if state in ("finished", "diverged"):
             return state
-        return "running" if _is_locked(self.path / LOCK) else state
+        return "running" if is_locked(self.path / LOCK) else state
 
     @property
     def recorded_state(self) -> RunState:
@@ -91,7 +91,7 @@ class RunDirectory:
         Two commands can need the same control run. If another process has the lock, wait for it, or
         without `wait` yield False. The lock of a killed process is free.
         """
-        with _locked(self.path / LOCK, wait) as obtained:
+        with locked(self.path / LOCK, wait) as obtained:
             if obtained:
                 self._remove_drafts()
             yield obtained
@@ -194,8 +194,9 @@ class RunDirectory:
     def write_summary(self, summary: Mapping[str, object]) -> None:
         """Write the outcome, which marks the run as finished: call this last."""
         for name in JSONL_FILES:
-            _sync(self.path / name)
+            sync(self.path / name)
         self._replace(SUMMARY, json.dumps(_finite(summary), indent=2).encode())
+        (self.path / PREVIOUS).unlink(missing_ok=True)
 
     def read_summary(self) -> dict[str, object]:
         """Return the outcome of a finished run. Raises FileNotFoundError if it is not finished."""
@@ -222,37 +223,36 @@ class RunDirectory:
         self._replace(EXAMINED_EFFECTS, b"".join(map(_as_line, rows)))
 
     def save_checkpoint(self, state: Mapping[str, object]) -> None:
-        """Write a checkpoint, with the present lengths of the JSONL files."""
+        """Write a checkpoint, with the present lengths of the JSONL files; keep the one before.
+
+        The last bytes of the file are the SHA-256 digest of the others.
+        """
         from io import BytesIO
 
         import torch
 
-        sizes = {name: _sync(self.path / name) for name in JSONL_FILES}
+        sizes = {name: sync(self.path / name) for name in JSONL_FILES}
         buffer = BytesIO()
         torch.save({"state": dict(state), "sizes": sizes}, buffer)
-        self._replace(CHECKPOINT, buffer.getbuffer())
+        buffer.seek(0, SEEK_END)
+        buffer.write(sha256(buffer.getbuffer()).digest())
+        replace_file(self.path / CHECKPOINT, buffer.getbuffer(), self.path / PREVIOUS)
 
-    def load_checkpoint(self) -> dict[str, object] | None:
+    def load_checkpoint(self) -> dict[str, Any] | None:  # Any: the values of a checkpoint
         """Return the last checkpoint's state on the CPU, or None, and rewind the JSONL files to it.
 
-        They are truncated to their lengths at that checkpoint, or emptied if there is none. Raises
-        ValueError if they are shorter than that or the checkpoint cannot be read.
+        A damaged checkpoint is removed with a warning, and the one before it is returned. The JSONL
+        files are truncated to their lengths at the checkpoint, or emptied if there is none. Raises
+        ValueError if they are shorter than that, or a checkpoint has another content.
         """
-        import torch
-
-        path = self.path / CHECKPOINT
-        if not path.is_file():
-            self._truncate(dict.fromkeys(JSONL_FILES, 0))
-            return None
-        try:
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        except (RuntimeError, EOFError, UnpicklingError) as error:
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
-            raise ValueError(
-                f"{path} cannot be read ({reason}); force=true starts the run from step 0"
-            ) from error
-        self._truncate(checkpoint["sizes"])
-        return checkpoint["state"]
+        for name in (CHECKPOINT, PREVIOUS):
+            content = self._checkpoint_content(name)
+            if content is not None:
+                state, sizes = _parsed_checkpoint(self.path / name, content)
+                self._truncate(sizes)
+                return state
+        self._truncate({})
+        return None
 
     def clear(self) -> None:
         """Remove the files of this run, the summary first; other files stay."""
@@ -268,22 +268,10 @@ class RunDirectory:
         self._replace(name, json.dumps(_finite(content), separators=(",", ":")).encode())
 
     def _append(self, name: str, rows: Iterable[Mapping[str, object]]) -> None:
-        _append_bytes(self.path / name, b"".join(map(_as_line, rows)))
+        append_bytes(self.path / name, b"".join(map(_as_line, rows)))
 
     def _replace(self, name: str, content: bytes | memoryview) -> None:
-        """Replace a file atomically."""
-        path = self.path / name
-        draft = path.with_name(f".{name}.{os.getpid()}.tmp")
-        with _naming(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                with draft.open("wb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(draft, path)
-            finally:
-                draft.unlink(missing_ok=True)
+        replace_file(self.path / name, content)
 
     def _remove_drafts(self) -> None:
         """Remove the temporary files of killed processes."""
@@ -291,9 +279,29 @@ class RunDirectory:
             for draft in self.path.glob(f".{name}.*.tmp"):
                 draft.unlink(missing_ok=True)
 
+    def _checkpoint_content(self, name: str) -> bytes | None:
+        """Return a checkpoint without its digest, or None if it is missing or damaged."""
+        path = self.path / name
+        if not path.is_file():
+            return None
+        content = path.read_bytes()
+        size = len(content) - DIGEST_BYTES
+        if sha256(memoryview(content)[:size]).digest() == content[size:]:
+            return content[:size]
+        has_previous = name == CHECKPOINT and (self.path / PREVIOUS).is_file()
+        _log.warning(
+            "%s is damaged or was written by an earlier version (its SHA-256 digest is wrong): %s",
+            path,
+            f"trying {PREVIOUS}" if has_previous else "the run starts from step 0",
+        )
+        path.unlink()  # else it would be kept as the checkpoint before the next one
+        return None
+
     def _truncate(self, sizes: Mapping[str, int]) -> None:
-        for name, size in sizes.items():
-            path = self.path / name
+        """Cut each JSONL file to its size in `sizes`, or to none; check all of them before."""
+        longer = []
+        for name in JSONL_FILES:
+            path, size = self.path / name, sizes.get(name, 0)
             length = path.stat().st_size if path.is_file() else 0
             if length < size:
                 raise ValueError(
@@ -301,8 +309,32 @@ class RunDirectory:
                     "force=true starts the run from step 0"
                 )
             if length > size:
-                with _naming(path):
-                    os.truncate(path, size)
+                longer.append((path, size))
+        for path, size in longer:
+            shorten(path, size)
+
+
+def _parsed_checkpoint(path: Path, content: bytes) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the state in a checkpoint and the sizes of the JSONL files. Any: as above."""
+    from io import BytesIO
+
+    import torch
+
+    try:
+        checkpoint = torch.load(BytesIO(content), map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, UnpicklingError) as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ValueError(
+            f"{path} cannot be read ({reason}); force=true starts the run from step 0"
+        ) from error
+    match checkpoint:
+        case {"state": dict(state), "sizes": dict(sizes)} if set(sizes) <= set(JSONL_FILES):
+            if all(isinstance(size, int) and size >= 0 for size in sizes.values()):
+                return state, sizes
+    raise ValueError(
+        f"{path} is not the checkpoint of a run: it must have a state and the sizes of "
+        f"{', '.join(JSONL_FILES)}; force=true starts the run from step 0"
+    )
 
 
 def whole_lines(file: Path) -> bytes:
@@ -377,98 +409,3 @@ def _not_finite(value: object, path: str = "") -> Iterator[str]:
                 yield from _not_finite(item, f"{path}.{index}")
         case _:
             pass
-
-
-def _append_bytes(path: Path, lines: bytes) -> None:
-    """Append lines to a file, all or none: half a line would spoil the lines after it."""
-    with _naming(path):
-        descriptor = _open_for_append(path)
-        try:
-            size = os.fstat(descriptor).st_size
-            try:
-                rest = memoryview(lines)
-                while rest:
-                    rest = rest[os.write(descriptor, rest) :]
-            except OSError:
-                os.ftruncate(descriptor, size)
-                raise
-        finally:
-            os.close(descriptor)
-
-
-def _open_for_append(path: Path) -> int:
-    # Windows alone has O_BINARY (without it "\n" becomes "\r\n") and alone lacks O_CLOEXEC.
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-    flags |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-    try:
-        return os.open(path, flags, 0o666)
-    except FileNotFoundError:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(path, flags, 0o666)
-
-
-def _sync(path: Path) -> int:
-    """Flush a file to the disk and return its size in bytes; 0 if it does not exist."""
-    if not path.is_file():
-        return 0
-    with _naming(path), path.open("ab") as file:
-        os.fsync(file.fileno())
-        return file.tell()
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Add the file name to an OSError: that of a full disk has none."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-@contextmanager
-def _locked(path: Path, wait: bool) -> Iterator[bool]:
-    with _naming(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = _obtained(path)
-        if lock is None and wait:
-            _log.warning("waiting for another process that has locked %s", path.parent)
-            lock = FileLock(path)
-            lock.acquire()
-    if lock is None:
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        _release(lock, path)
-
-
-def _is_locked(path: Path) -> bool:
-    """Whether a process has the lock; without the permission to look, False."""
-    if not path.is_file():
-        return False
-    try:
-        lock = _obtained(path)
-    except OSError:
-        return False
-    if lock is None:
-        return True
-    _release(lock, path)
-    return False
-
-
-def _obtained(path: Path) -> FileLock | None:
-    """Return the lock if it is free, without waiting."""
-    lock = FileLock(path)
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        return None
-    return lock
-
-
-def _release(lock: FileLock, path: Path) -> None:
-    """Release a lock and remove its file first: a waiting process notices and makes a new one."""
-    with suppress(OSError):  # Windows removes no open file; there `release` does it
-        path.unlink(missing_ok=True)
-    lock.release()

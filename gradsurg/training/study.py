@@ -72,20 +72,18 @@ def execute(
             return _skipped(run, directory)
         if state == "failed" and not retry_failed:
             return Record(run, directory.path, {}, "not retried", directory.reason)
-        action: Action = "trained"
-        if state == "failed":
-            action = "retried"
-        elif directory.resumable:
-            action = "resumed"
         directory.plan(run.facts, run.identity)
         directory.clear_error()
         try:
-            summary = _execute(run, directory, loggers, threads)
+            checkpoint = cast("Checkpoint | None", directory.load_checkpoint())
+            summary = _execute(run, directory, loggers, threads, checkpoint)
         except Exception:  # the task, model and transforms are a user's: they may raise anything
             directory.write_error(traceback.format_exc())
             raise
         notes = cast("list[str]", summary["notes"])
         resumed = [note for note in notes if note.startswith(RESUMED)]
+        action: Action = "trained" if checkpoint is None else "resumed"
+        action = "retried" if state == "failed" else action
         return Record(run, directory.path, summary, action, note="; ".join(resumed))
 
 
@@ -95,7 +93,11 @@ def _skipped(run: Run, directory: RunDirectory) -> Record:
 
 
 def _execute(
-    run: Run, directory: RunDirectory, loggers: Sequence[Logger], threads: int | None
+    run: Run,
+    directory: RunDirectory,
+    loggers: Sequence[Logger],
+    threads: int | None,
+    checkpoint: Checkpoint | None,
 ) -> dict[str, object]:
     info = RunInfo(
         run.study,
@@ -106,7 +108,7 @@ def _execute(
         run.identity,
         run.tags,
         run.schedule.steps,
-        resumed=directory.resumable,
+        resumed=checkpoint is not None,
     )
     loggers = [
         logger if isinstance(logger, GuardedLogger) else GuardedLogger(logger) for logger in loggers
@@ -117,7 +119,7 @@ def _execute(
     summary: dict[str, object] = {}
     try:
         with _restored_process(threads, run.device):
-            summary = _train(run, directory, loggers)
+            summary = _train(run, directory, loggers, checkpoint)
         directory.write_summary(summary)
         state = "diverged" if summary["state"] == "diverged" else "finished"
     except KeyboardInterrupt:
@@ -143,7 +145,9 @@ def _restored_process(threads: int | None, device: torch.device) -> Iterator[Non
             torch.set_num_threads(before)
 
 
-def _train(run: Run, directory: RunDirectory, loggers: Sequence[Logger]) -> dict[str, object]:
+def _train(
+    run: Run, directory: RunDirectory, loggers: Sequence[Logger], checkpoint: Checkpoint | None
+) -> dict[str, object]:
     random_state.seed(run.seed)
     data = run.task.load()
     landscape = run.task.landscape()
@@ -152,7 +156,6 @@ def _train(run: Run, directory: RunDirectory, loggers: Sequence[Logger]) -> dict
     model = run.make_model(data).to(run.device)
     batches = _batches(run, data)
     training = _training_state(run, model)
-    checkpoint = cast("Checkpoint | None", directory.load_checkpoint())
     warned: list[str] = []
     if checkpoint is not None:
         training.restore(checkpoint)

@@ -50,6 +50,29 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(tmp_path, whole, step) -> 
     assert_same(execute(run, tmp_path, []), whole)
 
 
+@pytest.mark.parametrize(
+    "damaged", [["checkpoint.pt"], ["checkpoint.pt", "checkpoint_previous.pt"]]
+)
+def test_a_run_with_a_damaged_checkpoint_ends_like_an_uninterrupted_one(
+    tmp_path, whole, caplog, damaged: list[str]
+) -> None:
+    run = a_run(MIXED, task=Wrapped(25, "interrupt"))
+    with pytest.raises(KeyboardInterrupt):
+        execute(run, tmp_path, [])
+    for name in damaged:
+        path = run.directory(tmp_path) / name
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    logger = Listening()
+    record = execute(run, tmp_path, [logger])
+    resumed = len(damaged) == 1
+    assert record.action == ("resumed" if resumed else "trained")
+    assert logger.begun[0].resumed is resumed
+    assert len(caplog.messages) == len(damaged)
+    assert_same(record, whole)
+
+
 REMEMBERS = gs.Threshold(0.15, "max_abs", release=0.1) & gs.Probability(0.8, per="site")
 
 

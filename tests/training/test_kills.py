@@ -79,7 +79,7 @@ class Half:
 
 def torn(path, mode="r", *args, **kwargs):
     file = open_path(path, mode, *args, **kwargs)
-    return Half(file) if mode == "wb" and opened() else file
+    return Half(file) if mode == "xb" and opened() else file
 
 
 write, open_path = os.write, Path.open

@@ -3,15 +3,21 @@
 import errno
 import json
 import os
+import random
+import re
 import subprocess
 import sys
+from collections import Counter
+from contextlib import nullcontext
+from hashlib import sha256
+from io import BytesIO
 from threading import Thread
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
-from gradsurg.training import run_directory
+from gradsurg.training import files, run_directory
 from gradsurg.training.run_directory import RunDirectory
 from tests.runs import effect
 
@@ -217,12 +223,71 @@ def test_a_checkpoint_replaces_the_earlier_one_or_leaves_it(run, monkeypatch):
     assert run.load_checkpoint() == {"step": 2}
 
 
+def sealed(checkpoint) -> bytes:
+    """Return the content of a checkpoint file, with its digest."""
+    buffer = BytesIO()
+    torch.save(checkpoint, buffer)
+    return buffer.getvalue() + sha256(buffer.getvalue()).digest()
+
+
 @pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04broken"])
-def test_a_broken_checkpoint_is_an_error_of_one_sentence(run, content):
-    run.path.mkdir(parents=True)
+def test_a_broken_checkpoint_is_a_new_start_with_one_line(run, caplog, content) -> None:
+    run.append_metrics({"step": 1})
     (run.path / "checkpoint.pt").write_bytes(content)
-    with pytest.raises(ValueError, match=r"checkpoint\.pt cannot be read .*force=true"):
-        run.load_checkpoint()
+    assert run.load_checkpoint() is None
+    (message,) = caplog.messages
+    assert re.search(r"checkpoint\.pt is damaged .* the run starts from step 0$", message)
+    assert (run.path / "metrics.jsonl").read_bytes() == b""
+
+
+def test_a_damaged_checkpoint_is_replaced_by_the_one_before_with_its_rows(run, caplog) -> None:
+    for step in (10, 20, 30):
+        run.append_metrics({"step": step})
+        run.save_checkpoint({"step": step})
+    path = run.path / "checkpoint.pt"
+    path.write_bytes(path.read_bytes()[:-50])
+    assert run.load_checkpoint() == {"step": 20}
+    assert [row["step"] for row in run.read_rows("metrics.jsonl")] == [10, 20]
+    (message,) = caplog.messages
+    assert message.endswith("trying checkpoint_previous.pt")
+    run.append_metrics({"step": 31})
+    run.save_checkpoint({"step": 31})  # the damaged one must not become the one before
+    path.write_bytes(b"")
+    assert run.load_checkpoint() == {"step": 20}
+    (run.path / "checkpoint_previous.pt").write_bytes(b"")
+    assert run.load_checkpoint() is None
+    assert run.read_rows("metrics.jsonl") == []
+
+
+def test_a_finished_run_has_one_checkpoint(run) -> None:
+    for step in (10, 20):
+        run.save_checkpoint({"step": step})
+    run.write_summary({"state": "finished"})
+    assert sorted(path.name for path in run.path.glob("*.pt")) == ["checkpoint.pt"]
+
+
+def test_of_300_single_bit_flips_none_yields_another_state(run, caplog) -> None:
+    torch.manual_seed(0)
+    states = {}
+    for step in (10, 20):
+        states[step] = torch.randn(8, 8)
+        run.save_checkpoint({"step": step, "w": states[step], "order": [3, 1, 2]})
+    whole = {path: path.read_bytes() for path in run.path.glob("*.pt")}
+    content, steps = whole[run.path / "checkpoint.pt"], Counter()
+    draws = random.Random(0)
+    for _ in range(300):
+        for path, unharmed in whole.items():
+            path.write_bytes(unharmed)
+        byte, bit = draws.randrange(len(content)), draws.randrange(8)
+        flipped = bytearray(content)
+        flipped[byte] ^= 1 << bit
+        (run.path / "checkpoint.pt").write_bytes(flipped)
+        state = run.load_checkpoint()
+        steps[state["step"]] += 1
+        assert torch.equal(state["w"], states[state["step"]])
+        assert state["order"] == [3, 1, 2]
+    assert steps == {10: 300}
+    assert len(caplog.messages) == 300
 
 
 def test_a_checkpoint_with_code_in_it_is_not_loaded(run):
@@ -231,10 +296,68 @@ def test_a_checkpoint_with_code_in_it_is_not_loaded(run):
             return (os.mkdir, (str(run.path / "executed"),))
 
     run.path.mkdir(parents=True)
-    torch.save({"state": Payload(), "sizes": {}}, run.path / "checkpoint.pt")
+    (run.path / "checkpoint.pt").write_bytes(sealed({"state": Payload(), "sizes": {}}))
     with pytest.raises(ValueError, match="cannot be read"):
         run.load_checkpoint()
     assert not (run.path / "executed").exists()
+
+
+@pytest.mark.parametrize("sealing", [True, False])
+@pytest.mark.parametrize("place", ["above", "absolute", "inside"])
+def test_a_foreign_checkpoint_cuts_no_other_file(run, tmp_path, place, sealing) -> None:
+    run.path.mkdir(parents=True)
+    paths = {"above": "../../private", "absolute": str(tmp_path / "private"), "inside": "mine"}
+    private = run.path / paths[place]
+    private.write_text("private")
+    content = sealed({"state": {}, "sizes": {"metrics.jsonl": 0, paths[place]: 0}})
+    (run.path / "checkpoint.pt").write_bytes(content if sealing else content[:-32])
+    if sealing:
+        with pytest.raises(ValueError, match="is not the checkpoint of a run"):
+            run.load_checkpoint()
+    else:
+        assert run.load_checkpoint() is None
+    assert private.read_text() == "private"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [3, [], {"state": {}}, {"state": 3, "sizes": {}}]
+    + [{"state": {}, "sizes": {"metrics.jsonl": size}} for size in (-1, "1", None, 0.5)],
+)
+def test_a_checkpoint_of_another_content_is_refused(run, content) -> None:
+    run.path.mkdir(parents=True)
+    (run.path / "checkpoint.pt").write_bytes(sealed(content))
+    with pytest.raises(ValueError, match=r"is not the checkpoint of a run.*force=true"):
+        run.load_checkpoint()
+
+
+def test_no_row_is_cut_if_one_file_is_too_short(run) -> None:
+    run.append_metrics({"step": 10})
+    run.append_effects([effect(10, 5, 5)])
+    run.save_checkpoint({"step": 10})
+    run.append_metrics({"step": 20})
+    (run.path / "effects.jsonl").write_text("")
+    before = (run.path / "metrics.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=r"effects\.jsonl has 0 bytes"):
+        run.load_checkpoint()
+    assert (run.path / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_symbolic_link_in_a_run_is_not_followed_by_a_write(run, tmp_path) -> None:
+    run.path.mkdir(parents=True)
+    private = tmp_path / "private"
+    private.write_text("private\n")
+    draft = run.path / f".summary.json.{os.getpid()}.tmp"
+    for name in ("metrics.jsonl", "summary.json", draft.name):
+        (run.path / name).symlink_to(private)
+    with pytest.raises(OSError, match=r"metrics\.jsonl"):
+        run.append_metrics({"step": 1})
+    with pytest.raises(OSError, match=r"metrics\.jsonl"):
+        run.load_checkpoint()
+    (run.path / "metrics.jsonl").unlink()
+    run.write_summary({"state": "finished"})
+    assert not (run.path / "summary.json").is_symlink()
+    assert private.read_text() == "private\n"
 
 
 def test_clear_removes_the_runs_files_and_no_other(run):
@@ -312,3 +435,94 @@ def test_clear_removes_the_summary_first(run, monkeypatch):
     monkeypatch.setattr(run_directory.Path, "unlink", lambda path, **_: removed.append(path.name))
     run.clear()
     assert removed[0] == "summary.json"
+
+
+@pytest.mark.parametrize("write", ["write_summary", "save_checkpoint"])
+def test_a_renamed_file_is_followed_by_a_sync_of_its_folder(run, monkeypatch, write) -> None:
+    calls = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(descriptor):
+        folder = os.fstat(descriptor).st_ino == run.path.stat().st_ino
+        calls.append("sync of the folder" if folder else "sync of a file")
+        fsync(descriptor)
+
+    def replaced(*paths):
+        calls.append("replace")
+        replace(*paths)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    getattr(run, write)({"step": 1})
+    assert calls[-3:] == ["sync of a file", "replace", "sync of the folder"]
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO])
+def test_a_folder_without_fsync_is_no_error_and_a_failing_disk_is(run, monkeypatch, code) -> None:
+    fsync = os.fsync
+
+    def synced(descriptor):
+        if os.fstat(descriptor).st_ino == run.path.stat().st_ino:
+            raise OSError(code, os.strerror(code))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    with nullcontext() if code == errno.EINVAL else pytest.raises(OSError, match=r"summary\.json"):
+        run.write_summary({"state": "finished"})
+
+
+NO_LOCKS = """
+import fcntl, sys
+from pathlib import Path
+code = int(sys.argv[2])
+
+
+def flock(*args):
+    if code:
+        raise OSError(code, "no locks")
+
+
+fcntl.flock = flock
+from gradsurg.training.run_directory import RunDirectory
+with RunDirectory(sys.argv[1]).lock(wait=False) as obtained:
+    print(obtained, flush=True)
+    input()
+"""
+
+
+@pytest.fixture
+def without_locks(monkeypatch):
+    """Let each lock of a file be refused with an error, or succeed and do nothing."""
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(files, "_lock_classes", {})
+
+    def replace(code):
+        def flock(*_):
+            if code:
+                raise OSError(code, "no locks")
+
+        monkeypatch.setattr(fcntl, "flock", flock)
+
+    return replace
+
+
+@pytest.mark.parametrize("code", [0, errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
+def test_where_files_cannot_be_locked_a_lock_still_excludes_other_processes(
+    run, caplog, without_locks, code
+) -> None:
+    without_locks(code)
+    run.append_metrics({"step": 1})
+    command = [sys.executable, "-W", "error", "-c", NO_LOCKS, str(run.path), str(code)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as it:
+        assert it.stdout is not None
+        assert it.stdout.readline() == "True\n"
+        with run.lock(wait=False) as obtained:
+            assert not obtained
+        assert run.state == "running"
+        it.kill()
+    assert run.state == "interrupted"
+    with run.lock(wait=False) as obtained:
+        assert obtained
+    assert sorted(path.name for path in run.path.iterdir()) == ["metrics.jsonl"]
+    (message,) = caplog.messages
+    assert "has no file locks" in message

@@ -1,0 +1,198 @@
+"""Write files so that a kill, a full disk or another process leaves no half of one; locks."""
+
+import errno
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
+
+_log = logging.getLogger("gradsurg")
+
+# Windows alone has O_BINARY (without it "\n" becomes "\r\n") and alone lacks the others.
+_FLAGS = sum(getattr(os, name, 0) for name in ("O_BINARY", "O_CLOEXEC", "O_NOFOLLOW"))
+_FOLDER_HAS_NO_FSYNC = (errno.EINVAL, errno.ENOTSUP)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add the file name to an OSError: that of a full disk has none."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def replace_file(path: Path, content: bytes | memoryview, previous: Path | None = None) -> None:
+    """Replace a file atomically; the old one is renamed to `previous`, if that is given."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.unlink(missing_ok=True)
+        try:
+            with draft.open("xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            if previous is not None and path.is_file():
+                os.replace(path, previous)
+            os.replace(draft, path)
+            _sync_folder(path.parent)
+        finally:
+            draft.unlink(missing_ok=True)
+
+
+def append_bytes(path: Path, lines: bytes) -> None:
+    """Append lines to a file, all or none: half a line would spoil the lines after it."""
+    with naming(path):
+        descriptor = _open_for_append(path)
+        try:
+            size = os.fstat(descriptor).st_size
+            try:
+                rest = memoryview(lines)
+                while rest:
+                    rest = rest[os.write(descriptor, rest) :]
+            except OSError:
+                os.ftruncate(descriptor, size)
+                raise
+        finally:
+            os.close(descriptor)
+
+
+def sync(path: Path) -> int:
+    """Flush a file to the disk and return its size in bytes; 0 if it does not exist."""
+    if not path.is_file():
+        return 0
+    with naming(path), path.open("rb+") as file:
+        os.fsync(file.fileno())
+        return os.fstat(file.fileno()).st_size
+
+
+def shorten(path: Path, size: int) -> None:
+    """Cut a file to its first `size` bytes; a symbolic link is an error."""
+    with naming(path):
+        descriptor = os.open(path, os.O_WRONLY | _FLAGS)
+        try:
+            os.ftruncate(descriptor, size)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def locked(path: Path, wait: bool) -> Iterator[bool]:
+    """Hold a lock in a block; yield whether it was obtained, always True with `wait`."""
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = _obtained(path)
+        if lock is None and wait:
+            _log.warning("waiting for another process that has locked %s", path.parent)
+            lock = _lock(path)
+            lock.acquire()
+    if lock is None:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        _release(lock, path)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process has the lock; without the permission to look, False."""
+    if not path.is_file():
+        return False
+    try:
+        lock = _obtained(path)
+    except OSError:
+        return False
+    if lock is None:
+        return True
+    _release(lock, path)
+    return False
+
+
+def _open_for_append(path: Path) -> int:
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | _FLAGS
+    try:
+        return os.open(path, flags, 0o666)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, flags, 0o666)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Flush a folder's list of files to the disk, where the system can."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _FOLDER_HAS_NO_FSYNC:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+_lock_classes: dict[int, type[BaseFileLock]] = {}  # by the device of the file system
+
+
+def _lock(path: Path) -> BaseFileLock:
+    """Return a lock that excludes other processes on the file system of `path`."""
+    folder = path.parent
+    device = folder.stat().st_dev
+    if device not in _lock_classes:
+        _lock_classes[device] = FileLock if _has_locks(folder) else SoftFileLock
+        if _lock_classes[device] is SoftFileLock:
+            _log.warning(
+                "the file system of %s has no file locks: a run in training is marked by its file "
+                "%s, which stays if the process dies on another machine; delete it then",
+                folder,
+                path.name,
+            )
+    return _lock_classes[device](path)
+
+
+def _has_locks(folder: Path) -> bool:
+    """Whether a file in `folder` cannot be locked twice: on some file systems locking is refused,
+    and on some it succeeds and does nothing.
+    """
+    with TemporaryDirectory(prefix=".lock-", dir=folder) as place, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # filelock's own, where it turns into a soft lock
+        first, second = (FileLock(Path(place, "file")) for _ in range(2))
+        try:
+            first.acquire(blocking=False)
+            second.acquire(blocking=False)
+        except Timeout:
+            return not isinstance(first, SoftFileLock)
+        except (OSError, NotImplementedError):
+            pass
+        finally:
+            first.release()
+            second.release()
+    return False
+
+
+def _obtained(path: Path) -> BaseFileLock | None:
+    """Return the lock if it is free, without waiting."""
+    lock = _lock(path)
+    attempts = (
+        2 if isinstance(lock, SoftFileLock) else 1
+    )  # the first removes that of a dead process
+    for _ in range(attempts):
+        with suppress(Timeout):
+            lock.acquire(blocking=False)
+            return lock
+    return None
+
+
+def _release(lock: BaseFileLock, path: Path) -> None:
+    """Release a lock and remove its file first: a waiting process notices and makes a new one."""
+    if not isinstance(lock, SoftFileLock):  # which removes its file itself
+        with suppress(OSError):  # Windows removes no open file; there `release` does it
+            path.unlink(missing_ok=True)
+    lock.release()
