@@ -81,7 +81,7 @@ class Effects:
 
         Inside vmap a tensor stands for many gradients, and is not measured.
         """
-        if autograd.is_batched(before):
+        if autograd.is_batched(before) or autograd.is_batched(after):
             return
         # Aliases: with a second reference autograd would copy the gradient.
         after_alias = after.detach()

@@ -252,10 +252,7 @@ class HookController:
             raise TypeError(f"{self.trigger!r}: fires() returned None though it had the gradient")
         if context.state:
             if any(autograd.is_batched(tensor) for tensor in context.state.values()):
-                raise RuntimeError(
-                    f"{self.trigger!r} keeps one state for each site, and inside vmap the site "
-                    f"'{site}' has many gradients at once"
-                )
+                raise many_at_once(self.trigger, site)
             session.states[key] = {name: tensor.detach() for name, tensor in context.state.items()}
         if isinstance(fires, Tensor) and fires.device != grad.device:
             return fires.to(grad.device, non_blocking=True)
@@ -280,6 +277,14 @@ class HookController:
                 f"dimension, found {text}"
             )
         return fires
+
+
+def many_at_once(stateful: object, site: str) -> RuntimeError:
+    """The error for a state inside vmap, which `is_grads_batched` uses too."""
+    return RuntimeError(
+        f"{stateful!r} keeps one state for each site, and inside vmap or with is_grads_batched "
+        f"the site '{site}' has many gradients at once; differentiate for each of them"
+    )
 
 
 def _user_stacklevel() -> int:

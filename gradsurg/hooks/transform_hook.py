@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.amp import is_autocast_available
 
 from gradsurg.effects.ledger import Entry
-from gradsurg.hooks.controller import HookController
+from gradsurg.hooks.controller import HookController, many_at_once
 from gradsurg.sites.base import SiteHook
 from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import (
@@ -240,6 +240,8 @@ class TransformHook:
         Without `full_check`, less is checked for trusted transforms: an earlier result of the same
         configuration has passed all checks.
         """
+        if link.apply is None and (autograd.is_batched(grad) or autograd.in_vmap()):
+            self._check_no_state(link, grad)
         context, state = self.count_call(link), NO_STATE
         checks = full_check or not link.trusted
         version = version_of(grad) if checks else 0
@@ -336,6 +338,11 @@ class TransformHook:
         ):
             return result.clone()
         return result
+
+    def _check_no_state(self, link: BoundTransform, grad: Tensor) -> None:
+        """Raise RuntimeError if the transform keeps a state: the gradient stands for many."""
+        if link.transform.init(torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)):
+            raise many_at_once(link.transform, self.entry.site)
 
     def result_error(self, link: BoundTransform, grad: Tensor, result: object) -> TypeError:
         """The error for a result of another type, shape, dtype, device or layout."""

@@ -60,7 +60,8 @@ def norm(grad: Tensor, per: str, p: float = 2.0) -> Tensor:
     wide = widened(grad)
     if not axes or grad.numel() == 0:
         return wide.abs()
-    peak = wide.detach().abs().amax(dim=axes, keepdim=True)
+    with torch.no_grad():  # `detach` has no rule for `is_grads_batched`
+        peak = wide.abs().amax(dim=axes, keepdim=True)
     unit = torch.where((peak > 0) & peak.isfinite(), peak, 1.0)
     return unit * torch.linalg.vector_norm(wide / unit, p, dim=axes, keepdim=True)
 

@@ -63,7 +63,7 @@ def observe_output_gradient(model: nn.Module, clock: Clock, stack: ExitStack) ->
 
     def arrive(grad: Tensor) -> None:
         if is_attached:
-            clock.error = grad.detach()
+            clock.error = autograd.detached(grad)
             autograd.at_end_of_backward(clear)
 
     def clear() -> None:

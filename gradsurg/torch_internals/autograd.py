@@ -119,6 +119,20 @@ def is_batched(tensor: torch.Tensor) -> bool:
     return _functorch.is_batchedtensor(tensor) or _functorch.is_legacy_batchedtensor(tensor)
 
 
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """Detach a tensor; inside vmap copy it, for `is_grads_batched` cannot detach."""
+    if not is_batched(tensor):
+        return tensor.detach()
+    with torch.no_grad():
+        return tensor.clone()
+
+
+def in_vmap() -> bool:
+    """Whether the vmap of `torch.func` is active, under which a tensor may be many."""
+    stack = _functorch.get_interpreter_stack() or ()
+    return any(one.key() == _functorch.TransformType.Vmap for one in stack)
+
+
 def in_functorch() -> bool:
     """Whether vmap, grad or another transform of `torch.func` is active."""
     return _interpreters() is not None

@@ -3,12 +3,15 @@
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
+
+from gradsurg.torch_internals import autograd
 
 TransformState = dict[str, Tensor]
 Scope = Literal["tensor", "group"]
@@ -229,7 +232,7 @@ def value_of(transform: Transform, context: TransformContext) -> Tensor:
             f"{type(transform).__name__} needs the tensor whose gradient this is, and the site "
             f"'{context.site}' has none: use it at parameters, outputs or inputs"
         )
-    return context.value.detach()
+    return autograd.detached(context.value)
 
 
 def entering_of(transform: Transform, context: TransformContext) -> Tensor:
@@ -244,7 +247,7 @@ def entering_of(transform: Transform, context: TransformContext) -> Tensor:
             f"the site '{context.site}' has {len(entered)} of them: use it at nodes with "
             "side=leave, of operations with one output"
         )
-    return entered[0].detach()
+    return autograd.detached(entered[0])
 
 
 def error_of(transform: Transform, context: TransformContext) -> Tensor:
@@ -258,7 +261,28 @@ def error_of(transform: Transform, context: TransformContext) -> Tensor:
             f"known yet at the site '{context.site}': exclude the model's output itself, as with "
             "site.pattern"
         )
-    return context.error.detach()
+    return autograd.detached(context.error)
+
+
+def fixed_weights(context: TransformContext, scale: float, rows: int, like: Tensor) -> Tensor:
+    """Return a matrix for products with `like`, uniform in ±scale / sqrt(n).
+
+    n is the length of the last axis of `like`. The matrix is a function of (seed, site).
+    """
+    columns, device = like.shape[-1], like.device
+
+    def drawn() -> Tensor:
+        bound = scale * max(1, columns) ** -0.5
+        generator = context.generator(device, per_call=False)
+        # Another dtype would draw other numbers.
+        weights = torch.empty((rows, columns), dtype=torch.float32, device=device)
+        return weights.uniform_(-bound, bound, generator=generator)
+
+    if not autograd.in_functorch() and not autograd.is_batched(like):
+        return drawn().to(like.dtype)
+    # vmap refuses to draw, or draws for each example: another thread is outside it.
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(drawn).result().to(like.dtype)
 
 
 def init_all(transform: Transform, grads: Sequence[Tensor]) -> TransformState:

@@ -8,7 +8,14 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.plugins.fields import FieldError, validated
-from gradsurg.transforms.base import Need, Stateless, TransformContext, TransformProperty, error_of
+from gradsurg.transforms.base import (
+    Need,
+    Stateless,
+    TransformContext,
+    TransformProperty,
+    error_of,
+    fixed_weights,
+)
 
 
 @validated
@@ -45,12 +52,7 @@ class DirectFeedback(Stateless):
                 f"'{context.site}', found {len(error)} and {len(given)}"
             )
             raise FieldError(self, [("", text)])
-        shape = error.shape[1], given.shape[1]
-        generator = context.generator(grad.device, per_call=False)
-        bound = self.scale * max(1, shape[1]) ** -0.5
-        # Another dtype would draw other numbers.
-        weights = torch.empty(shape, dtype=torch.float32, device=grad.device)
-        weights = weights.uniform_(-bound, bound, generator=generator).to(grad.dtype)
+        weights = fixed_weights(context, self.scale, error.shape[1], given)
         return (error.to(grad.dtype) @ weights).view(grad.shape)
 
 

@@ -13,6 +13,7 @@ from gradsurg.transforms.base import (
     TransformContext,
     TransformProperty,
     entering_of,
+    fixed_weights,
 )
 
 
@@ -54,10 +55,5 @@ class FeedbackWeights(Stateless):
                 f"{list(grad.shape)}, and that of the node's output, {list(entering.shape)}, must "
                 "be equal but for the last axis: select the edge to the input of the product"
             )
-        shape = entering.shape[-1], given.shape[-1]
-        generator = context.generator(grad.device, per_call=False)
-        bound = self.scale * max(1, shape[1]) ** -0.5
-        # Another dtype would draw other numbers.
-        weights = torch.empty(shape, dtype=torch.float32, device=grad.device)
-        weights = weights.uniform_(-bound, bound, generator=generator).to(grad.dtype)
+        weights = fixed_weights(context, self.scale, entering.shape[-1], given)
         return (entering.to(grad.dtype) @ weights).view(grad.shape)

@@ -91,7 +91,8 @@ def _largest(sizes: Tensor, amount: float, per: str) -> tuple[Tensor, float]:
         return torch.ones_like(sizes, dtype=torch.bool), 1.0
     apart = [axis for axis in range(sizes.ndim) if axis not in axes]
     moved = sizes.permute(*apart, *axes)
-    rows = moved.flatten(start_dim=len(apart))
+    # `flatten` has no rule for `is_grads_batched`.
+    rows = moved.reshape(*moved.shape[: len(apart)], -1)
     size = rows.shape[-1]
     k = max(1, round(amount * size))
     top = rows.topk(k, dim=-1, sorted=False).indices

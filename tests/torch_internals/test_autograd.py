@@ -192,6 +192,29 @@ def test_what_stands_for_many_tensors_is_batched_and_what_has_no_storage_is_wrap
     assert seen[4:] == [batched]
 
 
+def test_vmap_is_known_to_be_active_and_a_batch_is_detached_in_it() -> None:
+    seen = []
+
+    def look(row: Tensor) -> Tensor:
+        alone = autograd.detached(row)
+        seen.append((autograd.in_vmap(), alone.requires_grad))
+        return row * alone.sum()
+
+    leaf = torch.ones(3, requires_grad=True)
+    look(leaf)
+    torch.func.grad(lambda row: look(row).sum())(torch.ones(3))
+    torch.func.vmap(torch.func.grad(lambda row: look(row).sum()))(torch.ones(2, 3))
+    handle = leaf.register_hook(look)
+    doubled = torch.autograd.grad(
+        leaf**2, leaf, torch.eye(3), is_grads_batched=True, create_graph=True
+    )
+    assert seen == [(False, False), (False, False), (True, False), (False, False)]
+    handle.remove()
+    # The derivative of g * constant, with g = 2 x and the constant 2.
+    (second,) = torch.autograd.grad(doubled[0].sum(), leaf)
+    assert second.tolist() == [4.0, 4.0, 4.0]
+
+
 def test_a_global_forward_hook_with_keywords_leaves_nothing_behind() -> None:
     tables = vars(module)
     handle = module.register_module_forward_hook(lambda *_: None, with_kwargs=True)
