@@ -49,13 +49,14 @@ class Session:
     @property
     def model(self) -> nn.Module:
         """The model. Raises RuntimeError if the surgery is detached."""
-        if self.target is None:
-            raise RuntimeError("the block has ended, and with it the surgery: attach it again")
+        self.check_attached()
+        assert self.target is not None
         return self.target
 
     def check_attached(self) -> None:
         """Raise RuntimeError if the surgery is detached."""
-        _ = self.model
+        if self.target is None:
+            raise RuntimeError("the block has ended, and with it the surgery: attach it again")
 
     @property
     def is_scaled(self) -> bool:

@@ -12,7 +12,6 @@ from gradsurg.hooks.transform_hook import (
     TransformHook,
     disabled_autocast,
     is_like,
-    version_of,
 )
 from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import GroupTransform, TransformState
@@ -130,7 +129,7 @@ class GroupHook:
             self._check_members(links)
         contexts = [hook.count_call(link) for hook, link in zip(hooks, links, strict=True)]
         checks = not (self._is_checked and links[0].trusted)
-        versions = [version_of(grad) for grad in grads] if checks else []
+        versions = [autograd.version_of(grad) for grad in grads] if checks else []
         if self.controller.needs_value:
             for hook, context in zip(hooks, contexts, strict=True):
                 context.value = hook.value()

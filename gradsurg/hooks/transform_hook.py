@@ -244,7 +244,7 @@ class TransformHook:
             self._check_no_state(link, grad)
         context, state = self.count_call(link), NO_STATE
         checks = full_check or not link.trusted
-        version = version_of(grad) if checks else 0
+        version = autograd.version_of(grad) if checks else 0
         try:
             if full_check:
                 context.value = value if self.controller.needs_value else None
@@ -321,7 +321,7 @@ class TransformHook:
             or result.layout is not grad.layout
         ):
             raise self.result_error(link, grad, result)
-        if version_of(grad) != version:
+        if autograd.version_of(grad) != version:
             raise RuntimeError(
                 f"{link.label}: changed the gradient in place at site '{self.entry.site}', where "
                 "other branches may read it. Return a new tensor."
@@ -377,11 +377,6 @@ def disabled_autocast(device: str) -> AbstractContextManager[object]:
 def is_like(result: object, grad: Tensor) -> TypeGuard[Tensor]:
     """Whether a result is a tensor with the shape and dtype of the gradient."""
     return isinstance(result, Tensor) and result.shape == grad.shape and result.dtype is grad.dtype
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor was modified; 0 for one made in inference mode, which has no counter."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _no_value() -> None:

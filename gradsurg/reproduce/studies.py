@@ -19,7 +19,7 @@ from gradsurg.plugins.fields import nearest
 from gradsurg.report.load import LoadedRun, read_study
 from gradsurg.reproduce.expected import Band, Drawing, Expected, WrongExperiment
 from gradsurg.reproduce.judge import EFFECT, is_selected, selectable_keys, terms
-from gradsurg.sites import tree
+from gradsurg.sites.model_tree import tree
 from gradsurg.tasks.base import Examined
 from gradsurg.torch_internals import random_state
 from gradsurg.training.run import Run

@@ -203,7 +203,7 @@ class Flow:
             self._guard_recomputation(result, site, record)
         # An unchanged input may be taken by several modules side by side, each a site of its own.
         scope = name if result is tensor and self.suffix else ROOT
-        owners[id(result)] = ref(result), _version(result), site, scope
+        owners[id(result)] = ref(result), autograd.version_of(result), site, scope
         return result
 
     def _repeat(self, module: nn.Module, calls: Sequence[CallRecord]) -> Change:
@@ -274,7 +274,7 @@ def _site_in(owner: Owner, tensor: Tensor, name: str) -> str | None:
     """Return the site recorded for the id of a tensor, if it holds inside the named module."""
     held, version, site, scope = owner
     # An id is reused once its tensor is freed; a tensor written to is another value.
-    if held() is not tensor or version != _version(tensor):
+    if held() is not tensor or version != autograd.version_of(tensor):
         return None
     return site if scope in (ROOT, name) or name.startswith(f"{scope}.") else None
 
@@ -325,8 +325,3 @@ def _straight_through(value: Tensor, changed: Tensor) -> Tensor:
     result = _StraightThrough.apply(value, changed)
     assert isinstance(result, Tensor)
     return result
-
-
-def _version(tensor: Tensor) -> int:
-    """Return the version counter; 0 for an inference tensor, which has none."""
-    return 0 if tensor.is_inference() else tensor._version

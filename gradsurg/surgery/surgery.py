@@ -15,7 +15,7 @@ from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.hooks.controller import Session
 from gradsurg.hooks.intervention import Intervention, labels_of
-from gradsurg.sites import tree
+from gradsurg.sites.model_tree import tree
 from gradsurg.sites.selection import params_of
 from gradsurg.sites.tree_table import TensorSpec, plural
 from gradsurg.surgery.live import Live

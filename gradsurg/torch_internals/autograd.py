@@ -105,6 +105,11 @@ def stepping_scaler() -> torch.amp.GradScaler | None:
     return scaler if scaler is not None and scaler.is_enabled() else None
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was modified; 0 for one made in inference mode, which has no counter."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def is_wrapped(tensor: torch.Tensor) -> bool:
     """Whether a tensor is wrapped by `torch.func` or vmap, and so has no storage to compare."""
     return _functorch.is_functorch_wrapped_tensor(tensor) or _functorch.is_legacy_batchedtensor(
@@ -138,9 +143,9 @@ def in_functorch() -> bool:
     return _interpreters() is not None
 
 
-def active_ddp() -> DistributedDataParallel | None:
-    """The DistributedDataParallel module whose forward runs; None outside."""
-    return DistributedDataParallel._get_active_ddp_module()
+active_ddp: Callable[[], DistributedDataParallel | None]
+active_ddp = DistributedDataParallel._get_active_ddp_module
+"""The DistributedDataParallel module whose forward runs; None outside."""
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -205,14 +210,11 @@ Mode = TorchFunctionMode
 _overrides = vars(torch.overrides)
 
 
-def function_modes() -> list[Mode]:
-    """The active torch-function modes of this thread, innermost last."""
-    return _overrides["_get_current_function_mode_stack"]()
+function_modes: Callable[[], list[Mode]] = _overrides["_get_current_function_mode_stack"]
+"""The active torch-function modes of this thread, innermost last."""
 
-
-def push_function_mode(mode: Mode) -> None:
-    """Push a torch-function mode, in this thread."""
-    _overrides["_push_mode"](mode)
+push_function_mode: Callable[[Mode], None] = _overrides["_push_mode"]
+"""Push a torch-function mode, in this thread."""
 
 
 def remove_function_mode(mode: Mode) -> None:

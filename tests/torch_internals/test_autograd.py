@@ -215,6 +215,15 @@ def test_vmap_is_known_to_be_active_and_a_batch_is_detached_in_it() -> None:
     assert second.tolist() == [4.0, 4.0, 4.0]
 
 
+def test_a_change_in_place_raises_the_version_of_a_tensor_and_inference_tensors_have_none() -> None:
+    tensor = torch.ones(1)
+    before = autograd.version_of(tensor)
+    tensor.add_(1)
+    assert autograd.version_of(tensor) == before + 1
+    with torch.inference_mode():
+        assert autograd.version_of(torch.ones(1).add_(1)) == 0
+
+
 def test_a_global_forward_hook_with_keywords_leaves_nothing_behind() -> None:
     tables = vars(module)
     handle = module.register_module_forward_hook(lambda *_: None, with_kwargs=True)
