@@ -21,6 +21,7 @@ from gradsurg.plugins.pipes import ignore_closed_pipes
 from gradsurg.report.text import Runs, report
 from gradsurg.training.run import Run
 from gradsurg.training.run_directory import ERROR
+from gradsurg.training.run_reader import BrokenFile
 from gradsurg.training.study import Record, execute
 
 if TYPE_CHECKING:
@@ -109,8 +110,10 @@ def _run(experiment: Experiment, run: Run) -> Record | None:
     except Exception as error:  # one line for whatever a run raises; the traceback is in a file
         if _is_env_set("HYDRA_FULL_ERROR"):
             raise
-        log = os.path.relpath(run.directory(out) / ERROR)
-        print(f"{name}: {full_message(error)} (the traceback is in {log})", file=sys.stderr)
+        hint = f"the traceback is in {os.path.relpath(run.directory(out) / ERROR)}"
+        if isinstance(error, BrokenFile):
+            hint = "remove the file, or start the run again with force=true"
+        print(f"{name}: {full_message(error)} ({hint})", file=sys.stderr)
         return None
     if record.action == "not retried":
         print(

@@ -7,6 +7,7 @@ import warnings
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from gradsurg.effects.tables import aligned
 from gradsurg.loggers.base import GuardedLogger
 from gradsurg.training.run import Run
 from gradsurg.training.run_directory import ERROR, RunDirectory, RunState, merged_facts
+from gradsurg.training.run_reader import BrokenFile
 
 WRONG_INPUT = 2
 
@@ -175,20 +177,31 @@ def plan_runs(jobs: Sequence[Job], force: bool) -> Counter[RunState]:
     states: Counter[RunState] = Counter()
     for run in _distinct_runs(jobs):
         directory = RunDirectory(run.path)
-        state: RunState = "running"
+        state: RunState
         if not force and directory.finished:
             state = directory.recorded_state
-            directory.add_controls(run.facts)
+            with suppress(BrokenFile):  # the job tells it, the other runs go on
+                directory.add_controls(run.facts)
         else:
-            with directory.lock(wait=force) as alone:
-                if alone:
-                    facts = merged_facts(directory.known_facts(), run.facts)
-                    if force:
-                        directory.clear()
-                    state = directory.recorded_state
-                    directory.plan(facts, run.identity)
+            try:
+                state = _planned(run, directory, force)
+            except BrokenFile:  # as above
+                state = "failed"
         states[state] += 1
     return states
+
+
+def _planned(run: JobRun, directory: RunDirectory, force: bool) -> RunState:
+    """Write down one run as planned and return its state before that."""
+    with directory.lock(wait=force) as alone:
+        if not alone:
+            return "running"
+        facts = merged_facts(directory.known_facts(), run.facts)
+        if force:
+            directory.clear()
+        state = directory.recorded_state
+        directory.plan(facts, run.identity)
+    return state
 
 
 def summary_line(num_jobs: int, states: Counter[RunState], retry_failed: bool) -> str:

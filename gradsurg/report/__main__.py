@@ -11,6 +11,7 @@ from gradsurg.report.export import write_report
 from gradsurg.report.load import NotAStudy, Stamp, stamp
 from gradsurg.report.study import study_report
 from gradsurg.report.text import print_overview
+from gradsurg.training.run_reader import printable
 
 WRONG_INPUT = 2
 EVERY = 3.0  # seconds between two looks
@@ -29,12 +30,16 @@ def main(words: Sequence[str] | None = None) -> int:
         if arguments.watch:
             return _watch(arguments.study, out)
         report = study_report(arguments.study)
-        page = write_report(report, out)
     except (NotAStudy, OSError) as error:
-        print(error, file=sys.stderr)
+        print(printable(str(error)), file=sys.stderr)
         return WRONG_INPUT
     print_overview(report)
-    print(f"report: {page}")
+    try:
+        page = write_report(report, out)
+    except OSError as error:  # a full disk, or a folder of somebody else
+        print(printable(f"the report cannot be written: {error}"), file=sys.stderr)
+        return WRONG_INPUT
+    print(printable(f"report: {page}"))
     return 0
 
 

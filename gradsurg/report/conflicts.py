@@ -14,6 +14,7 @@ from gradsurg.report.load import Arm
 from gradsurg.report.wording import count, listed
 from gradsurg.stats import t_critical
 from gradsurg.training.frames import read_conflicts
+from gradsurg.training.run_reader import BrokenFile
 
 NUM_INTERVALS = 30  # into which a run's steps are cut
 MAX_NUMBERS = 110_000  # of all series together, so that a page stays small
@@ -102,11 +103,11 @@ def pair_name(tasks: Sequence[str], pair: Pair) -> str:
 def load_conflicts(arms: Sequence[Arm]) -> tuple[pl.DataFrame, list[str]]:
     """Return the conflicts of all runs, with the directory's name in `run`, and read errors."""
     frames, faults = [read_conflicts([])], []
-    for run in (run for arm in arms for run in arm.runs if run.state != "missing"):
+    for run in (run for arm in arms for run in arm.runs if run.is_readable):
         try:
             frame = read_conflicts([run.path])
-        except (ValueError, pl.exceptions.PolarsError) as error:
-            faults.append(f"{run.name}: {' '.join(str(error).split())}")
+        except BrokenFile as error:
+            faults.append(f"{run.name}: {error}")
             continue
         if len(frame):
             frames.append(frame.with_columns(pl.lit(run.name).alias("run")))

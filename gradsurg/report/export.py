@@ -2,14 +2,17 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from platform import node
 from statistics import fmean
 from tempfile import mkdtemp
+from time import time
 
 import polars as pl
 
@@ -19,8 +22,10 @@ from gradsurg.report.compare import ABOUT_SHARES
 from gradsurg.report.html import page
 from gradsurg.report.load import flat
 from gradsurg.report.study import StudyReport
+from gradsurg.training.run_reader import printable
 
 PAGE = "index.html"
+DRAFT, DRAFT_SECONDS = ".draft-", 86_400  # a report takes less than a day
 WRITTEN = ".written.json"  # the names of the files of the report that lies there
 LATEX = str.maketrans(
     {
@@ -38,9 +43,13 @@ def write_report(
 ) -> Path:
     """Write all files of a report atomically, each by a rename; return the page's path.
 
-    What an earlier report has written and this one does not is removed; other files stay.
+    What an earlier report has written and this one does not is removed; other files stay. Raises
+    OSError, with the folder's name, if it cannot be written.
     """
+    if out.is_symlink() and out.parent.resolve() == report.folder.resolve():
+        raise OSError(f"{out} is a link; name its target with --out to write there")
     out.mkdir(parents=True, exist_ok=True)
+    _remove_drafts(out)
     with _draft(out) as draft:
         runs_table(report).write_parquet(draft / "runs.parquet")
         effects_table(report).write_parquet(draft / "effects.parquet")
@@ -87,9 +96,11 @@ def _write_trajectories(report: StudyReport, folder: Path) -> dict[str, bytes]:
 
 def written(out: Path) -> set[str]:
     """The names of the files that the reports that were written there have left."""
+    if out.is_symlink() or (out / WRITTEN).is_symlink():
+        return set()
     try:
         found = json.loads((out / WRITTEN).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # none was, or what is in the way is told when it is written
+    except (OSError, ValueError, RecursionError):  # there is none, or writing tells the fault
         return set()
     names = [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
     # whatever the file says, nothing outside of the folder is touched
@@ -98,7 +109,8 @@ def written(out: Path) -> set[str]:
 
 def figures_in(out: Path) -> list[Path]:
     """The figures of the report that lies there, as PNG."""
-    return [out / name for name in sorted(written(out)) if name.endswith(".png")]
+    paths = [out / name for name in sorted(written(out)) if name.endswith(".png")]
+    return [path for path in paths if not path.is_symlink()]
 
 
 def study_info(report: StudyReport, out: Path) -> StudyInfo:
@@ -127,12 +139,31 @@ def study_info(report: StudyReport, out: Path) -> StudyInfo:
 
 @contextmanager
 def _draft(out: Path) -> Iterator[Path]:
-    """A folder on the same disk, gone afterwards."""
-    draft = Path(mkdtemp(prefix=".draft-", dir=out))
+    """A folder on the same disk, gone afterwards; its name has the process that writes it."""
+    draft = Path(mkdtemp(prefix=f"{DRAFT}{node()}-{os.getpid()}-", dir=out))
     try:
         yield draft
     finally:
         shutil.rmtree(draft)
+
+
+def _remove_drafts(out: Path) -> None:
+    """Remove the drafts of killed processes: of this machine, and old ones of any other."""
+    for draft in out.glob(f"{DRAFT}*"):
+        host, _, process = draft.name.removeprefix(DRAFT).rpartition("-")[0].rpartition("-")
+        age = time() - draft.lstat().st_mtime
+        if age > DRAFT_SECONDS or (host == node() and not _is_alive(process)):
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def _is_alive(process: str) -> bool:
+    try:
+        os.kill(int(process), 0)
+    except (ValueError, OverflowError, ProcessLookupError):
+        return False
+    except OSError:  # it is another user's
+        return True
+    return True
 
 
 def runs_table(report: StudyReport) -> pl.DataFrame:
@@ -192,14 +223,12 @@ def _with_arms(report: StudyReport, rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def markdown(report: StudyReport) -> str:
-    """The outcomes as a table for an issue or a README."""
-    parts = [f"# {report.folder.name}", *_notes(report)]
+    """The outcomes as a table for an issue or a README; names and reasons cannot be markup."""
+    parts = [_plain_markdown(text) for text in (f"# {report.folder.name}", *_notes(report))]
     for caption, heads, rows in _tables(report):
         cells = [heads, [":--", *["--:"] * (len(heads) - 1)], *rows]
-        lines = [
-            "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells
-        ]
-        parts += [*([caption] if caption else []), "\n".join(lines)]
+        lines = ["| " + " | ".join(map(_plain_markdown, row)) + " |" for row in cells]
+        parts += [*([_plain_markdown(caption)] if caption else []), "\n".join(lines)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -220,6 +249,12 @@ def latex(report: StudyReport) -> str:
             r"\end{table}",
         ]
     return "\n".join(lines) + "\n"
+
+
+def _plain_markdown(text: str) -> str:
+    """Escape the characters of links, HTML, code, emphasis and table cells."""
+    text = re.sub(r"[\\`*\[\]<>|]", r"\\\g<0>", printable(text).replace("&", "&amp;"))
+    return text.replace("://", ":\\//").replace("www.", "www\\.")
 
 
 def _notes(report: StudyReport) -> list[str]:

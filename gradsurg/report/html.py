@@ -64,6 +64,7 @@ from gradsurg.report.training_charts import (
 )
 from gradsurg.report.wording import count, is_share, title, unbroken, value
 from gradsurg.training.run_directory import CONFIG as CONFIG_FILE
+from gradsurg.training.run_reader import read_text
 
 PARTS = Path(__file__).parent / "page"
 EMPTY: Mapping[str, bytes] = MappingProxyType({})
@@ -798,5 +799,4 @@ def _float(item: object) -> float | None:
 
 
 def _config(run: LoadedRun) -> str:
-    file = run.path / CONFIG_FILE
-    return file.read_text(errors="replace", encoding="utf-8") if file.is_file() else ""
+    return read_text(run.path / CONFIG_FILE) if run.config else ""

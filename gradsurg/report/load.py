@@ -10,6 +10,7 @@ from typing import Any, Literal
 import polars as pl
 
 from gradsurg.report.wording import Summary, listed
+from gradsurg.training.frames import effect_table, read_conflicts
 from gradsurg.training.run_directory import (
     CONFIG,
     CONFLICTS,
@@ -22,6 +23,13 @@ from gradsurg.training.run_directory import (
     SUMMARY,
     RunDirectory,
     RunState,
+)
+from gradsurg.training.run_reader import (
+    BrokenFile,
+    check_directory,
+    last_row,
+    printable,
+    read_summary,
 )
 
 State = RunState | Literal["missing", "unreadable"]
@@ -37,7 +45,6 @@ STATES = (
 )
 
 OWN_FILES = (FACTS, CONFIG, SUMMARY, METRICS, ERROR)
-TAIL = 1 << 16  # bytes at the end of a file among which its last line is looked for
 BESIDE_CONTROL = ("transform", "site", "when", "order", "control", "aggregator", "sources")
 
 
@@ -68,7 +75,11 @@ class LoadedRun:
 
     @property
     def name(self) -> str:
-        return self.path.name
+        return printable(self.path.name)
+
+    @property
+    def is_readable(self) -> bool:
+        return self.state not in ("missing", "unreadable")
 
     @cached_property
     def key(self) -> str:
@@ -127,41 +138,49 @@ def _run_directories(folder: Path) -> list[Path]:
     return [path for path in inside if any((path / name).is_file() for name in OWN_FILES)]
 
 
-def _read(path: Path) -> LoadedRun:
+def fault_of(path: Path) -> str:
+    """Return the fault of the first broken file in a run's directory; empty if there is none."""
+    run = _read(path)
+    if not run.is_readable:
+        return run.reason
     try:
-        return _found(path)
-    except (ValueError, OSError) as error:  # a broken file is told, the other runs are reported
-        label, seed = _from_name(path.name)
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        return LoadedRun(path, "unreadable", reason, label=label, seed=seed)
+        for examined in (False, True):
+            effect_table([path], examined)
+        read_conflicts([path])
+    except BrokenFile as error:
+        return str(error)
+    return ""
 
 
-def _found(path: Path) -> LoadedRun:
-    place = RunDirectory(path)
-    facts, config = place.read_facts() or {}, place.read_config()
-    if config is not None and not isinstance(config, dict):
-        raise ValueError(f"{CONFIG} holds no mapping")
-    state = place.state
-    summary: Summary = dict(place.read_summary()) if place.finished else {}
-    said: Summary = summary | facts
-    label, seed = _from_name(path.name)
-    last = _last_row(path / METRICS)
-    steps = int(said.get("steps") or 0)
+def _read(path: Path) -> LoadedRun:
+    """Return the run in a directory; with a broken file it is unreadable, and has the fault."""
+    label, seed = _from_name(printable(path.name))
+    directory = RunDirectory(path)
+    try:
+        check_directory(path)
+        facts, config = directory.read_facts() or {}, directory.read_config()
+        last = last_row(path / METRICS)
+        summary: Summary = read_summary(path / SUMMARY) or {}
+        state = directory.state
+    except (BrokenFile, OSError) as error:
+        return LoadedRun(path, "unreadable", printable(str(error))[:300], label=label, seed=seed)
+    known: Summary = summary | facts
+    steps = (config or {}).get("steps")
     run = LoadedRun(
         path=path,
         state=state,
-        arm=str(said.get("arm") or ("control" if label == "none" else "treated")),
-        label=str(said.get("label") or label),
-        seed=int(said.get("seed", seed)),
-        steps=int((config or {}).get("steps") or steps),
-        done=int(summary.get("steps") or last.get("step") or 0),
+        arm=str(known.get("arm") or ("control" if label == "none" else "treated")),
+        label=str(known.get("label") or label),
+        seed=seed if known.get("seed") is None else known["seed"],
+        steps=steps if isinstance(steps, int) else known.get("steps") or 0,
+        done=summary.get("steps") or last.get("step") or 0,
         config=config,
         summary=summary or None,
         control=facts.get("control"),
         controls=facts.get("controls") or {},
         told=bool(facts),
     )
-    return replace(run, reason=_reason(run, place, last))
+    return replace(run, reason=_reason(run, directory, last))
 
 
 def _reason(run: LoadedRun, place: RunDirectory, last: dict[str, Any]) -> str:
@@ -186,18 +205,7 @@ def _from_name(name: str) -> tuple[str, int]:
     """Label and seed of `<label>-seed<k>-<hash8>`, as far as a name is one."""
     label, _, rest = name.rpartition("-seed")
     seed = rest.partition("-")[0]
-    return (label, int(seed)) if seed.isdigit() else (name, -1)
-
-
-def _last_row(file: Path) -> dict[str, Any]:  # Any: what JSON can hold
-    """The last whole line, or nothing."""
-    if not file.is_file():
-        return {}
-    with file.open("rb") as stream:
-        stream.seek(max(0, file.stat().st_size - TAIL))
-        content = stream.read()
-    lines = content[: content.rfind(b"\n") + 1].splitlines()
-    return json.loads(lines[-1]) if lines else {}
+    return (label, int(seed)) if seed.isdecimal() and len(seed) < 20 else (name, -1)
 
 
 def _with_controls(runs: list[LoadedRun]) -> list[LoadedRun]:
@@ -352,11 +360,11 @@ def run_frames(
 ) -> tuple[dict[str, pl.DataFrame], list[str]]:
     """Return the rows of every run that has some, by directory name, and read errors."""
     frames, faults = {}, []
-    for run in (run for arm in arms for run in arm.runs if run.state != "missing"):
+    for run in (run for arm in arms for run in arm.runs if run.is_readable):
         try:
             frame = read([run.path])
-        except ValueError as error:
-            faults.append(f"{run.name}: {' '.join(str(error).split())}")
+        except BrokenFile as error:
+            faults.append(f"{run.name}: {error}")
             continue
         if len(frame):
             frames[run.name] = frame

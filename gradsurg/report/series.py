@@ -14,7 +14,8 @@ from gradsurg.report.load import Arm, LoadedRun, canonical, group, run_frames
 from gradsurg.report.wording import HEADLINE
 from gradsurg.stats import t_critical
 from gradsurg.training.frames import METRICS_KEYS, read_effects, read_metrics
-from gradsurg.training.run_directory import NOT_FINITE, RunDirectory
+from gradsurg.training.run_directory import LANDSCAPE, NOT_FINITE
+from gradsurg.training.run_reader import BrokenFile, read_landscape
 
 MAX_POINTS = 60  # of a learning curve: more are not seen on a page
 
@@ -343,19 +344,16 @@ def landscapes(arms: Sequence[Arm], metrics: pl.DataFrame) -> tuple[list[Landsca
     told: dict[str, dict[str, Any]] = {}  # Any: what JSON can hold
     runs: dict[str, list[tuple[LoadedRun, list[float]]]] = {}
     faults: list[str] = []
-    for run in (run for arm in arms for run in arm.runs if run.state != "missing"):
+    for run in (run for arm in arms for run in arm.runs if run.is_readable):
         try:
-            found = RunDirectory(run.path).read_landscape()
-            if found is None:
-                continue
-            start = [float(number) for number in found.pop("start")]
-            key = canonical(found)
-            Landscape("", found["x1"], found["x2"], found["values"], found["pareto"], [])
-            if not all(map(isfinite, start)):
-                raise ValueError("its start is not finite")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            faults.append(f"{run.name}: landscape.json: {type(error).__name__}: {error}")
+            found = read_landscape(run.path / LANDSCAPE)
+        except BrokenFile as error:
+            faults.append(f"{run.name}: {error}")
             continue
+        if found is None:
+            continue
+        start = found.pop("start")
+        key = canonical(found)
         told[key] = found
         runs.setdefault(key, []).append((run, start))
     return [_landscape(told[key], own, metrics) for key, own in runs.items()], faults

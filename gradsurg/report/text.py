@@ -32,7 +32,7 @@ from gradsurg.report.conflicts import (
     conflict_text,
     others_lines,
 )
-from gradsurg.report.load import Arm, LoadedRun
+from gradsurg.report.load import Arm, LoadedRun, fault_of
 from gradsurg.report.series import update_line
 from gradsurg.report.study import StudyReport
 from gradsurg.report.wording import (
@@ -67,22 +67,43 @@ class Runs:
 
 def report(runs: Sequence[Runs]) -> str:
     """The outcome of all seeds, treated beside control, and the effect at each site."""
+    runs, faults = _readable(runs)
     treated = [_summary(run.treated) for run in runs]
     control = [_summary(run.control) for run in runs]
     paths = [run.treated for run in runs if run.treated]
     shown = paths or [run.control for run in runs if run.control]
     parts = [
         _reached(runs),
-        _outcome(runs),
+        "\n".join(map(_wrapped, faults)),
+        _outcome(runs) if shown else "",
         _dead(treated, control),
         _shares(runs, treated),
         _wrapped(update_line([summary for summary in treated if summary is not None])),
         _notes([summary for summary in treated + control if summary is not None]),
         conflicts := _conflicts(runs),
-        _effects(shown, bool(conflicts)),
-        _places(runs),
+        _effects(shown, bool(conflicts)) if shown else "",
+        _places(runs) if shown else "",
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _readable(runs: Sequence[Runs]) -> tuple[list[Runs], list[str]]:
+    """Return the runs without those that have a broken file, and a line for each of these."""
+    paths = dict.fromkeys(path for run in runs for path in _paths(run))
+    broken = {path: fault for path in paths if (fault := fault_of(path))}
+
+    def kept(path: Path | None) -> Path | None:
+        return None if path in broken else path
+
+    readable = [
+        Runs(
+            kept(run.treated),
+            kept(run.control),
+            {link: kept(path) for link, path in run.without.items()},
+        )
+        for run in runs
+    ]
+    return readable, [f"{path.name} is left out: {fault}" for path, fault in broken.items()]
 
 
 def _summary(path: Path | None) -> Summary | None:

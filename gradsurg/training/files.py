@@ -103,7 +103,7 @@ def locked(path: Path, wait: bool) -> Iterator[bool]:
 
 def is_locked(path: Path) -> bool:
     """Whether a process has the lock; without the permission to look, False."""
-    if not path.is_file():
+    if not path.is_file() or path.is_symlink() or path.parent.is_symlink():
         return False
     try:
         lock = _obtained(path)

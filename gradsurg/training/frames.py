@@ -4,15 +4,15 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradsurg.effects.numbers import CONFLICT_NAMES, CONFLICT_TASK_NAMES
+from gradsurg.effects.numbers import CONFLICT_NAMES, CONFLICT_TASK_NAMES, EFFECT_NAMES
 from gradsurg.training.run_directory import (
     CONFLICTS,
     EFFECTS,
     EXAMINED_EFFECTS,
     METRICS,
     NOT_FINITE,
-    whole_lines,
 )
+from gradsurg.training.run_reader import BrokenFile, read_lines
 
 if TYPE_CHECKING:
     import polars as pl
@@ -28,6 +28,7 @@ EFFECTS_KEYS = {
     "sampled": "Int64",
     "nonfinite": "Int64",
 }
+PLACES = ("step", "transform", "site", "aggregator", "group")  # keys that each row must have
 CONFLICTS_KEYS = {"run": "String", "step": "Int64", "aggregator": "String", "group": "String"}
 
 
@@ -35,14 +36,22 @@ def read_metrics(paths: Iterable[str | Path]) -> "pl.DataFrame":
     """Return the metrics of run directories, one row per line; `run` is the path as given.
 
     A half-written last line is left out: a killed run resumes before it. An empty or missing file
-    has no rows. A broken line elsewhere raises ValueError.
+    has no rows. A broken line elsewhere, or a value of another type, raises BrokenFile.
     """
     return _read(paths, METRICS, METRICS_KEYS)
 
 
 def read_effects(paths: Iterable[str | Path]) -> "pl.DataFrame":
     """Return the effects of run directories, read like their metrics."""
-    return _read(paths, EFFECTS, EFFECTS_KEYS)
+    return _read(paths, EFFECTS, EFFECTS_KEYS, _with_effects)
+
+
+def _with_effects(frame: "pl.DataFrame") -> "pl.DataFrame":
+    """Add a column of nulls for each number of effects that no row has."""
+    import polars as pl
+
+    missing = [name for name in EFFECT_NAMES if name not in frame.columns]
+    return frame.with_columns(pl.lit(None, pl.Float64).alias(name) for name in missing)
 
 
 def read_conflicts(paths: Iterable[str | Path]) -> "pl.DataFrame":
@@ -130,11 +139,34 @@ def _read(
         if not path.is_dir():
             raise FileNotFoundError(f"there is no run directory {path}")
         file = path / name
-        content = whole_lines(file)
+        content = read_lines(file)
         if content:
-            frame = change(_parse(file, content))
+            try:
+                frame = _typed(file, change(_parse(file, content)), schema)
+            except pl.exceptions.PolarsError as error:
+                raise BrokenFile(file, f"has a value of another type: {error}") from error
             frames.append(frame.with_columns(pl.lit(str(path)).alias("run")))
     return pl.concat(frames, how="diagonal_relaxed")
+
+
+def _typed(
+    file: Path, frame: "pl.DataFrame", schema: "Mapping[str, pl.DataType]"
+) -> "pl.DataFrame":
+    """Cast the keys to their types; raise BrokenFile for a missing key or a column of text."""
+    import polars as pl
+
+    keys = {key: kind for key, kind in schema.items() if key != "run" and key in frame.columns}
+    frame = frame.with_columns(pl.col(key).cast(kind) for key, kind in keys.items())
+    for key in (key for key in schema if key in PLACES):
+        if key not in keys or frame[key].null_count():
+            raise BrokenFile(file, f"has a line without {key}")
+    if file.name == CONFLICTS:
+        return frame
+    others = {key: kind for key, kind in frame.schema.items() if key not in (*keys, NOT_FINITE)}
+    texts = [key for key, kind in others.items() if not (kind.is_numeric() or kind == pl.Null)]
+    if texts:
+        raise BrokenFile(file, f"has a {texts[0]} that is not a number")
+    return frame
 
 
 def _parse(file: Path, content: bytes) -> "pl.DataFrame":
@@ -144,4 +176,4 @@ def _parse(file: Path, content: bytes) -> "pl.DataFrame":
         # All rows determine the schema: some numbers are logged in few rows.
         return pl.scan_ndjson(content, infer_schema_length=None).collect()
     except pl.exceptions.PolarsError as error:
-        raise ValueError(f"{file} has a line that is not JSON: {error}") from error
+        raise BrokenFile(file, f"has a line that is not JSON: {error}") from error

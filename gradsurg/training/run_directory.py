@@ -11,7 +11,9 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Literal
 
+from gradsurg.training import run_reader
 from gradsurg.training.files import append_bytes, is_locked, locked, replace_file, shorten, sync
+from gradsurg.training.run_reader import MAX_LARGE_BYTES, BrokenFile
 
 CONFIG, METRICS, EFFECTS = "config.yaml", "metrics.jsonl", "effects.jsonl"
 CONFLICTS = "conflicts.jsonl"
@@ -62,8 +64,11 @@ class RunDirectory:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has ended: its summary exists."""
-        return (self.path / SUMMARY).is_file()
+        """Whether the run has ended: its summary exists and can be read."""
+        try:
+            return run_reader.read_summary(self.path / SUMMARY) is not None
+        except BrokenFile:
+            return False
 
     @property
     def state(self) -> RunState:
@@ -75,10 +80,10 @@ class RunDirectory:
 
     @property
     def recorded_state(self) -> RunState:
-        """The state of the run by its files, regardless of the lock."""
+        """The state of the run by its files, regardless of the lock; `failed` if one is broken."""
         if self.finished:
             return "diverged" if self.read_summary().get("state") == "diverged" else "finished"
-        if (self.path / ERROR).is_file():
+        if (self.path / ERROR).is_file() or self._broken_summary:
             return "failed"
         if any((self.path / name).is_file() for name in (*JSONL_FILES, CHECKPOINT)):
             return "interrupted"
@@ -89,8 +94,10 @@ class RunDirectory:
         """Hold the run's lock in a block, as every writer must; yield whether it was obtained.
 
         Two commands can need the same control run. If another process has the lock, wait for it, or
-        without `wait` yield False. The lock of a killed process is free.
+        without `wait` yield False. The lock of a killed process is free. Raises BrokenFile for a
+        directory with a link out of the study, through which files elsewhere would be changed.
         """
+        run_reader.check_directory(self.path)
         with locked(self.path / LOCK, wait) as obtained:
             if obtained:
                 self._remove_drafts()
@@ -131,22 +138,17 @@ class RunDirectory:
         """Return the facts of the run, or {} if the file is missing or broken."""
         try:
             facts = self.read_facts()
-        except ValueError:  # `plan` rewrites it
+        except BrokenFile:  # `plan` rewrites it
             return {}
-        return facts if isinstance(facts, dict) else {}
+        return facts or {}
 
     def read_facts(self) -> dict[str, Any] | None:  # Any: any JSON value
         """Return the facts written when the run was planned, or None."""
-        return self._read_json(FACTS)
+        return run_reader.read_facts(self.path / FACTS)
 
     def read_config(self) -> dict[str, Any] | None:  # Any: any YAML value
         """Return the resolved config, or None."""
-        import yaml
-
-        path = self.path / CONFIG
-        # OmegaConf wrote plain YAML, and its own reader takes far longer.
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        return yaml.load(path.read_bytes(), Loader=loader) if path.is_file() else None
+        return run_reader.read_config(self.path / CONFIG)
 
     def write_error(self, text: str) -> None:
         """Write the traceback that ended the run; its last lines are the reason.
@@ -169,10 +171,18 @@ class RunDirectory:
     @property
     def reason(self) -> str:
         """The error message of a failed run, on one line: the traceback without its calls."""
-        path = self.path / ERROR
-        lines = path.read_text(encoding="utf-8").strip().splitlines() if path.is_file() else []
+        lines = run_reader.read_text(self.path / ERROR).strip().splitlines()
         calls = [number for number, line in enumerate(lines) if line.startswith("  ")]
-        return "; ".join(lines[calls[-1] + 1 if calls else 0 :])
+        return "; ".join(lines[calls[-1] + 1 if calls else 0 :]) or self._broken_summary
+
+    @property
+    def _broken_summary(self) -> str:
+        """The fault of a summary that cannot be used; empty if there is none."""
+        try:
+            run_reader.read_summary(self.path / SUMMARY)
+        except BrokenFile as error:
+            return str(error)
+        return ""
 
     def append_metrics(self, row: Mapping[str, object]) -> None:
         """Append one line to `metrics.jsonl`."""
@@ -189,7 +199,7 @@ class RunDirectory:
 
     def read_rows(self, name: str) -> list[dict[str, Any]]:  # Any: any JSON value
         """Return the whole lines of a JSONL file; [] if it does not exist."""
-        return [json.loads(line) for line in whole_lines(self.path / name).splitlines()]
+        return run_reader.read_rows(self.path / name)
 
     def write_summary(self, summary: Mapping[str, object]) -> None:
         """Write the outcome, which marks the run as finished: call this last."""
@@ -200,7 +210,10 @@ class RunDirectory:
 
     def read_summary(self) -> dict[str, object]:
         """Return the outcome of a finished run. Raises FileNotFoundError if it is not finished."""
-        return json.loads((self.path / SUMMARY).read_bytes())
+        summary = run_reader.read_summary(self.path / SUMMARY)
+        if summary is None:
+            raise FileNotFoundError(f"there is no {self.path / SUMMARY}")
+        return summary
 
     def write_landscape(self, landscape: Mapping[str, object]) -> None:
         """Write the task's losses on a grid over the plane, for the report's contours."""
@@ -208,7 +221,7 @@ class RunDirectory:
 
     def read_landscape(self) -> dict[str, Any] | None:  # Any: any JSON value
         """Return the content of `landscape.json`, or None."""
-        return self._read_json(LANDSCAPE)
+        return run_reader.read_json(self.path / LANDSCAPE, MAX_LARGE_BYTES)
 
     def write_examined(self, examined: Mapping[str, object]) -> None:
         """Write the arrays of the task's examination of the trained model, such as pictures."""
@@ -216,7 +229,7 @@ class RunDirectory:
 
     def read_examined(self) -> dict[str, Any] | None:  # Any: any JSON value
         """Return the content of `examined.json`, or None."""
-        return self._read_json(EXAMINED)
+        return run_reader.read_json(self.path / EXAMINED, MAX_LARGE_BYTES)
 
     def write_examined_effects(self, rows: Iterable[Mapping[str, object]]) -> None:
         """Write the effects of the surgery during the examination, in the format of the effects."""
@@ -259,10 +272,6 @@ class RunDirectory:
         for name in FILES:
             (self.path / name).unlink(missing_ok=True)
         self._remove_drafts()
-
-    def _read_json(self, name: str) -> dict[str, Any] | None:  # Any: any JSON value
-        path = self.path / name
-        return json.loads(path.read_bytes()) if path.is_file() else None
 
     def _write_json(self, name: str, content: Mapping[str, object]) -> None:
         self._replace(name, json.dumps(_finite(content), separators=(",", ":")).encode())
@@ -335,12 +344,6 @@ def _parsed_checkpoint(path: Path, content: bytes) -> tuple[dict[str, Any], dict
         f"{path} is not the checkpoint of a run: it must have a state and the sizes of "
         f"{', '.join(JSONL_FILES)}; force=true starts the run from step 0"
     )
-
-
-def whole_lines(file: Path) -> bytes:
-    """Return a file's content up to its last line break; empty if it does not exist."""
-    content = file.read_bytes() if file.is_file() else b""
-    return content[: content.rfind(b"\n") + 1]
 
 
 def merged_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

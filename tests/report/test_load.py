@@ -56,7 +56,7 @@ def test_a_broken_file_is_told_and_the_other_runs_are_read(tmp_path: Path, name:
     states = {run.name: run for run in read_study(tmp_path)}
     assert states[whole].state == "finished"
     assert states[broken].state == "unreadable"
-    assert "JSONDecodeError" in states[broken].reason
+    assert states[broken].reason.startswith(f"{name} is not JSON: ")
     assert (states[broken].label, states[broken].seed) == ("clip", 0)
 
 

@@ -123,11 +123,11 @@ def test_a_partly_written_summary_does_not_finish_a_run(run, monkeypatch, moment
 
 
 def test_a_failed_write_of_the_summary_leaves_the_old_one(run, monkeypatch):
-    run.write_summary({"state": "first"})
+    run.write_summary({"state": "finished"})
     monkeypatch.setattr(os, "replace", lambda *_: os.listdir("/does/not/exist"))
     with pytest.raises(FileNotFoundError):
-        run.write_summary({"state": "second"})
-    assert run.read_summary() == {"state": "first"}
+        run.write_summary({"state": "diverged"})
+    assert run.read_summary() == {"state": "finished"}
 
 
 def test_a_line_that_does_not_fit_the_disk_is_removed_and_the_file_named(run, monkeypatch):
