@@ -121,7 +121,8 @@ def _run(experiment: Experiment, run: Run) -> Record | None:
             file=sys.stderr,
         )
     elif record.action in HAPPENED:
-        print(f"{name}: {HAPPENED[record.action]}", file=sys.stderr)
+        fault = f"; {record.reason}" if record.reason else ""
+        print(f"{name}: {HAPPENED[record.action]}{fault}", file=sys.stderr)
     if record.note:
         print(f"{name}: {record.note}", file=sys.stderr)
     return record

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from platform import node
 from statistics import fmean
@@ -51,10 +52,10 @@ def write_report(
     out.mkdir(parents=True, exist_ok=True)
     _remove_drafts(out)
     with _draft(out) as draft:
-        runs_table(report).write_parquet(draft / "runs.parquet")
-        effects_table(report).write_parquet(draft / "effects.parquet")
+        _write_parquet(runs_table(report), draft / "runs.parquet")
+        _write_parquet(effects_table(report), draft / "effects.parquet")
         if len(report.conflict_rows):
-            conflicts_table(report).write_parquet(draft / "conflicts.parquet")
+            _write_parquet(conflicts_table(report), draft / "conflicts.parquet")
         (draft / "outcome.md").write_text(markdown(report), encoding="utf-8")
         (draft / "outcome.tex").write_text(latex(report), encoding="utf-8")
         with _drawn(report, draft) if figures else nullcontext():
@@ -71,6 +72,13 @@ def write_report(
         for name in sorted(names, key=PAGE.__eq__):
             os.replace(draft / name, out / name)
     return out / PAGE
+
+
+def _write_parquet(table: pl.DataFrame, file: Path) -> None:
+    """Write a table; polars itself raises no OSError on a full disk."""
+    content = BytesIO()
+    table.write_parquet(content)
+    file.write_bytes(content.getbuffer())
 
 
 @contextmanager

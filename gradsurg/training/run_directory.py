@@ -83,7 +83,7 @@ class RunDirectory:
         """The state of the run by its files, regardless of the lock; `failed` if one is broken."""
         if self.finished:
             return "diverged" if self.read_summary().get("state") == "diverged" else "finished"
-        if (self.path / ERROR).is_file() or self._broken_summary:
+        if (self.path / ERROR).is_file() or self.broken_summary:
             return "failed"
         if any((self.path / name).is_file() for name in (*JSONL_FILES, CHECKPOINT)):
             return "interrupted"
@@ -173,10 +173,10 @@ class RunDirectory:
         """The error message of a failed run, on one line: the traceback without its calls."""
         lines = run_reader.read_text(self.path / ERROR).strip().splitlines()
         calls = [number for number, line in enumerate(lines) if line.startswith("  ")]
-        return "; ".join(lines[calls[-1] + 1 if calls else 0 :]) or self._broken_summary
+        return "; ".join(lines[calls[-1] + 1 if calls else 0 :]) or self.broken_summary
 
     @property
-    def _broken_summary(self) -> str:
+    def broken_summary(self) -> str:
         """The fault of a summary that cannot be used; empty if there is none."""
         try:
             run_reader.read_summary(self.path / SUMMARY)

@@ -44,7 +44,7 @@ class Record:
     directory: Path
     summary: dict[str, object]
     action: Action
-    reason: str = ""  # of a failure
+    reason: str = ""  # of a failure, also of an earlier one that left a broken summary
     note: str = ""  # other measurement intervals than asked for, or resumed in another environment
 
 
@@ -72,6 +72,7 @@ def execute(
             return _skipped(run, directory)
         if state == "failed" and not retry_failed:
             return Record(run, directory.path, {}, "not retried", directory.reason)
+        fault = directory.broken_summary
         directory.plan(run.facts, run.identity)
         directory.clear_error()
         try:
@@ -84,7 +85,7 @@ def execute(
         resumed = [note for note in notes if note.startswith(RESUMED)]
         action: Action = "trained" if checkpoint is None else "resumed"
         action = "retried" if state == "failed" else action
-        return Record(run, directory.path, summary, action, note="; ".join(resumed))
+        return Record(run, directory.path, summary, action, fault, "; ".join(resumed))
 
 
 def _skipped(run: Run, directory: RunDirectory) -> Record:
