@@ -71,7 +71,7 @@ def solve_weights(
     alive, norms, cosines = rows
     if idle is None and len(norms) < count:
         return torch.from_numpy(~alive / (~alive).sum())
-    if on_rows is not None and _is_singular(cosines):
+    if on_rows is not None and _is_singular(cosines.tobytes(), len(norms)):
         unit = factor(cosines, np.finfo(float).eps)
         v = on_rows(unit, norms, GRAMIAN_RIDGE, sqrt(RANK))
     else:
@@ -107,13 +107,16 @@ def is_nearly_dependent(gramian: Tensor) -> bool:
     """Whether three or more rows are so nearly dependent that a Gramian does not determine them."""
     count = len(gramian)
     rows = _cosines_and_norms(gramian.numpy().tobytes(), count) if count > 2 else None
-    return rows is not None and _is_singular(rows[2])
+    return rows is not None and _is_singular(rows[2].tobytes(), len(rows[1]))
 
 
-def _is_singular(cosines: Array) -> bool:
+@lru_cache(maxsize=CACHED_GRAMIANS)
+def _is_singular(cosines: bytes, count: int) -> bool:
     """Whether an eigenvalue is below RANK times the number of rows."""
+    shifted = np.frombuffer(cosines).reshape(count, count).copy()
+    shifted.flat[:: count + 1] -= RANK * count
     try:
-        np.linalg.cholesky(cosines - RANK * len(cosines) * np.eye(len(cosines)))
+        np.linalg.cholesky(shifted)
     except np.linalg.LinAlgError:
         return True
     return False
