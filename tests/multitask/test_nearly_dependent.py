@@ -23,8 +23,8 @@ class Pulled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.trunk = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
-        self.heads = nn.Linear(16, 2)
+        self.trunk = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
+        self.heads = nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.heads(self.trunk(x))
@@ -33,10 +33,10 @@ class Pulled(nn.Module):
 def pulled_losses(model: nn.Module, step: int) -> dict[str, Tensor]:
     """Two losses that pull one output apart, for a single example, and one on another output."""
     generator = torch.Generator().manual_seed(step)
-    first, second = model(torch.randn(1, 6, generator=generator))[0]
+    first, second = model(torch.randn(1, 4, generator=generator))[0]
     return {
-        "up": (first - 1.7).square() * 1.3,
-        "down": (first + 2.9).square() * 0.7,
+        "up": (first - 1.7).square(),
+        "down": (first + 2.9).square(),
         "other": (second - 0.3).square(),
     }
 
@@ -55,10 +55,10 @@ def length_over_bound(name: str, grads: list[list[Tensor]], update: list[Tensor]
 
 
 @pytest.mark.parametrize("name", ["UPGrad", "DualProj", "CAGrad"])
-@pytest.mark.parametrize("steps", [100, pytest.param(2400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [200, pytest.param(2400, marks=pytest.mark.slow)])
 def test_no_update_of_opposite_losses_is_too_long(name: str, steps: int) -> None:
     model = Pulled()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     params = list(model.parameters())
     longest = 0.0
     with gs.Surgery(at_shared(getattr(gs, name)())).attach(model, optimizer) as live:
