@@ -1,6 +1,5 @@
 """Apply one attached aggregator: combine gradients, keep its state, measure the conflict."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -35,6 +34,9 @@ from gradsurg.sites.tree_table import plural
 from gradsurg.torch_internals.autograd import without_autocast
 from gradsurg.triggers.base import TensorTrigger, Trigger, TriggerContext
 from gradsurg.triggers.for_task import ForTask
+
+SOLVER = "/solver"
+"""End of the key of the state that counts the updates of a group without an exact solution."""
 
 
 def check_trigger(trigger: Trigger, label: str) -> None:
@@ -118,9 +120,6 @@ class Aggregation:
         self.session = session
         self.conflicts = conflicts
         self.select(session.model)
-        self.num_updates = 0
-        self._fallbacks: Counter[str] = Counter()  # by group: updates with a larger ridge
-        self._skipped: Counter[str] = Counter()  # by group: updates without a solution
         # With a GradScaler, states wait here until the optimizer has made the step.
         self._new_states: dict[str, AggregatorState] = {}
         self._weights: Tensor | None = None  # of the losses, for the rest of this step
@@ -180,14 +179,17 @@ class Aggregation:
             return [combine(rows, weights) for rows in parts]
 
     def closing_warnings(self) -> list[str]:
-        """Return a warning if a solver fell back or failed since the aggregator was attached."""
-        fallbacks, skipped = self._fallbacks.total(), self._skipped.total()
-        if not fallbacks + skipped:
+        """Return a warning if solvers fell back or failed in a step so far."""
+        keys = [key for key in self.session.states if key.startswith(f"{self.label}/")]
+        counts = [self.session.states[key] for key in keys if key.endswith(SOLVER)]
+        if not counts:
             return []
+        fallbacks, skipped = (
+            sum(int(count[name]) for count in counts) for name in ("fallbacks", "skipped")
+        )
         return [
-            f"{self.label}: of {self.num_updates} updates, {fallbacks} are less exact than others, "
-            f"as the gradients were nearly dependent, and {skipped} were skipped, as no solver "
-            "converged"
+            f"{self.label}: {fallbacks} updates are less exact than others, as the gradients were "
+            f"nearly dependent, and {skipped} were skipped, as no solver converged"
         ]
 
     def combine(
@@ -245,15 +247,15 @@ class Aggregation:
     ) -> AggregationResult | None:
         """Return the update of a group, None if a solver does not converge."""
         context = self._context(group, losses)
-        self.num_updates += 1
         try:
             state = self._state(group, context.tasks)
             scale = self.session.loss_scale
             result = aggregate(self.aggregator, parts, state, context, scale)
-            self._fallbacks[group] += result.fell_back
+            if result.fell_back:
+                self._count_outcome(group, "fallbacks")
             return result
         except NotConverged as error:
-            self._skipped[group] += 1
+            self._count_outcome(group, "skipped")
             self.session.warn_once(
                 f"{self.label}: {error}, at '{group}', step {context.step}: in such steps the "
                 "parameters of the group get no gradient",
@@ -263,6 +265,12 @@ class Aggregation:
         except Exception as error:  # whatever a user's aggregator raises, with its place added
             error.add_note(f"while {self.label} acted at '{group}', step {context.step}")
             raise
+
+    def _count_outcome(self, group: str, outcome: str) -> None:
+        """Count an update that fell back or was skipped; a state, so that checkpoints hold it."""
+        states, key, zero = self.session.states, f"{self.label}/{group}{SOLVER}", torch.tensor(0)
+        counts = states.get(key, {"fallbacks": zero, "skipped": zero})
+        states[key] = counts | {outcome: counts[outcome] + 1}
 
     def _measure(
         self, context: AggregatorContext, parts: Sequence[Tensor], result: AggregationResult
@@ -281,7 +289,8 @@ class Aggregation:
             norm = sum(grad.double().square().sum().item() for grad in result.grads) ** 0.5 / scale
         name = snake(type(self.aggregator).__name__)
         weights = None if weights is None else weights.clone()  # later steps may change them
-        fallbacks = self._fallbacks[context.group] + self._skipped[context.group]
+        counts = self.session.states.get(f"{self.label}/{context.group}{SOLVER}", {})
+        fallbacks = sum(map(int, counts.values()))
         measurement = Measurement(
             self.label, name, context, gramian, weights, products, norm, fallbacks
         )

@@ -113,9 +113,7 @@ def test_a_step_without_a_solution_is_skipped_and_told(engine: Engine) -> None:
                 optimizer.step()
     texts = [str(warning.message) for warning in caught]
     assert any("the parameters of the group get no gradient" in text for text in texts)
-    assert any(
-        "of 3 updates, 0 are less exact" in text and "3 were skipped" in text for text in texts
-    )
+    assert any("0 updates are less exact" in text and "3 were skipped" in text for text in texts)
     for before, after in zip(trunk, model.trunk.parameters(), strict=True):
         assert torch.equal(before, after)
     assert not torch.equal(head, model.heads["a"].weight)
@@ -134,7 +132,7 @@ def test_fallbacks_are_counted_and_logged(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(gs.UPGrad, "weights_of_rows", first_fails)
     surgery = gs.Surgery(at_shared(gs.UPGrad()))
     with (
-        pytest.warns(gs.SurgeryWarning, match="of 4 updates, 4 are less exact .* 0 were skipped"),
+        pytest.warns(gs.SurgeryWarning, match="4 updates are less exact .* 0 were skipped"),
         surgery.attach(model, optimizer, effects_every=2) as live,
     ):
         for step in range(4):
@@ -143,6 +141,14 @@ def test_fallbacks_are_counted_and_logged(monkeypatch: pytest.MonkeyPatch) -> No
             optimizer.step()
         conflicts = live.conflicts.fetch()
     assert [conflict.fallbacks for conflict in conflicts] == [1, 3]
+    state = surgery.state_dict()
+    resumed = gs.Surgery(at_shared(gs.UPGrad()))
+    resumed.load_state_dict(state)
+    with (
+        pytest.warns(gs.SurgeryWarning, match="5 updates are less exact"),
+        resumed.attach(model, optimizer) as live,
+    ):
+        live.backward(pulled_losses(model, 0))
     logged = numbers(conflicts[-1].row())
     assert next(value for key, value in logged.items() if key.endswith("/fallbacks")) == 3
 
