@@ -35,8 +35,8 @@ def _sgd(model: nn.Module) -> torch.optim.SGD:
 
 def _probe(model: nn.Module, kind: Kind) -> Tensor:
     param = dict(model.named_parameters())[kind.probe]
-    found = param if kind.of == "value" else param.grad
-    return torch.zeros_like(param) if found is None else found.detach().clone()
+    tensor = param if kind.of == "value" else param.grad
+    return torch.zeros_like(param) if tensor is None else tensor.detach().clone()
 
 
 def _run(model: nn.Module, loss: Tensor, kind: Kind, optimizer: torch.optim.Optimizer) -> Tensor:
@@ -181,8 +181,8 @@ def torch_func(kind: Kind, attach: Attach) -> Tensor:
     model = _net()
     params = dict(model.named_parameters())
     with attach(model, _sgd(model)):
-        found = grad(lambda own: functional_call(model, own, (_inputs(),)).sum())(params)
-        return found[kind.probe].detach()
+        grads = grad(lambda params: functional_call(model, params, (_inputs(),)).sum())(params)
+        return grads[kind.probe].detach()
 
 
 def double_backward(kind: Kind, attach: Attach) -> Tensor:
@@ -232,12 +232,12 @@ def threads(kind: Kind, attach: Attach) -> Tensor:
     """Forward and backward in another thread than that of attach."""
     model = _net()
     optimizer = _sgd(model)
-    found: list[Tensor] = []
+    probes: list[Tensor] = []
     errors: list[BaseException] = []
 
     def work() -> None:
         try:
-            found.append(_run(model, model(_inputs()).sum(), kind, optimizer))
+            probes.append(_run(model, model(_inputs()).sum(), kind, optimizer))
         except RuntimeError as error:
             errors.append(error)
 
@@ -247,7 +247,7 @@ def threads(kind: Kind, attach: Attach) -> Tensor:
         thread.join()
     if errors:
         raise errors[0]
-    return found[0]
+    return probes[0]
 
 
 CONTEXTS: dict[str, Step] = {

@@ -47,12 +47,12 @@ def outcome(kind: Kind, context: str) -> tuple[str, str]:
             treated = step(kind, attach)
         except (RuntimeError, ValueError, TypeError, LookupError) as error:
             return "refused", " ".join(str(error).split())
-    said = " ".join(str(item.message) for item in caught if item.category is gs.SurgeryWarning)
+    text = " ".join(str(item.message) for item in caught if item.category is gs.SurgeryWarning)
     if torch.allclose(treated, FACTOR * plain, rtol=0.02):
-        return "acts", said
+        return "acts", text
     if torch.allclose(treated, plain, rtol=0.02):
-        return ("reported", said) if said else ("IGNORED", "nothing was said")
-    return ("warned" if said else "WRONG"), f"{(treated.norm() / plain.norm()).item():.3g}: {said}"
+        return ("reported", text) if text else ("IGNORED", "nothing was said")
+    return ("warned" if text else "WRONG"), f"{(treated.norm() / plain.norm()).item():.3g}: {text}"
 
 
 def table() -> str:

@@ -36,8 +36,8 @@ def test_every_kind_of_site_acts_in_plain_training() -> None:
 
 
 def test_every_kind_of_site_has_a_row() -> None:
-    made = {type(kind.make()) for kind in KINDS.values()}
-    assert {cls.__name__ for cls in made} | {"Combined"} == {
+    classes = {type(kind.make()) for kind in KINDS.values()}
+    assert {cls.__name__ for cls in classes} | {"Combined"} == {
         find("sites", stem).__name__ for stem in names("sites")
     }
 
@@ -70,10 +70,10 @@ def _compiled_as_eager(name: str, backend: str) -> None:
             with pytest.raises(LookupError, match="is compiled runs as one node: use Outputs"):
                 trained(at, order, backend)
             continue
-        found, counted = trained(at, order, backend)
+        weights_here, counted = trained(at, order, backend)
         assert counted == counts, order
-        for one, other in zip(found, weights, strict=True):
-            torch.testing.assert_close(one, other, msg=order)
+        for weight, other in zip(weights_here, weights, strict=True):
+            torch.testing.assert_close(weight, other, msg=order)
     torch.compiler.reset()
 
 

@@ -10,7 +10,7 @@ def test_each_of_the_forty_three_pitfalls_has_a_test_with_its_number() -> None:
     for path in Path(__file__).parent.glob("test_*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef):
-                found = re.match(r"test_p(\d\d)_\w+", node.name)
-                if found:
-                    numbers.add(int(found.group(1)))
+                match = re.match(r"test_p(\d\d)_\w+", node.name)
+                if match:
+                    numbers.add(int(match.group(1)))
     assert numbers == set(range(1, 44))

@@ -53,13 +53,13 @@ def test_p03_activations_are_freed_with_their_graph(site: Selector) -> None:
     gone = closing_over_itself()
     gc.collect()
     assert gone() is not None  # the hook and the graph hold one another, for ever
-    model, kept = small(), []
-    model.act.register_forward_hook(lambda module, args, output: kept.append(ref(output)))
+    model, outputs = small(), []
+    model.act.register_forward_hook(lambda module, args, output: outputs.append(ref(output)))
     with attached(model, gs.Identity(), site):
         backward(model)
         backward(model)
     gc.collect()
-    assert [held() for held in kept] == [None, None]
+    assert [held() for held in outputs] == [None, None]
 
 
 def test_p04_hooks_are_removed_without_dropping_their_handles() -> None:
@@ -140,11 +140,11 @@ def test_p08_a_result_that_shares_the_values_storage_is_refused() -> None:
 
 
 def test_p09_effects_measure_the_gradient_before_later_modifications() -> None:
-    x, kept = leaf(), []
-    x.register_post_accumulate_grad_hook(lambda x: kept.append(x.grad))
+    x, grads = leaf(), []
+    x.register_post_accumulate_grad_hook(lambda x: grads.append(x.grad))
     for factor in (2.0, 4.0):
         (factor * x).sum().backward()
-    assert [grad.item() for grad in kept] == [6.0, 6.0]  # the running sum, twice the same tensor
+    assert [grad.item() for grad in grads] == [6.0, 6.0]  # the running sum, twice the same tensor
     with attached(model := Reused(), gs.Identity(), gs.Parameters(stage="accumulated")) as live:
         for factor in (2.0, 4.0):
             (factor * model(leaf())).sum().backward()

@@ -107,7 +107,7 @@ class Two(nn.Module):
 def _of_two(rank: int, folder: Path) -> None:
     """Run one of two ranks with gradients 1.0 and -0.2, clipped to 0.5."""
     join(folder / "store", rank, 2)
-    found: list[tuple[str, str, float, list[str]]] = []
+    results: list[tuple[str, str, float, list[str]]] = []
     for stage, transform in (("backward", CLIP), ("step", CLIP), ("backward", gs.Scale(0.5))):
         for inner in (False, True):
             outer = DistributedDataParallel(Two())
@@ -118,9 +118,11 @@ def _of_two(rank: int, folder: Path) -> None:
                 with attached(model, transform, gs.Parameters(stage=stage), optimizer):
                     outer(torch.tensor([1.0, -0.2][rank])).backward()
                     optimizer.step()
-            said = [str(one.message) for one in caught if one.category is gs.SurgeryWarning]
-            found.append((stage, repr(transform), -outer.module.weight.item(), said))
-    torch.save(found, folder / f"found{rank}.pt")
+            texts = [
+                str(warning.message) for warning in caught if warning.category is gs.SurgeryWarning
+            ]
+            results.append((stage, repr(transform), -outer.module.weight.item(), texts))
+    torch.save(results, folder / f"found{rank}.pt")
     distributed.destroy_process_group()
 
 
@@ -130,20 +132,20 @@ def test_p26_acting_on_each_rank_before_averaging_warns(
 ) -> None:
     spawn(_of_two, (tmp_path,), nprocs=2)
     for rank in (0, 1):
-        found = torch.load(tmp_path / f"found{rank}.pt")
-        assert len(found) == 6
-        for stage, transform, moved, said in found:
+        results = torch.load(tmp_path / f"found{rank}.pt")
+        assert len(results) == 6
+        for stage, transform, moved, texts in results:
             if transform != repr(CLIP):
                 assert moved == pytest.approx(0.5 * (1.0 - 0.2) / 2)
-                assert said == []
+                assert texts == []
             elif stage == "backward":
                 assert moved == pytest.approx((0.5 - 0.2) / 2)
-                (text,) = said
+                (text,) = texts
                 assert "each of 2 processes" in text
                 assert "Use stage='step'" in text
             else:
                 assert moved == pytest.approx((1.0 - 0.2) / 2)
-                assert said == []
+                assert texts == []
 
 
 def sharded() -> nn.Module:
@@ -178,14 +180,14 @@ def test_p27_sharded_parameters_without_tensor_hooks_are_refused() -> None:
 @pytest.mark.usefixtures("alone")
 def test_p27_the_suggested_stage_acts_on_a_sharded_model() -> None:
     for at in (gs.Outputs("first"), gs.Inputs("act"), gs.Nodes("Addmm", module="first")):
-        found = []
+        grads = []
         for factor in (1.0, 3.0):
             model = sharded()
             with attached(model, gs.Scale(factor), at) as live:
                 backward(model)
             assert {entry.calls for entry in live.ledger} == {1}
-            found.append(gradients(model)["first.weight"].full_tensor())
-        torch.testing.assert_close(found[1], 3.0 * found[0])
+            grads.append(gradients(model)["first.weight"].full_tensor())
+        torch.testing.assert_close(grads[1], 3.0 * grads[0])
 
 
 @pytest.mark.usefixtures("alone")

@@ -163,21 +163,21 @@ def test_p08_a_returned_state_of_a_group_is_not_modified_through_the_gradients(
 
 @everywhere
 def test_p09_a_tensor_kept_by_a_function_is_not_modified_through_the_gradient(at: Selector) -> None:
-    kept: list[Tensor] = []
+    results: list[Tensor] = []
 
     def keeping(grad: Tensor) -> Tensor:
-        kept.append(grad * 2.0)
-        return kept[-1]
+        results.append(grad * 2.0)
+        return results[-1]
 
     model = small()
     optimizer = sgd(model)
     with surgery(keeping, at).attach(model, optimizer):
         backward(model)
         optimizer.step()
-        before = [grad.clone() for grad in kept]
+        before = [grad.clone() for grad in results]
         optimizer.zero_grad(set_to_none=False)
-    assert len(kept) == 4
-    torch.testing.assert_close(kept, before, rtol=0, atol=0)
+    assert len(results) == 4
+    torch.testing.assert_close(results, before, rtol=0, atol=0)
 
 
 @validated
@@ -247,8 +247,8 @@ def test_p08_captured_gradients_and_activations_do_not_share_a_transforms_state(
 
 
 def test_built_in_transforms_share_no_memory_with_their_state_or_input() -> None:
-    made = [find("transforms", stem) for stem in names("transforms")]
-    transforms: list[Transform] = [cls() for cls in made if cls.__name__ != "Chain"]
+    classes = [find("transforms", stem) for stem in names("transforms")]
+    transforms: list[Transform] = [cls() for cls in classes if cls.__name__ != "Chain"]
     transforms.append(gs.Chain(gs.GrokfastEMA(), gs.GrokfastEMA()))
     transforms += [gs.Scheduled(gs.GrokfastEMA(), start=1.0), gs.NormMatched(gs.GrokfastEMA())]
     for transform in transforms:
@@ -258,8 +258,8 @@ def test_built_in_transforms_share_no_memory_with_their_state_or_input() -> None
         for call in range(3):
             context = context_with(value, call)
             result, state = transform.update(grad, state, context)
-            for own in (value, *state.values()):
-                assert result.untyped_storage().data_ptr() != own.untyped_storage().data_ptr()
+            for tensor in (value, *state.values()):
+                assert result.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
         assert torch.equal(grad, given), transform
 
 

@@ -192,7 +192,7 @@ def test_p33_a_transform_is_differentiated_in_a_double_backward() -> None:
 
 
 def test_p34_a_result_of_wrong_shape_or_dtype_is_refused_with_the_sites_name() -> None:
-    for function, found in (
+    for function, described in (
         (lambda grad: grad.sum(), "found [] torch.float32"),
         (lambda grad: grad.double(), "torch.float64"),
         (lambda grad: 3.0, "found float"),
@@ -202,7 +202,7 @@ def test_p34_a_result_of_wrong_shape_or_dtype_is_refused_with_the_sites_name() -
             gs.hook(x, function)
         with pytest.raises(TypeError, match="must return a tensor like the gradient") as caught:
             x.sum().backward()
-        assert found in str(caught.value)
+        assert described in str(caught.value)
         assert "site 'tensor" in str(caught.value)
 
 

@@ -55,17 +55,17 @@ def test_what_is_no_pattern_is_refused(per: str) -> None:
 @pytest.mark.parametrize("pattern", ["a b c -> a", "a b c -> c", "a b c -> b c"])
 def test_a_mean_is_that_of_einops(pattern: str) -> None:
     grad = random(2, 3, 4)
-    found = mean(grad, pattern)
-    torch.testing.assert_close(found.squeeze(), reduce(grad, pattern, "mean").squeeze())
-    assert (grad - found).shape == grad.shape
+    result = mean(grad, pattern)
+    torch.testing.assert_close(result.squeeze(), reduce(grad, pattern, "mean").squeeze())
+    assert (grad - result).shape == grad.shape
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.5, INF])
 def test_a_norm_is_that_of_pytorch(p: float) -> None:
     grad = random(2, 3, 4)
-    found = norm(grad, "unit", p)
-    assert found.shape == (2, 1, 1)
-    torch.testing.assert_close(found.flatten(), torch.linalg.vector_norm(grad.flatten(1), p, dim=1))
+    norms = norm(grad, "unit", p)
+    assert norms.shape == (2, 1, 1)
+    torch.testing.assert_close(norms.flatten(), torch.linalg.vector_norm(grad.flatten(1), p, dim=1))
 
 
 @pytest.mark.parametrize("scale", [1e-42, 1e-30, 1e30])
@@ -80,8 +80,8 @@ def test_a_norm_neither_vanishes_nor_overflows(scale: float, p: float) -> None:
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (3, 0)], ids=str)
 def test_empty_tensors_and_scalars_pass(per: str, shape: tuple[int, ...]) -> None:
     grad = random(*shape)
-    for found in (norm(grad, per), norm(grad, per, INF), mean(grad, per), direction(grad, per)):
-        assert (grad * found).shape == grad.shape
+    for result in (norm(grad, per), norm(grad, per, INF), mean(grad, per), direction(grad, per)):
+        assert (grad * result).shape == grad.shape
 
 
 def test_zero_has_no_direction_and_no_norm() -> None:

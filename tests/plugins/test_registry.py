@@ -53,11 +53,11 @@ def _named(stem: str, config: dict[str, Any]) -> str | None:
 
 @pytest.mark.parametrize(("kind", "stem"), CLASSES)
 def test_every_file_defines_the_class_that_is_spelled_like_it(kind: str, stem: str) -> None:
-    found = find(kind, stem)
-    assert found.__name__.lower() == stem.replace("_", "")
-    assert vars(import_module(f"gradsurg.{kind}.{stem}"))[found.__name__] is found
-    assert found.__module__ in (f"gradsurg.{kind}.{stem}", f"gradsurg.{kind}.base")
-    assert issubclass(found, BASES.get(kind, object))
+    plugin = find(kind, stem)
+    assert plugin.__name__.lower() == stem.replace("_", "")
+    assert vars(import_module(f"gradsurg.{kind}.{stem}"))[plugin.__name__] is plugin
+    assert plugin.__module__ in (f"gradsurg.{kind}.{stem}", f"gradsurg.{kind}.base")
+    assert issubclass(plugin, BASES.get(kind, object))
 
 
 @pytest.mark.parametrize(("kind", "stem"), CLASSES)

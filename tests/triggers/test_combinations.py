@@ -58,7 +58,7 @@ DEVICE = ("device", True), ("device", False)
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "both", "either"),
+    ("left", "other", "both", "either"),
     [
         (True, True, True, True),
         (True, False, False, True),
@@ -78,9 +78,9 @@ DEVICE = ("device", True), ("device", False)
     ],
 )
 def test_and_and_or_of_host_unknown_and_device_decisions(
-    one: Decision, other: Decision, both: object, either: object
+    left: Decision, other: Decision, both: object, either: object
 ) -> None:
-    for pair in ((one, other), (other, one)):
+    for pair in ((left, other), (other, left)):
         first, second = (Says(answer) for answer in pair)
         assert _plain((first & second).fires(TriggerContext(Clock()))) == both
         assert _plain((first | second).fires(TriggerContext(Clock()))) == either
@@ -196,7 +196,7 @@ def test_a_users_trigger_has_a_state_for_each_site_in_the_state_dict() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "found"),
+    ("answer", "described"),
     [
         (1, "found 1"),
         (0, "found 0"),
@@ -206,7 +206,7 @@ def test_a_users_trigger_has_a_state_for_each_site_in_the_state_dict() -> None:
     ],
 )
 @pytest.mark.parametrize("later", [False, True])
-def test_an_invalid_decision_is_refused(answer: object, found: str, later: bool) -> None:
+def test_an_invalid_decision_is_refused(answer: object, described: str, later: bool) -> None:
     class Wrong(gs.Trigger):
         def __repr__(self) -> str:
             return "Wrong()"
@@ -217,7 +217,7 @@ def test_an_invalid_decision_is_refused(answer: object, found: str, later: bool)
     model = small()
     message = "Wrong(): fires() must return True, False, None or a bool tensor of no dimension, "
     with (
-        pytest.raises(TypeError, match=re.escape(message + found)),
+        pytest.raises(TypeError, match=re.escape(message + described)),
         attached(model, gs.Zero(), when=Wrong()),
     ):
         backward(model)
@@ -320,14 +320,14 @@ def test_a_groups_state_does_not_advance_where_the_device_decides_no() -> None:
         optimizer = sgd(model, lr=0.0)
         transform = gs.Chain(gs.NormMatched(gs.Chain(gs.GrokfastEMA(0.5), gs.ClipGlobalNorm(1e9))))
         at = gs.Parameters(stage="step")
-        found = []
+        norms = []
         with attached(model, transform, at, optimizer, when):
             for step in range(3):
                 optimizer.zero_grad()
                 backward(model, step)
                 optimizer.step()
-                found.append(gradients(model)["last.bias"].norm().item())
-        return found
+                norms.append(gradients(model)["last.bias"].norm().item())
+        return norms
 
     @validated
     class Only(gs.Trigger):

@@ -110,22 +110,24 @@ EACH = [
 ]
 
 
-@pytest.mark.parametrize(("one", "same"), EACH, ids=[repr(one) for one, _ in EACH])
-def test_triggers_have_value_semantics(one: gs.Trigger, same: gs.Trigger) -> None:
-    assert one == same
-    assert hash(one) == hash(same)
-    assert repr(one) == repr(same)
-    one.fires(TriggerContext(Clock()))  # what it was asked is no part of it
-    assert (one == same, hash(one) == hash(same), repr(one) == repr(same)) == (True,) * 3
-    assert [other for other, _ in EACH if other == one] == [one]
-    assert eval(repr(one), {kind.__name__: kind for kind in KINDS}) == one
-    first = next(iter(fields(one)), None)  # pyright: ignore[reportArgumentType]
+@pytest.mark.parametrize(("trigger", "same"), EACH, ids=[repr(trigger) for trigger, _ in EACH])
+def test_triggers_have_value_semantics(trigger: gs.Trigger, same: gs.Trigger) -> None:
+    assert trigger == same
+    assert hash(trigger) == hash(same)
+    assert repr(trigger) == repr(same)
+    trigger.fires(TriggerContext(Clock()))  # its answer is not part of its identity
+    assert (trigger == same, hash(trigger) == hash(same), repr(trigger) == repr(same)) == (
+        True,
+    ) * 3
+    assert [other for other, _ in EACH if other == trigger] == [trigger]
+    assert eval(repr(trigger), {kind.__name__: kind for kind in KINDS}) == trigger
+    first = next(iter(fields(trigger)), None)  # pyright: ignore[reportArgumentType]
     with pytest.raises(AttributeError):
-        setattr(one, first.name if first else "new", 1)
+        setattr(trigger, first.name if first else "new", 1)
 
 
 def test_every_trigger_is_in_the_list_of_compared_ones() -> None:
-    assert {type(one) for one, _ in EACH} == set(KINDS)
+    assert {type(trigger) for trigger, _ in EACH} == set(KINDS)
 
 
 @pytest.mark.parametrize("combine", [lambda a, b: a & b, lambda a, b: a | b])
@@ -147,6 +149,6 @@ def _made(node: Any) -> Any:  # Any: a node of a config is of any type
 @pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
 def test_a_config_builds_its_trigger_and_lists_every_field(path: Path) -> None:
     config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    made = _made(config)
-    assert isinstance(made, gs.Trigger)
-    assert set(config) - {"name"} == {field.name for field in fields(made)}  # pyright: ignore[reportArgumentType]
+    trigger = _made(config)
+    assert isinstance(trigger, gs.Trigger)
+    assert set(config) - {"name"} == {field.name for field in fields(trigger)}  # pyright: ignore[reportArgumentType]

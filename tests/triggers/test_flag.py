@@ -80,15 +80,15 @@ def test_interventions_with_the_same_flag_share_one_switch() -> None:
 
 def test_the_position_is_in_the_state_dict_and_kept_after_detaching() -> None:
     model = small()
-    one, other = (
+    first, other = (
         gs.Surgery(gs.Intervention(gs.Zero(), when=gs.Flag("a", on=True))) for _ in range(2)
     )
-    with one.attach(model) as live:
+    with first.attach(model) as live:
         backward(model)
         live.switch("a", on=False)
-    assert one.state_dict()["flags"] == {"a": False}
-    other.load_state_dict(one.state_dict())
-    for surgery in (one, other):
+    assert first.state_dict()["flags"] == {"a": False}
+    other.load_state_dict(first.state_dict())
+    for surgery in (first, other):
         with surgery.attach(model) as live:
             model.zero_grad()
             backward(model)

@@ -48,8 +48,8 @@ class Two(nn.Module):
         return h
 
 
-def _same(found: list[Tensor], expected: list[Tensor]) -> bool:
-    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+def _same(tensors: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(tensors) == len(expected) and all(map(torch.equal, tensors, expected))
 
 
 ONE = gs.Parameters("first.weight")
@@ -113,7 +113,7 @@ def test_two_forward_passes_before_one_backward_warn_once(at: Any, when: gs.Trig
     ):
         for _ in range(3):
             (model(torch.ones(4, 2)).sum() + model(torch.ones(8, 2)).sum()).backward()
-    assert len([one for one in caught if "forwards" in str(one.message)]) == 1
+    assert len([warning for warning in caught if "forwards" in str(warning.message)]) == 1
 
 
 def test_forward_passes_with_one_or_no_backward_each_do_not_warn() -> None:

@@ -151,11 +151,11 @@ def test_next_epoch_counts_epochs_across_attachments() -> None:
 
 def test_the_epoch_is_in_the_state_dict() -> None:
     model = small()
-    one, other = _surgery(gs.Epochs(start=1)), _surgery(gs.Epochs(start=1))
-    with one.attach(model) as live:
+    first, other = _surgery(gs.Epochs(start=1)), _surgery(gs.Epochs(start=1))
+    with first.attach(model) as live:
         live.next_epoch()
         backward(model)
-    other.load_state_dict(one.state_dict())
+    other.load_state_dict(first.state_dict())
     with other.attach(model) as live:
         backward(model)
         live.next_epoch()

@@ -60,8 +60,8 @@ def _look(trigger: TensorTrigger, tensor: Tensor) -> float:
 def test_measurements_computed_by_hand(
     fields: dict[str, Any], values: list[float], expected: float
 ) -> None:
-    found = _look(gs.Threshold(above=0.0, **fields), torch.tensor(values))
-    assert found == pytest.approx(expected, nan_ok=True)
+    measured = _look(gs.Threshold(above=0.0, **fields), torch.tensor(values))
+    assert measured == pytest.approx(expected, nan_ok=True)
 
 
 MEASURES = ("mean_abs", "norm", "rms", "max_abs", "quantile", "nan")
@@ -174,8 +174,8 @@ def test_gradients_that_are_not_selected_stay_bit_identical() -> None:
         attached(model, gs.Zero(), None, optimizer, never),
     ):
         train(model, optimizer, 5)
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(found, expected)
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(param, expected)
 
 
 def test_a_selected_gradient_is_the_transforms_result() -> None:
@@ -244,7 +244,7 @@ def test_inside_vmap_each_example_is_decided_separately(when: gs.Trigger) -> Non
         ones = [torch.func.grad(_loss(model))(params, example) for example in batch]
         assert live.ledger.table()
     for name, grads in many.items():
-        torch.testing.assert_close(grads, torch.stack([one[name] for one in ones]))
+        torch.testing.assert_close(grads, torch.stack([by_name[name] for by_name in ones]))
 
 
 def test_inside_vmap_some_examples_are_selected_and_others_are_not() -> None:
@@ -268,7 +268,7 @@ def test_each_of_a_batch_of_gradients_is_decided_separately(when: gs.Trigger) ->
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
     with attached(model, gs.Scale(3.0), gs.Outputs("act"), when=when, effects_every=0):
         weight = model.first.weight
-        ones = [torch.autograd.grad(model(x), weight, own)[0] for own in y]
+        ones = [torch.autograd.grad(model(x), weight, grad)[0] for grad in y]
         (many,) = torch.autograd.grad(model(x), weight, torch.stack(y), is_grads_batched=True)
     torch.testing.assert_close(many, torch.stack(ones))
 
@@ -301,7 +301,7 @@ def test_a_trigger_with_a_state_is_refused_inside_vmap() -> None:
 @pytest.mark.filterwarnings("ignore:.*lru_cache:UserWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_decisions_in_a_compiled_model_are_those_in_an_eager_one(when: gs.Trigger, at) -> None:
-    found = []
+    results = []
     for compiled in (False, True):
         torch.compiler.reset()
         model = small()
@@ -313,9 +313,9 @@ def test_decisions_in_a_compiled_model_are_those_in_an_eager_one(when: gs.Trigge
                 backward(called, step)
                 optimizer.step()
         fired = [(entry.site, entry.calls, entry.all_fired) for entry in live.ledger]
-        found.append((fired, [param.detach().clone() for param in model.parameters()]))
-    assert found[0][0] == found[1][0]
-    torch.testing.assert_close(found[0][1], found[1][1])
+        results.append((fired, [param.detach().clone() for param in model.parameters()]))
+    assert results[0][0] == results[1][0]
+    torch.testing.assert_close(results[0][1], results[1][1])
 
 
 # State: of the transform, and of the trigger itself.
@@ -323,44 +323,44 @@ def test_decisions_in_a_compiled_model_are_those_in_an_eager_one(when: gs.Trigge
 
 def _sweep(when: gs.Trigger, sizes: list[float], transform: Transform) -> list[float]:
     """Return the results for gradients of these sizes, one after the other."""
-    model, found = Sums(0.0), []
+    model, grads = Sums(0.0), []
     with attached(model, transform, when=when, effects_every=0):
         for size in sizes:
             model.zero_grad()
             model(torch.tensor([size])).backward()
             assert model.w.grad is not None
-            found.append(model.w.grad.item())
-    return found
+            grads.append(model.w.grad.item())
+    return grads
 
 
 def test_a_state_does_not_advance_where_the_device_decides_no() -> None:
     # At 4: m = 4, 4 + 2 * 4 = 12. At 1 nothing. At 8: m = 0.5 * 4 + 0.5 * 8 = 6, 8 + 12 = 20.
-    found = _sweep(gs.Threshold(2.0), [4.0, 1.0, 1.0, 8.0], gs.GrokfastEMA(decay=0.5, strength=2.0))
-    assert found == [12.0, 1.0, 1.0, 20.0]
+    grads = _sweep(gs.Threshold(2.0), [4.0, 1.0, 1.0, 8.0], gs.GrokfastEMA(decay=0.5, strength=2.0))
+    assert grads == [12.0, 1.0, 1.0, 20.0]
 
 
 def test_a_state_is_not_initialized_by_a_gradient_that_is_not_selected() -> None:
-    found = _sweep(gs.Threshold(2.0), [1.0, 1.0, 4.0], gs.GrokfastEMA(decay=0.5, strength=2.0))
-    assert found == [1.0, 1.0, 12.0]
+    grads = _sweep(gs.Threshold(2.0), [1.0, 1.0, 4.0], gs.GrokfastEMA(decay=0.5, strength=2.0))
+    assert grads == [1.0, 1.0, 12.0]
 
 
 def test_nan_in_a_gradient_that_is_not_selected_stays_out_of_the_state() -> None:
-    found = _sweep(gs.Threshold(2.0), [4.0, NAN, 8.0], gs.GrokfastEMA(decay=0.5, strength=2.0))
-    assert found == pytest.approx([12.0, NAN, 20.0], nan_ok=True)
+    grads = _sweep(gs.Threshold(2.0), [4.0, NAN, 8.0], gs.GrokfastEMA(decay=0.5, strength=2.0))
+    assert grads == pytest.approx([12.0, NAN, 20.0], nan_ok=True)
 
 
 def test_the_noise_of_a_step_does_not_depend_on_earlier_decisions() -> None:
     def grads(when: gs.Trigger) -> list[Tensor]:
         model = small()
         optimizer = sgd(model, lr=0.0)
-        found = []
+        grads = []
         with attached(model, gs.AddNoise(1.0), gs.Parameters("last.bias"), optimizer, when):
             for step in range(3):
                 optimizer.zero_grad()
                 backward(model, step)
-                found.append(gradients(model)["last.bias"])
+                grads.append(gradients(model)["last.bias"])
                 optimizer.step()
-        return found
+        return grads
 
     # Both leave the first steps alone: the device by asking, the host by not asking.
     loud = gs.Threshold(0.0) & gs.Steps(start=1)
@@ -370,8 +370,8 @@ def test_the_noise_of_a_step_does_not_depend_on_earlier_decisions() -> None:
 
 def test_a_trigger_with_a_release_fires_until_the_measurement_is_below_it() -> None:
     sizes = [1.0, 2.5, 1.5, 1.0, 0.5, 1.5, 3.0, NAN, 1.5]
-    found = _sweep(gs.Threshold(2.0, release=1.0), sizes, gs.Scale(10.0))
-    fired = [after == 10 * before for after, before in zip(found, sizes, strict=True)]
+    grads = _sweep(gs.Threshold(2.0, release=1.0), sizes, gs.Scale(10.0))
+    fired = [after == 10 * before for after, before in zip(grads, sizes, strict=True)]
     # NaN neither fires nor lets it go on.
     assert fired == [False, True, True, True, False, False, True, False, False]
 
@@ -406,8 +406,8 @@ def test_hysteresis_is_kept_for_each_site_and_in_the_state_dict() -> None:
 
     assert passed(surgery, 3.0, 1.5) == [30.0, 1.5]
     states: Any = surgery.state_dict()["states"]
-    said = {key: state[repr(when)].item() for key, state in states.items()}
-    assert said == {"scale/a.w/when": True, "scale/b.w/when": False}
+    fired = {key: state[repr(when)].item() for key, state in states.items()}
+    assert fired == {"scale/a.w/when": True, "scale/b.w/when": False}
     other = gs.Surgery(gs.Intervention(gs.Scale(10.0), when=when))
     other.load_state_dict(surgery.state_dict())
     assert passed(other, 1.5, 3.0) == [15.0, 30.0]
