@@ -29,7 +29,7 @@ from gradsurg.tasks.base import Data, MultiTask, Task
 from gradsurg.torch_internals import random_state
 from gradsurg.training.run_directory import RunDirectory
 from gradsurg.transforms.base import Transform
-from gradsurg.transforms.chain import Chain
+from gradsurg.transforms.chain import Chain, links_of
 from gradsurg.triggers.base import Trigger
 
 GROUPS = (
@@ -208,9 +208,9 @@ def _intervention(
 def _link_names(transforms: Mapping[str, Transform]) -> tuple[str, ...]:
     """Return a name for each link of the transforms together: a chain among them has several."""
     return tuple(
-        f"{key}.{snake(type(link).__name__)}" if isinstance(transform, Chain) else key
+        f"{key}.{snake(type(link).__name__)}" if link is not transform else key
         for key, transform in transforms.items()
-        for link in (transform.links if isinstance(transform, Chain) else (transform,))
+        for link in links_of(transform)
     )
 
 

@@ -18,7 +18,7 @@ from gradsurg.sites.base import SCALED, Selector, Stage
 from gradsurg.sites.parameters import Parameters
 from gradsurg.sites.selection import params_of
 from gradsurg.transforms.base import Function, Need, Scope, Transform, as_transform
-from gradsurg.transforms.chain import Chain
+from gradsurg.transforms.chain import Chain, links_of
 from gradsurg.triggers.always import Always
 from gradsurg.triggers.base import TensorTrigger, Trigger
 from gradsurg.triggers.flag import Flag
@@ -99,8 +99,7 @@ class Intervention:
         """The transforms of a `Chain`, in order, each measured by itself; else the transform."""
         if self.aggregator is not None:
             return ()
-        operator = self.operator
-        return operator.links if isinstance(operator, Chain) else (operator,)
+        return links_of(self.operator)
 
     @cached_property
     def scope(self) -> Scope:

@@ -88,6 +88,11 @@ class Chain(GroupTransform):
         return results, states
 
 
+def links_of(transform: Transform) -> tuple[Transform, ...]:
+    """The links of a chain; any other transform, or a chain without links, by itself."""
+    return (transform.links if isinstance(transform, Chain) else ()) or (transform,)
+
+
 def _flat(links: Iterable[object]) -> Iterable[Transform]:
     for index, link in enumerate(links):
         match as_transform(link):

@@ -1,5 +1,6 @@
 """Clamp: bound every entry from below and above."""
 
+import torch
 from torch import Tensor
 
 from gradsurg.plugins.fields import Contradiction, validated
@@ -12,7 +13,8 @@ class Clamp(Stateless):
 
     Any shape. Zero stays zero if low <= 0 <= high and becomes the nearer bound otherwise. NaN stays
     NaN, an infinity becomes the bound on its side, or stays without one, an empty tensor stays
-    empty. `Clip` has symmetric bounds.
+    empty. A bound beyond the largest number of the gradient's dtype is that number. `Clip` has
+    symmetric bounds.
     """
 
     low: float | None = -0.01
@@ -36,4 +38,9 @@ class Clamp(Stateless):
         return frozenset(properties)
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
-        return grad.clamp(self.low, self.high)
+        largest = torch.finfo(grad.dtype).max
+        low, high = (
+            None if bound is None else min(max(bound, -largest), largest)
+            for bound in (self.low, self.high)
+        )
+        return grad.clamp(low, high)

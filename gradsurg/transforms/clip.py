@@ -2,6 +2,7 @@
 
 from typing import Annotated
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -14,8 +15,9 @@ class Clip(Stateless):
     """Bound the magnitude of every entry: min(max(g, -value), value).
 
     Any shape. Zero stays zero, NaN stays NaN, an infinity becomes ±value, an empty tensor stays
-    empty. Equal to `torch.nn.utils.clip_grad_value_` at parameters; at a recurrent layer's
-    activations it is the derivative clipping of Graves 2013 (arXiv 1308.0850).
+    empty. A value above the largest number of the gradient's dtype is that number. Equal to
+    `torch.nn.utils.clip_grad_value_` at parameters; at a recurrent layer's activations it is the
+    derivative clipping of Graves 2013 (arXiv 1308.0850).
     """
 
     value: Annotated[float, Field(gt=0)] = 0.01
@@ -34,4 +36,5 @@ class Clip(Stateless):
         )
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
-        return grad.clamp(-self.value, self.value)
+        value = min(self.value, torch.finfo(grad.dtype).max)
+        return grad.clamp(-value, value)

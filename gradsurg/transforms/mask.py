@@ -11,6 +11,8 @@ from gradsurg.plugins.fields import Contradiction, validated
 from gradsurg.plugins.reductions import Per, reduced_axes
 from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
 
+LEAST = 1e-9  # the least probability whose coins are unbiased to 1e-5
+
 
 @validated
 class Mask(Stateless):
@@ -20,7 +22,7 @@ class Mask(Stateless):
     |---|---|
     | `largest` | the k of largest magnitude |
     | `threshold` | those with abs(g) > amount |
-    | `random` | each with probability `amount`, independently |
+    | `random` | each with probability `amount`, at least 1e-9, independently |
     | `random_k` | k drawn uniformly |
 
     k = max(1, round(amount * d)), where d is the number of entries of the tensor, or of each group
@@ -43,6 +45,10 @@ class Mask(Stateless):
     def __post_init__(self) -> None:
         if self.by != "threshold" and self.amount > 1:
             raise Contradiction("amount", f"must be <= 1 with by={self.by}, found {self.amount}")
+        if self.by == "random" and self.amount < LEAST:
+            raise Contradiction(
+                "amount", f"must be >= {LEAST:g} with by=random, found {self.amount:g}"
+            )
         if self.by == "threshold" and self.rescale:
             raise Contradiction(
                 "rescale", "must be false with by=threshold, which keeps no fixed fraction"
@@ -74,14 +80,27 @@ class Mask(Stateless):
             case "threshold":
                 kept, gain = ~(grad.abs() <= self.amount), 1.0
             case "random":
-                generator = context.generator(grad.device)
-                draws = torch.rand(grad.shape, generator=generator, device=grad.device)
-                kept, gain = draws < self.amount, 1 / self.amount
+                kept, gain = _coins(grad, self.amount, context), 1 / self.amount
             case "random_k":
                 generator = context.generator(grad.device)
                 draws = torch.rand(grad.shape, generator=generator, device=grad.device)
                 kept, gain = _largest(draws, self.amount, self.per)
         return torch.where(kept, grad * gain if self.rescale else grad, 0.0)
+
+
+def _coins(grad: Tensor, amount: float, context: TransformContext) -> Tensor:
+    """Return True for each entry with probability `amount`, up to 2^-48.
+
+    A draw has 24 bits; if they leave it open a second draw decides.
+    """
+    generator = context.generator(grad.device)
+    lowest, rest = divmod(amount * 2**24, 1)
+    draws = torch.rand(grad.shape, generator=generator, device=grad.device)
+    coins = (draws * 2**24).floor()
+    if not rest:
+        return coins < lowest
+    draws = torch.rand(grad.shape, generator=generator, device=grad.device)
+    return (coins < lowest) | ((coins == lowest) & (draws < rest))
 
 
 def _largest(sizes: Tensor, amount: float, per: str) -> tuple[Tensor, float]:

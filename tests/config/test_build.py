@@ -138,6 +138,10 @@ def test_two_links_of_a_kind_in_a_chain_have_two_names() -> None:
     assert labels(*words) == ("chain.sign", "chain.sign_2")
 
 
+def test_a_chain_without_links_has_the_name_of_its_key() -> None:
+    assert labels("transform=chain", "transform.chain.links=[]") == ("chain",)
+
+
 def test_a_users_transform_gets_its_fields() -> None:
     assert links("transform=tests.theirs.Twice") == [theirs.Twice(2.0)]
     words = ("transform=[clip,tests.theirs.Twice]", "+transform.twice.factor=7")

@@ -464,3 +464,15 @@ def test_a_group_transform_gets_the_values_and_they_are_not_held_afterwards() ->
     gc.collect()
     assert held() is None
     assert len(live.effects.rows()) == 4
+
+
+def test_a_chain_without_links_attaches_and_changes_nothing() -> None:
+    model = small()
+    backward(model)
+    plain = gradients(model)
+    model.zero_grad()
+    with attached(model, gs.Chain()) as live:
+        backward(model)
+        assert live.labels == (("chain",),)
+    after = gradients(model)
+    assert all(torch.equal(after[name], grad) for name, grad in plain.items())

@@ -10,6 +10,7 @@ from gradsurg.transforms.add_noise import AddNoise
 from gradsurg.transforms.agc import AGC
 from gradsurg.transforms.base import Transform, TransformContext, init_all, update_all
 from gradsurg.transforms.centralize import Centralize
+from gradsurg.transforms.clamp import Clamp
 from gradsurg.transforms.clip import Clip
 from gradsurg.transforms.clip_global_norm import ClipGlobalNorm
 from gradsurg.transforms.clip_norm import ClipNorm
@@ -242,3 +243,61 @@ def test_scale_by_sign_without_a_value_names_what_it_needs() -> None:
 def group(transform: Transform, grads: list[Tensor]) -> list[Tensor]:
     contexts = [TransformContext(f"site{index}") for index in range(len(grads))]
     return update_all(transform, grads, init_all(transform, grads), contexts)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_bound_above_the_largest_number_of_a_dtype_is_that_number(dtype: torch.dtype) -> None:
+    grad = torch.tensor([INF, -INF, 2.0, NAN]).to(dtype)
+    largest = torch.finfo(dtype).max
+    context = TransformContext()
+    expected = torch.tensor([largest, -largest, 2.0, NAN]).to(dtype)
+    above = 2 * largest
+    for transform in (Clip(above), Clamp(low=-above, high=above)):
+        result = transform.apply(grad, context)
+        torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
+    assert Clamp(low=None, high=-above).apply(grad, context)[2] == -largest
+    assert Clamp(low=above, high=None).apply(grad, context)[2] == largest
+
+
+def test_a_small_amount_keeps_entries_with_that_probability() -> None:
+    """Of 67 million entries 0.07 on average; coins of 24 bits keep 4."""
+    grad = torch.ones(1 << 24)
+    mask = Mask(1e-9, by="random")
+    kept = sum(mask.apply(grad, TransformContext(call=call)).sum().item() for call in range(4))
+    assert kept <= 1
+
+
+@pytest.mark.parametrize("amount", [0.5, 0.3, 1e-3, 1e-7, 1e-9])
+def test_the_probability_of_random_coins_is_the_amount(
+    amount: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`torch.rand` draws multiples of 2^-24: every one that decides is tried."""
+    bits = 1 << 24
+    lowest = math.floor(amount * bits)
+
+    def probability(coin: Tensor, fine: Tensor) -> float:
+        draws = iter([coin, fine])
+        monkeypatch.setattr(torch, "rand", lambda *args, **kwargs: next(draws))
+        mask = Mask(amount, by="random")
+        return mask.apply(torch.ones_like(fine), TransformContext()).double().mean().item()
+
+    every = torch.arange(bits, dtype=torch.float64) / bits
+    at_border = probability(torch.full((bits,), lowest / bits), every.float())
+    assert lowest / bits + at_border / bits == pytest.approx(amount, rel=1e-5)
+    if lowest:
+        assert probability(torch.tensor([(lowest - 1) / bits]), torch.tensor([0.9])) == 1
+    assert probability(torch.tensor([(lowest + 1) / bits]), torch.tensor([0.0])) == 0
+
+
+def test_random_refuses_amounts_below_the_resolution_of_its_coins() -> None:
+    with pytest.raises(ValueError, match=r"amount: must be >= 1e-09 with by=random, found 1e-10"):
+        Mask(1e-10, by="random")
+    assert Mask(1e-10).amount == 1e-10
+
+
+def test_a_convolution_weight_of_one_long_axis_has_the_units_of_timm() -> None:
+    """As documented: optax takes it for one unit."""
+    grad, value = torch.ones(3, 1), torch.tensor([[1.0], [2.0], [4.0]])
+    result = AGC(0.01).apply(grad, TransformContext(value=value))
+    torch.testing.assert_close(result, 0.01 * value)
+    assert "optax" in (AGC.__doc__ or "")
