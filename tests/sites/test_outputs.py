@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.plugins.fields import FieldError
+from tests.contexts.table import README
 from tests.nets import attached, backward, gradients, num_hooks, sgd, small
 from tests.sites.points import Answer, Double, Shared, calls_of, grad_of, point
 
@@ -27,6 +28,23 @@ def test_the_site_gets_the_gradient_of_the_module_output() -> None:
     torch.testing.assert_close(gradients(model)["first.weight"], expected)
     assert not torch.equal(at_act, at_act.clamp(-0.1, 0.1))
     assert calls_of(live) == {"act#0": 1}
+
+
+@pytest.mark.parametrize(("kind", "grad_output"), [("Outputs", 1.0), ("ModuleGradients", 0.0)])
+def test_a_full_backward_hook_of_the_user_sees_the_documented_gradients(
+    kind: str, grad_output: float
+) -> None:
+    model, seen = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), []
+    model[1].register_full_backward_hook(
+        lambda module, inputs, outputs: seen.append((inputs, outputs))
+    )
+    with attached(model, gs.Zero(), getattr(gs, kind)("1")):
+        model(torch.ones(3, 2)).sum().backward()
+    (((entering,), (leaving,)),) = seen
+    assert leaving.unique().tolist() == [grad_output]
+    assert entering.unique().tolist() == [0.0]
+    text = README.read_text(encoding="utf-8")
+    assert "Your own `register_full_backward_hook` at a module with `Outputs`" in text
 
 
 def test_an_output_used_twice_is_hooked_once_with_the_sum() -> None:
