@@ -92,7 +92,7 @@ def job(config: DictConfig) -> None:
     if any(run.treated or run.control for run in runs):
         print(report(runs))
     if experiment.settings.report is not False:
-        _report_job(experiment, has_new_runs=skipped + failed < wanted)
+        _report_job(experiment)
     if skipped:
         print(f"{skipped} of them had been finished before; force=true repeats them")
     _print_notes(experiment.loggers)
@@ -147,8 +147,8 @@ def _report_sweep(command: Command) -> bool:
     return all_finished
 
 
-def _report_job(experiment: Experiment, has_new_runs: bool) -> None:
-    """Write the report of the study of a single job, and send it to the loggers if it is new.
+def _report_job(experiment: Experiment) -> None:
+    """Write the report of the study of a single job, and send it to the loggers.
 
     Figures take as long as some trainings. They are drawn with `report=true`, and where an earlier
     report has figures, which would be out of date.
@@ -158,12 +158,14 @@ def _report_job(experiment: Experiment, has_new_runs: bool) -> None:
 
     study = Path(experiment.settings.out) / experiment.settings.study
     figures = experiment.settings.report is True or bool(figures_in(study / "report"))
-    loggers = experiment.loggers if has_new_runs else ()
-    _write_report(study_report(study), loggers, figures)
+    _write_report(study_report(study), experiment.loggers, figures)
 
 
 def _write_report(study: "StudyReport", loggers: Iterable[GuardedLogger], figures: bool) -> None:
-    """Write the report of a study, print its path, and send the study to the loggers."""
+    """Write the report of a study, print its path, and send the study to the loggers.
+
+    They get it also if no run is new: the command may have been killed before.
+    """
     from gradsurg.report.export import study_info, write_report
 
     out = study.folder / "report"

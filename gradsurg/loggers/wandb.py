@@ -29,6 +29,7 @@ MAX_PENDING_ROWS = 10  # rows are sent together, at most so many ..
 MAX_PENDING_S = 1.0  # .. and with the first row after so many seconds
 RUN_FOLDER = re.compile(r"(?:offline-)?run-\d{8}_\d{6}-(.+)")  # wandb's names: the id at the end
 STEP = "global_step"
+SENT_TABLE = "study.sha256"  # in the folder of a study's W&B run: the digest of its content
 INVALID_IN_PROJECT = "/\\#?%:"
 
 _log = logging.getLogger("gradsurg")
@@ -98,10 +99,21 @@ class Wandb(StudyLogger):
         self._session.run = None
 
     def study(self, study: StudyInfo) -> None:
-        import wandb
-
         # Different loggers write separate W&B runs into this folder.
         id_prefix = f"{sha256(repr(self).encode()).hexdigest()[:8]}-"
+        content = repr([study.rows, [title for title, _ in study.figures]])
+        digest = sha256(content.encode()).hexdigest()
+        sent = study.directory.glob(f"wandb/*run-*-{id_prefix}*/{SENT_TABLE}")
+        if all(path.read_text(encoding="utf-8") != digest for path in sent):
+            self._send_study(study, id_prefix, digest)
+        if self._session.offline:
+            # Jobs may have run in other processes: include their runs, beside the study's.
+            runs = study.directory.parent.glob("*/wandb/offline-run-*")
+            self._session.offline = sorted({*self._session.offline, *runs})
+
+    def _send_study(self, study: StudyInfo, id_prefix: str, digest: str) -> None:
+        import wandb
+
         about = _About(study.study, "report", study.study, (), {}, study.directory, id_prefix)
         self._begin(about, resumed=False)
         columns: list[str | int] = list(dict.fromkeys(key for row in study.rows for key in row))
@@ -114,12 +126,11 @@ class Wandb(StudyLogger):
         figures = {f"figures/{title}": wandb.Image(str(path)) for title, path in study.figures}
         run = self._run()
         run.log({"study": table, **figures})
+        folder = Path(run.settings.sync_dir)
         run.finish(exit_code=0)
         self._session.run = None
-        if self._session.offline:
-            # Jobs may have run in other processes: include their runs, beside the study's.
-            runs = study.directory.parent.glob("*/wandb/offline-run-*")
-            self._session.offline = sorted({*self._session.offline, *runs})
+        if folder.is_dir():  # in mode disabled there is none
+            (folder / SENT_TABLE).write_text(digest, encoding="utf-8")
 
     def abandon(self) -> None:
         import wandb

@@ -80,6 +80,39 @@ for project, number in (("one", 1), ("two", 2), ("one", 3)):
     assert kept == {"one": [["clip", 3]], "two": [["clip", 2]]}
 
 
+def test_a_study_that_wandb_has_is_not_sent_again_and_a_half_sent_one_is(tmp_path):
+    done = run_wandb(
+        tmp_path,
+        """
+from gradsurg.loggers.base import StudyInfo
+
+place = Path("runs/report")
+for number, killed in ((1, False), (1, False), (2, True), (2, False), (2, False)):
+    _init = Wandb._init
+    def init(self, *args):
+        run = _init(self, *args)
+        if killed:
+            run.finish = lambda **_: 1 / 0
+        return run
+    Wandb._init = init
+    try:
+        Wandb(mode="offline").study(StudyInfo("study", place, [{"arm": "clip", "n": number}]))
+    except ZeroDivisionError:
+        import wandb
+        wandb.teardown()
+    Wandb._init = _init
+    print([path.name.rpartition("-")[2] for path in place.glob("wandb/offline-run-*")])
+""",
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    first, same, torn, again, last = done.stdout.splitlines()
+    assert first == same
+    assert len({first, torn, again}) == 3
+    assert again == last
+    (path,) = (tmp_path / "runs" / "report").rglob("*.table.json")
+    assert json.loads(path.read_text(encoding="utf-8"))["data"] == [["clip", 2]]
+
+
 def test_training_survives_a_killed_wandb_core_and_the_next_run_is_logged(tmp_path):
     done = run_wandb(
         tmp_path,
