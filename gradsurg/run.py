@@ -46,7 +46,9 @@ def main() -> None:
         sweeping = command.sweeping and bool(command.jobs)
         broken = False
         try:
-            job()
+            # Hydra writes into the folder of a sweep, which may be read-only.
+            if not sweeping or command.has_unfinished_runs:
+                job()
         except SystemExit:
             if not sweeping:
                 raise

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from gradsurg.plugins.fields import full_message
 from tests.conftest import Here
+from tests.runs import ROOT
 
 SHORT = ("steps=20", "seeds=1", "logger=none")
 OFTEN = ("checkpoint_every=1", "checkpoint_seconds=0", "log_every=1")
@@ -130,6 +132,95 @@ def test_an_unwritable_folder_is_reported_in_one_line(here: Here) -> None:
     assert ended.code in (1, 2)  # root is told only by the failing write
     (line,) = ended.err.splitlines()
     assert "/proc" in line
+
+
+MOUNT = shutil.which("unshare") and ["unshare", "--map-root-user", "--mount", "sh", "-e", "-c"]
+
+
+def on_a_disk(folder: Path, script: str) -> list[tuple[int, list[str], list[str]]]:
+    """Run `script` with `disk`, a small file system that is gone afterwards.
+
+    Its function `run` executes the command; return the code and the lines of out and err of each.
+    """
+    if not MOUNT or subprocess.run([*MOUNT, "mount -t tmpfs none /mnt"], check=False).returncode:
+        pytest.skip("file systems cannot be mounted here")
+    (folder / "disk").mkdir()
+    script = f"""
+number=0
+run() {{
+    number=$((number + 1)); code=0
+    {sys.executable} -m gradsurg.run "$@" logger=none out=disk/runs \\
+        > $number.out 2> $number.err || code=$?
+    echo $code
+}}
+mount -t tmpfs -o size=2m none disk
+{script}"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*MOUNT, script], cwd=folder, env=environment, capture_output=True, text=True, check=True
+    )
+    texts = [
+        [(folder / f"{number}.{stream}").read_text(encoding="utf-8") for stream in ("out", "err")]
+        for number in range(1, 1 + len(done.stdout.split()))
+    ]
+    return [
+        (int(code), out.splitlines(), err.splitlines())
+        for code, (out, err) in zip(done.stdout.split(), texts, strict=True)
+    ]
+
+
+READ_ONLY = """
+run transform=clip steps=20 seeds=1
+mount -o remount,ro disk
+run transform=clip steps=20 seeds=1
+run -m transform=clip steps=20 seeds=1
+run transform=clip steps=30 seeds=1
+"""
+
+
+@pytest.mark.slow
+def test_a_read_only_study_is_skipped_if_it_is_finished_and_else_refused(folder: Path) -> None:
+    first, again, sweep, new = on_a_disk(folder, READ_ONLY)
+    assert first[0] == again[0] == sweep[0] == 0
+    assert again[1][0] == first[1][0]
+    assert len(again[2]) == 1
+    assert sweep[2][0] == "1 job, 2 runs: 2 finished before, skipped"
+    for _, _, (*_, line) in (again, sweep):
+        assert line.startswith("the report cannot be written: ")
+        assert "Read-only file system" in line
+    assert again[1][-1] == "2 of them had been finished before; force=true repeats them"
+    code, out, (line,) = new
+    assert (code, out) == (2, [])
+    assert line.startswith("out: cannot be written to: [Errno 30] Read-only file system: ")
+
+
+FULL = """
+run transform=clip steps=20 seeds=1 report=false
+cat disk/runs/default/*/summary.json > before
+room=$(df --output=avail disk | tail -n 1)
+head -c $(((room - 60) * 1024)) /dev/zero > disk/other
+run transform=clip steps=20 seeds=3 checkpoint_every=1 checkpoint_seconds=0 log_every=1 report=false
+cat disk/runs/default/*/summary.json > after
+rm disk/other
+run transform=clip steps=20 seeds=3 report=false
+"""
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_a_line_a_run_and_nothing_finished_is_lost(folder: Path) -> None:
+    first, full, again = on_a_disk(folder, FULL)
+    assert first[0] == again[0] == 0
+    code, out, err = full
+    assert code == 1
+    assert out[0].startswith("clip: test accuracy ")
+    *lines, count = err
+    assert count == "4 of 6 runs failed"
+    assert all("[Errno 28] No space left on device: '" in line for line in lines)
+    runs = [line.partition(":")[0] for line in lines if not line.startswith("the traceback could ")]
+    assert runs == ["none, seed 1", "clip, seed 1", "none, seed 2", "clip, seed 2"]
+    before, after = ((folder / name).read_text(encoding="utf-8") for name in ("before", "after"))
+    assert after == before
+    assert {line.partition(":")[2] for line in again[2]} == {" failed before, tried again"}
 
 
 def test_a_config_name_of_a_users_own_that_is_not_there_is_wrong_input(here: Here) -> None:

@@ -84,6 +84,7 @@ class Command:
     dry_run: bool = False
     untrained: int = 0  # the number of jobs with steps=0
     has_new_runs: bool = True
+    has_unfinished_runs: bool = True
 
     def add(self, words: list[str], experiment: Experiment) -> None:
         """Add a job that has no error."""
@@ -143,6 +144,7 @@ def read_command() -> Command:
         print(f"out: cannot be written to: {error}", file=sys.stderr)
         sys.exit(WRONG_INPUT)
     command.has_new_runs = set(states) != {"finished"}
+    command.has_unfinished_runs = not set(states) <= {"finished", "diverged"}
     if command.sweeping:
         print(summary_line(len(command.jobs), states, command.retry_failed), file=sys.stderr)
     return command

@@ -1,6 +1,5 @@
 """The short keys at the top of the config, and their rules."""
 
-import os
 import re
 from pathlib import Path
 from typing import Annotated, Literal
@@ -30,8 +29,6 @@ def _folder(path: str) -> str:
     parent = next(place for place in (Path(path), *Path(path).absolute().parents) if place.exists())
     if not parent.is_dir():
         raise ValueError(f"must be a folder, and {parent} is a file")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise ValueError(f"must be a folder that can be written to, and {parent} cannot")
     return path
 
 
