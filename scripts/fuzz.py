@@ -28,6 +28,7 @@ def main() -> int:
     module, count = KINDS[arguments.kind]
     count = arguments.count or count
     print(f"{arguments.kind}: {count} cases from {arguments.first}, seed {arguments.seed}")
+    module.prepare()
     totals: Counter[str] = Counter()
     for index in range(arguments.first, arguments.first + count):
         for outcome in in_fresh_folder(module.case, f"{arguments.seed}-{index}"):

@@ -25,6 +25,10 @@ OPTIONS += ["checkpoint_every=5", "checkpoint_seconds=0", "study=first", "report
 FIGURES_EVERY = 10  # cases: to convert them takes a second and does not read the files
 
 
+def prepare() -> None:
+    """Called once, before the first case."""
+
+
 def case(seed: str, folder: Path) -> Iterator[Outcome]:
     """Damage the files of a finished study in `folder`, and yield the outcomes of commands on it.
 
