@@ -3,20 +3,30 @@
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import chdir
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import hydra
-from hydra._internal.utils import _is_env_set
+import hydra._internal.utils as hydra_utils
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from gradsurg.config.build import Experiment
-from gradsurg.config.cli import Command, checked_experiment, outcome_table, read_command
+from gradsurg.config.cli import (
+    FAILED,
+    WRONG_INPUT,
+    Command,
+    checked_experiment,
+    in_one_line,
+    outcome_table,
+    read_command,
+)
 from gradsurg.config.overrides import CONFIG_DIR
 from gradsurg.loggers.base import GuardedLogger, Logger
-from gradsurg.plugins.fields import full_message
+from gradsurg.plugins.fields import full_message, printable
 from gradsurg.plugins.pipes import ignore_closed_pipes
 from gradsurg.report.text import Runs, report
 from gradsurg.training.run import Run
@@ -27,7 +37,6 @@ from gradsurg.training.study import Record, execute
 if TYPE_CHECKING:
     from gradsurg.report.study import StudyReport
 
-FAILED = 1
 INTERRUPTED = 130
 HAPPENED = {
     "resumed": "was interrupted, resumed from its checkpoint",
@@ -48,9 +57,10 @@ def main() -> None:
         try:
             # Hydra writes into the folder of a sweep, which may be read-only.
             if not sweeping or command.has_unfinished_runs:
-                job()
-        except SystemExit:
-            if not sweeping:
+                with patch.object(hydra_utils, "run_and_report", in_one_line):
+                    job()
+        except SystemExit as end:
+            if not sweeping or end.code == WRONG_INPUT:
                 raise
             broken = True  # report on all jobs of the sweep first
         if sweeping and (not _report_sweep(command) or broken):
@@ -73,7 +83,7 @@ def job(config: DictConfig) -> None:
     if sweeping and not experiment.is_finished:
         words = " ".join(HydraConfig.get().overrides.task)
         number = 1 + HydraConfig.get().job.num
-        print(f"job {number}: {words}", file=sys.stderr, flush=True)
+        print(f"job {number}: {printable(words)}", file=sys.stderr, flush=True)
     runs, skipped, wanted, failed = [], 0, 0, 0
     for pair in experiment.pairs:
         records = [_run(experiment, run) for run in pair.runs]
@@ -106,11 +116,12 @@ def _run(experiment: Experiment, run: Run) -> Record | None:
     """Execute one run and print what happened to it; return None if it failed."""
     settings = experiment.settings
     out = Path(settings.out)
-    name = f"{run.label}, seed {run.seed}"
+    name = printable(f"{run.label}, seed {run.seed}")
     try:
-        record = execute(run, out, experiment.loggers, settings.threads, settings.retry_failed)
+        with chdir(Path.cwd()):  # which a user's code may change
+            record = execute(run, out, experiment.loggers, settings.threads, settings.retry_failed)
     except Exception as error:  # one line for whatever a run raises; the traceback is in a file
-        if _is_env_set("HYDRA_FULL_ERROR"):
+        if hydra_utils._is_env_set("HYDRA_FULL_ERROR"):
             raise
         hint = f"the traceback is in {os.path.relpath(run.directory(out) / ERROR)}"
         if isinstance(error, BrokenFile):
@@ -119,14 +130,14 @@ def _run(experiment: Experiment, run: Run) -> Record | None:
         return None
     if record.action == "not retried":
         print(
-            f"{name}: failed before; not retried (retry_failed=false); {record.reason}",
+            f"{name}: failed before; not retried (retry_failed=false); {printable(record.reason)}",
             file=sys.stderr,
         )
     elif record.action in HAPPENED:
-        fault = f"; {record.reason}" if record.reason else ""
+        fault = f"; {printable(record.reason)}" if record.reason else ""
         print(f"{name}: {HAPPENED[record.action]}{fault}", file=sys.stderr)
     if record.note:
-        print(f"{name}: {record.note}", file=sys.stderr)
+        print(f"{name}: {printable(record.note)}", file=sys.stderr)
     return record
 
 
@@ -176,7 +187,7 @@ def _write_report(study: "StudyReport", loggers: Iterable[GuardedLogger], figure
     except OSError as error:
         print(f"the report cannot be written: {error}", file=sys.stderr)
         return
-    print(f"report: {page}")
+    print(f"report: {printable(os.path.relpath(page))}")
     info = study_info(study, out)
     for logger in loggers if info.rows else ():  # plain runs alone have no table
         logger.study(info)

@@ -101,7 +101,7 @@ def _prepare(place: Path, chance: Random) -> list[str]:
     private = place / "private"
     private.mkdir()
     for name in ("config.yaml", "metrics.jsonl", "summary.json", "run.json", "checkpoint.pt"):
-        (private / name).write_text(f"{SECRET}: 1\n")
+        (private / name).write_text(f"{SECRET}: 1\n", encoding="utf-8")
     runs = sorted(path for path in (place / "runs" / "first").iterdir() if path.name != "report")
     for path in runs:
         if chance.random() < 0.5:  # it was interrupted
@@ -183,7 +183,7 @@ def _change_value(chance: Random, file: Path, _: Path) -> str:
     value = chance.choice(values)
     row[key] = value
     if whole:
-        file.write_text(json.dumps(row))
+        file.write_text(json.dumps(row), encoding="utf-8")
     else:
         lines[place] = json.dumps(row).encode()
         file.write_bytes(b"\n".join(lines) + b"\n")
@@ -231,7 +231,7 @@ def _names(chance: Random, run: Path, _: Path) -> str:
         control = chance.choice(["../private", "..", ".", "", "/etc", "a/b", "\u001b[2J", 3, ["a"]])
         facts["control"] = control
         facts["controls"] = {"plain": control}
-        file.write_text(json.dumps(facts))
+        file.write_text(json.dumps(facts), encoding="utf-8")
     except (ValueError, OSError, TypeError, RecursionError):
         return "no facts"
     return repr(control)
@@ -241,5 +241,5 @@ def _wide_row(chance: Random, run: Path, _: Path) -> str:
     name = chance.choice(["metrics.jsonl", "effects.jsonl", "conflicts.jsonl", "summary.json"])
     row = {"step": 5, **{f"train/{k}": 0.5 for k in range(20_000)}}
     with suppress(OSError):  # an earlier damage left a link or a folder there
-        (run / name).write_text(json.dumps(row) + "\n")
+        (run / name).write_text(json.dumps(row) + "\n", encoding="utf-8")
     return name

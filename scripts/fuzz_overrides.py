@@ -12,8 +12,8 @@ from fuzz_watch import SECONDS, Outcome, watched
 from gradsurg import run
 from gradsurg.config.overrides import CONFIG_DIR
 
-MEMORY = 8 * 2**30  # address space that a case may add
-FOLDER_KEYS = ("out", "hydra.run.dir", "hydra.sweep.dir", "study")
+MEMORY = 64 * 2**30  # address space that a case may add
+FOLDER_KEYS = ("out", "study", "hydra.run.dir", "hydra.sweep.dir", "hydra.output_subdir")
 LONG_KEYS = ("steps", "seeds", "seed", "accumulate", "experiment")
 """Keys of which a right value may mean long training: only checked."""
 

@@ -1,8 +1,9 @@
 """Build the objects of an experiment from a resolved config, and check them all."""
 
 import json
+import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ from torch import Tensor, nn
 
 from gradsurg.aggregators.base import Aggregator, LossWeighting
 from gradsurg.config.dry_run import check_first_step, check_places, check_settings, check_step_parts
-from gradsurg.config.errors import ConfigError, ErrorCollector
+from gradsurg.config.errors import ConfigError, ErrorCollector, joined
 from gradsurg.config.instantiate import Config, instantiate, user_code
 from gradsurg.config.runs import Pair, Plan, create_model
-from gradsurg.config.settings import Settings
+from gradsurg.config.settings import MAX_RUNS, Settings, too_many
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.hooks.intervention import Intervention
 from gradsurg.loggers.base import GuardedLogger, Logger
@@ -102,15 +103,17 @@ def build(config: Config) -> Experiment:
         check_settings(settings, selector, intervention, joint, device, data, errors)
         _check_attribute(settings, config, errors)
         _check_control(settings, joint, errors)
+    finite = errors.passes("", lambda: _check_finite(config, errors))
     experiment = None
     if not errors.lines and settings and task and selector and device:
         plan = Plan(config, settings, task, device, selector, intervention, joint, content or "")
+        _check_number_of_runs(plan)
         if settings.attribute:
             plan = replace(plan, without=_without_links(plan, transforms, trigger, errors))
         experiment = _experiment(plan, loggers)
     if settings is not None and settings.steps == 0:
         check_places(config, settings, selector, joint, model, errors)
-    elif experiment is None or not experiment.is_finished:
+    elif finite and (experiment is None or not experiment.is_finished):
         check_step_parts(config, settings, task, model, data, errors)
         if task and data and model and selector:
             # A step of a user's own model or task may differ from the next one.
@@ -126,9 +129,37 @@ def build(config: Config) -> Experiment:
 
 def _experiment(plan: Plan, loggers: tuple[GuardedLogger, ...]) -> Experiment:
     settings = plan.settings
-    seeds = [settings.seed] if settings.seed is not None else range(settings.seeds)
-    pairs = tuple(plan.pair(seed) for seed in seeds)
+    pairs = tuple(plan.pair(seed) for seed in settings.all_seeds)
     return Experiment(settings, pairs, plan.surgery(0), plan.config, plan.task, loggers)
+
+
+def _check_number_of_runs(plan: Plan) -> None:
+    """Refuse very many runs before they are made, unless `yes` is given."""
+    count = len(plan.settings.all_seeds) * len(plan.pair(0).runs)
+    if count > MAX_RUNS and not plan.settings.yes:
+        raise ConfigError([f"seeds: {too_many(count, 'runs')}, found {plan.settings.seeds}"])
+
+
+def _check_finite(config: Config, errors: ErrorCollector) -> None:
+    """Report NaN and infinities, unless their keys have an error already."""
+    for key, value in _numbers(config):
+        if not math.isfinite(value) and not any(
+            line.startswith(f"{key}: ") for line in errors.lines
+        ):
+            errors.add(key, f"must be finite, found {value}")
+
+
+def _numbers(value: object, *keys: str) -> Iterator[tuple[str, float]]:
+    """Yield the floating-point numbers in a config with their keys."""
+    match value:
+        case float():
+            yield joined(*keys), value
+        case Mapping():
+            for key, item in value.items():
+                yield from _numbers(item, *keys, str(key))
+        case list():
+            for index, item in enumerate(value):
+                yield from _numbers(item, *keys, str(index))
 
 
 def _all_finished(settings: Settings, pairs: tuple[Pair, ...]) -> bool:
@@ -297,7 +328,7 @@ def _checked_model(config: Config, task: Task, data: Data) -> nn.Module:
         inputs, targets = data.train_inputs[:2], data.train_targets[:2]
         try:
             task.loss(model(inputs), targets).backward()
-        except Exception as error:  # a user's model or task may raise anything
+        except (Exception, SystemExit) as error:  # a user's model or task may raise anything
             raise ValueError(
                 f"inputs {list(inputs.shape)} do not pass through it and the task's loss: "
                 f"{type(error).__name__}: {one_line(error)}"

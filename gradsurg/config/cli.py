@@ -6,26 +6,34 @@ import sys
 import warnings
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hydra._internal.utils import get_args_parser
+from hydra._internal.utils import _is_env_set, get_args_parser
+from hydra.errors import HydraException
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from gradsurg.config import compose, overrides
 from gradsurg.config.build import Experiment, build
+from gradsurg.config.dry_run import step_seconds
 from gradsurg.config.errors import ConfigError
 from gradsurg.config.instantiate import Config
+from gradsurg.config.settings import MAX_RUNS, too_many
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.effects.tables import aligned
 from gradsurg.loggers.base import GuardedLogger
+from gradsurg.plugins.fields import full_message, printable
 from gradsurg.training.run import Run
 from gradsurg.training.run_directory import ERROR, RunDirectory, RunState, merged_facts
 from gradsurg.training.run_reader import BrokenFile
 
+FAILED = 1
 WRONG_INPUT = 2
+
+ANNOUNCED_RUNS = 100  # more are announced with a time before they start
 
 WORST_FIRST: tuple[RunState, ...] = (
     "failed",
@@ -86,10 +94,13 @@ class Command:
     has_new_runs: bool = True
     has_unfinished_runs: bool = True
 
-    def add(self, words: list[str], experiment: Experiment) -> None:
-        """Add a job that has no error."""
+    def add(self, words: list[str], experiment: Experiment, num_jobs: int) -> None:
+        """Add a job that has no error, one of `num_jobs`."""
         settings = experiment.settings
+        first = not (self.jobs or self.untrained or self.dry_run)
         self.dry_run |= settings.dry_run
+        if first and settings.steps and not self.dry_run:
+            _announce(experiment, num_jobs)
         if settings.steps == 0:
             self.untrained += 1
             return
@@ -148,6 +159,18 @@ def read_command() -> Command:
     if command.sweeping:
         print(summary_line(len(command.jobs), states, command.retry_failed), file=sys.stderr)
     return command
+
+
+def in_one_line(call: Callable[[], object]) -> object:
+    """Call a function; print an exception of Hydra or of a launcher on one line and exit."""
+    try:
+        return call()
+    except Exception as error:  # plug-ins of Hydra may raise anything
+        if _is_env_set("HYDRA_FULL_ERROR"):
+            raise
+        print(f"hydra: {full_message(error)}; HYDRA_FULL_ERROR=1 shows where", file=sys.stderr)
+        wrong = isinstance(error, HydraException | OmegaConfBaseException | OSError)
+        sys.exit(WRONG_INPUT if wrong else FAILED)
 
 
 def checked_experiment(config: DictConfig) -> Experiment:
@@ -226,7 +249,7 @@ def outcome_table(jobs: Sequence[Job]) -> tuple[str, bool]:
         words = " ".join(word for word in job.words if word.partition("=")[0] in varying)
         state, reason = _outcome(job)
         all_finished &= state == "finished"
-        rows.append([words or "(the only one)", state, reason])
+        rows.append([printable(words) or "(the only one)", state, printable(reason)])
     return aligned(rows), all_finished
 
 
@@ -237,6 +260,30 @@ def _check(arguments: Namespace, command: Command) -> None:
         arguments.overrides, arguments.multirun, folders, name
     )
     compose.check(words, command.sweeping, folders, name, command.add, builds=not arguments.cfg)
+
+
+def _announce(experiment: Experiment, num_jobs: int) -> None:
+    """Print the number of runs of many jobs like this one, and about how long they take.
+
+    Raises ConfigError if there are very many runs without `yes`.
+    """
+    settings = experiment.settings
+    runs = [run for pair in experiment.pairs for run in pair.runs]
+    count = num_jobs * len(runs)
+    if count > MAX_RUNS and not settings.yes:
+        raise ConfigError([f"sweep: {too_many(count, 'runs')}"])
+    if count > ANNOUNCED_RUNS:
+        seconds = count * settings.steps * settings.accumulate * step_seconds(runs[0])
+        jobs = f"{num_jobs:,} jobs, " if num_jobs > 1 else ""
+        text = f"{jobs}{count:,} runs of {settings.steps:,} steps: about {_duration(seconds)}"
+        print(f"{text} on {runs[0].device}, by a step without surgery", file=sys.stderr, flush=True)
+
+
+def _duration(seconds: float) -> str:
+    for length, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * length:
+            return f"{seconds / length:,.0f} {unit}"
+    return f"{seconds:.0f} seconds"
 
 
 def _options_first(words: list[str]) -> list[str]:

@@ -3,8 +3,10 @@
 import inspect
 import warnings
 from collections.abc import Callable, Collection, Sequence
+from contextlib import chdir
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -22,6 +24,7 @@ from gradsurg.config.instantiate import target_of
 from gradsurg.config.overrides import (
     CONFIG_DIR,
     LISTS,
+    YES,
     first_line,
     is_sweep,
     key_in,
@@ -33,13 +36,18 @@ from gradsurg.config.overrides import (
     split_unknown_options,
     wrong_config_dirs,
 )
+from gradsurg.config.settings import MAX_RUNS, too_many
 from gradsurg.plugins.fields import nearest
 
-Keep = Callable[[list[str], Experiment], None]
+Keep = Callable[[list[str], Experiment, int], None]
+
+MAX_WRONG_JOBS = 20  # after which the other jobs of a sweep are not checked
 
 STUDY_FILE = "experiment="
 # A broken yaml file is a YAMLError, a yaml file that is no mapping an OSError.
-COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError, YAMLError, OSError)
+# Hydra checks the types of few values.
+COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError, YAMLError, OSError, TypeError)
+COMPOSE_ERRORS += (AttributeError, LookupError, AssertionError, RecursionError)
 KINDS = {
     "site": "sites",
     "when": "triggers",
@@ -90,19 +98,27 @@ def check(
 ) -> None:
     """Compose and build every job without training. Raises ConfigError with all errors.
 
-    `keep` gets the overrides of each job and the experiment built from them. Without `builds` the
-    config is only composed.
+    `keep` gets the overrides of each job, the experiment built from them, and the number of jobs.
+    Without `builds` the config is only composed.
     """
     register()
     faults = wrong_config_dirs(config_dirs)
     if faults:
         raise ConfigError(faults)
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        words, faults = parse(overrides, multirun)
+        words, faults = parse(overrides, multirun, config_dirs)
         unreadable = {fault.partition("=")[0].partition(":")[0] for fault in faults}
+        count = prod(map(len, words))
+        if count > MAX_RUNS and not any(YES.fullmatch(word) for word in overrides):
+            raise ConfigError([*faults, f"sweep: {too_many(count, 'jobs')}"])
+        wrong_jobs = 0
         for combination in product(*words):
             job = _Job(list(combination), config_dirs, config_name)
-            faults += job.check(unreadable, builds, keep)
+            errors = job.check(unreadable, builds, count, keep)
+            faults += errors
+            wrong_jobs += bool(errors)
+            if wrong_jobs > MAX_WRONG_JOBS:
+                break
     if faults:
         raise ConfigError(faults)
 
@@ -135,7 +151,9 @@ class _Job:
     config_dirs: Sequence[str]
     config_name: str
 
-    def check(self, unreadable: Collection[str], builds: bool, keep: Keep | None) -> list[str]:
+    def check(
+        self, unreadable: Collection[str], builds: bool, num_jobs: int, keep: Keep | None
+    ) -> list[str]:
         """Return the errors of the overrides, and of the config that the right ones compose.
 
         `unreadable` are the keys of overrides that could not be parsed.
@@ -152,11 +170,12 @@ class _Job:
         if not builds or config is None:
             return faults
         try:
-            experiment = build(plain(config))
+            with chdir(Path.cwd()):  # which a user's code may change
+                experiment = build(plain(config))
         except ConfigError as error:
             return faults + error.faults
         if keep is not None and not faults:
-            keep(list(self.words), experiment)
+            keep(list(self.words), experiment, num_jobs)
         return faults
 
     def compose(self, words: Sequence[str], return_hydra_config: bool = False) -> DictConfig:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from timeit import repeat
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ from gradsurg.tasks.base import Data, Examined, MultiTask, Task
 from gradsurg.torch_internals import random_state
 from gradsurg.training.loop import outputs_of
 from gradsurg.training.optimizers import optimizer_maker
-from gradsurg.training.run import check_compiled
+from gradsurg.training.run import Run, check_compiled
 from gradsurg.training.schedules import MAX_CHECKED_STEPS, check_learning_rates, schedule_maker
 from gradsurg.transforms.base import (
     GroupTransform,
@@ -147,6 +148,25 @@ def check_step_parts(
             inputs, targets = data.test_inputs, data.test_targets
             some = inputs[:METRIC_EXAMPLES], targets[:METRIC_EXAMPLES]
             settings.until.check([f"test/{name}" for name in metric_names(task, model, *some)])
+
+
+def step_seconds(run: Run) -> float:
+    """Return about how long a step of a run takes: the shortest of three without surgery."""
+    with random_state.preserved():
+        data = run.task.load()
+        model = run.make_model(data).to(run.device)
+        optimizer = run.make_optimizer(model)
+        size = run.schedule.batch_size
+        inputs, targets = (
+            every[:size].to(run.device) for every in (data.train_inputs, data.train_targets)
+        )
+
+        def step() -> None:
+            optimizer.zero_grad()
+            run.task.loss(model(inputs), targets).backward()
+            optimizer.step()
+
+        return min(repeat(step, number=1, repeat=3))
 
 
 def metric_names(task: Task, model: nn.Module, inputs: Tensor, targets: Tensor) -> list[str]:
@@ -297,7 +317,8 @@ class _Trial:
                     return list(live.ledger)
             except FieldError:
                 raise
-            except Exception as error:  # a user's transform, model or task may raise anything
+            # A user's transform, model or task may raise anything.
+            except (Exception, SystemExit) as error:
                 raise ValueError(one_line(error)) from error
         return []
 

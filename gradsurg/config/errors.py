@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from gradsurg.plugins.fields import FieldError, one_line
+from gradsurg.plugins.fields import FieldError, one_line, printable
 
 Made = TypeVar("Made")
 
@@ -18,7 +18,7 @@ class ConfigError(ValueError):
     """A config that cannot be run; `faults` holds one line, `key: rule`, for each error."""
 
     def __init__(self, faults: list[str]) -> None:
-        self.faults = list(dict.fromkeys(faults))
+        self.faults = list(dict.fromkeys(map(printable, faults)))
         super().__init__("\n".join(self.faults))
 
 
@@ -47,6 +47,8 @@ class ErrorCollector:
                 self.add(joined(key if root is None else root, field), text)
         except (ValueError, TypeError, LookupError, ImportError, RuntimeError) as error:
             self.add(key, one_line(error))
+        except MemoryError:
+            self.add(key, "needs more memory than there is")
 
     def attempt(self, key: str, make: Callable[[], Made]) -> Made | None:
         """Call `make` and return its result; report its error under `key` and return None."""

@@ -62,7 +62,7 @@ def user_code(config: Config, method: str = "") -> Iterator[None]:
         yield
     except FieldError:
         raise
-    except Exception as error:  # a user's code may raise anything
+    except (Exception, SystemExit) as error:  # a user's code may raise anything
         if target is None:
             raise
         frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -138,7 +138,7 @@ def _import(path: object) -> object:
                 f"there is no module '{error.name}' on the path, nor in this folder"
             ) from None
         raise ImportError(f"{module_name} cannot be imported: {one_line(error)}") from error
-    except Exception as error:  # a user's module may raise anything
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         kind = type(error).__name__
         raise ImportError(f"{module_name} cannot be imported: {kind}: {one_line(error)}") from error
     if not hasattr(module, name):

@@ -1,8 +1,11 @@
 """Check Hydra overrides before composing: syntax, options of groups, keys that are given twice."""
 
 import json
+import math
 import re
+import sys
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, RangeSweep
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, OverrideParseException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
@@ -18,12 +21,14 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
 from gradsurg.config.build import GROUPS
+from gradsurg.config.settings import MAX_RUNS, too_many
 from gradsurg.experiments import config_dirs as experiment_dirs
 from gradsurg.plugins.fields import nearest
 from gradsurg.plugins.registry import snake
 
 LISTS = ("transform", "logger")
 """The groups that take a list of options."""
+YES = re.compile(r"\+*yes=true", re.IGNORECASE)
 LAUNCHERS = ("joblib", "submitit_local", "submitit_slurm")  # an extra: gradsurg[launchers]
 
 
@@ -86,26 +91,36 @@ class DottedSource(ConfigSource):
         )
 
 
-def parse(overrides: Sequence[str], multirun: bool) -> tuple[list[list[str]], list[str]]:
+def parse(
+    overrides: Sequence[str], multirun: bool, config_dirs: Sequence[str] = ()
+) -> tuple[list[list[str]], list[str]]:
     """Return the values that each override sweeps over, and an error for each unreadable one."""
+    agreed = any(YES.fullmatch(word) for word in overrides)
+    most = sys.maxsize - 1 if agreed else MAX_RUNS
     parser = OverridesParser.create(GlobalHydra.instance().config_loader())
     words, faults = [], []
     for word in overrides:
-        if word.startswith("="):
+        if "=" in word and not key_in(word):
             faults.append(f"{word}: has no key before the =")
             continue
         try:
             (override,) = parser.parse_overrides([word])
-            values = _values(override)
-        except OverrideParseException as error:
-            faults.append(_unreadable(word, error))
-        except (ValueError, TypeError, HydraException) as error:
-            faults.append(f"{word}: cannot be swept: {first_line(error)}")
-        else:
             if override.is_sweep_override() and not multirun:
                 faults.append(f"{word}: several values need a sweep: add -m")
-            else:
-                words.append(values)
+                continue
+            values = _values(override, most)
+        except OverrideParseException as error:
+            faults.append(_unreadable(word, error))
+        except (ValueError, TypeError, AttributeError, HydraException) as error:
+            faults.append(f"{word}: cannot be swept: {first_line(error)}")
+        else:
+            if not values:
+                choices = options_of(key_in(word), config_dirs)
+                listed = f". {nearest('', choices)}" if choices else ""
+                faults.append(f"{word}: sweeps over no value{listed}")
+            if len(values) > most:
+                faults.append(f"{key_in(word)}: {too_many(f'over {most:,}', 'values')}")
+            words.append(values)
     return words, faults
 
 
@@ -118,7 +133,7 @@ def split_unknown_options(
         key, names, is_list = _group_choice(word)
         options = options_of(key, config_dirs)
         wrong = [name for name in names if "." not in name and name not in options]
-        wrong += [name for name in names if "." in name and "/" in name]
+        wrong += [name for name in names if "." in name and ("/" in name or _is_number(name))]
         if not options or (wrong == ["null"] and not is_list):
             rest.append(word)
             continue
@@ -214,7 +229,7 @@ def is_sweep(word: str) -> bool:
     """Return whether an override has several values; False for one that cannot be read."""
     try:
         return OverridesParser.create().parse_override(word).is_sweep_override()
-    except OverrideParseException:
+    except HydraException:
         return False
 
 
@@ -267,12 +282,25 @@ def _unreadable(word: str, error: OverrideParseException) -> str:
     return f"{word}: cannot be read: {reason}. {advice}"
 
 
-def _values(override: Override) -> list[str]:
+def _values(override: Override, most: int) -> list[str]:
+    """Return the words that an override sweeps over, one more than `most` if there are more."""
     word = override.input_line or ""
     if not override.is_sweep_override():
         return [word]
+    match override.value():
+        case RangeSweep(start=start, stop=stop) if not math.isfinite((stop or 0) - (start or 0)):
+            raise ValueError("it has no end")
     key = word.partition("=")[0]
-    return [f"{key}={value}" for value in override.sweep_string_iterator()]
+    values = islice(override.sweep_string_iterator(), most + 1)
+    return [f"{key}={value}" for value in values]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _stem(path: str) -> str:

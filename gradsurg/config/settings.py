@@ -1,13 +1,16 @@
 """The short keys at the top of the config, and their rules."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from gradsurg.plugins.fields import Contradiction, validated
+from gradsurg.plugins.fields import Contradiction, one_line, validated
 from gradsurg.training.run import Backend, ComputeOptions, Precision, Until
+
+MAX_RUNS = 10_000  # of a command without yes=true
 
 Positive = Annotated[int, Field(ge=1)]
 # YAML reads `study=2024` as a number.
@@ -15,21 +18,40 @@ Text = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is
 
 
 def _study_name(name: str) -> str:
-    if not re.fullmatch(r"\w[\w.,+=@-]*", name, flags=re.ASCII):
-        raise ValueError("must be a folder's name of letters, digits and any of _.,+=@-")
+    if not re.fullmatch(r"\w[\w.,+=@-]{,199}", name, flags=re.ASCII):
+        rule = "must be a folder's name of at most 200 letters, digits and any of _.,+=@-"
+        raise ValueError(rule)
     return name
 
 
 def _folder(path: str) -> str:
-    """Refuse what a folder cannot be made of."""
+    """Return the absolute path, so that code which changes the current folder moves no run.
+
+    Raises ValueError if there can be no folder.
+    """
     if not path:
         raise ValueError("must not be empty")
     if path.startswith("~"):
         raise ValueError("must not begin with ~, which a shell leaves alone here; write $HOME")
-    parent = next(place for place in (Path(path), *Path(path).absolute().parents) if place.exists())
+    folder = Path(path).absolute()
+    try:
+        parent = next(place for place in (folder, *folder.parents) if place.exists())
+    except (OSError, ValueError) as error:  # it is too long, or has a zero byte
+        raise ValueError(f"cannot be a folder ({one_line(error)})") from None
+    try:
+        str(folder).encode("utf-8")
+    except UnicodeEncodeError:
+        rule = "must be text in the encoding of the locale; PYTHONUTF8=1 makes it UTF-8"
+        raise ValueError(f"{rule}; the folder is {str(folder)!a}") from None
     if not parent.is_dir():
         raise ValueError(f"must be a folder, and {parent} is a file")
-    return path
+    return str(folder)
+
+
+def too_many(count: int | str, things: str) -> str:
+    """Return the rule for more runs or jobs than `MAX_RUNS`."""
+    shown = f"{count:,}" if isinstance(count, int) else count
+    return f"{shown} {things} need yes=true, as more than {MAX_RUNS:,} do"
 
 
 def _until(told: object) -> object:
@@ -68,6 +90,7 @@ class Settings:
     attribute: bool = False
     dry_run: bool = False
     report: Literal["auto"] | bool = "auto"
+    yes: bool = False
 
     def __post_init__(self) -> None:
         if self.eval_every % self.log_every:
@@ -75,6 +98,11 @@ class Settings:
             raise Contradiction("eval_every", f"{rule}, found {self.eval_every}")
         if self.until is not None and not self.eval_every:
             raise Contradiction("until", "is looked at where tests are due: give eval_every too")
+
+    @property
+    def all_seeds(self) -> Sequence[int]:
+        """The seeds to train with."""
+        return range(self.seeds) if self.seed is None else [self.seed]
 
     @property
     def compute(self) -> ComputeOptions:

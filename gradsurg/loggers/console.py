@@ -17,7 +17,7 @@ from rich.progress import (
 from rich.text import Text
 
 from gradsurg.loggers.base import Logger, RunEnd, RunInfo
-from gradsurg.plugins.fields import validated
+from gradsurg.plugins.fields import printable, validated
 
 NUM_METRICS = 4  # in the line of a finished run
 
@@ -50,7 +50,8 @@ class Console(Logger):
             screen.progress = _bar(screen.console)
             # Compiling takes a while, and until the first log there is no loss to show.
             text = "compiling" if run.config.get("compile") else ""
-            screen.progress.add_task(f"{run.arm} {run.label}", total=run.total_steps, loss=text)
+            description = printable(f"{run.arm} {run.label}")
+            screen.progress.add_task(description, total=run.total_steps, loss=text)
             screen.progress.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -103,9 +104,5 @@ def _bar(console: rich.console.Console) -> Progress:
 def _line(run: RunInfo, step: int, state: RunEnd, summary: Mapping[str, float]) -> str:
     tests = {key: value for key, value in summary.items() if key.startswith("test/")}
     shown = list((tests or summary).items())[:NUM_METRICS]
-    return ", ".join(
-        [
-            f"{run.arm} {run.label}: {state} at step {step}",
-            *(f"{key} {value:.4g}" for key, value in shown),
-        ]
-    )
+    numbers = [f"{key} {value:.4g}" for key, value in shown]
+    return printable(", ".join([f"{run.arm} {run.label}: {state} at step {step}", *numbers]))

@@ -1,6 +1,6 @@
 """Frozen dataclasses with validated fields; errors have one line for each wrong field."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from functools import wraps
@@ -101,6 +101,15 @@ def validated(cls: Class) -> Class:
             errors = _by_one_member(error.errors(), unions)
             faults = [_fault(details, names, places) for details in errors]
             raise FieldError(cls.__name__, faults) from None
+        places = [field.name for field in fields(made) if not field.kw_only]
+        given = {**dict(zip(places, args, strict=False)), **kwargs}
+        faults = [
+            fault
+            for name, value in given.items()
+            for fault in _booleans_as_numbers(name, value, getattr(self, name, value))
+        ]
+        if faults:
+            raise FieldError(cls.__name__, faults)
 
     checked.__init__ = init
     return checked
@@ -123,6 +132,12 @@ def call_with_fields(
     """Call a class or function; FieldError for fields that it does not have, with the choices."""
     if not callable(factory):
         raise FieldError("", [("", f"must be a class or a function, found {factory!r}")])
+    if booleans := [key for key, value in fields.items() if isinstance(value, bool)]:
+        defaults = {key: _default(factory, key) for key in booleans}
+        numbers = [key for key, default in defaults.items() if type(default) in (int, float)]
+        if numbers:
+            rule = "must be a number, found"
+            raise FieldError("", [(key, f"{rule} {fields[key]}") for key in numbers])
     try:
         return factory(*args, **fields)
     except TypeError as error:
@@ -140,7 +155,15 @@ def one_line(error: BaseException) -> str:
     """Return the message of an error on one line, or its class if it has none."""
     # str() of a KeyError quotes its message.
     text = error.args[0] if isinstance(error, KeyError) and error.args else error
-    return " ".join(str(text).split()) or type(error).__name__
+    return printable(" ".join(str(text).split())) or type(error).__name__
+
+
+def printable(text: str) -> str:
+    """Return a text with control characters as escapes: they could change a terminal."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
+        for char in text
+    )
 
 
 def nearest(name: str, choices: list[str]) -> str:
@@ -149,6 +172,30 @@ def nearest(name: str, choices: list[str]) -> str:
     close = get_close_matches(name.lower(), plain, n=1, cutoff=0.5)
     question = f" Did you mean '{plain[close[0]]}'?" if close else ""
     return f"There are: {', '.join(choices) or 'none'}.{question}"
+
+
+def _default(factory: Callable[..., object], key: str) -> object:
+    """Return the default value of a parameter, None if it has none."""
+    try:
+        return signature(factory).parameters[key].default
+    except (ValueError, TypeError, KeyError):  # it is written in C, or has no such parameter
+        return None
+
+
+def _booleans_as_numbers(name: str, given: object, result: object) -> list[tuple[str, str]]:
+    """Return a fault for each boolean that pydantic has turned into a number."""
+    if isinstance(given, bool):
+        if isinstance(result, bool) or not isinstance(result, int | float):
+            return []
+        rule = "must be a whole number" if isinstance(result, int) else "must be a number"
+        return [(name, f"{rule}, found {given}")]
+    if isinstance(given, list | tuple) and isinstance(result, list | tuple):
+        pairs = [(str(index), *pair) for index, pair in enumerate(zip(given, result, strict=False))]
+    elif isinstance(given, Mapping) and isinstance(result, Mapping):
+        pairs = [(str(key), value, result.get(key)) for key, value in given.items()]
+    else:
+        return []
+    return [fault for key, *pair in pairs for fault in _booleans_as_numbers(f"{name}.{key}", *pair)]
 
 
 def _is_union(annotation: Any) -> bool:  # Any: any annotation
@@ -226,4 +273,4 @@ def _too_many(names: list[str], places: list[str]) -> str:
 def full_message(error: BaseException) -> str:
     """Return an error's class, message and notes on one line."""
     parts = [" ".join(str(text).split()) for text in (error, *getattr(error, "__notes__", []))]
-    return f"{type(error).__name__}: {'; '.join([parts[0] or 'no message', *parts[1:]])}"
+    return f"{type(error).__name__}: {printable('; '.join([parts[0] or 'no message', *parts[1:]]))}"

@@ -1,38 +1,72 @@
-"""Printing into a pipe whose reader may close it, as `| head` does."""
+"""Standard streams that may be closed, full, or of an encoding without all characters."""
 
+import atexit
 import os
 import sys
 from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import Any, TextIO
 
+FAILED = 1
+NUM_STREAMS = 3  # stdin, stdout, stderr
+
+_failures: list[OSError] = []
+
 
 def ignore_closed_pipes() -> None:
-    """Replace stdout and stderr: output is dropped once the reader has closed the pipe.
+    """Replace stdout and stderr by streams that never raise.
 
-    For the outermost function of a command.
+    For the outermost function of a command. Output is dropped once the reader of a pipe has closed
+    it, as `| head` does, or if the stream was closed from the start. A full disk is reported on
+    stderr, and the command then ends with code 1. A character that the encoding lacks is printed as
+    an escape.
     """
-    sys.stdout, sys.stderr = _reopened(sys.stdout), _reopened(sys.stderr)
+    while (number := os.open(os.devnull, os.O_RDWR)) < NUM_STREAMS:
+        pass  # a closed stream: its number must not go to the next file that is opened
+    os.close(number)
+    atexit.register(_end)
+    sys.stdout = _reopened(sys.stdout, 1)
+    sys.stderr = _reopened(sys.stderr, 2)
 
 
-def _reopened(stream: TextIO) -> TextIO:
-    stream.flush()
+def _reopened(stream: TextIO | None, number: int) -> TextIO:
+    encoding, line_buffering, write_through = "utf-8", False, False
+    if stream is not None:
+        stream.flush()
+        number, encoding = stream.fileno(), stream.encoding
+        line_buffering = getattr(stream, "line_buffering", False)
+        write_through = getattr(stream, "write_through", False)
     return TextIOWrapper(
-        BufferedWriter(_Pipe(stream.fileno(), "wb", closefd=False)),
-        encoding=stream.encoding,
-        errors=stream.errors,
-        line_buffering=getattr(stream, "line_buffering", False),
-        write_through=getattr(stream, "write_through", False),
+        BufferedWriter(_Pipe(number, "wb", closefd=False)),
+        encoding=encoding,
+        errors="backslashreplace",
+        line_buffering=line_buffering,
+        write_through=write_through,
     )
 
 
 class _Pipe(FileIO):
-    """A file that becomes the null device when its reader is gone."""
+    """A file that becomes the null device when its reader is gone or its disk is full."""
 
     def write(self, content: Any, /) -> int:  # Any: any buffer
         try:
             return super().write(content)
         except BrokenPipeError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())
-            os.close(nowhere)
-            return super().write(content)
+            self._discard()
+        except OSError as error:
+            self._discard()
+            _failures.append(error)
+            print(f"output cannot be written: {error.strerror}", file=sys.stderr)
+        return super().write(content)
+
+    def _discard(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.fileno())
+        os.close(nowhere)
+
+
+def _end() -> None:
+    """Print the rest, and end with the exit code of a failure if some output was not written."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if _failures:
+        os._exit(FAILED)

@@ -103,7 +103,7 @@ def plan_study(name: str, overrides: Sequence[str]) -> StudyPlan:
     runs: dict[str, PlannedRun] = {}
     folders: set[Path] = set()
 
-    def keep(words: list[str], experiment: Experiment) -> None:
+    def keep(words: list[str], experiment: Experiment, num_jobs: int) -> None:
         settings = experiment.settings
         folders.add(Path(settings.out) / settings.study)
         runs.update(plan_runs(experiment))

@@ -158,7 +158,12 @@ def _source_hash(target: str) -> str:
     path, _, name = target.rpartition(".")
     defined_in = getattr(getattr(importlib.import_module(path), name), "__module__", None)
     modules = {path, defined_in} & {*sys.modules}
-    files = [inspect.getsourcefile(sys.modules[module]) for module in modules]
+    # A module that is built into Python has no file.
+    files = [
+        inspect.getsourcefile(sys.modules[module])
+        for module in modules
+        if getattr(sys.modules[module], "__file__", None)
+    ]
     contents = sorted(Path(file).read_bytes() for file in files if file)
     return hashlib.sha256(b"".join(contents)).hexdigest()[:8]
 

@@ -33,9 +33,17 @@ def schedule_maker(config: Mapping[str, Any], steps: int) -> MakeSchedule:
     The function returns None for `constant`, and raises if the name or a field is wrong. (Any:
     what a YAML file can hold.)
     """
-    return lambda optimizer: (
-        None if config.get("name") == CONSTANT else _schedule(config, optimizer, steps)
-    )
+
+    def make(optimizer: Optimizer) -> LRScheduler | None:
+        if config.get("name") != CONSTANT:
+            return _schedule(config, optimizer, steps)
+        unknown = [key for key in config if key != "name"]
+        if unknown:
+            rule = f"is not a field here: {CONSTANT} has none"
+            raise FieldError("", [(key, rule) for key in unknown])
+        return None
+
+    return make
 
 
 def check_learning_rates(schedule: LRScheduler | None, steps: int) -> None:
