@@ -101,7 +101,7 @@ def validated(cls: Class) -> Class:
             errors = _by_one_member(error.errors(), unions)
             faults = [_fault(details, names, places) for details in errors]
             raise FieldError(cls.__name__, faults) from None
-        places = [field.name for field in fields(made) if not field.kw_only]
+        places = [field.name for field in fields(checked) if not field.kw_only]
         given = {**dict(zip(places, args, strict=False)), **kwargs}
         faults = [
             fault
@@ -159,7 +159,9 @@ def one_line(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text with control characters as escapes: they could change a terminal."""
+    """Return a text with its control characters escaped, so that it has one line."""
+    if text.isprintable():
+        return text
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
         for char in text

@@ -6,12 +6,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from gradsurg.plugins.fields import printable
 from gradsurg.plugins.pipes import ignore_closed_pipes
 from gradsurg.report.export import write_report
 from gradsurg.report.load import NotAStudy, Stamp, stamp
 from gradsurg.report.study import study_report
 from gradsurg.report.text import print_overview
-from gradsurg.training.run_reader import printable
 
 WRONG_INPUT = 2
 EVERY = 3.0  # seconds between two looks

@@ -18,12 +18,12 @@ from time import time
 import polars as pl
 
 from gradsurg.loggers.base import StudyInfo
+from gradsurg.plugins.fields import printable
 from gradsurg.report.answer import SHARED, alone_rows, outcome_table
 from gradsurg.report.compare import ABOUT_SHARES
 from gradsurg.report.html import page
 from gradsurg.report.load import flat
 from gradsurg.report.study import StudyReport
-from gradsurg.training.run_reader import printable
 
 PAGE = "index.html"
 DRAFT, DRAFT_SECONDS = ".draft-", 86_400  # a report takes less than a day

@@ -126,13 +126,6 @@ def check_directory(folder: Path) -> None:
             raise BrokenFile(path, "is not a file")
 
 
-def printable(text: str) -> str:
-    """Return a text with its control characters escaped, so that it has one line."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
 def _content(file: Path, max_bytes: int | None, tail: int = 0) -> bytes | None:
     if file.is_symlink() or file.parent.is_symlink():
         _refuse_link(file, file.parent.parent)
