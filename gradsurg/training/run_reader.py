@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from gradsurg.plugins.fields import printable
+
 if TYPE_CHECKING:
     from yaml import BaseLoader
 
