@@ -131,7 +131,7 @@ def _truncate(chance: Random, file: Path, _: Path) -> str:
 
 def _flip(chance: Random, file: Path, _: Path) -> str:
     content = bytearray(file.read_bytes())
-    for _ in range(chance.choice((1, 1, 30)) if content else 0):
+    for _bit in range(chance.choice((1, 1, 30)) if content else 0):
         content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
     file.write_bytes(content)
     return ""

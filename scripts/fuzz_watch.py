@@ -135,6 +135,10 @@ def _noting_writes() -> Iterator[None]:
         _listening, sys.dont_write_bytecode = False, compiled
 
 
+def _is_descriptor(argument: object) -> bool:
+    return isinstance(argument, int) and argument >= 0
+
+
 def _note(event: str, arguments: tuple[object, ...]) -> None:
     if not _listening:
         return
@@ -143,7 +147,10 @@ def _note(event: str, arguments: tuple[object, ...]) -> None:
         place = 0
     if place is None or not isinstance(arguments[place], str | bytes | os.PathLike):
         return
-    path = os.path.abspath(os.fsdecode(arguments[place]))
+    name = os.fsdecode(arguments[place])
+    if event != "open" and not os.path.isabs(name) and _is_descriptor(arguments[-1]):
+        return  # relative to an open folder, which was noted by its path
+    path = os.path.abspath(name)
     made_before = event == "os.mkdir" and os.path.isdir(path)
     if path != os.devnull and not made_before:
         _written.append(path)

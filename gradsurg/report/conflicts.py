@@ -9,6 +9,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from gradsurg.effects.numbers import CONFLICT_NUMBERS, CONFLICT_TASK_NAMES
 from gradsurg.effects.tables import aligned
 from gradsurg.report.load import Arm
 from gradsurg.report.wording import count, listed
@@ -21,8 +22,8 @@ MAX_NUMBERS = 110_000  # of all series together, so that a page stays small
 MAX_PAIRS = 28  # of a map: all of eight tasks
 MAX_TASKS = 8  # lines of a panel that are told apart
 ROUNDING = 1e-6  # of a cosine, in float32
-SINGLE = ("conflict_rate", "norm_spread", "norm_to_mean", "cosine_to_mean")
-OF_TASKS = ("norms", "weights", "decrease")
+HIDDEN = ("condition", "weight_entropy")  # in the Parquet file, in no table
+GROUP_NUMBERS = [number for number in CONFLICT_NUMBERS if number.name not in HIDDEN]
 
 Floats = NDArray[np.float64]
 Pair = tuple[int, int]
@@ -168,7 +169,7 @@ def conflict_means(rows: pl.DataFrame) -> ConflictMeans:
         tasks,
         [*map(len, runs)],
         sum(int((~np.isfinite(own["norms"])).any(axis=1).sum()) for own in per_run),
-        {name: float(found[name]) for name in SINGLE},
+        {number.name: float(found[number.name]) for number in GROUP_NUMBERS},
         found["cosines"],
         found["norms"],
         found.get("weights", empty),
@@ -195,9 +196,11 @@ def _answering(per_run: Sequence[Mapping[str, Floats]]) -> dict[str, str]:
 
 def _numbers(rows: pl.DataFrame, count: int) -> dict[str, Floats]:
     """Each number of a run's rows, step by step; where lists are lacking no step is told."""
-    found = {name: rows[name].to_numpy().astype(np.float64) for name in SINGLE}
+    found = {
+        number.name: rows[number.name].to_numpy().astype(np.float64) for number in GROUP_NUMBERS
+    }
     wide = [name for name in rows.columns if name.endswith(".weights")]
-    for name in (*OF_TASKS, *wide):
+    for name in (*CONFLICT_TASK_NAMES, *wide):
         lists = rows[name].to_list()
         whole = [own if own and len(own) == count else [None] * count for own in lists]
         there = any(own for own in lists)
@@ -410,9 +413,9 @@ def _table(arms: Sequence[tuple[str, ConflictMeans]]) -> str:
             cells.append([f".. {count(between, 'pair')} between ..", *("" for _ in arms)])
         name = f"cosine {pair_name(means.tasks, (a, b))}"
         cells.append([name, *(number_of(own.cosines[b, a]) for _, own in arms)])
-    for key in SINGLE:
-        show = _share if key == "conflict_rate" else number_of
-        cells.append([key.replace("_", " "), *(show(own.single[key]) for _, own in arms)])
+    for number in GROUP_NUMBERS:
+        show = _share if number.unit == "fraction" else number_of
+        cells.append([number.label, *(show(own.single[number.name]) for _, own in arms)])
     return aligned(cells)
 
 

@@ -228,9 +228,9 @@ def _measured(costs: Sequence[Cost], arm: Arm) -> str:
         return ""
     every = _first(arm)["effects_every"]
     return fill(
-        "step time is the median of steps whose effect is not measured, the difference that of the "
-        f"pairs; a step whose effect is measured (one in {every}) takes "
-        f"{costs[0].measured_ms:.3g} ms with {arm.name}",
+        "Step time: median over the steps that measure no effects; its difference is the median "
+        f"over the seeds. A step that measures the effects on gradients (one in {every}) takes "
+        f"{costs[0].measured_ms:.3g} ms with {arm.name}.",
         WIDTH,
     )
 

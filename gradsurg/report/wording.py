@@ -8,9 +8,8 @@ from gradsurg.effects.tables import number
 from gradsurg.stats import Difference, verdict
 from gradsurg.training.run_directory import UNTIL_STEP
 
-OUTCOMES = {"train/loss": "train loss", "test/loss": "test loss", "test/accuracy": "test accuracy"}
-NAMED = {**OUTCOMES, UNTIL_STEP: "the step that gets there"}
-FURTHER = ("test/", "examined/")
+FIRST = ("train/loss", "test/loss", "test/accuracy")
+OUTCOMES = ("test/", "examined/")
 HEADLINE = ("test/accuracy", "test/loss", "train/loss")
 
 FEW = "Fewer than 6 seeds cannot reach p < 0.05 in a sign-flip test."
@@ -20,14 +19,14 @@ Summary = dict[str, Any]  # Any: what JSON can hold
 
 def titles(summary: Mapping[str, object]) -> dict[str, str]:
     """Return the outcomes of a run with their titles, those of every task first."""
-    known = {key: title for key, title in OUTCOMES.items() if key in summary}
-    others = [key for key in summary if key.startswith(FURTHER) and key not in OUTCOMES]
-    return known | {key: title(key) for key in others}
+    first = [key for key in FIRST if key in summary]
+    others = [key for key in summary if key.startswith(OUTCOMES) and key not in FIRST]
+    return {key: title(key) for key in [*first, *others]}
 
 
 def title(key: str) -> str:
     """A logged name in words: `update/norm_ratio` is "update norm ratio"."""
-    return NAMED.get(key, key.replace("/", " ").replace("_", " "))
+    return "the step that gets there" if key == UNTIL_STEP else re.sub("[/_]", " ", key)
 
 
 def is_share(key: str) -> bool:

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from gradsurg.plugins.fields import printable
 
 if TYPE_CHECKING:
-    from yaml import BaseLoader
+    from yaml import SafeLoader
 
 MAX_BYTES = 1 << 20
 """Size of a JSON or YAML file; a landscape and an examination may have `MAX_LARGE_BYTES`."""
@@ -58,8 +58,8 @@ def read_config(file: Path) -> dict[str, Any] | None:  # Any: any YAML value
     content = _content(file, MAX_BYTES)
     if content is None:
         return None
-    # OmegaConf wrote plain YAML, and its own reader takes far longer.
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    # OmegaConf wrote plain YAML, and its own reader takes far longer. Not all builds have the other.
+    loader: type[SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         _check_events(file, content, loader)
         return _mapping(file, _printable_strings(yaml.load(content, Loader=loader)))
@@ -187,7 +187,7 @@ def _check_depth(file: Path, content: bytes) -> None:
             depth -= 1
 
 
-def _check_events(file: Path, content: bytes, loader: "type[BaseLoader]") -> None:
+def _check_events(file: Path, content: bytes, loader: "type[SafeLoader]") -> None:
     """Raise BrokenFile for deep YAML and for aliases; events are parsed without recursion."""
     import yaml
 
