@@ -9,6 +9,9 @@ from torch import Tensor
 from gradsurg.plugins.fields import validated
 from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
 
+SMALLEST_MAX = torch.finfo(torch.float16).max
+"""A bound up to this is within every dtype: most calls do without `torch.finfo`."""
+
 
 @validated
 class Clip(Stateless):
@@ -36,5 +39,7 @@ class Clip(Stateless):
         )
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
-        value = min(self.value, torch.finfo(grad.dtype).max)
+        value = self.value
+        if value > SMALLEST_MAX:
+            value = min(value, torch.finfo(grad.dtype).max)
         return grad.clamp(-value, value)
