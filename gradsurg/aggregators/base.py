@@ -14,8 +14,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradsurg.aggregators.nearly_dependent import SolvedOnRows, solve_on_rows
-from gradsurg.aggregators.rows import at_least_float32, combine, combine_safely, gramian_of
+from gradsurg.aggregators.rows import (
+    SolvedOnRows,
+    at_least_float32,
+    combine,
+    combine_safely,
+    gramian_of,
+    solve_on_rows,
+)
 from gradsurg.aggregators.solvers import is_nearly_dependent
 from gradsurg.plugins.fields import validated
 from gradsurg.torch_internals.autograd import without_autocast

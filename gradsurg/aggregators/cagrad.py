@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.aggregators.base import AggregatorProperty, Weighting
-from gradsurg.aggregators.nearly_dependent import SolvedOnRows
+from gradsurg.aggregators.rows import SolvedOnRows
 from gradsurg.aggregators.solvers import (
     GRAMIAN_RIDGE,
     MAX_BLOCK_PIVOTS,

@@ -5,7 +5,7 @@ from functools import partial
 from torch import Tensor
 
 from gradsurg.aggregators.base import AggregatorProperty, Weighting
-from gradsurg.aggregators.nearly_dependent import SolvedOnRows
+from gradsurg.aggregators.rows import SolvedOnRows
 from gradsurg.aggregators.solvers import (
     Array,
     project_mean_pair,

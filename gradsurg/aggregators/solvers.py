@@ -6,7 +6,8 @@ that differ by a factor of 1e6 cost no digits.
 
 Quantities that a Gramian in float32 precision cannot distinguish from zero count as zero: an
 eigenvalue of C below RANK times the largest, and the squared norm of a convex combination of unit
-rows below RANK.
+rows below RANK. Problems whose solutions grow without bound near there are solved on the unit rows,
+or a triangular factor of them, by nonnegative least squares.
 """
 
 from collections.abc import Callable

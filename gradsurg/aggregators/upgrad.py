@@ -6,7 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from gradsurg.aggregators.base import AggregatorProperty, Weighting
-from gradsurg.aggregators.nearly_dependent import SolvedOnRows
+from gradsurg.aggregators.rows import SolvedOnRows
 from gradsurg.aggregators.solvers import (
     Array,
     project_onto_dual_cone,

@@ -6,10 +6,14 @@ import torch
 from scipy.optimize import nnls
 from torch import Tensor
 
-from gradsurg.aggregators import nearly_dependent
+from gradsurg.aggregators import rows as row_algebra
 from gradsurg.aggregators.base import AggregatorContext, combine_by_gramian
-from gradsurg.aggregators.nearly_dependent import SolvedOnRows
-from gradsurg.aggregators.rows import combine_safely, gramian_of, triangular_factor
+from gradsurg.aggregators.rows import (
+    SolvedOnRows,
+    combine_safely,
+    gramian_of,
+    triangular_factor,
+)
 from gradsurg.aggregators.solvers import NotConverged, is_nearly_dependent
 from tests.aggregators.cases import made
 from tests.aggregators.families import EXACT, FAMILIES, bound, cases, draw
@@ -89,7 +93,7 @@ def test_a_triangular_factor_has_the_products_of_the_rows() -> None:
 
 
 def test_independent_rows_are_solved_on_the_gramian(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nearly_dependent, "triangular_factor", None)
+    monkeypatch.setattr(row_algebra, "triangular_factor", None)
     for count in (2, 3, 8):
         matrix = torch.from_numpy(rows(count, count, 1e3, seed=0))
         for name in METHODS:
@@ -150,7 +154,7 @@ def test_a_fallback_that_conflicts_is_refused(monkeypatch: pytest.MonkeyPatch) -
     matrix = opposite(2)
 
     def conflicting(self: SolvedOnRows, rows: Tensor, ridge: float, least: float) -> Tensor:
-        if ridge == nearly_dependent.RIDGES[0]:
+        if ridge == row_algebra.RIDGES[0]:
             raise NotConverged("a test", 1.0)
         return torch.tensor([0.0, 1e-2, 0.0], dtype=torch.float64)
 

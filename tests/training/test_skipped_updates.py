@@ -7,7 +7,7 @@ import pytest
 from torch import Tensor
 
 import gradsurg as gs
-from gradsurg.aggregators.nearly_dependent import SolvedOnRows
+from gradsurg.aggregators.rows import SolvedOnRows
 from gradsurg.aggregators.solvers import NotConverged
 from gradsurg.training.run_directory import RunDirectory
 from gradsurg.training.study import execute
