@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
-from os.path import commonpath
+from os.path import commonpath, relpath
 from pathlib import Path
 from secrets import token_hex
 from time import monotonic
@@ -147,9 +147,9 @@ class Wandb(StudyLogger):
             notes.append(f"W&B: {session.urls[0]}")
         if len(session.urls) > 1:
             notes.append(f"W&B: {len(session.urls)} runs in {session.project}")
-        if session.offline:
-            notes.append(f"W&B (offline): {_location(session.offline)}")
-            notes.append(f"  to upload: wandb sync {_glob_argument(session.offline)}")
+        if paths := [Path(relpath(path)) for path in session.offline]:
+            notes.append(f"W&B (offline): {_location(paths)}")
+            notes.append(f"  to upload: wandb sync {_glob_argument(paths)}")
         return notes + session.remarks
 
     def _send(self) -> None:

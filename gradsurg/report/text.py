@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import StringIO
+from os.path import relpath
 from pathlib import Path
 from statistics import fmean, median
 from textwrap import fill
@@ -313,7 +314,7 @@ def _notes(summaries: Sequence[Summary]) -> str:
 
 def _places(runs: Sequence[Runs]) -> str:
     paths = [path for run in runs for path in _paths(run)]
-    folder = paths[0].parent
+    folder = relpath(paths[0].parent)
     names = " ".join(dict.fromkeys(path.name for path in sorted(paths)))
     return _wrapped(f"{count(len(paths), 'run')} in {folder}: {names}")
 

@@ -22,7 +22,7 @@ from gradsurg.training.run_identity import environment
 class Checkpoint(TypedDict):
     """The state that a run resumes from, after `step` steps.
 
-    `said` are the surgery's warnings so far, `skipped` the steps that the gradient scaler skipped,
+    `warnings` are the surgery's so far, `skipped` the steps that the gradient scaler skipped,
     `seconds` the time of all steps, `made_with` the environment that computed it.
     """
 
@@ -34,7 +34,7 @@ class Checkpoint(TypedDict):
     surgery: dict[str, object]
     ledger: list[EntryState]
     effects: EffectsState
-    said: list[str]
+    warnings: list[str]
     skipped: int
     seconds: float
     generators: GeneratorStates
@@ -86,7 +86,7 @@ class TrainingState:
             surgery=self.surgery.state_dict(),
             ledger=live.ledger.state(),
             effects=live.effects.state(),
-            said=warned,
+            warnings=warned,
             skipped=skipped,
             seconds=seconds,
             generators=get_states(self.device),

@@ -1,17 +1,20 @@
-"""Write files so that a kill, a full disk or another process leaves no half of one; locks."""
+"""Write files so that a kill, a full disk or another process leaves no half of one; locks; JSON."""
 
 import errno
+import json
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 _log = logging.getLogger("gradsurg")
+_encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 # Windows alone has O_BINARY (without it "\n" becomes "\r\n") and alone lacks the others.
 _FLAGS = sum(getattr(os, name, 0) for name in ("O_BINARY", "O_CLOEXEC", "O_NOFOLLOW"))
@@ -115,6 +118,29 @@ def is_locked(path: Path) -> bool:
     return False
 
 
+def json_line(row: Mapping[str, object], not_finite: str) -> bytes:
+    """Return a row as one line of JSON; NaN and infinite numbers are listed at key `not_finite`."""
+    try:
+        return _encoder.encode(row).encode() + b"\n"
+    except ValueError:
+        pass  # JSON has no NaN and no infinity
+    listed = {**row, not_finite: " ".join(_not_finite(row))}
+    return _encoder.encode(finite(listed)).encode() + b"\n"
+
+
+def finite(value: object) -> object:
+    """Return a JSON value with null in place of each number that is not finite."""
+    match value:
+        case float():
+            return value if isfinite(value) else None
+        case Mapping():
+            return {key: finite(item) for key, item in value.items()}
+        case Sequence() if not isinstance(value, str):
+            return [finite(item) for item in value]
+        case _:
+            return value
+
+
 def _open_for_append(path: Path) -> int:
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | _FLAGS
     try:
@@ -196,3 +222,19 @@ def _release(lock: BaseFileLock, path: Path) -> None:
         with suppress(OSError):  # Windows removes no open file; there `release` does it
             path.unlink(missing_ok=True)
     lock.release()
+
+
+def _not_finite(value: object, path: str = "") -> Iterator[str]:
+    """Yield each number that is not finite with its path, as `norms.1=nan`."""
+    match value:
+        case float():
+            if not isfinite(value):
+                yield f"{path}={value}"
+        case Mapping():
+            for key, item in value.items():
+                yield from _not_finite(item, f"{path}.{key}" if path else str(key))
+        case Sequence() if not isinstance(value, str):
+            for index, item in enumerate(value):
+                yield from _not_finite(item, f"{path}.{index}")
+        case _:
+            pass

@@ -5,14 +5,22 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
-from math import isfinite
 from os import SEEK_END
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Literal
 
 from gradsurg.training import run_reader
-from gradsurg.training.files import append_bytes, is_locked, locked, replace_file, shorten, sync
+from gradsurg.training.files import (
+    append_bytes,
+    finite,
+    is_locked,
+    json_line,
+    locked,
+    replace_file,
+    shorten,
+    sync,
+)
 from gradsurg.training.run_reader import MAX_LARGE_BYTES, BrokenFile
 
 CONFIG, METRICS, EFFECTS = "config.yaml", "metrics.jsonl", "effects.jsonl"
@@ -47,7 +55,6 @@ DIGEST_BYTES = sha256().digest_size
 RunState = Literal["planned", "running", "interrupted", "failed", "finished", "diverged"]
 
 _log = logging.getLogger("gradsurg")
-_encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
 class RunDirectory:
@@ -205,7 +212,7 @@ class RunDirectory:
         """Write the outcome, which marks the run as finished: call this last."""
         for name in JSONL_FILES:
             sync(self.path / name)
-        self._replace(SUMMARY, json.dumps(_finite(summary), indent=2).encode())
+        self._replace(SUMMARY, json.dumps(finite(summary), indent=2).encode())
         (self.path / PREVIOUS).unlink(missing_ok=True)
 
     def read_summary(self) -> dict[str, object]:
@@ -233,7 +240,7 @@ class RunDirectory:
 
     def write_examined_effects(self, rows: Iterable[Mapping[str, object]]) -> None:
         """Write the effects of the surgery during the examination, in the format of the effects."""
-        self._replace(EXAMINED_EFFECTS, b"".join(map(_as_line, rows)))
+        self._replace(EXAMINED_EFFECTS, _json_lines(rows))
 
     def save_checkpoint(self, state: Mapping[str, object]) -> None:
         """Write a checkpoint, with the present lengths of the JSONL files; keep the one before.
@@ -274,10 +281,10 @@ class RunDirectory:
         self._remove_drafts()
 
     def _write_json(self, name: str, content: Mapping[str, object]) -> None:
-        self._replace(name, json.dumps(_finite(content), separators=(",", ":")).encode())
+        self._replace(name, json.dumps(finite(content), separators=(",", ":")).encode())
 
     def _append(self, name: str, rows: Iterable[Mapping[str, object]]) -> None:
-        append_bytes(self.path / name, b"".join(map(_as_line, rows)))
+        append_bytes(self.path / name, _json_lines(rows))
 
     def _replace(self, name: str, content: bytes | memoryview) -> None:
         replace_file(self.path / name, content)
@@ -372,43 +379,8 @@ def _controls_of(facts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _facts_text(facts: Mapping[str, object]) -> bytes:
-    return json.dumps(_finite(facts), indent=2).encode()
+    return json.dumps(finite(facts), indent=2).encode()
 
 
-def _as_line(row: Mapping[str, object]) -> bytes:
-    """Return a row as one line of JSON, with `not_finite` if it has such numbers."""
-    try:
-        return _encoder.encode(row).encode() + b"\n"
-    except ValueError:
-        pass  # JSON has no NaN and no infinity
-    listed = {**row, NOT_FINITE: " ".join(_not_finite(row))}
-    return _encoder.encode(_finite(listed)).encode() + b"\n"
-
-
-def _finite(value: object) -> object:
-    """Return a JSON value with null in place of each number that is not finite."""
-    match value:
-        case float():
-            return value if isfinite(value) else None
-        case Mapping():
-            return {key: _finite(item) for key, item in value.items()}
-        case Sequence() if not isinstance(value, str):
-            return [_finite(item) for item in value]
-        case _:
-            return value
-
-
-def _not_finite(value: object, path: str = "") -> Iterator[str]:
-    """Yield each number that is not finite with its path, as `norms.1=nan`."""
-    match value:
-        case float():
-            if not isfinite(value):
-                yield f"{path}={value}"
-        case Mapping():
-            for key, item in value.items():
-                yield from _not_finite(item, f"{path}.{key}" if path else str(key))
-        case Sequence() if not isinstance(value, str):
-            for index, item in enumerate(value):
-                yield from _not_finite(item, f"{path}.{index}")
-        case _:
-            pass
+def _json_lines(rows: Iterable[Mapping[str, object]]) -> bytes:
+    return b"".join(json_line(row, NOT_FINITE) for row in rows)

@@ -61,7 +61,7 @@ def execute(
     `retry_failed` is False. An exception of the training is written to `error.log` and raised. A
     logger that raises is not used for the rest of the run.
     """
-    directory = RunDirectory(run.directory(out))
+    directory = RunDirectory(run.directory(out).absolute())  # a user's code may call os.chdir
     if directory.finished:
         directory.add_controls(run.facts)
         return _skipped(run, directory)
@@ -161,7 +161,7 @@ def _train(
     if checkpoint is not None:
         training.restore(checkpoint)
         changes = environment_changes(checkpoint["made_with"])
-        warned = [*checkpoint["said"], *([changes] if changes else [])]
+        warned = [*checkpoint["warnings"], *([changes] if changes else [])]
     log = _run_log(run, directory, loggers, training, checkpoint)
     timer = CheckpointTimer(run.schedule)
     with warnings.catch_warnings(record=True) as caught:

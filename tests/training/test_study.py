@@ -1,6 +1,7 @@
 """Runs on real digits: their files, their notes, and that the process is left as it was."""
 
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -418,3 +419,20 @@ def test_loggers_get_the_state_of_an_interrupted_run(tmp_path: Path) -> None:
         execute(a_run(task=Wrapped(12, "interrupt")), tmp_path, [logger])
     assert logger.ended == [("interrupted", {})]
     assert RunDirectory(a_run().directory(tmp_path)).state == "interrupted"
+
+
+def test_a_task_that_changes_the_current_folder_moves_no_file(tmp_path, monkeypatch) -> None:
+    class Changing(Wrapped):
+        def load(self):
+            os.chdir(other)
+            return super().load()
+
+    here, other = tmp_path / "here", tmp_path / "other"
+    here.mkdir()
+    other.mkdir()
+    monkeypatch.chdir(here)
+    record = execute(a_run(gs.Clip(0.1), task=Changing()), Path("runs"), [])
+    assert list(other.iterdir()) == []
+    assert record.directory.parents[1] == here / "runs"
+    names = {path.name for path in record.directory.iterdir()}
+    assert names >= {"summary.json", "checkpoint.pt", "metrics.jsonl", "config.yaml"}
