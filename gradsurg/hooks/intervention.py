@@ -17,11 +17,23 @@ from gradsurg.plugins.registry import snake
 from gradsurg.sites.base import SCALED, Selector, Stage
 from gradsurg.sites.parameters import Parameters
 from gradsurg.sites.selection import params_of
-from gradsurg.transforms.base import Function, Need, Scope, Transform, as_transform
+from gradsurg.sites.weights import Weights
+from gradsurg.transforms.base import (
+    SPARSE_RULE,
+    Function,
+    Need,
+    Scope,
+    Transform,
+    acts_on_values,
+    as_transform,
+)
 from gradsurg.transforms.chain import Chain, links_of
 from gradsurg.triggers.always import Always
 from gradsurg.triggers.base import TensorTrigger, Trigger
 from gradsurg.triggers.flag import Flag
+
+TABLES = (nn.Embedding, nn.EmbeddingBag)
+"""Modules whose gradient is sparse if their field `sparse` is True."""
 
 GradCallable = Callable[[Tensor], Tensor]
 
@@ -165,9 +177,13 @@ class Intervention:
     def check_model(self, model: nn.Module) -> None:
         """Raise ValueError or LookupError if it cannot act on this model.
 
-        That is, if no site is found, or a `per` fits no parameter.
+        That is, if no site is found, a `per` fits no parameter, or a gradient will be sparse.
         """
         sites = self.at.find(model)
+        for module in model.modules():
+            if isinstance(module, TABLES) and module.sparse:
+                self._check_sparse(model, sites)
+                break
         patterns = [(link, getattr(link, "per", None)) for link in self.links]
         patterns = [(link, per) for link, per in patterns if isinstance(per, str)]
         params = params_of(model) if patterns and self.acts_on_parameters else {}
@@ -177,6 +193,28 @@ class Intervention:
                     reduced_axes(per, params[site].ndim)
                 except ValueError as error:
                     raise ValueError(f"{type(link).__name__}.{error}, as '{site}' is") from None
+
+    def _check_sparse(self, model: nn.Module, sites: Sequence[str]) -> None:
+        """Raise ValueError if it cannot act on a gradient that will be sparse.
+
+        The gradient of a parameter that other modules use too is their dense sum.
+        """
+        parts = (part for part in self.when.parts if isinstance(part, TensorTrigger))
+        trigger = next((part for part in parts if part.source == "grad"), None)
+        refused = self.operator if not acts_on_values(self.operator) else trigger
+        if refused is None or isinstance(self.at, Weights):
+            return
+        uses: dict[Tensor, bool] = {}  # whether the gradients of all uses are sparse
+        for module in model.modules():
+            is_sparse = isinstance(module, TABLES) and module.sparse
+            for param in module.parameters(recurse=False):
+                uses[param] = uses.get(param, True) and is_sparse
+        params = params_of(model)
+        for site in sites:
+            if site in params and uses[params[site]] and params[site].requires_grad:
+                raise ValueError(
+                    f"{refused!r}: the gradient of '{site}' is sparse, and {SPARSE_RULE}"
+                )
 
     def changed(
         self,

@@ -13,11 +13,13 @@ from gradsurg.hooks.controller import HookController, many_at_once
 from gradsurg.sites.base import SiteHook
 from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import (
+    SPARSE_RULE,
     Function,
     Stateless,
     Transform,
     TransformContext,
     TransformState,
+    acts_on_values,
 )
 
 NO_STATE: TransformState = {}
@@ -210,6 +212,10 @@ class TransformHook:
         if not self.count(fires) or controller.skips_transform:
             return None
         on_device = fires if isinstance(fires, Tensor) else None
+        sparse = None
+        if grad.layout is torch.sparse_coo and acts_on_values(controller.transform):
+            sparse = grad.coalesce()
+            grad, value = sparse.values(), None if value is None else value[tuple(sparse.indices())]
         self.check_dense(grad)
         effects = controller.session.effects
         with disabled_autocast(grad.device.type) if autograd.any_autocast() else nullcontext():
@@ -223,8 +229,16 @@ class TransformHook:
                     effects.add(link.slot, before, result)
         if controller.sampling and self.flushes:
             effects.flush()
-        self._checked = controller.configuration
-        return None if result is grad or controller.session.shadow else result
+        if sparse is None:
+            self._checked = controller.configuration
+        if result is grad or controller.session.shadow:
+            return None
+        if sparse is None:
+            return result
+        indices, shape = sparse.indices(), sparse.shape
+        return torch.sparse_coo_tensor(
+            indices, result, shape, is_coalesced=True, check_invariants=False
+        )
 
     def apply(
         self,
@@ -296,9 +310,10 @@ class TransformHook:
     def check_dense(self, grad: Tensor) -> None:
         """Raise TypeError for a sparse or a complex gradient."""
         if grad.layout is not torch.strided or grad.is_complex():
+            rule = "" if grad.is_complex() else f"; {SPARSE_RULE}"
             raise TypeError(
-                f"site '{self.entry.site}': transforms take dense real gradients, "
-                f"found {grad.dtype} with layout {grad.layout}"
+                f"site '{self.entry.site}': {self.controller.transform!r} takes dense real "
+                f"gradients, found {grad.dtype} with layout {grad.layout}{rule}"
             )
 
     def check_result(

@@ -264,6 +264,21 @@ def error_of(transform: Transform, context: TransformContext) -> Tensor:
     return autograd.detached(context.error)
 
 
+SPARSE_RULE = (
+    "on the values of a sparse gradient act only transforms without state that are elementwise and "
+    "keep zero, with a trigger that does not look at the gradient"
+)
+
+
+def acts_on_values(transform: Transform) -> bool:
+    """Whether acting on the values of a sparse gradient is acting on the dense one."""
+    properties = transform.properties
+    keeps_zero = {"linear", "homogeneous", "odd", "sign_preserving"}
+    if "elementwise" not in properties or properties.isdisjoint(keeps_zero):
+        return False
+    return not transform.init(torch.zeros(1))
+
+
 def fixed_weights(context: TransformContext, scale: float, rows: int, like: Tensor) -> Tensor:
     """Return a matrix for products with `like`, uniform in ±scale / sqrt(n).
 

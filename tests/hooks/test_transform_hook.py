@@ -283,18 +283,6 @@ def test_a_frozen_part_passes() -> None:
 # Kinds of gradients
 
 
-@pytest.mark.parametrize("stage", ["backward", "accumulated", "step"])
-def test_sparse_gradients_are_refused_by_name(stage) -> None:
-    model = nn.Sequential(nn.Embedding(5, 3, sparse=True))
-    optimizer = sgd(model)
-    with (
-        pytest.raises(TypeError, match="site '0.weight': transforms take dense real gradients"),
-        attached(model, gs.Clip(), gs.Parameters(stage=stage), optimizer),
-    ):
-        model(torch.tensor([1, 2])).sum().backward()
-        optimizer.step()
-
-
 def test_complex_gradients_are_refused_by_name() -> None:
     model = nn.ParameterDict({"w": nn.Parameter(torch.ones(2, dtype=torch.complex64))})
     with (
