@@ -12,7 +12,7 @@ from fuzz_watch import SECONDS, Outcome, watched
 from gradsurg import run
 from gradsurg.config.overrides import CONFIG_DIR
 
-MEMORY = 64 * 2**30  # address space that a case may add
+MEMORY = 2**40  # address space that a case may add; drawing figures reserves much of it
 FOLDER_KEYS = ("out", "study", "hydra.run.dir", "hydra.sweep.dir", "hydra.output_subdir")
 LONG_KEYS = ("steps", "seeds", "seed", "accumulate", "experiment")
 """Keys of which a right value may mean long training: only checked."""

@@ -7,7 +7,7 @@ from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import Any, TextIO
 
 FAILED = 1
-NUM_STREAMS = 3  # stdin, stdout, stderr
+STDOUT, STDERR, NUM_STREAMS = 1, 2, 3
 
 _failures: list[OSError] = []
 
@@ -24,23 +24,24 @@ def ignore_closed_pipes() -> None:
         pass  # a closed stream: its number must not go to the next file that is opened
     os.close(number)
     atexit.register(_end)
-    sys.stdout = _reopened(sys.stdout, 1)
-    sys.stderr = _reopened(sys.stderr, 2)
+    sys.stdout = _reopened(sys.stdout, STDOUT)
+    sys.stderr = _reopened(sys.stderr, STDERR)
 
 
 def _reopened(stream: TextIO | None, number: int) -> TextIO:
-    encoding, line_buffering, write_through = "utf-8", False, False
+    encoding, line_buffering = "utf-8", False
     if stream is not None:
         stream.flush()
         number, encoding = stream.fileno(), stream.encoding
-        line_buffering = getattr(stream, "line_buffering", False)
-        write_through = getattr(stream, "write_through", False)
+        # `python -u` writes through, which a buffer below would undo.
+        line_buffering = any(
+            getattr(stream, name, False) for name in ("line_buffering", "write_through")
+        )
     return TextIOWrapper(
         BufferedWriter(_Pipe(number, "wb", closefd=False)),
         encoding=encoding,
         errors="backslashreplace",
         line_buffering=line_buffering,
-        write_through=write_through,
     )
 
 
@@ -55,7 +56,8 @@ class _Pipe(FileIO):
         except OSError as error:
             self._discard()
             _failures.append(error)
-            print(f"output cannot be written: {error.strerror}", file=sys.stderr)
+            if self.fileno() != STDERR:
+                print(f"output cannot be written: {error.strerror}", file=sys.stderr)
         return super().write(content)
 
     def _discard(self) -> None:

@@ -1,0 +1,197 @@
+"""Command lines that are wrong in unusual ways: one line each, code 2, no traceback, no hang."""
+
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from gradsurg.plugins.fields import FieldError, full_message, printable
+from gradsurg.transforms.clip import Clip
+from tests.conftest import Here
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+SHORT = ("steps=1", "seeds=1", "logger=none", "report=false")
+CLIP = "transform=clip"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ((CLIP, "optimizer.lr=nan"), "optimizer.lr: must be finite, found nan"),
+        ((CLIP, "optimizer.lr=inf"), "optimizer.lr: must be finite, found inf"),
+        ((CLIP, "optimizer.momentum=nan"), "optimizer.momentum: must be finite, found nan"),
+        (
+            (CLIP, "optimizer=adam", "optimizer.eps=-inf"),
+            "optimizer.eps: must be finite, found -inf",
+        ),
+        (
+            (CLIP, "schedule=exponential", "schedule.gamma=nan"),
+            "schedule.gamma: must be finite, found nan",
+        ),
+        ((CLIP, "+schedule.foo=1"), "schedule.foo: is not a field here: constant has none"),
+        ((CLIP, "optimizer.lr=true"), "optimizer.lr: must be a number, found True"),
+        ((CLIP, "threads=true"), "threads: must be a whole number, found True"),
+        ((CLIP, "seed=false"), "seed: must be a whole number, found False"),
+        ((CLIP, "batch_size=true"), "batch_size: must be a whole number, found True"),
+        ((CLIP, "model.hidden=[true]"), "model.hidden.0: must be a whole number, found True"),
+        ((CLIP, "task=friedman", "task.num_train=1e12"), "task: needs more memory than there is"),
+        (("transform=[1.5]",), "transform: there is no '1.5'. There are: add_noise, "),
+        ((CLIP, "+=$HOME"), "+=$HOME: has no key before the ="),
+        ((CLIP, "hydra.run.dir=/proc/x"), "hydra: FileNotFoundError: [Errno 2] No such file or"),
+        ((CLIP, "out=" + "x" * 300), "out: cannot be a folder ([Errno 36] File name too long: "),
+        ((CLIP, "out=a\udcffb"), "out=a\\udcffb: cannot be read: "),
+        ((CLIP, "out='a\udcffb'"), "out"),
+        (("experiment=yu2020", "control=!"), "control=!: cannot be read: "),
+        (("-m", "transform=glob(zzz*)"), "transform=glob(zzz*): sweeps over no value. There are: "),
+        (("-m", CLIP, "seed=range(3,0)"), "seed=range(3,0): sweeps over no value"),
+        (("-m", CLIP, "seed=range(0,inf)"), "seed=range(0,inf): cannot be swept: it has no end"),
+        (("-m", CLIP, "seed=range(0,100000)"), "seed: over 10,000 values need yes=true"),
+        ((CLIP, "seeds=1000000000"), "seeds: 2,000,000,000 runs need yes=true, as more than 10,"),
+        (("-m", CLIP, "seeds=4000", "model=mlp,linear"), "sweep: 16,000 runs need yes=true"),
+        ((CLIP, "logger=sys.exit"), "logger.exit: sys.exit raised SystemExit"),
+        (("transform=sys.exit",), "transform.exit: sys.exit raised SystemExit"),
+    ],
+)
+def test_a_wrong_command_line_gives_one_line(
+    here: Here, folder: Path, words: tuple[str, ...], line: str
+) -> None:
+    given = {word.partition("=")[0] for word in words}
+    ended = here(*words, *(word for word in SHORT if word.partition("=")[0] not in given))
+    lines = [text for text in ended.err.splitlines() if not text.startswith("warning: ")]
+    assert ended.code == 2
+    assert lines[0].startswith(line), lines
+    if "range(0,100000)" not in words[-1]:  # told of the values, and of the jobs
+        assert len(lines) == 1
+    assert not [*folder.rglob("summary.json")]
+
+
+@pytest.mark.parametrize("name", ["builtins.abs", "operator.neg"])
+def test_a_function_written_in_c_is_a_transform(here: Here, folder: Path, name: str) -> None:
+    ended = here(f"transform={name}", *SHORT)
+    assert ended.code == 0
+    assert len([*folder.rglob("summary.json")]) == 2
+
+
+def test_many_runs_are_counted_and_timed_before_they_start(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradsurg.config.cli.ANNOUNCED_RUNS", 3)
+    ended = here("-m", CLIP, "model=mlp,linear", *SHORT)
+    first = ended.err.splitlines()[0]
+    assert first.startswith("2 jobs, 4 runs of 1 steps: about ")
+    assert first.endswith(" seconds on cpu, by a step without surgery")
+
+
+def test_very_many_runs_are_planned_with_yes(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradsurg.config.build.MAX_RUNS", 1)
+    monkeypatch.setattr("gradsurg.config.cli.MAX_RUNS", 1)
+    assert here(CLIP, *SHORT).code == 2
+    assert here(CLIP, "yes=true", *SHORT).code == 0
+
+
+def test_a_boolean_is_no_number_in_any_validated_class() -> None:
+    with pytest.raises(FieldError, match=r"Clip.value: must be a number, found True"):
+        Clip(True)
+
+
+def test_out_is_the_folder_of_the_start_also_if_code_changes_the_current_one(
+    here: Here, folder: Path
+) -> None:
+    source = "import os\ndef moves(grad):\n    os.chdir('/')\n    return grad / 2\n"
+    (folder / "moving.py").write_text(source, encoding="utf-8")
+    words = ("transform=moving.moves,clip", "checkpoint_every=1", "checkpoint_seconds=0")
+    ended = here("-m", *words, *SHORT)
+    assert ended.code == 0
+    assert Path.cwd() == folder
+    assert len([*folder.glob("runs/default/*/summary.json")]) == 3
+    assert len([*folder.glob("runs/default/*/checkpoint.pt")]) == 3
+    assert not Path("/runs").exists()
+
+
+def test_control_characters_do_not_reach_the_terminal(here: Here) -> None:
+    assert printable("a\x1b[31mb\nc\u202eü") == "a\\x1b[31mb\\nc\\u202eü"
+    assert full_message(ValueError("\x1b]0;title\x07")) == "ValueError: \\x1b]0;title\\x07"
+    ended = here(CLIP, "study='\x1b[31m'", *SHORT)
+    assert ended.code == 2
+    assert "\x1b" not in ended.err
+    ended = here(CLIP, "zzz\x1b[31m\nfoo", *SHORT)
+    assert ended.code == 2
+    assert "\x1b" not in ended.err
+    assert ended.err.count("\n") == 1
+
+
+ENDS = f"{sys.executable} -m gradsurg.run {CLIP} steps=1 seeds=1 logger=none"
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "told"),
+    [
+        (">&-", 0, ""),
+        ("2>&-", 0, ""),
+        ("<&- >&- 2>&-", 0, ""),
+        (">/dev/full", 1, "output cannot be written: No space left on device\n"),
+        ("2>/dev/full", 0, ""),  # on which nothing is printed
+        ("steps=a 2>/dev/full", 1, ""),
+    ],
+)
+def test_closed_and_full_streams_lose_no_run(folder: Path, end: str, code: int, told: str) -> None:
+    process = subprocess.run(
+        ["bash", "-c", f"{ENDS} {end}"], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert (process.returncode, process.stderr) == (code, told)
+    finished = 0 if "steps" in end else 2
+    assert len([*folder.glob("runs/default/*/summary.json")]) == finished
+    assert (folder / "runs/default/report/index.html").is_file() == bool(finished)
+
+
+def test_an_ascii_locale_changes_nothing(folder: Path) -> None:
+    ascii_locale = "LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0"
+    command = f"{ascii_locale} {ENDS} report=true"
+    process = subprocess.run(
+        ["bash", "-c", command], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert (process.returncode, process.stderr) == (0, "")
+    assert process.stdout.endswith("report: runs/default/report/index.html\n")
+    other = folder / "ü"
+    other.mkdir()
+    process = subprocess.run(
+        ["bash", "-c", command], cwd=other, capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 2
+    assert process.stderr.startswith("out: must be text in the encoding of the locale; PYTHONUTF8")
+    assert process.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_random_command_lines_end_well(monkeypatch: pytest.MonkeyPatch, part: int) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    fuzz, watch = import_module("fuzz_overrides"), import_module("fuzz_watch")
+    for index in range(50 * part, 50 * (part + 1)):
+        for outcome in watch.in_fresh_folder(fuzz.case, f"0-{index}"):
+            assert outcome.faults == [], outcome.words
+
+
+def test_the_watch_of_the_fuzzer_finds_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    watch = import_module("fuzz_watch")
+
+    def kinds(command: object, seconds: float = 10) -> list[str]:
+        def case(seed: str, folder: Path) -> list[object]:
+            return [watch.watched(command, [], [folder / "runs"], seconds)]
+
+        (outcome,) = watch.in_fresh_folder(case, "0")
+        return [fault.kind for fault in outcome.faults]
+
+    def runs_on() -> None:
+        while True:
+            pass
+
+    assert kinds(lambda: sys.exit(2)) == []
+    assert kinds(lambda: sys.exit(3)) == ["exit code"]
+    assert kinds(lambda: 1 / 0) == ["traceback"]
+    assert kinds(runs_on, 0.01) == ["hang"]
+    assert kinds(lambda: Path("other").mkdir()) == ["written outside"]
+    assert kinds(lambda: Path("runs").mkdir()) == []
