@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from random import Random
 from tempfile import mkdtemp
+from unittest.mock import patch
 
 from fuzz_watch import Fault, Outcome, watched
 
@@ -37,7 +38,7 @@ def case(seed: str, folder: Path) -> Iterator[Outcome]:
     chance = Random(seed)
     damages = "; ".join(_prepare(folder, chance))
     converted = chance.randrange(FIGURES_EVERY) == 0
-    figures.write_figure = _write_figure if converted else _write_specification
+    write = figures.write_figure if converted else _write_specification
     training = chance.choice((TRAIN, TASKS))
     study, private = folder / "runs" / "first", folder / "private"
     before = _contents(private)
@@ -46,7 +47,8 @@ def case(seed: str, folder: Path) -> Iterator[Outcome]:
         train: [*training, *OPTIONS, f"out={folder / 'runs'}"],
     }
     for command, words in commands.items():
-        outcome = watched(command, words, [folder / "runs"])
+        with patch.object(figures, "write_figure", write):
+            outcome = watched(command, words, [folder / "runs"])
         outcome.words = [*words, f"({damages})"]
         if _contents(private) != before:
             outcome.faults.append(Fault("written outside", "another folder was changed"))
@@ -59,9 +61,6 @@ def case(seed: str, folder: Path) -> Iterator[Outcome]:
 
 def _report() -> None:
     sys.exit(report.main())
-
-
-_write_figure = figures.write_figure
 
 
 def _write_specification(figure: figures.Figure, folder: Path) -> Path:

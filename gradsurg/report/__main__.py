@@ -50,12 +50,12 @@ def _watch(study: Path, out: Path) -> int:
     try:
         while True:
             began = time.monotonic()
-            found = stamp(study)
-            if report is None or found != seen:
-                report, seen = study_report(study), found
+            now = stamp(study)
+            if report is None or now != seen:
+                report, seen = study_report(study), now
                 page = write_report(report, out, refresh=EVERY)
-                told = ", ".join(f"{number} {state}" for state, number in report.states.items())
-                print(f"{time.strftime('%H:%M:%S')}  {told}  {page}", flush=True)
+                states = ", ".join(f"{number} {state}" for state, number in report.states.items())
+                print(f"{time.strftime('%H:%M:%S')}  {states}  {page}", flush=True)
             time.sleep(max(EVERY, 2 * (time.monotonic() - began)))
     except KeyboardInterrupt:
         if report is not None:

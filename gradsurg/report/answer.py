@@ -38,20 +38,20 @@ def states(runs: Sequence[LoadedRun]) -> dict[str, int]:
 def paragraph(outcomes: Sequence[Outcome], arms: Sequence[Arm]) -> str:
     """Answer the study's question in one paragraph: the headline metric, arm by arm."""
     headline = outcomes[0].metric if outcomes else ""
-    own = [outcome for outcome in outcomes if outcome.metric == headline]
-    compared = [outcome for outcome in own if outcome.difference]
-    lost = [outcome.arm.name for outcome in own if not outcome.difference]
+    of_headline = [outcome for outcome in outcomes if outcome.metric == headline]
+    compared = [outcome for outcome in of_headline if outcome.difference]
+    lost = [outcome.arm.name for outcome in of_headline if not outcome.difference]
     ended = reached(arms)
     if not compared:
         return " ".join([*ended, _nothing_yet(arms, lost)])
     one = compared[0]
     if len(compared) == 1 and one.difference:
-        said = [*ended, answer(one.arm.name, one.plain, headline, one.difference)]
+        sentences = [*ended, answer(one.arm.name, one.plain, headline, one.difference)]
     else:
-        said = [*ended, *_of_many(compared, headline)]
+        sentences = [*ended, *_of_many(compared, headline)]
     if lost:
-        said.append(f"Nothing to compare yet for {listed(lost)}.")
-    return " ".join(said)
+        sentences.append(f"Nothing to compare yet for {listed(lost)}.")
+    return " ".join(sentences)
 
 
 def cautions(
@@ -59,60 +59,62 @@ def cautions(
 ) -> list[str]:
     """Return the cautions of a study, one sentence each."""
     counts = states(runs)
-    said = []
+    sentences = []
     ended = {"finished", "diverged", "failed"}
     open_runs = sum(number for state, number in counts.items() if state not in ended)
     if open_runs:
         parts = [f"{number} {state}" for state, number in counts.items() if state not in ended]
-        said.append(
+        sentences.append(
             f"The study is unfinished: {', '.join(parts)} of {count(len(runs), 'run')}. "
             "Numbers cover what is there."
         )
     if counts.get("diverged"):
-        said.append(
+        sentences.append(
             f"{count(counts['diverged'], 'run')} diverged and "
             f"{'is' if counts['diverged'] == 1 else 'are'} in no mean and no interval."
         )
     if counts.get("failed"):
-        said.append(f"{count(counts['failed'], 'run')} failed; the table of runs has the reasons.")
-    said += _of_seeds(outcomes)
-    said += [line for arm in arms if (line := _dead(arm))]
+        sentences.append(
+            f"{count(counts['failed'], 'run')} failed; the table of runs has the reasons."
+        )
+    sentences += _of_seeds(outcomes)
+    sentences += [line for arm in arms if (line := _dead(arm))]
     skipped = [n for run in runs if (n := (run.summary or {}).get("skipped_steps"))]
     if skipped:
-        said.append(
+        sentences.append(
             f"{count(len(skipped), 'run')} skipped {count(sum(skipped), 'step')}, because scaled "
             "gradients were not finite."
         )
     several = sum(len(run.controls) > 1 for run in runs)
     if several:
-        said.append(
+        sentences.append(
             f"{count(several, 'run')} with a norm-matched control too, here compared with the "
             "plain one alone; control=norm_matched given again tells the other."
         )
-    untold = sum(not run.told for run in runs)
+    untold = sum(not run.has_facts for run in runs)
     if untold:
-        said.append(
+        sentences.append(
             f"{count(untold, 'directory', 'directories')} without a run.json: paired with "
             "controls by their configs."
         )
-    return said
+    return sentences
 
 
 def _of_seeds(outcomes: Sequence[Outcome]) -> list[str]:
     """How much may be said of so many seeds, and of so many arms."""
-    said = []
+    sentences = []
     if line := repeats_line(outcomes):
-        said.append(line)
+        sentences.append(line)
     numbers = [one.difference.n for one in outcomes if one.difference and not one.repeats]
     if numbers and min(numbers) < 6:
-        said.append(FEW)
+        sentences.append(FEW)
     compared = len({outcome.arm.name for outcome in outcomes if outcome.difference})
     if compared > 1:
         controlled = any(outcome.q_value is not None for outcome in outcomes)
         chance = "of 20 that do nothing one is expected to look clear"
         more = "; q allows for that" if controlled else ""
-        said.append(f"{compared} arms are compared at once: {chance}{more}.")
-    return said
+        sentences.append(f"{compared} arms are compared at once: {chance}{more}.")
+    return sentences
 
 
 def _dead(arm: Arm) -> str:
@@ -138,11 +140,11 @@ def _nothing_yet(arms: Sequence[Arm], lost: Sequence[str]) -> str:
 def _of_many(compared: Sequence[Outcome], headline: str) -> list[str]:
     name = title(headline)
     clear = _words(compared, "{}")
-    said = [f"{_capital(name)} is {part}." for part in clear]
+    sentences = [f"{_capital(name)} is {part}." for part in clear]
     for few in (True, False):
         hints = _words([o for o in compared if _is_few(o) is few], "{} (hint)")
         if hints:
-            said.append(
+            sentences.append(
                 f"{_why_hints(compared, few)}: take as hints that {name} is {listed(hints)}."
             )
     unclear = [o for o in compared if o.reading not in (*CLEAR, *(f"{w} (hint)" for w in CLEAR))]
@@ -150,28 +152,32 @@ def _of_many(compared: Sequence[Outcome], headline: str) -> list[str]:
     several = [o for o in unclear if o not in alone]
     if several:
         parts = [f"{o.arm.name} ({_number_of(o)})" for o in several]
-        said.append(f"No clear difference in {name} for {listed(parts)}.")
+        sentences.append(f"No clear difference in {name} for {listed(parts)}.")
     if alone:
         parts = [
             f"{amount(headline, o.difference.mean)} with {o.arm.name}"
             for o in alone
             if o.difference
         ]
-        said.append(f"One seed each and so no interval: {name} {listed(parts)}.")
-    said[0] = f"Beside their control arms, seed for seed: {said[0][0].lower()}{said[0][1:]}"
-    said.append("Brackets: mean difference, 95 % paired t interval, number of seeds.")
-    return said
+        sentences.append(f"One seed each and so no interval: {name} {listed(parts)}.")
+    sentences[0] = (
+        f"Beside their control arms, seed for seed: {sentences[0][0].lower()}{sentences[0][1:]}"
+    )
+    sentences.append("Brackets: mean difference, 95 % paired t interval, number of seeds.")
+    return sentences
 
 
 def _words(outcomes: Sequence[Outcome], reading: str) -> list[str]:
     """`higher with clip (..)`, for each word whose reading some have; the largest first."""
-    said = []
+    phrases = []
     for word in CLEAR:
-        own = [o for o in outcomes if o.reading == reading.format(word)]
-        own.sort(key=lambda o: -abs(o.difference.mean if o.difference else 0))
-        if own:
-            said.append(f"{word} with {listed([_told(outcome) for outcome in own], 4)}")
-    return said
+        matching = [o for o in outcomes if o.reading == reading.format(word)]
+        matching.sort(key=lambda o: -abs(o.difference.mean if o.difference else 0))
+        if matching:
+            phrases.append(
+                f"{word} with {listed([_with_interval(outcome) for outcome in matching], 4)}"
+            )
+    return phrases
 
 
 def _is_few(outcome: Outcome) -> bool:
@@ -181,17 +187,17 @@ def _is_few(outcome: Outcome) -> bool:
 def _why_hints(compared: Sequence[Outcome], few: bool) -> str:
     if not few:
         return f"With an interval that leaves out 0, but q above {MAX_Q}"
-    own = sorted({o.difference.n for o in compared if o.difference and "hint" in o.reading})
-    own = [n for n in own if n < MIN_FOR_P]
-    number = f"{own[0]} to {own[-1]}" if len(own) > 1 else f"{own[0]}"
+    sizes = sorted({o.difference.n for o in compared if o.difference and "hint" in o.reading})
+    sizes = [n for n in sizes if n < MIN_FOR_P]
+    number = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"{sizes[0]}"
     return f"With n = {number} seeds no sign-flip test can reach .05"
 
 
-def _told(outcome: Outcome) -> str:
-    found = outcome.difference
-    assert found is not None
-    much = amount(outcome.metric, found.mean)
-    return f"{outcome.arm.name} ({much}; {interval(outcome.metric, found)}; {_number_of(outcome)})"
+def _with_interval(outcome: Outcome) -> str:
+    paired = outcome.difference
+    assert paired is not None
+    mean = amount(outcome.metric, paired.mean)
+    return f"{outcome.arm.name} ({mean}; {interval(outcome.metric, paired)}; {_number_of(outcome)})"
 
 
 def _number_of(outcome: Outcome) -> str:
@@ -211,7 +217,7 @@ def reached(arms: Sequence[Arm]) -> list[str]:
 
     The last one says what that makes of the outcomes.
     """
-    said = []
+    sentences = []
     for arm in arms:
         asked = _asked(arm)
         if not asked:
@@ -219,14 +225,14 @@ def reached(arms: Sequence[Arm]) -> list[str]:
         steps = sorted(summary[UNTIL_STEP] for summary in asked if summary[UNTIL_REACHED])
         shown = ", ".join(str(step) for step in steps)
         at = f", at step{'s' if len(steps) > 1 else ''} {shown}" if steps else ""
-        said.append(
+        sentences.append(
             f"{arm.name}: {len(steps)} of {len(asked)} seeds reached {asked[0][UNTIL]}{at}."
         )
-    if not said:
+    if not sentences:
         return []
     runs = {run.name: run for arm in arms for run in arm.whole}
     compared = [_beside(one, runs) for one in beside_control(arms, UNTIL_STEP) if _asked(one.arm)]
-    return [*said, *(line for line in compared if line), ABOUT]
+    return [*sentences, *(line for line in compared if line), ABOUT]
 
 
 def _asked(arm: Arm) -> list[Summary]:
@@ -273,13 +279,13 @@ def dead_line(name: str, summaries: Sequence[Summary]) -> str:
     dead = [summary for summary in whole if summary.get("learned_nothing")]
     if not dead:
         return ""
-    found = dead[0]["learned_nothing"]
-    key = found["metric"]
+    evidence = dead[0]["learned_nothing"]
+    key = evidence["metric"]
     reached = fmean(summary[key] for summary in dead)
     beside = fmean(summary["learned_nothing"]["beside"] for summary in dead)
     return (
         f"{name}: training did not learn anything in {len(dead)} of {len(whole)} seeds: "
-        f"{title(key)} {value(key, reached)}, and {found['what']} {value(key, beside)}."
+        f"{title(key)} {value(key, reached)}, and {evidence['what']} {value(key, beside)}."
     )
 
 
@@ -315,17 +321,17 @@ def effort(runs: Sequence[LoadedRun]) -> list[str]:
     """Training time and hardware, a sentence each, with how many runs they are of."""
     ended = [run.summary for run in runs if run.summary]
     times = [summary["time/train_s"] for summary in ended if summary.get("time/train_s")]
-    said = []
+    sentences = []
     if times:
         of = count(len(times), "run") if len(times) == len(runs) else _of(len(times), len(runs))
-        said.append(f"Trained for {duration(sum(times))} in all ({of}).")
+        sentences.append(f"Trained for {duration(sum(times))} in all ({of}).")
     places = Counter(str(summary["hardware"]) for summary in ended if summary.get("hardware"))
     if len(places) == 1:
-        said.append(f"Hardware: {next(iter(places))}.")
+        sentences.append(f"Hardware: {next(iter(places))}.")
     elif places:
         shown = [f"{place} ({count(number, 'run')})" for place, number in places.most_common()]
-        said.append(f"Hardware: {'; '.join(shown)}.")
-    return said
+        sentences.append(f"Hardware: {'; '.join(shown)}.")
+    return sentences
 
 
 def duration(seconds: float) -> str:

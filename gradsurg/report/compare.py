@@ -95,14 +95,14 @@ class UpdateEffect:
 
 def metrics_of(arms: Sequence[Arm]) -> dict[str, str]:
     """The outcomes that a whole run has, with their titles; the headline first."""
-    found: dict[str, str] = {}
+    metrics: dict[str, str] = {}
     for arm in arms:
         for run in arm.whole:
             for key, name in titles(run.summary or {}).items():
                 if isinstance((run.summary or {})[key], int | float):
-                    found.setdefault(key, name)
-    first = [key for key in HEADLINE if key in found]
-    return {key: found[key] for key in [*first, *found]}
+                    metrics.setdefault(key, name)
+    first = [key for key in HEADLINE if key in metrics]
+    return {key: metrics[key] for key in [*first, *metrics]}
 
 
 def compare(arms: Sequence[Arm]) -> list[Outcome]:
@@ -123,23 +123,23 @@ def shares(arms: Sequence[Arm]) -> list[Outcome]:
     shorter: dict[tuple[str, str], LoadedRun] = {}
     for one in left_out({name: run.config for name, run in runs.items() if run.config}):
         shorter[one.whole, one.link] = runs[one.without]
-    found = []
+    outcomes = []
     for metric in metrics_of(arms):
         for arm in arms:
             here = [link for run in arm.runs for name, link in shorter if name == run.name]
-            own = []
+            runs_without = []
             for link in dict.fromkeys(here):
                 beside = {run.name: shorter.get((run.name, link)) for run in arm.runs}
                 outcome = _outcome(arm, metric, lambda run, at=beside: at[run.name], SHORTER)
-                own.append(replace(outcome, link=link))
-            found += _among_many(own)
-    return found
+                runs_without.append(replace(outcome, link=link))
+            outcomes += _among_many(runs_without)
+    return outcomes
 
 
 def costs(arms: Sequence[Arm]) -> list[Cost]:
     """Step times beside the control's, where both are known."""
     runs = {run.name: run for arm in arms for run in arm.runs}
-    found = []
+    arm_costs = []
     for arm in arms:
         pairs = [] if arm.is_control else _pairs(arm, _its_control(runs), "control")
         times = [(_number(a, "time/step_ms"), _number(b, "time/step_ms")) for a, b in pairs]
@@ -147,7 +147,7 @@ def costs(arms: Sequence[Arm]) -> list[Cost]:
         if both:
             measured = [_number(a, "time/measured_step_ms") for a, _ in pairs]
             known = [ms for ms in measured if ms]
-            found.append(
+            arm_costs.append(
                 Cost(
                     arm,
                     tuple(a / b for a, b in both),
@@ -156,19 +156,19 @@ def costs(arms: Sequence[Arm]) -> list[Cost]:
                     median(known) if known else None,
                 )
             )
-    return found
+    return arm_costs
 
 
 def update_effects(arms: Sequence[Arm]) -> list[UpdateEffect]:
     """Of each arm whose runs looked at their updates."""
-    found = []
+    effects = []
     for arm in arms:
-        own = asked([run.summary or {} for run in arm.whole])
-        values = {key: known(own, key) for key in NUMBERS}
+        sampled = asked([run.summary or {} for run in arm.whole])
+        values = {key: known(sampled, key) for key in NUMBERS}
         means = {key: paired_difference(v, [0.0] * len(v)) for key, v in values.items() if v}
-        if own:
-            found.append(UpdateEffect(arm, own, means))
-    return found
+        if sampled:
+            effects.append(UpdateEffect(arm, sampled, means))
+    return effects
 
 
 SHORTER = "shorter chain"
@@ -213,17 +213,17 @@ def _pairs(arm: Arm, beside: Beside, kind: str) -> list[Pair]:
 def _are_repeats(pairs: Sequence[Pair]) -> bool:
     """Whether all seeds came to the same numbers, in all that was tested."""
     return len(pairs) > 1 and all(
-        len({tuple(_number(run, key) for key in titles(run.summary or {})) for run in own}) == 1
-        for own in zip(*pairs, strict=True)
+        len({tuple(_number(run, key) for key in titles(run.summary or {})) for run in numbers}) == 1
+        for numbers in zip(*pairs, strict=True)
     )
 
 
 def repeats_line(outcomes: Iterable[Outcome]) -> str:
     """That seeds are no sample where nothing is drawn, if that is so in some arms."""
-    found = {one.arm.name: one.repeats for one in outcomes if one.repeats}
-    if not found:
+    repeats = {one.arm.name: one.repeats for one in outcomes if one.repeats}
+    if not repeats:
         return ""
-    arms = listed([f"the {n} seeds of {name}" for name, n in found.items()])
+    arms = listed([f"the {n} seeds of {name}" for name, n in repeats.items()])
     return (
         f"The same numbers from {arms}: nothing in these runs is drawn at random, so they count as "
         "one, without an interval or a p."
@@ -240,8 +240,8 @@ def _in_the_way(run: LoadedRun, other: LoadedRun | None, kind: str) -> str | Non
 
 
 def _number(run: LoadedRun, key: str) -> float | None:
-    found = (run.summary or {}).get(key)
-    return float(found) if isinstance(found, int | float) else None
+    number = (run.summary or {}).get(key)
+    return float(number) if isinstance(number, int | float) else None
 
 
 def _among_many(outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -267,10 +267,10 @@ Amount = Callable[[str, float], str]  # a difference of an outcome as it is prin
 
 def reading(difference: Difference, q_value: float | None) -> str:
     """The verdict of the interval, called a hint where seeds are few or q does not bear it out."""
-    told = verdict(difference)
+    direction = verdict(difference)
     few = difference.n < MIN_FOR_P
     borne_out = not few and (q_value is None or q_value <= MAX_Q)
-    return told if told not in CLEAR or borne_out else f"{told} (hint)"
+    return direction if direction not in CLEAR or borne_out else f"{direction} (hint)"
 
 
 def p_of(differences: Sequence[float]) -> float | None:
@@ -317,10 +317,10 @@ def bootstrap(differences: Sequence[float]) -> tuple[float, float] | None:
 def bootstrap_line(differences: Mapping[str, Sequence[float]], amount: Amount) -> str:
     """The BCa intervals of outcomes, by key; nothing if there are too few seeds."""
     parts = []
-    for key, own in differences.items():
-        found = bootstrap(own)
-        if found:
-            shown = " to ".join(amount(key, end) for end in found)
+    for key, by_seed in differences.items():
+        ends = bootstrap(by_seed)
+        if ends:
+            shown = " to ".join(amount(key, end) for end in ends)
             parts.append(f"{key.replace('/', ' ')} {shown}")
     return f"95 % BCa bootstrap intervals: {'; '.join(parts)}" if parts else ""
 
@@ -348,15 +348,15 @@ def left_out(configs: Mapping[str, Config]) -> list[LeftOut]:
     or a `scheduled` transform is one link with all that is inside.
     """
     names = {_canonical(config): name for name, config in configs.items()}
-    found = []
+    parts = []
     for whole, config in configs.items():
         order = config.get("order") or []
         for link in order if len(order) > 1 else []:
             shorter = names.get(_canonical(_without(config, link)))
             # A dotted path has one source in both, or it was edited in between.
             if shorter and _sources(configs[shorter]) <= _sources(config):
-                found.append(LeftOut(whole, link, shorter))
-    return found
+                parts.append(LeftOut(whole, link, shorter))
+    return parts
 
 
 def share(whole: Outcomes, without: Outcomes) -> Difference | None:
@@ -373,12 +373,20 @@ def shares_text(key: str, links: Mapping[str, tuple[Outcomes, Outcomes]]) -> str
     """A table of each link's share in a metric, of its values with and without the link."""
     rows = [["link", "share", "95 % interval", "sign-flip p", "seeds"]]
     for link, (whole, without) in links.items():
-        found = share(whole, without)
-        if found is None:
+        link_share = share(whole, without)
+        if link_share is None:
             rows.append([link, "-", "no seed has both", "", "0"])
             continue
         p_value = p_cell([a - b for a, b in _both(whole, without)])
-        rows.append([link, amount(key, found.mean), interval(key, found), p_value, str(found.n)])
+        rows.append(
+            [
+                link,
+                amount(key, link_share.mean),
+                interval(key, link_share),
+                p_value,
+                str(link_share.n),
+            ]
+        )
     return f"Each link's share in {title(key)}, {ABOUT_SHARES}:\n\n{aligned(rows)}"
 
 
@@ -417,7 +425,7 @@ class Doses:
 def doses(arms: Sequence[Arm]) -> list[Doses]:
     """Every set of at least three treated arms of one label with that many values of one number."""
     treated = [arm for arm in arms if not arm.is_control and arm.config]
-    found = []
+    groups = []
     for key in dict.fromkeys(key for arm in treated for key in arm.config):
         if key.partition(".")[0] in UNSAID:
             continue
@@ -427,12 +435,12 @@ def doses(arms: Sequence[Arm]) -> list[Doses]:
             if isinstance(dose, int | float) and not isinstance(dose, bool):
                 rest = {other: item for other, item in arm.config.items() if other != key}
                 sets.setdefault(canonical([arm.runs[0].label, rest]), {})[float(dose)] = arm
-        for own in sets.values():
-            if len(own) >= MIN_DOSES:
-                ordered = sorted(own.items())
+        for members in sets.values():
+            if len(members) >= MIN_DOSES:
+                ordered = sorted(members.items())
                 name = _shared_name([arm.name for _, arm in ordered], key)
-                found.append(Doses(key, name, [x for x, _ in ordered], [a for _, a in ordered]))
-    return found
+                groups.append(Doses(key, name, [x for x, _ in ordered], [a for _, a in ordered]))
+    return groups
 
 
 def _shared_name(names: Sequence[str], key: str) -> str:

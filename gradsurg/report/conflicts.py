@@ -117,37 +117,39 @@ def load_conflicts(arms: Sequence[Arm]) -> tuple[pl.DataFrame, list[str]]:
 
 def conflict_series(arms: Sequence[Arm], rows: pl.DataFrame) -> list[ConflictSeries]:
     """One for each arm and group; all that have the same tasks show the same ones of them."""
-    found = [
-        (arm, *key, own)
+    parts = [
+        (arm, *key, group_rows)
         for arm in arms
-        for *key, own in by_group(rows.filter(pl.col("run").is_in([r.name for r in arm.runs])))
+        for *key, group_rows in by_group(
+            rows.filter(pl.col("run").is_in([r.name for r in arm.runs]))
+        )
     ]
-    means = [conflict_means(own) for *_, own in found]
+    means = [conflict_means(group_rows) for *_, group_rows in parts]
     keys = dict.fromkeys(tuple(one.tasks) for one in means)
     chosen = {key: _chosen([one for one in means if tuple(one.tasks) == key]) for key in keys}
     sizes = [[len(part) for part in chosen[tuple(one.tasks)]] for one in means]
     size = sum(pairs + 6 * tasks for pairs, tasks in sizes)  # of two panels three lines each
     intervals = max(4, min(NUM_INTERVALS, MAX_NUMBERS // max(1, size)))
-    several = any(group != "shared" for _, _, group, _ in found)
+    several = any(group != "shared" for _, _, group, _ in parts)
     return [
         _series(
             f"{arm.name} at {group}" if several else arm.name,
             arm,
             group,
-            own,
+            group_rows,
             mean,
             *chosen[tuple(mean.tasks)],
             intervals,
         )
-        for (arm, _, group, own), mean in zip(found, means, strict=True)
+        for (arm, _, group, group_rows), mean in zip(parts, means, strict=True)
     ]
 
 
 def by_group(rows: pl.DataFrame) -> Iterator[tuple[str, str, pl.DataFrame]]:
     """Group rows by aggregator, group and list of tasks."""
     keys = ["aggregator", "group", pl.col("tasks").list.join("\n").alias("of")]
-    for (aggregator, group, _), own in rows.group_by(keys, maintain_order=True):
-        yield str(aggregator), str(group), own
+    for (aggregator, group, _), group_rows in rows.group_by(keys, maintain_order=True):
+        yield str(aggregator), str(group), group_rows
 
 
 def conflict_means(rows: pl.DataFrame) -> ConflictMeans:
@@ -155,26 +157,28 @@ def conflict_means(rows: pl.DataFrame) -> ConflictMeans:
     tasks = rows["tasks"][0].to_list()
     runs = [frame for _, frame in rows.group_by("run", maintain_order=True)]
     per_run = [_numbers(frame, len(tasks)) for frame in runs]
-    found = {
-        key: _mean(np.stack([_mean(own[key]) for own in per_run if len(own[key])]))
+    numbers = {
+        key: _mean(
+            np.stack([_mean(run_numbers[key]) for run_numbers in per_run if len(run_numbers[key])])
+        )
         for key in per_run[0]
-        if any(len(own[key]) for own in per_run)
+        if any(len(run_numbers[key]) for run_numbers in per_run)
     }
     others = {
-        name: (float(found[f"others.{key}.cosine"]), found[f"others.{key}.weights"])
+        name: (float(numbers[f"others.{key}.cosine"]), numbers[f"others.{key}.weights"])
         for key, name in _answering(per_run).items()
     }
     empty = np.zeros(0)
     return ConflictMeans(
         tasks,
         [*map(len, runs)],
-        sum(int((~np.isfinite(own["norms"])).any(axis=1).sum()) for own in per_run),
-        {number.name: float(found[number.name]) for number in GROUP_NUMBERS},
-        found["cosines"],
-        found["norms"],
-        found.get("weights", empty),
-        found["decrease"],
-        found["lost"],
+        sum(int((~np.isfinite(run_numbers["norms"])).any(axis=1).sum()) for run_numbers in per_run),
+        {number.name: float(numbers[number.name]) for number in GROUP_NUMBERS},
+        numbers["cosines"],
+        numbers["norms"],
+        numbers.get("weights", empty),
+        numbers["decrease"],
+        numbers["lost"],
         dict(sorted(others.items(), key=lambda item: -item[1][0])),
     )
 
@@ -184,40 +188,43 @@ def _answering(per_run: Sequence[Mapping[str, Floats]]) -> dict[str, str]:
     which any has.
     """
     keys = [key for key in per_run[0] if key.endswith(".cosine")]
-    known = {key: np.concatenate([np.isfinite(own[key]) for own in per_run]) for key in keys}
+    known = {
+        key: np.concatenate([np.isfinite(run_numbers[key]) for run_numbers in per_run])
+        for key in keys
+    }
     asked = sum(known.values()) > 0
-    found = {}
+    names = {}
     for key, there in known.items():
         if there.any():
             name = key.split(".")[1]
-            found[name] = name if np.array_equal(there, asked) else f"{name}*"
-    return found
+            names[name] = name if np.array_equal(there, asked) else f"{name}*"
+    return names
 
 
 def _numbers(rows: pl.DataFrame, count: int) -> dict[str, Floats]:
     """Each number of a run's rows, step by step; where lists are lacking no step is told."""
-    found = {
+    numbers = {
         number.name: rows[number.name].to_numpy().astype(np.float64) for number in GROUP_NUMBERS
     }
     wide = [name for name in rows.columns if name.endswith(".weights")]
     for name in (*CONFLICT_TASK_NAMES, *wide):
         lists = rows[name].to_list()
-        whole = [own if own and len(own) == count else [None] * count for own in lists]
-        there = any(own for own in lists)
-        found[name] = np.array(whole if there or name in wide else [], np.float64)
-    found["cosines"] = np.array(rows["cosines"].to_list(), np.float64)
+        whole = [values if values and len(values) == count else [None] * count for values in lists]
+        there = any(values for values in lists)
+        numbers[name] = np.array(whole if there or name in wide else [], np.float64)
+    numbers["cosines"] = np.array(rows["cosines"].to_list(), np.float64)
     for name in (name for name in rows.columns if name.endswith(".cosine")):
-        found[name] = rows[name].cast(pl.Float64).to_numpy().astype(np.float64)
-    found["lost"] = _lost(found)
-    return found
+        numbers[name] = rows[name].cast(pl.Float64).to_numpy().astype(np.float64)
+    numbers["lost"] = _lost(numbers)
+    return numbers
 
 
-def _lost(found: Mapping[str, Floats]) -> Floats:
+def _lost(numbers: Mapping[str, Floats]) -> Floats:
     """1 where the update has a negative cosine with a task's gradient, beyond rounding."""
-    norms, decrease = found["norms"], found["decrease"]
-    products = found["cosines"] * norms[:, :, None] * norms[:, None, :]
+    norms, decrease = numbers["norms"], numbers["decrease"]
+    products = numbers["cosines"] * norms[:, :, None] * norms[:, None, :]
     mean = np.sqrt(np.maximum(products.mean(axis=(1, 2)), 0.0))
-    length = np.nan_to_num(mean * found["norm_to_mean"])  # 0 where the mean is
+    length = np.nan_to_num(mean * numbers["norm_to_mean"])  # 0 where the mean is
     lost = decrease < -ROUNDING * np.nan_to_num(norms) * length[:, None]
     return np.where(np.isfinite(decrease), lost, np.nan)
 
@@ -264,9 +271,9 @@ def _series(
     for frame in runs:
         numbers = _numbers(frame, len(means.tasks))
         places = np.searchsorted(ends, frame["step"].to_numpy())
-        for key, own in cut.items():
+        for key, parts in cut.items():
             if len(numbers[key]):
-                own.append(np.stack([_mean(numbers[key][places == k]) for k in range(count)]))
+                parts.append(np.stack([_mean(numbers[key][places == k]) for k in range(count)]))
     first, second = ([pair[end] for pair in pairs] for end in (0, 1))
     cosines = _mean(np.stack(cut["cosines"]))[:, second, first].T
     return ConflictSeries(
@@ -319,22 +326,22 @@ def conflict_text(arms: Sequence[tuple[str, Sequence[Path]]]) -> str:
     An arm is a name and the directories of its runs, the treated one first. Where gradients are
     made one in several groups, that with the sharpest conflict is told. Nothing without conflicts.
     """
-    found = [(name, own) for name, paths in arms if (own := _by_group(paths))]
-    if not found:
+    by_arm = [(name, groups) for name, paths in arms if (groups := _by_group(paths))]
+    if not by_arm:
         return ""
-    first, groups = found[0]
+    first, groups = by_arm[0]
     group, means = min(groups.items(), key=lambda item: _sharpest(item[1]))
-    beside = [_beside(group, name, own) for name, own in found[1:]]
+    beside = [_beside(group, name, others) for name, others in by_arm[1:]]
     whole = group == "shared" or len(groups) > 1  # of several the caption tells
-    own = [(first if whole else f"{first} at {group}", means)]
-    own += [(name, one) for name, one in beside if one.tasks == means.tasks]
+    columns = [(first if whole else f"{first} at {group}", means)]
+    columns += [(name, one) for name, one in beside if one.tasks == means.tasks]
     of = measured_steps(means)
     where = f" at {group}, of {len(groups)} groups {SHARPEST}" if len(groups) > 1 else ""
     caption = f"How the tasks conflict{where}, means over {count(means.runs, 'run')}, {of}:"
-    parts = [fill(caption, WIDTH), _table(own), _task_table(own)]
-    said = [_lost_elsewhere(group, groups), about_tasks(group)]
-    said.append(others_line(first, means) if first != "control" else "")
-    return "\n\n".join([*parts, *(fill(text, WIDTH) for text in said if text)])
+    parts = [fill(caption, WIDTH), _table(columns), _task_table(columns)]
+    notes = [_lost_elsewhere(group, groups), about_tasks(group)]
+    notes.append(others_line(first, means) if first != "control" else "")
+    return "\n\n".join([*parts, *(fill(text, WIDTH) for text in notes if text)])
 
 
 def about_tasks(group: str) -> str:
@@ -356,16 +363,19 @@ def _lost_elsewhere(group: str, groups: Mapping[str, ConflictMeans]) -> str:
 def measured_steps(means: ConflictMeans) -> str:
     """How many of each run; runs that were stopped have fewer."""
     least, most = min(means.measured), max(means.measured)
-    said = f"{least} to " * (least < most) + count(most, "measured step")
-    said += " each" * (means.runs > 1)
+    text = f"{least} to " * (least < most) + count(most, "measured step")
+    text += " each" * (means.runs > 1)
     if means.not_finite:
-        said += f", of which {means.not_finite} had a gradient that is not finite, and no number"
-    return said
+        text += f", of which {means.not_finite} had a gradient that is not finite, and no number"
+    return text
 
 
 def _by_group(paths: Sequence[Path]) -> dict[str, ConflictMeans]:
     """Of each group; where its tasks were not always the same, of those that were met most."""
-    means = [(group, conflict_means(own)) for _, group, own in by_group(read_conflicts(paths))]
+    means = [
+        (group, conflict_means(group_rows))
+        for _, group, group_rows in by_group(read_conflicts(paths))
+    ]
     return dict(sorted(means, key=lambda item: item[1].steps))
 
 
@@ -384,16 +394,16 @@ def others_line(name: str, means: ConflictMeans) -> str:
     named: dict[str, list[str]] = {}
     for other, (cosine, _) in means.others.items():
         named.setdefault(number_of(cosine), []).append(other)
-    said = "; ".join(f"{cosine} {', '.join(others)}" for cosine, others in named.items())
-    if not said:
+    text = "; ".join(f"{cosine} {', '.join(others)}" for cosine, others in named.items())
+    if not text:
         return ""
-    starred = " *: at some of these steps alone." if "*" in said else ""
-    return f"What the others would have done, cosine to the update of {name}: {said}.{starred}"
+    starred = " *: at some of these steps alone." if "*" in text else ""
+    return f"What the others would have done, cosine to the update of {name}: {text}.{starred}"
 
 
-def number_of(found: float) -> str:
+def number_of(value: float) -> str:
     """Format with three digits; `-` for NaN."""
-    return f"{found:.3g}" if found == found else "-"
+    return f"{value:.3g}" if value == value else "-"
 
 
 def _sharpest(means: ConflictMeans) -> float:
@@ -412,10 +422,12 @@ def _table(arms: Sequence[tuple[str, ConflictMeans]]) -> str:
             between = len(pairs) - len(shown)
             cells.append([f".. {count(between, 'pair')} between ..", *("" for _ in arms)])
         name = f"cosine {pair_name(means.tasks, (a, b))}"
-        cells.append([name, *(number_of(own.cosines[b, a]) for _, own in arms)])
+        cells.append([name, *(number_of(arm_means.cosines[b, a]) for _, arm_means in arms)])
     for number in GROUP_NUMBERS:
         show = _share if number.unit == "fraction" else number_of
-        cells.append([number.label, *(show(own.single[number.name]) for _, own in arms)])
+        cells.append(
+            [number.label, *(show(arm_means.single[number.name]) for _, arm_means in arms)]
+        )
     return aligned(cells)
 
 
@@ -439,8 +451,8 @@ def _task_row(means: ConflictMeans, task: int) -> list[str]:
     return ["", means.tasks[task], *numbers, _share(float(means.lost[task]))]
 
 
-def _share(found: float) -> str:
-    return f"{found:.1%}" if found == found else "-"
+def _share(share: float) -> str:
+    return f"{share:.1%}" if share == share else "-"
 
 
 def conflict_rows(series: Sequence[ConflictSeries]) -> tuple[list[str], list[list[str]]]:
@@ -463,7 +475,7 @@ def conflict_rows(series: Sequence[ConflictSeries]) -> tuple[list[str], list[lis
 def about_conflicts(series: Sequence[ConflictSeries]) -> str:
     """Name the tasks of the rows and explain their columns."""
     sets = dict.fromkeys(tuple(one.means.tasks) for one in series)
-    tasks = "; ".join(listed(list(own), MAX_TASKS_LISTED) for own in sets)
+    tasks = "; ".join(listed(list(names), MAX_TASKS_LISTED) for names in sets)
     several = len(sharpest(series)) < len(series)
     return (
         f"Means over steps and runs; of the tasks {tasks} the least and the greatest. Lost: the "
@@ -482,18 +494,18 @@ def others_lines(series: Sequence[ConflictSeries]) -> list[str]:
 def about_lengths(series: Sequence[ConflictSeries]) -> list[str]:
     """That updates are longer or shorter than the control's, where some are by more than 1.25."""
     of_control = {tuple(one.means.tasks): one for one in series if one.arm.is_control}
-    said = []
+    ratios = []
     for one in series:
         control = of_control.get(tuple(one.means.tasks))
         if control is None or control is one or one.arm.is_control or one.group != control.group:
             continue
         ratio = one.means.single["norm_to_mean"] / control.means.single["norm_to_mean"]
         if not 1 / 1.25 <= ratio <= 1.25 and ratio == ratio:
-            said.append(f"{ratio:.2g} ({one.arm.name})")
-    if not said:
+            ratios.append(f"{ratio:.2g} ({one.arm.name})")
+    if not ratios:
         return []
     return [
-        f"Relative to the mean gradient, updates are {listed(said)} times as long as the "
+        f"Relative to the mean gradient, updates are {listed(ratios)} times as long as the "
         "control's, which acts like another learning rate: control=norm_matched compares "
         "directions alone, or a learning rate of its own for what weighs losses."
     ]
@@ -501,12 +513,12 @@ def about_lengths(series: Sequence[ConflictSeries]) -> list[str]:
 
 def sharpest(series: Sequence[ConflictSeries]) -> list[ConflictSeries]:
     """Of each arm the group in which tasks conflict most."""
-    found: dict[str, ConflictSeries] = {}
+    by_arm: dict[str, ConflictSeries] = {}
     for one in series:
-        other = found.get(one.arm.name)
+        other = by_arm.get(one.arm.name)
         if other is None or _sharpest(one.means) < _sharpest(other.means):
-            found[one.arm.name] = one
-    return list(found.values())
+            by_arm[one.arm.name] = one
+    return list(by_arm.values())
 
 
 def _ends(values: Sequence[float]) -> str:
@@ -519,17 +531,17 @@ def _ends(values: Sequence[float]) -> str:
 
 def lost_most(one: ConflictSeries, series: Sequence[ConflictSeries]) -> str:
     """The task that would have lost most often in any group of an arm; `none` if none has."""
-    groups = {own.group: own.means for own in series if own.arm.name == one.arm.name}
+    groups = {other.group: other.means for other in series if other.arm.name == one.arm.name}
     where = _most_lost(groups, one.group)
     if not where:
         return "none"
-    said = _loser(groups[where])
-    return said if where == one.group else f"{said} at {where}"
+    task = _loser(groups[where])
+    return task if where == one.group else f"{task} at {where}"
 
 
 def _most_lost(groups: Mapping[str, ConflictMeans], shown: str) -> str:
     """The group in which a task would have lost most often; empty if none has."""
-    worst = {name: float(np.nan_to_num(own.lost).max()) for name, own in groups.items()}
+    worst = {name: float(np.nan_to_num(means.lost).max()) for name, means in groups.items()}
     most = max(worst, key=lambda name: (worst[name], name == shown))
     return most if worst[most] > 0 else ""
 

@@ -107,10 +107,10 @@ def written(out: Path) -> set[str]:
     if out.is_symlink() or (out / WRITTEN).is_symlink():
         return set()
     try:
-        found = json.loads((out / WRITTEN).read_text(encoding="utf-8"))
+        content = json.loads((out / WRITTEN).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):  # there is none, or writing tells the fault
         return set()
-    names = [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+    names = [name for name in content if isinstance(name, str)] if isinstance(content, list) else []
     # whatever the file says, nothing outside of the folder is touched
     return {name for name in names if name not in ("", "..") and name == Path(name).name}
 
@@ -127,13 +127,13 @@ def study_info(report: StudyReport, out: Path) -> StudyInfo:
         {
             "arm": outcome.arm.name,
             "metric": outcome.metric,
-            "seeds": found.n if (found := outcome.difference) else 0,
+            "seeds": difference.n if (difference := outcome.difference) else 0,
             "of": outcome.planned,
-            "treated": fmean(outcome.treated) if found else None,
-            "control": fmean(outcome.control) if found else None,
-            "difference": found.mean if found else None,
-            "low": found.low if found else None,
-            "high": found.high if found else None,
+            "treated": fmean(outcome.treated) if difference else None,
+            "control": fmean(outcome.control) if difference else None,
+            "difference": difference.mean if difference else None,
+            "low": difference.low if difference else None,
+            "high": difference.high if difference else None,
             "p": outcome.p_value,
             "q": outcome.q_value,
             "verdict": outcome.reading,
@@ -296,9 +296,9 @@ def _tex_row(cells: Sequence[str]) -> str:
 
 
 def _kind(values: Sequence[object]) -> type[pl.DataType]:
-    known = [found for found in values if found is not None]
+    known = [value for value in values if value is not None]
     for types, kind in (((bool,), pl.Boolean), ((int,), pl.Int64), ((int, float), pl.Float64)):
-        if known and all(type(found) in types for found in known):
+        if known and all(type(value) in types for value in known):
             return kind
     return pl.String
 
@@ -307,5 +307,5 @@ def _number(item: object) -> float | None:
     return float(item) if isinstance(item, int | float) else None
 
 
-def _text(found: object) -> str | None:
-    return None if found is None else str(found)
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)

@@ -68,24 +68,24 @@ def figures(report: StudyReport) -> Iterator[Figure]:
     if any(outcome.difference for outcome in report.outcomes):
         shown = list(report.metrics)[:4]
         panels = [outcome_panel(of_metric(report.outcomes, metric), metric) for metric in shown]
-        said = "Treated minus control, mean and 95 % paired t interval"
-        yield Figure("outcome", panels, 2, said)
+        heading = "Treated minus control, mean and 95 % paired t interval"
+        yield Figure("outcome", panels, 2, heading)
     yield from _curve_figure(report)
     maps = [one for one in report.maps if one.transform != "none"]
     if maps:
         runs = sorted({one.n for one in maps})
         n = f"{runs[0]}" if len(runs) == 1 else f"{runs[0]} to {runs[-1]}"
-        said = f"Effect on the gradients, means over all steps, n = {n} runs per arm"
-        yield Figure("effects", site_panels(maps), 3, said)
+        heading = f"Effect on the gradients, means over all steps, n = {n} runs per arm"
+        yield Figure("effects", site_panels(maps), 3, heading)
     changed = [norms for norms in report.norms if norms.after is not None]
     if changed:
         panels = [replace(norm_panel(norms), height=LOW) for norms in changed[:MAX_PANELS]]
-        said = "Gradient norms, all sites and measured steps"
-        yield Figure("norms", panels, 3, said, _first_of(len(panels), len(changed)))
+        heading = "Gradient norms, all sites and measured steps"
+        yield Figure("norms", panels, 3, heading, _first_of(len(panels), len(changed)))
     if report.doses and report.metrics:
         metric = next(iter(report.metrics))
-        own = of_metric(report.outcomes, metric)
-        panels = [dose_panel(doses, own, metric) for doses in report.doses[:MAX_PANELS]]
+        outcomes = of_metric(report.outcomes, metric)
+        panels = [dose_panel(doses, outcomes, metric) for doses in report.doses[:MAX_PANELS]]
         yield Figure("doses", panels, 3, f"Difference in {title(metric)} over the dose")
     if report.costs:
         yield Figure("cost", [cost_panel(report.costs)], 1)
@@ -131,14 +131,14 @@ def _curve_figure(report: StudyReport) -> Iterator[Figure]:
     if not report.curves:
         return
     metric = report.curves[0].metric
-    found = curve_data(report, metric)
-    last = max(one.curve.steps[-1] for one in found)
-    panels = [curve_panel(one, curve_limits(one.both), last) for one in found[:MAX_PANELS]]
+    curves = curve_data(report, metric)
+    last = max(one.curve.steps[-1] for one in curves)
+    panels = [curve_panel(one, curve_limits(one.both), last) for one in curves[:MAX_PANELS]]
     panels = [replace(panel, height=LOW) for panel in panels]
-    said = f"{title(metric).capitalize()}: mean over seeds with its 95 % interval"
-    if any(one.control for one in found):
-        said += "; the control is dashed"
-    yield Figure("curves", panels, 3, said, _first_of(len(panels), len(found)))
+    heading = f"{title(metric).capitalize()}: mean over seeds with its 95 % interval"
+    if any(one.control for one in curves):
+        heading += "; the control is dashed"
+    yield Figure("curves", panels, 3, heading, _first_of(len(panels), len(curves)))
 
 
 def _conflict_figures(series: Sequence[ConflictSeries]) -> Iterator[Figure]:
@@ -147,8 +147,8 @@ def _conflict_figures(series: Sequence[ConflictSeries]) -> Iterator[Figure]:
         shown = every[:MAX_PANELS]
         reach = conflict_reach(shown)
         panels = [conflict_panel(one, reach) for one in shown]
-        said = "Cosine of the gradients of two tasks"
-        yield Figure("conflicts", panels, 3, said, _first_of(len(shown), len(every)))
+        heading = "Cosine of the gradients of two tasks"
+        yield Figure("conflicts", panels, 3, heading, _first_of(len(shown), len(every)))
     for name, measure in (("conflict-weights", "weight"), ("conflict-decrease", "decrease")):
         known = [
             (one, lines)
@@ -157,8 +157,8 @@ def _conflict_figures(series: Sequence[ConflictSeries]) -> Iterator[Figure]:
         ]
         panels = [task_panel(one, lines, measure) for one, lines in known[:MAX_PANELS]]
         if panels:
-            said = f"{measure.capitalize()} of each task, with its 95 % interval over seeds"
-            yield Figure(name, panels, 3, said, _first_of(len(panels), len(known)))
+            heading = f"{measure.capitalize()} of each task, with its 95 % interval over seeds"
+            yield Figure(name, panels, 3, heading, _first_of(len(panels), len(known)))
 
 
 def _front_figure(name: str, front: Front) -> Figure:

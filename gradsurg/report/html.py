@@ -128,11 +128,11 @@ def _outcome(report: StudyReport, data: elements.PageData) -> elements.Section |
         return elements.section("outcome", name, how, table)
     parts = [elements.choice("metric", "Metric", report.metrics)]
     for metric in report.metrics:
-        own = of_metric(known, metric)
-        if any(outcome.difference for outcome in own):
-            data.add(f"outcome|{metric}", outcome_panel(own, metric))
+        outcomes = of_metric(known, metric)
+        if any(outcome.difference for outcome in outcomes):
+            data.add(f"outcome|{metric}", outcome_panel(outcomes, metric))
         caption = f"Differences in {title(metric)} by arm"
-        table = elements.table(caption, *outcome_table(own, without=["metric"]))
+        table = elements.table(caption, *outcome_table(outcomes, without=["metric"]))
         parts.append(elements.shown_when("metric", metric, table))
     parts.insert(1, elements.chart("outcome|{metric}", with_numbers=False))
     return elements.section("outcome", name, how, *parts)
@@ -241,10 +241,10 @@ def _shares(report: StudyReport, data: elements.PageData) -> elements.Section | 
     if not _has_controls(report):
         parts.append(elements.choice("metric", "Metric", report.metrics))
     for metric in report.metrics:
-        own = of_metric(report.shares, metric)
+        outcomes = of_metric(report.shares, metric)
         blocks = []
-        for name in dict.fromkeys(outcome.arm.name for outcome in own):
-            links = [outcome for outcome in own if outcome.arm.name == name]
+        for name in dict.fromkeys(outcome.arm.name for outcome in outcomes):
+            links = [outcome for outcome in outcomes if outcome.arm.name == name]
             key = f"share|{metric}|{name}"
             if any(outcome.difference for outcome in links):
                 data.add(key, outcome_panel(links, metric, lambda outcome: outcome.link))
@@ -264,9 +264,9 @@ def _doses(report: StudyReport, data: elements.PageData) -> elements.Section | N
         "with 95&nbsp;% intervals."
     )
     for metric in report.metrics:
-        own = of_metric(report.outcomes, metric)
+        outcomes = of_metric(report.outcomes, metric)
         for place, doses in enumerate(report.doses):
-            panel = dose_panel(doses, own, metric)
+            panel = dose_panel(doses, outcomes, metric)
             arms = panel.data["arms"]
             assert isinstance(arms, dict)
             names = {"dose": "dose", "said": "difference", "interval": "95 % interval"}

@@ -71,7 +71,7 @@ class LoadedRun:
     summary: Summary | None = None
     control: str | None = None
     controls: Mapping[str, str] = field(default_factory=dict)  # by their kind, `control` among them
-    told: bool = True
+    has_facts: bool = True
 
     @property
     def name(self) -> str:
@@ -120,7 +120,7 @@ def read_study(folder: Path, only: Collection[str] | None = None) -> list[Loaded
             path = folder / run.control
             runs.append(
                 LoadedRun(
-                    path, "missing", reason, "control", "none", run.seed, run.steps, told=True
+                    path, "missing", reason, "control", "none", run.seed, run.steps, has_facts=True
                 )
             )
     return runs
@@ -178,7 +178,7 @@ def _read(path: Path) -> LoadedRun:
         summary=summary or None,
         control=facts.get("control"),
         controls=facts.get("controls") or {},
-        told=bool(facts),
+        has_facts=bool(facts),
     )
     return replace(run, reason=_reason(run, directory, last))
 
@@ -217,7 +217,7 @@ def _with_controls(runs: list[LoadedRun]) -> list[LoadedRun]:
         controls.setdefault(_control_key(run), run.name)
     return [
         run
-        if run.told or run.arm == "control"
+        if run.has_facts or run.arm == "control"
         else replace(run, control=controls.get(_control_key(run)))
         for run in runs
     ]
@@ -233,17 +233,17 @@ Stamp = dict[str, object]
 
 def stamp(folder: Path) -> Stamp:
     """Size and time of every file that a report is made from: another stamp, another report."""
-    found: Stamp = {}
+    facts_of_files: Stamp = {}
     for path in _run_directories(folder):
         for name in (*OWN_FILES, EFFECTS, CONFLICTS, LOCK):
             try:
                 facts = (path / name).stat()
             except FileNotFoundError:
                 continue
-            found[f"{path.name}/{name}"] = facts.st_size, facts.st_mtime_ns
+            facts_of_files[f"{path.name}/{name}"] = facts.st_size, facts.st_mtime_ns
         if (path / LOCK).is_file():  # its process can die without touching a file
-            found[path.name] = _read(path).state
-    return found
+            facts_of_files[path.name] = _read(path).state
+    return facts_of_files
 
 
 ABOUT_SURGERY = ("transform", "site", "when", "order", "control", "aggregator", "sources")
@@ -274,10 +274,12 @@ def group(runs: Sequence[LoadedRun]) -> list[Arm]:
     groups: dict[str, list[LoadedRun]] = {}
     for run in runs:
         groups.setdefault(run.key, []).append(run)
-    own = [tuple(sorted(group, key=lambda run: (run.seed, run.name))) for group in groups.values()]
-    configs = [flat(group[0].config or {}) for group in own]
-    names = _names([_called(group[0]) for group in own], configs)
-    arms = [Arm(*parts) for parts in zip(names, own, configs, strict=True)]
+    members = [
+        tuple(sorted(group, key=lambda run: (run.seed, run.name))) for group in groups.values()
+    ]
+    configs = [flat(group[0].config or {}) for group in members]
+    names = _names([_called(group[0]) for group in members], configs)
+    arms = [Arm(*parts) for parts in zip(names, members, configs, strict=True)]
     return sorted(arms, key=_order)
 
 
@@ -307,8 +309,8 @@ def _names(labels: list[str], configs: list[dict[str, object]]) -> list[str]:
     for label, config in zip(labels, configs, strict=True):
         same = [other for name, other in zip(labels, configs, strict=True) if name == label]
         keys = [*shared, *_telling(same, about_surgery=True)]
-        said = [_said(key, keys, config[key]) for key in keys if _is_said(key, keys, config)]
-        names.append(" · ".join([label, *said]))
+        texts = [_key_text(key, keys, config[key]) for key in keys if _is_shown(key, keys, config)]
+        names.append(" · ".join([label, *texts]))
     # what still has no name of its own gets a number
     repeats: dict[str, int] = {}
     for place, name in enumerate(names):
@@ -321,7 +323,7 @@ def _names(labels: list[str], configs: list[dict[str, object]]) -> list[str]:
 def _telling(configs: list[dict[str, object]], about_surgery: bool) -> list[str]:
     """The keys in which configs differ; of a group whose names differ the name is enough."""
     keys = dict.fromkeys(key for config in configs for key in config)
-    found = []
+    differing = []
     for key in keys:
         top, _, rest = key.partition(".")
         if top in UNSAID or (top in ABOUT_SURGERY) != about_surgery:
@@ -330,20 +332,20 @@ def _telling(configs: list[dict[str, object]], about_surgery: bool) -> list[str]
         values = {repr(config[key]) for config in having}
         missing = len(having) < len([config for config in configs if config])
         if len(values) > 1 or (missing and not rest):
-            found.append(key)
-    return found
+            differing.append(key)
+    return differing
 
 
-def _is_said(key: str, keys: Sequence[str], config: Mapping[str, object]) -> bool:
+def _is_shown(key: str, keys: Sequence[str], config: Mapping[str, object]) -> bool:
     return key in config and config[key] is not None
 
 
-def _said(key: str, keys: Sequence[str], found: object) -> str:
+def _key_text(key: str, keys: Sequence[str], value: object) -> str:
     """`mlp` for a name, else the last part of the key and the value: `value=0.01`."""
     last = key.rpartition(".")[2]
-    shown = f"{found:g}" if isinstance(found, float) else str(found)
-    if isinstance(found, list | tuple):
-        shown = f"[{','.join(map(str, found))}]"
+    shown = f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, list | tuple):
+        shown = f"[{','.join(map(str, value))}]"
     if last == "name":
         return shown
     ambiguous = sum(other.rpartition(".")[2] == last for other in keys) > 1

@@ -39,12 +39,12 @@ def outcome_panel(
     label = name or _arm_with_n
     low, high = limits_of(outcomes)
     data = _differences(outcomes, label, low, high)
-    said = [
+    texts = [
         f"{label(one)}: {amount(metric, one.difference.mean)}" for one in outcomes if one.difference
     ]
     return Panel(
         title(metric),
-        f"Difference in {title(metric)} with 95 % intervals. {'; '.join(said)}",
+        f"Difference in {title(metric)} with 95 % intervals. {'; '.join(texts)}",
         _forest_view(title(metric), is_share(metric)),
         data,
         {"low": low, "high": high, "arms": data["arms"]["arm"]},
@@ -58,9 +58,9 @@ def limits_of(outcomes: Sequence[Outcome]) -> tuple[float, float]:
 
     An interval may take half of their span more at each end; beyond that it is cut.
     """
-    found = [outcome.difference for outcome in outcomes if outcome.difference]
+    differences = [outcome.difference for outcome in outcomes if outcome.difference]
     seen = [0.0, *(value for outcome in outcomes for value in outcome.differences)]
-    ends = [end for one in found for end in (one.low, one.high) if end is not None]
+    ends = [end for one in differences for end in (one.low, one.high) if end is not None]
     room = (max(seen) - min(seen)) / 2
     low = max(min(seen) - room, min([*ends, *seen]))
     high = min(max(seen) + room, max([*ends, *seen]))
@@ -73,12 +73,12 @@ def _differences(
 ) -> dict[str, Columns]:
     arms, seeds, cuts = [], [], []
     for outcome in outcomes:
-        name, found = label(outcome), outcome.difference
-        ends = (found.low, found.high) if found else (None, None)
+        name, paired = label(outcome), outcome.difference
+        ends = (paired.low, paired.high) if paired else (None, None)
         clear = outcome.reading in CLEAR
         inside = [None if end is None else short(min(max(end, low), high), 6) for end in ends]
-        mean = short(found.mean, 6) if found else None
-        texts = (_said(outcome), interval(outcome.metric, found) if found else "")
+        mean = short(paired.mean, 6) if paired else None
+        texts = (_said(outcome), interval(outcome.metric, paired) if paired else "")
         arms.append((name, mean, *inside, clear, *texts))
         for end, limit, shape in zip(ends, (low, high), ("left", "right"), strict=True):
             if end is not None and not low <= end <= high:
@@ -128,19 +128,19 @@ def _forest_view(metric: str, share: bool) -> Spec:
 def dose_panel(doses: Doses, outcomes: Sequence[Outcome], metric: str) -> Panel:
     """The difference to the control over the one number in which arms differ."""
     by_name = {outcome.arm.name: outcome for outcome in outcomes}
-    own = [by_name[arm.name] for arm in doses.arms if arm.name in by_name]
+    shown_outcomes = [by_name[arm.name] for arm in doses.arms if arm.name in by_name]
     places = {arm.name: dose for dose, arm in zip(doses.doses, doses.arms, strict=True)}
-    low, high = limits_of(own)
-    arms = _differences(own, lambda one: one.arm.name, low, high)["arms"]
+    low, high = limits_of(shown_outcomes)
+    arms = _differences(shown_outcomes, lambda one: one.arm.name, low, high)["arms"]
     arms["dose"] = [places[name] for name in arms["arm"]]
     key = doses.key.rpartition(".")[2]
     by_log = min(doses.doses) > 0 and max(doses.doses) >= 10 * min(doses.doses)
-    seeds = sorted({one.difference.n if one.difference else 0 for one in own}) or [0]
+    seeds = sorted({one.difference.n if one.difference else 0 for one in shown_outcomes}) or [0]
     several = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0]}"
-    said = "; ".join(f"{places[o.arm.name]:g}: {_said(o)}" for o in own)
+    text = "; ".join(f"{places[o.arm.name]:g}: {_said(o)}" for o in shown_outcomes)
     return Panel(
         f"{cut(doses.name)}, n = {several}",
-        f"{doses.name}: difference in {title(metric)} over {doses.key}. {said}",
+        f"{doses.name}: difference in {title(metric)} over {doses.key}. {text}",
         _dose_view(title(metric), is_share(metric), key, by_log),
         {"arms": arms},
         {"low": low, "high": high},
@@ -203,10 +203,10 @@ def cost_panel(costs: Sequence[Cost]) -> Panel:
         "arms": arms,
         "pairs": {"arm": [n for n, _ in pairs], "ratio": [short(r) for _, r in pairs]},
     }
-    said = "; ".join(f"{name}: {one:g}" for name, one in zip(names, arms["ratio"], strict=True))
+    text = "; ".join(f"{name}: {one:g}" for name, one in zip(names, arms["ratio"], strict=True))
     return Panel(
         "",
-        f"Step time over the control's. {said}",
+        f"Step time over the control's. {text}",
         _cost_view(),
         data,
         {"arms": names},
@@ -285,11 +285,11 @@ def front_panel(front: Front, first: int, second: int) -> Panel:
         "texts": columns_of(("x", "y", "text"), texts),
     }
     labels = [f"{front.metric} {front.names[task]}" for task in (first, second)]
-    said = "; ".join(f"{row[0]} {row[1]}: {row[5]} and {row[6]}" for row in arms)
+    summary = "; ".join(f"{row[0]} {row[1]}: {row[5]} and {row[6]}" for row in arms)
     better = "lower left" if front.lower_is_better else "upper right"
     return Panel(
         f"{front.names[first]} and {front.names[second]}, {better} is better",
-        f"{labels[1]} over {labels[0]}. {said}",
+        f"{labels[1]} over {labels[0]}. {summary}",
         _front_view(labels[0], labels[1], is_share(front.metric), x_log, y_log),
         data,
         {"x_low": x_low, "x_high": x_high, "y_low": y_low, "y_high": y_high},

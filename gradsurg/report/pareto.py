@@ -64,16 +64,16 @@ def fronts(arms: Sequence[Arm]) -> list[Front]:
         names = _names(arm)
         if len(names) > 1:
             groups.setdefault(canonical([_task(arm), names]), []).append(arm)
-    found = []
-    for own in groups.values():
-        names = _names(own[0])
-        title = str(_task(own[0]).get("name", ""))
+    task_fronts = []
+    for members in groups.values():
+        names = _names(members[0])
+        title = str(_task(members[0]).get("name", ""))
         for metric in SIGNS:
-            marks = [_mark(arm, [f"{PART}{metric}_{name}" for name in names]) for arm in own]
+            marks = [_mark(arm, [f"{PART}{metric}_{name}" for name in names]) for arm in members]
             known = [mark for mark in marks if mark is not None]
             if len(known) > 1:
-                found.append(Front(title, metric, names, _ranked(known, SIGNS[metric])))
-    return found
+                task_fronts.append(Front(title, metric, names, _ranked(known, SIGNS[metric])))
+    return task_fronts
 
 
 def ends_of(front: Front, task: int) -> tuple[float, float, bool]:
@@ -91,18 +91,18 @@ def clusters(front: Front, first: int, second: int) -> list[tuple[tuple[float, f
     """Return the positions of the arms' numbers, counted from 1; numbers close together share a
     text.
     """
-    found: list[tuple[Mark, list[int]]] = []
+    groups: list[tuple[Mark, list[int]]] = []
     axes = [(task, *ends_of(front, task)) for task in (first, second)]
     for number, mark in enumerate(front.marks, 1):
-        for other, numbers in found:
+        for other, numbers in groups:
             if all(abs(_at(mark, *axis) - _at(other, *axis)) < CLOSE for axis in axes):
                 numbers.append(number)
                 break
         else:
-            found.append((mark, [number]))
+            groups.append((mark, [number]))
     return [
         ((mark.means[first].mean, mark.means[second].mean), ", ".join(map(str, numbers)))
-        for mark, numbers in found
+        for mark, numbers in groups
     ]
 
 
@@ -133,13 +133,13 @@ def _mark(arm: Arm, keys: Sequence[str]) -> Mark | None:
     if not whole:
         return None
     values = [[float(_number(run, key) or 0) for run in whole] for key in keys]
-    means = [paired_difference(own, [0.0] * len(own)) for own in values]
+    means = [paired_difference(task_values, [0.0] * len(task_values)) for task_values in values]
     return Mark(arm, [run.seed for run in whole], values, means, [])
 
 
 def _number(run: LoadedRun, key: str) -> float | None:
-    found = (run.summary or {}).get(key)
-    return found if isinstance(found, int | float) else None
+    value = (run.summary or {}).get(key)
+    return value if isinstance(value, int | float) else None
 
 
 def _ranked(marks: Sequence[Mark], sign: int) -> list[Mark]:
@@ -155,9 +155,9 @@ def _ranked(marks: Sequence[Mark], sign: int) -> list[Mark]:
             [
                 other.arm.name
                 for other, theirs in zip(marks, costs, strict=True)
-                if all(a <= b for a, b in zip(theirs, own, strict=True))
-                and any(a < b - gap for a, b, gap in zip(theirs, own, least, strict=True))
+                if all(a <= b for a, b in zip(theirs, mark_costs, strict=True))
+                and any(a < b - gap for a, b, gap in zip(theirs, mark_costs, least, strict=True))
             ],
         )
-        for mark, own in zip(marks, costs, strict=True)
+        for mark, mark_costs in zip(marks, costs, strict=True)
     ]

@@ -36,9 +36,9 @@ class Curve:
 
 def load_metrics(arms: Sequence[Arm]) -> tuple[pl.DataFrame, list[str]]:
     """Return the metrics of all runs, with the directory's name in `run`, and read errors."""
-    own, faults = run_frames(arms, read_metrics)
+    by_run, faults = run_frames(arms, read_metrics)
     frames = [pl.DataFrame(schema={"run": pl.String, "step": pl.Int64})]
-    for name, frame in own.items():
+    for name, frame in by_run.items():
         numbers = [key for key in frame.columns if key not in (*METRICS_KEYS, NOT_FINITE)]
         casts = [pl.col(key).cast(pl.Float64, strict=False) for key in numbers]
         frames.append(frame.select(pl.lit(name).alias("run"), "step", *casts))
@@ -57,37 +57,37 @@ def curves(arms: Sequence[Arm], metrics: pl.DataFrame) -> list[Curve]:
     by_run = {
         str(key[0]): frame for key, frame in metrics.partition_by("run", as_dict=True).items()
     }
-    found = []
+    arm_curves = []
     for metric in curve_metrics(metrics):
         for arm in arms:
             values = {}
             for run in arm.runs:
                 if run.name in by_run:
-                    own = by_run[run.name].select("step", metric).drop_nulls().unique("step")
-                    values[run.name] = dict(own.iter_rows())
+                    points = by_run[run.name].select("step", metric).drop_nulls().unique("step")
+                    values[run.name] = dict(points.iter_rows())
             if any(values.values()):
-                found.append(_curve(arm, metric, values))
-    return found
+                arm_curves.append(_curve(arm, metric, values))
+    return arm_curves
 
 
 def _curve(arm: Arm, metric: str, values: Mapping[str, Mapping[int, float]]) -> Curve:
-    steps = _thinned(sorted({step for own in values.values() for step in own}))
+    steps = _thinned(sorted({step for at_step in values.values() for step in at_step}))
     whole = {run.name for run in arm.runs if run.state != "diverged"}
     reaches: dict[int, float] = {}
     n, means, lows, highs = [], [], [], []
     for step in steps:
-        own = [row[step] for name, row in values.items() if name in whole and step in row]
-        mean = sum(own) / len(own) if own else None
-        n.append(len(own))
+        at_step = [row[step] for name, row in values.items() if name in whole and step in row]
+        mean = sum(at_step) / len(at_step) if at_step else None
+        n.append(len(at_step))
         means.append(mean)
-        if mean is None or len(own) < 2:
+        if mean is None or len(at_step) < 2:
             lows.append(None)
             highs.append(None)
             continue
-        if len(own) not in reaches:
-            reaches[len(own)] = t_critical(len(own))
-        variance = sum((value - mean) ** 2 for value in own) / (len(own) - 1)
-        reach = reaches[len(own)] * sqrt(variance / len(own))
+        if len(at_step) not in reaches:
+            reaches[len(at_step)] = t_critical(len(at_step))
+        variance = sum((value - mean) ** 2 for value in at_step) / (len(at_step) - 1)
+        reach = reaches[len(at_step)] * sqrt(variance / len(at_step))
         lows.append(mean - reach)
         highs.append(mean + reach)
     single = {name: [row.get(step) for step in steps] for name, row in values.items()}
@@ -146,7 +146,7 @@ class Effects:
 
 def load_effects(arms: Sequence[Arm]) -> Effects:
     """Return the effects of all runs, with the directory's name in `run`, and read errors."""
-    found, faults = run_frames(arms, read_effects)
+    by_run, faults = run_frames(arms, read_effects)
     frames = [
         frame.with_columns(
             pl.lit(name).alias("run").cast(pl.Categorical),
@@ -157,7 +157,7 @@ def load_effects(arms: Sequence[Arm]) -> Effects:
                 if frame.schema[key] == pl.Null
             ],
         )
-        for name, frame in found.items()
+        for name, frame in by_run.items()
     ]
     return Effects(pl.concat(frames, how="diagonal_relaxed") if frames else _no_rows(), faults)
 
@@ -196,8 +196,8 @@ def _of_each(arms: Sequence[Arm], rows: pl.DataFrame) -> Iterator[tuple[Arm, str
     for arm in arms:
         frames = [by_run[run.name] for run in arm.runs if run.name in by_run]
         if frames:
-            own = pl.concat(frames)
-            for (name,), frame in own.partition_by(
+            arm_rows = pl.concat(frames)
+            for (name,), frame in arm_rows.partition_by(
                 "transform", as_dict=True, maintain_order=True
             ).items():
                 yield arm, str(name), frame
@@ -283,8 +283,8 @@ def _counts(norms: pl.DataFrame, low: float, high: float) -> list[float]:
         .group_by(place.floor().clip(0, NUM_BINS - 1).cast(pl.Int64).alias("place"))
         .agg(pl.col("sampled").sum())
     )
-    found = dict(rows.iter_rows())
-    return [found.get(number, 0) / total if total else 0.0 for number in range(NUM_BINS)]
+    counts = dict(rows.iter_rows())
+    return [counts.get(number, 0) / total if total else 0.0 for number in range(NUM_BINS)]
 
 
 def _zeros(norms: pl.DataFrame) -> float:
@@ -341,26 +341,26 @@ def landscapes(arms: Sequence[Arm], metrics: pl.DataFrame) -> tuple[list[Landsca
 
     Runs that differ in where they start, or in their seed, stand together under one name.
     """
-    told: dict[str, dict[str, Any]] = {}  # Any: what JSON can hold
+    contents: dict[str, dict[str, Any]] = {}  # Any: what JSON can hold
     runs: dict[str, list[tuple[LoadedRun, list[float]]]] = {}
     faults: list[str] = []
     for run in (run for arm in arms for run in arm.runs if run.is_readable):
         try:
-            found = read_landscape(run.path / LANDSCAPE)
+            content = read_landscape(run.path / LANDSCAPE)
         except BrokenFile as error:
             faults.append(f"{run.name}: {error}")
             continue
-        if found is None:
+        if content is None:
             continue
-        start = found.pop("start")
-        key = canonical(found)
-        told[key] = found
+        start = content.pop("start")
+        key = canonical(content)
+        contents[key] = content
         runs.setdefault(key, []).append((run, start))
-    return [_landscape(told[key], own, metrics) for key, own in runs.items()], faults
+    return [_landscape(contents[key], same, metrics) for key, same in runs.items()], faults
 
 
 def _landscape(
-    told: Mapping[str, Any],  # Any: what JSON can hold
+    content: Mapping[str, Any],  # Any: what JSON can hold
     runs: Sequence[tuple[LoadedRun, list[float]]],
     metrics: pl.DataFrame,
 ) -> Landscape:
@@ -373,10 +373,12 @@ def _landscape(
                 arm.name, sorted(ways, key=lambda way: (way.x1[0], way.x2[0], way.seed))
             )
         )
-    pareto = [*told["pareto"], told["pareto"][0]] if told.get("closed") else told["pareto"]
+    pareto = (
+        [*content["pareto"], content["pareto"][0]] if content.get("closed") else content["pareto"]
+    )
     config = (runs[0][0].config or {}).get("task")
     task = str(config.get("name", "")) if isinstance(config, Mapping) else ""
-    return Landscape(task, told["x1"], told["x2"], told["values"], pareto, arms)
+    return Landscape(task, content["x1"], content["x2"], content["values"], pareto, arms)
 
 
 def _startless(config: Mapping[str, Any] | None) -> dict[str, Any] | None:  # Any: YAML's values
@@ -423,21 +425,21 @@ def asked(summaries: Sequence[Summary]) -> list[Summary]:
 
 def known(summaries: Sequence[Summary], key: str) -> list[float]:
     """One of the numbers, run by run; an update of zero has no cosine."""
-    found = [summary.get(key) for summary in summaries]
-    return [float(value) for value in found if value is not None]
+    values = [summary.get(key) for summary in summaries]
+    return [float(value) for value in values if value is not None]
 
 
 def update_line(summaries: Sequence[Summary]) -> str:
     """Describe the update effect in one sentence, over the runs that measured it; empty if none
     did.
     """
-    own = asked(summaries)
-    if not own:
+    measured = asked(summaries)
+    if not measured:
         return ""
-    cosine, norm_ratio, change, without = (_mean(own, key) for key in NUMBERS)
+    cosine, norm_ratio, change, without = (_mean(measured, key) for key in NUMBERS)
     return (
-        f"Updates ({of_how_much(own)}), beside those without the surgery: cosine {cosine}, norm "
-        f"ratio {norm_ratio}; a step changes the loss of its batch by {change}, without the "
+        f"Updates ({of_how_much(measured)}), beside those without the surgery: cosine {cosine}, "
+        f"norm ratio {norm_ratio}; a step changes the loss of its batch by {change}, without the "
         f"surgery by {without}."
     )
 

@@ -68,10 +68,10 @@ class StudyReport:
     def about_tests(self) -> str:
         """Explain p, q and the reading of outcomes; empty if no outcome has a p."""
         seeds = {o.difference.n for o in [*self.outcomes, *self.shares] if o.difference}
-        said = [about_tests(seeds)] if max(seeds, default=0) > 1 else []
+        sentences = [about_tests(seeds)] if max(seeds, default=0) > 1 else []
         if any(o.q_value is not None for o in [*self.outcomes, *self.shares]):
-            said.append(f"{ABOUT_Q}.")
-        return " ".join(said)
+            sentences.append(f"{ABOUT_Q}.")
+        return " ".join(sentences)
 
     @property
     def states(self) -> dict[str, int]:
@@ -126,7 +126,7 @@ def study_report(
     )
 
 
-def _compared(found: list[Doses], compared: list[Outcome]) -> list[Doses]:
+def _compared(doses_of_arms: list[Doses], compared: list[Outcome]) -> list[Doses]:
     """Those that have a difference to draw."""
     names = {outcome.arm.name for outcome in compared if outcome.difference}
-    return [one for one in found if any(arm.name in names for arm in one.arms)]
+    return [one for one in doses_of_arms if any(arm.name in names for arm in one.arms)]

@@ -125,23 +125,23 @@ def _outcome(runs: Sequence[Runs]) -> str:
         if (number := sum(run.state == "diverged" for run in arm.runs))
     ]
     compared = compare([treated, control])
-    found = {one.metric: (one, one.difference) for one in compared if one.difference}
-    if not found:
+    by_metric = {one.metric: (one, one.difference) for one in compared if one.difference}
+    if not by_metric:
         return fill(f"{treated.name}: nothing to compare; {'; '.join(lost)}", WIDTH)
-    shown = {key: text for key, text in titles(_first(treated)).items() if key in found}
+    shown = {key: text for key, text in titles(_first(treated)).items() if key in by_metric}
     rows = [["", treated.name, control.name, "difference", "95 % interval", "sign-flip p"]]
-    rows += [_row(key, text, *found[key]) for key, text in shown.items()]
+    rows += [_row(key, text, *by_metric[key]) for key, text in shown.items()]
     step_times = costs([treated, control])
     rows.append([*_time_row(step_times), ""])
-    headline = next(key for key in HEADLINE if key in found)
-    difference = found[headline][1]
-    said = fill(answer(treated.name, control.name, headline, difference), WIDTH)
-    few = "" if "sign-flip" in said else about_p(difference.n)
-    by_seed = {key: found[key][0].differences for key in shown}
+    headline = next(key for key in HEADLINE if key in by_metric)
+    difference = by_metric[headline][1]
+    sentence = fill(answer(treated.name, control.name, headline, difference), WIDTH)
+    few = "" if "sign-flip" in sentence else about_p(difference.n)
+    by_seed = {key: by_metric[key][0].differences for key in shown}
     bootstrap = fill(bootstrap_line(by_seed, amount), WIDTH)
     notes = [note for note in (few, bootstrap, _measured(step_times, treated)) if note]
     same = fill(repeats_line(compared), WIDTH)
-    return "\n".join([said, *lost, *([same] if same else []), "", aligned(rows), *notes])
+    return "\n".join([sentence, *lost, *([same] if same else []), "", aligned(rows), *notes])
 
 
 def _pair(runs: Runs) -> tuple[LoadedRun, LoadedRun] | None:
@@ -168,12 +168,12 @@ def _reached(runs: Sequence[Runs]) -> str:
     """Return which seeds reached the stopping condition."""
     arms: list[Arm] = []
     for arm in ("treated", "control"):
-        found = []
+        loaded = []
         for run in runs:
             path, beside = getattr(run, arm), run.control if arm == "treated" else None
-            if path and (said := _summary(path)):
-                found.append(replace(_found(path, said, arm), control=beside and beside.name))
-        arms += [_arm(found)] if found else []
+            if path and (summary := _summary(path)):
+                loaded.append(replace(_found(path, summary, arm), control=beside and beside.name))
+        arms += [_arm(loaded)] if loaded else []
     return "\n".join(_wrapped(line) for line in reached(arms))
 
 
@@ -207,9 +207,9 @@ def _finished(summary: Summary | None, key: str) -> float | None:
     return summary.get(key) if summary and summary["state"] == "finished" else None
 
 
-def _row(key: str, title: str, outcome: Outcome, found: Difference) -> list[str]:
+def _row(key: str, title: str, outcome: Outcome, difference: Difference) -> list[str]:
     means = [value(key, fmean(values)) for values in (outcome.treated, outcome.control)]
-    shown = [*means, amount(key, found.mean), interval(key, found)]
+    shown = [*means, amount(key, difference.mean), interval(key, difference)]
     return [title, *shown, p_text(outcome.p_value)]
 
 
@@ -255,10 +255,10 @@ def _conflicts(runs: Sequence[Runs]) -> str:
     """Between the gradients of several tasks, with the surgery and without."""
     arms = []
     for paths in ([run.treated for run in runs], [run.control for run in runs]):
-        own = [path for path in paths if path is not None]
-        summary = next((found for path in own if (found := _summary(path))), None)
+        present = [path for path in paths if path is not None]
+        summary = next((known for path in present if (known := _summary(path))), None)
         if summary:
-            arms.append(("control" if summary["label"] == "none" else summary["label"], own))
+            arms.append(("control" if summary["label"] == "none" else summary["label"], present))
     return conflict_text(arms)
 
 
@@ -308,7 +308,7 @@ def _notes(summaries: Sequence[Summary]) -> str:
     for summary in summaries:
         for note in summary.get("notes", []):
             kinds.setdefault(note.partition(". ")[0], []).append(note)
-    lines = [f"Note ({count(len(own), 'run')}): {own[0]}" for own in kinds.values()]
+    lines = [f"Note ({count(len(notes), 'run')}): {notes[0]}" for notes in kinds.values()]
     return "\n".join(_wrapped(line) for line in lines)
 
 
@@ -369,10 +369,10 @@ def _print(report: StudyReport, console: Console) -> None:
     arms = len({outcome.arm.name for outcome in report.outcomes})
     compared = any(outcome.difference for outcome in report.outcomes)
     for metric, name in list(report.metrics.items())[: None if arms <= MAX_WHOLE else 1]:
-        own = [one for one in report.outcomes if one.metric == metric and one.is_known]
-        if compared and own:
+        outcomes = [one for one in report.outcomes if one.metric == metric and one.is_known]
+        if compared and outcomes:
             console.print()
-            console.print(_outcomes(own, name))
+            console.print(_outcomes(outcomes, name))
     if report.alone:
         console.print()
         console.print(_study_alone(report))
@@ -438,12 +438,12 @@ def _conflict_table(heads: list[str], rows: list[list[str]]) -> Table:
 def _study_shares(report: StudyReport) -> list[str]:
     """Return a table of each link's share in the headline metric, for each chain."""
     headline = next((key for key in report.metrics), "")
-    own = [outcome for outcome in report.shares if outcome.metric == headline]
-    said = []
-    for name in dict.fromkeys(outcome.arm.name for outcome in own):
-        links = {o.link: (o.treated, o.control) for o in own if o.arm.name == name}
-        said.append(f"{name}. {shares_text(headline, links)}")
-    return said
+    shares = [outcome for outcome in report.shares if outcome.metric == headline]
+    texts = []
+    for name in dict.fromkeys(outcome.arm.name for outcome in shares):
+        links = {o.link: (o.treated, o.control) for o in shares if o.arm.name == name}
+        texts.append(f"{name}. {shares_text(headline, links)}")
+    return texts
 
 
 def _updates(report: StudyReport) -> list[str]:
@@ -473,18 +473,18 @@ def _outcomes(outcomes: list[Outcome], name: str) -> Table:
 
 
 def _outcome_row(outcome: Outcome, many: bool) -> list[str]:
-    found, key = outcome.difference, outcome.metric
+    difference, key = outcome.difference, outcome.metric
     lost = ", ".join(f"{number} {state}" for state, number in outcome.states.items())
-    if found is None:
+    if difference is None:
         return [outcome.arm.name, f"0 of {outcome.planned}", *[""] * (5 + many), lost]
-    planned = "" if found.n == outcome.planned else f" of {outcome.planned}"
+    planned = "" if difference.n == outcome.planned else f" of {outcome.planned}"
     return [
         outcome.arm.name,
-        f"{found.n}{planned}",
-        value(key, sum(outcome.treated) / found.n),
-        value(key, sum(outcome.control) / found.n),
-        amount(key, found.mean),
-        interval(key, found),
+        f"{difference.n}{planned}",
+        value(key, sum(outcome.treated) / difference.n),
+        value(key, sum(outcome.control) / difference.n),
+        amount(key, difference.mean),
+        interval(key, difference),
         p_text(outcome.p_value),
         *[p_text(outcome.q_value)] * many,
         "; ".join(part for part in (SHORT.get(outcome.reading, outcome.reading), lost) if part),

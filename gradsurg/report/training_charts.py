@@ -48,15 +48,15 @@ class CurveData:
 
 def curve_data(report: StudyReport, metric: str) -> list[CurveData]:
     """The curves of a metric: the treated arms with their controls, or all if none is treated."""
-    own = {curve.arm.name: curve for curve in report.curves if curve.metric == metric}
-    treated = [curve for curve in own.values() if not curve.arm.is_control]
+    by_arm = {curve.arm.name: curve for curve in report.curves if curve.metric == metric}
+    treated = [curve for curve in by_arm.values() if not curve.arm.is_control]
     homes = {run.name: arm.name for arm in report.arms for run in arm.runs}
-    means = {name: _mean_columns(curve) for name, curve in own.items()}
+    means = {name: _mean_columns(curve) for name, curve in by_arm.items()}
     empty: Columns = {key: [] for key in ("step", "mean", "low", "high", "n")}
-    found = []
-    for curve in treated or own.values():
+    shown_curves = []
+    for curve in treated or by_arm.values():
         behind = next((homes[run.control] for run in curve.arm.runs if run.control in homes), "")
-        control = own.get(behind)
+        control = by_arm.get(behind)
         lone = _lone_points(curve, False), _lone_points(control, True) if control else []
         points = [point for part in lone for point in part]
         data = {
@@ -65,8 +65,8 @@ def curve_data(report: StudyReport, metric: str) -> list[CurveData]:
             "seeds": _seed_grid(curve),
             "points": columns_of(("step", "mean", "control"), points),
         }
-        found.append(CurveData(curve, control, data))
-    return found
+        shown_curves.append(CurveData(curve, control, data))
+    return shown_curves
 
 
 def curve_panel(
@@ -237,10 +237,10 @@ def effect_panel(one: EffectMap, measure: str, limits: tuple[float, float]) -> P
     """A measure of the effect at each site over the steps, as a map of colours."""
     means = [rounded(row, 3) for row in one.means[measure]]
     overall = zip(one.sites[:12], one.overall[measure], strict=False)
-    said = ", ".join(f"{site} {short(number, 3)}" for site, number in overall)
+    text = ", ".join(f"{site} {short(number, 3)}" for site, number in overall)
     return Panel(
         one.arm.name,
-        f"{LABELS[measure]}, {len(one.sites)} sites over the steps; means of the training: {said}",
+        f"{LABELS[measure]}, {len(one.sites)} sites over the steps; means of the training: {text}",
         _cells_view("site", measure),
         {"cells": Grid({"site": one.sites}, one.ends, {"value": means})},
         {"low": limits[0], "high": limits[1]},
@@ -435,11 +435,11 @@ def conflict_panel(one: ConflictSeries, reach: float) -> Panel:
         {"pair": names}, one.ends, {"value": [rounded(row, 3) for row in one.cosines.tolist()]}
     )
     means = [short(float(one.means.cosines[b, a]), 3) for a, b in one.pairs]
-    said = ", ".join(f"{name} {mean}" for name, mean in zip(names[:12], means, strict=False))
+    text = ", ".join(f"{name} {mean}" for name, mean in zip(names[:12], means, strict=False))
     return Panel(
         conflict_title(one),
         f"Cosine of the gradients of two tasks, {len(names)} pairs over the steps; means of the "
-        f"training: {said}",
+        f"training: {text}",
         _cells_view("pair", "conflict"),
         {"cells": cells},
         {"low": -reach, "high": reach},

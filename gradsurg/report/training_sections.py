@@ -51,16 +51,16 @@ def curves_section(report: StudyReport, data: elements.PageData) -> elements.Sec
     metrics = dict.fromkeys(curve.metric for curve in report.curves)
     most, control = 0, False
     for metric in metrics:
-        found = curve_data(report, metric)
-        most, control = max(most, len(found)), control or any(one.control for one in found)
-        last = max(one.curve.steps[-1] for one in found)
-        every = [curve for one in found for curve in one.both]
+        curves = curve_data(report, metric)
+        most, control = max(most, len(curves)), control or any(one.control for one in curves)
+        last = max(one.curve.steps[-1] for one in curves)
+        every = [curve for one in curves for curve in one.both]
         shared = {by_log: curve_limits(every, by_log) for by_log in (False, True)}
-        for place, one in enumerate(found):
+        for place, one in enumerate(curves):
             first = f"curve|{metric}|{place}|linear|shared"
             for by_log, scale in ((False, "linear"), (True, "log")):
-                for own, whose in ((False, "shared"), (True, "own")):
-                    limits = curve_limits(one.both, by_log) if own else shared[by_log]
+                for own_scale, whose in ((False, "shared"), (True, "own")):
+                    limits = curve_limits(one.both, by_log) if own_scale else shared[by_log]
                     key = f"curve|{metric}|{place}|{scale}|{whose}"
                     panel = curve_panel(one, limits, last, by_log)
                     data.add(key, panel, like=first if key != first else "")
@@ -100,11 +100,13 @@ def effects_section(report: StudyReport, data: elements.PageData) -> elements.Se
         for measure in MEASURES:
             panel = effect_panel(one, measure, limits[measure])
             data.add(f"effect|{place}|{measure}", panel, numbers, name=TITLES[measure])
-        found = norms.get((one.arm.name, one.transform))
-        if found is not None:
+        arm_norms = norms.get((one.arm.name, one.transform))
+        if arm_norms is not None:
             caption = "Gradient norms, all sites and measured steps"
             data.add(
-                f"norms|{place}", norm_panel(found), name=f"{caption}: {norm_panel(found).title}"
+                f"norms|{place}",
+                norm_panel(arm_norms),
+                name=f"{caption}: {norm_panel(arm_norms).title}",
             )
     slider = elements.slider("map", "Arm and transform", len(report.maps))
     measures = elements.choice("measure", "Measure", {key: TITLES[key] for key in MEASURES})

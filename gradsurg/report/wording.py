@@ -34,18 +34,18 @@ def is_share(key: str) -> bool:
     return "accuracy" in key
 
 
-def value(key: str, found: float | None) -> str:
+def value(key: str, outcome: float | None) -> str:
     """An outcome, as 96.31% or 0.1382."""
-    return f"{found:.2%}" if is_share(key) and found is not None else number(found)
+    return f"{outcome:.2%}" if is_share(key) and outcome is not None else number(outcome)
 
 
-def amount(key: str, found: float | None) -> str:
+def amount(key: str, difference: float | None) -> str:
     """A difference with its sign, as -0.62% or +0.0253."""
-    if found is None:
+    if difference is None:
         return "-"
     if key == UNTIL_STEP:
-        return f"{found:+,.1f}".removesuffix(".0")
-    return f"{found:+.2%}" if is_share(key) else f"{found:+.3g}"
+        return f"{difference:+,.1f}".removesuffix(".0")
+    return f"{difference:+.2%}" if is_share(key) else f"{difference:+.3g}"
 
 
 def interval(key: str, difference: Difference) -> str:
@@ -57,17 +57,17 @@ def interval(key: str, difference: Difference) -> str:
 
 def answer(name: str, plain: str, key: str, difference: Difference) -> str:
     """One sentence on one arm, and the caution that it needs."""
-    told = verdict(difference)
-    much, outcome = amount(key, difference.mean), title(key)
+    direction = verdict(difference)
+    mean, outcome = amount(key, difference.mean), title(key)
     if difference.low is None:
-        return f"{name}: {outcome} {much} against the {plain} arm; {told}."
-    if told == "no clear difference":
-        said = f"no clear difference in {outcome} against the {plain} arm"
+        return f"{name}: {outcome} {mean} against the {plain} arm; {direction}."
+    if direction == "no clear difference":
+        finding = f"no clear difference in {outcome} against the {plain} arm"
     else:
-        said = f"{outcome} is {told} than in the {plain} arm"
-    few = difference.n < 6 and told != "no clear difference"
+        finding = f"{outcome} is {direction} than in the {plain} arm"
+    few = difference.n < 6 and direction != "no clear difference"
     between = f"95 % interval {interval(key, difference)} ({difference.n} seeds, paired t)"
-    return f"{name}: {said}: {much}, {between}.{f' {FEW}' if few else ''}"
+    return f"{name}: {finding}: {mean}, {between}.{f' {FEW}' if few else ''}"
 
 
 def count(number: int, one: str, many: str = "") -> str:

@@ -58,7 +58,7 @@ def read_config(file: Path) -> dict[str, Any] | None:  # Any: any YAML value
     content = _content(file, MAX_BYTES)
     if content is None:
         return None
-    # OmegaConf wrote plain YAML, and its own reader takes far longer. Not all builds have the other.
+    # OmegaConf wrote plain YAML, and its own reader takes far longer.
     loader: type[SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         _check_events(file, content, loader)

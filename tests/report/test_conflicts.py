@@ -23,10 +23,10 @@ from gradsurg.report.conflicts import (
 from gradsurg.report.export import study_info, write_report
 from gradsurg.report.figures import figures
 from gradsurg.report.html import page
-from gradsurg.report.training_sections import other_aggregators
 from gradsurg.report.load import stamp
 from gradsurg.report.study import study_report
 from gradsurg.report.text import Runs, conflict_tables, overview, report
+from gradsurg.report.training_sections import other_aggregators
 from gradsurg.training.frames import read_conflicts
 from gradsurg.training.run_directory import CONFLICTS, RunDirectory
 from tests.report import studies

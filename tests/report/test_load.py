@@ -70,7 +70,7 @@ def test_runs_without_run_json_are_paired_by_their_configs(tmp_path: Path) -> No
     assert len(treated) == 2
     for run in treated:
         assert run.control is not None
-        assert not run.told
+        assert not run.has_facts
         beside = found[run.control].config
         assert beside is not None
         assert beside["model"] == (run.config or {})["model"]
