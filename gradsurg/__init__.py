@@ -2,8 +2,8 @@
 
 `gradsurg.Clip`, `gradsurg.Parameters`, `gradsurg.Steps`, `gradsurg.PCGrad` and the rest are found
 by name in the folders `transforms`, `sites`, `triggers` and `aggregators`. `dir(gradsurg)` lists
-them, and for editors `__init__.pyi`, which `scripts/stub.py` writes. Nothing is imported before it
-is asked for: what only reads the files of runs works without torch.
+them, and for editors `__init__.pyi`, which `scripts/stub.py` writes. Modules are imported on first
+use, so reading the files of runs needs no torch.
 """
 
 import sys

@@ -163,8 +163,8 @@ def _report_sweep(command: Command) -> bool:
 def _report_job(experiment: Experiment) -> None:
     """Write the report of the study of a single job, and send it to the loggers.
 
-    Figures take as long as some trainings. They are drawn with `report=true`, and where an earlier
-    report has figures, which would be out of date.
+    Drawing figures can take as long as training. They are drawn with `report=true`, or to update
+    those of an earlier report.
     """
     from gradsurg.report.export import figures_in
     from gradsurg.report.study import study_report

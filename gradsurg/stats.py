@@ -76,8 +76,8 @@ def bca_interval(
     """Return the bias-corrected and accelerated (BCa) bootstrap interval of the mean.
 
     Efron (1987); Efron and Tibshirani (1993), equations 14.9, 14.10, 14.14 and 14.15. Raises
-    ValueError for n < 20, where its coverage is below the nominal level (0.81 in place of 0.95 at
-    n = 5, 0.90 at n = 10) and that of the t interval is not. Resampling is seeded by `seed`. If all
+    ValueError for n < 20, where its coverage, unlike that of the t interval, is below the nominal
+    level (0.81 instead of 0.95 at n = 5, 0.90 at n = 10). Resampling is seeded by `seed`. If all
     differences are equal, the interval has width 0.
     """
     if len(differences) < MIN_BCA_SEEDS:

@@ -15,8 +15,8 @@ import yaml
 
 from gradsurg.testing import check_transform
 from gradsurg.transforms.base import Transform, TransformContext
-from tests.cases import Row
 from tests.conftest import Here
+from tests.transforms.cases import Row
 
 TEXT = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
 SHORT = ("steps=20", "seeds=1", "logger=none", "report=false")

@@ -22,7 +22,7 @@ def adam_step(
     value: Array, grad: Array, state: AggregatorState, lr: float
 ) -> tuple[Array, AggregatorState]:
     """Return the value after one step of `torch.optim.Adam` with default betas and eps, and the
-    init_moments.
+    next moments.
     """
     steps = float(state["steps"]) + 1
     mean = BETA1 * state["mean"].numpy() + (1 - BETA1) * grad

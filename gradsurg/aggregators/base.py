@@ -56,9 +56,9 @@ class AggregatorContext:
     `step` is the number of optimizer steps done, `group` the name of the parameter group, `tasks`
     the names of the rows in order, `losses` a tensor (T,) on the CPU. `start` is the index in the
     group of the first column, for aggregators that are called on some columns at a time. `call` is
-    the number of updates since the last step, where no optimizer was given and steps are not
-    counted. `selection` describes the selector if it does not select all parameters: groups of two
-    selections draw different random numbers.
+    the number of updates since the last counted step; 0 if an optimizer was given. `selection`
+    describes the selector if it does not select all parameters: groups of two selections draw
+    different random numbers.
     """
 
     step: int = 0

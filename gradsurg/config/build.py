@@ -237,7 +237,7 @@ def _intervention(
 
 
 def _link_names(transforms: Mapping[str, Transform]) -> tuple[str, ...]:
-    """Return a name for each link of the transforms together: a chain among them has several."""
+    """Return the names of all links: one for each transform, several for a chain."""
     return tuple(
         f"{key}.{snake(type(link).__name__)}" if link is not transform else key
         for key, transform in transforms.items()
@@ -271,7 +271,7 @@ def _joint(
 ) -> Intervention | None:
     """Return the intervention of the aggregator, None without one.
 
-    It has the trigger if there is no transform.
+    The trigger applies to it only if there is no transform.
     """
     fields = config.get("aggregator") or None
     aggregator = shared = None

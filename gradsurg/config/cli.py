@@ -176,7 +176,7 @@ def in_one_line(call: Callable[[], object]) -> object:
 def checked_experiment(config: DictConfig) -> Experiment:
     """Return the experiment of a job: the one that was built when the command line was checked.
 
-    It is built here in the process of a launcher, where the command line was not read.
+    The process of a launcher, which has not read the command line, builds it here.
     """
     resolved = compose.plain(config)
     experiment = _experiments.pop(_key(resolved), None)
@@ -298,7 +298,8 @@ def _key(config: Config) -> str:
 
 
 def _outcome(job: Job) -> tuple[str, str]:
-    """Return the worst state among the runs of a job, and the reason of the first run in it."""
+    """Return the worst state among the runs of a job, and the reason of the first run in that
+    state."""
     states = [RunDirectory(run.path).state for run in job.runs]
     worst = min(states, key=WORST_FIRST.index)
     count = states.count(worst)

@@ -274,7 +274,8 @@ class _Trial:
         return len(self.errors.lines) == before
 
     def fires_by_step(self, trigger: Trigger) -> bool | None:
-        """Return whether a trigger fires at a step; None if a gradient or the batch decides too.
+        """Return whether a trigger fires at any step; None if that also depends on a gradient or
+        the batch.
 
         A user's own trigger may have a memory, or be set from outside: it is taken to fire.
         """
@@ -342,7 +343,8 @@ class _Trial:
 
     @property
     def num_steps(self) -> int:
-        """The steps at which a trigger is asked; an examination follows the last step."""
+        """The number of steps at which triggers are evaluated: one more if there is an
+        examination."""
         steps = self.settings.steps if self.settings is not None else 1
         return steps + isinstance(self.task, Examined)
 

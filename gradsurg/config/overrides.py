@@ -193,7 +193,8 @@ def repeated_keys(overrides: Sequence[str]) -> list[str]:
 
 
 def wrong_config_dirs(config_dirs: Sequence[str]) -> list[str]:
-    """Return an error for each missing folder, and each file that one of gradsurg's hides."""
+    """Return an error for each missing folder, and each file with the name of one of gradsurg's,
+    which would not be read."""
     faults = []
     for path in map(Path, config_dirs):
         if not path.is_dir():

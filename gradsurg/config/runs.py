@@ -30,7 +30,7 @@ class Pair:
     """The runs of one seed. `treated` is None with `transform=none`, `control` with `control=none`.
 
     With `attribute=true`, `without` maps each link to the treated run of the chain that lacks it.
-    Its identity is that of the shorter chain, so that a sweep over that chain shares the run.
+    That run has the identity of the shorter chain, so a sweep over that chain reuses it.
     """
 
     seed: int
@@ -189,7 +189,7 @@ def create_model(config: Config, data: Data) -> nn.Module:
 
 
 def _norm_matched(item: Intervention) -> Intervention:
-    """Return the intervention that keeps the plain direction and takes the norm of `item`."""
+    """Return the intervention that rescales the plain gradient to the norm that `item` gives it."""
     if item.aggregator is None:
         return replace(item, transform=NormMatched(item.operator), names=("norm_matched",))
     matched = NormMatchedSum(item.aggregator)

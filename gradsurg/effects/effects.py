@@ -54,8 +54,8 @@ class EffectsState(TypedDict):
 class Effects:
     """The numbers of each transform at each site, measured every `every` steps (0: never).
 
-    Nothing waits for the device: gradients are kept until the end of their backward pass and
-    measured together, and `fetch` copies all numbers to the host at once.
+    Gradients are kept until the end of their backward pass and measured together. Sums stay on the
+    device until they are read, or exceed MAX_SUMS.
     """
 
     every: int
@@ -137,8 +137,8 @@ class Effects:
     def fetch(self, counted: bool = False) -> list[dict[str, object]]:
         """Return the rows since the last fetch: means over the sampled gradients, one row a slot.
 
-        The means are None at a site whose trigger did not fire, and, with `counted`, at a site
-        whose gradients were counted but not sampled, which otherwise has no row.
+        The means are None if the trigger did not fire. With `counted`, a site whose gradients were
+        counted but not sampled has a row too, with means None.
         """
         self.flush()
         self._collect()

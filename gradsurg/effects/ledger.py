@@ -99,7 +99,7 @@ class Ledger:
         return entry
 
     def forget(self, intervention: str, site: str) -> None:
-        """Remove a site that turned out to be other sites, unless it has seen a gradient."""
+        """Remove the entry of a site, unless it has seen a gradient."""
         entry = self.entries.get((intervention, site))
         if entry is not None and not entry.all_calls:
             del self.entries[intervention, site]
@@ -137,7 +137,7 @@ class Ledger:
     def warnings(self, start: int = 0, reason: str = "") -> list[str]:
         """The warnings of sites and triggers that never fired.
 
-        `start` is the step of the attach, `reason` a reason why hooks may not have run.
+        `start` is the step at attach; `reason` explains why hooks may not have run.
         """
         texts = []
         for name in dict.fromkeys(entry.intervention for entry in self):
@@ -162,7 +162,7 @@ class Ledger:
     def table(self) -> str:
         """Format the entries, one line a site: gradients seen, gradients acted on, other names.
 
-        The latter are the calls of the transform, as in the table of effects.
+        Gradients acted on are the `calls` in the table of effects.
         """
         cells = [["intervention", "seen", "acted on", "site"]]
         for entry in self:

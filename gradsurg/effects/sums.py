@@ -45,7 +45,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """One column of sums for each slot, for each of the `times` that the slots were sampled."""
+    """Columns of sums: one for each slot at each of the `times` it was sampled."""
 
     slots: list[int]
     sizes: list[int]
@@ -81,7 +81,7 @@ class Samples:
     _buffers: dict[tuple[torch.device, torch.dtype], Tensor] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """Sketch the next gradient of each slot."""
+        """Renew the sketch of each slot at its next gradient."""
         self._sketched.clear()
 
     def take(self, sample: Sample) -> None:
@@ -116,7 +116,7 @@ class Samples:
     def sketches(self) -> Iterator[tuple[int, Tensor]]:
         """For each slot once: entries of its newest gradient, and how many each represents.
 
-        A large gradient thus counts more than a small one.
+        So a large gradient weighs more in the quantiles.
         """
         newest, self._newest = self._newest, {}
         sketches, self._sketches = self._sketches, {}
@@ -244,7 +244,7 @@ def _correct(
 
 
 def _fill_unchanged(buffer: Tensor, grad: Tensor) -> None:
-    """Fill the first two rows: squares and non-finite entries describe an unchanged gradient."""
+    """Fill two rows, squares and non-finite flags: enough for an unchanged gradient."""
     squares, nonfinite = buffer[:2]
     torch.mul(grad, grad, out=squares)
     torch.sub(grad, grad, out=nonfinite)
@@ -281,7 +281,7 @@ def _copy(grads: list[Tensor]) -> Tensor:
 
 
 def _thinned(flat: Tensor) -> Tensor:
-    """About SKETCH magnitudes of a flat gradient, and below each how many entries it represents."""
+    """About SKETCH magnitudes of a flat gradient; a second row has the entries each represents."""
     stride = max(1, flat.numel() // SKETCH)
     sample = flat.detach()[::stride].abs().float()
     return torch.stack([sample, torch.full_like(sample, stride)])

@@ -1,1 +1,1 @@
-"""The one path that applies a transform to a gradient."""
+"""Hooks that apply transforms to gradients: checks, state, measuring."""

@@ -137,9 +137,9 @@ class HookController:
         self.set(intervention)
 
     def set(self, intervention: Intervention) -> None:
-        """Set the transform and the trigger, here or with states that were loaded.
+        """Set the transform and the trigger, also after states were loaded.
 
-        The next gradient at each site takes the checked path.
+        The next gradient at each site is checked in full.
         """
         self.transform = intervention.operator
         self.links = list(zip(self.labels, intervention.links, strict=True))
@@ -221,7 +221,7 @@ class HookController:
         self.reevaluate()
 
     def disable(self) -> None:
-        """Pass all gradients unchanged from now on: hooks on built graphs outlive their handles."""
+        """Pass all gradients unchanged: hooks on existing graphs stay registered."""
         self.on = self.fast_allowed = False
         self.fast = None
 
@@ -232,9 +232,9 @@ class HookController:
             self.max_calls = context.call + 1
 
     def opens_fast_path(self, checked: object) -> bool:
-        """Whether a site may use the fast path now, remembered for the step where that is safe.
+        """Whether a site may use the fast path; kept for the step if autocast cannot change in it.
 
-        `checked` is the configuration for which a gradient has passed all checks there.
+        `checked` is the configuration under which the site last passed all checks.
         """
         if checked is not self.configuration or not self.fast_allowed or autograd.any_autocast():
             return False

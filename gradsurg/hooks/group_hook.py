@@ -180,7 +180,8 @@ class GroupHook:
 def _chosen(
     fires: list[bool | Tensor], new: TransformState, before: TransformState
 ) -> TransformState:
-    """Return the next state of a group: the old one if no trigger fires, decided on the device."""
+    """Return a group's next state; the old one if all triggers decide on the device and none
+    fires."""
     answers = [answer for answer in fires if isinstance(answer, Tensor)]
     if len(answers) < len(fires):
         return new

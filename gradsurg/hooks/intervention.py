@@ -43,14 +43,13 @@ class Intervention:
     """A transform (or a plain callable), the sites where it acts and the trigger that says when.
 
     An aggregator acts at `SharedParameters`: it combines the gradients of several tasks in
-    `live.backward(losses)`, which are summed while its trigger does not fire.
+    `live.backward(losses)`. They are summed while its trigger does not fire.
 
-    `names` labels the transform, or each link of a `Chain`, in logs. `stage` is that of the
-    selector, or the default for the scope of the transform; an aggregator has none. `link_names`
-    are the `names` or their defaults, `flags` the switches that the trigger reads, and
-    `forward_triggers` the parts of the trigger that read the batch or a module's tensors. Raises
-    ValueError if the transform cannot act at the selector's stage or needs something that the sites
-    do not provide.
+    `names` labels the transform, or each link of a `Chain`, in logs. `stage` is the selector's, by
+    default the first for the transform's scope; an aggregator has none. `link_names` are the
+    `names` or their defaults, `flags` the switches that the trigger reads, and `forward_triggers`
+    the parts of the trigger that read the batch or a module's tensors. Raises ValueError if the
+    transform cannot act at the selector's stage or needs something that the sites do not provide.
     """
 
     transform: Transform | Aggregator | GradCallable
@@ -177,7 +176,8 @@ class Intervention:
     def check_model(self, model: nn.Module) -> None:
         """Raise ValueError or LookupError if it cannot act on this model.
 
-        That is, if no site is found, a `per` fits no parameter, or a gradient will be sparse.
+        That is, if no site is found, a `per` does not fit a parameter, or a gradient will be
+        sparse.
         """
         sites = self.at.find(model)
         for module in model.modules():
@@ -308,7 +308,7 @@ class Intervention:
 
 
 def _lack(at: Selector, need: Need) -> str:
-    """Name a need that the sites of a selector do not meet, and the sites that do."""
+    """Describe an input that these sites do not provide, and name sites that do."""
     match need:
         case "value":
             return (

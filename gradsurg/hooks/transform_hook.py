@@ -96,9 +96,9 @@ class TransformHook:
     """One intervention at one site.
 
     `hook` maps a gradient to the new one, or to None if it is unchanged; `value` returns the tensor
-    whose gradient it is, None if there is none. The first gradient of each configuration takes the
-    checked path; later ones the fast path, if nothing has to be asked of the trigger and no value
-    has to be given to the transform.
+    whose gradient it is, None if there is none. The first gradient of each configuration is checked
+    in full; later ones take the fast path if the trigger is known to fire and the transform needs
+    only the gradient.
     """
 
     __slots__ = (
@@ -282,7 +282,7 @@ class TransformHook:
         return result if fires is None or result is grad else torch.where(fires, result, grad)
 
     def count_call(self, link: BoundTransform) -> TransformContext:
-        """Number the gradient at hand among those of this step, in the link's context."""
+        """Set `step` and `call` in the link's context for this gradient."""
         context, controller = link.context, self.controller
         step = controller.session.clock.step
         if context.step != step:
@@ -294,7 +294,7 @@ class TransformHook:
     def count(self, fires: bool | Tensor) -> bool:
         """Count a gradient by the trigger's decision; return whether to call the transform.
 
-        A tensor without a value, as on the meta device or inside vmap, counts as fired.
+        A decision that cannot be read (meta device, vmap) counts as fired.
         """
         entry = self.entry
         if fires is False:
@@ -325,7 +325,7 @@ class TransformHook:
         value: Tensor | None,
         state: TransformState,
     ) -> Tensor:
-        """Return the result, cloned if others could write to a state through it.
+        """Return the result, cloned if writing to it could change a state.
 
         Raises TypeError for a result unlike the gradient, RuntimeError if the transform has
         modified the gradient, which was at `version`, or has returned the storage of the value.

@@ -10,8 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 class Block(nn.Module):
     """Pre-norm attention and two linear layers, each with a residual connection.
 
-    With `normed` the attention is added to the normed stream in place of the stream.
-    Its modules are `attention_norm`, `attention.qkv`, `attention.output`, `mlp_norm`, `mlp.up`,
+    With `normed` the attention is added to its normalized input instead of the input itself. Its
+    modules are `attention_norm`, `attention.qkv`, `attention.output`, `mlp_norm`, `mlp.up`,
     `mlp.gelu`, `mlp.down`.
     """
 

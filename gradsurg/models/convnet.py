@@ -41,9 +41,9 @@ class ConvnetOptions:
 class Convnet(nn.Module):
     """A convolution, ReLU and 2x2 max-pooling for each of `channels`, for images (C, H, W).
 
-    The readout gets each channel's mean, so its size does not depend on the image's. With `hidden`
-    linear layers of those widths, each with a ReLU, get all pixels, and the readout gets the last.
-    Its modules are `blocks.0.conv`, `blocks.0.relu`, `blocks.0.pool`, ..., `mean` (or `flatten`,
+    The readout gets each channel's mean, so its size does not depend on the image's. With `hidden`,
+    all pixels go through linear layers of those widths, each with a ReLU, to the readout. Its
+    modules are `blocks.0.conv`, `blocks.0.relu`, `blocks.0.pool`, ..., `mean` (or `flatten`,
     `hidden.0.fc`, `hidden.0.relu`, ...), `output`.
     """
 

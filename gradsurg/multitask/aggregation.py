@@ -142,7 +142,7 @@ class Aggregation:
     def loss_weights(self, losses: Mapping[str, float], last: bool) -> Tensor:
         """Return the weights of the losses.
 
-        If a step has several batches, the first determines the weights until the `last`.
+        All batches of a step get the weights computed from the first one.
         """
         assert isinstance(self.aggregator, LossWeighting)
         self._warn_nonfinite_losses(losses)
@@ -226,7 +226,7 @@ class Aggregation:
         losses: Mapping[str, float],
         weights: Tensor | None,
     ) -> None:
-        """Measure the conflict of gradients that are combined elsewhere, by these weights.
+        """Measure the conflict of gradients that the caller combines with these weights.
 
         Without weights, measure the update that the aggregator would compute.
         """

@@ -218,8 +218,8 @@ class MultiTaskBackward:
     def _measure(self, call: BackwardCall, weights: Tensor | None) -> None:
         """Measure the conflict of the tasks in backward passes of their own.
 
-        Only transforms of some tasks act in these passes; they do not act in the plain backward
-        pass of the sum.
+        Only transforms whose trigger names a task act in these passes; they do not act in the
+        backward pass of the sum.
         """
         with paused(call.task_independent):
             measured = self._builder.measure(call)

@@ -206,7 +206,7 @@ def _ratio(number: float, by: float) -> float:
 
 
 class Conflicts:
-    """The conflicts of the sampled steps: the newest until fetched, and means over all steps.
+    """The conflicts of the sampled steps: those since the last `fetch`, and means over all of them.
 
     Evaluating one measurement inside a step is slow, with cold caches. So measurements are queued
     and evaluated `BATCH` at a time, and other aggregators only on `fetch`.
@@ -359,7 +359,8 @@ class _Comparison:
             self.weights[name] = weights.numpy()
 
     def _is_equal(self, name: str, weights: np.ndarray) -> bool:
-        """Whether an aggregator equals its equivalent here, which has these weights."""
+        """Whether aggregator `name` has the same update here as its entry in `EQUIVALENTS`, whose
+        weights these are."""
         match name:
             case "fair_grad":  # equal if NashMTL's update has norm `max_norm`, up to rounding
                 return not 0 < weights @ self.gramian @ weights < 1 - 2e-12

@@ -33,7 +33,7 @@ class GraphCut:
         heads: For each task, the leaves above the edges.
         nested: Whether one edge leads to another; then gradients are stopped at each edge, so that
             the second does not receive those of the first.
-        joined: Whether tasks also share nodes without leaves above the edges.
+        joined: Whether tasks also share nodes above the edges (never leaves).
     """
 
     edges: list[GradientEdge]

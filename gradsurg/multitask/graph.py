@@ -82,8 +82,8 @@ def leaf_ids(loss: Tensor) -> set[int]:
 def _next_edges(edge: tuple[Node, int]) -> list[tuple[Node, int]]:
     """Return the edges that receive a gradient from `edge`.
 
-    For a compiled graph these are found by probing it; one with a single backward pass has none.
-    Only compiled graphs have their outputs distinguished.
+    Those of a compiled graph are found by probing; a graph that supports one backward pass only is
+    not probed and returns none. The output index is 0 except for compiled graphs.
     """
     node, output = edge
     edges = [

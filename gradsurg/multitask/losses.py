@@ -52,7 +52,8 @@ class BackwardCall:
 
     @property
     def at_leaves(self) -> list[HookController]:
-        """The controllers that saw each task at the leaves, and must not see the combination."""
+        """The controllers that acted on each task's gradient at the leaves, and must not act on the
+        combined one."""
         return [controller for controller in self.controllers if controller.stage == "backward"]
 
     @property

@@ -169,7 +169,7 @@ def printable(text: str) -> str:
 
 
 def nearest(name: str, choices: list[str]) -> str:
-    """List all choices, and ask for the nearest: the end of an error message."""
+    """Return the end of an error message: all choices, and the nearest one."""
     plain = {choice.lower(): choice for choice in choices}
     close = get_close_matches(name.lower(), plain, n=1, cutoff=0.5)
     question = f" Did you mean '{plain[close[0]]}'?" if close else ""

@@ -46,7 +46,7 @@ def find(kind: str, name: str) -> type:
 def check_choice(
     name: str, choices: Sequence[str], refused: Mapping[str, str], library: str
 ) -> None:
-    """Raise if `name` is not a usable class of a library; `refused` has the reasons of some."""
+    """Raise if `name` is not in `choices`; `refused` maps refused names to reasons."""
     if name in refused:
         raise ValueError(f"{name} {refused[name]}. {nearest(name, list(choices))}")
     if name not in choices:

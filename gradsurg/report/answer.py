@@ -101,7 +101,7 @@ def cautions(
 
 
 def _of_seeds(outcomes: Sequence[Outcome]) -> list[str]:
-    """How much may be said of so many seeds, and of so many arms."""
+    """Return the cautions on few seeds and on many compared arms."""
     sentences = []
     if line := repeats_line(outcomes):
         sentences.append(line)
@@ -168,7 +168,8 @@ def _of_many(compared: Sequence[Outcome], headline: str) -> list[str]:
 
 
 def _words(outcomes: Sequence[Outcome], reading: str) -> list[str]:
-    """`higher with clip (..)`, for each word whose reading some have; the largest first."""
+    """`higher with clip (..)`, for each word that is some outcome's reading; the largest difference
+    first."""
     phrases = []
     for word in CLEAR:
         matching = [o for o in outcomes if o.reading == reading.format(word)]
@@ -215,7 +216,7 @@ def reached(arms: Sequence[Arm]) -> list[str]:
     """Return a sentence for each arm with a stopping condition: how many seeds reached it, and at
     which steps; then how many steps earlier or later than the control.
 
-    The last one says what that makes of the outcomes.
+    The last sentence says at which step outcomes are taken.
     """
     sentences = []
     for arm in arms:
@@ -240,8 +241,8 @@ def _asked(arm: Arm) -> list[Summary]:
 
 
 def _beside(outcome: Outcome, runs: Mapping[str, LoadedRun]) -> str:
-    """The steps of an arm minus those of its control, of the seeds that got there in both, and how
-    many others there are; empty if nothing is beside it.
+    """The steps of an arm minus those of its control, over the seeds that reached the condition in
+    both, and the number of other seeds; empty without a control.
     """
     name, plain = outcome.arm.name, outcome.plain
     others: Counter[str] = Counter()

@@ -65,7 +65,8 @@ class Outcome:
 
     @property
     def is_known(self) -> bool:
-        """Whether there is anything to tell: runs that are whole can be of a task without it."""
+        """Whether there is a difference or a state to show: the task of finished runs may lack the
+        metric."""
         return self.difference is not None or bool(self.states)
 
     @property
@@ -160,7 +161,7 @@ def costs(arms: Sequence[Arm]) -> list[Cost]:
 
 
 def update_effects(arms: Sequence[Arm]) -> list[UpdateEffect]:
-    """Of each arm whose runs looked at their updates."""
+    """Return the update effect of each arm that measured it."""
     effects = []
     for arm in arms:
         sampled = asked([run.summary or {} for run in arm.whole])
@@ -179,7 +180,8 @@ def _its_control(runs: Mapping[str, LoadedRun]) -> Beside:
 
 
 def _outcome(arm: Arm, metric: str, beside: Beside, kind: str) -> Outcome:
-    """The metric of an arm beside that of other runs, which are of that kind."""
+    """Compare an arm's metric with that of the runs that `beside` returns; states call them
+    `kind`."""
     states = Counter(state for run in arm.runs if (state := _in_the_way(run, beside(run), kind)))
     outcome = Outcome(arm, metric, len(arm.runs), dict(states))
     pairs = _pairs(arm, beside, kind)
@@ -219,7 +221,7 @@ def _are_repeats(pairs: Sequence[Pair]) -> bool:
 
 
 def repeats_line(outcomes: Iterable[Outcome]) -> str:
-    """That seeds are no sample where nothing is drawn, if that is so in some arms."""
+    """Return a note on arms whose seeds all gave the same numbers; empty if there are none."""
     repeats = {one.arm.name: one.repeats for one in outcomes if one.repeats}
     if not repeats:
         return ""
@@ -245,7 +247,8 @@ def _number(run: LoadedRun, key: str) -> float | None:
 
 
 def _among_many(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """With each p its q, the false discoveries among these being controlled; one alone has none."""
+    """Add to each outcome its q, which controls the false discovery rate among them; a single p has
+    none."""
     p_values = {place: outcome.p_value for place, outcome in enumerate(outcomes)}
     if sum(p_value is not None for p_value in p_values.values()) < 2:
         return list(outcomes)
@@ -266,7 +269,8 @@ Amount = Callable[[str, float], str]  # a difference of an outcome as it is prin
 
 
 def reading(difference: Difference, q_value: float | None) -> str:
-    """The verdict of the interval, called a hint where seeds are few or q does not bear it out."""
+    """The verdict of the interval, called a hint with fewer than MIN_FOR_P seeds or q above
+    MAX_Q."""
     direction = verdict(difference)
     few = difference.n < MIN_FOR_P
     borne_out = not few and (q_value is None or q_value <= MAX_Q)
@@ -343,9 +347,9 @@ class LeftOut:
 def left_out(configs: Mapping[str, Config]) -> list[LeftOut]:
     """Among runs by name, with their resolved configs, all that differ in one link of a chain.
 
-    The relation is in the configs and is written nowhere else: a run of a shorter chain can be of
-    several whole ones, of an attribution and of a sweep. A link is a key of `transform`: a `chain`
-    or a `scheduled` transform is one link with all that is inside.
+    Found by comparing configs, since a run of a shorter chain may belong to several longer chains
+    and to a sweep. A link is a key of `transform`: a `chain` or a `scheduled` transform is one link
+    with all that is inside.
     """
     names = {_canonical(config): name for name, config in configs.items()}
     parts = []
@@ -362,8 +366,8 @@ def left_out(configs: Mapping[str, Config]) -> list[LeftOut]:
 def share(whole: Outcomes, without: Outcomes) -> Difference | None:
     """Return a link's share in a metric: the whole chain minus the chain without it, by seed.
 
-    Shares need not add up to what the chain does: two links that do the same have none each. A seed
-    where either is missing is left out; None if no seed is left.
+    Shares need not sum to the effect of the chain: two links with the same effect can both have
+    share 0. A seed where either is missing is left out; None if no seed is left.
     """
     both = _both(whole, without)
     return paired_difference([a for a, _ in both], [b for _, b in both]) if both else None
@@ -414,7 +418,7 @@ MIN_DOSES = 3  # two points are a comparison, not a curve
 
 @dataclass(frozen=True)
 class Doses:
-    """A key of the config and the arms that differ in nothing else, by its value."""
+    """The arms that differ in one number of the config only, by its value."""
 
     key: str
     name: str

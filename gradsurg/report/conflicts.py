@@ -116,7 +116,8 @@ def load_conflicts(arms: Sequence[Arm]) -> tuple[pl.DataFrame, list[str]]:
 
 
 def conflict_series(arms: Sequence[Arm], rows: pl.DataFrame) -> list[ConflictSeries]:
-    """One for each arm and group; all that have the same tasks show the same ones of them."""
+    """Return one for each arm and group; those of the same tasks show the same selection of
+    them."""
     parts = [
         (arm, *key, group_rows)
         for arm in arms
@@ -184,8 +185,8 @@ def conflict_means(rows: pl.DataFrame) -> ConflictMeans:
 
 
 def _answering(per_run: Sequence[Mapping[str, Floats]]) -> dict[str, str]:
-    """The other aggregators that have a cosine at any step, with a star if not at all of those at
-    which any has.
+    """Return the other aggregators with a cosine at some step, starred if it is missing where
+    another has one.
     """
     keys = [key for key in per_run[0] if key.endswith(".cosine")]
     known = {
@@ -323,8 +324,8 @@ def conflict_text(arms: Sequence[tuple[str, Sequence[Path]]]) -> str:
     """Return the conflict tables of a job: arms side by side, their tasks, and the other
     aggregators.
 
-    An arm is a name and the directories of its runs, the treated one first. Where gradients are
-    made one in several groups, that with the sharpest conflict is told. Nothing without conflicts.
+    An arm is a name and the directories of its runs, the treated one first. Of several groups,
+    shows the one with the lowest cosine. Empty without conflicts.
     """
     by_arm = [(name, groups) for name, paths in arms if (groups := _by_group(paths))]
     if not by_arm:
@@ -371,7 +372,7 @@ def measured_steps(means: ConflictMeans) -> str:
 
 
 def _by_group(paths: Sequence[Path]) -> dict[str, ConflictMeans]:
-    """Of each group; where its tasks were not always the same, of those that were met most."""
+    """Return the means of each group; if its tasks varied, of the set with the most steps."""
     means = [
         (group, conflict_means(group_rows))
         for _, group, group_rows in by_group(read_conflicts(paths))
@@ -382,7 +383,7 @@ def _by_group(paths: Sequence[Path]) -> dict[str, ConflictMeans]:
 def _beside(
     group: str, name: str, groups: Mapping[str, ConflictMeans]
 ) -> tuple[str, ConflictMeans]:
-    """That of the same group; a control is measured as a whole, and is called so."""
+    """Return an arm's means of the same group, or of its first group, then named."""
     if group in groups:
         return name, groups[group]
     other = next(iter(groups))
@@ -492,7 +493,8 @@ def others_lines(series: Sequence[ConflictSeries]) -> list[str]:
 
 
 def about_lengths(series: Sequence[ConflictSeries]) -> list[str]:
-    """That updates are longer or shorter than the control's, where some are by more than 1.25."""
+    """Return a caution if updates are longer or shorter than the control's by a factor above
+    1.25."""
     of_control = {tuple(one.means.tasks): one for one in series if one.arm.is_control}
     ratios = []
     for one in series:

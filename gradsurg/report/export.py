@@ -103,7 +103,7 @@ def _write_trajectories(report: StudyReport, folder: Path) -> dict[str, bytes]:
 
 
 def written(out: Path) -> set[str]:
-    """The names of the files that the reports that were written there have left."""
+    """Return the names of the files that earlier reports wrote to `out`."""
     if out.is_symlink() or (out / WRITTEN).is_symlink():
         return set()
     try:

@@ -90,7 +90,7 @@ class LoadedRun:
 
 
 def read_study(folder: Path, only: Collection[str] | None = None) -> list[LoadedRun]:
-    """All runs of a study: the controls they name too, where there is no such directory.
+    """Return all runs of a study; a named control without a directory has state `missing`.
 
     `only` are the names of those that are wanted; their controls come with them. Raises NotAStudy,
     in one sentence, if there are none, or one of `only` is not there.
@@ -321,7 +321,8 @@ def _names(labels: list[str], configs: list[dict[str, object]]) -> list[str]:
 
 
 def _telling(configs: list[dict[str, object]], about_surgery: bool) -> list[str]:
-    """The keys in which configs differ; of a group whose names differ the name is enough."""
+    """The keys whose values differ; a nested key that some configs lack counts only if the others
+    differ."""
     keys = dict.fromkeys(key for config in configs for key in config)
     differing = []
     for key in keys:

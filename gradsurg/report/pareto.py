@@ -58,7 +58,8 @@ class Front:
 
 
 def fronts(arms: Sequence[Arm]) -> list[Front]:
-    """One for each task of several losses that two arms have, and each metric of all of them."""
+    """Return one for each multi-loss task that two arms have, and each metric that all its losses
+    have."""
     groups: dict[str, list[Arm]] = {}
     for arm in arms:
         names = _names(arm)
@@ -77,7 +78,7 @@ def fronts(arms: Sequence[Arm]) -> list[Front]:
 
 
 def ends_of(front: Front, task: int) -> tuple[float, float, bool]:
-    """From where to where a task's axis goes, with room for all runs, and whether by logarithms."""
+    """Return the ends of a task's axis, with room for all runs, and whether it is logarithmic."""
     seen = [value for mark in front.marks for value in mark.values[task]]
     low, high = min(seen), max(seen)
     if low > 0 and high >= WIDE * low:

@@ -419,7 +419,7 @@ ABOUT = (
 
 
 def asked(summaries: Sequence[Summary]) -> list[Summary]:
-    """Those of runs whose updates were looked at."""
+    """Return the summaries of runs that measured the update effect."""
     return [summary for summary in summaries if summary.get(UPDATES_SAMPLED)]
 
 

@@ -145,7 +145,7 @@ def _outcome(runs: Sequence[Runs]) -> str:
 
 
 def _pair(runs: Runs) -> tuple[LoadedRun, LoadedRun] | None:
-    """The two of a seed as the report of a study knows them; None if one has not ended."""
+    """Return a seed's two runs as `LoadedRun`; None if one has not ended."""
     treated, control = _summary(runs.treated), _summary(runs.control)
     if treated is None or control is None or runs.treated is None or runs.control is None:
         return None

@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _changing(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides that make it another study."""
+    """Return the overrides that change the study."""
     return [word for word in overrides if not word.startswith(NEUTRAL)]
 
 

@@ -1,4 +1,4 @@
-"""Hook points: where in a model or an autograd graph a gradient is met; one kind a file."""
+"""Hook points: places in a model or autograd graph to hook; one kind per file."""
 
 from gradsurg.sites.model_tree import tree
 

@@ -31,9 +31,9 @@ class Activations(ModuleSelector):
 
     Every floating tensor that a matching module returns or takes, also inside tuples, lists, dicts,
     dataclasses and keyword arguments, is replaced by the result of the transform, in training and
-    in evaluation. The backward pass goes `through` the transform by autograd, or `straight`: then
-    its derivative is taken to be one. Site ids are `name#call`, then `.input`, and the path of the
-    tensor unless it is the only one: `mix#0.input.1`, `mix#0.input.mask`.
+    in evaluation. `backward="through"` differentiates the transform; `"straight"` takes its
+    derivative to be one. Site ids are `name#call`, then `.input`, and the path of the tensor unless
+    it is the only one: `mix#0.input.1`, `mix#0.input.mask`.
 
     A tensor is transformed once, at its first site: a module that returns a tensor as it got it
     from another matching module (an identity, a container with the output of its last child or the
@@ -41,9 +41,8 @@ class Activations(ModuleSelector):
     module that writes to its input writes to the transformed tensor, not to that of its caller.
 
     The recomputation of a checkpoint is transformed and counted again, and has to give the same
-    values. So RuntimeError is raised for a transform with a state or random numbers, for one that
-    changed since the forward, for a backward pass after the block, and for one after another
-    forward with a different outcome.
+    values. So RuntimeError is raised if the transform has a state or random numbers or has changed
+    since the forward, if the block has ended, or if a later forward changed other tensors.
     """
 
     side: Literal["output", "input"] = "output"
@@ -253,7 +252,7 @@ class Flow:
             result.register_hook(guard)
 
     def _is_stale(self, record: CallRecord) -> Callable[[], bool]:
-        """Return a function: whether the newest call of the module had another outcome."""
+        """Return a test whether the module's newest call differs from the record."""
         held = ref(self)  # a graph holds its hooks
 
         def is_stale() -> bool:
@@ -303,7 +302,8 @@ def _guard(
 
 
 class _StraightThrough(torch.autograd.Function):
-    """The changed value with the derivative of the identity, without the rounding of a sum."""
+    """The changed value with the derivative of the identity, exact unlike `x + (y -
+    x).detach()`."""
 
     generate_vmap_rule = True
 

@@ -116,7 +116,7 @@ class HookRegistry(Protocol):
 
     @property
     def moment(self) -> object:
-        """The step, flags and fields that also determine a result, comparable by `==`."""
+        """What else determines a result (step, flags, fields), compared by `==`."""
         ...
 
     def selects(self, place: Place) -> bool | None:
@@ -145,7 +145,7 @@ class HookRegistry(Protocol):
         ...
 
     def register(self, register_hooks: RegisterHooks, stack: ExitStack) -> None:
-        """Call `register_hooks`, until `stack` is closed.
+        """Call `register_hooks`; closing `stack` removes its hooks.
 
         An intervention that only measures removes these hooks between the steps it samples.
         """

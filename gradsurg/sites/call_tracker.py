@@ -30,8 +30,8 @@ class CallCounts:
         """Count a call of the module; return its name and its index under that name.
 
         A call outside the model has index 0. None for a module of a copy of the model, and for a
-        recomputation inside a backward pass. Only that of a reentrant checkpoint is numbered: it
-        makes the graph that the forward did not make, and gets the name and index of that call.
+        recomputation inside a backward pass. A reentrant checkpoint's is numbered, since it makes
+        the graph: it gets the name and index of the forward's call.
         """
         if autograd.backward_task() != -1:
             return self._recomputed(module)

@@ -46,11 +46,11 @@ class Captured(ModuleSelector):
     inputs of the call: for other tensors and for gradient edges the result of PyTorch is unchanged.
 
     Only the returned gradient changes, not the one that flows on to other inputs: for that use
-    `Outputs`. The transform always gets the gradient after all tensor hooks. (For an output with
-    hooks PyTorch returns that gradient if it is asked for alone, and the one before the hooks if it
-    is asked for together with tensors that it was computed from.) An unused input has no gradient,
-    and the zeros of `materialize_grads` are not transformed. `is_grads_batched` is refused, since a
-    transform takes one gradient. Inside `torch.func` all tensors are wrapped, and none is a site.
+    `Outputs`. The transform always gets the gradient after all tensor hooks. (PyTorch returns the
+    gradient before an output's hooks if the inputs also include a tensor that the output was
+    computed from.) An unused input has no gradient, and the zeros of `materialize_grads` are not
+    transformed. `is_grads_batched` is refused, since a transform takes one gradient. Inside
+    `torch.func` all tensors are wrapped, and none is a site.
 
     A `TorchFunctionMode` sees the torch functions of the thread that opened the block, which costs
     each of them 1.5 to 2.5 us (one core, torch 2.13) and a call of code compiled by Inductor 4 us.

@@ -15,14 +15,14 @@ from gradsurg.transforms.base import Need, Scope
 
 @validated
 class Combined(Selector):
-    """The sites that `any`, `all` or `none` of the selectors `of` selects.
+    """The sites that any, all or none (field `by`) of the selectors `of` select.
 
-    `limit` keeps that many, in the order in which they are reached. `count` refuses any other
-    number: for parameters when attaching, for other sites after the first forward. `test` is called
-    with each selected `Place` and may reject it. Each part of `any` or `none` must select something
-    by itself. In Python: `a | b`, `a & b`, `~a`, `a.first(limit)`, `a.expect(count)`,
-    `a.where(test)`. Raises ValueError if the parts of `all` have no kind of site in common, or if
-    the parts act at different stages: that takes two interventions.
+    `limit` keeps that many, in the order in which they are reached. `count` is the required number,
+    checked when attaching for parameters, else after the first forward. `test` is called with each
+    selected `Place` and may reject it. Each part of `any` or `none` must select something by
+    itself. In Python: `a | b`, `a & b`, `~a`, `a.first(limit)`, `a.expect(count)`, `a.where(test)`.
+    Raises ValueError if the parts of `all` have no kind of site in common, or if the parts act at
+    different stages: that takes two interventions.
     """
 
     of: Annotated[tuple[Selector, ...], Field(min_length=1)]

@@ -218,7 +218,7 @@ class _Names(dict[nn.Module, list[str]]):
 
 
 def _positional(enter: Callable[..., Any]) -> Callable[..., Any]:
-    """Adapt a pre-hook to global pre-hooks, which get positional arguments only. Any: a user's."""
+    """Adapt a pre-hook to global pre-hooks, which get positional arguments only."""
 
     @compiling.untraced
     def hook(module: nn.Module, args: tuple[object, ...]) -> tuple[object, ...] | None:

@@ -243,9 +243,9 @@ class Tracer:
         log.marks.append(tracked)
 
     def _graphless_after(self, number: int) -> Iterator["_GraphlessCall"]:
-        """Yield the calls without a graph that followed a node of this thread.
+        """Yield the calls without a graph made after sequence number `number`.
 
-        On a GPU the backward pass runs in its own thread: then those of the newest thread.
+        A GPU's backward has its own thread: then use the thread of the newest call.
         """
         ident = self._thread.ident
         if self._graphless and all(call.thread != ident for call in self._graphless):
@@ -259,8 +259,7 @@ class Tracer:
 
 
 class CallGraph:
-    """The autograd graph that one outermost module call has made, as far as its outputs depend on
-    it.
+    """The autograd nodes made in one outermost module call on which its outputs depend.
 
     `whole` says that the call was one of the model itself, `returned` lists the tensors returned by
     the modules that were asked for.

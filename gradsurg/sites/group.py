@@ -29,10 +29,10 @@ class Group(ParamSelector):
     itself. Parameters are selected as by `Parameters`. The group consists of the parameters that
     this backward pass has reached; an older `.grad` of the others is left alone.
 
-    A backward pass inside another one (a reentrant checkpoint) does not act: its parameters join
-    those of the outer pass. Neither `autograd.grad`, which adds to no `.grad`, nor a backward pass
-    that raises acts; a warning on detach reports gradients added before the exception. It also
-    reports an optimizer that steps and clears `.grad` inside the backward pass, before this stage.
+    After a nested backward pass (reentrant checkpoint) nothing is done: its parameters join the
+    outer pass. The same holds after `autograd.grad`, which adds to no `.grad`, or a backward pass
+    that raises. Warnings on detach report gradients added before the exception, and an optimizer
+    that steps and clears `.grad` inside the backward pass.
     """
 
     stages: ClassVar[tuple[Stage, ...]] = ("backward_end",)

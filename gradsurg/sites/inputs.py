@@ -40,9 +40,9 @@ class Inputs(ModuleSelector):
 
     Site ids are `name#call.input`, followed by the path of the tensor unless the module is called
     with one tensor: `mix#0.input.1` by position, `mix#0.input.mask` by keyword, `.input.0.h` in a
-    nested value. A tensor passed twice is one site with two names. Calls are counted as for
-    `Outputs`, which also says how recomputations are hooked; inside a reentrant checkpoint a total
-    is the sum over the uses in it. Calls without gradients are not hooked.
+    nested value. A tensor passed twice is one site with two names. For call counts and
+    recomputations see `Outputs`; inside a reentrant checkpoint a total is the sum over the uses in
+    it. Calls without gradients are not hooked.
 
     An alias changes no value. But if a module reads its input several times and others read it too,
     gradients are summed branch by branch, which may change the last bit of the sum.
@@ -93,8 +93,7 @@ def _register_before_aliases(
 ) -> None:
     """Register a forward pre-hook after those of others and before those that make an alias.
 
-    Gradients reach the last alias first, and a total must be hooked on the tensor itself, before an
-    alias takes its place.
+    A total must be hooked on the tensor itself, before an alias takes its place.
     """
     table = module._forward_pre_hooks
     alias_hooks = [key for key, other in table.items() if getattr(other, "makes_alias", False)]

@@ -28,9 +28,9 @@ def tree(model: nn.Module, example_input: Any, at: Selector | None = None) -> Tr
     """Return the module calls of `model` in order, with the sites that `at` would hook.
 
     `example_input` is the input of the model: a value, a tuple of several, or a dict of keyword
-    arguments (Any: a user's values). The model runs once on a copy of it, and a second time with
-    the hooks of `at`; there is no backward pass. Buffers, random states, gradients and hooks are
-    restored. Raises LookupError, listing the choices, if nothing is selected.
+    arguments. The model runs once on a copy of it, and a second time with the hooks of `at`; there
+    is no backward pass. Buffers, random states, gradients and hooks are restored. Raises
+    LookupError, listing the choices, if nothing is selected.
     """
     if autograd.in_backward():
         raise RuntimeError("a tree takes a forward of its own: not inside a backward")

@@ -233,8 +233,8 @@ class PerCallHooks(threading.local):
 
     PyTorch reads the table of backward hooks before it runs the forward pre-hooks of a call. The
     pre-hook puts a new hook into the table for the next call; the forward hook assigns the site
-    hooks to the one that was read. If another thread has called the module in between, that is one
-    of the hooks in the table since the last call in this thread, and all of them are assigned.
+    hooks to the one that was read. If another thread called the module in between, it is unknown
+    which hook was read: all put into the table since this thread's last call are assigned.
     """
 
     def __init__(self, slot: "_HookSlot") -> None:

@@ -76,12 +76,12 @@ class Nodes(Selector):
     `encoder.layers.0.linear1#0/AddmmBackward[0]`, followed by `.edge` at `side="leave"`.
 
     A node belongs to the innermost module that was running when it was made; nodes made in the
-    model's own forward belong to `root`. So the cast of a weight under autocast, made once, belongs
-    to the first call that needed it, and a view of a tensor changed in place to the first that read
-    it. Nodes of a reentrant checkpoint are hooked in the backward pass, except those made outside
-    of modules. Nodes made after the model (the loss) or in a backward pass are not found:
-    `gs.hook(loss.grad_fn, ...)` hooks them; nor are nodes on which no output of the model depends.
-    Raises LookupError after the first forward if no node is selected.
+    model's own forward belong to `root`. So a weight's autocast cast, made once, belongs to the
+    first call that needs it; a view of a tensor changed in place, to the first call that reads it.
+    Nodes of a reentrant checkpoint are hooked in the backward pass, except those made outside of
+    modules. Not found are nodes on which no output of the model depends, and nodes made after the
+    model (use `gs.hook(loss.grad_fn, ...)`) or in a backward pass. Raises LookupError after the
+    first forward if no node is selected.
     """
 
     pattern: Pattern

@@ -28,7 +28,7 @@ class Parameters(ParamSelector):
     transforms).
 
     `types` is a pattern on the class of the module that owns the parameter; `depth`, `index`,
-    `ndim` and `size` (its number of entries) are a number, or a lowest and a highest. A tied
+    `ndim` and `size` (its number of entries) are a number or a pair (lowest, highest). A tied
     parameter is one site with several names. A frozen parameter is skipped and reported in the
     ledger.
     """

@@ -63,9 +63,9 @@ class SavedTensors(ModuleSelector):
     is read once in each backward pass, and counted then. A tensor changed in place since it was
     saved raises the error that PyTorch would raise. Other saved-tensor hooks, as those of a
     checkpoint or `save_on_cpu`, stay active: the transform gets the tensors that they return. Two
-    exceptions: a `node` takes one pair of hooks only, and raises if it has one; and inside `block`,
-    tensors taken by such hooks are not seen. Compiled code decides itself which tensors it saves; a
-    warning on detach says so.
+    exceptions: with `node`, a saved tensor that has such hooks raises; with `block`, tensors packed
+    by them are not seen. Compiled code decides itself which tensors it saves; a warning on detach
+    says so.
     """
 
     node: Pattern | None = None

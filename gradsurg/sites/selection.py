@@ -56,7 +56,7 @@ Types = Annotated[str | type[Any], BeforeValidator(_type_name)]
 """A pattern on the name of a class or of one of its bases; a class stands for its name."""
 
 Range = Annotated[int | tuple[int, int], BeforeValidator(_range)]
-"""A number, or the lowest and highest allowed; stored as the latter."""
+"""A number or a pair (lowest, highest); stored as a pair."""
 
 
 @validated
@@ -65,8 +65,8 @@ class ModuleSelector(Selector):
 
     `types` is a pattern on the name of the class or of a base class (or the class itself). `depth`
     is the number of parts of the name: 1 for children of the model, 0 for the model. `index` is the
-    last number in the name, as the position in a Sequential. Each is a number, or a lowest and a
-    highest. `call` picks one call, counted from 0 within one call of the model.
+    last number in the name, as the position in a Sequential. Each is a number or a pair (lowest,
+    highest). `call` picks one call, counted from 0 within one call of the model.
 
     A module with several names can be selected by each; its calls take the names in turn. The model
     itself is `root`, which a pattern must spell out unless the model has no submodules.
@@ -162,7 +162,7 @@ class ParamSelector(Selector):
 
     `types` is a pattern on the class of the module that owns the parameter. `depth` and `index`
     describe the name of that module as for `ModuleSelector`, `ndim` and `size` (the number of
-    entries) the parameter; each is a number, or a lowest and a highest.
+    entries) the parameter; each is a number, or a pair (lowest, highest).
     """
 
     pattern: Pattern = "*"

@@ -62,7 +62,7 @@ class Weights(ParamSelector):
 
 
 def _move_clocks_last(optimizer: Optimizer) -> None:
-    """Count a step after the weights were edited, also if the edit is added to an open surgery."""
+    """Move the step-counting hooks behind the weight edit, also if it is added later."""
     table = vars(optimizer)["_optimizer_step_post_hooks"]
     for key, hook in list(table.items()):
         if getattr(hook, "__module__", "") == CLOCK:

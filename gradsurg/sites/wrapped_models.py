@@ -1,4 +1,4 @@
-"""Models wrapped by DistributedDataParallel or torch.compile, which hooks see differently."""
+"""How DistributedDataParallel and torch.compile affect hooks."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,8 +18,8 @@ HINT = (
 def when_averaged(model: nn.Module, stack: ExitStack, act: Callable[[int], None]) -> None:
     """Call `act` with the number of processes if gradients of the model are averaged over them.
 
-    A model that contains a DistributedDataParallel is known at once, one that is wrapped in it when
-    it is called.
+    A DistributedDataParallel inside the model is found at once, one around it when the model is
+    called.
     """
     wrappers = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
     if wrappers:

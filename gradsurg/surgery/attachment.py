@@ -1,4 +1,4 @@
-"""The life cycle of one attached intervention: hook, rest, change, close."""
+"""One attached intervention: register, suspend, change and remove its hooks."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -73,7 +73,7 @@ class Attachment:
             self._observe(self.session.model)
 
     def load_states(self) -> None:
-        """Take over the states and the step of the session."""
+        """Use the states and the step loaded into the session."""
         self.controller.set(self.intervention)
         for hook in self._hooks.values():
             hook.load_states()
@@ -163,7 +163,7 @@ class Attachment:
 
     @property
     def moment(self) -> object:
-        """All else that a result depends on: the intervention, the step, the switches."""
+        """What else determines a result: transform, trigger, step, epoch, switches."""
         item, clock = self.intervention, self.session.clock
         return item.operator, item.when, clock.step, clock.epoch, tuple(clock.flags.items())
 
@@ -225,7 +225,7 @@ class Attachment:
             observe_output_gradient(model, clock, self._observers)
 
     def _drop_states(self, labels: Sequence[str], suffix: str = "") -> None:
-        """Drop the states under these labels: of links, or of the trigger with suffix `/when`."""
+        """Drop the states with these labels; with suffix `/when`, only those of the trigger."""
         states = self.session.states
         keys = [key for key in states if key.partition("/")[0] in labels and key.endswith(suffix)]
         for key in keys:

@@ -84,7 +84,7 @@ class Coverage:
         return f"nothing was selected by {', '.join(map(repr, silent))}, a part of it"
 
     def unhooked(self, things: Mapping[Any, list[Place]]) -> Iterator[str]:
-        """Names of the selected things that came into the model later and are not hooked.
+        """Names of selected modules and parameters added after attaching, and not hooked.
 
         Any: a module or a parameter, each with the places of its names.
         """
@@ -149,7 +149,7 @@ class Coverage:
 def clock_warnings(
     triggers: Iterable[Trigger], clock: Clock, start: tuple[int, int]
 ) -> Iterator[str]:
-    """Warnings of triggers that read a clock which has not moved since `start`: step and epoch."""
+    """Warnings about triggers whose clock (step or epoch) has not advanced since `start`."""
     parts = [part for trigger in triggers for part in trigger.parts]
     epochs = [part for part in parts if isinstance(part, Epochs)]
     has_length = clock.epoch_length is not None

@@ -70,7 +70,7 @@ def observe_output_gradient(model: nn.Module, clock: Clock, stack: ExitStack) ->
         clock.error = None
 
     def detach() -> None:
-        """Disable hooks on built graphs, which outlive their handles."""
+        """Disable hooks on existing graphs, which stay registered."""
         nonlocal is_attached
         is_attached = False
 
@@ -91,7 +91,7 @@ def observe_output_gradient(model: nn.Module, clock: Clock, stack: ExitStack) ->
 
 
 def _hook(module: nn.Module, call: Callable[..., None]) -> Callable[..., None]:
-    """A hook for this module alone: a copy of it, made in the block, has the same hooks."""
+    """Make `call` ignore copies of the module: one made in the block has the same hooks."""
     held = ref(module)
 
     @compiling.untraced

@@ -78,16 +78,17 @@ class Live:
     ) -> None:
         """Replace `sum(losses).backward()`: one update from several losses.
 
-        `losses` are scalar tensors, in a dict by task name or in a list. Each task's gradient flows
-        by itself, and transforms act on each. An aggregator combines the gradients of each group of
-        shared parameters into one; a parameter that only one task reaches gets the gradient of that
-        task. The results are added to `.grad`. Other leaves, as an input that requires a gradient,
-        get the sum. Your own hook on a parameter is called for each task, and for the result.
+        `losses` are scalar tensors, in a dict by task name or in a list. Each task is
+        backpropagated separately, and transforms act on each. An aggregator combines the gradients
+        of each group of shared parameters into one; a parameter that only one task reaches gets the
+        gradient of that task. The results are added to `.grad`. Other leaves, as an input that
+        requires a gradient, get the sum. Your own hook on a parameter is called for each task, and
+        for the result.
 
-        An aggregator that weights losses, as `Mean` does, takes one backward of the weighted losses
-        instead, so the weights also apply to the heads, unless a transform that is not linear has
-        to act on each task. In measured steps the tasks have extra passes, which your own hooks
-        see. Without an aggregator it is one backward of the sum.
+        If the aggregator weights losses, as `Mean` does, and no non-linear transform has to act on
+        each task, there is one backward of the weighted losses, so the weights also apply to
+        parameters of a single task. In measured steps each task has an extra pass, which calls your
+        own hooks. Without an aggregator there is one backward of the sum.
 
         With `aggregate=False` the gradients are kept, and added to those of the next call, so that
         several batches make one step; each may have some of the tasks, unless losses are weighted.
@@ -138,7 +139,7 @@ class Live:
             attachment.controller.begin_step()
 
     def switch(self, flag: str, *, on: bool) -> None:
-        """Flip the switch that `Flag(flag)` reads; takes effect at once, from any thread.
+        """Set the switch that `Flag(flag)` reads; takes effect at once, from any thread.
 
         Raises LookupError if no trigger reads it.
         """
@@ -164,7 +165,7 @@ class Live:
     def remove(self, label: str) -> None:
         """Detach an intervention, from the next backward on, and drop its state.
 
-        Raises LookupError, with the labels there are.
+        Raises LookupError, listing the labels, unless one is `label`.
         """
         attachment = self._find(label)
         if label != attachment.label:
@@ -222,7 +223,7 @@ class Live:
         return texts
 
     def _close(self) -> None:
-        """Remove all hooks; an error of one does not keep the others."""
+        """Remove all hooks, also if removing one of them fails."""
         with ExitStack() as stack:
             for attachment in self._attachments:
                 stack.callback(attachment.close)

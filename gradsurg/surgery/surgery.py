@@ -31,8 +31,8 @@ _models_with_state: WeakSet[nn.Module] = WeakSet()
 class Surgery:
     """An ordered list of interventions that can be attached to a model, with their state.
 
-    `seed` decides the random numbers of transforms and triggers that draw some; the global
-    generators are never touched.
+    `seed` seeds the random numbers of transforms and triggers; the global generators are never
+    touched.
     """
 
     def __init__(self, *interventions: Intervention, seed: int = 0) -> None:
@@ -84,8 +84,8 @@ class Surgery:
         `optimizer` moves the step clock that triggers read, and is required by stage `step`;
         without it an aggregator draws new random numbers at each `live.backward`, not at each step.
         Effects are measured every `effects_every` steps, never if 0. `shadow` measures without
-        applying; if no transform has a state and all triggers always fire, gradients are counted
-        only in measured steps, and most hooks are removed in the others.
+        applying; then, if no transform has a state and all triggers are `Always`, gradients are
+        counted only in measured steps, and most hooks are removed in the others.
 
         Pass the `scaler` if losses are scaled: a transform, a trigger or an aggregator that depends
         on the scale is then refused at stages with scaled gradients. A scaler that was not passed
@@ -93,11 +93,11 @@ class Surgery:
 
         With `in_state_dict` the state of the surgery is stored in `model.state_dict()` as a tensor
         of bytes, `_gradsurg`, and is restored by `model.load_state_dict()` if a surgery is attached
-        the same way; load into other models with `strict=False`. One surgery of a model at a time
-        can do so.
+        with this option; load into other models with `strict=False`. One surgery of a model at a
+        time can do so.
 
-        Raises LookupError if a selector matches nothing, with the names there are; after the first
-        forward if the sites are known only then.
+        Raises LookupError, listing the names, if a selector matches nothing; after the first
+        forward if sites are known only then.
         """
         if self._live is not None:
             raise RuntimeError("this surgery is attached already; make a second one")
@@ -139,7 +139,7 @@ class Surgery:
         """Return a plan of the hooks: sites, stages and size of the state; attach nothing.
 
         With an `example_input`, as for `gradsurg.sites.tree`, the plan is a tree of the modules as
-        they run; without it, the sites known before a forward. (Any: the inputs of a model.)
+        they run; without it, the sites known before a forward.
         """
         model = getattr(model, "_orig_mod", model)
         params = {name: TensorSpec.of(param) for name, param in params_of(model).items()}

@@ -47,8 +47,8 @@ class Order(ABC):
     def batches(self, epoch: int, size: int, generator: Generator) -> Iterator[Tensor]:
         """Yield the indices of the examples of each batch of an epoch (from 0).
 
-        A function of the arguments alone. `size` examples of a batch count towards the epoch; a
-        batch may have others besides, as from a memory.
+        A function of the arguments alone. A batch has `size` examples of the epoch, and may have
+        more, for example from a memory.
         """
 
 
@@ -177,7 +177,7 @@ class Task(ABC):
     def trajectory_metrics(
         self, rows: Sequence[Mapping[str, Any]], epoch: int
     ) -> dict[str, float]:  # Any: what JSON can hold
-        """Return numbers that depend on all tests of a run and not on its end alone.
+        """Return numbers computed from the test metrics of the whole run, not only the last ones.
 
         A row has the numbers logged at its `step`, as `test/accuracy`; `epoch` is the number of
         steps of an epoch.

@@ -26,13 +26,12 @@ MOBY_DICK_SHA256 = "0af87669e16afbac484ab450db3343221bc6582e65565fcaa535807b5c1d
 class CharLM(Classification):
     """Predict every character of a text from those before it in its piece, by cross-entropy.
 
-    The text is the UTF-8 file `path`, or with `text` moby_dick the one that `python -m
-    gradsurg.tasks.fetch text` put into the user's cache folder, or without either the help on
-    Python's own language that comes with Python (`pydoc_data.topics`, PSF licence; it differs
-    between releases of Python). Its first `max_characters` are used; the last `test_fraction` of
-    them are the test. Both parts are cut into pieces of `length`, a remainder is dropped. Tokens
-    are the characters of the training part in sorted order, from 1; 0 is any other. The loss is in
-    nats for a character.
+    The text is the UTF-8 file `path`, or with `text=moby_dick` the file fetched by `python -m
+    gradsurg.tasks.fetch text`, or by default the language help that comes with Python
+    (`pydoc_data.topics`, PSF licence; it differs between releases of Python). Its first
+    `max_characters` are used; the last `test_fraction` of them are the test. Both parts are cut
+    into pieces of `length`, a remainder is dropped. Tokens are the characters of the training part
+    in sorted order, from 1; 0 is any other. The loss is in nats for a character.
     """
 
     path: Annotated[str, Field(min_length=1)] | None = None

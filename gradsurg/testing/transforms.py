@@ -87,7 +87,7 @@ class Subject:
 
     @property
     def is_function(self) -> bool:
-        """Whether it is a plain function, which may synchronize and has no value semantics."""
+        """Whether it is a plain function, which may synchronize and need not equal its copies."""
         return isinstance(self.transform, Function)
 
     def first_result(self, grad: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ running_node: Callable[[], object] = vars(torch._C)["_current_autograd_node"]
 
 
 def in_inner_backward() -> bool:
-    """Whether the backward pass that ends, in `at_end_of_backward`, is nested in another one."""
+    """In an `at_end_of_backward` callback: whether the ending pass is nested."""
     return running_node() is not None
 
 

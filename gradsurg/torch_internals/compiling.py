@@ -57,14 +57,13 @@ def in_compiled() -> bool:
 
 @contextmanager
 def keeping_buffers() -> Iterator[None]:
-    """Compile graphs whose backward may run more than once, for any model.
+    """Let the backward of graphs compiled in this block run more than once.
 
     Otherwise a compiled backward may write to tensors that its forward has saved, its "donated
     buffers". The caches on disk do not distinguish the two, so they get a tag.
 
-    Blocks may overlap: the last to end restores the settings of before the first. The settings of
-    PyTorch, and so these blocks, apply to one context of `contextvars`, as a thread has one: a
-    block must end in the thread that opened it.
+    Blocks may overlap: the last to end restores the settings of before the first. PyTorch's
+    settings are per `contextvars` context, so a block must end in the thread that opened it.
     """
     functorch: Any = import_module("torch._functorch.config")  # Any: modules of settings
     compiler: Any = import_module("torch.compiler.config")
@@ -94,7 +93,7 @@ _before: ContextVar[tuple[bool, str]] = ContextVar("gradsurg_before")  # the fir
 def can_run_again(node: Any) -> bool:
     """Whether the backward of a compiled graph may run more than once.
 
-    The first time needs `retain_graph`. Any: a node of its `CompiledFunction`.
+    The first pass needs `retain_graph`. `node` is a `CompiledFunction` node.
     """
     function = node._forward_cls
     metadata = function.metadata
@@ -106,11 +105,10 @@ def can_run_again(node: Any) -> bool:
 
 
 def dependent_inputs(node: Any, number: int) -> list[int]:
-    """The indices of the next nodes of a compiled graph that depend on its output `number`.
+    """The indices of a compiled node's next nodes that get a gradient from output `number`.
 
-    The graph returns zeros for all others, so a gradient of NaN is sent through it, which no hook
-    sees. Nodes behind a relu or a mask that is zero now are missed. Nodes that are None are not
-    counted. Any: as above.
+    Sends a gradient of NaN through the graph, bypassing all hooks; other nodes get zeros. Nodes
+    behind a relu or a mask that is zero now are missed. Nodes that are None are not counted.
     """
     with torch.no_grad():
         grads_in = [

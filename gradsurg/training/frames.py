@@ -95,10 +95,10 @@ def _typed_conflicts(frame: "pl.DataFrame") -> "pl.DataFrame":
 def effect_table(paths: Iterable[str | Path], examined: bool = False) -> list[dict[str, object]]:
     """Return the mean effects of each transform at each site, over each run and then over the runs.
 
-    An interval is weighted by its calls of the site, each run by one. An interval in which a number
-    is null (not sampled, or not finite) does not count for it. `runs`, `seen`, `calls`, `sampled`
-    and `nonfinite` are totals. Rows are in order of first appearance. `examined` reads the effects
-    of the examination after the training instead.
+    Intervals are weighted by their calls of the site; all runs have equal weight. An interval in
+    which a number is null (not sampled, or not finite) does not count for it. `runs`, `seen`,
+    `calls`, `sampled` and `nonfinite` are totals. Rows are in order of first appearance. `examined`
+    reads the effects of the examination after the training instead.
     """
     import polars as pl
 

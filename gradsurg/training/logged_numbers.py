@@ -138,7 +138,7 @@ class RunLog:
             logger.log(done, values)
 
     def times(self) -> dict[str, float | None]:
-        """Return median step times, with those of steps whose effects were measured apart."""
+        """Return the median step time without, and with, measurement of effects."""
         every = self.run.schedule.effects_every
         first = self.done - len(self.seconds)
         steps = list(enumerate(self.seconds, first))
@@ -207,8 +207,8 @@ def learned_nothing(
 ) -> dict[str, object]:
     """Return the evidence that a finished run is no better than chance; empty if it has learned.
 
-    `outcome` has its metrics at the end, `rows` its logged metrics. Without a chance level of the
-    task the losses decide: no logged loss may be below the first one.
+    `outcome` has its metrics at the end, `rows` its logged metrics. If the task defines no chance
+    level, the evidence is that no logged loss is below the first one.
     """
     train, test = task.chance(data.train_targets), task.chance(data.test_targets)
     if train is None or test is None:

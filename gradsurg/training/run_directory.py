@@ -177,7 +177,7 @@ class RunDirectory:
 
     @property
     def reason(self) -> str:
-        """The error message of a failed run, on one line: the traceback without its calls."""
+        """The error message of a failed run, on one line, without the stack."""
         lines = run_reader.read_text(self.path / ERROR).strip().splitlines()
         calls = [number for number, line in enumerate(lines) if line.startswith("  ")]
         return "; ".join(lines[calls[-1] + 1 if calls else 0 :]) or self.broken_summary

@@ -24,7 +24,7 @@ class DirectFeedback(Stateless):
 
     Use it at the outputs of the hidden layers, as `site=outputs site.pattern=*.tanh`. Axis 0 of
     both e and the gradient is that of the examples. For outputs of m entries and a gradient of n
-    entries per example B has shape (m, n) and entries uniform in ±scale / sqrt(n). It is a function
+    entries per example B has shape (m, n) and entries uniform in ±scale / sqrt(n). B is a function
     of (seed, site), drawn in float32 at each call and cast to the gradient's dtype, so that there
     is no state; all calls of a module have the same B.
 

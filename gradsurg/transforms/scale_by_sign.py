@@ -17,12 +17,12 @@ class ScaleBySign(Stateless):
 
     `of` selects the sign: that of the gradient, or that of the value whose gradient it is. With
     `per=entry` each entry has its own sign. With `tensor`, `unit` or a pattern a group is positive
-    if all its entries are >= 0 and one is > 0, negative the other way round, and not changed if it
-    is neither.
+    if all its entries are >= 0 and one is > 0, negative if all are <= 0 and one is < 0, else not
+    changed.
 
     Any shape. Where the sign is zero or NaN the gradient is not changed, so that NaN stays NaN. A
     factor of 0 also removes infinities. An empty tensor stays empty. With (1, 0) at ReLU nodes it
-    is the DeconvNet rule (Zeiler and Fergus, ECCV 2014), together with the ReLU's own mask guided
+    is the DeconvNet rule (Zeiler and Fergus, ECCV 2014); with the ReLU's own mask, guided
     backpropagation (Springenberg et al., 2015, arXiv 1412.6806). The `scale_by_sign` of optax is
     `Sign` here.
     """

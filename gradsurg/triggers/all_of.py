@@ -1,4 +1,4 @@
-"""AllOf: fire when all of several triggers fire. It is the result of `&`, defined with it."""
+"""AllOf: fire when all of several triggers fire. The result of `a & b`, defined in `base.py`."""
 
 from gradsurg.triggers.base import AllOf
 

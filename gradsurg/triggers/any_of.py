@@ -1,4 +1,4 @@
-"""AnyOf: fire when one of several triggers fires. It is the result of `|`, defined with it."""
+"""AnyOf: fire when one of several triggers fires. The result of `a | b`, defined in `base.py`."""
 
 from gradsurg.triggers.base import AnyOf
 

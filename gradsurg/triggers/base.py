@@ -214,8 +214,8 @@ class TensorTrigger(Trigger):
     | `input:<module>`, `output:<module>` | the first tensor among a module's inputs or outputs |
 
     The last three are observed in the forward pass and the observation is kept for the backward
-    pass. If a module is called several times the last call counts, if there are several forward
-    passes before a backward pass the last of them; the latter emits a warning on detach.
+    pass. If a module is called several times the last call counts; of several forward passes before
+    a backward pass the last counts, with a warning on detach.
     """
 
     source: str

@@ -1,4 +1,4 @@
-"""Unless: fire when another trigger does not. It is the result of `~`, defined with it."""
+"""Unless: fire when another trigger does not. The result of `~a`, defined in `base.py`."""
 
 from gradsurg.triggers.base import Unless
 

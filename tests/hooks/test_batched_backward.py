@@ -11,8 +11,8 @@ from torch.func import functional_call, grad, vmap
 import gradsurg as gs
 from gradsurg.sites.base import Selector
 from gradsurg.transforms.base import Transform
-from tests.cases import build, names
 from tests.nets import attached
+from tests.transforms.cases import build, names
 
 Mode = Literal["is_grads_batched", "vmap"]
 MODES = ("is_grads_batched", "vmap")

@@ -9,8 +9,8 @@ import gradsurg as gs
 from gradsurg.sites.base import Selector
 from gradsurg.testing.transforms import context_with
 from gradsurg.transforms.base import Transform
-from tests.cases import build, names
 from tests.nets import attached, sgd
+from tests.transforms.cases import build, names
 
 WORDS = torch.tensor([[1, 4, 1], [0, 4, 4]])
 STAGES = ("backward", "accumulating", "accumulated", "settled", "step")

@@ -8,7 +8,7 @@ from typing import get_args
 
 from gradsurg.testing import check_transform
 from gradsurg.transforms.base import TransformProperty
-from tests.cases import build, names
+from tests.transforms.cases import build, names
 from tests.verdict_tables import cell, line, paper, write
 
 README = Path(__file__).parents[2] / "gradsurg" / "transforms" / "README.md"

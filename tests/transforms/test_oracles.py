@@ -19,7 +19,7 @@ from gradsurg.transforms.mask import Mask
 from gradsurg.transforms.norm_rescale import NormRescale
 from gradsurg.transforms.scale_by_sign import ScaleBySign
 from gradsurg.transforms.sign import Sign
-from tests.cases import INF, NAN
+from tests.transforms.cases import INF, NAN
 
 
 def act(transform: Transform, grad: Tensor, value: Tensor | None = None, step: int = 0) -> Tensor:

@@ -37,7 +37,7 @@ from gradsurg.transforms.scale import Scale
 from gradsurg.transforms.scale_by_sign import ScaleBySign
 from gradsurg.transforms.scheduled import Scheduled
 from gradsurg.transforms.sign import Sign
-from tests.cases import INF, build, names
+from tests.transforms.cases import INF, build, names
 
 # Properties depend on fields: these instances cover the other branches of those conditions.
 OTHERS = (

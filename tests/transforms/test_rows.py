@@ -12,7 +12,7 @@ from gradsurg.plugins.fields import FieldError
 from gradsurg.testing.transforms import context_with
 from gradsurg.transforms.base import TransformContext
 from gradsurg.transforms.chain import Chain
-from tests.cases import CONFIGS, ROWS, Row, build, config, names
+from tests.transforms.cases import CONFIGS, ROWS, Row, build, config, names
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.name}-{dict(row.fields)}-{row.step}")

@@ -9,7 +9,7 @@ from torch import Tensor
 from gradsurg.testing import check_transform
 from gradsurg.testing.transforms import DTYPES, context_with, noise
 from gradsurg.transforms.base import TransformContext, TransformState
-from tests.cases import INF, NAN, build, names
+from tests.transforms.cases import INF, NAN, build, names
 
 # Their results do not depend on the incoming gradient, and their random matrix not on the call.
 FROM_OTHER_GRADIENTS = ("direct_feedback", "feedback_weights")

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.cases import names
+from tests.transforms.cases import names
 from tests.transforms.table import HEAD, README, row
 from tests.verdict_tables import written
 

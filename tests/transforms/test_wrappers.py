@@ -31,7 +31,7 @@ from gradsurg.transforms.scale_by_sign import ScaleBySign
 from gradsurg.transforms.scheduled import Scheduled
 from gradsurg.transforms.sign import Sign
 from gradsurg.transforms.zero import Zero
-from tests.cases import INF, NAN
+from tests.transforms.cases import INF, NAN
 
 GRADS = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])]
 CONTEXTS = [TransformContext("a"), TransformContext("b")]

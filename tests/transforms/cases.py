@@ -11,7 +11,7 @@ import yaml
 from gradsurg.plugins.registry import find
 from gradsurg.transforms.base import Transform, TransformContext
 
-CONFIGS = Path(__file__).parents[1] / "conf" / "transform"
+CONFIGS = Path(__file__).parents[2] / "conf" / "transform"
 
 Nested = float | Sequence["Nested"]
 
