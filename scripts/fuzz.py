@@ -17,6 +17,8 @@ from fuzz_watch import in_fresh_folder
 
 KINDS = {"overrides": (fuzz_overrides, 5000), "folders": (fuzz_folders, 2000)}
 
+PROGRESS = 100
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -36,6 +38,8 @@ def main() -> int:
             for fault in outcome.faults:
                 totals[fault.kind] += 1
                 print(f"{arguments.seed}-{index}: {outcome.words}\n  {fault.text}", flush=True)
+        if not (index + 1) % PROGRESS:
+            print(f"{index + 1} ..", file=sys.stderr, flush=True)
     bad = sum(number for kind, number in totals.items() if not kind.startswith("exit code"))
     print("; ".join(f"{kind}: {number}" for kind, number in sorted(totals.items())))
     return 1 if bad else 0
