@@ -82,7 +82,8 @@ HYDRA += "output_subdir searchpath job.id callbacks job_logging hydra_logging ru
 def case(seed: str, folder: Path, seconds: float = SECONDS) -> Iterator[Outcome]:
     """Call the command in `folder` with random arguments that follow from `seed`."""
     words = command_line(Random(seed))
-    values = dict(word.lstrip("+~").partition("=")[::2] for word in words)
+    parts = [word.lstrip("+~").partition("=") for word in words]
+    values = {key: value for key, _, value in parts}
     named = [folder / value for key in FOLDER_KEYS if (value := values.get(key))]
     out = folder / values.get("out", "runs")
     inside = [path for path in named if "\0" not in str(path)]

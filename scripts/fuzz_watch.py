@@ -17,7 +17,6 @@ WAIT = 12  # times as long without the processor
 CODES = (0, 1, 2)
 CREATING = {"os.mkdir": 0, "os.rename": 1, "os.link": 1, "os.symlink": 1}
 REMOVING = {"os.remove": 0, "os.rmdir": 0, "os.truncate": 0, "os.chmod": 0, "shutil.rmtree": 0}
-RELATIVE = ("os.mkdir", "os.remove", "os.rmdir")  # whose last argument may be an open folder
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 Case = Callable[[str, Path], Iterable["Outcome"]]
@@ -146,13 +145,12 @@ def _note(event: str, arguments: tuple[object, ...]) -> None:
     place = {**CREATING, **REMOVING}.get(event)
     if event == "open" and isinstance(arguments[2], int) and arguments[2] & WRITING:
         place = 0
-    if place is None or not isinstance(arguments[place], str | bytes | os.PathLike):
+    target = None if place is None else arguments[place]
+    if not isinstance(target, str | bytes | os.PathLike):
         return
-    name = os.fsdecode(arguments[place])
+    name = str(os.fsdecode(target))
     if event != "open" and not os.path.isabs(name) and _is_descriptor(arguments[-1]):
         return  # relative to an open folder, which was noted by its path
-    if len(arguments) > 1 and event in RELATIVE and arguments[-1] != -1:
-        return  # relative to an open folder: a step of shutil.rmtree, which is noted itself
     path = os.path.abspath(name)
     made_before = event == "os.mkdir" and os.path.isdir(path)
     if path != os.devnull and not made_before:
