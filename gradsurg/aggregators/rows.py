@@ -274,7 +274,9 @@ def solve_on_rows(
         grads = [_combine_in_float64(block, weights, order) for block in blocks]
         norm = _norm(grads) / scale
         fell_back = ridge != RIDGES[0]
-        if norm <= longest and not (fell_back and harmless and _conflicts(blocks, grads, bound)):
+        tolerance = TOO_MUCH_CONFLICT * bound * scale**2 * norms
+        refused = fell_back and harmless and _conflicts(blocks, grads, order, tolerance)
+        if norm <= longest and not refused:
             return RowSolution(grads, weights, fell_back)
         excess = norm / bound - 1 if bound else torch.inf
     raise NotConverged("the solver for nearly dependent rows", excess)
@@ -284,9 +286,14 @@ def _norm(grads: Sequence[Tensor]) -> float:
     return sum(float(grad.double().square().sum()) for grad in grads) ** 0.5
 
 
-def _conflicts(blocks: Sequence[Tensor], grads: Sequence[Tensor], bound: float) -> bool:
-    """Whether the update increases the loss of a task, beyond rounding."""
-    pairs = list(zip(blocks, grads, strict=True))
-    products = sum((rows.double() @ grad.double()).cpu() for rows, grad in pairs)
-    norms = sum(rows.double().square().sum(1).cpu() for rows in blocks) ** 0.5
-    return bool((products < -TOO_MUCH_CONFLICT * norms * bound).any())
+def _conflicts(
+    blocks: Sequence[Tensor], grads: Sequence[Tensor], order: Tensor, tolerance: Tensor
+) -> bool:
+    """Whether -g_i · d exceeds the tolerance for a row, with the rows in this order."""
+    pairs = zip(blocks, grads, strict=True)
+    products = [
+        (part @ piece[0]).cpu()
+        for rows, grad in pairs
+        for part, piece in zip(_in_float64(rows, order), _in_float64(grad[None]), strict=True)
+    ]
+    return bool((sum(products) < -tolerance).any())

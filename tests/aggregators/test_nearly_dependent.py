@@ -145,9 +145,10 @@ def test_a_larger_ridge_is_tried_where_the_first_fails(
         return weights * 1e3 if ridge < 1e-11 else weights  # too long
 
     monkeypatch.setattr(type(aggregator), "weights_of_rows", first_fails)
-    result = combine_by_gramian(aggregator, [matrix], {}, AggregatorContext())
-    assert result.fell_back
-    torch.testing.assert_close(result.grads[0], exact, rtol=1e-4, atol=1e-5)
+    for scale in (1.0, 2.0**24):
+        result = combine_by_gramian(aggregator, [matrix * scale], {}, AggregatorContext(), scale)
+        assert result.fell_back
+        torch.testing.assert_close(result.grads[0] / scale, exact, rtol=1e-4, atol=1e-5)
 
 
 def test_a_fallback_that_conflicts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
