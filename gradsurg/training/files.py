@@ -85,6 +85,13 @@ def shorten(path: Path, size: int) -> None:
             os.close(descriptor)
 
 
+def ends_a_line(path: Path, size: int) -> bool:
+    """Whether the first `size` bytes of a file end with a line break."""
+    with naming(path), path.open("rb") as file:
+        file.seek(size - 1)
+        return file.read(1) == b"\n"
+
+
 @contextmanager
 def locked(path: Path, wait: bool) -> Iterator[bool]:
     """Hold a lock in a block; yield whether it was obtained, always True with `wait`."""

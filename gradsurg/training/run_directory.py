@@ -13,6 +13,7 @@ from typing import Any, Literal
 from gradsurg.training import run_reader
 from gradsurg.training.files import (
     append_bytes,
+    ends_a_line,
     finite,
     is_locked,
     json_line,
@@ -326,6 +327,11 @@ class RunDirectory:
                 )
             if length > size:
                 longer.append((path, size))
+            if size and not ends_a_line(path, size):
+                raise ValueError(
+                    f"{path} has no line that ends at byte {size}, its size at the checkpoint; "
+                    "force=true starts the run from step 0"
+                )
         for path, size in longer:
             shorten(path, size)
 

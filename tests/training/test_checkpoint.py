@@ -222,3 +222,44 @@ def test_a_run_resumed_with_another_version_has_a_note(tmp_path, monkeypatch, na
     begins = f"resumed from a checkpoint made with {name} {before[name]}, now {name} 0.0"
     assert note.startswith(begins)
     assert record.note == note
+
+
+DEEP = b"[" * 60_000
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"null", b"3", b'{"state": "fini', DEEP, b"{}"],
+    ids=["empty", "null", "3", "half", "deep", "no state"],
+)
+def test_a_run_with_a_broken_summary_is_trained_again(tmp_path, whole, content: bytes) -> None:
+    run = a_run(MIXED)
+    execute(run, tmp_path, [])
+    (run.directory(tmp_path) / "summary.json").write_bytes(content)
+    record = execute(run, tmp_path, [])
+    assert record.action == "retried"
+    assert record.reason.startswith("summary.json ")
+    assert_same(record, whole)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"3", b"null", b"{}", DEEP, b'{"step": "one"}'],
+    ids=["3", "null", "no step", "deep", "no number"],
+)
+@pytest.mark.parametrize("name", ["metrics.jsonl", "effects.jsonl"])
+def test_a_broken_row_before_the_checkpoint_is_an_error_that_names_the_file(
+    tmp_path, name: str, line: bytes
+) -> None:
+    run = a_run(MIXED, task=Wrapped(15, "interrupt"))
+    with pytest.raises(KeyboardInterrupt):
+        execute(run, tmp_path, [])
+    path = run.directory(tmp_path) / name
+    content = path.read_bytes()
+    line = line[: len(content) - 2]
+    path.write_bytes(line + b"\n" + content[len(line) + 1 :])
+    with pytest.raises(ValueError, match=rf"^{name} "):
+        execute(run, tmp_path, [])
+    directory = RunDirectory(run.directory(tmp_path))
+    assert directory.state == "failed"
+    assert name in directory.reason

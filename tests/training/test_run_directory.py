@@ -331,6 +331,16 @@ def test_a_checkpoint_of_another_content_is_refused(run, content) -> None:
         run.load_checkpoint()
 
 
+def test_rows_that_were_moved_before_the_checkpoint_are_an_error(run) -> None:
+    run.append_metrics({"step": 10})
+    run.save_checkpoint({"step": 10})
+    path = run.path / "metrics.jsonl"
+    path.write_bytes(b" " * 100 + path.read_bytes())
+    with pytest.raises(ValueError, match=r"has no line that ends at byte 12, .*force=true"):
+        run.load_checkpoint()
+    assert path.stat().st_size == 112
+
+
 def test_no_row_is_cut_if_one_file_is_too_short(run) -> None:
     run.append_metrics({"step": 10})
     run.append_effects([effect(10, 5, 5)])
