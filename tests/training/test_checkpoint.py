@@ -45,8 +45,8 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(tmp_path, whole, step) -> 
     with pytest.raises(Torn):
         execute(run, tmp_path, [])
     assert not RunDirectory(run.directory(tmp_path)).finished
-    kept = RunDirectory(run.directory(tmp_path)).load_checkpoint()
-    assert (kept or {"step": 0})["step"] == (step - 1) // 10 * 10
+    checkpoint = RunDirectory(run.directory(tmp_path)).load_checkpoint()
+    assert (checkpoint or {"step": 0})["step"] == (step - 1) // 10 * 10
     assert_same(execute(run, tmp_path, []), whole)
 
 
@@ -83,8 +83,8 @@ def test_a_trigger_with_state_or_random_draws_resumes(tmp_path, step: int) -> No
     rows = lines(record, "effects.jsonl")
     calls, seen = (sum(int(str(row[name])) for row in rows) for name in ("calls", "seen"))
     assert 0.1 * seen < calls < 0.9 * seen
-    kept = RunDirectory(record.directory).load_checkpoint() or {}
-    surgery: Any = kept["surgery"]
+    checkpoint = RunDirectory(record.directory).load_checkpoint() or {}
+    surgery: Any = checkpoint["surgery"]
     memories = [state for key, state in surgery["states"].items() if key.endswith("/when")]
     assert {value.item() for state in memories for value in state.values()} == {True, False}
     with pytest.raises(Torn):
@@ -101,8 +101,8 @@ def test_a_resumed_run_logs_all_earlier_rows_again(tmp_path, step) -> None:
         execute(run, tmp_path / "torn", [torn])
     execute(run, tmp_path / "torn", [resumed])
     assert len(torn.logged) == (step - 1) // 5
-    told = [(at, untimed(values)) for at, values in resumed.logged]
-    assert told == [(at, untimed(values)) for at, values in expected.logged]
+    sent = [(at, untimed(values)) for at, values in resumed.logged]
+    assert sent == [(at, untimed(values)) for at, values in expected.logged]
 
 
 @pytest.mark.parametrize(("seconds", "saved"), [(0.0, [10, 20, 30]), (1e6, [30])])

@@ -25,29 +25,39 @@ def train(model: nn.Module, surgery: gs.Surgery) -> dict[str, float]:
 
 
 def test_a_surgery_that_does_nothing_makes_no_difference() -> None:
-    found = gs.compare(make_model, train, gs.Surgery(gs.Intervention(gs.Identity())), seeds=3)
-    assert found.treated == found.control
-    assert len({outcome["loss"] for outcome in found.treated}) == 3
+    comparison = gs.compare(make_model, train, gs.Surgery(gs.Intervention(gs.Identity())), seeds=3)
+    assert comparison.treated == comparison.control
+    assert len({outcome["loss"] for outcome in comparison.treated}) == 3
 
 
 def test_a_surgery_that_does_something_is_compared_seed_by_seed() -> None:
-    found = gs.compare(make_model, train, gs.Surgery(gs.Intervention(gs.Zero())), seeds=3)
-    assert all(a["loss"] != b["loss"] for a, b in zip(found.treated, found.control, strict=True))
-    mean = sum(a["loss"] - b["loss"] for a, b in zip(found.treated, found.control, strict=True)) / 3
-    assert f"{mean:+.3g}" in found.table()
-    assert "higher" in found.table() or "no clear difference" in found.table()
+    comparison = gs.compare(make_model, train, gs.Surgery(gs.Intervention(gs.Zero())), seeds=3)
+    assert all(
+        a["loss"] != b["loss"] for a, b in zip(comparison.treated, comparison.control, strict=True)
+    )
+    mean = (
+        sum(
+            a["loss"] - b["loss"]
+            for a, b in zip(comparison.treated, comparison.control, strict=True)
+        )
+        / 3
+    )
+    assert f"{mean:+.3g}" in comparison.table()
+    assert "higher" in comparison.table() or "no clear difference" in comparison.table()
 
 
 def test_one_seed_has_no_interval() -> None:
-    found = gs.compare(make_model, train, gs.Surgery(gs.Intervention(gs.Zero())), seeds=1)
-    assert "one seed: no interval" in found.table()
+    comparison = gs.compare(make_model, train, gs.Surgery(gs.Intervention(gs.Zero())), seeds=1)
+    assert "one seed: no interval" in comparison.table()
 
 
 def test_a_single_number_is_the_outcome_and_a_diverged_run_is_counted_apart() -> None:
     outcomes = iter([float("nan"), 1.0, 2.0, 1.0, 2.5, 1.0])
-    found = gs.compare(make_model, lambda model, surgery: next(outcomes), gs.Surgery(), seeds=3)
-    assert "1 of 3 pairs not finite" in found.table()
-    assert "+1.25" in found.table()
+    comparison = gs.compare(
+        make_model, lambda model, surgery: next(outcomes), gs.Surgery(), seeds=3
+    )
+    assert "1 of 3 pairs not finite" in comparison.table()
+    assert "+1.25" in comparison.table()
 
 
 def test_compare_restores_the_global_generator() -> None:

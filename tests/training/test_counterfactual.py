@@ -124,14 +124,14 @@ def assert_alike(asked: Record, plain: Record) -> None:
     """All that was written and kept is the same, the update effect apart."""
     assert asked.directory != plain.directory
     for name in ("metrics.jsonl", "effects.jsonl"):
-        found = [without_update(row) for row in rows(asked, name)]
-        assert found == [without_update(row) for row in rows(plain, name)]
-        assert found
-    kept = [
+        asked_rows = [without_update(row) for row in rows(asked, name)]
+        assert asked_rows == [without_update(row) for row in rows(plain, name)]
+        assert asked_rows
+    checkpoints = [
         untimed(RunDirectory(record.directory).load_checkpoint() or {}) for record in (asked, plain)
     ]
-    assert flat(kept[0]) == flat(kept[1])
-    assert kept[0]
+    assert flat(checkpoints[0]) == flat(checkpoints[1])
+    assert checkpoints[0]
     assert asked.summary
     assert plain.summary
     assert without_update(asked.summary) == without_update(plain.summary)
@@ -180,12 +180,12 @@ def test_measuring_the_update_effect_does_not_reach_any_kind_of_site(tmp_path, k
     run = a_run(gs.Scale(0.5), at=SITES[kind])
     asked, plain = both(run, tmp_path)
     for name in ("metrics.jsonl", "effects.jsonl"):
-        found = [without_update(row) for row in rows(asked, name)]
-        assert found == [without_update(row) for row in rows(plain, name)]
-    kept = [
+        asked_rows = [without_update(row) for row in rows(asked, name)]
+        assert asked_rows == [without_update(row) for row in rows(plain, name)]
+    checkpoints = [
         untimed(RunDirectory(record.directory).load_checkpoint() or {}) for record in (asked, plain)
     ]
-    assert flat(kept[0]) == flat(kept[1])
+    assert flat(checkpoints[0]) == flat(checkpoints[1])
     assert asked.summary
     assert plain.summary
     assert asked.summary["notes"] == plain.summary["notes"]
@@ -265,17 +265,17 @@ def test_the_update_numbers_equal_those_of_two_steps_by_hand() -> None:
         batches = Batches(inputs, targets, len(inputs), 0)
         for _ in train(model, optimizer, cross_entropy, batches, 1, before=counterfactual.before):
             counterfactual.after()
-    found = counterfactual.fetch()
+    numbers = counterfactual.fetch()
     cosine = torch.cosine_similarity(*updates, dim=0).item()
     assert 0.5 < cosine < 0.99
     expected = [cosine, (updates[0].norm() / updates[1].norm()).item(), *losses]
-    assert [found[name] for name in UPDATE_NAMES] == pytest.approx(expected, rel=1e-4)
+    assert [numbers[name] for name in UPDATE_NAMES] == pytest.approx(expected, rel=1e-4)
     assert counterfactual.fetch() == {}
 
 
 def test_several_batches_of_a_step_are_one_update() -> None:
     inputs, targets = batch()
-    found = []
+    results = []
     for parts in ([(inputs, targets)], list(zip(inputs.split(4), targets.split(4), strict=True))):
         model = small()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
@@ -284,9 +284,9 @@ def test_several_batches_of_a_step_are_one_update() -> None:
         cross_entropy(model(inputs), targets).backward()
         optimizer.step()
         counterfactual.after()
-        found.append(counterfactual.fetch())
-    assert found[1] == pytest.approx(found[0], abs=1e-5)
-    assert found[1]["update/cosine"] == pytest.approx(1)
+        results.append(counterfactual.fetch())
+    assert results[1] == pytest.approx(results[0], abs=1e-5)
+    assert results[1]["update/cosine"] == pytest.approx(1)
 
 
 def test_steps_between_samples_are_not_measured() -> None:
@@ -335,17 +335,17 @@ def test_a_resumed_run_has_the_numbers_of_an_uninterrupted_one(tmp_path, call: i
 def test_the_summary_has_the_mean_over_all_sampled_steps(tmp_path) -> None:
     schedule = replace(SHORT, steps=7, log_every=4)
     record = execute(a_run(gs.Sign(), schedule=schedule), tmp_path, [])
-    found = rows(record)
-    assert [row[UPDATES_SAMPLED] for row in found] == [2, 2]
+    logged = rows(record)
+    assert [row[UPDATES_SAMPLED] for row in logged] == [2, 2]
     assert record.summary
     assert record.summary[UPDATES_SAMPLED] == 4
     for name in UPDATE_NAMES:
-        assert record.summary[name] == pytest.approx(sum(row[name] for row in found) / 2)
+        assert record.summary[name] == pytest.approx(sum(row[name] for row in logged) / 2)
 
 
 def test_means_are_weighted_by_samples_and_skip_missing_numbers() -> None:
     name = UPDATE_NAMES[0]
-    found = means(
+    averages = means(
         [
             {UPDATES_SAMPLED: 1, name: 1.0},
             {UPDATES_SAMPLED: 3, name: 0.0},
@@ -353,7 +353,7 @@ def test_means_are_weighted_by_samples_and_skip_missing_numbers() -> None:
             {},
         ]
     )
-    assert found == {UPDATES_SAMPLED: 8, name: 0.25}
+    assert averages == {UPDATES_SAMPLED: 8, name: 0.25}
     assert means([{"train/loss": 1.0}]) == {}
 
 

@@ -67,8 +67,8 @@ def examined(transform: Transform | None = None, task: Looked | None = None, see
 
 def state(record: Record) -> object:
     """All that training has changed; the surgery's own is beside it."""
-    kept = RunDirectory(record.directory).load_checkpoint() or {}
-    return flat({name: kept[name] for name in ("model", "optimizer", "generators")})
+    checkpoint = RunDirectory(record.directory).load_checkpoint() or {}
+    return flat({name: checkpoint[name] for name in ("model", "optimizer", "generators")})
 
 
 def test_a_surgery_after_the_last_step_changes_the_examination_only(
@@ -120,9 +120,9 @@ def test_the_random_numbers_of_an_examination_depend_on_the_seed_alone(
 def test_loggers_get_the_numbers_of_an_examination(tmp_path: Path) -> None:
     logger = Listening()
     record = execute(examined(), tmp_path, [logger])
-    ((_, told),) = logger.ended
-    assert told["examined/norm"] == record.summary["examined/norm"]
-    assert told["examined/norm"] > 0
+    ((_, numbers),) = logger.ended
+    assert numbers["examined/norm"] == record.summary["examined/norm"]
+    assert numbers["examined/norm"] > 0
 
 
 @pytest.mark.parametrize("broken", ["write_examined", "write_summary"])
@@ -134,9 +134,9 @@ def test_a_run_interrupted_in_its_examination_ends_like_an_uninterrupted_one(
     with monkeypatch.context() as patch, pytest.raises(Torn):
         patch.setattr(RunDirectory, broken, raising)
         execute(run, tmp_path / "torn", [])
-    found = execute(run, tmp_path / "torn", [])
-    assert_same(found, expected)
-    firsts = [RunDirectory(one.directory).read_examined() for one in (found, expected)]
+    resumed = execute(run, tmp_path / "torn", [])
+    assert_same(resumed, expected)
+    firsts = [RunDirectory(one.directory).read_examined() for one in (resumed, expected)]
     assert firsts[0] == firsts[1]
 
 
@@ -180,13 +180,13 @@ def told_at_sites(tmp_path: Path, when: Trigger, every: int) -> str:
 
 
 def test_the_effects_of_an_examination_have_a_table_of_their_own(tmp_path: Path) -> None:
-    told = told_at_sites(tmp_path, AFTER, every=5)
-    assert told.startswith(
+    text = told_at_sites(tmp_path, AFTER, every=5)
+    assert text.startswith(
         "Gradients at each site in the examination after the training, means over 1 run (the "
         "surgery acted on no gradient in the training): "
     )
-    assert told.endswith("% 1")  # calls: the one backward of the examination
-    assert "fired" not in told
+    assert text.endswith("% 1")  # calls: the one backward of the examination
+    assert "fired" not in text
     both = told_at_sites(tmp_path / "always", gs.Steps(), every=5)
     assert both.startswith("Gradients at each site, means over 1 run at one step in 5: ")
     assert f"% {SHORT.steps} Gradients" in both
@@ -196,23 +196,23 @@ def test_the_effects_of_an_examination_have_a_table_of_their_own(tmp_path: Path)
 
 @pytest.mark.parametrize("when", [AFTER, gs.Steps()])
 def test_an_examination_that_is_not_measured_is_counted(tmp_path: Path, when: Trigger) -> None:
-    told = told_at_sites(tmp_path, when, every=0)
-    assert "(the surgery was not measured in the training)" in told
-    assert told.endswith(" - 1")
+    text = told_at_sites(tmp_path, when, every=0)
+    assert "(the surgery was not measured in the training)" in text
+    assert text.endswith(" - 1")
 
 
 def test_the_effects_of_an_examination_do_not_count_for_the_training(tmp_path: Path) -> None:
-    own, plain = (
+    examined, plain = (
         execute(replace(a_run(gs.Scale(2.0), RELUS, task=task), study=study), tmp_path, [])
         for task, study in ((Looked(), "looked"), (Digits(), "plain"))
     )
-    rows = [RunDirectory(one.directory).read_rows("effects.jsonl") for one in (own, plain)]
+    rows = [RunDirectory(one.directory).read_rows("effects.jsonl") for one in (examined, plain)]
     assert rows[0] == rows[1]
-    (row,) = RunDirectory(own.directory).read_rows("examined_effects.jsonl")
+    (row,) = RunDirectory(examined.directory).read_rows("examined_effects.jsonl")
     assert (row["step"], row["calls"], row["seen"]) == (SHORT.steps, 1, 1)
     assert not (plain.directory / "examined_effects.jsonl").exists()
-    RunDirectory(own.directory).clear()
-    assert not (own.directory / "examined_effects.jsonl").exists()
+    RunDirectory(examined.directory).clear()
+    assert not (examined.directory / "examined_effects.jsonl").exists()
 
 
 def refused(*words: str) -> list[str]:

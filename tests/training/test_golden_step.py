@@ -58,9 +58,9 @@ def test_one_training_step_has_the_golden_numbers() -> None:
         gs.Intervention(gs.ClipGlobalNorm(0.5)),
         seed=7,
     )
-    found = {name: param.flatten().tolist() for name, param in _step(surgery).items()}
+    weights = {name: param.flatten().tolist() for name, param in _step(surgery).items()}
     expected = {name: pytest.approx(numbers, abs=1e-9) for name, numbers in GOLDEN.items()}
-    assert found == expected, f"{HOW_TO_MEND}\nfound: {found}"
+    assert weights == expected, f"{HOW_TO_MEND}\nfound: {weights}"
 
 
 def test_the_golden_numbers_differ_from_a_step_without_surgery() -> None:

@@ -223,8 +223,8 @@ def test_a_killed_multi_task_run_ends_with_the_same_conflicts_and_state(
     killed = subprocess.run(command, cwd=tmp_path, env=environment, timeout=120, check=False)
     assert killed.returncode == -signal.SIGKILL
     place = several(name).directory(tmp_path)
-    kept = RunDirectory(place).load_checkpoint() or {}
-    assert kept["step"] == 10
+    checkpoint = RunDirectory(place).load_checkpoint() or {}
+    assert checkpoint["step"] == 10
     again = execute(several(name), tmp_path, [], threads=1)
     assert again.action == "resumed"
     assert_same(again, whole)

@@ -42,17 +42,17 @@ UNEVEN = torch.tensor([0, 0, 0, 1, 2, 2])
 def test_chance_is_the_best_constant_guess() -> None:
     """By trying every class, and every share of them that a softmax can give."""
     for targets in (UNEVEN, UNEVEN.view(2, 3)):
-        found = Classes().chance(targets)
+        constant = Classes().chance(targets)
         best = max((targets == label).double().mean().item() for label in range(3))
-        assert found.value == best == 0.5
+        assert constant.value == best == 0.5
         logits = torch.tensor([3 / 6, 1 / 6, 2 / 6]).log().expand(*targets.shape, 3)
-        assert found.loss == pytest.approx(Classes().loss(logits, targets).item())
-        assert found.description == "chance for 3 classes is"
+        assert constant.loss == pytest.approx(Classes().loss(logits, targets).item())
+        assert constant.description == "chance for 3 classes is"
     targets = torch.tensor([1.0, 2.0, 6.0])
-    found, guess = Numbers().chance(targets), torch.full((3,), 3.0)
-    assert found.loss == pytest.approx(Numbers().loss(guess, targets).item())
+    constant, guess = Numbers().chance(targets), torch.full((3,), 3.0)
+    assert constant.loss == pytest.approx(Numbers().loss(guess, targets).item())
     metrics = Numbers().metrics(guess, targets)
-    assert (found.metric, found.value) == ("r2", pytest.approx(metrics["r2"], abs=1e-6))
+    assert (constant.metric, constant.value) == ("r2", pytest.approx(metrics["r2"], abs=1e-6))
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,9 @@ def test_a_run_no_better_than_chance_in_any_metric_has_learned_nothing(
     loss: float, train: float, test: float, dead: bool
 ) -> None:
     outcome = {"train/loss": loss, "train/accuracy": train, "test/accuracy": test}
-    found = learned_nothing(Classes(), data(UNEVEN), outcome, [])
+    outcome_note = learned_nothing(Classes(), data(UNEVEN), outcome, [])
     expected = {"metric": "test/accuracy", "beside": 0.5, "what": "chance for 3 classes is"}
-    assert found == (expected if dead else {})
+    assert outcome_note == (expected if dead else {})
 
 
 def test_a_task_without_the_metric_or_the_loss_is_not_judged() -> None:
@@ -91,9 +91,9 @@ def test_a_task_without_the_metric_or_the_loss_is_not_judged() -> None:
 )
 def test_a_task_without_a_chance_level_is_judged_by_its_losses(losses, last, dead: bool) -> None:
     rows = [{"step": 5 * k, "train/loss": loss} for k, loss in enumerate(losses, 1)]
-    found = learned_nothing(Wrapped(), data(UNEVEN), {"train/loss": last}, rows)
+    outcome_note = learned_nothing(Wrapped(), data(UNEVEN), {"train/loss": last}, rows)
     what = "the first one that was logged, at step 5, was"
-    assert found == ({"metric": "train/loss", "beside": 2.0, "what": what} if dead else {})
+    assert outcome_note == ({"metric": "train/loss", "beside": 2.0, "what": what} if dead else {})
 
 
 @pytest.mark.parametrize(("transform", "dead"), [(gs.Zero(), True), (gs.Identity(), False)])
@@ -107,10 +107,10 @@ def test_the_summary_records_that_a_run_has_learned_nothing(
 
 def test_an_arm_that_learned_nothing_is_reported_in_one_line(here: Here) -> None:
     words = ("steps=40", "seeds=2", "logger=none", "report=false")
-    told = " ".join(here("transform=zero", *words).out.split())
-    assert "zero: training did not learn anything in 2 of 2 seeds: test accuracy " in told
-    assert ", and chance for 10 classes is 10.22%." in told
-    assert "control: training" not in told
+    text = " ".join(here("transform=zero", *words).out.split())
+    assert "zero: training did not learn anything in 2 of 2 seeds: test accuracy " in text
+    assert ", and chance for 10 classes is 10.22%." in text
+    assert "control: training" not in text
     assert "did not learn" not in here("transform=identity", *words).out
 
 
@@ -122,8 +122,8 @@ def test_a_report_lists_each_arm_that_learned_nothing(tmp_path: Path) -> None:
         treated = studies.plan(tmp_path, "clip", seed, place.path.name)
         more = {"learned_nothing": dead if seed else {}}
         studies.end(treated, "clip", 0.5 - 0.2 * seed, **more)
-    said = study_report(tmp_path).cautions
-    lines = [line for line in said if "did not learn" in line]
+    messages = study_report(tmp_path).cautions
+    lines = [line for line in messages if "did not learn" in line]
     assert lines == [
         "clip: training did not learn anything in 2 of 3 seeds: test accuracy 20.00%, and chance "
         "for 10 classes is 10.00%.",

@@ -88,10 +88,10 @@ def test_tests_during_training_do_not_change_the_run(tmp_path: Path, way: str) -
     trained = [{key: row[key] for key in ("step", "train/loss")} for row in rows]
     assert trained == lines(plain, "metrics.jsonl")
     assert lines(tested, "effects.jsonl") == lines(plain, "effects.jsonl") != []
-    kept, other = (kept_in(own.directory) for own in (tested, plain))
-    for state in (kept, other):
+    checkpoint, other = (kept_in(record.directory) for record in (tested, plain))
+    for state in (checkpoint, other):
         state.pop("seconds")
-    assert flat(kept) == flat(other)
+    assert flat(checkpoint) == flat(other)
     outcome = [key for key in ended(plain) if key.startswith(("train/", "test/", "notes"))]
     assert [ended(tested)[key] for key in outcome] == [ended(plain)[key] for key in outcome]
 
@@ -101,10 +101,10 @@ def test_the_last_row_has_the_test_metrics_of_the_summary(tmp_path: Path) -> Non
     record = execute(evaluated(10), tmp_path, [logger])
     rows = lines(record, "metrics.jsonl")
     assert [row["step"] for row in rows if "test/loss" in row] == [10, 20, 30]
-    own = {key: value for key, value in ended(record).items() if key.startswith("test/")}
-    assert own == {key: value for key, value in rows[-1].items() if key.startswith("test/")}
-    told = [step for step, values in logger.logged if "test/accuracy" in values]
-    assert told == [10, 20, 30]
+    tested = {key: value for key, value in ended(record).items() if key.startswith("test/")}
+    assert tested == {key: value for key, value in rows[-1].items() if key.startswith("test/")}
+    steps = [step for step, values in logger.logged if "test/accuracy" in values]
+    assert steps == [10, 20, 30]
 
 
 def test_the_last_step_is_tested_though_it_is_not_due(tmp_path: Path) -> None:
@@ -140,18 +140,18 @@ def test_a_summary_has_the_hardware_and_the_training_time(tmp_path: Path) -> Non
     run = evaluated(0, fails_at=17)
     with pytest.raises(Torn):
         execute(run, tmp_path, [])
-    kept = kept_in(run.directory(tmp_path))
+    checkpoint = kept_in(run.directory(tmp_path))
     record = execute(evaluated(0), tmp_path, [])
-    assert 0 < kept["seconds"] < ended(record)["time/train_s"]
+    assert 0 < checkpoint["seconds"] < ended(record)["time/train_s"]
     assert ended(record)["hardware"] == hardware(torch.device("cpu"))
     assert ended(record)["skipped_steps"] == 0
 
 
 def test_the_hardware_names_no_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = hardware(torch.device("cpu"))
+    text = hardware(torch.device("cpu"))
     version = re.escape(torch.__version__)
-    assert re.fullmatch(rf"{platform.machine()}, .+, \d+ threads?, torch {version}", found)
-    assert platform.node() not in found
+    assert re.fullmatch(rf"{platform.machine()}, .+, \d+ threads?, torch {version}", text)
+    assert platform.node() not in text
     info = tmp_path / "cpuinfo"
     info.write_text(
         "processor : 0\nmodel name\t: A Fine CPU\nmodel name\t: another\n", encoding="utf-8"

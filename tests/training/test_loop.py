@@ -51,8 +51,8 @@ def test_an_epoch_has_each_example_at_most_once_and_the_next_another_order(
     count: int, size: int
 ) -> None:
     per_epoch = count // size
-    found = first(numbered(count, size), 3 * per_epoch)
-    epochs = [found[start : start + per_epoch] for start in range(0, len(found), per_epoch)]
+    firsts = first(numbered(count, size), 3 * per_epoch)
+    epochs = [firsts[start : start + per_epoch] for start in range(0, len(firsts), per_epoch)]
     for epoch in epochs:
         examples = [example for chosen in epoch for example in chosen]
         assert len(examples) == per_epoch * size
@@ -133,8 +133,8 @@ def test_the_callers_work_between_steps_is_not_timed(monkeypatch) -> None:
 def test_training_in_two_halves_equals_training_at_once() -> None:
     whole, halves = small(), small()
     expected = [step.loss.item() for step in go(whole, 9)]
-    found = [step.loss.item() for step in [*go(halves, 4), *go(halves, 9, start=4)]]
-    assert found == expected
+    losses = [step.loss.item() for step in [*go(halves, 4), *go(halves, 9, start=4)]]
+    assert losses == expected
     assert all(map(torch.equal, weights(whole), weights(halves)))
 
 

@@ -77,15 +77,17 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(tmp_path: Path, name:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("LBFGS", "LBFGS needs a closure that computes the loss again"),
         ("SparseAdam", "SparseAdam takes sparse gradients alone"),
         ("Adm", "there is no 'Adm' in torch.optim"),
     ],
 )
-def test_an_unusable_optimizer_or_schedule_is_refused_with_the_reason(name: str, said: str) -> None:
-    with pytest.raises((ValueError, LookupError), match=said) as caught:
+def test_an_unusable_optimizer_or_schedule_is_refused_with_the_reason(
+    name: str, message: str
+) -> None:
+    with pytest.raises((ValueError, LookupError), match=message) as caught:
         maker({"name": name})(small())
     assert "There are: " in str(caught.value)
     assert "LBFGS" not in str(caught.value).partition("There are: ")[2]

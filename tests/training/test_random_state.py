@@ -90,8 +90,8 @@ def test_a_block_restores_all_generators_also_when_it_raises() -> None:
         with pytest.raises(Torn), random_state.preserved():
             random_state.seed(3)
             raise Torn
-        found = draw()
-    assert draw() == found
+        first = draw()
+    assert draw() == first
 
 
 def test_a_run_depends_on_its_seed_and_not_on_the_state_of_the_process(tmp_path: Path) -> None:
@@ -112,8 +112,8 @@ def test_a_run_restores_the_generators_of_the_process(tmp_path: Path, at: int) -
             execute(drawing_run(at, "raise"), tmp_path, [])
         except Torn:
             assert at
-        found = draw()
-    assert draw() == found
+        first = draw()
+    assert draw() == first
 
 
 @pytest.mark.parametrize("step", [1, 10, 14, 21])
@@ -178,8 +178,8 @@ def test_compared_arms_draw_the_same_random_numbers() -> None:
 
     with random_state.preserved():
         gs.compare(lambda: nn.Linear(1, 1), train, gs.Surgery(), seeds=2)
-        found = draw()
-    assert draw() == found
+        first = draw()
+    assert draw() == first
     assert drawn[0] == drawn[1]
     assert drawn[2] == drawn[3]
     assert all(first != second for first, second in zip(drawn[0], drawn[2], strict=True))
@@ -203,5 +203,5 @@ def test_a_command_restores_the_generators(here: Here, folder: Path) -> None:
     with random_state.preserved():
         words = ("transform=clip", "model=drawn_model.make", "steps=5", "seeds=1", "logger=none")
         assert here(*words, "report=false").code == 0
-        found = draw()
-    assert draw() == found
+        first = draw()
+    assert draw() == first

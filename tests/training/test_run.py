@@ -87,8 +87,8 @@ def by_hand(
         total = torch.zeros(())
         for inputs, targets in islice(stream, batches.accumulate):
             loss = functional.cross_entropy(model(inputs), targets) / batches.accumulate
-            for own, grad in zip(sums, torch.autograd.grad(loss, params), strict=True):
-                own += each(grad)
+            for gradient_sum, grad in zip(sums, torch.autograd.grad(loss, params), strict=True):
+                gradient_sum += each(grad)
             total += loss.detach()
         for param, grad in zip(params, sums, strict=True):
             param.grad = whole(grad)
@@ -171,16 +171,16 @@ def test_a_scaled_loss_equals_the_loop_in_pytorchs_docs_and_skipped_steps_are_ma
         scaler.update()
         if number not in loss_fn.bad:
             schedule.step()
-    own, own_scaler = sgd(model), GradScaler("cpu", init_scale=1024.0)
-    own_schedule = torch.optim.lr_scheduler.ExponentialLR(own, 0.9)
-    options = StepOptions(scaler=own_scaler, schedule=own_schedule)
+    second, second_scaler = sgd(model), GradScaler("cpu", init_scale=1024.0)
+    second_schedule = torch.optim.lr_scheduler.ExponentialLR(second, 0.9)
+    options = StepOptions(scaler=second_scaler, schedule=second_schedule)
     surgery = Surgery(Intervention(gs.Identity(), at=gs.Parameters(stage="step")))
-    with surgery.attach(model, own, scaler=own_scaler) as live:
-        steps = list(train(model, own, Scaled([2, 3]), data(), 7, options=options))
+    with surgery.attach(model, second, scaler=second_scaler) as live:
+        steps = list(train(model, second, Scaled([2, 3]), data(), 7, options=options))
     assert [step.skipped for step in steps] == [False, False, True, True, False, False, False]
     assert same(plain, model)
-    assert own_scaler.state_dict() == scaler.state_dict()
-    assert own_schedule.state_dict() == schedule.state_dict()
+    assert second_scaler.state_dict() == scaler.state_dict()
+    assert second_schedule.state_dict() == schedule.state_dict()
     assert live.step == 5
 
 
@@ -191,7 +191,7 @@ def test_only_float16_needs_a_scaler() -> None:
     scaler = ComputeOptions(precision="float16").scaler(cpu)
     assert isinstance(scaler, GradScaler)
     assert [
-        ComputeOptions(precision=own).autocast for own in ("float32", "bfloat16", "float16")
+        ComputeOptions(precision=name).autocast for name in ("float32", "bfloat16", "float16")
     ] == [
         None,
         torch.bfloat16,
@@ -325,9 +325,9 @@ def test_an_interrupted_run_with_compute_options_ends_like_an_uninterrupted_one(
     run = switched(name, transform, at)
     with pytest.raises(Torn):
         execute(run, tmp_path / "torn", [])
-    kept = kept_in(run.directory(tmp_path / "torn"))
+    checkpoint = kept_in(run.directory(tmp_path / "torn"))
     record = execute(switched(name, transform), tmp_path / "torn", [])
-    assert kept["step"] == 10
+    assert checkpoint["step"] == 10
     assert_same(record, whole)
     plain = execute(a_run(transform, STEP), tmp_path / "plain", [])
     if name not in ("compiled",):
@@ -351,9 +351,9 @@ def test_the_steps_that_the_scaler_skips_are_counted_and_resumed(tmp_path: Path)
     skipped = ended(whole)["skipped_steps"]
     assert isinstance(skipped, int)
     assert 0 < skipped < SHORT.steps
-    kept = kept_in(whole.directory)
-    assert kept["skipped"] == skipped
-    assert set(kept["scaler"]) >= {"scale", "growth_factor"}
+    checkpoint = kept_in(whole.directory)
+    assert checkpoint["skipped"] == skipped
+    assert set(checkpoint["scaler"]) >= {"scale", "growth_factor"}
     assert untimed(ended(whole))["steps"] == SHORT.steps
 
 
@@ -365,7 +365,7 @@ def short_until(condition: str):
 
 
 @pytest.mark.parametrize(
-    ("said", "values", "holds"),
+    ("text", "values", "holds"),
     [
         ("test/accuracy >= 0.95", {"test/accuracy": 0.95}, True),
         ("test/accuracy>=0.95", {"test/accuracy": 0.949}, False),
@@ -374,12 +374,12 @@ def short_until(condition: str):
         ("test/loss <= 1e-3", {"test/loss": None}, False),
     ],
 )
-def test_until_compares_a_metric_with_a_bound(said, values, holds) -> None:
-    assert Until.of(said).holds(values) is holds
+def test_until_compares_a_metric_with_a_bound(text, values, holds) -> None:
+    assert Until.of(text).holds(values) is holds
 
 
 @pytest.mark.parametrize(
-    "said",
+    "text",
     [
         "accuracy >= 0.9",
         "test/accuracy > 0.9",
@@ -390,9 +390,9 @@ def test_until_compares_a_metric_with_a_bound(said, values, holds) -> None:
         "test/loss >= inf",
     ],
 )
-def test_until_refuses_other_text(said: str) -> None:
+def test_until_refuses_other_text(text: str) -> None:
     with pytest.raises(ValueError, match='must be as "test/accuracy >= 0.95": a test metric, '):
-        Until.of(said)
+        Until.of(text)
 
 
 def test_a_run_ends_at_the_first_test_that_reaches_until(tmp_path) -> None:
@@ -461,12 +461,14 @@ def test_the_report_lists_the_arms_that_reached_until_and_their_steps(tmp_path) 
     for seed in range(2):
         for transform in (None, gs.Zero()):
             execute(a_run(transform, seed=seed, schedule=schedule), tmp_path, [])
-    said = study_report(tmp_path / "study").answer
+    sentences = study_report(tmp_path / "study").answer
     folders = {name: sorted((tmp_path / "study").glob(f"{name}-*")) for name in ("zero", "none")}
     pairs = [Runs(*pair) for pair in zip(folders["zero"], folders["none"], strict=True)]
     printed = text.report(pairs)
     assert "zero: 0 of 2 seeds reached test/loss <= 2.2." in printed
     assert "control: 2 of 2 seeds reached test/loss <= 2.2, at steps 5, 5." in printed
-    assert "zero · label=zero: 0 of 2 seeds reached test/loss <= 2.2." in said
-    assert "control · label=none: 2 of 2 seeds reached test/loss <= 2.2, at steps 5, 5. " in said
-    assert "Outcomes are of the step at which each run has ended." in said
+    assert "zero · label=zero: 0 of 2 seeds reached test/loss <= 2.2." in sentences
+    assert (
+        "control · label=none: 2 of 2 seeds reached test/loss <= 2.2, at steps 5, 5. " in sentences
+    )
+    assert "Outcomes are of the step at which each run has ended." in sentences

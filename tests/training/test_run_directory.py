@@ -162,18 +162,18 @@ def test_a_checkpoint_is_read_back_bit_identical(run):
         "order": [3, 1, 2],
     }
     run.save_checkpoint(state)
-    found = run.load_checkpoint()
-    assert found is not None
-    assert torch.equal(found["model"]["w"], state["model"]["w"])
-    assert torch.equal(found["rng"], state["rng"])
-    assert (found["step"], found["order"]) == (7, [3, 1, 2])
+    loaded = run.load_checkpoint()
+    assert loaded is not None
+    assert torch.equal(loaded["model"]["w"], state["model"]["w"])
+    assert torch.equal(loaded["rng"], state["rng"])
+    assert (loaded["step"], loaded["order"]) == (7, [3, 1, 2])
 
 
 def test_resuming_drops_rows_after_the_checkpoint(run):
     run.append_metrics({"step": 10})
     run.append_effects([effect(10, 5, 5)])
     run.save_checkpoint({"step": 10})
-    kept = {
+    contents = {
         name: (run.path / name).read_bytes()
         for name in (run_directory.METRICS, run_directory.EFFECTS)
     }
@@ -182,7 +182,7 @@ def test_resuming_drops_rows_after_the_checkpoint(run):
     with (run.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 30, "train/lo')
     assert RunDirectory(run.path).load_checkpoint() == {"step": 10}
-    assert {name: (run.path / name).read_bytes() for name in kept} == kept
+    assert {name: (run.path / name).read_bytes() for name in contents} == contents
     run.append_metrics({"step": 20})
     assert [row["step"] for row in lines(run.path / "metrics.jsonl")] == [10, 20]
 

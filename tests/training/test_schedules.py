@@ -34,13 +34,13 @@ def optimizer(lr: float = 0.1) -> Optimizer:
 def rates(config: dict[str, Any], steps: int = STEPS) -> list[float]:
     """The learning rate of each step, and the one after the last."""
     schedule = schedule_maker(config, steps)(owner := optimizer())
-    found = [owner.param_groups[0]["lr"]]
+    lr_values = [owner.param_groups[0]["lr"]]
     for _ in range(steps):
         owner.step()
         if schedule is not None:
             schedule.step()
-        found.append(owner.param_groups[0]["lr"])
-    return found
+        lr_values.append(owner.param_groups[0]["lr"])
+    return lr_values
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -77,18 +77,18 @@ def test_nothing_moves_a_constant_learning_rate() -> None:
 def test_units_are_optimizer_steps_and_null_is_to_the_end(
     name: str, expected: dict[int, float]
 ) -> None:
-    found = rates(CONFIGS[name])
-    assert {step: found[step] for step in expected} == pytest.approx(expected, abs=1e-9)
+    lr_values = rates(CONFIGS[name])
+    assert {step: lr_values[step] for step in expected} == pytest.approx(expected, abs=1e-9)
 
 
 def test_a_chain_of_schedules_multiplies() -> None:
     parts = [{"name": "LinearLR", "total_iters": None}, {"name": "ExponentialLR", "gamma": 0.5}]
-    found = rates({"name": "ChainedScheduler", "schedulers": parts}, 2)
-    assert found == pytest.approx([0.1 / 3, 0.1 * 2 / 3 / 2, 0.1 / 4])
+    lr_values = rates({"name": "ChainedScheduler", "schedulers": parts}, 2)
+    assert lr_values == pytest.approx([0.1 / 3, 0.1 * 2 / 3 / 2, 0.1 / 4])
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ({"name": "StepLR"}, "StepLR() is refused: .*step_size"),
         ({"name": "StpLR"}, "there is no 'StpLR' in .*Did you mean 'StepLR'?"),
@@ -103,9 +103,9 @@ def test_a_chain_of_schedules_multiplies() -> None:
     ],
 )
 def test_a_schedule_that_would_fail_in_a_run_is_refused_before(
-    config: dict[str, Any], said: str
+    config: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises((ValueError, LookupError), match=said.replace("()", r"\(\)")):
+    with pytest.raises((ValueError, LookupError), match=message.replace("()", r"\(\)")):
         check_learning_rates(schedule_maker(config, 20)(optimizer()), 20)
 
 
@@ -119,9 +119,11 @@ def test_a_trained_model_is_that_of_a_plain_loop() -> None:
         torch.nn.functional.cross_entropy(plain(inputs), targets).backward()
         by_hand.step()
         schedule.step()
-    own = sgd(model)
-    options = StepOptions(schedule=schedule_maker(CONFIGS["cosine"], 7)(own))
-    for _ in train(model, own, torch.nn.functional.cross_entropy, batches, 7, options=options):
+    optimizer = sgd(model)
+    options = StepOptions(schedule=schedule_maker(CONFIGS["cosine"], 7)(optimizer))
+    for _ in train(
+        model, optimizer, torch.nn.functional.cross_entropy, batches, 7, options=options
+    ):
         pass
     assert all(map(torch.equal, weights(plain), weights(model)))
 
@@ -140,9 +142,9 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(tmp_path: Path, name:
     run = scheduled(name, at=15)
     with pytest.raises(Torn):
         execute(run, tmp_path / "torn", [])
-    kept = kept_in(run.directory(tmp_path / "torn"))
-    assert kept["step"] == 10
-    assert kept["lr_schedule"]["last_epoch"] == 10
+    checkpoint = kept_in(run.directory(tmp_path / "torn"))
+    assert checkpoint["step"] == 10
+    assert checkpoint["lr_schedule"]["last_epoch"] == 10
     assert_same(execute(scheduled(name), tmp_path / "torn", []), whole)
 
 

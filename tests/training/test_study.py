@@ -103,8 +103,8 @@ def test_a_logger_gets_the_numbers_of_the_files(tmp_path) -> None:
     (info,) = logger.begun
     assert (info.study, info.arm, info.label) == ("study", "treated", "clip-seed0")
     assert (info.directory, info.total_steps) == (record.directory, 30)
-    told = [{"step": step, "train/loss": values["train/loss"]} for step, values in logger.logged]
-    assert told == lines(record, "metrics.jsonl")
+    sent = [{"step": step, "train/loss": values["train/loss"]} for step, values in logger.logged]
+    assert sent == lines(record, "metrics.jsonl")
     assert_effects_match(dict(logger.logged), lines(record, "effects.jsonl"))
     ((state, summary),) = logger.ended
     assert state == "finished"
@@ -125,12 +125,12 @@ def assert_effects_match(
         expected[step] |= {
             f"{prefix}/{name}": row[name] for name in ("seen", "calls", *EFFECT_NAMES)
         }
-    found = {
+    rows_by_name = {
         step: {key: value for key, value in values.items() if key.startswith("effect/")}
         for step, values in logged.items()
     }
-    assert found == expected
-    assert any(found.values())
+    assert rows_by_name == expected
+    assert any(rows_by_name.values())
 
 
 @pytest.mark.parametrize(
@@ -333,8 +333,8 @@ def test_zero_gradients_have_no_suggested_bound(tmp_path) -> None:
 
 def test_each_transform_of_a_chain_that_changes_nothing_is_noted(tmp_path) -> None:
     chain = gs.Chain(gs.Clip(1e9), gs.Scale(0.5), gs.Clip(1e8))
-    found = notes(execute(a_run(chain), tmp_path, []))
-    starts = [note.partition(".")[0] for note in found]
+    texts = notes(execute(a_run(chain), tmp_path, []))
+    starts = [note.partition(".")[0] for note in texts]
     where = "at the steps measured, one in 4"
     assert starts == [f"clip changed nothing {where}", f"clip_2 changed nothing {where}"]
 
@@ -395,19 +395,19 @@ def test_a_wandb_run_has_the_numbers_of_the_files(tmp_path) -> None:
         place = run.directory(tmp_path)
         (path,) = place.glob("wandb/offline-run-*")
         record = Record(run, place, RunDirectory(place).read_summary(), "trained")
-        told = inspect(tmp_path, path)
-        (begun,) = of_type(told, "run")
+        records = inspect(tmp_path, path)
+        (begun,) = of_type(records, "run")
         assert [begun[key] for key in ("run_group", "job_type", "display_name")] == [
             "study",
             run.arm,
             f"{run.label}-seed0",
         ]
-        logged = {row["global_step"]: row for row in rows(told)}
+        logged = {row["global_step"]: row for row in rows(records)}
         losses = [{"step": step, "train/loss": row["train/loss"]} for step, row in logged.items()]
         assert losses == lines(record, "metrics.jsonl")
         assert_effects_match(logged, lines(record, "effects.jsonl"))
         last = {}
-        for update in of_type(told, "summary"):
+        for update in of_type(records, "summary"):
             last |= update["update"]
         for key in ("state", "test/accuracy", "test/loss", "train/accuracy", "train/loss"):
             assert last[key] == record.summary[key], key
