@@ -1,1 +1,1 @@
-"""From a command line to the objects of an experiment, checked as a whole."""
+"""Turn a command line into the objects of an experiment, checked together."""

@@ -154,7 +154,7 @@ class _Job:
     def check(
         self, unreadable: Collection[str], builds: bool, num_jobs: int, keep: Keep | None
     ) -> list[str]:
-        """Return the errors of the overrides, and of the config that the right ones compose.
+        """Return the errors of the overrides, and of the config composed of the correct overrides.
 
         `unreadable` are the keys of overrides that could not be parsed.
         """
@@ -234,7 +234,7 @@ def _is_missing_key(error: Exception) -> bool:
 
 
 def _missing_key(path: str, config: DictConfig) -> str:
-    """List the keys that exist beside a missing one, at the deepest level that exists."""
+    """List the existing keys at the deepest existing level of a missing key."""
     place: object = config
     parts = path.split(".")
     depth = 0

@@ -194,7 +194,8 @@ def check_first_step(
     certain: bool,
     errors: ErrorCollector,
 ) -> None:
-    """Make one training step with the surgery and report what it raises or never reaches.
+    """Make one training step with the surgery; report its exceptions and the hooks it never
+    reaches.
 
     `settings` is None if they are wrong themselves. A site without a gradient and a trigger that
     never fires are errors if `certain`, else warnings: a later step of a user's own model may

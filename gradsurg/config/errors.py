@@ -38,7 +38,7 @@ class ErrorCollector:
 
     @contextmanager
     def at(self, key: str) -> Iterator[None]:
-        """Report what this block raises, under `key` unless the error names another object."""
+        """Report errors raised in this block, under `key` unless the error names another object."""
         try:
             yield
         except FieldError as error:
@@ -100,5 +100,5 @@ def parts_of(whole: Any, path: str = "") -> Iterator[tuple[str, object]]:
 
 
 def joined(*keys: str) -> str:
-    """Join the parts of a key by dots, empty ones left out."""
+    """Join the non-empty parts of a key by dots."""
     return ".".join(key for key in keys if key)

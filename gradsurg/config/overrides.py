@@ -127,7 +127,8 @@ def parse(
 def split_unknown_options(
     overrides: Sequence[str], config_dirs: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """Return the overrides without unknown options of groups, and an error for each of those."""
+    """Return the overrides without unknown options of groups, and an error for each unknown
+    option."""
     rest, faults = [], []
     for word in overrides:
         key, names, is_list = _group_choice(word)

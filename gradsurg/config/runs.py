@@ -40,7 +40,7 @@ class Pair:
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """All runs, in the order of execution."""
+        """The runs in the order of execution."""
         both = (run for run in (self.control, self.treated) if run is not None)
         return (*both, *self.without.values())
 

@@ -106,6 +106,6 @@ class Settings:
 
     @property
     def compute(self) -> ComputeOptions:
-        """How steps are computed."""
+        """The computation of steps."""
         backend = self.compile_backend if self.compile else None
         return ComputeOptions(self.accumulate, self.precision, backend)

@@ -194,7 +194,7 @@ class EdgeGradients:
     """The gradients of all tasks at the edges of one dtype and device, as rows (T, p).
 
     `templates` has one gradient for each edge, by the index of the edge. A complex entry is stored
-    as two real ones.
+    as two real entries.
     """
 
     templates: dict[int, Tensor]

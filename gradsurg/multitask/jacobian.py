@@ -301,7 +301,8 @@ class JacobianBuilder:
         return jacobian, losses
 
     def measure(self, call: BackwardCall) -> tuple[Jacobian, dict[str, float]] | None:
-        """As `collect`, without side effects on training: the graph is kept, nothing is refused.
+        """Compute the same as `collect`, without side effects on training: the graph is kept,
+        nothing is refused.
 
         A task that reaches no parameter is left out. If the conflicts cannot be measured, warns and
         returns None.

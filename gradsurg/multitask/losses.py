@@ -135,7 +135,7 @@ def skipping(controllers: Sequence[HookController], nodes: Collection[Node]) -> 
 
 
 def named_losses(losses: Losses) -> dict[str, Tensor]:
-    """Return the losses by name; those of a sequence are named 0, 1 and so on.
+    """Return the losses by name; the losses of a sequence are named 0, 1 and so on.
 
     Raises TypeError or ValueError, with the name, for an invalid loss.
     """

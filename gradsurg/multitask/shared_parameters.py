@@ -124,8 +124,8 @@ class SharedParameters(ParamSelector):
     def _first_patterns(
         self, patterns: Patterns, model: nn.Module, test: PlaceTest
     ) -> dict[str, str]:
-        """Return the first pattern that each parameter matches by one of its names, frozen ones
-        included.
+        """Return the first pattern that each parameter matches by one of its names, including
+        frozen parameters.
         """
         matching = {
             names[0]: [

@@ -7,8 +7,8 @@ from pathlib import Path
 def summary(study: Path | str, only: Collection[str] | None = None) -> str:
     """Return the summary of a study that `python -m gradsurg.report STUDY` prints, as plain text.
 
-    `only` are names of run directories: of these alone, beside their controls. Raises NotAStudy, in
-    one sentence, if there are no such runs.
+    `only` are names of run directories: the summary is of these runs and their controls. Raises
+    NotAStudy, in one sentence, if there are no such runs.
     """
     # The terminal's report of one job is imported from here too, and needs none of this.
     from gradsurg.report.study import study_report

@@ -30,7 +30,7 @@ from gradsurg.training.run_directory import UNTIL, UNTIL_REACHED, UNTIL_STEP
 
 
 def states(runs: Sequence[LoadedRun]) -> dict[str, int]:
-    """How many runs there are in each state."""
+    """The number of runs in each state."""
     counts = Counter(run.state for run in runs)
     return {state: counts[state] for state in STATES if counts[state]}
 
@@ -275,7 +275,7 @@ def _got_there(run: LoadedRun) -> bool:
 
 
 def dead_line(name: str, summaries: Sequence[Summary]) -> str:
-    """One sentence on the runs of an arm that have ended; empty if each has learned something."""
+    """Return a sentence on the ended runs of an arm; empty if each has learned something."""
     whole = [summary for summary in summaries if summary["state"] == "finished"]
     dead = [summary for summary in whole if summary.get("learned_nothing")]
     if not dead:
@@ -307,7 +307,7 @@ def uncompared(arms: Sequence[Arm], outcomes: Sequence[Outcome]) -> list[Arm]:
 
 
 def alone_rows(arms: Sequence[Arm], metrics: Sequence[str]) -> list[list[str]]:
-    """Of each arm its name, the number of its finished runs, and the spread of each metric."""
+    """Return a row for each arm: name, number of finished runs, spread of each metric."""
     rows = []
     for arm in arms:
         row = [arm.name, str(len(arm.whole))]

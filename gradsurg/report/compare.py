@@ -31,8 +31,7 @@ Beside = Callable[[LoadedRun], LoadedRun | None]  # the run that a run is compar
 
 @dataclass(frozen=True)
 class Outcome:
-    """One metric of one arm: treated minus control over the `difference.n` pairs that are whole.
-
+    """One metric of one arm: treated minus control over the `difference.n` pairs of finished runs.
     `difference` is None if there is no such pair; `planned` counts all seeds of the arm and
     `states` counts the seeds that cannot be compared, by the state of the run that prevents it. The
     share of a link is also an Outcome: the arm is the whole chain, the control the chain without
@@ -76,7 +75,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Cost:
-    """How much longer a step of an arm takes than one of its control, pair by pair."""
+    """The step time of an arm divided by its control's, pair by pair."""
 
     arm: Arm
     ratios: tuple[float, ...]
@@ -95,7 +94,7 @@ class UpdateEffect:
 
 
 def metrics_of(arms: Sequence[Arm]) -> dict[str, str]:
-    """The outcomes that a whole run has, with their titles; the headline first."""
+    """The outcomes that a finished run has, with their titles; the headline first."""
     metrics: dict[str, str] = {}
     for arm in arms:
         for run in arm.whole:
@@ -107,12 +106,13 @@ def metrics_of(arms: Sequence[Arm]) -> dict[str, str]:
 
 
 def compare(arms: Sequence[Arm]) -> list[Outcome]:
-    """Each treated arm beside its control, metric by metric."""
+    """Compare each treated arm with its control, metric by metric."""
     return [one for metric in metrics_of(arms) or {"": ""} for one in beside_control(arms, metric)]
 
 
 def beside_control(arms: Sequence[Arm], metric: str) -> list[Outcome]:
-    """One number of each treated arm beside its control, of the seeds that have it in both."""
+    """Compare one number of each treated arm with its control, over the seeds that have it in
+    both."""
     runs = {run.name: run for arm in arms for run in arm.runs}
     treated = [arm for arm in arms if not arm.is_control]
     return _among_many([_outcome(arm, metric, _its_control(runs), "control") for arm in treated])
@@ -138,7 +138,7 @@ def shares(arms: Sequence[Arm]) -> list[Outcome]:
 
 
 def costs(arms: Sequence[Arm]) -> list[Cost]:
-    """Step times beside the control's, where both are known."""
+    """Compare step times with the control's, where both are known."""
     runs = {run.name: run for arm in arms for run in arm.runs}
     arm_costs = []
     for arm in arms:
@@ -233,7 +233,7 @@ def repeats_line(outcomes: Iterable[Outcome]) -> str:
 
 
 def _in_the_way(run: LoadedRun, other: LoadedRun | None, kind: str) -> str | None:
-    """Why a run cannot be compared: its own state, or that of the run beside it."""
+    """Why a run cannot be compared: its own state, or that of its control."""
     if run.state != "finished":
         return run.state
     if other is None:

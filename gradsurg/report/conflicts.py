@@ -63,7 +63,7 @@ class ConflictMeans:
 
     @property
     def pairs(self) -> list[Pair]:
-        """All pairs of tasks, those that conflict most first."""
+        """All pairs of tasks, the most conflicting first."""
         return _by_cosine(self.cosines)
 
 
@@ -154,7 +154,7 @@ def by_group(rows: pl.DataFrame) -> Iterator[tuple[str, str, pl.DataFrame]]:
 
 
 def conflict_means(rows: pl.DataFrame) -> ConflictMeans:
-    """Of rows of one aggregator, group and set of tasks."""
+    """Average the rows of one aggregator, group and set of tasks."""
     tasks = rows["tasks"][0].to_list()
     runs = [frame for _, frame in rows.group_by("run", maintain_order=True)]
     per_run = [_numbers(frame, len(tasks)) for frame in runs]
@@ -203,7 +203,7 @@ def _answering(per_run: Sequence[Mapping[str, Floats]]) -> dict[str, str]:
 
 
 def _numbers(rows: pl.DataFrame, count: int) -> dict[str, Floats]:
-    """Each number of a run's rows, step by step; where lists are lacking no step is told."""
+    """Return each number of a run's rows, step by step; empty for lists that are missing."""
     numbers = {
         number.name: rows[number.name].to_numpy().astype(np.float64) for number in GROUP_NUMBERS
     }
@@ -239,7 +239,7 @@ def _mean(values: Floats) -> Floats:
 
 
 def _chosen(means: Sequence[ConflictMeans]) -> tuple[list[Pair], list[int]]:
-    """Of many pairs those that conflict most, of many tasks those that gain least and most."""
+    """Select the pairs that conflict most, and the tasks that gain least and most."""
     pairs = _by_cosine(_mean(np.stack([one.cosines for one in means])))
     gains = np.nan_to_num(_mean(np.stack([one.decrease for one in means])))
     order = np.argsort(gains, kind="stable").tolist()
@@ -292,7 +292,7 @@ def _series(
 
 
 def _lines(values: Floats) -> Lines:
-    """Of numbers by run, interval and task."""
+    """Return the lines of numbers by run, interval and task."""
     mean = _mean(values)
     known = np.isfinite(values).sum(axis=0)
     spread = np.sqrt(_mean((values - mean) ** 2) * known / np.maximum(known - 1, 1))
@@ -362,7 +362,7 @@ def _lost_elsewhere(group: str, groups: Mapping[str, ConflictMeans]) -> str:
 
 
 def measured_steps(means: ConflictMeans) -> str:
-    """How many of each run; runs that were stopped have fewer."""
+    """Return the number of measured steps of each run; stopped runs have fewer."""
     least, most = min(means.measured), max(means.measured)
     text = f"{least} to " * (least < most) + count(most, "measured step")
     text += " each" * (means.runs > 1)
@@ -514,7 +514,7 @@ def about_lengths(series: Sequence[ConflictSeries]) -> list[str]:
 
 
 def sharpest(series: Sequence[ConflictSeries]) -> list[ConflictSeries]:
-    """Of each arm the group in which tasks conflict most."""
+    """Return for each arm the group in which tasks conflict most."""
     by_arm: dict[str, ConflictSeries] = {}
     for one in series:
         other = by_arm.get(one.arm.name)

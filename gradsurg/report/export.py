@@ -156,7 +156,7 @@ def _draft(out: Path) -> Iterator[Path]:
 
 
 def _remove_drafts(out: Path) -> None:
-    """Remove the drafts of killed processes: of this machine, and old ones of any other."""
+    """Remove drafts of killed processes of this machine, and old drafts of other machines."""
     for draft in out.glob(f"{DRAFT}*"):
         host, _, process = draft.name.removeprefix(DRAFT).rpartition("-")[0].rpartition("-")
         age = time() - draft.lstat().st_mtime
@@ -208,12 +208,12 @@ def runs_table(report: StudyReport) -> pl.DataFrame:
 
 
 def effects_table(report: StudyReport) -> pl.DataFrame:
-    """The rows of all effects.jsonl, with arm and seed beside each."""
+    """The rows of all effects.jsonl, with the arm and seed of each."""
     return _with_arms(report, report.effects)
 
 
 def conflicts_table(report: StudyReport) -> pl.DataFrame:
-    """The rows of all conflicts.jsonl, with arm and seed beside each."""
+    """The rows of all conflicts.jsonl, with the arm and seed of each."""
     return _with_arms(report, report.conflict_rows)
 
 

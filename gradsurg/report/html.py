@@ -50,7 +50,7 @@ def page(
 ) -> str:
     """Return the page as HTML; with `refresh` it reloads itself every so many seconds.
 
-    `pictures` are PNG files to show, by the names that they have beside the page.
+    `pictures` are PNG files to show, by their names in the page's folder.
     """
     data = elements.PageData(report)
     sections = [
@@ -88,7 +88,8 @@ def page(
 def _library() -> str:
     """Vega, Vega-Lite and vega-embed as one script.
 
-    To bundle it takes seconds, so it is stored beside the byte code, where that can be written.
+    Bundling takes seconds, so the script is stored in the folder of the byte code, if that can be
+    written.
     """
     import vl_convert
 

@@ -92,8 +92,8 @@ class LoadedRun:
 def read_study(folder: Path, only: Collection[str] | None = None) -> list[LoadedRun]:
     """Return all runs of a study; a named control without a directory has state `missing`.
 
-    `only` are the names of those that are wanted; their controls come with them. Raises NotAStudy,
-    in one sentence, if there are none, or one of `only` is not there.
+    `only` are the names of the runs to read; their controls are read too. Raises NotAStudy, in one
+    sentence, if there are none, or one of `only` is not there.
     """
     if not folder.is_dir():
         raise NotAStudy(f"there is no folder {folder}")
@@ -265,12 +265,12 @@ class Arm:
 
     @property
     def whole(self) -> list[LoadedRun]:
-        """Runs that ended as planned: the only ones that are averaged."""
+        """The finished runs, the only runs that are averaged."""
         return [run for run in self.runs if run.state == "finished" and run.summary]
 
 
 def group(runs: Sequence[LoadedRun]) -> list[Arm]:
-    """The arms of a study, the treated ones first, each with a name of its own."""
+    """The arms of a study, treated arms first, each with a distinct name."""
     groups: dict[str, list[LoadedRun]] = {}
     for run in runs:
         groups.setdefault(run.key, []).append(run)

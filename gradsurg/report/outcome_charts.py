@@ -356,7 +356,7 @@ def of_metric(outcomes: Sequence[Outcome], metric: str) -> list[Outcome]:
 
 
 def _arms_axis() -> alt.Y:
-    """All arms in their order, also those without a number."""
+    """All arms in their order, also arms without a number."""
     names = alt.Scale(domain=alt.ExprRef("arms"))
     axis = alt.Axis(domain=False, ticks=False)
     return alt.Y("arm:N", sort=None, title=None, scale=names, axis=axis)

@@ -23,7 +23,7 @@ class Mark:
     """One arm: the values of its runs in each task, and their mean with its interval.
 
     `beaten_by` are the arms whose means are no worse in any task and in one better, by more than a
-    thousandth of what the arms span.
+    thousandth of the arms' range.
     """
 
     arm: Arm
@@ -44,7 +44,7 @@ class Front:
 
     @property
     def key(self) -> str:
-        """A name of its own among those of a study."""
+        """The name of the front, distinct in a study."""
         return f"{self.task}/{self.metric}"
 
     @property
@@ -108,7 +108,7 @@ def clusters(front: Front, first: int, second: int) -> list[tuple[tuple[float, f
 
 
 def _at(mark: Mark, task: int, low: float, high: float, by_log: bool) -> float:
-    """Where its mean stands on an axis, from 0 to 1."""
+    """The position of an arm's mean on an axis, from 0 to 1."""
     mean = mark.means[task].mean
     if by_log:
         return log10(mean / low) / log10(high / low)
@@ -123,7 +123,7 @@ def _names(arm: Arm) -> list[str]:
 
 
 def _task(arm: Arm) -> Mapping[str, object]:
-    """Its task but for where it starts."""
+    """The front's task, without its start."""
     task = (arm.runs[0].config or {}).get("task")
     items = task.items() if isinstance(task, Mapping) else ()
     return {key: item for key, item in items if key != "start"}
@@ -144,7 +144,7 @@ def _number(run: LoadedRun, key: str) -> float | None:
 
 
 def _ranked(marks: Sequence[Mark], sign: int) -> list[Mark]:
-    """With the arms that dominate each."""
+    """Return the marks with the arms that dominate each."""
     costs = [[sign * mean.mean for mean in mark.means] for mark in marks]
     least = [LEAST * (max(column) - min(column)) for column in zip(*costs, strict=True)]
     return [

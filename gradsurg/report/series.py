@@ -22,7 +22,7 @@ MAX_POINTS = 60  # of a learning curve: more are not seen on a page
 
 @dataclass(frozen=True)
 class Curve:
-    """A metric of one arm over steps: mean and interval of its whole runs, and every run alone."""
+    """A metric of one arm over steps: mean and interval of its finished runs, and each run."""
 
     arm: Arm
     metric: str
@@ -123,7 +123,7 @@ class EffectMap:
 
 @dataclass(frozen=True)
 class Norms:
-    """How often gradient norms fell into each bin (of log10), before and after a transform."""
+    """Histograms of gradient norms (bins of log10), before and after a transform."""
 
     arm: Arm
     transform: str
@@ -424,7 +424,7 @@ def asked(summaries: Sequence[Summary]) -> list[Summary]:
 
 
 def known(summaries: Sequence[Summary], key: str) -> list[float]:
-    """One of the numbers, run by run; an update of zero has no cosine."""
+    """Return a number of each run; an update of zero has no cosine."""
     values = [summary.get(key) for summary in summaries]
     return [float(value) for value in values if value is not None]
 

@@ -83,8 +83,8 @@ def study_report(
 ) -> StudyReport:
     """Read a study and compute its report; raise NotAStudy if `folder` has no runs.
 
-    `only` are names of run directories: of these and of their controls alone. Without `logs`, what
-    the runs wrote as they went is not read: there are no curves, no maps and no norms.
+    `only` are names of run directories: the report is of these runs and their controls. Without
+    `logs`, the files logged during training are not read: there are no curves, maps or norms.
     """
     runs = read_study(folder, only)
     arms = group(runs)
@@ -127,6 +127,6 @@ def study_report(
 
 
 def _compared(doses_of_arms: list[Doses], compared: list[Outcome]) -> list[Doses]:
-    """Those that have a difference to draw."""
+    """Select the outcomes that have a difference to draw."""
     names = {outcome.arm.name for outcome in compared if outcome.difference}
     return [one for one in doses_of_arms if any(arm.name in names for arm in one.arms)]

@@ -58,7 +58,7 @@ WIDTH = 100
 class Runs:
     """The run directories of one seed; one of them can be missing.
 
-    `without` are those of the chain without a link.
+    `without` are the directories of the chain without a link.
     """
 
     treated: Path | None
@@ -67,7 +67,8 @@ class Runs:
 
 
 def report(runs: Sequence[Runs]) -> str:
-    """The outcome of all seeds, treated beside control, and the effect at each site."""
+    """Return the outcomes of treated and control runs over all seeds, and the effect at each
+    site."""
     runs, faults = _readable(runs)
     treated = [_summary(run.treated) for run in runs]
     control = [_summary(run.control) for run in runs]
@@ -89,7 +90,7 @@ def report(runs: Sequence[Runs]) -> str:
 
 
 def _readable(runs: Sequence[Runs]) -> tuple[list[Runs], list[str]]:
-    """Return the runs without those that have a broken file, and a line for each of these."""
+    """Return the runs whose files are readable, and a line for each other run."""
     paths = dict.fromkeys(path for run in runs for path in _paths(run))
     broken = {path: fault for path in paths if (fault := fault_of(path))}
 
@@ -303,7 +304,7 @@ def _in_order(rows: Sequence[dict[str, object]]) -> list[object]:
 
 
 def _notes(summaries: Sequence[Summary]) -> str:
-    """Each kind of note once, with the wording of its first run: they differ in numbers only."""
+    """Return a line for each different first sentence of the notes, worded as in its first run."""
     kinds: dict[str, list[str]] = {}
     for summary in summaries:
         for note in summary.get("notes", []):
@@ -325,7 +326,7 @@ def _paths(run: Runs) -> list[Path]:
 
 
 def _wrapped(line: str) -> str:
-    """Names stay whole, so that they can be copied."""
+    """Wrap lines without breaking names, so that they can be copied."""
     return fill(line, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 

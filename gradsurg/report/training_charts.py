@@ -129,7 +129,7 @@ def _mean_columns(curve: Curve) -> Columns:
 
 
 def _seed_grid(curve: Curve) -> Grid:
-    """Every run by itself, those that diverged too."""
+    """One panel per run, also for diverged runs."""
     runs = {run.name: run for run in curve.arm.runs}
     shown = [runs[name] for name in curve.runs]
     labels: Columns = {"seed": [run.seed for run in shown], "state": [run.state for run in shown]}

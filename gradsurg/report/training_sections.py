@@ -182,7 +182,7 @@ def _add_conflict(data: elements.PageData, place: int, one: ConflictSeries, reac
 
 
 def other_aggregators(one: ConflictSeries) -> Columns:
-    """A table of the other aggregators; those equal in all digits shown are one row."""
+    """A table of the other aggregators; aggregators equal in all digits shown share a row."""
     equal: dict[str, list[str]] = {}
     rows: dict[str, list[object]] = {}
     tasks = one.means.tasks if len(one.means.tasks) <= 8 else []

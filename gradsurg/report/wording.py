@@ -18,7 +18,7 @@ Summary = dict[str, Any]  # Any: what JSON can hold
 
 
 def titles(summary: Mapping[str, object]) -> dict[str, str]:
-    """Return the outcomes of a run with their titles, those of every task first."""
+    """Return the outcomes of a run with their titles, the outcomes common to all tasks first."""
     first = [key for key in FIRST if key in summary]
     others = [key for key in summary if key.startswith(OUTCOMES) and key not in FIRST]
     return {key: title(key) for key in [*first, *others]}
@@ -30,7 +30,7 @@ def title(key: str) -> str:
 
 
 def is_share(key: str) -> bool:
-    """Whether an outcome is said in per cent."""
+    """Whether an outcome is written in per cent."""
     return "accuracy" in key
 
 
@@ -49,14 +49,14 @@ def amount(key: str, difference: float | None) -> str:
 
 
 def interval(key: str, difference: Difference) -> str:
-    """From where to where, or that one seed has none."""
+    """Return the interval as text, or that one seed has none."""
     if difference.low is None or difference.high is None:
         return "one seed: no interval"
     return f"{amount(key, difference.low)} to {amount(key, difference.high)}"
 
 
 def answer(name: str, plain: str, key: str, difference: Difference) -> str:
-    """One sentence on one arm, and the caution that it needs."""
+    """Return a sentence on one arm, and the caution that it needs."""
     direction = verdict(difference)
     mean, outcome = amount(key, difference.mean), title(key)
     if difference.low is None:
@@ -76,7 +76,7 @@ def count(number: int, one: str, many: str = "") -> str:
 
 
 def unbroken(text: str) -> str:
-    """With spaces that no line breaks at in `n = 2`, `95 %` and `clip · mlp`."""
+    """Put no-break spaces into `n = 2`, `95 %` and `clip · mlp`."""
     return re.sub(r"(?<=\bn) = (?=\d)|(?<=\d) (?=%)| · ", _hard, text)
 
 
