@@ -123,7 +123,7 @@ def _names(arm: Arm) -> list[str]:
 
 
 def _task(arm: Arm) -> Mapping[str, object]:
-    """The front's task, without its start."""
+    """The fields of the arm's task without its start."""
     task = (arm.runs[0].config or {}).get("task")
     items = task.items() if isinstance(task, Mapping) else ()
     return {key: item for key, item in items if key != "start"}
