@@ -58,7 +58,7 @@ def main() -> None:
             # Hydra writes into the folder of a sweep, which may be read-only.
             if not sweeping or command.has_unfinished_runs:
                 with patch.object(hydra_utils, "run_and_report", in_one_line):
-                    job()
+                    in_one_line(job)
         except SystemExit as end:
             if not sweeping or end.code == WRONG_INPUT:
                 raise

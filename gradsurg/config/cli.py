@@ -169,7 +169,7 @@ def in_one_line(call: Callable[[], object]) -> object:
         if _is_env_set("HYDRA_FULL_ERROR"):
             raise
         print(f"hydra: {full_message(error)}; HYDRA_FULL_ERROR=1 shows where", file=sys.stderr)
-        wrong = isinstance(error, HydraException | OmegaConfBaseException | OSError)
+        wrong = isinstance(error, HydraException | OmegaConfBaseException | OSError | ValueError)
         sys.exit(WRONG_INPUT if wrong else FAILED)
 
 

@@ -231,7 +231,7 @@ def is_sweep(word: str) -> bool:
     """Return whether an override has several values; False for one that cannot be read."""
     try:
         return OverridesParser.create().parse_override(word).is_sweep_override()
-    except HydraException:
+    except (HydraException, ValueError):  # also a number of more digits than Python reads
         return False
 
 

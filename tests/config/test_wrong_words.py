@@ -44,6 +44,12 @@ CLIP = "transform=clip"
         ((CLIP, "out=a\udcffb"), "out=a\\udcffb: cannot be read: "),
         ((CLIP, "out='a\udcffb'"), "out"),
         (("experiment=yu2020", "control=!"), "control=!: cannot be read: "),
+        ((f"experiment={'9' * 5000}",), "experiment="),
+        (
+            ("--run", "--cfg=job", CLIP),
+            "hydra: ValueError: Only one of --run, --multirun, --cfg, --info",
+        ),
+        (("--hydra-help", CLIP, "zzz=1"), "hydra: "),
         (("-m", "transform=glob(zzz*)"), "transform=glob(zzz*): sweeps over no value. There are: "),
         (("-m", CLIP, "seed=range(3,0)"), "seed=range(3,0): sweeps over no value"),
         (("-m", CLIP, "seed=range(0,inf)"), "seed=range(0,inf): cannot be swept: it has no end"),
