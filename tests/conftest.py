@@ -1,9 +1,13 @@
 """Fixtures: the command in this process, in a temporary folder with a user's module."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported; subprocesses inherit it
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
