@@ -161,6 +161,14 @@ def _typed(
         if key not in keys or frame[key].null_count():
             raise BrokenFile(file, f"has a line without {key}")
     if file.name == CONFLICTS:
+        tasks = pl.col("tasks").list.len()
+        lists = ["cosines", "norms", "decrease"]
+        sizes = [pl.col(key).list.len() for key in lists]
+        rows = pl.col("cosines").list.eval(pl.element().list.len())
+        sizes += [rows.list.min(), rows.list.max()]
+        fits = pl.all_horizontal(size.eq_missing(tasks) for size in sizes) & tasks.is_not_null()
+        if not frame.select(fits.all()).item():
+            raise BrokenFile(file, f"has a line without {', '.join(lists)} of its tasks")
         return frame
     others = {key: kind for key, kind in frame.schema.items() if key not in (*keys, NOT_FINITE)}
     texts = [key for key, kind in others.items() if not (kind.is_numeric() or kind == pl.Null)]

@@ -18,6 +18,12 @@ BOMB = "a: &a [x, x, x]\n" + "".join(
     f"{after}: &{after} [*{before}, *{before}, *{before}]\n"
     for before, after in zip("abcdefghijklmnop", "bcdefghijklmnopq", strict=True)
 )
+
+
+def conflict_line(**more: object) -> str:
+    return json.dumps(studies.conflict("clip", 0, **more)) + "\n"
+
+
 DAMAGES = {
     "summary.json": ["", "null", "3", "[]", "{half", '{"state": "finished", "test/loss": "high"}'],
     "run.json": [
@@ -30,7 +36,16 @@ DAMAGES = {
     "config.yaml": ["a: [", "3", "1: 2", "\0", BOMB, "[" * 60_000, "- " * 60_000, "a: !!x 3"],
     "metrics.jsonl": ["null\n", '{"step": "x"}\n', "[" * 60_000 + "\n", '{"step": 1e999}\n'],
     "effects.jsonl": ["3\n", '{"step": 1}\n', '{"a":' * 60_000 + "\n", "\0\n"],
-    "conflicts.jsonl": ['{"step": 1, "aggregator": 3}\n', '{"step": [1]}\n'],
+    "conflicts.jsonl": [
+        '{"step": 1, "aggregator": 3}\n',
+        '{"step": [1]}\n',
+        conflict_line(norms=[1.0]),
+        conflict_line(norms=None),
+        conflict_line(decrease=[]),
+        conflict_line(cosines=[[1.0, 0.5], [0.5]]),
+        conflict_line(cosines=[[1.0, 0.5]]),
+        conflict_line(tasks=None),
+    ],
 }
 
 
