@@ -268,8 +268,8 @@ def _contains(place: object, key: str) -> TypeGuard[DictConfig | ListConfig]:
 
 def _takes(group: str, field: str, config: DictConfig) -> bool:
     """Return whether the class or function that a mapping names has a parameter of this name."""
-    mapping = {str(key): value for key, value in config.items()}
     try:
+        mapping = {str(key): value for key, value in config.items()}
         match group:
             case "optimizer":
                 target = getattr(torch.optim, str(mapping.get("name")))
@@ -278,7 +278,14 @@ def _takes(group: str, field: str, config: DictConfig) -> bool:
             case _:
                 target = target_of(KINDS[group], mapping)
         return callable(target) and field in inspect.signature(target).parameters
-    except (LookupError, ValueError, TypeError, ImportError, AttributeError):
+    except (
+        LookupError,
+        ValueError,
+        TypeError,
+        ImportError,
+        AttributeError,
+        MissingMandatoryValue,
+    ):
         return False  # building the rest of the config reports this
 
 

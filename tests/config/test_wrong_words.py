@@ -31,6 +31,7 @@ CLIP = "transform=clip"
             "schedule.gamma: must be finite, found nan",
         ),
         ((CLIP, "+schedule.foo=1"), "schedule.foo: is not a field here: constant has none"),
+        ((CLIP, "effects_every=???", "foo=1"), "foo: 'foo' is not a key here. There are: "),
         ((CLIP, "optimizer.lr=true"), "optimizer.lr: must be a number, found True"),
         ((CLIP, "threads=true"), "threads: must be a whole number, found True"),
         ((CLIP, "seed=false"), "seed: must be a whole number, found False"),
