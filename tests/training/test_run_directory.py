@@ -308,7 +308,7 @@ def test_a_foreign_checkpoint_cuts_no_other_file(run, tmp_path, place, sealing) 
     run.path.mkdir(parents=True)
     paths = {"above": "../../private", "absolute": str(tmp_path / "private"), "inside": "mine"}
     private = run.path / paths[place]
-    private.write_text("private")
+    private.write_text("private", encoding="utf-8")
     content = sealed({"state": {}, "sizes": {"metrics.jsonl": 0, paths[place]: 0}})
     (run.path / "checkpoint.pt").write_bytes(content if sealing else content[:-32])
     if sealing:
@@ -316,7 +316,7 @@ def test_a_foreign_checkpoint_cuts_no_other_file(run, tmp_path, place, sealing) 
             run.load_checkpoint()
     else:
         assert run.load_checkpoint() is None
-    assert private.read_text() == "private"
+    assert private.read_text(encoding="utf-8") == "private"
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def test_no_row_is_cut_if_one_file_is_too_short(run) -> None:
     run.append_effects([effect(10, 5, 5)])
     run.save_checkpoint({"step": 10})
     run.append_metrics({"step": 20})
-    (run.path / "effects.jsonl").write_text("")
+    (run.path / "effects.jsonl").write_text("", encoding="utf-8")
     before = (run.path / "metrics.jsonl").read_bytes()
     with pytest.raises(ValueError, match=r"effects\.jsonl has 0 bytes"):
         run.load_checkpoint()
@@ -356,7 +356,7 @@ def test_no_row_is_cut_if_one_file_is_too_short(run) -> None:
 def test_a_symbolic_link_in_a_run_is_not_followed_by_a_write(run, tmp_path) -> None:
     run.path.mkdir(parents=True)
     private = tmp_path / "private"
-    private.write_text("private\n")
+    private.write_text("private\n", encoding="utf-8")
     draft = run.path / f".summary.json.{os.getpid()}.tmp"
     for name in ("metrics.jsonl", "summary.json", draft.name):
         (run.path / name).symlink_to(private)
@@ -367,7 +367,7 @@ def test_a_symbolic_link_in_a_run_is_not_followed_by_a_write(run, tmp_path) -> N
     (run.path / "metrics.jsonl").unlink()
     run.write_summary({"state": "finished"})
     assert not (run.path / "summary.json").is_symlink()
-    assert private.read_text() == "private\n"
+    assert private.read_text(encoding="utf-8") == "private\n"
 
 
 def test_clear_removes_the_runs_files_and_no_other(run):
