@@ -126,7 +126,7 @@ def is_batched(tensor: torch.Tensor) -> bool:
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
     """Detach a tensor; inside vmap copy it, for `is_grads_batched` cannot detach."""
-    if not is_batched(tensor):
+    if torch.compiler.is_compiling() or not is_batched(tensor):
         return tensor.detach()
     with torch.no_grad():
         return tensor.clone()
