@@ -322,6 +322,9 @@ def test_the_slider_moves_by_keys_and_changes_map_and_histogram(opened: Driver) 
 
 
 def test_the_theme_follows_the_system_and_the_button(opened: Driver) -> None:
+    from selenium.common.exceptions import StaleElementReferenceException
+    from selenium.webdriver.support.ui import WebDriverWait
+
     def background() -> str:
         return opened.execute_script("return getComputedStyle(document.body).backgroundColor")
 
@@ -333,7 +336,8 @@ def test_the_theme_follows_the_system_and_the_button(opened: Driver) -> None:
     prefer(opened, "dark")
     dark = background()
     assert light != dark
-    assert line() != treated
+    redrawn = WebDriverWait(opened, 10, ignored_exceptions=[StaleElementReferenceException])
+    redrawn.until(lambda _: line() != treated)  # the event comes later
     one(opened, "#theme").click()
     assert background() == light
     opened.refresh()
