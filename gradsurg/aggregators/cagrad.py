@@ -6,6 +6,7 @@ from math import sqrt
 from typing import Annotated, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
@@ -187,8 +188,9 @@ def _conflict_averse_rows(
     low, high = 0.0, 1 / (c * float(a.min()))
     r = min(_hull_distance(unit, a, ridge) / c, high)
     rows, direction = np.hstack([unit, ridge * np.eye(len(unit))]), np.append(center, 0 * ones)
+    free = None
     for _ in range(MAX_TURNS):
-        free = _nearest_in_hull(unit + r * a[:, None] * center, a, ridge) > 0
+        free = _nearest_in_hull(unit + r * a[:, None] * center, a, ridge, free) > 0
         basis, upper = np.linalg.qr(rows[free].T)
         normal = np.linalg.solve(upper.T, a[free])
         nearest = normal / (normal @ normal)  # the point of the affine hull nearest to 0
@@ -211,10 +213,12 @@ def _hull_distance(unit: Array, a: Array, ridge: float) -> float:
     return float(np.linalg.norm(v @ unit) / (a @ v))
 
 
-def _nearest_in_hull(rows: Array, a: Array, ridge: float) -> Array:
+def _nearest_in_hull(
+    rows: Array, a: Array, ridge: float, start: NDArray[np.bool_] | None = None
+) -> Array:
     """Return a multiple of the v >= 0 with a · v = 1 that minimizes |v @ rows|."""
-    extended = np.hstack([rows, a[:, None]])
-    return nonnegative_least_squares(extended, np.append(np.zeros(rows.shape[1]), 1.0), ridge)
+    extended, target = np.hstack([rows, a[:, None]]), np.append(np.zeros(rows.shape[1]), 1.0)
+    return nonnegative_least_squares(extended, target, ridge, start)
 
 
 def _block_pivoting(

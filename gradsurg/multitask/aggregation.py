@@ -21,7 +21,7 @@ from gradsurg.aggregators.base import (
     combine_by_gramian,
     norm_matched_sums,
 )
-from gradsurg.aggregators.rows import at_least_float32, combine, gramian_of
+from gradsurg.aggregators.rows import at_least_float32, combine, gramian_of, is_finite
 from gradsurg.aggregators.solvers import NotConverged
 from gradsurg.hooks.controller import Session
 from gradsurg.multitask.conflict import Conflicts, Measurement
@@ -202,7 +202,7 @@ class Aggregation:
         fires, sampling = self._count(group), self.session.effects.sampling
         if not (fires or sampling):
             return _sum(parts).grads
-        if self.session.is_scaled and not all(bool(rows.isfinite().all()) for rows in parts):
+        if self.session.is_scaled and not all(map(is_finite, parts)):
             return _sum(parts).grads  # the scaler skips this step
         with without_autocast(parts):
             context = self._context(group, losses)

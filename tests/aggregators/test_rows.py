@@ -159,3 +159,14 @@ def test_rows_that_nearly_cancel_are_combined_in_float64(left: float) -> None:
     assert (
         apart(row_algebra.combine(given, weights), exact) > 1e-7
     )  # which is what float32 would cost
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_one_entry_that_is_not_finite_is_found(dtype: torch.dtype) -> None:
+    largest = torch.full((2, 50), torch.finfo(dtype).max, dtype=dtype)  # their sum overflows
+    assert row_algebra.is_finite(largest)
+    assert row_algebra.is_finite(largest[:, :0])
+    for entry in (torch.nan, torch.inf, -torch.inf):
+        given = largest.clone()
+        given[1, 30] = entry
+        assert not row_algebra.is_finite(given)
