@@ -1,15 +1,22 @@
-"""Statistics of paired differences: intervals, the sign-flip test and false discovery rates."""
+"""Statistics of paired differences: intervals, exact tests and false discovery rates."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from math import fsum, isfinite, isnan, sqrt
-from statistics import fmean, stdev
+from functools import cached_property
+from math import ceil, comb, fsum, isclose, isfinite, isnan, log2, sqrt
+from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from numpy import float64
     from numpy.typing import NDArray
 
+MIN_INTERVAL_SEEDS = 3
+"""Smallest n of a t interval: that of two differences is 13 standard deviations wide."""
+MIN_FOR_P = 6
+"""Smallest n with which the sign-flip test can reach 0.05."""
+MAX_P = 0.05
+"""Largest p-value, and q-value among several arms, of a clear difference."""
 MAX_EXACT_SEEDS = 40
 """Largest n of the exact sign-flip test, which enumerates 2^20 sign vectors of each half."""
 NUM_SIGN_DRAWS = 99_900
@@ -18,6 +25,8 @@ MIN_BCA_SEEDS = 20
 """Smallest n of a BCa interval."""
 NUM_RESAMPLES = 9_999
 _DRAWS_PER_BATCH = 900
+ROUNDING = 1e-12
+"""Relative difference up to which two numbers count as equal."""
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -26,41 +35,126 @@ Key = TypeVar("Key", bound=Hashable)
 class Difference:
     """Summary of n paired differences, treated minus control, with one pair a seed.
 
-    `low` and `high` are the ends of the confidence interval of the mean, `sd` the sample standard
-    deviation. All but the mean are None for n = 1.
+    `low` and `high` are the ends of the confidence interval of the mean; both are None for n < 3.
+    `sd` is the sample standard deviation, None for n = 1.
     """
 
+    differences: tuple[float, ...]
     mean: float
     low: float | None
     high: float | None
-    n: int
     sd: float | None
-    p_value: float | None
+    confidence: float = 0.95
+
+    @property
+    def n(self) -> int:
+        return len(self.differences)
+
+    @property
+    def higher(self) -> int:
+        """The number of seeds with a positive difference."""
+        return sum(difference > 0 for difference in self.differences)
+
+    @property
+    def lower(self) -> int:
+        """The number of seeds with a negative difference."""
+        return sum(difference < 0 for difference in self.differences)
+
+    @property
+    def median(self) -> float:
+        return median(self.differences)
+
+    @cached_property
+    def median_interval(self) -> tuple[float, float] | None:
+        """The interval of the median by `median_interval`; None where n is too small."""
+        return median_interval(self.differences, self.confidence)
+
+    @cached_property
+    def p_value(self) -> float | None:
+        """The exact sign-flip p-value; None for n = 1."""
+        return sign_flip_p_value(self.differences) if self.n > 1 else None
 
 
 def paired_difference(
     treated: Sequence[float], control: Sequence[float], confidence: float = 0.95
 ) -> Difference:
-    """Return the mean paired difference with its Student t interval and the paired t test.
+    """Return the paired differences with their mean and its Student t interval.
 
     Entry i of both samples belongs to seed i. Diverged runs must be excluded by the caller, pair by
-    pair: NaN and infinity raise ValueError. If all differences are equal, the interval has width 0
-    and the p-value is its limit: 0, or 1 if all differences are zero.
+    pair: NaN and infinity raise ValueError. Values that differ by no more than a relative 1e-12,
+    and differences that do, count as equal; if all differences are equal, the interval has width 0.
     """
     differences = _differences(treated, control)
     _refuse_confidence(confidence)
     n, mean = len(differences), fmean(differences)
     if n == 1:
-        return Difference(mean, None, None, n, None, None)
+        return Difference(differences, mean, None, None, None, confidence)
     sd = stdev(differences)
-    error = sd / sqrt(n)
-    if error == 0:
-        return Difference(mean, mean, mean, n, sd, 0.0 if mean else 1.0)
-    from scipy.special import stdtr  # scipy.stats takes half a second to import
+    if n < MIN_INTERVAL_SEEDS:
+        return Difference(differences, mean, None, None, sd, confidence)
+    margin = t_critical(n, confidence) * sd / sqrt(n) if sd else 0.0
+    return Difference(differences, mean, mean - margin, mean + margin, sd, confidence)
 
-    margin = t_critical(n, confidence) * error
-    p_value = 2 * float(stdtr(n - 1, -abs(mean) / error))
-    return Difference(mean, mean - margin, mean + margin, n, sd, p_value)
+
+def sign_test_p_value(higher: int, lower: int) -> float:
+    """Return the two-sided p-value of the exact sign test of `higher` against `lower` seeds.
+
+    2 P(X <= min(higher, lower)) with X ~ Binomial(higher + lower, 1/2), at most 1; ties are left
+    out (Dixon and Mood 1946). For two binary outcomes of the same seeds, with the numbers of seeds
+    in which only one of them is true, this is McNemar's exact test (McNemar 1947).
+    """
+    if higher < 0 or lower < 0:
+        raise ValueError(f"numbers of seeds must be >= 0. Found {higher} and {lower}.")
+    n = higher + lower
+    tail = sum(comb(n, k) for k in range(min(higher, lower) + 1))
+    return min(1.0, 2 * tail / 2**n)
+
+
+def median_interval(
+    differences: Sequence[float], confidence: float = 0.95
+) -> tuple[float, float] | None:
+    """Return the sign-test interval of the median, from order statistics; None if n is too small.
+
+    The narrowest [d_(k), d_(n+1-k)] that covers the median with at least the given probability,
+    whatever the distribution; Conover (1999), section 3.2. For 95 % it needs n >= 6.
+    """
+    _refuse_nonfinite("differences", differences)
+    _refuse_confidence(confidence)
+    n, ordered = len(differences), sorted(differences)
+    tail, left_out = 0, 0
+    while 2 * (tail + comb(n, left_out)) <= (1 - confidence) * 2**n * (1 + 1e-12):
+        tail += comb(n, left_out)
+        left_out += 1
+    return (ordered[left_out - 1], ordered[n - left_out]) if left_out else None
+
+
+def seeds_needed(arms: int, level: float = 0.05) -> int:
+    """Return the smallest n with which the best of `arms` treated arms can be significant.
+
+    After `benjamini_hochberg` over the arms, its sign-flip p-value, at least 2 / 2^n, must be at
+    most `level` / `arms`.
+    """
+    return ceil(log2(2 * arms / level) - 1e-9)
+
+
+def trend_p_value(
+    doses: Sequence[float], outcomes: Sequence[Sequence[float]]
+) -> tuple[float, float]:
+    """Return Spearman's rank correlation of outcome and dose, a mean over seeds, and its p-value.
+
+    `outcomes[i]` are those of seed i, one a dose. The p-value is that of the sign-flip test on the
+    correlations of the seeds; a seed whose outcomes are all equal has correlation 0.
+    """
+    import numpy
+    from scipy.stats import rankdata
+
+    ranks = rankdata(doses) - (len(doses) + 1) / 2
+    by_seed = []
+    for values in outcomes:
+        values_ranks = rankdata(values) - (len(doses) + 1) / 2
+        scale = float(numpy.linalg.norm(ranks) * numpy.linalg.norm(values_ranks))
+        by_seed.append(float(ranks @ values_ranks) / scale if scale else 0.0)
+    return fmean(by_seed), sign_flip_p_value(by_seed)
 
 
 def t_critical(n: int, confidence: float = 0.95) -> float:
@@ -171,19 +265,32 @@ def adjusted_p_values(p_values: Mapping[Key, float | None]) -> dict[Key, float |
     return dict(zip(p_values, benjamini_hochberg(list(p_values.values())), strict=True))
 
 
-def verdict(difference: Difference) -> str:
-    """Return `higher` or `lower` if the interval excludes zero, else `no clear difference`.
+CLEAR = ("higher", "lower")
+HINTS = ("higher (hint)", "lower (hint)")
+UNCLEAR = "no clear difference"
 
-    For n = 1, which has no interval: `one seed: no interval`.
+
+def verdict(difference: Difference, q_value: float | None = None) -> str:
+    """Return the direction of the difference as far as it is certain.
+
+    `higher` or `lower`: the sign-flip p-value, and `q_value` if given, is at most 0.05, which needs
+    6 seeds. `higher (hint)` or `lower (hint)`: it is not, but the t interval excludes zero.
+    `identical`: all differences are zero. For n < 3: `one seed: no interval` or `two seeds: no
+    interval`. Else `no clear difference`.
     """
+    if not any(difference.differences):
+        return "identical"
     if difference.low is None or difference.high is None:
-        return "one seed: no interval"
-    if difference.low > 0:
-        return "higher"
-    return "lower" if difference.high < 0 else "no clear difference"
+        return f"{'one seed' if difference.n == 1 else 'two seeds'}: no interval"
+    direction = CLEAR[0] if difference.mean > 0 else CLEAR[1]
+    is_low = [p <= MAX_P for p in (difference.p_value, q_value) if p is not None]
+    if all(is_low):
+        return direction
+    outside = difference.low > 0 or difference.high < 0 or any(is_low)
+    return f"{direction} (hint)" if outside else UNCLEAR
 
 
-def _differences(treated: Sequence[float], control: Sequence[float]) -> list[float]:
+def _differences(treated: Sequence[float], control: Sequence[float]) -> tuple[float, ...]:
     if len(treated) != len(control):
         raise ValueError(
             "treated and control need the same seeds. "
@@ -193,7 +300,14 @@ def _differences(treated: Sequence[float], control: Sequence[float]) -> list[flo
         raise ValueError("a difference needs at least one pair. Found none.")
     _refuse_nonfinite("treated", treated)
     _refuse_nonfinite("control", control)
-    return [a - b for a, b in zip(treated, control, strict=True)]
+    differences = [
+        0.0 if isclose(a, b, rel_tol=ROUNDING) else a - b
+        for a, b in zip(treated, control, strict=True)
+    ]
+    # 0.7 - 0.6 and 0.9 - 0.8 are not the same number, but the same difference.
+    if max(differences) - min(differences) <= ROUNDING * max(map(abs, [*treated, *control])):
+        differences = [differences[0]] * len(differences)
+    return tuple(differences)
 
 
 def _signed_sums(differences: Sequence[float]) -> "NDArray[float64]":

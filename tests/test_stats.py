@@ -4,22 +4,35 @@ import random
 import subprocess
 import sys
 from itertools import product
+from math import exp
+from statistics import NormalDist
 
 import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import bootstrap, false_discovery_control, permutation_test, ttest_rel
+from scipy.stats import (
+    binom,
+    binomtest,
+    bootstrap,
+    false_discovery_control,
+    permutation_test,
+    spearmanr,
+    ttest_rel,
+)
 
 from gradsurg import stats
 from gradsurg.stats import (
-    Difference,
     adjusted_p_values,
     bca_interval,
     benjamini_hochberg,
+    median_interval,
     paired_difference,
+    seeds_needed,
     sign_flip_is_exact,
     sign_flip_p_value,
+    sign_test_p_value,
+    trend_p_value,
     verdict,
 )
 
@@ -35,7 +48,7 @@ def test_paired_difference_of_three_pairs_computed_by_hand():
     assert found.high == pytest.approx(2 + 4.302653 / 3**0.5, rel=1e-6)
 
 
-@pytest.mark.parametrize("n", [2, 5, 20])
+@pytest.mark.parametrize("n", [3, 5, 20])
 @pytest.mark.parametrize("confidence", [0.8, 0.95])
 def test_paired_difference_agrees_with_scipy(n, confidence):
     generator = random.Random(n)
@@ -44,8 +57,8 @@ def test_paired_difference_agrees_with_scipy(n, confidence):
     expected = ttest_rel(treated, control)
     interval = expected.confidence_interval(confidence)
     found = paired_difference(treated, control, confidence)
-    assert found.p_value == pytest.approx(expected.pvalue)
     assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
+    assert found.p_value == sign_flip_p_value(found.differences)
 
 
 def test_the_difference_is_treated_minus_control():
@@ -53,14 +66,78 @@ def test_the_difference_is_treated_minus_control():
 
 
 def test_one_pair_has_a_mean_and_no_interval():
-    assert paired_difference([3.0], [1.0]) == Difference(2.0, None, None, 1, None, None)
+    found = paired_difference([3.0], [1.0])
+    assert (found.mean, found.median, found.n, found.higher, found.lower) == (2.0, 2.0, 1, 1, 0)
+    assert (found.low, found.high, found.sd, found.p_value) == (None, None, None, None)
+    assert found.median_interval is None
 
 
-@pytest.mark.parametrize(("shift", "p"), [(0.5, 0.0), (0.0, 1.0)])
+def test_two_pairs_have_a_p_value_and_no_interval():
+    found = paired_difference([3.0, 4.0], [1.0, 1.0])
+    assert (found.mean, found.low, found.high, found.p_value) == (2.5, None, None, 0.5)
+
+
+@pytest.mark.parametrize(("shift", "p"), [(0.5, 2 / 8), (0.0, 1.0)])
 def test_equal_differences_have_an_interval_of_width_zero(shift, p):
     control = [1.0, 2.0, 4.0]
     found = paired_difference([value + shift for value in control], control)
-    assert found == Difference(shift, shift, shift, 3, 0.0, p)
+    assert (found.mean, found.low, found.high, found.sd) == (shift, shift, shift, 0.0)
+    assert found.p_value == p
+
+
+def test_differences_that_rounding_alone_sets_apart_are_equal():
+    assert len({0.7 - 0.6, 0.8 - 0.7, 0.4 - 0.3}) > 1
+    found = paired_difference([0.7, 0.8, 0.4], [0.6, 0.7, 0.3])
+    assert (found.sd, found.low) == (0.0, found.high)
+    same = paired_difference([0.1 + 0.2, 1e9], [0.3, 1e9])
+    assert same.differences == (0.0, 0.0)
+    assert verdict(same) == "identical"
+    assert paired_difference([1e-9, 2e-9], [0.0, 0.0]).higher == 2
+
+
+def test_median_and_seeds_of_each_sign():
+    found = paired_difference([1.0, 2.0, 9.0, -3.0, 0.0], [0.0] * 5)
+    assert (found.median, found.higher, found.lower, found.n) == (1.0, 3, 1, 5)
+
+
+@pytest.mark.parametrize("n", [6, 7, 8, 9, 20])
+@pytest.mark.parametrize("confidence", [0.9, 0.95])
+def test_the_sign_test_p_value_is_scipys_binomial_test(n, confidence):
+    for higher in range(n + 1):
+        expected = binomtest(higher, n).pvalue
+        assert sign_test_p_value(higher, n - higher) == pytest.approx(expected)
+    # the narrowest interval of order statistics with that coverage
+    low, high = median_interval([float(k) for k in range(n)], confidence) or (0.0, 0.0)
+    left_out = int(low)
+    assert high == n - 1 - left_out
+    assert 2 * binom.cdf(left_out, n, 0.5) <= 1 - confidence + 1e-12
+    assert 2 * binom.cdf(left_out + 1, n, 0.5) > 1 - confidence
+
+
+def test_a_median_of_five_has_no_interval_and_seeds_below_none_are_refused():
+    assert median_interval([1.0, 2.0, 3.0, 4.0, 5.0]) is None
+    assert median_interval([6.0, 1.0, 2.0, 5.0, 3.0, 4.0]) == (1.0, 6.0)
+    assert sign_test_p_value(0, 0) == 1
+    with pytest.raises(ValueError, match="-1"):
+        sign_test_p_value(3, -1)
+
+
+def test_the_seeds_needed_are_the_fewest_with_which_the_best_arm_can_be_significant():
+    for arms in range(1, 14):
+        best = [2 / 2 ** seeds_needed(arms), *[1.0] * (arms - 1)]
+        one_less = [2 * best[0], *best[1:]]
+        assert min(q for q in benjamini_hochberg(best) if q) <= 0.05
+        assert min(q for q in benjamini_hochberg(one_less) if q) > 0.05
+    assert [seeds_needed(arms) for arms in (1, 2, 3, 4, 6, 7, 12)] == [6, 7, 7, 8, 8, 9, 9]
+
+
+def test_the_trend_is_spearmans_correlation_seed_by_seed():
+    doses = [0.1, 1.0, 10.0, 100.0]
+    outcomes = [[1.0, 2.0, 2.0, 5.0], [3.0, 1.0, 4.0, 2.0], [1.0, 1.0, 1.0, 1.0]]
+    expected = [spearmanr(doses, values).statistic for values in outcomes[:2]] + [0.0]
+    mean, p_value = trend_p_value(doses, outcomes)
+    assert mean == pytest.approx(sum(expected) / 3)
+    assert p_value == sign_flip_p_value(expected)
 
 
 @pytest.mark.parametrize(
@@ -299,17 +376,69 @@ def test_the_sign_flip_test_rejects_at_most_at_its_level() -> None:
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "words"),
+    ("differences", "q_value", "words"),
     [
-        (0.1, 0.3, "higher"),
-        (-0.3, -0.1, "lower"),
-        (-0.1, 0.3, "no clear difference"),
-        (0.0, 0.3, "no clear difference"),
-        (None, None, "one seed: no interval"),
+        ([0.1, 0.2, 0.3, 0.2, 0.1, 0.2], None, "higher"),
+        ([-0.1, -0.2, -0.3, -0.2, -0.1, -0.2], 0.05, "lower"),
+        ([0.1, 0.2, 0.3, 0.2, 0.1, 0.2], 0.06, "higher (hint)"),
+        ([-0.1, -0.2, -0.3, -0.2, -0.2], None, "lower (hint)"),
+        ([-0.1, 0.2, -0.3, 0.2, -0.2], None, "no clear difference"),
+        # one heavy seed: its t interval includes 0, all eight have one sign
+        ([-0.1, -0.2, -0.3, -0.2, -0.2, -0.1, -0.3, -2e5], None, "lower"),
+        # p of 4 / 64 beside an interval without 0
+        ([-0.01, 0.02, 0.03, 0.04, 0.05, 0.06], None, "higher (hint)"),
+        ([0.0, 0.0, 0.0], None, "identical"),
+        ([0.0], None, "identical"),
+        ([0.1], None, "one seed: no interval"),
+        ([0.1, 0.2], None, "two seeds: no interval"),
     ],
 )
-def test_verdict_depends_on_whether_the_interval_excludes_zero(low, high, words):
-    assert verdict(Difference(0.2, low, high, 5, 0.1, 0.01)) == words
+def test_the_direction_is_that_of_the_exact_test(differences, q_value, words):
+    assert verdict(paired_difference(differences, [0.0] * len(differences)), q_value) == words
+
+
+COLLAPSE = 0.1
+
+
+def draw(kind: str, generator: random.Random) -> float:
+    """A difference whose median is known: see `MEDIANS`."""
+    if kind == "normal":
+        return generator.gauss(0.3, 0.5)
+    if kind == "skewed":
+        return generator.lognormvariate(0, 1)
+    collapsed = generator.random() < COLLAPSE
+    return -1000.0 if collapsed else generator.gauss(0.3, 0.5)
+
+
+MEANS = {"normal": 0.3, "skewed": exp(0.5), "collapse": COLLAPSE * -1000 + (1 - COLLAPSE) * 0.3}
+MEDIANS = {
+    "normal": 0.3,
+    "skewed": 1.0,
+    "collapse": NormalDist(0.3, 0.5).inv_cdf((0.5 - COLLAPSE) / (1 - COLLAPSE)),
+}
+
+
+def coverage(kind: str, n: int, experiments: int = 4_000) -> tuple[float, float]:
+    """The coverage of the median's interval and of the mean's, of experiments with fixed seeds."""
+    generator = random.Random(n)
+    of_median = of_mean = 0
+    for _ in range(experiments):
+        found = paired_difference([draw(kind, generator) for _ in range(n)], [0.0] * n)
+        assert found.median_interval is not None
+        assert found.low is not None
+        assert found.high is not None
+        of_median += found.median_interval[0] <= MEDIANS[kind] <= found.median_interval[1]
+        of_mean += found.low <= MEANS[kind] <= found.high
+    return of_median / experiments, of_mean / experiments
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [6, 8, 10])
+@pytest.mark.parametrize("kind", MEDIANS)
+def test_the_medians_interval_covers_the_median_where_the_means_interval_fails(kind, n) -> None:
+    of_median, of_mean = coverage(kind, n)
+    assert of_median >= 0.95 - 3 * (0.95 * 0.05 / 4_000) ** 0.5
+    assert (of_mean < 0.7) == (kind == "collapse")
 
 
 def test_importing_stats_imports_no_scipy():

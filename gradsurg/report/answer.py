@@ -2,17 +2,16 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, median
 from types import MappingProxyType
 
 from gradsurg.report.compare import (
-    CLEAR,
-    MAX_Q,
-    MIN_FOR_P,
     Outcome,
-    beside_control,
-    p_text,
+    TimeToTarget,
+    divergences,
     repeats_line,
+    step_reached,
+    times_to_target,
 )
 from gradsurg.report.load import STATES, Arm, LoadedRun
 from gradsurg.report.wording import (
@@ -23,10 +22,12 @@ from gradsurg.report.wording import (
     count,
     interval,
     listed,
+    p_text,
     title,
     value,
 )
-from gradsurg.training.run_directory import UNTIL, UNTIL_REACHED, UNTIL_STEP
+from gradsurg.stats import CLEAR, HINTS, MAX_P, MIN_FOR_P, UNCLEAR, seeds_needed
+from gradsurg.training.run_directory import UNTIL, UNTIL_REACHED
 
 
 def states(runs: Sequence[LoadedRun]) -> dict[str, int]:
@@ -36,22 +37,38 @@ def states(runs: Sequence[LoadedRun]) -> dict[str, int]:
 
 
 def paragraph(outcomes: Sequence[Outcome], arms: Sequence[Arm]) -> str:
-    """Answer the study's question in one paragraph: the headline metric, arm by arm."""
+    """Answer the study's question in one paragraph: the headline metric, arm by arm.
+
+    Before it: how many seeds diverged, and when they reached the stopping condition.
+    """
     headline = outcomes[0].metric if outcomes else ""
     of_headline = [outcome for outcome in outcomes if outcome.metric == headline]
     compared = [outcome for outcome in of_headline if outcome.difference]
     lost = [outcome.arm.name for outcome in of_headline if not outcome.difference]
-    ended = reached(arms)
+    first = [*diverged(arms), *reached(arms)]
     if not compared:
-        return " ".join([*ended, _nothing_yet(arms, lost)])
+        return " ".join([*first, _nothing_yet(arms, lost)])
     one = compared[0]
     if len(compared) == 1 and one.difference:
-        sentences = [*ended, answer(one.arm.name, one.plain, headline, one.difference)]
+        sentences = [*first, answer(one.arm.name, one.plain, headline, one.difference)]
     else:
-        sentences = [*ended, *_of_many(compared, headline)]
+        sentences = [*first, *_of_many(compared, headline)]
     if lost:
         sentences.append(f"Nothing to compare yet for {listed(lost)}.")
     return " ".join(sentences)
+
+
+def diverged(arms: Sequence[Arm]) -> list[str]:
+    """Return a sentence for each arm in which, or in whose control, a seed diverged."""
+    sentences = [
+        f"{one.treated} of {count(one.n, 'seed')} diverged with {one.arm.name}, {one.control} of "
+        f"{one.n} in the {one.plain} arm (exact McNemar p {p_text(one.p_value)})."
+        for one in divergences(arms)
+    ]
+    return [*sentences, ABOUT_DIVERGED] if sentences else []
+
+
+ABOUT_DIVERGED = "Means and medians are over the seeds in which both arms ended."
 
 
 def cautions(
@@ -106,9 +123,13 @@ def _of_seeds(outcomes: Sequence[Outcome]) -> list[str]:
     if line := repeats_line(outcomes):
         sentences.append(line)
     numbers = [one.difference.n for one in outcomes if one.difference and not one.repeats]
-    if numbers and min(numbers) < 6:
+    if numbers and min(numbers) < MIN_FOR_P:
         sentences.append(FEW)
     compared = len({outcome.arm.name for outcome in outcomes if outcome.difference})
+    if compared > 1 and (least := seeds_needed(compared)) > min(numbers, default=least):
+        sentences.append(
+            f"With {compared} arms the q of an arm can reach {MAX_P} from {least} seeds each."
+        )
     if compared > 1:
         controlled = any(outcome.q_value is not None for outcome in outcomes)
         chance = "of 20 that do nothing one is expected to look clear"
@@ -139,45 +160,44 @@ def _nothing_yet(arms: Sequence[Arm], lost: Sequence[str]) -> str:
 
 def _of_many(compared: Sequence[Outcome], headline: str) -> list[str]:
     name = title(headline)
-    clear = _words(compared, "{}")
-    sentences = [f"{_capital(name)} is {part}." for part in clear]
+    sentences = [f"{_capital(name)} is {part}." for part in _words(compared, CLEAR)]
     for few in (True, False):
-        hints = _words([o for o in compared if _is_few(o) is few], "{} (hint)")
+        hints = _words([o for o in compared if _is_few(o) is few], HINTS)
         if hints:
             sentences.append(
                 f"{_why_hints(compared, few)}: take as hints that {name} is {listed(hints)}."
             )
-    unclear = [o for o in compared if o.reading not in (*CLEAR, *(f"{w} (hint)" for w in CLEAR))]
-    alone = [o for o in unclear if o.difference and o.difference.low is None]
-    several = [o for o in unclear if o not in alone]
-    if several:
-        parts = [f"{o.arm.name} ({_number_of(o)})" for o in several]
-        sentences.append(f"No clear difference in {name} for {listed(parts)}.")
-    if alone:
+    unclear = [f"{o.arm.name} ({_number_of(o)})" for o in compared if o.reading == UNCLEAR]
+    if unclear:
+        sentences.append(f"No clear difference in {name} for {listed(unclear)}.")
+    same = [f"{o.arm.name} ({_number_of(o)})" for o in compared if o.reading == "identical"]
+    if same:
+        sentences.append(f"{_capital(name)} is identical to the control's with {listed(same)}.")
+    for n, words in ((1, "One seed"), (2, "Two seeds")):
         parts = [
             f"{amount(headline, o.difference.mean)} with {o.arm.name}"
-            for o in alone
-            if o.difference
+            for o in compared
+            if o.difference and o.difference.n == n and o.reading != "identical"
         ]
-        sentences.append(f"One seed each and so no interval: {name} {listed(parts)}.")
+        if parts:
+            sentences.append(f"{words} each and so no interval: {name} {listed(parts)}.")
     sentences[0] = (
         f"Beside their control arms, seed for seed: {sentences[0][0].lower()}{sentences[0][1:]}"
     )
-    sentences.append("Brackets: mean difference, 95 % paired t interval, number of seeds.")
+    if any("seeds; " in sentence for sentence in sentences):
+        sentences.append("Brackets: seeds with that sign, median, mean, its paired t interval.")
     return sentences
 
 
-def _words(outcomes: Sequence[Outcome], reading: str) -> list[str]:
+def _words(outcomes: Sequence[Outcome], readings: Sequence[str]) -> list[str]:
     """`higher with clip (..)`, for each word that is some outcome's reading; the largest difference
     first."""
     phrases = []
-    for word in CLEAR:
-        matching = [o for o in outcomes if o.reading == reading.format(word)]
+    for word, reading in zip(CLEAR, readings, strict=True):
+        matching = [o for o in outcomes if o.reading == reading]
         matching.sort(key=lambda o: -abs(o.difference.mean if o.difference else 0))
         if matching:
-            phrases.append(
-                f"{word} with {listed([_with_interval(outcome) for outcome in matching], 4)}"
-            )
+            phrases.append(f"{word} with {listed([_with_sizes(o, word) for o in matching], 4)}")
     return phrases
 
 
@@ -187,18 +207,19 @@ def _is_few(outcome: Outcome) -> bool:
 
 def _why_hints(compared: Sequence[Outcome], few: bool) -> str:
     if not few:
-        return f"With an interval that leaves out 0, but q above {MAX_Q}"
-    sizes = sorted({o.difference.n for o in compared if o.difference and "hint" in o.reading})
+        return f"With p or q above {MAX_P}"
+    sizes = sorted({o.difference.n for o in compared if o.difference and o.reading in HINTS})
     sizes = [n for n in sizes if n < MIN_FOR_P]
     number = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"{sizes[0]}"
     return f"With n = {number} seeds no sign-flip test can reach .05"
 
 
-def _with_interval(outcome: Outcome) -> str:
-    paired = outcome.difference
-    assert paired is not None
-    mean = amount(outcome.metric, paired.mean)
-    return f"{outcome.arm.name} ({mean}; {interval(outcome.metric, paired)}; {_number_of(outcome)})"
+def _with_sizes(outcome: Outcome, word: str) -> str:
+    difference, key = outcome.difference, outcome.metric
+    assert difference is not None
+    seeds = f"{getattr(difference, word)} of {count(difference.n, 'seed')}"
+    middle = f"{amount(key, difference.median)}, {amount(key, difference.mean)}"
+    return f"{outcome.arm.name} ({seeds}; {middle}, {interval(key, difference)})"
 
 
 def _number_of(outcome: Outcome) -> str:
@@ -214,64 +235,45 @@ ABOUT = "Outcomes are of the step at which each run has ended."
 
 def reached(arms: Sequence[Arm]) -> list[str]:
     """Return a sentence for each arm with a stopping condition: how many seeds reached it, and at
-    which steps; then how many steps earlier or later than the control.
+    which steps; then whether sooner than the control.
 
     The last sentence says at which step outcomes are taken.
     """
     sentences = []
     for arm in arms:
-        asked = _asked(arm)
+        asked = [run for run in arm.runs if UNTIL_REACHED in (run.summary or {})]
         if not asked:
             continue
-        steps = sorted(summary[UNTIL_STEP] for summary in asked if summary[UNTIL_REACHED])
-        shown = ", ".join(str(step) for step in steps)
+        steps = sorted(int(step) for run in asked if (step := step_reached(run)) is not None)
+        shown = ", ".join(map(str, steps))
         at = f", at step{'s' if len(steps) > 1 else ''} {shown}" if steps else ""
-        sentences.append(
-            f"{arm.name}: {len(steps)} of {len(asked)} seeds reached {asked[0][UNTIL]}{at}."
-        )
+        until = (asked[0].summary or {})[UNTIL]
+        sentences.append(f"{arm.name}: {len(steps)} of {len(asked)} seeds reached {until}{at}.")
     if not sentences:
         return []
-    runs = {run.name: run for arm in arms for run in arm.whole}
-    compared = [_beside(one, runs) for one in beside_control(arms, UNTIL_STEP) if _asked(one.arm)]
-    return [*sentences, *(line for line in compared if line), ABOUT]
+    return [*sentences, *map(_beside, times_to_target(arms)), ABOUT]
 
 
-def _asked(arm: Arm) -> list[Summary]:
-    return [run.summary for run in arm.whole if run.summary and UNTIL_REACHED in run.summary]
-
-
-def _beside(outcome: Outcome, runs: Mapping[str, LoadedRun]) -> str:
-    """The steps of an arm minus those of its control, over the seeds that reached the condition in
-    both, and the number of other seeds; empty without a control.
-    """
-    name, plain = outcome.arm.name, outcome.plain
-    others: Counter[str] = Counter()
-    for run in outcome.arm.whole:
-        other = runs.get(run.control or "")
-        if other is None or UNTIL_REACHED not in (other.summary or {}):
-            continue
-        plain = "control" if other.label == "none" else other.label.replace("_", "-")
-        match _got_there(run), _got_there(other):
-            case True, False:
-                others[f"in {name} alone"] += 1
-            case False, True:
-                others[f"in the {plain} arm alone"] += 1
-            case False, False:
-                others["in neither arm"] += 1
-    apart = [f"{count(number, 'seed')} got there {where}" for where, number in others.items()]
-    if not apart and outcome.difference is None:
-        return ""
-    apart += [f"{count(number, 'seed')} {state}" for state, number in outcome.states.items()]
-    if outcome.difference is None:
-        return f"{name}: no seed got there in both arms: {listed(apart)}."
-    q = f", q {p_text(outcome.q_value)}" if outcome.q_value is not None else ""
-    p = f" Sign-flip p {p_text(outcome.p_value)}{q}." if outcome.p_value is not None else ""
-    left = f" Left out: {listed(apart)}." if apart else ""
-    return f"{answer(name, plain, UNTIL_STEP, outcome.difference)}{p}{left}"
-
-
-def _got_there(run: LoadedRun) -> bool:
-    return bool((run.summary or {})[UNTIL_REACHED])
+def _beside(time: TimeToTarget) -> str:
+    """Return how many seeds of an arm reached the condition sooner than in its control."""
+    n = len(time.steps)
+    p = f"exact sign test p {p_text(time.p_value)}"
+    q = f", q {p_text(time.q_value)}" if time.q_value is not None else ""
+    sentences = [
+        f"{time.arm.name} got there sooner than the {time.plain} arm in {time.sooner} of "
+        f"{count(n, 'seed')}, later in {time.later}; a seed that never did counts as latest; "
+        f"{p}{q}."
+    ]
+    if both := time.both:
+        ends = f" ({min(both):+,g} to {max(both):+,g})" if len(both) > 1 else ""
+        sentences.append(
+            f"Difference in steps where both did, {count(len(both), 'seed')}: median "
+            f"{median(both):+,g}{ends}."
+        )
+    if time.states:
+        left = [f"{count(number, 'seed')} {state}" for state, number in time.states.items()]
+        sentences.append(f"Left out: {listed(left)}.")
+    return " ".join(sentences)
 
 
 def dead_line(name: str, summaries: Sequence[Summary]) -> str:
@@ -349,6 +351,10 @@ def _of(number: int, runs: int) -> str:
     return f"{number} of {count(runs, 'run')}"
 
 
+def _ends(key: str, ends: tuple[float, float] | None) -> str:
+    return f"{amount(key, ends[0])} to {amount(key, ends[1])}" if ends else ""
+
+
 SHARED = {"treated": "with it", "control": "without it", "difference": "share"}
 """Heads of the columns of a table of links' shares."""
 
@@ -366,13 +372,14 @@ def outcome_table(
         "n": lambda o: f"{o.difference.n if o.difference else 0} of {o.planned}",
         "treated": lambda o: value(o.metric, sum(o.treated) / len(o.treated)) if o.seeds else "",
         "control": lambda o: value(o.metric, sum(o.control) / len(o.control)) if o.seeds else "",
+        "higher": lambda o: f"{o.difference.higher}/{o.difference.n}" if o.difference else "",
+        "median": lambda o: amount(o.metric, o.difference.median) if o.difference else "",
+        "median's interval": lambda o: _ends(
+            o.metric, o.difference.median_interval if o.difference else None
+        ),
         "difference": lambda o: amount(o.metric, o.difference.mean) if o.difference else "",
         "95 % interval": lambda o: interval(o.metric, o.difference) if o.difference else "",
-        "BCa bootstrap": lambda o: (
-            f"{amount(o.metric, o.bootstrap[0])} to {amount(o.metric, o.bootstrap[1])}"
-            if o.bootstrap
-            else ""
-        ),
+        "BCa bootstrap": lambda o: _ends(o.metric, o.bootstrap),
         "p": lambda o: p_text(o.p_value),
         "q": lambda o: p_text(o.q_value),
         "reading": lambda o: o.reading or "nothing to compare",

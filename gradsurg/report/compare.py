@@ -5,25 +5,30 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from statistics import median
 from typing import Any
 
 from gradsurg.effects.tables import aligned
 from gradsurg.report.load import UNSAID, Arm, LoadedRun, canonical
 from gradsurg.report.series import NUMBERS, Summary, asked, known
-from gradsurg.report.wording import HEADLINE, amount, interval, listed, title, titles
+from gradsurg.report.wording import HEADLINE, amount, interval, listed, p_text, title, titles
 from gradsurg.stats import (
     MAX_EXACT_SEEDS,
+    MAX_P,
     MIN_BCA_SEEDS,
+    MIN_FOR_P,
     NUM_SIGN_DRAWS,
     Difference,
     adjusted_p_values,
     bca_interval,
     paired_difference,
     sign_flip_is_exact,
-    sign_flip_p_value,
+    sign_test_p_value,
+    trend_p_value,
     verdict,
 )
+from gradsurg.training.run_directory import UNTIL_REACHED, UNTIL_STEP
 
 Pair = tuple[LoadedRun, LoadedRun]
 Beside = Callable[[LoadedRun], LoadedRun | None]  # the run that a run is compared with
@@ -48,7 +53,6 @@ class Outcome:
     control: tuple[float, ...] = ()
     plain: str = "control"
     difference: Difference | None = None
-    p_value: float | None = None
     q_value: float | None = None
     link: str = ""
     repeats: int = 0
@@ -58,9 +62,13 @@ class Outcome:
         return bootstrap(self.differences)
 
     @property
+    def p_value(self) -> float | None:
+        return self.difference.p_value if self.difference else None
+
+    @property
     def reading(self) -> str:
-        """The verdict, `higher (hint)` or `lower (hint)`; empty without a difference."""
-        return reading(self.difference, self.q_value) if self.difference else ""
+        """The verdict on the difference; empty without one."""
+        return verdict(self.difference, self.q_value) if self.difference else ""
 
     @property
     def is_known(self) -> bool:
@@ -69,8 +77,8 @@ class Outcome:
         return self.difference is not None or bool(self.states)
 
     @property
-    def differences(self) -> list[float]:
-        return [a - b for a, b in zip(self.treated, self.control, strict=True)]
+    def differences(self) -> tuple[float, ...]:
+        return self.difference.differences if self.difference else ()
 
 
 @dataclass(frozen=True)
@@ -172,6 +180,118 @@ def update_effects(arms: Sequence[Arm]) -> list[UpdateEffect]:
     return effects
 
 
+@dataclass(frozen=True)
+class Divergence:
+    """How many seeds diverged in an arm and in its control, of the `n` that ended in both.
+
+    `p_value` is that of McNemar's exact test, on the seeds in which one of the two diverged.
+    """
+
+    arm: Arm
+    plain: str
+    n: int
+    treated: int
+    control: int
+    p_value: float
+
+
+def divergences(arms: Sequence[Arm]) -> list[Divergence]:
+    """Return the divergence of each treated arm in which, or in whose control, a seed diverged."""
+    runs = {run.name: run for arm in arms for run in arm.runs}
+    counted = []
+    for arm in arms:
+        if arm.is_control:
+            continue
+        beside = _its_control(runs)
+        pairs = [(run, other) for run in arm.runs if (other := beside(run))]
+        pairs = [pair for pair in pairs if all(run.state in ENDED for run in pair)]
+        diverged = [tuple(run.state == DIVERGED for run in pair) for pair in pairs]
+        if any(map(any, diverged)):
+            p_value = sign_test_p_value(
+                diverged.count((True, False)), diverged.count((False, True))
+            )
+            treated, control = map(sum, zip(*diverged, strict=True))
+            plain = plain_name(pairs[0][1])
+            counted.append(Divergence(arm, plain, len(pairs), treated, control, p_value))
+    return counted
+
+
+@dataclass(frozen=True)
+class TimeToTarget:
+    """The steps at which an arm and its control reached the stopping condition, seed by seed.
+
+    A seed that did not reach it, or diverged before, has None, and counts as later than all that
+    did. `p_value` is that of the exact sign test.
+    """
+
+    arm: Arm
+    plain: str
+    steps: tuple[tuple[float | None, float | None], ...]
+    states: Mapping[str, int]
+    q_value: float | None = None
+
+    @property
+    def sooner(self) -> int:
+        return sum(treated < control for treated, control in self._with_never)
+
+    @property
+    def later(self) -> int:
+        return sum(treated > control for treated, control in self._with_never)
+
+    @property
+    def both(self) -> list[float]:
+        """The differences in steps of the seeds that reached it in both arms."""
+        return [a - b for a, b in self.steps if a is not None and b is not None]
+
+    @property
+    def p_value(self) -> float:
+        return sign_test_p_value(self.sooner, self.later)
+
+    @property
+    def _with_never(self) -> list[tuple[float, float]]:
+        return [(inf if a is None else a, inf if b is None else b) for a, b in self.steps]
+
+
+def times_to_target(arms: Sequence[Arm]) -> list[TimeToTarget]:
+    """Return one for each treated arm with a stopping condition and a control with one."""
+    runs = {run.name: run for arm in arms for run in arm.runs}
+    beside, times = _its_control(runs), []
+    for arm in arms:
+        states: Counter[str] = Counter()
+        steps, plain = [], "control"
+        for run in [] if arm.is_control else arm.runs:
+            other = beside(run)
+            open_state = _in_the_way(run, other, "control", ENDED)
+            if open_state or other is None:
+                states[open_state or "without a control"] += 1
+            elif _has_target(run) and _has_target(other):
+                plain = plain_name(other)
+                steps.append((step_reached(run), step_reached(other)))
+        if steps:
+            times.append(TimeToTarget(arm, plain, tuple(steps), dict(states)))
+    if len(times) < 2:
+        return times
+    q_values = adjusted_p_values({place: one.p_value for place, one in enumerate(times)})
+    return [replace(one, q_value=q_values[place]) for place, one in enumerate(times)]
+
+
+def step_reached(run: LoadedRun) -> float | None:
+    """Return the step at which a run reached its stopping condition; None if it did not."""
+    summary = run.summary or {}
+    return float(summary[UNTIL_STEP]) if summary.get(UNTIL_REACHED) else None
+
+
+def _has_target(run: LoadedRun) -> bool:
+    return UNTIL_REACHED in (run.summary or {})
+
+
+def plain_name(run: LoadedRun) -> str:
+    """Return the name of a control run's arm in a sentence."""
+    return "control" if run.label == "none" else run.label.replace("_", "-")
+
+
+FINISHED, DIVERGED = "finished", "diverged"
+ENDED = (FINISHED, DIVERGED)
 SHORTER = "shorter chain"
 
 
@@ -193,18 +313,16 @@ def _outcome(arm: Arm, metric: str, beside: Beside, kind: str) -> Outcome:
     ]
     if not both:
         return outcome
-    plain = both[0][1].label
     treated, control = tuple(x for *_, x, _ in both), tuple(y for *_, y in both)
-    outcome = replace(
+    return replace(
         outcome,
         seeds=tuple(run.seed for run, *_ in both),
         treated=treated,
         control=control,
-        plain="control" if plain == "none" else plain.replace("_", "-"),
+        plain=plain_name(both[0][1]),
         difference=paired_difference(treated, control),
         repeats=repeats,
     )
-    return replace(outcome, p_value=p_of(outcome.differences))
 
 
 def _pairs(arm: Arm, beside: Beside, kind: str) -> list[Pair]:
@@ -232,13 +350,15 @@ def repeats_line(outcomes: Iterable[Outcome]) -> str:
     )
 
 
-def _in_the_way(run: LoadedRun, other: LoadedRun | None, kind: str) -> str | None:
-    """Why a run cannot be compared: its own state, or that of its control."""
-    if run.state != "finished":
+def _in_the_way(
+    run: LoadedRun, other: LoadedRun | None, kind: str, wanted: Collection[str] = (FINISHED,)
+) -> str | None:
+    """Return why a run cannot be compared: its own state, or that of its control."""
+    if run.state not in wanted:
         return run.state
     if other is None:
         return f"without a {kind}"
-    return None if other.state == "finished" else f"{kind} {other.state}"
+    return None if other.state in wanted else f"{kind} {other.state}"
 
 
 def _number(run: LoadedRun, key: str) -> float | None:
@@ -256,42 +376,12 @@ def _among_many(outcomes: Sequence[Outcome]) -> list[Outcome]:
     return [replace(outcome, q_value=q_values[place]) for place, outcome in enumerate(outcomes)]
 
 
-MIN_FOR_P = 6  # seeds with which an exact sign-flip test can reach 0.05
-MAX_Q = 0.05  # of what is called clear among several
-CLEAR = ("higher", "lower")
-
 ABOUT_Q = (
     "q is the sign-flip p after Benjamini and Hochberg's control of false discoveries, among all "
     "arms in one metric or all links of one chain"
 )
 
 Amount = Callable[[str, float], str]  # a difference of an outcome as it is printed
-
-
-def reading(difference: Difference, q_value: float | None) -> str:
-    """The verdict of the interval, called a hint with fewer than MIN_FOR_P seeds or q above
-    MAX_Q."""
-    direction = verdict(difference)
-    few = difference.n < MIN_FOR_P
-    borne_out = not few and (q_value is None or q_value <= MAX_Q)
-    return direction if direction not in CLEAR or borne_out else f"{direction} (hint)"
-
-
-def p_of(differences: Sequence[float]) -> float | None:
-    """The p of the sign-flip test; one seed has none."""
-    return sign_flip_p_value(differences) if len(differences) > 1 else None
-
-
-def p_text(p_value: float | None) -> str:
-    """A p or a q in a table."""
-    if p_value is None:
-        return ""
-    return f"{p_value:.3g}" if p_value >= 1e-4 else "< 0.0001"
-
-
-def p_cell(differences: Sequence[float]) -> str:
-    """The p of the sign-flip test in a table; nothing for one seed."""
-    return p_text(p_of(differences))
 
 
 def about_p(n: int) -> str:
@@ -309,8 +399,11 @@ def about_tests(seeds: Collection[int]) -> str:
     if not all(sign_flip_is_exact(n) for n in seeds):
         drawn = f"more than {MAX_EXACT_SEEDS} seeds: of {NUM_SIGN_DRAWS:,} signings drawn at random"
         exact = f"p is that of the sign-flip test, exact or, with {drawn}"
-    hint = f"a hint with fewer than {MIN_FOR_P} seeds, or with q above {MAX_Q}"
-    return f"{exact}; the reading is that of the 95 % paired t interval, {hint}."
+    return (
+        f"{exact}. A reading is higher or lower if p, and q where there is one, is at most "
+        f"{MAX_P}, which takes {MIN_FOR_P} seeds, and a hint if only the 95 % paired t interval of "
+        "the mean leaves out 0. The column higher counts the seeds with a positive difference."
+    )
 
 
 def bootstrap(differences: Sequence[float]) -> tuple[float, float] | None:
@@ -381,7 +474,7 @@ def shares_text(key: str, links: Mapping[str, tuple[Outcomes, Outcomes]]) -> str
         if link_share is None:
             rows.append([link, "-", "no seed has both", "", "0"])
             continue
-        p_value = p_cell([a - b for a, b in _both(whole, without)])
+        p_value = p_text(link_share.p_value)
         rows.append(
             [
                 link,
@@ -424,6 +517,16 @@ class Doses:
     name: str
     doses: list[float]
     arms: list[Arm]
+
+    def trend(self, metric: str) -> tuple[float, float] | None:
+        """Return Spearman's correlation of a metric with the dose, and its p-value over seeds.
+
+        Of the seeds that finished in all arms; None if there are none.
+        """
+        by_arm = [{run.seed: _number(run, metric) for run in arm.whole} for arm in self.arms]
+        by_seed = [[arm.get(seed) for arm in by_arm] for seed in by_arm[0]]
+        complete = [[x for x in one if x is not None] for one in by_seed if None not in one]
+        return trend_p_value(self.doses, complete) if complete else None
 
 
 def doses(arms: Sequence[Arm]) -> list[Doses]:

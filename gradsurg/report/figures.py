@@ -14,6 +14,7 @@ from gradsurg.report.outcome_charts import (
     front_panel,
     of_metric,
     outcome_panel,
+    reached_panel,
 )
 from gradsurg.report.pareto import Front
 from gradsurg.report.study import StudyReport
@@ -70,6 +71,8 @@ def figures(report: StudyReport) -> Iterator[Figure]:
         panels = [outcome_panel(of_metric(report.outcomes, metric), metric) for metric in shown]
         heading = "Treated minus control, mean and 95 % paired t interval"
         yield Figure("outcome", panels, 2, heading)
+    if reached := reached_panel(report.arms):
+        yield Figure("reached", [reached], 1)
     yield from _curve_figure(report)
     maps = [one for one in report.maps if one.transform != "none"]
     if maps:

@@ -29,6 +29,7 @@ from gradsurg.report.outcome_charts import (
     front_panel,
     of_metric,
     outcome_panel,
+    reached_panel,
 )
 from gradsurg.report.pareto import Front
 from gradsurg.report.study import StudyReport
@@ -55,6 +56,7 @@ def page(
     data = elements.PageData(report)
     sections = [
         _outcome(report, data),
+        _reached(report, data),
         _fronts(report, data),
         _trajectories(pictures),
         _alone(report),
@@ -229,6 +231,15 @@ def _alone(report: StudyReport) -> elements.Section | None:
     return elements.section(
         "alone", "Not compared", how, elements.table("Arms not compared", heads, rows)
     )
+
+
+def _reached(report: StudyReport, data: elements.PageData) -> elements.Section | None:
+    panel = reached_panel(report.arms)
+    if panel is None:
+        return None
+    data.add("reached", panel)
+    how = "The share of seeds that have reached the stopping condition, over the steps."
+    return elements.section("reached", "Steps to the target", how, elements.chart("reached"))
 
 
 def _shares(report: StudyReport, data: elements.PageData) -> elements.Section | None:

@@ -13,6 +13,7 @@ from gradsurg.report.charts import (
     PAPER,
     ROW,
     SOFT,
+    TASKS,
     TREATED,
     UNCLEAR,
     Columns,
@@ -25,9 +26,12 @@ from gradsurg.report.charts import (
     spec_of,
     zero_line,
 )
-from gradsurg.report.compare import CLEAR, Cost, Doses, Outcome
+from gradsurg.report.compare import Cost, Doses, Outcome
+from gradsurg.report.load import Arm
 from gradsurg.report.pareto import Front, clusters, ends_of
-from gradsurg.report.wording import amount, interval, is_share, title
+from gradsurg.report.wording import amount, interval, is_share, p_text, title
+from gradsurg.stats import CLEAR
+from gradsurg.training.run_directory import UNTIL, UNTIL_REACHED, UNTIL_STEP
 
 MAX_PAIRS = 6  # of tasks whose trade-off is drawn
 
@@ -138,8 +142,10 @@ def dose_panel(doses: Doses, outcomes: Sequence[Outcome], metric: str) -> Panel:
     seeds = sorted({one.difference.n if one.difference else 0 for one in shown_outcomes}) or [0]
     several = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0]}"
     text = "; ".join(f"{places[o.arm.name]:g}: {_said(o)}" for o in shown_outcomes)
+    trend = doses.trend(metric)
+    rho = f"; Spearman {trend[0]:+.2f}, p {p_text(trend[1])}" if trend else ""
     return Panel(
-        f"{cut(doses.name)}, n = {several}",
+        f"{cut(doses.name)}, n = {several}{rho}",
         f"{doses.name}: difference in {title(metric)} over {doses.key}. {text}",
         _dose_view(title(metric), is_share(metric), key, by_log),
         {"arms": arms},
@@ -236,6 +242,62 @@ def _cost_view() -> Spec:
         ),
     )
     return spec_of(layers)
+
+
+def reached_panel(arms: Sequence[Arm]) -> Panel | None:
+    """The share of each arm's seeds that have reached the stopping condition, over the steps.
+
+    None if no arm has one. A seed that diverged has not reached it.
+    """
+    rows, texts, until = [], [], ""
+    for arm in arms:
+        summaries = [run.summary for run in arm.runs if run.summary and UNTIL in run.summary]
+        steps = sorted(summary[UNTIL_STEP] for summary in summaries if summary[UNTIL_REACHED])
+        if not summaries:
+            continue
+        until = str(summaries[0][UNTIL])
+        last = max(int(summary.get("steps", 0)) for summary in summaries)
+        ends = [0, *steps, max([last, *steps])]
+        shares = [min(number, len(steps)) / len(summaries) for number in range(len(ends))]
+        name = f"{cut(arm.name)} (n = {len(summaries)})"
+        rows += [
+            (name, step, short(share), arm.is_control)
+            for step, share in zip(ends, shares, strict=True)
+        ]
+        texts.append(f"{name}: {len(steps)} of {len(summaries)}")
+    if not rows:
+        return None
+    return Panel(
+        f"Seeds that reached {until}",
+        f"Share of seeds that reached {until}, over the steps. {'; '.join(texts)}",
+        _reached_view(),
+        {"reached": columns_of(("arm", "step", "share", "control"), rows)},
+        width=340,
+        height=220,
+    )
+
+
+@cache
+def _reached_view() -> Spec:
+    x = alt.X("step:Q", axis=alt.Axis(format="~s", tickCount=5, grid=False), title="step")
+    y = alt.Y(
+        "share:Q",
+        scale=alt.Scale(domain=[0, 1]),
+        axis=alt.Axis(format="~%", tickCount=5),
+        title="seeds that got there",
+    )
+    chart = alt.Chart(alt.NamedData("reached")).mark_line(
+        interpolate="step-after", strokeWidth=2, clip=True
+    )
+    return spec_of(
+        chart.encode(
+            x=x,
+            y=y,
+            color=alt.Color("arm:N", sort=None, scale=alt.Scale(range=list(TASKS)), title=None),
+            strokeDash=alt.StrokeDash("control:N", legend=None),
+            tooltip=["arm:N", "step:Q", alt.Tooltip("share:Q", format=".0%")],
+        )
+    )
 
 
 def front_panel(front: Front, first: int, second: int) -> Panel:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from gradsurg.effects.tables import aligned
 from gradsurg.effects.tables import effect_table as effect_text
-from gradsurg.report.answer import alone_rows, dead_line, reached, spread
+from gradsurg.report.answer import alone_rows, dead_line, diverged, reached, spread
 from gradsurg.report.compare import (
     Cost,
     Outcome,
@@ -22,7 +22,6 @@ from gradsurg.report.compare import (
     bootstrap_line,
     compare,
     costs,
-    p_text,
     repeats_line,
     shares_text,
 )
@@ -37,17 +36,19 @@ from gradsurg.report.load import Arm, LoadedRun, fault_of
 from gradsurg.report.series import update_line
 from gradsurg.report.study import StudyReport
 from gradsurg.report.wording import (
+    FEW,
     HEADLINE,
     Summary,
     amount,
     answer,
     count,
     interval,
+    p_text,
     titles,
     unbroken,
     value,
 )
-from gradsurg.stats import Difference
+from gradsurg.stats import UNCLEAR, Difference
 from gradsurg.training.frames import effect_table
 from gradsurg.training.run_directory import RunDirectory
 
@@ -120,29 +121,26 @@ def _outcome(runs: Sequence[Runs]) -> str:
         alone = [_summary(path) for run in runs for path in (run.treated, run.control)]
         return _alone([summary for summary in alone if summary])
     treated, control = (_arm([pair[side] for pair in pairs]) for side in (0, 1))
-    lost = [
-        f"{number} of {len(pairs)} {arm.name} runs diverged"
-        for arm in (treated, control)
-        if (number := sum(run.state == "diverged" for run in arm.runs))
-    ]
+    lost = [_wrapped(line) for line in [" ".join(diverged([treated, control]))] if line]
     compared = compare([treated, control])
     by_metric = {one.metric: (one, one.difference) for one in compared if one.difference}
     if not by_metric:
-        return fill(f"{treated.name}: nothing to compare; {'; '.join(lost)}", WIDTH)
+        return "\n".join([*lost, f"{treated.name}: nothing to compare."])
     shown = {key: text for key, text in titles(_first(treated)).items() if key in by_metric}
-    rows = [["", treated.name, control.name, "difference", "95 % interval", "sign-flip p"]]
+    heads = ["higher", "difference", "95 % interval", "sign-flip p"]
+    rows = [["", treated.name, control.name, *heads]]
     rows += [_row(key, text, *by_metric[key]) for key, text in shown.items()]
     step_times = costs([treated, control])
     rows.append([*_time_row(step_times), ""])
     headline = next(key for key in HEADLINE if key in by_metric)
     difference = by_metric[headline][1]
     sentence = fill(answer(treated.name, control.name, headline, difference), WIDTH)
-    few = "" if "sign-flip" in sentence else about_p(difference.n)
+    few = "" if FEW in sentence else about_p(difference.n)
     by_seed = {key: by_metric[key][0].differences for key in shown}
     bootstrap = fill(bootstrap_line(by_seed, amount), WIDTH)
     notes = [note for note in (few, bootstrap, _measured(step_times, treated)) if note]
     same = fill(repeats_line(compared), WIDTH)
-    return "\n".join([sentence, *lost, *([same] if same else []), "", aligned(rows), *notes])
+    return "\n".join([*lost, sentence, *([same] if same else []), "", aligned(rows), *notes])
 
 
 def _pair(runs: Runs) -> tuple[LoadedRun, LoadedRun] | None:
@@ -210,19 +208,20 @@ def _finished(summary: Summary | None, key: str) -> float | None:
 
 def _row(key: str, title: str, outcome: Outcome, difference: Difference) -> list[str]:
     means = [value(key, fmean(values)) for values in (outcome.treated, outcome.control)]
-    shown = [*means, amount(key, difference.mean), interval(key, difference)]
+    higher = f"{difference.higher}/{difference.n}"
+    shown = [*means, higher, amount(key, difference.mean), interval(key, difference)]
     return [title, *shown, p_text(outcome.p_value)]
 
 
 def _time_row(costs: Sequence[Cost]) -> list[str]:
     """Step times; a run that was resumed after its last step has none."""
     if not costs:
-        return ["step time", "-", "-", "-", ""]
+        return ["step time", "-", "-", "", "-", ""]
     (cost,) = costs
     ratios = cost.ratios
     times = [f"{cost.treated_ms:.3g} ms", f"{cost.control_ms:.3g} ms"]
     spread = f"{min(ratios) - 1:+.0%} to {max(ratios) - 1:+.0%} (range)" if len(ratios) > 1 else ""
-    return ["step time", *times, f"{median(ratios) - 1:+.0%}", spread]
+    return ["step time", *times, "", f"{median(ratios) - 1:+.0%}", spread]
 
 
 def _measured(costs: Sequence[Cost], arm: Arm) -> str:
@@ -332,7 +331,11 @@ def _wrapped(line: str) -> str:
 
 MAX_LISTED = 20
 MAX_WHOLE = 8  # with more arms only the headline is printed, the page has the rest
-SHORT = {"no clear difference": "unclear", "one seed: no interval": ""}  # readings in the table
+SHORT = {
+    UNCLEAR: "unclear",
+    "one seed: no interval": "",
+    "two seeds: no interval": "",
+}  # readings in the table
 NARROWEST = 24  # column of names that are folded rather than a table cut in two
 
 LOOKS = {"finished": "green", "diverged": "red", "failed": "red", "unreadable": "red"}
@@ -461,7 +464,7 @@ def _states(report: StudyReport) -> Text:
 def _outcomes(outcomes: list[Outcome], name: str) -> Table:
     table = Table(title=name, title_justify="left", title_style="bold", box=None, pad_edge=False)
     many = any(outcome.q_value is not None for outcome in outcomes)
-    columns = ["arm", "n", "treated", "control", "difference", "95 % interval", "p"]
+    columns = ["arm", "higher", "treated", "control", "difference", "95 % interval", "p"]
     heads = [*columns, *["q"] * many, "reading"]
     rows = [_outcome_row(outcome, many) for outcome in outcomes]
     for head in heads:
@@ -477,11 +480,10 @@ def _outcome_row(outcome: Outcome, many: bool) -> list[str]:
     difference, key = outcome.difference, outcome.metric
     lost = ", ".join(f"{number} {state}" for state, number in outcome.states.items())
     if difference is None:
-        return [outcome.arm.name, f"0 of {outcome.planned}", *[""] * (5 + many), lost]
-    planned = "" if difference.n == outcome.planned else f" of {outcome.planned}"
+        return [outcome.arm.name, f"0/{outcome.planned}", *[""] * (5 + many), lost]
     return [
         outcome.arm.name,
-        f"{difference.n}{planned}",
+        f"{difference.higher}/{difference.n}",
         value(key, sum(outcome.treated) / difference.n),
         value(key, sum(outcome.control) / difference.n),
         amount(key, difference.mean),

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gradsurg.effects.tables import number
-from gradsurg.stats import Difference, verdict
-from gradsurg.training.run_directory import UNTIL_STEP
+from gradsurg.stats import CLEAR, HINTS, MIN_FOR_P, UNCLEAR, Difference, verdict
 
 FIRST = ("train/loss", "test/loss", "test/accuracy")
 OUTCOMES = ("test/", "examined/")
@@ -26,7 +25,7 @@ def titles(summary: Mapping[str, object]) -> dict[str, str]:
 
 def title(key: str) -> str:
     """A logged name in words: `update/norm_ratio` is "update norm ratio"."""
-    return "the step that gets there" if key == UNTIL_STEP else re.sub("[/_]", " ", key)
+    return re.sub("[/_]", " ", key)
 
 
 def is_share(key: str) -> bool:
@@ -43,31 +42,85 @@ def amount(key: str, difference: float | None) -> str:
     """A difference with its sign, as -0.62% or +0.0253."""
     if difference is None:
         return "-"
-    if key == UNTIL_STEP:
-        return f"{difference:+,.1f}".removesuffix(".0")
     return f"{difference:+.2%}" if is_share(key) else f"{difference:+.3g}"
 
 
 def interval(key: str, difference: Difference) -> str:
-    """Return the interval as text, or that one seed has none."""
+    """Return the interval of the mean as text, or that so few seeds have none."""
     if difference.low is None or difference.high is None:
-        return "one seed: no interval"
+        return f"{'one seed' if difference.n == 1 else 'two seeds'}: no interval"
     return f"{amount(key, difference.low)} to {amount(key, difference.high)}"
 
 
-def answer(name: str, plain: str, key: str, difference: Difference) -> str:
-    """Return a sentence on one arm, and the caution that it needs."""
-    direction = verdict(difference)
-    mean, outcome = amount(key, difference.mean), title(key)
+def answer(
+    name: str, plain: str, key: str, difference: Difference, q_value: float | None = None
+) -> str:
+    """Return a sentence on one arm: direction, seeds, sizes, p, and the cautions that it needs."""
+    direction, outcome = verdict(difference, q_value), title(key)
+    if direction == "identical":
+        seeds = count(difference.n, "seed")
+        return f"{name}: {outcome} is identical to that of the {plain} arm in {seeds}."
     if difference.low is None:
+        mean = amount(key, difference.mean)
         return f"{name}: {outcome} {mean} against the {plain} arm; {direction}."
-    if direction == "no clear difference":
-        finding = f"no clear difference in {outcome} against the {plain} arm"
+    counts = {"higher": difference.higher, "lower": difference.lower}
+    of = f"of {difference.n} seeds"
+    if direction == UNCLEAR:
+        words = sorted(counts, key=lambda word: -counts[word])
+        in_seeds = " and ".join(f"{word} in {counts[word]}" for word in words if counts[word])
+        finding = f"no clear difference in {outcome} against the {plain} arm, {in_seeds} {of}"
     else:
-        finding = f"{outcome} is {direction} than in the {plain} arm"
-    few = difference.n < 6 and direction != "no clear difference"
-    between = f"95 % interval {interval(key, difference)} ({difference.n} seeds, paired t)"
-    return f"{name}: {finding}: {mean}, {between}.{f' {FEW}' if few else ''}"
+        word = direction.partition(" ")[0]
+        finding = f"{outcome} is {word} than in the {plain} arm in {counts[word]} {of}"
+        if direction in HINTS:
+            finding = f"a hint that {finding}"
+    q_text = f", q {p_text(q_value)}" if q_value is not None else ""
+    sentences = [
+        f"{name}: {finding}: {sizes(key, difference)}; "
+        f"sign-flip p {p_text(difference.p_value)}{q_text}.",
+        disagreement(key, difference, direction),
+        FEW if direction in HINTS and difference.n < MIN_FOR_P else "",
+    ]
+    return " ".join(sentence for sentence in sentences if sentence)
+
+
+def sizes(key: str, difference: Difference) -> str:
+    """Return median and mean, each with its 95 % interval where it has one."""
+    middle = f"median {amount(key, difference.median)}"
+    if ends := difference.median_interval:
+        middle += f" (95 % interval {amount(key, ends[0])} to {amount(key, ends[1])}, sign test)"
+    mean = f"mean {amount(key, difference.mean)}"
+    if difference.low is None:
+        return f"{middle}, {mean}"
+    return f"{middle}, {mean} (95 % interval {interval(key, difference)}, paired t)"
+
+
+def disagreement(key: str, difference: Difference, direction: str) -> str:
+    """Return why the exact test and the interval of the mean disagree; empty if they agree.
+
+    An interval that includes 0 beside a clear direction, or a mean of the other sign than the
+    median: one seed that outweighs all others is named.
+    """
+    if difference.low is None or difference.high is None:
+        return ""
+    if direction in CLEAR and difference.low <= 0 <= difference.high:
+        found = "The interval of the mean includes 0"
+    elif difference.mean * difference.median < 0:
+        found = "Mean and median have opposite signs"
+    else:
+        return ""
+    heaviest, *others = sorted(difference.differences, key=abs, reverse=True)
+    if abs(heaviest) > sum(map(abs, others)):
+        return f"{found}, because one seed outweighs all others ({amount(key, heaviest)})."
+    ends = (amount(key, end) for end in (min(difference.differences), max(difference.differences)))
+    return f"{found}, because the seeds differ widely ({' to '.join(ends)})."
+
+
+def p_text(p_value: float | None) -> str:
+    """Return a p-value or q-value as text; empty for None."""
+    if p_value is None:
+        return ""
+    return f"{p_value:.3g}" if p_value >= 1e-4 else "< 0.0001"
 
 
 def count(number: int, one: str, many: str = "") -> str:

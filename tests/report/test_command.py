@@ -126,7 +126,10 @@ def test_tables_for_papers_have_a_row_for_each_arm_and_metric(report: Path) -> N
     lines = (report / "outcome.md").read_text(encoding="utf-8").splitlines()
     rows = [line for line in lines if line.startswith("| ")]
     assert len(rows) == 2 + 3 * 2
-    assert "| clip | test accuracy | 3 of 3 | 85.00% | 90.00% | -5.00% |" in "\n".join(rows)
+    assert (
+        "| clip | test accuracy | 3 of 3 | 85.00% | 90.00% | 1/3 | -6.00% | -5.00% |"
+        in "\n".join(rows)
+    )
     tex = (report / "outcome.tex").read_text(encoding="utf-8")
     assert r"85.00\%" in tex
     assert len(re.findall(r"(?<!\\)%", tex)) == 1  # the comment at the top
@@ -135,7 +138,7 @@ def test_tables_for_papers_have_a_row_for_each_arm_and_metric(report: Path) -> N
 def test_the_summary_is_printed_with_what_did_not_finish(study: Path, capsys) -> None:
     assert main([str(study), "--out", str(study.parent / "elsewhere")]) == 0
     printed = capsys.readouterr().out
-    for words in ("13 runs: 8 finished", "2 of 3", "unclear", "not started"):
+    for words in ("13 runs: 8 finished", "0/2", "unclear", "not started"):
         assert words in printed
     assert "<b>no</b> room" in printed
     assert (study.parent / "elsewhere" / "index.html").is_file()

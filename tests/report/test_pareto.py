@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,13 @@ def test_arms_that_end_in_one_place_do_not_dominate_one_another(tmp_path: Path):
 
 
 def test_means_have_the_t_interval_over_runs_and_runs_keep_their_order(tmp_path: Path):
-    (front,) = fronts(tmp_path, a=[(1.0, 5.0), (3.0, 9.0)], none=[(1.0, 1.0)])
+    (front,) = fronts(tmp_path, a=[(1.0, 5.0), (3.0, 9.0), (2.0, 7.0)], none=[(1.0, 1.0)])
     mark = front.marks[0]
-    assert (mark.seeds, mark.values) == ([0, 1], [[1.0, 3.0], [5.0, 9.0]])
+    assert (mark.seeds, mark.values) == ([0, 1, 2], [[1.0, 3.0, 2.0], [5.0, 9.0, 7.0]])
     first, second = mark.means
     assert (first.mean, second.mean) == (2.0, 7.0)
-    assert first.low == pytest.approx(2 - t_critical(2))
-    assert second.high == pytest.approx(7 + 2 * t_critical(2))
+    assert first.low == pytest.approx(2 - t_critical(3) / sqrt(3))
+    assert second.high == pytest.approx(7 + 2 * t_critical(3) / sqrt(3))
     assert front.marks[1].means[0].low is None  # one run
 
 
@@ -122,7 +123,8 @@ def test_the_chart_marks_arms_that_none_dominates_and_numbers_them(tmp_path: Pat
 
 
 def test_an_interval_beyond_the_axis_is_cut_at_its_edge(tmp_path: Path):
-    arms = {"clip": [(0.1, 1.0), (5.0, 2.0)], "none": [(0.2, 3.0), (0.2, 4.0)]}
+    clip = [(0.1, 1.0), (5.0, 2.0), (5.0, 1.0)]
+    arms = {"clip": clip, "none": [(0.2, 3.0), (0.2, 4.0), (0.2, 3.5)]}
     (front,) = fronts(tmp_path, **arms)
     panel = front_panel(front, 0, 1)
     for name in ("x", "y"):

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from gradsurg.report.charts import rows_of
+from gradsurg.report.html import page
+from gradsurg.report.outcome_charts import reached_panel
 from gradsurg.report.study import study_report
 from gradsurg.report.text import Runs, report
 from gradsurg.training.run_directory import RunDirectory
@@ -44,44 +47,63 @@ def told(folder: Path, arms: Mapping[str, list[int | str | None]]) -> tuple[str,
     return study_report(folder).answer, " ".join(report(pairs).split())
 
 
-def test_the_steps_are_compared_seed_by_seed_where_both_arms_got_there(tmp_path: Path) -> None:
+def test_a_seed_that_never_got_there_counts_as_latest(tmp_path: Path) -> None:
     said = told(
         tmp_path,
         {"clip": [10, 16, 22, 30, None, None], "none": [20, 24, 32, None, 36, None]},
     )
-    # -10, -8 and -10: their mean, and 4.303 times their standard error, 0.667
+    # sooner in four, later in one, and in one neither got there: p = 2 * (1 + 5) / 2^5
     expected = (
-        "clip: the step that gets there is lower than in the control arm: -9.3, 95 % interval "
-        "-12.2 to -6.5 (3 seeds, paired t). Fewer than 6 seeds cannot reach p < 0.05 in a "
-        "sign-flip test. Sign-flip p 0.25. Left out: 1 seed got there in clip alone, 1 seed got "
-        "there in the control arm alone and 1 seed got there in neither arm."
+        "clip got there sooner than the control arm in 4 of 6 seeds, later in 1; a seed that never "
+        "did counts as latest; exact sign test p 0.375. Difference in steps where both did, 3 "
+        "seeds: median -10 (-10 to -8)."
     )
     for text in said:
         assert expected in text
         assert text.index("seeds reached") < text.index(expected)
 
 
-def test_a_seed_that_diverged_is_counted_apart(tmp_path: Path) -> None:
+def test_a_seed_that_diverged_never_got_there(tmp_path: Path) -> None:
     said = told(tmp_path, {"clip": [10, "diverged"], "none": [1210, 20]})
-    expected = (
-        "clip: the step that gets there -1,200 against the control arm; one seed: no interval."
-    )
     for text in said:
-        assert f"{expected} Left out: 1 seed diverged." in text
+        assert "clip: 1 of 2 seeds reached test/loss <= 0.5, at step 10." in text
+        assert "in 1 of 2 seeds, later in 1;" in text
+        assert "Difference in steps where both did, 1 seed: median -1,200." in text
 
 
-def test_where_no_seed_got_there_in_both_arms_that_is_said(tmp_path: Path) -> None:
-    said = told(tmp_path, {"clip": [10, 20], "none": [None, None]})
+def test_where_no_seed_got_there_in_both_arms_all_count(tmp_path: Path) -> None:
+    said = told(tmp_path, {"clip": [10, 20, 30, 40, 50, 60], "none": [None] * 6})
     for text in said:
-        assert "clip: no seed got there in both arms: 2 seeds got there in clip alone." in text
+        assert "in 6 of 6 seeds, later in 0; a seed that never did counts as latest; " in text
+        assert "exact sign test p 0.0312. Outcomes" in text
+
+
+def test_a_seed_without_a_control_is_left_out(tmp_path: Path) -> None:
+    controls = [ended(tmp_path, "none", seed, 20, None) for seed in range(2)]
+    for seed, control in enumerate([*controls, None]):
+        ended(tmp_path, "clip", seed, 10, control and control.name)
+    said = study_report(tmp_path).answer
+    assert "in 2 of 2 seeds, later in 0;" in said
+    assert "Left out: 1 seed without a control." in said
 
 
 def test_several_arms_have_a_q(tmp_path: Path) -> None:
     arms = {"clip": [10, 12], "sign": [30, 38], "none": [20, 24]}
     page, printed = told(tmp_path, arms)
-    assert "Sign-flip p 0.5, q 0.5." in page
-    assert page.count("the step that gets there") == 2
-    assert "q 0" not in printed
+    assert page.count("exact sign test p 0.5, q 0.5.") == 2
+    assert "exact sign test p 0.5. " in printed
+
+
+def test_the_figure_has_the_share_of_seeds_over_the_steps(tmp_path: Path) -> None:
+    told(tmp_path, {"clip": [10, 16, None, "diverged"], "none": [20, None, None, None]})
+    panel = reached_panel(study_report(tmp_path).arms)
+    assert panel is not None
+    rows = [(row["arm"], row["step"], row["share"]) for row in rows_of(panel.data["reached"])]
+    clip = [(0, 0), (10, 0.25), (16, 0.5), (40, 0.5)]
+    assert rows[:4] == [("clip (n = 4)", *point) for point in clip]
+    assert rows[4:] == [("control (n = 4)", *point) for point in [(0, 0), (20, 0.25), (40, 0.25)]]
+    assert panel.title == f"Seeds that reached {AIM}"
+    assert "Steps to the target" in page(study_report(tmp_path))
 
 
 @pytest.mark.parametrize("steps", [[10, 20], [None, None]])

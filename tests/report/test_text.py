@@ -93,18 +93,20 @@ def test_the_outcome_is_the_paired_difference_worked_out_by_hand(write) -> None:
     assert row_of(text, "test accuracy") == [
         "85.00%",
         "90.00%",
+        "1/3",
         "-5.00%",
         f"{mean - reach:+.2%}",
         "to",
         f"{mean + reach:+.2%}",
         "0.5",  # sums of 0.17 and 0.15, each with either sign, of 8
     ]
-    assert row_of(text, "test loss") == ["0.25", "0.25", "+0", "+0", "to", "+0", "1"]
+    assert row_of(text, "test loss") == ["0.25", "0.25", "0/3", "+0", "+0", "to", "+0", "1"]
     assert "with 3 seeds the exact sign-flip p is at least 0.25: 6 can reach 0.05" in text
     said = " ".join(text.split("\n\n")[0].split())
     assert said == (
-        "clip: no clear difference in test accuracy against the control arm: -5.00%, 95 % interval "
-        f"{mean - reach:+.2%} to {mean + reach:+.2%} (3 seeds, paired t)."
+        "clip: no clear difference in test accuracy against the control arm, lower in 2 and higher "
+        "in 1 of 3 seeds: median -6.00%, mean -5.00% (95 % interval "
+        f"{mean - reach:+.2%} to {mean + reach:+.2%}, paired t); sign-flip p 0.5."
     )
     assert_readable(text)
 
@@ -117,7 +119,10 @@ def test_a_clear_difference_is_said_with_a_caution_for_few_seeds(
     shifts = [0.001 * seed for seed in range(seeds)]
     text = report(pairs(write, [treated + shift for shift in shifts], [0.9] * seeds))
     said = " ".join(text.split("\n\n")[0].split())
-    assert said.startswith(f"clip: test accuracy is {word} than in the control arm: ")
+    hint = "a hint that " if seeds < 6 else ""
+    where = f"in {seeds} of {seeds} seeds: median "
+    assert said.startswith(f"clip: {hint}test accuracy is {word} than in the control arm {where}")
+    assert ("(95 % interval" in said.partition("median")[2].partition("mean")[0]) == (seeds >= 6)
     assert ("Fewer than 6 seeds cannot reach p < 0.05" in said) == (seeds < 6)
     assert_readable(text)
 
@@ -197,7 +202,7 @@ def test_one_seed_has_no_interval_and_says_so(write) -> None:
     assert text.splitlines()[0] == (
         "clip: test accuracy -10.00% against the control arm; one seed: no interval."
     )
-    assert row_of(text, "test accuracy")[3:] == ["one", "seed:", "no", "interval"]
+    assert row_of(text, "test accuracy")[4:] == ["one", "seed:", "no", "interval"]
     assert row_of(text, "step time") == ["1", "ms", "1", "ms", "+0%"]
 
 
@@ -205,18 +210,21 @@ def test_a_diverged_run_is_counted_apart_with_its_pair(write) -> None:
     runs = pairs(write, [0.8, 0.8, 0.8], [0.9, 0.9, 0.9])
     write(summary("clip", 1, None, state="diverged", **{"test/loss": None}))
     text = report(runs)
-    assert "1 of 3 clip runs diverged" in text.splitlines()
-    assert "control runs" not in text
-    assert "(2 seeds, paired t)" in " ".join(text.split())
-    assert row_of(text, "test accuracy")[:3] == ["80.00%", "90.00%", "-10.00%"]
+    said = " ".join(text.split())
+    assert said.startswith(
+        "1 of 3 seeds diverged with clip, 0 of 3 in the control arm (exact McNemar p 1). Means and "
+        "medians are over the seeds in which both arms ended. clip: test accuracy -10.00% "
+    )
+    assert "; two seeds: no interval." in said
+    assert row_of(text, "test accuracy")[:4] == ["80.00%", "90.00%", "0/2", "-10.00%"]
 
 
 def test_if_all_have_diverged_there_is_nothing_to_compare(write) -> None:
     runs = pairs(write, [0.8, 0.8], [0.9, 0.9], state="diverged")
     write(summary("none", 0, None, state="diverged"))
-    assert report(runs).splitlines()[0] == (
-        "clip: nothing to compare; 2 of 2 clip runs diverged; 1 of 2 control runs diverged"
-    )
+    said = " ".join(report(runs).split())
+    assert said.startswith("2 of 2 seeds diverged with clip, 1 of 2 in the control arm (exact ")
+    assert "both arms ended. clip: nothing to compare." in said
 
 
 def test_a_metric_that_a_run_lacks_is_of_the_other_pairs(write) -> None:
@@ -225,8 +233,8 @@ def test_a_metric_that_a_run_lacks_is_of_the_other_pairs(write) -> None:
     del lacking["test/accuracy"]
     write(lacking)
     text = report(runs)
-    assert row_of(text, "test accuracy")[:3] == ["85.50%", "90.00%", "-4.50%"]
-    assert "(2 seeds, paired t)" in " ".join(text.split())
+    assert row_of(text, "test accuracy")[:4] == ["85.50%", "90.00%", "1/2", "-4.50%"]
+    assert "; two seeds: no interval." in " ".join(text.split())
     assert row_of(text, "test loss")[-1] == "1"
     assert_readable(text)
 
@@ -370,7 +378,7 @@ def test_a_norm_matched_control_is_called_so(write) -> None:
         )
         for seed in range(2)
     ]
-    assert "than in the norm-matched arm" in " ".join(report(runs).split())
+    assert "against the norm-matched arm" in " ".join(report(runs).split())
 
 
 def test_the_answer_comes_first_then_notes_then_effects_then_where_it_lies(write) -> None:
