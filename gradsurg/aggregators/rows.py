@@ -41,7 +41,7 @@ RIDGES = (2e-14, 1e-12, 1e-10, 1e-8, 1e-6)
 TOO_LONG = 1e-4
 """Relative excess of the norm of an update over its bound at which a solution is refused."""
 TOO_MUCH_CONFLICT = 1e-6
-"""Largest -g_i · d of a fallback, relative to |g_i| and to the bound of |d|."""
+"""Largest -g_i · d of a fallback, relative to |g_i| and to the bound of |d|; and the rounding."""
 LEAST = 1e-13
 """Norm of a convex combination of unit rows in float64 that counts as zero."""
 LARGEST_LEAST = 1e-3
@@ -288,12 +288,13 @@ def solve_on_rows(
             continue
         grads = [_combine_in_float64(block, weights, order) for block in blocks]
         norm = _norm(grads) / scale
-        fell_back = ridge != RIDGES[0]
-        tolerance = TOO_MUCH_CONFLICT * bound * scale**2 * norms
-        refused = fell_back and harmless and _conflicts(blocks, grads, order, tolerance)
-        if norm <= longest and not refused:
+        fell_back, conflict = ridge != RIDGES[0], 0.0
+        if fell_back and harmless and bound:
+            limits = bound * scale**2 * norms
+            conflict = float((-_products(blocks, grads, order) / limits).nan_to_num(0.0).max())
+        if norm <= longest and conflict <= TOO_MUCH_CONFLICT + precision:
             return RowSolution(grads, weights, fell_back)
-        excess = norm / bound - 1 if bound else torch.inf
+        excess = max(norm / bound - 1, conflict) if bound else torch.inf
     raise NotConverged("the solver for nearly dependent rows", excess)
 
 
@@ -301,14 +302,12 @@ def _norm(grads: Sequence[Tensor]) -> float:
     return sum(float(grad.double().square().sum()) for grad in grads) ** 0.5
 
 
-def _conflicts(
-    blocks: Sequence[Tensor], grads: Sequence[Tensor], order: Tensor, tolerance: Tensor
-) -> bool:
-    """Whether -g_i · d exceeds the tolerance for a row, with the rows in this order."""
+def _products(blocks: Sequence[Tensor], grads: Sequence[Tensor], order: Tensor) -> Tensor:
+    """Return g_i · d (T,) for the rows in this order, in float64 on the CPU."""
     pairs = zip(blocks, grads, strict=True)
     products = [
         (part @ piece[0]).cpu()
         for rows, grad in pairs
         for part, piece in zip(_in_float64(rows, order), _in_float64(grad[None]), strict=True)
     ]
-    return bool((sum(products) < -tolerance).any())
+    return reduce(add, products)

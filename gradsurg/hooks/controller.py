@@ -254,7 +254,9 @@ class HookController:
         if context.state:
             if any(autograd.is_batched(tensor) for tensor in context.state.values()):
                 raise many_at_once(self.trigger, site)
-            session.states[key] = {name: tensor.detach() for name, tensor in context.state.items()}
+            session.states[key] = {
+                name: autograd.unwrapped(tensor) for name, tensor in context.state.items()
+            }
         if isinstance(fires, Tensor) and fires.device != grad.device:
             return fires.to(grad.device, non_blocking=True)
         return fires

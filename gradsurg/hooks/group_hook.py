@@ -92,8 +92,8 @@ class GroupHook:
         self, hooks: Sequence[TransformHook], grads: list[Tensor], fires: list[bool | Tensor]
     ) -> list[Tensor]:
         controller = self.controller
-        if not self._is_checked:
-            for hook, grad in zip(hooks, grads, strict=True):
+        for hook, grad in zip(hooks, grads, strict=True):
+            if not self._is_checked or grad.layout is not torch.strided:
                 hook.check_dense(grad)
         for index, (_, transform) in enumerate(controller.links):
             befores = grads

@@ -72,7 +72,7 @@ class BoundTransform:
         self.is_simple = self.trusted and self.apply is not None  # and so needs least checking
 
     def store(self, state: TransformState, fires: Tensor | None = None) -> None:
-        """Store the next state, detached from the graph that `create_graph` makes.
+        """Store the next state, outside the graph of `create_graph` and of `torch.func.grad`.
 
         A trigger evaluated on the device, `fires`, chooses between the next state and the old one.
         """
@@ -85,8 +85,8 @@ class BoundTransform:
                     "because the trigger may keep the state of before"
                 )
             state = {name: torch.where(fires, new, before[name]) for name, new in state.items()}
-        if any(tensor.requires_grad for tensor in state.values()):
-            state = {name: tensor.detach() for name, tensor in state.items()}
+        if any(tensor.requires_grad for tensor in state.values()) or autograd.in_functorch():
+            state = {name: autograd.unwrapped(tensor) for name, tensor in state.items()}
         self.state = state
         if state:
             self.states[self.key] = state
@@ -145,6 +145,7 @@ class TransformHook:
         # A closure: calling one from autograd costs half as much as calling a method.
         controller, entry, session = self.controller, self.entry, self.controller.session
         effects, clock, shadow = session.effects, session.clock, session.shadow
+        strided = torch.strided
 
         def hook(
             grad: Tensor | None,
@@ -154,7 +155,9 @@ class TransformHook:
             if grad is None:
                 return None
             checked = self._checked
-            if checked is not controller.fast and not controller.opens_fast_path(checked):
+            if grad.layout is not strided or (
+                checked is not controller.fast and not controller.opens_fast_path(checked)
+            ):
                 return self._run_checked(grad, value, entering)
             entry.fired += 1
             link = self._single

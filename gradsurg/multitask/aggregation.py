@@ -180,8 +180,9 @@ class Aggregation:
 
     def closing_warnings(self) -> list[str]:
         """Return a warning if solvers fell back or failed in a step so far."""
-        keys = [key for key in self.session.states if key.startswith(f"{self.label}/")]
-        counts = [self.session.states[key] for key in keys if key.endswith(SOLVER)]
+        prefix, states = f"{self.label}/", self.session.states
+        keys = [key for key in states if key.startswith(prefix)]
+        counts = [states[key] for key in keys if key.removeprefix(prefix).endswith(SOLVER)]
         if not counts:
             return []
         fallbacks, skipped = (

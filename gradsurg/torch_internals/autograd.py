@@ -124,6 +124,14 @@ def is_batched(tensor: torch.Tensor) -> bool:
     return _functorch.is_batchedtensor(tensor) or _functorch.is_legacy_batchedtensor(tensor)
 
 
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """Detach a tensor at all levels of `torch.func.grad`, and take it out of their wrappers."""
+    tensor = tensor.detach()  # first: inside `torch.func.grad` every result is wrapped
+    while _functorch.is_gradtrackingtensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def detached(tensor: torch.Tensor) -> torch.Tensor:
     """Detach a tensor; inside vmap copy it, for `is_grads_batched` cannot detach."""
     if torch.compiler.is_compiling() or not is_batched(tensor):

@@ -9,9 +9,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-# `torch.vmap` has no rule for the `_foreach` functions.
-from torch._C._functorch import is_batchedtensor
-
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.reductions import NormOrder
 from gradsurg.torch_internals import autograd
@@ -70,7 +67,7 @@ def _alike(grads: Sequence[Tensor]) -> bool:
 def _norms(grads: Sequence[Tensor], p: float) -> list[Tensor]:
     """Return the norm of each gradient on the first one's device, in their widest dtype."""
     dtype = reduce(torch.promote_types, (grad.dtype for grad in grads), torch.float32)
-    if any(is_batchedtensor(grad) for grad in grads):
+    if autograd.in_functorch():  # `torch.vmap` has no rule for the `_foreach` functions
         return [torch.linalg.vector_norm(grad, p, dtype=dtype) for grad in grads]
     norms = torch.ops.aten._foreach_norm.Scalar(list(grads), p, dtype) if grads else []
     return [norm.to(norms[0].device) for norm in norms]
@@ -78,7 +75,7 @@ def _norms(grads: Sequence[Tensor], p: float) -> list[Tensor]:
 
 def _scale(grads: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
     same = all(grad.device == factor.device for grad in grads)
-    if same and not any(is_batchedtensor(grad) for grad in grads):
+    if same and not autograd.in_functorch():
         scaled = torch.ops.aten._foreach_mul.Tensor(list(grads), factor)
     else:
         scaled = [grad * factor.to(grad.device) for grad in grads]

@@ -133,10 +133,13 @@ def test_blocks_and_a_loss_scale_change_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_larger_ridge_is_tried_where_the_first_fails(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    matrix, aggregator = opposite(2), made(name)
+    matrix, aggregator = opposite(2, dtype), made(name)
+    if dtype == torch.bfloat16:
+        matrix[1] = -2 * matrix[0]
     exact = aggregator(matrix)
     of_rows = type(aggregator).weights_of_rows
 
@@ -148,7 +151,9 @@ def test_a_larger_ridge_is_tried_where_the_first_fails(
     for scale in (1.0, 2.0**24):
         result = combine_by_gramian(aggregator, [matrix * scale], {}, AggregatorContext(), scale)
         assert result.fell_back
-        torch.testing.assert_close(result.grads[0] / scale, exact, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            result.grads[0] / scale, exact, rtol=max(1e-4, torch.finfo(dtype).eps), atol=1e-5
+        )
 
 
 def test_a_fallback_that_conflicts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

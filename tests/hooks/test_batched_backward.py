@@ -1,6 +1,7 @@
 """Batched backward passes: `autograd.grad(is_grads_batched=True)`, `vmap` and `vmap(grad)`."""
 
 from collections.abc import Callable
+from io import BytesIO
 from typing import Literal
 
 import pytest
@@ -123,6 +124,41 @@ def _tensors(node: object) -> list[Tensor]:
     if isinstance(node, dict):
         return [tensor for value in node.values() for tensor in _tensors(value)]
     return [node] if isinstance(node, Tensor) else []
+
+
+RELEASED = gs.Threshold(above=1e-3, measure="norm", release=1e-4)
+
+
+@pytest.mark.parametrize("when", [gs.Always(), RELEASED], ids=["always", "threshold"])
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_state_made_inside_functional_grad_can_be_saved(name: str, when: gs.Trigger) -> None:
+    inputs = torch.linspace(-1, 1, 18).view(6, 3)
+
+    def final_states(functional: bool) -> object:
+        model = _model()
+        params = {key: param.detach() for key, param in model.named_parameters()}
+
+        def loss(params: dict[str, Tensor]) -> Tensor:
+            return functional_call(model, params, (inputs,)).square().sum()
+
+        surgery = gs.Surgery(gs.Intervention(build(name), at=gs.Outputs("2"), when=when))
+        with surgery.attach(model):
+            for _ in range(2):
+                if functional:
+                    grad(loss)(params)
+                else:
+                    model(inputs).square().sum().backward()
+        return surgery.state_dict()
+
+    stored = BytesIO()
+    torch.save(final_states(functional=True), stored)
+    stored.seek(0)
+    states, plain = (
+        _tensors(node) for node in (torch.load(stored), final_states(functional=False))
+    )
+    assert states
+    for tensor, expected in zip(states, plain, strict=True):
+        torch.testing.assert_close(tensor, expected)
 
 
 def test_a_state_is_refused_where_only_the_value_is_batched() -> None:

@@ -14,6 +14,8 @@ from tests.transforms.cases import build, names
 
 WORDS = torch.tensor([[1, 4, 1], [0, 4, 4]])
 STAGES = ("backward", "accumulating", "accumulated", "settled", "step")
+# torch 2.12 warns of invariants that are not checked also where `check_invariants` is given.
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 RULE = "elementwise .* keep zero"
 
 
@@ -104,9 +106,10 @@ class Table(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.ones(6, 3))
+        self.sparse = True
 
     def forward(self, words: Tensor) -> Tensor:
-        return functional.embedding(words, self.table, sparse=True)
+        return functional.embedding(words, self.table, sparse=self.sparse)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -124,6 +127,46 @@ def test_a_sparse_gradient_is_refused_at_the_first_backward_if_nothing_shows_it(
         model(WORDS).sum().backward()
         optimizer.step()
     assert grad_of(model.table).to_dense()[:, 0].tolist() == [2.0, 4.0, 0.0, 0.0, 6.0, 0.0]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("effects_every", [0, 1])
+def test_a_gradient_may_become_sparse_after_a_dense_one(stage: str, effects_every: int) -> None:
+    model = Table()
+    optimizer = sgd(model)
+    surgery = gs.Surgery(gs.Intervention(gs.Clip(1.5), gs.Parameters(stage=stage)))
+    with surgery.attach(model, optimizer, effects_every=effects_every):
+        for model.sparse in (False, True, False, True):
+            optimizer.zero_grad()
+            model(WORDS).sum().backward()
+            optimizer.step()
+            assert grad_of(model.table).is_sparse is model.sparse
+            clipped = [1.0, 1.5, 0.0, 0.0, 1.5, 0.0]
+            assert grad_of(model.table).to_dense()[:, 0].tolist() == clipped
+
+
+@pytest.mark.parametrize(
+    ("transform", "at"),
+    [
+        *((gs.ClipNorm(1.0), gs.Parameters(stage=stage)) for stage in STAGES),
+        (gs.GrokfastEMA(), gs.Parameters()),
+        (gs.Chain(gs.Clip(1.0), gs.ClipNorm(1.0)), gs.Parameters()),
+        (gs.ClipGlobalNorm(1.0), gs.Parameters(stage="step")),
+        (gs.ClipGlobalNorm(1.0), gs.Group()),
+    ],
+)
+def test_a_sparse_gradient_is_refused_after_a_dense_one(transform: Transform, at: Selector) -> None:
+    model = Table()
+    optimizer = sgd(model)
+    with (
+        pytest.raises(TypeError, match=rf"site 'table'.*sparse.*{RULE}"),
+        attached(model, transform, at, optimizer),
+    ):
+        for model.sparse in (False, True):
+            optimizer.zero_grad()
+            model(WORDS).sum().backward()
+            optimizer.step()
+    assert not model.table._backward_hooks
 
 
 def test_a_trigger_that_reads_the_gradient_is_refused_when_attached() -> None:

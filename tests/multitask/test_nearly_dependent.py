@@ -119,6 +119,26 @@ def test_a_step_without_a_solution_is_skipped_and_told(engine: Engine) -> None:
     assert not torch.equal(head, model.heads["a"].weight)
 
 
+class SolverModule(nn.Module):
+    """A model with a module of the name `solver`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.solver = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.solver(x)
+
+
+def test_a_group_with_a_state_may_have_the_name_solver() -> None:
+    model = SolverModule()
+    surgery = gs.Surgery(at_shared(gs.GradVac(), granularity="module"))
+    with surgery.attach(model) as live:
+        first, second = model(torch.ones(1, 3))[0]
+        live.backward({"first": first.square(), "second": (first + second).square()})
+    assert {key.partition("/")[2] for key in surgery.state_dict()["states"]} >= {"solver"}
+
+
 def test_fallbacks_are_counted_and_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Pulled()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

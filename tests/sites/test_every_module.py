@@ -351,8 +351,9 @@ def test_functional_transforms_are_refused_for_gradients_and_not_for_values() ->
         torch.func.grad(model)(torch.ones(1))
 
 
-def test_global_hooks_of_the_deprecated_kind_are_refused() -> None:
-    before = process._global_is_full_backward_hook
+def test_global_hooks_of_the_deprecated_kind_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Once a process has had hooks of the other kind, torch refuses these.
+    monkeypatch.setattr(process, "_global_is_full_backward_hook", None)
     handle = process.register_module_backward_hook(lambda module, entering, leaving: None)
     try:
         with (
@@ -362,7 +363,6 @@ def test_global_hooks_of_the_deprecated_kind_are_refused() -> None:
             pass
     finally:
         handle.remove()
-        process._global_is_full_backward_hook = before
 
 
 def test_a_foreign_global_hook_is_left_alone_and_reported() -> None:

@@ -192,6 +192,24 @@ def test_what_stands_for_many_tensors_is_batched_and_what_has_no_storage_is_wrap
     assert seen[4:] == [batched]
 
 
+def test_an_unwrapped_tensor_has_a_storage_and_no_graph() -> None:
+    unwrapped, outside = [], torch.ones(3, requires_grad=True)
+
+    def look(row: Tensor) -> Tensor:
+        product = row * outside
+        unwrapped.append(autograd.unwrapped(product))
+        return product.square().sum()
+
+    look(outside)
+    torch.func.grad(look)(torch.ones(3))
+    torch.func.grad(lambda row: torch.func.grad(look)(row).sum())(torch.ones(3))
+    assert len(unwrapped) == 3
+    for tensor in unwrapped:
+        assert not autograd.is_wrapped(tensor)
+        assert not tensor.requires_grad
+        assert tensor.untyped_storage().size()
+
+
 def test_vmap_is_known_to_be_active_and_a_batch_is_detached_in_it() -> None:
     seen = []
 
