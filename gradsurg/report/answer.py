@@ -372,7 +372,10 @@ def outcome_table(
         "n": lambda o: f"{o.difference.n if o.difference else 0} of {o.planned}",
         "treated": lambda o: value(o.metric, sum(o.treated) / len(o.treated)) if o.seeds else "",
         "control": lambda o: value(o.metric, sum(o.control) / len(o.control)) if o.seeds else "",
+        "reading": lambda o: o.reading or "nothing to compare",
         "higher": lambda o: f"{o.difference.higher}/{o.difference.n}" if o.difference else "",
+        "p": lambda o: p_text(o.p_value),
+        "q": lambda o: p_text(o.q_value),
         "median": lambda o: amount(o.metric, o.difference.median) if o.difference else "",
         "median's interval": lambda o: _ends(
             o.metric, o.difference.median_interval if o.difference else None
@@ -380,9 +383,6 @@ def outcome_table(
         "difference": lambda o: amount(o.metric, o.difference.mean) if o.difference else "",
         "95 % interval": lambda o: interval(o.metric, o.difference) if o.difference else "",
         "BCa bootstrap": lambda o: _ends(o.metric, o.bootstrap),
-        "p": lambda o: p_text(o.p_value),
-        "q": lambda o: p_text(o.q_value),
-        "reading": lambda o: o.reading or "nothing to compare",
         "not compared": lambda o: ", ".join(f"{n} {state}" for state, n in o.states.items()),
     }
     shown = {
