@@ -133,7 +133,7 @@ def test_the_main_job_prints_the_answer_first_then_outcomes_then_effects(first) 
     assert done.returncode == 0, done.stderr
     paragraphs = done.stdout.strip().split("\n\n")
     assert re.match(r"clip: .*test accuracy", paragraphs[0])
-    assert "(2 seeds, paired t)" in " ".join(paragraphs[0].split())
+    assert "against the control arm; two seeds: no interval." in " ".join(paragraphs[0].split())
     head, _, *table = paragraphs[1].splitlines()
     assert re.split(r"\s{2,}", head.strip()) == [
         "clip",
@@ -339,7 +339,8 @@ def test_a_trigger_that_never_fired_is_reported(command) -> None:
 def test_diverged_runs_are_counted_apart_and_the_command_ends_well(command, tmp_path) -> None:
     words = ("transform=scale", "transform.scale.factor=1e9", "steps=40", "logger=none")
     printed, _ = command(*words, "seeds=2", "log_every=10")
-    assert printed.startswith("scale: nothing to compare; 2 of 2 scale runs diverged\n")
+    assert printed.startswith("2 of 2 seeds diverged with scale, 0 of 2 in the control arm (exact ")
+    assert "scale: nothing to compare." in printed
     summary = json.loads((of(tmp_path, "scale-seed1") / "summary.json").read_text(encoding="utf-8"))
     assert summary["state"] == "diverged"
     assert summary["steps"] < 40

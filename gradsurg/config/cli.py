@@ -26,6 +26,7 @@ from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.effects.tables import aligned
 from gradsurg.loggers.base import GuardedLogger
 from gradsurg.plugins.fields import full_message, printable
+from gradsurg.stats import seeds_needed
 from gradsurg.training.run import Run
 from gradsurg.training.run_directory import ERROR, RunDirectory, RunState, merged_facts
 from gradsurg.training.run_reader import BrokenFile
@@ -265,6 +266,7 @@ def _check(arguments: Namespace, command: Command) -> None:
 def _announce(experiment: Experiment, num_jobs: int) -> None:
     """Print the number of runs of many jobs like this one, and about how long they take.
 
+    Also print how many seeds they need, if with these no arm can be significant.
     Raises ConfigError if there are very many runs without `yes`.
     """
     settings = experiment.settings
@@ -277,6 +279,14 @@ def _announce(experiment: Experiment, num_jobs: int) -> None:
         jobs = f"{num_jobs:,} jobs, " if num_jobs > 1 else ""
         text = f"{jobs}{count:,} runs of {settings.steps:,} steps: about {_duration(seconds)}"
         print(f"{text} on {runs[0].device}, by a step without surgery", file=sys.stderr, flush=True)
+    seeds, compares = len(settings.all_seeds), settings.control != "none"
+    if num_jobs > 1 and compares and 1 < seeds < (least := seeds_needed(num_jobs)):
+        print(
+            f"{num_jobs} arms with {seeds} seeds: none can be significant (q <= 0.05); "
+            f"seeds={least} are the fewest that allow it",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _duration(seconds: float) -> str:

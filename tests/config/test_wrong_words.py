@@ -95,6 +95,16 @@ def test_many_runs_are_counted_and_timed_before_they_start(
     assert first.endswith(" seconds on cpu, by a step without surgery")
 
 
+def test_a_sweep_with_too_few_seeds_for_its_arms_says_so_before_it_starts(here: Here) -> None:
+    words = [word for word in SHORT if word != "seeds=1"]
+    ended = here("-m", CLIP, "model=mlp,linear", *words, "seeds=2")
+    assert ended.err.splitlines()[0] == (
+        "2 arms with 2 seeds: none can be significant (q <= 0.05); seeds=7 are the fewest that "
+        "allow it"
+    )
+    assert "none can be significant" not in here(CLIP, *SHORT).err
+
+
 def test_very_many_runs_are_planned_with_yes(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradsurg.config.build.MAX_RUNS", 1)
     monkeypatch.setattr("gradsurg.config.cli.MAX_RUNS", 1)
