@@ -48,6 +48,7 @@ from gradsurg.surgery.live import Live as Live
 from gradsurg.surgery.surgery import Surgery as Surgery
 from gradsurg.training.compare import Comparison as Comparison
 from gradsurg.training.compare import compare as compare
+from gradsurg.transforms.adaptive_clip import AdaptiveClip as AdaptiveClip
 from gradsurg.transforms.add_noise import AddNoise as AddNoise
 from gradsurg.transforms.agc import AGC as AGC
 from gradsurg.transforms.centralize import Centralize as Centralize
@@ -70,6 +71,7 @@ from gradsurg.transforms.scale import Scale as Scale
 from gradsurg.transforms.scale_by_sign import ScaleBySign as ScaleBySign
 from gradsurg.transforms.scheduled import Scheduled as Scheduled
 from gradsurg.transforms.sign import Sign as Sign
+from gradsurg.transforms.surrogate_gradient import SurrogateGradient as SurrogateGradient
 from gradsurg.transforms.zero import Zero as Zero
 from gradsurg.triggers.all_same_sign import AllSameSign as AllSameSign
 from gradsurg.triggers.always import Always as Always

@@ -1,5 +1,7 @@
 """Norms and means over the axes of a gradient that a `per` pattern selects."""
 
+from collections.abc import Sequence
+from functools import reduce as reduce_types
 from typing import Annotated
 
 import torch
@@ -70,6 +72,21 @@ def direction(grad: Tensor, per: str, p: float = 2.0, eps: float = 0.0) -> Tenso
     """`grad` / (its norm + eps), zero where the norm is zero; float32 or wider."""
     size = norm(grad, per, p)
     return widened(grad) / torch.where(size == 0, 1.0, size + eps)
+
+
+def norms_of(grads: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of each gradient, in their widest dtype and on the first one's device.
+
+    Infinite if the sum of the squares overflows.
+    """
+    dtype = reduce_types(torch.promote_types, (grad.dtype for grad in grads), torch.float32)
+    norms = [torch.linalg.vector_norm(grad, dtype=dtype) for grad in grads]
+    return torch.stack([size.to(norms[0].device) for size in norms]) if norms else torch.zeros(0)
+
+
+def joint_norm(grads: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of all entries of all gradients, as `norms_of`."""
+    return torch.linalg.vector_norm(norms_of(grads))
 
 
 def mean(grad: Tensor, per: str) -> Tensor:

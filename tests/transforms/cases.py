@@ -51,6 +51,13 @@ ROWS = (
     # A vector is one unit: |w| = 2, bound 0.02, |g| = 2.
     Row("agc", [0.0, 2.0], [0.0, 0.02], value=[2.0, 0.0]),
     # Noise is compared within 10 standard deviations.
+    # In the warm-up the bound is max_norm: |g| = 5.
+    Row("adaptive_clip", [3.0, -4.0], [0.6, -0.8]),
+    Row("zclip", [3.0, -4.0], [1.2, -1.6], {"max_norm": 2.0}),
+    Row("zclip", [3.0, -4.0], [3.0, -4.0], {"max_norm": None}),
+    # The only norm is every quantile.
+    Row("autoclip", [3.0, -4.0], [3.0, -4.0]),
+    Row("adagc", [3.0, -4.0], [0.6, -0.8]),
     Row("add_noise", [1.0, -2.0], [1.0, -2.0], {"sigma": 1e-3}, tolerance=1e-2),
     # 1e-4 / 10^2 = 1e-6, the variance: a standard deviation of 1e-3.
     Row("add_noise", [1.0], [1.0], {"eta": 1e-4, "gamma": 2.0}, step=9, tolerance=1e-2),
@@ -138,6 +145,17 @@ ROWS = (
         [[0.0, 2.0], [-3.0, -6.0], [-1.0, 1.0]],
         {"positive": 2.0, "negative": 3.0, "per": "unit"},
     ),
+    # The border belongs to the window; x = -0.5 is 1.5 from the center.
+    Row("surrogate_gradient", [2.0, 3.0, 4.0], [2.0, 3.0, 0.0], value=[0.5, -1.0, 1.5]),
+    Row("surrogate_gradient", [2.0, 3.0], [2.0, 0.0], {"center": 1.0}, value=[1.5, -0.5]),
+    Row("triangle_surrogate", [2.0, -4.0, 4.0], [1.5, -2.0, 0.0], value=[0.25, -0.5, 1.5]),
+    Row("triangle_surrogate", [2.0], [1.0], {"slope": 2.0}, value=[0.25]),
+    # sigmoid(log 3) = 3/4: 4 * 3/4 * 1/4 at 4 x = log 3; at x = 0 it is 4 / 4.
+    Row("sigmoid_surrogate", [2.0, 4.0], [2.0, 3.0], value=[0.0, 0.27465307]),
+    # 10 * 0.1 = 1: a quarter.
+    Row("fast_sigmoid_surrogate", [2.0, 4.0], [2.0, 1.0], value=[0.0, -0.1]),
+    # (pi / 2 * 2 / pi)^2 = 1: a half.
+    Row("arctan_surrogate", [2.0, 4.0], [2.0, 2.0], value=[0.0, 0.31830989]),
     # s = 250 / 1000 and T(g) = 0: three quarters of g.
     Row("scheduled", [4.0, NAN], [3.0, NAN], step=250),
     Row("scheduled", [4.0, INF], [4.0, INF]),

@@ -2,10 +2,12 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from gradsurg.transforms.adaptive_clip import AdaptiveClip
 from gradsurg.transforms.add_noise import AddNoise
 from gradsurg.transforms.agc import AGC
 from gradsurg.transforms.base import Transform, TransformContext, init_all, update_all
@@ -19,6 +21,7 @@ from gradsurg.transforms.mask import Mask
 from gradsurg.transforms.norm_rescale import NormRescale
 from gradsurg.transforms.scale_by_sign import ScaleBySign
 from gradsurg.transforms.sign import Sign
+from gradsurg.transforms.surrogate_gradient import SurrogateGradient
 from tests.transforms.cases import INF, NAN
 
 
@@ -301,3 +304,52 @@ def test_a_convolution_weight_of_one_long_axis_has_the_units_of_timm() -> None:
     result = AGC(0.01).apply(grad, TransformContext(value=value))
     torch.testing.assert_close(result, 0.01 * value)
     assert "optax" in (AGC.__doc__ or "")
+
+
+@pytest.mark.parametrize("window", ["sigmoid", "arctan", "fast_sigmoid"])
+def test_a_surrogate_is_the_derivative_of_its_smooth_step(window: str) -> None:
+    value, grad, slope = random(200).double().requires_grad_(), random(200, seed=1).double(), 3.0
+    u = slope * (value - 0.5)
+    step = {
+        "sigmoid": u.sigmoid(),
+        "arctan": (math.pi / 2 * u).atan() / math.pi,
+        "fast_sigmoid": u / (1 + u.abs()) / slope,
+    }[window]
+    step.backward(grad)
+    result = act(SurrogateGradient(window, slope, center=0.5), grad, value)
+    torch.testing.assert_close(result, value.grad)
+
+
+def test_autoclip_clips_at_the_percentile_of_all_norms_so_far() -> None:
+    grads = [random(4, 3, seed=seed) * (1 + seed % 5) for seed in range(40)]
+    transform = AdaptiveClip("quantile", 0.3, max_norm=None)
+    state, norms = transform.init(grads[0]), []
+    for grad in grads:
+        result, state = transform.update(grad, state, TransformContext())
+        norms.append(float(grad.norm()))
+        bound = float(np.percentile(norms, 30))
+        torch.testing.assert_close(result, grad * min(1.0, bound / norms[-1]))
+
+
+def test_autoclip_forgets_norms_before_its_window() -> None:
+    transform = AdaptiveClip("quantile", 1.0, max_norm=None, window=2)
+    state = transform.init(torch.zeros(1))
+    results = []
+    for size in (1.0, NAN, 8.0, 2.0, 4.0):
+        result, state = transform.update(torch.tensor([size]), state, TransformContext())
+        results.append(float(result))
+    torch.testing.assert_close(results, [1.0, NAN, 8.0, 2.0, 4.0], equal_nan=True)
+    assert state["norms"].flatten().tolist() == [2.0, 4.0]
+
+
+@pytest.mark.parametrize("rule", ["zscore", "deviations", "ratio"])
+def test_a_norm_that_is_not_finite_leaves_the_threshold_as_it_was(rule: str) -> None:
+    transform = AdaptiveClip(rule, 1.5, warmup=2, max_norm=9.0)
+    grad = torch.tensor([3.0, 4.0])
+    state = transform.init(grad)
+    for factor in (1.0, 1.2, 1.1):
+        _, state = transform.update(grad * factor, state, TransformContext())
+    for bad in (NAN, INF):
+        _, after = transform.update(torch.tensor([bad, 1.0]), state, TransformContext())
+        assert all(torch.equal(after[key], state[key]) for key in state)
+    assert state["count"] == 3

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gradsurg.testing import check_transform
 from gradsurg.testing.transforms import PROPERTY_CHECKS
+from gradsurg.transforms.adaptive_clip import AdaptiveClip
 from gradsurg.transforms.add_noise import AddNoise
 from gradsurg.transforms.agc import AGC
 from gradsurg.transforms.base import (
@@ -37,12 +38,16 @@ from gradsurg.transforms.scale import Scale
 from gradsurg.transforms.scale_by_sign import ScaleBySign
 from gradsurg.transforms.scheduled import Scheduled
 from gradsurg.transforms.sign import Sign
+from gradsurg.transforms.surrogate_gradient import SurrogateGradient
 from tests.transforms.cases import INF, build, names
 
 # Properties depend on fields: these instances cover the other branches of those conditions.
 OTHERS = (
     AGC(0.5, per="tensor"),
     AGC(1e-5, eps=1e-4),
+    AdaptiveClip("deviations", 0.5, warmup=1, max_norm=None),
+    AdaptiveClip("zscore", 0.1, warmup=1, max_norm=0.5, of="each"),
+    AdaptiveClip("ratio", 0.5, warmup=1),
     AddNoise(sigma=0.5),
     Centralize("tensor"),
     Clamp(low=-0.5, high=0.25),
@@ -82,6 +87,9 @@ OTHERS = (
     ScaleBySign(1.0, 0.0, of="value", per="unit"),
     Sign("mean"),
     Sign("mean", per="unit"),
+    SurrogateGradient("sigmoid", 5.0),
+    SurrogateGradient("arctan", 3.0),
+    SurrogateGradient("triangle", 0.5, center=0.5),
     Chain(),
     Chain(Clip(0.5)),
     Chain(Scale(2.0), Clip(0.5)),

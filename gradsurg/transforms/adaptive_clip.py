@@ -1,0 +1,146 @@
+"""AdaptiveClip: bound gradient norms by a threshold that follows the norms of past steps."""
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from gradsurg.plugins.fields import Contradiction, validated
+from gradsurg.plugins.reductions import joint_norm, norms_of, widened
+from gradsurg.transforms.base import (
+    GroupTransform,
+    TransformContext,
+    TransformProperty,
+    TransformState,
+)
+
+
+@validated
+class AdaptiveClip(GroupTransform):
+    """Scale gradients by min(1, c / n), n their norm and c a threshold from past norms.
+
+    n is the joint 2-norm of all gradients of a group or, with `of=each`, that of each gradient.
+    Below, m and v are an average of the norms after clipping and of their squared deviations:
+    m <- decay m + (1 - decay) n, then v <- decay v + (1 - decay) (n - m)^2.
+
+    | `rule` | threshold c | source |
+    |---|---|---|
+    | `zscore` | m + z^2 s / q where q = (n - m) / (s + 1e-6) > z, s = sqrt(v) | ZClip |
+    | `deviations` | m + z s | ZClip, `mode="percentile"` |
+    | `ratio` | z max(m, 1e-6) | AdaGC |
+    | `quantile` | the quantile z of the last `window` norms and n | AutoClip |
+
+    The first `warmup` norms start m and v. `zscore` and `deviations` take their mean and variance,
+    `ratio` their minimum; in these steps the joint norm is bounded by `max_norm` alone. Later norms
+    are bounded by `max_norm` too, except with `ratio`. `quantile` has no warm-up and no `max_norm`.
+    ZClip of Kumar et al. 2025 (arXiv 2504.02507), equations 4 to 9, without its 1e-6 in c / n;
+    AdaGC of Wang et al. 2025 (arXiv 2502.11034), equations 5 and 6, whose z is 1.05 and decay 0.98;
+    AutoClip of Seetharaman et al. 2020 (arXiv 2007.14469), algorithm 1, with all past norms.
+
+    Any shapes. Zeros stay zero, empty tensors stay empty. A norm that is NaN or infinite is not
+    averaged. A NaN stays in its place; an infinity that is clipped becomes NaN and the rest zero.
+    """
+
+    rule: Literal["zscore", "deviations", "ratio", "quantile"] = "zscore"
+    z: Annotated[float, Field(gt=0)] = 2.5
+    _: KW_ONLY
+    decay: Annotated[float, Field(ge=0, lt=1)] = 0.97
+    warmup: Annotated[int, Field(ge=1)] = 25
+    max_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    window: Annotated[int, Field(ge=1)] = 1000
+    of: Literal["group", "each"] = "group"
+
+    def __post_init__(self) -> None:
+        if self.rule == "quantile" and self.z > 1:
+            raise Contradiction("z", f"must be <= 1 with rule=quantile, found {self.z}")
+        if self.rule == "quantile" and self.max_norm is not None:
+            raise Contradiction(
+                "max_norm", f"must be null with rule=quantile, found {self.max_norm}"
+            )
+
+    @property
+    def properties(self) -> frozenset[TransformProperty]:
+        return frozenset({"odd", "sign_preserving", "norm_non_increasing", "deterministic"})
+
+    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
+        norms = self._norms(grads)
+        if self.rule == "quantile":
+            return {"norms": norms.new_full((self.window, *norms.shape), torch.inf)}
+        start = torch.inf if self.rule == "ratio" else 0.0
+        return {
+            "count": torch.zeros_like(norms, dtype=torch.int64),
+            "mean": torch.full_like(norms, start),
+            "variance": torch.zeros_like(norms),
+        }
+
+    def update_group(
+        self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
+    ) -> tuple[list[Tensor], TransformState]:
+        norms = self._norms(grads)
+        if self.rule == "quantile":
+            kept = torch.where(norms.isnan(), torch.inf, norms)
+            past = torch.cat([state["norms"][1:], kept[None]])
+            factors, state = _factor(norms, _quantile(past, self.z)), {"norms": past}
+        else:
+            factors, state = self._averaged(norms, joint_norm(grads), state)
+        pairs = zip(grads, factors.expand(len(grads)).unbind(), strict=True)
+        return [(widened(g) * factor.to(g.device)).to(g.dtype) for g, factor in pairs], state
+
+    def _norms(self, grads: Sequence[Tensor]) -> Tensor:
+        return norms_of(grads) if self.of == "each" else joint_norm(grads)[None]
+
+    def _averaged(
+        self, norms: Tensor, joint: Tensor, state: TransformState
+    ) -> tuple[Tensor, TransformState]:
+        most = torch.inf if self.max_norm is None else self.max_norm
+        bound = self._bound(norms, state)
+        starts = state["count"] < self.warmup
+        capped = bound if self.rule == "ratio" else bound.clamp(max=most)
+        first = _factor(joint, torch.full_like(joint, most))
+        factors = torch.where(starts, first, _factor(norms, capped))
+        # ZClip averages norms without the clip at max_norm, AdaGC those of the results.
+        seen = torch.where(starts, norms * first if self.rule == "ratio" else norms, bound)
+        after = self._moved(torch.minimum(norms, seen), state)
+        return factors, {
+            key: torch.where(norms.isfinite(), after[key], state[key]) for key in after
+        }
+
+    def _bound(self, norms: Tensor, state: TransformState) -> Tensor:
+        mean, deviation = state["mean"], state["variance"].sqrt()
+        match self.rule:
+            case "zscore":
+                q = (norms - mean) / (deviation + 1e-6)
+                bound = mean + self.z**2 * deviation / q.clamp(min=self.z)
+                return torch.where(q > self.z, bound, torch.inf)
+            case "deviations":
+                return mean + self.z * deviation
+            case "ratio" | "quantile":
+                return self.z * mean.clamp(min=1e-6)  # a mean of 0 would stay 0
+
+    def _moved(self, norms: Tensor, state: TransformState) -> TransformState:
+        count, mean, variance = state["count"] + 1, state["mean"], state["variance"]
+        starts = count <= self.warmup
+        ratio = self.rule == "ratio"
+        start = torch.minimum(mean, norms) if ratio else mean + (norms - mean) / count
+        moved = torch.where(starts, start, self.decay * mean + (1 - self.decay) * norms)
+        # Welford's update of the variance of the first norms; later the moving average.
+        first = variance + ((norms - mean) * (norms - moved) - variance) / count
+        later = self.decay * variance + (1 - self.decay) * (norms - moved).square()
+        spread = variance if ratio else torch.where(starts, first, later)
+        return {"count": count, "mean": moved, "variance": spread}
+
+
+def _factor(norms: Tensor, bound: Tensor) -> Tensor:
+    return torch.where(norms > bound, bound / norms, 1.0)
+
+
+def _quantile(past: Tensor, fraction: float) -> Tensor:
+    """Return the quantile over axis 0 of the finite entries, as `torch.nanquantile`."""
+    ordered = past.sort(dim=0).values  # infinities last
+    last = past.isfinite().sum(dim=0, keepdim=True).clamp(min=1) - 1
+    rank = fraction * last.to(past.dtype)
+    below, above = (ordered.gather(0, at.long())[0] for at in (rank.floor(), rank.ceil()))
+    return torch.lerp(below, above, (rank - rank.floor())[0])

@@ -1,0 +1,78 @@
+"""SurrogateGradient: multiply the gradient by a window of the value, for steps and spikes."""
+
+from dataclasses import KW_ONLY
+from math import pi
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from gradsurg.plugins.fields import validated
+from gradsurg.plugins.reductions import widened
+from gradsurg.transforms.base import Need, Stateless, TransformContext, TransformProperty, value_of
+
+
+@validated
+class SurrogateGradient(Stateless):
+    """Multiply the gradient by a window of the value x: g * f(k (x - center)), k the slope.
+
+    Straight-through estimator of Bengio et al. 2013 (arXiv 1308.3432) with a window; the review of
+    surrogate gradients is Neftci et al. 2019 (arXiv 1901.09948).
+
+    | `window` | factor, with u = x - center | source |
+    |---|---|---|
+    | `rectangle` | 1 where abs(k u) <= 1, else 0 | Hubara et al., NeurIPS 2016 (arXiv 1602.02830) |
+    | `triangle` | max(0, 1 - k abs(u)) | Esser et al., PNAS 2016 (arXiv 1603.08270) |
+    | `sigmoid` | k s (1 - s), s = sigmoid(k u) | Zenke and Ganguli 2018 (arXiv 1705.11146) |
+    | `fast_sigmoid` | 1 / (1 + k abs(u))^2 | the same |
+    | `arctan` | k / 2 / (1 + (pi k u / 2)^2) | Fang et al., ICCV 2021 (arXiv 2007.05785) |
+
+    For a module whose backward passes the gradient through, as `x + (x.sign() - x).detach()` does:
+    at its `Inputs`, x is the input. A module with a zero derivative, as `torch.sign`, leaves
+    nothing to multiply.
+
+    Any shape; an empty tensor stays empty and zero stays zero. A NaN in g or x makes the entry NaN.
+    An infinity in g becomes NaN where the factor is 0, as outside of a rectangle.
+    """
+
+    window: Literal["rectangle", "triangle", "sigmoid", "fast_sigmoid", "arctan"] = "rectangle"
+    slope: Annotated[float, Field(gt=0)] = 1.0
+    _: KW_ONLY
+    center: float = 0.0
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"value"})
+
+    @property
+    def properties(self) -> frozenset[TransformProperty]:
+        properties: set[TransformProperty] = {
+            "elementwise",
+            "homogeneous",
+            "linear",
+            "odd",
+            "sign_preserving",
+            "deterministic",
+        }
+        peak = {"sigmoid": self.slope / 4, "arctan": self.slope / 2}.get(self.window, 1.0)
+        if peak <= 1:
+            properties |= {"norm_non_increasing"}
+        if self.window == "rectangle":
+            properties |= {"idempotent"}
+        return frozenset(properties)
+
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
+        u = self.slope * (widened(value_of(self, context)) - self.center)
+        match self.window:
+            case "rectangle":
+                factor = torch.where(u.isnan(), u, (u.abs() <= 1).to(u.dtype))
+            case "triangle":
+                factor = (1 - u.abs()).clamp(min=0)
+            case "sigmoid":
+                factor = self.slope * u.sigmoid() * (-u).sigmoid()
+            case "fast_sigmoid":
+                factor = (1 + u.abs()).square().reciprocal()
+            case "arctan":
+                factor = self.slope / 2 / (1 + (pi / 2 * u).square())
+        return (widened(grad) * factor).to(grad.dtype)
