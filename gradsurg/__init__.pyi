@@ -57,6 +57,8 @@ from gradsurg.transforms.clamp import Clamp as Clamp
 from gradsurg.transforms.clip import Clip as Clip
 from gradsurg.transforms.clip_global_norm import ClipGlobalNorm as ClipGlobalNorm
 from gradsurg.transforms.clip_norm import ClipNorm as ClipNorm
+from gradsurg.transforms.curve import Curve as Curve
+from gradsurg.transforms.deconvolve import Deconvolve as Deconvolve
 from gradsurg.transforms.direct_feedback import DirectFeedback as DirectFeedback
 from gradsurg.transforms.error_feedback import ErrorFeedback as ErrorFeedback
 from gradsurg.transforms.feedback_weights import FeedbackWeights as FeedbackWeights
@@ -64,8 +66,12 @@ from gradsurg.transforms.gradient_reversal import GradientReversal as GradientRe
 from gradsurg.transforms.grokfast_ema import GrokfastEMA as GrokfastEMA
 from gradsurg.transforms.identity import Identity as Identity
 from gradsurg.transforms.mask import Mask as Mask
+from gradsurg.transforms.momentum import Momentum as Momentum
+from gradsurg.transforms.n_of_m import NOfM as NOfM
 from gradsurg.transforms.norm_matched import NormMatched as NormMatched
 from gradsurg.transforms.norm_rescale import NormRescale as NormRescale
+from gradsurg.transforms.orthogonalize import Orthogonalize as Orthogonalize
+from gradsurg.transforms.perpendicular import Perpendicular as Perpendicular
 from gradsurg.transforms.sanitize import Sanitize as Sanitize
 from gradsurg.transforms.scale import Scale as Scale
 from gradsurg.transforms.scale_by_sign import ScaleBySign as ScaleBySign

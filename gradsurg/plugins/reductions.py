@@ -74,6 +74,12 @@ def direction(grad: Tensor, per: str, p: float = 2.0, eps: float = 0.0) -> Tenso
     return widened(grad) / torch.where(size == 0, 1.0, size + eps)
 
 
+def sums(grad: Tensor, per: str) -> Tensor:
+    """The sum over the reduced axes, broadcastable against `grad`; float32 or wider."""
+    axes = reduced_axes(per, grad.ndim)
+    return widened(grad).sum(dim=axes, keepdim=True) if axes else widened(grad)
+
+
 def norms_of(grads: Sequence[Tensor]) -> Tensor:
     """The 2-norm of each gradient, in their widest dtype and on the first one's device.
 

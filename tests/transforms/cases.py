@@ -77,6 +77,19 @@ ROWS = (
     Row("clip_norm", [[3.0, 4.0], [0.3, 0.4]], [[0.6, 0.8], [0.3, 0.4]], {"per": "unit"}),
     # |g|_1 = 4, so a quarter.
     Row("clip_norm", [1.0, -3.0], [0.25, -0.75], {"p": 1.0}),
+    # A tanh of 1/2 log 3 is a half.
+    Row("curve", [0.54930614, -0.54930614, 0.0, NAN, INF], [0.5, -0.5, 0.0, NAN, 1.0]),
+    Row("tanh", [1.09861229], [1.0], {"amount": 2.0}),
+    Row("curve", [3.0, -1.0, NAN, -INF], [0.75, -0.5, NAN, -1.0], {"by": "softsign"}),
+    # 2 log(1 + (e - 1)) = 2.
+    Row("curve", [3.43656366, 0.0, -INF], [2.0, 0.0, -INF], {"by": "log", "amount": 2.0}),
+    Row("grad_power", [4.0, -9.0, 0.0, NAN], [8.0, -27.0, 0.0, NAN], {"amount": 1.5}),
+    Row("grad_power", [32.0, -1.0], [64.0, -1.0]),
+    Row("soft_threshold", [0.02, -0.5, 0.005, NAN, INF], [0.01, -0.49, 0.0, NAN, INF]),
+    Row("deconvolve", [5.0, 5.0, 0.0], [2.0, 0.0, 3.0], other=[2.0, -2.0, 3.0]),
+    # At the first gradient the correction undoes the factor 1 - decay.
+    Row("ema", [1.0, -2.0], [1.0, -2.0]),
+    Row("ema", [1.0, -2.0], [0.1, -0.2], {"debias": False}),
     # B has entries in ±1 / sqrt(4); the result does not depend on the gradient.
     Row("direct_feedback", [[5.0] * 4], _random_feedback(2.0, 4, 1.0), other=[[2.0]]),
     Row(
@@ -110,6 +123,15 @@ ROWS = (
     Row("mask", [0.0, 2.0, -4.0], [0.0, 3.0, -6.0], {"amount": 0.667, "rescale": True}),
     Row("mask", [0.1, -0.2, 0.3, NAN], [0.0, 0.0, 0.3, NAN], {"amount": 0.25, "by": "threshold"}),
     Row("random_mask", [1.0, -2.0], [1.0, -2.0], {"amount": 1.0}),
+    Row("momentum", [1.0, -2.0], [1.0, -2.0]),
+    # 0.9 m + g at m = g.
+    Row("momentum", [1.0, -2.0], [1.9, -3.8], {"nesterov": True}),
+    # m = 0.05 g, a direction; a multiple of a row has the singular value sqrt(25) = 5.
+    Row("muon", [[3.0, 4.0]], [[0.4173, 0.5564]], tolerance=1e-3),
+    # 3 and 4 of four; a group of two keeps both; of equal ones the first.
+    Row("n_of_m", [1.0, 4.0, -3.0, 2.0, 5.0, 6.0], [0.0, 4.0, -3.0, 0.0, 5.0, 6.0]),
+    Row("n_of_m", [1.0, -1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0], {"n": 1}),
+    Row("n_of_m", [[1.0, 9.0], [2.0, 3.0]], [[0.0, 9.0], [2.0, 0.0]], {"n": 1, "m": 2, "axis": 0}),
     # Clipped to [0.01, 0.01], norm 0.01 sqrt 2; |g| = 5: times 0.002 sqrt 2 = 0.0028284271.
     Row("norm_matched", [3.0, 4.0], [0.0084852814, 0.0113137085]),
     Row("norm_rescale", [3.0, 4.0], [0.6, 0.8]),
@@ -122,6 +144,31 @@ ROWS = (
     ),
     # |g|_1 = 4, + 1 = 5.
     Row("norm_rescale", [1.0, -3.0], [0.2, -0.6], {"p": 1.0, "eps": 1.0}),
+    # Two orthogonal rows of norms 5 and 10, so X = diag(s) R with s = 5 and 10 over sqrt(125), that
+    # is 0.44721 and 0.89443; s <- s (1.5 - 0.5 s^2) gives 0.62610 and 0.98387.
+    Row(
+        "orthogonalize",
+        [[3.0, 4.0], [-8.0, 6.0]],
+        [[0.375660, 0.500880], [-0.787096, 0.590322]],
+        {"steps": 1, "coefficients": [1.5, -0.5, 0.0]},
+    ),
+    # Two rows, one column: the scale is sqrt(2); a = 1 alone normalizes.
+    Row(
+        "orthogonalize",
+        [[3.0], [4.0]],
+        [[0.84852814], [1.13137085]],
+        {"steps": 1, "coefficients": [1.0, 0.0, 0.0]},
+    ),
+    Row("orthogonalize", [3.0, 4.0], [3.0, 4.0]),
+    # w.g / w.w = 50 / 25 = 2.
+    Row("perpendicular", [10.0, 5.0], [4.0, -3.0], value=[3.0, 4.0]),
+    Row("perpendicular", [10.0, 5.0], [10.0, 5.0], value=[0.0, 0.0]),
+    # The cosine is 50 / (5 sqrt(125)) = 0.89: below 1.3 / sqrt(2) = 0.92, not below 1.2 / sqrt(2).
+    Row("perpendicular", [10.0, 5.0], [4.0, -3.0], {"below": 1.3}, value=[3.0, 4.0]),
+    Row("perpendicular", [10.0, 5.0], [10.0, 5.0], {"below": 1.2}, value=[3.0, 4.0]),
+    # [4, -3] has norm 5, g sqrt(125).
+    Row("perp_grad", [10.0, 5.0], [8.94427191, -6.70820393], value=[3.0, 4.0]),
+    Row("perp_grad", [6.0, 8.0], [0.0, 0.0], value=[3.0, 4.0]),
     Row("gradient_reversal", [1.0, -2.0], [-0.5, 1.0], {"strength": 0.5}),
     Row("sanitize", [1.0, NAN, INF, -INF], [1.0, 0.0, 0.0, 0.0]),
     Row("sanitize", [1.0, NAN, -3.0, INF], [1.0, 0.0, -3.0, 3.0], {"on_nonfinite": "clamp"}),
@@ -163,6 +210,7 @@ ROWS = (
     # The mean magnitude is 2.
     Row("scaled_sign", [1.0, -5.0, 0.0], [2.0, -2.0, 0.0]),
     Row("sign", [1.0, -5.0, 0.0], [2.0, -2.0, 0.0], {"scale": "mean"}),
+    Row("unit_norm", [[3.0, -4.0], [0.0, 0.0]], [[0.6, -0.8], [0.0, 0.0]]),
     Row("zero", [1.0, NAN, INF], [0.0, 0.0, 0.0]),
 )
 

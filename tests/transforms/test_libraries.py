@@ -1,13 +1,20 @@
 """Transforms compared with the libraries that have them; `pip install -e '.[oracles]'`."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+import gradsurg as gs
 from gradsurg.transforms.adaptive_clip import AdaptiveClip
 from gradsurg.transforms.base import Transform, TransformContext, init_all, update_all
+from gradsurg.transforms.deconvolve import Deconvolve
+from gradsurg.transforms.momentum import Momentum
+from gradsurg.transforms.orthogonalize import Orthogonalize
+from gradsurg.transforms.perpendicular import Perpendicular
 from gradsurg.transforms.surrogate_gradient import SurrogateGradient
 
 
@@ -98,3 +105,70 @@ def test_adaptive_clip_is_adagc() -> None:
         theirs.step()
         expected = [theirs.state[param]["exp_avg"] for param in params]
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-7)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 3)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Setting backward hooks on ReLU:UserWarning")
+def test_deconvolve_at_relu_nodes_is_captums_deconvolution() -> None:
+    attr = pytest.importorskip("captum.attr")
+    model, inputs = network(), random(5, 2, 6, 6).requires_grad_()
+    targets = torch.tensor([0, 1, 2, 0, 1])
+    expected = attr.Deconvolution(model).attribute(inputs, target=targets)
+    site = gs.Nodes("Relu", side="leave")
+    with gs.Surgery(gs.Intervention(Deconvolve(), at=site)).attach(model):
+        outputs = model(inputs).gather(1, targets[:, None]).sum()
+        (result,) = torch.autograd.grad(outputs, inputs)
+    assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize(
+    ("transform", "name", "fields"),
+    [
+        (Momentum(0.9), "trace", {}),
+        (Momentum(0.9, nesterov=True), "trace", {"nesterov": True}),
+        (Momentum(0.9, average=True), "ema", {"debias": False}),
+        (Momentum(0.9, average=True, debias=True), "ema", {}),
+    ],
+    ids=str,
+)
+def test_momentum_is_optaxs(transform: Transform, name: str, fields: dict[str, bool]) -> None:
+    optax = pytest.importorskip("optax")
+    theirs = getattr(optax, name)(0.9, **fields)
+    sequence = [[random(4, 3, seed=seed)] for seed in range(6)]
+    state = theirs.init(sequence[0][0].numpy())
+    for (grad,), (result,) in zip(sequence, steps(transform, sequence), strict=True):
+        expected, state = theirs.update(grad.numpy(), state)
+        torch.testing.assert_close(result, torch.tensor(np.array(expected)))
+
+
+def test_orthogonalize_is_optaxs_newton_schulz() -> None:
+    muon = pytest.importorskip("optax.contrib._muon")
+    for shape in ((6, 4), (4, 6)):
+        grad = random(*shape)
+        theirs = muon.orthogonalize_via_newton_schulz(
+            jax_array(grad), jax_array(torch.tensor([3.4445, -4.775, 2.0315])), 5
+        )
+        expected = torch.tensor(np.array(theirs))
+        result = act(Orthogonalize(scale="none"), grad)
+        torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-4)
+
+
+def jax_array(tensor: Tensor) -> Any:  # Any: jax is not always installed
+    return pytest.importorskip("jax.numpy").asarray(tensor.numpy())
+
+
+def test_a_rescaled_perpendicular_gradient_is_orthograd() -> None:
+    library = pytest.importorskip("pytorch_optimizer")
+    params = [nn.Parameter(random(4, 3)), nn.Parameter(random(5, seed=1))]
+    grads = [random(4, 3, seed=2), random(5, seed=3)]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad.clone()
+    library.OrthoGrad(torch.optim.SGD(params, lr=0.0)).step()
+    for param, grad in zip(params, grads, strict=True):
+        torch.testing.assert_close(act(Perpendicular(rescale=True), grad, param), param.grad)

@@ -12,13 +12,19 @@ from gradsurg.transforms.add_noise import AddNoise
 from gradsurg.transforms.agc import AGC
 from gradsurg.transforms.base import Transform, TransformContext, init_all, update_all
 from gradsurg.transforms.centralize import Centralize
+from gradsurg.transforms.chain import Chain
 from gradsurg.transforms.clamp import Clamp
 from gradsurg.transforms.clip import Clip
 from gradsurg.transforms.clip_global_norm import ClipGlobalNorm
 from gradsurg.transforms.clip_norm import ClipNorm
+from gradsurg.transforms.curve import Curve
+from gradsurg.transforms.deconvolve import Deconvolve
 from gradsurg.transforms.grokfast_ema import GrokfastEMA
 from gradsurg.transforms.mask import Mask
+from gradsurg.transforms.momentum import Momentum
 from gradsurg.transforms.norm_rescale import NormRescale
+from gradsurg.transforms.orthogonalize import Orthogonalize
+from gradsurg.transforms.perpendicular import Perpendicular
 from gradsurg.transforms.scale_by_sign import ScaleBySign
 from gradsurg.transforms.sign import Sign
 from gradsurg.transforms.surrogate_gradient import SurrogateGradient
@@ -353,3 +359,63 @@ def test_a_norm_that_is_not_finite_leaves_the_threshold_as_it_was(rule: str) -> 
         _, after = transform.update(torch.tensor([bad, 1.0]), state, TransformContext())
         assert all(torch.equal(after[key], state[key]) for key in state)
     assert state["count"] == 3
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6), (5, 2, 3)], ids=str)
+def test_orthogonalize_moves_each_singular_value_by_the_polynomial(shape: tuple[int, ...]) -> None:
+    grad = random(*shape).double()
+    a, b, c = 3.4445, -4.775, 2.0315
+    left, values, right = np.linalg.svd(grad.reshape(shape[0], -1).numpy(), full_matrices=False)
+    values = values / np.sqrt((values**2).sum())
+    for _ in range(5):
+        values = a * values + b * values**3 + c * values**5
+    assert values.min() > 0.6
+    expected = torch.from_numpy(left @ np.diag(values) @ right).reshape(shape)
+    torch.testing.assert_close(act(Orthogonalize(scale="none"), grad), expected)
+
+
+def test_orthogonalize_converges_to_the_polar_factor() -> None:
+    grad = random(6, 4).double()
+    left, _, right = torch.linalg.svd(grad, full_matrices=False)
+    transform = Orthogonalize(40, scale="none", coefficients=(15 / 8, -10 / 8, 3 / 8))
+    torch.testing.assert_close(act(transform, grad), left @ right)
+
+
+@pytest.mark.parametrize("scale", ["spectral", "rms"])
+def test_momentum_and_orthogonalize_are_muon(scale: str) -> None:
+    rule = {"spectral": "original", "rms": "match_rms_adamw"}[scale]
+    param = torch.nn.Parameter(random(12, 8))
+    optimizer = torch.optim.Muon([param], lr=1.0, weight_decay=0.0, adjust_lr_fn=rule)
+    transform = Chain(Momentum(0.95, average=True, nesterov=True), Orthogonalize(scale=scale))
+    state = transform.init(param)
+    for step in range(5):
+        before, grad = param.detach().clone(), random(12, 8, seed=step + 1)
+        param.grad = grad.clone()
+        optimizer.step()
+        result, state = transform.update(grad, state, TransformContext())
+        error = (before - param.detach() - result).norm() / result.norm()
+        # PyTorch computes in bfloat16, whose rounding error is up to 0.004 at each operation.
+        assert error < 0.03
+
+
+def test_a_soft_threshold_is_softshrink_and_a_softsign_is_pytorchs() -> None:
+    grad = random(1000)
+    expected = torch.nn.functional.softshrink(grad, 0.3)
+    torch.testing.assert_close(act(Curve("soft_threshold", 0.3), grad), expected)
+    expected = torch.nn.functional.softsign(grad / 2) * 2
+    torch.testing.assert_close(act(Curve("softsign", 2.0), grad), expected)
+
+
+def test_a_perpendicular_gradient_is_the_residual_of_least_squares() -> None:
+    grad, value = random(4, 6).double(), random(4, 6, seed=1).double()
+    for row in range(4):
+        factor = torch.linalg.lstsq(value[row][:, None], grad[row][:, None]).solution[0]
+        expected = grad[row] - factor * value[row]
+        result = act(Perpendicular(per="unit"), grad, value)[row]
+        torch.testing.assert_close(result, expected)
+
+
+def test_deconvolve_refuses_a_node_that_changes_the_shape() -> None:
+    context = TransformContext("a", entering=(random(3),))
+    with pytest.raises(ValueError, match=r"keeps the shape, and 'a' maps \[2\] to \[3\]"):
+        Deconvolve().apply(random(2), context)

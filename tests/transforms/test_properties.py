@@ -25,14 +25,19 @@ from gradsurg.transforms.clamp import Clamp
 from gradsurg.transforms.clip import Clip
 from gradsurg.transforms.clip_global_norm import ClipGlobalNorm
 from gradsurg.transforms.clip_norm import ClipNorm
+from gradsurg.transforms.curve import Curve
 from gradsurg.transforms.direct_feedback import DirectFeedback
 from gradsurg.transforms.error_feedback import ErrorFeedback
 from gradsurg.transforms.feedback_weights import FeedbackWeights
 from gradsurg.transforms.gradient_reversal import GradientReversal
 from gradsurg.transforms.grokfast_ema import GrokfastEMA
 from gradsurg.transforms.mask import Mask
+from gradsurg.transforms.momentum import Momentum
+from gradsurg.transforms.n_of_m import NOfM
 from gradsurg.transforms.norm_matched import NormMatched
 from gradsurg.transforms.norm_rescale import NormRescale
+from gradsurg.transforms.orthogonalize import Orthogonalize
+from gradsurg.transforms.perpendicular import Perpendicular
 from gradsurg.transforms.sanitize import Sanitize
 from gradsurg.transforms.scale import Scale
 from gradsurg.transforms.scale_by_sign import ScaleBySign
@@ -67,6 +72,18 @@ OTHERS = (
     Mask(0.3, by="random"),
     Mask(0.5, by="random_k"),
     Mask(0.5, by="random_k", rescale=True),
+    Curve("softsign", 0.5),
+    Curve("log", 0.5),
+    Curve("power", 0.5),
+    Momentum(0.5, nesterov=True),
+    Momentum(0.5, average=True),
+    NOfM(1, 3),
+    NOfM(1, 2, axis=0),
+    Orthogonalize(scale="rms"),
+    Orthogonalize(scale="none"),
+    Perpendicular(below=1.0, per="unit"),
+    Perpendicular(per="unit"),
+    Perpendicular(rescale=True, below=1.0),
     NormRescale(2.0, p=1.0, per="unit"),
     NormRescale(0.1, p=INF, eps=0.5),
     NormRescale(2.0, per="entry"),

@@ -1,0 +1,43 @@
+"""Deconvolve: replace the derivative of an activation by the ReLU of the gradient."""
+
+from torch import Tensor
+
+from gradsurg.plugins.fields import validated
+from gradsurg.transforms.base import (
+    Need,
+    Stateless,
+    TransformContext,
+    TransformProperty,
+    entering_of,
+)
+
+
+@validated
+class Deconvolve(Stateless):
+    """Replace the gradient that leaves a node by max(e, 0), e the gradient that enters it.
+
+    The rule of deconvolutional networks at a ReLU: the mask of the forward pass is ignored. At a
+    node of another operation, that keeps the shape, its derivative is replaced likewise. `Nodes`
+    with `side=leave` only. With both masks it is guided backpropagation: `ScaleBySign`.
+
+    Any shape. Zero stays zero, NaN stays NaN, an infinity stays or becomes zero, an empty tensor
+    stays empty. Zeiler and Fergus, ECCV 2014 (arXiv 1311.2901), section 2.1, as captum's
+    `Deconvolution`.
+    """
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"entering"})
+
+    @property
+    def properties(self) -> frozenset[TransformProperty]:
+        return frozenset({"homogeneous", "idempotent", "deterministic"})
+
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
+        entering = entering_of(self, context)
+        if entering.shape != grad.shape:
+            raise ValueError(
+                f"Deconvolve needs a node that keeps the shape, and '{context.site}' maps "
+                f"{list(grad.shape)} to {list(entering.shape)}"
+            )
+        return entering.relu().to(grad.dtype)

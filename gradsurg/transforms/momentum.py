@@ -1,0 +1,63 @@
+"""Momentum: replace the gradient by a moving sum or average of past gradients."""
+
+from dataclasses import KW_ONLY
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from gradsurg.plugins.fields import Contradiction, validated
+from gradsurg.plugins.reductions import widened
+from gradsurg.transforms.base import Transform, TransformContext, TransformProperty, TransformState
+
+
+@validated
+class Momentum(Transform):
+    """Replace the gradient by m <- decay * m + g or, with `average`, decay * m + (1 - decay) * g.
+
+    `debias` divides the average by 1 - decay^n at the n-th gradient; `nesterov` returns
+    decay * m + g, or decay * m + (1 - decay) * g. Polyak 1964; the correction is that of Kingma and
+    Ba, ICLR 2015 (arXiv 1412.6980), section 3. As optax's `trace` and, with `average`, `ema`. With
+    an optimizer that has momentum itself there are two.
+
+    m is the state of a site, initially zero, in float32 or wider. Any shape; an empty tensor stays
+    empty. The result of a zero gradient is decay * m. A NaN or an infinity stays in m: put
+    `Sanitize` before it.
+    """
+
+    decay: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    _: KW_ONLY
+    average: bool = False
+    debias: bool = False
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        if self.debias and not self.average:
+            raise Contradiction("debias", "must be false with average=false, found true")
+        if self.debias and self.nesterov:
+            raise Contradiction("debias", "must be false with nesterov=true, found true")
+
+    @property
+    def properties(self) -> frozenset[TransformProperty]:
+        return frozenset({"elementwise", "deterministic"})
+
+    def init(self, grad: Tensor) -> TransformState:
+        state = {"momentum": torch.zeros_like(widened(grad))}
+        if self.debias:
+            state["left"] = torch.ones((), dtype=torch.float64, device=grad.device)
+        return state
+
+    def update(
+        self, grad: Tensor, state: TransformState, context: TransformContext
+    ) -> tuple[Tensor, TransformState]:
+        wide = widened(grad) * (1 - self.decay if self.average else 1)
+        result = momentum = self.decay * state["momentum"] + wide
+        after = {"momentum": momentum}
+        if self.debias:
+            after["left"] = state["left"] * self.decay
+            result = momentum / (1 - after["left"]).to(momentum.dtype)
+        if self.nesterov:
+            result = self.decay * momentum + wide
+        # A result that were the state itself could be written to.
+        return (result.clone() if result is momentum else result).to(grad.dtype), after

@@ -1,0 +1,67 @@
+"""Perpendicular: remove the component of the gradient along the weights."""
+
+from dataclasses import KW_ONLY
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from gradsurg.plugins.fields import validated
+from gradsurg.plugins.reductions import Per, direction, norm, sums, widened
+from gradsurg.transforms.base import Need, Stateless, TransformContext, TransformProperty, value_of
+
+
+@validated
+class Perpendicular(Stateless):
+    """Remove the component along the value w: g - (w.g / w.w) w.
+
+    `rescale` gives the result the norm of g. With `below` a tensor is changed only if all its
+    cosines are small: max abs(w.g) / (|w| |g|) < below / sqrt(d), d the number of entries of a
+    group, as in AdamP (Heo et al., ICLR 2021, arXiv 2006.08217, equation 11), which takes units and
+    then the whole tensor, 0.1, and Adam's update for g. perpGrad of Prieto et al. 2025 (arXiv
+    2501.04697), equation 9; its code rescales.
+
+    w.g is that of the tensor, or of each group selected by `per`. Where w is zero g is not changed.
+    Requires the value w, a constant in a double backward. Any shape; zero stays zero, an empty
+    tensor empty; a tensor of one entry becomes about zero. A NaN or an infinity in g or w makes
+    its group NaN.
+    """
+
+    rescale: bool = False
+    _: KW_ONLY
+    below: Annotated[float, Field(gt=0)] | None = None
+    per: Per = "tensor"
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"value"})
+
+    @property
+    def properties(self) -> frozenset[TransformProperty]:
+        properties: set[TransformProperty] = {"homogeneous", "odd", "deterministic"}
+        properties |= {"norm_non_increasing"}
+        if not self.rescale and self.below is None:
+            properties |= {"linear", "idempotent"}
+        return frozenset(properties)
+
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
+        wide = widened(grad)
+        along = direction(value_of(self, context), self.per).to(wide.dtype)
+        size = norm(wide, self.per)
+        unit = wide / torch.where(size == 0, 1.0, size)
+        cosine = sums(along * unit, self.per)
+        # Twice: the rounding error of the first difference lies along w too.
+        rest = unit - cosine * along
+        rest = rest - sums(along * rest, self.per) * along
+        if self.rescale:
+            # A gradient along w has no direction left but rounding errors.
+            left = norm(rest, self.per)
+            parallel = left <= 16 * torch.finfo(wide.dtype).eps
+            rest = torch.where(parallel, torch.zeros_like(rest), rest / left)
+        result = size * rest
+        if self.below is not None:
+            entries = max(1, grad.numel() // max(1, cosine.numel()))
+            most = cosine.abs().amax() if cosine.numel() else cosine.sum()
+            result = torch.where(most >= self.below / entries**0.5, wide, result)
+        return result.to(grad.dtype)
