@@ -138,6 +138,7 @@ def test_the_main_job_prints_the_answer_first_then_outcomes_then_effects(first) 
     assert re.split(r"\s{2,}", head.strip()) == [
         "clip",
         "control",
+        "higher",
         "difference",
         "95 % interval",
         "sign-flip p",
