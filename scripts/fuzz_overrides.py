@@ -84,10 +84,17 @@ def case(seed: str, folder: Path, seconds: float = SECONDS) -> Iterator[Outcome]
     words = command_line(Random(seed))
     parts = [word.lstrip("+~").partition("=") for word in words]
     values = {key: value for key, _, value in parts}
-    named = [folder / value for key in FOLDER_KEYS if (value := values.get(key))]
-    out = folder / values.get("out", "runs")
-    inside = [path for path in named if "\0" not in str(path)]
-    yield watched(run.main, words, [out, *inside], seconds)
+    named = [value for key in FOLDER_KEYS if (value := values.get(key)) and "\0" not in value]
+    inside = [folder / name for value in named for name in (value, _as_number(value))]
+    yield watched(run.main, words, [folder / values.get("out", "runs"), *inside], seconds)
+
+
+def _as_number(value: str) -> str:
+    """Return a number as Hydra writes it: `1_000` is 1000, `.5` is 0.5."""
+    try:
+        return str(int(value)) if value.replace("_", "").isdecimal() else str(float(value))
+    except ValueError:
+        return value
 
 
 def prepare() -> None:

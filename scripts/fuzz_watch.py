@@ -96,7 +96,10 @@ def watched(
 
 
 def _inside(path: str, allowed: Sequence[Path]) -> bool:
-    return any(Path(path).is_relative_to(folder) for folder in allowed)
+    """Return whether a path is in an allowed folder, or is a folder above it, which is made."""
+    return any(
+        Path(path).is_relative_to(folder) or folder.is_relative_to(path) for folder in allowed
+    )
 
 
 @contextmanager
