@@ -79,24 +79,24 @@ def check_aggregator(
     one line a fault, if a declared property does not hold or a rule is violated, TypeError if
     `aggregator` is neither an aggregator nor a function, ValueError for an unknown property.
     """
-    known = get_args(AggregatorProperty)
-    unknown = sorted(set(declared or ()) - set(known))
+    names = get_args(AggregatorProperty)
+    unknown = sorted(set(declared or ()) - set(names))
     if unknown:
-        raise ValueError(f"declared: must be of {', '.join(known)}, found {', '.join(unknown)}")
+        raise ValueError(f"declared: must be of {', '.join(names)}, found {', '.join(unknown)}")
     if isinstance(aggregator, type) or not (
         isinstance(aggregator, Aggregator) or callable(aggregator)
     ):
         raise TypeError(f"check_aggregator takes an aggregator or a function, found {aggregator!r}")
     if not isinstance(aggregator, Aggregator):
         aggregator = FunctionAggregator(aggregator, declared or ())
-    promised = aggregator.properties if declared is None else frozenset(declared)
+    properties = aggregator.properties if declared is None else frozenset(declared)
     tasks = _supported(aggregator, num_tasks)
     rules = tuple(
         verdict_of(name, True, partial(rule, aggregator, tasks))
         for name, rule in {**RULES, "wide": partial(_wide, columns=max_columns)}.items()
     )
     verdicts = tuple(
-        verdict_of(name, name in promised, partial(_check_all, name, aggregator, tasks, count))
+        verdict_of(name, name in properties, partial(_check_all, name, aggregator, tasks, count))
         for name in PROPERTY_CHECKS
     )
     return Table(repr(aggregator), verdicts, rules).require_declared()
@@ -328,7 +328,10 @@ def _homogeneous(aggregator: Aggregator, example: Example, past: bool) -> None:
 
 def _strongly_stationary(aggregator: Aggregator, example: Example, past: bool) -> None:
     size = _merged(aggregator, example, past).norm() / example.rows.norm(dim=1).max()
-    expect(size > ROUNDING, f"{example.name}: the result is zero, yet a direction helps")
+    expect(
+        size > ROUNDING,
+        f"{example.name}: the result is zero, but a direction improves a task and harms none",
+    )
 
 
 def _deterministic(aggregator: Aggregator, example: Example, past: bool) -> None:
@@ -486,10 +489,10 @@ def _any_column_block(aggregator: Aggregator, tasks: Sequence[int]) -> None:
 def _value_semantics(aggregator: Aggregator, tasks: Sequence[int]) -> None:
     if isinstance(aggregator, FunctionAggregator):
         return
-    for twin in (copy.deepcopy(aggregator), pickle.loads(pickle.dumps(aggregator))):
-        expect(twin == aggregator, "a copy is not equal to it")
-        expect(hash(twin) == hash(aggregator), "a copy has another hash")
-        expect(repr(twin) == repr(aggregator), "a copy has another repr")
+    for copied in (copy.deepcopy(aggregator), pickle.loads(pickle.dumps(aggregator))):
+        expect(copied == aggregator, "a copy is not equal")
+        expect(hash(copied) == hash(aggregator), "a copy has another hash")
+        expect(repr(copied) == repr(aggregator), "a copy has another repr")
 
 
 def _wide(aggregator: Aggregator, tasks: Sequence[int], columns: int) -> None:

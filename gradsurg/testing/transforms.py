@@ -5,6 +5,7 @@ import pickle
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import isnan
 from random import Random
 from typing import get_args
 
@@ -56,23 +57,23 @@ def check_transform(
     with one line a fault, if a declared property does not hold or a rule is violated, TypeError if
     `transform` is neither a transform nor a function, ValueError for an unknown property.
     """
-    known = get_args(TransformProperty)
-    unknown = sorted(set(declared or ()) - set(known))
+    names = get_args(TransformProperty)
+    unknown = sorted(set(declared or ()) - set(names))
     if unknown:
-        raise ValueError(f"declared: must be of {', '.join(known)}, found {', '.join(unknown)}")
+        raise ValueError(f"declared: must be of {', '.join(names)}, found {', '.join(unknown)}")
     checked = as_transform(transform)
     if not isinstance(checked, Transform):
         raise TypeError(f"check_transform takes a transform or a function, found {transform!r}")
-    promised = checked.properties if declared is None else frozenset(declared)
-    subject = Subject(checked, promised, tuple(shapes), drops_nan)
+    properties = checked.properties if declared is None else frozenset(declared)
+    subject = Subject(checked, properties, tuple(shapes), drops_nan)
     rules = tuple(verdict_of(name, True, partial(rule, subject)) for name, rule in RULES.items())
     verdicts = []
-    for name in known:
+    for name in names:
         # A case of this check draws hundreds of times.
-        few = name == "unbiased" and name in promised
-        cases = max(1, count // 12) if few else count
+        is_slow = name == "unbiased" and name in properties
+        cases = max(1, count // 12) if is_slow else count
         check = partial(_check_all, PROPERTY_CHECKS[name], subject, cases)
-        verdicts.append(verdict_of(name, name in promised, check))
+        verdicts.append(verdict_of(name, name in properties, check))
     return Table(repr(checked), tuple(verdicts), rules).require_declared()
 
 
@@ -81,7 +82,7 @@ class Subject:
     """The transform under test, its declared properties and the shapes that it supports."""
 
     transform: Transform
-    promised: frozenset[TransformProperty]
+    properties: frozenset[TransformProperty]
     shapes: tuple[tuple[int, ...], ...]
     drops_nan: bool
 
@@ -166,10 +167,10 @@ def _gradient(shape: tuple[int, ...], choice: Random, generator: torch.Generator
 
 def _elementwise(transform: Transform, case: Case) -> None:
     function = case.function(transform)
-    same = torch.arange(case.g.numel()).reshape(case.g.shape) % 2 == 0
-    mixed = torch.where(same, case.g, case.h)
+    is_even = torch.arange(case.g.numel()).reshape(case.g.shape) % 2 == 0
+    mixed = torch.where(is_even, case.g, case.h)
     text = "with every second entry replaced"
-    _expect_close(function(mixed)[same], function(case.g)[same], case, text)
+    _expect_close(function(mixed)[is_even], function(case.g)[is_even], case, text)
 
 
 def _homogeneous(transform: Transform, case: Case) -> None:
@@ -217,8 +218,8 @@ def _unbiased(transform: Transform, case: Case) -> None:
     results = torch.stack([transform.update(case.g, state, context)[0] for context in contexts])
     mean = results.mean(dim=0)
     error = (results - mean).square().mean(dim=0).sqrt() / len(contexts) ** 0.5
-    near = ((mean - case.g).abs() <= 6 * error + 1e-9 * case.g.abs()).all()
-    expect(near, f"{case}: the mean of 400 draws is {printed(mean)}")
+    is_near = ((mean - case.g).abs() <= 6 * error + 1e-9 * case.g.abs()).all()
+    expect(is_near, f"{case}: the mean of 400 draws is {printed(mean)}")
 
 
 def _deterministic(transform: Transform, case: Case) -> None:
@@ -295,16 +296,16 @@ def _finite(subject: Subject) -> None:
 
 def _propagates_nan(subject: Subject) -> None:
     """NaN and infinities raise no error, and NaN is kept unless `drops_nan` is set."""
-    for bad in (torch.nan, torch.inf, -torch.inf):
+    for nonfinite in (torch.nan, torch.inf, -torch.inf):
         for dtype in DTYPES:
             for shape in subject.shapes:
                 grad = noise(shape, dtype)
                 if not grad.ndim or not grad.numel():
                     continue
-                grad.view(-1)[0] = bad
+                grad.view(-1)[0] = nonfinite
                 result = subject.first_result(grad)
-                expect_like(result, grad, f"{dtype} of shape {list(shape)} with {bad}")
-                if bad != bad and not subject.drops_nan:
+                expect_like(result, grad, f"{dtype} of shape {list(shape)} with {nonfinite}")
+                if isnan(nonfinite) and not subject.drops_nan:
                     first = result.reshape(-1)[0]
                     expect(first.isnan(), f"a NaN becomes {printed(first)}")
 
@@ -319,8 +320,8 @@ def _initial_state(subject: Subject) -> None:
         for key in state:
             same = torch.equal(state[key], other[key])
             expect(same, f"'{key}' of the first state depends on the gradient's values")
-            wide = state[key].dtype not in (torch.bfloat16, torch.float16)
-            expect(wide, f"'{key}' of the state is of {state[key].dtype}")
+            is_wide = state[key].dtype not in (torch.bfloat16, torch.float16)
+            expect(is_wide, f"'{key}' of the state is of {state[key].dtype}")
 
 
 def _any_memory_layout(subject: Subject) -> None:
@@ -358,7 +359,7 @@ def _no_synchronization(subject: Subject) -> None:
 
     Transforms that draw are skipped, for there are no generators of meta tensors.
     """
-    if subject.is_function or "deterministic" not in subject.promised:
+    if subject.is_function or "deterministic" not in subject.properties:
         return
     for shape in subject.shapes:
         grad = torch.empty(shape, device="meta")
@@ -371,10 +372,10 @@ def _value_semantics(subject: Subject) -> None:
     if subject.is_function:
         return
     transform = subject.transform
-    for twin in (copy.deepcopy(transform), pickle.loads(pickle.dumps(transform))):
-        expect(twin == transform, "a copy is not equal to it")
-        expect(hash(twin) == hash(transform), "a copy has another hash")
-        expect(repr(twin) == repr(transform), "a copy has another repr")
+    for copied in (copy.deepcopy(transform), pickle.loads(pickle.dumps(transform))):
+        expect(copied == transform, "a copy is not equal")
+        expect(hash(copied) == hash(transform), "a copy has another hash")
+        expect(repr(copied) == repr(transform), "a copy has another repr")
     key = next(iter(vars(transform)), "anything")
     try:
         setattr(transform, key, vars(transform).get(key))
@@ -385,7 +386,7 @@ def _value_semantics(subject: Subject) -> None:
 
 def _vmap(subject: Subject) -> None:
     """`torch.vmap` and a loop give the same; transforms that draw are skipped."""
-    if subject.is_function or "deterministic" not in subject.promised:
+    if subject.is_function or "deterministic" not in subject.properties:
         return
     for shape in subject.shapes:
         if 0 in shape:

@@ -31,10 +31,10 @@ class Verdict:
 class Table:
     """The verdicts on one transform or aggregator; as text, one line each.
 
-    `verdicts` are those on the properties, `rules` those on the rules that all must obey.
+    `name` is its repr; `verdicts` are those on the properties, `rules` those on the rules.
     """
 
-    thing: str
+    name: str
     verdicts: tuple[Verdict, ...]
     rules: tuple[Verdict, ...]
 
@@ -44,19 +44,20 @@ class Table:
         return frozenset(verdict.name for verdict in self.verdicts if verdict.holds)
 
     def __str__(self) -> str:
-        lines = [self.thing]
+        lines = [self.name]
         for verdict in (*self.rules, *self.verdicts):
-            word = {(True, True): "yes", (True, False): "BROKEN"}.get(
-                (verdict.declared, verdict.holds), "holds, not declared" if verdict.holds else "no"
-            )
-            lines.append(f"  {verdict.name:<26}{word:<20}{verdict.counterexample}".rstrip())
+            if verdict.declared:
+                answer = "yes" if verdict.holds else "BROKEN"
+            else:
+                answer = "holds, not declared" if verdict.holds else "no"
+            lines.append(f"  {verdict.name:<26}{answer:<20}{verdict.counterexample}".rstrip())
         return "\n".join(lines)
 
     def require_declared(self) -> "Table":
         """Return the table. Raises AssertionError, with one line a fault, if one is broken."""
         faults = [verdict for verdict in (*self.rules, *self.verdicts) if verdict.broken]
         if faults:
-            lines = [f"{self.thing} does not keep what it promises:"]
+            lines = [f"{self.name} lacks declared properties or breaks rules:"]
             lines += [f"  {fault.name}: {fault.counterexample}" for fault in faults]
             raise AssertionError("\n".join(lines))
         return self
@@ -94,11 +95,11 @@ def expect(condition: bool | Tensor, message: str) -> None:
 
 def expect_like(result: object, like: Tensor, case: str) -> None:
     """Expect a tensor with the shape, dtype, device and layout of `like`."""
-    expect(isinstance(result, Tensor), f"gives {type(result).__name__} and no tensor for {case}")
+    expect(isinstance(result, Tensor), f"returns {type(result).__name__}, not a tensor, for {case}")
     assert isinstance(result, Tensor)
     for key in ("shape", "dtype", "device", "layout"):
-        found, wanted = getattr(result, key), getattr(like, key)
-        expect(found == wanted, f"gives {key} {found} in place of {wanted} for {case}")
+        actual, expected = getattr(result, key), getattr(like, key)
+        expect(actual == expected, f"returns {key} {actual}, expected {expected}, for {case}")
 
 
 def expect_same_structure(
@@ -106,14 +107,14 @@ def expect_same_structure(
 ) -> None:
     """Expect two states with the same keys, shapes and dtypes."""
     before, after = (
-        {key: (list(value.shape), value.dtype) for key, value in each.items()}
-        for each in (state, other)
+        {key: (list(value.shape), value.dtype) for key, value in tensors.items()}
+        for tensors in (state, other)
     )
     expect(before == after, f"{message}: {before} became {after}")
 
 
 def expect_unshared(result: Tensor, others: list[Tensor], name: str) -> None:
-    """Expect a result that shares memory with none of the others, which are called `name`."""
+    """Expect a result that shares no memory with `others`; `name` describes them in the error."""
     storage = result.untyped_storage().data_ptr()
     for other in others:
         shared = bool(other.numel()) and other.untyped_storage().data_ptr() == storage

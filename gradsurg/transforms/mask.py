@@ -11,7 +11,7 @@ from gradsurg.plugins.fields import Contradiction, validated
 from gradsurg.plugins.reductions import Per, reduced_axes
 from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
 
-LEAST = 1e-9  # the least probability whose coins are unbiased to 1e-5
+MIN_PROBABILITY = 1e-9  # the smallest probability at which a random mask is unbiased to 1e-5
 
 
 @validated
@@ -45,9 +45,9 @@ class Mask(Stateless):
     def __post_init__(self) -> None:
         if self.by != "threshold" and self.amount > 1:
             raise Contradiction("amount", f"must be <= 1 with by={self.by}, found {self.amount}")
-        if self.by == "random" and self.amount < LEAST:
+        if self.by == "random" and self.amount < MIN_PROBABILITY:
             raise Contradiction(
-                "amount", f"must be >= {LEAST:g} with by=random, found {self.amount:g}"
+                "amount", f"must be >= {MIN_PROBABILITY:g} with by=random, found {self.amount:g}"
             )
         if self.by == "threshold" and self.rescale:
             raise Contradiction(
@@ -76,31 +76,38 @@ class Mask(Stateless):
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         match self.by:
             case "largest":
-                kept, gain = _largest(grad.abs(), self.amount, self.per)
+                mask, factor = _largest(grad.abs(), self.amount, self.per)
             case "threshold":
-                kept, gain = ~(grad.abs() <= self.amount), 1.0
+                mask, factor = ~(grad.abs() <= self.amount), 1.0
             case "random":
-                kept, gain = _coins(grad, self.amount, context), 1 / self.amount
+                mask, factor = _random_mask(grad, self.amount, context), 1 / self.amount
             case "random_k":
                 generator = context.generator(grad.device)
                 draws = torch.rand(grad.shape, generator=generator, device=grad.device)
-                kept, gain = _largest(draws, self.amount, self.per)
-        return torch.where(kept, grad * gain if self.rescale else grad, 0.0)
+                mask, factor = _largest(draws, self.amount, self.per)
+        return torch.where(mask, grad * factor if self.rescale else grad, 0.0)
 
 
-def _coins(grad: Tensor, amount: float, context: TransformContext) -> Tensor:
-    """Return True for each entry with probability `amount`, up to 2^-48.
+def _random_mask(grad: Tensor, amount: float, context: TransformContext) -> Tensor:
+    """Return a mask that is True with probability `amount`, up to 2^-48, for each entry.
 
-    A draw has 24 bits; if they leave it open a second draw decides.
+    `torch.rand` draws multiples of 2^-24, so a second draw decides for the multiple below `amount`.
     """
     generator = context.generator(grad.device)
-    lowest, rest = divmod(amount * 2**24, 1)
+    limit, remainder = divmod(amount * 2**24, 1)
     draws = torch.rand(grad.shape, generator=generator, device=grad.device)
-    coins = (draws * 2**24).floor()
-    if not rest:
-        return coins < lowest
+    multiples = multiples_of(draws, draws.is_cuda)
+    if not remainder:
+        return multiples < limit
     draws = torch.rand(grad.shape, generator=generator, device=grad.device)
-    return (coins < lowest) | ((coins == lowest) & (draws < rest))
+    return (multiples < limit) | ((multiples == limit) & (draws < remainder))
+
+
+def multiples_of(draws: Tensor, is_cuda: bool) -> Tensor:
+    """Return k with k <= 2^24 draw < k + 1, of uniform draws by `torch.rand`."""
+    if is_cuda:  # it draws from (0, 1], and returns 0 for 1
+        draws = torch.where(draws == 0, 1 - 2**-24, draws)
+    return (draws * 2**24).floor()
 
 
 def _largest(sizes: Tensor, amount: float, per: str) -> tuple[Tensor, float]:
@@ -108,13 +115,13 @@ def _largest(sizes: Tensor, amount: float, per: str) -> tuple[Tensor, float]:
     axes = reduced_axes(per, sizes.ndim)
     if sizes.numel() == 0 or not axes:
         return torch.ones_like(sizes, dtype=torch.bool), 1.0
-    apart = [axis for axis in range(sizes.ndim) if axis not in axes]
-    moved = sizes.permute(*apart, *axes)
+    group_axes = [axis for axis in range(sizes.ndim) if axis not in axes]
+    permuted = sizes.permute(*group_axes, *axes)
     # `flatten` has no rule for `is_grads_batched`.
-    rows = moved.reshape(*moved.shape[: len(apart)], -1)
-    size = rows.shape[-1]
+    groups = permuted.reshape(*permuted.shape[: len(group_axes)], -1)
+    size = groups.shape[-1]
     k = max(1, round(amount * size))
-    top = rows.topk(k, dim=-1, sorted=False).indices
-    kept = torch.zeros_like(rows, dtype=torch.bool).scatter(-1, top, True)
-    back = sorted(range(sizes.ndim), key=[*apart, *axes].__getitem__)
-    return kept.reshape(moved.shape).permute(*back), size / k
+    largest = groups.topk(k, dim=-1, sorted=False).indices
+    mask = torch.zeros_like(groups, dtype=torch.bool).scatter(-1, largest, True)
+    inverse = sorted(range(sizes.ndim), key=[*group_axes, *axes].__getitem__)
+    return mask.reshape(permuted.shape).permute(*inverse), size / k

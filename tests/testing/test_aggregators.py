@@ -30,7 +30,7 @@ def own_random(rows: Tensor) -> Tensor:
 
 def test_a_plain_function_is_checked_and_its_properties_are_listed() -> None:
     table = check_aggregator(mean)
-    assert table.thing == "mean"
+    assert table.name == "mean"
     assert table.holds == gs.Mean().properties
     assert not any(verdict.declared for verdict in table.verdicts)
     assert all(verdict.holds for verdict in table.rules)
@@ -64,7 +64,9 @@ def test_a_property_that_does_not_hold_is_caught_where_it_is_declared(
     name: AggregatorProperty,
 ) -> None:
     assert name not in check_aggregator(BREAKS[name]).holds
-    with pytest.raises(AssertionError, match=f"^.* does not keep .*:\n  {name}: [^\n]*$"):
+    with pytest.raises(
+        AssertionError, match=f"^.* lacks declared properties or breaks rules:\n  {name}: [^\n]*$"
+    ):
         check_aggregator(BREAKS[name], declared=[name])
 
 
@@ -96,7 +98,7 @@ class Stops(Weighting):
 
 
 def test_a_property_is_checked_with_a_past() -> None:
-    with pytest.raises(AssertionError, match="\n  strongly_stationary: .* zero, yet"):
+    with pytest.raises(AssertionError, match="\n  strongly_stationary: .* zero, but a direction"):
         check_aggregator(Stops())
 
 
@@ -206,7 +208,7 @@ def test_all_faults_are_listed_at_once_one_line_each() -> None:
     with pytest.raises(AssertionError) as caught:
         check_aggregator(in_place, declared=["non_conflicting", "scale_invariant"])
     lines = str(caught.value).splitlines()
-    assert lines[0] == "in_place does not keep what it promises:"
+    assert lines[0] == "in_place lacks declared properties or breaks rules:"
     names = [line.split(":")[0].strip() for line in lines[1:]]
     assert {"pure", "non_conflicting", "scale_invariant"} <= set(names)
     assert len(names) == len(set(names))

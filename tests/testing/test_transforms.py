@@ -22,7 +22,7 @@ def halve(grad: Tensor) -> Tensor:
 
 def test_a_plain_function_is_checked_and_its_properties_are_listed() -> None:
     table = check_transform(halve)
-    assert table.thing == "halve"
+    assert table.name == "halve"
     assert table.holds == gs.Scale(0.5).properties
     assert "  linear                    holds, not declared" in str(table).splitlines()
 
@@ -138,10 +138,10 @@ def test_every_rule_has_a_violation_here() -> None:
 @pytest.mark.parametrize(
     ("breaks", "message"),
     [
-        (lambda grad: grad.double(), "pure: gives dtype torch.float64 in place of torch.float32"),
-        (lambda grad: grad.reshape(-1), r"pure: gives shape torch.Size\(\[1\]\) in place of"),
+        (lambda grad: grad.double(), "pure: returns dtype torch.float64, expected torch.float32"),
+        (lambda grad: grad.reshape(-1), r"pure: returns shape torch.Size\(\[1\]\), expected"),
         (lambda grad: grad.view_as(grad), "pure: the result shares memory with the gradient"),
-        (lambda grad: None, "pure: gives NoneType and no tensor"),
+        (lambda grad: None, "pure: returns NoneType, not a tensor"),
     ],
 )
 def test_a_result_must_be_like_the_gradient(breaks: object, message: str) -> None:

@@ -20,7 +20,7 @@ from gradsurg.transforms.clip_norm import ClipNorm
 from gradsurg.transforms.curve import Curve
 from gradsurg.transforms.deconvolve import Deconvolve
 from gradsurg.transforms.grokfast_ema import GrokfastEMA
-from gradsurg.transforms.mask import Mask
+from gradsurg.transforms.mask import Mask, multiples_of
 from gradsurg.transforms.momentum import Momentum
 from gradsurg.transforms.norm_rescale import NormRescale
 from gradsurg.transforms.orthogonalize import Orthogonalize
@@ -269,7 +269,7 @@ def test_a_bound_above_the_largest_number_of_a_dtype_is_that_number(dtype: torch
 
 
 def test_a_small_amount_keeps_entries_with_that_probability() -> None:
-    """Of 67 million entries 0.07 on average; coins of 24 bits keep 4."""
+    """Of 67 million entries 0.07 on average; draws of 24 bits keep 4."""
     grad = torch.ones(1 << 24)
     mask = Mask(1e-9, by="random")
     kept = sum(mask.apply(grad, TransformContext(call=call)).sum().item() for call in range(4))
@@ -277,18 +277,18 @@ def test_a_small_amount_keeps_entries_with_that_probability() -> None:
 
 
 @pytest.mark.parametrize("amount", [0.5, 0.3, 1e-3, 1e-7, 1e-9])
-def test_the_probability_of_random_coins_is_the_amount(
+def test_the_probability_of_a_random_mask_is_the_amount(
     amount: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`torch.rand` draws multiples of 2^-24: every one that decides is tried."""
     bits = 1 << 24
     lowest = math.floor(amount * bits)
 
-    def probability(coin: Tensor, fine: Tensor) -> float:
-        draws = iter([coin, fine])
+    def probability(first: Tensor, second: Tensor) -> float:
+        draws = iter([first, second])
         monkeypatch.setattr(torch, "rand", lambda *args, **kwargs: next(draws))
         mask = Mask(amount, by="random")
-        return mask.apply(torch.ones_like(fine), TransformContext()).double().mean().item()
+        return mask.apply(torch.ones_like(second), TransformContext()).double().mean().item()
 
     every = torch.arange(bits, dtype=torch.float64) / bits
     at_border = probability(torch.full((bits,), lowest / bits), every.float())
@@ -298,7 +298,18 @@ def test_the_probability_of_random_coins_is_the_amount(
     assert probability(torch.tensor([(lowest + 1) / bits]), torch.tensor([0.0])) == 0
 
 
-def test_random_refuses_amounts_below_the_resolution_of_its_coins() -> None:
+def test_the_draws_of_cuda_are_equally_likely() -> None:
+    """CUDA rounds 32 random bits x to (x + 1/2) / 2^32 in float32, and returns 0 for 1."""
+    edge = torch.arange(1 << 16, dtype=torch.float64)
+    bits = torch.cat([edge, 2**32 - 1 - edge])
+    draws = bits.float() * 2**-32 + 2**-33
+    multiples = multiples_of(torch.where(draws == 1, 0, draws), is_cuda=True)
+    assert (multiples == 0).sum() == 1 << 8
+    assert (multiples == 1).sum() == 1 << 8
+    assert multiples.max() == (1 << 24) - 1
+
+
+def test_random_refuses_amounts_below_the_resolution_of_its_draws() -> None:
     with pytest.raises(ValueError, match=r"amount: must be >= 1e-09 with by=random, found 1e-10"):
         Mask(1e-10, by="random")
     assert Mask(1e-10).amount == 1e-10
