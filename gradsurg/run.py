@@ -1,8 +1,11 @@
-"""Train an experiment from the command line: python -m gradsurg.run transform=clip."""
+"""Train an experiment from the command line: python -m gradsurg.run transform=clip.
+
+Modules that import torch are imported in functions: help and shell completion do without them.
+"""
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import chdir
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,32 +13,25 @@ from unittest.mock import patch
 
 import hydra
 import hydra._internal.utils as hydra_utils
+from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
-from gradsurg.config.build import Experiment
-from gradsurg.config.cli import (
-    FAILED,
-    WRONG_INPUT,
-    Command,
-    checked_experiment,
-    in_one_line,
-    outcome_table,
-    read_command,
-)
-from gradsurg.config.overrides import CONFIG_DIR
-from gradsurg.loggers.base import GuardedLogger, Logger
+from gradsurg.config import overrides
+from gradsurg.config.errors import FAILED, WRONG_INPUT
 from gradsurg.plugins.fields import full_message, printable
 from gradsurg.plugins.pipes import ignore_closed_pipes
-from gradsurg.report.text import Runs, report
-from gradsurg.training.run import Run
-from gradsurg.training.run_directory import ERROR
-from gradsurg.training.run_reader import BrokenFile
-from gradsurg.training.study import Record, execute
 
 if TYPE_CHECKING:
+    from gradsurg.config.build import Experiment
+    from gradsurg.config.cli import Command
+    from gradsurg.loggers.base import GuardedLogger, Logger
     from gradsurg.report.study import StudyReport
+    from gradsurg.training.run import Run
+    from gradsurg.training.study import Record
 
 INTERRUPTED = 130
 HAPPENED = {
@@ -51,14 +47,25 @@ def main() -> None:
     command line is wrong, 130 after an interruption.
     """
     try:
-        command = read_command()
+        sys.argv[1:] = _options_first(sys.argv[1:])
+        arguments = hydra_utils.get_args_parser().parse_args()
+        overrides.register()
+        if arguments.help or arguments.hydra_help or arguments.info or arguments.shell_completion:
+            _run_hydra()
+            return
+        from gradsurg.config.cli import read_command
+
+        command = read_command(arguments)
+        for experiment in command.plans:
+            _in_one_line(lambda experiment=experiment: _print_plan(experiment))
+        if command.plans:
+            return
         sweeping = command.sweeping and bool(command.jobs)
         broken = False
         try:
             # Hydra writes into the folder of a sweep, which may be read-only.
             if not sweeping or command.has_unfinished_runs:
-                with patch.object(hydra_utils, "run_and_report", in_one_line):
-                    in_one_line(job)
+                _run_hydra()
         except SystemExit as end:
             if not sweeping or end.code == WRONG_INPUT:
                 raise
@@ -70,12 +77,15 @@ def main() -> None:
         sys.exit(INTERRUPTED)
 
 
-@hydra.main(config_path=str(CONFIG_DIR), config_name="config", version_base="1.3")
+@hydra.main(config_path=str(overrides.CONFIG_DIR), config_name="config", version_base="1.3")
 def job(config: DictConfig) -> None:
     """Run one job: all seeds of one config, treated and control."""
+    from gradsurg.config.cli import checked_experiment
+    from gradsurg.report.text import Runs, report
+
     experiment = checked_experiment(config)
     if experiment.settings.dry_run:
-        print(experiment.surgery.plan(experiment.make_model(), experiment.example_input))
+        _print_plan(experiment)
         return
     if not experiment.settings.steps:
         return  # `read_command` has printed that nothing is trained
@@ -112,8 +122,42 @@ def job(config: DictConfig) -> None:
         sys.exit(FAILED)
 
 
-def _run(experiment: Experiment, run: Run) -> Record | None:
+def _options_first(words: list[str]) -> list[str]:
+    """Put overrides behind options: the parser reads overrides in one piece only."""
+    behind = [word for word in words if "=" in word and not word.startswith("-")]
+    return [word for word in words if word not in behind] + behind
+
+
+def _run_hydra() -> None:
+    """Let Hydra answer the command line, which may mean to run jobs."""
+    # Help asks for options a hundred times, and each time Hydra copies this singleton.
+    shared = patch.object(ConfigStore, "__deepcopy__", lambda store, _: store, create=True)
+    with shared, patch.object(hydra_utils, "run_and_report", _in_one_line):
+        _in_one_line(job)
+
+
+def _in_one_line(call: Callable[[], object]) -> object:
+    """Call a function; print an exception of Hydra or of a launcher on one line and exit."""
+    try:
+        return call()
+    except Exception as error:  # plug-ins of Hydra may raise anything
+        if hydra_utils._is_env_set("HYDRA_FULL_ERROR"):
+            raise
+        print(f"hydra: {full_message(error)}; HYDRA_FULL_ERROR=1 shows where", file=sys.stderr)
+        wrong = isinstance(error, HydraException | OmegaConfBaseException | OSError | ValueError)
+        sys.exit(WRONG_INPUT if wrong else FAILED)
+
+
+def _print_plan(experiment: "Experiment") -> None:
+    print(experiment.surgery.plan(experiment.make_model(), experiment.example_input))
+
+
+def _run(experiment: "Experiment", run: "Run") -> "Record | None":
     """Execute one run and print what happened to it; return None if it failed."""
+    from gradsurg.training.run_directory import ERROR
+    from gradsurg.training.run_reader import BrokenFile
+    from gradsurg.training.study import execute
+
     settings = experiment.settings
     out = Path(settings.out)
     name = printable(f"{run.label}, seed {run.seed}")
@@ -141,9 +185,9 @@ def _run(experiment: Experiment, run: Run) -> Record | None:
     return record
 
 
-def _report_sweep(command: Command) -> bool:
+def _report_sweep(command: "Command") -> bool:
     """Print the outcome of all jobs and report on each study; return whether all runs finished."""
-    # Imported here: reading a study takes polars, which a failing command need not wait for.
+    from gradsurg.config.cli import outcome_table
     from gradsurg.report.study import study_report
     from gradsurg.report.text import print_overview
 
@@ -160,7 +204,7 @@ def _report_sweep(command: Command) -> bool:
     return all_finished
 
 
-def _report_job(experiment: Experiment) -> None:
+def _report_job(experiment: "Experiment") -> None:
     """Write the report of the study of a single job, and send it to the loggers.
 
     Drawing figures can take as long as training. They are drawn with `report=true`, or to update
@@ -174,7 +218,7 @@ def _report_job(experiment: Experiment) -> None:
     _write_report(study_report(study), experiment.loggers, figures)
 
 
-def _write_report(study: "StudyReport", loggers: Iterable[GuardedLogger], figures: bool) -> None:
+def _write_report(study: "StudyReport", loggers: "Iterable[GuardedLogger]", figures: bool) -> None:
     """Write the report of a study, print its path, and send the study to the loggers.
 
     They get it also if no run is new: the command may have been killed before.
@@ -193,7 +237,7 @@ def _write_report(study: "StudyReport", loggers: Iterable[GuardedLogger], figure
         logger.study(info)
 
 
-def _print_notes(loggers: Iterable[Logger]) -> None:
+def _print_notes(loggers: "Iterable[Logger]") -> None:
     """Print the closing notes of the loggers, each line once."""
     for note in dict.fromkeys(note for logger in loggers for note in logger.notes()):
         print(note)

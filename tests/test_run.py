@@ -557,7 +557,7 @@ def test_ctrl_c_prints_one_line_on_how_to_resume(command, capsys, monkeypatch) -
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "execute", interrupt)
+    monkeypatch.setattr("gradsurg.training.study.execute", interrupt)
     with pytest.raises(SystemExit) as ended:
         command("transform=clip", *SHORT)
     assert ended.value.code == 130

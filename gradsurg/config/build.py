@@ -15,8 +15,9 @@ from gradsurg.aggregators.base import Aggregator, LossWeighting
 from gradsurg.config.dry_run import check_first_step, check_places, check_settings, check_step_parts
 from gradsurg.config.errors import ConfigError, ErrorCollector, joined
 from gradsurg.config.instantiate import Config, instantiate, user_code
+from gradsurg.config.overrides import GROUPS, MAX_RUNS, too_many
 from gradsurg.config.runs import Pair, Plan, create_model
-from gradsurg.config.settings import MAX_RUNS, Settings, too_many
+from gradsurg.config.settings import Settings
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.hooks.intervention import Intervention
 from gradsurg.loggers.base import GuardedLogger, Logger
@@ -33,17 +34,6 @@ from gradsurg.transforms.base import Transform
 from gradsurg.transforms.chain import Chain, links_of
 from gradsurg.triggers.base import Trigger
 
-GROUPS = (
-    "transform",
-    "site",
-    "when",
-    "aggregator",
-    "model",
-    "task",
-    "optimizer",
-    "schedule",
-    "logger",
-)
 MAPPINGS = ("shared",)
 REQUIRED = ("site", "when", "model", "task", "optimizer", "schedule")
 

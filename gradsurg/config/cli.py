@@ -1,4 +1,4 @@
-"""Read the command line: check every job before training, plan its runs, report on them after."""
+"""Check every job of a command line before training, plan its runs, report on them after."""
 
 import json
 import os
@@ -6,33 +6,27 @@ import sys
 import warnings
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hydra._internal.utils import _is_env_set, get_args_parser
-from hydra.errors import HydraException
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
-from gradsurg.config import compose, overrides
+from gradsurg.config import compose
 from gradsurg.config.build import Experiment, build
 from gradsurg.config.dry_run import step_seconds
-from gradsurg.config.errors import ConfigError
+from gradsurg.config.errors import WRONG_INPUT, ConfigError
 from gradsurg.config.instantiate import Config
-from gradsurg.config.settings import MAX_RUNS, too_many
+from gradsurg.config.overrides import MAX_RUNS, too_many
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.effects.tables import aligned
 from gradsurg.loggers.base import GuardedLogger
-from gradsurg.plugins.fields import full_message, printable
+from gradsurg.plugins.fields import printable
 from gradsurg.stats import seeds_needed
 from gradsurg.training.run import Run
 from gradsurg.training.run_directory import ERROR, RunDirectory, RunState, merged_facts
 from gradsurg.training.run_reader import BrokenFile
-
-FAILED = 1
-WRONG_INPUT = 2
 
 ANNOUNCED_RUNS = 100  # more are announced with a time before they start
 
@@ -77,8 +71,10 @@ class Job:
 
 @dataclass
 class Command:
-    """The checked jobs of a command line; `jobs` is empty if the command only asks Hydra for
-    help or is a dry run.
+    """The checked jobs of a command line; `jobs` is empty if the command asks for a config or a
+    job is a dry run.
+
+    `plans` are the experiments of a command with dry runs alone.
     """
 
     sweeping: bool = False
@@ -90,7 +86,8 @@ class Command:
     report: bool = True
     force: bool = False
     retry_failed: bool = True
-    dry_run: bool = False
+    plans: list[Experiment] = field(default_factory=list)
+    trains: bool = False  # whether a job is no dry run
     untrained: int = 0  # the number of jobs with steps=0
     has_new_runs: bool = True
     has_unfinished_runs: bool = True
@@ -98,9 +95,11 @@ class Command:
     def add(self, words: list[str], experiment: Experiment, num_jobs: int) -> None:
         """Add a job that has no error, one of `num_jobs`."""
         settings = experiment.settings
-        first = not (self.jobs or self.untrained or self.dry_run)
-        self.dry_run |= settings.dry_run
-        if first and settings.steps and not self.dry_run:
+        first = not (self.jobs or self.untrained or self.plans)
+        self.trains |= not settings.dry_run
+        if settings.dry_run:
+            self.plans.append(experiment)
+        elif first and settings.steps:
             _announce(experiment, num_jobs)
         if settings.steps == 0:
             self.untrained += 1
@@ -118,17 +117,12 @@ class Command:
         self.retry_failed &= settings.retry_failed
 
 
-def read_command() -> Command:
-    """Read the command line, check all jobs, and write down their runs as planned.
+def read_command(arguments: Namespace) -> Command:
+    """Check all jobs of a command line, and write down their runs as planned.
 
     Exits with code 2 after printing all errors. Prints the warnings of the surgery, each once.
     """
-    sys.argv[1:] = _options_first(sys.argv[1:])
-    arguments = get_args_parser().parse_args()
-    overrides.register()
     _experiments.clear()
-    if arguments.help or arguments.hydra_help or arguments.info or arguments.shell_completion:
-        return Command()
     command = Command()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SurgeryWarning)
@@ -146,8 +140,8 @@ def read_command() -> Command:
         # A trial step would import PyTorch's compiler, which takes longer than the check.
         jobs = f"{command.untrained} job{'s' if command.untrained > 1 else ''}"
         print(f"steps=0: {jobs} checked without a trial step, nothing to train")
-    if command.dry_run:
-        return Command()
+    if command.plans:
+        return Command() if command.trains else Command(plans=command.plans)
     if command.untrained and not command.jobs:
         sys.exit()
     try:
@@ -160,18 +154,6 @@ def read_command() -> Command:
     if command.sweeping:
         print(summary_line(len(command.jobs), states, command.retry_failed), file=sys.stderr)
     return command
-
-
-def in_one_line(call: Callable[[], object]) -> object:
-    """Call a function; print an exception of Hydra or of a launcher on one line and exit."""
-    try:
-        return call()
-    except Exception as error:  # plug-ins of Hydra may raise anything
-        if _is_env_set("HYDRA_FULL_ERROR"):
-            raise
-        print(f"hydra: {full_message(error)}; HYDRA_FULL_ERROR=1 shows where", file=sys.stderr)
-        wrong = isinstance(error, HydraException | OmegaConfBaseException | OSError | ValueError)
-        sys.exit(WRONG_INPUT if wrong else FAILED)
 
 
 def checked_experiment(config: DictConfig) -> Experiment:
@@ -294,12 +276,6 @@ def _duration(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:,.0f} {unit}"
     return f"{seconds:.0f} seconds"
-
-
-def _options_first(words: list[str]) -> list[str]:
-    """Put overrides behind options: the parser reads overrides in one piece only."""
-    behind = [word for word in words if "=" in word and not word.startswith("-")]
-    return [word for word in words if word not in behind] + behind
 
 
 def _key(config: Config) -> str:

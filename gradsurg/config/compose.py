@@ -24,6 +24,7 @@ from gradsurg.config.instantiate import target_of
 from gradsurg.config.overrides import (
     CONFIG_DIR,
     LISTS,
+    MAX_RUNS,
     YES,
     first_line,
     is_sweep,
@@ -34,9 +35,9 @@ from gradsurg.config.overrides import (
     repeated_keys,
     split_repeated_options,
     split_unknown_options,
+    too_many,
     wrong_config_dirs,
 )
-from gradsurg.config.settings import MAX_RUNS, too_many
 from gradsurg.plugins.fields import nearest
 
 Keep = Callable[[list[str], Experiment, int], None]

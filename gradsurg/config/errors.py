@@ -11,6 +11,9 @@ from typing import Any, TypeVar
 
 from gradsurg.plugins.fields import FieldError, one_line, printable
 
+FAILED, WRONG_INPUT = 1, 2
+"""Exit codes of the command."""
+
 Made = TypeVar("Made")
 
 

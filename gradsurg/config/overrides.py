@@ -1,4 +1,7 @@
-"""Check Hydra overrides before composing: syntax, options of groups, keys that are given twice."""
+"""Check Hydra overrides before composing: syntax, options of groups, keys that are given twice.
+
+Help and shell completion need this module, so it imports no torch.
+"""
 
 import json
 import math
@@ -20,14 +23,24 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
-from gradsurg.config.build import GROUPS
-from gradsurg.config.settings import MAX_RUNS, too_many
 from gradsurg.experiments import config_dirs as experiment_dirs
 from gradsurg.plugins.fields import nearest
 from gradsurg.plugins.registry import snake
 
+GROUPS = (
+    "transform",
+    "site",
+    "when",
+    "aggregator",
+    "model",
+    "task",
+    "optimizer",
+    "schedule",
+    "logger",
+)
 LISTS = ("transform", "logger")
 """The groups that take a list of options."""
+MAX_RUNS = 10_000  # of a command without yes=true
 YES = re.compile(r"\+*yes=true", re.IGNORECASE)
 LAUNCHERS = ("joblib", "submitit_local", "submitit_slurm")  # an extra: gradsurg[launchers]
 
@@ -233,6 +246,12 @@ def is_sweep(word: str) -> bool:
         return OverridesParser.create().parse_override(word).is_sweep_override()
     except (HydraException, ValueError):  # also a number of more digits than Python reads
         return False
+
+
+def too_many(count: int | str, things: str) -> str:
+    """Return the rule for more runs or jobs than `MAX_RUNS`."""
+    shown = f"{count:,}" if isinstance(count, int) else count
+    return f"{shown} {things} need yes=true, as more than {MAX_RUNS:,} do"
 
 
 def first_line(error: Exception) -> str:

@@ -10,8 +10,6 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from gradsurg.plugins.fields import Contradiction, one_line, validated
 from gradsurg.training.run import Backend, ComputeOptions, Precision, Until
 
-MAX_RUNS = 10_000  # of a command without yes=true
-
 Positive = Annotated[int, Field(ge=1)]
 # YAML reads `study=2024` as a number.
 Text = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
@@ -46,12 +44,6 @@ def _folder(path: str) -> str:
     if not parent.is_dir():
         raise ValueError(f"must be a folder, and {parent} is a file")
     return str(folder)
-
-
-def too_many(count: int | str, things: str) -> str:
-    """Return the rule for more runs or jobs than `MAX_RUNS`."""
-    shown = f"{count:,}" if isinstance(count, int) else count
-    return f"{shown} {things} need yes=true, as more than {MAX_RUNS:,} do"
 
 
 def _until(told: object) -> object:

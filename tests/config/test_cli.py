@@ -10,8 +10,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import pytest
 import yaml
 
-from gradsurg.config.build import GROUPS
-from gradsurg.config.overrides import CONFIG_DIR
+from gradsurg.config.overrides import CONFIG_DIR, GROUPS
 from gradsurg.config.settings import Settings
 from gradsurg.multitask.shared_parameters import SharedParameters
 from tests.conftest import Ended, Here
@@ -159,7 +158,7 @@ def test_help_explains_each_key_and_each_word_that_it_can_be(here: Here) -> None
 
 
 def test_overrides_are_put_behind_options() -> None:
-    from gradsurg.config.cli import _options_first
+    from gradsurg.run import _options_first
 
     words = ["a=1", "--config-dir", "there", "b=2", "-m", "~c"]
     assert _options_first(words) == ["--config-dir", "there", "-m", "~c", "a=1", "b=2"]
