@@ -21,8 +21,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from gradsurg.config import overrides
-from gradsurg.config.errors import FAILED, WRONG_INPUT
-from gradsurg.plugins.fields import full_message, printable
+from gradsurg.plugins.messages import full_message, printable
 from gradsurg.plugins.pipes import ignore_closed_pipes
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from gradsurg.training.run import Run
     from gradsurg.training.study import Record
 
-INTERRUPTED = 130
+FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 HAPPENED = {
     "resumed": "was interrupted, resumed from its checkpoint",
     "retried": "failed before, tried again",

@@ -1,5 +1,6 @@
 """What `import gradsurg` brings in, and what it does not."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,12 +16,26 @@ from scripts.stub import STUB, written
 HEAVY = ("hydra", "matplotlib", "omegaconf", "plotly", "polars", "sklearn", "wandb")
 
 
-def _fresh(code: str, *arguments: str) -> str:
+def _fresh(code: str, *arguments: str, **variables: str) -> str:
     """What a fresh interpreter prints that runs `code`, warnings being errors."""
     command = [sys.executable, "-W", "error", "-c", code, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    environment = os.environ | variables
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env=environment
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+COMMAND = """
+import os, runpy, sys
+from contextlib import suppress
+libraries, *sys.argv[1:] = sys.argv[1:]
+with suppress(SystemExit):
+    runpy.run_module("gradsurg.run", run_name="__main__", alter_sys=True)
+print(sorted(set(libraries.split()) & set(sys.modules)))
+"""
+"""Runs a command in this process; prints the listed libraries that it has imported."""
 
 
 def test_no_public_name_brings_in_a_library_that_only_the_runner_needs() -> None:
@@ -38,6 +53,24 @@ print(sorted(set({HEAVY!r}) & set(sys.modules)))
 def test_the_check_above_would_see_such_a_library() -> None:
     code = f"import sys, gradsurg.run\nprint(sorted(set({HEAVY!r}) & set(sys.modules)))"
     assert "hydra" in _fresh(code)
+
+
+@pytest.mark.parametrize(
+    ("words", "typed", "printed"),
+    [
+        ("--help", "", "clip_global_norm"),
+        ("--hydra-help", "", "--shell-completion"),
+        ("-sc query=bash", "run transform=clip_g", "transform=clip_global_norm"),
+        ("-sc query=bash", "run site.patt", "site.pattern="),
+    ],
+)
+def test_help_and_completion_import_neither_torch_nor_a_library_of_runs_and_reports(
+    words: str, typed: str, printed: str
+) -> None:
+    libraries = "torch numpy sklearn wandb matplotlib scipy altair polars pydantic"
+    out = _fresh(COMMAND, libraries, *words.split(), COMP_LINE=typed)
+    assert out.splitlines()[-1] == "[]"
+    assert printed in out
 
 
 @pytest.mark.slow

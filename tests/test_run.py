@@ -14,7 +14,6 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from gradsurg import run
 from gradsurg.config import compose
 from gradsurg.config.overrides import CONFIG_DIR
 from tests.loggers.offline import alone, inspect, of_type

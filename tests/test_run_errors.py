@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gradsurg.plugins.fields import full_message
+from gradsurg.plugins.messages import full_message
 from tests.conftest import Here
 from tests.runs import ROOT
 

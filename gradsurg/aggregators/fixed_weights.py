@@ -15,7 +15,8 @@ from gradsurg.aggregators.base import (
     AggregatorState,
     LossWeighting,
 )
-from gradsurg.plugins.fields import Contradiction, FieldError, nearest, validated
+from gradsurg.plugins.fields import Contradiction, FieldError, validated
+from gradsurg.plugins.messages import nearest
 
 Weights = Annotated[tuple[float, ...], Field(min_length=1)]
 

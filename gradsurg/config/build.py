@@ -23,7 +23,8 @@ from gradsurg.hooks.intervention import Intervention
 from gradsurg.loggers.base import GuardedLogger, Logger
 from gradsurg.multitask.aggregation import check_trigger
 from gradsurg.multitask.shared_parameters import SharedParameters
-from gradsurg.plugins.fields import FieldError, call_with_fields, nearest, one_line
+from gradsurg.plugins.fields import FieldError, call_with_fields
+from gradsurg.plugins.messages import nearest, one_line
 from gradsurg.plugins.registry import find, names, snake
 from gradsurg.sites.base import Selector
 from gradsurg.surgery.surgery import Surgery

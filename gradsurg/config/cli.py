@@ -16,17 +16,19 @@ from omegaconf import DictConfig
 from gradsurg.config import compose
 from gradsurg.config.build import Experiment, build
 from gradsurg.config.dry_run import step_seconds
-from gradsurg.config.errors import WRONG_INPUT, ConfigError
+from gradsurg.config.errors import ConfigError
 from gradsurg.config.instantiate import Config
 from gradsurg.config.overrides import MAX_RUNS, too_many
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.effects.tables import aligned
 from gradsurg.loggers.base import GuardedLogger
-from gradsurg.plugins.fields import printable
+from gradsurg.plugins.messages import printable
 from gradsurg.stats import seeds_needed
 from gradsurg.training.run import Run
 from gradsurg.training.run_directory import ERROR, RunDirectory, RunState, merged_facts
 from gradsurg.training.run_reader import BrokenFile
+
+WRONG_INPUT = 2
 
 ANNOUNCED_RUNS = 100  # more are announced with a time before they start
 

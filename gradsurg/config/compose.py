@@ -38,7 +38,7 @@ from gradsurg.config.overrides import (
     too_many,
     wrong_config_dirs,
 )
-from gradsurg.plugins.fields import nearest
+from gradsurg.plugins.messages import nearest
 
 Keep = Callable[[list[str], Experiment, int], None]
 

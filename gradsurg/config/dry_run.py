@@ -23,7 +23,8 @@ from gradsurg.effects.ledger import Entry, SurgeryWarning
 from gradsurg.hooks.intervention import Intervention
 from gradsurg.multitask.features import module_of
 from gradsurg.multitask.shared_parameters import SharedParameters
-from gradsurg.plugins.fields import FieldError, nearest, one_line, only_changed_field
+from gradsurg.plugins.fields import FieldError, only_changed_field
+from gradsurg.plugins.messages import nearest, one_line
 from gradsurg.sites.base import Selector
 from gradsurg.sites.state_guard import untouched
 from gradsurg.surgery.forward_observers import observed_modules

@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from gradsurg.plugins.fields import FieldError, one_line, printable
-
-FAILED, WRONG_INPUT = 1, 2
-"""Exit codes of the command."""
+from gradsurg.plugins.fields import FieldError
+from gradsurg.plugins.messages import one_line, printable
 
 Made = TypeVar("Made")
 

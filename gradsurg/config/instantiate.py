@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from functools import partial, update_wrapper
 from typing import Any
 
-from gradsurg.plugins.fields import FieldError, call_with_fields, nearest, one_line
+from gradsurg.plugins.fields import FieldError, call_with_fields
+from gradsurg.plugins.messages import nearest, one_line
 from gradsurg.plugins.registry import find
 from gradsurg.transforms.base import Transform, as_transform
 

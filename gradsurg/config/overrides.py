@@ -24,7 +24,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
 from gradsurg.experiments import config_dirs as experiment_dirs
-from gradsurg.plugins.fields import nearest
+from gradsurg.plugins.messages import nearest
 from gradsurg.plugins.registry import snake
 
 GROUPS = (

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from gradsurg.plugins.fields import Contradiction, one_line, validated
+from gradsurg.plugins.fields import Contradiction, validated
+from gradsurg.plugins.messages import one_line
 from gradsurg.training.run import Backend, ComputeOptions, Precision, Until
 
 Positive = Annotated[int, Field(ge=1)]

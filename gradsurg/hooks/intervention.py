@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from gradsurg.aggregators.base import Aggregator
 from gradsurg.effects.ledger import SurgeryWarning
-from gradsurg.plugins.fields import FieldError, nearest
+from gradsurg.plugins.fields import FieldError
+from gradsurg.plugins.messages import nearest
 from gradsurg.plugins.reductions import reduced_axes
 from gradsurg.plugins.registry import snake
 from gradsurg.sites.base import SCALED, Selector, Stage

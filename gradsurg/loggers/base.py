@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from gradsurg.plugins.fields import full_message
+from gradsurg.plugins.messages import full_message
 
 RunEnd = Literal["finished", "diverged", "failed", "interrupted"]
 Cell = str | float | int | bool | None

@@ -17,7 +17,8 @@ from rich.progress import (
 from rich.text import Text
 
 from gradsurg.loggers.base import Logger, RunEnd, RunInfo
-from gradsurg.plugins.fields import printable, validated
+from gradsurg.plugins.fields import validated
+from gradsurg.plugins.messages import printable
 
 NUM_METRICS = 4  # in the line of a finished run
 

@@ -13,7 +13,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradsurg.multitask.graph import leaf_of, next_nodes, reachable
-from gradsurg.plugins.fields import SelectionError, nearest
+from gradsurg.plugins.fields import SelectionError
+from gradsurg.plugins.messages import nearest
 from gradsurg.sites.call_tracker import tensors_in
 from gradsurg.sites.selection import names_of, owned_params
 from gradsurg.torch_internals import compiling

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradsurg.hooks.controller import HookController
-from gradsurg.plugins.fields import FieldError, SelectionError, nearest
+from gradsurg.plugins.fields import FieldError, SelectionError
+from gradsurg.plugins.messages import nearest
 from gradsurg.triggers.base import Clock
 
 Losses = Mapping[str, Tensor] | Sequence[Tensor] | Tensor

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
-from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
 from types import NoneType, UnionType
@@ -11,6 +10,8 @@ from typing import Annotated, Any, TypeVar, Union, dataclass_transform, get_args
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 from pydantic_core import ErrorDetails
+
+from gradsurg.plugins.messages import nearest
 
 Class = TypeVar("Class", bound=type)
 
@@ -151,31 +152,6 @@ def call_with_fields(
         raise FieldError("", faults) from error
 
 
-def one_line(error: BaseException) -> str:
-    """Return the message of an error on one line, or its class if it has none."""
-    # str() of a KeyError quotes its message.
-    text = error.args[0] if isinstance(error, KeyError) and error.args else error
-    return printable(" ".join(str(text).split())) or type(error).__name__
-
-
-def printable(text: str) -> str:
-    """Return a text with its control characters escaped, so that it has one line."""
-    if text.isprintable():
-        return text
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
-        for char in text
-    )
-
-
-def nearest(name: str, choices: list[str]) -> str:
-    """Return the end of an error message: all choices, and the nearest one."""
-    plain = {choice.lower(): choice for choice in choices}
-    close = get_close_matches(name.lower(), plain, n=1, cutoff=0.5)
-    question = f" Did you mean '{plain[close[0]]}'?" if close else ""
-    return f"There are: {', '.join(choices) or 'none'}.{question}"
-
-
 def _default(factory: Callable[..., object], key: str) -> object:
     """Return the default value of a parameter, None if it has none."""
     try:
@@ -270,9 +246,3 @@ def _too_many(names: list[str], places: list[str]) -> str:
     if places:
         return f"takes at most {len(places)} values without a name: {', '.join(places)}"
     return f"takes no values without a name. {nearest('', names)}" if names else "takes no values"
-
-
-def full_message(error: BaseException) -> str:
-    """Return an error's class, message and notes on one line."""
-    parts = [" ".join(str(text).split()) for text in (error, *getattr(error, "__notes__", []))]
-    return f"{type(error).__name__}: {printable('; '.join([parts[0] or 'no message', *parts[1:]]))}"

@@ -6,7 +6,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-from gradsurg.plugins.fields import nearest
+from gradsurg.plugins.messages import nearest
 
 CONTRACTS = ("__init__", "base")
 

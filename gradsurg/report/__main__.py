@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradsurg.plugins.fields import printable
+from gradsurg.plugins.messages import printable
 from gradsurg.plugins.pipes import ignore_closed_pipes
 from gradsurg.report.export import write_report
 from gradsurg.report.load import NotAStudy, Stamp, stamp

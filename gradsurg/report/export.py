@@ -18,7 +18,7 @@ from time import time
 import polars as pl
 
 from gradsurg.loggers.base import StudyInfo
-from gradsurg.plugins.fields import printable
+from gradsurg.plugins.messages import printable
 from gradsurg.report.answer import SHARED, alone_rows, outcome_table
 from gradsurg.report.compare import ABOUT_SHARES
 from gradsurg.report.html import page

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field
 
-from gradsurg.plugins.fields import Contradiction, FieldError, nearest, validated
+from gradsurg.plugins.fields import Contradiction, FieldError, validated
+from gradsurg.plugins.messages import nearest
 
 FILE = "expected.yaml"
 STUDIES = "conf/experiment/*.yaml"  # of the checkout, and of a paper's own folder

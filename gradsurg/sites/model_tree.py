@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradsurg.plugins.fields import nearest
+from gradsurg.plugins.messages import nearest
 from gradsurg.sites.base import GroupFn, Place, PlaceTest, RegisterHooks, Selector, SiteHook
 from gradsurg.sites.call_tracker import Calls, tensors_in
 from gradsurg.sites.every_module import EveryModule

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
-from gradsurg.plugins.fields import Contradiction, SelectionError, nearest, validated
+from gradsurg.plugins.fields import Contradiction, SelectionError, validated
+from gradsurg.plugins.messages import nearest
 from gradsurg.sites.base import GradFn, HookRegistry, Place, PlaceTest, Selector, SiteHook, Stage
 from gradsurg.sites.graph_tracer import CallGraph, NodePlace, Tracer, around, plain
 from gradsurg.sites.selection import (

@@ -10,7 +10,8 @@ from typing import Annotated, Any, ClassVar, Protocol
 from pydantic import AfterValidator, BeforeValidator, Field
 from torch import Tensor, nn
 
-from gradsurg.plugins.fields import SelectionError, nearest, validated
+from gradsurg.plugins.fields import SelectionError, validated
+from gradsurg.plugins.messages import nearest
 from gradsurg.sites.base import HookRegistry, Place, PlaceTest, Selector, Stage
 from gradsurg.torch_internals import autograd
 

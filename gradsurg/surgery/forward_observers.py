@@ -9,7 +9,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from gradsurg.plugins.fields import SelectionError, nearest
+from gradsurg.plugins.fields import SelectionError
+from gradsurg.plugins.messages import nearest
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.triggers.base import Clock, TensorTrigger
 

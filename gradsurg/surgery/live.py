@@ -12,7 +12,7 @@ from torch import nn
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.hooks.controller import Session
 from gradsurg.hooks.intervention import Intervention, labels_of
-from gradsurg.plugins.fields import nearest
+from gradsurg.plugins.messages import nearest
 from gradsurg.sites.wrapped_models import late_hooks_reason
 from gradsurg.surgery.attachment import Attachment
 from gradsurg.surgery.coverage import clock_warnings, unhooked_warnings

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradsurg.plugins.fields import FieldError, call_with_fields, one_line
+from gradsurg.plugins.fields import FieldError, call_with_fields
+from gradsurg.plugins.messages import one_line
 from gradsurg.plugins.registry import check_choice
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from gradsurg.plugins.fields import printable
+from gradsurg.plugins.messages import printable
 
 if TYPE_CHECKING:
     from yaml import SafeLoader

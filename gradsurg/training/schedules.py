@@ -9,7 +9,8 @@ from typing import Any
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from gradsurg.plugins.fields import FieldError, call_with_fields, one_line
+from gradsurg.plugins.fields import FieldError, call_with_fields
+from gradsurg.plugins.messages import one_line
 from gradsurg.plugins.registry import check_choice
 
 MakeSchedule = Callable[[Optimizer], LRScheduler | None]

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gradsurg.plugins.fields import FieldError, full_message, printable
+from gradsurg.plugins.fields import FieldError
+from gradsurg.plugins.messages import full_message, printable
 from gradsurg.transforms.clip import Clip
 from tests.conftest import Here
 

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field
 
-from gradsurg.plugins.fields import Contradiction, FieldError, nearest, validated
+from gradsurg.plugins.fields import Contradiction, FieldError, validated
+from gradsurg.plugins.messages import nearest
 from gradsurg.plugins.reductions import NormOrder, Per
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from gradsurg.plugins.fields import nearest
+from gradsurg.plugins.messages import nearest
 from gradsurg.plugins.pipes import ignore_closed_pipes
 from gradsurg.tasks.data import cache
 from gradsurg.tasks.fetch.sources import DATA_SETS, DataSet, NotFetched, NotTheDataSet

@@ -1,0 +1,34 @@
+"""Texts of error messages, one line each; imports no library."""
+
+from difflib import get_close_matches
+
+
+def one_line(error: BaseException) -> str:
+    """Return the message of an error on one line, or its class if it has none."""
+    # str() of a KeyError quotes its message.
+    text = error.args[0] if isinstance(error, KeyError) and error.args else error
+    return printable(" ".join(str(text).split())) or type(error).__name__
+
+
+def full_message(error: BaseException) -> str:
+    """Return an error's class, message and notes on one line."""
+    parts = [" ".join(str(text).split()) for text in (error, *getattr(error, "__notes__", []))]
+    return f"{type(error).__name__}: {printable('; '.join([parts[0] or 'no message', *parts[1:]]))}"
+
+
+def printable(text: str) -> str:
+    """Return a text with its control characters escaped, so that it has one line."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
+        for char in text
+    )
+
+
+def nearest(name: str, choices: list[str]) -> str:
+    """Return the end of an error message: all choices, and the nearest one."""
+    plain = {choice.lower(): choice for choice in choices}
+    close = get_close_matches(name.lower(), plain, n=1, cutoff=0.5)
+    question = f" Did you mean '{plain[close[0]]}'?" if close else ""
+    return f"There are: {', '.join(choices) or 'none'}.{question}"
