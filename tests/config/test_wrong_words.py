@@ -38,7 +38,7 @@ CLIP = "transform=clip"
         ((CLIP, "batch_size=true"), "batch_size: must be a whole number, found True"),
         ((CLIP, "model.hidden=[true]"), "model.hidden.0: must be a whole number, found True"),
         ((CLIP, "task=friedman", "task.num_train=1e12"), "task: needs more memory than there is"),
-        (("transform=[1.5]",), "transform: there is no '1.5'. There are: add_noise, "),
+        (("transform=[1.5]",), "transform: there is no '1.5'. There are: adagc, "),
         ((CLIP, "+=$HOME"), "+=$HOME: has no key before the ="),
         ((CLIP, "hydra.run.dir=/proc/x"), "hydra: FileNotFoundError: [Errno 2] No such file or"),
         ((CLIP, "out=" + "x" * 300), "out: cannot be a folder ([Errno 36] File name too long: "),
