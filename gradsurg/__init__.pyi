@@ -10,9 +10,11 @@ from gradsurg.aggregators.aligned_mtl import AlignedMTL as AlignedMTL
 from gradsurg.aggregators.cagrad import CAGrad as CAGrad
 from gradsurg.aggregators.con_fig import ConFIG as ConFIG
 from gradsurg.aggregators.dual_proj import DualProj as DualProj
+from gradsurg.aggregators.dwa import DWA as DWA
 from gradsurg.aggregators.fair_grad import FairGrad as FairGrad
 from gradsurg.aggregators.famo import FAMO as FAMO
 from gradsurg.aggregators.fixed_weights import FixedWeights as FixedWeights
+from gradsurg.aggregators.gem import GEM as GEM
 from gradsurg.aggregators.grad_drop import GradDrop as GradDrop
 from gradsurg.aggregators.grad_norm import GradNorm as GradNorm
 from gradsurg.aggregators.grad_vac import GradVac as GradVac
@@ -23,6 +25,8 @@ from gradsurg.aggregators.mgda import MGDA as MGDA
 from gradsurg.aggregators.nash_mtl import NashMTL as NashMTL
 from gradsurg.aggregators.pcgrad import PCGrad as PCGrad
 from gradsurg.aggregators.random import Random as Random
+from gradsurg.aggregators.sdmgrad import SDMGrad as SDMGrad
+from gradsurg.aggregators.stch import STCH as STCH
 from gradsurg.aggregators.sum import Sum as Sum
 from gradsurg.aggregators.trimmed_mean import TrimmedMean as TrimmedMean
 from gradsurg.aggregators.uncertainty_weighting import UncertaintyWeighting as UncertaintyWeighting

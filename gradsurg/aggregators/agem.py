@@ -13,8 +13,7 @@ class AGEM(Weighting):
 
     The first task is g, the current data; the second is g_ref, a memory of earlier data, which only
     constrains g and is not followed itself. Section 4 of Chaudhry et al., ICLR 2019 (arXiv
-    1812.00420). More than two tasks are refused: GEM, which has one g_ref for each earlier task, is
-    another method (`DualProj` solves its problem for the mean).
+    1812.00420). More than two tasks are refused: `GEM` has one g_ref for each earlier task.
 
     A g_ref of zero imposes no constraint. Opposite gradients give zero, one task is unchanged. A
     NaN or infinity makes every weight NaN.

@@ -337,10 +337,13 @@ def checked_update(
     return weights, state
 
 
-def losses_of(aggregator: Aggregator, context: AggregatorContext, num_tasks: int) -> Tensor:
+def losses_of(
+    aggregator: Aggregator, context: AggregatorContext, num_tasks: int, negative: bool = False
+) -> Tensor:
     """Return the losses of the tasks in float64.
 
-    Raises ValueError if the context has none, if their number is not `num_tasks`, or if one is < 0.
+    Raises ValueError if the context has none, if their number is not `num_tasks`, or if one is < 0
+    (unless `negative`).
     """
     name = type(aggregator).__name__
     if context.losses is None:
@@ -353,7 +356,7 @@ def losses_of(aggregator: Aggregator, context: AggregatorContext, num_tasks: int
             f"{name} needs a loss for each of the {num_tasks} tasks, found {len(context.losses)}"
         )
     losses = context.losses.detach().double()
-    if below := [loss for loss in losses.tolist() if loss < 0]:
+    if not negative and (below := [loss for loss in losses.tolist() if loss < 0]):
         raise ValueError(f"{name} needs losses >= 0, found {min(below):.6g}")
     return losses
 

@@ -22,7 +22,7 @@ from gradsurg.aggregators.solvers import (
     OnRows,
     factor,
     nonnegative_least_squares,
-    project_mean_pair,
+    project_pair,
     solve_weights,
     solve_weights_of_rows,
 )
@@ -83,11 +83,11 @@ class CAGrad(Weighting, SolvedOnRows):
         pair = partial(_conflict_averse_pair, c=self.c)
         return solve_weights(gramian, averse, pair, 1 / count, self._on_rows(count)) / self._divisor
 
-    def weights_of_rows(self, rows: Tensor, ridge: float, least: float) -> Tensor:
+    def weights_of_rows(self, rows: Tensor, order: Tensor, ridge: float, least: float) -> Tensor:
         on_rows = self._on_rows(len(rows))
         return solve_weights_of_rows(rows, on_rows, ridge, least, 1 / len(rows)) / self._divisor
 
-    def largest_norm(self, rows: Tensor) -> float:
+    def largest_norm(self, rows: Tensor, order: Tensor) -> float:
         return (1 + self.c) * float(rows.mean(dim=0).norm()) / self._divisor
 
     def _on_rows(self, count: int) -> OnRows:
@@ -153,7 +153,7 @@ def _conflict_averse_pair(
     # No direction improves both tasks: take the one nearest to the mean that harms neither.
     y = norm * (shares[0] * reach - back * height), other * (shares[1] * reach + back * height)
     if height == 0 or (radius * height) ** 2 <= RANK * (y[0] + y[1]) ** 2:
-        return project_mean_pair(cosine, norm, other)
+        return project_pair(cosine, first, second)
     return first + y[0] / height, second + y[1] / height
 
 

@@ -1,15 +1,23 @@
 """DualProj: project the mean of the gradients onto the cone of non-conflicting directions."""
 
+from dataclasses import KW_ONLY
 from functools import partial
 
+import numpy as np
 from torch import Tensor
 
+from gradsurg.aggregators._preference import (
+    Preference,
+    check_preference,
+    is_symmetric,
+    shares_of,
+)
 from gradsurg.aggregators.base import AggregatorProperty, Weighting
 from gradsurg.aggregators.rows import SolvedOnRows
 from gradsurg.aggregators.solvers import (
     Array,
-    project_mean_pair,
     project_onto_dual_cone,
+    project_pair,
     project_rows_onto_dual_cone,
     solve_weights,
     solve_weights_of_rows,
@@ -19,51 +27,66 @@ from gradsurg.plugins.fields import validated
 
 @validated
 class DualProj(Weighting, SolvedOnRows):
-    """The point nearest to the mean g_0 of the gradients among the d with g_j · d >= 0 for all j.
+    """The point nearest to g_0 = Σ p_i g_i among the d with g_j · d >= 0 for all j.
 
-    w = argmin_{v >= 1/T} vᵀ G v, solved by an active set on the cosines, so the result conflicts
-    with no task at any ratio of norms. Equation 11 of Lopez-Paz and Ranzato, NeurIPS 2017 (arXiv
-    1706.08840), with the mean in place of the gradient of the current task.
+    `preference` is p, by default 1 / T each, so that g_0 is the mean. w = argmin_{v >= p} vᵀ G v,
+    solved by an active set on the cosines, so the result conflicts with no task at any ratio of
+    norms. Equation 11 of Lopez-Paz and Ranzato, NeurIPS 2017 (arXiv 1706.08840), with g_0 in place
+    of the gradient of the current task (which `GEM` has).
 
-    A zero gradient contributes nothing and imposes no constraint. Identical tasks give their mean,
-    opposite ones zero, one task is unchanged. For dependent gradients the weights are not unique,
-    but the result is. A NaN or infinity makes every weight NaN.
+    A zero gradient contributes nothing and imposes no constraint. Without a preference identical
+    tasks give their mean, opposite ones zero, one task is unchanged. For dependent gradients the
+    weights are not unique, but the result is. A NaN or infinity makes every weight NaN.
 
     Of three or more nearly dependent gradients (smallest eigenvalue of the matrix of cosines below
     1e-6 T) the Gramian has too few digits: there the same problem is solved on a triangular factor
     of the gradients, by a QR decomposition in float64 and nonnegative least squares (chapter 23 of
     Lawson and Hanson, Solving Least Squares Problems, 1974) with a ridge of 2e-14. The result is
-    that of the gradients as they are, rounding included, and no longer than their mean.
+    that of the gradients as they are, rounding included, and no longer than g_0.
     """
+
+    _: KW_ONLY
+    preference: Preference = None
+
+    def __post_init__(self) -> None:
+        check_preference(self.preference)
+
+    @property
+    def num_tasks(self) -> int | None:
+        return None if self.preference is None else len(self.preference)
 
     @property
     def properties(self) -> frozenset[AggregatorProperty]:
-        return frozenset(
-            {
-                "non_conflicting",
-                "permutation_invariant",
-                "homogeneous",
-                "strongly_stationary",
-                "deterministic",
-            }
-        )
+        properties: set[AggregatorProperty] = {"non_conflicting", "homogeneous", "deterministic"}
+        if is_symmetric(self.preference):
+            properties |= {"permutation_invariant"}
+        if min(self.preference or (1.0,)) > 0:
+            properties |= {"strongly_stationary"}
+        return frozenset(properties)
 
     def weights(self, gramian: Tensor) -> Tensor:
-        count = len(gramian)
+        shares = shares_of(self, self.preference, len(gramian))
+        nonzero = shares[gramian.diagonal().numpy() > 0]
 
         def projected(cosines: Array, norms: Array) -> Array:
-            return project_onto_dual_cone(cosines, norms[None] / count)[0]
+            return project_onto_dual_cone(cosines, (nonzero * norms)[None])[0]
 
-        on_rows = partial(_projected_rows, count=count)
-        return solve_weights(gramian, projected, project_mean_pair, 1 / count, on_rows)
+        def pair(cosine: float, norm: float, other: float) -> tuple[float, float]:
+            return project_pair(cosine, shares[0] * norm, shares[1] * other)
 
-    def weights_of_rows(self, rows: Tensor, ridge: float, least: float) -> Tensor:
-        on_rows = partial(_projected_rows, count=len(rows))
+        on_rows = partial(_projected_rows, shares=nonzero)
+        return solve_weights(gramian, projected, pair, 1 / len(gramian), on_rows)
+
+    def weights_of_rows(self, rows: Tensor, order: Tensor, ridge: float, least: float) -> Tensor:
+        shares = shares_of(self, self.preference, len(rows))[order]
+        nonzero = shares[np.linalg.norm(rows.numpy(), axis=1) > 0]
+        on_rows = partial(_projected_rows, shares=nonzero)
         return solve_weights_of_rows(rows, on_rows, ridge, least, idle=1 / len(rows))
 
-    def largest_norm(self, rows: Tensor) -> float:
-        return float(rows.mean(dim=0).norm())
+    def largest_norm(self, rows: Tensor, order: Tensor) -> float:
+        shares = shares_of(self, self.preference, len(rows))[order]
+        return float(np.linalg.norm(shares @ rows.numpy()))
 
 
-def _projected_rows(unit: Array, norms: Array, ridge: float, _: float, count: int) -> Array:
-    return project_rows_onto_dual_cone(unit, norms[None] / count, ridge)[0]
+def _projected_rows(unit: Array, norms: Array, ridge: float, _: float, shares: Array) -> Array:
+    return project_rows_onto_dual_cone(unit, (shares * norms)[None], ridge)[0]

@@ -1,10 +1,13 @@
 """MGDA: the minimum-norm convex combination of the gradients."""
 
+from dataclasses import KW_ONLY
+
 from torch import Tensor
 
+from gradsurg.aggregators._preference import Preference, is_symmetric, shares_of
 from gradsurg.aggregators.base import AggregatorProperty, Weighting
-from gradsurg.aggregators.solvers import min_norm_in_hull, solve_weights
-from gradsurg.plugins.fields import validated
+from gradsurg.aggregators.solvers import Array, min_norm_in_hull, solve_weights
+from gradsurg.plugins.fields import Contradiction, validated
 
 
 @validated
@@ -18,23 +21,44 @@ class MGDA(Weighting):
     3 of Sener and Koltun, NeurIPS 2018 (arXiv 1810.04650), without their normalizations of the
     gradients.
 
+    With a `preference` p > 0, one number for each task, it is the minimum-norm point of the hull of
+    the p_i g_i, the gradients of the losses p_i l_i: a larger p_i gives task i a smaller weight.
+
     A zero gradient takes all the weight and the result is zero. Identical tasks give that gradient,
     opposite ones zero, one task is unchanged. A NaN or infinity makes every weight NaN.
     """
 
+    _: KW_ONLY
+    preference: Preference = None
+
+    def __post_init__(self) -> None:
+        if self.preference is not None and not min(self.preference) > 0:
+            text = f"must be above 0 for each task, found {list(self.preference)}"
+            raise Contradiction("preference", text)
+
+    @property
+    def num_tasks(self) -> int | None:
+        return None if self.preference is None else len(self.preference)
+
     @property
     def properties(self) -> frozenset[AggregatorProperty]:
-        return frozenset(
-            {
-                "non_conflicting",
-                "permutation_invariant",
-                "homogeneous",
-                "deterministic",
-            }
-        )
+        properties: set[AggregatorProperty] = {"non_conflicting", "homogeneous", "deterministic"}
+        if is_symmetric(self.preference):
+            properties |= {"permutation_invariant"}
+        return frozenset(properties)
 
     def weights(self, gramian: Tensor) -> Tensor:
-        return solve_weights(gramian, min_norm_in_hull, _min_norm_pair, idle=None)
+        if self.preference is None:
+            return solve_weights(gramian, min_norm_in_hull, _min_norm_pair, idle=None)
+        shares = shares_of(self, self.preference, len(gramian))
+
+        def general(cosines: Array, norms: Array) -> Array:
+            return min_norm_in_hull(cosines, shares * norms)  # with a zero row it is not called
+
+        def pair(cosine: float, norm: float, other: float) -> tuple[float, float]:
+            return _min_norm_pair(cosine, shares[0] * norm, shares[1] * other)
+
+        return solve_weights(gramian, general, pair, idle=None)
 
 
 def _min_norm_pair(cosine: float, norm: float, other: float) -> tuple[float, float]:

@@ -242,14 +242,14 @@ class SolvedOnRows(ABC):
     """
 
     @abstractmethod
-    def weights_of_rows(self, rows: Tensor, ridge: float, least: float) -> Tensor:
-        """Return the weights (T,) from any `rows` (T, r) with the Gramian of J, in float64.
+    def weights_of_rows(self, rows: Tensor, order: Tensor, ridge: float, least: float) -> Tensor:
+        """Return the weights (T,) from `rows` (T, r) with the Gramian of J[order], in float64.
 
         `ridge` and `least` are those of `solvers.solve_weights_of_rows`.
         """
 
     @abstractmethod
-    def largest_norm(self, rows: Tensor) -> float:
+    def largest_norm(self, rows: Tensor, order: Tensor) -> float:
         """Return the largest norm that the update of these rows can have."""
 
 
@@ -274,7 +274,7 @@ def solve_on_rows(
     order = gramian.diagonal().argsort(stable=True)
     rows = triangular_factor(blocks, order) / scale
     norms = rows.norm(dim=1)
-    bound = problem.largest_norm(rows)
+    bound = problem.largest_norm(rows, order)
     precision = max(torch.finfo(block.dtype).eps for block in blocks)
     least = min(max(8 * precision, LEAST), LARGEST_LEAST)
     longest = bound * (1 + TOO_LONG + precision) + 1e-15 * float(norms.max())
@@ -282,7 +282,7 @@ def solve_on_rows(
     weights = torch.empty_like(norms)
     for ridge in RIDGES:
         try:
-            weights[order] = problem.weights_of_rows(rows, ridge, least)
+            weights[order] = problem.weights_of_rows(rows, order, ridge, least)
         except NotConverged as error:
             excess = error.residual
             continue

@@ -191,9 +191,8 @@ def project_rows_onto_dual_cone(unit: Array, targets: Array, ridge: float) -> Ar
     return targets + np.array(moved)
 
 
-def project_mean_pair(cosine: float, norm: float, other: float) -> tuple[float, float]:
-    """Project the mean onto the cone of the d with g_i · d >= 0 for both rows."""
-    first, second = norm / 2, other / 2
+def project_pair(cosine: float, first: float, second: float) -> tuple[float, float]:
+    """Project first u_1 + second u_2 onto the cone of the d with u_i · d >= 0 for both rows."""
     if (inner := first + cosine * second) < 0:
         return first - inner, second
     if (inner := second + cosine * first) < 0:

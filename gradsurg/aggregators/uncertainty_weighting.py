@@ -26,8 +26,11 @@ class UncertaintyWeighting(LossWeighting):
 
     s starts at 0 and follows the gradient of sum_i w_i l_i + s_i / 2 by plain steps of `lr` after
     each call; at rest w_i = 1 / (2 l_i). `softmax`, for cross-entropy losses, drops the 1/2: w_i =
-    exp(-s_i). Kendall, Gal and Cipolla, CVPR 2018 (arXiv 1705.07115), equations 7 and 10. There the
-    network's optimizer trains s; here s has its own gradient descent.
+    exp(-s_i). Kendall, Gal and Cipolla, CVPR 2018 (arXiv 1705.07115), equations 7 and 10.
+    `laplace`, for absolute errors, follows exp(-s_i) l_i + s_i, so that at rest every w_i l_i is 1:
+    this is IMTL-L with s = -s_i (Liu et al., ICLR 2021, "Towards Impartial Multi-task Learning",
+    the loss part), which `aggregator=imtl_l` selects. There the network's optimizer trains s; here
+    s has its own gradient descent.
 
     Losses must be >= 0: for negative ones s would decrease without bound. A loss far above 1 makes
     long steps of s: choose a smaller `lr`. If a loss is NaN or infinite the weights and the state
@@ -36,7 +39,7 @@ class UncertaintyWeighting(LossWeighting):
 
     _: KW_ONLY
     lr: Annotated[float, Field(gt=0)] = 2.5e-3
-    likelihood: Literal["gaussian", "softmax"] = "gaussian"
+    likelihood: Literal["gaussian", "softmax", "laplace"] = "gaussian"
 
     @property
     def properties(self) -> frozenset[AggregatorProperty]:
@@ -53,9 +56,12 @@ class UncertaintyWeighting(LossWeighting):
         losses = losses_of(self, context, num_tasks).numpy()
         match self.likelihood:
             case "gaussian":
-                weights = 0.5 * np.exp(-logs)
+                share, slope = 0.5, 0.5
             case "softmax":
-                weights = np.exp(-logs)
+                share, slope = 1.0, 0.5
+            case "laplace":
+                share, slope = 1.0, 1.0
+        weights = share * np.exp(-logs)
         if np.isfinite(losses).all():
-            logs = logs - self.lr * (0.5 - weights * losses)
+            logs = logs - self.lr * (slope - weights * losses)
         return torch.from_numpy(weights), {"log_variances": torch.from_numpy(logs)}

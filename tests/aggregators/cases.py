@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ ROWS = (
     Row("agem", [[1.0, 2.0], [3.0, 4.0]], [1.0, 2.0]),
     Row("agem", [[1.0, 2.0], [0.0, 0.0]], [1.0, 2.0]),
     Row("agem", [[1.0, 2.0]], [1.0, 2.0]),
+    # The weights of the first two periods.
+    Row("dwa", [[1.0, 2.0], [3.0, -4.0]], [4.0, -2.0], losses=[4.0, 1.0]),
     # c = 1 / (1/2 / 4 + 1/2 / 1) = 8/5; weights 1/5 and 4/5.
     Row("famo", [[1.0, 2.0], [3.0, -4.0]], [2.6, -2.8], losses=[4.0, 1.0]),
     Row("fixed_weights", [[1.0, 2.0], [3.0, -4.0]], [4.0, -2.0]),
@@ -47,12 +50,38 @@ ROWS = (
     # Signs that agree; only zeros.
     Row("grad_drop", [[1.0, -2.0, 0.0], [3.0, 0.0, 0.0]], [4.0, -2.0, 0.0]),
     Row("grad_drop", [[1.0, 2.0], [3.0, -4.0]], [4.0, -2.0], {"leak": 1.0}),
+    # (1, 0) turned away from (-1, 1), as AGEM; with a margin g + (-1, 1) = (0, 1) conflicts with
+    # no memory; (1, 1, 1) without its components along the two memories that it conflicts with.
+    Row("gem", ACUTE, [0.5, 0.5]),
+    Row("gem", ACUTE, [0.0, 1.0], {"margin": 1.0}),
+    Row(
+        "gem",
+        [[1.0, 1.0, 1.0], [-2.0, 0.0, 0.0], [0.0, -3.0, 0.0], [0.0, 1.0, 1.0]],
+        [0.0, 0.0, 1.0],
+    ),
     # The weights of the first call are those before it has learnt anything.
     Row("grad_norm", [[1.0, 2.0], [3.0, -4.0]], [4.0, -2.0], losses=[4.0, 1.0]),
+    # exp(0) of each at first.
+    Row("imtl_l", [[1.0, 2.0], [3.0, -4.0]], [4.0, -2.0], losses=[4.0, 1.0]),
     Row("mean", [[1.0, 2.0], [3.0, -4.0]], [2.0, -1.0]),
     # Weights that nobody can know by hand but which sum to one.
     Row("random", [[1.0, -2.0], [1.0, -2.0]], [1.0, -2.0]),
     Row("random", [[1.0], [1.0], [1.0]], [1.0], {"draw": "dirichlet"}),
+    # A = diag(1, 9): w = Π(1/2 - 1/20, 1/2 - 9/20) = Π(0.45, 0.05) = (0.7, 0.3).
+    Row("modo", RIGHT, [0.7, 0.9]),
+    # A = diag(1, 9) / 4: w = Π(1/2 - 1/4 - 1/8, 1/2 - 9/4 - 9/8) = (1, 0), and (2 + w) / 3 of it.
+    Row("sdmgrad", RIGHT, [2 / 3, 1.0], {"pull": 2.0, "num_steps": 1, "lr": 1.0}),
+    Row("sdmgrad", [[1.0, 2.0], [1.0, 2.0]], [1.0, 2.0]),
+    # Half of the softmax of (log 3, 0) = (3/4, 1/4); shares (1, 2) of losses (log 3, 1/2) above 0
+    # and 1/2 give weights 3/4 and 2/4.
+    Row("stch", [[1.0, 2.0], [3.0, -4.0]], [0.75, 0.25], losses=[2 * log(3), 0.0]),
+    Row(
+        "stch",
+        [[1.0, 2.0], [3.0, -4.0]],
+        [2.25, -0.5],
+        {"mu": 2.0, "preference": [1.0, 2.0], "ideal": [0.0, 0.5]},
+        losses=[2 * log(3), 0.5],
+    ),
     Row("sum", [[1.0, 2.0], [3.0, -4.0]], [4.0, -2.0]),
     Row("trimmed_mean", [[1.0, 2.0], [3.0, -4.0]], [2.0, -1.0]),
     Row("trimmed_mean", [[5.0, 9.0], [1.0, 9.0], [2.0, -1e30], [4.0, 1.0]], [3.0, 5.0]),
@@ -74,8 +103,15 @@ ROWS = (
     Row("pcgrad", ACUTE, [1 / 6, 4 / 3], {"eps": 1.0, "order": "one_permutation"}),
     Row("grad_vac", ACUTE, [0.5, 1.5]),
     Row("mgda", ACUTE, [0.2, 0.4]),
+    # (2, 0) + t (-3, 1) is nearest to 0 at t = 6/10.
+    Row("mgda", ACUTE, [0.2, 0.6], {"preference": [2.0, 1.0]}),
     Row("upgrad", ACUTE, [0.25, 0.75]),
+    # 3 times the projection (1/2, 1/2) of the first, once the projection (0, 1) of the second.
+    Row("upgrad", ACUTE, [1.5, 2.5], {"preference": [3.0, 1.0]}),
     Row("dual_proj", WIDE, [0.0, 0.5]),
+    # (3 - 3, 0 + 1) conflicts with none; (1, 0) turned away from (-3, 1).
+    Row("dual_proj", WIDE, [0.0, 1.0], {"preference": [3.0, 1.0]}),
+    Row("dual_proj", WIDE, [0.1, 0.3], {"preference": [1.0, 0.0]}),
     Row("cagrad", [[6.0, 0.0], [0.0, 8.0]], [4.0, 4.0], {"c": 0.2}),
     Row("cagrad", [[6.0, 0.0], [0.0, 8.0]], [3.5, 3.0], {"c": 1 / 3, "rescale": "1+c"}),
     Row("imtlg", RIGHT, [0.75, 0.75]),

@@ -54,7 +54,7 @@ def linear_under_scaling(aggregator: Aggregator, matrix: Tensor) -> float:
 def scale_invariant(aggregator: Aggregator, matrix: Tensor) -> float:
     c = torch.tensor(np.random.default_rng(0).uniform(0.1, 10, (len(matrix), 1)))
     one, two = by(aggregator, matrix), by(aggregator, c * matrix)
-    if not one.any() or not two.any():
+    if min(one.norm(), two.norm()) <= 1e-9 * lengths(matrix).max():  # zero up to rounding
         return float((one.norm() + two.norm()) / lengths(matrix).max())
     return float((one / one.norm() - two / two.norm()).norm())
 
@@ -180,7 +180,7 @@ def test_opposite_tasks(aggregator: Aggregator, dtype: torch.dtype) -> None:
         result = by(aggregator, torch.stack([g, -ratio * g]))
         if type(aggregator).__name__ == "CAGrad" and aggregator.c < 1:
             expected = (1 - aggregator.c) * (1 - ratio) / 2 * g  # along the mean, as far as c lets
-        elif getattr(aggregator, "eps", 0):
+        elif getattr(aggregator, "eps", 0) or type(aggregator).__name__ == "SDMGrad":
             continue
         else:
             match type(aggregator).__name__, getattr(aggregator, "target", None):

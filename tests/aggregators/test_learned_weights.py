@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from gradsurg.aggregators.base import Aggregator, AggregatorContext, AggregatorState
+from gradsurg.aggregators.dwa import DWA
 from gradsurg.aggregators.famo import FAMO
 from gradsurg.aggregators.grad_norm import LEAST_SHARE, GradNorm
+from gradsurg.aggregators.stch import STCH
 from gradsurg.aggregators.uncertainty_weighting import UncertaintyWeighting
 
-LEARNT = (FAMO(), GradNorm(), UncertaintyWeighting())
+LEARNT = (FAMO(), GradNorm(), UncertaintyWeighting(), DWA(period=1))
 every_one = pytest.mark.parametrize("aggregator", LEARNT, ids=lambda one: type(one).__name__)
 
 
@@ -87,17 +89,64 @@ def test_grad_norm_lowers_the_weight_of_a_large_gradient_but_not_to_zero() -> No
 
 
 def test_uncertainty_weighting_equals_autograd_with_torchs_sgd() -> None:
-    for likelihood, factor in (("gaussian", 0.5), ("softmax", 1.0)):
+    kinds = ("gaussian", 0.5, 0.5), ("softmax", 1.0, 0.5), ("laplace", 1.0, 1.0)
+    for likelihood, factor, slope in kinds:
         logs = torch.zeros(3, dtype=torch.float64, requires_grad=True)
         optimizer = torch.optim.SGD([logs], lr=0.1)
         expected = []
         for step in range(30):
             expected.append(factor * (-logs.detach()).exp())
             optimizer.zero_grad()
-            (factor * (-logs).exp() * some_losses(step) + logs / 2).sum().backward()
+            (factor * (-logs).exp() * some_losses(step) + slope * logs).sum().backward()
             optimizer.step()
         found, _ = weights_of(UncertaintyWeighting(lr=0.1, likelihood=likelihood), 30)
         torch.testing.assert_close(found, torch.stack(expected))
+
+
+def test_dwa_compares_the_mean_losses_of_the_last_two_periods() -> None:
+    found, _ = weights_of(DWA(temperature=0.5, period=4), 23)
+    losses = torch.stack([some_losses(step) for step in range(23)])
+    expected = []
+    for step in range(23):
+        first = step // 4 * 4  # of this period
+        rates = losses[first - 4 : first].mean(0) / losses[first - 8 : first - 4].mean(0)
+        weights = 3 * (rates / 0.5).softmax(0) if first >= 8 else torch.ones_like(losses[0])
+        expected.append(weights)
+    torch.testing.assert_close(found, torch.stack(expected))
+
+
+def test_the_weights_of_stch_are_the_gradient_of_a_smooth_maximum() -> None:
+    aggregator = STCH(mu=0.1, preference=(0.2, 0.5, 0.3), ideal=(0.1, -1.0, 0.0))
+    shares = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+    for step in range(5):
+        losses = (some_losses(step) - 1).requires_grad_()
+        above = losses - torch.tensor([0.1, -1.0, 0.0], dtype=torch.float64)
+        (0.1 * (shares * above / 0.1).logsumexp(0)).backward()
+        found, _ = aggregator.weigh(3, {}, AggregatorContext(losses=losses))
+        torch.testing.assert_close(found, losses.grad)
+
+
+def test_a_small_mu_of_stch_follows_the_worst_task_alone() -> None:
+    context = AggregatorContext(losses=torch.tensor([1e30, 2.0, -5.0]))
+    weights, _ = STCH(mu=1e-9).weigh(3, {}, context)
+    torch.testing.assert_close(weights, torch.tensor([1 / 3, 0.0, 0.0], dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"preference": (1.0, 2.0)}, "preference: must be one share for each task, found 2 for 3"),
+        ({"ideal": (1.0, 2.0)}, "ideal: must be one number for each task, found 2 for 3"),
+    ],
+)
+def test_stch_needs_a_number_for_each_task(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        STCH(**fields)(some_rows(0), AggregatorContext(losses=some_losses(0)))
+
+
+def test_a_preference_without_a_task_is_refused() -> None:
+    with pytest.raises(ValueError, match="preference: must have a share above 0, found"):
+        STCH(preference=(0.0, 0.0))
 
 
 def test_uncertainty_weighting_converges_to_half_the_inverse_of_the_losses() -> None:

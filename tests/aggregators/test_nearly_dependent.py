@@ -143,8 +143,10 @@ def test_a_larger_ridge_is_tried_where_the_first_fails(
     exact = aggregator(matrix)
     of_rows = type(aggregator).weights_of_rows
 
-    def first_fails(self: SolvedOnRows, rows: Tensor, ridge: float, least: float) -> Tensor:
-        weights = of_rows(self, rows, ridge, least)
+    def first_fails(
+        self: SolvedOnRows, rows: Tensor, order: Tensor, ridge: float, least: float
+    ) -> Tensor:
+        weights = of_rows(self, rows, order, ridge, least)
         return weights * 1e3 if ridge < 1e-11 else weights  # too long
 
     monkeypatch.setattr(type(aggregator), "weights_of_rows", first_fails)
@@ -159,7 +161,9 @@ def test_a_larger_ridge_is_tried_where_the_first_fails(
 def test_a_fallback_that_conflicts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = opposite(2)
 
-    def conflicting(self: SolvedOnRows, rows: Tensor, ridge: float, least: float) -> Tensor:
+    def conflicting(
+        self: SolvedOnRows, rows: Tensor, order: Tensor, ridge: float, least: float
+    ) -> Tensor:
         if ridge == row_algebra.RIDGES[0]:
             raise NotConverged("a test", 1.0)
         return torch.tensor([0.0, 1e-2, 0.0], dtype=torch.float64)

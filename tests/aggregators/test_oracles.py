@@ -45,6 +45,13 @@ def dual_proj(matrix: Array) -> Array:
     return projected(matrix, matrix.mean(0))
 
 
+def gem(matrix: Array, margin: float) -> Array:
+    """As in the authors' code, a shift of the constraints v >= margin of the dual problem."""
+    current, memories = matrix[0], matrix[1:]
+    target = current + margin * memories.sum(0)
+    return projected(memories, target) if len(memories) else target
+
+
 def con_fig(matrix: Array) -> Array:
     unit = matrix / np.linalg.norm(matrix, axis=1, keepdims=True)
     direction = np.linalg.pinv(unit, rcond=1e-8) @ np.ones(len(matrix))
@@ -93,6 +100,68 @@ def test_independent_gradients_give_the_result_of_the_oracle(name: str, count: i
             matrix = rows(count, count, ratio, seed, lean=seed / 4)
             expected = ORACLES[name](matrix)
             assert distance(by(made(name), matrix), expected) <= 1e-6, (ratio, seed)
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_a_preference_gives_the_result_of_the_oracle(count: int) -> None:
+    for seed in range(6):
+        matrix = rows(count, (count, count - 1)[seed % 2], (1.0, 1e3)[seed % 3 % 2], seed)
+        shares = np.random.default_rng(seed).uniform(0.1, 2.0, count)
+        each = [projected(matrix, row) for row in matrix]
+        scaled = shares[:, None] * matrix
+        expected = {
+            "upgrad": shares @ each,
+            "dual_proj": projected(matrix, shares @ matrix),
+            "mgda": mgda(scaled),
+        }
+        for name, update in expected.items():
+            found = by(made(name, preference=shares.tolist()), matrix)
+            apart = np.linalg.norm(found - update)
+            assert apart <= 1e-6 * np.linalg.norm(scaled, axis=1).max(), (name, seed)
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-9, 1e-6])
+@pytest.mark.parametrize("name", ["upgrad", "dual_proj", "gem"])
+def test_tasks_are_told_apart_where_gradients_are_nearly_dependent(name: str, noise: float) -> None:
+    generator = np.random.default_rng(0)
+    for seed in range(20):
+        matrix = rows(5, 3, 30.0, seed) + noise * generator.standard_normal((5, 19))
+        shares = np.array([3.0, 0.5, 0.0, 1.0, 2.0])
+        match name:
+            case "upgrad":
+                expected = shares @ [projected(matrix, row) for row in matrix]
+            case "dual_proj":
+                expected = projected(matrix, shares @ matrix)
+            case _:
+                expected = gem(matrix, 0.0)
+        found = by(made(name, **({} if name == "gem" else {"preference": shares})), matrix)
+        apart = np.linalg.norm(found - expected)
+        assert apart <= 1e-5 * np.linalg.norm(matrix, axis=1).max(), seed
+
+
+@pytest.mark.parametrize("margin", [0.0, 0.5])
+@pytest.mark.parametrize("count", COUNTS)
+def test_gem_solves_the_dual_problem_of_its_paper(count: int, margin: float) -> None:
+    for ratio in RATIOS:
+        for seed, rank in enumerate(ranks(count)):
+            matrix = rows(count, rank, ratio, seed, lean=seed / 4)
+            found = by(made("gem", margin=margin), matrix)
+            apart = np.linalg.norm(found - gem(matrix, margin))
+            assert apart <= 1e-6 * np.linalg.norm(matrix, axis=1).sum(), (ratio, rank)
+
+
+@pytest.mark.parametrize("name", ["upgrad", "dual_proj"])
+def test_a_preference_is_one_share_for_each_task(name: str) -> None:
+    message = "preference: must be one share for each task, found 2 for 3 tasks"
+    with pytest.raises(ValueError, match=message):
+        made(name, preference=(1.0, 2.0))(torch.eye(3))
+    with pytest.raises(ValueError, match="preference: must have a share above 0"):
+        made(name, preference=(0.0, 0.0))
+
+
+def test_a_preference_of_mgda_is_above_zero() -> None:
+    with pytest.raises(ValueError, match="preference: must be above 0 for each task"):
+        made("mgda", preference=(1.0, 0.0))
 
 
 @pytest.mark.parametrize("name", ["upgrad", "dual_proj", "con_fig"])

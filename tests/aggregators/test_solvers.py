@@ -126,10 +126,15 @@ def each_projected(cosines: Array, norms: Array) -> Array:
     return norms @ solvers.project_onto_dual_cone(cosines, np.eye(2)) / 2
 
 
+def halved(pair: solvers.Pair) -> solvers.Pair:
+    """A closed form, applied to the halves of both rows."""
+    return lambda cosine, norm, other: pair(cosine, norm / 2, other / 2)
+
+
 CLOSED: dict[str, tuple[solvers.Pair, solvers.General]] = {
     "min_norm_in_hull": (mgda._min_norm_pair, solvers.min_norm_in_hull),
-    "mean": (solvers.project_mean_pair, mean_projected),
-    "each": (upgrad._project_each_pair, each_projected),
+    "mean": (halved(solvers.project_pair), mean_projected),
+    "each": (halved(upgrad._project_each_pair), each_projected),
     "bargain": (
         solvers.bargain_pair,
         lambda cosines, norms: solvers.bargain(cosines, norms, 1.0),

@@ -88,7 +88,9 @@ def test_no_update_of_opposite_losses_is_too_long(name: str, steps: int) -> None
 def failing(monkeypatch: pytest.MonkeyPatch) -> None:
     """All gradients count as nearly dependent, and no solver converges."""
 
-    def fails(self: SolvedOnRows, rows: Tensor, ridge: float, least: float) -> Tensor:
+    def fails(
+        self: SolvedOnRows, rows: Tensor, order: Tensor, ridge: float, least: float
+    ) -> Tensor:
         raise NotConverged("a test", 1.0)
 
     monkeypatch.setattr(gs.UPGrad, "weights_of_rows", fails)
@@ -144,10 +146,12 @@ def test_fallbacks_are_counted_and_logged(monkeypatch: pytest.MonkeyPatch) -> No
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     of_rows = gs.UPGrad.weights_of_rows
 
-    def first_fails(self: gs.UPGrad, rows: Tensor, ridge: float, least: float) -> Tensor:
+    def first_fails(
+        self: gs.UPGrad, rows: Tensor, order: Tensor, ridge: float, least: float
+    ) -> Tensor:
         if ridge == row_algebra.RIDGES[0]:
             raise NotConverged("a test", 1.0)
-        return of_rows(self, rows, ridge, least)
+        return of_rows(self, rows, order, ridge, least)
 
     monkeypatch.setattr(gs.UPGrad, "weights_of_rows", first_fails)
     surgery = gs.Surgery(at_shared(gs.UPGrad()))

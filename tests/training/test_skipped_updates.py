@@ -17,7 +17,9 @@ from tests.training.test_kills import several
 def test_skipped_updates_are_in_the_summary_and_the_conflicts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(self: SolvedOnRows, rows: Tensor, ridge: float, least: float) -> Tensor:
+    def fails(
+        self: SolvedOnRows, rows: Tensor, order: Tensor, ridge: float, least: float
+    ) -> Tensor:
         raise NotConverged("a test", 1.0)
 
     def tries(gramian: Tensor) -> bool:

@@ -1,0 +1,103 @@
+"""SDMGrad: weights that follow the minimum-norm combination by projected gradient steps."""
+
+from dataclasses import KW_ONLY
+from typing import Annotated
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from gradsurg.aggregators._preference import (
+    Preference,
+    check_preference,
+    is_symmetric,
+    shares_of,
+)
+from gradsurg.aggregators.base import (
+    AggregatorContext,
+    AggregatorProperty,
+    AggregatorState,
+    GramianAggregator,
+    state_of,
+)
+from gradsurg.aggregators.solvers import Array
+from gradsurg.plugins.fields import validated
+
+
+@validated
+class SDMGrad(GramianAggregator):
+    """d = Jᵀ (w + lambda w~) / (1 + lambda), with w on the simplex, learned over the steps.
+
+    Each call makes `num_steps` of w <- Π(w - lr v), v <- momentum v + A (w + lambda w~) + rho w,
+    from the w of the call before (1 / T each at first), with Π the Euclidean projection on the
+    simplex and v = 0 before each call. A is G, divided by the square of the mean norm of the
+    gradients if `normalize`. `preference` is w~ (1 / T each by default) and `pull` is lambda.
+    Algorithm 1 of Xiao, Ban and Ji, NeurIPS 2023 (arXiv 2305.18409), with the defaults of LibMTL.
+
+    `aggregator=modo` is MoDo: one step of size `lr` (gamma there) without momentum, normalization
+    and pull, with the ridge `rho` (Chen et al., NeurIPS 2023, arXiv 2305.20057).
+    Both papers take A = J_1 J_2ᵀ of two independent batches, which is unbiased; here A is that of
+    one batch, so noise between batches adds to its diagonal.
+
+    Zero gradients attract weight. Identical tasks give that gradient and one task is unchanged
+    without a `preference`; opposite ones cancel only after enough steps. A NaN or infinity makes
+    every weight NaN and keeps the state.
+    """
+
+    pull: Annotated[float, Field(ge=0)] = 0.3
+    _: KW_ONLY
+    preference: Preference = None
+    lr: Annotated[float, Field(gt=0)] = 10.0
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    num_steps: Annotated[int, Field(ge=1)] = 20
+    rho: Annotated[float, Field(ge=0)] = 0.0
+    normalize: bool = True
+
+    def __post_init__(self) -> None:
+        check_preference(self.preference)
+
+    @property
+    def num_tasks(self) -> int | None:
+        return None if self.preference is None else len(self.preference)
+
+    @property
+    def properties(self) -> frozenset[AggregatorProperty]:
+        properties: set[AggregatorProperty] = {"deterministic"}
+        if is_symmetric(self.preference):
+            properties |= {"permutation_invariant"}
+        if self.normalize:
+            properties |= {"homogeneous"}
+        if self.pull and min(self.preference or (1.0,)) > 0:
+            properties |= {"strongly_stationary"}
+        return frozenset(properties)
+
+    def init(self, num_tasks: int) -> AggregatorState:
+        return {"weights": torch.full((num_tasks,), 1 / num_tasks, dtype=torch.float64)}
+
+    @np.errstate(all="ignore")
+    def update(
+        self, gramian: Tensor, state: AggregatorState, context: AggregatorContext
+    ) -> tuple[Tensor, AggregatorState]:
+        w = state_of(self, state, "weights", len(gramian)).numpy()
+        pulled = self.pull * shares_of(self, self.preference, len(w))
+        matrix = gramian.numpy()
+        if not np.isfinite(matrix).all():
+            return torch.full((len(w),), torch.nan, dtype=torch.float64), state
+        scale = float(np.sqrt(matrix.diagonal()).mean()) if self.normalize else 1.0
+        if scale > 0:
+            matrix = matrix / scale / scale
+        v = np.zeros_like(w)
+        for _ in range(self.num_steps):
+            v = self.momentum * v + matrix @ (w + pulled) + self.rho * w
+            w = _project_on_simplex(w - self.lr * v)
+        weights = (w + pulled) / (1 + self.pull)
+        return torch.from_numpy(weights), {"weights": torch.from_numpy(w)}
+
+
+def _project_on_simplex(point: Array) -> Array:
+    """Return the nearest point with entries >= 0 and the sum 1."""
+    point = point - point.max()  # for entries far above 1
+    sizes = np.sort(point)[::-1]
+    excess = (np.cumsum(sizes) - 1) / np.arange(1, len(point) + 1)
+    return np.maximum(point - excess[np.flatnonzero(sizes > excess)[-1]], 0.0)

@@ -1,0 +1,81 @@
+"""STCH: follow a smooth maximum of the weighted losses."""
+
+from dataclasses import KW_ONLY
+from typing import Annotated
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from gradsurg.aggregators._preference import (
+    Preference,
+    check_preference,
+    is_symmetric,
+    shares_of,
+)
+from gradsurg.aggregators.base import (
+    AggregatorContext,
+    AggregatorProperty,
+    AggregatorState,
+    LossWeighting,
+    losses_of,
+)
+from gradsurg.plugins.fields import FieldError, validated
+
+
+@validated
+class STCH(LossWeighting):
+    """Weights of the gradient of mu log Σ_i exp(y_i / mu), y_i = lambda_i (f_i - z_i).
+
+    w_i = lambda_i exp(y_i / mu) / Σ_j exp(y_j / mu): the smooth Tchebycheff scalarization of the
+    losses f. Lin et al., ICML 2024 (arXiv 2402.19078); `preference` is lambda (1 / T
+    each by default) and `ideal` the ideal point z (zero by default), one number for each task. A
+    small `mu` follows the worst task alone, a large one the weighted sum. The authors' code for
+    networks also replaces each loss by the logarithm of its ratio to an average: divide the losses
+    before the call for that.
+
+    Losses may have any sign. Weights of tasks far below the worst underflow to zero. If a loss is
+    NaN or infinite all weights are NaN. One task has the weight lambda_1.
+    """
+
+    mu: Annotated[float, Field(gt=0)] = 1.0
+    _: KW_ONLY
+    preference: Preference = None
+    ideal: Annotated[tuple[float, ...], Field(min_length=1)] | None = None
+
+    def __post_init__(self) -> None:
+        check_preference(self.preference)
+
+    @property
+    def num_tasks(self) -> int | None:
+        given = self.preference or self.ideal
+        return None if given is None else len(given)
+
+    @property
+    def properties(self) -> frozenset[AggregatorProperty]:
+        properties: set[AggregatorProperty] = {
+            "linear_under_scaling",
+            "homogeneous",
+            "deterministic",
+        }
+        if is_symmetric(self.preference) and len(set(self.ideal or ())) <= 1:
+            properties |= {"permutation_invariant"}
+        return frozenset(properties)
+
+    def init(self, num_tasks: int) -> AggregatorState:
+        return {}
+
+    def weigh(
+        self, num_tasks: int, state: AggregatorState, context: AggregatorContext
+    ) -> tuple[Tensor, AggregatorState]:
+        shares = shares_of(self, self.preference, num_tasks)
+        if self.ideal is not None and len(self.ideal) != num_tasks:
+            text = f"must be one number for each task, found {len(self.ideal)} for {num_tasks}"
+            raise FieldError(self, [("ideal", text)])
+        losses = losses_of(self, context, num_tasks, negative=True).numpy()
+        if not np.isfinite(losses).all():
+            return torch.full((num_tasks,), torch.nan, dtype=torch.float64), state
+        y = shares * (losses - np.array(self.ideal or 0.0))
+        sizes = np.exp((y - y.max()) / self.mu)
+        return torch.from_numpy(shares * sizes / sizes.sum()), state
