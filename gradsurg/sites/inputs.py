@@ -1,8 +1,8 @@
 """Inputs: the gradient with respect to the input of a module."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
 from weakref import ref
@@ -112,21 +112,20 @@ def _pre_hook(inputs: "_HookedInputs", site_ids: SiteIds) -> Callable[..., Argum
     def hook(
         module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
-        call = inputs.counter.next(module)
-        base = None if call is None else site_ids(module, call)
-        if base is None:
-            inputs.open.append(_OpenCall(module))
-            return None
-        site_hook = fast.get(base)
-        if site_hook is not None and len(args) == 1 and not kwargs and not registry.needs_value:
+        call, running = inputs.counter.next(module), inputs.open
+        if call in fast and len(args) == 1 and not kwargs and not registry.needs_value:
+            base, site_hook = fast[call]
             given = hook_single(args[0], site_hook)
             if given is not None:
-                checked = path == "branch" or given._is_view()
-                tensors = [(ref(given), given._version, base)] if checked else []
-                inputs.open.append(_OpenCall(module, tensors))
-                return None if given is args[0] else ((given,), kwargs)
-        inputs.open.append(_OpenCall(module))
-        new = inputs.enter(args, kwargs, base)
+                unchanged = given is args[0]
+                checked = not unchanged or given._is_view()
+                running.append((module, [(given, given._version, base)] if checked else [], []))
+                return None if unchanged else ((given,), kwargs)
+        running.append((module, [], []))
+        base = None if call is None else site_ids(module, call)
+        if call is None or base is None:
+            return None
+        new = inputs.enter(args, kwargs, base, call)
         if not torch.is_grad_enabled():
             inputs.without_graph(module)
         return None if new[0] is args and new[1] is kwargs else new
@@ -158,17 +157,13 @@ def _post_hook(inputs: "_HookedInputs") -> Callable[..., None]:
     @compiling.untraced
     def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
         running = inputs.open
-        if running and running[-1].module is module:
-            call = running.pop()
-            if call.tensors or call.copies:
-                inputs.leave(call, output)
-            return
-        # A hook of others may have raised before the pre-hook of this call ran.
-        indices = [index for index, call in enumerate(running) if call.module is module]
-        if indices:
-            call = running[indices[-1]]
-            del running[indices[-1] :]
-            inputs.leave(call, output)
+        if all(called is not module for called, _, _ in running):
+            return  # a hook of others raised before the pre-hook of this call ran
+        called, tensors, copies = running.pop()
+        while called is not module:
+            called, tensors, copies = running.pop()
+        if tensors or copies:
+            inputs.leave(tensors, copies, output)
 
     return hook
 
@@ -181,15 +176,11 @@ def _model_hook(inputs: "_HookedInputs") -> Callable[..., None]:
     return hook
 
 
-@dataclass(slots=True)
-class _OpenCall:
-    """A running call of a module, with the tensors and the copies of containers that it was given
-    and must not write to.
-    """
+_Given = list[tuple[Tensor, int, str]]
+"""The tensors that a running call was given and must not write to, with version and site."""
 
-    module: nn.Module
-    tensors: Sequence[tuple[ref[Tensor], int, str]] = ()  # with version and site
-    copies: Sequence[tuple[object, object, str]] = ()  # with layout and site
+_Copies = list[tuple[object, object, str]]
+"""Its copies of containers, which it must not write to either, with layout and site."""
 
 
 class _HookedInputs(HookedTensors):
@@ -200,24 +191,30 @@ class _HookedInputs(HookedTensors):
         names: dict[nn.Module, list[str]],
         leaves: dict[int, tuple[ref[Tensor], RemovableHandle]],
         sites: dict[object, str],
-        fast: dict[str, GradFn],
+        fast: dict[tuple[str, int] | None, tuple[str, GradFn]],
         path: Path,
         registry: HookRegistry,
     ) -> None:
         super().__init__(names, leaves, sites)
-        # Shared by all threads: the hooks of sites whose module took one positional tensor.
+        # Shared by all threads: site and hook of the calls that took one positional tensor.
         self.fast = fast
         self.path: Path = path
         self.registry = registry
-        self.open: list[_OpenCall] = []
-        self.returned: list[tuple[Tensor, int, str]] = []
+        self.open: list[tuple[nn.Module, _Given, _Copies]] = []  # the running calls
+        self.returned: _Given = []
 
     def begin(self) -> None:
         super().begin()
         self.open.clear()
         self.returned.clear()
 
-    def enter(self, args: tuple[object, ...], kwargs: dict[str, Any], base: str) -> Arguments:
+    def enter(
+        self,
+        args: tuple[object, ...],
+        kwargs: dict[str, Any],
+        base: str,
+        call: tuple[str, int],
+    ) -> Arguments:
         """Hook the tensors in the arguments; return the arguments to call the module with."""
         sites: dict[int, tuple[Tensor, str]] = {}  # by the id of the tensor
 
@@ -231,7 +228,7 @@ class _HookedInputs(HookedTensors):
             elif id(tensor) in sites:
                 self.registry.expect(sites[id(tensor)][1], [site])
             else:
-                sites[id(tensor)] = self._hooked(tensor, base, path), site
+                sites[id(tensor)] = self._hooked(tensor, base, path, call), site
             return sites[id(tensor)][0]
 
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
@@ -253,12 +250,9 @@ class _HookedInputs(HookedTensors):
             self.registry.expect(base, skipped="takes no floating tensor")
         return given
 
-    def leave(self, call: _OpenCall, output: object) -> None:
+    def leave(self, given: _Given, copies: _Copies, output: object) -> None:
         """Raise RuntimeError if the module wrote to its inputs; remember those that it returned."""
-        for held, version, site in call.tensors:
-            tensor = held()
-            if tensor is None:
-                continue
+        for tensor, version, site in given:
             if tensor._version != version:
                 raise self._written(site, "wrote to its input in place")
             if self.counter.inside:
@@ -267,7 +261,7 @@ class _HookedInputs(HookedTensors):
                 for _, other in (("", output),) if bare else tensors_in(output):
                     if _base(other) is base:
                         self.returned.append((other.detach(), version, site))
-        for copy, layout, site in call.copies:
+        for copy, layout, site in copies:
             if _layout(copy) != layout:
                 raise self._written(site, "wrote to a container that it took, and got a copy of it")
 
@@ -281,11 +275,10 @@ class _HookedInputs(HookedTensors):
     def _changed(self, value: object, change: Change, base: str, path: str) -> object:
         new = rebuilt(value, change, path)
         if new is not value and not isinstance(new, Tensor):
-            call = self.open[-1]
-            call.copies = [*call.copies, (new, _layout(new), base + path)]
+            self.open[-1][2].append((new, _layout(new), base + path))
         return new
 
-    def _hooked(self, tensor: Tensor, base: str, path: str) -> Tensor:
+    def _hooked(self, tensor: Tensor, base: str, path: str, call: tuple[str, int]) -> Tensor:
         """Hook a tensor or an alias of it; return the one to pass to the module."""
         site = base + path
         hooked = True
@@ -298,12 +291,11 @@ class _HookedInputs(HookedTensors):
                 given.register_hook(hook)
             case "total":
                 given = tensor
-                hooked = self.hook_tensor(tensor, base, path, self.open[-1].module, self.registry)
+                hooked = self.hook_tensor(tensor, base, path, self.open[-1][0], self.registry)
         if hooked and not path:
-            self.fast[base] = self.registry.hook_for(base)
+            self.fast[call] = base, self.registry.hook_for(base)
         if given is not tensor or given._is_view():
-            call = self.open[-1]
-            call.tensors = [*call.tensors, (ref(given), given._version, site)]
+            self.open[-1][1].append((given, given._version, site))
         return given
 
     def _written(self, site: str, fault: str) -> RuntimeError:
