@@ -80,7 +80,11 @@ def output_hook(flow: "Flow") -> Callable[..., object]:
 
     @compiling.untraced
     def hook(module: nn.Module, args: tuple[object, ...], output: object) -> object:
-        new = rebuilt(output, flow.change_at(module))
+        change = flow.change_at(module)
+        if isinstance(output, Tensor) and output.is_floating_point():  # as `rebuilt` does
+            new = change("", output)
+        else:
+            new = rebuilt(output, change)
         return None if new is output else new
 
     return hook
@@ -159,14 +163,17 @@ class Flow:
 
     def change_at(self, module: nn.Module) -> Change:
         """Return the function that maps each tensor of the current call to its new value."""
-        if autograd.in_backward() and module in self.records:
+        if autograd.backward_task() != -1 and module in self.records:
             return self._repeat(module, self.records[module])
-        names = self.names.get(module)
-        if names is None:  # a copy of the model
-            return _unchanged
         calls = self.calls
-        call = calls.counter.next(module) or (names[0], 0)
-        if not calls.counter.inside:
+        counter = calls.counter
+        call = counter.next(module)
+        if call is None:
+            names = self.names.get(module)
+            if names is None:  # a copy of the model
+                return _unchanged
+            call = names[0], 0
+        if not counter.inside:
             calls.owners = {
                 key: owner for key, owner in calls.owners.items() if owner[0]() is not None
             }
@@ -175,7 +182,7 @@ class Flow:
         # A checkpoint, which recomputes this call, turns gradients off or packs saved tensors.
         if not torch.is_grad_enabled() or autograd.saved_tensor_hooks() is not None:
             record = CallRecord(ref(module), self.registry.moment, base)
-            if calls.counter.inside and module in calls.recorded:
+            if counter.inside and module in calls.recorded:
                 self.records[module].append(record)
             else:
                 self.records[module] = [record]
@@ -234,13 +241,12 @@ class Flow:
     def _transformed(self, tensor: Tensor, site: str) -> Tensor:
         """Return the new value of a tensor, or the tensor itself."""
         hook = self.registry.hook_for(site)
-        if self.straight and torch.is_grad_enabled():
-            with torch.no_grad():
-                result = hook(tensor.detach())
-            result = None if result is None else _straight_through(tensor, result)
-        else:
+        if not (self.straight and torch.is_grad_enabled()):
             result = hook(tensor)
-        return tensor if result is None else result
+            return tensor if result is None else result
+        with torch.no_grad():
+            result = hook(tensor.detach())
+        return tensor if result is None else _straight_through(tensor, result)
 
     def _guard_recomputation(self, result: Tensor, site: str, record: CallRecord) -> None:
         """Hook the backward pass to refuse it if a recomputation would give other values."""

@@ -5,7 +5,7 @@ import sys
 import threading
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
@@ -357,19 +357,20 @@ class CallGraph:
         Only those made in the call, from number `begin` on (default: the first call of `since`).
         """
         begin, end = self._first() if begin is None else begin, self._numbers[-1]
-        pending = list(self._roots.difference(self._inputs))
-        seen, reached = self._inputs.union(pending), []
+        reached: list[tuple[int, Node]] = []
+        seen = set(self._inputs)
+        pending: list[Iterable[Edge]] = [[(root, 0) for root in self._roots]]
         while pending:
-            node = pending.pop()
-            number = node._sequence_nr()
-            if number >= begin and number != LEAF:
-                # A view may get its node when it is looked at after the end of the call.
-                if number < end:
-                    reached.append((number, node))
-                for source, _ in node.next_functions:
-                    if source is not None and source not in seen:
-                        seen.add(source)
-                        pending.append(source)
+            for node, _ in pending.pop():
+                if node is None or node in seen:
+                    continue
+                number = node._sequence_nr()
+                if begin <= number < LEAF:
+                    seen.add(node)
+                    # A view may get its node when it is looked at after the end of the call.
+                    if number < end:
+                        reached.append((number, node))
+                    pending.append(node.next_functions)
         return reached
 
     def _first(self) -> int:
