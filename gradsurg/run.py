@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from gradsurg.training.study import Record
 
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
+ADDRESS_SPACE = 1.85e9
+"""Bytes of address space with which a small job and its report end well."""
 HAPPENED = {
     "resumed": "was interrupted, resumed from its checkpoint",
     "retried": "failed before, tried again",
@@ -52,6 +54,7 @@ def main() -> None:
         if arguments.help or arguments.hydra_help or arguments.info or arguments.shell_completion:
             _run_hydra()
             return
+        _check_address_space()
         from gradsurg.config.cli import read_command
 
         command = read_command(arguments)
@@ -74,6 +77,22 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr)
         sys.exit(INTERRUPTED)
+
+
+def _check_address_space() -> None:
+    """Exit if `ulimit -v` is too low for torch and reports, whose libraries would abort."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if resource.RLIM_INFINITY != limit < ADDRESS_SPACE:
+        print(
+            f"ulimit -v: needs {ADDRESS_SPACE / 1e9:g} GB of address space for torch and the "
+            f"report, found {limit / 1e9:.2g} GB",
+            file=sys.stderr,
+        )
+        sys.exit(WRONG_INPUT)
 
 
 @hydra.main(config_path=str(overrides.CONFIG_DIR), config_name="config", version_base="1.3")

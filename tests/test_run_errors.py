@@ -235,3 +235,15 @@ def test_notes_of_an_error_stand_behind_it() -> None:
     error.add_note("while clip acted")
     assert full_message(error) == "ValueError: one two; while clip acted"
     assert full_message(ValueError()) == "ValueError: no message"
+
+
+def test_too_little_address_space_is_one_line_before_anything_is_trained(tmp_path: Path) -> None:
+    words = f"ulimit -v 1000000; exec {sys.executable} -m gradsurg.run transform=clip logger=none"
+    done = subprocess.run(
+        ["bash", "-c", words], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr == (
+        "ulimit -v: needs 1.85 GB of address space for torch and the report, found 1 GB\n"
+    )
+    assert not (tmp_path / "runs").exists()
