@@ -19,6 +19,8 @@ TESTS = [
     "surgery",
     "sites",
     "transforms",
+    "aggregators",
+    "multitask",
     "report",
     "config",
     "training",
