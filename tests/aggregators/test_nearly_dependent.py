@@ -6,6 +6,7 @@ import torch
 from scipy.optimize import nnls
 from torch import Tensor
 
+import gradsurg as gs
 from gradsurg.aggregators import rows as row_algebra
 from gradsurg.aggregators.base import AggregatorContext, combine_by_gramian
 from gradsurg.aggregators.rows import (
@@ -80,6 +81,29 @@ def test_many_stationary_tasks_give_the_projection_of_the_mean() -> None:
         for order in (range(20), range(19, -1, -1)):
             update = made("dual_proj")(matrix[list(order)])
             assert float(update.norm()) == pytest.approx(length, rel=1e-4, abs=1e-7)
+
+
+@pytest.mark.parametrize("kind", [gs.UPGrad, gs.DualProj])
+def test_a_preference_follows_its_task_where_rows_are_sorted(kind: type[SolvedOnRows]) -> None:
+    preference = (0.1, 0.7, 0.2)
+    for seed in range(10):
+        matrix = opposite(seed, torch.float64)
+        update = kind(preference=preference)(matrix)
+        exact = matrix.numpy()
+        unit = exact / np.linalg.norm(exact, axis=1, keepdims=True)
+
+        def projected(target: np.ndarray, unit: np.ndarray = unit) -> np.ndarray:
+            return target + nnls(unit.T, -target)[0] @ unit
+
+        if kind is gs.UPGrad:
+            parts = [share * projected(row) for share, row in zip(preference, exact, strict=True)]
+            expected = np.sum(parts, axis=0)
+        else:
+            expected = projected(preference @ exact)
+        np.testing.assert_allclose(update.numpy(), expected, rtol=1e-5, atol=1e-6)
+        for order in ([2, 0, 1], [1, 0, 2]):
+            permuted = kind(preference=[preference[index] for index in order])(matrix[order])
+            torch.testing.assert_close(permuted, update)
 
 
 def test_a_triangular_factor_has_the_products_of_the_rows() -> None:
