@@ -8,6 +8,7 @@ from gradsurg import triggers as triggers
 from gradsurg.aggregators.agem import AGEM as AGEM
 from gradsurg.aggregators.aligned_mtl import AlignedMTL as AlignedMTL
 from gradsurg.aggregators.cagrad import CAGrad as CAGrad
+from gradsurg.aggregators.centered_clip import CenteredClip as CenteredClip
 from gradsurg.aggregators.con_fig import ConFIG as ConFIG
 from gradsurg.aggregators.dual_proj import DualProj as DualProj
 from gradsurg.aggregators.dwa import DWA as DWA
@@ -15,6 +16,7 @@ from gradsurg.aggregators.fair_grad import FairGrad as FairGrad
 from gradsurg.aggregators.famo import FAMO as FAMO
 from gradsurg.aggregators.fixed_weights import FixedWeights as FixedWeights
 from gradsurg.aggregators.gem import GEM as GEM
+from gradsurg.aggregators.geometric_median import GeometricMedian as GeometricMedian
 from gradsurg.aggregators.grad_drop import GradDrop as GradDrop
 from gradsurg.aggregators.grad_norm import GradNorm as GradNorm
 from gradsurg.aggregators.grad_vac import GradVac as GradVac

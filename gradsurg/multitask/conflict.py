@@ -31,7 +31,7 @@ IN_TABLE = ("conflict_rate", "norm_spread", "cosine_to_mean", "norm_to_mean")
 
 WeightAggregator = GramianAggregator | LossWeighting
 
-EQUIVALENTS = {"fair_grad": "nash_mtl", "grad_norm": "sum", "grad_vac": "pcgrad"}
+EQUIVALENTS = {"dwa": "sum", "fair_grad": "nash_mtl", "grad_norm": "sum", "grad_vac": "pcgrad"}
 """Aggregators that at a first step, with default fields, nearly always equal a cheaper one."""
 
 
@@ -364,7 +364,7 @@ class _Comparison:
         match name:
             case "fair_grad":  # equal if NashMTL's update has norm `max_norm`, up to rounding
                 return not 0 < weights @ self.gramian @ weights < 1 - 2e-12
-            case "grad_norm":  # refuses losses below zero
+            case "dwa" | "grad_norm":  # refuses losses below zero
                 losses = self.measurement.context.losses
                 return losses is not None and min(losses.tolist()) >= 0
             case _:

@@ -50,6 +50,15 @@ ROWS = (
     # Signs that agree; only zeros.
     Row("grad_drop", [[1.0, -2.0, 0.0], [3.0, 0.0, 0.0]], [4.0, -2.0, 0.0]),
     Row("grad_drop", [[1.0, 2.0], [3.0, -4.0]], [4.0, -2.0], {"leak": 1.0}),
+    # Means of rows clipped to length 5: (3, 4) / 2 and (1, 2); from (1.5, 2) another 5/2 of (3, 4).
+    Row("centered_clip", [[6.0, 8.0], [0.0, 0.0]], [1.5, 2.0], {"tau": 5.0, "num_steps": 1}),
+    Row("centered_clip", [[2.0, 4.0], [0.0, 0.0]], [1.0, 2.0]),
+    Row("centered_clip", [[30.0, 40.0]], [6.0, 8.0], {"tau": 5.0, "num_steps": 2}),
+    # The inner two of four points on a line; the center of a square, however far away a corner;
+    # a corner of more than 120 degrees.
+    Row("geometric_median", FOUR, [1.25, 0.0]),
+    Row("geometric_median", [[5.0, 5.0], [-1.0, 1.0], [-1.0, -1.0], [1.0, -1.0]], [0.0, 0.0]),
+    Row("geometric_median", [[9.0, 1.0], [0.0, 0.0], [-9.0, 1.0]], [0.0, 0.0]),
     # (1, 0) turned away from (-1, 1), as AGEM; with a margin g + (-1, 1) = (0, 1) conflicts with
     # no memory; (1, 1, 1) without its components along the two memories that it conflicts with.
     Row("gem", ACUTE, [0.5, 0.5]),

@@ -186,7 +186,7 @@ def test_opposite_tasks(aggregator: Aggregator, dtype: torch.dtype) -> None:
             match type(aggregator).__name__, getattr(aggregator, "target", None):
                 case "PCGrad", "projected":
                     expected = -ratio * g
-                case "AlignedMTL", _:
+                case "AlignedMTL" | "GeometricMedian" | "CenteredClip", _:
                     expected = (1 - ratio) / 2 * g
                 case _:
                     expected = torch.zeros_like(g)

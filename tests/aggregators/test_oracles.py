@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from scipy.optimize import nnls
+from scipy.optimize import minimize, nnls
 
 from gradsurg.aggregators._pairwise import draw_orders
 from gradsurg.aggregators.base import Aggregator, AggregatorContext
@@ -182,6 +182,51 @@ def test_float32_gradients_give_nearly_the_result_of_float64(name: str, count: i
         matrix = rows(count, count, ratio, seed=1, lean=0.3).astype(np.float32).astype(np.float64)
         exact = by(made(name), matrix)
         assert distance(by(made(name), matrix, torch.float32), exact) <= 1e-4, ratio
+
+
+@pytest.mark.parametrize("count", [3, 4, 5, 8, 20])
+def test_the_geometric_median_is_where_no_step_is_shorter(count: int) -> None:
+    """The unit vectors to the rows add up to zero, or to the number of rows at the median."""
+    for ratio in (1.0, 30.0, 1e3):
+        for seed in range(10):
+            for rank in ranks(count):
+                matrix = rows(count, rank, ratio, seed, lean=seed % 3 / 2)
+                median = by(made("geometric_median"), matrix)
+                distances = np.linalg.norm(median - matrix, axis=1)
+                there = distances <= 1e-7 * np.linalg.norm(matrix, axis=1)
+                units = (median - matrix)[~there] / distances[~there][:, None]
+                assert np.linalg.norm(units.sum(0)) <= there.sum() + 1e-5, (ratio, seed, rank)
+
+
+def test_the_geometric_median_is_that_of_a_general_minimizer() -> None:
+    for seed in range(10):
+        matrix = rows(6, 6, 3.0, seed, lean=0.5)
+
+        def total(point: Array, matrix: Array = matrix) -> float:
+            return float(np.sqrt(((point - matrix) ** 2).sum(1) + 1e-18).sum())
+
+        best = minimize(total, matrix.mean(0), method="L-BFGS-B", options={"ftol": 1e-15})
+        median = by(made("geometric_median"), matrix)
+        assert total(median) <= best.fun + 1e-12
+        assert distance(median, best.x) <= 1e-3
+
+
+def test_a_faulty_row_of_any_length_moves_the_geometric_median_as_little() -> None:
+    matrix = rows(5, 5, 1.0, seed=0, lean=1.0)
+    medians = [by(made("geometric_median"), matrix * [[s], [1], [1], [1], [1]]) for s in (1e2, 1e6)]
+    assert distance(medians[1], medians[0]) <= 0.02
+
+
+def test_centered_clip_follows_the_algorithm_of_its_paper() -> None:
+    for seed in range(5):
+        for tau in (0.1, 1.0, 3.0):
+            matrix, center = rows(6, 4, 30.0, seed), np.zeros(22)
+            for _ in range(4):
+                apart = matrix - center
+                lengths = np.linalg.norm(apart, axis=1, keepdims=True)
+                center = center + (apart * np.minimum(1, tau / lengths)).mean(0)
+            found = by(made("centered_clip", tau=tau, num_steps=4), matrix)
+            assert distance(found, center) <= 1e-9
 
 
 def test_krum_takes_the_row_with_the_nearest_neighbours() -> None:
