@@ -195,7 +195,7 @@ def test_the_listed_launchers_are_those_of_the_extra() -> None:
     assert sorted(there) == [f"{name}.yaml" for name in ("basic", *LAUNCHERS)]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_job_that_slurm_pre_empts_is_requeued_and_ends_as_if_nothing_had_happened() -> None:
     done = subprocess.run(
         [ROOT / "scripts" / "slurm_smoke.sh"],

@@ -41,7 +41,7 @@ def test_updates_meet_their_bounds_in_every_family(name: str, family: str) -> No
     check(name, family, draws=25, exact=2, seed=0)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_updates_meet_their_bounds_in_many_draws(name: str, family: str) -> None:

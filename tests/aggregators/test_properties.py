@@ -23,7 +23,7 @@ def test_every_declared_property_holds_with_other_fields(row: Row) -> None:
     check_aggregator(made(row.name, **row.fields))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", names("aggregators"))
 def test_every_declared_property_holds_on_many_more_and_on_ten_million_columns(name: str) -> None:
     check_aggregator(made(name), count=200, num_tasks=(1, 2, 3, 5, 8, 16), max_columns=10_000_000)

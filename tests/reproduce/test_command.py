@@ -542,6 +542,6 @@ def test_a_wrong_override_is_an_error(root: Path, capfd: pytest.CaptureFixture[s
     assert "steps: must be >= 0, found -1" in capfd.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_counter_examples_of_error_feedback_hold(tmp_path: Path) -> None:
     assert command.main(["karimireddy2019", f"out={tmp_path}"]) == 0
