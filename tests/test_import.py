@@ -73,6 +73,17 @@ def test_help_and_completion_import_neither_torch_nor_a_library_of_runs_and_repo
     assert printed in out
 
 
+@pytest.mark.parametrize("words", ["", "site=outputs logger=console", "site=relu_nodes"])
+def test_a_dry_run_imports_neither_the_compiler_nor_a_library_that_it_does_not_use(
+    words: str, tmp_path: Path
+) -> None:
+    libraries = "torch torch._dynamo sympy sklearn wandb matplotlib scipy altair polars"
+    words = f"transform=clip dry_run=true out={tmp_path} {words}"
+    out = _fresh(COMMAND, libraries, *words.split())
+    assert "sites selected" in out
+    assert out.splitlines()[-1] == "['torch']"
+
+
 @pytest.mark.slow
 def test_a_command_that_trains_nothing_brings_in_neither_compiler_nor_wandb(tmp_path: Path) -> None:
     code = f"""

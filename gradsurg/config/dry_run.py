@@ -8,8 +8,10 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from inspect import unwrap
 from itertools import product
 from timeit import repeat
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +32,7 @@ from gradsurg.sites.state_guard import untouched
 from gradsurg.surgery.forward_observers import observed_modules
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, Examined, MultiTask, Task
-from gradsurg.torch_internals import random_state
+from gradsurg.torch_internals import compiling, random_state
 from gradsurg.training.loop import outputs_of
 from gradsurg.training.optimizers import optimizer_maker
 from gradsurg.training.run import Run, check_compiled
@@ -131,14 +133,15 @@ def check_step_parts(
     make_optimizer = optimizer_maker(optimizer_config(config, settings))
     # Most errors of an optimizer occur with any parameter.
     stand_in = model or nn.Linear(1, 1, bias=False)
-    optimizer = errors.attempt("optimizer", lambda: make_optimizer(stand_in))
-    if optimizer is not None and settings is not None:
-        _check_fused(settings, optimizer, errors)
-        with errors.at("optimizer"):
-            _step_on_zeros(optimizer)
-        with errors.at("schedule"):
-            schedule = schedule_maker(config["schedule"], settings.steps)(optimizer)
-            check_learning_rates(schedule, settings.steps)
+    with compiling.without_dynamo():
+        optimizer = errors.attempt("optimizer", lambda: make_optimizer(stand_in))
+        if optimizer is not None and settings is not None:
+            _check_fused(settings, optimizer, errors)
+            with errors.at("optimizer"):
+                _step_on_zeros(optimizer)
+            with errors.at("schedule"):
+                schedule = schedule_maker(config["schedule"], settings.steps)(optimizer)
+                check_learning_rates(schedule, settings.steps)
     if task is None or model is None or data is None:
         return
     if isinstance(task, Examined):
@@ -296,21 +299,26 @@ class _Trial:
         return result
 
     def step(self, items: Sequence[Intervention], several: bool, key: str) -> list[Entry]:
-        """Make a training step with learning rate 0 and return the ledger.
+        """Make a training step that changes no parameter and return the ledger.
 
         An error that does not name its object is reported under `key`.
         """
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+        optimizer = _NoUpdate(self.model.parameters(), {})
         inputs = self.data.train_inputs[: self._batch]
         targets = self.data.train_targets[: self._batch]
-        with self.errors.at(key), random_state.preserved(), warnings.catch_warnings():
+        with (
+            self.errors.at(key),
+            random_state.preserved(),
+            compiling.uncompiled(),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")  # the run repeats these warnings
             try:
                 attached = Surgery(*items).attach(
                     self.model, optimizer, effects_every=0, steps_per_epoch=self._epoch
                 )
                 with attached as live:
-                    optimizer.zero_grad(set_to_none=True)
+                    self.model.zero_grad(set_to_none=True)
                     outputs = self.model(inputs)
                     if several and isinstance(self.task, MultiTask):
                         live.backward(self.task.losses(outputs, targets))
@@ -418,6 +426,15 @@ class _ChanceRecorder(TriggerContext):
     def chance(self, *key: object) -> float:
         self.drawn = True
         return super().chance(*key)
+
+
+class _NoUpdate(Optimizer):
+    """Leaves the parameters as they are."""
+
+    add_param_group = unwrap(Optimizer.add_param_group)  # the wrapper imports Dynamo
+
+    def step(self, closure: Any = None) -> Any:  # Any: PyTorch's result depends on the closure
+        return None
 
 
 class _GroupIdentity(GroupTransform):

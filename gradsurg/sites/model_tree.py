@@ -18,7 +18,7 @@ from gradsurg.sites.graph_tracer import CallGraph, Tracer, plain
 from gradsurg.sites.selection import ROOT, names_of, params_of
 from gradsurg.sites.state_guard import copy_inputs, param_versions, untouched
 from gradsurg.sites.tree_table import Row, SiteLine, TensorSpec, Tree
-from gradsurg.torch_internals import autograd
+from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Scope
 
 NOT_REACHED = "not met"
@@ -36,13 +36,14 @@ def tree(model: nn.Module, example_input: Any, at: Selector | None = None) -> Tr
         raise RuntimeError("a tree takes a forward of its own: not inside a backward")
     model = getattr(model, "_orig_mod", model)
     before = param_versions(model)
-    walk = _walk(model, example_input)
-    rows = [_row(call, walk) for call in walk.calls]
     loose: list[SiteLine] = []
-    if at is not None:
-        with untouched(model):
-            lines = _site_lines(model, example_input, at, walk, [row.label for row in rows])
-        rows, loose = _assigned(rows, walk, lines)
+    with compiling.uncompiled():
+        walk = _walk(model, example_input)
+        rows = [_row(call, walk) for call in walk.calls]
+        if at is not None:
+            with untouched(model):
+                lines = _site_lines(model, example_input, at, walk, [row.label for row in rows])
+            rows, loose = _assigned(rows, walk, lines)
     after = param_versions(model)
     changed = [name for name, version in after.items() if before.get(name) != version]
     return Tree(

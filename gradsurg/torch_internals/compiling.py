@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import import_module
 from math import nan
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,8 @@ def untraced(function: Function, compiled: Function | None = None) -> Function:
     Every hook on a module needs this. In eager code it costs a fifth of `torch.compiler.disable`.
     In compiled code `compiled` is called instead of the function, if given.
     """
+    if _uncompiled.get() and _DYNAMO not in sys.modules:
+        return function
     disable: Callable[..., Any] = torch.compiler.disable  # Any: it returns its argument
     disabled = disable(compiled or function)
 
@@ -36,6 +39,46 @@ def untraced(function: Function, compiled: Function | None = None) -> Function:
 
 traced: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 """Whether Dynamo traces this code; cheaper than wrapping a function in `untraced`."""
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Let `untraced` return functions as they are while Dynamo, slow to import, is not there.
+
+    For hooks that are removed in this block, in which nothing is compiled.
+    """
+    token = _uncompiled.set(True)
+    try:
+        yield
+    finally:
+        _uncompiled.reset(token)
+
+
+@contextmanager
+def without_dynamo() -> Iterator[None]:
+    """Make and step optimizers of torch.optim without importing Dynamo, which takes a second.
+
+    They import it to exclude themselves from compiled graphs. Compile nothing in this block.
+    """
+    if _DYNAMO in sys.modules:
+        yield
+        return
+    disabled: list[object] = []
+
+    def disable(function: object, *_: object, **__: object) -> object:
+        disabled.append(function)
+        return function
+
+    stand_in = ModuleType(_DYNAMO)
+    vars(stand_in).update(disable=disable, graph_break=lambda: None)
+    sys.modules[_DYNAMO] = torch._dynamo = stand_in
+    try:
+        yield
+    finally:
+        del sys.modules[_DYNAMO], torch._dynamo
+        for function in disabled:
+            # PyTorch keeps the result of `disable` here: from now on it must be Dynamo's.
+            vars(function).pop("__dynamo_disable", None)
 
 
 def has_compiled() -> bool:
@@ -85,7 +128,9 @@ def keeping_buffers() -> Iterator[None]:
 COMPILED = "CompiledFunctionBackward"
 """The name of the autograd node of a compiled graph."""
 
+_DYNAMO = "torch._dynamo"
 _KEPT = "/gradsurg keeps buffers"
+_uncompiled: ContextVar[bool] = ContextVar("gradsurg_uncompiled", default=False)
 _open: ContextVar[tuple[object, ...]] = ContextVar("gradsurg_keeping", default=())
 _before: ContextVar[tuple[bool, str]] = ContextVar("gradsurg_before")  # the first block
 

@@ -1,5 +1,7 @@
 """The corners of torch.compile that it has but does not export."""
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from importlib import import_module
@@ -119,3 +121,33 @@ def test_asking_a_compiled_graph_first_keeps_its_buffers() -> None:
     for _ in range(2):
         output.backward(retain_graph=True)
     torch.compiler.reset()
+
+
+def test_an_optimizer_steps_without_dynamo_and_is_excluded_from_graphs_later() -> None:
+    code = """
+import sys, torch
+from gradsurg.torch_internals import compiling
+before = dict(vars(torch))
+param = torch.nn.Parameter(torch.ones(2, 2))
+made = [value for value in vars(torch.optim).values() if isinstance(value, type)]
+made = [kind for kind in made if kind.__name__ not in ("Optimizer", "LBFGS", "SparseAdam")]
+with compiling.without_dynamo():
+    for kind in made:
+        optimizer = kind([param], lr=0.5)
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.load_state_dict(optimizer.state_dict())
+print(len(made) > 10, sorted(name for name in sys.modules if name.startswith("torch._dynamo")))
+print("_dynamo" in vars(torch))
+
+optimizer = torch.optim.SGD([param], lr=0.5)
+print(torch._dynamo.__file__.endswith("__init__.py"))
+add = optimizer.add_param_group.__wrapped__
+print(add.__dynamo_disable is not add)
+with compiling.without_dynamo():
+    print(hasattr(torch._dynamo, "optimize"))
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.splitlines() == ["True []", "False", "True", "True", "True"], done.stderr
