@@ -76,7 +76,7 @@ class Mask(Stateless):
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         match self.by:
             case "largest":
-                mask, factor = _largest(grad.abs(), self.amount, self.per)
+                mask, factor = largest(grad.abs(), self.amount, self.per)
             case "threshold":
                 mask, factor = ~(grad.abs() <= self.amount), 1.0
             case "random":
@@ -84,7 +84,7 @@ class Mask(Stateless):
             case "random_k":
                 generator = context.generator(grad.device)
                 draws = torch.rand(grad.shape, generator=generator, device=grad.device)
-                mask, factor = _largest(draws, self.amount, self.per)
+                mask, factor = largest(draws, self.amount, self.per)
         return torch.where(mask, grad * factor if self.rescale else grad, 0.0)
 
 
@@ -110,7 +110,7 @@ def multiples_of(draws: Tensor, is_cuda: bool) -> Tensor:
     return (draws * 2**24).floor()
 
 
-def _largest(sizes: Tensor, amount: float, per: str) -> tuple[Tensor, float]:
+def largest(sizes: Tensor, amount: float, per: str) -> tuple[Tensor, float]:
     """Return a mask of the k largest entries of each group, and d / k."""
     axes = reduced_axes(per, sizes.ndim)
     if sizes.numel() == 0 or not axes:

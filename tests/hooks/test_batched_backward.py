@@ -14,11 +14,11 @@ from gradsurg.sites.base import Selector
 from gradsurg.transforms.base import Transform
 from gradsurg.transforms.chain import links_of
 from tests.nets import attached
-from tests.transforms.cases import build, names
+from tests.transforms.cases import build, config, names
 
 Mode = Literal["is_grads_batched", "vmap"]
 MODES = ("is_grads_batched", "vmap")
-DRAWS = ("add_noise", "noise", "random_mask")
+DRAWS = ("add_noise", "noise", "qsgd", "quantize", "random_mask", "terngrad")
 GROUPS = tuple(
     n for n in names() if build(n).scope == "group"
 )  # no gradient of a batched backward is part of a group
@@ -188,12 +188,8 @@ def test_a_transform_that_draws_is_refused_as_a_raw_hook_that_draws(name: str) -
         for mode in MODES:
             with pytest.raises(RuntimeError, match="vmap: .*random") as caught:
                 _batched(mode, outputs, model[0].weight, vectors)
-            assert f"{build_label(name)} acted at site '0.weight'" in caught.value.__notes__[0]
+            assert f"{config(name)['name']} acted at site '0.weight'" in caught.value.__notes__[0]
         outputs.sum().backward()
-
-
-def build_label(name: str) -> str:
-    return {"random_mask": "mask", "noise": "add_noise"}.get(name, name)
 
 
 def test_randomness_of_vmap_says_whether_the_examples_draw_alike() -> None:

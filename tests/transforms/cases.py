@@ -50,6 +50,8 @@ ROWS = (
     ),
     # A vector is one unit: |w| = 2, bound 0.02, |g| = 2.
     Row("agc", [0.0, 2.0], [0.0, 0.02], value=[2.0, 0.0]),
+    Row("add_decayed", [1.0, 0.0, NAN], [1.03, -0.02, NAN], value=[3.0, -2.0, 1.0]),
+    Row("add_decayed", [1.0, 0.0], [1.1, -0.1], {"strength": 0.1, "penalty": "l1"}, [3.0, -2.0]),
     # Noise is compared within 10 standard deviations.
     # In the warm-up the bound is max_norm: |g| = 5.
     Row("adaptive_clip", [3.0, -4.0], [0.6, -0.8]),
@@ -90,6 +92,11 @@ ROWS = (
     # At the first gradient the correction undoes the factor 1 - decay.
     Row("ema", [1.0, -2.0], [1.0, -2.0]),
     Row("ema", [1.0, -2.0], [0.1, -0.2], {"debias": False}),
+    # The first gradient arrives with the next one.
+    Row("delay", [1.0, -2.0], [0.0, 0.0]),
+    # u = v = g; the largest of 3.
+    Row("dgc", [1.0, -5.0, 2.0], [0.0, -5.0, 0.0]),
+    Row("dgc", [1.0, -5.0, 2.0], [0.0, -5.0, 2.0], {"amount": 0.6}),
     # B has entries in ±1 / sqrt(4); the result does not depend on the gradient.
     Row("direct_feedback", [[5.0] * 4], _random_feedback(2.0, 4, 1.0), other=[[2.0]]),
     Row(
@@ -112,6 +119,17 @@ ROWS = (
     # The error is zero at first; the mean magnitude is 2.
     Row("error_feedback", [1.0, -5.0, 0.0], [2.0, -2.0, 0.0]),
     Row("identity", [1.0, NAN, -INF], [1.0, NAN, -INF]),
+    # The signs have the norm sqrt(2), and g has 5.
+    Row("graft", [3.0, -4.0], [3.53553391, -3.53553391]),
+    Row("graft", [0.0, 0.0], [0.0, 0.0]),
+    Row("grokfast_ma", [1.0, -2.0], [1.0, -2.0]),
+    Row("grokfast_ma", [1.0, -2.0], [6.0, -12.0], {"window": 1}),
+    Row("grokfast_ma", [1.0, -2.0], [3.0, -6.0], {"warmup": False, "strength": 2.0}),
+    # Of rank 1, so nothing is lost.
+    Row("low_rank", [[1.0, 2.0], [2.0, 4.0], [0.0, 0.0]], [[1.0, 2.0], [2.0, 4.0], [0.0, 0.0]]),
+    Row("low_rank", [1.0, 2.0], [1.0, 2.0], {"rank": 1}),
+    # [3, 4] + 0.0005 * [6, 8] = [3.003, 4.004] has the norm 5.005; 0.001 * 10 / 5.005 of it.
+    Row("lars", [3.0, 4.0], [0.006, 0.008], value=[6.0, 8.0]),
     # At the first step m = g, so 3 g.
     Row("grokfast_ema", [1.0, -2.0], [3.0, -6.0]),
     # A tenth of 10 entries is one.
@@ -210,6 +228,31 @@ ROWS = (
     # The mean magnitude is 2.
     Row("scaled_sign", [1.0, -5.0, 0.0], [2.0, -2.0, 0.0]),
     Row("sign", [1.0, -5.0, 0.0], [2.0, -2.0, 0.0], {"scale": "mean"}),
+    Row("power_sgd", [[1.0, 2.0], [2.0, 4.0]], [[1.0, 2.0], [2.0, 4.0]]),
+    # Of the largest magnitude and zero every level is exact; 63.5 of 127 is not.
+    Row("quantize", [2.0, -2.0, 0.0], [2.0, -2.0, 0.0]),
+    Row("quantize", [2.0, 1.2, -0.4], [2.0, 1.0, 0.0], {"levels": 2, "stochastic": False}),
+    # |g| = 5: levels at multiples of 1.25, 3 is 2.4 and 4 is 3.2 of them.
+    Row("qsgd", [3.0, -4.0], [2.5, -3.75], {"stochastic": False}),
+    Row("qsgd", [5.0, 0.0], [5.0, 0.0]),
+    Row("terngrad", [1.0, -1.0, 0.0], [1.0, -1.0, 0.0]),
+    # The mean is 2 and the deviation sqrt(3): clamped at 1.3 sqrt(3); 1 is less than half of it.
+    Row(
+        "terngrad",
+        [3.0, 3.0, 3.0, -1.0],
+        [2.25166605, 2.25166605, 2.25166605, 0.0],
+        {"clip": 1.3, "stochastic": False},
+    ),
+    # N = 5.
+    Row("rescale_global_norm", [3.0, -4.0], [0.6, -0.8]),
+    Row("rescale_global_norm", [0.0, 0.0], [0.0, 0.0]),
+    # One gradient agrees with itself, and a zero has no sign.
+    Row("sign_agreement", [1.0, -2.0, NAN], [1.0, -2.0, NAN]),
+    Row("sign_agreement", [1.0, -2.0, 0.0, 3.0], [4 / 3, -8 / 3, 0.0, 4.0], {"rescale": True}),
+    Row("spike_clip", [1.0, -2.0, NAN, INF], [1.0, -2.0, NAN, INF]),
+    # |w| = 10, |g| = 5.
+    Row("trust_ratio", [3.0, 4.0], [0.006, 0.008], value=[6.0, 8.0]),
+    Row("trust_ratio", [3.0, 4.0], [3.0, 4.0], value=[0.0, 0.0]),
     Row("unit_norm", [[3.0, -4.0], [0.0, 0.0]], [[0.6, -0.8], [0.0, 0.0]]),
     Row("zero", [1.0, NAN, INF], [0.0, 0.0, 0.0]),
 )

@@ -10,12 +10,17 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.transforms.adaptive_clip import AdaptiveClip
+from gradsurg.transforms.add_decayed import AddDecayed
 from gradsurg.transforms.base import Transform, TransformContext, init_all, update_all
 from gradsurg.transforms.deconvolve import Deconvolve
+from gradsurg.transforms.grokfast_ma import GrokfastMA
 from gradsurg.transforms.momentum import Momentum
 from gradsurg.transforms.orthogonalize import Orthogonalize
 from gradsurg.transforms.perpendicular import Perpendicular
+from gradsurg.transforms.rescale_global_norm import RescaleGlobalNorm
+from gradsurg.transforms.spike_clip import SpikeClip
 from gradsurg.transforms.surrogate_gradient import SurrogateGradient
+from gradsurg.transforms.trust_ratio import TrustRatio
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -172,3 +177,60 @@ def test_a_rescaled_perpendicular_gradient_is_orthograd() -> None:
     library.OrthoGrad(torch.optim.SGD(params, lr=0.0)).step()
     for param, grad in zip(params, grads, strict=True):
         torch.testing.assert_close(act(Perpendicular(rescale=True), grad, param), param.grad)
+
+
+def test_grokfast_ma_is_that_of_pytorch_optimizer() -> None:
+    library = pytest.importorskip("pytorch_optimizer.optimizer.grokfast")
+    model, past = nn.Linear(3, 4, bias=False), None
+    sequence = [[random(4, 3, seed=seed)] for seed in range(9)]
+    results = steps(GrokfastMA(4, 2.0), sequence)
+    for (grad,), (result,) in zip(sequence, results, strict=True):
+        model.weight.grad = grad.clone()
+        past = library.gradfilter_ma(model, past, window_size=4, lamb=2.0)
+        torch.testing.assert_close(result, model.weight.grad)
+
+
+def test_spike_clip_is_spam() -> None:
+    library = pytest.importorskip("pytorch_optimizer")
+    params = [nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(5))]
+    theirs = library.SPAM(
+        params, lr=0.0, betas=(0.0, 0.9), threshold=4, grad_accu_steps=5, update_proj_gap=1000
+    )
+    sequence = spiky(30)
+    # Their fifth gradient is the first to be clipped.
+    results = steps(SpikeClip(4.0, decay=0.9, warmup=4), sequence)
+    clipped = 0
+    for grads, result in zip(sequence, results, strict=True):
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone()
+        theirs.step()
+        expected = [theirs.state[param]["exp_avg"].view(param.shape) for param in params]
+        torch.testing.assert_close(result, expected)
+        clipped += not torch.equal(result[0], grads[0])
+    assert clipped >= 4
+
+
+@pytest.mark.parametrize(
+    ("transform", "name", "fields"),
+    [
+        (TrustRatio(0.01), "scale_by_trust_ratio", {"trust_coefficient": 0.01}),
+        (TrustRatio(1.0, eps=0.1), "scale_by_trust_ratio", {"eps": 0.1}),
+        (AddDecayed(0.1), "add_decayed_weights", {"weight_decay": 0.1}),
+        (RescaleGlobalNorm(eps=1e-6), "normalize_by_update_norm", {}),
+        (RescaleGlobalNorm(3.0), "normalize_by_update_norm", {"scale_factor": 3.0, "eps": 0.0}),
+    ],
+    ids=str,
+)
+def test_a_transform_without_state_is_optaxs(
+    transform: Transform, name: str, fields: dict[str, float]
+) -> None:
+    optax = pytest.importorskip("optax")
+    theirs = getattr(optax, name)(**fields)
+    values = [random(4, 3), random(5, seed=1), torch.zeros(2)]
+    grads = [random(4, 3, seed=2), torch.zeros(5), random(2, seed=3)]
+    arrays = [value.numpy() for value in values]
+    updates, _ = theirs.update([grad.numpy() for grad in grads], theirs.init(arrays), arrays)
+    contexts = [TransformContext(f"site{i}", 0, value) for i, value in enumerate(values)]
+    results, _ = update_all(transform, grads, init_all(transform, grads), contexts)
+    for result, expected in zip(results, updates, strict=True):
+        torch.testing.assert_close(result, torch.tensor(np.array(expected)))

@@ -1,12 +1,14 @@
 """Transforms compared with slow, obvious implementations and with PyTorch's functions."""
 
 import math
+import warnings
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+import gradsurg as gs
 from gradsurg.transforms.adaptive_clip import AdaptiveClip
 from gradsurg.transforms.add_noise import AddNoise
 from gradsurg.transforms.agc import AGC
@@ -19,14 +21,22 @@ from gradsurg.transforms.clip_global_norm import ClipGlobalNorm
 from gradsurg.transforms.clip_norm import ClipNorm
 from gradsurg.transforms.curve import Curve
 from gradsurg.transforms.deconvolve import Deconvolve
+from gradsurg.transforms.delay import Delay
+from gradsurg.transforms.dgc import DGC
+from gradsurg.transforms.graft import Graft
 from gradsurg.transforms.grokfast_ema import GrokfastEMA
+from gradsurg.transforms.low_rank import LowRank
 from gradsurg.transforms.mask import Mask, multiples_of
 from gradsurg.transforms.momentum import Momentum
 from gradsurg.transforms.norm_rescale import NormRescale
 from gradsurg.transforms.orthogonalize import Orthogonalize
 from gradsurg.transforms.perpendicular import Perpendicular
+from gradsurg.transforms.quantize import Quantize
+from gradsurg.transforms.rescale_global_norm import RescaleGlobalNorm
 from gradsurg.transforms.scale_by_sign import ScaleBySign
 from gradsurg.transforms.sign import Sign
+from gradsurg.transforms.sign_agreement import SignAgreement
+from gradsurg.transforms.spike_clip import SpikeClip
 from gradsurg.transforms.surrogate_gradient import SurrogateGradient
 from tests.transforms.cases import INF, NAN
 
@@ -430,3 +440,138 @@ def test_deconvolve_refuses_a_node_that_changes_the_shape() -> None:
     context = TransformContext("a", entering=(random(3),))
     with pytest.raises(ValueError, match=r"keeps the shape, and 'a' maps \[2\] to \[3\]"):
         Deconvolve().apply(random(2), context)
+
+
+def micro_batches(count: int) -> list[Tensor]:
+    """Return gradients with equal signs at a third of the entries and zeros at some."""
+    grads = [random(9, 10, seed=seed) for seed in range(count)]
+    grads = [torch.cat([grad[:3].abs(), grad[3:]]) for grad in grads]
+    grads[-1][0, 0] = 0.0
+    return grads
+
+
+@pytest.mark.parametrize("rescale", [False, True])
+@pytest.mark.parametrize("threshold", [0.0, 0.5, 0.6, 1.0])
+def test_accumulated_gradients_have_the_and_mask(threshold: float, rescale: bool) -> None:
+    grads = micro_batches(5)
+    model = torch.nn.Linear(10, 9, bias=False)
+    surgery = gs.Surgery(
+        gs.Intervention(SignAgreement(threshold, rescale=rescale), at=gs.Parameters("weight"))
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", gs.SurgeryWarning)
+        with surgery.attach(model, optimizer):
+            for _ in range(2):  # another step starts anew
+                optimizer.zero_grad()
+                for grad in grads:
+                    (model.weight * grad).sum().backward()
+                optimizer.step()
+    signs = torch.stack(grads).sign().mean(dim=0)
+    kept = signs.abs() >= threshold - 1e-6
+    expected = torch.where(kept, torch.stack(grads).sum(dim=0), 0.0)
+    expected = expected / kept.float().mean() if rescale else expected
+    assert model.weight.grad is not None
+    torch.testing.assert_close(model.weight.grad, expected)
+    assert (model.weight.grad[~kept] == 0).all()
+    assert kept.any()
+
+
+def test_a_spike_is_clipped_to_the_usual_size_of_its_entry() -> None:
+    transform = SpikeClip(9.0, decay=0.5, warmup=2)
+    state = transform.init(torch.zeros(2))
+    results, square = [], [0.0, 0.0]
+    for step, grad in enumerate([[1.0, 10.0], [-1.0, 10.0], [50.0, -20.0], [50.0, INF]]):
+        result, state = transform.update(torch.tensor(grad), state, TransformContext())
+        expected = list(grad)
+        for index, entry in enumerate(grad):
+            bound = math.sqrt(9 * square[index])
+            if step >= 2 and abs(entry) > bound:
+                expected[index] = math.copysign(bound, entry)
+            square[index] = 0.5 * square[index] + 0.5 * expected[index] ** 2
+        torch.testing.assert_close(result, torch.tensor(expected))
+        results.append(expected)
+    assert results[2][0] < 50
+    assert results[2][1] == -20
+    assert results[3][1] < INF
+
+
+@pytest.mark.parametrize("amount", [0.1, 0.5])
+def test_dgc_sends_every_gradient_in_the_end(amount: float) -> None:
+    """Of a gradient g the sum of all results is g / (1 - momentum)."""
+    transform, grad = DGC(amount, 0.5), random(4, 5).double()
+    total, state = torch.zeros_like(grad), transform.init(grad)
+    for step in range(100):
+        current = grad if step == 0 else torch.zeros_like(grad)
+        result, state = transform.update(current, state, TransformContext())
+        assert result.count_nonzero() <= round(amount * 20)
+        assert ((result == 0) | (state["v"] == 0)).all()
+        total += result
+    sent_at_once = Mask(amount).apply(grad, TransformContext()) != 0
+    # An entry that is sent takes its momentum with it.
+    torch.testing.assert_close(total[sent_at_once], grad[sent_at_once])
+    assert ((total / grad >= 1) & (total / grad <= 2)).all()
+
+
+def test_low_rank_of_one_gradient_again_and_again_is_the_truncated_svd() -> None:
+    grad = random(8, 3, 2).double()
+    transform = LowRank(2)
+    state, result = transform.init(grad), grad
+    for _ in range(200):
+        result, state = transform.update(grad, state, TransformContext())
+    left, values, right = np.linalg.svd(grad.reshape(8, -1).numpy(), full_matrices=False)
+    expected = torch.from_numpy(left[:, :2] @ np.diag(values[:2]) @ right[:2])
+    torch.testing.assert_close(result.reshape(8, -1), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_low_rank_keeps_its_basis_over_a_nan_and_a_zero() -> None:
+    transform, grad = LowRank(1), random(4, 3)
+    _, state = transform.update(grad, transform.init(grad), TransformContext())
+    for bad in (torch.full((4, 3), NAN), torch.zeros(4, 3)):
+        _, after = transform.update(bad, state, TransformContext())
+        assert torch.equal(after["q"], state["q"])
+
+
+@pytest.mark.parametrize(("by", "p"), [("norm", 2.0), ("max", INF)])
+def test_quantized_entries_are_neighbouring_levels_with_the_mean_of_the_entry(
+    by: str, p: float
+) -> None:
+    grad, draws = random(50), 2000
+    transform = Quantize(4, by=by)
+    results = torch.stack(
+        [transform.apply(grad, TransformContext(seed=seed)) for seed in range(draws)]
+    )
+    level = torch.linalg.vector_norm(grad, p) / 4
+    steps = results / level
+    torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-5)
+    assert ((results - grad).abs() < level * (1 + 1e-5)).all()
+    assert ((results.mean(dim=0) - grad).abs() < 5 * level / 2 / draws**0.5).all()
+
+
+def test_the_delayed_gradient_is_that_of_so_many_steps_before() -> None:
+    grads = [random(3, seed=seed) for seed in range(6)]
+    transform = Delay(2)
+    state = transform.init(grads[0])
+    for step, grad in enumerate(grads):
+        result, state = transform.update(grad, state, TransformContext())
+        assert torch.equal(result, grads[step - 2] if step >= 2 else torch.zeros(3))
+
+
+def test_a_graft_has_the_state_of_both_its_transforms() -> None:
+    grads = [random(3, seed=seed) for seed in range(4)]
+    transform = Graft(Momentum(0.9), GrokfastEMA())
+    state = transform.init(grads[0])
+    directions, sizes = (each.init(grads[0]) for each in (Momentum(0.9), GrokfastEMA()))
+    for grad in grads:
+        result, state = transform.update(grad, state, TransformContext())
+        d, directions = Momentum(0.9).update(grad, directions, TransformContext())
+        m, sizes = GrokfastEMA().update(grad, sizes, TransformContext())
+        torch.testing.assert_close(result, d / d.norm() * m.norm())
+
+
+def test_a_group_is_rescaled_to_one_norm() -> None:
+    grads = [random(4, 3), random(5, seed=1).bfloat16(), torch.zeros(0), random(seed=2)]
+    results = group(RescaleGlobalNorm(2.0), grads)
+    total = math.sqrt(sum(float(result.double().square().sum()) for result in results))
+    assert total == pytest.approx(2.0, rel=1e-3)
+    assert [result.dtype for result in results] == [grad.dtype for grad in grads]

@@ -26,11 +26,15 @@ from gradsurg.transforms.clip import Clip
 from gradsurg.transforms.clip_global_norm import ClipGlobalNorm
 from gradsurg.transforms.clip_norm import ClipNorm
 from gradsurg.transforms.curve import Curve
+from gradsurg.transforms.dgc import DGC
 from gradsurg.transforms.direct_feedback import DirectFeedback
 from gradsurg.transforms.error_feedback import ErrorFeedback
 from gradsurg.transforms.feedback_weights import FeedbackWeights
 from gradsurg.transforms.gradient_reversal import GradientReversal
+from gradsurg.transforms.graft import Graft
 from gradsurg.transforms.grokfast_ema import GrokfastEMA
+from gradsurg.transforms.grokfast_ma import GrokfastMA
+from gradsurg.transforms.low_rank import LowRank
 from gradsurg.transforms.mask import Mask
 from gradsurg.transforms.momentum import Momentum
 from gradsurg.transforms.n_of_m import NOfM
@@ -38,12 +42,16 @@ from gradsurg.transforms.norm_matched import NormMatched
 from gradsurg.transforms.norm_rescale import NormRescale
 from gradsurg.transforms.orthogonalize import Orthogonalize
 from gradsurg.transforms.perpendicular import Perpendicular
+from gradsurg.transforms.quantize import Quantize
 from gradsurg.transforms.sanitize import Sanitize
 from gradsurg.transforms.scale import Scale
 from gradsurg.transforms.scale_by_sign import ScaleBySign
 from gradsurg.transforms.scheduled import Scheduled
 from gradsurg.transforms.sign import Sign
+from gradsurg.transforms.sign_agreement import SignAgreement
+from gradsurg.transforms.spike_clip import SpikeClip
 from gradsurg.transforms.surrogate_gradient import SurrogateGradient
+from gradsurg.transforms.trust_ratio import TrustRatio
 from tests.transforms.cases import INF, build, names
 
 # Properties depend on fields: these instances cover the other branches of those conditions.
@@ -84,6 +92,18 @@ OTHERS = (
     Perpendicular(below=1.0, per="unit"),
     Perpendicular(per="unit"),
     Perpendicular(rescale=True, below=1.0),
+    DGC(0.5, 0.5),
+    Graft(Clip(0.5), Scale(0.5)),
+    Graft(ClipGlobalNorm(0.5), GrokfastEMA()),
+    GrokfastMA(2),
+    LowRank(1),
+    Quantize(3, stochastic=False),
+    Quantize(3, by="norm", per="unit"),
+    Quantize(2, clip=1.0, stochastic=False),
+    SignAgreement(0.5, rescale=True),
+    SpikeClip(1.5, decay=0.5, warmup=1),
+    TrustRatio(eps=0.1, per="unit"),
+    TrustRatio(per="unit"),
     NormRescale(2.0, p=1.0, per="unit"),
     NormRescale(0.1, p=INF, eps=0.5),
     NormRescale(2.0, per="entry"),

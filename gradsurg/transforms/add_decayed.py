@@ -1,0 +1,43 @@
+"""AddDecayed: add the gradient of a penalty on the weights."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from gradsurg.plugins.fields import validated
+from gradsurg.plugins.reductions import widened
+from gradsurg.transforms.base import Need, Stateless, TransformContext, TransformProperty, value_of
+
+
+@validated
+class AddDecayed(Stateless):
+    """Add the gradient of a penalty on the value w: g + strength * w (`l2`) or sign(w) (`l1`).
+
+    L2 regularization, which differs from decoupled weight decay in adaptive optimizers: Loshchilov
+    and Hutter, ICLR 2019 (arXiv 1711.05101), algorithm 1. As optax's `add_decayed_weights`.
+    Requires the value w, a constant in a double backward.
+
+    Any shape. A zero gradient becomes that of the penalty, an empty tensor stays empty. A NaN or an
+    infinity in g or w stays.
+    """
+
+    strength: Annotated[float, Field(ge=0)] = 1e-2
+    penalty: Literal["l2", "l1"] = "l2"
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"value"})
+
+    @property
+    def properties(self) -> frozenset[TransformProperty]:
+        return frozenset({"elementwise", "deterministic"})
+
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
+        value = widened(value_of(self, context))
+        match self.penalty:
+            case "l2":
+                slope = value
+            case "l1":
+                slope = value.sign()
+        return (widened(grad) + self.strength * slope).to(grad.dtype)

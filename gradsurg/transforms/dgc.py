@@ -1,0 +1,47 @@
+"""DGC: send the largest entries of a gradient, and keep the rest with its momentum."""
+
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from gradsurg.plugins.fields import validated
+from gradsurg.plugins.reductions import widened
+from gradsurg.transforms.base import Transform, TransformContext, TransformProperty, TransformState
+from gradsurg.transforms.mask import largest
+
+
+@validated
+class DGC(Transform):
+    """Sum gradients with momentum and return the largest entries of the sum: deep compression.
+
+    u <- momentum * u + g, then v <- v + u. The result is the `amount` of entries of v that are
+    largest in magnitude, as `Mask`, the others zero; u and v become zero there. The optimizer
+    must have no momentum of its own. Lin et al., ICLR 2018 (arXiv 1712.01887), without
+    gradient clipping and the warm-up of `amount`.
+
+    u and v are the state of a site, initially zero, in float32 or wider. Any shape; an empty tensor
+    stays empty; a zero gradient sends entries of v. A NaN or an infinity is sent first, and leaves
+    the state.
+    """
+
+    amount: Annotated[float, Field(gt=0, le=1)] = 1e-3
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+
+    @property
+    def properties(self) -> frozenset[TransformProperty]:
+        return frozenset({"deterministic"})
+
+    def init(self, grad: Tensor) -> TransformState:
+        zeros = torch.zeros_like(widened(grad))
+        return {"u": zeros, "v": zeros.clone()}
+
+    def update(
+        self, grad: Tensor, state: TransformState, context: TransformContext
+    ) -> tuple[Tensor, TransformState]:
+        u = self.momentum * state["u"] + widened(grad)
+        v = state["v"] + u
+        sent, _ = largest(v.abs(), self.amount, "tensor")
+        after = {"u": torch.where(sent, 0.0, u), "v": torch.where(sent, 0.0, v)}
+        return torch.where(sent, v, 0.0).to(grad.dtype), after

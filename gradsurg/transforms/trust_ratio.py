@@ -1,0 +1,49 @@
+"""TrustRatio: scale the gradient to a fraction of the norm of the weights."""
+
+from dataclasses import KW_ONLY
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from gradsurg.plugins.fields import validated
+from gradsurg.plugins.reductions import Per, direction, norm, widened
+from gradsurg.transforms.base import Need, Stateless, TransformContext, TransformProperty, value_of
+
+
+@validated
+class TrustRatio(Stateless):
+    """Scale the gradient g of the value w: g * coefficient * |w| / (|g| + eps), in 2-norms.
+
+    The norms are those of the tensor, or of each group selected by `per`; where one of them is zero
+    g is not changed. LARS of You, Gitman, Ginsburg 2017 (arXiv 1708.03888), without its
+    weight decay: put `AddDecayed` before it. LAMB has the coefficient 1 and Adam's update for g.
+    optax's `scale_by_trust_ratio`. Requires the value w, a constant in a double backward.
+
+    Any shape; zero stays zero, an empty tensor empty. A NaN in g or w makes its group NaN; an
+    infinity in g becomes NaN and the rest of its group zero.
+    """
+
+    coefficient: Annotated[float, Field(gt=0)] = 1e-3
+    _: KW_ONLY
+    eps: Annotated[float, Field(ge=0)] = 0.0
+    per: Per = "tensor"
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"value"})
+
+    @property
+    def properties(self) -> frozenset[TransformProperty]:
+        properties: set[TransformProperty] = {"odd", "sign_preserving", "deterministic"}
+        if self.eps == 0:
+            properties |= {"idempotent"}
+        if self.per == "entry":
+            properties |= {"elementwise"}
+        return frozenset(properties)
+
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
+        size = norm(value_of(self, context), self.per)
+        scaled = self.coefficient * size * direction(grad, self.per, eps=self.eps)
+        return torch.where(size == 0, widened(grad), scaled).to(grad.dtype)
