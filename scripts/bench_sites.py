@@ -7,8 +7,8 @@ clamp in the same hook, registered in each forward pass if the kind needs that. 
 copies of the model, recomputations, autocast or threads, has no switch, counts nothing and checks
 no result; on an input it misses keyword arguments and modifications in place. Arms take turns, with
 untimed steps before the timed ones: otherwise an arm that follows itself, at the ends of the
-alternating order, would start with warm processor caches. Times are CPU times on one thread, which other
-processes disturb less than wall times.
+alternating order, would start with warm processor caches. Times are CPU times on one thread: other
+processes disturb them less than wall times.
 """
 
 from collections.abc import Callable

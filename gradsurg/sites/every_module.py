@@ -20,8 +20,8 @@ from gradsurg.sites.module_gradients import (
     explain_in_place_error,
     forward_hook,
     forward_pre_hook,
-    per_call_hooks,
     refuse_legacy_hooks,
+    replaced_hook,
     suppress_warning,
 )
 from gradsurg.sites.selection import (
@@ -176,14 +176,14 @@ class EveryModule(Selector):
     ) -> None:
         calls = Calls(names)
         refuse_legacy_hooks(process._global_is_full_backward_hook, "the process", "EveryModule")
-        hooks = per_call_hooks(self._registration(kind, stack))
-        stack.callback(hooks.remove)
+        replaced = replaced_hook()
+        stack.callback(self._registration(kind, stack)(replaced).remove)
         _follow_begin(calls, model, stack)
-        pre_hook = forward_pre_hook(calls, hooks, "EveryModule")
+        pre_hook = forward_pre_hook(calls, "EveryModule")
         stack.callback(process.register_module_forward_pre_hook(pre_hook).remove)
         suffix = ".input" if kind == "full_backward" else ""
         site_ids = self.site_ids(registry, suffix)
-        post_hook = forward_hook(calls, hooks, site_ids, registry, kind, refused_by="")
+        post_hook = forward_hook(calls, replaced, site_ids, registry, kind, refused_by="")
         handle = process.register_module_forward_hook(post_hook, with_kwargs=True)
         stack.callback(autograd.remove_global_forward_hook, handle)
         _follow_end(calls, model, stack)

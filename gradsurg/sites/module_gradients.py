@@ -1,14 +1,12 @@
 """ModuleGradients: PyTorch's full backward hooks of a module."""
 
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, ClassVar, Literal
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +23,6 @@ from gradsurg.transforms.base import Scope
 Kind = Literal["full_backward_pre", "full_backward"]
 Grads = tuple[Tensor | None, ...]
 BackwardHook = Callable[..., Any]  # Any: PyTorch's own types do not allow missing gradients
-
-FEW = 64  # hooks, before those whose graphs are freed are looked for
 
 IN_PLACE = (
     "gradsurg: a module with full backward hooks hands out views that must not be written to, and "
@@ -87,11 +83,11 @@ class ModuleGradients(ModuleSelector):
         for module in self.expect_modules(calls.names, registry, suffix):
             owner = f"module '{calls.names[module][0]}'"
             refuse_legacy_hooks(module._is_full_backward_hook, owner, "ModuleGradients")
-            hooks = per_call_hooks(self._registration(module, stack))
-            stack.callback(hooks.remove)
-            pre_hook = forward_pre_hook(calls, hooks, "ModuleGradients")
+            replaced = replaced_hook()
+            stack.callback(self._registration(module, stack)(replaced).remove)
+            pre_hook = forward_pre_hook(calls, "ModuleGradients")
             stack.callback(module.register_forward_pre_hook(pre_hook).remove)
-            post_hook = forward_hook(calls, hooks, site_ids, registry, kind, "ModuleGradients")
+            post_hook = forward_hook(calls, replaced, site_ids, registry, kind, "ModuleGradients")
             stack.callback(module.register_forward_hook(post_hook, with_kwargs=True).remove)
         explain_in_place_error(model, stack)
         suppress_warning(stack)
@@ -113,39 +109,43 @@ class ModuleGradients(ModuleSelector):
         return module.register_full_backward_hook
 
 
-def forward_pre_hook(calls: Calls, hooks: "PerCallHooks", site_kind: str) -> Callable[..., None]:
-    """Return the forward pre-hook that starts a call for its backward hook."""
+def replaced_hook() -> BackwardHook:
+    """Return a backward hook that does nothing; each call of its module replaces it.
+
+    PyTorch reads the table of backward hooks before a call, and hooks need the call's index.
+    """
+    return lambda module, grads, *_: None
+
+
+def forward_pre_hook(calls: Calls, site_kind: str) -> Callable[..., None]:
+    """Return the forward pre-hook that refuses calls inside torch.func."""
 
     @compiling.untraced
     def hook(module: nn.Module, args: tuple[object, ...]) -> None:
-        names = calls.names.get(module)
-        if names is None:  # a copy of the module, made inside the block
-            return
-        if autograd.in_functorch():
+        if autograd.in_functorch() and (names := calls.names.get(module)) is not None:
             raise RuntimeError(
                 f"{site_kind}: module '{names[0]}' is called inside torch.func, which has no full "
                 "backward hooks. Use Outputs or Inputs."
             )
-        hooks.begin_call(module)
 
     return hook
 
 
 def forward_hook(
     calls: Calls,
-    hooks: "PerCallHooks",
+    replaced: BackwardHook,
     site_ids: SiteIds,
     registry: HookRegistry,
     kind: Kind,
     refused_by: str,
 ) -> Callable[..., None]:
-    """Return the forward hook that assigns the site hooks of a call to its backward hook.
+    """Return the forward hook that replaces the backward hook `replaced` of a call.
 
     A call whose tensors the backward hook does not see raises RuntimeError in the name of
     `refused_by`; if that is empty, only the ledger reports it.
     """
     instead = "Outputs" if kind == "full_backward_pre" else "Inputs"
-    fast: dict[str, Sequence[GradFn]] = {}  # the hooks of calls with one tensor
+    fast: dict[str, BackwardHook] = {}  # the backward hooks of calls with one tensor
     on_inputs = kind == "full_backward"
 
     # Any: a user's values
@@ -153,9 +153,7 @@ def forward_hook(
     def hook(
         module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object
     ) -> None:
-        if calls.names.get(module) is None:  # a copy, whose call was not started either
-            return
-        slots, call = hooks.end_call(module), calls.counter.next(module)
+        call = calls.counter.next(module)
         base = None if call is None else site_ids(module, call)
         if base is None:
             return
@@ -164,9 +162,8 @@ def forward_hook(
         value = output if not on_inputs else args[0] if len(args) == 1 and not kwargs else None
         if isinstance(value, Tensor) and value.is_floating_point() and _needs_gradient(value):
             if base not in fast:
-                fast[base] = [registry.hook_for(base)]
-            for slot in slots:
-                slot.assign(module, fast[base])
+                fast[base] = _backward_hook([registry.hook_for(base)])
+            autograd.replace_backward_hook(module, replaced, fast[base])
             return
         ended = _EndedCall(args, kwargs, output)
         where = ended.unseen(kind)
@@ -176,8 +173,19 @@ def forward_hook(
                 f"of them, and those that need a gradient are inside {where}. Use {instead}."
             )
         site_hooks = _site_hooks(kind, ended, base, registry)
-        for slot in slots:
-            slot.assign(module, site_hooks)
+        autograd.replace_backward_hook(module, replaced, _backward_hook(site_hooks))
+
+    return hook
+
+
+def _backward_hook(hooks: Sequence[GradFn]) -> BackwardHook:
+    """Return a full backward hook that applies one hook to each gradient."""
+
+    def hook(module: nn.Module, grads: Grads, *_: object) -> Grads | None:
+        if len(hooks) > 1:
+            return apply_hooks(hooks, grads)
+        result = hooks[0](grads[0])
+        return None if result is None else (result,)
 
     return hook
 
@@ -226,108 +234,6 @@ def suppress_warning(stack: ExitStack) -> None:
 
 
 _numbers = count()
-
-
-class PerCallHooks(threading.local):
-    """Replaces the backward hook of a module at every call, so that each call has its own.
-
-    PyTorch reads the table of backward hooks before it runs the forward pre-hooks of a call. The
-    pre-hook puts a new hook into the table for the next call; the forward hook assigns the site
-    hooks to the one that was read. If another thread called the module in between, it is unknown
-    which hook was read: all put into the table since this thread's last call are assigned.
-    """
-
-    def __init__(self, slot: "_HookSlot") -> None:
-        self.slot = slot
-        self.first = 0
-        self.open: list[tuple[nn.Module, list[CallHook]]] = []
-
-    def begin_call(self, module: nn.Module) -> None:
-        number, hook = self.slot.next()
-        others = [] if number == self.first else self.slot.since(self.first, number)
-        self.open.append((module, [*others, hook]))
-        self.first = number + 1
-
-    def end_call(self, module: nn.Module) -> list["CallHook"]:
-        """Return the hooks that the ending call may have; calls that raised are dropped."""
-        while self.open:
-            called, hooks = self.open.pop()
-            if called is module:
-                return hooks
-        return []
-
-    def remove(self) -> None:
-        """Remove the hook from the table; those that calls have read stay with their graphs."""
-        self.slot.handle.remove()
-
-
-def per_call_hooks(register: Callable[[BackwardHook], RemovableHandle]) -> PerCallHooks:
-    """Register a backward hook that is replaced at every call of its module."""
-    return PerCallHooks(_HookSlot(register))  # all threads share the slot
-
-
-class CallHook(list[tuple[int, ref[nn.Module], Sequence[GradFn]]]):
-    """The site hooks assigned to one backward hook: thread, module, and a hook per gradient."""
-
-    def assign(self, module: nn.Module, hooks: Sequence[GradFn]) -> None:
-        """Assign the site hooks of a call in this thread."""
-        self.append((threading.get_ident(), ref(module), hooks))
-
-    def backward_hook(self) -> BackwardHook:
-        """Return a backward hook that applies the site hooks."""
-
-        # A function, not a method: a model is deep-copied with its hooks and their bound objects.
-        def hook(module: nn.Module, grads: Grads, *_: object) -> Grads | None:
-            assigned = [entry for entry in self if entry[1]() is module]
-            if len(assigned) > 1:
-                assigned = [entry for entry in assigned if entry[0] == threading.get_ident()]
-                if not assigned:
-                    raise RuntimeError(
-                        f"several threads have called a {type(module).__name__} at a time, and in "
-                        "the backward of another thread a full backward hook cannot tell these "
-                        "calls apart. Use Outputs or Inputs."
-                    )
-            if not assigned:
-                return None
-            hooks = assigned[0][2]
-            if len(hooks) > 1:
-                return apply_hooks(hooks, grads)
-            result = hooks[0](grads[0])
-            return None if result is None else (result,)
-
-        return hook
-
-
-class _HookSlot:
-    """The entry in PyTorch's table of hooks that holds a new hook for every call."""
-
-    def __init__(self, register: Callable[[BackwardHook], RemovableHandle]) -> None:
-        self.lock = threading.Lock()
-        self.number = 0
-        self.newest = CallHook()
-        self.alive: dict[int, ref[CallHook]] = {}  # as long as their graphs
-        self.most = FEW
-        self.handle = register(self.newest.backward_hook())
-
-    def next(self) -> tuple[int, CallHook]:
-        """Put a new hook into the table; return the number and the hook that it replaces."""
-        with self.lock:
-            number, replaced = self.number, self.newest
-            self.number, self.newest = number + 1, CallHook()
-            self.alive[number] = ref(replaced)
-            if len(self.alive) > self.most:
-                self.alive = {key: hook for key, hook in self.alive.items() if hook() is not None}
-                self.most = FEW + 2 * len(self.alive)
-            table = self.handle.hooks_dict_ref()
-            if table is not None and self.handle.id in table:
-                table[self.handle.id] = self.newest.backward_hook()
-            return number, replaced
-
-    def since(self, first: int, last: int) -> list[CallHook]:
-        """Return the hooks from one number up to another whose graphs are still alive."""
-        with self.lock:
-            alive = [hook() for key, hook in self.alive.items() if first <= key < last]
-        return [hook for hook in alive if hook is not None]
 
 
 @dataclass(slots=True, frozen=True)

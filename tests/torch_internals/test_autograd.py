@@ -372,3 +372,25 @@ def test_within_earlier_surroundings_only_what_was_there_before_is_in_force() ->
         autograd.remove_function_mode(mode)
         for handle in [early, *later]:
             handle.remove()
+
+
+@pytest.mark.parametrize("kind", ["register_full_backward_pre_hook", "register_full_backward_hook"])
+def test_a_forward_hook_replaces_the_backward_hook_of_its_own_call(kind: str) -> None:
+    calls: list[str] = []
+    layer, x = torch.nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
+
+    def old(*_: object) -> None:
+        calls.append("old")
+
+    def replace(called: torch.nn.Module, args: object, output: object) -> None:
+        autograd.replace_backward_hook(called, old, lambda *_: calls.append("new"))
+
+    getattr(layer, kind)(old)
+    handle = layer.register_forward_hook(replace)
+    first = layer(x)
+    handle.remove()
+    second = layer(x)
+    second.sum().backward()
+    assert calls == ["old"]
+    first.sum().backward()
+    assert calls == ["old", "new"]
