@@ -13,7 +13,7 @@ from gradsurg.sites.nodes import Nodes
 from gradsurg.transforms.clip import Clip
 from scripts.stub import STUB, written
 
-HEAVY = ("hydra", "matplotlib", "omegaconf", "plotly", "polars", "sklearn", "wandb")
+HEAVY = ("hydra", "matplotlib", "numba", "omegaconf", "plotly", "polars", "sklearn", "wandb")
 
 
 def _fresh(code: str, *arguments: str, **variables: str) -> str:

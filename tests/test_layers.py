@@ -39,6 +39,8 @@ DOORS = {
     "plotly": (),
     "sklearn": ("tasks",),
     "scipy": ("stats", "tasks"),
+    "numba": ("effects.sums",),
+    "triton": ("effects.sums",),
     "filelock": ("training", "tasks"),
 }
 """Library: the units or modules that may import it."""

@@ -2,34 +2,42 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import reduce
-from itertools import accumulate
 from typing import TypedDict
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gradsurg.effects.ledger import Entry, Ledger
 from gradsurg.effects.numbers import EFFECT_NAMES
-from gradsurg.effects.sums import Sample, Samples, numbers
+from gradsurg.effects.sums import NUM_SUMS, Array, add_on_cpu, effect_numbers, is_in_memory, sums_of
 from gradsurg.effects.tables import effect_table
 from gradsurg.torch_internals import autograd
 
-CHUNK = 1 << 16  # entries measured at a time on a CPU: as many as fit its cache
-KEPT = 1 << 22  # entries kept until they are measured together; measured at a time elsewhere
-MAX_SUMS = 256  # sums kept on the device until they are copied to the host
+MAX_PAIRS = 4096  # pairs whose sums are kept until they are converted to numbers
+ROW_BYTES = 8 * NUM_SUMS
+SKETCH = 512  # entries of a gradient kept for the quantiles of its magnitude
+
+
+def _zeros() -> Array:
+    return np.zeros(len(EFFECT_NAMES) + 1)
 
 
 @dataclass(slots=True)
 class _Slot:
-    """One transform at one site; `fresh` are sums since the last fetch, `totals` those before."""
+    """One transform at one site; `fresh` are numbers since the last fetch, `totals` those before.
+
+    `sketch` has magnitudes of entries and, in a second row, the number of entries each represents.
+    """
 
     transform: str
     entry: Entry
     fetched_fired: int = 0
     fetched_calls: int = 0
-    fresh: list[float] = field(default_factory=lambda: [0.0] * (len(EFFECT_NAMES) + 1))
-    totals: list[float] = field(default_factory=lambda: [0.0] * (len(EFFECT_NAMES) + 1))
+    fresh: Array = field(default_factory=_zeros)
+    totals: Array = field(default_factory=_zeros)
+    sketch: Tensor | None = None
+    is_sketched: bool = False  # since the last fetch
 
 
 class SlotState(TypedDict):
@@ -54,19 +62,21 @@ class EffectsState(TypedDict):
 class Effects:
     """The numbers of each transform at each site, measured every `every` steps (0: never).
 
-    Gradients are kept until the end of their backward pass and measured together. Sums stay on the
-    device until they are read, or exceed MAX_SUMS.
+    Pairs of gradients are summed at once and not kept. Sums on a device stay there until they are
+    read, or there are MAX_PAIRS.
     """
 
     every: int
     sampling: bool = False
     _slots: list[_Slot] = field(default_factory=list)
     _places: dict[tuple[str, str, str], int] = field(default_factory=dict)
-    _pending: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
-    _kept: int = 0
-    _samples: Samples = field(default_factory=Samples)
-    _sketches: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    _task: int = -1  # the backward pass at whose end a flush is due
+    _pairs: list[tuple[int, int]] = field(default_factory=list)  # the slot and the size of each
+    _sums: Array = field(default_factory=lambda: np.zeros((MAX_PAIRS, NUM_SUMS)))  # a row each
+    _elsewhere: dict[int, Tensor] = field(default_factory=dict)  # sums on a device, by row
+    _address: int = 0
+
+    def __post_init__(self) -> None:
+        self._address = self._sums.ctypes.data
 
     def slot(self, transform: str, entry: Entry) -> int:
         """The number of the slot of one transform at one site."""
@@ -77,62 +87,26 @@ class Effects:
         return self._places[place]
 
     def add(self, slot: int, before: Tensor, after: Tensor) -> None:
-        """Keep a pair of gradients, to be measured when this backward pass ends.
-
-        Inside vmap a tensor stands for many gradients, and is not measured.
-        """
-        if autograd.is_batched(before) or autograd.is_batched(after):
+        """Sum a pair of gradients. One inside vmap stands for many, and is not measured."""
+        is_plain = is_in_memory(before) and (after is before or is_in_memory(after))
+        if not is_plain and (autograd.is_batched(before) or autograd.is_batched(after)):
             return
-        # Aliases: with a second reference autograd would copy the gradient.
-        after_alias = after.detach()
-        before = after_alias if before is after else before.detach()
-        task = autograd.backward_task()
-        if task not in (-1, self._task):
-            if self._pending:
-                self.flush()  # the gradients of a backward that failed
-            self._task = task
-            autograd.at_end_of_backward(self.flush)
-        self._pending.append((slot, before, after_alias))
-        size = before.numel()
-        self._kept += size
-        if size > CHUNK or self._kept > KEPT:
-            self.flush()
+        row = len(self._pairs)
+        if row == MAX_PAIRS:
+            self._collect()
+            row = 0
+        self._pairs.append((slot, before.numel()))
+        if is_plain and before.is_cpu:
+            add_on_cpu(before, after, self._sums[row], self._address + row * ROW_BYTES)
+        else:
+            self._elsewhere[row] = sums_of(before, after)
+        if not self._slots[slot].is_sketched:
+            self._slots[slot].is_sketched = True
+            self._slots[slot].sketch = _sketch(before.detach())
 
     def begin(self, step: int) -> None:
-        """Begin a step: measure pending gradients of the last one, decide about sampling."""
-        if self._pending:
-            self.flush()
+        """Begin a step: decide whether its gradients are measured."""
         self.sampling = self.every > 0 and step % self.every == 0
-
-    @torch.no_grad()
-    def flush(self) -> None:
-        """Measure the pending pairs, or copy them to be measured with those of later steps."""
-        pending, self._pending, self._kept = self._pending, [], 0
-        pending.sort(key=lambda pair: pair[1].numel())  # one size is summed in one call
-        samples: dict[tuple[torch.device, torch.dtype, bool], Sample] = {}
-        for slot, before, after in pending:
-            key, size = (before.device, before.dtype, before is after), before.numel()
-            sample = samples.get(key)
-            if sample is not None and sample.total + size > sample.limit:
-                self._samples.take(sample)
-                sample = None
-            if sample is None:
-                limit = CHUNK if before.device.type == "cpu" else KEPT
-                sample = samples[key] = Sample(*key, limit)
-            sample.slots.append(slot)
-            sample.sizes.append(size)
-            sample.befores.append(before)
-            sample.afters.append(after)
-            sample.total += size
-        for sample in samples.values():
-            self._samples.take(sample)
-        if len(self._samples.sums) > MAX_SUMS:
-            self._collect()
-
-    def close(self) -> None:
-        """Release all gradients and buffers."""
-        self._pending, self._kept = [], 0
-        self._samples.close()
 
     def fetch(self, counted: bool = False) -> list[dict[str, object]]:
         """Return the rows since the last fetch: means over the sampled gradients, one row a slot.
@@ -140,28 +114,26 @@ class Effects:
         The means are None if the trigger did not fire. With `counted`, a site whose gradients were
         counted but not sampled has a row too, with means None.
         """
-        self.flush()
         self._collect()
-        self._samples.begin()
         rows = []
         for slot in self._slots:
+            slot.is_sketched = False
             fired, calls = slot.entry.all_fired, slot.entry.all_calls
             counts = fired - slot.fetched_fired, calls - slot.fetched_calls
             unfired = self.every and not counts[0]
             if slot.fresh[-1] or (counts[1] and (counted or unfired)):
                 rows.append(_row(slot, slot.fresh, *counts))
-                slot.totals = _added(slot.totals, slot.fresh)
-                slot.fresh = [0.0] * len(slot.fresh)
+                slot.totals += slot.fresh
+                slot.fresh = _zeros()
                 slot.fetched_fired, slot.fetched_calls = fired, calls
         return rows
 
     def rows(self) -> list[dict[str, object]]:
         """Return the rows of all gradients so far; the next `fetch` is not affected."""
-        self.flush()
         self._collect()
         rows = []
         for slot in self._slots:
-            numbers = _added(slot.totals, slot.fresh)
+            numbers = slot.totals + slot.fresh
             fired, calls = slot.entry.all_fired, slot.entry.all_calls
             if numbers[-1] or (self.every and calls and not fired):
                 rows.append(_row(slot, numbers, fired, calls))
@@ -176,15 +148,15 @@ class Effects:
                 site=slot.entry.site,
                 fetched_fired=slot.fetched_fired,
                 fetched_calls=slot.fetched_calls,
-                totals=slot.totals,
+                totals=slot.totals.tolist(),
             )
             for slot in self._slots
         ]
-        self._sketch()
-        return EffectsState(
-            slots=slots,
-            sketches={name: dict(sketches) for name, sketches in self._sketches.items()},
-        )
+        sketches: dict[str, dict[str, Tensor]] = {}
+        for slot in self._slots:
+            if slot.sketch is not None:
+                sketches.setdefault(slot.transform, {})[slot.entry.site] = slot.sketch
+        return EffectsState(slots=slots, sketches=sketches)
 
     def resume(self, state: EffectsState, ledger: Ledger) -> None:
         """Load a state; the `ledger` must have been resumed before."""
@@ -192,60 +164,56 @@ class Effects:
             entry = ledger.enter(saved["intervention"], saved["site"])
             slot = self._slots[self.slot(saved["transform"], entry)]
             slot.fetched_fired, slot.fetched_calls = saved["fetched_fired"], saved["fetched_calls"]
-            slot.totals = list(saved["totals"])
-        self._sketches = {name: dict(sketches) for name, sketches in state["sketches"].items()}
+            slot.totals = np.array(saved["totals"])
+            slot.sketch = state["sketches"].get(slot.transform, {}).get(slot.entry.site)
 
     def table(self) -> str:
         """Return the rows of all gradients so far as a text table."""
         return effect_table(self.rows())
 
     def quantiles(self, transform: str, at: Sequence[float]) -> list[float]:
-        """Quantiles of |g| before `transform`, from a sample of entries of its newest gradients."""
-        self._sketch()
-        sketches = self._sketches.get(transform, {})
-        if not sketches:
+        """Quantiles of |g| before `transform`, from entries of a recent gradient of each site."""
+        sketches = [slot.sketch for slot in self._slots if slot.transform == transform]
+        rows = [sketch.cpu() for sketch in sketches if sketch is not None]
+        if not rows:
             return []
-        rows = torch.cat([sketch.cpu() for sketch in sketches.values()], dim=1)
-        entries, weights = rows[:, rows[0].isfinite()]
+        magnitudes, weights = torch.cat(rows, dim=1)
+        is_finite = magnitudes.isfinite()
+        entries, order = magnitudes[is_finite].sort()
         if not len(entries):
             return []
-        entries, order = entries.sort()
         # The smallest entry with at least this share of the entries at or below it.
-        shares = weights[order].double().cumsum(0)
+        shares = weights[is_finite][order].double().cumsum(0)
         ranks = torch.searchsorted(shares, torch.tensor(at).double() * shares[-1] * (1 - 1e-9))
         return entries[ranks].tolist()
 
-    def _sketch(self) -> None:
-        """Collect the sketches of the newest gradients."""
-        self.flush()
-        self._samples.measure()
-        for slot, sketch in self._samples.sketches():
-            place = self._slots[slot]
-            self._sketches.setdefault(place.transform, {})[place.entry.site] = sketch
-
     def _collect(self) -> None:
-        """Copy all sums to the host, one copy a device, and add up their numbers."""
-        self._samples.measure()
-        items, self._samples.sums = self._samples.sums, []
-        for device in dict.fromkeys(item.sums.device for item in items):
-            on_device = [item for item in items if item.sums.device == device]
-            dtype = reduce(torch.promote_types, [item.sums.dtype for item in on_device])
-            wide = torch.cat([item.sums.to(dtype) for item in on_device], dim=1)
-            rows = numbers(wide, [size for item in on_device for size in item.all_sizes])
-            ends = accumulate(len(item.slots) * item.times for item in on_device)
-            for item, end in zip(on_device, ends, strict=True):
-                part = rows[end - len(item.slots) * item.times : end]
-                added = part.reshape(item.times, len(item.slots), -1).sum(0).tolist()
-                for slot, row in zip(item.slots, added, strict=True):
-                    self._slots[slot].fresh = _added(self._slots[slot].fresh, row)
+        """Convert the sums to numbers, after one copy to the host a device, and add them up."""
+        pairs, self._pairs = self._pairs, []
+        elsewhere, self._elsewhere = self._elsewhere, {}
+        groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for row, sums in elsewhere.items():
+            groups.setdefault((sums.device, sums.dtype), []).append(row)
+        for rows in groups.values():
+            stacked = torch.stack([elsewhere[row] for row in rows])
+            self._sums[rows] = stacked.cpu().double().numpy()
+        sizes = [size for _, size in pairs]
+        numbers = effect_numbers(self._sums[: len(pairs)], sizes)
+        for (slot, _), row in zip(pairs, numbers, strict=True):
+            self._slots[slot].fresh += row
+        self._sums[: len(pairs)] = 0
 
 
-def _added(numbers: Sequence[float], more: Sequence[float]) -> list[float]:
-    return [a + b for a, b in zip(numbers, more, strict=True)]
+def _sketch(grad: Tensor) -> Tensor:
+    """About SKETCH magnitudes of a gradient, and the number of entries that each represents."""
+    flat = grad.reshape(-1)
+    stride = max(1, flat.numel() // SKETCH)
+    magnitudes = flat[::stride].abs().float()
+    return torch.stack([magnitudes, torch.full_like(magnitudes, stride)])
 
 
-def _row(slot: _Slot, numbers: Sequence[float], fired: int, calls: int) -> dict[str, object]:
-    *sums, sampled = numbers
+def _row(slot: _Slot, numbers: Array, fired: int, calls: int) -> dict[str, object]:
+    *sums, sampled = numbers.tolist()
     row: dict[str, object] = {
         "transform": slot.transform,
         "site": slot.entry.site,

@@ -1,13 +1,13 @@
-"""Sums over pairs of gradients, before and after a transform, from which effects are computed.
+"""Eight sums over a gradient before and after a transform, from one pass over both.
 
-Measuring many small gradients costs by the call, so pairs of one device and dtype are measured
-together, and small samples are copied and measured together with those of later steps.
+The sums are those of before², after², (after - before)², before * after, and the numbers of entries
+that changed, changed sign, became zero, and are not finite. NaN before and after is no change.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import accumulate, groupby
-from math import isfinite
+import logging
+from collections.abc import Callable
+from ctypes import PYFUNCTYPE, c_ssize_t, c_void_p
+from functools import cache
 
 import numpy as np
 import torch
@@ -17,271 +17,185 @@ from torch import Tensor
 from gradsurg.torch_internals import autograd
 
 Array = NDArray[np.float64]
+CPUKernel = Callable[[int, int, int, int], None]
+"""Add the sums of `size` entries, at the addresses `before` and `after`, to float64 at `sums`."""
 
 NUM_SUMS = 8
-NUM_ROWS = NUM_SUMS + 2  # the maps to be summed, and two rows of scratch
-SMALL = 1 << 14  # largest sample, in entries, that is copied to be measured with others
-COPIED = 1 << 16  # entries of such copies at a time
-SKETCH = 512  # entries of a gradient kept for the quantiles of its magnitude
+BLOCK = 2048  # entries summed in their own dtype before the sum goes on in float64
+CHUNK = 1 << 16  # entries converted, or summed without a kernel, at a time: as fit a CPU's cache
+
+_log = logging.getLogger("gradsurg")
 
 
-@dataclass(slots=True)
-class Sample:
-    """Pairs of gradients with one device and dtype; either all are unchanged, or none is.
-
-    At most `limit` entries are measured at a time: the buffers take about ten times as many.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    is_unchanged: bool
-    limit: int
-    slots: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    befores: list[Tensor] = field(default_factory=list)
-    afters: list[Tensor] = field(default_factory=list)
-    total: int = 0
+def is_in_memory(tensor: Tensor) -> bool:
+    """Whether the entries of a tensor are those in its memory, on a CPU or another device."""
+    return (
+        type(tensor) is Tensor
+        and not autograd.is_wrapped(tensor)
+        and not tensor.is_neg()
+        and tensor.data_ptr() != 0  # of an empty tensor, or of zeros that take no memory
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class Sums:
-    """Columns of sums: one for each slot at each of the `times` it was sampled."""
-
-    slots: list[int]
-    sizes: list[int]
-    sums: Tensor
-    times: int = 1
-
-    @property
-    def all_sizes(self) -> list[int]:
-        """The size of the gradient of each column."""
-        return self.sizes * self.times
+def add_on_cpu(before: Tensor, after: Tensor, sums: Array, address: int) -> None:
+    """Add the sums of a pair in the memory of the CPU to the array `sums`, at `address`."""
+    kernel = cpu_kernels().get(before.dtype)
+    if kernel and before.is_contiguous() and after.is_contiguous():
+        kernel(before.data_ptr(), after.data_ptr(), before.numel(), address)
+    else:
+        _add_in_chunks(before, after, sums, address)
 
 
-@dataclass(slots=True)
-class _Copies:
-    """Flat copies of samples with the same slots and sizes."""
+@torch.no_grad()
+def sums_of(before: Tensor, after: Tensor) -> Tensor:
+    """Return the sums of any pair, on its device."""
+    kernel = (
+        cuda_kernel() if before.is_cuda and is_in_memory(before) and is_in_memory(after) else None
+    )
+    return (kernel or eager_sums)(before.detach(), after.detach())
 
-    sample: Sample
-    befores: list[Tensor] = field(default_factory=list)
-    afters: list[Tensor] = field(default_factory=list)
 
-
-@dataclass(slots=True, eq=False)
-class Samples:
-    """Samples waiting to be measured, and the `sums` of those that were."""
-
-    sums: list[Sums] = field(default_factory=list)
-    _copies: dict[tuple[object, ...], _Copies] = field(default_factory=dict)
-    _copied: int = 0
-    # The newest gradient of a slot: a flat tensor, its start and its size there; or its sketch.
-    _newest: dict[int, tuple[Tensor, int, int]] = field(default_factory=dict)
-    _sketches: dict[int, Tensor] = field(default_factory=dict)
-    _sketched: set[int] = field(default_factory=set)
-    _buffers: dict[tuple[torch.device, torch.dtype], Tensor] = field(default_factory=dict)
-
-    def begin(self) -> None:
-        """Renew the sketch of each slot at its next gradient."""
-        self._sketched.clear()
-
-    def take(self, sample: Sample) -> None:
-        """Copy a small sample, to be measured with others; measure a large one."""
-        if sample.total > SMALL:
-            self._sketch(sample)
-            self._measure(sample)
-            return
-        if self._copied + sample.total > COPIED:
-            self.measure()
-        key = sample.device, sample.dtype, sample.is_unchanged, *sample.slots, *sample.sizes
-        copies = self._copies.setdefault(key, _Copies(sample))
-        copies.befores.append(_copy(sample.befores))
-        if not sample.is_unchanged:
-            copies.afters.append(_copy(sample.afters))
-        sample.befores, sample.afters = [], []
-        self._copied += sample.total
-
-    @torch.no_grad()
-    def measure(self) -> None:
-        """Compute the sums of the copied samples."""
-        pending, self._copies, self._copied = self._copies, {}, 0
-        for copies in pending.values():
-            slots, sizes, times = copies.sample.slots, copies.sample.sizes, len(copies.befores)
-            sums = self._compute(copies.befores, copies.afters or None, sizes)
-            self.sums.append(Sums(slots, sizes, sums, times))
-            starts = [0, *accumulate(sizes)]
-            for slot, start, size in zip(slots, starts, sizes, strict=False):
-                self._newest[slot] = copies.befores[-1], start, size
-                self._sketches.pop(slot, None)
-
-    def sketches(self) -> Iterator[tuple[int, Tensor]]:
-        """For each slot once: entries of its newest gradient, and how many each represents.
-
-        So a large gradient weighs more in the quantiles.
-        """
-        newest, self._newest = self._newest, {}
-        sketches, self._sketches = self._sketches, {}
-        yield from sketches.items()
-        for slot, (flat, start, size) in newest.items():
-            yield slot, _thinned(flat[start : start + size])
-
-    def close(self) -> None:
-        """Release all memory but sums and sketches."""
-        self.measure()
-        self._buffers = {}
-
-    def _sketch(self, sample: Sample) -> None:
-        for slot, grad in zip(sample.slots, sample.befores, strict=True):
-            if slot not in self._sketched:
-                self._sketched.add(slot)
-                self._newest.pop(slot, None)
-                self._sketches[slot] = _thinned(grad.reshape(-1))
-
-    def _measure(self, sample: Sample) -> None:
-        """Compute the sums of a sample, of a large gradient in chunks."""
-        befores, afters, sizes = sample.befores, sample.afters, sample.sizes
-        limit = sample.limit
-        if sample.total > limit:
-            flat = befores[0].reshape(-1), afters[0].reshape(-1)
-            parts = zip(flat[0].split(limit), flat[1].split(limit), strict=True)
-            sums = torch.stack(
-                [
-                    self._compute([b], None if sample.is_unchanged else [a], [b.numel()])
-                    for b, a in parts
-                ]
-            ).sum(0)
+@torch.no_grad()
+def _add_in_chunks(before: Tensor, after: Tensor, sums: Array, address: int) -> None:
+    """Add the sums of a pair of any layout and dtype in the memory of the CPU."""
+    order = sorted(range(before.dim()), key=before.stride, reverse=True)  # as it is in memory
+    flat = [tensor.detach().permute(order).reshape(-1) for tensor in (before, after)]
+    wide = torch.promote_types(before.dtype, torch.float32)
+    kernel = cpu_kernels().get(wide)
+    for parts in zip(*(tensor.split(CHUNK) for tensor in flat), strict=True):
+        chunk, chunk_after = (part.to(wide).contiguous() for part in parts)
+        if kernel:
+            kernel(chunk.data_ptr(), chunk_after.data_ptr(), len(chunk), address)
         else:
-            after = None if sample.is_unchanged else [autograd.flatten(afters)]
-            sums = self._compute([autograd.flatten(befores)], after, sizes)
-        self.sums.append(Sums(sample.slots, sizes, sums))
-
-    def _compute(
-        self, befores: list[Tensor], afters: list[Tensor] | None, sizes: list[int]
-    ) -> Tensor:
-        """One column of sums for each pair, computed in a buffer that is kept.
-
-        Each tensor holds gradients of these sizes one after the other; the first columns are those
-        of the first tensor. Without `afters` the gradients are unchanged.
-        """
-        total, times = sum(sizes), len(befores)
-        first = befores[0]
-        wide = torch.promote_types(first.dtype, torch.float32)
-        key = first.device, wide
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.shape[1] < total * times:
-            buffer = first.new_empty(NUM_ROWS, total * times, dtype=wide)
-            self._buffers[key] = buffer
-        buffer = buffer[:, : total * times]
-        if afters is None:
-            _fill_unchanged(buffer, _joined(befores).to(wide))
-            return _all_sums(_sums(buffer[:2], sizes, times))
-        _fill(buffer, _joined(befores).to(wide), _joined(afters).to(wide))
-        return _sums(buffer[:NUM_SUMS], sizes, times)
+            sums += eager_sums(chunk, chunk_after).numpy()
 
 
-def numbers(sums: Tensor, sizes: list[int]) -> Array:
-    """Convert columns of sums to rows of EFFECT_NUMBERS on the host, each with a count of 1."""
-    # For so few numbers a call of numpy takes a fifth of the time of a call of PyTorch.
-    host = sums.cpu().double().numpy()
+def eager_sums(before: Tensor, after: Tensor) -> Tensor:
+    """Compute the sums of a pair by one operation after the other: the oracle of the kernels."""
+    wide = torch.promote_types(before.dtype, torch.float32)
+    before, after = before.to(wide), after.to(wide)
+    # The product of small numbers underflows, that of their signs does not.
+    maps = [
+        before.square(),
+        after.square(),
+        (after - before).square(),
+        before * after,
+        (before != after) & ~(before.isnan() & after.isnan()),
+        before.sign() * after.sign() < 0,
+        (before != 0) & (after == 0),
+        ~(before.isfinite() & after.isfinite()),
+    ]
+    return torch.stack([entries.sum().to(wide) for entries in maps])
+
+
+def effect_numbers(sums: Array, sizes: list[int]) -> Array:
+    """Convert rows of sums to rows of EFFECT_NUMBERS, each with a count of 1."""
     counts = np.maximum(sizes, 1)
     with np.errstate(all="ignore"):
-        before, after, distance = np.sqrt(host[:3])
+        before, after, distance = np.sqrt(sums.T[:3])
         product = before * after
         # Both norms zero: cosine 1. One of them zero: cosine 0.
-        cosine = np.where(product > 0, (host[3] / product).clip(-1, 1), before == after)
+        cosine = np.where(product > 0, (sums.T[3] / product).clip(-1, 1), before == after)
         cosine = np.where(np.isnan(product), product, cosine)
         relative = np.where(before > 0, distance / before, after > 0)
         relative = np.where(np.isnan(product), product, relative)
-        changed, flipped, zeroed = host[4:7] / counts
-    columns = [before, after, cosine, changed, flipped, zeroed, relative, host[7]]
+        changed, flipped, zeroed = sums.T[4:7] / counts
+    columns = [before, after, cosine, changed, flipped, zeroed, relative, sums.T[7]]
     return np.stack([*columns, np.ones_like(before)], axis=1)
 
 
-def _fill(buffer: Tensor, before: Tensor, after: Tensor) -> None:
-    """Fill the first NUM_SUMS rows with the maps to be summed; the others are scratch.
+@cache
+def cpu_kernels() -> dict[torch.dtype, CPUKernel]:
+    """Compile the sums with numba, or load them from its cache; empty if it cannot be used."""
+    try:
+        from numba import carray, cfunc, types
 
-    Comparisons are written into float rows, which is four times as fast as into booleans.
-    """
-    squares, squares_after, squared, products, changed, flipped, zeroed, nonfinite = buffer[
-        :NUM_SUMS
-    ]
-    difference, spare = buffer[NUM_SUMS:]
-    torch.mul(before, before, out=squares)
-    torch.mul(after, after, out=squares_after)
-    torch.sub(after, before, out=difference)
-    torch.mul(difference, difference, out=squared)
-    torch.mul(before, after, out=products)
-    torch.ne(after, before, out=changed)
-    # A third of the work is for non-finite entries. On a CPU `.item()` shows without waiting
-    # whether there are any.
-    if difference.device.type == "cpu" and isfinite(difference.sum().item()):
-        nonfinite.zero_()
-    else:
-        _correct(changed, nonfinite, before, after, difference, spare)
-    torch.sign(
-        before, out=spare
-    )  # the product of small numbers underflows, that with a sign does not
-    torch.lt(spare.mul_(after), 0, out=flipped)
-    torch.eq(after, 0, out=zeroed)
-    torch.ne(before, 0, out=spare)
-    zeroed.mul_(spare)
+        def pair(start, start_after, size, address):  # without types: numba infers them
+            befores, afters = carray(start, size), carray(start_after, size)
+            sums = carray(address, NUM_SUMS)
+            zero, one = befores.dtype.type(0), befores.dtype.type(1)
+            infinity = befores.dtype.type(np.inf)
+            for first in range(0, size, BLOCK):
+                # Slices, because LLVM vectorizes a loop that begins at 0.
+                before, after = befores[first : first + BLOCK], afters[first : first + BLOCK]
+                xx = yy = dd = xy = changed = flipped = zeroed = nonfinite = zero
+                for i in range(len(before)):
+                    x, y = before[i], after[i]
+                    xx += x * x
+                    yy += y * y
+                    dd += (y - x) * (y - x)
+                    xy += x * y
+                    changed += one if x != y else zero
+                    flipped += one if (min(x, y) < zero) & (max(x, y) > zero) else zero
+                    zeroed += one if (x != zero) & (y == zero) else zero
+                if not xx + yy < infinity:  # a large or non-finite entry, which is rare
+                    for i in range(len(before)):
+                        x, y = before[i], after[i]
+                        changed -= one if (x != x) & (y != y) else zero
+                        nonfinite += zero if (abs(x) < infinity) & (abs(y) < infinity) else one
+                sums[0] += xx
+                sums[1] += yy
+                sums[2] += dd
+                sums[3] += xy
+                sums[4] += changed
+                sums[5] += flipped
+                sums[6] += zeroed
+                sums[7] += nonfinite
 
-
-def _correct(
-    changed: Tensor,
-    nonfinite: Tensor,
-    before: Tensor,
-    after: Tensor,
-    difference: Tensor,
-    spare: Tensor,
-) -> None:
-    """Fill `nonfinite`, and remove from `changed` the entries that are NaN before and after."""
-    # Only NaN differs from itself.
-    torch.ne(before, before, out=nonfinite)
-    changed.sub_(torch.ne(after, after, out=spare).mul_(nonfinite))
-    # x - x is 0 for every number, NaN for NaN and the infinities.
-    torch.sub(difference, difference, out=spare)
-    torch.ne(spare, 0, out=nonfinite)
-
-
-def _fill_unchanged(buffer: Tensor, grad: Tensor) -> None:
-    """Fill two rows, squares and non-finite flags: enough for an unchanged gradient."""
-    squares, nonfinite = buffer[:2]
-    torch.mul(grad, grad, out=squares)
-    torch.sub(grad, grad, out=nonfinite)
-    torch.ne(nonfinite, 0, out=nonfinite)
+        kernels: dict[torch.dtype, CPUKernel] = {}
+        prototype = PYFUNCTYPE(None, c_void_p, c_void_p, c_ssize_t, c_void_p)
+        for dtype, kind in ((torch.float32, types.float32), (torch.float64, types.float64)):
+            entries, sums = types.CPointer(kind), types.CPointer(types.float64)
+            signature = types.void(entries, entries, types.intp, sums)
+            # Sums in any order vectorize; NaN and infinities keep their meaning.
+            compiled = cfunc(signature, cache=True, fastmath={"reassoc", "nsz", "contract"})(pair)
+            kernels[dtype] = prototype(compiled.address)
+            _compiled.append(compiled)
+    except (ImportError, RuntimeError, OSError) as error:
+        _log.warning("effects are measured by slower operations, without numba: %s", error)
+        return {}
+    return kernels
 
 
-def _all_sums(sums: Tensor) -> Tensor:
-    """The NUM_SUMS sums of unchanged gradients, from the two of `_fill_unchanged`."""
-    squares, nonfinite = sums
-    zero = torch.zeros_like(squares)
-    distance = zero.masked_fill(nonfinite > 0, torch.nan)  # as infinity minus itself
-    return torch.stack([squares, squares, distance, squares, zero, zero, zero, nonfinite])
+_compiled: list[object] = []
+"""The owners of the compiled code that `cpu_kernels` returns addresses of."""
 
 
-def _sums(maps: Tensor, sizes: list[int], times: int) -> Tensor:
-    """The sums of each piece of the maps; neighbours of one size in one call."""
-    wide, sums, start = maps.view(len(maps), times, sum(sizes)), [], 0
-    for size, group in groupby(sizes):
-        count = len(list(group))
-        end = start + count * size
-        sums.append(wide[:, :, start:end].unflatten(2, (count, size)).sum(3))
-        start = end
-    return torch.cat(sums, dim=2).flatten(1)
+@cache
+def cuda_kernel() -> Callable[[Tensor, Tensor], Tensor] | None:
+    """Make the kernel of Triton, which is compiled at its first call; None without Triton."""
+    try:
+        import triton
+        from triton import language as tl
+    except ImportError as error:
+        _log.warning("effects are measured by slower operations, without Triton: %s", error)
+        return None
 
+    @triton.jit
+    def pair(before, after, partial, size, BLOCK: tl.constexpr):  # noqa: N803 - a constant
+        index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(before + index, mask=index < size, other=0.0).to(partial.dtype.element_ty)
+        y = tl.load(after + index, mask=index < size, other=0.0).to(partial.dtype.element_ty)
+        infinity = float("inf")
+        sums = partial + tl.program_id(0) * 8
+        tl.store(sums, tl.sum(x * x))
+        tl.store(sums + 1, tl.sum(y * y))
+        tl.store(sums + 2, tl.sum((y - x) * (y - x)))
+        tl.store(sums + 3, tl.sum(x * y))
+        tl.store(sums + 4, tl.sum(((x != y) & ((x == x) | (y == y))).to(tl.int32)))
+        tl.store(sums + 5, tl.sum((((x > 0) & (y < 0)) | ((x < 0) & (y > 0))).to(tl.int32)))
+        tl.store(sums + 6, tl.sum(((x != 0) & (y == 0)).to(tl.int32)))
+        finite = (tl.abs(x) < infinity) & (tl.abs(y) < infinity)
+        tl.store(sums + 7, tl.sum((finite == 0).to(tl.int32)))
 
-def _joined(tensors: list[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    def launch(before: Tensor, after: Tensor) -> Tensor:
+        order = sorted(range(before.dim()), key=before.stride, reverse=True)
+        before, after = (tensor.permute(order).contiguous() for tensor in (before, after))
+        blocks = triton.cdiv(before.numel(), BLOCK)
+        wide = torch.promote_types(before.dtype, torch.float32)
+        partial = before.new_empty(blocks, NUM_SUMS, dtype=wide)
+        with torch.cuda.device_of(before):
+            pair[(blocks,)](before, after, partial, before.numel(), BLOCK=BLOCK)
+        return partial.sum(0, dtype=torch.float64)
 
-
-def _copy(grads: list[Tensor]) -> Tensor:
-    """A flat copy of the entries of gradients."""
-    flat = autograd.flatten(grads)
-    return flat.clone() if len(grads) == 1 else flat  # of a single gradient it is an alias
-
-
-def _thinned(flat: Tensor) -> Tensor:
-    """About SKETCH magnitudes of a flat gradient; a second row has the entries each represents."""
-    stride = max(1, flat.numel() // SKETCH)
-    sample = flat.detach()[::stride].abs().float()
-    return torch.stack([sample, torch.full_like(sample, stride)])
+    return launch

@@ -75,12 +75,11 @@ class Session:
             warnings.warn(text, SurgeryWarning, stacklevel=_user_stacklevel())
 
     def close(self) -> None:
-        """Release the model, the optimizer and all gradients still held for measuring."""
+        """Release the model, the optimizer and the counts on the device."""
         self.target = self.optimizer = self.scaler = None
         self.clock.observations.clear()
         self.clock.error = None
         self.ledger.settle()
-        self.effects.close()
 
 
 class HookController:
@@ -102,7 +101,6 @@ class HookController:
         "labels",
         "links",
         "max_calls",
-        "measures_at_once",
         "named_tasks",
         "needs_entering",
         "needs_value",
@@ -125,11 +123,10 @@ class HookController:
         self.labels = tuple(labels)
         self.label = " -> ".join(labels)
         self.stage: Stage = intervention.stage
-        self.measures_at_once = self.stage in FORWARD
         self.is_writable = self.stage in WRITABLE
         # A whole step is under autocast or not, so one check a step is enough; not where steps are
         # not counted, or in a forward pass, which enters and leaves autocast.
-        self.steady_autocast = session.optimizer is not None and not self.measures_at_once
+        self.steady_autocast = session.optimizer is not None and self.stage not in FORWARD
         self.max_calls = 1  # the most gradients at one site in this step
         self.has_several_tasks = False  # whether `live.backward` sends one gradient a task
         self.on = True
@@ -195,7 +192,7 @@ class HookController:
             self.on
             and fires is True
             and not (self.skips_transform or self.needs_value or self.needs_entering)
-            and not ((self.measures_at_once and sampling) or self.skipped_nodes)
+            and not self.skipped_nodes
         )
         if always:
             self.decided_for = sampling

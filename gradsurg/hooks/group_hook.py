@@ -25,8 +25,6 @@ class GroupHook:
         self.hooks = hooks
         self._is_checked = False  # whether a group has passed all checks
         self._members: dict[str, list[str]] = {}  # the sites of each link that has a group state
-        for hook in hooks:
-            hook.flushes = False  # the group flushes once, after all its gradients
         self._all = list(range(len(hooks)))
         self._all_fire: list[bool | Tensor] = [True] * len(hooks)
 
@@ -34,10 +32,7 @@ class GroupHook:
         controller = self.controller
         if not controller.on or controller.skips_step:
             return grads
-        results = self._together(grads) if controller.has_group_link else self._one_by_one(grads)
-        if controller.sampling:
-            controller.session.effects.flush()  # before the optimizer can write to them
-        return results
+        return self._together(grads) if controller.has_group_link else self._one_by_one(grads)
 
     def _one_by_one(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Send each gradient through its own hook: no link needs a group."""

@@ -106,7 +106,6 @@ class TransformHook:
         "_single",
         "controller",
         "entry",
-        "flushes",
         "hook",
         "links",
         "value",
@@ -118,7 +117,6 @@ class TransformHook:
         self.controller = controller
         self.entry = entry
         self.value = value or _no_value
-        self.flushes = controller.measures_at_once
         self.links = [
             BoundTransform(label, link, controller, entry) for label, link in controller.links
         ]
@@ -230,8 +228,6 @@ class TransformHook:
                 link.context.entering = ()
                 if controller.sampling:
                     effects.add(link.slot, before, result)
-        if controller.sampling and self.flushes:
-            effects.flush()
         if sparse is None:
             self._checked = controller.configuration
         if result is grad or controller.session.shadow:

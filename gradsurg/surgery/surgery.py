@@ -131,7 +131,6 @@ class Surgery:
             if optimizer is not None:
                 stack.callback(optimizer.register_step_post_hook(lambda *_: live.tick()).remove)
             yield live
-            live.effects.flush()
             for text in live._end_warnings():
                 warnings.warn(text, SurgeryWarning, stacklevel=3)
 

@@ -1,0 +1,136 @@
+"""The kernels against the operations they replace, and the fallback without them."""
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gradsurg.effects import sums
+from gradsurg.effects.sums import CHUNK, NUM_SUMS, add_on_cpu, cpu_kernels, eager_sums
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def pair(size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    before = torch.randn(size, generator=generator).to(dtype)
+    after = (before * 1.5).clamp(-1, 1)
+    after[: size // 3] *= -1
+    after[size // 3 : size // 2] = before[size // 3 : size // 2]
+    after[-size // 9 :] = 0
+    return before, after
+
+
+def on_cpu(before: Tensor, after: Tensor) -> np.ndarray:
+    result = np.zeros(NUM_SUMS)
+    add_on_cpu(before, after, result, result.ctypes.data)
+    return result
+
+
+def oracle(before: Tensor, after: Tensor) -> np.ndarray:
+    return eager_sums(before.double(), after.double()).numpy()
+
+
+@pytest.fixture
+def fresh_kernels() -> Iterator[None]:
+    cpu_kernels.cache_clear()
+    yield
+    cpu_kernels.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 33, 2049, 3 * CHUNK + 5])
+def test_the_kernel_gives_the_eager_sums_to_a_millionth(size: int, dtype: torch.dtype) -> None:
+    pytest.importorskip("numba", reason="without numba there is no kernel")
+    assert set(cpu_kernels()) == {torch.float32, torch.float64}
+    before, after = pair(size, dtype)
+    assert on_cpu(before, after) == pytest.approx(oracle(before, after), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_without_numba_the_sums_are_the_same_and_a_line_says_so_once(
+    dtype: torch.dtype, monkeypatch, caplog, fresh_kernels: None
+) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    before, after = pair(2 * CHUNK + 5, dtype)
+    with caplog.at_level(logging.WARNING, logger="gradsurg"):
+        for _ in range(2):
+            assert on_cpu(before, after) == pytest.approx(oracle(before, after), rel=1e-6)
+    (record,) = caplog.records
+    assert "without numba" in record.getMessage()
+
+
+def test_without_a_place_for_the_cache_the_sums_are_the_same(
+    monkeypatch, caplog, fresh_kernels: None
+) -> None:
+    numba = pytest.importorskip("numba", reason="without numba there is no cache")
+
+    def unwritable(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("cannot cache function 'pair': no locator available")
+
+    monkeypatch.setattr(numba, "cfunc", unwritable)
+    before, after = pair(1000, torch.float32)
+    assert on_cpu(before, after) == pytest.approx(oracle(before, after), rel=1e-6)
+    assert "no locator available" in caplog.text
+
+
+def test_measuring_changes_no_random_number_and_imports_numba_only_then() -> None:
+    pytest.importorskip("numba", reason="without numba nothing is imported")
+    code = (
+        "import sys, torch, gradsurg as gs\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "state = torch.get_rng_state()\n"
+        "with gs.Surgery(gs.Intervention(gs.Clip(0.1))).attach(model, None) as live:\n"
+        "    assert 'numba' not in sys.modules\n"
+        "    model(torch.ones(1, 2)).sum().backward()\n"
+        "    assert 'numba' in sys.modules\n"
+        "assert torch.equal(state, torch.get_rng_state())\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+INTERPRETED = """
+import sys, torch
+from contextlib import nullcontext
+from gradsurg.effects.sums import cuda_kernel, eager_sums
+from tests.effects.test_sums import pair, DTYPES
+torch.cuda.device_of = lambda tensor: nullcontext()
+kernel = cuda_kernel()
+for dtype in DTYPES:
+    for size in (1, 33, 2049, 10000):
+        before, after = pair(size, dtype)
+        if size > 100:
+            before[3], after[3] = float("nan"), float("nan")
+            before[5], after[6], before[7] = float("nan"), float("-inf"), float("inf")
+        wanted = eager_sums(before.double(), after.double())
+        assert torch.allclose(kernel(before, after), wanted, rtol=1e-6, equal_nan=True)
+    before, after = (tensor[:9000].view(90, 100).t() for tensor in pair(10000, dtype))
+    wanted = eager_sums(before.double(), after.double())
+    assert torch.allclose(kernel(before, after.contiguous()), wanted, rtol=1e-6)
+print("equal")
+"""
+
+
+def test_the_kernel_of_triton_gives_the_eager_sums_in_its_interpreter() -> None:
+    pytest.importorskip("triton", reason="Triton comes with PyTorch for CUDA")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", INTERPRETED],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "equal\n", done.stderr
+
+
+def test_the_oracle_counts_by_hand() -> None:
+    nan, inf = float("nan"), float("inf")
+    before = torch.tensor([1.0, -2.0, 0.0, 3.0, nan, nan, inf])
+    after = torch.tensor([1.0, 2.0, 5.0, 0.0, nan, 0.0, inf])
+    # changed: -2 to 2, 0 to 5, 3 to 0, NaN to 0; one flip; 3 and NaN became zero
+    assert sums.eager_sums(before, after)[4:].tolist() == [4, 1, 2, 3]
