@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypedDict
 
 import numpy as np
@@ -15,12 +16,10 @@ from gradsurg.effects.tables import effect_table
 from gradsurg.torch_internals import autograd
 
 MAX_PAIRS = 4096  # pairs whose sums are kept until they are converted to numbers
-ROW_BYTES = 8 * NUM_SUMS
 SKETCH = 512  # entries of a gradient kept for the quantiles of its magnitude
 
 
-def _zeros() -> Array:
-    return np.zeros(len(EFFECT_NAMES) + 1)
+_zeros = partial(np.zeros, len(EFFECT_NAMES) + 1)
 
 
 @dataclass(slots=True)
@@ -71,12 +70,10 @@ class Effects:
     _slots: list[_Slot] = field(default_factory=list)
     _places: dict[tuple[str, str, str], int] = field(default_factory=dict)
     _pairs: list[tuple[int, int]] = field(default_factory=list)  # the slot and the size of each
-    _sums: Array = field(default_factory=lambda: np.zeros((MAX_PAIRS, NUM_SUMS)))  # a row each
+    _sums: Tensor = field(
+        default_factory=partial(torch.zeros, MAX_PAIRS, NUM_SUMS, dtype=torch.float64, device="cpu")
+    )
     _elsewhere: dict[int, Tensor] = field(default_factory=dict)  # sums on a device, by row
-    _address: int = 0
-
-    def __post_init__(self) -> None:
-        self._address = self._sums.ctypes.data
 
     def slot(self, transform: str, entry: Entry) -> int:
         """The number of the slot of one transform at one site."""
@@ -97,7 +94,7 @@ class Effects:
             row = 0
         self._pairs.append((slot, before.numel()))
         if is_plain and before.is_cpu:
-            add_on_cpu(before, after, self._sums[row], self._address + row * ROW_BYTES)
+            add_on_cpu(before, after, self._sums, row)
         else:
             self._elsewhere[row] = sums_of(before, after)
         if not self._slots[slot].is_sketched:
@@ -196,9 +193,9 @@ class Effects:
             groups.setdefault((sums.device, sums.dtype), []).append(row)
         for rows in groups.values():
             stacked = torch.stack([elsewhere[row] for row in rows])
-            self._sums[rows] = stacked.cpu().double().numpy()
+            self._sums[rows] = stacked.cpu().double()
         sizes = [size for _, size in pairs]
-        numbers = effect_numbers(self._sums[: len(pairs)], sizes)
+        numbers = effect_numbers(self._sums[: len(pairs)].numpy(), sizes)
         for (slot, _), row in zip(pairs, numbers, strict=True):
             self._slots[slot].fresh += row
         self._sums[: len(pairs)] = 0

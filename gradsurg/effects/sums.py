@@ -21,6 +21,7 @@ CPUKernel = Callable[[int, int, int, int], None]
 """Add the sums of `size` entries, at the addresses `before` and `after`, to float64 at `sums`."""
 
 NUM_SUMS = 8
+ROW_BYTES = 8 * NUM_SUMS
 BLOCK = 2048  # entries summed in their own dtype before the sum goes on in float64
 CHUNK = 1 << 16  # entries converted, or summed without a kernel, at a time: as fit a CPU's cache
 
@@ -37,13 +38,24 @@ def is_in_memory(tensor: Tensor) -> bool:
     )
 
 
-def add_on_cpu(before: Tensor, after: Tensor, sums: Array, address: int) -> None:
-    """Add the sums of a pair in the memory of the CPU to the array `sums`, at `address`."""
+def add_on_cpu(before: Tensor, after: Tensor, sums: Tensor, row: int) -> None:
+    """Add the sums of a pair in the memory of the CPU to a row of `sums`."""
+    address = sums.data_ptr() + row * ROW_BYTES
     kernel = cpu_kernels().get(before.dtype)
     if kernel and before.is_contiguous() and after.is_contiguous():
         kernel(before.data_ptr(), after.data_ptr(), before.numel(), address)
-    else:
-        _add_in_chunks(before, after, sums, address)
+        return
+    wide = torch.promote_types(before.dtype, torch.float32)
+    kernel = cpu_kernels().get(wide)
+    with torch.no_grad():
+        order = sorted(range(before.dim()), key=before.stride, reverse=True)  # as it is in memory
+        flat = [tensor.detach().permute(order).reshape(-1) for tensor in (before, after)]
+        for parts in zip(*(tensor.split(CHUNK) for tensor in flat), strict=True):
+            chunk, chunk_after = (part.to(wide).contiguous() for part in parts)
+            if kernel:
+                kernel(chunk.data_ptr(), chunk_after.data_ptr(), len(chunk), address)
+            else:
+                sums[row] += eager_sums(chunk, chunk_after)
 
 
 @torch.no_grad()
@@ -53,21 +65,6 @@ def sums_of(before: Tensor, after: Tensor) -> Tensor:
         cuda_kernel() if before.is_cuda and is_in_memory(before) and is_in_memory(after) else None
     )
     return (kernel or eager_sums)(before.detach(), after.detach())
-
-
-@torch.no_grad()
-def _add_in_chunks(before: Tensor, after: Tensor, sums: Array, address: int) -> None:
-    """Add the sums of a pair of any layout and dtype in the memory of the CPU."""
-    order = sorted(range(before.dim()), key=before.stride, reverse=True)  # as it is in memory
-    flat = [tensor.detach().permute(order).reshape(-1) for tensor in (before, after)]
-    wide = torch.promote_types(before.dtype, torch.float32)
-    kernel = cpu_kernels().get(wide)
-    for parts in zip(*(tensor.split(CHUNK) for tensor in flat), strict=True):
-        chunk, chunk_after = (part.to(wide).contiguous() for part in parts)
-        if kernel:
-            kernel(chunk.data_ptr(), chunk_after.data_ptr(), len(chunk), address)
-        else:
-            sums += eager_sums(chunk, chunk_after).numpy()
 
 
 def eager_sums(before: Tensor, after: Tensor) -> Tensor:
