@@ -25,7 +25,7 @@ from gradsurg.training.run_directory import CONFLICTS, EFFECTS, METRICS, RunDire
 
 NO_METRICS: Mapping[str, float] = MappingProxyType({})
 
-MAX_PENDING_LOSSES = 1000  # losses kept on the device until they are checked for NaN and infinity
+MAX_PENDING_LOSSES = 1000  # losses kept on the device until they are copied to the host
 
 # A run has learned nothing if its train loss is not below this share of the best constant guess's,
 # and no metric has covered more than this share of the way from chance to its best value.
@@ -65,15 +65,19 @@ class RunLog:
             return
         self._losses.append((step.done, step.loss))
         if len(self._losses) >= MAX_PENDING_LOSSES:
-            self._check_losses()
+            self.fetch_loss(step)
 
-    def _check_losses(self) -> None:
-        """Find the first loss that is not finite; waits for the device, at logs only."""
+    def fetch_loss(self, step: Step) -> float:
+        """Return the loss of a step, and find the first one since the last call that is not finite.
+
+        One copy from the device, at logs only.
+        """
         losses, self._losses = self._losses, []
-        if self.bad_step is None and losses:
-            finite = torch.stack([loss for _, loss in losses]).isfinite().tolist()
-            if not all(finite):
-                self.bad_step = losses[finite.index(False)][0]
+        *values, last = torch.stack([*(loss for _, loss in losses), step.loss]).flatten().tolist()
+        if self.bad_step is None:
+            steps = zip(losses, values, strict=True)
+            self.bad_step = next((done for (done, _), loss in steps if not isfinite(loss)), None)
+        return last
 
     def interval(
         self, done: int, loss: float, live: Live, tested: Mapping[str, float] = NO_METRICS
@@ -90,9 +94,9 @@ class RunLog:
         self.directory.append_effects([{"step": done, **row} for row in rows])
         conflicts = [conflict.row() for conflict in live.conflicts.fetch()]
         self.directory.append_conflicts(conflicts)
-        times = {"time/step_ms": 1000 * median(self.seconds[-100:])}
-        self._log(done, {**values, **_newest(conflicts), **times}, rows)
-        self._check_losses()
+        if self.loggers:
+            times = {"time/step_ms": 1000 * median(self.seconds[-100:])}
+            self._log(done, {**values, **_newest(conflicts), **times}, rows)
         self.diverged = self.bad_step is not None or not isfinite(loss)
         return not self.diverged and not self._until_reached(tested)
 

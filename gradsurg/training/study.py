@@ -181,7 +181,7 @@ def _train(
             for step in _steps(run, training, compiled, batches, log, live):
                 if step.done % run.schedule.log_every and step.done != run.schedule.steps:
                     continue
-                loss = step.loss.item()  # waits for the device, at logs only
+                loss = log.fetch_loss(step)
                 tested = log.test(step.done, loss, data, model)
                 if not log.interval(step.done, loss, live, tested):
                     break
