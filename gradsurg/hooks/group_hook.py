@@ -11,7 +11,6 @@ from gradsurg.hooks.transform_hook import (
     BoundTransform,
     TransformHook,
     disabled_autocast,
-    is_like,
 )
 from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import GroupTransform, TransformState
@@ -122,7 +121,12 @@ class GroupHook:
         before = states.get(key)
         if before:
             self._check_members(links)
-        contexts = [hook.count_call(link) for hook, link in zip(hooks, links, strict=True)]
+        contexts, step = [link.context for link in links], self.controller.step
+        for context in contexts:  # as `count_call`, without a call for each
+            if context.step != step:
+                context.step, context.call = step, 0
+            else:
+                self.controller.count_repeat(context)
         checks = not (self._is_checked and links[0].trusted)
         versions = [autograd.version_of(grad) for grad in grads] if checks else []
         if self.controller.needs_value:
@@ -136,19 +140,16 @@ class GroupHook:
             where = f"{len(grads)} sites, step {self.controller.step}"
             error.add_note(f"while {links[0].label} acted on {where}")
             raise
-        for context in contexts:
-            context.value = None
-        if checks:
+        if self.controller.needs_value:
+            for context in contexts:
+                context.value = None
+        if checks:  # not again for a transform of gradsurg, whose results keep the shapes
             results = [
                 hook.check_result(link, grad, version, result, hook.value(), state)
                 for hook, link, grad, version, result in zip(
                     hooks, links, grads, versions, results, strict=True
                 )
             ]
-        else:
-            for hook, link, grad, result in zip(hooks, links, grads, results, strict=True):
-                if not is_like(result, grad):
-                    raise hook.result_error(link, grad, result)
         if state:
             self._check_members(links)
             states[key] = _chosen(fires, state, before)

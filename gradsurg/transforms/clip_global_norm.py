@@ -60,8 +60,8 @@ class ClipGlobalNorm(GroupTransform):
 
 def _alike(grads: Sequence[Tensor]) -> bool:
     """Return whether fused operations apply: one dtype, one device, no vmap."""
-    alike = len({grad.dtype for grad in grads}) == len({grad.device for grad in grads}) == 1
-    return alike and not autograd.in_functorch()
+    kinds = {(grad.dtype, grad.device) for grad in grads}
+    return len(kinds) == 1 and not autograd.in_functorch()
 
 
 def _norms(grads: Sequence[Tensor], p: float) -> list[Tensor]:
