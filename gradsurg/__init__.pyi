@@ -10,6 +10,7 @@ from gradsurg.aggregators.aligned_mtl import AlignedMTL as AlignedMTL
 from gradsurg.aggregators.cagrad import CAGrad as CAGrad
 from gradsurg.aggregators.centered_clip import CenteredClip as CenteredClip
 from gradsurg.aggregators.con_fig import ConFIG as ConFIG
+from gradsurg.aggregators.crmogm import CRMOGM as CRMOGM
 from gradsurg.aggregators.dual_proj import DualProj as DualProj
 from gradsurg.aggregators.dwa import DWA as DWA
 from gradsurg.aggregators.fair_grad import FairGrad as FairGrad

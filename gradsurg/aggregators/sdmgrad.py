@@ -87,9 +87,10 @@ class SDMGrad(GramianAggregator):
         scale = float(np.sqrt(matrix.diagonal()).mean()) if self.normalize else 1.0
         if scale > 0:
             matrix = matrix / scale / scale
+        fixed, matrix = matrix @ pulled, matrix + self.rho * np.eye(len(w))
         v = np.zeros_like(w)
         for _ in range(self.num_steps):
-            v = self.momentum * v + matrix @ (w + pulled) + self.rho * w
+            v = self.momentum * v + matrix @ w + fixed
             w = _project_on_simplex(w - self.lr * v)
         weights = (w + pulled) / (1 + self.pull)
         return torch.from_numpy(weights), {"weights": torch.from_numpy(w)}
@@ -97,7 +98,12 @@ class SDMGrad(GramianAggregator):
 
 def _project_on_simplex(point: Array) -> Array:
     """Return the nearest point with entries >= 0 and the sum 1."""
-    point = point - point.max()  # for entries far above 1
-    sizes = np.sort(point)[::-1]
-    excess = (np.cumsum(sizes) - 1) / np.arange(1, len(point) + 1)
-    return np.maximum(point - excess[np.flatnonzero(sizes > excess)[-1]], 0.0)
+    values = point.tolist()  # plain numbers are faster than arrays for a few tasks
+    largest = max(values)  # subtracted, as entries may be far above 1
+    total, excess = 0.0, 0.0
+    for index, value in enumerate(sorted(values, reverse=True), 1):
+        total += value - largest
+        if value - largest <= (total - 1) / index:
+            break
+        excess = (total - 1) / index
+    return np.maximum(point - largest - excess, 0.0)

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from gradsurg.aggregators.base import Aggregator
-from gradsurg.plugins.registry import find
+from gradsurg.config.instantiate import instantiate
 
 CONFIGS = Path(__file__).parents[2] / "conf" / "aggregator"
 
@@ -40,6 +40,8 @@ ROWS = (
     Row("agem", [[1.0, 2.0], [3.0, 4.0]], [1.0, 2.0]),
     Row("agem", [[1.0, 2.0], [0.0, 0.0]], [1.0, 2.0]),
     Row("agem", [[1.0, 2.0]], [1.0, 2.0]),
+    # At first the weights of MGDA.
+    Row("crmogm", ACUTE, [0.2, 0.4]),
     # The weights of the first two periods.
     Row("dwa", [[1.0, 2.0], [3.0, -4.0]], [4.0, -2.0], losses=[4.0, 1.0]),
     # c = 1 / (1/2 / 4 + 1/2 / 1) = 8/5; weights 1/5 and 4/5.
@@ -138,4 +140,4 @@ ROWS = (
 def made(name: str, **fields: Any) -> Aggregator:  # Any: fields have many types
     """What a yaml describes, with some of its fields changed."""
     config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"))
-    return find("aggregators", config.pop("name"))(**{**config, **fields})
+    return instantiate("aggregators", {**config, **fields}, Aggregator)

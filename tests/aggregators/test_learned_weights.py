@@ -1,17 +1,21 @@
 """Aggregators that learn their weights follow the formulas of their papers."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from gradsurg.aggregators.base import Aggregator, AggregatorContext, AggregatorState
+from gradsurg.aggregators.crmogm import CRMOGM
 from gradsurg.aggregators.dwa import DWA
 from gradsurg.aggregators.famo import FAMO
 from gradsurg.aggregators.grad_norm import LEAST_SHARE, GradNorm
+from gradsurg.aggregators.sdmgrad import SDMGrad
 from gradsurg.aggregators.stch import STCH
 from gradsurg.aggregators.uncertainty_weighting import UncertaintyWeighting
+from tests.aggregators import inputs
 
 LEARNT = (FAMO(), GradNorm(), UncertaintyWeighting(), DWA(period=1))
 every_one = pytest.mark.parametrize("aggregator", LEARNT, ids=lambda one: type(one).__name__)
@@ -113,6 +117,28 @@ def test_dwa_compares_the_mean_losses_of_the_last_two_periods() -> None:
         weights = 3 * (rates / 0.5).softmax(0) if first >= 8 else torch.ones_like(losses[0])
         expected.append(weights)
     torch.testing.assert_close(found, torch.stack(expected))
+
+
+def test_crmogm_averages_the_weights_of_another_aggregator() -> None:
+    ours, inner = CRMOGM(SDMGrad(), alpha=0.75), SDMGrad()
+    state, of_inner, average = ours.init(3), inner.init(3), torch.zeros(3, dtype=torch.float64)
+    for step in range(10):
+        matrix = torch.from_numpy(inputs.rows(3, 3, 5.0, seed=step))
+        gramian, context = matrix @ matrix.T, AggregatorContext(step=step)
+        weights, of_inner = inner.update(gramian, of_inner, context)
+        average = 0.75 * average + 0.25 * weights if step else weights
+        found, state = ours.update(gramian, state, context)
+        torch.testing.assert_close(found, average)
+    nans = torch.full((3, 3), math.nan, dtype=torch.float64)
+    spoiled, after = ours.update(nans, state, AggregatorContext())
+    assert spoiled.isnan().all()
+    assert after is state
+
+
+def test_crmogm_needs_an_aggregator_with_a_gramian() -> None:
+    of_losses: Any = FAMO()
+    with pytest.raises((TypeError, ValueError), match="of: "):
+        CRMOGM(of_losses)
 
 
 def test_the_weights_of_stch_are_the_gradient_of_a_smooth_maximum() -> None:

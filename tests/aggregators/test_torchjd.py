@@ -5,7 +5,10 @@ import torch
 from torch import Tensor
 
 from gradsurg.aggregators.base import AggregatorContext, LossWeighting
+from gradsurg.aggregators.cagrad import CAGrad
+from gradsurg.aggregators.crmogm import CRMOGM
 from gradsurg.aggregators.dwa import DWA
+from gradsurg.aggregators.imtlg import IMTLG
 from gradsurg.aggregators.sdmgrad import SDMGrad
 from gradsurg.aggregators.stch import STCH
 from gradsurg.aggregators.uncertainty_weighting import UncertaintyWeighting
@@ -71,6 +74,18 @@ def gramian_at(step: int, count: int) -> Tensor:
     generator = torch.Generator().manual_seed(step)
     rows = torch.randn(count, 6, generator=generator, dtype=torch.float64)
     return rows @ rows.T
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.9])
+def test_crmogm(alpha: float) -> None:
+    pairs = [(IMTLG(), aggregation.IMTLGWeighting()), (CAGrad(0.0), aggregation.MeanWeighting())]
+    for inner, their_inner in pairs:
+        ours, theirs = CRMOGM(inner, alpha), aggregation.CRMOGMWeighting(their_inner, alpha)
+        state = ours.init(4)
+        for step in range(10):
+            gramian = gramian_at(step, 4)
+            found, state = ours.update(gramian, state, AggregatorContext())
+            torch.testing.assert_close(found, theirs(gramian), rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("count", [2, 3, 8])
