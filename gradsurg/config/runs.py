@@ -164,6 +164,7 @@ class Plan:
             ),
             device=self.device,
             compute=settings.compute,
+            metric=settings.metric,
             make_lr_schedule=schedule_maker(self.config["schedule"], settings.steps),
         )
 

@@ -82,6 +82,7 @@ class Settings:
     checkpoint_seconds: Annotated[float, Field(ge=0)] = 0.0
     attribute: bool = False
     dry_run: bool = False
+    metric: Annotated[Text, Field(min_length=1)] | None = None
     report: Literal["auto"] | bool = "auto"
     yes: bool = False
 

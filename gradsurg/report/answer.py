@@ -8,7 +8,9 @@ from types import MappingProxyType
 from gradsurg.report.compare import (
     Outcome,
     TimeToTarget,
+    chosen_metrics,
     divergences,
+    metrics_of,
     repeats_line,
     step_reached,
     times_to_target,
@@ -94,6 +96,7 @@ def cautions(
         sentences.append(
             f"{count(counts['failed'], 'run')} failed; the table of runs has the reasons."
         )
+    sentences += _of_metrics(arms)
     sentences += _of_seeds(outcomes)
     sentences += [line for arm in arms if (line := _dead(arm))]
     skipped = [n for run in runs if (n := (run.summary or {}).get("skipped_steps"))]
@@ -113,6 +116,21 @@ def cautions(
         sentences.append(
             f"{count(untold, 'directory', 'directories')} without a run.json: paired with "
             "controls by their configs."
+        )
+    return sentences
+
+
+def _of_metrics(arms: Sequence[Arm]) -> list[str]:
+    """Return a caution if the chosen metric is in no run, or if runs were planned with several."""
+    chosen, known = chosen_metrics(arms), metrics_of(arms)
+    sentences = []
+    if chosen and known and chosen[0] not in known:
+        sentences.append(
+            f"metric={chosen[0]}: no finished run has it; there are {', '.join(known)}."
+        )
+    if len(chosen) > 1:
+        sentences.append(
+            f"Runs were planned with metric={listed(chosen)}; the verdict is about the first."
         )
     return sentences
 

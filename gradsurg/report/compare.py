@@ -102,28 +102,39 @@ class UpdateEffect:
 
 
 def metrics_of(arms: Sequence[Arm]) -> dict[str, str]:
-    """The outcomes that a finished run has, with their titles; the headline first."""
+    """The outcomes that finished runs have, with their titles.
+
+    First the metric of the verdict: the one that the first run was planned with, else accuracy,
+    else a loss.
+    """
     metrics: dict[str, str] = {}
     for arm in arms:
         for run in arm.whole:
             for key, name in titles(run.summary or {}).items():
                 if isinstance((run.summary or {})[key], int | float):
                     metrics.setdefault(key, name)
-    first = [key for key in HEADLINE if key in metrics]
+    first = [key for key in (*chosen_metrics(arms)[:1], *HEADLINE) if key in metrics]
     return {key: metrics[key] for key in [*first, *metrics]}
 
 
+def chosen_metrics(arms: Sequence[Arm]) -> list[str]:
+    """Return the metrics that runs were planned to be judged by, each once."""
+    return list(dict.fromkeys(run.metric for arm in arms for run in arm.runs if run.metric))
+
+
 def compare(arms: Sequence[Arm]) -> list[Outcome]:
-    """Compare each treated arm with its control, metric by metric."""
-    return [one for metric in metrics_of(arms) or {"": ""} for one in beside_control(arms, metric)]
+    """Compare each treated arm with its control, metric by metric.
 
-
-def beside_control(arms: Sequence[Arm], metric: str) -> list[Outcome]:
-    """Compare one number of each treated arm with its control, over the seeds that have it in
-    both."""
+    The q of the first metric, which the verdict is about, is among its arms; that of all other
+    metrics is among these metrics and arms together.
+    """
     runs = {run.name: run for arm in arms for run in arm.runs}
     treated = [arm for arm in arms if not arm.is_control]
-    return _among_many([_outcome(arm, metric, _its_control(runs), "control") for arm in treated])
+    first, *others = (
+        [_outcome(arm, metric, _its_control(runs), "control") for arm in treated]
+        for metric in metrics_of(arms) or {"": ""}
+    )
+    return [*_among_many(first), *_among_many([one for metric in others for one in metric])]
 
 
 def shares(arms: Sequence[Arm]) -> list[Outcome]:
@@ -377,8 +388,9 @@ def _among_many(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 ABOUT_Q = (
-    "q is the sign-flip p after Benjamini and Hochberg's control of false discoveries, among all "
-    "arms in one metric or all links of one chain"
+    "q is the sign-flip p after Benjamini and Hochberg's control of false discoveries: among all "
+    "arms in the first metric, among all arms and all other metrics together, or among all links "
+    "of one chain"
 )
 
 Amount = Callable[[str, float], str]  # a difference of an outcome as it is printed

@@ -72,6 +72,7 @@ class LoadedRun:
     control: str | None = None
     controls: Mapping[str, str] = field(default_factory=dict)  # by their kind, `control` among them
     has_facts: bool = True
+    metric: str = ""  # of the verdict, if one was given
 
     @property
     def name(self) -> str:
@@ -179,6 +180,7 @@ def _read(path: Path) -> LoadedRun:
         control=facts.get("control"),
         controls=facts.get("controls") or {},
         has_facts=bool(facts),
+        metric=(facts.get("measured") or {}).get("metric") or "",
     )
     return replace(run, reason=_reason(run, directory, last))
 

@@ -132,7 +132,7 @@ def _outcome(runs: Sequence[Runs]) -> str:
     rows += [_row(key, text, *by_metric[key]) for key, text in shown.items()]
     step_times = costs([treated, control])
     rows.append([*_time_row(step_times), ""])
-    headline = next(key for key in HEADLINE if key in by_metric)
+    headline = next(iter(by_metric))
     difference = by_metric[headline][1]
     sentence = fill(answer(treated.name, control.name, headline, difference), WIDTH)
     few = "" if FEW in sentence else about_p(difference.n)
@@ -153,7 +153,15 @@ def _pair(runs: Runs) -> tuple[LoadedRun, LoadedRun] | None:
 
 
 def _found(path: Path, summary: Summary, arm: str) -> LoadedRun:
-    return LoadedRun(path, summary["state"], arm=arm, label=summary["label"], summary=summary)
+    measured = RunDirectory(path).known_facts().get("measured") or {}
+    return LoadedRun(
+        path,
+        summary["state"],
+        arm=arm,
+        label=summary["label"],
+        summary=summary,
+        metric=measured.get("metric") or "",
+    )
 
 
 def _arm(runs: Sequence[LoadedRun]) -> Arm:

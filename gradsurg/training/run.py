@@ -161,7 +161,10 @@ DEFAULT_COMPUTE = ComputeOptions()
 
 @dataclass(frozen=True)
 class Run:
-    """One arm with one seed. `identity` is the config that identifies it (see `run_identity`)."""
+    """One arm with one seed. `identity` is the config that identifies it (see `run_identity`).
+
+    `metric` is the outcome that the verdict is about; None: the first of the task's.
+    """
 
     study: str
     arm: ArmName
@@ -178,6 +181,7 @@ class Run:
     device: torch.device
     controls: Mapping[str, str] = field(default_factory=dict)  # directory names, by kind of control
     compute: ComputeOptions = DEFAULT_COMPUTE
+    metric: str | None = None
     make_lr_schedule: Callable[[Optimizer], LRScheduler | None] = lambda optimizer: None
 
     @property
@@ -205,13 +209,14 @@ class Run:
         }
 
     @property
-    def measured(self) -> dict[str, int]:
-        """The intervals of measurements that change no training and are not in the identity."""
+    def measured(self) -> dict[str, int | str | None]:
+        """The intervals of measurements, and the metric of the verdict: not in the identity."""
         schedule = self.schedule
         return {
             "effects_every": schedule.effects_every,
             "eval_every": schedule.eval_every,
             "update_effect_every": 0 if self.shadow else schedule.update_effect_every,
+            "metric": self.metric,
         }
 
     def measurement_note(self, facts: Mapping[str, object]) -> str:
@@ -220,7 +225,7 @@ class Run:
         if not isinstance(before, Mapping):
             return ""
         different = [
-            f"{key}={before[key]}"
+            f"{key}={'null' if before[key] is None else before[key]}"
             for key, asked in self.measured.items()
             if asked and before.get(key, asked) != asked
         ]

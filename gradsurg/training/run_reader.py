@@ -256,6 +256,10 @@ class _Checked(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
 
+class _Measured(_Checked):
+    metric: str | None = None
+
+
 class _Facts(_Checked):
     arm: Literal["treated", "control"] | None = None
     label: str | None = None
@@ -263,6 +267,7 @@ class _Facts(_Checked):
     steps: _Count | None = None
     control: _RunName | None = None
     controls: dict[str, _RunName] | None = None
+    measured: _Measured | None = None
 
 
 _Finite = Annotated[float, Field(allow_inf_nan=False)]

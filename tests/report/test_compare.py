@@ -1,5 +1,6 @@
 """What is said of arms, against numbers worked out by hand."""
 
+import json
 import math
 import re
 from pathlib import Path
@@ -204,6 +205,49 @@ def test_one_heavy_seed_does_not_hide_a_direction_of_all_seeds(tmp_path: Path) -
         "is lower than in the control arm in 8 of 8 seeds: median -14.50% (95 % interval " in said
     )
     assert "The interval of the mean includes 0, because one seed outweighs all others (-" in said
+
+
+def test_the_metric_that_was_planned_carries_the_verdict(tmp_path: Path) -> None:
+    for seed in range(6):
+        control = studies.whole(tmp_path, "none", seed, 0.5)
+        studies.whole(tmp_path, "clip", seed, 0.4 - seed / 100, control)
+    arms = group(read_study(tmp_path))
+    assert paragraph(compare(arms), arms).startswith("clip: test accuracy is lower ")
+    for place in tmp_path.glob("*-seed*"):
+        facts = json.loads((place / "run.json").read_text(encoding="utf-8"))
+        facts["measured"] = {"metric": "train/loss"}
+        (place / "run.json").write_text(json.dumps(facts), encoding="utf-8")
+    arms = group(read_study(tmp_path))
+    assert paragraph(compare(arms), arms).startswith("clip: train loss is identical ")
+    assert not [line for line in cautions([], compare(arms), arms) if "metric=" in line]
+    (place / "run.json").write_text(
+        json.dumps({**facts, "measured": {"metric": "test/f1"}}), encoding="utf-8"
+    )
+    text = " ".join(cautions([], compare(arms), group(read_study(tmp_path))))
+    assert "Runs were planned with metric=" in text
+
+
+def test_a_metric_that_no_run_has_is_said_with_those_there_are(tmp_path: Path) -> None:
+    place = studies.plan(tmp_path, "clip", 0)
+    studies.end(place, "clip", 0.5)
+    facts = json.loads((place.path / "run.json").read_text(encoding="utf-8"))
+    text = json.dumps({**facts, "measured": {"metric": "test/f1"}})
+    (place.path / "run.json").write_text(text, encoding="utf-8")
+    (line,) = [line for line in study_report(tmp_path).cautions if "metric=" in line]
+    assert line.startswith("metric=test/f1: no finished run has it; there are test/accuracy, ")
+
+
+def test_the_other_metrics_are_corrected_together(tmp_path: Path) -> None:
+    for seed in range(6):
+        control = studies.plan(tmp_path, "none", seed)
+        studies.end(control, "none", 0.5, **{"test/loss": 0.3})
+        treated = studies.plan(tmp_path, "clip", seed, control.path.name)
+        studies.end(treated, "clip", 0.4 - seed / 100, **{"test/loss": 0.4 + seed / 100})
+    found = {one.metric: one for one in compare(group(read_study(tmp_path)))}
+    assert found["test/accuracy"].q_value is None  # the first metric of one arm
+    assert found["test/loss"].p_value == 2 / 64
+    assert found["test/loss"].q_value == 2 * 2 / 64  # beside the train loss, whose p is 1
+    assert found["test/loss"].reading == "higher (hint)"
 
 
 def test_the_seeds_that_several_arms_need_are_told(tmp_path: Path) -> None:
