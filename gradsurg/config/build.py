@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from gradsurg.aggregators.base import Aggregator, LossWeighting
-from gradsurg.config.dry_run import check_first_step, check_places, check_settings, check_step_parts
+from gradsurg.config.dry_run import (
+    check_first_step,
+    check_metrics,
+    check_model,
+    check_optimizer,
+    check_places,
+    check_settings,
+)
 from gradsurg.config.errors import ConfigError, ErrorCollector, joined
 from gradsurg.config.instantiate import Config, instantiate, user_code
 from gradsurg.config.overrides import GROUPS, MAX_RUNS, too_many
@@ -24,7 +31,7 @@ from gradsurg.loggers.base import GuardedLogger, Logger
 from gradsurg.multitask.aggregation import check_trigger
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.plugins.fields import FieldError, call_with_fields
-from gradsurg.plugins.messages import nearest, one_line
+from gradsurg.plugins.messages import nearest
 from gradsurg.plugins.registry import find, names, snake
 from gradsurg.sites.base import Selector
 from gradsurg.surgery.surgery import Surgery
@@ -88,7 +95,7 @@ def build(config: Config) -> Experiment:
     content = model = device = None
     if task is not None and data is not None:
         content = errors.attempt("task", lambda: _content(config, task))
-        model = errors.attempt("model", lambda: _checked_model(config, task, data))
+        model = errors.attempt("model", lambda: _model(config, data))
     if settings is not None:
         device = errors.attempt("device", lambda: _device(settings.device))
         check_settings(settings, selector, intervention, joint, device, data, errors)
@@ -103,16 +110,22 @@ def build(config: Config) -> Experiment:
             plan = replace(plan, without=_without_links(plan, transforms, trigger, errors))
         experiment = _experiment(plan, loggers)
     if settings is not None and settings.steps == 0:
+        if not (task and data and model and check_model(task, model, data, errors)):
+            model = None
         check_places(config, settings, selector, joint, model, errors)
-    elif finite and (experiment is None or not experiment.is_finished):
-        check_step_parts(config, settings, task, model, data, errors)
-        if task and data and model and selector:
+    elif experiment is None or not experiment.is_finished:
+        if finite:
+            check_optimizer(config, settings, model, errors)
+        if task and data and model and not (finite and selector):
+            check_model(task, model, data, errors)
+        elif task and data and model and selector:
             # A step of a user's own model or task may differ from the next one.
             certain = "name" in config["model"] and "name" in config["task"]
             used = trigger if config.get("transform") or joint else None
-            check_first_step(
+            if check_first_step(
                 task, data, model, settings, selector, used, intervention, joint, certain, errors
-            )
+            ):
+                check_metrics(config, settings, task, model, data, errors)
     errors.raise_if_any()
     assert experiment  # a missing part has an error, and `raise_if_any` has raised it
     return experiment
@@ -312,19 +325,10 @@ def _loggers(config: Config, errors: ErrorCollector) -> tuple[GuardedLogger, ...
     return tuple(loggers)
 
 
-def _checked_model(config: Config, task: Task, data: Data) -> nn.Module:
-    """Create a model and pass two examples through it; the global generators stay as they are."""
+def _model(config: Config, data: Data) -> nn.Module:
+    """Create a model; the global generators stay as they are."""
     with random_state.preserved():
-        model = create_model(config, data)
-        inputs, targets = data.train_inputs[:2], data.train_targets[:2]
-        try:
-            task.loss(model(inputs), targets).backward()
-        except (Exception, SystemExit) as error:  # a user's model or task may raise anything
-            raise ValueError(
-                f"inputs {list(inputs.shape)} do not pass through it and the task's loss: "
-                f"{type(error).__name__}: {one_line(error)}"
-            ) from error
-        return model
+        return create_model(config, data)
 
 
 def _device(name: str) -> torch.device:

@@ -121,15 +121,30 @@ def check_places(
                     module_of(model, places.features)
 
 
-def check_step_parts(
-    config: Config,
-    settings: Settings | None,
-    task: Task | None,
-    model: nn.Module | None,
-    data: Data | None,
-    errors: ErrorCollector,
+def check_model(task: Task, model: nn.Module, data: Data, errors: ErrorCollector) -> bool:
+    """Pass two examples through a model, forward and backward; return whether that raises nothing.
+
+    Only for a model of which no trial step has shown it.
+    """
+    inputs, targets = data.train_inputs[:2], data.train_targets[:2]
+
+    def check() -> None:
+        try:
+            task.loss(model(inputs), targets).backward()
+        except (Exception, SystemExit) as error:  # a user's model or task may raise anything
+            raise ValueError(
+                f"inputs {list(inputs.shape)} do not pass through it and the task's loss: "
+                f"{type(error).__name__}: {one_line(error)}"
+            ) from error
+
+    with random_state.preserved():
+        return errors.passes("model", check)
+
+
+def check_optimizer(
+    config: Config, settings: Settings | None, model: nn.Module | None, errors: ErrorCollector
 ) -> None:
-    """Check the optimizer, the schedule, the examination and the metric of `until`."""
+    """Check the optimizer and the schedule."""
     make_optimizer = optimizer_maker(optimizer_config(config, settings))
     # Most errors of an optimizer occur with any parameter.
     stand_in = model or nn.Linear(1, 1, bias=False)
@@ -142,8 +157,17 @@ def check_step_parts(
             with errors.at("schedule"):
                 schedule = schedule_maker(config["schedule"], settings.steps)(optimizer)
                 check_learning_rates(schedule, settings.steps)
-    if task is None or model is None or data is None:
-        return
+
+
+def check_metrics(
+    config: Config,
+    settings: Settings | None,
+    task: Task,
+    model: nn.Module,
+    data: Data,
+    errors: ErrorCollector,
+) -> None:
+    """Check the examination and the metric of `until` of a model that can be trained."""
     if isinstance(task, Examined):
         with errors.at("task"), user_code(config["task"], "examine"), untouched(model):
             examined_names(task, model, data)
@@ -197,15 +221,28 @@ def check_first_step(
     joint: Intervention | None,
     certain: bool,
     errors: ErrorCollector,
-) -> None:
+) -> bool:
     """Make one training step with the surgery; report its exceptions and the hooks it never
-    reaches.
+    reaches. Return whether the model works without the surgery.
 
     `settings` is None if they are wrong themselves. A site without a gradient and a trigger that
     never fires are errors if `certain`, else warnings: a later step of a user's own model may
     differ.
     """
     trial = _Trial(task, data, model, settings, certain, errors)
+    made = _try_step(trial, selector, trigger, intervention, joint)
+    return made or trial.model_works
+
+
+def _try_step(
+    trial: "_Trial",
+    selector: Selector,
+    trigger: Trigger | None,
+    intervention: Intervention | None,
+    joint: Intervention | None,
+) -> bool:
+    """Make the step and check its hooks; return whether it was made to its end."""
+    task, model, errors = trial.task, trial.model, trial.errors
     if joint is not None and not isinstance(task, MultiTask):
         joint = None  # which is an error already
     if trigger is not None and not trial.check_names(trigger):
@@ -229,7 +266,7 @@ def check_first_step(
         "site", lambda: Intervention(identity, selector, recorder or Always(), (LABEL,))
     )
     if watching is None:
-        return
+        return False
     items = [item for item in (watching, real, joint and replace(joint, when=Always())) if item]
     key = "site"
     if real is not None:
@@ -240,11 +277,11 @@ def check_first_step(
     if joint is not None and isinstance(joint.at, SharedParameters) and joint.at.features:
         name = joint.at.features
         if not errors.passes("shared", lambda: module_of(model, name)):
-            return
+            return False
     before = len(errors.lines)
     entries = trial.step(items, several, key)
     if len(errors.lines) > before:
-        return
+        return False
     trial.check_gradients(entries, selector)
     if recorder is not None and recorder.error is not None:
         with errors.at("when"):
@@ -253,7 +290,8 @@ def check_first_step(
             raise ValueError(one_line(recorder.error))
     silent = fires is False or (recorder is not None and not recorder.fired)
     if trigger is not None and silent and len(errors.lines) == before:
-        trial.never_fires(trigger, certain or fires is False)
+        trial.never_fires(trigger, trial.certain or fires is False)
+    return True
 
 
 @dataclass(frozen=True)
@@ -266,6 +304,11 @@ class _Trial:
     settings: Settings | None
     certain: bool
     errors: ErrorCollector
+
+    @cached_property
+    def model_works(self) -> bool:
+        """Whether the model works without the surgery; asked only if the step has failed."""
+        return check_model(self.task, self.model, self.data, self.errors)
 
     def check_names(self, trigger: Trigger) -> bool:
         """Check the modules and tasks that a trigger names; return whether all exist."""
@@ -330,7 +373,8 @@ class _Trial:
                 raise
             # A user's transform, model or task may raise anything.
             except (Exception, SystemExit) as error:
-                raise ValueError(one_line(error)) from error
+                if self.model_works:
+                    raise ValueError(one_line(error)) from error
         return []
 
     def check_gradients(self, entries: Sequence[Entry], selector: Selector) -> None:

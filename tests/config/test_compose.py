@@ -55,9 +55,9 @@ class Wrong:
 
 WRONG = (
     # options
-    Wrong("transform=clop", "transform: there is no 'clop'. There are: add_noise,", "'clip'?"),
+    Wrong("transform=clop", "transform: there is no 'clop'. There are: adagc,", "'clip'?"),
     Wrong("transform=[clip,nose]", "transform: there is no 'nose'. There are: ", "'noise'?"),
-    Wrong("transform=", "transform: there is no ''. There are: add_noise,", "zero."),
+    Wrong("transform=", "transform: there is no ''. There are: adagc,", "zero."),
     Wrong("site=output", "site: there is no 'output'. There are: ", "'outputs'?"),
     Wrong("hydra/launcher=nope", "hydra/launcher: there is no 'nope'. There are: basic"),
     Wrong("transform=null", "transform: must name an option, found null; 'transform=none' is a"),

@@ -1,8 +1,10 @@
 """A job is built once in its process, with one trial step."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+from torch import nn
 
 from gradsurg.config import build as build_module
 from gradsurg.config import cli, compose, dry_run
@@ -47,6 +49,39 @@ def test_a_command_builds_each_job_once_with_one_trial_step(
     steps = counted(monkeypatch, build_module, "check_first_step")
     assert here(*words, *SHORT).code == 0
     assert (len(by_compose), len(by_job), len(steps)) == (jobs, 0, jobs)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("dry_run=true", "transform=clip"),
+        ("dry_run=true", "transform=clip", "site=relu_nodes", "when=depth", "when.high=3"),
+        ("transform=clip",),
+    ],
+    ids=" ".join,
+)
+def test_a_command_computes_the_gradients_of_its_model_once_before_training(
+    here: Here, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    def create(*args: Any) -> nn.Module:
+        model = create_model(*args)
+        next(model.parameters()).register_hook(lambda _: gradients.append(1))
+        return model
+
+    gradients: list[int] = []
+    create_model = build_module.create_model
+    monkeypatch.setattr(build_module, "create_model", create)  # that of runs is another name
+    assert here(*words, *SHORT).code == 0
+    assert len(gradients) == 1
+
+
+def test_a_model_that_fails_in_the_trial_step_is_reported_once_and_not_as_a_fault_of_a_transform(
+    here: Here,
+) -> None:
+    ended = here("model=tests.theirs.misfit", "transform=clip", "control=norm_matched", *SHORT)
+    assert ended.code == 2
+    (line,) = ended.err.splitlines()
+    assert line.startswith("model: inputs [2, 1, 8, 8] do not pass through it")
 
 
 @pytest.mark.parametrize(
