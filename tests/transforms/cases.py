@@ -245,6 +245,7 @@ ROWS = (
     ),
     # N = 5.
     Row("rescale_global_norm", [3.0, -4.0], [0.6, -0.8]),
+    Row("rescale_global_norm", [3.0, -4.0], [1.0, -4 / 3], {"norm": 2.0, "eps": 1.0}),
     Row("rescale_global_norm", [0.0, 0.0], [0.0, 0.0]),
     # One gradient agrees with itself, and a zero has no sign.
     Row("sign_agreement", [1.0, -2.0, NAN], [1.0, -2.0, NAN]),
