@@ -19,6 +19,8 @@ ROOT = Path(__file__).parents[1]
 SHORT = ("steps=20", "seeds=1", "logger=none")
 LAUNCHERS = ("joblib", "submitit_local", "submitit_slurm")
 PARALLEL = ("joblib", "submitit_local")
+SWEEP = ("transform=theirs.fails,clip,[add_noise,theirs.Noted]", "seeds=2", "model.dropout=0.2")
+SWEEP += ("steps=100", "checkpoint_every=20", "log_every=10", "logger=none")
 
 THEIRS = '''
 import os
@@ -80,43 +82,34 @@ def finished(folder: Path, study: str = "default") -> list[str]:
     return sorted(path.parent.name.rpartition("-")[0] for path in paths)
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sweep `SWEEP` in a single process; one of its jobs fails."""
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "theirs.py").write_text(THEIRS, encoding="utf-8")
+    code, said = ended(started(folder, *SWEEP))
+    assert code == 1, said
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", PARALLEL)
-def test_a_parallel_sweep_is_bit_identical_to_one_in_a_single_process(
-    folder: Path, launcher: str
+def test_a_parallel_sweep_is_bit_identical_to_one_in_a_single_process_also_if_a_job_fails(
+    folder: Path, alone: Path, launcher: str
 ) -> None:
-    words = ("transform=clip,[add_noise,theirs.Noted]", "seeds=2", "model.dropout=0.2")
-    words += ("steps=100", "checkpoint_every=20", "log_every=10", "logger=none")
-    code, said = ended(started(folder, *words, "study=alone"))
-    assert code == 0, said
-    for path in folder.glob("noted-*"):
-        path.unlink()
-    code, said = ended(
-        started(folder, *words, "study=beside", "threads=3", f"hydra/launcher={launcher}")
-    )
-    assert code == 0, said
+    code, said = ended(started(folder, *SWEEP, "threads=3", f"hydra/launcher={launcher}"))
+    assert code == 1, said
+    assert "Traceback" not in said
     names = [
         f"{label}-seed{seed}" for label in ("add_noise+noted", "clip", "none") for seed in "01"
     ]
-    assert finished(folder, "beside") == names
-    assert [*differences(folder / "runs" / "alone", folder / "runs" / "beside")] == []
+    assert finished(folder) == names
+    assert [*differences(alone / "runs", folder / "runs")] == []
     (note,) = folder.glob("noted-*")
     assert note.read_text(encoding="utf-8") == "3"
+    logs = [log.read_text(encoding="utf-8") for log in folder.glob("runs/default/*/error.log")]
+    assert ["the disk is on fire" in log for log in logs] == [True, True]
     assert not [*folder.rglob(LOCK)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", PARALLEL)
-def test_a_job_that_fails_in_a_process_of_its_own_ends_with_code_1_after_the_others(
-    folder: Path, launcher: str
-) -> None:
-    words = ("transform=theirs.fails,clip,sign", *SHORT, f"hydra/launcher={launcher}")
-    code, said = ended(started(folder, *words))
-    assert code == 1
-    assert "Traceback" not in said
-    assert finished(folder) == ["clip-seed0", "none-seed0", "sign-seed0"]
-    (log,) = folder.glob("runs/default/*/error.log")
-    assert "the disk is on fire" in log.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -53,6 +53,8 @@ from gradsurg.transforms.spike_clip import SpikeClip
 from gradsurg.transforms.surrogate_gradient import SurrogateGradient
 from gradsurg.transforms.trust_ratio import TrustRatio
 from tests.transforms.cases import INF, build, names
+from tests.transforms.table import README, row
+from tests.verdict_tables import written
 
 # Properties depend on fields: these instances cover the other branches of those conditions.
 OTHERS = (
@@ -152,8 +154,13 @@ OTHERS = (
 ALL = (*(build(name) for name in names()), *OTHERS)
 
 
-@pytest.mark.parametrize("transform", ALL, ids=str)
-def test_every_declared_property_holds(transform: Transform) -> None:
+@pytest.mark.parametrize("name", names())
+def test_every_declared_property_holds_and_the_documented_row_agrees(name: str) -> None:
+    assert row(name) in written(README), "python -m tests.transforms.table writes it anew"
+
+
+@pytest.mark.parametrize("transform", OTHERS, ids=str)
+def test_every_declared_property_holds_with_other_fields(transform: Transform) -> None:
     check_transform(transform, drops_nan=True)
 
 
