@@ -8,6 +8,7 @@ python scripts/bench.py runner [--rounds 8]               the command and a plai
 python scripts/bench.py multitask [--rounds 10]           aggregators and those of TorchJD
 python scripts/bench.py engines [--rounds 3]              a step of eight tasks and a plain step
 python scripts/bench.py telemetry                         measurements of gradient conflicts
+python scripts/bench.py start [--rounds 8]                processes: imports, help, dry run
 """
 
 import argparse
@@ -23,6 +24,7 @@ import bench_nodes
 import bench_report
 import bench_runner
 import bench_sites
+import bench_start
 import bench_telemetry
 import torch
 from torch import Tensor, nn
@@ -119,7 +121,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    whats = ["training", "sites", "nodes", "report", "runner", "multitask", "engines", "telemetry"]
+    whats = ["training", "sites", "nodes", "report", "runner", "multitask", "engines"]
+    whats += ["telemetry", "start"]
     parser.add_argument("what", nargs="?", choices=whats)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
@@ -140,6 +143,8 @@ def main() -> None:
             print(bench_engines.table(args.rounds))
         case "telemetry":
             print(bench_telemetry.table(args.rounds))
+        case "start":
+            print(bench_start.table(args.rounds, args.only))
         case "multitask":
             if lacking := bench_multitask.lacking():
                 parser.exit(2, f"{lacking}\n")

@@ -55,6 +55,16 @@ def test_a_ratio_of_the_least_times_is_marked_where_it_is_more_than_what_equal_w
     assert line.split()[7:] == said
 
 
+def test_the_start_has_a_line_for_each_process_and_ratios_to_that_of_the_libraries(
+    bench: ModuleType,
+) -> None:
+    _, _, base, helped = bench.bench_start.table(1, ["help"]).splitlines()
+    assert base.startswith("import torch, hydra")
+    assert base.split()[-2:] == ["1.00", "1.00"]
+    assert helped.startswith("help")
+    assert float(helped.split()[-1]) > 0
+
+
 def test_the_telemetry_has_a_line_for_each_number_of_tasks_and_steps(bench: ModuleType) -> None:
     _, heads, _, *lines = bench.bench_telemetry.table(2).splitlines()
     assert heads.split()[:2] == ["tasks", "together"]

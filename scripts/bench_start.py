@@ -1,0 +1,61 @@
+"""CPU time of starting Python and gradsurg, in processes that take turns."""
+
+import os
+import sys
+import tempfile
+from statistics import median
+
+from gradsurg.effects.tables import aligned
+
+RUN = ["-m", "gradsurg.run"]
+LIBRARIES = "import torch, hydra"
+ARMS = {
+    "import torch": ["-c", "import torch"],
+    LIBRARIES: ["-c", LIBRARIES],
+    "import gradsurg": ["-c", "import gradsurg"],
+    "gradsurg's Surgery and Clip": ["-c", "import gradsurg as gs; gs.Surgery, gs.Clip"],
+    "help": [*RUN, "--help"],
+    "completion": [*RUN, "-sc", "query=bash"],
+    "dry_run": [*RUN, "transform=clip", "dry_run=true"],
+    "steps=0": [*RUN, "transform=clip", "steps=0"],
+}
+"""What each process runs; all ratios are to the second."""
+
+
+def measure(rounds: int, names: list[str]) -> dict[str, list[float]]:
+    """Return the seconds of CPU time of each process, without a first round that fills caches."""
+    times: dict[str, list[float]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in range(rounds + 1):
+            for name in names[:: 1 if turn % 2 else -1]:
+                seconds = _seconds(ARMS[name], folder)
+                if turn:
+                    times[name].append(seconds)
+    return times
+
+
+def table(rounds: int, only: list[str]) -> str:
+    """Return one line for each process whose name starts with one of `only`."""
+    chosen = [name for name in ARMS if any(name.startswith(wanted) for wanted in only)]
+    times = measure(rounds, list(dict.fromkeys([LIBRARIES, *chosen])))
+    base = times[LIBRARIES]
+    rows = [["process", "CPU s, median", "min", f"/ {LIBRARIES}", "of minima"]]
+    for name, own in times.items():
+        ratio = median(a / b for a, b in zip(own, base, strict=True))
+        numbers = (median(own), min(own), ratio, min(own) / min(base))
+        rows.append([name, *(f"{number:.2f}" for number in numbers)])
+    return aligned(rows)
+
+
+def _seconds(arguments: list[str], folder: str) -> float:
+    """Return the CPU time of a Python process in `folder`; raise if it fails."""
+    variables = os.environ | {"COMP_LINE": "run transform=c", "OMP_NUM_THREADS": "1"}
+    # With the folder of this package on the path, wherever it was installed.
+    variables["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)
+    command = ["/bin/sh", "-c", 'cd "$0" && exec "$@" >/dev/null', folder, sys.executable]
+    process = os.spawnve(os.P_NOWAIT, command[0], [*command, *arguments], variables)
+    _, status, usage = os.wait4(process, 0)
+    if status:
+        raise RuntimeError(f"python {' '.join(arguments)} failed")
+    return usage.ru_utime + usage.ru_stime
