@@ -161,6 +161,7 @@ class Plan:
                 settings.update_effect_every,
                 settings.checkpoint_seconds,
                 settings.until,
+                settings.conflict_every,
             ),
             device=self.device,
             compute=settings.compute,

@@ -78,6 +78,7 @@ class Settings:
     threads: Positive | None = None
     force: bool = False
     retry_failed: bool = True
+    conflict_every: Positive = 1
     update_effect_every: Annotated[int, Field(ge=0)] = 0
     checkpoint_seconds: Annotated[float, Field(ge=0)] = 0.0
     attribute: bool = False

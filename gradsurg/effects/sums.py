@@ -8,6 +8,8 @@ import logging
 from collections.abc import Callable
 from ctypes import PYFUNCTYPE, c_ssize_t, c_void_p
 from functools import cache
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 import torch
@@ -105,7 +107,8 @@ def effect_numbers(sums: Array, sizes: list[int]) -> Array:
 def cpu_kernels() -> dict[torch.dtype, CPUKernel]:
     """Compile the sums with numba, or load them from its cache; empty if it cannot be used."""
     try:
-        from numba import carray, cfunc, types
+        numba: Any = import_module("numba")  # Any: its types say less than its documentation
+        carray, types = numba.carray, numba.types
 
         def pair(start, start_after, size, address):  # without types: numba infers them
             befores, afters = carray(start, size), carray(start_after, size)
@@ -145,7 +148,9 @@ def cpu_kernels() -> dict[torch.dtype, CPUKernel]:
             entries, sums = types.CPointer(kind), types.CPointer(types.float64)
             signature = types.void(entries, entries, types.intp, sums)
             # Sums in any order vectorize; NaN and infinities keep their meaning.
-            compiled = cfunc(signature, cache=True, fastmath={"reassoc", "nsz", "contract"})(pair)
+            compiled = numba.cfunc(signature, cache=True, fastmath={"reassoc", "nsz", "contract"})(
+                pair
+            )
             kernels[dtype] = prototype(compiled.address)
             _compiled.append(compiled)
     except (ImportError, RuntimeError, OSError) as error:
@@ -162,15 +167,14 @@ _compiled: list[object] = []
 def cuda_kernel() -> Callable[[Tensor, Tensor], Tensor] | None:
     """Make the kernel of Triton, which is compiled at its first call; None without Triton."""
     try:
-        import triton
-        from triton import language as tl
+        triton: Any = import_module("triton")  # Any: PyTorch for the CPU comes without it
+        tl: Any = import_module("triton.language")
     except ImportError as error:
         _log.warning("effects are measured by slower operations, without Triton: %s", error)
         return None
 
-    @triton.jit
-    def pair(before, after, partial, size, BLOCK: tl.constexpr):  # noqa: N803 - a constant
-        index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    def pair(before, after, partial, size, block):
+        index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
         x = tl.load(before + index, mask=index < size, other=0.0).to(partial.dtype.element_ty)
         y = tl.load(after + index, mask=index < size, other=0.0).to(partial.dtype.element_ty)
         infinity = float("inf")
@@ -185,6 +189,9 @@ def cuda_kernel() -> Callable[[Tensor, Tensor], Tensor] | None:
         finite = (tl.abs(x) < infinity) & (tl.abs(y) < infinity)
         tl.store(sums + 7, tl.sum((finite == 0).to(tl.int32)))
 
+    pair.__annotations__["block"] = tl.constexpr
+    compiled = triton.jit(pair)
+
     def launch(before: Tensor, after: Tensor) -> Tensor:
         order = sorted(range(before.dim()), key=before.stride, reverse=True)
         before, after = (tensor.permute(order).contiguous() for tensor in (before, after))
@@ -192,7 +199,7 @@ def cuda_kernel() -> Callable[[Tensor, Tensor], Tensor] | None:
         wide = torch.promote_types(before.dtype, torch.float32)
         partial = before.new_empty(blocks, NUM_SUMS, dtype=wide)
         with torch.cuda.device_of(before):
-            pair[(blocks,)](before, after, partial, before.numel(), BLOCK=BLOCK)
+            compiled[(blocks,)](before, after, partial, before.numel(), block=BLOCK)
         return partial.sum(0, dtype=torch.float64)
 
     return launch

@@ -40,6 +40,7 @@ class Session:
     states: dict[str, TransformState] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
     seed: int = 0
+    conflict_every: int = 1
     shadow: bool = False
     target: nn.Module | None = None
     optimizer: Optimizer | None = None
@@ -57,6 +58,11 @@ class Session:
         """Raise RuntimeError if the surgery is detached."""
         if self.target is None:
             raise RuntimeError("the block has ended, and with it the surgery: attach it again")
+
+    @property
+    def measures_conflicts(self) -> bool:
+        """Whether the conflict of several tasks is measured in this step."""
+        return self.effects.sampling and self.clock.step % self.conflict_every == 0
 
     @property
     def is_scaled(self) -> bool:

@@ -200,7 +200,7 @@ class Aggregation:
 
         None if no solver of the aggregator converges: then the group has no gradient.
         """
-        fires, sampling = self._count(group), self.session.effects.sampling
+        fires, sampling = self._count(group), self.session.measures_conflicts
         if not (fires or sampling):
             return _sum(parts).grads
         if self.session.is_scaled and not all(map(is_finite, parts)):

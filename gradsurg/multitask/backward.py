@@ -201,7 +201,7 @@ class MultiTaskBackward:
         At sampled steps the conflict is measured first, in separate passes without side effects.
         """
         weights = self._loss_weights(aggregation, call)  # in shadow too, to learn from each step
-        if (aggregation is not None or call.task_specific) and self.session.effects.sampling:
+        if (aggregation is not None or call.task_specific) and self.session.measures_conflicts:
             self._measure(call, weights)
         losses = list(call.losses.values())
         if weights is not None and not self.session.shadow:
@@ -274,7 +274,7 @@ class MultiTaskBackward:
         """
         tasks, parts = jacobian.rows_of(blocks)
         if weights is not None:
-            if self.session.effects.sampling:
+            if self.session.measures_conflicts:
                 aggregation.observe(group, parts, _of_tasks(losses, tasks), weights[tasks])
             return aggregation.combine_with(parts, weights[tasks])
         self._warn_absent(aggregation, losses, tasks, f"the shared parameters of '{group}'")

@@ -74,6 +74,7 @@ class Surgery:
         optimizer: Optimizer | None = None,
         *,
         effects_every: int = 1,
+        conflict_every: int = 1,
         shadow: bool = False,
         scaler: torch.amp.GradScaler | None = None,
         steps_per_epoch: int | None = None,
@@ -83,8 +84,9 @@ class Surgery:
 
         `optimizer` moves the step clock that triggers read, and is required by stage `step`;
         without it an aggregator draws new random numbers at each `live.backward`, not at each step.
-        Effects are measured every `effects_every` steps, never if 0. `shadow` measures without
-        applying; then, if no transform has a state and all triggers are `Always`, gradients are
+        Effects are measured every `effects_every` steps, never if 0; the conflict of several tasks
+        at those of these steps that `conflict_every` divides. `shadow` measures without applying;
+        then, if no transform has a state and all triggers are `Always`, gradients are
         counted only in measured steps, and most hooks are removed in the others.
 
         Pass the `scaler` if losses are scaled: a transform, a trigger or an aggregator that depends
@@ -108,6 +110,7 @@ class Surgery:
         self._clock.epoch_length = steps_per_epoch
         session = Session(
             effects=Effects(effects_every),
+            conflict_every=conflict_every,
             clock=self._clock,
             states=self._states,
             seed=self.seed,

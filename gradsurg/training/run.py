@@ -100,6 +100,7 @@ class Schedule:
     update_effect_every: int = 0
     checkpoint_seconds: float = 0.0
     until: Until | None = None
+    conflict_every: int = 1
 
 
 @dataclass(frozen=True)
@@ -214,6 +215,7 @@ class Run:
         schedule = self.schedule
         return {
             "effects_every": schedule.effects_every,
+            "conflict_every": schedule.conflict_every,
             "eval_every": schedule.eval_every,
             "update_effect_every": 0 if self.shadow else schedule.update_effect_every,
             "metric": self.metric,

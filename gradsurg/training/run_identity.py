@@ -20,8 +20,9 @@ Not in it:
 
 - output and logging: `study`, `out`, `logger`, `report`, `log_every`, `checkpoint_every` and
   `checkpoint_seconds`;
-- measurements that do not change the training: `effects_every`, `update_effect_every`, and
-  `eval_every` without `until`; and `metric`; `Run.measured` records them beside the run;
+- measurements that do not change the training: `effects_every`, `conflict_every`,
+  `update_effect_every`, `eval_every` without `until`, and `metric`; `Run.measured` records them
+  beside the run;
 - launching: `hydra`, `threads`, `force` and `retry_failed`;
 - the runs that it is compared with: `control` (except `norm_matched`), `seeds` and `attribute`.
 

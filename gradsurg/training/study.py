@@ -170,6 +170,7 @@ def _train(
             model,
             training.optimizer,
             effects_every=run.schedule.effects_every,
+            conflict_every=run.schedule.conflict_every,
             shadow=run.shadow,
             scaler=training.scaler,
             steps_per_epoch=batches.steps_per_epoch,

@@ -89,6 +89,21 @@ def test_the_conflict_of_a_loss_weighting_has_its_weights() -> None:
     assert conflict.norm_to_mean == pytest.approx(float(update.norm() / rows.mean(0).norm()))
 
 
+@pytest.mark.parametrize(("effects_every", "steps"), [(1, [0, 3]), (2, [0]), (0, [])])
+def test_conflicts_are_measured_at_measured_steps_that_their_interval_divides(
+    effects_every: int, steps: list[int]
+) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    surgery = gs.Surgery(at_shared(gs.Sum()))
+    every = {"effects_every": effects_every, "conflict_every": 3}
+    with surgery.attach(model, optimizer, **every) as live:
+        for _ in range(5):
+            live.backward(losses_of(model))
+            optimizer.step()
+    assert [conflict.step for conflict in live.conflicts.fetch()] == steps
+
+
 class Reusing(Weighting):
     """One that gives the same tensor each time, with other numbers in it."""
 

@@ -367,7 +367,7 @@ def test_the_default_clip_changes_five_to_twenty_five_percent_of_all_entries(tmp
         assert isinstance(sampled, int)
         changed += fraction * sampled * sizes[str(row["site"])]
         total += sampled * sizes[str(row["site"])]
-    assert total == sum(sizes.values()) * 50
+    assert total == sum(sizes.values()) * experiment.settings.steps
     assert 0.05 <= changed / total <= 0.25
 
 
