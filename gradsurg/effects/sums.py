@@ -173,7 +173,8 @@ def cuda_kernel() -> Callable[[Tensor, Tensor], Tensor] | None:
         _log.warning("effects are measured by slower operations, without Triton: %s", error)
         return None
 
-    def pair(before, after, partial, size, block):
+    @triton.jit
+    def pair(before, after, partial, size, block: tl.constexpr):  # pyright: ignore[reportInvalidTypeForm] - Triton reads it
         index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
         x = tl.load(before + index, mask=index < size, other=0.0).to(partial.dtype.element_ty)
         y = tl.load(after + index, mask=index < size, other=0.0).to(partial.dtype.element_ty)
@@ -189,9 +190,6 @@ def cuda_kernel() -> Callable[[Tensor, Tensor], Tensor] | None:
         finite = (tl.abs(x) < infinity) & (tl.abs(y) < infinity)
         tl.store(sums + 7, tl.sum((finite == 0).to(tl.int32)))
 
-    pair.__annotations__["block"] = tl.constexpr
-    compiled = triton.jit(pair)
-
     def launch(before: Tensor, after: Tensor) -> Tensor:
         order = sorted(range(before.dim()), key=before.stride, reverse=True)
         before, after = (tensor.permute(order).contiguous() for tensor in (before, after))
@@ -199,7 +197,7 @@ def cuda_kernel() -> Callable[[Tensor, Tensor], Tensor] | None:
         wide = torch.promote_types(before.dtype, torch.float32)
         partial = before.new_empty(blocks, NUM_SUMS, dtype=wide)
         with torch.cuda.device_of(before):
-            compiled[(blocks,)](before, after, partial, before.numel(), block=BLOCK)
+            pair[(blocks,)](before, after, partial, before.numel(), block=BLOCK)
         return partial.sum(0, dtype=torch.float64)
 
     return launch
