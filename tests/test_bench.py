@@ -50,9 +50,11 @@ def test_a_ratio_of_the_least_times_is_marked_where_it_is_more_than_what_equal_w
 ) -> None:
     own = import_module("bench_multitask")
     monkeypatch.setattr(own, "theirs", lambda name, count: torch.sum)
-    monkeypatch.setattr(own, "measured", lambda *_: {"ours": ours, "theirs": theirs})
+    monkeypatch.setattr(
+        own, "measured", lambda *_: {"ours": ours, "theirs": theirs, "reads": [2.0]}
+    )
     line = own.times(["Mean"], ["2x4"], 2).splitlines()[-1]
-    assert line.split()[7:] == said
+    assert line.split()[7:] == [*said, f"{min(ours) / 2:.2f}"]
 
 
 def test_the_start_has_a_line_for_each_process_and_ratios_to_that_of_the_libraries(
