@@ -207,22 +207,26 @@ def test_one_heavy_seed_does_not_hide_a_direction_of_all_seeds(tmp_path: Path) -
     assert "The interval of the mean includes 0, because one seed outweighs all others (-" in said
 
 
+def plan_metric(place: Path, metric: str) -> None:
+    """Write down that a run is judged by `metric`."""
+    facts = json.loads((place / "run.json").read_text(encoding="utf-8"))
+    text = json.dumps({**facts, "measured": {"metric": metric}})
+    (place / "run.json").write_text(text, encoding="utf-8")
+
+
 def test_the_metric_that_was_planned_carries_the_verdict(tmp_path: Path) -> None:
     for seed in range(6):
         control = studies.whole(tmp_path, "none", seed, 0.5)
         studies.whole(tmp_path, "clip", seed, 0.4 - seed / 100, control)
     arms = group(read_study(tmp_path))
     assert paragraph(compare(arms), arms).startswith("clip: test accuracy is lower ")
-    for place in tmp_path.glob("*-seed*"):
-        facts = json.loads((place / "run.json").read_text(encoding="utf-8"))
-        facts["measured"] = {"metric": "train/loss"}
-        (place / "run.json").write_text(json.dumps(facts), encoding="utf-8")
+    places = sorted(tmp_path.glob("*-seed*"))
+    for place in places:
+        plan_metric(place, "train/loss")
     arms = group(read_study(tmp_path))
     assert paragraph(compare(arms), arms).startswith("clip: train loss is identical ")
     assert not [line for line in cautions([], compare(arms), arms) if "metric=" in line]
-    (place / "run.json").write_text(
-        json.dumps({**facts, "measured": {"metric": "test/f1"}}), encoding="utf-8"
-    )
+    plan_metric(places[-1], "test/f1")
     text = " ".join(cautions([], compare(arms), group(read_study(tmp_path))))
     assert "Runs were planned with metric=" in text
 
@@ -230,9 +234,7 @@ def test_the_metric_that_was_planned_carries_the_verdict(tmp_path: Path) -> None
 def test_a_metric_that_no_run_has_is_said_with_those_there_are(tmp_path: Path) -> None:
     place = studies.plan(tmp_path, "clip", 0)
     studies.end(place, "clip", 0.5)
-    facts = json.loads((place.path / "run.json").read_text(encoding="utf-8"))
-    text = json.dumps({**facts, "measured": {"metric": "test/f1"}})
-    (place.path / "run.json").write_text(text, encoding="utf-8")
+    plan_metric(place.path, "test/f1")
     (line,) = [line for line in study_report(tmp_path).cautions if "metric=" in line]
     assert line.startswith("metric=test/f1: no finished run has it; there are test/accuracy, ")
 
