@@ -290,8 +290,8 @@ def _doses(report: StudyReport, data: elements.PageData) -> elements.Section | N
 
 def _costs(report: StudyReport, data: elements.PageData) -> elements.Section:
     how = (
-        "Time of a step whose effect is not measured divided by the control's, which mostly has no "
-        "hooks at such a step: the median over pairs of runs and their range. Runs that shared "
+        "Step time divided by the control's, of steps that measure no effect if there are such: "
+        "the median over pairs of runs and their range. Runs that shared "
         "their machine with other work are slower than necessary."
     )
     lines, label = elements.items(report.effort), "Time and hardware"

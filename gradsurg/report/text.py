@@ -236,6 +236,12 @@ def _measured(costs: Sequence[Cost], arm: Arm) -> str:
     if not costs or costs[0].measured_ms is None:
         return ""
     every = _first(arm)["effects_every"]
+    if every == 1:
+        return fill(
+            "Step time: median over the steps, each of which measures the effects on gradients; "
+            "its difference is the median over the seeds.",
+            WIDTH,
+        )
     return fill(
         "Step time: median over the steps that measure no effects; its difference is the median "
         f"over the seeds. A step that measures the effects on gradients (one in {every}) takes "

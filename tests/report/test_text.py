@@ -262,6 +262,15 @@ def test_a_run_without_a_step_time_has_the_others_times(write) -> None:
     assert row_of(report(runs), "step time") == ["-", "-", "-"]
 
 
+def test_steps_that_all_measure_effects_are_said_to(write) -> None:
+    text = " ".join(report(pairs(write, [0.8], [0.9], effects_every=1)).split())
+    assert "Step time: median over the steps, each of which measures the effects" in text
+    assert "takes 2 ms" not in text
+    assert "(one in 10) takes 2 ms with clip" in " ".join(
+        report(pairs(write, [0.8], [0.9])).split()
+    )
+
+
 def test_notes_of_one_kind_are_told_once_with_their_number(write) -> None:
     runs = [
         Runs(
