@@ -11,6 +11,8 @@ from torch import Tensor, nn
 import gradsurg as gs
 from gradsurg.aggregators.base import Aggregator, Weighting
 from gradsurg.multitask.shared_parameters import Granularity
+from gradsurg.plugins.registry import names
+from tests.aggregators.cases import made
 from tests.multitask.nets import (
     Grads,
     Net,
@@ -633,12 +635,10 @@ def test_a_copy_of_an_attached_model_has_no_hooks() -> None:
 
 
 def test_every_aggregator_equals_its_result_by_hand() -> None:
-    from gradsurg.plugins.registry import find, names
-
     checked = 0
     for stem in names("aggregators"):
-        kind = find("aggregators", stem)
-        aggregator: Aggregator = kind((1.0, 2.0, 3.0)) if stem == "fixed_weights" else kind()
+        fields = {"weights": [1.0, 2.0, 3.0]} if stem == "fixed_weights" else {}
+        aggregator = made(stem, **fields)
         if "deterministic" not in aggregator.properties:
             continue  # they draw for the name of the group, which a bare matrix has not
         if aggregator.num_tasks not in (None, 3):
