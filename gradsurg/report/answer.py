@@ -96,7 +96,7 @@ def cautions(
         sentences.append(
             f"{count(counts['failed'], 'run')} failed; the table of runs has the reasons."
         )
-    sentences += _of_metrics(arms)
+    sentences += about_metrics(arms)
     sentences += _of_seeds(outcomes)
     sentences += [line for arm in arms if (line := _dead(arm))]
     skipped = [n for run in runs if (n := (run.summary or {}).get("skipped_steps"))]
@@ -120,7 +120,7 @@ def cautions(
     return sentences
 
 
-def _of_metrics(arms: Sequence[Arm]) -> list[str]:
+def about_metrics(arms: Sequence[Arm]) -> list[str]:
     """Return a caution if the chosen metric is in no run, or if runs were planned with several."""
     chosen, known = chosen_metrics(arms), metrics_of(arms)
     sentences = []

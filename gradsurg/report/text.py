@@ -14,7 +14,14 @@ from rich.text import Text
 
 from gradsurg.effects.tables import aligned
 from gradsurg.effects.tables import effect_table as effect_text
-from gradsurg.report.answer import alone_rows, dead_line, diverged, reached, spread
+from gradsurg.report.answer import (
+    about_metrics,
+    alone_rows,
+    dead_line,
+    diverged,
+    reached,
+    spread,
+)
 from gradsurg.report.compare import (
     Cost,
     Outcome,
@@ -121,7 +128,8 @@ def _outcome(runs: Sequence[Runs]) -> str:
         alone = [_summary(path) for run in runs for path in (run.treated, run.control)]
         return _alone([summary for summary in alone if summary])
     treated, control = (_arm([pair[side] for pair in pairs]) for side in (0, 1))
-    lost = [_wrapped(line) for line in [" ".join(diverged([treated, control]))] if line]
+    arms = [treated, control]
+    lost = [_wrapped(line) for line in [" ".join(diverged(arms)), *about_metrics(arms)] if line]
     compared = compare([treated, control])
     by_metric = {one.metric: (one, one.difference) for one in compared if one.difference}
     if not by_metric:

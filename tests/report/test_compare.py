@@ -23,7 +23,7 @@ from gradsurg.report.html import page
 from gradsurg.report.load import group, read_study
 from gradsurg.report.series import curves, effect_maps, load_effects, load_metrics, norms
 from gradsurg.report.study import study_report
-from gradsurg.report.text import overview
+from gradsurg.report.text import Runs, overview, report
 from gradsurg.report.wording import FEW
 from gradsurg.stats import bca_interval
 from tests.report import studies
@@ -237,6 +237,9 @@ def test_a_metric_that_no_run_has_is_said_with_those_there_are(tmp_path: Path) -
     plan_metric(place.path, "test/f1")
     (line,) = [line for line in study_report(tmp_path).cautions if "metric=" in line]
     assert line.startswith("metric=test/f1: no finished run has it; there are test/accuracy, ")
+    control = studies.plan(tmp_path, "none", 0)
+    studies.end(control, "none", 0.4)
+    assert line in " ".join(report([Runs(place.path, control.path)]).split())
 
 
 def test_the_other_metrics_are_corrected_together(tmp_path: Path) -> None:
