@@ -96,8 +96,8 @@ def watched(
 
 
 def _inside(path: str, allowed: Sequence[Path]) -> bool:
-    """Return whether a path is in an allowed folder, or is a folder above it, which is made."""
-    return any(
+    """Return whether a path is in an allowed folder, or above one, or holds compiled code."""
+    return "__pycache__" in Path(path).parts or any(
         Path(path).is_relative_to(folder) or folder.is_relative_to(path) for folder in allowed
     )
 

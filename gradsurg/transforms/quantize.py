@@ -37,8 +37,9 @@ class Quantize(Stateless):
 
     @property
     def properties(self) -> frozenset[TransformProperty]:
-        properties: set[TransformProperty] = {"homogeneous", "odd", "sign_preserving"}
+        properties: set[TransformProperty] = {"odd", "sign_preserving"}
         if self.stochastic:
+            properties |= {"homogeneous"}  # else an entry between two levels may go either way
             properties |= {"unbiased"} if self.clip is None else set()
         else:
             properties |= {"deterministic"}

@@ -84,7 +84,9 @@ def test_a_compiled_transform_gives_the_same_result(name: str) -> None:
     state = transform.init(grad)
 
     def step(grad: Tensor, value: Tensor, state: TransformState) -> tuple[Tensor, TransformState]:
-        return transform.update(grad, state, TransformContext(step=500, value=value))
+        return transform.update(
+            grad, state, TransformContext(step=500, value=value, entering=(grad,))
+        )
 
     torch.compiler.reset()
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
