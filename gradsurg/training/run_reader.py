@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 MAX_BYTES = 1 << 20
 """Size of a JSON or YAML file; a landscape and an examination may have `MAX_LARGE_BYTES`."""
 MAX_LARGE_BYTES = 1 << 28
+MAX_LOG_BYTES = 1 << 32  # of a file of lines, which is read as a whole
+MAX_NUMBER = 1e150  # whose square is still finite
 MAX_DEPTH = 40
 MAX_KEYS = 2000  # of a mapping
 MAX_PLAIN_LINE = 1 << 12  # bytes, in which too few brackets fit to fill a parser's stack
@@ -95,7 +97,7 @@ def read_lines(file: Path, tail: int = 0) -> bytes:
     With `tail` only so many bytes at the end are read. A line that is wide or deep enough to stop a
     parser raises BrokenFile.
     """
-    content = _content(file, None, tail) or b""
+    content = _content(file, MAX_LOG_BYTES, tail) or b""
     content = content[: content.rfind(b"\n") + 1]
     if b"\0" in content:
         raise BrokenFile(file, "has a zero byte")
@@ -128,20 +130,22 @@ def check_directory(folder: Path) -> None:
             raise BrokenFile(path, "is not a file")
 
 
-def _content(file: Path, max_bytes: int | None, tail: int = 0) -> bytes | None:
+def _content(file: Path, max_bytes: int, tail: int = 0) -> bytes | None:
     if file.is_symlink() or file.parent.is_symlink():
         _refuse_link(file, file.parent.parent)
     try:
         size = file.stat().st_size
         if not file.is_file():
             raise BrokenFile(file, "is not a file")
-        if max_bytes is not None and size > max_bytes:
+        if size > max_bytes:
             raise BrokenFile(file, f"has {size} bytes, more than {max_bytes}")
         with file.open("rb") as stream:
             stream.seek(max(0, size - tail) if tail else 0)
             return stream.read()
     except FileNotFoundError:
         return None
+    except MemoryError as error:
+        raise BrokenFile(file, "does not fit into the memory") from error
     except OSError as error:
         raise BrokenFile(file, f"cannot be read: {error.strerror}") from error
 
@@ -313,6 +317,18 @@ class _Summary(_Checked):
     notes: list[str] = []
     learned_nothing: _LearnedNothing | Annotated[dict[str, object], Field(max_length=0)] = {}
 
+    @model_validator(mode="after")
+    def _target(self) -> "_Summary":
+        extra = self.model_extra or {}
+        reached, step = extra.get("until/reached"), extra.get("until/step")
+        if reached is not None and self.until is None:
+            raise ValueError("until/reached needs until, which is missing")
+        if self.until is not None and reached is None:
+            raise ValueError("until needs until/reached, which is missing")
+        if reached and step is None:
+            raise ValueError("until/reached needs until/step, which is missing")
+        return self
+
     @model_validator(mode="before")
     @classmethod
     def _finite(cls, content: Mapping[str, object]) -> Mapping[str, object]:
@@ -321,6 +337,6 @@ class _Summary(_Checked):
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ValueError(f"{key} must be a number, found {value!r:.40}")
-            if value - value != 0:
-                raise ValueError(f"{key} must be finite, found {value}")
+            if not abs(value) <= MAX_NUMBER:
+                raise ValueError(f"{key} must be at most {MAX_NUMBER:g} in size, found {value}")
         return content

@@ -25,7 +25,18 @@ def conflict_line(**more: object) -> str:
 
 
 DAMAGES = {
-    "summary.json": ["", "null", "3", "[]", "{half", '{"state": "finished", "test/loss": "high"}'],
+    "summary.json": [
+        "",
+        "null",
+        "3",
+        "[]",
+        "{half",
+        '{"state": "finished", "test/loss": "high"}',
+        '{"state": "finished", "test/loss": 1e200}',
+        '{"state": "finished", "until/reached": 1}',
+        '{"state": "finished", "until": "test/loss <= 1"}',
+        '{"state": "finished", "until": "test/loss <= 1", "until/reached": 1}',
+    ],
     "run.json": [
         "null",
         '{"seed": "zero"}',
@@ -92,6 +103,18 @@ def test_a_row_of_twenty_thousand_numbers_is_not_drawn(
         (run_of(study) / name).write_text(json.dumps(row) + "\n", encoding="utf-8")
     assert main([str(study)]) == 0
     assert "metrics.jsonl has a line with more than 2000 keys" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "effects.jsonl"])
+def test_a_file_larger_than_any_log_is_one_line(
+    study: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    file = run_of(study) / name
+    file.touch()
+    os.truncate(file, 1 << 40)  # which takes no room on the disk
+    assert main([str(study)]) == 0
+    text = "".join(capsys.readouterr().out.split())
+    assert f"{name} has 1099511627776 bytes, more than 4294967296".replace(" ", "") in text
 
 
 @pytest.mark.parametrize("control", ["../private", "..", "", "/etc", "a/b", ["x"]])
