@@ -164,7 +164,7 @@ def test_every_declared_property_holds_with_other_fields(transform: Transform) -
     check_transform(transform, drops_nan=True)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("transform", ALL, ids=str)
 def test_every_declared_property_holds_in_many_more_cases(transform: Transform) -> None:
     check_transform(transform, drops_nan=True, count=120)
