@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gradsurg.config import overrides
 from gradsurg.plugins.messages import full_message, printable
-from gradsurg.plugins.pipes import ignore_closed_pipes
+from gradsurg.plugins.pipes import address_space, ignore_closed_pipes
 
 if TYPE_CHECKING:
     from gradsurg.config.build import Experiment
@@ -81,12 +81,7 @@ def main() -> None:
 
 def _check_address_space() -> None:
     """Exit if `ulimit -v` is too low for torch and reports, whose libraries would abort."""
-    if sys.platform == "win32":
-        return
-    import resource
-
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if resource.RLIM_INFINITY != limit < ADDRESS_SPACE:
+    if (limit := address_space()) < ADDRESS_SPACE:
         print(
             f"ulimit -v: needs {ADDRESS_SPACE / 1e9:g} GB of address space for torch and the "
             f"report, found {limit / 1e9:.2g} GB",

@@ -1,9 +1,10 @@
-"""Standard streams that may be closed, full, or of an encoding without all characters."""
+"""Limits of a process: streams that are closed, full or of a small encoding; address space."""
 
 import atexit
 import os
 import sys
 from io import BufferedWriter, FileIO, TextIOWrapper
+from math import inf
 from typing import Any, TextIO
 
 FAILED = 1
@@ -72,3 +73,13 @@ def _end() -> None:
     sys.stderr.flush()
     if _failures:
         os._exit(FAILED)
+
+
+def address_space() -> float:
+    """Return the bytes of address space that `ulimit -v` allows; infinite without a limit."""
+    if sys.platform == "win32":
+        return inf
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return inf if limit == resource.RLIM_INFINITY else limit

@@ -1,6 +1,7 @@
 """The files of a report: page, figures, Parquet and the tables for a paper."""
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -19,11 +20,14 @@ import polars as pl
 
 from gradsurg.loggers.base import StudyInfo
 from gradsurg.plugins.messages import printable
+from gradsurg.plugins.pipes import address_space
 from gradsurg.report.answer import SHARED, alone_rows, outcome_table
 from gradsurg.report.compare import ABOUT_SHARES
-from gradsurg.report.html import page
+from gradsurg.report.html import DRAWING_SPACE, page
 from gradsurg.report.load import flat
 from gradsurg.report.study import StudyReport
+
+_log = logging.getLogger("gradsurg")
 
 PAGE = "index.html"
 DRAFT, DRAFT_SECONDS = ".draft-", 86_400  # a report takes less than a day
@@ -45,8 +49,16 @@ def write_report(
     """Write all files of a report atomically, each by a rename; return the page's path.
 
     What an earlier report has written and this one does not is removed; other files stay. Raises
-    OSError, with the folder's name, if it cannot be written.
+    OSError, with the folder's name, if it cannot be written. Without the address space that drawing
+    needs, the figures are left out with a warning.
     """
+    if figures and (limit := address_space()) < DRAWING_SPACE:
+        _log.warning(
+            "the figures are left out: they need %g GB of address space, ulimit -v allows %.2g GB",
+            DRAWING_SPACE / 1e9,
+            limit / 1e9,
+        )
+        figures = False
     if out.is_symlink() and out.parent.resolve() == report.folder.resolve():
         raise OSError(f"{out} is a link; name its target with --out to write there")
     out.mkdir(parents=True, exist_ok=True)

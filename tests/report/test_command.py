@@ -204,3 +204,13 @@ def test_watching_follows_a_study_until_it_is_interrupted(tmp_path: Path) -> Non
     assert process.returncode == 0
     assert data_of(page)["refresh"] is None
     assert set(runs_of(page).values()) == {"finished"}
+
+
+def test_figures_are_left_out_where_drawing_them_would_abort(
+    study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("gradsurg.report.export.address_space", lambda: 2e9)
+    assert main([str(study), "--out", str(tmp_path / "there")]) == 0
+    assert "the figures are left out: they need 80 GB of address space" in caplog.text
+    assert (tmp_path / "there" / "index.html").is_file()
+    assert not list((tmp_path / "there").glob("*.png"))
