@@ -31,6 +31,7 @@ HOMES = {
     "Trigger": "triggers.base",
     "compare": "training.compare",
     "hook": "surgery.hook",
+    "list": "config.catalogue",
 }
 """The modules of what stands in no catalogue; none of them is named like what it gives."""
 

@@ -34,6 +34,7 @@ from gradsurg.aggregators.sum import Sum as Sum
 from gradsurg.aggregators.trimmed_mean import TrimmedMean as TrimmedMean
 from gradsurg.aggregators.uncertainty_weighting import UncertaintyWeighting as UncertaintyWeighting
 from gradsurg.aggregators.upgrad import UPGrad as UPGrad
+from gradsurg.config.catalogue import list as list
 from gradsurg.effects.ledger import SurgeryWarning as SurgeryWarning
 from gradsurg.hooks.intervention import Intervention as Intervention
 from gradsurg.multitask.shared_parameters import SharedParameters as SharedParameters

@@ -5,6 +5,7 @@ Modules that import torch are imported in functions: help and shell completion d
 
 import os
 import sys
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterable
 from contextlib import chdir
 from pathlib import Path
@@ -20,6 +21,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+import gradsurg
 from gradsurg.config import overrides
 from gradsurg.plugins.messages import full_message, printable
 from gradsurg.plugins.pipes import address_space, ignore_closed_pipes
@@ -48,6 +50,9 @@ def main() -> None:
     command line is wrong, 130 after an interruption.
     """
     try:
+        if any(word.partition("=")[0] == "--list" for word in sys.argv[1:]):
+            _list(sys.argv[1:])
+            return
         sys.argv[1:] = _options_first(sys.argv[1:])
         arguments = hydra_utils.get_args_parser().parse_args()
         overrides.register()
@@ -133,6 +138,25 @@ def job(config: DictConfig) -> None:
     _print_notes(experiment.loggers)
     if failed:
         sys.exit(FAILED)
+
+
+def _list(words: list[str]) -> None:
+    """Print the options of a config group, or the groups without one: `--list [GROUP] [--json]`."""
+    parser = ArgumentParser(prog="python -m gradsurg.run", allow_abbrev=False)
+    parser.add_argument("--list", metavar="GROUP", nargs="?", default="", const="")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args(words)
+    try:
+        entries = gradsurg.list(arguments.list)
+    except LookupError as error:
+        print(f"--list: {error.args[0]}", file=sys.stderr)
+        sys.exit(WRONG_INPUT)
+    if arguments.json:
+        print(entries.json(), end="")
+    elif arguments.list:
+        print(entries.table())
+    else:
+        print(entries.overview())
 
 
 def _options_first(words: list[str]) -> list[str]:

@@ -1,12 +1,14 @@
-"""Write `gradsurg/__init__.pyi`, for editors and type checkers: python scripts/stub.py
+"""Write `gradsurg/__init__.pyi` and the catalogue of all options: python scripts/stub.py
 
-The classes are found by file name at run time, which static tools cannot see.
+The stub is for editors and type checkers: the classes are found by file name at run time, which
+static tools cannot see. The catalogue is printed by `--list` and `gradsurg.list`.
 """
 
 from pathlib import Path
 from types import ModuleType
 
 import gradsurg
+from gradsurg.config import catalogue
 
 STUB = Path(gradsurg.__file__).with_suffix(".pyi")
 
@@ -26,3 +28,4 @@ def written() -> str:
 
 if __name__ == "__main__":
     STUB.write_text(written(), encoding="utf-8")
+    catalogue.FILE.write_text(catalogue.measured().json(), encoding="utf-8")

@@ -52,6 +52,7 @@ WITHOUT_TORCH = (
     "effects.tables",
     "effects.ledger",
     "plugins.registry",
+    "config.catalogue",
 )
 """Units and modules that may not import torch: reading and printing numbers works without it."""
 

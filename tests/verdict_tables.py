@@ -1,27 +1,19 @@
 """Markdown tables of the verdicts of `gradsurg.testing`, read from and written to READMEs."""
 
 import inspect
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from gradsurg.config import catalogue
 from gradsurg.testing import Verdict
 
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
-NAME = r"[A-Z][\w-]+"
-PAPER = rf"({NAME}(?:(?:, {NAME})*(?: and {NAME})?| et al\.),? (?:{NAME} )?(?:19|20)\d\d)"
-"""Authors, a venue and a year, as the docstrings have them."""
-
 
 def paper(cls: type) -> str:
     """Return the first citation of a docstring, preferably one with an arXiv number, or ''."""
-    text = " ".join((inspect.getdoc(cls) or "").split())
-    found = re.search(rf"{PAPER} \(arXiv ([\d.]*\d)", text) or re.search(rf"{PAPER}()", text)
-    if not found:
-        return ""
-    cited, number = found.groups()
-    return f"[{cited}](https://arxiv.org/abs/{number})" if number else cited
+    cited, url = catalogue.paper(inspect.getdoc(cls) or "")
+    return f"[{cited}]({url})" if url else cited
 
 
 def cell(verdict: Verdict) -> str:
