@@ -89,7 +89,7 @@ def build(config: Config) -> Experiment:
     selector = _selector(config, errors)
     trigger = errors.made("when", lambda: instantiate("triggers", config["when"], Trigger))
     intervention = _intervention(transforms, selector, trigger, errors)
-    task, data = _task(config, errors)
+    task, data = _task(config, settings.set_aside if settings is not None else 0, errors)
     joint = _joint(config, task, trigger, errors)
     loggers = _loggers(config, errors)
     content = model = device = None
@@ -249,11 +249,15 @@ def _link_names(transforms: Mapping[str, Transform]) -> tuple[str, ...]:
     )
 
 
-def _task(config: Config, errors: ErrorCollector) -> tuple[Task | None, Data | None]:
-    """Return the task and its data."""
-
+def _task(
+    config: Config, validation: float, errors: ErrorCollector
+) -> tuple[Task | None, Data | None]:
+    """Return the task and its data, with a share of them for validation."""
     task = errors.made("task", lambda: instantiate("tasks", config["task"], Task))
-    return task, None if task is None else errors.attempt("task", lambda: _load(config, task))
+    data = None if task is None else errors.attempt("task", lambda: _load(config, task))
+    if task is None or data is None or not validation:
+        return task, data
+    return task, errors.attempt("validation", lambda: _set_aside(config, task, validation))
 
 
 def _load(config: Config, task: Task) -> Data:
@@ -262,6 +266,11 @@ def _load(config: Config, task: Task) -> Data:
     if not isinstance(data, Data):
         raise TypeError(f"load() must return a gradsurg.tasks.base.Data, found {data!r}")
     return data
+
+
+def _set_aside(config: Config, task: Task, share: float) -> Data:
+    with user_code(config["task"], "load_with_validation"):
+        return task.load_with_validation(share)
 
 
 def _content(config: Config, task: Task) -> str:

@@ -35,7 +35,7 @@ from gradsurg.tasks.base import Data, Examined, MultiTask, Task
 from gradsurg.torch_internals import compiling, random_state
 from gradsurg.training.loop import outputs_of
 from gradsurg.training.optimizers import optimizer_maker
-from gradsurg.training.run import Run, check_compiled
+from gradsurg.training.run import VALIDATION, Run, check_compiled
 from gradsurg.training.schedules import MAX_CHECKED_STEPS, check_learning_rates, schedule_maker
 from gradsurg.transforms.base import (
     GroupTransform,
@@ -173,15 +173,26 @@ def check_metrics(
             examined_names(task, model, data)
     if settings is not None and settings.until is not None:
         with errors.at("until"), untouched(model):
-            inputs, targets = data.test_inputs, data.test_targets
-            some = inputs[:METRIC_EXAMPLES], targets[:METRIC_EXAMPLES]
-            settings.until.check([f"test/{name}" for name in metric_names(task, model, *some)])
+            part, names = data.watched, metric_names(task, model, *_few(data))
+            if part == "validation" and settings.until.metric.startswith("test/"):
+                metric = settings.until.metric.replace("test/", VALIDATION)
+                raise ValueError(
+                    f"with validation={settings.set_aside:g} the test data are looked at once, at "
+                    f"the end: give {metric}, or validation=0"
+                )
+            settings.until.check([f"{part}/{name}" for name in names])
+
+
+def _few(data: Data) -> tuple[Tensor, Tensor]:
+    """Return the first examples of the part that is evaluated during training."""
+    inputs, targets = data.part(data.watched)
+    return inputs[:METRIC_EXAMPLES], targets[:METRIC_EXAMPLES]
 
 
 def step_seconds(run: Run) -> float:
     """Return about how long a step of a run takes: the shortest of three without surgery."""
     with random_state.preserved():
-        data = run.task.load()
+        data = run.load_data()
         model = run.make_model(data).to(run.device)
         optimizer = run.make_optimizer(model)
         size = run.schedule.batch_size

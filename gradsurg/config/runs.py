@@ -125,6 +125,8 @@ class Plan:
         }
         if settings.until is not None:
             chosen["until"] = f"{settings.until}, tested every {settings.eval_every} steps"
+        if settings.set_aside:
+            chosen["validation"] = settings.set_aside
         aggregated = self.joint is not None
         return run_identity(self.config, arm, chosen, aggregated, self.data_hash)
 
@@ -162,6 +164,7 @@ class Plan:
                 settings.checkpoint_seconds,
                 settings.until,
                 settings.conflict_every,
+                settings.set_aside,
             ),
             device=self.device,
             compute=settings.compute,

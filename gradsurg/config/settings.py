@@ -9,8 +9,9 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from gradsurg.plugins.fields import Contradiction, validated
 from gradsurg.plugins.messages import one_line
-from gradsurg.training.run import Backend, ComputeOptions, Precision, Until
+from gradsurg.training.run import VALIDATION, Backend, ComputeOptions, Precision, Until
 
+DEFAULT_VALIDATION = 0.2  # of the training examples, where something is decided on them
 Positive = Annotated[int, Field(ge=1)]
 # YAML reads `study=2024` as a number.
 Text = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
@@ -75,6 +76,7 @@ class Settings:
     compile_backend: Backend = "inductor"
     eval_every: Annotated[int, Field(ge=0)] = 0
     until: Annotated[Until, BeforeValidator(_until)] | None = None
+    validation: Annotated[float, Field(ge=0, le=0.9)] | None = None
     threads: Positive | None = None
     force: bool = False
     retry_failed: bool = True
@@ -92,12 +94,28 @@ class Settings:
             rule = f"must be a multiple of log_every={self.log_every}, whose rows it is written to"
             raise Contradiction("eval_every", f"{rule}, found {self.eval_every}")
         if self.until is not None and not self.eval_every:
-            raise Contradiction("until", "is looked at where tests are due: give eval_every too")
+            rule = "is looked at where evaluations are due: give eval_every too"
+            raise Contradiction("until", rule)
+        if self.validation == 0 and self.decides_on_validation:
+            rule = f"must be above 0: until='{self.until}' is decided on it"
+            raise Contradiction("validation", f"{rule}, found 0")
 
     @property
     def all_seeds(self) -> Sequence[int]:
         """The seeds to train with."""
         return range(self.seeds) if self.seed is None else [self.seed]
+
+    @property
+    def decides_on_validation(self) -> bool:
+        """Whether validation data decide something in training."""
+        return self.until is not None and self.until.metric.startswith(VALIDATION)
+
+    @property
+    def set_aside(self) -> float:
+        """The share of the training examples that is set aside for validation."""
+        if self.validation is None:
+            return DEFAULT_VALIDATION if self.decides_on_validation else 0.0
+        return self.validation
 
     @property
     def compute(self) -> ComputeOptions:

@@ -9,13 +9,17 @@ from functools import lru_cache, reduce
 from operator import add
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
 from gradsurg.plugins.fields import FieldError
+from gradsurg.tasks.data.arrays import split
+
+Part = Literal["train", "validation", "test"]
+"""A part of the data."""
 
 Outputs = Tensor | Sequence[Tensor]
 """The outputs of all losses in one tensor, or a tensor for each, as of a model with heads."""
@@ -26,6 +30,9 @@ _PASSED_ON = {
     "start": "what this task moves is a point (model=point)",
 }
 """Fields of `Data` that, if set, every model gets as keyword arguments, and their meaning."""
+
+VALIDATION_SEED = 0  # of the split, the same for every run of a task
+LEAST_VALIDATION = 2  # examples: the variance of one is zero
 
 _REQUIRED = {
     "num_tokens": "needs tokens, and the inputs of this task are real numbers",
@@ -56,6 +63,8 @@ class Order(ABC):
 class Data:
     """Training and test examples; the first axis of each tensor is the examples.
 
+    Validation examples are set aside by `Task.load_with_validation`, or given by the task.
+
     Args:
         num_tokens: Inputs are tokens, 0 to `num_tokens` - 1; None: real numbers.
         every_step: Targets are (examples, time) and outputs (examples, time, num_outputs), in place
@@ -77,20 +86,63 @@ class Data:
     start: tuple[float, ...] | None = None
     heads: tuple[int, ...] | None = None
     order: Order | None = None
+    validation_inputs: Tensor | None = None
+    validation_targets: Tensor | None = None
 
     @property
     def epoch_size(self) -> int:
         """The number of examples in an epoch."""
         return len(self.train_inputs) if self.order is None else self.order.num_examples
 
+    @property
+    def watched(self) -> Part:
+        """The part that is evaluated during training: validation, or test without one."""
+        return "test" if self.validation_inputs is None else "validation"
+
+    def part(self, name: Part) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets of a part. Raises ValueError for a missing validation part."""
+        inputs, targets = getattr(self, f"{name}_inputs"), getattr(self, f"{name}_targets")
+        if inputs is None or targets is None:
+            raise ValueError("the data has no validation part")
+        return inputs, targets
+
     def copy(self) -> "Data":
         """Return a copy whose tensors may be modified."""
+        parts = ("train", "validation", "test")
+        names = [f"{part}_{side}" for part in parts for side in ("inputs", "targets")]
+        tensors = {name: getattr(self, name) for name in names}
+        cloned = {name: each.clone() for name, each in tensors.items() if each is not None}
+        return replace(self, **cloned)
+
+    def set_aside(self, share: float) -> "Data":
+        """Return the data with a share of the training examples as validation part.
+
+        The examples are chosen at random, with equal shares of all classes where a target is one
+        class; the choice is the same in every run. Test data are unchanged, and so is the scale of
+        the inputs. Data that have a validation part are returned as they are. Raises ValueError if
+        no examples can be set aside.
+        """
+        if self.validation_inputs is not None:
+            return self
+        if self.start is not None:
+            raise ValueError("this task moves a point and has no examples to set aside")
+        if self.order is not None:
+            raise ValueError("this task orders its training examples, none can be set aside")
+        targets, count = self.train_targets, len(self.train_inputs)
+        classes = targets.ndim == 1 and not targets.is_floating_point()
+        train, aside = split(targets.numpy(), share, VALIDATION_SEED, stratify=classes)
+        if min(len(train), len(aside)) < LEAST_VALIDATION:
+            raise ValueError(
+                f"needs {LEAST_VALIDATION} examples or more on each side, and {share:g} of "
+                f"{count} training examples are {len(aside)}"
+            )
+        rows, others = (torch.from_numpy(indices).sort().values for indices in (train, aside))
         return replace(
             self,
-            train_inputs=self.train_inputs.clone(),
-            train_targets=self.train_targets.clone(),
-            test_inputs=self.test_inputs.clone(),
-            test_targets=self.test_targets.clone(),
+            train_inputs=self.train_inputs[rows],
+            train_targets=targets[rows],
+            validation_inputs=self.train_inputs[others],
+            validation_targets=targets[others],
         )
 
     def model_options(self, model: object, fields: Mapping[str, object]) -> dict[str, object]:
@@ -140,6 +192,19 @@ class Task(ABC):
     @abstractmethod
     def load(self) -> Data:
         """Return the data, on the CPU, the same at every call."""
+
+    def load_with_validation(self, share: float) -> Data:
+        """Return the data with `share` of the training examples as validation part; 0: without.
+
+        Override it where two examples can share a part, such as a digit. Test data must be those
+        of `load`.
+        """
+        if share and self.trajectory_metric_names:
+            names = ", ".join(self.trajectory_metric_names)
+            raise ValueError(f"this task needs tests during training, for {names}")
+        if share:
+            return self.load().set_aside(share)
+        return replace(self.load(), validation_inputs=None, validation_targets=None)
 
     @abstractmethod
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:

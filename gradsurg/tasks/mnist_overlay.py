@@ -34,7 +34,10 @@ class MNISTOverlay(TwoDigits):
     verify: bool = True
 
     def load(self) -> Data:
-        return _data(self, self.content).copy()
+        return self.load_with_validation(0)
+
+    def load_with_validation(self, share: float) -> Data:
+        return _data(self, self.content, share).copy()
 
     def files(self) -> Sequence[Path]:
         # verified files have a fixed content
@@ -42,14 +45,14 @@ class MNISTOverlay(TwoDigits):
 
 
 @lru_cache(maxsize=1)
-def _data(task: MNISTOverlay, content: str) -> Data:
+def _data(task: MNISTOverlay, content: str, validation: float) -> Data:
     """Load the data; `content`, a hash of the files, is part of the cache's key."""
     images = read_images(LAYOUT, task.root, task.verify, content)
     pools = [
         Pool(_scaled(images.train_images), images.train_labels, task.num_train),
         Pool(_scaled(images.test_images), images.test_labels, task.num_test),
     ]
-    return overlay_pairs(pools, task.shift, task.data_seed)
+    return overlay_pairs(pools, task.shift, task.data_seed, validation)
 
 
 def _scaled(images: np.ndarray) -> np.ndarray:

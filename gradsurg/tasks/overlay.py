@@ -11,7 +11,7 @@ from einops import rearrange
 from pydantic import Field
 
 from gradsurg.plugins.fields import validated
-from gradsurg.tasks.base import Data, MultiClassification
+from gradsurg.tasks.base import LEAST_VALIDATION, VALIDATION_SEED, Data, MultiClassification
 from gradsurg.tasks.data.arrays import Count, Seed, split
 from gradsurg.tasks.digits import load_digits
 
@@ -51,11 +51,14 @@ class Overlay(TwoDigits):
     data_seed: Seed = 0
 
     def load(self) -> Data:
-        return _data(self).copy()
+        return self.load_with_validation(0)
+
+    def load_with_validation(self, share: float) -> Data:
+        return _data(self, share).copy()
 
 
 @lru_cache(maxsize=2)
-def _data(task: Overlay) -> Data:
+def _data(task: Overlay, validation: float) -> Data:
     pixels, labels = load_digits()
     images = rearrange(pixels, "digit (y x) -> digit y x", y=SIDE) / 16
     train, test = split(labels, task.test_fraction, task.split_seed, stratify=True)
@@ -63,7 +66,7 @@ def _data(task: Overlay) -> Data:
         Pool(images[train], labels[train], task.num_train),
         Pool(images[test], labels[test], task.num_test),
     ]
-    return overlay_pairs(pools, task.shift, task.data_seed)
+    return overlay_pairs(pools, task.shift, task.data_seed, validation)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,28 +78,54 @@ class Pool:
     count: int
 
 
-def overlay_pairs(pools: Sequence[Pool], shift: int, seed: int) -> Data:
-    """Draw pairs from the training pool and the test pool, the second digit `shift` pixels off."""
-    side = pools[0].images.shape[1]
-    canvas, parts = side + shift, []
-    for part, pool in enumerate(pools):
-        generator = np.random.default_rng([seed, part])
-        pairs = generator.integers(0, len(pool.labels), (pool.count, 2))
-        images = np.zeros((pool.count, 1, canvas, canvas), np.float32)
-        images[:, 0, :side, :side] = pool.images[pairs[:, 0]]
-        corner = images[:, 0, shift:, shift:]
-        np.maximum(corner, pool.images[pairs[:, 1]], out=corner)
-        parts += [images, pool.labels[pairs].astype(np.int64)]
-    mean, deviation = parts[0].mean(dtype=np.float64), parts[0].std(dtype=np.float64)
-    train_inputs, test_inputs = (
-        torch.from_numpy(((part - mean) / deviation).astype(np.float32)) for part in parts[::2]
-    )
+def overlay_pairs(pools: Sequence[Pool], shift: int, seed: int, validation: float = 0.0) -> Data:
+    """Draw pairs from the training pool and the test pool, the second digit `shift` pixels off.
+
+    With `validation`, this share of the training digits is in validation images alone, which are
+    as many in proportion. The images are scaled by those of all training digits.
+    """
+    parts = [_drawn(pool, shift, [seed, part]) for part, pool in enumerate(pools)]
+    (images, _), _ = parts
+    mean, deviation = images.mean(dtype=np.float64), images.std(dtype=np.float64)
+    if validation:
+        apart = _apart(pools[0], validation)
+        parts[:1] = [_drawn(pool, shift, [seed, 2 * part]) for part, pool in enumerate(apart)]
+    inputs = [
+        torch.from_numpy(((images - mean) / deviation).astype(np.float32)) for images, _ in parts
+    ]
+    targets = [torch.from_numpy(labels) for _, labels in parts]
     return Data(
-        train_inputs=train_inputs,
-        train_targets=torch.from_numpy(parts[1]),
-        test_inputs=test_inputs,
-        test_targets=torch.from_numpy(parts[3]),
-        input_shape=(1, canvas, canvas),
+        train_inputs=inputs[0],
+        train_targets=targets[0],
+        validation_inputs=inputs[1] if validation else None,
+        validation_targets=targets[1] if validation else None,
+        test_inputs=inputs[-1],
+        test_targets=targets[-1],
+        input_shape=images.shape[1:],
         num_outputs=len(LABELS) * NUM_CLASSES,
         heads=(NUM_CLASSES,) * len(LABELS),
+    )
+
+
+def _drawn(pool: Pool, shift: int, seed: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Draw pairs of digits; return their images (count, 1, canvas, canvas) and labels."""
+    side = pool.images.shape[1]
+    canvas = side + shift
+    pairs = np.random.default_rng(seed).integers(0, len(pool.labels), (pool.count, 2))
+    images = np.zeros((pool.count, 1, canvas, canvas), np.float32)
+    images[:, 0, :side, :side] = pool.images[pairs[:, 0]]
+    corner = images[:, 0, shift:, shift:]
+    np.maximum(corner, pool.images[pairs[:, 1]], out=corner)
+    return images, pool.labels[pairs].astype(np.int64)
+
+
+def _apart(pool: Pool, validation: float) -> tuple[Pool, Pool]:
+    """Divide the digits of a pool for training and for validation."""
+    count = round(validation * pool.count)
+    train, aside = split(pool.labels, validation, VALIDATION_SEED, stratify=True)
+    if min(len(train), len(aside), count) < LEAST_VALIDATION:
+        raise ValueError(f"leaves {len(aside)} digits and {count} images for validation")
+    return (
+        Pool(pool.images[train], pool.labels[train], pool.count),
+        Pool(pool.images[aside], pool.labels[aside], count),
     )

@@ -7,7 +7,7 @@ from math import isfinite
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from gradsurg.loggers.base import Logger
 from gradsurg.multitask.conflict import numbers
 from gradsurg.sites.state_guard import untouched
 from gradsurg.surgery.live import Live
-from gradsurg.tasks.base import Data, Task
+from gradsurg.tasks.base import Data, Part, Task
 from gradsurg.training.counterfactual import Counterfactual, means
 from gradsurg.training.loop import Step, outputs_of
 from gradsurg.training.run import Run
@@ -84,7 +84,8 @@ class RunLog:
     ) -> bool:
         """Log the interval that ends with step `done`; return False if the run ends there.
 
-        It ends early if a loss was not finite or `until` is reached. `tested` are test metrics.
+        It ends early if a loss was not finite or `until` is reached. `tested` are validation or
+        test metrics.
         """
         self.done, self.loss = done, loss
         rows = live.effects.fetch()
@@ -108,11 +109,14 @@ class RunLog:
         return until.holds(tested)
 
     def test(self, done: int, loss: float, data: Data, model: nn.Module) -> dict[str, float]:
-        """Return the task's metrics on the test data if they are due at step `done`, else {}."""
+        """Return the task's metrics if they are due at step `done`, else {}.
+
+        On the validation data; on the test data if there are none.
+        """
         schedule = self.run.schedule
         every = schedule.eval_every
         due = every and (done % every == 0 or done == schedule.steps)
-        return self._metrics("test", data, model) if due and isfinite(loss) else {}
+        return self._metrics(data.watched, data, model) if due and isfinite(loss) else {}
 
     def replay(self) -> None:
         """Send the loggers all rows from before an interruption: for them this is a new run."""
@@ -156,7 +160,7 @@ class RunLog:
     def summary(
         self, data: Data, model: nn.Module, examined: Mapping[str, float], notes: list[str]
     ) -> dict[str, object]:
-        """Return the outcome, with metrics on all training and all test examples."""
+        """Return the outcome, with metrics on all examples of each part."""
         run = self.run
         outcome: dict[str, object] = {
             "state": "diverged" if self.diverged else "finished",
@@ -166,7 +170,8 @@ class RunLog:
             "steps": self.done,
             "skipped_steps": self.skipped,
         }
-        for part in ("train", "test"):
+        parts: dict[Part, None] = dict.fromkeys(("train", data.watched, "test"))
+        for part in parts:
             metrics = self._metrics(part, data, model)
             outcome |= metrics
             if not all(map(isfinite, metrics.values())):
@@ -189,16 +194,12 @@ class RunLog:
         outcome["notes"] = notes
         return outcome
 
-    def _metrics(
-        self, part: Literal["train", "test"], data: Data, model: nn.Module
-    ) -> dict[str, float]:
+    def _metrics(self, part: Part, data: Data, model: nn.Module) -> dict[str, float]:
         """Return the task's metrics on all examples of a part, in the model's own precision.
 
         No surgery acts on this evaluation, and training continues as if it had not happened.
         """
-        inputs, targets = data.test_inputs, data.test_targets
-        if part == "train":
-            inputs, targets = data.train_inputs, data.train_targets
+        inputs, targets = data.part(part)
         device = self.run.device
         with untouched(model):
             outputs = outputs_of(model, inputs.to(device))

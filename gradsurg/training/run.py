@@ -26,7 +26,8 @@ ArmName = Literal["treated", "control"]
 Precision = Literal["float32", "bfloat16", "float16"]
 Backend = Literal["eager", "aot_eager", "inductor"]
 
-UNTIL_FORM = re.compile(r"\s*(test/[\w./-]+)\s*(>=|<=)\s*(\S+)\s*")
+VALIDATION = "validation/"
+UNTIL_FORM = re.compile(r"\s*((?:(?:test|validation)/)?)(?!train/)([\w./-]+)\s*(>=|<=)\s*(\S+)\s*")
 
 COMPILER_WARNINGS = (
     "The .grad attribute of a Tensor that is not a leaf",
@@ -37,8 +38,8 @@ COMPILER_WARNINGS = (
 
 @dataclass(frozen=True)
 class Until:
-    """A condition that ends a run: a test metric is at least `bound`, or at most `bound` if
-    `at_most`.
+    """A condition that ends a run: a validation or test metric is at least `bound`, or at most
+    `bound` if `at_most`.
     """
 
     metric: str
@@ -47,25 +48,28 @@ class Until:
 
     @classmethod
     def of(cls, text: str) -> "Until":
-        """Parse `test/accuracy >= 0.95`. Raises ValueError if it has another form."""
+        """Parse `validation/accuracy >= 0.95`; without a part it is that of the validation data.
+
+        Raises ValueError if it has another form.
+        """
         match = UNTIL_FORM.fullmatch(text)
-        rule = 'must be as "test/accuracy >= 0.95": a test metric, >= or <=, a finite number'
+        rule = 'must be as "validation/accuracy >= 0.95": a metric, >= or <=, a finite number'
         if match is None:
             raise ValueError(rule)
-        metric, sign, bound = match.groups()
+        part, metric, sign, bound = match.groups()
         try:
             number = float(bound)
         except ValueError:
             number = nan
         if not isfinite(number):
             raise ValueError(rule)
-        return cls(metric, number, sign == "<=")
+        return cls(f"{part or VALIDATION}{metric}", number, sign == "<=")
 
     def __str__(self) -> str:
         return f"{self.metric} {'<=' if self.at_most else '>='} {self.bound!r}"
 
     def check(self, metrics: Collection[str]) -> None:
-        """Raise ValueError if a task with these test metrics does not have this one."""
+        """Raise ValueError if a task with these metrics does not have this one."""
         if self.metric not in metrics:
             raise ValueError(f"the task has no {self.metric}, it has {', '.join(metrics)}")
 
@@ -88,7 +92,8 @@ class Schedule:
     """The length of a run and the intervals of its logs, in optimizer steps.
 
     Checkpoints are at least `checkpoint_seconds` apart, except for that of the last step. The run
-    ends at the first test that reaches `until`.
+    ends at the first evaluation that reaches `until`. With `validation`, the share of the training
+    examples that is set aside, these are evaluated during training, and the test data at the end.
     """
 
     steps: int
@@ -101,6 +106,7 @@ class Schedule:
     checkpoint_seconds: float = 0.0
     until: Until | None = None
     conflict_every: int = 1
+    validation: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -184,6 +190,10 @@ class Run:
     compute: ComputeOptions = DEFAULT_COMPUTE
     metric: str | None = None
     make_lr_schedule: Callable[[Optimizer], LRScheduler | None] = lambda optimizer: None
+
+    def load_data(self) -> Data:
+        """Load the task's data, with the validation part of the schedule."""
+        return self.task.load_with_validation(self.schedule.validation)
 
     @property
     def backward_per_task(self) -> bool:

@@ -8,6 +8,7 @@ gradsurg's own source can change some bits, and are not in it.) It has:
 - the config groups that make the training: `model`, `task`, `schedule`, the optimizer with the
   learning rate that is used, and `steps`, `batch_size`, `seed`, `device`, `accumulate`, `precision`
   and `compile`; `until` with `eval_every`, because the tests decide where such a run ends;
+  `validation`, the share of the training examples that is set aside, unless it is 0;
 - the treatment: `transform`, `site`, `when` and the order of the transforms (a hashed mapping has
   no order), and with an aggregator also `aggregator` and `shared`;
 - the version of gradsurg, and of PyTorch major and minor: another minor release has other kernels

@@ -150,7 +150,7 @@ def _train(
     run: Run, directory: RunDirectory, loggers: Sequence[Logger], checkpoint: Checkpoint | None
 ) -> dict[str, object]:
     random_state.seed(run.seed)
-    data = run.task.load()
+    data = run.load_data()
     landscape = run.task.landscape()
     if landscape is not None:
         directory.write_landscape(landscape)

@@ -381,7 +381,8 @@ def test_until_compares_a_metric_with_a_bound(text, values, holds) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "accuracy >= 0.9",
+        "train/accuracy >= 0.9",
+        "accuracy > 0.9",
         "test/accuracy > 0.9",
         "test/loss <= low",
         "test/loss",
@@ -391,7 +392,7 @@ def test_until_compares_a_metric_with_a_bound(text, values, holds) -> None:
     ],
 )
 def test_until_refuses_other_text(text: str) -> None:
-    with pytest.raises(ValueError, match='must be as "test/accuracy >= 0.95": a test metric, '):
+    with pytest.raises(ValueError, match='must be as "validation/accuracy >= 0.95": a metric, '):
         Until.of(text)
 
 
@@ -406,6 +407,27 @@ def test_a_run_ends_at_the_first_test_that_reaches_until(tmp_path) -> None:
     assert ended.summary["until/reached"] == 1
     assert ended.summary["test/loss"] == aim
     assert lines(ended, "metrics.jsonl") == rows[:3]
+
+
+def test_until_is_decided_on_validation_data_and_the_test_data_are_looked_at_once(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[int] = []
+    metrics = Digits.metrics
+
+    def counted(self: Digits, outputs: Tensor, targets: Tensor) -> dict[str, float]:
+        looked.append(len(targets))
+        return metrics(self, outputs, targets)
+
+    monkeypatch.setattr(Digits, "metrics", counted)
+    schedule = replace(short_until("accuracy >= 1"), validation=0.2)
+    record = execute(a_run(schedule=schedule), tmp_path, [])
+    num_train, num_validation, num_test = 1077, 270, 450
+    assert looked == [num_validation] * 6 + [num_train, num_validation, num_test]
+    row = lines(record, "metrics.jsonl")[-1]
+    assert {"validation/loss", "validation/accuracy"} == {*row} - {"step", "train/loss"}
+    assert record.summary["validation/loss"] == row["validation/loss"]
+    assert record.summary["until"] == "validation/accuracy >= 1.0"
 
 
 def test_a_run_that_does_not_reach_until_makes_all_steps(tmp_path) -> None:
@@ -437,10 +459,10 @@ def test_an_interrupted_run_with_until_ends_at_the_same_step(tmp_path) -> None:
 def test_until_needs_eval_every() -> None:
     fields = {"steps": 9, "batch_size": 4, "seeds": 1, "checkpoint_every": 9, "effects_every": 1}
     fields |= {"study": "s", "out": ".", "control": "plain", "device": "cpu", "log_every": 5}
-    with pytest.raises(ValueError, match="until: is looked at where tests are due"):
+    with pytest.raises(ValueError, match="until: is looked at where evaluations are due"):
         Settings(**fields, until="test/loss <= 1")
     for other in (0.9, {"metric": "test/loss", "bound": 1.0}):
-        with pytest.raises(ValueError, match='until: must be as "test/accuracy >= 0.95"'):
+        with pytest.raises(ValueError, match='until: must be as "validation/accuracy >= 0.95"'):
             Settings(**fields, eval_every=5, until=other)
 
 
