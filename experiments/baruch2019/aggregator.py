@@ -24,7 +24,7 @@ class LittleIsEnough(Aggregator):
     of: Aggregator
     _: KW_ONLY
     num_corrupt: Annotated[int, Field(ge=0)] = 4
-    z: float = 1.5
+    z: float = 1.0
 
     @property
     def num_tasks(self) -> int | None:
