@@ -32,6 +32,7 @@ HOMES = {
     "compare": "training.compare",
     "hook": "surgery.hook",
     "list": "config.catalogue",
+    "load": "config.recipes",
 }
 """The modules of what stands in no catalogue; none of them is named like what it gives."""
 

@@ -35,6 +35,7 @@ from gradsurg.aggregators.trimmed_mean import TrimmedMean as TrimmedMean
 from gradsurg.aggregators.uncertainty_weighting import UncertaintyWeighting as UncertaintyWeighting
 from gradsurg.aggregators.upgrad import UPGrad as UPGrad
 from gradsurg.config.catalogue import list as list
+from gradsurg.config.recipes import load as load
 from gradsurg.effects.ledger import SurgeryWarning as SurgeryWarning
 from gradsurg.hooks.intervention import Intervention as Intervention
 from gradsurg.multitask.shared_parameters import SharedParameters as SharedParameters
@@ -95,6 +96,7 @@ from gradsurg.transforms.scheduled import Scheduled as Scheduled
 from gradsurg.transforms.sign import Sign as Sign
 from gradsurg.transforms.sign_agreement import SignAgreement as SignAgreement
 from gradsurg.transforms.spike_clip import SpikeClip as SpikeClip
+from gradsurg.transforms.straight_through import StraightThrough as StraightThrough
 from gradsurg.transforms.surrogate_gradient import SurrogateGradient as SurrogateGradient
 from gradsurg.transforms.trust_ratio import TrustRatio as TrustRatio
 from gradsurg.transforms.zero import Zero as Zero

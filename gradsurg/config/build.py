@@ -26,7 +26,7 @@ from gradsurg.config.overrides import GROUPS, MAX_RUNS, too_many
 from gradsurg.config.runs import Pair, Plan, create_model
 from gradsurg.config.settings import Settings
 from gradsurg.effects.ledger import SurgeryWarning
-from gradsurg.hooks.intervention import Intervention
+from gradsurg.hooks.intervention import Intervention, labels_of
 from gradsurg.loggers.base import GuardedLogger, Logger
 from gradsurg.multitask.aggregation import check_trigger
 from gradsurg.multitask.shared_parameters import SharedParameters
@@ -40,7 +40,9 @@ from gradsurg.torch_internals import random_state
 from gradsurg.training.run_directory import RunDirectory
 from gradsurg.transforms.base import Transform
 from gradsurg.transforms.chain import Chain, links_of
+from gradsurg.triggers.always import Always
 from gradsurg.triggers.base import Trigger
+from gradsurg.triggers.steps import Steps
 
 MAPPINGS = ("shared",)
 REQUIRED = ("site", "when", "model", "task", "optimizer", "schedule")
@@ -129,6 +131,29 @@ def build(config: Config) -> Experiment:
     errors.raise_if_any()
     assert experiment  # a missing part has an error, and `raise_if_any` has raised it
     return experiment
+
+
+def build_surgery(config: Config) -> Surgery:
+    """Build the surgery of a config of the groups of a recipe. Raises ConfigError."""
+    errors = ErrorCollector()
+    transforms = _transforms(config, errors)
+    selector = _selector(config, errors)
+    trigger = errors.made("when", lambda: instantiate("triggers", config["when"], Trigger))
+    item = _intervention(transforms, selector, trigger, errors)
+    joint = _joint(config, None, trigger, errors)
+    seed = config.get("seed") or 0
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        errors.add("seed", f"must be a whole number >= 0, found {seed!r}")
+    errors.raise_if_any()
+    # As written in Python: one transform is no chain, default names and triggers are left out.
+    if item is not None and len(transforms) == 1:
+        item = replace(item, transform=next(iter(transforms.values())))
+    items = [one for one in (item, joint) if one is not None]
+    items = [replace(one, when=Always()) if one.when == Steps() else one for one in items]
+    unnamed = [replace(one, names=()) for one in items]
+    pairs = zip(items, unnamed, strict=True)
+    items = [short if labels_of(short) == one.names else one for one, short in pairs]
+    return Surgery(*items, seed=seed)
 
 
 def _experiment(plan: Plan, loggers: tuple[GuardedLogger, ...]) -> Experiment:

@@ -15,7 +15,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradsurg.config.overrides import CONFIG_DIR, GROUPS, LISTS
 from gradsurg.plugins.messages import nearest
 from gradsurg.plugins.registry import find, names
 
@@ -35,7 +34,9 @@ FOLDERS = {
 """Config group: folder of its classes. The others name classes of PyTorch."""
 TORCH_MODULES = {"optimizer": "optim", "schedule": "optim.lr_scheduler"}
 TUPLES = ("properties", "needs", "stages")
-LISTED = (*GROUPS, "experiment")
+LISTED = (*FOLDERS, *TORCH_MODULES, "experiment")
+KEYED = ("transform", "logger")
+"""The groups whose options have their fields under their name."""
 ALIASES = {"trigger": "when", "recipe": "experiment"}
 
 NAME = r"[A-Z][\w-]+"
@@ -133,6 +134,8 @@ def list(group: str = "") -> Catalogue:
 
 def measured() -> Catalogue:
     """Return the entries of all groups from the classes and the yaml files; imports torch."""
+    from gradsurg.config.overrides import CONFIG_DIR
+
     return Catalogue(
         _entry(group, path)
         for group in LISTED
@@ -158,7 +161,7 @@ def _entry(group: str, path: Path) -> Entry:
     text = path.read_text(encoding="utf-8")
     config: Any = yaml.safe_load(text)
     comments = re.findall(r"^# (?!@package)(.*)", text.partition("\n\n")[0], re.MULTILINE)
-    fields_of_option = config[path.stem] if group in LISTS else config
+    fields_of_option = config[path.stem] if group in KEYED else config
     name = str(fields_of_option.get("name", ""))
     if group == "experiment":
         summary, _, source = " ".join(comments[1:]).partition(". ")
@@ -186,7 +189,7 @@ def _changes(config: Any, path: Path, group: str) -> str:
 
     text = path.with_stem(config["name"]).read_text(encoding="utf-8")
     default = yaml.safe_load(text)
-    default = default[config["name"]] if group in LISTS else default
+    default = default[config["name"]] if group in KEYED else default
     changed = (f"{key}={value}" for key, value in config.items() if value != default.get(key))
     return f"with {', '.join(changed)}"
 

@@ -19,6 +19,7 @@ from gradsurg.sites.model_tree import tree
 from gradsurg.sites.selection import params_of
 from gradsurg.sites.tree_table import TensorSpec, plural
 from gradsurg.surgery.live import Live
+from gradsurg.surgery.recipe import recipe
 from gradsurg.transforms.base import Stateless, TransformState, init_all
 from gradsurg.triggers.base import Clock
 
@@ -166,6 +167,18 @@ class Surgery:
         if example_input is None:
             return "\n".join(parts) or "no intervention"
         return "\n\n".join(parts) or f"{tree(model, example_input)}\nno intervention"
+
+    def to_yaml(self) -> str:
+        """Return a recipe: a yaml text from which `gradsurg.load` makes an equal surgery.
+
+        The command line trains with the same file, `experiment=`. It has no state. Raises
+        ValueError, with the key, for a part without a yaml form: a lambda, a local class, or
+        several interventions with transforms.
+        """
+        try:
+            return recipe(self.interventions, self.seed)
+        except ValueError as error:
+            raise ValueError(f"to_yaml: {error}") from None
 
     def state_dict(self) -> dict[str, object]:
         """Return step, epoch, switches and the state of transforms, aggregators and triggers.

@@ -91,7 +91,7 @@ def test_an_unknown_group_is_refused_with_the_groups(here: Here) -> None:
     assert ended.code == 2
     assert ended.err == (
         "--list: there is no group 'transforms' to list. There are: transform, site, when, "
-        "aggregator, model, task, optimizer, schedule, logger, experiment. "
+        "aggregator, model, task, logger, optimizer, schedule, experiment. "
         "Did you mean 'transform'?\n"
     )
     with pytest.raises(LookupError, match="no group 'foo'"):

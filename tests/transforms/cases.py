@@ -88,6 +88,15 @@ ROWS = (
     Row("grad_power", [4.0, -9.0, 0.0, NAN], [8.0, -27.0, 0.0, NAN], {"amount": 1.5}),
     Row("grad_power", [32.0, -1.0], [64.0, -1.0]),
     Row("soft_threshold", [0.02, -0.5, 0.005, NAN, INF], [0.01, -0.49, 0.0, NAN, INF]),
+    Row("straight_through", [5.0, 5.0, 0.0], [2.0, -2.0, 3.0], other=[2.0, -2.0, 3.0]),
+    # The norms of the examples are 5 and 10, those of the entering gradients 13 and 0.
+    Row(
+        "straight_through",
+        [[3.0, 4.0], [6.0, 8.0]],
+        [[25 / 13, -60 / 13], [0.0, 0.0]],
+        {"rescale": True},
+        other=[[5.0, -12.0], [0.0, 0.0]],
+    ),
     Row("deconvolve", [5.0, 5.0, 0.0], [2.0, 0.0, 3.0], other=[2.0, -2.0, 3.0]),
     # At the first gradient the correction undoes the factor 1 - decay.
     Row("ema", [1.0, -2.0], [1.0, -2.0]),

@@ -6,10 +6,11 @@ python -m tests.transforms.table writes the table into gradsurg/transforms/READM
 from pathlib import Path
 from typing import get_args
 
+from gradsurg.config import catalogue
 from gradsurg.testing import check_transform
 from gradsurg.transforms.base import TransformProperty
 from tests.transforms.cases import build, names
-from tests.verdict_tables import cell, line, paper, write
+from tests.verdict_tables import cell, line, write
 
 README = Path(__file__).parents[2] / "gradsurg" / "transforms" / "README.md"
 HEAD = line(
@@ -26,8 +27,9 @@ def row(name: str) -> str:
     """Return the row of one config."""
     transform = build(name)
     cells = [cell(verdict) for verdict in check_transform(transform, drops_nan=True).verdicts]
-    cls = type(transform)
-    return line([f"`{name}`", f"`{cls.__name__}`", *cells, paper(cls)])
+    entry = next(entry for entry in catalogue.list("transform") if entry.name == name)
+    paper = f"[{entry.paper}]({entry.url})" if entry.url else entry.paper
+    return line([f"`{name}`", f"`{type(transform).__name__}`", *cells, paper])
 
 
 if __name__ == "__main__":

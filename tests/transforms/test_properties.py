@@ -50,6 +50,7 @@ from gradsurg.transforms.scheduled import Scheduled
 from gradsurg.transforms.sign import Sign
 from gradsurg.transforms.sign_agreement import SignAgreement
 from gradsurg.transforms.spike_clip import SpikeClip
+from gradsurg.transforms.straight_through import StraightThrough
 from gradsurg.transforms.surrogate_gradient import SurrogateGradient
 from gradsurg.transforms.trust_ratio import TrustRatio
 from tests.transforms.cases import INF, build, names
@@ -76,6 +77,7 @@ OTHERS = (
     GrokfastEMA(0.5, -3.0),
     DirectFeedback(3.0),
     FeedbackWeights(3.0),
+    StraightThrough(rescale=True),
     Mask(0.5, per="unit"),
     Mask(0.4, rescale=True),
     Mask(0.3, by="threshold"),

@@ -1,0 +1,542 @@
+"""Recipes: a surgery as a file that the library and the command line share; ten against oracles."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradsurg as gs
+from gradsurg.config.compose import compose_config
+from gradsurg.config.recipes import recipes
+from gradsurg.models.mlp import MLP
+from gradsurg.models.multi_head import MultiHead
+from gradsurg.models.resnet import ResNet
+from gradsurg.models.vit import ViT
+from gradsurg.plugins.fields import validated
+from gradsurg.training.run_identity import run_hash, run_identity
+from gradsurg.transforms.base import Stateless, TransformContext, fixed_weights
+from tests.conftest import Here
+
+SHIPPED = {
+    "guided_backprop",
+    "deconvnet",
+    "sgm",
+    "linbp",
+    "pna",
+    "grokfast",
+    "ef_signsgd",
+    "dgc",
+    "feedback_alignment",
+    "gradient_reversal",
+}
+
+
+def test_the_shipped_recipes_are_listed() -> None:
+    assert set(recipes()) == SHIPPED
+    assert {entry.name for entry in gs.list("recipe")} >= SHIPPED
+
+
+# One format.
+
+
+def identity(*words: str) -> str:
+    config = compose_config(*words)
+    return run_hash(run_identity(config, "treated", {}, aggregated=bool(config["aggregator"])))
+
+
+def stored(folder: Path, text: str) -> Path:
+    path = folder / "experiment" / "mine.yaml"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("dgc", "linbp", "pna") else pytest.mark.slow)
+        for name in sorted(SHIPPED)
+    ],
+)
+def test_a_recipe_is_written_and_loaded_without_loss_and_with_its_hash(
+    name: str, tmp_path: Path
+) -> None:
+    surgery = gs.load(name)
+    text = surgery.to_yaml()
+    path = stored(tmp_path, text)
+    again = gs.load(path)
+    assert (again.interventions, again.seed) == (surgery.interventions, surgery.seed)
+    assert again.to_yaml() == text
+    if name != "pna":  # which leaves out fields of the parts of its site
+        search = f"hydra.searchpath=[dotted://,'file://{tmp_path}']"
+        assert identity("experiment=mine", search) == identity(f"experiment={name}")
+
+
+@validated
+class Third(Stateless):
+    """A user's own transform, at the top of its module."""
+
+    times: int = 1
+
+    @property
+    def properties(self) -> frozenset:
+        return frozenset({"linear", "elementwise", "homogeneous"})
+
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
+        return grad / 3**self.times
+
+
+def third(grad: Tensor) -> Tensor:
+    return grad / 3
+
+
+WRITTEN = {
+    "one": gs.Surgery(gs.Intervention(gs.Clip(0.5))),
+    "seed": gs.Surgery(gs.Intervention(gs.AddNoise(sigma=0.5)), seed=3),
+    "two clips": gs.Surgery(gs.Intervention(gs.Chain(gs.Clip(1.0), gs.Clip(2.0)))),
+    "names": gs.Surgery(
+        gs.Intervention(gs.Chain(gs.Clip(1.0), gs.Scale(2.0), gs.Zero()), names=("a", "b.c", "b"))
+    ),
+    "chain": gs.Surgery(
+        gs.Intervention(gs.Chain(gs.Clip(1.0), gs.Scale(2.0)), names=("x.clip", "x.scale"))
+    ),
+    "nested": gs.Surgery(
+        gs.Intervention(
+            gs.ErrorFeedback(gs.Graft(gs.Sign(), gs.Chain(gs.Scale(2.0), gs.Clip(1.0))))
+        )
+    ),
+    "sites": gs.Surgery(
+        gs.Intervention(
+            gs.Clip(1.0),
+            at=(gs.Outputs("re:[0-9]+|no", types=nn.Linear, depth=(1, 3)) & ~gs.Outputs("a: b"))
+            .first(2)
+            .expect(1),
+            when=(~gs.Steps(3, 5) | gs.Flag("yes")) & gs.Threshold(above=1e-12, measure="norm"),
+        )
+    ),
+    "aggregator": gs.Surgery(
+        gs.Intervention(gs.MGDA(), at=gs.SharedParameters(granularity=("1e5*", "*"), ndim=2)),
+        gs.Intervention(gs.Clip(1.0), at=gs.Parameters(stage="step"), when=gs.Steps(stop=2)),
+    ),
+    "aggregator alone": gs.Surgery(
+        gs.Intervention(gs.CRMOGM(gs.MGDA()), at=gs.SharedParameters(), when=gs.Steps(stop=2))
+    ),
+    "own class": gs.Surgery(gs.Intervention(Third(2))),
+}
+
+
+@pytest.mark.parametrize("surgery", WRITTEN.values(), ids=list(WRITTEN))
+def test_a_surgery_is_written_and_loaded_without_loss(surgery: gs.Surgery, tmp_path: Path) -> None:
+    text = surgery.to_yaml()
+    again = gs.load(stored(tmp_path, text))
+    assert repr(again) == repr(surgery)
+    assert again.labels == surgery.labels
+    assert again.to_yaml() == text
+    again.load_state_dict(surgery.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:third is a plain callable")
+def test_a_function_at_the_top_of_a_module_is_written_with_its_path(tmp_path: Path) -> None:
+    surgery = gs.Surgery(gs.Intervention(third))
+    again = gs.load(stored(tmp_path, surgery.to_yaml()))
+    assert repr(again) == repr(surgery)
+    assert "_target_: 'tests.config.test_recipes.third'" in surgery.to_yaml()
+
+
+def test_a_loaded_surgery_does_the_same_to_gradients(tmp_path: Path) -> None:
+    made = gs.Surgery(
+        gs.Intervention(gs.Chain(gs.AddNoise(sigma=1.0), gs.Mask(0.5, by="random"))), seed=5
+    )
+    loaded = gs.load(stored(tmp_path, made.to_yaml()))
+    results = []
+    for surgery in (made, loaded):
+        model = nn.Linear(3, 2)
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+        with surgery.attach(model):
+            model(torch.ones(4, 3)).sum().backward()
+        results.append(model.weight.grad)
+    assert torch.equal(*results)
+
+
+def test_the_command_line_takes_a_written_surgery(here: Here, tmp_path: Path) -> None:
+    surgery = gs.Surgery(gs.Intervention(gs.Clip(0.5), at=gs.Outputs(types="ReLU")))
+    (tmp_path / "own").mkdir()
+    stored(tmp_path / "own", surgery.to_yaml())
+    ended = here("--config-dir", "own", "experiment=mine", "dry_run=true")
+    assert ended.code == 0, ended.err
+    assert "hidden.0.relu#0" in ended.out
+
+
+def local() -> Callable[[Tensor], Tensor]:
+    def inner(grad: Tensor) -> Tensor:
+        return grad
+
+    return inner
+
+
+def local_class() -> Stateless:
+    class Inner(Third.__mro__[1]):  # type: ignore[misc]
+        properties = frozenset()
+
+        def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
+            return grad
+
+    return Inner()
+
+
+@pytest.mark.filterwarnings("ignore:.*is a plain callable")
+@pytest.mark.parametrize(
+    ("surgery", "message"),
+    [
+        (
+            lambda: gs.Surgery(gs.Intervention(lambda grad: grad)),
+            r"to_yaml: transform.function: '<lambda>.* of tests.config.test_recipes cannot be",
+        ),
+        (
+            lambda: gs.Surgery(gs.Intervention(local())),
+            r"transform.function: 'local.<locals>.inner' of tests.config.test_recipes cannot be",
+        ),
+        (
+            lambda: gs.Surgery(gs.Intervention(local_class())),
+            r"transform.inner: 'local_class.<locals>.Inner' of tests.config.test_recipes cannot",
+        ),
+        (
+            lambda: gs.Surgery(
+                gs.Intervention(gs.Clip(1.0), at=gs.Parameters().where(lambda place: True))
+            ),
+            r"site.test: can be no more than numbers, text and lists, found .*<lambda>",
+        ),
+        (
+            lambda: gs.Surgery(gs.Intervention(gs.Clip(1.0), at=gs.Parameters("???"))),
+            r"site.pattern: '\?\?\?' has a meaning of its own in a config",
+        ),
+        (
+            lambda: gs.Surgery(gs.Intervention(gs.Clip(1.0)), gs.Intervention(gs.Zero())),
+            r"at most one intervention with a transform and one with an aggregator, found 2 and 0",
+        ),
+        (
+            lambda: gs.Surgery(
+                gs.Intervention(gs.Clip(1.0)),
+                gs.Intervention(gs.MGDA(), at=gs.SharedParameters(), when=gs.Steps(stop=2)),
+            ),
+            r"when: the trigger of a recipe is that of its transform, found one of the aggregator",
+        ),
+        (gs.Surgery, r"found 0 and 0"),
+    ],
+)
+def test_a_surgery_without_a_yaml_form_is_refused(
+    surgery: Callable[[], gs.Surgery], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        surgery().to_yaml()
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "message"),
+    [
+        (["guided_backrop"], LookupError, r"no recipe 'guided_backrop'.*Did you mean 'guided_bac"),
+        (["pascanu2013"], ValueError, r"^pascanu2013: is a study, no recipe: it sets task, model"),
+        (["simple_transforms"], ValueError, r"it sets study, hydra; a recipe sets transform, site"),
+        (["missing/one.yaml"], FileNotFoundError, r"missing/one.yaml"),
+        (["sgm", "lr=3"], ValueError, r"^sgm: lr=3: is no key of a recipe, which are transform"),
+        (["sgm", "site.patern=x"], ValueError, r"^sgm: site.patern: .*Did you mean 'pattern'"),
+        (["sgm", "transform.scale.factor=x"], ValueError, r"scale.factor: must be a number, found"),
+        (["sgm", "seed=x"], ValueError, r"^sgm: seed: must be a whole number >= 0, found 'x'"),
+    ],
+)
+def test_a_wrong_recipe_is_refused(words: list[str], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        gs.load(*words)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1, 2]\n", r"must be a mapping, found \[1, 2\]"),
+        ("a: [\n", r"is no yaml"),
+        ("transform: {}\n", r"must begin with '# @package _global_'"),
+        ("# @package _global_\nseed: 3\n", r"sets no transform, site or aggregator"),
+        ("# @package _global_\nsite: {patern: x}\n", r"patern"),
+    ],
+)
+def test_a_wrong_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        gs.load(stored(tmp_path, text))
+
+
+def test_overrides_change_a_recipe() -> None:
+    surgery = gs.load("sgm", "transform.scale.factor=0.2", "site.edge=1", "seed=4")
+    (item,) = surgery.interventions
+    assert item.transform == gs.Scale(0.2)
+    assert item.at == gs.Nodes("Add", side="leave", edge=1)
+    assert surgery.seed == 4
+
+
+# Oracles.
+
+
+def gradients(model: nn.Module, inputs: Tensor, surgery: gs.Surgery | None = None) -> list[Tensor]:
+    """The gradients of the inputs and of the parameters that have one."""
+    inputs = inputs.clone().requires_grad_()
+    leaves = [inputs, *model.parameters()]
+    if surgery is None:
+        grads = torch.autograd.grad(model(inputs).sin().sum(), leaves, allow_unused=True)
+    else:
+        with surgery.attach(model):
+            grads = torch.autograd.grad(model(inputs).sin().sum(), leaves, allow_unused=True)
+    return [grad for grad in grads if grad is not None]
+
+
+class Ruled(nn.Module):
+    """A ReLU whose backward is `rule(x, e)`, e the gradient of its output."""
+
+    def __init__(self, rule: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+
+        class Function(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x: Tensor) -> Tensor:
+                ctx.save_for_backward(x)
+                return x.relu()
+
+            @staticmethod
+            def backward(ctx, *grad_outputs: Tensor) -> Tensor:
+                (e,) = grad_outputs
+                return rule(ctx.saved_tensors[0], e)
+
+        self.function = Function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function.apply(x)
+
+
+def resnet() -> ResNet:
+    torch.manual_seed(0)
+    return ResNet((1, 8, 8), 3, width=4).double()
+
+
+def images() -> Tensor:
+    return torch.randn(3, 1, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def differs(results: list[Tensor], plain: list[Tensor]) -> bool:
+    return any(not torch.allclose(*pair) for pair in zip(results, plain, strict=True))
+
+
+def rescaled(x: Tensor, e: Tensor) -> Tensor:
+    """Linear backpropagation with the norm, per example, of the gradient with the mask."""
+    true = (e * (x > 0)).flatten(1).norm(dim=1) / e.flatten(1).norm(dim=1)
+    return e * true.view(-1, *[1] * (e.ndim - 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "stages"),
+    [
+        ("guided_backprop", lambda x, e: e.relu() * (x > 0), (0, 1, 2)),
+        ("deconvnet", lambda x, e: e.relu(), (0, 1, 2)),
+        ("linbp", rescaled, (1, 2)),
+    ],
+)
+def test_recipes_at_relus_are_relus_with_a_backward_of_their_own(
+    name: str, rule: Callable[[Tensor, Tensor], Tensor], stages: tuple[int, ...]
+) -> None:
+    model = resnet()
+    plain, result = gradients(model, images()), gradients(model, images(), gs.load(name))
+    for stage in stages:
+        for block in model.stages[stage].children():
+            block.relu1, block.relu2 = Ruled(rule), Ruled(rule)
+    if 0 in stages:
+        model.relu = Ruled(rule)
+    expected = gradients(model, images())
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+    assert differs(result, plain)
+
+
+@pytest.mark.filterwarnings("ignore:Setting backward hooks on ReLU:UserWarning")
+@pytest.mark.parametrize(
+    ("name", "theirs"), [("guided_backprop", "GuidedBackprop"), ("deconvnet", "Deconvolution")]
+)
+def test_recipes_at_relus_are_captums(name: str, theirs: str) -> None:
+    attr = pytest.importorskip("captum.attr")
+    model, inputs = resnet().eval(), images().requires_grad_()
+    targets = torch.tensor([0, 1, 2])
+    expected = getattr(attr, theirs)(model).attribute(inputs, target=targets)
+    with gs.load(name).attach(model):
+        outputs = model(inputs).gather(1, targets[:, None]).sum()
+        (result,) = torch.autograd.grad(outputs, inputs)
+    assert torch.equal(result, expected)
+
+
+class Decayed(nn.Module):
+    """The same value, and a gradient times gamma."""
+
+    def __init__(self, module: nn.Module, gamma: float) -> None:
+        super().__init__()
+        self.module, self.gamma = module, gamma
+
+    def forward(self, x: Tensor) -> Tensor:
+        branch = self.module(x)
+        return self.gamma * branch + (1 - self.gamma) * branch.detach()
+
+
+def test_sgm_decays_the_gradient_through_each_residual_branch() -> None:
+    model = resnet()
+    surgery = gs.load("sgm", "transform.scale.factor=0.3")
+    plain, result = gradients(model, images()), gradients(model, images(), surgery)
+    for stage in model.stages.children():
+        for block in stage.children():
+            block.norm2 = Decayed(block.norm2, 0.3)
+    expected = gradients(model, images())
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+    assert differs(result, plain)
+
+
+def test_pna_is_attention_with_a_constant_attention_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = ViT((1, 8, 8), 3, width=8, num_heads=2).double()
+    plain, result = gradients(model, images()), gradients(model, images(), gs.load("pna"))
+
+    def constant_map(queries: Tensor, keys: Tensor, values: Tensor, is_causal: bool) -> Tensor:
+        scores = queries @ keys.mT / queries.shape[-1] ** 0.5
+        return scores.softmax(-1).detach() @ values
+
+    monkeypatch.setattr("gradsurg.models._transformer.scaled_dot_product_attention", constant_map)
+    expected = gradients(model, images())
+    torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-12)
+    assert differs(result, plain)
+
+
+def trained(surgery: gs.Surgery | None, edit: Callable[[Tensor, int], Tensor] | None) -> Tensor:
+    """Weights after six steps of plain SGD, with a surgery or with gradients edited by hand."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 4).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(1)
+
+    def steps() -> None:
+        for _ in range(6):
+            inputs = torch.randn(5, 6, dtype=torch.float64, generator=generator)
+            optimizer.zero_grad()
+            model(inputs).square().sum().backward()
+            for index, param in enumerate(model.parameters()):
+                if edit is not None:
+                    param.grad = edit(param.grad, index)
+            optimizer.step()
+
+    if surgery is None:
+        steps()
+    else:
+        with surgery.attach(model, optimizer):
+            steps()
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
+def grokfast() -> Callable[[Tensor, int], Tensor]:
+    means: dict[int, Tensor] = {}
+
+    def edit(grad: Tensor, index: int) -> Tensor:
+        if index not in means:
+            means[index] = grad
+        means[index] = 0.98 * means[index] + (1 - 0.98) * grad
+        return grad + 2.0 * means[index]
+
+    return edit
+
+
+def ef_signsgd() -> Callable[[Tensor, int], Tensor]:
+    errors: dict[int, Tensor] = {}
+
+    def edit(grad: Tensor, index: int) -> Tensor:
+        p = grad + errors.get(index, torch.zeros_like(grad))
+        delta = p.abs().sum() / p.numel() * p.sign()
+        errors[index] = p - delta
+        return delta
+
+    return edit
+
+
+def dgc() -> Callable[[Tensor, int], Tensor]:
+    sums: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def edit(grad: Tensor, index: int) -> Tensor:
+        grad = grad * min(1.0, 1.0 / grad.norm().item())
+        u, v = sums.get(index, (torch.zeros_like(grad), torch.zeros_like(grad)))
+        u = 0.9 * u + grad
+        v = v + u
+        threshold = v.abs().flatten().topk(max(1, round(0.25 * v.numel()))).values[-1]
+        mask = v.abs() >= threshold
+        sums[index] = (u * ~mask, v * ~mask)
+        return v * mask
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("words", "loop"),
+    [
+        (["grokfast"], grokfast),
+        (["ef_signsgd"], ef_signsgd),
+        (["dgc", "transform.dgc.amount=0.25"], dgc),
+    ],
+)
+def test_recipes_at_parameters_are_loops_of_their_paper(
+    words: list[str], loop: Callable[[], Callable[[Tensor, int], Tensor]]
+) -> None:
+    result, expected = trained(gs.load(*words), None), trained(None, loop())
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(result, trained(None, None))
+
+
+def test_feedback_alignment_is_backpropagation_through_fixed_matrices() -> None:
+    torch.manual_seed(0)
+    model = MLP((5,), 3, hidden=[4, 4], activation="tanh").double()
+    x = torch.randn(7, 5, dtype=torch.float64)
+    with gs.load("feedback_alignment").attach(model):
+        model(x).sin().sum().backward()
+
+    def matrix(name: str, like: Tensor, rows: int) -> Tensor:
+        context = TransformContext(f"feedback_weights/{name}#0/AddmmBackward[0].1")
+        return fixed_weights(context, 1.0, rows, like).to(like.dtype)
+
+    first, second, output = (m for m in model.modules() if isinstance(m, nn.Linear))
+    h1 = first(x).tanh()
+    h2 = second(h1).tanh()
+    e3 = output(h2).cos()
+    e2 = e3 @ matrix("output", h2, 3) * (1 - h2**2)
+    e1 = e2 @ matrix("hidden.1.linear", h1, 4) * (1 - h1**2)
+    for layer, error, entering in ((first, e1, x), (second, e2, h1), (output, e3, h2)):
+        torch.testing.assert_close(layer.weight.grad, error.T @ entering, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(layer.bias.grad, error.sum(0), rtol=1e-10, atol=1e-12)
+
+
+def test_gradient_reversal_subtracts_the_gradient_of_the_domain_classifier() -> None:
+    torch.manual_seed(0)
+    model = MultiHead((5,), 5, heads=(3, 2), hidden=[4]).double()
+    x = torch.randn(7, 5, dtype=torch.float64)
+    names, params = zip(*model.named_parameters(), strict=True)
+    label, domain = (
+        dict(zip(names, torch.autograd.grad(loss, params, allow_unused=True), strict=True))
+        for loss in (model(x)[0].sin().sum(), model(x)[1].sin().sum())
+    )
+    with gs.load("gradient_reversal", "transform.gradient_reversal.strength=0.5").attach(model):
+        sum(out.sin().sum() for out in model(x)).backward()
+    for name, param in model.named_parameters():
+        if name.startswith("heads.1"):
+            expected = domain[name]
+        elif name.startswith("heads.0"):
+            expected = label[name]
+        else:
+            expected = label[name] - 0.5 * domain[name]
+        torch.testing.assert_close(param.grad, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(SHIPPED))
+def test_the_command_of_a_recipe_trains(name: str, here: Here) -> None:
+    entry = next(entry for entry in gs.list("recipe") if entry.name == name)
+    words = entry.command.split()[3:]
+    ended = here(*words, "steps=2", "seeds=1", "logger=none", "report=false")
+    assert ended.code == 0, ended.err
