@@ -204,7 +204,10 @@ def _run(experiment: "Experiment", run: "Run") -> "Record | None":
     except Exception as error:  # one line for whatever a run raises; the traceback is in a file
         if hydra_utils._is_env_set("HYDRA_FULL_ERROR"):
             raise
-        hint = f"the traceback is in {os.path.relpath(run.directory(out) / ERROR)}"
+        log = run.directory(out) / ERROR
+        hint = "HYDRA_FULL_ERROR=1 shows the traceback"
+        if log.is_file():  # else it could not be written
+            hint = f"the traceback is in {os.path.relpath(log)}"
         if isinstance(error, BrokenFile):
             hint = "remove the file, or start the run again with force=true"
         print(f"{name}: {full_message(error)} ({hint})", file=sys.stderr)

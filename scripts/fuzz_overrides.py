@@ -205,8 +205,7 @@ def _swept(random: Random, choices: Mapping[str, str]) -> str:
 
 def _experiment(random: Random, choices: Mapping[str, str]) -> str:
     names = sorted(path.stem for path in CONFIG_DIR.parent.glob("**/conf/experiment/*.yaml"))
-    short = [name for name in names if not name.endswith("_full")]  # not sweeps of many jobs
-    return f"experiment={random.choice([*short, *STRANGE])}"
+    return f"experiment={random.choice([*names, *STRANGE])}"
 
 
 def _mutated(random: Random, word: str) -> str:

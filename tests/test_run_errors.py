@@ -1,5 +1,6 @@
 """How the command ends when a run fails or is interrupted, and how it goes on afterwards."""
 
+import errno
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from gradsurg.plugins.messages import full_message
+from gradsurg.training import run_directory
 from tests.conftest import Here
 from tests.runs import ROOT
 
@@ -76,6 +78,25 @@ def test_an_error_of_a_transform_is_printed_in_one_line(here: Here, folder: Path
     assert line.endswith(f" (the traceback is in {log.relative_to(folder)})")
     assert log.read_text(encoding="utf-8").startswith("Traceback (most recent call last):\n")
     assert "in _train" in log.read_text(encoding="utf-8")
+
+
+def test_a_traceback_that_could_not_be_written_is_not_named(
+    here: Here, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_file = run_directory.replace_file
+
+    def full(path: Path, content: bytes, previous: Path | None = None) -> None:
+        if path.name == run_directory.ERROR:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        replace_file(path, content, previous)
+
+    here("transform=their_module.total", *SHORT)  # leaves the traceback of an earlier attempt
+    monkeypatch.setattr(run_directory, "replace_file", full)
+    ended = here("transform=their_module.total", *SHORT)
+    assert ended.code == 1
+    (line,) = (line for line in ended.err.splitlines() if line.startswith("total, seed 0: "))
+    assert line.endswith(" (HYDRA_FULL_ERROR=1 shows the traceback)")
+    assert not list(folder.glob("runs/default/total-*/error.log"))
 
 
 @pytest.mark.parametrize("times", [1, 2])

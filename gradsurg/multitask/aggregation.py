@@ -119,6 +119,7 @@ class Aggregation:
         self.trigger = trigger
         self.session = session
         self.conflicts = conflicts
+        self.has_failed = False  # whether no solver converged in some step
         self.select(session.model)
         # With a GradScaler, states wait here until the optimizer has made the step.
         self._new_states: dict[str, AggregatorState] = {}
@@ -256,6 +257,7 @@ class Aggregation:
                 self._count_outcome(group, "fallbacks")
             return result
         except NotConverged as error:
+            self.has_failed = True
             self._count_outcome(group, "skipped")
             self.session.warn_once(
                 f"{self.label}: {error}, at '{group}', step {context.step}: in such steps the "

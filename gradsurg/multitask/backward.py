@@ -105,6 +105,8 @@ class MultiTaskBackward:
             raise
         if call.last and self.session.optimizer is None:
             self.session.clock.backwards += 1
+        if self.session.is_scaled:
+            self._allow_step_without_gradients()
 
     def after_step(self) -> None:
         """End the step of all aggregators; call it after each optimizer step."""
@@ -171,6 +173,29 @@ class MultiTaskBackward:
         self._stack.close()
         self._builder.close()
         self._marker = None
+
+    def _allow_step_without_gradients(self) -> None:
+        """Let a GradScaler step an optimizer whose parameters have no gradient, as no solver
+        converged.
+
+        `GradScaler.step` raises without a gradient: one parameter has a gradient of zeros until the
+        optimizer steps.
+        """
+        optimizer = self.session.optimizer
+        params = [p for group in optimizer.param_groups for p in group["params"]] if optimizer else []
+        has_failed = any(aggregation.has_failed for aggregation in self.aggregations)
+        if optimizer is None or not has_failed or any(param.grad is not None for param in params):
+            return
+        param = params[0]
+        zeros = param.grad = torch.zeros_like(param)
+
+        def remove(*_: object) -> None:
+            handle.remove()
+            if param.grad is zeros:
+                param.grad = None
+
+        handle = optimizer.register_step_pre_hook(remove)
+        self._stack.callback(handle.remove)
 
     def _needs_tasks(self, aggregation: Aggregation | None, call: BackwardCall) -> bool:
         """Whether each loss needs a backward pass of its own."""

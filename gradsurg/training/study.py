@@ -73,8 +73,8 @@ def execute(
         if state == "failed" and not retry_failed:
             return Record(run, directory.path, {}, "not retried", directory.reason)
         fault = directory.broken_summary
+        directory.clear_error()  # first: a full disk must not leave that of an earlier attempt
         directory.plan(run.facts, run.identity)
-        directory.clear_error()
         try:
             checkpoint = cast("Checkpoint | None", directory.load_checkpoint())
             summary = _execute(run, directory, loggers, threads, checkpoint)

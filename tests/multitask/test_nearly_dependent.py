@@ -121,6 +121,27 @@ def test_a_step_without_a_solution_is_skipped_and_told(engine: Engine) -> None:
     assert not torch.equal(head, model.heads["a"].weight)
 
 
+@pytest.mark.usefixtures("failing")
+@pytest.mark.filterwarnings("ignore::gradsurg.SurgeryWarning")
+def test_a_scaler_steps_though_no_parameter_has_a_gradient() -> None:
+    model = SolverModule()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = [param.clone() for param in model.parameters()]
+    with gs.Surgery(at_shared(gs.UPGrad())).attach(model, optimizer, scaler=scaler) as live:
+        for step in range(2):
+            optimizer.zero_grad()
+            first, second = model(torch.ones(1, 3))[0]
+            live.backward({"first": scaler.scale(first), "second": scaler.scale(second.square())})
+            scaler.step(optimizer)
+            scaler.update()
+            assert live.step == step + 1
+            assert all(param.grad is None for param in model.parameters())
+    assert scaler.get_scale() == 8.0
+    assert all(map(torch.equal, before, model.parameters()))
+    assert not optimizer._optimizer_step_pre_hooks
+
+
 class SolverModule(nn.Module):
     """A model with a module of the name `solver`."""
 
