@@ -17,6 +17,7 @@ import hydra._internal.utils as hydra_utils
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.plugins.sweeper import Sweeper
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
@@ -169,7 +170,9 @@ def _run_hydra() -> None:
     """Let Hydra answer the command line, which may mean to run jobs."""
     # Help asks for options a hundred times, and each time Hydra copies this singleton.
     shared = patch.object(ConfigStore, "__deepcopy__", lambda store, _: store, create=True)
-    with shared, patch.object(hydra_utils, "run_and_report", _in_one_line):
+    # `read_command` has composed every job of a sweep.
+    valid = patch.object(Sweeper, "validate_batch_is_legal", lambda sweeper, batch: None)
+    with shared, valid, patch.object(hydra_utils, "run_and_report", _in_one_line):
         _in_one_line(job)
 
 

@@ -1,5 +1,6 @@
 """Fixtures: the command in this process, in a temporary folder with a user's module."""
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -47,6 +48,17 @@ def _late(grad, error):
 def make_model(shape, num_outputs):
     return nn.Sequential(nn.Flatten(), nn.Linear(64, num_outputs))
 """
+
+
+gc.disable()  # until all tests are collected: a million objects, and no garbage among them
+
+
+def pytest_collection_finish() -> None:
+    """Exclude the collected tests from garbage collections, which else take a second each."""
+    gc.enable()
+    if "hypothesis" in sys.modules:  # it looks for referrers when it is imported
+        gc.collect()
+        gc.freeze()
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 50, 10))
-def test_fifty_damaged_folders_are_reported_and_resumed(
+@pytest.mark.parametrize("first", range(0, 12, 6))
+def test_twelve_damaged_folders_are_reported_and_resumed(
     first: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(SCRIPTS)
     fuzz = import_module("fuzz")
-    words = ["fuzz.py", "folders", "--count", "10", "--first", str(first)]
+    words = ["fuzz.py", "folders", "--count", "6", "--first", str(first)]
     monkeypatch.setattr(sys, "argv", words)
     faults = fuzz.main()
     output = capsys.readouterr().out

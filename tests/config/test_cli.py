@@ -82,11 +82,11 @@ def test_a_plan_prints_the_sites_and_trains_nothing(here: Here, folder: Path) ->
 
 
 def test_a_sweep_runs_all_combinations(here: Here, folder: Path) -> None:
-    ended = here("-m", "transform=none,clip,their_module.halve", "seed=range(0,3)", *SHORT)
+    ended = here("-m", "transform=none,clip,their_module.halve", "seed=range(0,2)", *SHORT)
     assert ended.code == 0
-    expected = [f"{name}-seed{seed}" for name in ("clip", "halve", "none") for seed in range(3)]
+    expected = [f"{name}-seed{seed}" for name in ("clip", "halve", "none") for seed in range(2)]
     assert runs(folder) == finished(folder) == expected
-    assert "9 runs: 9 finished" in ended.out
+    assert "6 runs: 6 finished" in ended.out
 
 
 def test_finished_runs_are_not_repeated_unless_forced(here: Here, folder: Path) -> None:
