@@ -186,6 +186,8 @@ class Effects:
 
     def _collect(self) -> None:
         """Convert the sums to numbers, after one copy to the host a device, and add them up."""
+        if not self._pairs:
+            return
         pairs, self._pairs = self._pairs, []
         elsewhere, self._elsewhere = self._elsewhere, {}
         groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -196,9 +198,11 @@ class Effects:
             self._sums[rows] = stacked.cpu().double()
         sizes = [size for _, size in pairs]
         numbers = effect_numbers(self._sums[: len(pairs)].numpy(), sizes)
-        for (slot, _), row in zip(pairs, numbers, strict=True):
-            self._slots[slot].fresh += row
         self._sums[: len(pairs)] = 0
+        fresh = np.stack([slot.fresh for slot in self._slots])
+        np.add.at(fresh, [slot for slot, _ in pairs], numbers)  # one after the other
+        for slot, row in zip(self._slots, fresh, strict=True):
+            slot.fresh = row
 
 
 def _sketch(grad: Tensor) -> Tensor:

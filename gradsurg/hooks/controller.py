@@ -20,9 +20,12 @@ from gradsurg.transforms.base import Stateless, TransformContext, TransformState
 from gradsurg.triggers.always import Always
 from gradsurg.triggers.base import Clock, Decision, TensorTrigger, TriggerContext
 from gradsurg.triggers.for_task import ForTask
+from gradsurg.triggers.steps import Steps
 
 FORWARD = ("forward", "captured")
 """Stages at which tensors are seen outside a backward pass, and may be modified before it ends."""
+
+EVERY_STEP = Steps()
 
 WRITABLE = ("accumulated", "settled", "backward_end", "step", *FORWARD)
 """Stages whose results others may write to: they end up in `.grad` or with the user."""
@@ -187,7 +190,8 @@ class HookController:
         if self.decided_for is sampling:
             return
         always = isinstance(self.trigger, Always)
-        fires = always or self._evaluate(TriggerContext(session.clock, session.seed, self.label))
+        steady = always or self.trigger == EVERY_STEP
+        fires = steady or self._evaluate(TriggerContext(session.clock, session.seed, self.label))
         self.firing = fires if isinstance(fires, bool) else None
         self.sampling = sampling
         # In shadow, a transform without state has no effect in a step that is not measured,
@@ -200,7 +204,7 @@ class HookController:
             and not (self.skips_transform or self.needs_value or self.needs_entering)
             and not self.skipped_nodes
         )
-        if always:
+        if steady:
             self.decided_for = sampling
 
     def reevaluate(self) -> None:
