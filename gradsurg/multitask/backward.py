@@ -182,7 +182,9 @@ class MultiTaskBackward:
         optimizer steps.
         """
         optimizer = self.session.optimizer
-        params = [p for group in optimizer.param_groups for p in group["params"]] if optimizer else []
+        params = (
+            [p for group in optimizer.param_groups for p in group["params"]] if optimizer else []
+        )
         has_failed = any(aggregation.has_failed for aggregation in self.aggregations)
         if optimizer is None or not has_failed or any(param.grad is not None for param in params):
             return
