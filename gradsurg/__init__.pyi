@@ -50,6 +50,7 @@ from gradsurg.sites.nodes import Nodes as Nodes
 from gradsurg.sites.outputs import Outputs as Outputs
 from gradsurg.sites.parameters import Parameters as Parameters
 from gradsurg.sites.saved_tensors import SavedTensors as SavedTensors
+from gradsurg.sites.updates import Updates as Updates
 from gradsurg.sites.uses import Uses as Uses
 from gradsurg.sites.weights import Weights as Weights
 from gradsurg.surgery.hook import hook as hook
@@ -61,6 +62,7 @@ from gradsurg.transforms.adaptive_clip import AdaptiveClip as AdaptiveClip
 from gradsurg.transforms.add_decayed import AddDecayed as AddDecayed
 from gradsurg.transforms.add_noise import AddNoise as AddNoise
 from gradsurg.transforms.agc import AGC as AGC
+from gradsurg.transforms.cautious import Cautious as Cautious
 from gradsurg.transforms.centralize import Centralize as Centralize
 from gradsurg.transforms.chain import Chain as Chain
 from gradsurg.transforms.clamp import Clamp as Clamp

@@ -111,7 +111,9 @@ class HookController:
         "links",
         "max_calls",
         "named_tasks",
+        "needs_context",
         "needs_entering",
+        "needs_gradient",
         "needs_value",
         "on",
         "sampling",
@@ -155,7 +157,9 @@ class HookController:
         sources = {part.source for part in parts if isinstance(part, TensorTrigger)}
         self.trigger_reads_gradient = "grad" in sources
         self.needs_entering = "entering" in intervention.needs
+        self.needs_gradient = "gradient" in intervention.needs
         self.needs_value = "value" in intervention.needs or "value" in sources
+        self.needs_context = self.needs_value or self.needs_entering or self.needs_gradient
         self.stateless = all(isinstance(link, Stateless) for link in intervention.links)
         self.has_group_link = intervention.scope == "group"
         self.configuration = object()
@@ -201,7 +205,7 @@ class HookController:
         self.fast_allowed = (
             self.on
             and fires is True
-            and not (self.skips_transform or self.needs_value or self.needs_entering)
+            and not (self.skips_transform or self.needs_context)
             and not self.skipped_nodes
         )
         if steady:

@@ -129,9 +129,9 @@ class GroupHook:
                 self.controller.count_repeat(context)
         checks = not (self._is_checked and links[0].trusted)
         versions = [autograd.version_of(grad) for grad in grads] if checks else []
-        if self.controller.needs_value:
+        if self.controller.needs_context:
             for hook, context in zip(hooks, contexts, strict=True):
-                context.value = hook.value()
+                context.value, context.gradient = hook.value(), hook.gradient()
         try:
             if before is None:
                 before = transform.init_group(grads)
@@ -140,9 +140,9 @@ class GroupHook:
             where = f"{len(grads)} sites, step {self.controller.step}"
             error.add_note(f"while {links[0].label} acted on {where}")
             raise
-        if self.controller.needs_value:
+        if self.controller.needs_context:
             for context in contexts:
-                context.value = None
+                context.value = context.gradient = None
         if checks:  # not again for a transform of gradsurg, whose results keep the shapes
             results = [
                 hook.check_result(link, grad, version, result, hook.value(), state)

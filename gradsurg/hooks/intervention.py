@@ -18,6 +18,7 @@ from gradsurg.plugins.registry import snake
 from gradsurg.sites.base import SCALED, Selector, Stage
 from gradsurg.sites.parameters import Parameters
 from gradsurg.sites.selection import params_of
+from gradsurg.sites.updates import Updates
 from gradsurg.sites.weights import Weights
 from gradsurg.transforms.base import (
     SPARSE_RULE,
@@ -203,7 +204,7 @@ class Intervention:
         parts = (part for part in self.when.parts if isinstance(part, TensorTrigger))
         trigger = next((part for part in parts if part.source == "grad"), None)
         refused = self.operator if not acts_on_values(self.operator) else trigger
-        if refused is None or isinstance(self.at, Weights):
+        if refused is None or isinstance(self.at, Weights | Updates):
             return
         uses: dict[Tensor, bool] = {}  # whether the gradients of all uses are sparse
         for module in model.modules():
@@ -320,6 +321,11 @@ def _lack(at: Selector, need: Need) -> str:
             return (
                 f"the gradient that enters the autograd node, and {at!r} has none; it can act at "
                 "Nodes with side='leave'"
+            )
+        case "gradient":
+            return (
+                "the gradient from which the optimizer made an update, and "
+                f"{type(at).__name__} has no updates; it can act at Updates"
             )
         case "product":
             return (

@@ -96,7 +96,7 @@ class TransformHook:
     """One intervention at one site.
 
     `hook` maps a gradient to the new one, or to None if it is unchanged; `value` returns the tensor
-    whose gradient it is, None if there is none. The first gradient of each configuration is checked
+    whose gradient it is, `gradient` that of an update, None if there is none. The first gradient of each configuration is checked
     in full; later ones take the fast path if the trigger is known to fire and the transform needs
     only the gradient.
     """
@@ -106,17 +106,23 @@ class TransformHook:
         "_single",
         "controller",
         "entry",
+        "gradient",
         "hook",
         "links",
         "value",
     )
 
     def __init__(
-        self, controller: HookController, entry: Entry, value: Callable[[], Tensor | None] | None
+        self,
+        controller: HookController,
+        entry: Entry,
+        value: Callable[[], Tensor | None] | None,
+        gradient: Callable[[], Tensor | None] | None = None,
     ) -> None:
         self.controller = controller
         self.entry = entry
         self.value = value or _no_value
+        self.gradient = gradient or _no_value
         self.links = [
             BoundTransform(label, link, controller, entry) for label, link in controller.links
         ]
@@ -261,6 +267,7 @@ class TransformHook:
         try:
             if full_check:
                 context.value = value if self.controller.needs_value else None
+                context.gradient = self.gradient() if self.controller.needs_gradient else None
                 if link.state is NO_STATE and link.apply is None:
                     link.state = link.transform.init(grad)
             if link.apply is not None:
@@ -271,7 +278,7 @@ class TransformHook:
             error.add_note(self._where(link))
             raise
         if full_check:
-            context.value = None
+            context.value = context.gradient = None
         if checks:
             result = self.check_result(link, grad, version, result, value, state)
         elif not link.keeps_shape and not is_like(result, grad):

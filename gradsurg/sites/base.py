@@ -21,7 +21,7 @@ Stage = Literal[
     "accumulated",  # the running sum in `.grad`
     "settled",  # the same, after all other post-accumulate hooks
     "backward_end",  # the running sums of a group of parameters, at the end of a backward pass
-    "step",  # before an optimizer step: its gradients; for weights, after it: their values
+    "step",  # before an optimizer step: its gradients; after it: weights, or their updates
     "captured",  # the gradients that `torch.autograd.grad` returns
     "forward",  # activations or weights in the forward pass
     "saved",  # tensors that the backward pass reads back from the forward pass
@@ -162,9 +162,15 @@ class HookRegistry(Protocol):
         ...
 
     def group_hook(
-        self, sites: Sequence[str], values: Sequence[Callable[[], Tensor | None]]
+        self,
+        sites: Sequence[str],
+        values: Sequence[Callable[[], Tensor | None]],
+        gradients: Sequence[Callable[[], Tensor | None]] = (),
     ) -> GroupFn:
-        """Return one hook for the gradients of all `sites` together."""
+        """Return one hook for the gradients of all `sites` together.
+
+        Where it gets updates, `gradients` return the gradients that the optimizer used.
+        """
         ...
 
 
@@ -178,6 +184,7 @@ class Selector(ABC):
 
     stages: ClassVar[tuple[Stage, ...]]  # of tensor transforms, the default first
     group_stages: ClassVar[tuple[Stage, ...]] = ()  # of group transforms
+    copies_params: ClassVar[bool] = False  # whether it holds a copy of the parameters in each step
     known_before_forward: ClassVar[bool] = False  # whether attaching alone shows all sites
     for_aggregators: ClassVar[bool] = False  # whether aggregators act here, and no transforms
     compile_limit: ClassVar[str] = ""  # why it acts differently in a compiled model, if it does

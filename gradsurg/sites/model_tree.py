@@ -292,7 +292,10 @@ class _Recorder:
         return hook
 
     def group_hook(
-        self, sites: Sequence[str], values: Sequence[Callable[[], Tensor | None]]
+        self,
+        sites: Sequence[str],
+        values: Sequence[Callable[[], Tensor | None]],
+        gradients: Sequence[Callable[[], Tensor | None]] = (),
     ) -> GroupFn:
         for site in sites:
             self.hooked.setdefault(site)

@@ -53,7 +53,7 @@ class Weights(ParamSelector):
                     raise ValueError("stage 'step' needs the optimizer: attach(model, optimizer)")
                 check_in_optimizer(optimizer, params)
                 handle = optimizer.register_step_post_hook(lambda *_: edit())
-                _move_clocks_last(optimizer)
+                move_clocks_last(optimizer)
             case "forward":
                 handle = model.register_forward_pre_hook(_before_forward(edit))
             case _:
@@ -61,7 +61,7 @@ class Weights(ParamSelector):
         stack.callback(handle.remove)
 
 
-def _move_clocks_last(optimizer: Optimizer) -> None:
+def move_clocks_last(optimizer: Optimizer) -> None:
     """Move the step-counting hooks behind the weight edit, also if it is added later."""
     table = vars(optimizer)["_optimizer_step_post_hooks"]
     for key, hook in list(table.items()):

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import zip_longest
 
 from torch import Tensor, distributed, nn
 
@@ -203,11 +204,15 @@ class Attachment:
         return hook.hook
 
     def group_hook(
-        self, sites: Sequence[str], values: Sequence[Callable[[], Tensor | None]]
+        self,
+        sites: Sequence[str],
+        values: Sequence[Callable[[], Tensor | None]],
+        gradients: Sequence[Callable[[], Tensor | None]] = (),
     ) -> GroupFn:
+        ledger = self.session.ledger
         hooks = [
-            TransformHook(self.controller, self.session.ledger.enter(self.label, site), value)
-            for site, value in zip(sites, values, strict=True)
+            TransformHook(self.controller, ledger.enter(self.label, site), value, gradient)
+            for site, value, gradient in zip_longest(sites, values, gradients)
         ]
         self._hooks |= dict(zip(sites, hooks, strict=True))
         return GroupHook(self.controller, hooks)

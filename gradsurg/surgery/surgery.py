@@ -2,7 +2,7 @@
 
 import io
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakSet, ref
@@ -157,11 +157,13 @@ class Surgery:
             if example_input is None:
                 sites = item.at.find(model)
                 text += _state_size(item, {site: params.get(site) for site in sites}, params)
+                text += _copies_size(item, [params[site] for site in sites if site in params])
                 below = [f"  {line}" for line in (text, *sites)]
             else:
                 modules = tree(model, example_input, item.at)
                 hits = {line.site: line.tensor for line in modules.site_lines if line.selected}
                 text += f", {plural(len(hits), 'site')}{_state_size(item, hits, params)}"
+                text += _copies_size(item, [params[site] for site in hits if site in params])
                 below = [str(modules), text]
             parts.append("\n".join([f"{' -> '.join(labels)} at {item.at!r}", *below]))
         if example_input is None:
@@ -249,6 +251,15 @@ def _state_size(
         text += " with this input"
     unknown = len(sites) - len(likes)
     return text + (f", state of unknown size at {plural(unknown, 'site')}" if unknown else "")
+
+
+def _copies_size(item: Intervention, params: Sequence[TensorSpec]) -> str:
+    """The size of the copies of parameters that a selector holds during a step; empty if none."""
+    if not any(kind.copies_params for kind in item.at.kinds):
+        return ""
+    likes = [torch.empty(like.shape, dtype=like.dtype, device="meta") for like in params]
+    size = sum(tensor.nbytes for tensor in likes)
+    return f", {plural(size, 'byte')} of copied parameters in each step"
 
 
 def _store_in_model(owner: Surgery, model: nn.Module, stack: ExitStack) -> None:

@@ -106,10 +106,13 @@ class _Backward:
 def context_with(value: Tensor, step: int = 0, factor: float = 1.0) -> TransformContext:
     """Return a context that satisfies every `Need`.
 
-    `factor * value` serves as the gradient of the node's output and of the model's output.
+    `factor * value` serves as the gradient of the node's output, of the model's output and of the
+    update.
     """
     other = value.detach() if factor == 1 else value.detach() * factor
-    return TransformContext("a.weight", step, value, backward=_Backward(other), entering=(other,))
+    return TransformContext(
+        "a.weight", step, value, 0, 0, _Backward(other), entering=(other,), gradient=other
+    )
 
 
 def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:

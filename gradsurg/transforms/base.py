@@ -35,6 +35,7 @@ Need = Literal[
     "entering",  # `context.entering`, the gradients of the outputs of the autograd node
     "product",  # the gradient is that of the input of a matrix product with a weight
     "error",  # `context.error`, the gradient of the model's output
+    "gradient",  # `context.gradient`, the gradient from which the optimizer made the update
 ]
 """Inputs that a transform may require besides the gradient."""
 
@@ -60,6 +61,7 @@ class TransformContext:
     | `entering` | for a gradient that leaves an autograd node: the gradients of its outputs |
     | `task` | name of the loss in `live.backward(losses)`; empty in any other backward pass |
     | `error` | the gradient of the model's output in this backward pass; None if not known |
+    | `gradient` | at `Updates`: the gradient from which the optimizer made the update; else None |
     """
 
     site: str = ""
@@ -69,6 +71,7 @@ class TransformContext:
     call: int = 0
     backward: BackwardInfo | None = None
     entering: tuple[Tensor | None, ...] = ()
+    gradient: Tensor | None = None
 
     @property
     def error(self) -> Tensor | None:
@@ -248,6 +251,16 @@ def entering_of(transform: Transform, context: TransformContext) -> Tensor:
             "side=leave, of operations with one output"
         )
     return autograd.detached(entered[0])
+
+
+def gradient_of(transform: Transform, context: TransformContext) -> Tensor:
+    """Return `context.gradient`, detached. Raises ValueError if the site has none."""
+    if context.gradient is None:
+        raise ValueError(
+            f"{type(transform).__name__} needs the gradient from which the optimizer made the "
+            f"update, and the site '{context.site}' has none: use it at Updates"
+        )
+    return autograd.detached(context.gradient)
 
 
 def error_of(transform: Transform, context: TransformContext) -> Tensor:

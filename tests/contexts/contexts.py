@@ -30,11 +30,13 @@ def _inputs() -> Tensor:
 
 
 def _sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.0)
+    return torch.optim.SGD(model.parameters(), lr=1.0)
 
 
 def _probe(model: nn.Module, kind: Kind) -> Tensor:
     param = dict(model.named_parameters())[kind.probe]
+    if kind.of == "update":
+        return param.detach() - dict(_net().named_parameters())[kind.probe].detach()
     tensor = param if kind.of == "value" else param.grad
     return torch.zeros_like(param) if tensor is None else tensor.detach().clone()
 
@@ -205,7 +207,7 @@ def autograd_grad(kind: Kind, attach: Attach) -> Tensor:
     optimizer = _sgd(model)
     with attach(model, optimizer):
         loss = model(_inputs()).sum()
-        if kind.of == "value":
+        if kind.of in ("value", "update"):
             return _run(model, loss, kind, optimizer)
         return torch.autograd.grad(loss, [dict(model.named_parameters())[kind.probe]])[0]
 

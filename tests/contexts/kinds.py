@@ -15,7 +15,8 @@ FACTOR = 10.0
 class Kind:
     """A row of the table: `probe` names the parameter whose gradient is multiplied by FACTOR.
 
-    `of` selects the gradient, the value after a step, or the result of `autograd.grad`.
+    `of` selects the gradient, the value after a step, its change since the start, or the result of
+    `autograd.grad`.
     """
 
     make: Callable[[], Selector]
@@ -42,6 +43,7 @@ KINDS = {
     "EveryModule forward": Kind(lambda: gs.EveryModule(types="ReLU", kind="forward")),
     "Activations": Kind(lambda: gs.Activations("act")),
     "Weights": Kind(lambda: gs.Weights("first.weight"), of="value"),
+    "Updates": Kind(lambda: gs.Updates("first.weight"), of="update"),
     "SavedTensors module": Kind(lambda: gs.SavedTensors("last"), probe="last.weight"),
     "Uses": Kind(lambda: gs.Uses("first")),
     "Group": Kind(lambda: gs.Group("first.weight")),

@@ -65,6 +65,14 @@ ROWS = (
     Row("add_noise", [1.0], [1.0], {"eta": 1e-4, "gamma": 2.0}, step=9, tolerance=1e-2),
     Row("noise", [1.0, -2.0], [1.0, -2.0], tolerance=0.1),
     # The means are 2 and -1.
+    # Three of four descend: 4/3, and with the paper's scale 4/4.
+    Row(
+        "cautious",
+        [1.0, -2.0, 3.0, -4.0],
+        [4 / 3, 0.0, 4.0, -16 / 3],
+        other=[-1.0, -1.0, -5.0, 2.0],
+    ),
+    Row("cautious", [1.0, 2.0, NAN], [1.0, 0.0, 0.0], {"scale": "none"}, other=[-1.0, 0.0, -1.0]),
     Row("centralize", [[1.0, 3.0], [-1.0, -1.0]], [[-1.0, 1.0], [0.0, 0.0]]),
     Row("centralize", [1.0, 3.0], [1.0, 3.0]),
     # Clipped to [0.01, -0.002], then halved.

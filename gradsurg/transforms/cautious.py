@@ -1,0 +1,66 @@
+"""Cautious: keep the entries of an update that descend along the current gradient."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gradsurg.plugins.fields import validated
+from gradsurg.plugins.reductions import widened
+from gradsurg.transforms.base import (
+    Need,
+    Stateless,
+    TransformContext,
+    TransformProperty,
+    gradient_of,
+)
+
+
+@validated
+class Cautious(Stateless):
+    """Zero the entries of an update u that increase the loss to first order, and scale the rest.
+
+    The mask is m = [u g < 0], g the gradient: an update is added to the parameter, so it descends
+    where its sign is opposite to that of g. The result is u m c with, for n entries of which k are
+    kept:
+
+    | `scale` | c | source |
+    |---|---|---|
+    | `mean` | n / max(k, n / 1000) | the authors' code |
+    | `paper` | n / (k + 1) | Liang et al. 2024 (arXiv 2411.16085), algorithm 1 |
+    | `count` | n / max(k, 1) | HeavyBall |
+    | `none` | 1 | the mask alone |
+
+    At `Updates` only. u has weight decay in it; the authors mask the step without it. Any shape. An
+    entry where u or g is zero or NaN becomes zero; an infinity that is kept stays. An empty tensor
+    stays empty.
+    """
+
+    scale: Literal["mean", "paper", "count", "none"] = "mean"
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"gradient"})
+
+    @property
+    def properties(self) -> frozenset[TransformProperty]:
+        properties: set[TransformProperty] = {"homogeneous", "sign_preserving", "deterministic"}
+        if self.scale == "none":
+            properties |= {"elementwise", "idempotent", "norm_non_increasing"}
+        return frozenset(properties)
+
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
+        # The product of two tiny numbers would be zero.
+        keeps = grad.sign() * gradient_of(self, context).sign().to(grad.dtype) < 0
+        entries, kept = grad.numel(), keeps.sum()
+        match self.scale:
+            case "mean":
+                factor = entries / kept.clamp(min=entries / 1000 or 1)
+            case "paper":
+                factor = entries / (kept + 1)
+            case "count":
+                factor = entries / kept.clamp(min=1)
+            case "none":
+                return torch.where(keeps, grad, torch.zeros_like(grad))
+        wide = widened(grad)
+        return torch.where(keeps, wide * factor.to(wide.dtype), 0.0).to(grad.dtype)

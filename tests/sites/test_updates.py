@@ -1,0 +1,240 @@
+"""Updates: the optimizer's change of each parameter is transformed, its state is not."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW
+
+import gradsurg as gs
+from gradsurg.plugins.fields import FieldError
+from gradsurg.transforms.base import (
+    Stateless,
+    TransformContext,
+    TransformProperty,
+    gradient_of,
+    value_of,
+)
+from gradsurg.transforms.cautious import Cautious
+from tests.nets import attached, backward, num_hooks, small, train, weights
+from tests.sites.points import calls_of
+
+
+class Copy(Stateless):
+    """Equal entries in another tensor."""
+
+    @property
+    def properties(self) -> frozenset[TransformProperty]:
+        return frozenset({"deterministic"})
+
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
+        return grad.clone()
+
+
+class Recorder(Stateless):
+    """Keeps what it is given in each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    @property
+    def needs(self) -> frozenset:
+        return frozenset({"value", "gradient"})
+
+    @property
+    def properties(self) -> frozenset[TransformProperty]:
+        return frozenset({"deterministic"})
+
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
+        self.seen.append((grad, value_of(self, context), gradient_of(self, context)))
+        return grad
+
+
+def _trained(transform: Stateless | None, make, steps: int = 5) -> tuple[nn.Module, object]:
+    model = small()
+    optimizer = make(model.parameters())
+    if transform is None:
+        train(model, optimizer, steps)
+    else:
+        with attached(model, transform, gs.Updates(), optimizer):
+            train(model, optimizer, steps)
+    return model, optimizer
+
+
+OPTIMIZERS = {
+    "sgd": lambda params: SGD(params, lr=0.1, momentum=0.9),
+    "adam": lambda params: Adam(params, lr=0.1),
+    "foreach": lambda params: Adam(params, lr=0.1, foreach=True),
+    "fused": lambda params: AdamW(params, lr=0.1, fused=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_unchanged_updates_leave_the_bits_of_the_optimizer(name: str) -> None:
+    plain, _ = _trained(None, OPTIMIZERS[name])
+    for transform in (gs.Identity(), Copy(), gs.Clip(1e6)):
+        treated, _ = _trained(transform, OPTIMIZERS[name])
+        assert all(map(torch.equal, weights(plain), weights(treated))), transform
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_halved_update_is_that_of_half_the_learning_rate(name: str) -> None:
+    model = small()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    twin, other = copy.deepcopy((model, optimizer))
+    for group in other.param_groups:
+        group["lr"] /= 2
+    with attached(model, gs.Scale(0.5), gs.Updates(), optimizer):
+        train(model, optimizer, 4)
+    train(twin, other, 4)
+    for weight, expected in zip(weights(model), weights(twin), strict=True):
+        torch.testing.assert_close(weight, expected)
+
+
+def test_the_transform_gets_the_update_the_value_before_it_and_the_gradient() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0)
+    optimizer = SGD(model.parameters(), lr=0.5, momentum=0.5)
+    recorder = Recorder()
+    with attached(model, recorder, gs.Updates(), optimizer) as live:
+        for _ in range(2):
+            optimizer.zero_grad()
+            (3 * model.weight).sum().backward()
+            optimizer.step()
+    (first, second) = [[tensor[0, 0].item() for tensor in seen] for seen in recorder.seen]
+    assert first == [-1.5, 1.0, 3.0]
+    assert second == [-2.25, -0.5, 3.0]  # 0.5 * (0.5 * 3 + 3)
+    assert calls_of(live) == {"weight": 2}
+
+
+def test_effects_compare_the_updates() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = SGD(model.parameters(), lr=0.5)
+    with attached(model, gs.Scale(0.25), gs.Updates(), optimizer) as live:
+        (2 * model.weight).sum().backward()
+        optimizer.step()
+        (row,) = live.effects.fetch()
+    assert row["norm_before"] == pytest.approx(2**0.5)
+    assert row["norm_after"] == pytest.approx(2**0.5 / 4)
+
+
+def test_the_state_of_the_optimizer_is_untouched() -> None:
+    model = small()
+    optimizer = Adam(model.parameters(), lr=0.1)
+    backward(model)
+    twin, other = copy.deepcopy((model, optimizer))
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        theirs.grad = None if mine.grad is None else mine.grad.clone()
+    with attached(model, gs.Zero(), gs.Updates(), optimizer):
+        optimizer.step()
+    other.step()
+    assert all(map(torch.equal, weights(model), weights(small())))
+    for param, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        for key, tensor in optimizer.state[param].items():
+            assert torch.equal(tensor, other.state[theirs][key])
+
+
+def test_several_groups_act_and_a_parameter_without_gradient_is_left_alone() -> None:
+    model = small()
+    first, second = list(model.first.parameters()), list(model.last.parameters())
+    optimizer = SGD([{"params": first, "lr": 0.1}, {"params": second, "lr": 1.0}])
+    start = [weight.clone() for weight in weights(model)]
+    scaled = attached(model, gs.Scale(2.0), gs.Updates(), optimizer)
+    with pytest.warns(gs.SurgeryWarning, match=r"no gradient ever passed at: last\.bias"), scaled:
+        backward(model)
+        model.last.bias.grad = None
+        optimizer.step()
+    grads = [param.grad for param in model.parameters()]
+    rates = [0.2, 0.2, 2.0]
+    for weight, before, grad, rate in zip(weights(model), start, grads, rates, strict=False):
+        torch.testing.assert_close(weight, before - rate * grad)
+    assert torch.equal(model.last.bias, start[3])
+
+
+def test_two_interventions_act_in_order_and_a_group_transform_sees_all_updates() -> None:
+    model = small()
+    optimizer = SGD(model.parameters(), lr=1.0)
+    start = [weight.clone() for weight in weights(model)]
+    surgery = gs.Surgery(
+        gs.Intervention(gs.ClipGlobalNorm(0.01, eps=0.0), at=gs.Updates()),
+        gs.Intervention(gs.Scale(3.0), at=gs.Updates()),
+    )
+    with surgery.attach(model, optimizer):
+        train(model, optimizer, 1)
+    changes = [(now - then).flatten() for now, then in zip(weights(model), start, strict=True)]
+    assert torch.cat(changes).norm().item() == pytest.approx(0.03, rel=1e-4)
+
+
+def test_a_step_that_the_scaler_skips_changes_nothing() -> None:
+    for fused in (False, True):
+        model = small()
+        optimizer = Adam(model.parameters(), lr=0.1, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        surgery = gs.Surgery(gs.Intervention(gs.AddNoise(sigma=1.0), at=gs.Updates()))
+        with surgery.attach(model, optimizer, scaler=scaler):
+            train(model, optimizer, 1)
+            before = [weight.clone() for weight in weights(model)]
+            scaler.scale(model(torch.full((2, 6), torch.inf)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert all(map(torch.equal, weights(model), before)), fused
+
+
+def test_a_closure_is_allowed_and_lbfgs_is_refused() -> None:
+    model = small()
+    optimizer = SGD(model.parameters(), lr=0.1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (model.first.weight**2).sum()
+        loss.backward()
+        return loss
+
+    before = model.first.weight.detach().clone()
+    with attached(model, gs.Scale(2.0), gs.Updates("first.weight"), optimizer):
+        optimizer.step(closure)
+    torch.testing.assert_close(model.first.weight, before * (1 - 2 * 0.2))
+    with pytest.raises(ValueError, match="Updates cannot act on LBFGS"):
+        with attached(model, gs.Scale(2.0), gs.Updates(), torch.optim.LBFGS(model.parameters())):
+            pass
+
+
+def test_hooks_are_removed_and_the_optimizer_is_required() -> None:
+    model = small()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    before = num_hooks(model, optimizer)
+    with attached(model, gs.Scale(2.0), gs.Updates(), optimizer):
+        assert num_hooks(model, optimizer) == before + 3  # with the step counter
+        train(model, optimizer, 1)
+    assert num_hooks(model, optimizer) == before
+    with pytest.raises(ValueError, match="Updates needs the optimizer"):
+        with attached(model, gs.Scale(2.0), gs.Updates()):
+            pass
+
+
+def test_a_transform_that_needs_the_gradient_of_an_update_is_refused_elsewhere() -> None:
+    with pytest.raises(FieldError, match="Parameters has no updates; it can act at Updates"):
+        gs.Intervention(Cautious())
+    with pytest.raises(ValueError, match="a hook does not see the optimizer"):
+        gs.hook(torch.ones(2, requires_grad=True), Cautious())
+
+
+def test_the_plan_has_the_size_of_the_copies() -> None:
+    model = small()
+    surgery = gs.Surgery(gs.Intervention(gs.GrokfastEMA(), at=gs.Updates("first.weight")))
+    assert "121 bytes of state, 120 bytes of copied parameters in each step" in surgery.plan(model)
+    assert "copied" not in gs.Surgery(gs.Intervention(gs.Scale(2.0))).plan(model)
+
+
+def test_cautious_updates_keep_the_entries_that_descend() -> None:
+    model = nn.Linear(4, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = SGD(model.parameters(), lr=1.0, momentum=1.0)
+    with attached(model, Cautious(), gs.Updates(), optimizer):
+        model.weight.grad = torch.tensor([[1.0, 1.0, -1.0, 4.0]])
+        optimizer.step()
+        assert model.weight.tolist() == [[-1.0, -1.0, 1.0, -4.0]]
+        model.weight.grad = torch.tensor([[-0.5, 1.0, -1.0, 0.0]])
+        optimizer.step()  # u = [-0.5, -2, 2, -4], of which two descend
+    assert model.weight.tolist() == [[-1.0, -5.0, 5.0, -4.0]]
