@@ -95,10 +95,10 @@ class BoundTransform:
 class TransformHook:
     """One intervention at one site.
 
-    `hook` maps a gradient to the new one, or to None if it is unchanged; `value` returns the tensor
-    whose gradient it is, `gradient` that of an update, None if there is none. The first gradient of each configuration is checked
-    in full; later ones take the fast path if the trigger is known to fire and the transform needs
-    only the gradient.
+    `hook` maps a gradient to the new one, or to None if it is unchanged. `value` returns the tensor
+    whose gradient it is, `gradient` the gradient of an update; None if there is none. The first
+    gradient of each configuration is checked in full; later ones take the fast path if the trigger
+    is known to fire and the transform needs only the gradient.
     """
 
     __slots__ = (

@@ -23,7 +23,8 @@ GROUPS = tuple(
     n for n in names() if build(n).scope == "group"
 )  # no gradient of a batched backward is part of a group
 STATEFUL = [n for n in names() if n not in GROUPS and build(n).init(torch.zeros(2, 3))]
-STATELESS = [name for name in names() if name not in (*STATEFUL, *DRAWS, *GROUPS)]
+UPDATES = [name for name in names() if "gradient" in build(name).needs]  # act in no backward pass
+STATELESS = [name for name in names() if name not in (*STATEFUL, *DRAWS, *GROUPS, *UPDATES)]
 EXAMPLES = 5
 
 pytestmark = [

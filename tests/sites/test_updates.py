@@ -195,9 +195,9 @@ def test_a_closure_is_allowed_and_lbfgs_is_refused() -> None:
     with attached(model, gs.Scale(2.0), gs.Updates("first.weight"), optimizer):
         optimizer.step(closure)
     torch.testing.assert_close(model.first.weight, before * (1 - 2 * 0.2))
-    with pytest.raises(ValueError, match="Updates cannot act on LBFGS"):
-        with attached(model, gs.Scale(2.0), gs.Updates(), torch.optim.LBFGS(model.parameters())):
-            pass
+    refused = attached(model, gs.Scale(2.0), gs.Updates(), torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(ValueError, match="Updates cannot act on LBFGS"), refused:
+        pass
 
 
 def test_hooks_are_removed_and_the_optimizer_is_required() -> None:
@@ -208,9 +208,9 @@ def test_hooks_are_removed_and_the_optimizer_is_required() -> None:
         assert num_hooks(model, optimizer) == before + 3  # with the step counter
         train(model, optimizer, 1)
     assert num_hooks(model, optimizer) == before
-    with pytest.raises(ValueError, match="Updates needs the optimizer"):
-        with attached(model, gs.Scale(2.0), gs.Updates()):
-            pass
+    refused = attached(model, gs.Scale(2.0), gs.Updates())
+    with pytest.raises(ValueError, match="Updates needs the optimizer"), refused:
+        pass
 
 
 def test_a_transform_that_needs_the_gradient_of_an_update_is_refused_elsewhere() -> None:
