@@ -1,7 +1,8 @@
-"""Write `gradsurg/__init__.pyi` and the catalogue of all options: python scripts/stub.py
+"""Write `gradsurg/__init__.pyi`, the catalogue and the gallery's text: python scripts/stub.py
 
 The stub is for editors and type checkers: the classes are found by file name at run time, which
-static tools cannot see. The catalogue is printed by `--list` and `gradsurg.list`.
+static tools cannot see. The catalogue of all options is printed by `--list` and
+`gradsurg.list`; `scripts/gallery.py` draws the gallery's pictures.
 """
 
 from pathlib import Path
@@ -29,3 +30,7 @@ def written() -> str:
 if __name__ == "__main__":
     STUB.write_text(written(), encoding="utf-8")
     catalogue.FILE.write_text(catalogue.measured().json(), encoding="utf-8")
+
+    from gallery import PAGE, page
+
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,491 @@
+"""Write docs/gallery.md and its pictures: python scripts/gallery.py [NAME ..]
+
+With names, only their pictures; `scripts/stub.py` writes the text alone. Needs matplotlib. Each
+picture is drawn from the transform or aggregator itself; fields that would not be visible at their
+defaults are those of ILLUSTRATED.
+"""
+
+import io
+import math
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import yaml
+from torch import Tensor
+
+from gradsurg.aggregators.base import Aggregator, AggregatorContext
+from gradsurg.config import catalogue
+from gradsurg.config.catalogue import Entry
+from gradsurg.config.instantiate import instantiate
+from gradsurg.config.overrides import CONFIG_DIR
+from gradsurg.transforms.base import Transform, TransformContext
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE, PICTURES = DOCS / "gallery.md", DOCS / "gallery"
+
+BEFORE, AFTER, SECOND, LINE = "#a3a3a3", "#1d4ed8", "#dc2626", "#d4d4d4"
+STYLE = {"font.size": 7, "font.family": "DejaVu Sans", "axes.edgecolor": "#737373"}
+STYLE |= {"xtick.color": "#525252", "ytick.color": "#525252", "axes.labelcolor": "#404040"}
+STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6}
+STYLE |= {"legend.frameon": False, "legend.fontsize": 6.5, "legend.handlelength": 1.4}
+
+ILLUSTRATED: dict[str, dict[str, Any]] = {  # Any: what a yaml file can hold
+    "adagc": {"warmup": 5, "max_norm": 100.0, "decay": 0.9},
+    "adaptive_clip": {"warmup": 20, "max_norm": 100.0},
+    "add_decayed": {"strength": 0.4},
+    "add_noise": {"eta": 0.2},
+    "agc": {"clipping": 0.8, "per": "tensor"},
+    "autoclip": {"z": 0.5, "warmup": 5},
+    "centered_clip": {"tau": 1.0},
+    "chain": {"links": [{"name": "clip", "value": 1.0}, {"name": "scale", "factor": 0.5}]},
+    "clamp": {"low": -0.5, "high": 1.5},
+    "clip": {"value": 1.0},
+    "delay": {"steps": 12},
+    "dgc": {"amount": 0.1},
+    "fast_sigmoid_surrogate": {"slope": 3.0},
+    "grokfast_ema": {"decay": 0.9},
+    "grokfast_ma": {"window": 20, "strength": 2.0},
+    "krum": {"num_byzantine": 1},
+    "lars": {
+        "links": [
+            {"name": "add_decayed", "strength": 0.4},
+            {"name": "trust_ratio", "coefficient": 0.5},
+        ]
+    },
+    "mask": {"amount": 0.5},
+    "n_of_m": {"n": 1, "m": 2},
+    "noise": {"sigma": 0.4},
+    "norm_matched": {"of": {"name": "clip", "value": 1.0}},
+    "qsgd": {"per": "unit"},
+    "quantize": {"levels": 3},
+    "scale": {"factor": 0.5},
+    "soft_threshold": {"amount": 0.8},
+    "spike_clip": {"threshold": 4.0, "decay": 0.9},
+    "trimmed_mean": {"beta": 0.2},
+    "trust_ratio": {"coefficient": 0.5},
+    "zclip": {"warmup": 20, "max_norm": 100.0},
+}
+WEIGHTS = torch.tensor([1.6, 0.9])
+NORMS = ("adagc", "adaptive_clip", "autoclip", "zclip")
+MATRICES = ("low_rank", "muon", "orthogonalize")
+ROBUST = ("centered_clip", "geometric_median", "krum", "trimmed_mean")
+
+
+def main(wanted: list[str]) -> None:
+    """Write the page, and the pictures of these names or else all."""
+    PICTURES.mkdir(exist_ok=True)
+    PAGE.write_text(page(), encoding="utf-8")
+    entries = [entry for group, *_ in SECTIONS for entry in catalogue.list(group)]
+    for old in {path.stem for path in PICTURES.glob("*.png")} - {picture(e) for e in entries}:
+        (PICTURES / f"{old}.png").unlink()
+    for entry in entries:
+        if not wanted or entry.name in wanted:
+            store(entry)
+
+
+def page() -> str:
+    """Return the text of the page."""
+    parts = [HEAD]
+    for group, title, text in SECTIONS:
+        parts += [f"## {title}\n", textwrap.fill(text, 100), "", "| | |", "|---|---|"]
+        parts += [row(entry) for entry in catalogue.list(group)]
+        parts.append("")
+    parts += ["## Recipes\n", textwrap.fill(RECIPES, 100), "", "| recipe | |", "|---|---|"]
+    parts += [row(entry) for entry in catalogue.list("recipe") if entry.paper]
+    return "\n".join([*parts, ""])
+
+
+HEAD = """# Gallery
+
+Every transform and aggregator, with a picture of its effect on gradients. `python
+scripts/gallery.py` writes this page; `python -m gradsurg.run --list transform` prints a table.
+"""
+RECIPES = (
+    "A recipe is a transform or an aggregator with its sites and its trigger, as a yaml file. "
+    "`gs.load('sgm')` makes the surgery, `gs.load('sgm', 'transform.scale.factor=0.2')` changes a "
+    "key, `surgery.to_yaml()` writes the file of any surgery with at most one transform (or chain) "
+    "and one aggregator, and `python -m gradsurg.run experiment=sgm` trains with it."
+)
+SECTIONS = (
+    (
+        "transform",
+        "Transforms",
+        "Grey: the gradient. Blue: the result. A function of one entry is drawn as its graph; "
+        "another function of a gradient as the images of circles and rays in the plane of "
+        "gradients with two entries, red arrows from a gradient to its result; a random one as a "
+        "histogram; one with a state over the steps; one of matrices by their singular values. "
+        "Fields other than the defaults, which often change little at this scale, are named; the "
+        "properties are those of the defaults.",
+    ),
+    (
+        "aggregator",
+        "Aggregators",
+        "Grey arrows: the gradients of two tasks in conflict. Blue arrow: the result. Blue curve: "
+        "the result while the second gradient turns by a full circle.",
+    ),
+)
+
+
+def row(entry: Entry) -> str:
+    """Return the line of one entry."""
+    is_recipe = entry.group == "experiment"
+    lines = [f"{entry.summary}." if is_recipe else f"**`{entry.name}`** {entry.summary}."]
+    if entry.preset_of:
+        lines.append(f"Preset of `{entry.preset_of}`.")
+    most = max(len(one.stages) for one in catalogue.list(entry.group))
+    words = ", ".join(key.replace("_", " ") for key in entry.properties)
+    lines += [f"Properties: {words}."] if words else []
+    lines += [f"Stages: {', '.join(entry.stages)}."] if 0 < len(entry.stages) < most else []
+    lines += [f"[{entry.paper}]({entry.url})" if entry.url else entry.paper] if entry.paper else []
+    fields = ILLUSTRATED.get(entry.name)
+    shown = (
+        yaml.safe_dump(fields, default_flow_style=True, width=1000).strip()[1:-1] if fields else ""
+    )
+    lines += [f"Drawn with {shown}."] if shown else []
+    if is_recipe:
+        return f"| `{entry.name}` | {'<br>'.join([*lines[:-1], f'`{entry.command}`', lines[-1]])} |"
+    image = f'<img src="gallery/{picture(entry)}.png" width="240" alt="{entry.name}">'
+    return f"| {image} | {'<br>'.join(lines)} |"
+
+
+def picture(entry: Entry) -> str:
+    """Return the name of the file of a picture."""
+    return f"{entry.group}_{entry.name}"
+
+
+def store(entry: Entry) -> None:
+    """Draw the picture of an entry into its file, with few colors."""
+    import matplotlib as mpl
+    import matplotlib.pyplot as plt
+    from PIL import Image
+
+    mpl.use("agg")
+    with mpl.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(2.4, 1.6), dpi=200, layout="constrained")
+        drawer(entry)(axes, made(entry))
+        buffer = io.BytesIO()
+        figure.savefig(buffer, facecolor="white")
+        plt.close(figure)
+    image = Image.open(buffer).convert("RGB").quantize(48)
+    image.save(PICTURES / f"{picture(entry)}.png", optimize=True)
+
+
+def made(entry: Entry) -> Any:  # Any: a transform or an aggregator
+    """Return the transform or aggregator of an entry, with the illustrated fields."""
+    text = (CONFIG_DIR / entry.group / f"{entry.name}.yaml").read_text(encoding="utf-8")
+    config = yaml.safe_load(text)
+    config = config[entry.name] if entry.group == "transform" else config
+    kind, base = (
+        ("transforms", Transform) if entry.group == "transform" else ("aggregators", Aggregator)
+    )
+    return instantiate(kind, {**config, **ILLUSTRATED.get(entry.name, {})}, base)
+
+
+def drawer(entry: Entry) -> "Callable[[Axes, Any], None]":  # Any: as of `made`
+    """Return the function that draws an entry."""
+    if entry.group == "aggregator":
+        return draw_robust if entry.name in ROBUST else draw_tasks
+    transform = made(entry)
+    if entry.name in NORMS:
+        return draw_norms
+    if entry.name in MATRICES:
+        return draw_matrix
+    if "entering" in entry.needs:
+        return draw_product if "product" in entry.needs else draw_entering
+    if "error" in entry.needs:
+        return draw_product
+    if entry.name in ("sign_agreement",):
+        return draw_agreement
+    if entry.name == "scheduled" or transform.init(torch.zeros(8, 8)):
+        return draw_steps
+    if entry.name.endswith(("_surrogate", "surrogate_gradient")):
+        return draw_window
+    if "deterministic" not in entry.properties:
+        return draw_histogram
+    if "elementwise" in entry.properties and "value" not in entry.needs:
+        return draw_graph
+    return draw_plane
+
+
+def applied(transform: Transform, grad: Tensor, context: TransformContext | None = None) -> Tensor:
+    """Return the result of a transform in its first state."""
+    return transform.update(grad, transform.init(grad), context or TransformContext("a"))[0]
+
+
+def cross(axes: "Axes", label: str, result: str) -> None:
+    """Draw the two axes through zero, named."""
+    axes.axhline(0, color=LINE, lw=0.6, zorder=0)
+    axes.axvline(0, color=LINE, lw=0.6, zorder=0)
+    axes.set_xlabel(label, labelpad=1)
+    axes.set_ylabel(result, labelpad=1)
+
+
+def draw_graph(axes: "Axes", transform: Transform) -> None:
+    """Draw the result of one entry as a function of it."""
+    x = torch.linspace(-3, 3, 1201)
+    y = applied(transform, x)
+    jumps = (y.diff().abs() > 0.2).nonzero().flatten() + 1
+    cross(axes, "entry of the gradient", "result")
+    axes.plot(x, x, color=BEFORE, lw=1, ls=(0, (4, 3)))
+    if applied(transform, torch.tensor([math.nan])).isfinite().all():
+        axes.text(-2.9, 2.6, "NaN becomes 0")
+    for part_x, part_y in zip(np.split(x, jumps), np.split(y, jumps), strict=True):
+        axes.plot(part_x, part_y, color=AFTER, lw=1.8, marker="." if len(part_x) == 1 else None)
+    axes.set_ylim(-3.2, 3.2)
+
+
+def draw_entering(axes: "Axes", transform: Transform) -> None:
+    """Draw the result at a ReLU as a function of the gradient that enters its node."""
+    e = torch.linspace(-2, 2, 401)
+    cross(axes, "gradient that enters the ReLU", "result")
+    for active, style in ((1.0, "-"), (0.0, (0, (2, 1.5)))):
+        name = "active" if active else "inactive"
+        axes.plot(e, e * active, color=BEFORE, lw=3.5 if active else 1.5, ls=style)
+        result = applied(transform, e * active, TransformContext("a", entering=(e,)))
+        offset = 0.05 if active else -0.05
+        axes.plot(e, result + offset, color=AFTER, lw=1.6, ls=style, label=name)
+    axes.legend(loc="upper left")
+
+
+def draw_window(axes: "Axes", transform: Transform) -> None:
+    """Draw the factor of a gradient as a function of the value."""
+    x = torch.linspace(-2.5, 2.5, 801)
+    cross(axes, "value", "factor")
+    factor = applied(transform, torch.ones_like(x), TransformContext("a", value=x))
+    axes.plot(x, (x > 0).float(), color=BEFORE, lw=1, ls=(0, (4, 3)))
+    axes.fill_between(x, factor, color=AFTER, alpha=0.12, lw=0)
+    axes.plot(x, factor, color=AFTER, lw=1.8)
+
+
+def polar() -> Iterator[Tensor]:
+    """Yield circles and rays of gradients with two entries."""
+    angle = torch.linspace(0, 2 * math.pi, 361)
+    for radius in (0.5, 1.0, 1.5, 2.0):
+        yield radius * torch.stack([angle.cos(), angle.sin()], dim=1)
+    lengths = torch.linspace(0.02, 2, 100)[:, None]
+    for turn in range(12):
+        yield lengths * torch.tensor([[math.cos(turn * math.pi / 6), math.sin(turn * math.pi / 6)]])
+
+
+def draw_map(
+    axes: "Axes",
+    result: Callable[[Tensor], Tensor],
+    before: Callable[[Tensor], Tensor],
+    arrows: bool = True,
+) -> None:
+    """Draw circles and rays of gradients before and after a function of two entries."""
+    cross(axes, "", "")
+    for curve in polar():
+        plain = torch.stack([before(point) for point in curve])
+        after = torch.stack([result(point) for point in curve])
+        axes.plot(*plain.T, color=BEFORE, lw=0.5, alpha=0.7, zorder=1)
+        axes.plot(*after.T, color=AFTER, lw=0.9, zorder=3)
+    angle = torch.linspace(0, 2 * math.pi, 13)[:-1] + math.pi / 12
+    points = 1.75 * torch.stack([angle.cos(), angle.sin()], dim=1)
+    for point in points if arrows else ():
+        start, end = before(point), result(point)
+        if float((end - start).norm()) > 0.05:
+            arrow = {"arrowstyle": "-|>", "color": SECOND, "lw": 0.7, "mutation_scale": 5}
+            axes.annotate(
+                "", end.tolist(), start.tolist(), arrowprops=arrow | {"shrinkA": 0, "shrinkB": 0}
+            )
+    axes.set_aspect("equal", adjustable="datalim")
+    axes.set_xticks([-2, 0, 2])
+    axes.set_yticks([-2, 0, 2])
+
+
+def draw_plane(axes: "Axes", transform: Transform) -> None:
+    """Draw a function of a gradient with two entries, at the weights WEIGHTS if it needs them."""
+    needs_row = type(transform).__name__ == "Centralize"
+
+    def result(point: Tensor) -> Tensor:
+        shape = (1, 2) if needs_row else (2,)
+        context = TransformContext("a", value=WEIGHTS.view(shape))
+        return applied(transform, point.view(shape), context).flatten()
+
+    draw_map(axes, result, lambda point: point)
+    if "value" in transform.needs:
+        arrow = {"arrowstyle": "-|>", "color": "#171717", "lw": 1.2, "mutation_scale": 7}
+        axes.annotate("", WEIGHTS.tolist(), (0, 0), arrowprops=arrow | {"shrinkA": 0, "shrinkB": 0})
+        axes.text(1.7, 0.95, "w", fontsize=7)
+
+
+def draw_product(axes: "Axes", transform: Transform) -> None:
+    """Draw the gradient of a layer's input, for circles and rays of gradients of its output."""
+    weights = torch.tensor([[0.9, -0.3], [0.2, 0.8]])
+
+    class Backward:
+        task = ""
+        error: Tensor | None = None
+
+    def result(point: Tensor) -> Tensor:
+        info = Backward()
+        info.error = point[None]
+        context = TransformContext("b", backward=info, entering=(point[None],))
+        return applied(transform, (point @ weights)[None], context)[0]
+
+    draw_map(axes, result, lambda point: point @ weights, arrows=False)
+
+
+def draw_histogram(axes: "Axes", transform: Transform) -> None:
+    """Draw the distribution of the entries of a random gradient before and after."""
+    grad = torch.randn(1250, 16, generator=torch.Generator().manual_seed(0))
+    if type(transform).__name__ == "AddNoise":
+        grad = 1.5 * grad.sign() + 0.15 * grad
+    grad, result = grad.flatten(), applied(transform, grad).flatten()
+    bins = np.linspace(-4, 4, 81).tolist()
+    axes.hist(grad.numpy(), bins=bins, color=BEFORE, alpha=0.6, label="before")
+    axes.hist(result.numpy(), bins=bins, color=AFTER, histtype="step", lw=1.3, label="after")
+    axes.set_yscale("symlog", linthresh=1000)
+    axes.tick_params(left=False, labelleft=False, which="both")
+    axes.set_ylim(0)
+    axes.set_xlabel("entry of the gradient", labelpad=1)
+    axes.legend(loc="upper right")
+
+
+def signal(steps: int) -> Tensor:
+    """Return gradients of 8 x 8 entries over the steps: slow waves with noise."""
+    generator = torch.Generator().manual_seed(3)
+    phase = 2 * math.pi * torch.rand(8, 8, generator=generator)
+    phase[0, 0] = 0
+    time = torch.arange(steps)[:, None, None]
+    noise = torch.randn(steps, 8, 8, generator=generator)
+    return torch.sin(2 * math.pi * time / 70 + phase) + 0.4 * noise
+
+
+def over_steps(transform: Transform, grads: Tensor) -> Tensor:
+    """Return the results of a sequence of gradients."""
+    state, results = transform.init(grads[0]), []
+    for step, grad in enumerate(grads):
+        result, state = transform.update(grad, state, TransformContext("a", step=step))
+        results.append(result)
+    return torch.stack(results)
+
+
+def draw_steps(axes: "Axes", transform: Transform) -> None:
+    """Draw one entry over the steps."""
+    name = type(transform).__name__
+    grads = torch.ones(1500, 1, 1) if name == "Scheduled" else signal(140)
+    if name == "SpikeClip":
+        grads[60:140:25] *= 6
+    results = over_steps(transform, grads)
+    cross(axes, "step", "one entry")
+    axes.plot(grads[:, 0, 0], color=BEFORE, lw=1.2, label="before")
+    axes.plot(results[:, 0, 0], color=AFTER, lw=1.3, label="after")
+    if name == "Scheduled":
+        axes.legend(loc="lower left")
+
+
+def draw_norms(axes: "Axes", transform: Transform) -> None:
+    """Draw the norm of a gradient with spikes over the steps."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = (
+        1 + 0.5 * torch.exp(-torch.arange(120) / 30) + 0.12 * torch.randn(120, generator=generator)
+    )
+    sizes[[45, 70, 95]] *= 3
+    grads = sizes[:, None] * torch.tensor([0.6, 0.8])
+    results = over_steps(transform, grads)
+    axes.plot(grads.norm(dim=1), color=BEFORE, lw=1.6)
+    axes.plot(results.norm(dim=1), color=AFTER, lw=1.2)
+    axes.set_ylim(0)
+    axes.set_xlabel("step", labelpad=1)
+    axes.set_ylabel("norm", labelpad=1)
+
+
+def draw_agreement(axes: "Axes", transform: Transform) -> None:
+    """Draw the sum of four micro-batches and its masked result, entry by entry."""
+    generator = torch.Generator().manual_seed(2)
+    mean = torch.tensor([1.0, -0.8, 0.1, 0.6, -0.05, 1.2, -0.2, -1.1, 0.3, 0.0, 0.9, -0.6])
+    grads = mean + 0.35 * torch.randn(4, 12, generator=generator)
+    state, total = transform.init(grads[0]), torch.zeros(12)
+    for call, grad in enumerate(grads):
+        result, state = transform.update(grad, state, TransformContext("a", call=call))
+        total = total + result
+    for grad in grads:
+        axes.plot(np.arange(12), grad, ls="", marker=".", ms=2.5, color="#525252", zorder=3)
+    axes.bar(np.arange(12), grads.sum(0), color=BEFORE, alpha=0.6, width=0.8)
+    axes.bar(np.arange(12), total, color=AFTER, width=0.4)
+    axes.axhline(0, color=LINE, lw=0.6)
+    axes.set_xlabel("entries; dots: four micro-batches", labelpad=1)
+    axes.set_xticks([])
+
+
+def draw_matrix(axes: "Axes", transform: Transform) -> None:
+    """Draw the singular values of a matrix before and after."""
+    generator = torch.Generator().manual_seed(0)
+    grad = torch.randn(16, 10, generator=generator) @ torch.diag(0.8 ** torch.arange(10.0)) / 4
+    result = over_steps(transform, grad.expand(5, 16, 10))[-1]
+    where = np.arange(10)
+    axes.bar(where - 0.2, torch.linalg.svdvals(grad), width=0.4, color=BEFORE, label="before")
+    axes.bar(where + 0.2, torch.linalg.svdvals(result), width=0.4, color=AFTER, label="after")
+    axes.set_xticks([])
+    axes.set_xlabel("singular values of a matrix", labelpad=1)
+    axes.legend(loc="upper right")
+
+
+def arrow(axes: "Axes", end: Tensor, color: str, width: float) -> None:
+    """Draw an arrow from zero."""
+    props = {"arrowstyle": "-|>", "color": color, "lw": width, "mutation_scale": 7}
+    axes.annotate("", end.tolist(), (0, 0), arrowprops=props | {"shrinkA": 0, "shrinkB": 0})
+
+
+def merged(aggregator: Aggregator, rows: Tensor) -> Tensor:
+    """Return the aggregate after ten equal steps, with decreasing losses."""
+    state = aggregator.init(len(rows))
+    result = rows.sum(0)
+    for step in range(10):
+        losses = torch.tensor([1.0 - 0.05 * step, 0.5 - 0.005 * step], dtype=torch.float64)
+        group = f"{rows[1, 0]}"  # another draw for each angle
+        context = AggregatorContext(step=step, group=group, losses=losses[: len(rows)])
+        result, state = aggregator.merge(rows, state, context)
+    return result
+
+
+def draw_tasks(axes: "Axes", aggregator: Aggregator) -> None:
+    """Draw two gradients in conflict, their aggregate, and the aggregates of other angles."""
+    first = torch.tensor([1.5, 0.2])
+    angles = torch.linspace(0, 2 * math.pi, 121) + 1e-3
+    seconds = torch.stack([angles.cos(), angles.sin()], dim=1)
+    locus = torch.stack([merged(aggregator, torch.stack([first, other])) for other in seconds])
+    second = torch.tensor([math.cos(2.2), math.sin(2.2)])
+    cross(axes, "", "")
+    axes.plot(*seconds.T, color=BEFORE, lw=0.5, ls=(0, (3, 2)))
+    marks = {"ls": "", "marker": ".", "ms": 2} if locus.diff(dim=0).norm(dim=1).max() > 0.8 else {}
+    axes.plot(*locus.T, color=AFTER, lw=0.9, alpha=0.7, **marks)
+    arrow(axes, first, "#525252", 1.0)
+    arrow(axes, second, "#525252", 1.0)
+    arrow(axes, merged(aggregator, torch.stack([first, second])), AFTER, 1.8)
+    axes.set_aspect("equal", adjustable="datalim")
+    axes.set_xticks([])
+    axes.set_yticks([])
+
+
+def draw_robust(axes: "Axes", aggregator: Aggregator) -> None:
+    """Draw the gradients of seven tasks, of which one is far away, their mean and the aggregate."""
+    generator = torch.Generator().manual_seed(4)
+    rows = torch.tensor([0.6, 0.5]) + 0.3 * torch.randn(7, 2, generator=generator)
+    rows[0] = torch.tensor([-2.4, 1.9])
+    state = aggregator.init(7)
+    result, _ = aggregator.merge(rows, state, AggregatorContext())
+    cross(axes, "", "")
+    for one in rows:
+        arrow(axes, one, BEFORE, 0.7)
+    axes.plot(*rows.mean(0), marker="x", ms=5, color=SECOND, ls="", label="mean")
+    arrow(axes, result, AFTER, 1.8)
+    axes.plot(*rows.T, ls="", marker=".", ms=3, color="#525252")
+    axes.legend(loc="upper right")
+    axes.set_aspect("equal", adjustable="datalim")
+    axes.set_xticks([])
+    axes.set_yticks([])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
