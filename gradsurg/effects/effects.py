@@ -19,7 +19,7 @@ MAX_PAIRS = 4096  # pairs whose sums are kept until they are converted to number
 SKETCH = 512  # entries of a gradient kept for the quantiles of its magnitude
 
 
-_zeros = partial(np.zeros, len(EFFECT_NAMES) + 1)
+_zeros = partial(np.zeros, (2, len(EFFECT_NAMES)))  # sums, and numbers of gradients
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class SlotState(TypedDict):
     site: str
     fetched_fired: int
     fetched_calls: int
-    totals: list[float]
+    totals: list[list[float]]
 
 
 class EffectsState(TypedDict):
@@ -118,7 +118,7 @@ class Effects:
             fired, calls = slot.entry.all_fired, slot.entry.all_calls
             counts = fired - slot.fetched_fired, calls - slot.fetched_calls
             unfired = self.every and not counts[0]
-            if slot.fresh[-1] or (counts[1] and (counted or unfired)):
+            if slot.fresh.any() or (counts[1] and (counted or unfired)):
                 rows.append(_row(slot, slot.fresh, *counts))
                 slot.totals += slot.fresh
                 slot.fresh = _zeros()
@@ -132,7 +132,7 @@ class Effects:
         for slot in self._slots:
             numbers = slot.totals + slot.fresh
             fired, calls = slot.entry.all_fired, slot.entry.all_calls
-            if numbers[-1] or (self.every and calls and not fired):
+            if numbers.any() or (self.every and calls and not fired):
                 rows.append(_row(slot, numbers, fired, calls))
         return rows
 
@@ -214,15 +214,15 @@ def _sketch(grad: Tensor) -> Tensor:
 
 
 def _row(slot: _Slot, numbers: Array, fired: int, calls: int) -> dict[str, object]:
-    *sums, sampled = numbers.tolist()
+    sums, counts = numbers.tolist()
     row: dict[str, object] = {
         "transform": slot.transform,
         "site": slot.entry.site,
         "seen": calls,
         "calls": fired,
-        "sampled": int(sampled),
+        "sampled": int(counts[0]),
     }
-    means = [value / sampled if sampled else None for value in sums]
+    means = [value / count if count else None for value, count in zip(sums, counts, strict=True)]
     row |= dict(zip(EFFECT_NAMES, means, strict=True))
     row["nonfinite"] = int(sums[-1])
     return row

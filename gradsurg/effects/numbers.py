@@ -29,9 +29,11 @@ EFFECT_NUMBERS = (
 )
 """The effect of a transform at a site, as means over the sampled gradients.
 
-L2 norms before and after (a float32 norm below 1e-19 reads 0), cosine of before and after, shares
-of the entries that changed, changed sign, and became zero, |after - before| / |before|; `nonfinite`
-is the total of entries that are NaN or infinite before or after."""
+L2 norms before and after (a float32 norm below 1e-19 reads 0); cosine of before and after, 0 if the
+transform made a gradient zero; shares of the entries that changed and that changed sign; `zeroed`,
+the share that became zero of the entries that were not; |after - before| / |before|; `nonfinite`,
+the total of entries that are NaN or infinite before or after. A gradient that is zero before has no
+cosine and no `zeroed`: it is left out of their means, which are None if all gradients were zero."""
 
 UPDATE_NUMBERS = (
     Number("update/cosine", "cosine", "cosine"),

@@ -1,7 +1,8 @@
-"""Eight sums over a gradient before and after a transform, from one pass over both.
+"""Nine sums over a gradient before and after a transform, from one pass over both.
 
 The sums are those of before², after², (after - before)², before * after, and the numbers of entries
-that changed, changed sign, became zero, and are not finite. NaN before and after is no change.
+that changed, changed sign, became zero, are not finite, and were not zero before. NaN before and
+after is no change.
 """
 
 import logging
@@ -22,7 +23,7 @@ Array = NDArray[np.float64]
 CPUKernel = Callable[[int, int, int, int], None]
 """Add the sums of `size` entries, at the addresses `before` and `after`, to float64 at `sums`."""
 
-NUM_SUMS = 8
+NUM_SUMS = 9
 ROW_BYTES = 8 * NUM_SUMS
 BLOCK = 2048  # entries summed in their own dtype before the sum goes on in float64
 CHUNK = 1 << 16  # entries converted, or summed without a kernel, at a time: as fit a CPU's cache
@@ -83,24 +84,31 @@ def eager_sums(before: Tensor, after: Tensor) -> Tensor:
         before.sign() * after.sign() < 0,
         (before != 0) & (after == 0),
         ~(before.isfinite() & after.isfinite()),
+        before != 0,
     ]
     return torch.stack([entries.sum().to(wide) for entries in maps])
 
 
 def effect_numbers(sums: Array, sizes: list[int]) -> Array:
-    """Convert rows of sums to rows of EFFECT_NUMBERS, each with a count of 1."""
+    """Convert rows of sums to EFFECT_NUMBERS and the number of gradients that have each, 0 or 1.
+
+    The result has the shape (rows, 2, numbers). A gradient with norm 0 has no cosine, one of zeros
+    alone no share of entries that became zero; these are 0 with a count of 0.
+    """
     counts = np.maximum(sizes, 1)
     with np.errstate(all="ignore"):
         before, after, distance = np.sqrt(sums.T[:3])
         product = before * after
-        # Both norms zero: cosine 1. One of them zero: cosine 0.
-        cosine = np.where(product > 0, (sums.T[3] / product).clip(-1, 1), before == after)
-        cosine = np.where(np.isnan(product), product, cosine)
+        cosine = np.where(product > 0, (sums.T[3] / product).clip(-1, 1), 0.0)
+        cosine = np.where(np.isnan(product) & (before != 0), product, cosine)
         relative = np.where(before > 0, distance / before, after > 0)
         relative = np.where(np.isnan(product), product, relative)
-        changed, flipped, zeroed = sums.T[4:7] / counts
+        changed, flipped = sums.T[4:6] / counts
+        zeroed = sums.T[6] / np.maximum(sums.T[8], 1)
     columns = [before, after, cosine, changed, flipped, zeroed, relative, sums.T[7]]
-    return np.stack([*columns, np.ones_like(before)], axis=1)
+    ones = np.ones_like(before)
+    known = [ones, ones, before != 0, ones, ones, sums.T[8] > 0, ones, ones]
+    return np.stack([np.stack(columns, axis=1), np.stack(known, axis=1)], axis=1)
 
 
 @cache
@@ -118,7 +126,7 @@ def cpu_kernels() -> dict[torch.dtype, CPUKernel]:
             for first in range(0, size, BLOCK):
                 # Slices, because LLVM vectorizes a loop that begins at 0.
                 before, after = befores[first : first + BLOCK], afters[first : first + BLOCK]
-                xx = yy = dd = xy = changed = flipped = zeroed = nonfinite = zero
+                xx = yy = dd = xy = changed = flipped = zeroed = nonfinite = nonzero = zero
                 for i in range(len(before)):
                     x, y = before[i], after[i]
                     xx += x * x
@@ -128,6 +136,7 @@ def cpu_kernels() -> dict[torch.dtype, CPUKernel]:
                     changed += one if x != y else zero
                     flipped += one if (min(x, y) < zero) & (max(x, y) > zero) else zero
                     zeroed += one if (x != zero) & (y == zero) else zero
+                    nonzero += one if x != zero else zero
                 if not xx + yy < infinity:  # a large or non-finite entry, which is rare
                     for i in range(len(before)):
                         x, y = before[i], after[i]
@@ -141,6 +150,7 @@ def cpu_kernels() -> dict[torch.dtype, CPUKernel]:
                 sums[5] += flipped
                 sums[6] += zeroed
                 sums[7] += nonfinite
+                sums[8] += nonzero
 
         kernels: dict[torch.dtype, CPUKernel] = {}
         prototype = PYFUNCTYPE(None, c_void_p, c_void_p, c_ssize_t, c_void_p)
@@ -179,7 +189,7 @@ def cuda_kernel() -> Callable[[Tensor, Tensor], Tensor] | None:
         x = tl.load(before + index, mask=index < size, other=0.0).to(partial.dtype.element_ty)
         y = tl.load(after + index, mask=index < size, other=0.0).to(partial.dtype.element_ty)
         infinity = float("inf")
-        sums = partial + tl.program_id(0) * 8
+        sums = partial + tl.program_id(0) * 9
         tl.store(sums, tl.sum(x * x))
         tl.store(sums + 1, tl.sum(y * y))
         tl.store(sums + 2, tl.sum((y - x) * (y - x)))
@@ -189,6 +199,7 @@ def cuda_kernel() -> Callable[[Tensor, Tensor], Tensor] | None:
         tl.store(sums + 6, tl.sum(((x != 0) & (y == 0)).to(tl.int32)))
         finite = (tl.abs(x) < infinity) & (tl.abs(y) < infinity)
         tl.store(sums + 7, tl.sum((finite == 0).to(tl.int32)))
+        tl.store(sums + 8, tl.sum((x != 0).to(tl.int32)))
 
     def launch(before: Tensor, after: Tensor) -> Tensor:
         order = sorted(range(before.dim()), key=before.stride, reverse=True)

@@ -37,10 +37,11 @@ def by_hand(before: Tensor, after: Tensor) -> dict[str, float]:
         else:
             both = norm_before > 0 and norm_after > 0
             cosine = (first * second).sum() / (norm_before * norm_after) if both else 0.0
-            cosine = 1.0 if norm_before == norm_after == 0 else cosine
+            cosine = None if norm_before == 0 else cosine
             distance = apart / norm_before if norm_before > 0 else float(norm_after > 0)
     changed = sum(a != b and not (a != a and b != b) for a, b in pairs)
     flipped = sum((a > 0 > b) or (a < 0 < b) for a, b in pairs)
+    nonzero = sum(a != 0 for a, _ in pairs)
     zeroed = sum(a != 0 and b == 0 for a, b in pairs)
     lost = sum(not (np.isfinite(a) and np.isfinite(b)) for a, b in pairs)
     size = max(1, len(pairs))
@@ -53,7 +54,7 @@ def by_hand(before: Tensor, after: Tensor) -> dict[str, float]:
                 cosine,
                 changed / size,
                 flipped / size,
-                zeroed / size,
+                zeroed / nonzero if nonzero else None,
                 distance,
                 lost,
             ),
@@ -68,8 +69,22 @@ def assert_row(row: dict[str, object], pairs: list[tuple[Tensor, Tensor]]) -> No
     assert row["sampled"] == len(pairs)
     assert row["nonfinite"] == sum(each["nonfinite"] for each in numbers)
     for name in EFFECT_NAMES[:-1]:
-        mean = sum(each[name] for each in numbers) / len(numbers)
+        known = [each[name] for each in numbers if each[name] is not None]
+        mean = sum(known) / len(known) if known else None
         assert row[name] == pytest.approx(mean, rel=2e-5, abs=1e-7, nan_ok=True), name
+
+
+def test_a_gradient_of_zeros_has_no_cosine_and_its_zeros_are_not_zeroed() -> None:
+    effects, (dead, half, often) = slots("dead", "half", "often")
+    effects.add(dead, torch.zeros(4), torch.zeros(4))
+    effects.add(half, torch.tensor([0.0, 0.0, 3.0, 4.0]), torch.tensor([0.0, 0.0, 3.0, 0.0]))
+    effects.add(often, torch.zeros(2), torch.zeros(2))
+    effects.add(often, torch.tensor([3.0, 4.0]), torch.tensor([3.0, 0.0]))
+    rows = effects.fetch()
+    assert [row["cosine"] for row in rows] == [None, pytest.approx(0.6), pytest.approx(0.6)]
+    assert [row["zeroed"] for row in rows] == [None, 0.5, 0.5]
+    assert [row["sampled"] for row in rows] == [1, 1, 2]
+    assert [row["changed"] for row in rows] == [0.0, 0.25, 0.25]
 
 
 def slots(*names: str, transform: str = "t") -> tuple[Effects, list[int]]:
